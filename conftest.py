@@ -1,0 +1,15 @@
+"""The flags under which every test and doctest runs; read before JAX starts.
+
+It stands here and not in tests/ so that the doctests of flax_sg get them too.
+"""
+
+import os
+
+# Results are compared to the last bit with programs that ran on the same device.
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import jax
+
+# Implicit conversions hide faults: a float64 that slipped in, a mask that broadcast.
+jax.config.update('jax_numpy_dtype_promotion', 'strict')
+jax.config.update('jax_numpy_rank_promotion', 'raise')

@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Runs this project's commands in an environment of their own.
+
+Needs git, a Python and its standard library only. The first call installs what the
+project needs into .venv beside this file; later calls use that as it is until
+pyproject.toml changes. The system's Python is left alone.
+
+    python3 dev.py COMMAND [OPTIONS]
+"""
+
+import hashlib
+import http.client
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PYPROJECT = ROOT / 'pyproject.toml'
+OLDEST_PYTHON = (3, 11)
+PYTHON_NAMES = ['python3', *(f'python3.{minor}' for minor in range(11, 20))]
+
+
+def demo(*args):
+    """Train the demo model on real data: [--out DIR] [--steps N]."""
+    return run(development_env(), '-m', 'flax_sg', 'demo', *args)
+
+
+def test(*args):
+    """Run the tests, all or some: [tests/test_linen.py -k name]."""
+    return pytest(development_env(), args)
+
+
+def lint(*args):
+    """Check style and types with ruff and pyright: [FILES]."""
+    python = development_env()
+    tools = [['ruff', 'check'], ['ruff', 'format', '--check'], ['pyright']]
+    # A list, so that every tool reports even when an earlier one has failed.
+    return int(any([run(python, '-m', *tool, *args) for tool in tools]))
+
+
+def ci(*args):
+    """Run everything that CI runs."""
+    return run('bash', '.ci/run', *args)
+
+
+def versions(*args):
+    """Run the tests on the oldest and newest dependencies: [--python], every Python."""
+    options = [arg for arg in args if arg != '--python']
+    pythons = list(supported_pythons()) if '--python' in args else [base_python()]
+    # The lower bounds in pyproject.toml are the oldest.
+    core = re.search(r'^dependencies = \[(.*?)\]', PYPROJECT.read_text(), re.M | re.S)
+    oldest = re.findall(r'"(\w+)>=([\d.]+)"', core.group(1))
+    results = {}
+    for python in pythons:
+        for end in ('oldest', 'newest'):
+            pins = [f'{name}=={bound}' for name, bound in oldest if end == 'oldest']
+            name = 'python{}.{}-{}'.format(*python_version(python), end)
+            print(f'\n== {name} {" ".join(pins)}', flush=True)
+            env = ROOT / '.venv-versions' / name
+            if end == 'newest':  # What is newest changes: never take it as it is.
+                shutil.rmtree(env, ignore_errors=True)
+            env_python = ensure_env(env, python, '-e', '.[test]', *pins)
+            results[name] = pytest(env_python, options)
+    for name, status in results.items():
+        print('failed' if status else 'passed', name)
+    return int(any(results.values()))
+
+
+def wheel(*args):
+    """Build dist/*.whl."""
+    command = ['-m', 'pip', 'wheel', '--no-deps', '-w', 'dist', '.']
+    return run(development_env(), *command, *args)
+
+
+def pytest(python, options):
+    """Runs pytest and returns its exit status."""
+    # All tests share the cores; a chosen few start faster without worker processes.
+    workers = ['-n', min(os.cpu_count() or 1, 4), '--dist=worksteal']
+    return run(python, '-m', 'pytest', *([] if options else workers), *options)
+
+
+def run(*command, **options):
+    """Runs a command in the project's root and returns its exit status."""
+    return subprocess.run([str(c) for c in command], cwd=ROOT, **options).returncode
+
+
+def python_version(python):
+    """Returns (major, minor) of an interpreter; None if there is none or it fails."""
+    ask = [str(python), '-c', 'import sys; print(*sys.version_info[:2])']
+    try:
+        out = subprocess.check_output(ask, stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return tuple(int(number) for number in out.split())
+
+
+def supported_pythons():
+    """Yields one interpreter per supported version: this one, then those on PATH."""
+    seen = set()
+    for python in [sys.executable, *(shutil.which(name) for name in PYTHON_NAMES)]:
+        version = python_version(python) if python else None
+        if version and version >= OLDEST_PYTHON and version not in seen:
+            seen.add(version)
+            yield python
+
+
+def base_python():
+    """Returns the interpreter to make environments with."""
+    found = next(supported_pythons(), None)
+    return found or sys.exit(
+        f'flax_sg needs Python 3.11 or newer. This is {sys.version.split()[0]}, '
+        f'and none of {PYTHON_NAMES[1]} to {PYTHON_NAMES[-1]} on PATH runs.\n'
+        f'Install one, or name it: /path/to/python3.11 dev.py ...'
+    )
+
+
+def development_env():
+    """Returns the Python of .venv, with the project and every extra."""
+    return ensure_env(ROOT / '.venv', None, '-e', '.[dev]')
+
+
+def ensure_env(env, base, *requirements):
+    """Makes or renews an environment with this project in it; returns its Python."""
+    python = env / ('Scripts/python.exe' if os.name == 'nt' else 'bin/python')
+    state = '\n'.join([PYPROJECT.read_text(), str(ROOT), *requirements])
+    wanted = hashlib.sha256(state.encode()).hexdigest()
+    stamp = env / 'installed-by-dev.py'
+    usable = (python_version(python) or (0, 0)) >= OLDEST_PYTHON
+    if usable and stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    print(f'Installing into {env.name}: a minute or two, once.', file=sys.stderr)
+    if not usable or run(python, '-c', 'import pip', stderr=subprocess.DEVNULL):
+        make_env(env, python, base or base_python())
+    options = ['--quiet', '--disable-pip-version-check']
+    if run(python, '-m', 'pip', 'install', *options, *requirements):
+        sys.exit('The installation failed: pip says why, above. Is there a network?')
+    stamp.write_text(wanted)
+    return python
+
+
+def make_env(env, python, base):
+    """Makes an empty environment with pip in it."""
+    # Debian's python3 has no ensurepip: there, pip has to be fetched by hand.
+    no_pip = run(base, '-c', 'import ensurepip', stderr=subprocess.DEVNULL)
+    if run(base, '-m', 'venv', '--clear', *['--without-pip'][:no_pip], env):
+        sys.exit(f'{base} could not make an environment in {env}.')
+    if no_pip:
+        with tempfile.TemporaryDirectory() as folder:
+            wheel_file = download_pip(Path(folder))
+            # A wheel is a zip file: pip can run from it, and so install itself.
+            if run(python, wheel_file / 'pip', 'install', '--no-index', wheel_file):
+                sys.exit(f'pip could not be installed into {env}.')
+
+
+def download_pip(folder):
+    """Fetches the newest wheel of pip from the index that pip would use."""
+    page = package_index().rstrip('/') + '/pip/'
+    try:
+        with urllib.request.urlopen(page, timeout=60) as response:
+            listing = response.read().decode()
+        links = re.findall(r'href="([^"]+/pip-([\d.]+)-py3-none-any\.whl)', listing)
+        link = max(links, key=lambda found: [int(n) for n in found[1].split('.')])[0]
+        wheel_file = folder / link.rsplit('/', 1)[1]
+        url = urllib.parse.urljoin(page, link)
+        with urllib.request.urlopen(url, timeout=60) as response:
+            wheel_file.write_bytes(response.read())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        # Without the address: it may hold a password.
+        sys.exit(f'No ensurepip here, and no pip from the package index: {error}')
+    return wheel_file
+
+
+def package_index():
+    """Returns the package index that pip is configured for, or the public one."""
+    configured = os.environ.get('PIP_INDEX_URL')
+    for name in ['~/.config/pip/pip.conf', '~/.pip/pip.conf', '/etc/pip.conf']:
+        file = Path(name).expanduser()
+        text = file.read_text() if file.is_file() else ''
+        named = re.search(r'^\s*index[-_]url\s*[=:]\s*(\S+)', text, re.MULTILINE)
+        configured = configured or (named and named.group(1))
+    return configured or 'https://pypi.org/simple'
+
+
+COMMANDS = {f.__name__: f for f in (demo, test, lint, ci, versions, wheel)}
+
+if __name__ == '__main__':
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        lines = [f'    {n:9} {f.__doc__.splitlines()[0]}' for n, f in COMMANDS.items()]
+        sys.exit('\n'.join([__doc__, *lines]))
+    try:
+        sys.exit(COMMANDS[sys.argv[1]](*sys.argv[2:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
