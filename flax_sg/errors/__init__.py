@@ -1,0 +1,21 @@
+"""Every exception of the library, each with a program that fails and its fix.
+
+Each class is a :class:`FlaxSGError` and also the built-in exception that a reader
+would expect, so ``except ValueError`` works as well as ``except FlaxSGError``.
+"""
+
+from flax_sg.errors.base import FlaxSGError as FlaxSGError
+from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
+from flax_sg.errors.selection import FilterTypeError as FilterTypeError
+from flax_sg.errors.selection import FilterValueError as FilterValueError
+from flax_sg.errors.selection import TracerInFilterError as TracerInFilterError
+from flax_sg.errors.selection import TreeFilterError as TreeFilterError
+from flax_sg.errors.selection import UnusedFilterError as UnusedFilterError
+from flax_sg.errors.use import BlockLeakError as BlockLeakError
+from flax_sg.errors.use import BlockOrderError as BlockOrderError
+from flax_sg.errors.use import KeptValueError as KeptValueError
+from flax_sg.errors.use import LiftTargetError as LiftTargetError
+from flax_sg.errors.use import NothingReadError as NothingReadError
+from flax_sg.errors.use import OverwriteWithGradientError as OverwriteWithGradientError
+from flax_sg.errors.use import UnknownCollectionError as UnknownCollectionError
+from flax_sg.errors.use import UnknownMethodError as UnknownMethodError

@@ -1,0 +1,253 @@
+"""Filters as expressions: what all of them share, and ``~ & |`` on them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+from flax_sg.errors import FilterTypeError
+from flax_sg.paths import Path, nearest
+
+Owner: TypeAlias = tuple[str, ...] | None
+
+
+class Filter(abc.ABC):
+    """Which variables are meant: a value that is called with a path.
+
+    It is either an elementary filter, an *atom*, or an expression of atoms.
+    """
+
+    # numpy's bools stand aside for our reflected operators.
+    __array_ufunc__ = None
+    # Makes a filter of the other side of an operator; filters.py, which knows every
+    # kind of filter, sets it to as_filter.
+    convert: ClassVar[Callable[[Any], Filter]]
+
+    @abc.abstractmethod
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
+        """The value of the expression, given what to ask for that of an atom."""
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def _value(self) -> Hashable:
+        """What equality and hash look at, beside the type."""
+
+    @property
+    def _parts(self) -> tuple[Filter, ...]:
+        return ()
+
+    def _with_parts(self, parts: tuple[Filter, ...]) -> Filter:
+        del parts
+        return self
+
+    def __call__(self, path: Path) -> bool:
+        """Whether the variable at this path is meant."""
+        return self._evaluate(lambda atom: atom(path))
+
+    def combine(self, results: Mapping[Filter, bool]) -> bool:
+        """Whether a variable is meant, given what each of the atoms says of it.
+
+        With it a caller asks every atom once, and learns which of them matched.
+        """
+        return self._evaluate(results.__getitem__)
+
+    @functools.cached_property
+    def atoms(self) -> tuple[Filter, ...]:
+        """The distinct elementary filters in it.
+
+        Each of them has to match something, where a filter may not be empty.
+        """
+        return tuple(dict.fromkeys(a for part in self._parts for a in part.atoms))
+
+    def snapshot(self) -> Filter:
+        """The filter with its functions as they are now; see ``Predicate``."""
+        parts = tuple(part.snapshot() for part in self._parts)
+        same = all(new is old for new, old in zip(parts, self._parts, strict=True))
+        return self if same else self._with_parts(parts)
+
+    def explain(self, paths: Sequence[Path], owner: Owner) -> list[str]:
+        """Says in lines why the filter may match none of these paths.
+
+        Args:
+            paths: the path of every variable there is.
+            owner: path of the module that they are relative to, if one is known.
+        """
+        text = self._text()
+        near = nearest(text, paths) if text else list(dict.fromkeys(paths))[:3]
+        title = 'Nearest paths:' if text else 'Paths look like this:'
+        lines = [title, *(f'  {str(path)!r}' for path in near)] if near else []
+        hint = self._hint(paths, owner) if near else None
+        return [*lines, f'Hint: {hint}'] if hint else lines
+
+    def _text(self) -> str:
+        """What the filter looks for, to be compared with paths."""
+        return next(filter(None, (part._text() for part in self._parts)), '')
+
+    def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
+        """What was probably meant."""
+        del paths, owner
+        return None
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Filters are part of JAX's trace cache keys: hashed again and again.
+        return hash((type(self), self._value))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Filter) or type(self) is not type(other):
+            return NotImplemented
+        return self._value == other._value
+
+    def __reduce__(self) -> Any:
+        fields: Any = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        return type(self), tuple(getattr(self, f.name) for f in fields if f.init)
+
+    def __invert__(self) -> Filter:
+        return Not(self)
+
+    def __and__(self, other: Any) -> Filter:
+        return And((self, Filter.convert(other)))
+
+    def __rand__(self, other: Any) -> Filter:
+        return And((Filter.convert(other), self))
+
+    def __or__(self, other: Any) -> Filter:
+        return Or((self, Filter.convert(other)))
+
+    def __ror__(self, other: Any) -> Filter:
+        return Or((Filter.convert(other), self))
+
+    def __bool__(self) -> bool:
+        raise FilterTypeError(
+            f'{self!r} is neither true nor false: `not`, `and` and `or` would drop a '
+            'part of a filter.\nFix: write ~a, a & b, a | b.'
+        )
+
+
+class Atom(Filter):
+    """A filter that is no expression of others."""
+
+    @abc.abstractmethod
+    def _matches(self, path: Path) -> bool:
+        """Whether the variable at this path is meant."""
+
+    def __call__(self, path: Path) -> bool:
+        """Whether the variable at this path is meant."""
+        return self._matches(path)
+
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
+        return ask(self)
+
+    @functools.cached_property
+    def atoms(self) -> tuple[Filter, ...]:
+        """The filter itself."""
+        return (self,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant(Filter):
+    """Every variable, or none. It has no atoms, so it may well select nothing."""
+
+    value: bool
+
+    @functools.cached_property
+    def _value(self) -> Hashable:
+        return self.value
+
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
+        return self.value
+
+    def __invert__(self) -> Filter:
+        return Constant(not self.value)
+
+    def __repr__(self) -> str:
+        return f'Constant({self.value})'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Not(Filter):
+    """The variables that another filter does not mean."""
+
+    filter: Filter
+
+    @functools.cached_property
+    def _value(self) -> Hashable:
+        return self.filter
+
+    @property
+    def _parts(self) -> tuple[Filter, ...]:
+        return (self.filter,)
+
+    def _with_parts(self, parts: tuple[Filter, ...]) -> Filter:
+        return Not(*parts)
+
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
+        return not self.filter._evaluate(ask)
+
+    def __invert__(self) -> Filter:
+        return self.filter
+
+    def __repr__(self) -> str:
+        return f'~{_enclosed(self.filter)}'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Several(Filter):
+    """What And and Or share. The order of the parts is for reading alone."""
+
+    filters: tuple[Filter, ...]
+
+    def __post_init__(self) -> None:
+        flat: list[Filter] = []
+        for part in self.filters:
+            flat.extend(part.filters if isinstance(part, type(self)) else (part,))
+        object.__setattr__(self, 'filters', tuple(dict.fromkeys(flat)))
+
+    @functools.cached_property
+    def _value(self) -> Hashable:
+        return frozenset(self.filters)
+
+    @property
+    def _parts(self) -> tuple[Filter, ...]:
+        return self.filters
+
+    def _with_parts(self, parts: tuple[Filter, ...]) -> Filter:
+        return type(self)(parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class And(_Several):
+    """The variables that all of several filters mean."""
+
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
+        return all(part._evaluate(ask) for part in self.filters)
+
+    def __repr__(self) -> str:
+        return ' & '.join(map(_enclosed, self.filters)) or 'And(())'
+
+    def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
+        return 'its parts match something each, and no variable is in all of them.'
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Or(_Several):
+    """The variables that at least one of several filters means."""
+
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
+        return any(part._evaluate(ask) for part in self.filters)
+
+    def __repr__(self) -> str:
+        return ' | '.join(map(_enclosed, self.filters)) or 'Or(())'
+
+
+def _enclosed(part: Filter) -> str:
+    several = isinstance(part, _Several) and len(part.filters) > 1
+    return f'({part!r})' if several else repr(part)

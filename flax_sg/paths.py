@@ -1,0 +1,228 @@
+"""The path of a variable as a filter sees it; globs on paths; the nearest paths."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from flax_sg.errors import FilterValueError
+
+_S = TypeVar('_S', bound=str)
+
+
+class Path(str):
+    """The path of one variable: a str of names joined by '/'.
+
+    It is relative to its *owner*, the module that opened the block; a variable that
+    lies outside of it is seen under its absolute path with a leading '/'. Being a
+    str, it compares, hashes and slices like one: two variables of the same name in
+    two collections have equal paths and differ in ``collection`` only.
+
+    >>> path = Path.of('params', ('enc', 'gln_0', 'dense', 'kernel'), owner=('enc',))
+    >>> path
+    'gln_0/dense/kernel'
+    >>> path.parts, path.name, path.module
+    (('gln_0', 'dense', 'kernel'), 'kernel', 'gln_0/dense')
+    >>> path.collection, path.absolute
+    ('params', 'enc/gln_0/dense/kernel')
+    >>> Path.of('params', ('cell', 'kernel'), owner=('enc',))
+    '/cell/kernel'
+    """
+
+    parts: tuple[str, ...]
+    """The names of the path; of the absolute one where it lies outside the owner."""
+    collection: str
+    """The collection of the variable, such as 'params'."""
+    _absolute: tuple[str, ...]
+    _owner: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, collection: str, absolute: tuple[str, ...], owner: tuple[str, ...] = ()
+    ) -> Path:
+        """Returns the path of a variable as its owner sees it.
+
+        Args:
+            collection: the collection it is in.
+            absolute: its names from the root of the variables tree, its own last.
+            owner: the names of the module that the path is relative to.
+        """
+        depth = len(owner)
+        # A variable may have the name of a module (in another collection): the
+        # variable at the owner's own path is not inside the owner.
+        inside = len(absolute) > depth and absolute[:depth] == owner
+        parts = absolute[depth:] if inside else absolute
+        self = str.__new__(cls, '/'.join(parts) if inside else '/' + '/'.join(parts))
+        self.parts = parts
+        self.collection = collection
+        self._absolute = absolute
+        self._owner = owner
+        return self
+
+    @property
+    def name(self) -> str:
+        """The variable's own name, such as 'kernel'."""
+        return self.parts[-1]
+
+    @property
+    def module(self) -> str:
+        """The module that holds the variable, '' for the owner itself."""
+        return self[: -len(self.name) - 1] or ('/' if self.outside else '')
+
+    @property
+    def absolute(self) -> str:
+        """The path from the root of the variables tree, without a leading '/'."""
+        return '/'.join(self._absolute)
+
+    @property
+    def outside(self) -> bool:
+        """Whether the variable lies outside the owner."""
+        return self.parts is self._absolute and bool(self._owner)
+
+    def from_root(self) -> Path:
+        """The path of the same variable as it is seen at top level."""
+        return Path.of(self.collection, self._absolute)
+
+    def __reduce__(self) -> Any:
+        return Path.of, (self.collection, self._absolute, self._owner)
+
+
+def nearest(pattern: str, paths: Iterable[_S], n: int = 3) -> list[_S]:
+    """Returns the n paths that look most like a pattern, the nearest first.
+
+    What is compared is the run of components of a path that fits the pattern's
+    literal part best, so that a module's name finds the variables inside it.
+
+    >>> nearest('gl/**', ['enc/bias', 'dec/kernel', 'gln/kernel', 'gln/bias'], 2)
+    ['gln/bias', 'gln/kernel']
+    """
+    names = re.sub(r'[^\w/]+', '', pattern).casefold().split('/')
+    literal = '/'.join(filter(None, names))
+    width = literal.count('/') + 1
+    matcher = difflib.SequenceMatcher(b=literal, autojunk=False)
+
+    def likeness(text: str) -> float:
+        matcher.set_seq1(text.casefold())
+        # 'enc' means 'encoder' rather than 'dec'.
+        begins = bool(literal) and text.casefold().startswith(literal)
+        return matcher.ratio() + begins
+
+    def score(path: str) -> tuple[float, float]:
+        names = path.strip('/').split('/')
+        runs = ('/'.join(names[i : i + width]) for i in range(len(names)))
+        return max(map(likeness, runs)), likeness(path)
+
+    # sorted is stable: paths that look alike stay in the order they came in.
+    return sorted(dict.fromkeys(paths), key=score, reverse=True)[:n]
+
+
+@functools.lru_cache(maxsize=1024)
+def glob_regex(pattern: str) -> re.Pattern[str]:
+    r"""Translates a glob on whole path components, to be used with ``fullmatch``.
+
+    >>> bool(glob_regex('gln_*/**').fullmatch('gln_0/dense/kernel'))
+    True
+
+    Args:
+        pattern: as ``flax_sg.filters.Glob`` explains.
+
+    Raises:
+        FilterValueError: if the pattern can mean nothing.
+    """
+    rooted = pattern.startswith('/')
+    names = pattern[rooted:].split('/')
+    _check_glob(pattern, names)
+    # Neighbouring '**' say the same as one, and would make matching slow.
+    names = [n for i, n in enumerate(names) if n != '**' or names[i - 1 : i] != ['**']]
+    # A leading '**' covers variables outside the owner too.
+    out = ['/' if rooted else '/?' if names[0] == '**' else '']
+    for name in names[:-1]:
+        out.append('(?:[^/]+/)*' if name == '**' else _component(name, pattern) + '/')
+    last = names[-1]
+    out.append('(?:[^/]+/)*[^/]+' if last == '**' else _component(last, pattern))
+    try:
+        return re.compile(''.join(out))
+    except re.error as error:
+        raise _glob_error(pattern, f'has a bad [...]: {error.msg}') from None
+
+
+def _glob_error(pattern: str, problem: str, fix: str = '') -> FilterValueError:
+    fix = f'\nFix: {fix}.' if fix else ''
+    return FilterValueError(f'The glob {pattern!r} {problem}.{fix}')
+
+
+def _check_glob(pattern: str, names: Sequence[str]) -> None:
+    if not pattern:
+        raise _glob_error(pattern, 'is empty', "write '**' for every variable")
+    if pattern.startswith('!'):
+        raise _glob_error(
+            pattern,
+            "begins with '!', which negates nothing here",
+            f'write ~as_filter({pattern[1:]!r}), with as_filter from flax_sg.filters',
+        )
+    if pattern.endswith('/'):
+        inside = '/'.join(filter(None, names)) + '/**'
+        raise _glob_error(
+            pattern,
+            "ends in '/', and no path does",
+            f'write {inside.lstrip("/")!r} for everything inside',
+        )
+    if '' in names:
+        fixed = re.sub('/+', '/', pattern)
+        raise _glob_error(pattern, "has '//' in it", f'write {fixed!r}')
+    if any('**' in name and name != '**' for name in names):
+        fixed = '/'.join(map(_unglued, names))
+        raise _glob_error(
+            pattern,
+            "has '**' glued to other characters",
+            "write '*' within one component and '**' alone between slashes, such as "
+            f'{fixed!r}',
+        )
+
+
+def _unglued(name: str) -> str:
+    """What was probably meant by a component such as 'a**' or 'a.**'."""
+    if '**' not in name:
+        return name
+    *firsts, last = re.split(r'\*{2,}', name)
+    out: list[str] = []
+    for text in firsts:
+        stem = text.rstrip('.:\\')
+        out.extend([*([stem if stem != text else f'{stem}*'] if text else []), '**'])
+    stem = last.lstrip('.:\\')
+    out.extend([stem if stem != last else f'*{stem}'] if last else [])
+    return '/'.join(out)
+
+
+_TOKEN = re.compile(
+    r'\\(?P<escaped>.)|(?P<wild>[*?])'
+    r'|\[(?P<negated>[!^]?)(?P<members>\]?(?:\\.|[^\]\\])*)\]|(?P<literal>.)',
+    re.DOTALL,
+)
+
+
+def _component(name: str, pattern: str) -> str:
+    """The regular expression of one component."""
+    if not name.strip('*'):
+        return '[^/]+'  # A component is never empty.
+    return ''.join(_token(token, pattern) for token in _TOKEN.finditer(name))
+
+
+def _token(token: re.Match[str], pattern: str) -> str:
+    if token['wild']:
+        return '[^/]*' if token['wild'] == '*' else '[^/]'
+    if token['members']:
+        members = re.sub(
+            r'\\(.)|([\[\]^&~|])', lambda m: re.escape(m[1] or m[2]), token['members']
+        )
+        return f'(?!/)[{"^" if token["negated"] else ""}{members}]'
+    if token['literal'] == '[' or token['members'] == '':
+        raise _glob_error(
+            pattern,
+            "has a '[' without its ']'",
+            f'write {pattern.replace("[", "[[]", 1)!r} for a bracket in a name',
+        )
+    return re.escape(token['escaped'] or token['literal'])
