@@ -1,0 +1,363 @@
+"""The only file that touches private names of Flax and JAX.
+
+Each name stands behind one function or constant that says why it is needed. Tried with
+flax 0.12.0 and jax 0.7.2 up to flax 0.12.8 and jax 0.10.2.
+"""
+
+# What this file is for, and only this file.
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax.core import lift, meta, tracers
+from flax.core.frozen_dict import FrozenDict
+from flax.core.scope import Scope, in_filter
+from flax.linen import module as linen_module
+from flax.linen import transforms as linen_transforms
+from jax import custom_batching
+from jax._src import core as jax_core
+
+from flax_sg import errors
+
+Module = linen_module.Module
+Variable = linen_module.Variable
+Tracer = jax_core.Tracer
+
+# What the hooks replace, by (owner, name). All of them are read by Flax at call time,
+# so replacing the attribute reaches code that was written and lifted before.
+_HOOKED: dict[str, tuple[Any, str]] = {
+    'get_variable': (Scope, 'get_variable'),
+    'variables': (Scope, 'variables'),
+    'param': (Scope, 'param'),
+    'put_variable': (Scope, 'put_variable'),
+    'make_rng': (Scope, 'make_rng'),
+    'invalidate': (Scope, 'invalidate'),
+    'partial_pack': (lift, '_partial_pack'),
+    'try_setup': (Module, '_try_setup'),
+    'getattribute': (Module, '__getattribute__'),
+    'getattr': (Module, '__getattr__'),
+    'custom_jvp': (jax.custom_jvp, '__call__'),
+    'custom_vjp': (jax.custom_vjp, '__call__'),
+    'custom_vmap': (custom_batching.custom_vmap, '__call__'),
+}
+
+# What JAX keeps of a function with rules of its own, and calls when it needs it.
+RULES: dict[str, tuple[str, ...]] = {
+    'custom_jvp': ('jvp',),
+    'custom_vjp': ('fwd', 'bwd'),
+    'custom_vmap': ('vmap_rule',),
+}
+
+_REQUIRED: tuple[tuple[Any, str], ...] = (
+    *_HOOKED.values(),
+    (Scope, '_collection'),
+    (Scope, '_populate_collections'),
+    (lift, '_dedup_scopes'),
+    (lift, '_dup_scopes'),
+    (linen_transforms, 'get_module_scopes'),
+    (linen_transforms, 'set_module_scopes'),
+    (linen_module, '_context'),
+    (linen_module, 'CompactNameScope'),
+    (linen_module, 'SetupState'),
+    (linen_module, 'wrap_method_once'),
+    (linen_transforms, '_is_module_class'),
+    (jax, 'make_user_context'),
+    (jax_core, 'set_current_trace'),
+    (tracers, 'current_trace'),
+)
+
+
+def check_versions() -> None:
+    """Raises at import, in words, if a name that the library rests on is gone."""
+    missing = [
+        f'{getattr(owner, "__name__", owner)}.{name}'
+        for owner, name in _REQUIRED
+        if not hasattr(owner, name)
+    ]
+    if missing:
+        raise errors.UnsupportedVersionError(missing)
+
+
+check_versions()
+
+_lock = threading.Lock()
+_users = 0
+_make: Mapping[str, Callable[[Any], Any]] = {}
+_before: dict[str, Any] = {}
+_INHERITED = object()
+
+
+def acquire_hooks(make: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
+    """Installs hooks on Flax's reads for the first of their users.
+
+    Args:
+        make: for each name in ``_HOOKED`` a function from the original to its hook; by
+            default those of the last time.
+    """
+    global _users, _make
+    with _lock:
+        make = _make = _make if make is None else make
+        if _users == 0:
+            for key, (owner, name) in _HOOKED.items():
+                _before[key] = vars(owner).get(name, _INHERITED)
+                setattr(owner, name, make[key](getattr(owner, name)))
+        _users += 1
+
+
+def release_hooks() -> None:
+    """Leaves Flax as it was when the last user is gone."""
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            for key, (owner, name) in _HOOKED.items():
+                before = _before.pop(key)
+                if before is _INHERITED:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+
+
+# Part of every trace cache key of JAX (jit, scan, cond, checkpoint, ...) and local to
+# the thread: what makes a cached trace belong to the blocks it was traced under.
+user_context = jax.make_user_context(0)
+
+
+def current_module() -> Module | None:
+    """The bound module whose method is running; the owner of a block opened now.
+
+    In a method under ``nn.compact_name_scope`` Flax runs a helper module, but ``self``
+    is the module that the method was written for, and that one counts.
+    """
+    module = linen_module._context.module_stack[-1]
+    while isinstance(module, linen_module.CompactNameScope):
+        module = module.module_fn()
+    return module if module is not None and module.scope is not None else None
+
+
+def current_trace() -> Any:
+    """The trace that JAX records into, comparable with ``==``."""
+    return tracers.current_trace()
+
+
+def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
+    """Makes the trace of ``leaf`` the current one.
+
+    What is computed from an outer tracer inside an inner raw ``lax.scan`` or
+    ``jax.jit`` belongs to the inner trace. A rewritten value is kept for later readers,
+    so it has to live as long as the value it was made from.
+    """
+    if isinstance(leaf, Tracer):
+        return jax_core.set_current_trace(leaf._trace)
+    return contextlib.nullcontext()
+
+
+def in_trace_of_scope(scope: Scope) -> contextlib.AbstractContextManager[Any]:
+    """Makes the trace that ``scope`` was created in the current one."""
+    trace_level: Any = scope.trace_level
+    trace = trace_level._trace_ref()
+    if trace is None:
+        return contextlib.nullcontext()
+    return jax_core.set_current_trace(trace)
+
+
+def stored(scope: Scope) -> dict[str, Any]:
+    """The collections that ``scope`` really holds, not copies."""
+    scope._populate_collections()
+    return scope._variables
+
+
+def variables_of(scope: Scope) -> dict[str, Any]:
+    """The dict that ``scope`` keeps its collections in; ``rewound`` copies share it."""
+    return scope._variables
+
+
+def minimal_scopes(scope_tree: Any) -> tuple[Scope, ...]:
+    """The scopes of a tree without those inside another one, in the order of pack."""
+    return lift._dedup_scopes(jax.tree_util.tree_leaves(scope_tree))[0]
+
+
+def axes_of_caller() -> Callable[[str], tuple[int | None, int | None]]:
+    """The axes along which the lifted transform calling ``pack`` maps a collection.
+
+    ``nn.vmap`` and ``nn.scan`` may take a collection in along one axis and give it out
+    along another. Only the inner function of the lift knows, two frames up.
+    """
+    names = sys._getframe(2).f_locals
+    fn = names.get('fn')
+    cells = getattr(fn, '__closure__', None) or ()
+    free = fn.__code__.co_freevars if fn is not None and cells else ()
+    closure: dict[str, Any] = {
+        name: cell.cell_contents
+        for name, cell in zip(free, cells, strict=True)
+        if name in ('variable_in_axes', 'variable_out_axes')
+    }
+
+    def axis(collection: str, side: str) -> Any:
+        axes = closure.get(f'variable_{side}_axes', ())
+        filters = names.get(f'{side}_variable_filters', ())
+        unmapped = len(filters) - len(axes)
+        for number, col_filter in enumerate(filters):
+            if in_filter(col_filter, collection):
+                return axes[number - unmapped] if number >= unmapped else None
+        return None
+
+    return lambda collection: (axis(collection, 'in'), axis(collection, 'out'))
+
+
+def is_set_up(module: Module) -> bool:
+    """Whether ``setup`` has run to its end."""
+    state = module._state
+    return state.setup_called == linen_module.SetupState.DONE and not state.in_setup
+
+
+def starts_setup(module: Module) -> bool:
+    """Whether the next call of ``_try_setup`` runs the user's ``setup``."""
+    state = module._state
+    return (
+        module.scope is not None
+        and not state.in_setup
+        and state.setup_called != linen_module.SetupState.DONE
+    )
+
+
+def run_setup(module: Module) -> None:
+    """Runs ``setup`` of a bound module, if it has not run yet."""
+    module._try_setup()
+
+
+def as_method(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a function of a module what Flax gives a method: setup, naming, state."""
+    return linen_module.wrap_method_once(fn)
+
+
+def is_module_class(target: Any) -> bool:
+    """Whether ``target`` is a Module class or a ``functools.partial`` of one."""
+    return linen_transforms._is_module_class(target)
+
+
+def unbox(value: Any) -> Any:
+    """The value without its ``AxisMetadata`` boxes, as ``Module.param`` returns it."""
+    return meta.unbox(value)
+
+
+def scopes_of(module: Module) -> list[Scope]:
+    """The scopes of a module and of the modules in its fields, in Flax's order."""
+    return linen_transforms.get_module_scopes(module)[0]
+
+
+def copied(tree: Any) -> Any:
+    """A copy of nested dicts, their leaves as they are."""
+    if isinstance(tree, Mapping):
+        return {key: copied(value) for key, value in tree.items()}
+    return tree
+
+
+def copied_mutable(scope: Scope) -> dict[str, Any]:
+    """Copies of the mutable collections of a scope."""
+    return {
+        col: copied(tree)
+        for col, tree in stored(scope).items()
+        if scope.is_mutable_collection(col)
+    }
+
+
+def scratch_scope(
+    scope: Scope,
+    flags: Mapping[str, Any],
+    mutable: Mapping[str, Any],
+    counters: Mapping[Any, Any] | None,
+) -> Scope:
+    """A scope of its own that reads as ``scope`` did and into which nothing is lost.
+
+    Args:
+        scope: the scope to copy.
+        flags: flags to add.
+        mutable: the mutable collections.
+        counters: how often random streams were used; None for never.
+    """
+    kept = {
+        c: t for c, t in stored(scope).items() if not scope.is_mutable_collection(c)
+    }
+    out = Scope(
+        {**kept, **copied(mutable)},
+        rngs=scope.rngs,
+        name=scope.name,
+        mutable=scope.mutable,
+        path=scope.path,
+        debug_path=scope.debug_path,
+        flags=FrozenDict({**scope.flags, **flags}),
+    )
+    if counters is not None:
+        out.rng_counters = copied(counters)
+    return out
+
+
+def copy_scopes(
+    scopes: list[Scope], copy: Callable[[Scope], Scope]
+) -> tuple[dict[Scope, Scope], list[Scope]]:
+    """Copies the outermost of some scopes, and with them all.
+
+    Returns:
+        The outermost scopes with their copies, and for each in ``scopes`` the scope at
+        its place under one of the copies.
+    """
+    tops, paths = lift._dedup_scopes(scopes)
+    copies = {top: copy(top) for top in tops}
+    return copies, lift._dup_scopes(tops, list(copies.values()), paths)
+
+
+def cached_properties(cls: type) -> frozenset[str]:
+    """The names of the ``functools.cached_property`` of a Module class.
+
+    Flax wraps descriptors, to run ``setup`` before they are read.
+    """
+    found: set[str] = set()
+    for base in cls.__mro__:
+        for name, attribute in vars(base).items():
+            wrapped = getattr(attribute, '__dict__', {}).get('wrapped', attribute)
+            if isinstance(wrapped, functools.cached_property):
+                found.add(name)
+    return frozenset(found)
+
+
+def clone_on(module: Module, scopes: list[Scope]) -> Module:
+    """A clone of a bound module on other scopes, before its ``setup``."""
+    clone, _, _ = linen_transforms.set_module_scopes(module, (), {}, scopes)
+    state = module._state.export()
+    state.in_setup = False
+    object.__setattr__(clone, '_state', state)
+    if isinstance(module.parent, Module):
+        object.__setattr__(clone, 'parent', module.parent)
+    for field in dataclasses.fields(module):
+        if field.init and field.name != 'parent':
+            value = _in_order_of(
+                getattr(module, field.name), getattr(clone, field.name)
+            )
+            object.__setattr__(clone, field.name, value)
+    return clone
+
+
+def _in_order_of(value: Any, copy: Any) -> Any:
+    """A copy of a field, its dicts in the order of the original: Flax sorts them."""
+    if isinstance(value, Mapping) and isinstance(copy, Mapping):
+        items = {key: _in_order_of(item, copy[key]) for key, item in value.items()}
+        make: Any = type(copy)
+        return make(items)
+    if isinstance(value, (list, tuple)) and type(copy) is type(value) in (list, tuple):
+        return type(value)(map(_in_order_of, value, copy))
+    return copy
+
+
+def children_of(module: Module) -> dict[str, Any]:
+    """The submodules of a module by name; names of variables are in there too."""
+    return module._state.children

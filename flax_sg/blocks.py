@@ -1,0 +1,293 @@
+"""The extent of a rewrite: which blocks are open, for whom, and what they cover.
+
+Blocks are kept on a stack of the thread. While one is open anywhere in the process,
+hooks stand on Flax's reads (``hooks.py``); they ask here which blocks hold for the
+calling thread and how these name and select a variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Generator, Iterable
+from typing import Any
+
+from flax.core.scope import Scope, in_filter
+
+from flax_sg import _private, contexts, errors, filters, frames, paths, rules, views
+
+ROOT_FLAG = 'flax_sg'
+# fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
+OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'
+
+
+class Block:
+    """One open extent of a rewrite.
+
+    Attributes:
+        source: the rewrite that the block was opened with.
+        rewrite_value: the rewrite, as it was when the block opened.
+        owner: the scope of the module that opened the block; None at top level, and
+            once the block is closed.
+        owner_path: the path of that scope; () at top level.
+        tree: identity of the tree that the owner belongs to.
+        decisions: what the filter said of each variable met so far.
+        matched: the atoms of the filter that took at least one of these variables.
+        collections: the collections met so far.
+    """
+
+    def __init__(self, rewrite: rules.Rewrite, owner: Scope | None) -> None:
+        self.source = rewrite
+        self.rewrite_value = rewrite.snapshot()
+        self.where = self.rewrite_value.where
+        self.owner = owner
+        self.owner_path = () if owner is None else owner.path
+        self.tree = None if owner is None else root_of(owner).tree
+        self._closed_owner: weakref.ref[Scope] | None = None
+        self.decisions: dict[tuple[str, str, str], tuple[paths.Path, bool]] = {}
+        self.matched: set[filters.Filter] = set()
+        self.collections: set[str] = set()
+        self._selected: dict[tuple[bool, views.Key], bool] = {}
+        self._wanted: dict[str, bool] = {}
+        self._asks_functions = any(
+            isinstance(atom, filters.Predicate) for atom in self.where.atoms
+        )
+        self._task = frames.current_task()
+        self._frames = frames.suspendable_frames()
+        self.suspendable = self._task is not None or bool(self._frames)
+        # Set by a thread that closes a block of another one.
+        self.abandoned = False
+
+    def wants(self, collection: str) -> bool:
+        """Whether the block looks at variables of this collection at all."""
+        try:
+            return self._wanted[collection]
+        except KeyError:
+            wanted = collection != OVERWRITE_WITH_GRADIENT and in_filter(
+                self.rewrite_value.collections, collection
+            )
+            return self._wanted.setdefault(collection, wanted)
+
+    def selects(self, root: views.Root, key: views.Key) -> bool:
+        """Whether the filter takes the variable; asks it once for each variable."""
+        inside = root.tree is self.tree
+        found = self._selected.get((inside, key))
+        if found is None:
+            path = self._path(inside, key)
+            found = self._selected[inside, key] = self._decide(path)
+        return found
+
+    def _decide(self, path: paths.Path) -> bool:
+        self.collections.add(path.collection)
+        # Paths are strings and compare as such; collections may share their names.
+        key = (path.collection, path, path.absolute)
+        if key not in self.decisions:
+            # Which variables are meant cannot depend on what the block shows of them.
+            with thread.only(()) if self._asks_functions else contextlib.nullcontext():
+                results = {atom: atom(path) for atom in self.where.atoms}
+            self.matched.update(atom for atom, took in results.items() if took)
+            self.decisions[key] = (path, self.where.combine(results))
+        return self.decisions[key][1]
+
+    def unmatched(self) -> tuple[filters.Filter, ...]:
+        """The atoms of the filter that have taken no variable yet."""
+        return tuple(a for a in self.where.atoms if a not in self.matched)
+
+    def collections_named(self) -> tuple[str, ...]:
+        """The collections that the rewrite asks for by name."""
+        named = self.rewrite_value.collections
+        if isinstance(named, str):
+            return (named,)
+        return tuple(named) if isinstance(named, Iterable) else ()
+
+    def _path(self, inside: bool, key: views.Key) -> paths.Path:
+        collection, absolute = key
+        return paths.Path.of(collection, absolute, self.owner_path if inside else ())
+
+    def close(self) -> None:
+        """Lets go of the owner, which may hold tracers."""
+        if self.owner is not None:
+            self._closed_owner = weakref.ref(self.owner)
+            self.owner = None
+
+    def reopen(self) -> None:
+        """Knows the owner's tree again, for a while, if that is still in use."""
+        owner = None if self._closed_owner is None else self._closed_owner()
+        if owner is not None and ROOT_FLAG not in owner.root.flags:
+            variables = _private.variables_of(owner.root)
+            known = (views.Root(self.tree), owner.root.path, variables)
+            thread.roots.setdefault(id(variables), known)
+
+    def names(self, root: views.Root, path: tuple[str, ...]) -> tuple[Any, ...]:
+        """All that tells the block's names for a module at ``path`` from others."""
+        return (root.tree is self.tree, self.owner_path, path)
+
+    def rewrite(self, root: views.Root, key: views.Key, leaf: Any) -> Any:
+        """Applies the rule to one leaf, where the extent begins."""
+        path = self._path(root.tree is self.tree, key)
+        with _private.in_trace_of(leaf):
+            return self.rewrite_value.rule(path, leaf)
+
+    def note_rewritten(self) -> None:
+        """Counts a leaf that a reader saw rewritten."""
+        thread.rewritten += 1
+
+    def is_here(self) -> str | None:
+        """Why the running code cannot be told to lie in the block; None if it can."""
+        if self._task is not None and self._task is not frames.current_task():
+            return 'asyncio task'
+        if self._frames and not self._frames <= frames.frames_on_stack():
+            return 'generator'
+        return None
+
+    def is_run_by_caller(self) -> bool:
+        """Whether the generators that opened the block are being run right now."""
+        return bool(self._frames) and self._frames <= frames.frames_on_stack()
+
+
+class _Thread(threading.local):
+    """The open blocks of a thread and what is known of the trees they have met."""
+
+    def __init__(self) -> None:
+        self.blocks: tuple[Block, ...] = ()
+        self.roots: dict[int, tuple[views.Root, tuple[str, ...], dict[str, Any]]] = {}
+        self.context: Any = None
+        self.rewritten = 0
+        # How many times blocks are set aside that will be open again.
+        self._aside = 0
+        # Watches a second run of a ``setup``, while there is one.
+        self.replay: Any = None
+
+    def set_blocks(self, blocks: tuple[Block, ...]) -> None:
+        """Makes these the open blocks, for the hooks and for JAX's trace caches.
+
+        One context is entered at a time, whatever the order in which blocks close.
+        """
+        # First what may raise: a rule of the user that cannot be hashed.
+        context = _private.user_context(number_of(blocks)) if blocks else None
+        if self.context is not None:
+            self.context.__exit__(None, None, None)
+        self.blocks, self.context = blocks, context
+        if context is not None:
+            context.__enter__()
+
+    @contextlib.contextmanager
+    def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
+        """Makes these the open blocks for a while."""
+        before = self.blocks
+        self.set_blocks(blocks)
+        self._aside += 1
+        try:
+            yield
+        finally:
+            self._aside -= 1
+            self.set_blocks(before)
+
+    def forget(self, block: Block) -> None:
+        """Drops what was kept for a block that is closed."""
+        for root, _, _ in self.roots.values():
+            root.forget(block)
+        if not self.blocks and not self._aside:
+            self.roots.clear()
+
+
+thread = _Thread()
+
+
+def number_of(blocks: tuple[Block, ...]) -> int:
+    """The number of the context that these open blocks make."""
+    return contexts.number_of(*_key_of(blocks))
+
+
+def _key_of(blocks: tuple[Block, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    owners = tuple((block.tree is None, block.owner_path) for block in blocks)
+    return tuple(block.rewrite_value for block in blocks), owners
+
+
+def note_trace(scope: Scope, blocks: tuple[Block, ...]) -> None:
+    """Notes a read that becomes part of a trace which another owner may find."""
+    owned = any(block.tree is not None for block in blocks)
+    if owned and scope.root.trace_level != _private.current_trace():
+        contexts.tell_apart(*_key_of(blocks))
+
+
+# Every open block of the process, to find one that another thread wants to close.
+_open_blocks: set[Block] = set()
+
+
+def active() -> tuple[Block, ...]:
+    """The blocks that hold for the running code, outermost first."""
+    blocks = thread.blocks
+    for block in blocks:
+        if block.suspendable:
+            if block.abandoned:
+                remove(block)
+                return active()
+            holder = block.is_here()
+            if holder is not None:
+                raise errors.BlockLeakError(block.rewrite_value, holder)
+    return blocks
+
+
+def add(block: Block) -> None:
+    """Makes a block the innermost one of this thread."""
+    thread.set_blocks((*thread.blocks, block))
+    _open_blocks.add(block)
+
+
+def remove(block: Block) -> None:
+    """Takes away a block of this thread, and what was kept for it."""
+    _open_blocks.discard(block)
+    thread.set_blocks(tuple(other for other in thread.blocks if other is not block))
+    thread.forget(block)
+    block.close()
+    _private.release_hooks()
+
+
+def abandon(rewrite: rules.Rewrite) -> None:
+    """Marks the block that a generator, run by the wrong thread, wants to close."""
+    for block in list(_open_blocks):
+        if block.source is rewrite and block.is_run_by_caller():
+            block.abandoned = True
+
+
+def root_of(scope: Scope) -> views.Root:
+    """What the open blocks know of the tree that a scope belongs to."""
+    top = scope.root
+    root: Any = top.flags.get(ROOT_FLAG)
+    if root is not None:
+        return root
+    variables = _private.variables_of(top)
+    known = thread.roots.get(id(variables))
+    if known is None:
+        # The body of a transform that was entered before any block opened has roots
+        # with a path; they belong to the tree of the module that opened a block in it.
+        owners = [b.tree for b in thread.blocks if b.tree is not None]
+        tree = owners[-1] if top.path and owners else object()
+        known = thread.roots[id(variables)] = (views.Root(tree), top.path, variables)
+    return known[0]
+
+
+def settle(scope: Scope) -> None:
+    """Forgets a tree whose scope has become invalid."""
+    if scope.parent is not None or ROOT_FLAG in scope.flags:
+        return
+    known = thread.roots.pop(id(_private.variables_of(scope)), None)
+    if known is None:
+        return
+    for block in thread.blocks:
+        block_meets(block, *known)
+
+
+def block_meets(
+    block: Block, root: views.Root, path: tuple[str, ...], variables: dict[str, Any]
+) -> None:
+    """Lets the filter see variables that nobody read, if it may have missed them."""
+    block.collections.update(variables)
+    if not block.unmatched():
+        return
+    for collection, tree in variables.items():
+        if block.wants(collection):
+            for key, _ in views.iter_variables((collection, path), tree):
+                block.selects(root, key)

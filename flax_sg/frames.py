@@ -1,0 +1,50 @@
+"""Who is running: the asyncio task, and the generators and coroutines on the stack."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+
+def current_task() -> asyncio.Task[Any] | None:
+    """The task that is running, if any."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def suspendable_frames() -> frozenset[int]:
+    """Identities of the frames on the stack that may be left while a block is open.
+
+    A generator that yields inside a block leaves it open for code that is not in it.
+    A context manager written as a generator does the same on purpose: what counts
+    then is who entered it.
+    """
+    # A coroutine that is suspended suspends its task, which is looked at anyway.
+    inside_task = current_task() is not None
+    kinds = _SUSPENDABLE & ~inspect.CO_COROUTINE if inside_task else _SUSPENDABLE
+    found: list[int] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_back
+        if frame.f_code.co_flags & kinds:
+            entered_by = '' if caller is None else caller.f_globals.get('__name__')
+            if entered_by != 'contextlib':
+                found.append(id(frame))
+        frame = caller
+    return frozenset(found)
+
+
+def frames_on_stack() -> set[int]:
+    """Identities of the frames that are running now."""
+    found: set[int] = set()
+    frame = inspect.currentframe()
+    while frame is not None:
+        found.add(id(frame))
+        frame = frame.f_back
+    return found

@@ -1,0 +1,100 @@
+"""The hooks on Flax's reads that stand while a block is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax.core.frozen_dict import FrozenDict
+from flax.core.scope import Scope
+
+from flax_sg import _private, blocks, kept, replays, resumed, views, writeback
+
+_MISSING = object()
+
+
+def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Scope, col: str, name: str, default: Any = None) -> Any:
+        open_blocks = blocks.active()
+        if not open_blocks and blocks.thread.replay is None:
+            return original(self, col, name, default)
+        value = original(self, col, name, _MISSING)
+        if value is _MISSING:
+            return default
+        if blocks.thread.replay is not None:
+            blocks.thread.replay.reads(self, col)
+        blocks.note_trace(self, open_blocks)
+        key = (col, (*self.path, name))
+        return views.view(blocks.root_of(self), open_blocks, key, value)
+
+    return hook
+
+
+def _variables(original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Scope) -> Any:
+        variables = original(self)
+        open_blocks = blocks.active()
+        if not open_blocks:
+            return variables
+        blocks.note_trace(self, open_blocks)
+        root = blocks.root_of(self)
+        viewed = {
+            col: views.view(root, open_blocks, (col, self.path), tree)
+            for col, tree in variables.items()
+        }
+        return FrozenDict(viewed) if isinstance(variables, FrozenDict) else viewed
+
+    return hook
+
+
+def _param(original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(
+        self: Scope, name: str, init_fn: Any, *args: Any, unbox: bool = True, **kw: Any
+    ) -> Any:
+        exists = self.has_variable('params', name)
+        value = original(self, name, init_fn, *args, unbox=unbox, **kw)
+        if exists or not blocks.thread.blocks:
+            return value
+        # A parameter that is created is returned without being read.
+        value = self.get_variable('params', name)
+        return _private.unbox(value) if unbox else value
+
+    return hook
+
+
+def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Scope, col: str, name: str, value: Any) -> None:
+        replay = blocks.thread.replay
+        if replay is not None and not replay.writes(self, col):
+            return
+        open_blocks = blocks.active()
+        if open_blocks:
+            key = (col, (*self.path, name))
+            value = views.stored(blocks.root_of(self), open_blocks, key, value)
+        original(self, col, name, value)
+
+    return hook
+
+
+def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Scope) -> None:
+        original(self)
+        if blocks.thread.roots:
+            blocks.settle(self)
+
+    return hook
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    'get_variable': _get_variable,
+    'variables': _variables,
+    'param': _param,
+    'put_variable': _put_variable,
+    'make_rng': replays.make_rng,
+    'invalidate': _invalidate,
+    'partial_pack': writeback.partial_pack,
+    'try_setup': kept.try_setup,
+    'getattribute': kept.getattribute,
+    'getattr': kept.getattr_,
+    **{name: resumed.custom_rules(*_private.RULES[name]) for name in _private.RULES},
+}

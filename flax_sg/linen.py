@@ -1,0 +1,35 @@
+"""All of flax.linen, plus the names that choose where gradients stop.
+
+``from flax_sg import linen as nn`` takes the place of ``from flax import linen as nn``.
+Every public name is there and is the same object, so modules written against either
+import work together, and nothing in flax.linen is changed:
+
+    >>> from flax import linen
+    >>> from flax_sg import linen as nn
+    >>> nn.Dense is linen.Dense
+    True
+"""
+
+import typing as _typing
+
+from flax import linen as _linen
+from flax.linen import *  # pyright: ignore[reportWildcardImportFromLibrary]
+
+from flax_sg.stops import stop_gradient as stop_gradient
+from flax_sg.stops import train_only as train_only
+
+if not _typing.TYPE_CHECKING:
+    # The star import takes the names that flax.linen has now, types and all. Submodules
+    # that are imported later become attributes of it only then, so they are looked up
+    # when asked for. Type checkers do not see this function: it would tell them that
+    # every name exists.
+    def __getattr__(name):
+        # Python's import system asks for `__path__`: answering it with flax.linen's
+        # would load a second copy of every submodule.
+        if name.startswith('_') or not hasattr(_linen, name):
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        return getattr(_linen, name)
+
+    def __dir__():
+        public = {name for name in dir(_linen) if not name.startswith('_')}
+        return sorted(public | set(globals()))

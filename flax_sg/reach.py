@@ -1,0 +1,150 @@
+"""What can be reached from a value: arrays in it, and modules to be replaced in it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from flax.core.frozen_dict import FrozenDict
+from flax.core.scope import Scope
+
+from flax_sg import _private
+
+# Not those of numpy: they are made of no parameter that is traced.
+_ARRAYS = (_private.Tracer, jax.Array)
+_PLAIN = (str, bytes, int, float, complex, type(None), types.ModuleType, types.CodeType)
+# What is looked at as a whole, not into.
+CLOSED = (_private.Module, _private.Variable, Scope, *_PLAIN)
+# A value of more parts is one that nobody can look through.
+_MOST = 20_000
+
+
+def holds_arrays(value: Any) -> bool:
+    """Whether an array can be reached from a value; True if that cannot be told."""
+    return _search(value, lambda part: isinstance(part, _ARRAYS))
+
+
+def _search(value: Any, found: Callable[[Any], bool]) -> bool:
+    waiting: list[Any] = [value]
+    met: dict[int, Any] = {}  # Holds what was met: no other object gets its id.
+    while waiting:
+        part = waiting.pop()
+        if id(part) in met:
+            continue
+        met[id(part)] = part
+        if found(part) or len(met) > _MOST:
+            return True
+        waiting.extend(_parts(part))
+    return False
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, (*CLOSED, *_ARRAYS)):
+        return ()
+    if isinstance(value, types.FunctionType):
+        return [
+            *(cell.cell_contents for cell in value.__closure__ or () if _filled(cell)),
+            value.__defaults__,
+            value.__kwdefaults__,
+            value.__dict__,
+        ]
+    if isinstance(value, type):
+        return () if _importable(value) else list(vars(value).values())
+    return gc.get_referents(value)
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _importable(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    found: Any = module
+    for name in cls.__qualname__.split('.'):
+        found = getattr(found, name, None)
+    return found is cls
+
+
+class Back:
+    """Puts modules back in the place of those that stand for them.
+
+    Args:
+        pairs: by id, a module to be replaced and what takes its place.
+    """
+
+    def __init__(self, pairs: dict[int, tuple[Any, Any]]) -> None:
+        self._pairs = pairs
+        self._scopes = {a.scope: b.scope for a, b in pairs.values()}
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def is_reached_from(self, value: Any) -> bool:
+        """Whether one of the modules to be replaced can be reached from a value."""
+        return _search(value, lambda part: id(part) in self._pairs)
+
+    def __call__(self, value: Any) -> Any:
+        """The value with modules replaced; itself if none can be reached from it."""
+        if isinstance(value, _private.Variable):
+            scope = self._scopes.get(value.scope, value.scope)
+            return type(value)(scope, value.collection, value.name, value.unbox)
+        if id(value) in self._pairs:
+            return self._pairs[id(value)][1]
+        if not self._reaches(value):
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = (value, self._copy(value))
+        return self._made[id(value)][1]
+
+    def _reaches(self, value: Any) -> bool:
+        return _search(
+            value,
+            lambda part: id(part) in self._pairs or isinstance(part, _private.Variable),
+        )
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType):
+            return self._copy_function(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self(value.__self__))
+        if isinstance(value, functools.partial):
+            args = map(self, value.args)
+            keywords = {key: self(item) for key, item in value.keywords.items()}
+            return type(value)(self(value.func), *args, **keywords)
+        if isinstance(value, FrozenDict):
+            return FrozenDict({key: self(item) for key, item in value.items()})
+        if isinstance(value, tuple):
+            items = [self(item) for item in value]
+            return type(value)(*items) if hasattr(value, '_fields') else tuple(items)
+        out = copy.copy(value)
+        self._made[id(value)] = (value, out)  # Before its parts: they may hold it.
+        if isinstance(out, list):
+            out[:] = [self(item) for item in out]
+        elif isinstance(out, dict):
+            out.update({key: self(item) for key, item in out.items()})
+        else:
+            for name, item in getattr(out, '__dict__', {}).items():
+                object.__setattr__(out, name, self(item))
+        return out
+
+    def _copy_function(self, fn: types.FunctionType) -> types.FunctionType:
+        cells = fn.__closure__ or ()
+        empty = tuple(types.CellType() for _ in cells)
+        out = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, empty)
+        self._made[id(fn)] = (fn, out)  # Before its cells: they may hold it.
+        for new, old in zip(empty, cells, strict=True):
+            if _filled(old):
+                new.cell_contents = self(old.cell_contents)
+        out.__defaults__ = self(fn.__defaults__)
+        out.__kwdefaults__ = self(fn.__kwdefaults__)
+        out.__dict__.update({key: self(item) for key, item in fn.__dict__.items()})
+        out.__qualname__ = fn.__qualname__
+        return out

@@ -1,0 +1,245 @@
+"""Running the ``setup`` of a module a second time, under other blocks.
+
+The naive attempt runs it again on what the scope holds now. That gives other values as
+soon as ``setup`` reads a state that was written since, draws random numbers, or lets a
+module that lies elsewhere do so once more. So the second run is watched: what cannot be
+told to be what the first one did is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from flax.core.scope import Scope
+
+from flax_sg import _private, blocks, errors, reach, rules
+
+
+class _UnfaithfulError(Exception):
+    """The second run does, or may do, something else than the first one did."""
+
+
+class _Reached(BaseException):
+    """The second run has come to the point up to which it is wanted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What ``setup`` of a module began with.
+
+    Attributes:
+        counters: how often each random stream of its scope had been used.
+        variables: its mutable collections.
+    """
+
+    counters: Mapping[Any, Any]
+    variables: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, scope: Scope) -> Start:
+        """What a ``setup`` that runs now begins with."""
+        counters = _private.copied(scope.rng_counters)
+        return cls(counters, _private.copied_mutable(scope))
+
+
+class _Replay:
+    """A second run, as the hooks on Flax's scopes and the opening of blocks see it.
+
+    Attributes:
+        doubts: why it may not do what the first one did.
+    """
+
+    def __init__(self, until: blocks.Block | None) -> None:
+        self.doubts: list[str] = []
+        self._until = until
+
+    def opens(self, rewrite: rules.Rewrite, owner: Scope | None) -> None:
+        """A block is about to be opened."""
+        path = () if owner is None else owner.path
+        block = self._until
+        if block is not None and (rewrite, path) == (block.source, block.owner_path):
+            raise _Reached
+
+    def reads(self, scope: Scope, collection: str) -> None:
+        """A variable that exists is read."""
+        # Parameters are not written by methods, whether or not they may be; what is
+        # sown is not read to compute with.
+        if collection in ('params', 'intermediates'):
+            return
+        known = blocks.root_of(scope).start_is_known
+        if not known and scope.is_mutable_collection(collection):
+            self.doubts.append(f'it reads {collection!r}, which may be written since')
+
+    def writes(self, scope: Scope, collection: str) -> bool:
+        """A variable is about to be written; returns whether it should be."""
+        mine = blocks.root_of(scope).scratch
+        if not mine:
+            self.doubts.append(f'it lets a module elsewhere write {collection!r}')
+        return mine
+
+    def draws(self, scope: Scope, stream: str) -> None:
+        """A random number was drawn."""
+        if not blocks.root_of(scope).scratch:
+            scope.rng_counters[stream] -= 1  # Nothing has happened.
+            self.doubts.append('it lets a module elsewhere draw random numbers')
+
+
+def make_rng(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook for ``Scope.make_rng``."""
+
+    def hook(self: Scope, name: str = 'params') -> Any:
+        key = original(self, name)
+        if blocks.thread.replay is not None:
+            blocks.thread.replay.draws(self, name if self.has_rng(name) else 'params')
+        return key
+
+    return hook
+
+
+def derive(
+    module: Any,
+    open_blocks: tuple[blocks.Block, ...],
+    kept: Mapping[str, Any],
+    start: Start | None,
+    until: blocks.Block | None = None,
+) -> Mapping[str, Any]:
+    """Returns kept values as ``setup`` makes them under ``open_blocks``.
+
+    Args:
+        module: a bound module whose ``setup`` has run, or is running.
+        open_blocks: the blocks that hold; none of them for the plain values.
+        kept: the kept values that hold arrays.
+        start: what ``setup`` began with; None if nobody was there to see.
+        until: the block in ``setup`` up to whose opening it is run.
+
+    Raises:
+        KeptValueError: if the second run may not be like the first one.
+    """
+    try:
+        return _derive(module, open_blocks, kept, start, until)
+    except _UnfaithfulError as error:
+        fault = error
+    if start is None and module.scope.get_flag('initializing', False):
+        # Everything is being made: it can be made again from nothing.
+        nothing = Start(dict.fromkeys(module.scope.rngs, 0), {})
+        try:
+            return _derive(module, open_blocks, kept, nothing, until, guessed=True)
+        except _UnfaithfulError as error:
+            fault = error
+    reason = f'setup would have to run again, and {fault}'
+    raise errors.KeptValueError(module, None, reason) from fault
+
+
+def _derive(
+    module: Any,
+    open_blocks: tuple[blocks.Block, ...],
+    kept: Mapping[str, Any],
+    start: Start | None,
+    until: blocks.Block | None,
+    guessed: bool = False,
+) -> Mapping[str, Any]:
+    scope: Scope = module.scope
+
+    def scratch_of(copied: Scope) -> Scope:
+        begins = start if copied is scope else None
+        root = blocks.root_of(copied).as_scratch(start_is_known=begins is not None)
+        mutable = (
+            _private.copied_mutable(copied) if begins is None else begins.variables
+        )
+        counters = None if begins is None else begins.counters
+        flags = {blocks.ROOT_FLAG: root}
+        return _private.scratch_scope(copied, flags, mutable, counters)
+
+    with _private.in_trace_of_scope(scope), blocks.thread.only(open_blocks):
+        tops, scopes = _private.copy_scopes(_private.scopes_of(module), scratch_of)
+        before = blocks.thread.rewritten
+        scratch = _private.clone_on(module, scopes)
+        doubts = _run_setup(scratch, until)
+        derived = dict(vars(scratch))
+        # Arrays made again are other arrays: take only what a rule has reached.
+        if open_blocks and blocks.thread.rewritten == before:
+            return kept
+    for doubt in doubts:
+        raise _UnfaithfulError(doubt)
+    if until is None:
+        seen_to_begin = {scope} if start is not None and not guessed else set()
+        _check_streams((c, s) for s, c in tops.items() if s not in seen_to_begin)
+    for copied in tops.values():
+        copied.invalidate()
+    back = reach.Back(_pairs(scratch, module))
+    return {name: _put_back(back, module, name, derived) for name in kept}
+
+
+def _run_setup(scratch: Any, until: blocks.Block | None) -> list[str]:
+    before = blocks.thread.replay
+    replay = blocks.thread.replay = _Replay(until)
+    try:
+        _private.run_setup(scratch)
+    except _Reached:
+        return replay.doubts
+    except errors.FlaxSGError:
+        raise
+    except Exception as error:
+        raise _UnfaithfulError(f'that raises {error!r}') from error
+    finally:
+        blocks.thread.replay = before
+    if until is not None:
+        raise _UnfaithfulError('it does not come to the block again')
+    return replay.doubts
+
+
+def _check_streams(scopes: Iterable[tuple[Scope, Scope]]) -> None:
+    for copied, scope in scopes:
+        _check_counters(copied.rng_counters, scope.rng_counters)
+
+
+def _check_counters(used: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    """Raises if a random stream was used that has been used before or since."""
+    for stream, count in used.items():
+        if isinstance(count, Mapping):
+            _check_counters(count, now.get(stream, {}))
+        elif count and count != now.get(stream):
+            raise _UnfaithfulError(
+                f'it draws from the random stream {stream!r}, which has been used '
+                'since, and the block was opened later'
+            )
+
+
+def _put_back(
+    back: reach.Back, module: Any, name: str, derived: Mapping[str, Any]
+) -> Any:
+    if name not in derived:
+        raise errors.KeptValueError(module, name, 'setup did not make it again')
+    value = back(derived[name])
+    if back.is_reached_from(value):
+        reason = 'it hides a module where it cannot be replaced'
+        raise errors.KeptValueError(module, name, reason)
+    return value
+
+
+def _pairs(scratch: Any, module: Any) -> dict[int, tuple[Any, Any]]:
+    """The modules of the scratch scopes, each with the one that it stands for."""
+    pairs: dict[int, tuple[Any, Any]] = {}
+
+    def pair(a: Any, b: Any) -> None:
+        if not (isinstance(a, _private.Module) and isinstance(b, _private.Module)):
+            return
+        if a is b or id(a) in pairs:
+            return
+        pairs[id(a)] = (a, b)
+        for field in dataclasses.fields(a):
+            if field.init and field.name != 'parent':
+                of_a, of_b = getattr(a, field.name), getattr(b, field.name)
+                for one, other in zip(
+                    jax.tree.leaves(of_a), jax.tree.leaves(of_b), strict=False
+                ):
+                    pair(one, other)
+        children = _private.children_of(b)
+        for name, child in _private.children_of(a).items():
+            pair(child, children.get(name))
+
+    pair(scratch, module)
+    return pairs
