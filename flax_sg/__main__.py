@@ -1,0 +1,61 @@
+"""``python -m flax_sg``: what is installed, and the demo."""
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+import flax_sg
+
+USAGE = """\
+python -m flax_sg                           this text
+python -m flax_sg demo [--out DIR] [--steps N]
+                                            train a model in which each of three
+                                            losses trains only its part"""
+
+# What the demo needs beyond the library, by the name that an import fails with.
+DEMO_PACKAGES = ('sklearn', 'matplotlib', 'rich')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status.
+
+    Args:
+        argv: what follows ``python -m flax_sg``; by default the process's arguments.
+    """
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ['help']
+    if command == 'demo':
+        return _demo(rest)
+    print(_about())
+    if command in ('help', '-h', '--help'):
+        return 0
+    print(f'\nUnknown command: {command!r}', file=sys.stderr)
+    return 2
+
+
+def _about() -> str:
+    versions = [
+        f'{name} {metadata.version(name)}' for name in ('flax', 'jax', 'jaxlib')
+    ]
+    title = f'flax_sg {flax_sg.__version__} on {", ".join(versions)}'
+    return f'{title}\n{flax_sg.__doc__}\n\n{USAGE}'
+
+
+def _demo(argv: Sequence[str]) -> int:
+    try:
+        # Imported late: the library itself does without the packages of the demo.
+        from flax_sg import demo
+
+        return demo.main(argv)
+    except ModuleNotFoundError as error:
+        if (error.name or '').partition('.')[0] not in DEMO_PACKAGES:
+            raise
+        print(
+            f'The demo needs {error.name}, which is not installed.\n'
+            "Install what it needs with: pip install 'flax_sg[demo]'",
+            file=sys.stderr,
+        )
+        return 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Scikit-learn's handwritten digits, split into digits to learn from and held-out ones.
+
+1797 images of 8 x 8 pixels, shipped with scikit-learn: nothing is downloaded.
+"""
+
+import dataclasses
+import importlib
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+HELD_OUT = 360
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """Images with their labels.
+
+    Attributes:
+        images: ``float32[n, 64]``, 0 for paper to 1 for ink.
+        labels: ``int32[n]``, 0 to 9.
+    """
+
+    images: NDArray[np.float32]
+    labels: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: NDArray[np.integer]) -> 'Digits':
+        """The digits at these indices, in their order."""
+        return Digits(self.images[indices], self.labels[indices])
+
+
+def load(seed: int = 0) -> tuple[Digits, Digits]:
+    """Returns the digits to learn from and the held-out ones.
+
+    The same seed gives the same split:
+
+    >>> train, held_out = load()
+    >>> len(train), len(held_out), train.images.shape
+    (1437, 360, (1437, 64))
+
+    Args:
+        seed: chooses which digits are held out.
+
+    Raises:
+        ModuleNotFoundError: if scikit-learn is not installed.
+    """
+    bunch = optional('sklearn.datasets').load_digits()
+    digits = Digits(
+        images=(bunch.data / 16).astype(np.float32),
+        labels=bunch.target.astype(np.int32),
+    )
+    order = np.random.default_rng(seed).permutation(len(digits))
+    return digits.take(order[HELD_OUT:]), digits.take(order[:HELD_OUT])
+
+
+def optional(module: str) -> ModuleType:
+    """Imports a module that only the demo needs.
+
+    Raises:
+        ModuleNotFoundError: if it is not installed; the message says what to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or module).partition('.')[0]
+        raise ModuleNotFoundError(
+            f'The demo needs {missing}, which is not installed. '
+            "Install what it needs with: pip install 'flax_sg[demo]'",
+            name=missing,
+        ) from error

@@ -1,0 +1,178 @@
+"""The model of google/flax issue #1857: one ``infer``, three losses, three parts.
+
+A digit is understood here if the model can explain it. It is squeezed into a short
+code, a noisy sampler improves that code step by step, the code alone is drawn as an
+image again, and a gated linear network has to recognise the drawing::
+
+    observation --code_message--> code            a first guess: 64 pixels, 10 numbers
+    code --code_step, explanation--> code         the sampler, many noisy steps
+    code --explanation--> explained               the code drawn as an image
+    explained --gln_0, gln_1--> label             the drawing read
+
+So a digit is recognised only if all three parts have learned: ``gln_*`` to read,
+``code_*`` to find a code, ``explanation`` to draw it. Each has a loss of its own, and
+the value of each loss depends on all three parts.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flax_sg import linen as nn
+
+# The loss of each part trains what its filter selects, and nothing else.
+PARTS = {'gln': 'gln_*/**', 'code': 'code_*/**', 'explanation': 'explanation/**'}
+
+
+class Losses(NamedTuple):
+    """One loss for each of ``PARTS``, in that order."""
+
+    gln: jax.Array
+    code: jax.Array
+    explanation: jax.Array
+
+
+class Reading(NamedTuple):
+    """What the model makes of an observation.
+
+    Attributes:
+        logits: ``[n, 10]``, the label that it reads in its own explanation.
+        explained: ``[n, 64]``, the observation as the model draws it from the code.
+    """
+
+    logits: jax.Array
+    explained: jax.Array
+
+
+class GatedLinear(nn.Module):
+    """A linear layer whose outputs are gated by side information."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, side: jax.Array) -> jax.Array:
+        """Returns the inputs mapped linearly, each output scaled by its gate."""
+        gate = nn.sigmoid(nn.Dense(self.features, name='gate')(side))
+        return gate * nn.Dense(self.features, name='linear')(inputs)
+
+
+class TwoLayers(nn.Module):
+    """Two dense layers."""
+
+    hidden: int
+    features: int
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns the second layer's outputs."""
+        hidden = nn.tanh(nn.Dense(self.hidden, name='hidden')(inputs))
+        return nn.Dense(self.features, name='out')(hidden)
+
+
+class DigitModel(nn.Module):
+    """Explains digits, and reads its own explanations.
+
+    Attributes:
+        code_size: how many numbers a code has.
+        hidden: the width of the hidden layers.
+        sampler_steps: how often the sampler improves a code.
+        noise: the standard deviation of what the sampler adds to a code at each step.
+    """
+
+    code_size: int = 10
+    hidden: int = 96
+    sampler_steps: int = 16
+    noise: float = 0.05
+
+    def setup(self) -> None:
+        """Names the modules so that each part is one pattern."""
+        self.code_message = TwoLayers(self.hidden, self.code_size)
+        self.code_step = TwoLayers(self.hidden, self.code_size)
+        self.explanation = TwoLayers(self.hidden, 64)
+        self.gln_0 = GatedLinear(self.hidden)
+        self.gln_1 = GatedLinear(10)
+
+    def __call__(self, observation: jax.Array) -> Reading:
+        """Reads digits from their explanations alone."""
+        explained = self.explanation(self.sample(observation))
+        return Reading(self.read(explained, explained)[1], explained)
+
+    def infer(
+        self, observation: jax.Array, label: jax.Array
+    ) -> tuple[jax.Array, Losses]:
+        """Samples codes once, and returns them with the loss of each part."""
+        # Trains nothing; the cotangent of the code still reaches the observation.
+        with nn.stop_gradient(True):
+            code = self.sample(observation)
+        with nn.train_only('gln_*/**'):
+            gln_loss = self.gln_loss(code, observation, label)
+        with nn.train_only('code_*/**'):
+            code_loss = self.code_loss(code, observation)
+        with nn.train_only('explanation/**'):
+            explanation_loss = self.explanation_loss(code, observation)
+        return code, Losses(gln_loss, code_loss, explanation_loss)
+
+    def sample(self, observation: jax.Array) -> jax.Array:
+        """The expensive part: guesses codes and improves them in many noisy steps."""
+
+        def step(
+            model: DigitModel, code: jax.Array, observation: jax.Array
+        ) -> tuple[jax.Array, None]:
+            noise = jax.random.normal(model.make_rng('sampler'), code.shape)
+            return model.improve(code, observation) + model.noise * noise, None
+
+        steps = nn.scan(
+            step,
+            variable_broadcast='params',
+            split_rngs={'params': False, 'sampler': True},
+            # flax's annotation leaves out the value that its documentation gives.
+            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+            length=self.sampler_steps,
+        )
+        return steps(self, self.code_message(observation), observation)[0]
+
+    def improve(self, code: jax.Array, observation: jax.Array) -> jax.Array:
+        """Goes half of the way to the code that the present explanation calls for."""
+        error = observation - self.explanation(code)
+        return 0.5 * (code + self.code_step(jnp.concatenate([error, code], axis=-1)))
+
+    def read(self, image: jax.Array, side: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns features and logits of an image, in the light of another one."""
+        features = self.gln_0(image, side)
+        return features, self.gln_1(features, side)
+
+    # The sampler gives no gradient, so each loss improves the sampled code once more:
+    # a live step, through which it could train every part.
+
+    def gln_loss(
+        self, code: jax.Array, observation: jax.Array, label: jax.Array
+    ) -> jax.Array:
+        """Cross-entropy of reading the digit itself, in the light of its explanation.
+
+        Labels are used here only: neither code nor explanation ever learn from them.
+        """
+        explained = self.explanation(self.improve(code, observation))
+        _, logits = self.read(observation, explained)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        return jnp.mean(losses)
+
+    def code_loss(self, code: jax.Array, observation: jax.Array) -> jax.Array:
+        """How badly a code explains, and how far off the first guess was."""
+        improved = self.improve(code, observation)
+        surprise = jnp.mean((self.code_message(observation) - code) ** 2)
+        distance = self.distance(self.explanation(improved), observation)
+        return distance + 0.1 * surprise
+
+    def explanation_loss(self, code: jax.Array, observation: jax.Array) -> jax.Array:
+        """How far explanations are from what they explain."""
+        explained = self.explanation(self.improve(code, observation))
+        return self.distance(explained, observation)
+
+    def distance(self, explained: jax.Array, observation: jax.Array) -> jax.Array:
+        """The distance of two images, as pixels and as the gated network sees them."""
+        seen, _ = self.read(explained, explained)
+        expected, _ = self.read(observation, observation)
+        pixels = jnp.mean((explained - observation) ** 2)
+        return pixels + 0.1 * jnp.mean((seen - expected) ** 2)
