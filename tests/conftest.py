@@ -1,0 +1,35 @@
+"""Fixtures of all tests."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import pytest
+
+# The same examples on every run and machine; no limit of time, since JAX compiles.
+hypothesis.settings.register_profile(
+    'deterministic', derandomize=True, deadline=None, database=None
+)
+hypothesis.settings.load_profile('deterministic')
+
+
+@pytest.fixture
+def leaks() -> Iterator[None]:
+    """Makes JAX raise when a tracer outlives its trace.
+
+    For chosen tests (`@pytest.mark.usefixtures('leaks')`): the check walks the heap and
+    switches JAX's trace caches off, so it is slow and would hide what caches do.
+    """
+    with jax.checking_leaks():
+        yield
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """Lets operands differ in dtype, where the code of others relies on it.
+
+    With flax 0.12 that is LayerNorm and BatchNorm with a `dtype` other than float32;
+    with optax 0.2 every optimizer that counts its steps, Adam among them (`b1**count`).
+    """
+    with jax.numpy_dtype_promotion('standard'):
+        yield

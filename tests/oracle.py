@@ -1,0 +1,77 @@
+"""What every test compares with: explicit copies of the weights, and exact equality.
+
+Nothing in this file knows flax_sg. An expected gradient comes from plain Flax applied
+to a tree in which the chosen leaves were passed through ``jax.lax.stop_gradient``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def stopped(tree: Any, selects: Callable[[str], bool] = lambda path: True) -> Any:
+    """A copy of a tree of parameters with the selected ones stopped by hand.
+
+    Args:
+        tree: nested dicts of parameters, without the collection.
+        selects: whether a parameter, by its '/'-joined names, is stopped.
+    """
+
+    def walk(tree: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(tree, Mapping):
+            return {key: walk(value, (*path, key)) for key, value in tree.items()}
+        return jax.lax.stop_gradient(tree) if selects('/'.join(path)) else tree
+
+    return walk(tree, ())
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Both trees have one structure and the same leaves to the last bit."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    )
+    for (path, a), b in pairs:
+        if jnp.issubdtype(getattr(a, 'dtype', np.float32), jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.asarray(a), np.asarray(b)
+        where = jax.tree_util.keystr(path)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
+        assert a.tobytes() == b.tobytes(), f'{where}:\n{a}\nis not\n{b}'
+
+
+def grads(fn: Callable[..., Any], *args: Any) -> Any:
+    """The gradient of each leaf of ``fn(*args)`` apart, with respect to all arguments.
+
+    One pull-back for each output leaf (with a fixed, uneven cotangent) so that no sum
+    over outputs hides, or rounds, what belongs to one of them.
+    """
+    out, vjp = jax.vjp(fn, *args)
+    leaves, treedef = jax.tree.flatten(out)
+
+    def cotangent(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return np.zeros(leaf.shape, jax.dtypes.float0)
+        ramp = jnp.arange(leaf.size, dtype=leaf.real.dtype).reshape(leaf.shape)
+        return (1 + ramp % 7).astype(leaf.dtype)
+
+    def pull_back(which: int) -> Any:
+        seeds = [
+            cotangent(leaf)
+            if i == which or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            else jnp.zeros_like(leaf)
+            for i, leaf in enumerate(leaves)
+        ]
+        return vjp(treedef.unflatten(seeds))
+
+    return [pull_back(i) for i in range(len(leaves))]
+
+
+def is_zero(tree: Any) -> bool:
+    """Whether every leaf of a tree of gradients is exactly zero."""
+    return all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(tree))

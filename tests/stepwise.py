@@ -1,0 +1,111 @@
+"""Runs traced programs one primitive at a time.
+
+What is compared to the last bit must not depend on how XLA fuses two programs, and
+compiling each of some hundred programs would take most of the time of the tests. So a
+program is traced as a whole, transforms and derivatives and all, and its jaxpr is
+evaluated here: a primitive is compiled once for each shape in all tests together.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+
+def evaluate(fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)``, traced and then evaluated step by step."""
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    out = _run_closed(closed, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+def outputs_and_grads(fn: Callable[..., Any], *args: Any) -> Any:
+    """What ``fn`` returns, and the gradient of each output with respect to all args.
+
+    Args:
+        fn: a function that returns a dict of vectors, which are differentiated one by
+            one, and anything else, which is not.
+        *args: trees of arrays of real numbers.
+    """
+
+    def both(*args: Any) -> Any:
+        out, pull_back, rest = jax.vjp(fn, *args, has_aux=True)
+        zeros = jax.tree.map(jnp.zeros_like, out)
+        ramps = {
+            name: 1 + jnp.arange(y.size, dtype=y.dtype) % 7 for name, y in out.items()
+        }
+        grads = {name: pull_back({**zeros, name: ramps[name]}) for name in out}
+        return out, grads, rest
+
+    return evaluate(both, *args)
+
+
+def _run_closed(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    return _run(closed.jaxpr, closed.consts, args)
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else env[var]
+
+    for eqn in jaxpr.eqns:
+        out = _bind(eqn, [read(var) for var in eqn.invars])
+        env.update(zip(eqn.outvars, out, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _bind(eqn: Any, args: list[Any]) -> Sequence[Any]:
+    run = _RUN.get(eqn.primitive.name)
+    if run is not None:
+        return run(args, **eqn.params)
+    for name in ('jaxpr', 'call_jaxpr', 'fun_jaxpr'):
+        inner = eqn.params.get(name)
+        if isinstance(inner, ClosedJaxpr):
+            return _run_closed(inner, args)
+        if isinstance(inner, Jaxpr):
+            return _run(inner, (), args)
+    out = eqn.primitive.bind(*args, **eqn.params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def _scan(args: list[Any], **params: Any) -> list[Any]:
+    first, second = params['num_consts'], params['num_consts'] + params['num_carry']
+    consts, carry, xs = args[:first], args[first:second], args[second:]
+    steps = range(params['length'])
+    ys = []
+    for i in reversed(steps) if params['reverse'] else steps:
+        out = _run_closed(
+            params['jaxpr'], [*consts, *carry, *(_item(x, i) for x in xs)]
+        )
+        carry = out[: params['num_carry']]
+        ys.append(out[params['num_carry'] :])
+    stacked = zip(*(reversed(ys) if params['reverse'] else ys), strict=True)
+    return [*carry, *(np.stack([np.asarray(y) for y in each]) for each in stacked)]
+
+
+def _item(x: Any, i: int) -> Any:
+    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x[i] if keys else np.asarray(x)[i]
+
+
+def _while(args: list[Any], **params: Any) -> list[Any]:
+    first = params['cond_nconsts']
+    second = first + params['body_nconsts']
+    tests, consts, carry = args[:first], args[first:second], args[second:]
+    while _run_closed(params['cond_jaxpr'], [*tests, *carry])[0]:
+        carry = _run_closed(params['body_jaxpr'], [*consts, *carry])
+    return carry
+
+
+def _cond(args: list[Any], **params: Any) -> list[Any]:
+    index, *operands = args
+    branches = params['branches']
+    return _run_closed(branches[min(max(int(index), 0), len(branches) - 1)], operands)
+
+
+_RUN = {'scan': _scan, 'while': _while, 'cond': _cond}

@@ -1,0 +1,1035 @@
+"""What an open block covers: nesting, owners, other trees, and whose code it is."""
+
+import asyncio
+import collections
+import contextlib
+import re
+import sys
+import threading
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import oracle
+from flax_sg import blocks, errors, extents, filters
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+
+class Model(fnn.Module):
+    """Three layers of one kernel each, from ``setup``."""
+
+    def setup(self):
+        self.a, self.b, self.c = (fnn.Dense(3, use_bias=False) for _ in range(3))
+
+    def __call__(self, x):
+        return self.c(jnp.tanh(self.b(jnp.tanh(self.a(x)))))
+
+
+MODEL = Model()
+PARAMS = MODEL.init(jax.random.key(0), X)['params']
+LAYERS = {name: f'{name}/**' for name in 'abc'}
+
+
+def apply(params: Any) -> Any:
+    return MODEL.apply({'params': params}, X)
+
+
+def applied(model: fnn.Module) -> Any:
+    return lambda params: model.apply({'params': params}, X)
+
+
+def frozen(fn: Any = apply, params: Any = PARAMS) -> str:
+    """The names of the layers that a function of the parameters gives no gradient."""
+    grads = oracle.grads(fn, params)[0][0]
+    names = ''.join(name for name in grads if oracle.is_zero(grads[name]))
+    # The others are what they are by hand, to the last bit.
+    copy = oracle.grads(
+        lambda p: MODEL.apply(
+            {'params': oracle.stopped(p, lambda k: k[0] in names)}, X
+        ),
+        params,
+    )[0][0]
+    oracle.assert_same(grads, copy)
+    return names
+
+
+def assert_no_block_is_left() -> None:
+    """Neither a block of this thread nor what one may have kept."""
+    assert frozen() == ''
+    assert blocks.thread.blocks == ()
+    assert blocks.thread.roots == {}
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    yield
+    left = blocks.thread.blocks
+    for block in reversed(left):  # One failure, not one in every test that follows.
+        extents.close_block(block, judge=False)
+    assert left == ()
+
+
+# Nesting.
+
+
+def test_the_union_of_nested_blocks_stops():
+    with nn.stop_gradient('a/**'):
+        assert frozen() == 'a'
+        with nn.stop_gradient('b/**'):
+            assert frozen() == 'ab'
+            with nn.stop_gradient('a/**'), nn.stop_gradient('c/**'):
+                assert frozen() == 'abc'
+            assert frozen() == 'ab'
+        assert frozen() == 'a'
+    assert frozen() == ''
+
+
+def test_blocks_nest_within_one_program():
+    class Nested(Model):
+        def __call__(self, x):
+            call = super().__call__
+            out = [call(x)]
+            with nn.stop_gradient('a/**'):
+                out.append(call(x))
+                with nn.stop_gradient(['b/**', 'a/**']):
+                    out.append(call(x))
+                    with nn.stop_gradient('c/**'):
+                        out.append(call(x))
+                    out.append(call(x))
+                out.append(call(x))
+            return [*out, call(x)]
+
+    def copy(params, names):
+        return oracle.stopped(params, lambda path: path[0] in names)
+
+    def by_hand(params):
+        order = ('', 'a', 'ab', 'abc', 'ab', 'a', '')
+        return [apply(copy(params, names)) for names in order]
+
+    oracle.assert_same(
+        oracle.grads(lambda p: Nested().apply({'params': p}, X), PARAMS),
+        oracle.grads(by_hand, PARAMS),
+    )
+
+
+def test_one_value_is_entered_again_while_it_is_open():
+    where = nn.stop_gradient('a/**')
+    with where:
+        with where:
+            assert frozen() == 'a'
+            with where:
+                assert frozen() == 'a'
+        assert frozen() == 'a'
+    assert frozen() == ''
+    with where:
+        assert frozen() == 'a'
+
+
+def test_one_value_in_recursion():
+    where = nn.stop_gradient('b/**')
+
+    def deeper(n):
+        with where:
+            return deeper(n - 1) if n else frozen()
+
+    assert deeper(20) == 'b'
+
+
+def test_many_blocks():
+    def deeper(n):
+        if n == 0:
+            return frozen()
+        with nn.stop_gradient(f'{"abc"[n % 2]}/**'):
+            return deeper(n - 1)
+
+    assert deeper(200) == 'ab'
+
+
+def test_many_blocks_of_many_filters():
+    with contextlib.ExitStack() as stack:
+        for n in range(200):
+            pattern = re.compile(f'(a/kernel|n{n})')
+            stack.enter_context(nn.stop_gradient(pattern))
+        assert frozen() == 'a'
+
+
+def test_modules_open_blocks_in_each_other():
+    # Each of them sees its own parameters by its own names.
+    class Inner(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('kernel'):
+                kernel = self.param('kernel', fnn.initializers.ones, (3, 3))
+                bias = self.param('bias', fnn.initializers.ones, (1, 3))
+                return x @ kernel + bias
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('one/bias'):
+                x = Inner(name='two')(Inner(name='one')(x))
+            return x * self.param('kernel', fnn.initializers.ones, (1, 3))
+
+    params = Outer().init(jax.random.key(0), X)['params']
+    stopped = {'one/kernel', 'one/bias', 'two/kernel'}
+
+    def by_hand(params):
+        p = oracle.stopped(params, lambda path: path in stopped)
+        x = X
+        for name in ('one', 'two'):
+            x = x @ p[name]['kernel'] + p[name]['bias']
+        return x * p['kernel']
+
+    oracle.assert_same(
+        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
+        oracle.grads(by_hand, params),
+    )
+
+
+# Whose paths a block speaks of.
+
+
+def test_paths_that_a_predicate_sees():
+    seen: list[Any] = []
+
+    class Inner(fnn.Module):
+        shared: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            def where(path):
+                seen.append(path)
+                return path.name == 'kernel'
+
+            dense = fnn.Dense(3, name='dense')
+            with nn.stop_gradient(where):
+                return self.shared(dense(x))
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Inner(fnn.Dense(3, name='tied'), name='inner')(x)
+
+    params = Outer().init(jax.random.key(0), X)
+    seen.clear()
+    Outer().apply(params, X)
+    facts = {
+        str(p): (p.parts, p.name, p.module, p.collection, p.absolute) for p in seen
+    }
+    assert facts == {
+        'dense/kernel': (
+            *(('dense', 'kernel'), 'kernel', 'dense', 'params'),
+            'inner/dense/kernel',
+        ),
+        'dense/bias': (
+            *(('dense', 'bias'), 'bias', 'dense', 'params'),
+            'inner/dense/bias',
+        ),
+        '/tied/kernel': (
+            *(('tied', 'kernel'), 'kernel', '/tied', 'params'),
+            'tied/kernel',
+        ),
+        '/tied/bias': (('tied', 'bias'), 'bias', '/tied', 'params', 'tied/bias'),
+    }
+    # Once for each variable and block, however often it is read.
+    assert collections.Counter(seen).most_common(1)[0][1] == 1
+
+
+def test_a_filter_is_asked_once_for_each_variable_and_block():
+    calls: collections.Counter[str] = collections.Counter()
+
+    def where(path):
+        calls[path] += 1
+        return path.startswith('a')
+
+    def twice(params):
+        with nn.stop_gradient(where):
+            bound = MODEL.bind({'params': params})
+            return bound(bound(X)) + bound.a.variables['params']['kernel'][:2]
+
+    jax.grad(lambda p: jnp.sum(twice(p)))(PARAMS)
+    assert calls == {'a/kernel': 1, 'b/kernel': 1, 'c/kernel': 1}
+
+
+def test_another_apply_in_a_block_has_paths_of_its_own():
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            weights = self.param('weights', lambda key: PARAMS)
+            with nn.stop_gradient('b/**', unused='ignore'):
+                inner = MODEL.apply({'params': weights}, x)
+            return inner + fnn.Dense(3, name='b')(x)
+
+    params = Outer().init(jax.random.key(0), X)['params']
+
+    def by_hand(params):
+        weights = oracle.stopped(params['weights'], lambda p: p.startswith('b/'))
+        dense = fnn.Dense(3).apply({'params': params['b']}, X)
+        return MODEL.apply({'params': weights}, X) + dense
+
+    oracle.assert_same(
+        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
+        oracle.grads(by_hand, params),
+    )
+
+
+def test_two_trees_at_top_level_are_both_covered():
+    other = fnn.Dense(3, name=None)
+    theirs = other.init(jax.random.key(1), X)['params']
+
+    def fn(mine, theirs):
+        with nn.stop_gradient(['b/**', 'kernel']):
+            y = MODEL.apply({'params': mine}, X)
+            return other.apply({'params': theirs}, y)
+
+    def by_hand(mine, theirs):
+        mine = oracle.stopped(mine, lambda p: p.startswith('b/'))
+        theirs = oracle.stopped(theirs, lambda p: p == 'kernel')
+        return other.apply({'params': theirs}, MODEL.apply({'params': mine}, X))
+
+    oracle.assert_same(
+        oracle.grads(fn, PARAMS, theirs), oracle.grads(by_hand, PARAMS, theirs)
+    )
+
+
+def test_a_bound_module_made_before_the_block_and_used_after_it():
+    def fn(params):
+        bound = MODEL.bind({'params': params})
+        before = bound(X)
+        with nn.stop_gradient('a/**'):
+            inside = bound(X)
+            late = MODEL.bind({'params': params})
+        return before, inside, bound(X), late(X)
+
+    def by_hand(params):
+        copy = oracle.stopped(params, lambda path: path.startswith('a/'))
+        return apply(params), apply(copy), apply(params), apply(params)
+
+    oracle.assert_same(oracle.grads(fn, PARAMS), oracle.grads(by_hand, PARAMS))
+
+
+# Ways out of a block.
+
+
+class Stop(BaseException):
+    """No Exception, as KeyboardInterrupt is none."""
+
+
+@pytest.mark.parametrize(
+    'error',
+    [ValueError, KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit, Stop],
+)
+@pytest.mark.parametrize('depth', [1, 3])
+def test_an_exception_leaves_everything_as_it_was(error, depth):
+    bound = MODEL.bind({'params': PARAMS})
+    raised = error('on purpose')
+
+    def deeper(n):
+        if n == 0:
+            assert frozen() == 'a'
+            bound(X)
+            raise raised
+        with nn.stop_gradient('a/**'):
+            deeper(n - 1)
+
+    with pytest.raises(error) as caught:
+        deeper(depth)
+    assert caught.value is raised
+    assert_no_block_is_left()
+    assert frozen(lambda p: MODEL.clone().apply({'params': p}, X)) == ''
+    oracle.assert_same(bound(X), apply(PARAMS))
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
+def test_an_exception_inside_a_module_leaves_it_usable(error):
+    # Bound modules outlive the exception, their scopes with what they cached.
+    class Fails(fnn.Module):
+        def setup(self):
+            self.a = fnn.Dense(3)
+            self.w = self.param('w', fnn.initializers.ones, (3, 3))
+            self.w2 = jnp.tanh(self.w)
+
+        def __call__(self, x, fail):
+            with nn.stop_gradient(['a/**', 'w']):
+                y = self.a(x) @ self.w2 + jnp.sum(self.variables['params']['w'])
+                if fail:
+                    raise error
+            return y
+
+        def plain(self, x):
+            return (
+                self.a(x) @ self.w2 @ self.w + self.a.variables['params']['kernel'][:2]
+            )
+
+    params = Fails().init(jax.random.key(0), X, False)['params']
+
+    def fn(params):
+        bound = Fails().bind({'params': params})
+        first = bound.plain(X)
+        with pytest.raises(error):
+            bound(X, True)
+        return first, bound.plain(X), bound(X, False), bound.plain(X)
+
+    def by_hand(params):
+        def plain(p):
+            return Fails().apply({'params': p}, X, method='plain')
+
+        y = fnn.Dense(3).apply({'params': oracle.stopped(params['a'])}, X)
+        w = jax.lax.stop_gradient(params['w'])
+        y = y @ jnp.tanh(w) + jnp.sum(w)
+        return plain(params), plain(params), y, plain(params)
+
+    oracle.assert_same(oracle.grads(fn, params), oracle.grads(by_hand, params))
+
+
+def test_return_break_and_continue():
+    def leave():
+        with nn.stop_gradient('a/**'):
+            return apply(PARAMS)
+
+    leave()
+    assert_no_block_is_left()
+    for _ in range(3):
+        with nn.stop_gradient('a/**'):
+            apply(PARAMS)
+            continue
+    assert_no_block_is_left()
+    for _ in range(3):
+        with nn.stop_gradient('a/**'):
+            apply(PARAMS)
+            break
+    assert_no_block_is_left()
+
+
+def test_an_exit_stack():
+    with contextlib.ExitStack() as stack:
+        for name in 'ab':
+            stack.enter_context(nn.stop_gradient(LAYERS[name]))
+        assert frozen() == 'ab'
+        kept = stack.pop_all()
+    assert frozen() == 'ab'
+    kept.close()
+    assert frozen() == ''
+
+
+def test_an_exit_stack_in_a_module():
+    class Stacks(Model):
+        names: tuple[str, ...] = ()
+
+        def __call__(self, x):
+            with contextlib.ExitStack() as stack:
+                for name in self.names:
+                    stack.enter_context(nn.stop_gradient(LAYERS[name]))
+                return super().__call__(x)
+
+    for names in ('', 'a', 'bc'):
+        assert frozen(applied(Stacks(tuple(names)))) == names
+
+
+# Generators: a block may be held open by code that is not running.
+
+
+@contextlib.contextmanager
+def freezing(*names: str):
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(nn.stop_gradient(LAYERS[name]))
+        yield
+
+
+@contextlib.contextmanager
+def freezing_through_another(*names: str):
+    with nn.stop_gradient(LAYERS[names[0]]), freezing(*names[1:]):
+        yield names
+
+
+def test_a_context_manager_of_the_user():
+    with freezing('a', 'c'):
+        assert frozen() == 'ac'
+        with freezing_through_another('b', 'a'):
+            assert frozen() == 'abc'
+    assert frozen() == ''
+
+
+def test_a_context_manager_of_the_user_as_a_decorator():
+    @freezing('b')
+    def fn(params):
+        return apply(params)
+
+    assert frozen(fn) == 'b'
+
+
+def test_a_context_manager_of_the_user_in_a_module_and_in_a_generator():
+    class Uses(Model):
+        def __call__(self, x):
+            with freezing('b'):
+                return super().__call__(x)
+
+    assert frozen(lambda p: Uses().apply({'params': p}, X)) == 'b'
+
+    def walk():
+        with freezing('b'):
+            assert frozen() == 'b'
+            yield frozen()
+
+    generator = walk()
+    assert next(generator) == 'b'
+    with pytest.raises(errors.BlockLeakError):
+        apply(PARAMS)
+    assert list(generator) == []
+
+
+class Freezing:
+    """A context manager of the user that is no generator."""
+
+    def __init__(self, where):
+        self.block = nn.stop_gradient(where)
+
+    def __enter__(self):
+        return self.block.__enter__()
+
+    def __exit__(self, *info):
+        return self.block.__exit__(*info)
+
+
+def _directly():
+    with nn.stop_gradient('a/**'):
+        yield frozen()
+        yield frozen()
+
+
+def _through_an_object():
+    with Freezing('a/**'):
+        yield frozen()
+        yield frozen()
+
+
+def _through_yield_from():
+    yield from _directly()
+
+
+def _in_an_exit_stack():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(nn.stop_gradient('a/**'))
+        yield frozen()
+        yield frozen()
+
+
+SUSPENDED = [_directly, _through_an_object, _through_yield_from, _in_an_exit_stack]
+
+
+@pytest.mark.parametrize('make', SUSPENDED)
+def test_a_suspended_generator_does_not_leak(make):
+    generator = make()
+    assert next(generator) == 'a'
+    for _ in range(2):
+        with pytest.raises(errors.BlockLeakError):
+            apply(PARAMS)
+    # Nor into a block that is opened meanwhile.
+    with pytest.raises(errors.BlockLeakError), nn.stop_gradient('b/**'):
+        pass
+    assert next(generator) == 'a'
+    with pytest.raises(errors.BlockLeakError):
+        MODEL.init(jax.random.key(0), X)
+    assert list(generator) == []
+    assert_no_block_is_left()
+
+
+@pytest.mark.parametrize('make', SUSPENDED)
+def test_a_suspended_generator_that_is_closed_or_dropped(make):
+    generator = make()
+    next(generator)
+    generator.close()
+    assert_no_block_is_left()
+    generator = make()
+    next(generator)
+    del generator
+    assert_no_block_is_left()
+
+
+def test_a_generator_that_opens_a_block_after_each_value():
+    def walk():
+        for name in 'abc':
+            with nn.stop_gradient(LAYERS[name]):
+                names = frozen()
+            yield names
+
+    assert [(names, frozen()) for names in walk()] == [('a', ''), ('b', ''), ('c', '')]
+
+
+def test_a_generator_run_to_its_end_in_a_block():
+    def walk():
+        for _ in range(2):
+            yield frozen()
+
+    with nn.stop_gradient('a/**'):
+        assert list(walk()) == ['a', 'a']
+        generator = walk()
+        assert next(generator) == 'a'
+    # What it reads belongs to the code that runs it.
+    assert next(generator) == ''
+
+
+def test_a_function_called_by_a_generator_opens_a_block():
+    def names():
+        with nn.stop_gradient('a/**'):
+            return frozen()
+
+    assert [n for n in (names() for _ in range(2))] == ['a', 'a']
+
+
+def test_generators_in_two_blocks_closed_in_another_order():
+    first, second = _directly(), _directly()
+    next(first)
+    with pytest.raises(errors.BlockLeakError):
+        next(second)
+    assert list(first) == ['a']
+    assert_no_block_is_left()
+
+
+def test_a_generator_closed_in_another_order():
+    def opens():
+        with nn.stop_gradient('a/**'):
+            yield
+
+    generator = opens()
+    next(generator)
+    # A block cannot be opened on top of it, but what was open before can end first.
+    where = nn.stop_gradient('b/**')
+    generator.close()
+    with where:
+        generator = opens()
+        next(generator)
+        with pytest.raises(errors.BlockLeakError):
+            apply(PARAMS)
+        generator.close()
+        assert frozen() == 'b'
+
+
+def test_a_block_that_ends_before_a_generator_inside_it():
+    def opens():
+        with nn.stop_gradient('a/**'):
+            yield
+
+    generator = opens()
+    with pytest.raises(errors.BlockOrderError), nn.stop_gradient('b/**'):
+        next(generator)
+    with pytest.raises(errors.BlockLeakError):
+        apply(PARAMS)
+    generator.close()
+    assert_no_block_is_left()
+
+
+def test_one_value_open_in_a_generator_and_around_it():
+    where = nn.stop_gradient('a/**')
+
+    def opens():
+        with where:
+            yield
+
+    generator = opens()
+    with pytest.raises(errors.BlockOrderError), where:
+        next(generator)
+    # The one around is closed; the generator's is open, and nobody else is in it.
+    with pytest.raises(errors.BlockLeakError):
+        apply(PARAMS)
+    generator.close()
+    assert_no_block_is_left()
+
+
+def test_a_generator_closed_by_another_thread():
+    generator = _directly()
+    next(generator)
+    box: list[Any] = []
+
+    def close():
+        try:
+            generator.close()
+        except errors.FlaxSGError as error:
+            box.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert [type(error) for error in box] == [errors.BlockOrderError]
+    # The generator is gone, and with it what was between its `with` and its end.
+    assert_no_block_is_left()
+
+
+def test_a_generator_run_on_by_another_thread():
+    generator = _directly()
+    next(generator)
+    box: list[Any] = []
+
+    def go_on():
+        try:
+            box.extend(generator)
+        except errors.FlaxSGError as error:
+            box.append(error)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    thread.join()
+    # In that thread the block is not open: what it reads there is not stopped, and
+    # nobody may learn of it too late.
+    assert [type(error) for error in box if not isinstance(error, str)] == [
+        errors.BlockOrderError
+    ]
+    assert_no_block_is_left()
+
+
+# Order, threads.
+
+
+def test_blocks_closed_in_another_order():
+    first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
+    first.__enter__()
+    second.__enter__()
+    assert frozen() == 'ab'
+    with pytest.raises(errors.BlockOrderError):
+        first.__exit__(None, None, None)
+    # It is closed all the same, and the other one is still open.
+    assert frozen() == 'b'
+    second.__exit__(None, None, None)
+    assert_no_block_is_left()
+
+
+def test_blocks_closed_in_another_order_after_an_exception():
+    first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
+    first.__enter__()
+    second.__enter__()
+    error = ValueError()
+    first.__exit__(ValueError, error, None)
+    second.__exit__(ValueError, error, None)
+    assert_no_block_is_left()
+
+
+def test_a_block_closed_twice_or_never_opened():
+    where = nn.stop_gradient('a/**')
+    with pytest.raises(errors.BlockOrderError):
+        where.__exit__(None, None, None)
+    with where:
+        apply(PARAMS)
+    with pytest.raises(errors.BlockOrderError):
+        where.__exit__(None, None, None)
+    assert_no_block_is_left()
+
+
+def test_a_block_closed_by_another_thread():
+    where = nn.stop_gradient('a/**')
+    box: list[Any] = []
+
+    def close():
+        try:
+            where.__exit__(None, None, None)
+        except errors.FlaxSGError as error:
+            box.append(error)
+
+    with where:
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join()
+        assert [type(error) for error in box] == [errors.BlockOrderError]
+        assert frozen() == 'a'
+
+
+def test_one_value_in_two_threads():
+    where, turn = nn.stop_gradient('a/**'), threading.Barrier(2)
+    box: dict[int, Any] = {}
+
+    def work(i):
+        if i:
+            turn.wait(30)
+        with where:
+            if not i:
+                turn.wait(30)
+            box[i] = frozen()
+            turn.wait(30)
+        box[i] += frozen()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert box == {0: 'a', 1: 'a'}
+
+
+def test_a_thread_started_in_a_block_is_not_in_it():
+    box: list[str] = []
+    with nn.stop_gradient('a/**'):
+        thread = threading.Thread(target=lambda: box.append(frozen()))
+        thread.start()
+        thread.join()
+        assert frozen() == 'a'
+    assert box == ['']
+
+
+# Tasks.
+
+
+def test_a_block_around_an_event_loop():
+    async def main():
+        await asyncio.sleep(0)
+        return frozen(), await asyncio.create_task(child())
+
+    async def child():
+        return frozen()
+
+    with nn.stop_gradient('a/**'):
+        assert asyncio.run(main()) == ('a', 'a')
+    assert_no_block_is_left()
+
+
+def test_tasks_with_blocks_of_their_own():
+    async def work(name):
+        out = []
+        for _ in range(3):
+            with nn.stop_gradient(LAYERS[name]):
+                out.append(frozen())
+            await asyncio.sleep(0)
+            out.append(frozen())
+        return out
+
+    async def main():
+        return await asyncio.gather(*(work(name) for name in 'abc'))
+
+    for name, out in zip('abc', asyncio.run(main()), strict=True):
+        assert out == [name, ''] * 3
+
+
+def test_a_read_by_another_task_while_a_block_is_open():
+    async def holds():
+        with nn.stop_gradient('a/**'):
+            assert frozen() == 'a'
+            await done.wait()
+            return frozen()
+
+    async def reads():
+        out = []
+        for read in (
+            lambda: apply(PARAMS),
+            frozen,
+            lambda: MODEL.init(jax.random.key(0), X),
+        ):
+            try:
+                read()
+            except errors.BlockLeakError:
+                out.append('leak')
+        done.set()
+        return out
+
+    async def main():
+        return await asyncio.gather(holds(), reads())
+
+    done = asyncio.Event()
+    assert asyncio.run(main()) == ['a', ['leak'] * 3]
+
+
+def test_a_block_opened_by_another_task_while_one_is_open():
+    async def holds():
+        with nn.stop_gradient('a/**'):
+            await done.wait()
+            return frozen()
+
+    async def opens():
+        try:
+            with nn.stop_gradient('b/**'):
+                return frozen()
+        except errors.BlockLeakError:
+            return 'leak'
+        finally:
+            done.set()
+
+    async def main():
+        return await asyncio.gather(holds(), opens())
+
+    done = asyncio.Event()
+    assert asyncio.run(main()) == ['a', 'leak']
+
+
+def test_a_block_closed_by_another_task():
+    where = nn.stop_gradient('a/**')
+
+    async def opens():
+        where.__enter__()
+
+    async def closes():
+        where.__exit__(None, None, None)
+
+    async def main():
+        await asyncio.create_task(opens())
+        with pytest.raises(errors.BlockOrderError):
+            await asyncio.create_task(closes())
+        return frozen()
+
+    assert asyncio.run(main()) == ''
+    assert_no_block_is_left()
+
+
+def test_a_callback_of_the_loop_while_a_block_is_open():
+    box: list[Any] = []
+
+    def callback():
+        try:
+            apply(PARAMS)
+        except errors.BlockLeakError as error:
+            box.append(error)
+
+    async def main():
+        with nn.stop_gradient('a/**'):
+            asyncio.get_running_loop().call_soon(callback)
+            await asyncio.sleep(0)
+            return frozen()
+
+    assert asyncio.run(main()) == 'a'
+    assert len(box) == 1
+
+
+def test_a_task_that_is_cancelled_inside_a_block():
+    async def holds():
+        with nn.stop_gradient('a/**'):
+            await asyncio.sleep(100)
+
+    async def main():
+        task = asyncio.create_task(holds())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return frozen()
+
+    assert asyncio.run(main()) == ''
+
+
+def test_asynchronous_context_managers():
+    @contextlib.asynccontextmanager
+    async def freezing():
+        with nn.stop_gradient('a/**'):
+            yield
+
+    class Asynchronous(Freezing):
+        async def __aenter__(self):
+            return self.__enter__()
+
+        async def __aexit__(self, *info):
+            return self.__exit__(*info)
+
+    async def main():
+        out = []
+        for manager in (freezing(), Asynchronous('a/**')):
+            async with manager:
+                out.append(frozen())
+        return [*out, frozen()]
+
+    assert asyncio.run(main()) == ['a', 'a', '']
+
+
+def test_asynchronous_generators():
+    async def walk():
+        with nn.stop_gradient('a/**'):
+            yield frozen()
+
+    async def main():
+        generator = walk()
+        first = await anext(generator)
+        with pytest.raises(errors.BlockLeakError):
+            apply(PARAMS)
+        await generator.aclose()
+        return first, frozen()
+
+    assert asyncio.run(main()) == ('a', '')
+
+
+def test_a_worker_thread_of_a_task_is_not_in_its_block():
+    async def main():
+        with nn.stop_gradient('a/**'):
+            return await asyncio.to_thread(frozen), frozen()
+
+    assert asyncio.run(main()) == ('', 'a')
+
+
+# Predicates that misbehave.
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, StopIteration])
+def test_a_predicate_that_raises(error):
+    def where(path):
+        if path.startswith('b'):
+            raise error('on purpose')
+        return True
+
+    with pytest.raises(error, match='on purpose'), nn.stop_gradient(where):
+        apply(PARAMS)
+    assert_no_block_is_left()
+
+
+def test_a_predicate_that_raises_for_what_is_only_looked_at_in_the_end():
+    class Half(Model):
+        def __call__(self, x):
+            with nn.stop_gradient(where):
+                return self.a(x)
+
+    def where(path):
+        if path.startswith('b'):
+            raise ValueError('on purpose')
+        return False
+
+    with pytest.raises(ValueError, match='on purpose'):
+        Half().apply({'params': PARAMS}, X)
+    assert_no_block_is_left()
+
+
+def test_a_predicate_that_reads_variables_itself():
+    bound = MODEL.bind({'params': PARAMS})
+
+    def where(path):
+        return jnp.sum(bound.variables['params'][path.parts[0]]['kernel']) > 1e9
+
+    def names(path):
+        return path.parts[0] in bound.variables['params'] and path.startswith('a')
+
+    with pytest.raises(errors.FilterTypeError), nn.stop_gradient(where):
+        apply(PARAMS)
+    assert_no_block_is_left()
+    with nn.stop_gradient(names):
+        assert frozen() == 'a'
+
+
+def test_the_stack_of_frames_is_not_kept_alive():
+    # A block looks at frames when it opens; holding one would hold all its locals.
+    import gc
+    import weakref
+
+    class Big:
+        pass
+
+    def opens():
+        big = Big()
+        with nn.stop_gradient('a/**'):
+            apply(PARAMS)
+        return weakref.ref(big)
+
+    def walks():
+        big = Big()
+        with nn.stop_gradient('a/**'):
+            yield weakref.ref(big)
+
+    ref = opens()
+    refs = list(walks())
+    gc.collect()
+    assert ref() is None
+    assert refs[0]() is None
+
+
+def test_filters_of_the_block_are_values():
+    where = filters.as_filter('a/**')
+    with nn.stop_gradient(where) as rewrite:
+        assert frozen() == 'a'
+        assert rewrite.where == where
+    assert sys.getrefcount(where) < 20

@@ -1,0 +1,1072 @@
+"""No trace cache carries a block in or out, and nothing is traced more often than due.
+
+Every expected gradient is that of the same program on weights that were stopped by
+hand (``oracle``). Traces are counted by the Python that runs when there is one.
+"""
+
+import dataclasses
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import oracle
+from flax_sg import filters, rewrites, rules
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+
+class Encoder(fnn.Module):
+    """Two parameters in a submodule, and a record of each time that Python runs."""
+
+    @fnn.compact
+    def __call__(self, x, tag=None):
+        if not self.is_initializing():
+            TRACES.append(tag)
+        return jnp.tanh(fnn.Dense(3, name='dense')(x))
+
+
+TRACES: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_traces_yet() -> Iterator[None]:
+    TRACES.clear()
+    yield
+    TRACES.clear()
+
+
+MODEL = Encoder()
+PARAMS = MODEL.init(jax.random.key(0), X)['params']
+
+# What each letter of an order means: the filter of the block around the call.
+WHERE: dict[str, Any] = {'o': None, 'i': 'dense/kernel', 'j': 'dense/**'}
+SELECTS: dict[str, Callable[[str], bool]] = {
+    'o': lambda path: False,
+    'i': lambda path: path == 'dense/kernel',
+    'j': lambda path: path.startswith('dense/'),
+}
+# Outside first, and inside first: in naive versions the first call decides.
+ORDERS = ['oijoi', 'ijoio']
+
+
+def under(letter: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in the block that the letter stands for."""
+    if WHERE[letter] is None:
+        return fn(*args)
+    with nn.stop_gradient(WHERE[letter]):
+        return fn(*args)
+
+
+def apply(params: Any, x: Any) -> Any:
+    return MODEL.apply({'params': params}, x)
+
+
+# Each makes one function of (params, x) whose inside JAX traces and caches.
+
+
+def _jit() -> Callable[..., Any]:
+    return jax.jit(lambda params, x: apply(params, x))
+
+
+def _checkpoint() -> Callable[..., Any]:
+    return jax.checkpoint(lambda params, x: apply(params, x))
+
+
+def _scan() -> Callable[..., Any]:
+    def body(carry, _):
+        params, x = carry
+        return (params, apply(params, x)), None
+
+    return lambda params, x: lax.scan(body, (params, x), None, length=2)[0][1]
+
+
+def _cond() -> Callable[..., Any]:
+    def true(params, x):
+        return apply(params, x)
+
+    def false(params, x):
+        return -apply(params, x)
+
+    return lambda params, x: lax.cond(jnp.sum(x) < 5.0, true, false, params, x)
+
+
+def _fori_loop() -> Callable[..., Any]:
+    def body(_, carry):
+        return carry[0], apply(*carry)
+
+    return lambda params, x: lax.fori_loop(0, 2, body, (params, x))[1]
+
+
+def _custom_vjp() -> Callable[..., Any]:
+    @jax.custom_vjp
+    def fn(params, x):
+        return apply(params, x)
+
+    def fwd(params, x):
+        return jax.vjp(apply, params, x)
+
+    def bwd(pull_back, ct):
+        return pull_back(ct)
+
+    fn.defvjp(fwd, bwd)
+    return fn
+
+
+def _custom_jvp() -> Callable[..., Any]:
+    @jax.custom_jvp
+    def fn(params, x):
+        return apply(params, x)
+
+    @fn.defjvp
+    def _(primals, tangents):
+        return jax.jvp(apply, primals, tangents)
+
+    return fn
+
+
+def _custom_gradient() -> Callable[..., Any]:
+    @jax.custom_gradient
+    def fn(params, x):
+        return jax.vjp(apply, params, x)
+
+    return fn
+
+
+def _shard_map() -> Callable[..., Any]:
+    # A name of newer versions; of older ones it is experimental.
+    shard_map = (
+        getattr(jax, 'shard_map', None)
+        or importlib.import_module('jax.experimental.shard_map').shard_map
+    )
+    spec = jax.sharding.PartitionSpec()
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ('i',))
+    return shard_map(
+        lambda params, x: apply(params, x), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+
+
+CACHED = {
+    'jit': _jit,
+    'checkpoint': _checkpoint,
+    'scan': _scan,
+    'cond': _cond,
+    'fori_loop': _fori_loop,
+    'custom_vjp': _custom_vjp,
+    'custom_jvp': _custom_jvp,
+    'custom_gradient': _custom_gradient,
+    'shard_map': _shard_map,
+    'jit of checkpoint': lambda: jax.jit(_checkpoint()),
+    'checkpoint of jit': lambda: jax.checkpoint(_jit()),
+    'vmap of jit': lambda: jax.vmap(_jit(), in_axes=(None, 0)),
+}
+
+
+# Made once, outside of every block: under each filter JAX compiles all anew.
+COTANGENT = jnp.asarray([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+
+
+def pull_back(fn: Callable[..., Any]) -> Any:
+    return jax.vjp(fn, PARAMS, X)[1](COTANGENT)
+
+
+@pytest.mark.parametrize('kind', CACHED)
+def test_one_function_called_in_and_out_of_blocks(kind):
+    by_hand = CACHED[kind]()
+    expected = {
+        letter: pull_back(
+            lambda p, x, k=letter: by_hand(oracle.stopped(p, SELECTS[k]), x)
+        )
+        for letter in 'oij'
+    }
+    for order in ORDERS:
+        fn = CACHED[kind]()
+        for letter in order:
+            oracle.assert_same(under(letter, pull_back, fn), expected[letter])
+
+
+@pytest.mark.parametrize('kind', CACHED)
+def test_in_and_out_of_blocks_within_one_compiled_program(kind):
+    # The blocks are inside of what is compiled and differentiated: what JAX does with
+    # the inner function then happens after they have closed.
+    fn, by_hand = CACHED[kind](), CACHED[kind]()
+
+    @jax.jit
+    def actual(params, x):
+        return [under(letter, fn, params, x) for letter in 'oijo']
+
+    @jax.jit
+    def expected(params, x):
+        return [by_hand(oracle.stopped(params, SELECTS[k]), x) for k in 'oijo']
+
+    oracle.assert_same(
+        oracle.grads(actual, PARAMS, X), oracle.grads(expected, PARAMS, X)
+    )
+
+
+def test_a_while_loop_called_in_and_out_of_blocks():
+    def body(carry):
+        i, params, x = carry
+        return i + 1, params, apply(params, x)
+
+    def fn(params, x):
+        return lax.while_loop(lambda c: c[0] < 2, body, (0, params, x))[2]
+
+    tangents = jax.tree.map(jnp.ones_like, PARAMS)
+    for letter in 'oijoji':
+        actual = under(letter, jax.jvp, lambda p: fn(p, X), (PARAMS,), (tangents,))
+        expected = jax.jvp(
+            lambda p, letter=letter: fn(oracle.stopped(p, SELECTS[letter]), X),
+            (PARAMS,),
+            (tangents,),
+        )
+        oracle.assert_same(actual, expected)
+
+
+def test_derivatives_made_in_a_block_keep_it():
+    with nn.stop_gradient('dense/kernel'):
+        _, vjp = jax.vjp(apply, PARAMS, X)
+        _, linear = jax.linearize(apply, PARAMS, X)
+    out, expected_vjp = jax.vjp(
+        lambda p, x: apply(oracle.stopped(p, SELECTS['i']), x), PARAMS, X
+    )
+    ct = jnp.ones_like(out)
+    oracle.assert_same(vjp(ct), expected_vjp(ct))
+    tangents = jax.tree.map(jnp.ones_like, (PARAMS, X))
+    _, expected_linear = jax.linearize(
+        lambda p, x: apply(oracle.stopped(p, SELECTS['i']), x), PARAMS, X
+    )
+    oracle.assert_same(linear(*tangents), expected_linear(*tangents))
+
+
+def test_the_rule_of_a_custom_vmap_runs_after_the_block_has_closed():
+    @jax.custom_batching.custom_vmap
+    def fn(params, x):
+        return apply(params, x)
+
+    @fn.def_vmap
+    def _(size, batched, params, x):
+        del size
+        axes = tuple(0 if any(jax.tree.leaves(b)) else None for b in batched)
+        return jax.vmap(apply, axes)(params, x), True
+
+    def batched(stop):
+        @jax.jit
+        def inner(params, x):
+            return stop(params, x)
+
+        return jax.vmap(inner, (None, 0))
+
+    def blocked(params, x):
+        with nn.stop_gradient('dense/kernel'):
+            return fn(params, x)
+
+    def by_hand(params, x):
+        return fn(oracle.stopped(params, SELECTS['i']), x)
+
+    xs = jnp.stack([X, 2 * X])
+    oracle.assert_same(
+        oracle.grads(batched(blocked), PARAMS, xs),
+        oracle.grads(batched(by_hand), PARAMS, xs),
+    )
+
+
+# Modules that Flax traces and caches: a model that calls one of them several times.
+
+
+class Calls(fnn.Module):
+    """Calls one module once for each letter, in the block that it stands for."""
+
+    order: str
+    encoder: Any
+    by: str = '__call__'
+
+    def setup(self):
+        self.enc = self.encoder()
+
+    def __call__(self, x):
+        return [self.one(letter, x) for letter in self.order]
+
+    def one(self, letter, x):
+        call = getattr(self.enc, self.by)
+        if letter == 'o':
+            return call(x)
+        with nn.stop_gradient('enc/' + WHERE[letter]):
+            return call(x)
+
+
+class Methods(fnn.Module):
+    """A module with one compiled method and one that is not."""
+
+    def setup(self):
+        self.dense = fnn.Dense(3)
+
+    @fnn.jit
+    def jitted(self, x):
+        TRACES.append(None)
+        return jnp.tanh(self.dense(x))
+
+    @fnn.remat
+    def rematted(self, x):
+        TRACES.append(None)
+        return jnp.tanh(self.dense(x))
+
+    @fnn.remat
+    @fnn.jit
+    def both(self, x):
+        TRACES.append(None)
+        return jnp.tanh(self.dense(x))
+
+
+LIFTED: dict[str, tuple[Callable[[], Any], str]] = {
+    'jit': (lambda: fnn.jit(Encoder), '__call__'),
+    'remat': (lambda: fnn.remat(Encoder), '__call__'),
+    'remat of jit': (lambda: fnn.remat(fnn.jit(Encoder)), '__call__'),
+    'jit of remat': (lambda: fnn.jit(fnn.remat(Encoder)), '__call__'),
+    'jitted method': (lambda: Methods, 'jitted'),
+    'rematted method': (lambda: Methods, 'rematted'),
+    'remat of a jitted method': (lambda: Methods, 'both'),
+}
+
+
+def _calls(kind: str, order: str) -> tuple[Calls, Callable[..., Any]]:
+    """The model, and the same program with explicit copies of the weights."""
+    make, by = LIFTED[kind]
+    encoder = make()
+    model, alone = Calls(order, encoder, by), encoder()
+
+    def by_hand(params, x, **kwargs):
+        def call(letter):
+            stopped = oracle.stopped(params['enc'], SELECTS[letter])
+            return alone.apply({'params': stopped}, x, method=by, **kwargs)
+
+        return [call(letter) for letter in order]
+
+    return model, by_hand
+
+
+@pytest.mark.parametrize('kind', LIFTED)
+def test_one_module_called_in_and_out_of_blocks(kind):
+    model, by_hand = _calls(kind, 'oijo')
+    params = {'enc': PARAMS}
+    oracle.assert_same(
+        oracle.grads(lambda p, x: model.apply({'params': p}, x), params, X),
+        oracle.grads(by_hand, params, X),
+    )
+
+
+@pytest.mark.parametrize('kind', LIFTED)
+def test_one_module_with_mutable_parameters_in_and_out_of_blocks(kind):
+    model, by_hand = _calls(kind, 'ioi')
+    params = {'enc': PARAMS}
+    # What an apply gives back is what it was given, unless it was written.
+    oracle.assert_same(
+        oracle.grads(
+            lambda p, x: model.apply({'params': p}, x, mutable=['params']), params, X
+        ),
+        oracle.grads(lambda p, x: (by_hand(p, x), {'params': p}), params, X),
+    )
+
+
+@pytest.mark.parametrize('kind', ['jit', 'remat of jit', 'jitted method'])
+def test_one_module_in_calls_of_apply_in_and_out_of_blocks(kind):
+    make, by = LIFTED[kind]
+    alone, params = make()(), PARAMS
+
+    def fn(params, x):
+        return alone.apply({'params': params}, x, method=by)
+
+    for letter in 'oijoij':
+        actual = under(letter, oracle.grads, fn, params, X)
+        expected = oracle.grads(
+            lambda p, x, k=letter: fn(oracle.stopped(p, SELECTS[k]), x), params, X
+        )
+        oracle.assert_same(actual, expected)
+
+
+def test_two_instances_of_one_jitted_class():
+    jitted = fnn.jit(Encoder)
+
+    class Two(fnn.Module):
+        order: str
+
+        def setup(self):
+            self.a, self.b = jitted(), jitted()
+
+        def __call__(self, x):
+            out = []
+            for letter in self.order:
+                if letter == 'a':
+                    with nn.stop_gradient('a/**'):
+                        x = self.b(self.a(x))
+                elif letter == 'b':
+                    with nn.stop_gradient('b/**'):
+                        x = self.b(self.a(x))
+                else:
+                    x = self.b(self.a(x))
+                out.append(x)
+            return out
+
+    params = {'a': PARAMS, 'b': jax.tree.map(lambda p: p + 0.5, PARAMS)}
+
+    def actual(order, params, x):
+        return Two(order).apply({'params': params}, x)
+
+    def expected(order, params, x):
+        out = []
+        for letter in order:
+            for name in 'ab':
+                weights = params[name]
+                copy = oracle.stopped(weights) if name == letter else weights
+                x = jitted().apply({'params': copy}, x)
+            out.append(x)
+        return out
+
+    for order in ('-ab', 'ba-'):
+        oracle.assert_same(
+            oracle.grads(functools.partial(actual, order), params, X),
+            oracle.grads(functools.partial(expected, order), params, X),
+        )
+
+
+# How often things are traced.
+
+
+def test_a_jitted_function_is_traced_once_for_each_filter():
+    fn = _jit()
+    for letter in 'oijoijjio':
+        under(letter, jax.eval_shape, lambda p: fn(p, X), PARAMS)
+    assert len(TRACES) == 3
+    for letter in 'oijoij':
+        under(letter, fn, PARAMS, X)
+    assert len(TRACES) == 3
+
+
+def test_the_same_filters_in_another_order_or_number():
+    fn = _jit()
+
+    def nested(*letters):
+        if not letters:
+            return jax.eval_shape(lambda p: fn(p, X), PARAMS)
+        return under(letters[0], nested, *letters[1:])
+
+    for letters in ('i', 'j', 'ij', 'ji', 'ii', 'i', 'ij', 'ji', 'ii'):
+        before = len(TRACES)
+        nested(*letters)
+        assert len(TRACES) - before <= 1
+    # 'ij' and 'ji' may share a trace and so may 'i' and 'ii'; not one may be lost.
+    assert len(TRACES) <= 5
+
+
+def plain_calls(order: str, encoder: Any) -> fnn.Module:
+    """The model of ``Calls`` without blocks: a static argument tells calls apart."""
+
+    class Plain(fnn.Module):
+        def setup(self):
+            self.enc = encoder()
+
+        def __call__(self, x):
+            return [self.enc(x, letter) for letter in order]
+
+    return Plain()
+
+
+@pytest.mark.parametrize('wrap', [fnn.jit, lambda *a, **k: fnn.remat(fnn.jit(*a, **k))])
+@pytest.mark.parametrize('order', ['o', 'oo', 'i', 'ii', 'oi', 'io', 'oio', 'ijoijo'])
+def test_a_jitted_module_is_traced_as_often_as_under_a_static_argument(wrap, order):
+    # Flax itself traces a module again when it has been called before in the program
+    # that traced it first, and its submodules have counted their random streams: the
+    # "second trace" of a program that calls it outside, inside and outside.
+    encoder, tagged = wrap(Encoder), wrap(Encoder, static_argnums=(2,))
+    if wrap is not fnn.jit:
+        tagged = fnn.remat(fnn.jit(Encoder, static_argnums=(2,)), static_argnums=(2,))
+    model, plain = Calls(order, encoder), plain_calls(order, tagged)
+
+    def count(model):
+        TRACES.clear()
+        for _ in range(3):
+            jax.eval_shape(lambda p: model.apply({'params': p}, X), {'enc': PARAMS})
+        return len(TRACES)
+
+    assert count(model) == count(plain)
+
+
+def test_scan_bodies_are_traced_as_often_as_without_blocks():
+    def count(where):
+        TRACES.clear()
+        fn = jax.jit(_scan())
+        for _ in range(3):
+            with nn.stop_gradient(where):
+                jax.eval_shape(lambda p: fn(p, X), PARAMS)
+        return len(TRACES)
+
+    assert count(False) == count('dense/**')
+
+
+def _train_step() -> Callable[..., Any]:
+    @jax.jit
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.sum(apply(params, x)))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    return step
+
+
+def _assert_trained(before, after, names: set[str]) -> None:
+    moved = {
+        name
+        for name in ('kernel', 'bias')
+        if jnp.any(before['dense'][name] != after['dense'][name])
+    }
+    assert moved == names
+
+
+@dataclasses.dataclass
+class Config:
+    frozen: list[str]
+    learning_rate: float = 0.1
+
+
+def test_a_step_under_a_fresh_lambda_is_traced_once():
+    def over_a_list(names):
+        return lambda path: path.name in names
+
+    def over_an_object(config):
+        return lambda path: path.name in config.frozen
+
+    def by_arguments(name):
+        return functools.partial(lambda name, path: path.name == name, name)
+
+    step, params = _train_step(), PARAMS
+    for _ in range(5):
+        with nn.stop_gradient(over_a_list(['kernel'])):
+            new = step(params, X)
+        _assert_trained(params, new, {'bias'})
+        with nn.stop_gradient(over_an_object(Config(['kernel']))):
+            step(params, X)
+        with nn.stop_gradient(by_arguments('bias')):
+            step(params, X)
+        params = new
+    assert len(TRACES) == 3
+
+
+def test_a_step_under_a_fresh_lambda_of_self_is_traced_once():
+    class Trainer(fnn.Module):
+        frozen: tuple[str, ...]
+
+        def filter(self):
+            return lambda path: path.name in self.frozen
+
+    step, params = _train_step(), PARAMS
+    for _ in range(4):
+        with nn.stop_gradient(Trainer(('bias',)).filter()):
+            new = step(params, X)
+        _assert_trained(params, new, {'kernel'})
+    assert len(TRACES) == 1
+    with nn.stop_gradient(Trainer(('kernel',)).filter()):
+        new = step(params, X)
+    _assert_trained(params, new, {'bias'})
+    assert len(TRACES) == 2
+
+
+def test_a_lambda_in_a_method_sees_the_fields_of_its_module():
+    class Holder(fnn.Module):
+        frozen: tuple[str, ...]
+
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient(
+                lambda path: path.name in self.frozen, unused='ignore'
+            ):
+                return jitted(name='enc')(x)
+
+    jitted = fnn.jit(Encoder)
+    params = {'params': {'enc': PARAMS}}
+    for frozen in (('kernel',), ('bias',), ('kernel',), ('bias', 'kernel'), ('bias',)):
+        grads = jax.grad(lambda p, f=frozen: jnp.sum(Holder(f).apply(p, X)))(params)[
+            'params'
+        ]['enc']['dense']
+        assert {k for k, g in grads.items() if not jnp.any(g)} == set(frozen)
+    # Once for each value of the field: what comes again finds its trace.
+    assert len(TRACES) == 3
+
+
+def test_a_list_that_changes_retraces_and_holds():
+    step, names = _train_step(), ['kernel']
+    where = nn.stop_gradient(lambda path: path.name in names)
+    with where:
+        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
+    names[0] = 'bias'
+    with where:
+        _assert_trained(PARAMS, step(PARAMS, X), {'kernel'})
+    names.append('kernel')
+    with where:
+        _assert_trained(PARAMS, step(PARAMS, X), set())
+    names[:] = ['kernel']
+    with where:
+        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
+    assert len(TRACES) == 3
+
+
+def test_a_list_that_changes_in_the_block_holds_from_the_next_block_on():
+    names = ['kernel']
+    where = nn.stop_gradient(lambda path: path.name in names)
+    with where:
+        first = jax.grad(lambda p: jnp.sum(apply(p, X)))(PARAMS)
+        names[0] = 'bias'
+    with where:
+        second = jax.grad(lambda p: jnp.sum(apply(p, X)))(PARAMS)
+    assert oracle.is_zero(first['dense']['kernel'])
+    assert not oracle.is_zero(first['dense']['bias'])
+    assert oracle.is_zero(second['dense']['bias'])
+    assert not oracle.is_zero(second['dense']['kernel'])
+
+
+FROZEN = 'kernel'
+
+
+def test_a_global_that_is_bound_anew_retraces_and_holds(monkeypatch):
+    step = _train_step()
+
+    def where():
+        return nn.stop_gradient(lambda path: path.name == FROZEN)
+
+    for frozen, moved in (('kernel', 'bias'), ('bias', 'kernel'), ('kernel', 'bias')):
+        monkeypatch.setitem(globals(), 'FROZEN', frozen)
+        for _ in range(2):
+            with where():
+                _assert_trained(PARAMS, step(PARAMS, X), {moved})
+    assert len(TRACES) == 2
+
+
+def test_one_filter_value_whose_global_is_bound_anew(monkeypatch):
+    step = _train_step()
+    where = nn.stop_gradient(lambda path: path.name == FROZEN)
+    for frozen, moved in (('kernel', 'bias'), ('bias', 'kernel'), ('kernel', 'bias')):
+        monkeypatch.setitem(globals(), 'FROZEN', frozen)
+        with where:
+            _assert_trained(PARAMS, step(PARAMS, X), {moved})
+    assert len(TRACES) == 2
+
+
+def test_a_config_with_another_field_retraces_and_holds():
+    step, config = _train_step(), Config(['kernel'])
+    for frozen, moved in (('kernel', 'bias'), ('bias', 'kernel'), ('kernel', 'bias')):
+        config.frozen = [frozen]
+        with nn.stop_gradient(lambda path: path.name in config.frozen):
+            _assert_trained(PARAMS, step(PARAMS, X), {moved})
+    assert len(TRACES) == 2
+
+
+def test_defaults_and_constants_tell_functions_apart():
+    step = _train_step()
+    for name, moved in (('kernel', 'bias'), ('bias', 'kernel')):
+        with nn.stop_gradient(lambda path, name=name: path.name == name):
+            _assert_trained(PARAMS, step(PARAMS, X), {moved})
+    with nn.stop_gradient(lambda path: path.name == 'kernel'):
+        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
+    with nn.stop_gradient(lambda path: path.name == 'bias'):
+        _assert_trained(PARAMS, step(PARAMS, X), {'kernel'})
+    assert len(TRACES) == 4
+
+
+def test_a_filter_as_a_static_argument():
+    @functools.partial(jax.jit, static_argnums=0)
+    def grad(where, params):
+        TRACES.clear()
+        counts.append(None)
+
+        def loss(params):
+            with nn.stop_gradient(where):
+                return jnp.sum(apply(params, X))
+
+        return jax.grad(loss)(params)
+
+    counts: list[None] = []
+    for _ in range(3):
+        for name in ('kernel', 'bias'):
+            where = filters.as_filter(lambda path, name=name: path.name == name)
+            grads = grad(where, PARAMS)['dense']
+            assert [k for k, g in sorted(grads.items()) if oracle.is_zero(g)] == [name]
+    assert len(counts) == 2
+
+
+@pytest.mark.parametrize('value', ['filter', 'rewrite'])
+def test_a_filter_as_a_field_does_not_retrace_a_jitted_class(value):
+    class Frozen(fnn.Module):
+        where: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            TRACES.append(None)
+            block = self.where if value == 'rewrite' else nn.stop_gradient(self.where)
+            with block:
+                return jnp.tanh(fnn.Dense(3, name='dense')(x))
+
+    jitted = fnn.jit(Frozen)
+
+    def fresh(name):
+        where = filters.as_filter(lambda path: path.name == name)
+        return nn.stop_gradient(where) if value == 'rewrite' else where
+
+    params = {'params': PARAMS}
+    for _ in range(3):
+        for name in ('kernel', 'bias'):
+            apply = jitted(fresh(name)).apply
+            grads = jax.grad(lambda p, apply=apply: jnp.sum(apply(p, X)))(params)
+            grads = grads['params']['dense']
+            assert [k for k, g in sorted(grads.items()) if oracle.is_zero(g)] == [name]
+    assert len(TRACES) == 2
+
+
+# Equal filters of modules at different paths.
+
+
+class Opens(fnn.Module):
+    """Opens a block by a filter that means another variable at each path."""
+
+    inner: Any
+    where: Any
+
+    @fnn.compact
+    def __call__(self, x):
+        with nn.stop_gradient(self.where):
+            return self.inner(name='enc')(x)
+
+
+def _by_absolute(path) -> bool:
+    return path.absolute.startswith('a/') and path.name == 'kernel'
+
+
+@pytest.mark.parametrize('equal', [True, False])
+def test_one_jitted_class_under_filters_at_different_paths(equal):
+    jitted = fnn.jit(Encoder)
+
+    def either(path):
+        return path.absolute in ('a/enc/dense/kernel', 'b/enc/dense/bias')
+
+    class Model(fnn.Module):
+        def setup(self):
+            self.a = Opens(jitted, either if equal else _by_absolute)
+            self.b = Opens(jitted, either if equal else 'enc/dense/bias')
+
+        def __call__(self, x):
+            return self.a(self.b(self.a(x)))
+
+    def by_hand(params, x):
+        copy = oracle.stopped(
+            params, lambda p: p in ('a/enc/dense/kernel', 'b/enc/dense/bias')
+        )
+        for name in 'aba':
+            x = jitted().apply({'params': copy[name]['enc']}, x)
+        return x
+
+    params = {'a': {'enc': PARAMS}, 'b': {'enc': PARAMS}}
+    oracle.assert_same(
+        oracle.grads(lambda p, x: Model().apply({'params': p}, x), params, X),
+        oracle.grads(by_hand, params, X),
+    )
+
+
+def test_a_variable_written_and_read_in_one_jitted_class_at_different_paths():
+    # What the body writes is rewritten inside the trace, which Flax shares among
+    # modules: it must not be shared by those that the filter tells apart.
+    @fnn.jit
+    class Writes(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            memory = self.variable('memory', 'last', jnp.zeros, (2, 3))
+            memory.value = x * 2.0
+            return memory.value + x
+
+    class Opener(fnn.Module):
+        where: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient(self.where, collections='memory', unused='ignore'):
+                return Writes(name='w')(x)
+
+    class Model(fnn.Module):
+        where: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            return Opener(self.where, name='a')(x), Opener(self.where, name='b')(x)
+
+    def scale(model):
+        def fn(x):
+            return model.apply({}, x, mutable=['memory'])[0]
+
+        return [float(y[0, 0]) for y in jax.jvp(fn, (X,), (jnp.ones_like(X),))[1]]
+
+    cases: list[tuple[Any, list[float]]] = [
+        (lambda path: path.absolute.startswith('a/'), [1.0, 3.0]),
+        (lambda path: path.absolute.startswith('b/'), [3.0, 1.0]),
+        (lambda path: True, [1.0, 1.0]),
+        (lambda path: path == 'w/last', [1.0, 1.0]),
+        (lambda path: path.module == 'none', [3.0, 3.0]),
+    ]
+    for where, expected in cases:
+        assert scale(Model(where)) == expected
+
+
+def test_one_jitted_function_called_by_modules_at_different_paths():
+    inner = Encoder()
+    jitted = jax.jit(lambda params, x: inner.apply({'params': params}, x))
+
+    class Opener(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            params = self.param('weights', lambda key: inner.init(key, X)['params'])
+            # Relative to this module it is 'weights/dense/kernel', in the tree that
+            # the function applies 'dense/kernel'.
+            with nn.stop_gradient(lambda path: path == 'dense/kernel', unused='ignore'):
+                return jitted(params, x)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return [Opener(name=name)(x) for name in 'ab']
+
+    params = Model().init(jax.random.key(0), X)['params']
+    actual = oracle.grads(lambda p: Model().apply({'params': p}, X), params)
+    assert len(TRACES) == 1  # At initialisation.
+
+    def by_hand(params):
+        copy = oracle.stopped(params, lambda path: path.endswith('dense/kernel'))
+        return [jitted(copy[name]['weights'], X) for name in 'ab']
+
+    oracle.assert_same(actual, oracle.grads(by_hand, params))
+
+
+@pytest.mark.parametrize('order', ['ab', 'ba'])
+def test_one_jitted_closure_in_blocks_of_two_modules(order):
+    # The filters are equal and mean another variable in each. What a raw closure reads
+    # is read inside of its trace.
+    class Part(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Encoder(name='enc')(x)
+
+        def run(self, fn, x):
+            with nn.stop_gradient('enc/dense/kernel', unused='ignore'):
+                return fn(x)
+
+    class Model(fnn.Module):
+        wrap: Any
+
+        def setup(self):
+            self.a, self.b = Part(), Part()
+
+        def __call__(self, x):
+            fn = self.wrap(lambda x: self.a(x))
+            return [getattr(self, name).run(fn, x) for name in order]
+
+    params = {'a': {'enc': PARAMS}, 'b': {'enc': PARAMS}}
+    for wrap in (jax.jit, scan_once):
+
+        def expected(params, x, wrap=wrap):
+            stopped = oracle.stopped(params['a']['enc'], SELECTS['i'])
+            copies = {'a': stopped, 'b': params['a']['enc']}
+            return [wrap(lambda x, k=k: apply(copies[k], x))(x) for k in order]
+
+        oracle.assert_same(
+            oracle.grads(
+                lambda p, x, w=wrap: Model(w).apply({'params': p}, x), params, X
+            ),
+            oracle.grads(expected, params, X),
+        )
+
+
+def scan_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def body(x, _):
+        return fn(x), None
+
+    return lambda x: lax.scan(body, x, None, length=1)[0]
+
+
+# Threads.
+
+
+def in_thread(fn: Callable[[], Any]) -> Any:
+    """The result of a function in a thread of its own, its exception raised here."""
+    box: list[Any] = []
+
+    def run():
+        try:
+            box.append((True, fn()))
+        except BaseException as error:
+            box.append((False, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    ok, value = box[0]
+    if ok:
+        return value
+    raise value
+
+
+def test_another_thread_is_not_in_the_block():
+    fn = _jit()
+    grad = jax.grad(lambda p: jnp.sum(fn(p, X)))
+    expected = grad(PARAMS)
+    assert len(TRACES) == 1
+    with nn.stop_gradient('dense/**'):
+        grad(PARAMS)
+        assert len(TRACES) == 2
+        oracle.assert_same(in_thread(lambda: grad(PARAMS)), expected)
+        assert len(TRACES) == 2
+        fresh = _jit()
+        text = in_thread(
+            lambda: str(
+                jax.make_jaxpr(jax.grad(lambda p: jnp.sum(fresh(p, X))))(PARAMS)
+            )
+        )
+    fresh = _jit()
+    assert text == str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(fresh(p, X))))(PARAMS))
+
+
+def test_a_thread_opens_a_block_while_another_has_none():
+    def frozen():
+        with nn.stop_gradient('dense/**'):
+            entered.set()
+            assert leave.wait(30)
+            return jax.grad(lambda p: jnp.sum(apply(p, X)))(PARAMS)
+
+    entered, leave = threading.Event(), threading.Event()
+    box: list[Any] = []
+    thread = threading.Thread(target=lambda: box.append(frozen()))
+    thread.start()
+    assert entered.wait(30)
+    mine = jax.grad(lambda p: jnp.sum(apply(p, X)))(PARAMS)
+    leave.set()
+    thread.join()
+    assert oracle.is_zero(box[0])
+    assert not oracle.is_zero(mine)
+
+
+@dataclasses.dataclass(frozen=True)
+class Zeros(rules.Rule):
+    """Reads see zeros: a rule that shows in values."""
+
+    name = 'zeros'
+
+    def __call__(self, path, leaf):
+        return jnp.zeros_like(leaf)
+
+
+def zeros(where: Any, **kwargs: Any) -> rewrites.Rewrite:
+    return rewrites.Rewrite(filters.as_filter(where), Zeros(), **kwargs)
+
+
+class Layer(fnn.Module):
+    """Parameters of ``setup`` only: Flax lets threads share such a bound module."""
+
+    def setup(self):
+        self.kernel = self.param('kernel', fnn.initializers.normal(), (2, 3))
+        self.bias = self.param('bias', fnn.initializers.ones, (2, 3))
+
+    def __call__(self, x):
+        return x * self.kernel + self.get_variable('params', 'bias')
+
+
+class Together(fnn.Module):
+    """Waits for the other threads in front of every layer: all blocks are open."""
+
+    barrier: Any
+
+    def setup(self):
+        self.layers = [Layer() for _ in range(4)]
+        self.scale = self.param('scale', fnn.initializers.ones, (2, 3))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            if self.barrier is not None:
+                self.barrier.wait(60)
+            x = layer(x)
+        return x * self.scale
+
+
+def _by_threads(work: Callable[[int], Any]) -> list[Any]:
+    out: list[Any] = [None] * 8
+
+    def run(i):
+        try:
+            out[i] = work(i)
+        except BaseException as error:
+            out[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in out:
+        if isinstance(result, BaseException):
+            raise result
+    return out
+
+
+def test_eight_threads_with_filters_of_their_own_on_one_model():
+    model = Together(threading.Barrier(8))
+    params = Together(None).init(jax.random.key(0), X)['params']
+
+    def name(i):
+        return f'layers_{i % 4}/{"kernel" if i < 4 else "bias"}'
+
+    def work(i):
+        @jax.jit
+        def loss(params, x):
+            with nn.stop_gradient(name(i)):
+                return model.apply({'params': params}, x)
+
+        return jax.vjp(loss, params, X)[1](COTANGENT)
+
+    def by_hand(i):
+        @jax.jit
+        def loss(params, x):
+            copy = oracle.stopped(params, lambda path: path == name(i))
+            return Together(None).apply({'params': copy}, x)
+
+        return jax.vjp(loss, params, X)[1](COTANGENT)
+
+    for i, actual in enumerate(_by_threads(work)):
+        oracle.assert_same(actual, by_hand(i))
+
+
+def test_eight_threads_with_filters_of_their_own_on_one_bound_module():
+    model = Together(threading.Barrier(8))
+    variables = Together(None).init(jax.random.key(0), X)
+    bound = model.bind(variables)
+    for layer in bound.layers:  # Flax's own set-up is not safe among threads.
+        _ = layer.kernel
+
+    def selects(i, path):
+        return path == 'scale' if i == 7 else path.startswith(f'layers_{i % 4}/')
+
+    def work(i):
+        with zeros(lambda path: selects(i, path)):
+            return bound(X)
+
+    def by_hand(i):
+        def masked(path, leaf):
+            path = '/'.join(key.key for key in path)
+            return jnp.zeros_like(leaf) if selects(i, path) else leaf
+
+        params = jax.tree_util.tree_map_with_path(masked, variables['params'])
+        return Together(None).apply({'params': params}, X)
+
+    for i, actual in enumerate(_by_threads(work)):
+        oracle.assert_same(actual, by_hand(i))
+    for actual in _by_threads(lambda i: bound(X)):
+        oracle.assert_same(actual, Together(None).apply(variables, X))

@@ -1,0 +1,602 @@
+"""Every error of the mechanism: its whole message, and that its fix works.
+
+Errors of filters and of their functions are tested with those.
+"""
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_sg
+import oracle
+from flax_sg import _private, errors
+from flax_sg import linen as nn
+from flax_sg.errors import base
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+
+class Model(fnn.Module):
+    """An encoder and a normalisation."""
+
+    def setup(self):
+        self.encoder = fnn.Dense(3)
+        self.norm = fnn.BatchNorm(use_running_average=True)
+
+    def __call__(self, x):
+        return self.norm(self.encode(x))
+
+    def encode(self, x):
+        return jnp.tanh(self.encoder(x))
+
+
+class Opens(fnn.Module):
+    """A model below the root, in a block of its own."""
+
+    where: Any
+
+    @fnn.compact
+    def __call__(self, x):
+        with nn.stop_gradient(self.where):
+            return Inside(name='m')(x)
+
+
+class Inside(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        return fnn.Dense(3, name='dense')(x)
+
+
+class Mounted(fnn.Module):
+    where: Any
+
+    @fnn.compact
+    def __call__(self, x):
+        return Opens(self.where, name='enc')(x)
+
+
+MODEL = Model()
+VARIABLES = MODEL.init(jax.random.key(0), X)
+MOUNTED = Mounted(True).init(jax.random.key(0), X)
+
+
+def run(block: Any) -> None:
+    with block:
+        MODEL.apply(VARIABLES, X)
+
+
+def nothing_read() -> None:
+    with nn.stop_gradient('encoder/nothing'):
+        pass
+
+
+def close_first() -> None:
+    first, second = nn.stop_gradient('encoder/**'), nn.stop_gradient('norm/*')
+    first.__enter__()
+    second.__enter__()
+    try:
+        first.__exit__(None, None, None)
+    finally:
+        MODEL.apply(VARIABLES, X)
+        second.__exit__(None, None, None)
+
+
+def close_in_another_task() -> None:
+    block = nn.stop_gradient('encoder/**')
+
+    async def opens():
+        block.__enter__()
+
+    async def closes():
+        block.__exit__(None, None, None)
+
+    async def main():
+        await asyncio.create_task(opens())
+        await asyncio.create_task(closes())
+
+    asyncio.run(main())
+
+
+def suspended() -> None:
+    def batches():
+        with nn.stop_gradient('encoder/**'):
+            yield 1
+
+    generator = batches()
+    next(generator)
+    with contextlib.closing(generator):
+        MODEL.apply(VARIABLES, X)
+
+
+def awaited() -> None:
+    async def holds():
+        with nn.stop_gradient('encoder/**'):
+            await asyncio.sleep(0)
+
+    async def reads():
+        MODEL.apply(VARIABLES, X)
+
+    async def main():
+        task = asyncio.create_task(holds())
+        try:
+            await asyncio.create_task(reads())
+        finally:
+            task.cancel()
+
+    asyncio.run(main())
+
+
+def lacks_a_name() -> None:
+    required = _private._REQUIRED
+    try:
+        _private._REQUIRED = ((fnn.Module, 'no_such_name'), (jax, 'nor_this'))
+        _private.check_versions()
+    finally:
+        _private._REQUIRED = required
+
+
+def lifted(x):
+    return x
+
+
+REWRITE = "stop_gradient(Glob('encoder/**'))"
+
+# For each: what raises it, its class, its whole message.
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    'no filter': (
+        lambda: nn.stop_gradient(),
+        errors.FilterTypeError,
+        'stop_gradient() takes a filter that says which parameters are meant, such as '
+        "stop_gradient('encoder/**').",
+    ),
+    'unused=': (
+        lambda: nn.stop_gradient('encoder/**', unused='warn'),
+        errors.FilterValueError,
+        "unused='warn': expected 'raise' or 'ignore'.",
+    ),
+    'collections=': (
+        lambda: nn.stop_gradient('encoder/**', collections=3),
+        errors.FilterTypeError,
+        'collections=3 is no collection filter: expected a name, '
+        'a sequence of names, True, or flax.core.DenyList.',
+    ),
+    'overwrite with gradient': (
+        lambda: nn.stop_gradient(
+            True, collections=['params', '_overwrite_with_gradient']
+        ),
+        errors.OverwriteWithGradientError,
+        "collections=('params', '_overwrite_with_gradient') selects "
+        '"_overwrite_with_gradient": its variables receive their new value as a '
+        'gradient, and no rule may touch them.\n'
+        'Leave it out; collections=True leaves it out by itself.',
+    ),
+    'unused at top level': (
+        lambda: run(nn.stop_gradient('encodr/**')),
+        errors.UnusedFilterError,
+        "Glob('encodr/**') selected nothing: it matches none of the 4 variables.\n"
+        'Nearest paths:\n'
+        "  'encoder/bias'\n"
+        "  'encoder/kernel'\n"
+        "  'norm/bias'\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'unused in a module': (
+        lambda: Mounted('dense/**').apply(MOUNTED, X),
+        errors.UnusedFilterError,
+        "Glob('dense/**') selected nothing: it matches none of the 2 variables.\n"
+        "Paths are relative to the module at 'enc'.\n"
+        'Nearest paths:\n'
+        "  'm/dense/bias'\n"
+        "  'm/dense/kernel'\n"
+        "Hint: it matches at another depth. Write '**/dense/**'.\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'unknown collection': (
+        lambda: run(nn.stop_gradient('norm/mean', collections='batch_stat')),
+        errors.UnknownCollectionError,
+        "no collection 'batch_stat' exists under this extent; there are "
+        "'batch_stats', 'params'.\n"
+        "Name one of these, or pass unused='ignore' if it may be absent.",
+    ),
+    'tree with too much': (
+        lambda: run(nn.stop_gradient({'encoder': True, 'norm': True, 'decoder': True})),
+        errors.TreeFilterError,
+        'A tree of bools has 1 leaf without a variable:\n'
+        "  'decoder', nearest 'encoder/bias'\n"
+        'Fix: take them out of the tree, or spell them as the variables.',
+    ),
+    'nothing read': (
+        nothing_read,
+        errors.NothingReadError,
+        "stop_gradient(Glob('encoder/nothing')) held for a block in which no variable "
+        'of a Flax module was read, so it did nothing.\n'
+        'Open the block around the code that calls the model (jax.grad or '
+        'model.apply): results of jax.vjp and compiled programs made before it are '
+        "out of its reach. If nothing may be read here, pass unused='ignore'.",
+    ),
+    'unknown method': (
+        lambda: nn.stop_gradient(Model, 'encoder/**', methods=['encodee']),
+        errors.UnknownMethodError,
+        "Model has no method 'encodee'. Did you mean 'encode'?",
+    ),
+    'methods without a class': (
+        lambda: nn.stop_gradient('encoder/**', methods=['encode']),
+        errors.UnknownMethodError,
+        "methods=['encode'] was given, but no Module class to lift.\n"
+        'Write nn.stop_gradient(Model, where, methods=[...]).',
+    ),
+    'target': (
+        lambda: nn.stop_gradient('kernel', 'encoder/**'),
+        errors.LiftTargetError,
+        "cannot lift 'kernel' of type str: expected a Module "
+        'class, a method, or a function whose first argument is a bound module.\n'
+        "For several filters write ['kernel', 'encoder/**'].",
+    ),
+    'called without a module': (
+        lambda: nn.stop_gradient(lifted, 'encoder/**')(X),
+        errors.LiftTargetError,
+        'the lifted function lifted was called with ArrayImpl as its first argument, '
+        'which has to be a bound module: write lifted(module, ...).',
+    ),
+    'closed before an inner one': (
+        close_first,
+        errors.BlockOrderError,
+        f'the block of {REWRITE} cannot be closed: '
+        "stop_gradient(Glob('norm/*')) is still open.\n"
+        'Blocks close in the thread and task that opened them, the last one '
+        'first: use a with statement around the code that it is for.',
+    ),
+    'closed and not open': (
+        lambda: nn.stop_gradient('encoder/**').__exit__(None, None, None),
+        errors.BlockOrderError,
+        f'the block of {REWRITE} cannot be closed: it is not open in this thread.\n'
+        'Blocks close in the thread and task that opened them, the last one '
+        'first: use a with statement around the code that it is for.',
+    ),
+    'closed in another task': (
+        close_in_another_task,
+        errors.BlockOrderError,
+        f'the block of {REWRITE} cannot be closed: it was opened in another asyncio '
+        'task.\n'
+        'Blocks close in the thread and task that opened them, the last one '
+        'first: use a with statement around the code that it is for.',
+    ),
+    'suspended generator': (
+        suspended,
+        errors.BlockLeakError,
+        f'the block of {REWRITE} is held open by another generator, which was '
+        'suspended inside it, so what is read here cannot be told to belong to '
+        'it or not.\n'
+        'Leave the block before yield or await.',
+    ),
+    'suspended task': (
+        awaited,
+        errors.BlockLeakError,
+        f'the block of {REWRITE} is held open by another asyncio task, which was '
+        'suspended inside it, so what is read here cannot be told to belong to '
+        'it or not.\n'
+        'Leave the block before yield or await.',
+    ),
+    'versions': (
+        lacks_a_name,
+        errors.UnsupportedVersionError,
+        'flax_sg needs names that this installation lacks: Module.no_such_name, '
+        'jax.nor_this.\n'
+        f'Found flax {flax.__version__} and jax {jax.__version__}; supported are '
+        f'{base.SUPPORTED}.',
+    ),
+}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_the_whole_message(case):
+    program, cls, message = CASES[case]
+    with pytest.raises(cls) as caught:
+        program()
+    assert type(caught.value) is cls
+    lines = str(caught.value).split('--------------------')[0].rstrip('\n')
+    assert lines.splitlines() == message.splitlines()
+
+
+def test_the_error_for_a_kept_value():
+    error = errors.KeptValueError(MODEL, 'w2', 'for a reason')
+    assert str(error) == (
+        "the value self.w2 that setup of Model (at '') keeps cannot be seen under the "
+        'open block: for a reason.\n'
+        'Compute it in the method that uses it, or open the block before the module is '
+        'first used.'
+    )
+
+
+# The fixes, run.
+
+
+def stops(fn: Callable[[Any], Any]) -> set[str]:
+    """The modules without a gradient."""
+    grads = jax.grad(lambda p: jnp.sum(fn({**VARIABLES, 'params': p})))(
+        VARIABLES['params']
+    )
+    return {name for name in grads if oracle.is_zero(grads[name])}
+
+
+def test_the_fix_of_several_filters():
+    lifted = nn.train_only(Model, ['encoder/**', 'norm/**'])
+    assert stops(lambda v: lifted().apply(v, X)) == set()
+
+
+def test_the_fix_of_unused_filters():
+    def model(where):
+        def fn(variables):
+            with nn.stop_gradient(where):
+                return MODEL.apply(variables, X)
+
+        return fn
+
+    assert stops(model('encoder/**')) == {'encoder'}
+    with nn.stop_gradient('encodr/**', unused='ignore'):
+        MODEL.apply(VARIABLES, X)
+    grads = jax.grad(lambda v: jnp.sum(Mounted('**/dense/**').apply(v, X)))(MOUNTED)
+    assert oracle.is_zero(grads)
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        model('params/encoder/**')(VARIABLES)
+    assert "Write 'encoder/**'." in str(caught.value)
+
+
+def test_the_fix_of_overwrite_with_gradient():
+    run(nn.stop_gradient(True, collections=True))
+
+
+def test_the_fix_of_an_unknown_collection():
+    run(nn.stop_gradient('norm/mean', collections='batch_stats'))
+    run(nn.stop_gradient('norm/mean', collections='batch_stat', unused='ignore'))
+
+
+def test_the_fix_of_nothing_read():
+    def loss(params):
+        return jnp.sum(MODEL.apply({**VARIABLES, 'params': params}, X))
+
+    params = VARIABLES['params']
+    y, before = jax.vjp(loss, params)
+    with pytest.raises(errors.NothingReadError), nn.stop_gradient('encoder/?*'):
+        before(jnp.ones_like(y))
+    with nn.stop_gradient('encoder/?*'):
+        y, vjp_fn = jax.vjp(loss, params)
+    grads = vjp_fn(jnp.ones_like(y))[0]
+    assert oracle.is_zero(grads['encoder'])
+    assert not oracle.is_zero(grads['norm'])
+    with nn.stop_gradient('encoder/read/nowhere', unused='ignore'):
+        pass
+
+
+def test_the_fix_of_methods():
+    lifted = nn.stop_gradient(Model, 'encoder/**', methods=['encode'])
+    assert stops(lambda v: lifted().apply(v, X)) == {'encoder'}
+    by_value = nn.stop_gradient('encoder/**').lift(Model, methods=['encode'])
+    assert stops(lambda v: by_value().apply(v, X)) == {'encoder'}
+
+
+def test_the_fix_of_a_function_without_a_module():
+    fn = nn.stop_gradient(lambda module, x: module(x), 'encoder/**')
+    assert stops(lambda v: fn(MODEL.bind(v), X)) == {'encoder'}
+
+
+def test_the_fix_of_the_order():
+    a, b = nn.stop_gradient('encoder/**'), nn.stop_gradient('norm/**')
+
+    def fn(variables):
+        with a, b:
+            return MODEL.apply(variables, X)
+
+    assert stops(fn) == {'encoder', 'norm'}
+
+
+def test_the_fix_of_a_suspended_generator():
+    def batches():
+        with nn.stop_gradient('encoder/**'):
+            y = MODEL.apply(VARIABLES, X)
+        yield y
+
+    for y in batches():
+        oracle.assert_same(y, MODEL.apply(VARIABLES, X))
+        assert stops(lambda v: MODEL.apply(v, X)) == set()
+
+
+def test_the_fix_of_a_suspended_task():
+    async def holds():
+        with nn.stop_gradient('encoder/**'):
+            MODEL.apply(VARIABLES, X)
+        await asyncio.sleep(0)
+
+    async def reads():
+        return stops(lambda v: MODEL.apply(v, X))
+
+    async def main():
+        return (await asyncio.gather(holds(), reads()))[1]
+
+    assert asyncio.run(main()) == set()
+
+
+def test_the_fix_of_a_kept_value():
+    # The program of the docstring, and what to write in its place.
+    def double(w, x):
+        return 2.0 * (x @ w)
+
+    class Hides(fnn.Module):
+        def setup(self):
+            self.w = self.param('w', fnn.initializers.ones, (3, 3))
+            w = self.w
+            self.step = jax.jit(lambda x: double(w, x))
+
+        def __call__(self, x):
+            with nn.stop_gradient('w'):
+                return self.step(x)
+
+    class Reads(fnn.Module):
+        def setup(self):
+            self.w = self.param('w', fnn.initializers.ones, (3, 3))
+
+        def __call__(self, x):
+            with nn.stop_gradient('w'):
+                return jax.jit(double)(self.w, x)
+
+    params = Reads().init(jax.random.key(0), X)
+    grads = jax.grad(lambda v: jnp.sum(Reads().apply(v, X)))(params)
+    assert oracle.is_zero(grads)
+    # It is stopped or it raises: the gradient never flows.
+    try:
+        hidden = jax.grad(lambda v: jnp.sum(Hides().apply(v, X)))(params)
+    except errors.KeptValueError as error:
+        assert 'self.step' in str(error)
+    else:
+        assert oracle.is_zero(hidden)
+
+
+# The classes.
+
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, errors.FlaxSGError) and cls is not errors.FlaxSGError
+]
+BUILTIN = {
+    'FilterTypeError': TypeError,
+    'FilterValueError': ValueError,
+    'TreeFilterError': ValueError,
+    'TracerInFilterError': TypeError,
+    'UnusedFilterError': ValueError,
+    'OverwriteWithGradientError': ValueError,
+    'UnknownCollectionError': ValueError,
+    'NothingReadError': ValueError,
+    'UnknownMethodError': AttributeError,
+    'LiftTargetError': TypeError,
+    'BlockOrderError': RuntimeError,
+    'BlockLeakError': RuntimeError,
+    'KeptValueError': RuntimeError,
+    'UnsupportedVersionError': ImportError,
+}
+
+
+def test_every_class_is_a_built_in_exception_too():
+    assert {cls.__name__ for cls in CLASSES} == set(BUILTIN)
+    for cls in CLASSES:
+        assert issubclass(cls, BUILTIN[cls.__name__])
+        assert issubclass(cls, errors.FlaxSGError)
+
+
+def test_every_class_shows_a_program():
+    for cls in CLASSES:
+        doc = inspect.getdoc(cls)
+        assert doc is not None
+        assert doc.splitlines()[0].endswith('.'), cls
+        if cls is not errors.UnsupportedVersionError:
+            assert '::' in doc, cls
+            assert 'with ' in doc or 'nn.' in doc, cls
+
+
+def test_every_class_is_raised_somewhere():
+    tested = {cls for _, cls, _ in CASES.values()}
+    elsewhere = {errors.TracerInFilterError, errors.KeptValueError}
+    assert tested | elsewhere == set(CLASSES)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_errors_survive_copies_and_pickles(case):
+    program, cls, _ = CASES[case]
+    with pytest.raises(cls) as caught:
+        program()
+    error = caught.value
+    for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert type(twin) is cls
+        assert str(twin) == str(error)
+        assert twin.args == error.args
+
+
+# The programs of the docstrings that are not above.
+
+
+def test_programs_of_filter_errors():
+    import re
+
+    with pytest.raises(errors.FilterTypeError):
+        run(nn.stop_gradient(lambda path: re.match('encoder', path)))
+    run(nn.stop_gradient(lambda path: path.startswith('encoder')))
+
+    class Stops(Model):
+        def __call__(self, x):
+            with nn.stop_gradient(self.encoder):
+                return super().__call__(x)
+
+    with pytest.raises(errors.FilterTypeError):
+        Stops().apply(VARIABLES, X)
+    for wrong, right in (('encoder/', 'encoder/**'), ('enc**', 'enc*/**')):
+        with pytest.raises(errors.FilterValueError):
+            nn.stop_gradient(wrong)
+        run(nn.stop_gradient(right))
+    with pytest.raises(errors.TreeFilterError):
+        run(nn.stop_gradient({'encoder': True}))
+    run(nn.stop_gradient({'encoder': True, 'norm': False}))
+
+
+def test_programs_of_a_tracer_in_a_filter():
+    import functools
+
+    def loss(params, freeze):
+        with nn.stop_gradient(lambda path: freeze):
+            return jnp.sum(MODEL.apply({**VARIABLES, 'params': params}, X))
+
+    with pytest.raises(errors.TracerInFilterError):
+        jax.jit(loss)(VARIABLES['params'], True)
+    static = functools.partial(jax.jit, static_argnames='freeze')(loss)
+    assert oracle.is_zero(jax.grad(static)(VARIABLES['params'], freeze=True))
+
+
+def test_programs_of_lift_targets():
+    with pytest.raises(errors.FlaxSGError):
+        nn.stop_gradient('kernel')(3)
+    with pytest.raises(errors.LiftTargetError):
+        nn.stop_gradient(lambda x: x, 'kernel')(X)
+    dense = fnn.Dense(3)
+    bound = dense.bind(dense.init(jax.random.key(0), X))
+    nn.stop_gradient(lambda module, x: module(x), 'kernel')(bound, X)
+
+
+# Every bad input comes before anything is computed.
+
+BAD: dict[str, Callable[[], Any]] = {
+    'a wrong kind of filter': lambda: nn.stop_gradient(3.5),
+    'None': lambda: nn.stop_gradient(None),
+    'a number in a sequence': lambda: nn.stop_gradient(['encoder/**', 3]),
+    'a module': lambda: nn.stop_gradient(MODEL),
+    'a Module class': lambda: nn.stop_gradient(Model),
+    'an array': lambda: nn.stop_gradient(X),
+    'a tree of arrays': lambda: nn.stop_gradient(VARIABLES['params']),
+    'a glob that means nothing': lambda: nn.stop_gradient('encoder//kernel'),
+    'a bad regex flag': lambda: nn.stop_gradient('[encoder'),
+    'unknown method': lambda: nn.stop_gradient(Model, '**', methods=['no']),
+    'overwrite with gradient': lambda: nn.stop_gradient(
+        True, collections='_overwrite_with_gradient'
+    ),
+    'a target that is none': lambda: nn.stop_gradient('encoder/**')(X),
+    'a bad value of unused': lambda: nn.stop_gradient('**', unused='no'),
+    'bad collections': lambda: nn.stop_gradient('**', collections=1.5),
+    'a core lift of no filter': lambda: flax_sg.core.stop_gradient(lifted, 3.5),
+}
+
+
+@pytest.mark.parametrize('case', BAD)
+def test_bad_input_raises_where_it_is_written(case):
+    with pytest.raises(errors.FlaxSGError) as caught:
+        BAD[case]()
+    text = str(caught.value)
+    assert text
+    assert 'object at 0x' not in text, 'addresses tell nobody anything'

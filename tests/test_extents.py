@@ -1,0 +1,409 @@
+"""Opening and closing leave Flax, JAX's context and the thread as they were."""
+
+import contextlib
+import dataclasses
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.core import Scope, lift
+
+import oracle
+from flax_sg import (
+    _private,
+    blocks,
+    core,
+    errors,
+    extents,
+    filters,
+    rewrites,
+    rules,
+)
+from flax_sg import (
+    linen as nn,
+)
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+MODEL = fnn.Dense(3)
+PARAMS = MODEL.init(jax.random.key(0), X)['params']
+
+
+def flax_now() -> dict[Any, Any]:
+    """Everything that Flax could have been patched in."""
+    owners = [Scope, fnn.Module, lift, fnn.module, fnn.transforms, fnn.Variable]
+    owners += [fnn.Dense, fnn.Sequential, jax.custom_vjp, jax.custom_jvp]
+    owners += [jax.custom_batching.custom_vmap]
+    return {
+        (repr(owner), name): value
+        for owner in owners
+        for name, value in vars(owner).items()
+        if name not in ('__doc__', '__dict__', '__weakref__')
+        and not isinstance(value, types.ModuleType)  # Imported when first used.
+    }
+
+
+FLAX = flax_now()
+
+
+def assert_unpatched() -> None:
+    now = flax_now()
+    assert now.keys() == FLAX.keys()
+    assert [key for key, value in now.items() if value is not FLAX[key]] == []
+
+
+def apply(params: Any) -> Any:
+    return MODEL.apply({'params': params}, X)
+
+
+def probe_count() -> int:
+    """How often a function has been traced in the contexts that it has met."""
+    probe(jnp.ones(()))
+    return len(PROBED)
+
+
+PROBED: list[None] = []
+
+
+@jax.jit
+def probe(x):
+    PROBED.append(None)
+    return x
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    left, thread = blocks.thread.blocks, blocks.thread
+    for block in reversed(left):  # One failure, not one in every test that follows.
+        if flax_now() != FLAX:
+            extents.close_block(block, judge=False)
+    thread.blocks = ()
+    assert left == ()
+    assert (thread.context, thread.roots) == (None, {})
+    assert_unpatched()
+
+
+def outcome(exit: str, fn: Callable[[], Any]) -> Any:
+    """Leaves a block in one of the ways there are."""
+    block = nn.stop_gradient('kernel')
+    if exit == 'normal':
+        with block:
+            return fn()
+    if exit == 'lifted':
+        return nn.stop_gradient(lambda mdl: fn(), 'kernel')(
+            MODEL.bind({'params': PARAMS})
+        )
+    if exit == 'opened':
+        with extents.opened(block, None):
+            return fn()
+    kind = {'error': ValueError, 'interrupt': KeyboardInterrupt, 'exit': SystemExit}[
+        exit
+    ]
+    with pytest.raises(kind), block:
+        fn()
+        raise kind
+    return None
+
+
+@pytest.mark.parametrize(
+    'exit', ['normal', 'lifted', 'opened', 'error', 'interrupt', 'exit']
+)
+def test_flax_is_patched_inside_only(exit):
+    def inside():
+        assert flax_now() != FLAX
+        apply(PARAMS)
+
+    assert_unpatched()
+    outcome(exit, inside)
+    assert_unpatched()
+    with nn.stop_gradient('bias'):
+        outcome(exit, inside)
+        assert flax_now() != FLAX
+        apply(PARAMS)
+    assert_unpatched()
+
+
+def test_importing_patches_nothing():
+    program = """
+from flax.core import Scope, lift
+from flax import linen
+before = [dict(vars(x)) for x in (Scope, lift, linen.Module, linen)]
+import flax_sg
+from flax_sg import linen as nn
+after = [dict(vars(x)) for x in (Scope, lift, linen.Module, linen)]
+assert all(a.keys() >= b.keys() and all(a[k] is b[k] for k in b)
+           for a, b in zip(after, before))
+nn.stop_gradient('kernel')(nn.Dense)
+assert {k: v for k, v in vars(linen.Module).items()} == before[2]
+"""
+    subprocess.run([sys.executable, '-c', program], check=True, timeout=120)
+
+
+def test_code_imported_before_the_block_runs_unchanged_after_it():
+    method = fnn.Module.__getattribute__
+    read = Scope.get_variable
+    with nn.stop_gradient('kernel'):
+        apply(PARAMS)
+    assert fnn.Module.__getattribute__ is method
+    assert '__getattribute__' not in vars(fnn.Module)
+    assert Scope.get_variable is read
+
+
+def test_hooks_stay_while_any_thread_has_a_block():
+    entered, leave = threading.Event(), threading.Event()
+
+    def holds():
+        with nn.stop_gradient('kernel'):
+            entered.set()
+            assert leave.wait(30)
+            apply(PARAMS)
+
+    thread = threading.Thread(target=holds)
+    thread.start()
+    assert entered.wait(30)
+    assert flax_now() != FLAX
+    with nn.stop_gradient('bias'):
+        apply(PARAMS)
+    assert flax_now() != FLAX  # Theirs is still open.
+    grads = oracle.grads(apply, PARAMS)[0][0]
+    assert not oracle.is_zero(grads['kernel'])
+    assert not oracle.is_zero(grads['bias'])
+    leave.set()
+    thread.join()
+    assert_unpatched()
+
+
+def test_many_threads_open_and_close_at_once():
+    failed: list[BaseException] = []
+
+    def work(i):
+        try:
+            name = ('kernel', 'bias')[i % 2]
+            for _ in range(20):
+                with nn.stop_gradient(name):
+                    grads = jax.grad(lambda p: jnp.sum(apply(p)))(PARAMS)
+                assert [k for k in sorted(grads) if not jnp.any(grads[k])] == [name]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_the_context_of_jax_is_that_of_the_open_blocks():
+    start = probe_count()
+    assert probe_count() == start
+    with nn.stop_gradient('kernel', unused='ignore'):
+        one = probe_count()
+        assert one == start + 1
+        with nn.stop_gradient('bias', unused='ignore'):
+            assert probe_count() == one + 1
+        assert probe_count() == one + 1
+    assert probe_count() == one + 1
+    block = nn.stop_gradient('kernel', unused='ignore')
+    with contextlib.suppress(KeyboardInterrupt), block:
+        raise KeyboardInterrupt
+    assert probe_count() == one + 1
+
+
+def test_a_user_context_of_the_user_is_left_alone():
+    mine = jax.make_user_context('none')
+    seen: list[Any] = []
+
+    @jax.jit
+    def fn(x):
+        seen.append(mine.value)
+        return x
+
+    with mine('outer'):
+        with nn.stop_gradient('kernel', unused='ignore'):
+            fn(1.0)
+            with mine('inner'):
+                fn(1.0)
+            fn(1.0)
+        fn(1.0)
+    fn(1.0)
+    assert seen == ['outer', 'inner', 'outer', 'none']
+
+
+# Blocks that cannot be opened.
+
+
+class Fails(rewrites.Rewrite):
+    """A rewrite whose filter cannot be looked at."""
+
+    def snapshot(self):
+        raise self.unused  # The field that equality leaves out.
+
+    def __post_init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    'error', [ValueError, KeyboardInterrupt, errors.FilterTypeError]
+)
+@pytest.mark.parametrize('inside', [False, True])
+def test_an_error_while_a_block_opens(error, inside):
+    raised = error('on purpose')
+    block = Fails(filters.as_filter('bias'), rules.StopGradient(), unused=raised)
+    outer = nn.stop_gradient('kernel') if inside else contextlib.nullcontext()
+    with outer:
+        with pytest.raises(error) as caught, block:
+            pytest.fail('the body must not run')
+        assert caught.value is raised
+        grads = jax.grad(lambda p: jnp.sum(apply(p)))(PARAMS)
+        assert oracle.is_zero(grads['kernel']) == inside
+        assert not oracle.is_zero(grads['bias'])
+
+
+@dataclasses.dataclass
+class Unhashable(rules.Rule):
+    """A rule that forgot to be frozen: it has no hash."""
+
+    name = 'unhashable'
+
+    def __call__(self, path, leaf):
+        return leaf
+
+
+@pytest.mark.parametrize('inside', [False, True])
+def test_a_rule_without_a_hash(inside):
+    outer = nn.stop_gradient('kernel') if inside else contextlib.nullcontext()
+    with outer:
+        block = rewrites.Rewrite(filters.as_filter('bias'), Unhashable())
+        with pytest.raises(TypeError, match='Unhashable'), block:
+            pytest.fail('the body must not run')
+        grads = jax.grad(lambda p: jnp.sum(apply(p)))(PARAMS)
+        assert oracle.is_zero(grads['kernel']) == inside
+        assert not oracle.is_zero(grads['bias'])
+
+
+def test_a_traced_value_in_a_closure():
+    def loss(params, flag):
+        with nn.stop_gradient(lambda path: flag):
+            pytest.fail('the body must not run')
+
+    with pytest.raises(errors.TracerInFilterError):
+        jax.jit(loss)(PARAMS, True)
+
+
+class Broken(rules.Rule):
+    """A rule that raises when a variable is read."""
+
+    name = 'broken'
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, path, leaf):
+        raise self.error
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
+def test_a_rule_that_raises(error):
+    block = rewrites.Rewrite(filters.as_filter('kernel'), Broken(error('on purpose')))
+    with pytest.raises(error, match='on purpose'), block:
+        apply(PARAMS)
+    bound = MODEL.bind({'params': PARAMS})
+    with pytest.raises(error, match='on purpose'), block:
+        bound(X)
+    oracle.assert_same(bound(X), apply(PARAMS))
+
+
+# What an extent keeps and frees.
+
+
+def test_a_block_keeps_no_array_alive_after_it():
+    import gc
+    import weakref
+
+    def step(params):
+        with nn.stop_gradient('kernel'):
+            return jax.grad(lambda p: jnp.sum(apply(p)))(params)
+
+    params = jax.tree.map(lambda p: p + 1.0, PARAMS)
+    grads = step(params)
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves((params, grads))]
+    del params, grads
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_a_long_block_frees_the_trees_it_has_seen():
+    import gc
+    import weakref
+
+    refs = []
+    with nn.stop_gradient('kernel'):
+        for i in range(3):
+            params = jax.tree.map(lambda p, i=i: p + i, PARAMS)
+            refs.append(weakref.ref(params['kernel']))
+            jax.grad(lambda p: jnp.sum(apply(p)))(params)
+            del params
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 3
+        assert blocks.thread.roots == {}
+
+
+@pytest.mark.usefixtures('leaks')
+def test_no_tracer_outlives_its_trace():
+    def twice(params):
+        with nn.stop_gradient('kernel'):
+            return apply(params) + apply(params)
+
+    jax.jit(jax.grad(lambda p: jnp.sum(twice(p))))(PARAMS)
+    with nn.stop_gradient('kernel'):
+        jax.jit(jax.grad(lambda p: jnp.sum(apply(p))))(PARAMS)
+        bound = MODEL.bind({'params': PARAMS})
+        jax.jit(lambda x: bound(x))(X)
+
+
+def test_a_block_in_a_lifted_function_has_the_owner_of_the_module():
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            dense = fnn.Dense(3, name='inner')
+            return nn.stop_gradient(lambda mdl, x: mdl(x), 'kernel')(dense, x)
+
+    variables = Outer().init(jax.random.key(0), X)
+    grads = oracle.grads(lambda v: Outer().apply(v, X), variables)[0][0]['params']
+    assert oracle.is_zero(grads['inner']['kernel'])
+    assert not oracle.is_zero(grads['inner']['bias'])
+
+
+def test_extents_close_in_order_whatever_they_are():
+    class Inner(fnn.Module):
+        @nn.stop_gradient('kernel')
+        @fnn.compact
+        def __call__(self, x):
+            counts.append(len(blocks.active()))
+            with nn.stop_gradient('bias'):
+                counts.append(len(blocks.active()))
+                bias = self.param('bias', fnn.initializers.ones, (1, 3))
+            counts.append(len(blocks.active()))
+            return x @ self.param('kernel', fnn.initializers.ones, (3, 3)) + bias
+
+    def fn(scope, x):
+        return Inner(parent=scope)(x)
+
+    counts: list[int] = []
+    variables = Inner().init(jax.random.key(0), X)
+    counts.clear()
+    flax.core.apply(core.stop_gradient(fn, 'bias'))(variables, X)
+    assert counts == [2, 3, 2]
+
+
+def test_private_names_are_all_there():
+    _private.check_versions()

@@ -1,0 +1,283 @@
+"""How the package is laid out: one topic per file, imports one way, nothing private.
+
+Each check is a function from a package's folder to the faults found there. It is run on
+flax_sg, and on a small package with one fault, which it has to report.
+"""
+
+import ast
+import graphlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Modules without a test file of their own stem, and the one that tests them instead.
+LONG = {
+    # Everything private of Flax and JAX is in one file, so that one look tells what a
+    # new release may break.
+    '_private.py',
+}
+TESTED_ELSEWHERE = {
+    # One subject: what setup keeps, seen under a block.
+    'reach.py': 'test_kept.py',
+    'replays.py': 'test_kept.py',
+    # Functions behind a name of their own each; there is nothing in it but Flax.
+    '_private.py': 'test_hooks.py',
+    'resumed.py': 'test_caches.py',
+    'contexts.py': 'test_caches.py',
+    'nodes.py': 'test_writeback.py',
+    'frames.py': 'test_blocks.py',
+    # Holds no code: the version and the names that importing the package gives.
+    '__init__.py': 'test_packaging.py',
+}
+
+Check = Callable[[Path], list[str]]
+
+
+def modules(package: Path) -> dict[str, ast.Module]:
+    """The syntax trees of a package's files, by dotted name."""
+    trees = {}
+    for file in sorted(package.rglob('*.py')):
+        parts = file.relative_to(package.parent).with_suffix('').parts
+        name = '.'.join(part for part in parts if part != '__init__')
+        trees[name] = ast.parse(file.read_text())
+    return trees
+
+
+def imported_names(tree: ast.AST) -> list[str]:
+    """The dotted names that a file imports, at any depth in its code."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            prefix = '.' * node.level + (node.module or '')
+            names += [f'{prefix}.{alias.name}' for alias in node.names]
+    return names
+
+
+def relative_imports(package: Path) -> list[str]:
+    """The other checks read absolute names only."""
+    return [
+        f'{module} imports {name}'
+        for module, tree in modules(package).items()
+        for name in imported_names(tree)
+        if name.startswith('.')
+    ]
+
+
+class WithoutTypes(ast.NodeTransformer):
+    """Removes what stands under `if TYPE_CHECKING:`."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        typing = ast.unparse(node.test).endswith('TYPE_CHECKING')
+        return (
+            node.orelse if typing and not isinstance(node.test, ast.UnaryOp) else node
+        )
+
+
+def import_cycles(package: Path) -> list[str]:
+    """Imports inside functions count: they hide a cycle, they do not undo it.
+
+    Imports for type checkers do not: nothing is imported.
+    """
+    trees = {name: WithoutTypes().visit(t) for name, t in modules(package).items()}
+    graph: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        # `from pkg.mod import name` is pkg.mod; `from pkg import mod` is pkg.mod too.
+        graph[module] = {
+            name if name in trees else name.rpartition('.')[0]
+            for name in imported_names(tree)
+            if name in trees or name.rpartition('.')[0] in trees
+        }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        # Turned so that the report does not depend on the order of sets.
+        cycle = error.args[1][:0:-1]
+        start = cycle.index(min(cycle))
+        return [' -> '.join([*cycle[start:], *cycle[: start + 1]])]
+    return []
+
+
+def private_names(package: Path) -> list[str]:
+    """Private names of Flax, JAX and others, which only _private.py may use."""
+    faults = []
+    for module, tree in modules(package).items():
+        if module.endswith('._private'):
+            continue
+        faults += [
+            f'{module} imports {name}'
+            for name in imported_names(tree)
+            if is_private(name) and not name.startswith(package.name)
+        ]
+        outside = names_bound_to_outside(tree, package.name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                base = node.value
+                while isinstance(base, ast.Attribute):
+                    base = base.value
+                if isinstance(base, ast.Name) and base.id in outside:
+                    faults.append(f'{module}:{node.lineno} reads {ast.unparse(node)}')
+    return faults
+
+
+def is_private(name: str) -> bool:
+    return any(
+        part.startswith('_') and not part.startswith('__') for part in name.split('.')
+    )
+
+
+def names_bound_to_outside(tree: ast.Module, package: str) -> set[str]:
+    """What a file calls the things that it imports from other distributions."""
+    own = {package, *sys.stdlib_module_names}
+    bound = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            outside = [a for a in node.names if a.name.split('.')[0] not in own]
+            bound |= {a.asname or a.name.split('.')[0] for a in outside}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            outside = node.names if node.module.split('.')[0] not in own else []
+            bound |= {a.asname or a.name for a in outside}
+    return bound
+
+
+def incomplete_all(package: Path) -> list[str]:
+    """Where there is an `__all__` it names all that the file defines."""
+    faults = []
+    for module, tree in modules(package).items():
+        listed: list[str] | None = None
+        defined, imported = set(), set()
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                imported |= {a.asname or a.name for a in node.names}
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = (
+                    node.targets if isinstance(node, ast.Assign) else [node.target]
+                )
+                names = {t.id for t in targets if isinstance(t, ast.Name)}
+                if '__all__' in names and node.value is not None:
+                    listed = ast.literal_eval(node.value)
+                # A type variable is no more than a notation.
+                value = ast.unparse(node.value) if node.value else ''
+                if not value.startswith(('TypeVar(', 'ParamSpec(')):
+                    defined |= names
+        if listed is None:
+            continue
+        public = {name for name in defined if not name.startswith('_')}
+        faults += [f'{module} lacks {name}' for name in sorted(public - set(listed))]
+        absent = set(listed) - defined - imported
+        faults += [f'{module} has no {name}' for name in sorted(absent)]
+    return faults
+
+
+def long_files(package: Path) -> list[str]:
+    counts = {
+        file.relative_to(package).as_posix(): len(file.read_text().splitlines())
+        for file in sorted(package.rglob('*.py'))
+    }
+    return [
+        f'{name} has {count} lines'
+        for name, count in counts.items()
+        if count > 300 and name not in LONG
+    ]
+
+
+def untested_modules(package: Path) -> list[str]:
+    """Subpackages are tested as a whole, by the file named after them."""
+    tests = package.parent / 'tests'
+    names = [
+        path.name
+        for path in sorted(package.iterdir())
+        if path.suffix == '.py' or (path / '__init__.py').is_file()
+    ]
+    return [
+        name
+        for name in names
+        if name not in TESTED_ELSEWHERE
+        and not (tests / f'test_{name.removesuffix(".py").strip("_")}.py').is_file()
+    ]
+
+
+# Each check with a file that it must find fault in, and what it says then.
+CHECKS: list[tuple[Check, str, str, str]] = [
+    (relative_imports, 'a.py', 'from . import b', 'pkg.a imports ..b'),
+    (import_cycles, 'b.py', 'import pkg.a', 'pkg.a -> pkg.b -> pkg.a'),
+    (import_cycles, 'b.py', 'def f():\n    from pkg.a import x', 'pkg.a -> pkg.b'),
+    (
+        import_cycles,
+        'b.py',
+        'if not TYPE_CHECKING:\n    import pkg.a',
+        'pkg.a -> pkg.b',
+    ),
+    (import_cycles, 'b.py', 'from pkg import a', 'pkg.a -> pkg.b -> pkg.a'),
+    (private_names, 'a.py', 'from jax._src import core', 'pkg.a imports jax._src.core'),
+    (private_names, 'a.py', 'from flax.core.lift import _x', 'flax.core.lift._x'),
+    (private_names, 'a.py', 'import jax\njax._src.core', 'pkg.a:2 reads jax._src'),
+    (private_names, 'a.py', 'from flax.core import Scope as S\nS._x()', 'reads S._x'),
+    (incomplete_all, 'a.py', '__all__ = ["f"]\ndef f(): ...\nx = 1', 'pkg.a lacks x'),
+    (incomplete_all, 'a.py', '__all__ = ["f", "g"]\ndef f(): ...', 'pkg.a has no g'),
+    (long_files, 'a.py', '\n' * 301, 'a.py has 301 lines'),
+    (untested_modules, 'c.py', '', 'c.py'),
+    (untested_modules, '_c.py', '', '_c.py'),
+    (untested_modules, 'sub/__init__.py', '', 'sub'),
+]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package without a fault, in which a imports b."""
+    files = {
+        'pkg/__init__.py': '',
+        'pkg/a.py': 'import sys\nfrom pkg import b\nfrom pkg.b import f\nsys._getframe',
+        'pkg/b.py': (
+            'if TYPE_CHECKING:\n    import pkg.a\n'
+            '__all__ = ["f"]\nT = TypeVar("T")\ndef f(): ...\ndef _g(): ...\n'
+        ),
+        'pkg/_private.py': 'from jax._src import core\n\ncore._x\n',
+        'tests/test_a.py': '',
+        'tests/test_b.py': '',
+        'tests/test_private.py': '',
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path / 'pkg'
+
+
+every_check = pytest.mark.parametrize(
+    'check', dict.fromkeys(check for check, *_ in CHECKS), ids=lambda c: c.__name__
+)
+
+
+@every_check
+def test_flax_sg_has_no_fault(check: Check):
+    assert check(ROOT / 'flax_sg') == []
+
+
+@every_check
+def test_a_faultless_package_passes(check: Check, package: Path):
+    assert check(package) == []
+
+
+@pytest.mark.parametrize(('check', 'file', 'text', 'said'), CHECKS)
+def test_a_fault_is_reported(
+    check: Check, file: str, text: str, said: str, package: Path
+):
+    (package / file).parent.mkdir(exist_ok=True)
+    (package / file).write_text(text)
+    faults = check(package)
+    assert any(said in fault for fault in faults), faults
+
+
+def test_what_is_excused_exists():
+    for module, test in TESTED_ELSEWHERE.items():
+        assert (ROOT / 'flax_sg' / module).exists()
+        assert (ROOT / 'tests' / test).is_file()

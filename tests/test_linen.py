@@ -1,0 +1,132 @@
+"""`flax_sg.linen` is flax.linen and more, and flax.linen stays what it was."""
+
+import subprocess
+import sys
+import types
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_sg.linen
+from flax_sg import linen as nn
+
+# What flax_sg adds. Of the same name in flax.linen there must be none.
+OURS = {'stop_gradient', 'train_only'}
+
+FLAX_NAMES = [name for name in dir(flax.linen) if not name.startswith('_')]
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, '-W', 'error', '-c', code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_flax_linen_has_the_names_that_the_next_tests_go_through():
+    assert len(FLAX_NAMES) > 130
+    assert {'Dense', 'scan', 'compact', 'initializers', 'Module'} <= set(FLAX_NAMES)
+
+
+def test_every_public_name_is_the_same_object():
+    different = [
+        name
+        for name in FLAX_NAMES
+        if getattr(nn, name, None) is not getattr(flax.linen, name)
+    ]
+    assert different == []
+
+
+def test_submodules_are_there():
+    submodules = [
+        name
+        for name in FLAX_NAMES
+        if isinstance(getattr(flax.linen, name), types.ModuleType)
+    ]
+    assert 'recurrent' in submodules
+    assert all(getattr(nn, name) is getattr(flax.linen, name) for name in submodules)
+
+
+def test_a_submodule_imported_later_is_there_too():
+    # flax.linen does not import `partitioning` by itself.
+    out = run_python(
+        'from flax_sg import linen as nn\n'
+        'print(hasattr(nn, "partitioning"), "partitioning" in dir(nn))\n'
+        'import flax.linen.partitioning as p\n'
+        'print(nn.partitioning is p, "partitioning" in dir(nn))'
+    )
+    assert out.split() == ['False', 'False', 'True', 'True']
+
+
+def test_dir_is_that_of_flax_and_ours():
+    public = {name for name in dir(nn) if not name.startswith('_')}
+    assert public == set(FLAX_NAMES) | OURS
+    assert OURS & set(FLAX_NAMES) == set()
+
+
+@pytest.mark.parametrize('name', ['Densse', '_module', '__path__'])
+def test_other_names_raise(name: str):
+    with pytest.raises(AttributeError) as info:
+        getattr(nn, name)
+    assert str(info.value) == f"module 'flax_sg.linen' has no attribute {name!r}"
+
+
+def test_submodules_cannot_be_loaded_twice():
+    # As `flax_sg.linen.linear` it would be a copy, with a Dense of its own.
+    with pytest.raises(ModuleNotFoundError, match='not a package'):
+        __import__('flax_sg.linen.linear')
+
+
+def test_drop_in():
+    def model(linen):
+        class Model(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                return linen.Dense(2)(linen.relu(linen.Dense(3)(x)))
+
+        return Model()
+
+    x = jnp.ones((4, 5))
+    ours = model(nn).init_with_output(jax.random.key(0), x)
+    flaxs = model(flax.linen).init_with_output(jax.random.key(0), x)
+    assert jax.tree.structure(ours) == jax.tree.structure(flaxs)
+    same = jax.tree.map(lambda a, b: (a == b).all().item(), ours, flaxs)
+    assert jax.tree.all(same)
+    assert isinstance(model(nn), flax.linen.Module)
+
+
+def test_importing_changes_nothing_in_flax():
+    out = run_python(
+        """
+import types
+import flax.core, flax.core.lift, flax.core.scope, flax.linen
+
+owners = [
+    flax.core.Scope, flax.core.lift, flax.core.scope, flax.core.meta,
+    flax.linen, flax.linen.Module, flax.linen.Variable, flax.linen.module,
+    flax.linen.transforms, flax.linen.recurrent,
+]
+
+def contents():
+    return {owner: dict(vars(owner)) for owner in owners}
+
+before = contents()
+import flax_sg
+from flax_sg import linen
+
+for owner, now in contents().items():
+    old = before[owner]
+    for name in {*now, *old}:
+        if old.get(name, 'none') is not now.get(name, 'none'):
+            print('changed:', owner.__name__, name)
+print('compared', len(before))
+"""
+    )
+    assert out.splitlines() == ['compared 10']
+
+
+def test_the_module_is_the_one_that_the_package_hands_out():
+    assert flax_sg.linen is nn
+    assert nn.__name__ == 'flax_sg.linen'

@@ -1,0 +1,127 @@
+"""What is shipped: metadata and files of the wheel, and what importing needs."""
+
+import ast
+import email
+import email.message
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flax_sg
+
+ROOT = Path(__file__).parents[1]
+CORE = {'flax', 'jax', 'jaxlib', 'optax', 'chex'}
+
+
+def run_python(*args: str, cwd: Path = ROOT) -> str:
+    command = [sys.executable, '-W', 'error', *args]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    folder = tmp_path_factory.mktemp('wheel')
+    build = f'import hatchling.build as b; print(b.build_wheel({str(folder)!r}))'
+    name = run_python('-c', build).split()[-1]
+    with zipfile.ZipFile(folder / name) as archive:
+        yield archive
+
+
+@pytest.fixture(scope='module')
+def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
+    [name] = [n for n in wheel.namelist() if n.endswith('.dist-info/METADATA')]
+    return email.message_from_bytes(wheel.read(name))
+
+
+def requirements(metadata: email.message.Message, extra: str | None) -> set[str]:
+    """The names that an extra requires; for None those of the library itself."""
+    lines = [line.partition(';') for line in metadata.get_all('Requires-Dist', [])]
+    wanted = f"extra == '{extra}'" if extra else ''
+    return {
+        re.split(r'[^\w-]', name)[0]
+        for name, _, condition in lines
+        if condition.strip() == wanted
+    }
+
+
+def test_the_core_needs_exactly_five_packages(metadata: email.message.Message):
+    assert requirements(metadata, None) == CORE
+
+
+def test_every_lower_bound_of_the_core_is_stated():
+    # `dev.py versions` reads them, to test on the oldest versions that are allowed.
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+    bounds = [re.fullmatch(r'(\w+)>=[\d.]+', line) for line in project['dependencies']]
+    assert {bound.group(1) for bound in bounds if bound} == CORE
+    assert None not in bounds
+
+
+def test_the_demo_is_an_extra(metadata: email.message.Message):
+    assert requirements(metadata, 'demo') == {'scikit-learn', 'matplotlib', 'rich'}
+
+
+def test_dev_brings_every_extra(metadata: email.message.Message):
+    extras = set(metadata.get_all('Provides-Extra', []))
+    assert extras == {'demo', 'test', 'lint', 'dev'}
+    dev = set().union(*(requirements(metadata, extra) for extra in extras - {'dev'}))
+    assert requirements(metadata, 'dev') == dev
+
+
+def test_metadata(metadata: email.message.Message):
+    assert metadata['Name'] == 'flax_sg'
+    assert metadata['Version'] == flax_sg.__version__
+    assert metadata['Requires-Python'] == '>=3.11'
+    assert metadata['License-Expression'] == 'Apache-2.0'
+    assert 'Typing :: Typed' in metadata.get_all('Classifier', [])
+    assert metadata.get_payload().startswith('# flax_sg')
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
+    files = {n for n in wheel.namelist() if '.dist-info/' not in n}
+    package = ROOT / 'flax_sg'
+    sources = {
+        file.relative_to(ROOT).as_posix()
+        for file in package.rglob('*')
+        if file.is_file() and '__pycache__' not in file.parts
+    }
+    assert files == sources
+    assert 'flax_sg/py.typed' in files
+    assert any(n.endswith('.dist-info/licenses/LICENSE') for n in wheel.namelist())
+
+
+def test_the_library_imports_only_what_it_requires():
+    # numpy comes with jax, which takes and returns its arrays.
+    allowed = CORE | {'flax_sg', 'numpy'} | set(sys.stdlib_module_names)
+    package = ROOT / 'flax_sg'
+    found = {}
+    for file in set(package.rglob('*.py')) - set(package.glob('demo/**/*.py')):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            found |= {name.partition('.')[0]: file.name for name in names}
+    assert {n: file for n, file in found.items() if n not in allowed} == {}
+
+
+def test_importing_loads_nothing_of_the_demo():
+    code = 'import sys, flax_sg; print(*sorted(sys.modules))'
+    loaded = run_python('-c', code).split()
+    assert 'flax_sg.linen' in loaded
+    assert {'sklearn', 'matplotlib', 'flax_sg.demo'} & set(loaded) == set()
+
+
+def test_importing_starts_no_device():
+    # Programs set flags and the number of processes after their imports.
+    code = 'import flax_sg; from jax.extend import backend as b; import jax\n'
+    code += 'jax.config.update("jax_num_cpu_devices", 3); print(jax.device_count())'
+    assert run_python('-c', code).split() == ['3']

@@ -1,0 +1,232 @@
+"""What a reader sees instead of the stored value."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flax_sg
+import oracle
+from flax_sg import filters, rewrites, rules
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+PATH = flax_sg.Path.of('params', ('enc', 'kernel'))
+STOP = rules.StopGradient()
+
+
+def test_a_tracer_is_stopped():
+    text = str(jax.make_jaxpr(lambda x: STOP(PATH, x))(X))
+    assert text == str(jax.make_jaxpr(jax.lax.stop_gradient)(X))
+    assert oracle.is_zero(jax.grad(lambda x: jnp.sum(STOP(PATH, x)))(X))
+
+
+@pytest.mark.parametrize(
+    'dtype', [jnp.float16, jnp.bfloat16, jnp.complex64, jnp.float8_e4m3fn]
+)
+def test_every_inexact_dtype_is_stopped(dtype):
+    x = jnp.ones((2,), dtype)
+    _, tangent = jax.jvp(lambda x: STOP(PATH, x), (x,), (x,))
+    assert tangent.dtype == dtype
+    assert not np.any(np.asarray(tangent, np.complex64))
+
+
+@pytest.mark.parametrize(
+    'leaf',
+    [
+        jnp.arange(3),
+        jnp.array([True, False]),
+        jnp.uint8(3),
+        jax.random.key(0),
+        jax.random.PRNGKey(0),
+    ],
+)
+def test_what_carries_no_gradient_stays_as_it_is(leaf):
+    seen: list[bool] = []
+
+    def fn(leaf):
+        seen.append(STOP(PATH, leaf) is leaf)
+        return leaf
+
+    jax.jit(fn)(leaf)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize('leaf', [X, np.ones(3), 1.0, 3, None, 'text', object(), [1.0]])
+def test_what_is_no_tracer_stays_as_it_is(leaf):
+    assert STOP(PATH, leaf) is leaf
+
+
+def test_leaves_of_any_kind_in_a_model():
+    # Integers, booleans, keys, strings and objects beside arrays (hazard 26).
+    @dataclasses.dataclass(frozen=True)
+    class Thing:
+        text: str
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient(True, collections=True):
+                w = self.param('w', fnn.initializers.ones, (1, 3))
+                n = self.param('n', lambda key: jnp.arange(3))
+                b = self.param('b', lambda key: jnp.array([True, False]))
+                k = self.param('k', lambda key: key)
+                t = self.variable('static', 't', lambda: 'text').value
+                o = self.variable('static', 'o', lambda: Thing('thing')).value
+            assert (t, o) == ('text', Thing('thing'))
+            return x * w, n, b, jax.random.key_data(k)
+
+    variables = Model().init(jax.random.key(0), X)
+    params = variables.pop('params')
+    floats = {'w': params.pop('w')}
+
+    def fn(floats, rest):
+        return Model().apply({**variables, 'params': {**floats, **rest}}, X)
+
+    y, *others = fn(floats, params)
+    oracle.assert_same(
+        [y, *others], [X, params['n'], params['b'], jax.random.key_data(params['k'])]
+    )
+    grads = jax.jit(jax.grad(lambda f, r: jnp.sum(fn(f, r)[0])))(floats, params)
+    assert oracle.is_zero(grads)
+
+
+class Cubic(fnn.Module):
+    """Third-order in its parameter, so that every order has a gradient."""
+
+    @fnn.compact
+    def __call__(self, x):
+        w = self.param('w', fnn.initializers.ones, (3,))
+        v = self.param('v', fnn.initializers.ones, (3,))
+        return jnp.sum((w * x) ** 3 + v**2 * x * w)
+
+
+CUBIC = {'w': jnp.array([1.0, 2.0, 3.0]), 'v': jnp.array([0.5, -1.0, 2.0])}
+Z = jnp.array([1.0, -1.0, 0.5])
+
+
+def stops(params: Any, x: Any) -> Any:
+    with nn.stop_gradient('w'):
+        return Cubic().apply({'params': params}, x)
+
+
+def by_hand(params: Any, x: Any) -> Any:
+    copied = oracle.stopped(params, lambda path: path == 'w')
+    return Cubic().apply({'params': copied}, x)
+
+
+DERIVATIVES: dict[str, Any] = {
+    'grad': lambda f: jax.grad(f, (0, 1)),
+    'grad of grad': lambda f: jax.grad(
+        lambda p, x: sum(
+            jnp.sum(g) for g in jax.tree.leaves(jax.grad(f, (0, 1))(p, x))
+        ),
+        (0, 1),
+    ),
+    'hessian': lambda f: jax.hessian(f, (0, 1)),
+    'jacfwd': lambda f: jax.jacfwd(f, (0, 1)),
+    'jacrev of jacfwd': lambda f: jax.jacrev(jax.jacfwd(f, (0, 1)), (0, 1)),
+    'third order': lambda f: jax.jacfwd(jax.hessian(f, (0, 1)), (0, 1)),
+    'jvp': lambda f: lambda p, x: jax.jvp(f, (p, x), (p, x)),
+    'vmap of grad': lambda f: jax.vmap(jax.grad(f, (0, 1)), (None, 0)),
+    'grad of vmap': lambda f: jax.grad(
+        lambda p, x: jnp.sum(jax.vmap(f, (None, 0))(p, x)), (0, 1)
+    ),
+    'linearize': lambda f: lambda p, x: jax.linearize(f, p, x)[1](p, x),
+}
+
+
+@pytest.mark.parametrize('kind', DERIVATIVES)
+def test_every_order_and_mode_of_differentiation(kind):
+    x = jnp.stack([Z, 2 * Z]) if 'vmap' in kind else Z
+    take = DERIVATIVES[kind]
+    actual = jax.jit(take(stops))(CUBIC, x)
+    oracle.assert_same(actual, jax.jit(take(by_hand))(CUBIC, x))
+    # The block around what differentiates is the block inside of it.
+
+    @jax.jit
+    def around(params, x):
+        with nn.stop_gradient('w'):
+            return take(lambda p, x: Cubic().apply({'params': p}, x))(params, x)
+
+    oracle.assert_same(around(CUBIC, x), actual)
+
+
+def test_an_inner_derivative_alone_is_stopped():
+    # MAML: the block is around the inner step; the outer one sees all parameters.
+    def outer(params):
+        def inner(p):
+            with nn.stop_gradient('w'):
+                return Cubic().apply({'params': p}, Z)
+
+        grads = jax.grad(inner)(params)
+        step = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return Cubic().apply({'params': step}, Z)
+
+    def expected(params):
+        grads = jax.grad(lambda p: by_hand(p, Z))(params)
+        step = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return Cubic().apply({'params': step}, Z)
+
+    actual = jax.jit(jax.grad(outer))(CUBIC)
+    oracle.assert_same(actual, jax.jit(jax.grad(expected))(CUBIC))
+    assert not oracle.is_zero(actual['w'])
+
+
+def test_the_rule_is_a_value():
+    assert rules.StopGradient() == STOP
+    assert hash(rules.StopGradient()) == hash(STOP)
+    assert copy.deepcopy(STOP) == STOP == pickle.loads(pickle.dumps(STOP))
+    assert STOP.name == 'stop_gradient'
+
+
+def test_a_rule_has_to_say_what_it_does():
+    class NoCall(rules.Rule):
+        name = 'no_call'
+
+    for cls in (NoCall, rules.Rule):
+        with pytest.raises(TypeError, match='abstract'):
+            cls()
+
+
+def test_a_rule_is_told_the_variable():
+    seen: list[Any] = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Looks(rules.Rule):
+        name = 'looks'
+
+        def __call__(self, path, leaf):
+            seen.append((str(path), path.absolute, path.collection, leaf.shape))
+            return leaf
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            norm = fnn.BatchNorm(use_running_average=True, name='norm')
+            rewrite = rewrites.Rewrite(
+                filters.as_filter('norm/*'), Looks(), ['params', 'batch_stats']
+            )
+            with rewrite:
+                return norm(x)
+
+    class Root(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Outer(name='enc')(x)
+
+    variables = Root().init(jax.random.key(0), X)
+    seen.clear()
+    Root().apply(variables, X)
+    assert sorted(seen) == [
+        ('norm/bias', 'enc/norm/bias', 'params', (3,)),
+        ('norm/mean', 'enc/norm/mean', 'batch_stats', (3,)),
+        ('norm/scale', 'enc/norm/scale', 'params', (3,)),
+        ('norm/var', 'enc/norm/var', 'batch_stats', (3,)),
+    ]

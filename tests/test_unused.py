@@ -1,0 +1,602 @@
+"""A filter that selected nothing raises, and one that selected something never does."""
+
+import re
+from typing import Any
+
+import flax.core
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_sg
+from flax_sg import errors
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+
+class Encoder(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        return fnn.Dense(3, name='dense')(x)
+
+
+class Model(fnn.Module):
+    """Two encoders, statistics, and a parameter of its own."""
+
+    def setup(self):
+        self.gln_0, self.gln_1 = Encoder(), Encoder()
+        self.norm = fnn.BatchNorm(use_running_average=True)
+        self.scale = self.param('scale', fnn.initializers.ones, (1, 3))
+
+    def __call__(self, x):
+        return self.norm(self.gln_1(self.gln_0(x))) * self.scale
+
+
+MODEL = Model()
+VARIABLES = MODEL.init(jax.random.key(0), X)
+PATHS = [
+    'gln_0/dense/bias',
+    'gln_0/dense/kernel',
+    'gln_1/dense/bias',
+    'gln_1/dense/kernel',
+    'norm/bias',
+    'norm/scale',
+    'scale',
+]
+
+
+class Opens(fnn.Module):
+    """A block of a filter in a module that is mounted below the root."""
+
+    where: Any
+    options: Any = flax.core.FrozenDict()
+
+    @fnn.compact
+    def __call__(self, x):
+        model = Model(name='m')
+        with nn.stop_gradient(self.where, **self.options):
+            return model(x)
+
+
+class Mounted(fnn.Module):
+    where: Any
+    options: Any = flax.core.FrozenDict()
+
+    @fnn.compact
+    def __call__(self, x):
+        return Opens(self.where, self.options, name='enc')(
+            fnn.Dense(3, name='other')(x)
+        )
+
+
+MOUNTED = Mounted(False).init(jax.random.key(0), X)
+
+
+def trace(fn: Any, *args: Any) -> None:
+    """Runs a function without computing: under each filter JAX compiles all anew."""
+    jax.eval_shape(lambda *args: fn(*args), *args)
+
+
+def read(model: Any = MODEL, variables: Any = VARIABLES) -> None:
+    trace(model.apply, variables, X)
+
+
+# Every extent there is, each with the paths of MODEL.
+
+
+def _block(where, **options):
+    with nn.stop_gradient(where, **options):
+        read()
+
+
+def _block_around_bound(where, **options):
+    def bound(variables, x):
+        module = MODEL.bind(variables)
+        with nn.stop_gradient(where, **options):
+            module(x)
+
+    trace(bound, VARIABLES, X)
+
+
+def _block_around_init(where, **options):
+    with nn.stop_gradient(where, **options):
+        trace(MODEL.init, jax.random.key(0), X)
+
+
+def _block_around_jit(where, **options):
+    with nn.stop_gradient(where, **options):
+        jax.jit(lambda v: MODEL.apply(v, X)).lower(VARIABLES)
+
+
+def _method(where, **options):
+    class Lifted(Model):
+        @nn.stop_gradient(where, **options)
+        def __call__(self, x):
+            return super().__call__(x)
+
+    read(Lifted())
+
+
+def _class(where, **options):
+    read(nn.stop_gradient(Model, where, **options)())
+
+
+def _function(where, **options):
+    fn = nn.stop_gradient(lambda mdl, x: mdl(x), where, **options)
+    trace(lambda v, x: fn(MODEL.bind(v), x), VARIABLES, X)
+
+
+def _block_in_a_method(where, **options):
+    class Blocked(Model):
+        def __call__(self, x):
+            with nn.stop_gradient(where, **options):
+                return super().__call__(x)
+
+    read(Blocked())
+
+
+def _core(where, **options):
+    def fn(scope, x):
+        return Model(parent=scope)(x)
+
+    lifted = flax_sg.core.stop_gradient(fn, where, **options)
+    trace(flax.core.apply(lifted), VARIABLES, X)
+
+
+EXTENTS = {
+    fn.__name__.strip('_'): fn
+    for fn in (
+        _block,
+        _block_around_bound,
+        _block_around_init,
+        _block_around_jit,
+        _block_in_a_method,
+        _method,
+        _class,
+        _function,
+        _core,
+    )
+}
+
+UNMATCHED: dict[str, Any] = {
+    'typo': 'gnl_*/**',
+    'prefix': 'params/gln_0/**',
+    'separator': 'gln_0.dense.kernel',
+    'module without its inside': 'gln_0',
+    'one level too little': 'gln_0/*',
+    'case': 'GLN_0/**',
+    'depth': 'dense/kernel',
+    'absolute for relative': 'enc/gln_0/**',
+    'leading slash': '/gln_0/**',
+    'regex that would be found within': re.compile('dense'),
+    'regex': re.compile('gnl_.*'),
+    'predicate': lambda path: path.startswith('params'),
+    'second of a sequence': ['gln_0/**', 'gnl_1/**'],
+    'first of a sequence': ['gnl_0/**', 'gln_1/**'],
+    'of a set': {'gln_0/**', 'gnl_1/**'},
+    'of a nested sequence': ['gln_0/**', ['gln_1/**', ['nothing']]],
+    'of an or': flax_sg.filters.as_filter('gln_0/**') | 'nothing',
+    'of an and': flax_sg.filters.as_filter('**') & 'nothing',
+    'of a not': ~flax_sg.filters.as_filter('nothing'),
+    'an and of two that share nothing': flax_sg.filters.as_filter('gln_0/**')
+    & 'gln_1/**',
+    'not of what is left out': flax_sg.filters.as_filter('gln_*/**')
+    & ~flax_sg.filters.as_filter('gln_2/**'),
+}
+
+MATCHED: dict[str, Any] = {
+    'glob': 'gln_*/**',
+    'a parameter': 'scale',
+    'any depth': '**/kernel',
+    'regex': re.compile(r'gln_\d/.*'),
+    'predicate': lambda path: path.name == 'kernel',
+    'sequence': ['gln_0/**', re.compile('scale'), lambda path: path.endswith('bias')],
+    'the same twice': ['gln_0/**', 'gln_0/**', '**'],
+    'everything': True,
+    'nothing': False,
+    'no pattern': [],
+    'not': ~flax_sg.filters.as_filter('gln_0/**'),
+    'not everything': ~flax_sg.filters.as_filter('**'),
+    'a tree': {'gln_0': True, 'gln_1': False, 'norm': False, 'scale': True},
+    'a tree of False': {'gln_0': False, 'gln_1': False, 'norm': False, 'scale': False},
+}
+
+
+@pytest.mark.parametrize('case', UNMATCHED)
+@pytest.mark.parametrize('extent', ['block', 'block_in_a_method', 'class', 'core'])
+def test_a_pattern_that_matches_nothing_raises(extent, case):
+    with pytest.raises(errors.UnusedFilterError):
+        EXTENTS[extent](UNMATCHED[case])
+    EXTENTS[extent](UNMATCHED[case], unused='ignore')
+
+
+@pytest.mark.parametrize('case', MATCHED)
+@pytest.mark.parametrize('extent', ['block', 'block_in_a_method', 'class', 'core'])
+def test_a_filter_that_may_be_as_it_is_raises_nothing(extent, case):
+    EXTENTS[extent](MATCHED[case])
+
+
+@pytest.mark.parametrize('extent', EXTENTS)
+def test_every_extent_judges(extent):
+    EXTENTS[extent]('gln_0/**')
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        EXTENTS[extent](['gln_0/**', 'gnl_1/**'])
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("Glob('gnl_1/**') selected nothing")
+    assert any('gln_1/dense/kernel' in line for line in lines[1:])
+    EXTENTS[extent](['gln_0/**', 'gnl_1/**'], unused='ignore')
+
+
+def test_train_only_judges_what_it_was_given():
+    with (
+        pytest.raises(errors.UnusedFilterError) as caught,
+        nn.train_only('gnl_0/**'),
+    ):
+        read()
+    assert "Glob('gnl_0/**') selected nothing" in str(caught.value)
+    with nn.train_only('gln_0/**'):
+        read()
+    for where in (True, False, []):
+        with nn.train_only(where):
+            read()
+    with nn.train_only('gnl_0/**', unused='ignore'):
+        read()
+
+
+def test_paths_are_relative_to_the_module_that_opened_the_block():
+    read(Mounted('m/gln_0/**'), MOUNTED)
+    for where in ('enc/m/gln_0/**', 'gln_0/**', '/enc/m/gln_0/**', 'other/**'):
+        with pytest.raises(errors.UnusedFilterError) as caught:
+            read(Mounted(where), MOUNTED)
+        assert "relative to the module at 'enc'" in str(caught.value)
+
+
+def test_what_lies_outside_the_module_counts_when_it_is_read():
+    class Outer(fnn.Module):
+        where: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            return Inner(self.where, fnn.Dense(3, name='tied'), name='enc')(x)
+
+    class Inner(fnn.Module):
+        where: Any
+        tied: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            dense = fnn.Dense(3, name='dense')
+            with nn.stop_gradient(self.where):
+                return self.tied(dense(x))
+
+    variables = Outer(False).init(jax.random.key(0), X)
+    read(Outer('/tied/**'), variables)
+    read(Outer(['/tied/kernel', 'dense/**']), variables)
+    for where in ('tied/**', 'enc/dense/**'):
+        with pytest.raises(errors.UnusedFilterError):
+            read(Outer(where), variables)
+
+
+def test_variables_count_read_or_not():
+    class Half(Model):
+        def __call__(self, x):
+            with nn.stop_gradient('gln_1/**'):
+                return self.gln_0(x)
+
+    Half().apply(VARIABLES, X)
+    with nn.stop_gradient('gln_1/**'):
+        MODEL.apply(VARIABLES, X, method=lambda model, x: model.gln_0(x))
+    bound = MODEL.bind(VARIABLES)
+    with nn.stop_gradient('gln_1/**'):
+        bound.gln_0(X)
+
+
+def test_variables_that_are_created_in_the_block_count():
+    class Creates(fnn.Module):
+        where: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient(self.where):
+                return fnn.Dense(3, name='dense')(x)
+
+    trace(Creates('dense/kernel').init, jax.random.key(0), X)
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        trace(Creates('dense/kernle').init, jax.random.key(0), X)
+    assert "  'dense/kernel'" in str(caught.value).splitlines()
+    with nn.stop_gradient('gln_1/**'):
+        jax.eval_shape(MODEL.init, jax.random.key(0), X)
+
+
+def test_variables_that_are_written_in_the_block_count():
+    class Sows(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('seen', collections='intermediates'):
+                self.sow('intermediates', 'seen', x)
+            return x
+
+    Sows().apply({}, X, mutable=['intermediates'])
+
+
+def _body_of_a_block(raised):
+    with nn.stop_gradient('nothing'):
+        read()
+        raise raised
+
+
+def _body_of_a_method(raised):
+    class Fails(Model):
+        @nn.stop_gradient('nothing')
+        def __call__(self, x):
+            raise raised
+
+    read(Fails())
+
+
+def _body_of_a_function(raised):
+    def fn(mdl):
+        raise raised
+
+    nn.stop_gradient(fn, 'nothing')(MODEL.bind(VARIABLES))
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize(
+    'extent', [_body_of_a_block, _body_of_a_method, _body_of_a_function]
+)
+def test_the_exception_of_the_body_is_never_masked(extent, error):
+    raised = error('of the body')
+    with pytest.raises(error) as caught:
+        extent(raised)
+    assert caught.value is raised
+    assert caught.value.__context__ is None
+
+
+def test_an_inner_error_about_a_filter_passes_through_the_outer_block():
+    with (
+        pytest.raises(errors.UnusedFilterError) as caught,
+        nn.stop_gradient('outer'),
+        nn.stop_gradient('inner'),
+    ):
+        read()
+    assert "Glob('inner')" in str(caught.value)
+
+
+def test_a_block_left_early_is_judged():
+    def early():
+        with nn.stop_gradient('nothing'):
+            return MODEL.apply(VARIABLES, X)
+
+    with pytest.raises(errors.UnusedFilterError):
+        early()
+    with pytest.raises(errors.UnusedFilterError):
+        for _ in range(2):
+            with nn.stop_gradient('nothing'):
+                MODEL.apply(VARIABLES, X)
+                break
+
+
+@pytest.mark.parametrize('unused', ['warn', None, True, 'Raise', 0])
+def test_unused_has_two_values(unused):
+    with pytest.raises(errors.FilterValueError):
+        nn.stop_gradient('scale', unused=unused)
+
+
+# Blocks at top level in which nothing is read.
+
+
+def test_a_block_in_which_nothing_is_read_raises():
+    with pytest.raises(errors.NothingReadError), nn.stop_gradient('read/nowhere'):
+        pass
+    with pytest.raises(errors.NothingReadError), nn.train_only('read/nowhere'):
+        jnp.sum(X)
+    block = nn.stop_gradient('read/nowhere', collections='cache')
+    with pytest.raises(errors.NothingReadError), block:
+        pass
+    with nn.stop_gradient('read/nowhere', unused='ignore'):
+        pass
+    for where in (True, False):
+        with nn.stop_gradient(where):
+            pass
+
+
+def test_a_block_around_what_was_made_before_raises():
+    _, vjp = jax.vjp(lambda v: MODEL.apply(v, X), VARIABLES)
+    with pytest.raises(errors.NothingReadError), nn.stop_gradient('gln_0/dense/**'):
+        vjp(X)
+    compiled = jax.jit(lambda v: MODEL.apply(v, X)).lower(VARIABLES).compile()
+    with pytest.raises(errors.NothingReadError), nn.stop_gradient('gln_0/dense/*'):
+        compiled(VARIABLES)
+
+
+def test_a_block_around_a_module_without_variables():
+    class Empty(fnn.Module):
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('of/nothing'):
+        Empty().apply({}, X)
+    with nn.stop_gradient(True):
+        Empty().apply({}, X)
+
+
+def compiled_step() -> Any:
+    """A function that runs Python in its first call under each filter only."""
+    jitted = jax.jit(lambda v: MODEL.apply(v, X))
+    return lambda variables: jax.eval_shape(lambda v: jitted(v), variables)
+
+
+def test_a_compiled_step_is_read_once():
+    step = compiled_step()
+    for _ in range(3):
+        with nn.stop_gradient('gln_1/dense/bias'):
+            step(VARIABLES)
+    # Nor in a block that is equal and not the same.
+    for _ in range(2):
+        with nn.stop_gradient(['gln_1/dense/bias']):
+            step(VARIABLES)
+        with nn.stop_gradient(lambda path: path == 'gln_1/dense/kernel'):
+            step(VARIABLES)
+
+
+def test_a_compiled_step_with_a_typo_raises_when_it_is_traced():
+    step = compiled_step()
+    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('gln_3/**'):
+        step(VARIABLES)
+
+
+def test_a_compiled_step_with_a_typo_raises_every_time():
+    step = compiled_step()
+    for _ in range(3):
+        block = nn.stop_gradient('gln_4/**')
+        with pytest.raises(errors.UnusedFilterError), block:
+            step(VARIABLES)
+
+
+def test_a_compiled_step_after_a_call_that_failed():
+    # The first call traces; what fails then has nothing to do with the filter.
+    step = compiled_step()
+    block = nn.stop_gradient('gln_0/dense/bias')
+    with pytest.raises(ValueError, match='loss is nan'), block:
+        step(VARIABLES)
+        raise ValueError('loss is nan')
+    with nn.stop_gradient('gln_0/dense/bias'):
+        step(VARIABLES)
+
+
+def test_a_compiled_step_after_a_call_that_ignored():
+    step = compiled_step()
+    with nn.stop_gradient('gln_0/*/bias', unused='ignore'):
+        step(VARIABLES)
+    with nn.stop_gradient('gln_0/*/bias'):
+        step(VARIABLES)
+
+
+def test_a_compiled_step_in_nested_blocks():
+    step = compiled_step()
+    for _ in range(2):
+        with nn.stop_gradient('gln_0/*/kernel'), nn.stop_gradient('gln_1/*/kernel'):
+            step(VARIABLES)
+    for _ in range(2):
+        with nn.stop_gradient('gln_1/*/kernel'):
+            step(VARIABLES)
+            with nn.stop_gradient('norm/bias'):
+                step(VARIABLES)
+
+
+def test_a_compiled_step_beside_a_model_that_is_read():
+    other = fnn.Dense(3)
+    theirs = other.init(jax.random.key(1), X)
+    step = compiled_step()
+    for _ in range(2):
+        with nn.stop_gradient('gln_?/dense/bias'):
+            step(VARIABLES)
+            other.apply(theirs, X)
+
+
+def test_a_compiled_step_with_a_block_in_it():
+    @jax.jit
+    def step(variables):
+        with nn.stop_gradient('norm/*'):
+            return MODEL.apply(variables, X)
+
+    step(VARIABLES)
+    with nn.stop_gradient('norm/*'):
+        step(VARIABLES)
+    step(VARIABLES)
+
+
+def test_an_equal_filter_on_another_model_raises():
+    # That the filter has matched something elsewhere says nothing of this model.
+    where = re.compile('gln_0/dense/(kernel|bias)')
+    with nn.stop_gradient(where):
+        MODEL.apply(VARIABLES, X)
+    other = fnn.Dense(3)
+    theirs = other.init(jax.random.key(1), X)
+    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient(where):
+        other.apply(theirs, X)
+
+
+# Collections.
+
+
+def test_collections():
+    for extent in ('block', 'block_in_a_method', 'class', 'core'):
+        run = EXTENTS[extent]
+        run('norm/*', collections='batch_stats')
+        run('norm/mean', collections=['params', 'batch_stats'])
+        run('norm/var', collections=True)
+        run('norm/mean', collections=flax.core.DenyList('params'))
+        with pytest.raises(errors.UnknownCollectionError) as caught:
+            run('norm/mean', collections='batch_stat')
+        assert "'batch_stats', 'params'" in str(caught.value)
+        with pytest.raises(errors.UnknownCollectionError):
+            run('norm/*', collections=['params', 'batch_stat'])
+        with pytest.raises(errors.UnusedFilterError):
+            run('norm/mean')  # It is in another collection.
+        with pytest.raises(errors.UnusedFilterError):
+            run('gln_0/**', collections='batch_stats')
+        run('norm/mean', collections='batch_stat', unused='ignore')
+        run(True, collections=['params', 'batch_stats'])
+
+
+def test_a_collection_that_is_unknown_raises_under_true():
+    with pytest.raises(errors.UnknownCollectionError):
+        _block(True, collections='batch_stat')
+    with pytest.raises(errors.UnknownCollectionError):
+        _block(False, collections='batch_stat')
+
+
+def test_a_collection_that_nobody_reads_exists_all_the_same():
+    variables = {**VARIABLES, 'cache': {'gln_0': {'key': X}}}
+    with nn.stop_gradient('gln_0/key', collections='cache'):
+        MODEL.apply(variables, X)
+
+    class Blocked(Model):
+        def __call__(self, x):
+            with nn.stop_gradient('gln_0/key', collections='cache'):
+                return super().__call__(x)
+
+    Blocked().apply(variables, X)
+
+
+def test_a_module_without_parameters_is_nothing_out_of_the_ordinary():
+    class Empty(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient(True):
+                return fnn.relu(x)
+
+    Empty().apply({}, X)
+
+
+# Trees of bools.
+
+
+def test_a_tree_that_does_not_fit():
+    rest = {'gln_1': False, 'norm': False, 'scale': False}
+    for extent in ('block', 'block_in_a_method', 'class', 'core'):
+        run = EXTENTS[extent]
+        run({'gln_0': True, **rest})
+        run({'gln_0': {'dense': {'kernel': True, 'bias': False}}, **rest})
+        with pytest.raises(errors.TreeFilterError):
+            run({'gln_0': True})
+        with pytest.raises(errors.TreeFilterError):
+            run({'params': {'gln_0': True, **rest}})
+        with pytest.raises(errors.TreeFilterError) as caught:
+            run({'gln_0': True, 'gnl_1': True, **rest})
+        assert "'gnl_1'" in str(caught.value)
+        with pytest.raises(errors.TreeFilterError):
+            run({'gln_0': {'dense': {'kernel': True}}, **rest})
+        with pytest.raises(errors.TreeFilterError):
+            run({'gln_0': {'dense': {'kernel': {'deep': True}, 'bias': True}}, **rest})
+
+
+def test_a_tree_for_what_a_part_of_the_model_reads():
+    # Only one encoder is called; the tree has to answer for all variables there are.
+    tree = {'gln_0': True, 'gln_1': False, 'norm': False, 'scale': True}
+    with nn.stop_gradient(tree):
+        MODEL.apply(VARIABLES, X, method=lambda model, x: model.gln_0(x))

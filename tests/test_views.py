@@ -1,0 +1,338 @@
+"""Views as plain dict code: leaves are objects, rules wrap them, blocks are fakes."""
+
+import collections
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from flax import linen
+from flax.core import FrozenDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_sg import views
+
+
+class Leaf:
+    """Something stored, known by identity."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Seen:
+    """What a block's rule makes of a leaf."""
+
+    leaf: Any
+    by: str
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """A block that takes the variables it is told to, and wraps their leaves."""
+
+    name: str = 'block'
+    takes: Callable[[views.Key], bool] = lambda key: True
+    collections: tuple[str, ...] = ('params',)
+    rule: Callable[[Any, str], Any] = Seen
+    asked: list[views.Key] = dataclasses.field(default_factory=list)
+    rewritten: int = 0
+
+    def rewrite(self, root: views.Root, key: views.Key, leaf: Any) -> Any:
+        return self.rule(leaf, self.name)
+
+    def selects(self, root: views.Root, key: views.Key) -> bool:
+        self.asked.append(key)
+        return self.takes(key)
+
+    def wants(self, collection: str) -> bool:
+        return collection in self.collections
+
+    def note_rewritten(self) -> None:
+        self.rewritten += 1
+
+
+def named(*names: str) -> Callable[[views.Key], bool]:
+    return lambda key: key[1][-1] in names
+
+
+TOP: views.Key = ('params', ())
+
+
+@pytest.fixture
+def root() -> views.Root:
+    return views.Root(object())
+
+
+def test_selected_variables_are_rewritten_and_others_are_the_stored_ones(root):
+    a, b, c = Leaf(), Leaf(), Leaf()
+    stored = {'a': a, 'm': {'a': b, 'c': c}}
+    seen = views.view(root, [Block(takes=named('a'))], TOP, stored)
+    assert seen['a'].leaf is a
+    assert seen['m']['a'].leaf is b
+    assert seen['m']['c'] is c
+    assert stored == {'a': a, 'm': {'a': b, 'c': c}}
+
+
+def test_a_collection_that_no_block_wants_is_the_stored_object(root):
+    stored = {'a': Leaf()}
+    block = Block()
+    assert views.view(root, [block], ('batch_stats', ()), stored) is stored
+    assert views.view(root, [], TOP, stored) is stored
+    assert block.asked == []
+
+
+def test_each_block_looks_at_its_own_collections(root):
+    params, state = Block('p'), Block('s', collections=('state',))
+    leaf = Leaf()
+    assert views.view(root, [params, state], ('state', ('x',)), leaf).by == 's'
+    assert views.view(root, [params, state], ('params', ('x',)), leaf).by == 'p'
+
+
+def test_a_filter_is_asked_with_the_collection_and_the_whole_path(root):
+    block = Block()
+    stored = {'m': {'a': Leaf(), 't': (Leaf(), {'x': Leaf()})}, 1: Leaf()}
+    views.view(root, [block], ('params', ('enc',)), stored)
+    paths = [('enc', 'm', 'a'), ('enc', 'm', 't'), ('enc', '1')]
+    assert block.asked == [('params', path) for path in paths]
+
+
+@pytest.mark.parametrize(
+    'cls', [dict, FrozenDict, collections.OrderedDict, type('Own', (dict,), {})]
+)
+def test_dicts_keep_their_type_and_order(root, cls):
+    inner = cls({'z': Leaf(), 'a': Leaf()})
+    seen = views.view(root, [Block()], TOP, cls({'n': inner, 'b': Leaf()}))
+    assert type(seen) is cls
+    assert list(seen) == ['n', 'b']
+    assert list(seen['n']) == ['z', 'a']
+    if cls is not FrozenDict:  # One that shows its insides as dicts.
+        assert type(seen['n']) is cls
+
+
+def test_a_default_dict_keeps_its_default(root):
+    seen = views.view(root, [Block()], TOP, collections.defaultdict(list, a=Leaf()))
+    assert seen['b'] == []
+
+
+def test_a_mapping_that_jax_takes_for_a_leaf_is_one(root):
+    stored = types.MappingProxyType({'x': Leaf()})
+    block = Block()
+    assert views.view(root, [block], ('params', ('m',)), stored).leaf is stored
+    assert block.asked == [('params', ('m',))]
+
+
+def test_leaves_of_one_variable_share_its_path_and_keep_their_structure(root):
+    a, b, c = Leaf(), Leaf(), Leaf()
+    box = linen.Partitioned(c, names=('in',))
+    block = Block()
+    key = ('params', ('m', 'w'))
+    seen = views.view(root, [block], key, (a, [b, None], box))
+    assert seen[0].leaf is a and seen[1][0].leaf is b and seen[1][1] is None
+    assert isinstance(seen[2], linen.Partitioned)
+    assert seen[2].value.leaf is c and seen[2].names == ('in',)
+    assert set(block.asked) == {key}
+
+
+def test_a_dict_inside_a_variable_keeps_its_order(root):
+    stored = ({'z': Leaf(), 'a': Leaf()},)
+    seen = views.view(root, [Block()], ('params', ('t',)), stored)
+    assert list(seen[0]) == ['z', 'a']
+
+
+def test_one_leaf_is_rewritten_once(root):
+    """Whether it is read by itself or as part of a tree, and how often."""
+    leaf, block = Leaf(), Block()
+    first = views.view(root, [block], ('params', ('m', 'a')), leaf)
+    tree = views.view(root, [block], TOP, {'m': {'a': leaf}})
+    subtree = views.view(root, [block], ('params', ('m',)), FrozenDict({'a': leaf}))
+    assert first is tree['m']['a'] is subtree['a']
+
+
+def test_one_array_in_two_variables_is_judged_for_each(root):
+    leaf = Leaf()
+    seen = views.view(root, [Block(takes=named('a'))], TOP, {'a': leaf, 'b': leaf})
+    assert seen['a'].leaf is leaf
+    assert seen['b'] is leaf
+
+
+def test_the_outer_rule_is_applied_first(root):
+    leaf = Leaf()
+    seen = views.view(root, [Block('outer'), Block('inner')], ('params', ('a',)), leaf)
+    assert (seen.by, seen.leaf.by, seen.leaf.leaf) == ('inner', 'outer', leaf)
+
+
+def test_an_inner_block_keeps_what_the_outer_one_has_made(root):
+    outer, inner = Block('outer'), Block('inner')
+    key = ('params', ('a',))
+    leaf = Leaf()
+    before = views.view(root, [outer], key, leaf)
+    both = views.view(root, [outer, inner], key, leaf)
+    assert both.leaf is before
+    root.forget(inner)
+    assert views.view(root, [outer], key, leaf) is before
+
+
+def test_a_block_that_is_forgotten_leaves_nothing(root):
+    block, key, leaf = Block(), ('params', ('a',)), Leaf()
+    first = views.view(root, [block], key, leaf)
+    root.forget(block)
+    assert not root.seen
+    assert views.view(root, [block], key, leaf) is not first
+    root.forget(block)
+    assert views.stored(root, [block], key, first) is first
+
+
+def test_trees_do_not_share_what_is_rewritten():
+    block, key, leaf = Block(), ('params', ('a',)), Leaf()
+    one, other = (views.view(views.Root(object()), [block], key, leaf) for _ in '12')
+    assert one is not other
+
+
+def test_what_is_rewritten_is_counted_and_what_is_not_is_not(root):
+    same = Block(rule=lambda leaf, name: leaf)
+    views.view(root, [same], TOP, {'a': Leaf()})
+    assert same.rewritten == 0
+    block = Block(takes=named('a'))
+    stored = {'a': (Leaf(), Leaf()), 'b': Leaf()}
+    views.view(root, [block], TOP, stored)
+    assert block.rewritten == 2
+    views.view(root, [block], TOP, stored)
+    assert block.rewritten == 4, 'a reader of the memo saw it too'
+
+
+# The body of a lifted transform: what it begins with was rewritten outside.
+
+
+def body(block: Block, handed: dict[views.Key, Any]) -> views.Root:
+    return views.Root(object(), (block,), handed, frozenset(handed))
+
+
+def test_what_was_handed_in_is_not_rewritten_again():
+    key, block = ('params', ('a',)), Block()
+    leaf, written = Leaf(), Leaf()
+    root = body(block, {key: (leaf, None)})
+    assert views.view(root, [block], key, (leaf, None))[0] is leaf
+    assert views.view(root, [block], key, (written, None))[0].leaf is written
+
+
+def test_what_was_handed_in_for_another_variable_is_rewritten():
+    key, block, leaf = ('params', ('a',)), Block(), Leaf()
+    root = body(block, {('params', ('b',)): leaf})
+    assert views.view(root, [block], key, leaf).leaf is leaf
+
+
+def test_a_block_opened_in_the_body_rewrites_what_was_handed_in():
+    key, leaf = ('params', ('a',)), Leaf()
+    outside, inside = Block('outside'), Block('inside')
+    seen = views.view(body(outside, {key: leaf}), [outside, inside], key, leaf)
+    assert (seen.by, seen.leaf) == ('inside', leaf)
+
+
+# The way back: what to store for what is written.
+
+
+def test_what_was_read_is_stored_as_it_was(root):
+    block, key = Block(), ('params', ('t',))
+    stored = (Leaf(), Leaf())
+    seen = views.view(root, [block], key, stored)
+    more = Leaf()
+    back = views.stored(root, [block], key, (*seen, more))
+    assert all(a is b for a, b in zip(back, (*stored, more), strict=True))
+
+
+def test_it_is_the_same_through_two_blocks(root):
+    blocks, leaf = [Block('outer'), Block('inner')], Leaf()
+    tree = {'m': {'a': leaf}}
+    seen = views.view(root, blocks, TOP, tree)
+    assert views.stored(root, blocks, TOP, seen)['m']['a'] is leaf
+
+
+def test_what_was_read_of_another_variable_stays_rewritten(root):
+    """A parameter copied in a block into another variable stays stopped."""
+    block, leaf = Block(collections=('params', 'state')), Leaf()
+    seen = views.view(root, [block], ('params', ('a',)), leaf)
+    for key in (('params', ('b',)), ('state', ('a',)), ('params', ('m', 'a'))):
+        assert views.stored(root, [block], key, seen) is seen
+
+
+def test_a_written_value_is_rewritten_for_readers_in_the_block(root):
+    block, key = Block(), ('params', ('a',))
+    views.view(root, [block], key, Leaf())
+    written = Leaf()
+    assert views.stored(root, [block], key, written) is written
+    assert views.view(root, [block], key, written).leaf is written
+
+
+def test_without_views_what_is_written_is_stored_untouched(root):
+    value = {'a': Leaf()}
+    assert views.stored(root, [Block()], TOP, value) is value
+
+
+def test_two_leaves_that_look_alike_are_stored_as_they_were(root):
+    """A rule may give one array for several: a substituted constant, say."""
+    constant = Leaf()
+    block = Block(rule=lambda leaf, name: constant)
+    key, stored = ('params', ('t',)), (Leaf(), Leaf())
+    seen = views.view(root, [block], key, stored)
+    assert seen == (constant, constant)
+    back = views.stored(root, [block], key, seen)
+    assert back[0] is stored[0] and back[1] is stored[1]
+
+
+# Roots travel in flags that ``nn.jit`` hashes.
+
+
+def test_roots_are_equal_to_each_other_and_to_nothing_else(root):
+    assert root == views.Root('other') and hash(root) == hash(views.Root('other'))
+    assert root != 'root'
+
+
+def test_a_scratch_tree_shares_views_and_nothing_that_is_kept(root):
+    block, key, leaf = Block(), ('params', ('a',)), Leaf()
+    seen = views.view(root, [block], key, leaf)
+    root.kept[block] = {}
+    scratch = root.as_scratch(start_is_known=True)
+    assert scratch.tree is root.tree
+    assert views.view(scratch, [block], key, leaf) is seen
+    assert scratch.kept == {}
+
+
+# Any tree, any blocks.
+
+leaves = st.builds(Leaf)
+variables = st.one_of(leaves, st.tuples(leaves, leaves), st.lists(leaves, max_size=2))
+names = st.sampled_from('abc')
+trees = st.recursive(
+    st.dictionaries(names, variables, max_size=3),
+    lambda children: st.dictionaries(names, st.one_of(children, variables), max_size=3),
+    max_leaves=6,
+)
+taken = st.lists(st.frozensets(names), min_size=1, max_size=3)
+
+
+@given(trees, taken)
+def test_views_are_a_pure_rewriting_and_their_way_back(tree, taken):
+    blocks = [Block(str(i), takes=named(*t)) for i, t in enumerate(taken)]
+    root = views.Root(object())
+    before = jax.tree_util.tree_leaves_with_path(tree)
+    seen = views.view(root, blocks, TOP, tree)
+
+    keys = [key for key, _ in views.iter_variables(TOP, tree)]
+    stored, viewed = (dict(views.iter_variables(TOP, t)) for t in (tree, seen))
+    assert list(viewed) == keys == list(stored)
+    for key in keys:
+        by = [block.name for block in blocks if block.takes(key)]
+        of_key = jax.tree.leaves(viewed[key]), jax.tree.leaves(stored[key])
+        for view, leaf in zip(*of_key, strict=True):
+            for name in reversed(by):
+                assert view.by == name
+                view = view.leaf
+            assert view is leaf
+
+    back = views.stored(root, blocks, TOP, seen)
+    for now in (tree, back):
+        after = jax.tree_util.tree_leaves_with_path(now)
+        assert [path for path, _ in after] == [path for path, _ in before]
+        assert all(a is b for (_, a), (_, b) in zip(after, before, strict=True))

@@ -1,0 +1,1428 @@
+"""What a block leaves behind: real writes, with their gradient, and nothing else.
+
+Each program is written once with reads that may be stopped by hand (``see``), and run
+with a block and no stops, or with the stops and no block.
+"""
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.typing import In, Out
+
+from flax_sg import linen as nn
+from oracle import assert_same, is_zero, stopped
+from stepwise import evaluate, outputs_and_grads
+
+X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
+W = 0.1 * jnp.arange(9.0).reshape(3, 3)
+KEY = jax.random.key(3)
+stop = jax.lax.stop_gradient
+
+
+def block(where: Any, on: bool = True, **kwargs: Any) -> Any:
+    return nn.stop_gradient(where, **kwargs) if on else contextlib.nullcontext()
+
+
+def flat(tree: Any) -> jax.Array:
+    """All leaves of real numbers in one vector, so that one pull-back serves them."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves] or [jnp.zeros(0)])
+
+
+def check(run: Callable[[str], Callable[..., Any]], *args: Any) -> None:
+    """``run('block')`` and ``run('hand')`` have the same outputs and gradients."""
+
+    def vectors(how):
+        def fn(*args):
+            out = run(how)(*args)
+            return {name: flat(tree) for name, tree in out.items()}, out
+
+        return fn
+
+    actual = outputs_and_grads(vectors('block'), *args)
+    assert_same(actual, outputs_and_grads(vectors('hand'), *args))
+
+
+# A layer that writes what it has read, in every transform.
+
+
+class Writer(nn.Module):
+    """Reads and writes a memory; reads of `halted` are stopped by hand.
+
+    The memory has a part that is written and one that is not, and so has the log.
+    """
+
+    pair: bool = False
+    at_entry: bool = False  # Stops what comes in at the first step of a loop only.
+    all_written: bool = False
+
+    @nn.compact
+    def both(self, x, i, see, see_entry):
+        w = self.param('w', nn.initializers.lecun_normal(), (3, 3))
+        memory = self.variable('cache', 'memory', jnp.ones, (2, 3))
+        seen = see_entry(memory.value)
+        y = seen + x @ see(w)
+        if not self.all_written:
+            y *= see(self.variable('cache', 'other', jnp.ones, (2, 3)).value)
+        y = jnp.tanh(y)
+        memory.value = 0.5 * seen + y
+        again = see(memory.value)
+        return (y * again, y + again) if self.pair else y * again
+
+    def __call__(self, x, i):
+        return self.both(x, i, lambda v: v, lambda v: v)
+
+    def halted(self, x, i):
+        def see_entry(v):
+            return jnp.where(i == 0, stop(v), v) if self.at_entry else stop(v)
+
+        return self.both(x, i, stop, see_entry)
+
+
+METHODS = ('__call__', 'halted')
+
+
+def lifts(transform: Callable[..., Any], **kwargs: Any) -> Callable[[Any], Any]:
+    return lambda writer: transform(writer, methods=METHODS, **kwargs)
+
+
+def scans(
+    transform: Callable[..., Any] = nn.scan, **kwargs: Any
+) -> Callable[[Any], Any]:
+    kwargs = {'split_rngs': {'params': False}, 'methods': METHODS, **kwargs}
+    return lambda writer: transform(functools.partial(writer, pair=True), **kwargs)
+
+
+def calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A module that calls ``fn(method, writer, x, i)``."""
+
+    def make(writer: Any) -> Any:
+        class Calls(nn.Module):
+            def setup(self):
+                self.writer = writer()
+
+            def __call__(self, x, i):
+                return fn(type(self.writer).__call__, self.writer, x, i)
+
+            def halted(self, x, i):
+                return fn(type(self.writer).halted, self.writer, x, i)
+
+        return Calls
+
+    return make
+
+
+def initialized(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Branches and loops must not create variables."""
+
+    def call(method, writer, x, i):
+        return (
+            method(writer, x, i)
+            if writer.is_initializing()
+            else fn(method, writer, x, i)
+        )
+
+    return call
+
+
+def custom_vjp(method, writer, x, i):
+    def fn(writer, x):
+        return method(writer, x, i)
+
+    def forward(writer, x):
+        return nn.vjp(fn, writer, x, vjp_variables=both)
+
+    def backward(pull_back, ct):
+        variables, x = pull_back(ct)
+        return jax.tree.map(jnp.sin, variables), x
+
+    both = ['params', 'cache']
+    return nn.custom_vjp(fn, forward, backward, grad_vars=both)(writer, x)
+
+
+STEPS = jnp.arange(2)
+CARRIED = {'variable_broadcast': 'params', 'variable_carry': 'cache'}
+STACKED = {'variable_axes': {'params': 0, 'cache': 0}}
+SHARED = {'variable_broadcast': 'params', 'variable_axes': {'cache': 0}}
+entry = functools.partial(Writer, at_entry=True)
+
+LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    'none': (lambda writer: writer, 0),
+    'jit': (lifts(nn.jit), 0),
+    'remat': (lifts(nn.remat), 0),
+    'remat_of_jit': (lambda w: lifts(nn.remat)(lifts(nn.jit)(w)), 0),
+    'jit_of_remat': (lambda w: lifts(nn.jit)(lifts(nn.remat)(w)), 0),
+    'scan_stacked': (scans(**STACKED), STEPS),
+    'scan_shared': (scans(**SHARED), STEPS),
+    'scan_unchecked': (scans(check_constancy_invariants=False, **STACKED), STEPS),
+    'scan_axis_1': (scans(variable_axes={'params': 1, 'cache': 1}), STEPS),
+    'scan_carried': (
+        lambda w: scans(**CARRIED)(functools.partial(w, at_entry=True)),
+        STEPS,
+    ),
+    'scan_of_jit': (
+        scans(lambda w, **kw: nn.scan(lifts(nn.jit)(w), **kw), **STACKED),
+        STEPS,
+    ),
+    'jit_of_scan': (
+        scans(lambda w, **kw: lifts(nn.jit)(nn.scan(w, **kw)), **SHARED),
+        STEPS,
+    ),
+    'scan_of_remat': (
+        scans(lambda w, **kw: nn.scan(lifts(nn.remat)(w), **kw), **SHARED),
+        STEPS,
+    ),
+    'vmap': (
+        lifts(
+            nn.vmap,
+            variable_axes={'params': None, 'cache': 0},
+            split_rngs={'params': False},
+            in_axes=(None, 0),
+        ),
+        STEPS,
+    ),
+    'vmap_axis_1': (
+        lifts(
+            nn.vmap,
+            variable_axes={'params': 1, 'cache': 1},
+            split_rngs={'params': True},
+            in_axes=(None, 0),
+        ),
+        STEPS,
+    ),
+    'cond': (
+        calls(
+            initialized(
+                lambda method, m, x, i: nn.cond(
+                    jnp.sum(x) > 0,
+                    method,
+                    lambda m, x, i: 2 * method(m, 2 * x, i),
+                    m,
+                    x,
+                    i,
+                )
+            )
+        ),
+        0,
+    ),
+    'switch': (
+        calls(
+            initialized(
+                lambda method, m, x, i: nn.switch(
+                    jnp.int32(jnp.sum(x) > 0),
+                    [lambda m, x, i: x * method(m, x, i), method],
+                    m,
+                    x,
+                    i,
+                )
+            )
+        ),
+        0,
+    ),
+    'vjp': (
+        calls(lambda method, m, x, i: nn.vjp(lambda m, x: method(m, x, i), m, x)[0]),
+        0,
+    ),
+    'map_variables': (
+        lifts(
+            nn.map_variables,
+            mapped_collections='params',
+            trans_in_fn=lambda t: jax.tree.map(jnp.sin, t),
+        ),
+        0,
+    ),
+    'map_cache': (
+        lifts(nn.map_variables, mapped_collections='cache', init=False, mutable=True),
+        0,
+    ),
+    # Flax cuts the gradient of whatever it merely hands through a custom_vjp.
+    'custom_vjp': (
+        lambda w: calls(custom_vjp)(functools.partial(w, all_written=True)),
+        0,
+    ),
+}
+
+each_lift = pytest.mark.parametrize('lift', LIFTS)
+
+
+class Model(nn.Module):
+    """Uses a writer before, twice inside and after a block."""
+
+    lift: str
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        make, i = LIFTS[self.lift]
+        part = make(Writer)(name='part')
+        halted = part if self.how == 'block' else part.halted
+        see = (lambda v: v) if self.how == 'block' else stop
+        before = part(x, i)
+        with block('**', self.how == 'block', collections=True):
+            one = halted(x, i)
+            between = jax.tree.map(see, self.variables['cache']['part'])
+            two = halted(x, i)
+            inside = jax.tree.map(see, part.variables)
+        stored = part.variables
+        return {
+            'before': before,
+            'one': one,
+            'between': between,
+            'two': two,
+            'inside': inside,
+            'stored': dict(stored),
+            'after': part(x, i),
+        }
+
+
+@functools.cache
+def variables_of(lift: str) -> Any:
+    if lift in ('scan_carried', 'map_variables'):  # Which must not create variables.
+        return variables_of('none')
+    variables = evaluate(Model(lift, 'block').init, KEY, X)
+    assert_same(variables, evaluate(Model(lift, 'hand').init, KEY, X))
+    # Different numbers in each, so that none can stand for another.
+    return jax.tree.map(
+        lambda v: v + 0.1 * jnp.arange(float(v.size)).reshape(v.shape), variables
+    )
+
+
+@each_lift
+@pytest.mark.parametrize('mutable', [['cache'], True], ids=['cache', 'True'])
+def test_real_writes_in_a_lifted_body(lift, mutable):
+    if lift == 'custom_vjp':
+        mutable = ['cache']
+
+    def run(how):
+        def fn(variables, x):
+            out, written = Model(lift, how).apply(variables, x, mutable=mutable)
+            return {**out, 'written': written}
+
+        return fn
+
+    check(run, variables_of(lift), X)
+
+
+# What is not written comes out as it came in, wherever its axes go.
+
+
+class Reader(nn.Module):
+    writes: bool
+    see: Any
+
+    @nn.compact
+    def __call__(self, x):
+        kept = self.variable('cache', 'kept', jnp.ones, (2, 3))
+        moved = self.variable('cache', 'moved', jnp.ones, (2, 3))
+        if self.writes:
+            moved.value = moved.value * x
+        return jnp.tanh(x * kept.value * self.see(moved.value))
+
+
+class Step(Reader):
+    def __call__(self, x, _):
+        return super().__call__(x), None
+
+
+AXES = {('cache',): In(1), 'cache': Out(0)}
+MOVES = {
+    'vmap': nn.vmap(Reader, variable_axes=AXES),
+    'scan': nn.scan(Step, variable_axes=AXES, length=3),
+}
+
+
+class Moving(nn.Module):
+    lift: str
+    writes: bool
+    where: Any = None
+    see: Any = lambda v: v
+
+    @nn.compact
+    def __call__(self, x):
+        args = (x, None) if self.lift == 'scan' else (jnp.stack([x, 2 * x, 3 * x]),)
+        part = MOVES[self.lift](self.writes, self.see, name='part')
+        with block(self.where, self.where is not None, collections='cache'):
+            inside = part(*args)
+        stored = {k: v for k, v in part.variables['cache'].items()}
+        return inside, stored
+
+
+@pytest.mark.parametrize('square', [False, True])
+@pytest.mark.parametrize('writes', [False, True])
+@pytest.mark.parametrize('lift', MOVES)
+def test_axes_that_move(lift, writes, square):
+    # Three steps: stacked along axis 1, they come out stacked along axis 0.
+    shape = (3, 3, 3) if square else (2, 3, 3)
+    x = jnp.arange(9.0).reshape(3, 3) if square else X
+
+    def run(how):
+        def fn(cache, x):
+            variables = {'cache': {'part': cache}}
+            model = Moving(lift, writes, 'part/*' if how == 'block' else None)
+            (inside, stored), written = model.apply(variables, x, mutable=['cache'])
+            if how == 'hand':
+                model = Moving(lift, writes, see=stop)
+                (inside, halted), _ = model.apply(stop(variables), x, mutable=['cache'])
+                if writes:
+                    stored['moved'] = halted['moved']
+                    written['cache']['part']['moved'] = halted['moved']
+            return {'inside': inside, 'stored': stored, 'written': written}
+
+        return fn
+
+    cache = {'kept': 1 + jnp.arange(float(np.prod(shape))).reshape(shape)}
+    cache['moved'] = jnp.cos(cache['kept'])
+    check(run, cache, x)
+
+
+# One program for each way of writing: with `see` where a read is in the block, and with
+# `self.inside()` where the block is.
+
+
+class Program(nn.Module):
+    how: str
+
+    def see(self, value):
+        return value if self.how == 'block' else jax.tree.map(stop, value)
+
+    def inside(self, where='**', collections=True):
+        return block(
+            where, self.how == 'block', collections=collections, unused='ignore'
+        )
+
+    def by_hand(self, dense):
+        if self.how == 'block' or self.is_initializing():
+            return dense
+        params = {'params': stopped(dense.variables['params'])}
+        return functools.partial(dense.clone(parent=None, name=None).apply, params)
+
+
+CACHE = {
+    'a': X,
+    'b': jnp.cos(X),
+    'pair': (X + 1, jnp.sin(X)),
+    'tree': {'k': 2 * X, 'l': 3 * X},
+}
+
+
+def cache(module: nn.Module, name: str) -> Any:
+    return module.get_variable('cache', name)
+
+
+class WriteBackWhatWasRead(Program):
+    """Is no write, also in another order within one variable."""
+
+    def __call__(self, x):
+        with self.inside():
+            self.put_variable('cache', 'a', cache(self, 'a'))
+            one, two = cache(self, 'pair')
+            self.put_variable('cache', 'pair', (two, one))
+            self.put_variable('cache', 'tree', cache(self, 'tree'))
+            y = x * self.see(cache(self, 'a')) * self.see(cache(self, 'pair')[0])
+        return y, self.variables
+
+
+class CopyToAnotherVariable(Program):
+    """Is a write, of what a reader sees in the block."""
+
+    def __call__(self, x):
+        with self.inside():
+            self.put_variable('cache', 'b', self.see(cache(self, 'a')))
+            self.put_variable('other', 'a', self.see(cache(self, 'a')))
+            y = x * self.see(cache(self, 'b'))
+        return y, self.variables, cache(self, 'b')
+
+
+class CopyParams(Program):
+    """An average of the weights, written in a block, does not train them."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(3, name='dense')
+        y = dense(x)
+        kernel = dense.variables['params']['kernel']
+        with self.inside('dense/kernel', 'params'):
+            inside = dense.variables['params']['kernel']
+            self.put_variable('ema', 'kernel', self.see(inside))
+            self.put_variable('ema', 'live', kernel)
+        return y, dense(x), self.get_variable('ema', 'kernel'), self.variables
+
+
+class WriteTwice(Program):
+    @nn.compact
+    def __call__(self, x):
+        a = self.variable('cache', 'a', jnp.zeros, ())
+        with self.inside():
+            a.value = x * self.see(a.value)
+            a.value = a.value + 0 if self.how == 'block' else stop(a.value) + 0
+            y = self.see(a.value)
+        z = a.value
+        with self.inside():
+            a.value = z + x
+        return y, z, a.value
+
+
+class WriteInChild(Program):
+    """Is seen by the parent, in the block and after it."""
+
+    @nn.compact
+    def __call__(self, x):
+        child = Child(name='child')
+        _ = self.variables, child.variables
+        with self.inside('child/m', 'cache'):
+            child(x)
+            y = self.see(self.variables['cache']['child']['m'])
+            z = self.see(child.get_variable('cache', 'm'))
+        return y, z, self.variables['cache']['child']['m'], child.variables
+
+
+class Child(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.variable('cache', 'm', jnp.ones, (2, 3)).value = jnp.sin(x)
+
+
+class Sow(Program):
+    """Appends to what was sown before; what was sown keeps its gradient."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(3, name='dense')
+        self.sow('seen', 'y', dense(x))
+        with self.inside():
+            y = self.by_hand(dense)(x)
+            self.sow('seen', 'y', y)
+            self.sow('seen', 'z', 2 * y)
+            self.sow('seen', 'y', 3 * y)
+            inside = self.see(self.get_variable('seen', 'y'))
+        self.sow('seen', 'y', x)
+        return inside, self.get_variable('seen', 'y'), self.get_variable('seen', 'z')
+
+
+class SowSums(Program):
+    """A reduction reads what was sown before, and in a block that is stopped."""
+
+    def __call__(self, x):
+        def add(before, new):
+            return new if before is None else self.see(before) + new
+
+        self.put_variable('seen', 'y', x)
+        with self.inside():
+            self.sow('seen', 'y', jnp.sin(x), reduce_fn=add)
+            self.sow('seen', 'y', jnp.cos(x), reduce_fn=add)
+            inside = self.see(self.get_variable('seen', 'y'))
+        return inside, self.get_variable('seen', 'y')
+
+
+class Sower(nn.Module):
+    see: Any = staticmethod(lambda v: v)
+
+    @nn.compact
+    def __call__(self, x, *unused):
+        w = self.see(self.param('w', nn.initializers.ones, (3, 3)))
+        y = jnp.tanh(x @ w)
+        self.sow('seen', 'y', y)
+        self.sow('seen', 'z', 2 * y)
+        return y, y
+
+
+def sow_in(lift: Callable[[Any], Any]) -> Any:
+    class SowInALiftedBody(Program):
+        @nn.compact
+        def __call__(self, x):
+            part = lift(functools.partial(Sower, lambda v: v))(name='part')
+            halted = part
+            if self.how == 'hand':
+                # The same scope, so that one appends to what the other has sown.
+                halted = lift(functools.partial(Sower, stop))(
+                    parent=part.scope.rewound()
+                )
+            y, _ = part(x, jnp.zeros(2))
+            with self.inside():
+                halted(x, jnp.zeros(2))
+                z, _ = halted(y, jnp.zeros(2))
+                inside = self.see(part.variables['seen'])
+            part(z, jnp.zeros(2))
+            return y, z, inside, part.variables['seen']
+
+    return SowInALiftedBody
+
+
+class Create(Program):
+    """Variables that are made in a block from what is differentiated."""
+
+    @nn.compact
+    def __call__(self, x):
+        with self.inside():
+            m = self.variable('new', 'm', jnp.sin, x)
+            y = self.see(m.value) * x
+            w = self.see(self.param('w', lambda key: jnp.cos(x)))
+        return y, w, m.value, self.variables
+
+
+class CreateInJit(Program):
+    @nn.compact
+    def __call__(self, x):
+        with self.inside():
+            y = nn.jit(SmallMaker)(self.see, name='one')(x)
+            z = nn.remat(SmallMaker)(self.see, name='two')(y)
+            inside = self.see(self.variables['new'])
+        return y, z, inside, self.variables
+
+
+class SmallMaker(nn.Module):
+    see: Any
+
+    @nn.compact
+    def __call__(self, x):
+        m = self.variable('new', 'm', jnp.sin, x)
+        return self.see(m.value) * self.see(self.param('w', lambda key: jnp.cos(x)))
+
+
+class Nested(Program):
+    """A write in the inner of two blocks; the outer one sees it with its own rule."""
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.variable('cache', 'a', jnp.zeros, ())
+        b = self.variable('cache', 'b', jnp.zeros, ())
+        with self.inside('b'):
+            with self.inside('a'):
+                a.value = x * self.see(a.value) * self.see(b.value)
+                b.value = b.value  # What was read is stored as it was.
+                y = self.see(a.value) * self.see(b.value) * x
+            b.value = a.value * self.see(b.value)
+            z = a.value * self.see(b.value)
+        with self.inside(['a', 'b']):
+            with self.inside('a'):
+                a.value = jnp.sin(x)
+            u = self.see(a.value) * self.see(b.value) * x
+        return y, z, u, a.value, b.value
+
+
+class Raising(Program):
+    """An exception in a lifted body leaves nothing stopped, and no half of a write."""
+
+    @nn.compact
+    def __call__(self, x):
+        part = nn.Dense(3, name='dense')
+        y = part(x)
+
+        def body(part, x):
+            part.put_variable('cache', 'm', self.by_hand(part)(x))
+            raise StopIteration
+
+        for lift in (nn.remat, nn.jit, lambda fn: fn):
+            with contextlib.suppress(StopIteration), self.inside():
+                lift(body)(part, x)
+        stored = part.variables
+        return y, part(x), stored['params']
+
+
+PROGRAMS = {
+    'what was read': WriteBackWhatWasRead,
+    'another variable': CopyToAnotherVariable,
+    'params': CopyParams,
+    'twice': WriteTwice,
+    'child': WriteInChild,
+    'sow': Sow,
+    'sow sums': SowSums,
+    'sow in jit': sow_in(nn.jit),
+    'sow in remat': sow_in(nn.remat),
+    'sow in scan': sow_in(
+        lambda cls: nn.scan(
+            cls,
+            variable_broadcast='params',
+            variable_axes={'seen': 0},
+            split_rngs={'params': False},
+        )
+    ),
+    'sow in vmap': sow_in(
+        lambda cls: nn.vmap(
+            cls,
+            variable_axes={'params': None, 'seen': 0},
+            split_rngs={'params': False},
+            in_axes=(None, 0),
+        )
+    ),
+    'create': Create,
+    'create in jit': CreateInJit,
+    'nested': Nested,
+    'raising': Raising,
+}
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_writes(name):
+    cls = PROGRAMS[name]
+
+    def run(how):
+        def fn(variables, x):
+            out, written = cls(how).apply(
+                variables, x, mutable=True, rngs={'params': KEY}
+            )
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    variables = {'cache': CACHE}
+    if name in ('params', 'sow', 'raising'):
+        variables['params'] = {'dense': {'kernel': W, 'bias': W[0]}}
+    if name.startswith('sow in'):
+        variables['params'] = {'part': {'w': W}}
+    check(run, variables, X)
+
+
+# Writes of what was read, in bodies that get other objects than their callers hold.
+
+
+def keep(program, module, x):
+    module.put_variable('cache', 'a', cache(module, 'a'))
+    module.put_variable('cache', 'tree', cache(module, 'tree'))
+
+
+def swap(program, module, x):
+    one, two = cache(module, 'pair')
+    module.put_variable('cache', 'pair', (two, one))
+
+
+def copy_over(program, module, x):
+    module.put_variable('cache', 'b', program.see(cache(module, 'a')))
+    _, two = cache(module, 'pair')
+    module.put_variable('cache', 'pair', (program.see(cache(module, 'b')), two))
+
+
+def grow(program, module, x):
+    module.put_variable('cache', 'pair', (x, *cache(module, 'pair'), jnp.sin(x)))
+
+
+def shrink(program, module, x):
+    module.put_variable('cache', 'pair', cache(module, 'pair')[1:])
+
+
+def in_cond(body):
+    return lambda module, x: nn.cond(jnp.sum(x) > 0, body, body, module, x)
+
+
+def in_vjp(body):
+    return lambda module, x: nn.vjp(body, module, x, vjp_variables='params')[0]
+
+
+def in_map_variables(body):
+    return nn.map_variables(body, 'cache', mutable=True)
+
+
+class Rewriting(Program):
+    body: Any
+    lift: Any
+
+    @nn.compact
+    def __call__(self, x):
+        def body(module, x):
+            self.body(self, module, x)
+            return x * self.see(cache(module, 'a')) * self.see(cache(module, 'pair')[0])
+
+        with self.inside():
+            y = self.lift(body)(self, x)
+            z = x * self.see(cache(self, 'b')) * self.see(cache(self, 'pair')[0])
+        return y, z, cache(self, 'pair'), self.variables
+
+
+@pytest.mark.parametrize(
+    'lift',
+    [nn.jit, nn.remat, in_cond, in_vjp, in_map_variables],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize(
+    'body', [keep, swap, copy_over, grow, shrink], ids=lambda f: f.__name__
+)
+def test_writes_of_what_was_read_in_a_lifted_body(body, lift):
+    def run(how):
+        def fn(variables, x):
+            out, written = Rewriting(how, body, lift).apply(variables, x, mutable=True)
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    check(run, {'cache': CACHE}, X)
+
+
+# Branches and loops.
+
+
+class Branch(Program):
+    """A branch that writes, and one that leaves the variable alone."""
+
+    lift: str
+
+    @nn.compact
+    def __call__(self, x, index):
+        a = self.variable('cache', 'a', jnp.zeros, ())
+
+        def writes(self, x):
+            self.put_variable('cache', 'a', x * self.see(cache(self, 'a')))
+            return x
+
+        def leaves(self, x):
+            return x * self.see(cache(self, 'a'))
+
+        with self.inside('a'):
+            if self.lift == 'cond':
+                y = nn.cond(index == 1, writes, leaves, self, x)
+            else:
+                y = nn.switch(index, [leaves, writes, leaves], self, x)
+            inside = self.see(a.value)
+        return y, inside, a.value
+
+
+@pytest.mark.parametrize('lift', ['cond', 'switch'])
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_branch_that_writes_and_one_that_does_not(lift, index):
+    def run(how):
+        def fn(variables, x):
+            model = Branch(how, lift)
+            out, written = model.apply(
+                variables, x, jnp.int32(index), mutable=['cache']
+            )
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    check(run, {'cache': CACHE}, X)
+
+
+class Loop(Program):
+    """A loop that carries a collection, with a variable that it leaves alone."""
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.variable('cache', 'a', jnp.zeros, ())
+        b = self.variable('cache', 'b', jnp.zeros, ())
+
+        def below(self, carry):
+            return carry[0] < 3
+
+        def step(self, carry):
+            # What a loop carries is rewritten where it begins.
+            old = cache(self, 'a')
+            see = self.see(old) if self.how == 'hand' else old
+            entered = jnp.where(carry[0] == 0, see, old)
+            new = jnp.tanh(entered * x * self.see(cache(self, 'b')))
+            self.put_variable('cache', 'a', new)
+            return carry[0] + 1, carry[1] + new
+
+        with self.inside(['a', 'b']):
+            _, y = nn.while_loop(below, step, self, (0, x), carry_variables='cache')
+            inside = self.see(a.value) * self.see(b.value)
+        return y, inside, a.value, b.value
+
+
+def test_writes_in_a_while_loop():
+    def fn(how):
+        return lambda *args: Loop(how).apply(*args, mutable=['cache'])
+
+    args = ({'cache': {'a': X, 'b': jnp.cos(X)}}, X)
+    tangents = jax.tree.map(jnp.sin, args)
+    assert_same(
+        evaluate(lambda *a: jax.jvp(fn('block'), *a), args, tangents),
+        evaluate(lambda *a: jax.jvp(fn('hand'), *a), args, tangents),
+    )
+
+
+class History(Program):
+    """A variable of several leaves that move up by one at each step."""
+
+    lift: str
+
+    @nn.compact
+    def __call__(self, x):
+        def step(self, x, i):
+            now, _, first = cache(self, 'history')
+            entered = stop(now) if self.how == 'hand' and self.lift != 'scan' else now
+            if self.how == 'hand' and self.lift == 'scan':
+                entered = jnp.where(i == 0, stop(now), now)
+            self.put_variable('cache', 'history', (jnp.sin(entered * x), now, first))
+            return x, x
+
+        with self.inside('history'):
+            if self.lift == 'scan':
+                nn.scan(step, variable_carry='cache', variable_broadcast='params')(
+                    self, x, jnp.arange(3)
+                )
+            else:
+                lift = {'jit': nn.jit, 'remat': nn.remat, 'none': lambda fn: fn}[
+                    self.lift
+                ]
+                for i in range(3):
+                    lift(step)(self, x, i)
+            inside = self.see(cache(self, 'history'))
+        return inside, cache(self, 'history')
+
+
+@pytest.mark.parametrize('lift', ['none', 'jit', 'remat', 'scan'])
+def test_leaves_that_move_within_a_variable(lift):
+    def run(how):
+        def fn(variables, x):
+            out, written = History(how, lift).apply(variables, x, mutable=['cache'])
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    check(run, {'cache': {'history': (X, jnp.cos(X), 3 * X)}}, X)
+
+
+# nn.jit keeps its traces: what was written has to come out of a cached call as well.
+
+
+class TwoPaths(Program):
+    """Modules of one jitted class at two paths, of which one is selected."""
+
+    cls: Any
+    uses: str
+    where: Any
+
+    @nn.compact
+    def __call__(self, x):
+        parts = {'a': self.cls(name='a'), 'b': self.cls(name='b')}
+        out = []
+        for use in self.uses:
+            with self.inside(self.where):
+                part = parts[use]
+                halted = part.halted if self.how == 'hand' and use == 'a' else part
+                out.append(halted(x, 0))
+        return *out, parts['a'].variables, parts['b'].variables
+
+
+@pytest.mark.parametrize('mutable', [['cache'], ['params'], True], ids=str)
+@pytest.mark.parametrize('where', ['a/**', lambda path: path.absolute.startswith('a/')])
+@pytest.mark.parametrize('uses', ['ab', 'ba', 'aabba'])
+def test_one_jitted_class_at_two_paths(uses, where, mutable):
+    cls = lifts(nn.jit)(Writer if mutable != ['params'] else Silent)
+
+    def run(how):
+        def fn(variables, x):
+            out, written = TwoPaths(how, cls, uses, where).apply(
+                variables, x, mutable=mutable
+            )
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    part = {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}
+    variables = {
+        col: {'a': part[col], 'b': jax.tree.map(jnp.sin, part[col])} for col in part
+    }
+    check(run, variables, X)
+
+
+class Silent(Writer):
+    @nn.compact
+    def both(self, x, i, see, see_entry):
+        w = self.param('w', nn.initializers.ones, (3, 3))
+        return jnp.tanh(x @ see(w)) * see(self.get_variable('cache', 'other'))
+
+
+@pytest.mark.parametrize('order', ['ab', 'ba'])
+def test_one_jitted_class_under_blocks_that_are_opened_at_two_paths(order):
+    """The filters are equal, and so are the paths relative to the owners."""
+    cls = lifts(nn.jit)(Writer)
+
+    class Owner(Program):
+        @nn.compact
+        def __call__(self, x):
+            part = cls(name='part')
+            halted = part.halted if self.how == 'hand' and self.name == 'a' else part
+            with self.inside(lambda path: path.absolute.startswith('a/')):
+                y = halted(x, 0)
+            return y, dict(part.variables)
+
+    class Owners(Program):
+        @nn.compact
+        def __call__(self, x):
+            return [Owner(self.how, name=name)(x) for name in order]
+
+    def run(how):
+        def fn(variables, x):
+            out, written = Owners(how).apply(variables, x, mutable=True)
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    part = {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}
+    variables = {
+        col: {name: {'part': jax.tree.map(jnp.sin, part[col])} for name in 'ab'}
+        for col in part
+    }
+    check(run, variables, X)
+
+
+# Without nn.jit: jax.disable_jit runs bodies in the trace of the caller.
+
+
+@pytest.mark.parametrize(
+    'lift',
+    ['jit', 'remat', 'scan_stacked', 'scan_unchecked', 'vmap', 'cond', 'map_cache'],
+)
+def test_with_jit_disabled(lift):
+    def run(how):
+        def fn(variables, x):
+            with jax.disable_jit():
+                out, written = Model(lift, how).apply(variables, x, mutable=True)
+            return {**out, 'written': written}
+
+        return fn
+
+    check(run, variables_of(lift), X)
+
+
+# Layers of Flax with state.
+
+
+STATEFUL = {
+    'attention': lambda: nn.MultiHeadDotProductAttention(
+        1, qkv_features=3, decode=True, name='part'
+    ),
+    'batch_norm': lambda: nn.BatchNorm(use_running_average=False, name='part'),
+    'batch_norm_in_jit': lambda: nn.jit(nn.BatchNorm)(
+        use_running_average=False, name='part'
+    ),
+}
+
+
+class Layers(Program):
+    name_of_layer: str
+
+    @nn.compact
+    def __call__(self, x):
+        part = STATEFUL[self.name_of_layer]()
+        before = part(x)
+        if self.how == 'hand' and not self.is_initializing():
+            mutable = [col for col in self.variables if col != 'params']
+            free = part.clone(parent=None, name=None)
+            inside, written = free.apply(stop(part.variables), x, mutable=mutable)
+            for col, tree in written.items():
+                for name, value in tree.items():
+                    part.put_variable(col, name, value)
+        else:
+            with self.inside():
+                inside = part(x)
+        state = {col: tree for col, tree in part.variables.items() if col != 'params'}
+        return before, inside, state, part(x)
+
+
+@pytest.mark.parametrize('name', ['attention', 'batch_norm', 'batch_norm_in_jit'])
+def test_layers_with_state(name):
+    x = jnp.stack([X[:1], X[1:]]) if name == 'attention' else X
+    variables = evaluate(Layers('block', name).init, KEY, x)
+    if name == 'attention':
+        cache = variables['cache']['part']
+        for key in ('cached_key', 'cached_value'):
+            # Room for the three calls of a pass.
+            cache[key] = jnp.zeros((2, 4, 1, 3))
+        cache['cache_index'] *= 0
+    integers = jax.tree.map(lambda v: v if v.dtype == jnp.int32 else None, variables)
+    reals = jax.tree.map(lambda v: v if v.dtype != jnp.int32 else None, variables)
+
+    def run(how):
+        def fn(reals, x):
+            variables = jax.tree.map(
+                lambda a, b: b if a is None else a,
+                reals,
+                integers,
+                is_leaf=lambda v: v is None,
+            )
+            mutable = [col for col in variables if col != 'params']
+            out, written = Layers(how, name).apply(variables, x, mutable=mutable)
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    check(run, reals, x)
+
+
+# What a rule must not touch: the new value of these is their gradient.
+
+
+class Scaled(Program):
+    @nn.compact
+    def __call__(self, x):
+        with block('**', collections=True):
+            scale = self.get_variable('_overwrite_with_gradient', 'scale')
+            inside = self.variables['_overwrite_with_gradient']['scale']
+            y = nn.remat(lambda self, x: self.variables)(self, x)
+            jitted = y['_overwrite_with_gradient']['scale']
+            return jnp.sum(scale + 2 * inside + 3 * jitted) + jnp.sum(
+                x @ self.get_variable('params', 'w')
+            )
+
+
+def test_overwrite_with_gradient_is_left_alone():
+    variables = {'params': {'w': W}, '_overwrite_with_gradient': {'scale': jnp.ones(2)}}
+    for mutable in (False, True):
+        grad = jax.grad(
+            lambda v, mutable=mutable: jax.tree.leaves(
+                Scaled('block').apply(v, X, mutable=mutable)
+            )[0]
+        )(variables)
+        assert is_zero(grad['params'])
+        np.testing.assert_array_equal(
+            grad['_overwrite_with_gradient']['scale'], [6.0, 6.0]
+        )
+
+
+class Fp8(nn.Module):
+    where: Any
+
+    @nn.compact
+    def __call__(self, x):
+        part = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp, name='part')
+        with block(self.where, self.where is not None, collections=True):
+            return part(x)
+
+
+def test_fp8_layers_get_the_new_values_of_their_scales():
+    x = jnp.linspace(-1.0, 1.0, 16 * 16).reshape(16, 16)
+    variables = Fp8(None).init(KEY, x)
+
+    def grad(where):
+        def loss(variables):
+            return jnp.sum(Fp8(where).apply(variables, x) ** 2)
+
+        return jax.jit(jax.grad(loss))(variables)
+
+    plain, blocked = grad(None), grad('**')
+    assert is_zero(blocked['params']) and not is_zero(plain['params'])
+    assert not is_zero(plain['_overwrite_with_gradient'])
+    assert_same(blocked['_overwrite_with_gradient'], plain['_overwrite_with_gradient'])
+
+
+# Odds and ends of what variables are.
+
+
+class Creator(nn.Module):
+    @nn.compact
+    def both(self, x, see):
+        m = self.variable('new', 'm', jnp.sin, x)
+        return see(m.value) * x
+
+    def __call__(self, x, i):
+        return self.both(x, lambda v: v)
+
+    def halted(self, x, i):
+        return self.both(x, stop)
+
+
+@pytest.mark.parametrize('uses', ['ab', 'ba'])
+@pytest.mark.parametrize(
+    'mutable', [['new'], flax.core.DenyList('params'), True], ids=str
+)
+def test_one_jitted_class_makes_variables_at_two_paths(uses, mutable):
+    cls = lifts(nn.jit)(Creator)
+
+    def run(how):
+        def fn(params, x):
+            model = TwoPaths(how, cls, uses, 'a/**')
+            out, written = model.apply({'params': params}, x, mutable=mutable)
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    check(run, {'unused': W}, X)
+
+
+class Maker(nn.Module):
+    """Makes what it is differentiated by, reads it, writes it and reads it again."""
+
+    see: Any
+
+    @nn.compact
+    def __call__(self, x, *unused):
+        m = self.variable('new', 'm', jnp.sin, x)
+        w = self.param('w', lambda key: 0.1 * jnp.ones((3, 3)))
+        y = self.see(m.value) * x @ self.see(w)
+        m.value = y + self.see(m.value)
+        return y * self.see(m.value), self.see(m.value)
+
+
+MAKERS = {
+    'vmap': lambda cls: nn.vmap(
+        cls,
+        variable_axes={'params': 0, 'new': 1},
+        split_rngs={'params': True},
+        in_axes=(None, 0),
+    ),
+    'scan': lambda cls: nn.scan(
+        cls,
+        variable_broadcast='params',
+        variable_axes={'new': 0},
+        split_rngs={'params': False},
+    ),
+    'jit_of_scan': lambda cls: nn.jit(
+        nn.scan(cls, variable_axes={'params': 1, 'new': 1}, split_rngs={'params': True})
+    ),
+    'map_variables': lambda cls: nn.map_variables(cls, 'new', mutable=True),
+}
+
+
+class Making(Program):
+    lift: str
+
+    @nn.compact
+    def __call__(self, x):
+        see = stop if self.how == 'hand' else lambda value: value
+        with self.inside():
+            part = MAKERS[self.lift](functools.partial(Maker, see))(name='part')
+            y = part(x, jnp.zeros(2))
+            z = part(2 * x, jnp.zeros(2))
+        return y, z, self.variables
+
+
+@pytest.mark.parametrize('lift', MAKERS)
+def test_variables_that_are_made_in_a_lifted_body(lift):
+    def run(how):
+        def fn(variables, x):
+            out, written = Making(how, lift).apply(
+                variables, x, mutable=True, rngs={'params': KEY}
+            )
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    check(run, {}, X)
+
+
+class Kinds(Program):
+    """Leaves that carry no gradient, and types of mappings that have to stay."""
+
+    @nn.compact
+    def __call__(self, x):
+        value = self.variable('cache', 'kinds', lambda: None)
+        with self.inside():
+            for lift in (nn.jit, nn.remat, lambda fn: fn):
+                y = lift(lambda m, x: x * m.get_variable('cache', 'kinds')['real'])(
+                    self, x
+                )
+            here = value.value
+            value.value = {**here, 'index': here['index'] + 1}
+        return y, value.value, here
+
+
+def test_leaves_of_all_kinds():
+    kinds = {
+        'real': X,
+        'index': jnp.int32(3),
+        'flag': jnp.array([True, False]),
+        'key': KEY,
+        'half': X.astype(jnp.bfloat16),
+        'complex': X.astype(jnp.complex64),
+        'nothing': None,
+        'list': [X, (jnp.uint8(1),)],
+        'empty': {},
+    }
+
+    def apply(how):
+        def fn(kinds):
+            return Kinds(how).apply({'cache': {'kinds': kinds}}, X, mutable=['cache'])
+
+        return fn
+
+    assert_same(apply('block')(kinds), apply('hand')(kinds))
+
+    def loss(how, real):
+        (y, stored, _), _ = apply(how)({**kinds, 'real': real})
+        return jnp.sum(y), jnp.sum(stored['real'])
+
+    # The input is no part of this: what is read in the block is stopped.
+    assert is_zero(jax.grad(lambda real: loss('block', real)[0])(X))
+    assert_same(jax.grad(lambda real: loss('block', real)[1])(X), jnp.ones_like(X))
+
+
+class SharedArray(Program):
+    """Two variables that hold one array are two variables all the same."""
+
+    @nn.compact
+    def __call__(self, x):
+        with self.inside('a'):
+            y = x * self.see(cache(self, 'a')) + cache(self, 'b')
+
+            def swap(self, x):
+                a, b = self.see(cache(self, 'a')), cache(self, 'b')
+                self.put_variable('cache', 'a', b)
+                self.put_variable('cache', 'b', a)
+                return x
+
+            nn.map_variables(swap, 'cache', mutable=True)(self, x)
+        return y, cache(self, 'a'), cache(self, 'b')
+
+
+def test_two_variables_that_hold_one_array():
+    def run(how):
+        def fn(array, x):
+            variables = {'cache': {'a': array, 'b': array}}
+            out, written = SharedArray(how).apply(variables, x, mutable=['cache'])
+            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+
+        return fn
+
+    check(run, X, jnp.sin(X))
+
+
+@pytest.mark.parametrize('frozen', [False, True])
+def test_the_types_of_dicts_stay(frozen):
+    make = flax.core.freeze if frozen else lambda tree: tree
+    variables = make(
+        {'params': {'part': {'w': W}}, 'cache': {'part': {'memory': X, 'other': X}}}
+    )
+
+    class Types(nn.Module):
+        on: bool
+
+        @nn.compact
+        def __call__(self, x):
+            part = nn.jit(Writer)(name='part')
+            with block('**', self.on, collections=True):
+                part(x, 0)
+                seen = [self.variables, part.variables, part.variables['params']]
+            return seen
+
+    def types(on):
+        seen, written = Types(on).apply(variables, X, mutable=['cache'])
+        return [type(tree) for tree in (*seen, written, written['cache'])]
+
+    assert types(True) == types(False)
+
+
+class OrderedValue(nn.Module):
+    on: bool
+
+    @nn.compact
+    def __call__(self, x):
+        value = self.variable('cache', 'value', lambda: None)
+        with block('**', self.on, collections=True):
+            y = nn.remat(lambda m, x: m.get_variable('cache', 'value')['b'])(self, x)
+            return y, value.value, self.variables
+
+
+@pytest.mark.parametrize('mutable', [False, ['cache']])
+def test_a_value_that_is_an_ordered_dict(mutable):
+    variables = {'cache': {'value': collections.OrderedDict(b=X, a=2 * X)}}
+    actual = OrderedValue(True).apply(variables, X, mutable=mutable)
+    expected = OrderedValue(False).apply(variables, X, mutable=mutable)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+
+
+# Blocks at top level.
+
+
+def test_state_that_goes_from_one_apply_to_the_next():
+    model = Writer()
+
+    def run(how):
+        def fn(variables, x):
+            method = 'halted' if how == 'hand' else '__call__'
+            with block('**', how == 'block', collections=True):
+                y, state = model.apply(
+                    variables, x, 0, mutable=['cache'], method=method
+                )
+                again = {**variables, **state}
+                z, state = model.apply(again, y, 0, mutable=['cache'], method=method)
+            u, after = model.apply({**variables, **state}, z, 0, mutable=['cache'])
+            return {'y': y, 'z': z, 'u': u, 'state': state, 'after': after}
+
+        return fn
+
+    check(run, {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}, X)
+
+
+def test_writes_of_a_bound_module():
+    def run(how):
+        def fn(variables, x):
+            bound = Writer().bind(variables, mutable=['cache'])
+            y = bound(x, 0)
+            with block('**', how == 'block', collections=True):
+                z = bound(x, 0) if how == 'block' else bound.halted(x, 0)
+                inside = bound.variables if how == 'block' else stop(bound.variables)
+            return {
+                'y': y,
+                'z': z,
+                'inside': inside,
+                'after': bound.variables,
+                'u': bound(x, 0),
+            }
+
+        return fn
+
+    check(run, {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}, X)
+
+
+# nn.map_variables writes what it has computed, whether or not the body wrote anything.
+
+
+@pytest.mark.parametrize('mutable', [True, False])
+def test_map_variables_publishes_what_it_computes(mutable):
+    """From stopped values, in a block: as in a program that passes copies by hand."""
+    lifted = nn.map_variables(
+        nn.Dense,
+        'params',
+        lambda t: jax.tree.map(jnp.sin, t),
+        lambda t: jax.tree.map(jnp.arcsin, t),
+        mutable=mutable,
+    )
+
+    class Mapped(nn.Module):
+        on: bool
+
+        @nn.compact
+        def __call__(self, x):
+            part = lifted(3, name='part')
+            with block('part/kernel', self.on):
+                y = part(x)
+            return y, part.variables
+
+    params = {'part': {'kernel': W, 'bias': W[0]}}
+
+    def fn(on, params):
+        (y, stored), written = Mapped(on).apply(
+            {'params': params}, X, mutable=['params']
+        )
+        return {'stored': flat(stored), 'written': flat(written)}, y
+
+    def expected(params):
+        copies = stopped(params, lambda path: path == 'part/kernel' and mutable)
+        out, y = fn(False, copies)
+        return out, y
+
+    assert_same(
+        outputs_and_grads(functools.partial(fn, True), params),
+        outputs_and_grads(expected, params),
+    )
+
+
+# No tracer stays behind.
+
+
+@pytest.mark.usefixtures('leaks')
+@pytest.mark.parametrize('lift', ['jit', 'scan_carried', 'map_cache'])
+def test_no_tracer_is_kept(lift):
+    make, i = LIFTS[lift]
+
+    class Once(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            part = make(Writer)(name='part')
+            with nn.stop_gradient('**', collections=True):
+                return flat((part(x, i), part.variables))
+
+    def loss(variables, x):
+        out, written = Once().apply(variables, x, mutable=True)
+        return jnp.sum(out) + jnp.sum(flat(written))
+
+    jax.eval_shape(jax.grad(loss), variables_of(lift), X)

@@ -1,0 +1,28 @@
+"""Checked by pyright, not run: what type checkers and editors see in flax_sg.linen.
+
+Every `pyright: ignore` here says that the line is an error; one that is not fails too.
+"""
+
+from typing import assert_type
+
+import flax.linen
+
+from flax_sg import linen as nn
+
+assert_type(nn.Dense(3), flax.linen.Dense)
+assert_type(nn.Dense(features=3, use_bias=False).features, int)
+
+
+class Model(nn.Module):
+    """A module written as with flax.linen."""
+
+    width: int
+
+    def setup(self) -> None:
+        self.dense = nn.Dense(self.width, kernel_init=nn.initializers.zeros)
+
+
+assert_type(Model(3).width, int)
+Model(widht=3)  # pyright: ignore[reportCallIssue]
+assert_type(nn.recurrent.GRUCell(3), flax.linen.GRUCell)
+_ = nn.Densse  # pyright: ignore[reportAttributeAccessIssue]
