@@ -42,6 +42,7 @@ _HOOKED: dict[str, tuple[Any, str]] = {
     'make_rng': (Scope, 'make_rng'),
     'invalidate': (Scope, 'invalidate'),
     'partial_pack': (lift, '_partial_pack'),
+    'has_variable': (Module, 'has_variable'),
     'try_setup': (Module, '_try_setup'),
     'getattribute': (Module, '__getattribute__'),
     'getattr': (Module, '__getattr__'),
@@ -274,23 +275,26 @@ def copied_mutable(scope: Scope) -> dict[str, Any]:
 def scratch_scope(
     scope: Scope,
     flags: Mapping[str, Any],
-    mutable: Mapping[str, Any],
-    counters: Mapping[Any, Any] | None,
+    rngs: Mapping[str, Any] | None = None,
+    counters: Mapping[Any, Any] | None = None,
+    mutable: Mapping[str, Any] | None = None,
 ) -> Scope:
-    """A scope of its own that reads as ``scope`` did and into which nothing is lost.
+    """A scope of its own that reads as ``scope`` does and into which nothing is lost.
 
     Args:
         scope: the scope to copy.
         flags: flags to add.
-        mutable: the mutable collections.
-        counters: how often random streams were used; None for never.
+        rngs: the random streams; None for those that it has now.
+        counters: how often they were used; None for never.
+        mutable: the mutable collections; None for what they are now.
     """
     kept = {
         c: t for c, t in stored(scope).items() if not scope.is_mutable_collection(c)
     }
+    written = copied_mutable(scope) if mutable is None else copied(mutable)
     out = Scope(
-        {**kept, **copied(mutable)},
-        rngs=scope.rngs,
+        {**kept, **written},
+        rngs=dict(scope.rngs if rngs is None else rngs),
         name=scope.name,
         mutable=scope.mutable,
         path=scope.path,

@@ -83,6 +83,8 @@ class Block:
         # Paths are strings and compare as such; collections may share their names.
         key = (path.collection, path, path.absolute)
         if key not in self.decisions:
+            if self._asks_functions and not self.decisions and self.where.changed():
+                raise errors.FilterChangedError(self.rewrite_value)
             # Which variables are meant cannot depend on what the block shows of them.
             with thread.only(()) if self._asks_functions else contextlib.nullcontext():
                 results = {atom: atom(path) for atom in self.where.atoms}
@@ -107,6 +109,9 @@ class Block:
 
     def close(self) -> None:
         """Lets go of the owner, which may hold tracers."""
+        if self._asks_functions and self.where.changed():
+            # Some variables may have been judged by what the filter read later.
+            contexts.forget(self.rewrite_value)
         if self.owner is not None:
             self._closed_owner = weakref.ref(self.owner)
             self.owner = None

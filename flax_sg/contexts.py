@@ -13,6 +13,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Hashable
+from typing import Any
 
 _contexts: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
 _told_apart: set[Hashable] = set()
@@ -40,6 +41,17 @@ def number_of(rewrites: Hashable, owners: Hashable) -> int:
         if len(_contexts) > _SIZE:
             _contexts.popitem(last=False)
     return number
+
+
+def forget(rewrite: Hashable) -> None:
+    """Lets nobody find what was traced under this rewrite again."""
+    with _lock:
+        for key in [key for key in _contexts if rewrite in _rewrites_of(key)]:
+            del _contexts[key]
+
+
+def _rewrites_of(key: Any) -> tuple[Hashable, ...]:
+    return key[0] if key and isinstance(key[0], tuple) else key
 
 
 def tell_apart(rewrites: Hashable, owners: Hashable) -> None:

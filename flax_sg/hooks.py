@@ -93,6 +93,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     'make_rng': replays.make_rng,
     'invalidate': _invalidate,
     'partial_pack': writeback.partial_pack,
+    'has_variable': replays.has_variable,
     'try_setup': kept.try_setup,
     'getattribute': kept.getattribute,
     'getattr': kept.getattr_,

@@ -31,10 +31,14 @@ class Start:
     """What ``setup`` of a module began with.
 
     Attributes:
-        counters: how often each random stream of its scope had been used.
-        variables: its mutable collections.
+        scope: the scope of the module; ``nn.share_scope`` gives it another one.
+        rngs: the random streams of the scope, which ``nn.jit`` replaces for a while.
+        counters: how often each of them had been used.
+        variables: the mutable collections of the scope.
     """
 
+    scope: Scope
+    rngs: Mapping[str, Any]
     counters: Mapping[Any, Any]
     variables: Mapping[str, Any]
 
@@ -42,7 +46,16 @@ class Start:
     def of(cls, scope: Scope) -> Start:
         """What a ``setup`` that runs now begins with."""
         counters = _private.copied(scope.rng_counters)
-        return cls(counters, _private.copied_mutable(scope))
+        return cls(scope, dict(scope.rngs), counters, _private.copied_mutable(scope))
+
+    @classmethod
+    def of_nothing(cls, scope: Scope) -> Start:
+        """What the first ``setup`` of a module that is being made began with."""
+        return cls(scope, dict(scope.rngs), dict.fromkeys(scope.rngs, 0), {})
+
+    def is_of(self, scope: Scope) -> bool:
+        """Whether ``scope`` is the one that it tells of, or a rewound copy of that."""
+        return _private.variables_of(scope) is _private.variables_of(self.scope)
 
 
 class _Replay:
@@ -73,6 +86,13 @@ class _Replay:
         if not known and scope.is_mutable_collection(collection):
             self.doubts.append(f'it reads {collection!r}, which may be written since')
 
+    def asks(self, scope: Scope, collection: str) -> None:
+        """The user's code asks whether a variable is there."""
+        known = blocks.root_of(scope).start_is_known
+        if not known and scope.is_mutable_collection(collection):
+            if collection != 'params' or scope.get_flag('initializing', False):
+                self.doubts.append(f'it asks what is in {collection!r}')
+
     def writes(self, scope: Scope, collection: str) -> bool:
         """A variable is about to be written; returns whether it should be."""
         mine = blocks.root_of(scope).scratch
@@ -95,6 +115,17 @@ def make_rng(original: Callable[..., Any]) -> Callable[..., Any]:
         if blocks.thread.replay is not None:
             blocks.thread.replay.draws(self, name if self.has_rng(name) else 'params')
         return key
+
+    return hook
+
+
+def has_variable(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook for ``Module.has_variable``."""
+
+    def hook(self: Any, col: str, name: str) -> bool:
+        if blocks.thread.replay is not None and self.scope is not None:
+            blocks.thread.replay.asks(self.scope, col)
+        return original(self, col, name)
 
     return hook
 
@@ -124,7 +155,7 @@ def derive(
         fault = error
     if start is None and module.scope.get_flag('initializing', False):
         # Everything is being made: it can be made again from nothing.
-        nothing = Start(dict.fromkeys(module.scope.rngs, 0), {})
+        nothing = Start.of_nothing(module.scope)
         try:
             return _derive(module, open_blocks, kept, nothing, until, guessed=True)
         except _UnfaithfulError as error:
@@ -144,14 +175,14 @@ def _derive(
     scope: Scope = module.scope
 
     def scratch_of(copied: Scope) -> Scope:
-        begins = start if copied is scope else None
-        root = blocks.root_of(copied).as_scratch(start_is_known=begins is not None)
-        mutable = (
-            _private.copied_mutable(copied) if begins is None else begins.variables
-        )
-        counters = None if begins is None else begins.counters
+        begins = start is not None and start.is_of(copied)
+        root = blocks.root_of(copied).as_scratch(start_is_known=begins)
         flags = {blocks.ROOT_FLAG: root}
-        return _private.scratch_scope(copied, flags, mutable, counters)
+        if not begins:
+            return _private.scratch_scope(copied, flags)
+        return _private.scratch_scope(
+            copied, flags, start.rngs, start.counters, start.variables
+        )
 
     with _private.in_trace_of_scope(scope), blocks.thread.only(open_blocks):
         tops, scopes = _private.copy_scopes(_private.scopes_of(module), scratch_of)
@@ -165,8 +196,9 @@ def _derive(
     for doubt in doubts:
         raise _UnfaithfulError(doubt)
     if until is None:
-        seen_to_begin = {scope} if start is not None and not guessed else set()
-        _check_streams((c, s) for s, c in tops.items() if s not in seen_to_begin)
+        seen = None if guessed else start
+        unseen = [s for s in tops if seen is None or not seen.is_of(s)]
+        _check_streams((tops[s], s) for s in unseen)
     for copied in tops.values():
         copied.invalidate()
     back = reach.Back(_pairs(scratch, module))

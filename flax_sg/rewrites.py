@@ -67,7 +67,9 @@ class Rewrite:
     ) -> None:
         mine = [b for b in blocks.thread.blocks if b.source is self]
         if mine:
-            extents.close_block(mine[-1], judge=exc_type is None)
+            # One value may be open in a suspended generator and around it.
+            here = [block for block in mine if block.is_here() is None]
+            extents.close_block((here or mine)[-1], judge=exc_type is None)
         elif exc_type is None or exc_type is GeneratorExit:
             blocks.abandon(self)
             raise errors.BlockOrderError(self, 'it is not open in this thread')

@@ -116,6 +116,18 @@ class Root:
         scratch.start_is_known = start_is_known
         return scratch
 
+    def within(
+        self,
+        covered: tuple[Block, ...],
+        handed: Mapping[Key, Any],
+        selected: frozenset[Key],
+    ) -> Root:
+        """The same tree in the body of a lifted transform."""
+        inner = Root(self.tree, covered, handed, selected)
+        inner.scratch = self.scratch
+        inner.start_is_known = self.start_is_known
+        return inner
+
     # A root travels in the flags of scopes, which ``nn.jit`` hashes to tell modules
     # apart. What a root holds is told apart by JAX's own cache keys.
     def __eq__(self, other: object) -> bool:

@@ -37,7 +37,7 @@ def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
     def hook(scope_tree: Any, *args: Any, **kwargs: Any) -> Any:
         packed = original(scope_tree, *args, **kwargs)
         open_blocks = blocks.active()
-        if not open_blocks:
+        if not open_blocks and blocks.thread.replay is None:
             return packed
         name = kwargs.get('name', args[3] if len(args) > 3 else None)
         lift = _Lift(
@@ -159,9 +159,7 @@ class _Lift:
                 # A name that does not exist outside: ``nn.map_variables`` made it.
                 if key not in self.stored[index] or self._selected(index, key)
             )
-            root = views.Root(
-                self.roots[index].tree, self.open_blocks, handed, selected
-            )
+            root = self.roots[index].within(self.open_blocks, handed, selected)
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
 
     def _judge(

@@ -6,6 +6,9 @@ import hypothesis
 import jax
 import pytest
 
+# For pyright to read. Doctests would import it, and it has errors on purpose.
+collect_ignore = ['typed_linen.py']
+
 # The same examples on every run and machine; no limit of time, since JAX compiles.
 hypothesis.settings.register_profile(
     'deterministic', derandomize=True, deadline=None, database=None

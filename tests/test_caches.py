@@ -18,7 +18,7 @@ import pytest
 from jax import lax
 
 import oracle
-from flax_sg import filters, rewrites, rules
+from flax_sg import errors, filters, rewrites, rules
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -628,6 +628,40 @@ def test_a_list_that_changes_in_the_block_holds_from_the_next_block_on():
     assert not oracle.is_zero(first['dense']['bias'])
     assert oracle.is_zero(second['dense']['bias'])
     assert not oracle.is_zero(second['dense']['kernel'])
+
+
+def test_a_list_that_changes_before_the_first_read_raises():
+    """A program compiled for the old list would be found, one for the new one kept."""
+    step, names = _train_step(), ['kernel']
+    where = nn.stop_gradient(lambda path: path.name in names, unused='ignore')
+    with where:
+        step(PARAMS, X)
+    with pytest.raises(errors.FilterChangedError, match='before the block'), where:
+        names[0] = 'bias'
+        jax.jit(apply)(PARAMS, X)
+    # Nothing of that is left.
+    with where:
+        _assert_trained(PARAMS, step(PARAMS, X), {'kernel'})
+    names[0] = 'kernel'
+    with where:
+        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
+
+
+def test_a_program_traced_under_a_list_that_changed_is_not_found_again():
+    names = ['kernel']
+    where = nn.stop_gradient(lambda path: path.name in names, unused='ignore')
+    loss = jax.jit(jax.grad(lambda p: jnp.sum(apply(p, X))))
+
+    def frozen():
+        return {k for k, g in loss(PARAMS)['dense'].items() if not jnp.any(g)}
+
+    with where:
+        fnn.Dense(3).apply({'params': PARAMS['dense']}, X)  # Asks for other paths.
+        names.append('bias')
+        assert frozen() == {'kernel', 'bias'}
+    names.remove('bias')
+    with where:
+        assert frozen() == {'kernel'}
 
 
 FROZEN = 'kernel'

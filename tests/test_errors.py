@@ -471,6 +471,7 @@ CLASSES = [
 BUILTIN = {
     'FilterTypeError': TypeError,
     'FilterValueError': ValueError,
+    'FilterChangedError': RuntimeError,
     'TreeFilterError': ValueError,
     'TracerInFilterError': TypeError,
     'UnusedFilterError': ValueError,
@@ -505,7 +506,11 @@ def test_every_class_shows_a_program():
 
 def test_every_class_is_raised_somewhere():
     tested = {cls for _, cls, _ in CASES.values()}
-    elsewhere = {errors.TracerInFilterError, errors.KeptValueError}
+    elsewhere = {
+        errors.TracerInFilterError,
+        errors.KeptValueError,
+        errors.FilterChangedError,
+    }
     assert tested | elsewhere == set(CLASSES)
 
 

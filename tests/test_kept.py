@@ -1127,23 +1127,13 @@ def initialization_is_that_without_blocks(make):
     oracle.assert_same(actual, staged(init(plain(program)))(*args))
 
 
-# Init values of these come out changed where a block is open during ``init``: setup
-# uses a child that is itself lifted, or asks whether a variable is there. To be mended.
-CHANGED_AT_INIT = ('lifted', 'call of a lifted child', 'asks whether it is there')
-
-
-def kept_at_init(table):
-    names = [name for name in table if name not in CHANGED_AT_INIT]
-    return pytest.mark.parametrize('make', [table[name] for name in names], ids=names)
-
-
-@kept_at_init(ROUTES)
+@routes
 def test_initialization_is_that_without_blocks(make):
     initialization_is_that_without_blocks(make)
     initialization_is_that_without_blocks(outer(make))
 
 
-@kept_at_init(DOUBTFUL)
+@doubtful
 def test_initialization_is_right_or_an_error(make):
     with contextlib.suppress(errors.KeptValueError):
         initialization_is_that_without_blocks(make)

@@ -176,6 +176,12 @@ class Predicate(Atom):
         now = Predicate(self.fn)
         return self if now == self else now
 
+    def changed(self) -> bool:
+        """Whether what it reads is not what it was when the key was taken."""
+        key = functions.function_key(self.fn)
+        # One that cannot be compared is equal to no other in the first place.
+        return key != self._key and not isinstance(key, functions.Incomparable)
+
     def _matches(self, path: Path) -> bool:
         try:
             result = self.fn(path)

@@ -68,6 +68,10 @@ class Filter(abc.ABC):
         same = all(new is old for new, old in zip(parts, self._parts, strict=True))
         return self if same else self._with_parts(parts)
 
+    def changed(self) -> bool:
+        """Whether what its functions read has changed; see ``Predicate``."""
+        return any(part.changed() for part in self._parts)
+
     def explain(self, paths: Sequence[Path], owner: Owner) -> list[str]:
         """Says in lines why the filter may match none of these paths.
 
