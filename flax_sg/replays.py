@@ -89,9 +89,10 @@ class _Replay:
     def asks(self, scope: Scope, collection: str) -> None:
         """The user's code asks whether a variable is there."""
         known = blocks.root_of(scope).start_is_known
-        if not known and scope.is_mutable_collection(collection):
-            if collection != 'params' or scope.get_flag('initializing', False):
-                self.doubts.append(f'it asks what is in {collection!r}')
+        # Parameters are there from the start, but where they are being made.
+        fixed = collection == 'params' and not scope.get_flag('initializing', False)
+        if not (known or fixed) and scope.is_mutable_collection(collection):
+            self.doubts.append(f'it asks what is in {collection!r}')
 
     def writes(self, scope: Scope, collection: str) -> bool:
         """A variable is about to be written; returns whether it should be."""
@@ -175,10 +176,10 @@ def _derive(
     scope: Scope = module.scope
 
     def scratch_of(copied: Scope) -> Scope:
-        begins = start is not None and start.is_of(copied)
-        root = blocks.root_of(copied).as_scratch(start_is_known=begins)
+        known = start is not None and start.is_of(copied)
+        root = blocks.root_of(copied).as_scratch(start_is_known=known)
         flags = {blocks.ROOT_FLAG: root}
-        if not begins:
+        if start is None or not known:
             return _private.scratch_scope(copied, flags)
         return _private.scratch_scope(
             copied, flags, start.rngs, start.counters, start.variables
