@@ -13,6 +13,14 @@ collect_ignore = ['typed_linen.py']
 hypothesis.settings.register_profile(
     'deterministic', derandomize=True, deadline=None, database=None
 )
+# Other examples at each run, and many: `--hypothesis-profile=long`.
+hypothesis.settings.register_profile(
+    'long',
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
 hypothesis.settings.load_profile('deterministic')
 
 

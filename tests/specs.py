@@ -1,0 +1,324 @@
+"""Descriptions of random models: values that say what a model is, and draws of them.
+
+A description is interpreted twice, with flax_sg and with stops written by hand; see
+``interpreters.py``. All models map an array of shape (2, 4) to one of that shape, so
+that any module may stand anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from flax_sg import filters
+
+# Filters: what is meant, said twice. ``takes`` knows nothing of flax_sg.
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """A filter.
+
+    Attributes:
+        kind: ``'all'``, ``'names'`` (the variable's own name is one of these),
+            ``'under'`` (a component of its path is one of these), ``'not'``,
+            ``'any'`` or ``'both'``.
+        names: the names.
+        parts: what the last three combine.
+        style: how it is written for flax_sg.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+    parts: tuple[Where, ...] = ()
+    style: str = 'predicate'
+
+    def takes(self, parts: tuple[str, ...]) -> bool:
+        """Whether the variable with this path, relative to the owner, is meant."""
+        if self.kind == 'all':
+            return True
+        if self.kind == 'names':
+            return parts[-1] in self.names
+        if self.kind == 'under':
+            return any(part in self.names for part in parts[:-1])
+        taken = [part.takes(parts) for part in self.parts]
+        if self.kind == 'not':
+            return not taken[0]
+        return any(taken) if self.kind == 'any' else all(taken)
+
+    def filter(self) -> Any:
+        """The same for flax_sg; a fresh value at each call."""
+        if self.kind == 'all':
+            return True
+        if self.parts:
+            made = [filters.as_filter(part.filter()) for part in self.parts]
+            if self.kind == 'not':
+                return ~made[0]
+            return made[0] | made[1] if self.kind == 'any' else made[0] & made[1]
+        names = self.names
+        if self.style == 'glob':
+            # Outside of the owner a path starts with '/', and '**' begins within.
+            ends = '**/{}' if self.kind == 'names' else '**/{}/**'
+            return [ends.format(name) for name in names]
+        if self.style == 'regex':
+            one = '|'.join(map(re.escape, names))
+            ends = rf'(.*/)?({one})'
+            return re.compile(ends if self.kind == 'names' else rf'{ends}/.*')
+        if self.kind == 'names':
+            return lambda path: path.name in names
+        return lambda path: any(part in names for part in path.parts[:-1])
+
+
+# Names that variables and modules in the models have.
+VARIABLES = ('w', 'b', 'kernel', 'bias', 'scale', 'A', 'p0', 'p1')
+MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'query', 'shared')
+
+
+# Modules.
+
+LEAVES = (
+    *('affine', 'kept', 'dense', 'norm', 'dropout', 'attention', 'rnn', 'boxed'),
+    *('sower', 'lora', 'list', 'scoped', 'batch_norm', 'record'),
+)
+# What keeps no state and draws no numbers: some transforms take nothing else.
+STATELESS = ('affine', 'kept', 'dense', 'norm', 'attention', 'rnn', 'boxed', 'lora')
+METHODS = ('__call__', 'other')
+
+WRAPS = ('remat', 'jit', 'scan', 'vmap', 'stop')
+LIFTS = (
+    *('remat', 'jit', 'scan', 'vmap', 'cond', 'switch', 'while_loop'),
+    *('map_variables', 'custom_vjp', 'vjp'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A module that holds no blocks.
+
+    Attributes:
+        kind: one of ``LEAVES``.
+    """
+
+    kind: str
+
+    @property
+    def stateless(self) -> bool:
+        """Whether it keeps no state and draws no random numbers."""
+        return self.kind in STATELESS
+
+
+@dataclasses.dataclass(frozen=True)
+class Kid:
+    """A submodule of a composite module.
+
+    Attributes:
+        spec: what it is.
+        place: where it is kept: ``'attribute'``, ``'list'``, ``'dict'``.
+        wraps: transforms of its class, innermost first; ``'stop'`` is a lifted class.
+        where: what the lifted class stops.
+        shares: whether it is handed the composite's shared module in a field.
+    """
+
+    spec: Leaf | Composite
+    place: str = 'attribute'
+    wraps: tuple[str, ...] = ()
+    where: Where = dataclasses.field(default_factory=lambda: Where('all'))
+    shares: bool = False
+
+    @property
+    def stateless(self) -> bool:
+        """Whether it keeps no state and draws no random numbers."""
+        return self.spec.stateless
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """Calls a method of a submodule.
+
+    Attributes:
+        kid: which.
+        method: one of ``METHODS``.
+        closure: whether a local function reaches it.
+        lift: a transform of a function of the submodule, or ``''``.
+    """
+
+    kid: int
+    method: str = '__call__'
+    closure: bool = False
+    lift: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """Reads a parameter of the module itself: ``'p0'`` or ``'p1'``."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """Adds what the statements make to what they were given."""
+
+    body: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Calls the module that was handed in, if there is one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block around statements.
+
+    Attributes:
+        where: what it stops.
+        body: the statements.
+        raises: whether an exception leaves it at its end.
+        positive: whether it is ``train_only`` of the complement.
+    """
+
+    where: Where
+    body: tuple[Any, ...]
+    raises: bool = False
+    positive: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Composite:
+    """A module with submodules and statements.
+
+    Attributes:
+        style: ``'setup'`` or ``'compact'``.
+        kids: its submodules.
+        body: its statements.
+    """
+
+    style: str
+    kids: tuple[Kid, ...]
+    body: tuple[Any, ...]
+
+    @property
+    def stateless(self) -> bool:
+        """Whether it keeps no state and draws no random numbers."""
+        return all(kid.stateless for kid in self.kids)
+
+
+def statements(body: Sequence[Any]) -> list[Any]:
+    """All statements in a body, those inside others included."""
+    found = []
+    for item in body:
+        found += [item, *statements(getattr(item, 'body', ()))]
+    return found
+
+
+def any_statement(spec: Leaf | Composite, test: Callable[[Any], bool]) -> bool:
+    """Whether a statement of this kind is anywhere in a model."""
+    if isinstance(spec, Leaf):
+        return False
+    mine = any(test(item) for item in statements(spec.body))
+    return mine or any(any_statement(kid.spec, test) for kid in spec.kids)
+
+
+# Draws.
+
+
+def wheres(depth: int = 1) -> st.SearchStrategy[Where]:
+    """Filters."""
+    styles = st.sampled_from(['predicate', 'glob', 'regex'])
+
+    def some(names: Sequence[str]) -> st.SearchStrategy[tuple[str, ...]]:
+        lists = st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True)
+        return lists.map(sorted).map(tuple)
+
+    simple = st.one_of(
+        st.just(Where('all')),
+        st.builds(Where, st.just('names'), some(VARIABLES), style=styles),
+        st.builds(Where, st.just('under'), some(MODULES), style=styles),
+    )
+    if not depth:
+        return simple
+    inner = wheres(depth - 1)
+    return st.one_of(
+        simple,
+        st.builds(Where, st.just('not'), parts=st.tuples(inner)),
+        st.builds(
+            Where, st.sampled_from(['any', 'both']), parts=st.tuples(inner, inner)
+        ),
+    )
+
+
+@st.composite
+def kids(draw: st.DrawFn, depth: int) -> Kid:
+    """Submodules."""
+    if depth and draw(st.booleans()):
+        spec: Any = draw(composites(depth - 1))
+    else:
+        spec = Leaf(draw(st.sampled_from(LEAVES)))
+    wraps = draw(st.lists(st.sampled_from(WRAPS), max_size=2).map(tuple))
+    mapped = [wrap for wrap in wraps if wrap in ('scan', 'vmap')]
+    # A module inside one that is handed in would be made by each of the copies.
+    shares = isinstance(spec, Composite) and not mapped and draw(st.booleans())
+    place = draw(st.sampled_from(['attribute', 'list', 'dict']))
+    return Kid(spec, place, wraps, draw(wheres(0)), shares)
+
+
+@st.composite
+def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...]:
+    """Statements."""
+
+    def use() -> Use:
+        index = draw(st.integers(0, len(kids) - 1))
+        kid = kids[index]
+        if kid.spec == Leaf('kept') and not kid.wraps and draw(st.booleans()):
+            return Use(index, 'other', draw(st.booleans()))
+        lift = ''
+        # Flax sets a module up in a lifted function: before its class maps over it.
+        mapped = {'scan', 'vmap'} & set(kid.wraps)
+        if kid.place == 'attribute' and not (kid.shares or mapped):
+            # Some take no state, and ``nn.jit`` does not go into all of them.
+            plain = kid.stateless and 'jit' not in kid.wraps
+            lift = draw(
+                st.sampled_from(('', *LIFTS) if plain else ('', 'remat', 'jit'))
+            )
+        return Use(index, closure=draw(st.booleans()), lift=lift)
+
+    out: list[Any] = []
+    for _ in range(draw(st.integers(1, 3))):
+        choice = draw(st.integers(0, 9))
+        if choice < 4 or (not nesting and choice > 5):
+            out.append(use())
+        elif choice == 4:
+            out.append(Own(draw(st.sampled_from(['p0', 'p1']))))
+        elif choice == 5:
+            out.append(Shared())
+        elif choice == 6:
+            out.append(Residual(draw(bodies(kids, nesting - 1))))
+        else:
+            body = draw(bodies(kids, nesting - 1))
+            flags = draw(st.booleans()), draw(st.booleans())
+            out.append(Block(draw(wheres()), body, *flags))
+    return tuple(out)
+
+
+@st.composite
+def composites(draw: st.DrawFn, depth: int) -> Composite:
+    """Modules with submodules."""
+    made = draw(st.lists(kids(depth), min_size=1, max_size=3).map(tuple))
+    style = draw(st.sampled_from(['setup', 'compact']))
+    return Composite(style, made, draw(bodies(made, 2)))
+
+
+@st.composite
+def models(draw: st.DrawFn, depth: int = 2) -> Composite:
+    """Models with at least one block."""
+    model = draw(composites(depth))
+    blocks = any_statement(model, lambda item: isinstance(item, Block))
+    if not blocks:
+        everything = Block(draw(wheres()), model.body)
+        model = dataclasses.replace(model, body=(*model.body, everything))
+    return model
