@@ -359,9 +359,11 @@ def _stopping(cls: Any, by_hand: bool, where: specs.Where, closed: bool) -> Any:
         return nn.stop_gradient(cls, where.filter(), unused='ignore')
 
     def call(self, x):
-        with hand.block(self, where):
-            with hand.copied(self) if closed else contextlib.nullcontext():
-                return cls.__call__(self, x)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(hand.block(self, where))
+            if closed:
+                stack.enter_context(hand.copied(self))
+            return cls.__call__(self, x)
 
     return type(cls.__name__, (cls,), {'__call__': nn.nowrap(call)})
 
@@ -529,11 +531,11 @@ class Composite(linen.Module):
                 return self._call(True, '__call__', self.shared, x)
             case specs.Block():
                 results = []
-                with contextlib.suppress(StopError):
-                    with block(self, self.by_hand, item.where, item.positive):
-                        results.append(self._run(item.body, kids, x))
-                        if item.raises:
-                            raise StopError
+                held = block(self, self.by_hand, item.where, item.positive)
+                with contextlib.suppress(StopError), held:
+                    results.append(self._run(item.body, kids, x))
+                    if item.raises:
+                        raise StopError
                 return results[0]
         raise TypeError(item)
 
