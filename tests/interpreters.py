@@ -56,7 +56,7 @@ class _Hand:
         self.stops: tuple[_Stop, ...] = ()
         self.around: tuple[_Stop, ...] = ()
         self._copies: dict[Any, tuple[Any, Any]] = {}
-        self._derived: dict[Any, tuple[Any, Any]] = {}
+        self._derived: dict[Any, list[tuple[Any, Any, Any]]] = {}
 
     def begin(self) -> None:
         """Forgets the copies of another program."""
@@ -95,10 +95,14 @@ class _Hand:
         """What ``setup`` derives: once of stored values, once of those in a block."""
         copies = {id(copy) for _, copy in self._copies.values()}
         where = self.around if copies & {id(value) for value in values} else ()
-        key = (fn, where, *map(id, values))
-        if key not in self._derived:
-            self._derived[key] = (values, fn(*values))
-        return self._derived[key][1]
+        known = self._derived.setdefault((fn, where, *map(id, values)), [])
+        # ``nn.cond`` and ``nn.switch`` close over variables, in each of the branches.
+        now = _private.current_trace()
+        for trace, _, result in known:
+            if trace == now:
+                return result
+        known.append((now, values, fn(*values)))
+        return known[-1][2]
 
     @contextlib.contextmanager
     def copied(self, module: linen.Module) -> Generator[None]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from flax_sg import filters
@@ -224,6 +225,11 @@ def any_statement(spec: Leaf | Composite, test: Callable[[Any], bool]) -> bool:
     return mine or any(any_statement(kid.spec, test) for kid in spec.kids)
 
 
+def lifts(spec: Leaf | Composite, name: str) -> bool:
+    """Whether a function is lifted with this transform anywhere in a model."""
+    return any_statement(spec, lambda item: getattr(item, 'lift', '') == name)
+
+
 # Draws.
 
 
@@ -321,4 +327,6 @@ def models(draw: st.DrawFn, depth: int = 2) -> Composite:
     if not blocks:
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
+    # One has no derivative backwards, the other none forwards.
+    assume(not all(lifts(model, name) for name in ('while_loop', 'custom_vjp')))
     return model
