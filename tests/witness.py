@@ -46,6 +46,7 @@ class Copy(rules.Rule):
     """Reads are seen as copies: another object, the same value and gradient."""
 
     name: ClassVar[str] = 'copy'
+    asks_path: ClassVar[bool] = False
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns a copy of an array, anything else as it is."""
@@ -66,6 +67,9 @@ BLOCKS = {
 MODES = tuple(f'{extent}-{block}' for extent in ('test', 'method') for block in BLOCKS)
 
 
+_TRANSFORMS = 'tests/linen/linen_transforms_test.py::TransformTest::'
+
+
 @dataclasses.dataclass(frozen=True)
 class Expected:
     """Tests whose outcome a block does change, and why it may."""
@@ -75,7 +79,19 @@ class Expected:
     tests: Collection[str]
 
 
-EXPECTED: tuple[Expected, ...] = ()
+EXPECTED = (
+    Expected(
+        'it counts traces of nn.jit while parameters are made: a filter that asks for '
+        'names may tell apart what modules of different names make.',
+        modes=('test-never', 'method-never'),
+        tests=(
+            f'{_TRANSFORMS}test_jit_scan_retracing_retracing scan',
+            f'{_TRANSFORMS}test_jit_scan_retracing_simple scan',
+            f'{_TRANSFORMS}test_jit_stateful_submodules_class',
+            f'{_TRANSFORMS}test_jit_stateful_submodules_method',
+        ),
+    ),
+)
 
 
 # As a plugin of pytest.
@@ -281,21 +297,19 @@ def main(argv: Sequence[str]) -> int:
     checkout = given.checkout.resolve()
     if fault := check_checkout(checkout):
         sys.exit(fault)
-    results: dict[str, Comparison] = {}
     plain: Outcomes = {}
+    faults = 0
     for mode in ('plain', *modes):
         print(f'\n== {mode}', flush=True)
         start = time.monotonic()
         outcomes = run_tests(checkout, mode, options)
-        print(f'{time.monotonic() - start:.0f} seconds', flush=True)
         plain = plain or outcomes
         folders = FOLDERS[mode.partition('-')[0]]
         before = {test: plain[test] for test in plain if test.startswith(folders)}
-        results[mode] = Comparison.of(before, outcomes, reasons_for(mode))
-    print()
-    for mode, comparison in results.items():
-        print(f'{mode}: {comparison}')
-    return int(any(comparison.faults for comparison in results.values()))
+        comparison = Comparison.of(before, outcomes, reasons_for(mode))
+        print(f'{mode}, {time.monotonic() - start:.0f} s: {comparison}', flush=True)
+        faults += len(comparison.faults)
+    return int(faults > 0)
 
 
 if __name__ == '__main__':
