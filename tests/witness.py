@@ -67,6 +67,7 @@ BLOCKS = {
 MODES = tuple(f'{extent}-{block}' for extent in ('test', 'method') for block in BLOCKS)
 
 
+_NORMALIZATION = 'tests/linen/linen_test.py::NormalizationTest::'
 _TRANSFORMS = 'tests/linen/linen_transforms_test.py::TransformTest::'
 
 
@@ -90,6 +91,28 @@ EXPECTED = (
             f'{_TRANSFORMS}test_jit_stateful_submodules_class',
             f'{_TRANSFORMS}test_jit_stateful_submodules_method',
         ),
+    ),
+    Expected(
+        'it trains the parameters or looks at their gradient.',
+        modes=('test-stop', 'method-stop'),
+        tests=(
+            f'{_NORMALIZATION}test_spectral_norm_train1',
+            f'{_NORMALIZATION}test_spectral_norm_train2',
+            f'{_NORMALIZATION}test_weight_norm_train0',
+            f'{_NORMALIZATION}test_weight_norm_train1',
+            f'{_NORMALIZATION}test_weight_norm_train2',
+            f'{_TRANSFORMS}test_custom_vjp',
+        ),
+    ),
+    Expected(
+        'it counts the flops of a backward pass, of which a part is gone.',
+        modes=('test-stop', 'method-stop'),
+        tests=('tests/linen/summary_test.py::SummaryTest::test_partitioned_params',),
+    ),
+    Expected(
+        'it differentiates a method by the parameters, from outside of the block.',
+        modes=('method-stop',),
+        tests=(f'{_TRANSFORMS}test_jvp', f'{_TRANSFORMS}test_vjp'),
     ),
 )
 
