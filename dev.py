@@ -72,6 +72,12 @@ def versions(*args):
     return int(any(results.values()))
 
 
+def witness(*args):
+    """Run Flax's own tests with blocks around: CHECKOUT [--modes A,B] [-k name]."""
+    # In the caller's folder, which the path of the checkout may be relative to.
+    return run(development_env(), ROOT / 'tests/witness.py', *args, cwd=None)
+
+
 def wheel(*args):
     """Build dist/*.whl."""
     command = ['-m', 'pip', 'wheel', '--no-deps', '-w', 'dist', '.']
@@ -85,9 +91,9 @@ def pytest(python, options):
     return run(python, '-m', 'pytest', *([] if options else workers), *options)
 
 
-def run(*command, **options):
-    """Runs a command in the project's root and returns its exit status."""
-    return subprocess.run([str(c) for c in command], cwd=ROOT, **options).returncode
+def run(*command, cwd=ROOT, **options):
+    """Runs a command, in the project's root by default; returns its exit status."""
+    return subprocess.run([str(c) for c in command], cwd=cwd, **options).returncode
 
 
 def python_version(python):
@@ -187,7 +193,7 @@ def package_index():
     return configured or 'https://pypi.org/simple'
 
 
-COMMANDS = {f.__name__: f for f in (demo, test, lint, ci, versions, wheel)}
+COMMANDS = {f.__name__: f for f in (demo, test, lint, ci, versions, witness, wheel)}
 
 if __name__ == '__main__':
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:

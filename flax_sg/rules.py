@@ -27,6 +27,8 @@ class Rule(abc.ABC):
 
     name: ClassVar[str]
     """The name in reprs and in the debug paths of Flax's scopes."""
+    asks_path: ClassVar[bool] = True
+    """Whether what a reader sees depends on the path, not on the leaf alone."""
 
     @abc.abstractmethod
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
@@ -50,6 +52,7 @@ class StopGradient(Rule):
     """Reads are seen through ``jax.lax.stop_gradient``."""
 
     name: ClassVar[str] = 'stop_gradient'
+    asks_path: ClassVar[bool] = False
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""

@@ -229,19 +229,20 @@ class _Lift:
         )
 
     def _with_names(self, groups: Groups) -> Groups:
+        asking = [block for block in self.open_blocks if _asks_names(block)]
         # What may be written need not be there yet.
         writable = any(
             not is_filter_empty(
                 intersect_filters(scope.mutable, block.rewrite_value.collections)
             )
             for scope in self.scopes
-            for block in self.open_blocks
+            for block in asking
         )
         if not (self.is_jit and writable and groups and groups[0]):
             return groups
         names = nodes.Names(
             tuple(
-                tuple(block.names(root, scope.path) for block in self.open_blocks)
+                tuple(block.names(root, scope.path) for block in asking)
                 for scope, root in zip(self.scopes, self.roots, strict=True)
             )
         )
@@ -254,6 +255,11 @@ class _Lift:
         first, *rest = groups[0]
         first = {col: tree for col, tree in first.items() if col != _MARK}
         return ((first, *rest), *groups[1:])
+
+
+def _asks_names(block: blocks.Block) -> bool:
+    """Whether a block may show two variables of different names differently."""
+    return bool(block.where.atoms) or block.rewrite_value.rule.asks_path
 
 
 def _origin(handed: Any, value: Any) -> tuple[int | None, ...]:

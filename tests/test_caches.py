@@ -4,6 +4,7 @@ Every expected gradient is that of the same program on weights that were stopped
 hand (``oracle``). Traces are counted by the Python that runs when there is one.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -851,6 +852,68 @@ def test_a_variable_written_and_read_in_one_jitted_class_at_different_paths():
     ]
     for where, expected in cases:
         assert scale(Model(where)) == expected
+
+
+class Taps(fnn.Module):
+    """Makes a parameter of what it is given, and reads it."""
+
+    @fnn.compact
+    def __call__(self, x):
+        TRACES.append(None)
+        return x + self.param('w', lambda key, x: 2.0 * x, x)
+
+
+@pytest.mark.parametrize(
+    ('where', 'traces', 'gradient'),
+    [
+        (None, 1, 27.0),
+        (True, 1, 1.0),
+        (False, 1, 27.0),
+        (~filters.as_filter([]), 1, 1.0),
+        # A filter of names may tell apart what is made at different paths.
+        ('b/w', 3, 9.0),
+    ],
+)
+def test_what_jitted_modules_make_shares_a_trace_unless_names_tell_it_apart(
+    where: Any, traces: int, gradient: float
+):
+    jitted = fnn.jit(Taps)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            for name in 'abc':
+                x = jitted(name=name)(x)
+            return jnp.sum(x)
+
+    def make(x):
+        return Model().init_with_output(jax.random.key(0), x)[0]
+
+    around = contextlib.nullcontext() if where is None else nn.stop_gradient(where)
+    with around:
+        found = jax.grad(make)(X)
+    assert len(TRACES) == traces
+    oracle.assert_same(found, jnp.full_like(X, gradient))
+
+
+def test_a_rule_that_asks_for_the_path_tells_jitted_modules_apart():
+    @dataclasses.dataclass(frozen=True)
+    class FirstIsZero(rules.Rule):
+        name = 'first_is_zero'
+
+        def __call__(self, path, leaf):
+            return jnp.zeros_like(leaf) if path == 'a/w' else leaf
+
+    jitted = fnn.jit(Taps)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return [jitted(name=name)(x) for name in 'ab']
+
+    with rewrites.Rewrite(filters.as_filter(True), FirstIsZero()):
+        found, _ = Model().init_with_output(jax.random.key(0), X)
+    oracle.assert_same(found, [X, X + 2.0 * X])
 
 
 def test_one_jitted_function_called_by_modules_at_different_paths():

@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import itertools
+import operator
 import pickle
 import re
 from typing import Any
@@ -560,6 +561,62 @@ class AsyncCall:
         return True
 
 
+def no_path() -> bool:
+    return True
+
+
+def path_and_leaf(path: str, leaf: object) -> bool:
+    return True
+
+
+def a_method(self: object, x: object) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ('fn', 'said'),
+    [
+        (no_path, 'Predicate(no_path at test_filters.py:{}) {}: it is () -> bool.'),
+        (
+            path_and_leaf,
+            'Predicate(path_and_leaf at test_filters.py:{}) {}: it is '
+            '(path: str, leaf: object) -> bool.',
+        ),
+        (
+            a_method,
+            'Predicate(a_method at test_filters.py:{}) {}: it is '
+            '(self: object, x: object) -> bool.',
+        ),
+    ],
+)
+def test_functions_of_anything_but_a_path_are_refused_at_once(fn, said):
+    # Among them what stands below a decorator that was given no filter.
+    with pytest.raises(errors.FilterTypeError) as error_info:
+        as_filter(fn)
+    line = fn.__code__.co_firstlineno
+    assert str(error_info.value).splitlines() == [
+        said.format(line, 'cannot be called with a path'),
+        'Expected: a function of the path alone, such as '
+        "lambda path: path.startswith('gln').",
+        'Fix: to lift a function of a module, write nn.stop_gradient(fn, where); as a '
+        'decorator, @nn.stop_gradient(where).',
+    ]
+
+
+@pytest.mark.parametrize(
+    'fn',
+    [
+        lambda path, name='kernel': path.name == name,
+        lambda *paths: paths[0].name == 'kernel',
+        functools.partial(lambda name, path: path.name == name, 'kernel'),
+        operator.methodcaller('endswith', '/kernel'),
+    ],
+)
+def test_functions_that_can_be_called_with_a_path_are_taken(fn):
+    kernel, bias = (Path.of('params', ('a', name)) for name in ('kernel', 'bias'))
+    assert [as_filter(fn)(path) for path in (kernel, bias)] == [True, False]
+
+
 @pytest.mark.parametrize(
     'fn, problem',
     [
@@ -903,6 +960,13 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         ENC,
         "it is True for the absolute path 'enc/gln_0/kernel', which is "
         "'gln_0/kernel' here. Ask for path.absolute.",
+    ),
+    'predicate on a tuple': (
+        lambda p: p[0] == 'gln_0',
+        MET,
+        ENC,
+        "it is True for the tuple ('gln_0', 'kernel'), and a path is a str. "
+        'Ask for path.parts.',
     ),
     'predicate': (lambda p: p.startswith('glm'), MET, ENC, None),
     'tree of False': (

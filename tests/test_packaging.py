@@ -70,7 +70,7 @@ def test_the_demo_is_an_extra(metadata: email.message.Message):
 
 def test_dev_brings_every_extra(metadata: email.message.Message):
     extras = set(metadata.get_all('Provides-Extra', []))
-    assert extras == {'demo', 'test', 'lint', 'dev'}
+    assert extras == {'demo', 'test', 'lint', 'witness', 'dev'}
     dev = set().union(*(requirements(metadata, extra) for extra in extras - {'dev'}))
     assert requirements(metadata, 'dev') == dev
 

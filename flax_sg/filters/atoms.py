@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -142,8 +142,8 @@ class Predicate(Atom):
     (True, False)
 
     Raises:
-        FilterTypeError: if the function is async or a generator, or, when called, if
-            it returns anything but a bool.
+        FilterTypeError: if the function is async or a generator, takes anything but
+            one path, or, when called, returns anything but a bool.
         TracerInFilterError: if it reads a traced value.
     """
 
@@ -159,6 +159,14 @@ class Predicate(Atom):
                 raise self._type_error('is async: it returns no bool')
             if inspect.isgeneratorfunction(fn):
                 raise self._type_error('is a generator function: it returns no bool')
+        if not _takes_a_path(self.fn):
+            raise FilterTypeError(
+                f'{self!r} cannot be called with a path: it is '
+                f'{inspect.signature(self.fn)}.\n'
+                f'Expected: a function of the path alone, such as {EXAMPLE}.\n'
+                'Fix: to lift a function of a module, write nn.stop_gradient(fn, '
+                'where); as a decorator, @nn.stop_gradient(where).'
+            )
         object.__setattr__(self, '_key', functions.function_key(self.fn))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -219,6 +227,11 @@ class Predicate(Atom):
                     f'it is True for {longer!r}, and paths do not start with the '
                     'collection. Ask for path.collection beside the path.'
                 )
+            if self._accepts(path.parts):
+                return (
+                    f'it is True for the tuple {path.parts!r}, and a path is a str. '
+                    'Ask for path.parts.'
+                )
             if self._accepts(path.from_root()):
                 return (
                     f'it is True for the absolute path {path.absolute!r}, which is '
@@ -226,8 +239,20 @@ class Predicate(Atom):
                 )
         return None
 
-    def _accepts(self, path: Path) -> bool:
+    def _accepts(self, path: Path | tuple[str, ...]) -> bool:
         try:
-            return bool(self.fn(path))
+            return bool(self.fn(cast('Path', path)))
         except Exception:  # It was not made for such a path.
             return False
+
+
+def _takes_a_path(fn: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # Written in C: it does not say.
+        return True
+    try:
+        signature.bind('')
+    except TypeError:
+        return False
+    return True

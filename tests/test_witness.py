@@ -1,0 +1,246 @@
+"""`python3 dev.py witness CHECKOUT`: Flax's own tests with blocks around them."""
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import oracle
+import witness
+from flax_sg import blocks
+
+ROOT = Path(__file__).parents[1]
+
+# A block changes nothing that a test should see: these look for the hooks on Flax.
+LINEN = """
+from flax import linen as nn
+from flax.core import Scope
+
+plain = Scope.get_variable
+
+def test_passes(): pass
+
+def test_fails(): assert plain is None
+
+def test_around(): assert Scope.get_variable is plain, 'hooks around'
+
+class Looks(nn.Module):
+  def __call__(self): return Scope.get_variable is plain
+
+def test_inside(): assert Looks().apply({}), 'hooks in a method'
+"""
+CORE = """
+import unittest
+from flax.core import Scope
+
+plain = Scope.get_variable
+
+class ScopeTest(unittest.TestCase):
+  def test_around(self): self.assertIs(Scope.get_variable, plain)
+  def test_skipped(self): self.skipTest('no reason')
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    files = {
+        'flax/version.py': f"__version__ = '{flax.__version__}'\n",
+        'pyproject.toml': '[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n',
+        'tests/linen/tiny_test.py': LINEN,
+        'tests/core/core_tiny_test.py': CORE,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def files_in(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob('*')}
+
+
+def test_a_test_whose_outcome_a_block_changes_is_listed(checkout: Path):
+    before = files_in(checkout)
+    script, modes = ROOT / 'tests/witness.py', 'test-false,method-never'
+    command = [sys.executable, script, checkout, '--modes', modes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    report = [line for line in done.stdout.splitlines() if ': ' in line]
+    report = [re.sub(r', \d+ s: ', ': ', line) for line in report]
+    assert report[0] == 'plain: 6 as without a block (1 fail), 0 faults'
+    assert report[1] == 'test-false: 3 as without a block (1 fail), 3 faults'
+    starts = [
+        '  tests/core/core_tiny_test.py::ScopeTest::test_around: passed -> failed: '
+        'AssertionError: ',
+        '  tests/linen/tiny_test.py::test_around: passed -> failed: '
+        'AssertionError: hooks around',
+        '  tests/linen/tiny_test.py::test_inside: passed -> failed: '
+        'AssertionError: hooks in a method',
+    ]
+    for line, start in zip(report[2:5], starts, strict=True):
+        assert line.startswith(start)
+    # The tests of flax.core call no methods.
+    assert report[5] == 'method-never: 3 as without a block (1 fail), 1 faults'
+    assert report[6:] == starts[-1:]
+    assert files_in(checkout) == before
+
+
+def test_options_are_those_of_pytest_and_no_difference_is_a_success(
+    checkout: Path, capfd: pytest.CaptureFixture[str]
+):
+    options = ['--modes', 'method-stop', '-k', 'passes or fails']
+    assert witness.main([str(checkout), *options]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r'method-stop, \d+ s: 2 as .* \(1 fail\), 0 faults\n', out)
+
+
+def test_pytest_itself_failing_is_no_success(checkout: Path):
+    with pytest.raises(SystemExit, match=r'^pytest could not run .* ended with 5\.$'):
+        witness.main([str(checkout), '-k', 'nosuchtest'])
+
+
+@pytest.mark.parametrize(
+    ('spoil', 'said'),
+    [
+        (lambda c: (c / 'tests/core').rename(c / 'tests/cores'), 'has no tests/core.'),
+        (lambda c: (c / 'flax/version.py').unlink(), 'has no flax/version.py.'),
+        (
+            lambda c: (c / 'flax/version.py').write_text("__version__ = '0.0.7'"),
+            f'has Flax 0.0.7, and {flax.__version__} is installed.\n'
+            f'Check out what was released as {flax.__version__}.',
+        ),
+    ],
+)
+def test_another_folder_is_refused(
+    spoil: Callable[[Path], object], said: str, checkout: Path
+):
+    assert witness.check_checkout(checkout) is None
+    spoil(checkout)
+    with pytest.raises(SystemExit) as exit_info:
+        witness.main([str(checkout)])
+    assert str(exit_info.value).startswith(str(checkout))
+    assert str(exit_info.value).endswith(said)
+
+
+def test_an_unknown_mode_is_refused(checkout: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match='2'):
+        witness.main([str(checkout), '--modes', 'test-false,test-true'])
+    assert "no mode 'test-true'; there are test-false, " in capsys.readouterr().err
+
+
+def outcomes(**by_test: str) -> witness.Outcomes:
+    return {
+        test: {'outcome': outcome, 'error': f'{test} said' * (outcome == 'failed')}
+        for test, outcome in by_test.items()
+    }
+
+
+def test_what_fails_without_blocks_is_only_counted():
+    plain = outcomes(a='passed', b='failed', c='skipped')
+    compared = witness.Comparison.of(plain, plain, {})
+    assert compared == witness.Comparison(same=3, failing=1, expected=0, faults=())
+
+
+def test_every_change_is_a_fault_also_a_test_that_passes_or_is_gone():
+    plain = outcomes(a='passed', b='failed', c='passed', d='passed')
+    seen = outcomes(a='failed', b='passed', c='skipped', e='passed')
+    assert witness.Comparison.of(plain, seen, {}).faults == (
+        'a: passed -> failed: a said',
+        'b: failed -> passed: b said',
+        'c: passed -> skipped: ',
+        'd: passed -> not run: ',
+        'e: not run -> passed: ',
+    )
+
+
+def test_an_expected_change_is_no_fault_and_its_absence_is_one():
+    plain = outcomes(a='passed', b='passed', c='passed')
+    seen = outcomes(a='failed', b='passed', c='passed')
+    group = witness.Expected('it looks.', modes=['test-stop'], tests=['a', 'b', 'z'])
+    reasons = witness.reasons_for('test-stop', [group])
+    compared = witness.Comparison.of(plain, seen, reasons)
+    assert (compared.same, compared.expected) == (2, 1)
+    assert compared.faults == (
+        'b: passed as without a block; it was expected to differ, since it looks.',
+    )
+    assert witness.reasons_for('test-copy', [group]) == {}
+
+
+def test_what_is_expected_is_in_order():
+    assert all(group.reason.endswith('.') for group in witness.EXPECTED)
+    for mode in witness.MODES:
+        # A block that neither selects nor asks has no reason to change anything.
+        asks = not mode.endswith('false')
+        groups = [group for group in witness.EXPECTED if mode in group.modes]
+        tests = [test for group in groups for test in group.tests]
+        assert asks or not groups
+        assert len(set(tests)) == len(tests)
+        assert all(test.startswith(('tests/linen/', 'tests/core/')) for test in tests)
+
+
+class Net(fnn.Module):
+    def setup(self):
+        self.dense = fnn.Dense(2)
+
+    def __call__(self, x):
+        return self.dense(x) + self.open_blocks()
+
+    def open_blocks(self):
+        return float(len(blocks.thread.blocks))
+
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+VARIABLES = Net().init(jax.random.key(0), X)
+
+
+def gradient(around: Any) -> Any:
+    with around:
+        return jax.grad(lambda v: Net().apply(v, X).sum())(VARIABLES)
+
+
+def test_a_block_in_every_method_is_one_for_each_call_on_the_stack():
+    def opened() -> float:
+        return (Net().apply(VARIABLES, X) - fnn.Dense(2).apply(dense, X)).mean()
+
+    dense = {'params': VARIABLES['params']['dense']}
+    assert opened() == 0
+    for block in witness.BLOCKS.values():
+        with witness.in_every_method(block):
+            assert opened() == 2  # __call__ and open_blocks
+        with witness.in_block(block):
+            assert opened() == 1
+    assert opened() == 0
+
+
+@pytest.mark.parametrize('around', [witness.in_block, witness.in_every_method])
+def test_only_stop_changes_a_gradient(around: Callable[[Any], Any]):
+    plain = gradient(around(witness.BLOCKS['false']))
+    assert all(leaf.any() for leaf in jax.tree.leaves(plain))
+    oracle.assert_same(gradient(around(witness.BLOCKS['never'])), plain)
+    oracle.assert_same(gradient(around(witness.BLOCKS['copy'])), plain)
+    zeros = jax.tree.map(jnp.zeros_like, plain)
+    oracle.assert_same(gradient(around(witness.BLOCKS['stop'])), zeros)
+
+
+def test_copies_are_other_objects():
+    with witness.BLOCKS['copy']:
+        seen = Net().bind(VARIABLES).variables['params']['dense']
+    kept = VARIABLES['params']['dense']
+    oracle.assert_same(seen, kept)
+    assert all(seen[name] is not kept[name] for name in kept)
+
+
+def test_the_command_is_one_of_dev_py():
+    commands = runpy.run_path(str(ROOT / 'dev.py'))['COMMANDS']
+    text = (ROOT / 'CONTRIBUTING.md').read_text()
+    assert 'witness' in commands
+    assert 'python3 dev.py witness' in text
