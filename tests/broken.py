@@ -94,34 +94,10 @@ def decisions_shared(patch: Patch) -> None:
     selects, shared = blocks.Block.selects, dict[Any, bool]()
 
     def remembered(self: Any, root: views.Root, key: views.Key) -> bool:
-        if (self.owner_path, key) not in shared:
-            shared[self.owner_path, key] = selects(self, root, key)
-        return shared[self.owner_path, key]
+        said = selects(self, root, key)
+        return shared.setdefault((self.owner_path, key), said)
 
     patch.setattr(blocks.Block, 'selects', remembered)
-
-
-def leaves_by_identity_alone(patch: Patch) -> None:
-    """What one variable is rewritten to is shown for all that hold the same array."""
-
-    class One(dict[Any, Any]):
-        def setdefault(self, key: Any, default: Any = None) -> Any:
-            return super().setdefault(None, default)
-
-        def get(self, key: Any, default: Any = None) -> Any:
-            return super().get(None, default)
-
-    class Seen(dict[Any, Any]):
-        def setdefault(self, key: Any, default: Any = None) -> Any:
-            return super().setdefault(key, One())
-
-    init = views.Root.__init__
-
-    def init_with_one(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.seen = Seen()
-
-    patch.setattr(views.Root, '__init__', init_with_one)
 
 
 def one_stack_for_all_threads(patch: Patch) -> None:

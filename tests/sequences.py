@@ -23,7 +23,7 @@ from jax import lax
 
 import oracle
 import stepwise
-from flax_sg import filters
+from flax_sg import contexts, filters, unused
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
@@ -121,6 +121,7 @@ CHILDREN: dict[str, Kind] = {
     'net': Kind(lambda net: net, cached=False),
     'jitted': Kind(fnn.jit),
     'rematted': Kind(fnn.remat, cached=False),
+    'both': Kind(lambda net: fnn.remat(fnn.jit(net))),
 }
 
 # What a function of ``x`` that reads a bound module is wrapped in.
@@ -298,6 +299,13 @@ WHATS: dict[str, What] = {
 
 
 # What does the steps.
+
+
+def forget_contexts() -> None:
+    """Nothing is known of what was traced and judged before, as in a new process."""
+    contexts._contexts.clear()
+    contexts._told_apart.clear()
+    unused._passed.clear()
 
 
 class LeaveError(Exception):

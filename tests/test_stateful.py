@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import oracle
 import sequences
-from flax_sg import contexts, errors, unused
+from flax_sg import errors
 from sequences import CHILDREN, DEEPEST, KINDS, RAW, WHATS, Frame, Open, Stack
 
 WORKERS = 3
@@ -41,10 +41,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # As in a new process: what was compiled and judged before is forgotten.
-        contexts._contexts.clear()
-        contexts._told_apart.clear()
-        unused._passed.clear()
+        sequences.forget_contexts()
         Machine.started += 1
         if Machine.started % 50 == 0:  # A long run would fill the memory.
             jax.clear_caches()
@@ -165,8 +162,8 @@ class Machine(RuleBasedStateMachine):
             levels = None if failing is None or left else min(failing, len(stack))
             if stack.is_in('pair') and number < 4:
                 self._call_raw(worker, stack, list(RAW)[number % 3], part, levels)
-            elif stack.is_in('pair') and number < 7:
-                child = list(CHILDREN)[number % 3]
+            elif stack.is_in('pair') and number < 8:
+                child = list(CHILDREN)[number % 4]
                 self._call_child(worker, stack, child, part, levels)
             elif stack.is_in('pair') and number < 10:
                 name = self._name()
