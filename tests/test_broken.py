@@ -17,6 +17,7 @@ import test_blocks
 import test_caches
 import test_kept
 import test_programs
+import test_stateful
 from flax_sg import blocks, errors
 from flax_sg import linen as nn
 
@@ -53,6 +54,39 @@ def called_outside_and_inside() -> None:
             actual = test_caches.pull_back(fn)
         oracle.assert_same(actual, expected)
 
+
+def sequence(
+    palette: list[str], *steps: Callable[[test_stateful.Machine], None]
+) -> Callable[[], None]:
+    """Steps of the random sequences, these ones: what they compare catches it too."""
+
+    def check() -> None:
+        machine = test_stateful.Machine()
+        machine.palette = palette
+        try:
+            for step in steps:
+                step(machine)
+            machine.leave_all()
+        finally:
+            machine.end()
+
+    return check
+
+
+def go(who: int, *steps: Any) -> Callable[[test_stateful.Machine], None]:
+    """Blocks by their number in the palette, modules by their letter."""
+    return lambda machine: machine.go(who, list(steps), 0, False)
+
+
+def leave(who: int, levels: int = 0) -> Callable[[test_stateful.Machine], None]:
+    return lambda machine: machine.leave(who, levels)
+
+
+def call(who: int, number: int) -> Callable[[test_stateful.Machine], None]:
+    return lambda machine: machine.call(who, [(number, 'a')], None)
+
+
+JIT_OF_SCAN, RAW_JIT, CHILD, REMAT_OF_JIT, KEPT, SHARED = 5, 0, 4, 7, 8, 9
 
 CAUGHT = [
     Caught(broken.no_cache_key, called_outside_and_inside, AssertionError, GRADIENT),
@@ -131,6 +165,86 @@ CAUGHT = [
         test_caches.test_a_thread_opens_a_block_while_another_has_none,
         AssertionError,
         r'^assert not True\n.*is_zero',
+    ),
+    Caught(
+        broken.no_cache_key,
+        sequence(
+            ['kernels'],
+            call(0, JIT_OF_SCAN),
+            go(0, 0),
+            call(1, JIT_OF_SCAN),
+            call(0, JIT_OF_SCAN),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.stops_are_written_back,
+        sequence(['kernels'], go(0, 'm', 0), call(0, REMAT_OF_JIT)),
+        AssertionError,
+        r"(?s)'written in .*\nis not\n",
+    ),
+    Caught(
+        broken.absolute_paths,
+        sequence(['enc of the owner'], go(0, 'p', 'a', 0), call(0, CHILD)),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.open_after_an_exception,
+        sequence(['kernels', 'all'], go(0, 0, 1), leave(0, 1), call(0, JIT_OF_SCAN)),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.kept_values_ignored,
+        sequence(['all'], go(0, 'p', 'a', 0), call(0, KEPT)),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.functions_by_identity,
+        sequence(
+            ['kernels by a lambda'],
+            *(go(0, 0), call(0, JIT_OF_SCAN), go(1, 0), call(1, JIT_OF_SCAN)),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.owners_in_the_key,
+        sequence(
+            ['kernels'],
+            *(go(0, 'p', 'a', 0), call(0, SHARED), leave(0), leave(0)),
+            *(go(0, 'b', 0), call(0, SHARED)),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.owners_never_told_apart,
+        sequence(
+            ['enc of the owner'],
+            *(go(0, 'p', 'a', 0), call(0, RAW_JIT), leave(0), leave(0)),
+            *(go(0, 'b', 0), call(0, RAW_JIT)),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.decisions_shared,
+        sequence(
+            ['kernels', 'enc by a regex'],
+            *(go(0, 0), call(0, JIT_OF_SCAN), leave(0), go(0, 1), call(0, JIT_OF_SCAN)),
+        ),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.one_stack_for_all_threads,
+        sequence(['kernels'], go(0, 0), call(1, JIT_OF_SCAN)),
+        AssertionError,
+        GRADIENT,
     ),
 ]
 

@@ -24,6 +24,9 @@ from sequences import CHILDREN, DEEPEST, KINDS, RAW, WHATS, Frame, Open, Stack
 WORKERS = 3
 BY_HAND = sequences.ByHand()
 
+# Those that mean other variables for each owner count twice.
+CHOICE = [*WHATS, *(name for name, what in WHATS.items() if not what.anywhere)]
+
 workers = st.integers(0, WORKERS - 1)
 # How many levels an exception leaves, if the Python of a function runs and raises one.
 failing = st.sampled_from([None] * 7 + [0, 1, 2])
@@ -51,29 +54,39 @@ class Machine(RuleBasedStateMachine):
         self.stacks = [Stack() for _ in range(WORKERS)]
         self.caches = sequences.Caches()
         self.runs: Counter[Any] = Counter()
+        self.palette, self.kinds = list(WHATS), list(KINDS)
         self.names = 0
         self.traced_in: set[Any] = set()
 
     def teardown(self) -> None:
         try:
             if sys.exc_info()[0] is None:
-                for who, stack in enumerate(self.stacks):
-                    while stack:
-                        self.leave(who, 0)
+                self.leave_all()
         finally:
-            for worker in self.workers:
-                worker.end()
+            self.end()
         assert dict(vars(Scope)) == self.flax, 'hooks are left'
+
+    def leave_all(self) -> None:
+        for who, stack in enumerate(self.stacks):
+            while stack:
+                self.leave(who, 0)
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.end()
 
     def _choose(self, who: int, allowed: Callable[[Stack], bool]) -> tuple[Any, Stack]:
         able = [i for i, stack in enumerate(self.stacks) if allowed(stack)]
         who = who if who in able else able[who % len(able)]
         return self.workers[who], self.stacks[who]
 
-    @initialize(palette=st.lists(st.sampled_from(list(WHATS)), min_size=2, max_size=4))
-    def choose(self, palette: list[str]) -> None:
-        """Few filters in one sequence, so that equal ones come again."""
-        self.palette = palette
+    @initialize(
+        palette=st.lists(st.sampled_from(CHOICE), min_size=2, max_size=4),
+        kinds=st.lists(st.sampled_from(list(KINDS)), min_size=2, max_size=4),
+    )
+    def choose(self, palette: list[str], kinds: list[str]) -> None:
+        """Few filters and functions in one sequence, so that the same come again."""
+        self.palette, self.kinds = palette, kinds
 
     # Blocks, and what they are in.
 
@@ -149,7 +162,7 @@ class Machine(RuleBasedStateMachine):
     @rule(
         who=workers,
         calls=st.lists(
-            st.tuples(st.integers(0, 10), st.sampled_from('ab')),
+            st.tuples(st.integers(0, 15), st.sampled_from('ab')),
             min_size=1,
             max_size=4,
         ),
@@ -160,20 +173,29 @@ class Machine(RuleBasedStateMachine):
         worker, stack = self.workers[who], self.stacks[who]
         for left, (number, part) in enumerate(calls, 1 - len(calls)):
             levels = None if failing is None or left else min(failing, len(stack))
-            if stack.is_in('pair') and number < 4:
+            if not stack.is_in('pair'):
+                if number < 2 and not stack.frames:
+                    self._call_step(worker, stack, levels)
+                else:
+                    kind = self.kinds[number % len(self.kinds)]
+                    self._call(worker, stack, kind, levels)
+            elif number < 4:
                 self._call_raw(worker, stack, list(RAW)[number % 3], part, levels)
-            elif stack.is_in('pair') and number < 8:
-                child = list(CHILDREN)[number % 4]
-                self._call_child(worker, stack, child, part, levels)
-            elif stack.is_in('pair') and number < 10:
-                name = self._name()
-                worker.tell('kept', part, name)
-                self._note(stack, name, BY_HAND.kept(part))
-            elif number < 2 and not stack.frames:
-                self._call_step(worker, stack, levels)
+            elif number < 8:
+                self._call_child(
+                    worker, stack, list(CHILDREN)[number - 4], part, levels
+                )
+            elif number == 8:
+                self._use_kept(worker, stack, part)
             else:
-                kinds = list(KINDS)
-                self._call(worker, stack, kinds[number % len(kinds)], levels)
+                kind = self.kinds[(number - 9) % len(self.kinds)]
+                self._call(worker, stack, kind, levels)
+
+    def _use_kept(self, worker: Any, stack: Stack, part: str) -> None:
+        """Uses what ``setup`` of a part has kept."""
+        name = self._name()
+        worker.tell('kept', part, name)
+        self._note(stack, name, BY_HAND.kept(part))
 
     def _call(self, worker: Any, stack: Stack, kind: str, failing: Any) -> None:
         """Calls one of the functions that all workers share."""
