@@ -20,6 +20,7 @@ from flax_sg import _private, contexts, errors, filters, frames, paths, rules, v
 ROOT_FLAG = 'flax_sg'
 # fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
 OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Block:
@@ -56,8 +57,7 @@ class Block:
         self._task = frames.current_task()
         self._frames = frames.suspendable_frames()
         self.suspendable = self._task is not None or bool(self._frames)
-        # Set by a thread that closes a block of another one.
-        self.abandoned = False
+        self.abandoned = False  # Set by a thread that closes a block of another one.
 
     def wants(self, collection: str) -> bool:
         """Whether the block looks at variables of this collection at all."""
@@ -86,8 +86,13 @@ class Block:
             if self._asks_functions and not self.decisions and self.where.changed():
                 raise errors.FilterChangedError(self.rewrite_value)
             # Which variables are meant cannot depend on what the block shows of them.
-            with thread.only(()) if self._asks_functions else contextlib.nullcontext():
-                results = {atom: atom(path) for atom in self.where.atoms}
+            try:
+                with thread.only(()) if self._asks_functions else _AS_IT_IS:
+                    results = {atom: atom(path) for atom in self.where.atoms}
+            except Exception as error:
+                if thread.replay is not None:
+                    thread.replay.of_filter = error
+                raise
             self.matched.update(atom for atom, took in results.items() if took)
             self.decisions[key] = (path, self.where.combine(results))
         return self.decisions[key][1]
@@ -104,8 +109,7 @@ class Block:
         return tuple(named) if isinstance(named, Iterable) else ()
 
     def _path(self, inside: bool, key: views.Key) -> paths.Path:
-        collection, absolute = key
-        return paths.Path.of(collection, absolute, self.owner_path if inside else ())
+        return paths.Path.of(*key, self.owner_path if inside else ())
 
     def close(self) -> None:
         """Lets go of the owner, which may hold tracers."""

@@ -63,10 +63,12 @@ class _Replay:
 
     Attributes:
         doubts: why it may not do what the first one did.
+        of_filter: what a filter has raised.
     """
 
     def __init__(self, until: blocks.Block | None) -> None:
         self.doubts: list[str] = []
+        self.of_filter: Exception | None = None
         self._until = until
 
     def opens(self, rewrite: rules.Rewrite, owner: Scope | None) -> None:
@@ -216,6 +218,8 @@ def _run_setup(scratch: Any, until: blocks.Block | None) -> list[str]:
     except errors.FlaxSGError:
         raise
     except Exception as error:
+        if error is replay.of_filter:
+            raise
         raise _UnfaithfulError(f'that raises {error!r}') from error
     finally:
         blocks.thread.replay = before

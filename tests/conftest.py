@@ -13,9 +13,10 @@ collect_ignore = ['typed_linen.py']
 hypothesis.settings.register_profile(
     'deterministic', derandomize=True, deadline=None, database=None
 )
-# Other examples at each run, and many: `--hypothesis-profile=long`.
+# Many others on each run, by `--hypothesis-profile=long`, which Hypothesis loads later.
 hypothesis.settings.register_profile(
     'long',
+    max_examples=5000,
     deadline=None,
     database=None,
     print_blob=True,

@@ -91,17 +91,18 @@ class _Hand:
             self._copies[key] = (value, jax.lax.stop_gradient(value))
         return self._copies[key][1]
 
-    def derived(self, fn: Callable[..., Any], *values: Any) -> Any:
+    def derived(self, module: Any, fn: Callable[..., Any], *values: Any) -> Any:
         """What ``setup`` derives: once of stored values, once of those in a block."""
         copies = {id(copy) for _, copy in self._copies.values()}
         where = self.around if copies & {id(value) for value in values} else ()
-        known = self._derived.setdefault((fn, where, *map(id, values)), [])
+        key = (fn, where, id(module), *map(id, values))
+        known = self._derived.setdefault(key, [])
         # ``nn.cond`` and ``nn.switch`` close over variables, in each of the branches.
         now = _private.current_trace()
         for trace, _, result in known:
             if trace == now:
                 return result
-        known.append((now, values, fn(*values)))
+        known.append((now, (module, values), fn(*values)))
         return known[-1][2]
 
     @contextlib.contextmanager
@@ -183,7 +184,7 @@ class Kept(linen.Module):
 
     def _by_hand(self):
         w, b = self.get_variable('params', 'w'), self.get_variable('params', 'b')
-        return w, hand.derived(derived, w, b)
+        return w, hand.derived(self, derived, w, b)
 
     def __call__(self, x):
         if self.by_hand:
@@ -261,7 +262,7 @@ class Lora(linen.Module):
 
     def __call__(self, x):
         if self.by_hand:
-            a2 = hand.derived(doubled, self.get_variable('params', 'A'))
+            a2 = hand.derived(self, doubled, self.get_variable('params', 'A'))
         else:
             a2 = self.a2
         return self.base(x) + x @ a2

@@ -17,9 +17,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 def evaluate(fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)``, traced and then evaluated step by step."""
+    return trace(fn, *args)()
+
+
+def trace(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Traces ``fn(*args)`` now, where it belongs; evaluates it when called."""
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    out = _run_closed(closed, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    def run() -> Any:
+        out = _run_closed(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return run
 
 
 def outputs_and_grads(fn: Callable[..., Any], *args: Any) -> Any:
@@ -30,6 +39,11 @@ def outputs_and_grads(fn: Callable[..., Any], *args: Any) -> Any:
             one, and anything else, which is not.
         *args: trees of arrays of real numbers.
     """
+    return trace_outputs_and_grads(fn, *args)()
+
+
+def trace_outputs_and_grads(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """``outputs_and_grads``, traced now and evaluated when called."""
 
     def both(*args: Any) -> Any:
         out, pull_back, rest = jax.vjp(fn, *args, has_aux=True)
@@ -40,7 +54,7 @@ def outputs_and_grads(fn: Callable[..., Any], *args: Any) -> Any:
         grads = {name: pull_back({**zeros, name: ramps[name]}) for name in out}
         return out, grads, rest
 
-    return evaluate(both, *args)
+    return trace(both, *args)
 
 
 def _run_closed(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:

@@ -945,6 +945,29 @@ def test_one_jitted_function_called_by_modules_at_different_paths():
     oracle.assert_same(actual, oracle.grads(by_hand, params))
 
 
+def test_equal_filters_of_two_modules_share_what_is_traced():
+    """Or every jitted helper would be traced again for each module of a large model."""
+
+    @jax.jit
+    def helper(x):
+        TRACES.append(None)
+        return jnp.tanh(x)
+
+    class Opener(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('dense/kernel'):
+                return helper(fnn.Dense(3, name='dense')(x))
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Opener(name='b')(Opener(name='a')(x))
+
+    Model().init(jax.random.key(0), X)
+    assert len(TRACES) == 1
+
+
 @pytest.mark.parametrize('order', ['ab', 'ba'])
 def test_one_jitted_closure_in_blocks_of_two_modules(order):
     # The filters are equal and mean another variable in each. What a raw closure reads

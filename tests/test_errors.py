@@ -461,6 +461,21 @@ def test_the_fix_of_a_kept_value():
         assert oracle.is_zero(hidden)
 
 
+def test_what_a_filter_raises_is_not_put_on_setup():
+    class Keeps(nn.Module):
+        def setup(self):
+            self.w = self.param('w', nn.initializers.ones, (2,))
+            self.kept = jnp.tanh(self.w)
+
+        def __call__(self, x):
+            with nn.stop_gradient(lambda path: path.parts[-2] == 'enc'):
+                return x * self.kept
+
+    with pytest.raises(IndexError) as caught:
+        Keeps().init(jax.random.key(0), jnp.ones(2))
+    assert 'raised by Predicate' in caught.value.__notes__[0]
+
+
 # The classes.
 
 CLASSES = [

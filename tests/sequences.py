@@ -1,0 +1,733 @@
+"""Programs that are run step by step in threads, and what each step has to do.
+
+A worker is a thread that is told what to do next: to open a block, to go into a module
+or a compiled function, to call one, to leave by an exception. The blocks are real
+``with`` statements, since the worker calls itself for their bodies. ``test_stateful``
+makes up the steps, and compares with ``Stack``, ``Caches`` and ``ByHand``: what is in
+force, what has been traced, and the gradients on weights that were stopped by hand.
+"""
+
+import contextlib
+import dataclasses
+import queue
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import oracle
+import stepwise
+from flax_sg import contexts, filters, unused
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
+DEEPEST = 6  # What a worker can be in at a time.
+WAIT = 300  # Seconds, for a machine that is busy; nothing is ever waited for.
+
+
+# What is called. Each function tells ``note`` when its Python runs.
+
+Note = Callable[[], None]
+
+
+def silent() -> None:
+    """Notes nothing."""
+
+
+def net_class(note: Note) -> type[fnn.Module]:
+    class Net(fnn.Module):
+        @fnn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            note()
+            x = jnp.tanh(fnn.Dense(2, name='enc')(x))
+            return fnn.Dense(2, name='head')(x)
+
+    return Net
+
+
+def _apply(net: Any) -> Callable[..., Any]:
+    model = net(parent=None)
+    return lambda params, x: model.apply({'params': params}, x)
+
+
+def _scan(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def body(carry: Any, _: None) -> Any:
+        params, x = carry
+        return (params, fn(params, x)), None
+
+    return lambda params, x: lax.scan(body, (params, x), None, length=2)[0][1]
+
+
+def _cond(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def other(params: Any, x: Any) -> Any:
+        del params
+        return x
+
+    return lambda params, x: lax.cond(x[0, 0] < 5.0, fn, other, params, x)
+
+
+def _jitted_method(net: type[fnn.Module]) -> Callable[..., Any]:
+    class Method(net):
+        @fnn.jit
+        def jitted(self, x: jax.Array) -> jax.Array:
+            return self(x)
+
+    def call(params: Any, x: Any) -> Any:
+        return Method(parent=None).apply({'params': params}, x, method='jitted')
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A way to call a network.
+
+    Attributes:
+        make: from the class of the network to a function of its parameters and input.
+        cached: whether JAX or Flax traces it once only.
+        eager: whether a part of it is Python at every call.
+        recovers: whether it is cached after a trace of it has raised; in plain JAX it
+            is not if it is in one of the caches by weak reference.
+    """
+
+    make: Callable[[Any], Callable[..., Any]]
+    cached: bool = True
+    eager: bool = False
+    recovers: bool = True
+
+
+KINDS: dict[str, Kind] = {
+    'jit': Kind(lambda net: jax.jit(_apply(net))),
+    'checkpoint': Kind(lambda net: jax.checkpoint(_apply(net)), recovers=False),
+    'scan': Kind(lambda net: _scan(_apply(net)), recovers=False),
+    'cond': Kind(lambda net: _cond(_apply(net)), recovers=False),
+    'checkpoint of jit': Kind(lambda net: jax.checkpoint(jax.jit(_apply(net)))),
+    'jit of scan': Kind(lambda net: jax.jit(_scan(_apply(net)))),
+    'nn.jit': Kind(lambda net: _apply(fnn.jit(net)), eager=True),
+    'nn.jit method': Kind(_jitted_method, eager=True),
+    'nn.remat': Kind(lambda net: _apply(fnn.remat(net)), cached=False, eager=True),
+    'nn.remat of nn.jit': Kind(lambda net: _apply(fnn.remat(fnn.jit(net))), eager=True),
+    'plain': Kind(_apply, cached=False, eager=True),
+}
+
+# The children of each part of a pair, and how these are called.
+CHILDREN: dict[str, Kind] = {
+    'net': Kind(lambda net: net, cached=False),
+    'jitted': Kind(fnn.jit),
+    'rematted': Kind(fnn.remat, cached=False),
+    'both': Kind(lambda net: fnn.remat(fnn.jit(net))),
+}
+
+# What a function of ``x`` that reads a bound module is wrapped in.
+RAW: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    'jit': jax.jit,
+    'checkpoint': jax.checkpoint,
+    'scan': lambda fn: _scan_input(fn),
+}
+
+
+def _scan_input(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def body(x: Any, _: None) -> Any:
+        return fn(x), None
+
+    return lambda x: lax.scan(body, x, None, length=2)[0]
+
+
+def pair_class(net: type[fnn.Module]) -> type[fnn.Module]:
+    """Two equal parts, in whose methods a worker can be."""
+    # ``nn.jit`` and ``nn.remat`` make a new class at each call.
+    classes = {name: kind.make(net) for name, kind in CHILDREN.items()}
+
+    class Part(fnn.Module):
+        def setup(self) -> None:
+            for name, cls in classes.items():
+                setattr(self, name, cls())
+            self.kept = jnp.tanh(self.param('w', fnn.initializers.normal(), (2, 2)))
+
+        def use_kept(self, x: jax.Array) -> jax.Array:
+            return x * self.kept
+
+        def run(self, body: Callable[[], Any]) -> Any:
+            return body()
+
+    class Pair(fnn.Module):
+        def setup(self) -> None:
+            self.a, self.b = Part(), Part()
+
+        def run(self, body: Callable[[Any], Any]) -> Any:
+            # Or what a part keeps would be made, and left, in the trace of a scan.
+            for part in (self.a, self.b):
+                _ = part.kept
+            return body(self)
+
+        def __call__(self, x: jax.Array) -> list[jax.Array]:
+            return [getattr(part, c)(x) for part in (self.a, self.b) for c in classes]
+
+    return Pair
+
+
+NET_PARAMS = net_class(silent)().init(jax.random.key(0), X)['params']
+PAIR_PARAMS = pair_class(net_class(silent))().init(jax.random.key(1), X)['params']
+ARGS = (PAIR_PARAMS, NET_PARAMS, X)
+
+
+def traced(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """Traces outputs and gradients here and now; computes them when called."""
+
+    def vectors(*args: Any) -> Any:
+        return jax.tree.map(jnp.ravel, fn(*args)), ()
+
+    return stepwise.trace_outputs_and_grads(vectors, *args)
+
+
+# What is put around them: values, how they are written, and what they select.
+
+
+class Names:
+    """An object that a filter reads."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+def _named(*names: str) -> Callable[[Any], bool]:
+    return lambda path: path.name in names
+
+
+def _named_by_list(names: list[str]) -> Callable[[Any], bool]:
+    return lambda path: path.name in names
+
+
+def _within(config: Names) -> Callable[[Any], bool]:
+    return lambda path: path.parts[-2:][0] in config.names
+
+
+@dataclasses.dataclass(frozen=True)
+class What:
+    """A rewrite that is written in several ways, all of them equal.
+
+    Attributes:
+        spellings: make it anew, objects and all.
+        selects: by hand, from the path of the owner and the names of a variable.
+        anywhere: whether it selects something in every tree, for every owner.
+        constant: whether it may select nothing without an error.
+    """
+
+    spellings: tuple[Callable[..., Any], ...]
+    selects: Callable[[tuple[str, ...], tuple[str, ...]], bool]
+    anywhere: bool = True
+    constant: bool = False
+
+
+def _relative(owner: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names after those of the owner; () outside of it."""
+    return names[len(owner) :] if names[: len(owner)] == owner else ()
+
+
+stop, only = nn.stop_gradient, nn.train_only
+
+WHATS: dict[str, What] = {
+    'kernels': What(
+        (
+            lambda **k: stop('**/kernel', **k),
+            lambda **k: stop(['**/kernel'], **k),
+            lambda **k: only(~filters.as_filter('**/kernel'), **k),
+        ),
+        lambda owner, names: names[-1] == 'kernel',
+    ),
+    'kernels by a lambda': What(
+        (
+            lambda **k: stop(_named('kernel'), **k),
+            lambda **k: only(~filters.as_filter(_named('kernel')), **k),
+        ),
+        lambda owner, names: names[-1] == 'kernel',
+    ),
+    'biases by a list': What(
+        (lambda **k: stop(_named_by_list(['bias']), **k),),
+        lambda owner, names: names[-1] == 'bias',
+    ),
+    'enc by an object': What(
+        (lambda **k: stop(_within(Names('enc')), **k),),
+        lambda owner, names: names[-2] == 'enc',
+    ),
+    'head by an object': What(
+        (lambda **k: stop(_within(Names('head')), **k),),
+        lambda owner, names: names[-2] == 'head',
+    ),
+    'enc by a regex': What(
+        (lambda **k: stop(re.compile('(.*/)?enc/.*'), **k),),
+        lambda owner, names: names[-2] == 'enc',
+    ),
+    'all but heads': What(
+        (
+            lambda **k: only('**/head/*', **k),
+            lambda **k: stop(~filters.as_filter('**/head/*'), **k),
+        ),
+        lambda owner, names: names[-2] != 'head',
+    ),
+    'either': What(
+        (
+            lambda **k: stop(['**/enc/bias', '**/head/kernel'], **k),
+            lambda **k: stop({'**/head/kernel', '**/enc/bias'}, **k),
+        ),
+        lambda owner, names: names[-2:] in (('enc', 'bias'), ('head', 'kernel')),
+    ),
+    'all': What((lambda **k: stop(True, **k),), lambda *_: True, constant=True),
+    'nothing': What(
+        (lambda **k: stop(False, **k), lambda **k: only(True, **k)),
+        lambda *_: False,
+        constant=True,
+    ),
+    # Other variables for each owner: of a part its own, of all else none.
+    'enc of the owner': What(
+        (lambda **k: stop('*/enc/*', **k),),
+        lambda owner, names: _relative(owner, names)[1:2] == ('enc',),
+        anywhere=False,
+    ),
+    'part a': What(
+        (lambda **k: stop(lambda path: path.absolute.startswith('a/'), **k),),
+        lambda owner, names: names[0] == 'a',
+        anywhere=False,
+    ),
+}
+
+
+# What does the steps.
+
+
+def forget_contexts() -> None:
+    """Nothing is known of what was traced and judged before, as in a new process."""
+    contexts._contexts.clear()
+    contexts._told_apart.clear()
+    unused._passed.clear()
+
+
+class LeaveError(Exception):
+    """Leaves so many blocks, modules and functions."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__(f'leaves {levels}')
+        self.levels = levels
+
+
+def in_one(_: Any, pair: Any, *rest: Any) -> jax.Array:
+    """All parameters of a pair in one vector."""
+    del rest
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(pair)])
+
+
+class Functions:
+    """What a whole sequence calls, and how often the Python of each has run.
+
+    Attributes:
+        runs: how often Python ran, by what was being called.
+        failing: if not None, how many levels to leave when Python runs.
+    """
+
+    def __init__(self) -> None:
+        self.runs: Counter[Any] = Counter()
+        self.calling: Any = None
+        self.failing: int | None = None
+        self.of = {
+            name: kind.make(net_class(self.note)) for name, kind in KINDS.items()
+        }
+        self.pair = pair_class(net_class(self.note))()
+        self.step = jax.jit(_grads_of(_apply(net_class(self.note))))
+
+    def renew(self, kind: str) -> None:
+        """Takes a new function in place of one that has raised."""
+        self.of[kind] = KINDS[kind].make(net_class(self.note))
+
+    def note(self) -> None:
+        self.runs[self.calling] += 1
+        if self.failing is not None:
+            raise LeaveError(self.failing)
+
+    @contextlib.contextmanager
+    def counted(self, calling: Any, failing: int | None = None) -> Iterator[None]:
+        """Counts what runs, under the name of the function that is called."""
+        self.calling, self.failing = calling, failing
+        try:
+            yield
+        finally:
+            self.calling = self.failing = None
+
+
+def _grads_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, x: jax.grad(lambda p, x: jnp.sum(fn(p, x) ** 2), (0, 1))(
+        params, x
+    )
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a worker is: what it can call there, and what that has returned."""
+
+    args: tuple[Any, ...]
+    pair: Any = None
+    raw: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def inside(self, **changes: Any) -> 'Place':
+        return dataclasses.replace(self, outputs={}, **changes)
+
+
+class Worker:
+    """A thread that does what it is told, in the blocks that it was told to open."""
+
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+        self._orders: queue.Queue[Any] = queue.Queue()
+        self._answers: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._thread.start()
+
+    def tell(self, order: str, *args: Any) -> Any:
+        """What the step returns; an exception that it answers with is returned too."""
+        self._orders.put((order, args))
+        answer = self._answers.get(timeout=WAIT)
+        if isinstance(answer, _Fault):
+            raise answer.error
+        return answer
+
+    def end(self) -> None:
+        self._orders.put(('end', ()))
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive()
+
+    def _live(self) -> None:
+        with contextlib.suppress(_End):
+            self._serve(None)
+
+    def _serve(self, place: Place | None) -> None:
+        """Does what is told until told to leave: the body of a block."""
+        while True:
+            order, args = self._orders.get(timeout=WAIT)
+            if order == 'leave':
+                return
+            if order == 'end':
+                raise _End
+            try:
+                answer = getattr(self, f'_{order}')(place, *args)
+            except LeaveError as error:
+                if error.levels:
+                    error.levels -= 1
+                    raise
+                answer = error
+            except Exception as error:
+                answer = _Fault(error)
+            self._answers.put(answer)
+
+    def _raise(self, place: Place | None, levels: int) -> None:
+        raise LeaveError(levels)
+
+    def _open(self, place: Place | None, block: Any) -> Any:
+        try:
+            with block:
+                self._answers.put(None)
+                self._serve(place)
+        except Exception as error:
+            if isinstance(error, LeaveError):
+                raise
+            return error
+        return None
+
+    def _session(self, place: Place | None) -> Any:
+        """What is called inside is differentiated when it is left."""
+
+        def fn(*args: Any) -> Any:
+            inside = Place(args)
+            self._answers.put(None)
+            self._serve(inside)
+            return inside.outputs
+
+        assert place is None
+        return traced(fn, *ARGS)
+
+    def _jit(self, place: Place) -> None:
+        @jax.jit
+        def fn(*args: Any) -> Any:
+            inside = place.inside(args=args)
+            self._answers.put(None)
+            self._serve(inside)
+            return inside.outputs
+
+        place.outputs.update(fn(*place.args))
+
+    def _pair(self, place: Place, number: int, mutable: bool) -> None:
+        def body(pair: Any) -> Any:
+            inside = place.inside(pair=pair, raw={})
+            self._answers.put(None)
+            self._serve(inside)
+            return inside.outputs
+
+        out, written = self._functions.pair.apply(
+            {'params': place.args[0]},
+            body,
+            method='run',
+            mutable=['params'] if mutable else ['no collection'],
+        )
+        place.outputs.update(out)
+        if mutable:
+            place.outputs[f'written in {number}'] = in_one(None, written['params'])
+
+    def _part(self, place: Place, name: str) -> None:
+        def body() -> Any:
+            inside = place.inside()
+            self._answers.put(None)
+            self._serve(inside)
+            return inside.outputs
+
+        place.outputs.update(getattr(place.pair, name).run(body))
+
+    def _call(self, place: Place | None, kind: str, as_: str, failing: Any) -> Any:
+        functions = self._functions
+        with functions.counted(kind, failing):
+            if place is None:
+                fn = functions.of[kind]
+                return traced(lambda *args: {'y': fn(*args)}, NET_PARAMS, X)
+            place.outputs[as_] = functions.of[kind](*place.args[1:])
+        return None
+
+    def _step(self, place: None, failing: Any) -> Any:
+        with self._functions.counted('step', failing):
+            return self._functions.step(NET_PARAMS, X)
+
+    def _child(
+        self, place: Place, part: str, child: str, as_: str, failing: Any
+    ) -> None:
+        with self._functions.counted(child, failing):
+            module = getattr(getattr(place.pair, part), child)
+            place.outputs[as_] = module(place.args[2])
+
+    def _kept(self, place: Place, part: str, as_: str) -> None:
+        place.outputs[as_] = getattr(place.pair, part).use_kept(place.args[2])
+
+    def _raw(self, place: Place, wrap: str, part: str, as_: str, failing: Any) -> None:
+        if (wrap, part) not in place.raw:
+            module = getattr(place.pair, part)
+            place.raw[wrap, part] = RAW[wrap](lambda x: module.net(x))
+        with self._functions.counted(wrap, failing):
+            try:
+                place.outputs[as_] = place.raw[wrap, part](place.args[2])
+            except LeaveError:
+                del place.raw[wrap, part]  # As for those that do not recover.
+                raise
+
+
+class _End(BaseException):
+    """A worker is to end, wherever it is."""
+
+
+@dataclasses.dataclass
+class _Fault:
+    """An exception that no step may raise."""
+
+    error: Exception
+
+
+# What each step has to do, by hand.
+
+
+@dataclasses.dataclass
+class Open:
+    """A block that is open.
+
+    Attributes:
+        what: a key of ``WHATS``.
+        owner: the path of the module that opened it; None at top level.
+        judged: whether it raises if nothing is read in it.
+        met: whether anything was.
+    """
+
+    what: str
+    owner: tuple[str, ...] | None
+    judged: bool
+    met: bool = False
+
+    def selects(self, names: tuple[str, ...], of_owner: bool) -> bool:
+        owner = self.owner if of_owner and self.owner is not None else ()
+        return WHATS[self.what].selects(owner, names)
+
+
+@dataclasses.dataclass
+class Call:
+    """A call in a session: what is differentiated when that is left.
+
+    Attributes:
+        name: of its output.
+        fn: from the arguments of a session to the output, by hand.
+        stopped: which parameters are stopped, as '/'-joined names.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    stopped: frozenset[str]
+
+
+@dataclasses.dataclass
+class Frame:
+    """A session, or a compiled function or module in one, that a worker is in.
+
+    Attributes:
+        kind: ``'session'``, ``'jit'``, ``'pair'`` or ``'part'``.
+        path: of the module.
+        number: no other has it.
+        mutable: whether the parameters are mutable in it, and returned.
+        calls: what was called in it.
+    """
+
+    kind: str
+    path: tuple[str, ...] | None
+    number: int
+    mutable: bool = False
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+
+def names_in(tree: Any, *above: str) -> list[tuple[str, ...]]:
+    if not isinstance(tree, Mapping):
+        return [above]
+    return [n for key, value in tree.items() for n in names_in(value, *above, key)]
+
+
+NET_NAMES, PAIR_NAMES = names_in(NET_PARAMS), names_in(PAIR_PARAMS)
+
+
+class Stack(list[Any]):
+    """What a worker is in, outermost first."""
+
+    @property
+    def blocks(self) -> list[Open]:
+        return [entry for entry in self if isinstance(entry, Open)]
+
+    @property
+    def frames(self) -> list[Frame]:
+        return [entry for entry in self if isinstance(entry, Frame)]
+
+    @property
+    def module(self) -> tuple[str, ...] | None:
+        """The path of the module whose method is running."""
+        return self.frames[-1].path if self.frames else None
+
+    def is_in(self, kind: str) -> bool:
+        return any(frame.kind == kind for frame in self.frames)
+
+    @property
+    def pair(self) -> Frame:
+        """The pair that it is in."""
+        [pair] = [frame for frame in self.frames if frame.kind == 'pair']
+        return pair
+
+    def has_room(self) -> bool:
+        return len(self) < DEEPEST
+
+    @property
+    def rewrites(self) -> tuple[str, ...]:
+        return tuple(block.what for block in self.blocks)
+
+    @property
+    def owners(self) -> tuple[Any, ...]:
+        return tuple(block.owner for block in self.blocks)
+
+    def stopped(self, in_pair: bool) -> frozenset[str]:
+        """The parameters that the open blocks stop in a tree: the union."""
+        return frozenset(
+            '/'.join(names)
+            for names in (PAIR_NAMES if in_pair else NET_NAMES)
+            if any(block.selects(names, in_pair) for block in self.blocks)
+        )
+
+
+class Caches:
+    """What JAX has to have cached: each function once for each thing in force.
+
+    Which modules opened the blocks makes no difference, until a program inside a raw
+    ``jax.jit`` or ``lax.scan`` reads variables of a module. From then on the owners of
+    these blocks are told apart; those that were first keep what they have.
+    """
+
+    def __init__(self) -> None:
+        self.traced: set[Any] = set()
+        self.renewed: Counter[Any] = Counter()
+        self.first_owners: dict[Any, Any] = {}
+        self.passed: set[Any] = set()
+
+    def context(self, stack: Stack) -> Any:
+        first = self.first_owners.get(stack.rewrites, stack.owners)
+        return (stack.rewrites, None if first == stack.owners else stack.owners)
+
+    def tell_apart(self, stack: Stack) -> None:
+        if any(owner is not None for owner in stack.owners):
+            self.first_owners.setdefault(stack.rewrites, stack.owners)
+
+
+def stopped_by_hand(params: Any, stopped: frozenset[str]) -> Any:
+    return oracle.stopped(params, lambda path: path in stopped)
+
+
+class ByHand:
+    """The same calls without flax_sg: on weights that were stopped one by one."""
+
+    def __init__(self) -> None:
+        self._of = {n: kind.make(net_class(silent)) for n, kind in KINDS.items()}
+        self._step = jax.jit(_grads_of(_apply(net_class(silent))), static_argnums=())
+        self._known: dict[Any, Any] = {}
+        net = net_class(silent)
+        self._children = {n: _apply(kind.make(net)) for n, kind in CHILDREN.items()}
+
+    def call(self, kind: str, stopped: frozenset[str]) -> Any:
+        """The output and gradients of one call."""
+
+        def fn(params: Any, x: Any) -> Any:
+            return {'y': self._of[kind](stopped_by_hand(params, stopped), x)}
+
+        if (kind, stopped) not in self._known:
+            self._known[kind, stopped] = traced(fn, NET_PARAMS, X)()
+        return self._known[kind, stopped]
+
+    def step(self, stopped: frozenset[str]) -> Any:
+        """The gradients of the compiled step."""
+        fn = _apply(net_class(silent))
+
+        def loss(params: Any, x: Any) -> Any:
+            return fn(stopped_by_hand(params, stopped), x)
+
+        if ('step', stopped) not in self._known:
+            self._known['step', stopped] = jax.jit(_grads_of(loss))(NET_PARAMS, X)
+        return self._known['step', stopped]
+
+    def session(self, calls: list[Call]) -> Any:
+        """The outputs and gradients of the calls in a session."""
+
+        def fn(pair: Any, net: Any, x: Any) -> Any:
+            return {call.name: call.fn(call.stopped, pair, net, x) for call in calls}
+
+        return traced(fn, *ARGS)()
+
+    def in_session(self, kind: str) -> Callable[..., Any]:
+        return lambda stopped, pair, net, x: self._of[kind](
+            stopped_by_hand(net, stopped), x
+        )
+
+    def child(self, part: str, child: str) -> Callable[..., Any]:
+        return lambda stopped, pair, net, x: self._children[child](
+            stopped_by_hand(pair, stopped)[part][child], x
+        )
+
+    def kept(self, part: str) -> Callable[..., Any]:
+        return lambda stopped, pair, net, x: (
+            x * jnp.tanh(stopped_by_hand(pair, stopped)[part]['w'])
+        )
+
+    def raw(self, wrap: str, part: str) -> Callable[..., Any]:
+        def fn(stopped: Any, pair: Any, net: Any, x: Any) -> Any:
+            params = stopped_by_hand(pair, stopped)[part]['net']
+            return RAW[wrap](lambda x: self._children['net'](params, x))(x)
+
+        return fn

@@ -1,0 +1,291 @@
+"""The tests catch what they are for: each fault put in on purpose, each by its reason.
+
+A check is a test of this suite, called by its name. It passes as the library is, and
+fails with the fault, in the way that tells what is wrong.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import broken
+import oracle
+import sequences
+import test_blocks
+import test_caches
+import test_kept
+import test_programs
+import test_stateful
+from flax_sg import blocks, errors
+from flax_sg import linen as nn
+
+# How checks fail: a gradient that is not the one by hand, to the last bit.
+GRADIENT = r'(?s)\[.*\]:\n.*\nis not\n'
+
+
+@dataclasses.dataclass(frozen=True)
+class Caught:
+    """A fault, a test that catches it, and how.
+
+    Attributes:
+        fault: puts the fault in.
+        check: a test, called with its arguments.
+        error: what it raises.
+        match: what that says.
+    """
+
+    fault: Callable[[pytest.MonkeyPatch], None]
+    check: Callable[[], None]
+    error: type[BaseException]
+    match: str
+
+
+def called_outside_and_inside() -> None:
+    fn, by_hand = test_caches.CACHED['jit'](), test_caches.CACHED['jit']()
+    for letter in 'oij':
+        selects = test_caches.SELECTS[letter]
+        expected = test_caches.pull_back(
+            lambda p, x, selects=selects: by_hand(oracle.stopped(p, selects), x)
+        )
+        where = test_caches.WHERE[letter] or False
+        with nn.stop_gradient(where, unused='ignore'):
+            actual = test_caches.pull_back(fn)
+        oracle.assert_same(actual, expected)
+
+
+def sequence(
+    palette: list[str], *steps: Callable[[test_stateful.Machine], None]
+) -> Callable[[], None]:
+    """Steps of the random sequences, these ones: what they compare catches it too."""
+
+    def check() -> None:
+        machine = test_stateful.Machine()
+        machine.palette = palette
+        try:
+            for step in steps:
+                step(machine)
+            machine.leave_all()
+        finally:
+            machine.end()
+
+    return check
+
+
+def go(who: int, *steps: Any) -> Callable[[test_stateful.Machine], None]:
+    """Blocks by their number in the palette, modules by their letter."""
+    return lambda machine: machine.go(who, list(steps), 0, False)
+
+
+def leave(who: int, levels: int = 0) -> Callable[[test_stateful.Machine], None]:
+    return lambda machine: machine.leave(who, levels)
+
+
+def call(who: int, number: int) -> Callable[[test_stateful.Machine], None]:
+    return lambda machine: machine.call(who, [(number, 'a')], None)
+
+
+JIT_OF_SCAN, RAW_JIT, CHILD, REMAT_OF_JIT, KEPT, SHARED = 5, 0, 4, 7, 8, 9
+
+CAUGHT = [
+    Caught(broken.no_cache_key, called_outside_and_inside, AssertionError, GRADIENT),
+    Caught(
+        broken.stop_inside_the_body,
+        lambda: test_programs.test_a_stop_around_a_scan_costs_no_copy_of_the_stack(
+            'plain'
+        ),
+        AssertionError,
+        r'f32\[8,32,32\]',
+    ),
+    Caught(
+        broken.stops_are_written_back,
+        lambda: (
+            test_caches.test_one_module_with_mutable_parameters_in_and_out_of_blocks(
+                'remat of jit'
+            )
+        ),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.absolute_paths,
+        test_blocks.test_modules_open_blocks_in_each_other,
+        errors.UnusedFilterError,
+        'selected nothing',
+    ),
+    Caught(
+        broken.absolute_paths,
+        test_caches.test_a_variable_written_and_read_in_one_jitted_class_at_different_paths,
+        AssertionError,
+        r'== \[1.0, 1.0\]',
+    ),
+    Caught(
+        broken.open_after_an_exception,
+        lambda: test_blocks.test_an_exception_leaves_everything_as_it_was(
+            ValueError, 1
+        ),
+        AssertionError,
+        "^assert 'a' == ''",
+    ),
+    Caught(
+        broken.kept_values_ignored,
+        lambda: test_kept.test_before_in_and_after(
+            next(iter(test_kept.ROUTES.values()))
+        ),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.functions_by_identity,
+        test_caches.test_a_step_under_a_fresh_lambda_is_traced_once,
+        AssertionError,
+        r'^assert 15 == 3',
+    ),
+    Caught(
+        broken.owners_in_the_key,
+        test_caches.test_equal_filters_of_two_modules_share_what_is_traced,
+        AssertionError,
+        r'^assert 2 == 1',
+    ),
+    Caught(
+        broken.owners_never_told_apart,
+        lambda: test_caches.test_one_jitted_closure_in_blocks_of_two_modules('ab'),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.decisions_shared,
+        called_outside_and_inside,
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.one_stack_for_all_threads,
+        test_caches.test_a_thread_opens_a_block_while_another_has_none,
+        AssertionError,
+        r'^assert not True\n.*is_zero',
+    ),
+    Caught(
+        broken.no_cache_key,
+        sequence(
+            ['kernels'],
+            call(0, JIT_OF_SCAN),
+            go(0, 0),
+            call(1, JIT_OF_SCAN),
+            call(0, JIT_OF_SCAN),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.stops_are_written_back,
+        sequence(['kernels'], go(0, 'm', 0), call(0, REMAT_OF_JIT)),
+        AssertionError,
+        r"(?s)'written in .*\nis not\n",
+    ),
+    Caught(
+        broken.absolute_paths,
+        sequence(['enc of the owner'], go(0, 'p', 'a', 0), call(0, CHILD)),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.open_after_an_exception,
+        sequence(['kernels', 'all'], go(0, 0, 1), leave(0, 1), call(0, JIT_OF_SCAN)),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.kept_values_ignored,
+        sequence(['all'], go(0, 'p', 'a', 0), call(0, KEPT)),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.functions_by_identity,
+        sequence(
+            ['kernels by a lambda'],
+            *(go(0, 0), call(0, JIT_OF_SCAN), go(1, 0), call(1, JIT_OF_SCAN)),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.owners_in_the_key,
+        sequence(
+            ['kernels'],
+            *(go(0, 'p', 'a', 0), call(0, SHARED), leave(0), leave(0)),
+            *(go(0, 'b', 0), call(0, SHARED)),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.owners_never_told_apart,
+        sequence(
+            ['enc of the owner'],
+            *(go(0, 'p', 'a', 0), call(0, RAW_JIT), leave(0), leave(0)),
+            *(go(0, 'b', 0), call(0, RAW_JIT)),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.decisions_shared,
+        sequence(
+            ['kernels', 'enc by a regex'],
+            *(go(0, 0), call(0, JIT_OF_SCAN), leave(0), go(0, 1), call(0, JIT_OF_SCAN)),
+        ),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
+        broken.one_stack_for_all_threads,
+        sequence(['kernels'], go(0, 0), call(1, JIT_OF_SCAN)),
+        AssertionError,
+        GRADIENT,
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    test_caches.TRACES.clear()
+    yield
+    test_caches.TRACES.clear()
+
+
+@pytest.fixture
+def put_in() -> Iterator[Callable[[Any], None]]:
+    """Puts a fault in for the test; takes it out, with all that it has left behind."""
+    sequences.forget_contexts()
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda fault: fault(patch)
+        for block in tuple(blocks._open_blocks):
+            blocks.remove(block)
+        if blocks.thread.context is not None:
+            blocks.thread.set_blocks(())
+    sequences.forget_contexts()
+
+
+every_one = pytest.mark.parametrize('caught', CAUGHT, ids=lambda c: c.fault.__name__)
+
+
+@every_one
+def test_the_check_passes_as_the_library_is(caught):
+    caught.check()
+
+
+@every_one
+def test_the_check_catches_the_fault(caught, put_in):
+    put_in(caught.fault)
+    with pytest.raises(caught.error, match=caught.match):
+        caught.check()
+
+
+def test_every_fault_is_caught():
+    faults = {
+        fn for fn in vars(broken).values() if getattr(fn, '__module__', '') == 'broken'
+    }
+    assert faults == {caught.fault for caught in CAUGHT}
