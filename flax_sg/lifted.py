@@ -33,7 +33,7 @@ def _lift_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
         return functools.partial(cls, *target.args, **target.keywords)
     methods = ('__call__',) if methods is None else methods
     several = isinstance(methods, Iterable) and not isinstance(methods, str)
-    names = tuple(methods) if several else (methods,)
+    names: tuple[Any, ...] = tuple(methods) if several else (methods,)
     if not all(isinstance(name, str) for name in names):
         raise errors.UnknownMethodError.without_names(methods)
     for name in names:
