@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from flax_sg import _private, errors, extents, filters, rules
@@ -31,8 +31,11 @@ def _lift_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     if isinstance(target, functools.partial):
         cls = _lift_class(rewrite, target.func, methods)
         return functools.partial(cls, *target.args, **target.keywords)
-    names = ('__call__',) if methods is None else methods
-    names = (names,) if isinstance(names, str) else tuple(names)
+    methods = ('__call__',) if methods is None else methods
+    several = isinstance(methods, Iterable) and not isinstance(methods, str)
+    names: tuple[Any, ...] = tuple(methods) if several else (methods,)
+    if not all(isinstance(name, str) for name in names):
+        raise errors.UnknownMethodError.without_names(methods)
     for name in names:
         if not callable(getattr(target, name, None)):
             raise errors.UnknownMethodError(name, target)

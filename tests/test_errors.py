@@ -229,6 +229,17 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.UnknownMethodError,
         "Model has no method 'encodee'. Did you mean 'encode'?",
     ),
+    'methods that are no names': (
+        lambda: nn.stop_gradient(Model, 'encoder/**', methods=[Model.encode, 'encode']),
+        errors.UnknownMethodError,
+        f'methods={[Model.encode, "encode"]} names no methods: expected their names, '
+        "such as methods=['encode'].",
+    ),
+    'a number of methods': (
+        lambda: nn.stop_gradient(Model, 'encoder/**', methods=3),
+        errors.UnknownMethodError,
+        "methods=3 names no methods: expected their names, such as methods=['encode'].",
+    ),
     'methods without a class': (
         lambda: nn.stop_gradient('encoder/**', methods=['encode']),
         errors.UnknownMethodError,

@@ -102,6 +102,17 @@ class UnknownMethodError(FlaxSGError, AttributeError):
         )
         return error
 
+    @classmethod
+    def without_names(cls, methods: object) -> UnknownMethodError:
+        """The error for ``methods=`` that is no sequence of names."""
+        error = cls.__new__(cls)
+        AttributeError.__init__(
+            error,
+            f'methods={methods!r} names no methods: expected their names, such as '
+            "methods=['encode'].",
+        )
+        return error
+
 
 class LiftTargetError(FlaxSGError, TypeError):
     """Something was lifted that is no Module class, method or function of a module.
