@@ -196,6 +196,8 @@ def package_index():
 COMMANDS = {f.__name__: f for f in (demo, test, lint, ci, versions, witness, wheel)}
 
 if __name__ == '__main__':
+    if len(sys.argv) > 1 and sys.argv[1] not in COMMANDS:
+        print(f'dev.py has no command {sys.argv[1]!r}.\n', file=sys.stderr)
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         lines = [f'    {n:9} {f.__doc__.splitlines()[0]}' for n, f in COMMANDS.items()]
         sys.exit('\n'.join([__doc__, *lines]))

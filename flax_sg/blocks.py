@@ -163,10 +163,8 @@ class _Thread(threading.local):
         self.roots: dict[int, tuple[views.Root, tuple[str, ...], dict[str, Any]]] = {}
         self.context: Any = None
         self.rewritten = 0
-        # How many times blocks are set aside that will be open again.
-        self._aside = 0
-        # Watches a second run of a ``setup``, while there is one.
-        self.replay: Any = None
+        self._aside = 0  # How often blocks are set aside that will be open again.
+        self.replay: Any = None  # Watches a second run of a ``setup``.
 
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
         """Makes these the open blocks, for the hooks and for JAX's trace caches.
