@@ -131,8 +131,7 @@ class _Hand:
 
 def _forget(module: linen.Module, scopes: Mapping[int, Any]) -> None:
     """Lets submodules that are bound already look for their weights once more."""
-    named = vars(module).get('_compact_name_scope_modules', {})
-    for child in (*_private.children_of(module).values(), *named.values()):
+    for child in _private.children_of(module).values():
         if isinstance(child, linen.Module) and child.scope is not None:
             if id(child.scope._variables) not in scopes:
                 child.scope._variables.pop('params', None)
@@ -281,19 +280,6 @@ class Listed(linen.Module):
         return x
 
 
-class Scoped(linen.Module):
-    def __call__(self, x):
-        return self.first(x) * self.second(x)
-
-    @linen.compact_name_scope
-    def first(self, x):
-        return linen.Dense(4, name='base')(x)
-
-    @linen.compact_name_scope
-    def second(self, x):
-        return linen.Dense(4, name='base')(x)
-
-
 class Dropout(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -324,7 +310,6 @@ MODULES: dict[str, Callable[..., linen.Module]] = {
     'sower': Sower,
     'lora': Lora,
     'list': Listed,
-    'scoped': Scoped,
     'record': Record,
 }
 

@@ -83,7 +83,7 @@ MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'query', 'shared')
 
 LEAVES = (
     *('affine', 'kept', 'dense', 'norm', 'dropout', 'attention', 'rnn', 'boxed'),
-    *('sower', 'lora', 'list', 'scoped', 'batch_norm', 'record'),
+    *('sower', 'lora', 'list', 'batch_norm', 'record'),
 )
 # What keeps no state and draws no numbers: some transforms take nothing else.
 STATELESS = ('affine', 'kept', 'dense', 'norm', 'attention', 'rnn', 'boxed', 'lora')
