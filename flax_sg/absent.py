@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
+from flax import serialization
 
 from flax_sg import errors
 
@@ -73,6 +74,7 @@ class Absent:
 ABSENT = Absent()
 
 jax.tree_util.register_pytree_node(Absent, lambda _: ((), None), lambda *_: ABSENT)
+serialization.register_serialization_state(Absent, lambda _: {}, lambda *_: ABSENT)
 
 
 def is_absent(leaf: Any) -> bool:

@@ -78,7 +78,9 @@ def encoding_of(leaf: Any) -> Encoding | Static:
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return Static(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _encoding(np.dtype(np.uint32), False, str(jax.random.key_impl(leaf)))
+        return _encoding(
+            np.dtype(np.uint32), False, str(jax.random.key_impl(jnp.asarray(leaf)))
+        )
     if leaf.dtype.kind in 'OSUmM':
         return Static(leaf)
     weak = bool(getattr(leaf, 'weak_type', False))
@@ -109,7 +111,8 @@ def encode(leaf: Any, how: Encoding) -> list[Array]:
         mask = unsigned.type(2**_HALF - 1)
         shifts = [unsigned.type(_HALF * n) for n in range(how.pieces)]
         pieces = [((bits >> shift) & mask).astype(np.float32) for shift in shifts]
-    return [*pieces, np_like.ones_like(pieces[0])]
+    # numpy makes scalars of arrays without axes; checkpoints take arrays only.
+    return [*map(np_like.asarray, pieces), np_like.ones_like(pieces[0])]
 
 
 def _ones_like(leaf: Any) -> Any:

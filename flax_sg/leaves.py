@@ -9,7 +9,7 @@ name is the collection.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import jax
@@ -32,11 +32,13 @@ class Leaves:
     Attributes:
         values: the leaves; ``ABSENT`` and ``NonDifferentiable`` count as leaves.
         paths: the path of each.
+        keys: the key path of each, which tells leaves in one box apart.
         treedef: what puts such a list of leaves together again.
     """
 
     values: list[Any]
     paths: list[Path]
+    keys: list[Keys]
     treedef: Any
 
     def restore(self, values: Iterable[Any]) -> Any:
@@ -55,27 +57,27 @@ def is_whole(node: Any) -> bool:
 def leaves_of(tree: Any) -> Leaves:
     """Takes a tree apart."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_whole)
-    in_boxes = _lengths_of_boxes(tree)
+    boxes = _boxes_in(tree)
     collections = _is_variables(tree)
-    paths = [
-        path_of(keys[: in_boxes.get(_box_in(keys, in_boxes), len(keys))], collections)
-        for keys, _ in pairs
-    ]
-    return Leaves([leaf for _, leaf in pairs], paths, treedef)
+    paths = [path_of(_outside(keys, boxes), collections) for keys, _ in pairs]
+    leaves = [leaf for _, leaf in pairs]
+    return Leaves(leaves, paths, [keys for keys, _ in pairs], treedef)
 
 
-def _lengths_of_boxes(tree: Any) -> dict[Keys, int]:
-    """The key path of every box in a tree, with its length."""
+def _boxes_in(tree: Any) -> frozenset[Keys]:
+    """The key path of every box in a tree."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_whole(node) or isinstance(node, AxisMetadata)
     )
-    return {keys: len(keys) for keys, leaf in pairs if isinstance(leaf, AxisMetadata)}
+    return frozenset(keys for keys, leaf in pairs if isinstance(leaf, AxisMetadata))
 
 
-def _box_in(keys: Keys, boxes: Mapping[Keys, int]) -> Keys | None:
+def _outside(keys: Keys, boxes: Set[Keys]) -> Keys:
+    """A key path as far as the box that it leads into, if there is one."""
     if not boxes:
-        return None
-    return next((keys[:n] for n in range(len(keys) + 1) if keys[:n] in boxes), None)
+        return keys
+    ends = (n for n in range(len(keys) + 1) if keys[:n] in boxes)
+    return keys[: next(ends, len(keys))]
 
 
 def path_of(keys: Keys, collections: bool = False) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 
 from flax_sg import _private, encodings, errors
 
@@ -82,10 +83,10 @@ class NonDifferentiable:
         return treedef.unflatten([_decoded(kind, arrays) for kind in kinds])
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The value as floats, under one name."""
+        """The value as floats, numbered."""
         arrays, structure = self.tree_flatten()
-        key = jax.tree_util.GetAttrKey('value')
-        return [(key, array) for array in arrays], structure
+        keys = map(jax.tree_util.FlattenedIndexKey, range(len(arrays)))
+        return list(zip(keys, arrays, strict=True)), structure
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
         """The value as floats."""
@@ -113,6 +114,9 @@ class NonDifferentiable:
             return f'NonDifferentiable({self.value!r})'
         except Exception:  # Of a tree that holds something else: shapes, shardings.
             return f'NonDifferentiable(<{self._arrays!r}>)'
+
+    def __str__(self) -> str:
+        return str(self.value)
 
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self.value)
@@ -176,7 +180,7 @@ class NonDifferentiable:
 
     __len__, __bool__, __float__ = _unary(len), _unary(bool), _unary(float)
     __int__, __complex__ = _unary(int), _unary(complex)
-    __index__, __str__ = _unary(operator.index), _unary(str)
+    __index__ = _unary(operator.index)
     __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
     __abs__, __invert__ = _unary(abs), _unary(operator.invert)
 
@@ -221,3 +225,18 @@ def _decoded(kind: encodings.Encoding | encodings.Static, arrays: Iterator[Any])
     if not isinstance(mine[-1], _private.Tracer) and not encodings.is_kept(mine[-1]):
         raise errors.ChangedValueError(mine[-1])
     return encodings.decode([jnp.asarray(array) for array in mine], kind)
+
+
+def _to_state_dict(x: NonDifferentiable) -> dict[str, Any]:
+    return {str(number): leaf for number, leaf in enumerate(x.tree_flatten()[0])}
+
+
+def _from_state_dict(x: NonDifferentiable, state: dict[str, Any]) -> NonDifferentiable:
+    arrays, structure = x.tree_flatten()
+    found = [state[str(number)] for number in range(len(arrays))]
+    return NonDifferentiable.tree_unflatten(structure, found)
+
+
+serialization.register_serialization_state(
+    NonDifferentiable, _to_state_dict, _from_state_dict
+)

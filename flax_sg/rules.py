@@ -27,6 +27,9 @@ class Rule(abc.ABC):
 
     name: ClassVar[str]
     """The name in reprs and in the debug paths of Flax's scopes."""
+    brings: Any = None
+    """A traced value that the rule puts in place of others, if it brings any: what is
+    computed from what readers see belongs to the trace of it."""
 
     @abc.abstractmethod
     def __call__(self, path: paths.Path, leaf: Any) -> Any:

@@ -55,7 +55,10 @@ def trainable(*fields: str) -> Callable[[T], T]:
     """
 
     def declare(cls: T) -> T:
-        if not isinstance(cls, type) or not all(isinstance(f, str) for f in fields):
+        given: Any = (cls, *fields)
+        if not isinstance(given[0], type) or not all(
+            isinstance(name, str) for name in given[1:]
+        ):
             raise errors.DeclarationError.no_class(cls, fields)
         known: Any = getattr(cls, '__dataclass_fields__', None) or getattr(
             cls, '_fields', None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from flax_sg import errors, filters
@@ -120,7 +120,7 @@ def partition_n(
         The exhaustive ``partition_n`` of dm-haiku, as google/flax#1857 uses it.
     """
     leaves = leaves_of(tree)
-    found, names = classified(leaves, classify)
+    found, names = classified(leaves.paths, classify)
     return {
         name: leaves.restore(
             leaf if label == name else ABSENT
@@ -131,29 +131,28 @@ def partition_n(
 
 
 def classified(
-    leaves: Leaves,
+    paths: Sequence[Path],
     classify: Callable[[Path], Hashable] | Mapping[Any, filters.Where],
-    unused: str = 'raise',
 ) -> tuple[list[Any], list[Any]]:
-    """The label of each leaf, and all labels."""
+    """The label of each path, and all labels."""
     if not isinstance(classify, Mapping):
         if not callable(classify):
             raise errors.FilterTypeError(
                 f'{classify!r} classifies nothing: expected filters by label, such as '
                 "{'gln': 'gln_*/**', ...}, or a function of the path."
             )
-        found = [classify(path) for path in leaves.paths]
-        for path, label in zip(leaves.paths, found, strict=True):
+        found = [classify(path) for path in paths]
+        for path, label in zip(paths, found, strict=True):
             if label is None:
                 raise errors.UnclassifiedLeafError(path, [], None)
         return found, list(dict.fromkeys(found))
-    labels: list[list[Any]] = [[] for _ in leaves.paths]
+    labels: list[list[Any]] = [[] for _ in paths]
     for label, where in classify.items():
-        [takes] = selected([leaves.paths], filters.as_filter(where), unused)
+        [takes] = selected([paths], filters.as_filter(where))
         for index, take in enumerate(takes):
             if take:
                 labels[index].append(label)
-    for path, several in zip(leaves.paths, labels, strict=True):
+    for path, several in zip(paths, labels, strict=True):
         if len(several) != 1:
             raise errors.UnclassifiedLeafError(path, several, list(classify))
     return [label for [label] in labels], list(classify)

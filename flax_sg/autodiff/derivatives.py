@@ -45,7 +45,7 @@ class _Derivative:
 
         return self.kind(self, fun_of_live, split)
 
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, Any]:
         """What JAX is asked beside the function."""
         return {'has_aux': self.has_aux, 'holomorphic': self.holomorphic}
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from flax import linen
 
-from flax_sg import errors, extents, filters, rewrites, rules
+from flax_sg import _private, errors, extents, filters, rewrites, rules
 from flax_sg.leaves import Leaves, leaves_of
 from flax_sg.paths import Path
 
@@ -31,6 +31,8 @@ class Replaced(rules.Rule):
         for (path, leaf), other in zip(old, new, strict=True):
             entry = (path.collection, (*prefix, *path.parts), leaf, other)
             self._new.setdefault(id(leaf), []).append(entry)
+        traced = (b for b in new if isinstance(b, _private.Tracer))
+        self.brings = next(traced, None)
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """The leaf that stands for a leaf of the module."""
@@ -43,6 +45,7 @@ class Replaced(rules.Rule):
     def clear(self) -> None:
         """Lets go of what may be traced."""
         self._new.clear()
+        self.brings = None
 
 
 def variables_of(module: Any) -> Any:

@@ -17,6 +17,7 @@ from flax_sg.errors.trees import ChangedValueError as ChangedValueError
 from flax_sg.errors.trees import DeclarationError as DeclarationError
 from flax_sg.errors.trees import MissingLeafError as MissingLeafError
 from flax_sg.errors.trees import NotDifferentiableError as NotDifferentiableError
+from flax_sg.errors.trees import NotFrozenError as NotFrozenError
 from flax_sg.errors.trees import OverlapError as OverlapError
 from flax_sg.errors.trees import StructureError as StructureError
 from flax_sg.errors.trees import UnboundModuleError as UnboundModuleError

@@ -248,3 +248,33 @@ class UnboundModuleError(FlaxSGError, TypeError):
             f'of={type(target).__name__}(...) has no variables: expected a bound '
             'module, such as model.bind(variables).'
         )
+
+
+class NotFrozenError(FlaxSGError, TypeError):
+    """Something is thawed or frozen that is no optimizer for it.
+
+    ::
+
+        tx = optax.chain(optax.clip(1.0), sg.freeze(optax.adam(1e-3), 'body/**'))
+        sg.thaw(tx, state, params, 'body/**')  # raises: freeze goes outermost
+
+        tx = sg.freeze(optax.chain(optax.clip(1.0), optax.adam(1e-3)), 'body/**')
+        sg.thaw(tx, state, params, 'body/**')
+    """
+
+    def __init__(self, tx: object) -> None:
+        super().__init__(
+            f'thaw() takes what sg.freeze returned, got {type(tx).__name__}.\n'
+            'Put sg.freeze outermost: sg.freeze(optax.chain(...), where).'
+        )
+
+    @classmethod
+    def no_optimizer(cls, tx: object) -> NotFrozenError:
+        """The error for something that is no optax transformation."""
+        error = cls.__new__(cls)
+        TypeError.__init__(
+            error,
+            f'freeze() takes an optax transformation, got {type(tx).__name__}.\n'
+            "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
+        )
+        return error
