@@ -78,13 +78,15 @@ def encoding_of(leaf: Any) -> Encoding | Static:
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return Static(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _encoding(
-            np.dtype(np.uint32), False, str(jax.random.key_impl(jnp.asarray(leaf)))
-        )
+        return _encoding(np.dtype(np.uint32), False, _implementation(leaf))
     if leaf.dtype.kind in 'OSUmM':
         return Static(leaf)
     weak = bool(getattr(leaf, 'weak_type', False))
     return _encoding(jax.dtypes.canonicalize_dtype(leaf.dtype), weak, None)
+
+
+def _implementation(key: Any) -> str:
+    return str(jax.random.key_impl(key))
 
 
 def _encoding(dtype: Any, weak: bool, key: str | None) -> Encoding:

@@ -9,7 +9,7 @@ name is the collection.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import jax
@@ -32,21 +32,25 @@ class Leaves:
     Attributes:
         values: the leaves; ``ABSENT`` and ``NonDifferentiable`` count as leaves.
         paths: the path of each.
-        keys: the key path of each, which tells leaves in one box apart.
+        key_paths: the key path of each, which tells leaves in one box apart.
         treedef: what puts such a list of leaves together again.
     """
 
     values: list[Any]
     paths: list[Path]
-    keys: list[Keys]
+    key_paths: list[Keys]
     treedef: Any
 
     def restore(self, values: Iterable[Any]) -> Any:
         """The tree with other leaves."""
         return jax.tree_util.tree_unflatten(self.treedef, list(values))
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[tuple[Path, Any]]:
         return zip(self.paths, self.values, strict=True)
+
+    def by_path(self) -> dict[Path, Any]:
+        """The leaves by path; of several in one box the last."""
+        return dict(zip(self.paths, self.values, strict=True))
 
 
 def is_whole(node: Any) -> bool:

@@ -163,5 +163,5 @@ def check_same_structure(a: Leaves, b: Leaves, name_a: str, name_b: str) -> None
     if a.treedef == b.treedef:
         return
     raise errors.StructureError(
-        name_a, name_b, dict(a), dict(b), str(a.treedef), str(b.treedef)
+        name_a, name_b, a.by_path(), b.by_path(), str(a.treedef), str(b.treedef)
     )

@@ -98,7 +98,7 @@ class Tree:
                 'the argument',
                 what,
                 named,
-                dict(given),
+                given.by_path(),
                 str(self.treedef),
                 str(given.treedef),
             ) from None

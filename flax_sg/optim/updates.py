@@ -39,14 +39,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
         StructureError: if there is an update for what is no parameter.
     """
     old, new = leaves_of(params), leaves_of(updates)
-    found = dict(zip(new.keys, new.values, strict=True))
-    if not found.keys() <= set(old.keys):
+    found = dict(zip(new.key_paths, new.values, strict=True))
+    if not found.keys() <= set(old.key_paths):
         raise errors.StructureError(
-            'the parameters', 'the updates', dict(old), dict(new)
+            'the parameters', 'the updates', old.by_path(), new.by_path()
         )
     return old.restore(
         _applied(leaf, found.get(keys))
-        for keys, leaf in zip(old.keys, old.values, strict=True)
+        for keys, leaf in zip(old.key_paths, old.values, strict=True)
     )
 
 
@@ -118,13 +118,8 @@ def _check_full(params: Any, grads: Any) -> None:
         raise errors.StructureError(
             'the parameters that an optimizer without sg.freeze is for',
             'the gradient',
-            _named(params),
-            _named(grads),
+            leaves_of(params).by_path(),
+            leaves_of(grads).by_path(),
             str(jax.tree.structure(params)),
             str(jax.tree.structure(grads)),
         )
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    leaves = leaves_of(tree)
-    return {path: leaf for path, leaf in leaves if not is_absent(leaf)}
