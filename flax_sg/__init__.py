@@ -13,6 +13,7 @@ from flax_sg.autodiff import jvp as jvp
 from flax_sg.autodiff import linearize as linearize
 from flax_sg.autodiff import value_and_grad as value_and_grad
 from flax_sg.autodiff import vjp as vjp
+from flax_sg.declared import trainable as trainable
 from flax_sg.nondifferentiable import NonDifferentiable as NonDifferentiable
 from flax_sg.optim import TrainState as TrainState
 from flax_sg.optim import apply_updates as apply_updates
@@ -22,7 +23,6 @@ from flax_sg.optim import labels as labels
 from flax_sg.optim import thaw as thaw
 from flax_sg.optim import trainable_mask as trainable_mask
 from flax_sg.paths import Path as Path
-from flax_sg.trainable import trainable as trainable
 from flax_sg.trees import combine as combine
 from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n

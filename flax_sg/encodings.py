@@ -70,6 +70,16 @@ class Encoding:
     key: str | None
     pieces: int
 
+    @property
+    def witness(self) -> bool:
+        """Whether there is one. A bool has none: decay keeps zero zero."""
+        return self.dtype != jnp.bool_
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays there are."""
+        return self.pieces + self.witness
+
 
 def encoding_of(leaf: Any) -> Encoding | Static:
     """How a leaf of a value is kept."""
@@ -114,7 +124,8 @@ def encode(leaf: Any, how: Encoding) -> list[Array]:
         shifts = [unsigned.type(_HALF * n) for n in range(how.pieces)]
         pieces = [((bits >> shift) & mask).astype(np.float32) for shift in shifts]
     # numpy makes scalars of arrays without axes; checkpoints take arrays only.
-    return [*map(np_like.asarray, pieces), np_like.ones_like(pieces[0])]
+    arrays = [np_like.asarray(piece) for piece in pieces]
+    return [*arrays, np_like.ones_like(pieces[0])] if how.witness else arrays
 
 
 def _ones_like(leaf: Any) -> Any:
@@ -128,7 +139,10 @@ def decode(arrays: list[Array], how: Encoding) -> Array:
     No gradient flows. What is refused is NaN, for integers the value farthest from
     zero. A witness of zero is that of a gradient.
     """
-    *pieces, witness = map(jax.lax.stop_gradient, arrays)
+    arrays = [jax.lax.stop_gradient(array) for array in arrays]
+    if not how.witness:
+        return arrays[0] != 0
+    *pieces, witness = arrays
     if jnp.issubdtype(how.dtype, jnp.inexact):
         value, refused = pieces[0], jnp.full((), jnp.nan, pieces[0].dtype)
     else:
@@ -152,13 +166,14 @@ def _integer(pieces: list[Array], dtype: Any) -> Array:
 
 
 def _farthest(dtype: Any) -> Array:
-    if dtype == jnp.bool_:
-        return jnp.zeros((), dtype)
     info = jnp.iinfo(dtype)
     return jnp.full((), info.min or info.max, dtype)
 
 
-def is_kept(witness: Array) -> bool:
-    """Whether a witness that is no tracer vouches for its value."""
-    found = np.asarray(witness, np.complex64)
-    return bool(np.all((found == 1) | (found == 0)))
+def is_refused(arrays: list[Array], how: Encoding) -> bool:
+    """Whether it is known here that a value is refused: not of a tracer."""
+    witness = arrays[-1]
+    if not how.witness or isinstance(witness, _private.Tracer):
+        return False
+    found = np.asarray(witness)
+    return not np.all((found == 1) | (found == 0))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization
 
-from flax_sg import _private, encodings, errors
+from flax_sg import encodings, errors
 
 
 def _unary(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -53,6 +53,9 @@ class NonDifferentiable:
     was decayed (averaged, scaled) in that way is refused. Outside of a trace it raises;
     inside, it is NaN, and an integer the one farthest from zero. For that, an array of
     ones travels with each array: to keep large weights fixed, freeze them by path.
+
+    JAX itself takes no such object as an index, and none as an argument of
+    ``jax.lax``: write ``x[n.value]``.
 
     Attributes:
         value: the value, behind ``jax.lax.stop_gradient``.
@@ -221,8 +224,8 @@ def _stopped(leaf: Any) -> Any:
 def _decoded(kind: encodings.Encoding | encodings.Static, arrays: Iterator[Any]) -> Any:
     if isinstance(kind, encodings.Static):
         return kind.value
-    mine = [next(arrays) for _ in range(kind.pieces + 1)]
-    if not isinstance(mine[-1], _private.Tracer) and not encodings.is_kept(mine[-1]):
+    mine = [next(arrays) for _ in range(kind.arrays)]
+    if encodings.is_refused(mine, kind):
         raise errors.ChangedValueError(mine[-1])
     return encodings.decode([jnp.asarray(array) for array in mine], kind)
 

@@ -8,7 +8,7 @@ from flax_sg.autodiff.calls import jvp as jvp
 from flax_sg.autodiff.calls import linearize as linearize
 from flax_sg.autodiff.calls import vjp as vjp
 from flax_sg.autodiff.derivatives import grad as grad
-from flax_sg.autodiff.derivatives import hessian as hessian
-from flax_sg.autodiff.derivatives import jacfwd as jacfwd
-from flax_sg.autodiff.derivatives import jacrev as jacrev
 from flax_sg.autodiff.derivatives import value_and_grad as value_and_grad
+from flax_sg.autodiff.jacobians import hessian as hessian
+from flax_sg.autodiff.jacobians import jacfwd as jacfwd
+from flax_sg.autodiff.jacobians import jacrev as jacrev

@@ -8,18 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from flax_sg import _private
 from flax_sg.autodiff.forms import Request, Split
 from flax_sg.autodiff.scripts import as_function_of, variables_of
 from flax_sg.filters import Where
 
-_Argnums = int | Sequence[int]
+Argnums = int | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Derivative:
+class Derivative:
     """A function, and what of it is differentiated with respect to what.
 
     Two of one value are one object (``_memo``): a derivative that is written in a
@@ -34,6 +33,7 @@ class _Derivative:
     holomorphic: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The derivative at these arguments."""
         numbers = _positions(self.argnums, len(args))
         split = self.request.split([args[number] for number in numbers])
 
@@ -66,19 +66,20 @@ def _positions(argnums: int | tuple[int, ...], count: int) -> list[int]:
     return [number % count for number in numbers]
 
 
-def _derivative(
+def derivative(
     kind: Callable[..., Any],
     fun: Callable[..., Any],
-    argnums: _Argnums,
+    argnums: Argnums,
     request: Request,
     has_aux: bool,
     holomorphic: bool,
     of: Any = None,
 ) -> Callable[..., Any]:
+    """A function that computes a derivative; the same one for the same arguments."""
     numbers: Any = argnums if isinstance(argnums, int) else tuple(argnums)
     if of is not None:
         variables_of(of)
-        lifted = _Derivative(
+        lifted = Derivative(
             kind, as_function_of(fun, of), 0, request, has_aux, holomorphic
         )
         return lambda *args, **kwargs: lifted(variables_of(of), *args, **kwargs)
@@ -86,7 +87,7 @@ def _derivative(
     # What is made within a trace may hold its tracers, and is not kept beyond it.
     if not _private.is_tracing() and _is_hashable(fun):
         return _memo(*parts)
-    return _named(fun, _Derivative(*parts))
+    return _named(fun, Derivative(*parts))
 
 
 def _is_hashable(fun: Any) -> bool:
@@ -100,10 +101,10 @@ def _is_hashable(fun: Any) -> bool:
 @functools.lru_cache(maxsize=128)
 def _memo(*parts: Any) -> Callable[..., Any]:
     """The same function for the same parts, so that ``jax.jit`` compiles it once."""
-    return _named(parts[1], _Derivative(*parts))
+    return _named(parts[1], Derivative(*parts))
 
 
-def _named(fun: Any, derivative: _Derivative) -> Callable[..., Any]:
+def _named(fun: Any, derivative: Derivative) -> Callable[..., Any]:
     """A plain function with the name of the one that is differentiated."""
 
     @functools.wraps(fun, updated=())
@@ -113,19 +114,19 @@ def _named(fun: Any, derivative: _Derivative) -> Callable[..., Any]:
     return call
 
 
-def _value_and_grad(self: _Derivative, fun: Any, split: Split) -> Any:
+def _value_and_grad(self: Derivative, fun: Any, split: Split) -> Any:
     value, live = jax.value_and_grad(fun, **self.options())(split.live)
     return value, self.shaped(split.form.fill(live))
 
 
-def _grad(self: _Derivative, fun: Any, split: Split) -> Any:
+def _grad(self: Derivative, fun: Any, split: Split) -> Any:
     value, grads = _value_and_grad(self, fun, split)
     return (grads, value[1]) if self.has_aux else grads
 
 
 def value_and_grad(
     fun: Callable[..., Any],
-    argnums: _Argnums = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
@@ -181,12 +182,12 @@ def value_and_grad(
         NotDifferentiableError: at the call, if all it matches has no gradient.
     """
     request = Request.of(wrt, absent, unused)
-    return _derivative(_value_and_grad, fun, argnums, request, has_aux, holomorphic, of)
+    return derivative(_value_and_grad, fun, argnums, request, has_aux, holomorphic, of)
 
 
 def grad(
     fun: Callable[..., Any],
-    argnums: _Argnums = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
@@ -207,106 +208,4 @@ def grad(
     Args and errors are those of ``sg.value_and_grad``.
     """
     request = Request.of(wrt, absent, unused)
-    return _derivative(_grad, fun, argnums, request, has_aux, holomorphic, of)
-
-
-def _jacobian(jac: Callable[..., Any]) -> Callable[..., Any]:
-    def kind(self: _Derivative, fun: Any, split: Split) -> Any:
-        noted: list[Any] = []
-
-        def noting(live: Sequence[Any]) -> Any:
-            out = fun(live)
-            leaves, treedef = jax.tree.flatten(out[0] if self.has_aux else out)
-            noted[:] = [treedef, [jnp.shape(leaf) for leaf in leaves]]
-            return out
-
-        got = jac(noting, **self.options())(split.live)
-        rows, *aux = got if self.has_aux else (got,)
-        treedef, shapes = noted
-        out = [
-            self.shaped(split.form.fill(row, shape))
-            for row, shape in zip(treedef.flatten_up_to(rows), shapes, strict=True)
-        ]
-        result = treedef.unflatten(out)
-        return (result, *aux) if self.has_aux else result
-
-    return kind
-
-
-_jacrev, _jacfwd = _jacobian(jax.jacrev), _jacobian(jax.jacfwd)
-
-
-def jacrev(
-    fun: Callable[..., Any],
-    argnums: _Argnums = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: Where | None = None,
-    absent: str = 'drop',
-    unused: str = 'raise',
-) -> Callable[..., Any]:
-    """``jax.jacrev`` with respect to the leaves that a filter selects.
-
-    >>> import jax.numpy as jnp, flax_sg as sg
-    >>> p = {'a': jnp.array([1.0, 2.0]), 'b': 3.0}
-    >>> sg.jacrev(lambda p: p['a'] * p['b'], wrt='b')(p)
-    {'a': ABSENT, 'b': Array([1., 2.], dtype=float32, weak_type=True)}
-
-    Args and errors are those of ``sg.value_and_grad``; ``fun`` returns a pytree. At
-    each leaf of the output stands a tree of the form of the argument.
-    """
-    request = Request.of(wrt, absent, unused)
-    return _derivative(_jacrev, fun, argnums, request, has_aux, holomorphic)
-
-
-def jacfwd(
-    fun: Callable[..., Any],
-    argnums: _Argnums = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: Where | None = None,
-    absent: str = 'drop',
-    unused: str = 'raise',
-) -> Callable[..., Any]:
-    """``jax.jacfwd`` with respect to the leaves that a filter selects.
-
-    >>> import jax.numpy as jnp, flax_sg as sg
-    >>> p = {'a': jnp.array([1.0, 2.0]), 'b': 3.0}
-    >>> sg.jacfwd(lambda p: p['a'] * p['b'], wrt='b', absent='none')(p)
-    {'a': None, 'b': Array([1., 2.], dtype=float32)}
-
-    Args, result and errors are those of ``sg.jacrev``.
-    """
-    request = Request.of(wrt, absent, unused)
-    return _derivative(_jacfwd, fun, argnums, request, has_aux, holomorphic)
-
-
-def hessian(
-    fun: Callable[..., Any],
-    argnums: _Argnums = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: Where | None = None,
-    absent: str = 'drop',
-    unused: str = 'raise',
-) -> Callable[..., Any]:
-    """``jax.hessian`` with respect to the leaves that a filter selects.
-
-    >>> import flax_sg as sg
-    >>> p = {'a': 2.0, 'b': 3.0}
-    >>> h = sg.hessian(lambda p: p['a'] ** 3 * p['b'], wrt='a')(p)
-    >>> float(h['a']['a']), h['b']
-    (36.0, ABSENT)
-
-    Args and errors are those of ``sg.jacrev``. It is ``jacfwd`` of ``jacrev``: at each
-    leaf of the output stands a tree, at each leaf of that another one.
-    """
-    inner = jacrev(
-        fun, argnums, has_aux, holomorphic, wrt=wrt, absent=absent, unused=unused
-    )
-    return jacfwd(
-        inner, argnums, has_aux, holomorphic, wrt=wrt, absent=absent, unused=unused
-    )
+    return derivative(_grad, fun, argnums, request, has_aux, holomorphic, of)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from flax_sg import blocks, errors, filters
+from flax_sg.declared import chosen
 from flax_sg.leaves import Leaves, is_differentiable, leaves_of, selected
 from flax_sg.paths import Path
-from flax_sg.trainable import chosen
 from flax_sg.trees import classified
 
 
