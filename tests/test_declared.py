@@ -58,7 +58,8 @@ X = jnp.array([[1.0, 2.0]])
 
 
 def loss(model: Any) -> Any:
-    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model))
+    leaves = [jnp.asarray(leaf, jnp.float32) for leaf in jax.tree.leaves(model)]
+    return sum(jnp.sum(leaf**2) for leaf in leaves)
 
 
 MODELS: dict[str, tuple[Any, list[str]]] = {
