@@ -10,6 +10,7 @@ import jax
 
 from flax_sg import blocks, errors, filters
 from flax_sg.leaves import Leaves, is_differentiable, is_whole, name_of, selected
+from flax_sg.paths import Path
 
 T = TypeVar('T', bound=type)
 
@@ -116,8 +117,7 @@ def chosen(
     """Which leaves of some trees are trained, or differentiated.
 
     Args:
-        trees: the trees; they are judged together. In a dict of collections a filter
-            looks at 'params'.
+        trees: the trees; they are judged together.
         where: a filter, or None for what the classes in the trees declare.
         unused: ``'raise'`` or ``'ignore'`` if a part of the filter matches nothing.
 
@@ -132,45 +132,27 @@ def chosen(
     if where is None:
         meant = [declared(tree.restore(tree.values)) for tree in trees]
     else:
-        meant = _filtered(trees, filters.as_filter(where), unused)
-    out: list[list[bool]] = []
-    for tree, takes in zip(trees, meant, strict=True):
-        flags = zip(tree.paths, tree.values, takes, strict=True)
-        out.append(
-            [
-                is_differentiable(leaf)
-                and (
-                    path.collection == blocks.OVERWRITE_WITH_GRADIENT
-                    or (take and path.collection == 'params')
-                )
-                for path, leaf, take in flags
-            ]
-        )
-    return out
-
-
-def _filtered(
-    trees: Sequence[Leaves], where: filters.Filter, unused: str
-) -> list[list[bool]]:
-    looked = [[p for p in tree.paths if p.collection == 'params'] for tree in trees]
-    found = [iter(takes) for takes in selected(looked, where, unused)]
-    out = [
-        [path.collection == 'params' and next(takes) for path in tree.paths]
-        for tree, takes in zip(trees, found, strict=True)
-    ]
-    parts = where.filters if isinstance(where, filters.Or) else (where,)
-    for part in parts:
-        if not isinstance(part, filters.Constant):
+        where = filters.as_filter(where)
+        meant = selected([tree.paths for tree in trees], where, unused)
+        for part in where.filters if isinstance(where, filters.Or) else (where,):
             _check_differentiable(trees, part)
-    return out
+    return [
+        [
+            is_differentiable(leaf) and (take or overwritten(path))
+            for take, (path, leaf) in zip(takes, tree, strict=True)
+        ]
+        for tree, takes in zip(trees, meant, strict=True)
+    ]
+
+
+def overwritten(path: Path) -> bool:
+    """Whether the gradient of a leaf is its new value."""
+    return path.collection == blocks.OVERWRITE_WITH_GRADIENT
 
 
 def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None:
-    taken = [
-        (path, leaf)
-        for tree in trees
-        for path, leaf in tree
-        if path.collection == 'params' and part(path)
-    ]
+    if isinstance(part, filters.Constant):
+        return
+    taken = [(path, leaf) for tree in trees for path, leaf in tree if part(path)]
     if taken and not any(is_differentiable(leaf) for _, leaf in taken):
         raise errors.NotDifferentiableError(part, dict(taken))

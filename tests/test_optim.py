@@ -312,6 +312,10 @@ def test_masks_say_which_side_is_true():
     variables = {'params': {'w': 1.0}, 'batch_stats': {'m': 1.0}}
     assert sg.frozen_mask(variables, False) == {
         'params': {'w': False},
+        'batch_stats': {'m': False},
+    }
+    assert sg.frozen_mask(variables, lambda path: path.collection == 'batch_stats') == {
+        'params': {'w': False},
         'batch_stats': {'m': True},
     }
 

@@ -62,10 +62,11 @@ def vjp(
         fun: a function of pytrees.
         *primals: its arguments. Their leaves may be of any kind.
         wrt: which leaves are differentiated: any kind of filter, on the paths within
-            each argument. In a dict of collections it looks at 'params'; the leaves of
-            ``_overwrite_with_gradient`` always have a gradient. By default every leaf
-            that can be differentiated and that no class in the tree declares as not
-            trained, see ``sg.trainable``; ``True`` is every one that can be.
+            each argument; in a dict of collections they start below the collection,
+            which is ``path.collection``, and leaves of ``_overwrite_with_gradient``
+            have a gradient in any case. By default every leaf that can be
+            differentiated and that no class in the tree declares as not trained, see
+            ``sg.trainable``; ``True`` is every one that can be.
         absent: what stands in the result for the others: ``'drop'`` is ``ABSENT``,
             which has no leaves and raises when it is used; ``'none'`` is None;
             ``'zeros'`` are zeros; ``'masked'`` is ``optax.MaskedNode()``.

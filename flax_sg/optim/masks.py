@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from flax_sg import blocks, errors, filters
-from flax_sg.declared import chosen
+from flax_sg import errors, filters
+from flax_sg.declared import chosen, overwritten
 from flax_sg.leaves import Leaves, is_differentiable, leaves_of, selected
 from flax_sg.paths import Path
 from flax_sg.trees import classified
@@ -23,8 +23,7 @@ def trainable_mask(
     {'body': {'w': False}, 'head': {'steps': False, 'w': True}}
 
     Args:
-        tree: parameters, or their shapes (``jax.eval_shape``); a dict of collections
-            will do, of which those other than 'params' are not trained.
+        tree: parameters, or their shapes (``jax.eval_shape``).
         where: what is **trained**: any kind of filter. By default what the classes in
             the tree declare, see ``sg.trainable``; everything, if none does.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
@@ -96,7 +95,7 @@ def labels(
         OverwriteWithGradientError: if there is a collection that no optimizer may see.
     """
     leaves = parameters_of(tree)
-    asked = [_is_parameter(path, leaf) for path, leaf in leaves]
+    asked = list(map(is_differentiable, leaves.values))
     paths = [path for path, ask in zip(leaves.paths, asked, strict=True) if ask]
     found = iter(classified(paths, groups)[0])
     return leaves.restore(next(found) if ask else rest for ask in asked)
@@ -108,23 +107,14 @@ def live_leaves(
     """For each leaf whether an optimizer updates it."""
     if frozen is None:
         return chosen([leaves], None)[0]
-    looked = [path for path in leaves.paths if path.collection == 'params']
-    taken = iter(selected([looked], filters.as_filter(frozen), unused)[0])
-    takes = [path.collection != 'params' or next(taken) for path in leaves.paths]
-    return [
-        not take and _is_parameter(path, leaf)
-        for take, (path, leaf) in zip(takes, leaves, strict=True)
-    ]
-
-
-def _is_parameter(path: Path, leaf: Any) -> bool:
-    return path.collection == 'params' and is_differentiable(leaf)
+    [takes] = selected([leaves.paths], filters.as_filter(frozen), unused)
+    pairs = zip(takes, leaves.values, strict=True)
+    return [not take and is_differentiable(leaf) for take, leaf in pairs]
 
 
 def parameters_of(tree: Any) -> Leaves:
     """The leaves of a tree that an optimizer is given."""
     leaves = leaves_of(tree)
-    name = blocks.OVERWRITE_WITH_GRADIENT
-    if any(path.collection == name for path in leaves.paths):
+    if any(map(overwritten, leaves.paths)):
         raise errors.OverwriteWithGradientError.for_optimizer()
     return leaves
