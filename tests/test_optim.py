@@ -130,6 +130,8 @@ def test_updates_are_shaped_like_the_gradients(absent, with_params):
     full, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     assert jax.tree.structure(full) == jax.tree.structure(GRADS)
     oracle.assert_same(optax.apply_updates(PARAMS, full)['layer_0'], PARAMS['layer_0'])
+    untouched = sg.apply_updates(PARAMS, full)['layer_0']['kernel']
+    assert untouched is PARAMS['layer_0']['kernel']
     grads = sg.grad(loss, wrt='head/**', absent=absent)(PARAMS)
     params = PARAMS if with_params or absent == 'none' else None
     updates, _ = tx.update(grads, tx.init(PARAMS), params)
@@ -560,7 +562,8 @@ def test_extra_arguments():
 
     @jax.jit
     def ours(params, state):
-        value, grads = sg.value_and_grad(loss, wrt='head/**')(params)
+        # Full gradients: what is frozen is taken out of the extra arguments too.
+        value, grads = sg.value_and_grad(loss, wrt='head/**', absent='zeros')(params)
         updates, state = tx.update(
             grads, state, params, value=value, grad=grads, value_fn=loss
         )
