@@ -614,7 +614,7 @@ def test_the_cache_is_bounded_and_never_stale():
 
     for number in range(400):
         sg.grad(lambda p, number=number: number * p, wrt='a')
-    assert autodiff.derivatives._memo.cache_info().currsize <= 128
+    assert len(autodiff.derivatives._memo) <= 128
     names = ['a']
     p = {'a': 2.0, 'b': 3.0}
     first = sg.grad(fun, wrt=lambda path: path in names)
@@ -626,6 +626,20 @@ def test_the_cache_is_bounded_and_never_stale():
         first(p)
     with pytest.raises(errors.FilterChangedError):
         jax.jit(first)(p)
+    # Another list with the values that the first one had.
+    others = ['a']
+    third = sg.grad(fun, wrt=lambda path: path in names)
+    assert third is second
+
+    def make(names):
+        return sg.grad(fun, wrt=lambda path: path in names)
+
+    old = make(others)
+    others.append('b')
+    new = make(['a'])
+    assert new is not old
+    assert new(p)['b'] is sg.ABSENT
+    assert make(['a']) is new
     unhashable = UnhashableLoss()
     assert float(sg.grad(unhashable, wrt='a')(p)['a']) == 3.0
 

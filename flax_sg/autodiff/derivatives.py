@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,8 +88,8 @@ def derivative(
     parts = (kind, fun, numbers, request, has_aux, holomorphic)
     # What is made within a trace may hold its tracers, and is not kept beyond it.
     if not _private.is_tracing() and _is_hashable(fun):
-        return _memo(*parts)
-    return _named(fun, Derivative(*parts))
+        return _remembered(Derivative(*parts))
+    return _named(Derivative(*parts))
 
 
 def _is_hashable(fun: Any) -> bool:
@@ -98,16 +100,33 @@ def _is_hashable(fun: Any) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=128)
-def _memo(*parts: Any) -> Callable[..., Any]:
-    """The same function for the same parts, so that ``jax.jit`` compiles it once."""
-    return _named(parts[1], Derivative(*parts))
+# The derivatives that were asked for last, with the functions that compute them.
+_memo: collections.OrderedDict[Derivative, tuple[Derivative, Callable[..., Any]]] = (
+    collections.OrderedDict()
+)
+_MEMO_SIZE = 128
+_lock = threading.Lock()
 
 
-def _named(fun: Any, derivative: Derivative) -> Callable[..., Any]:
+def _remembered(asked: Derivative) -> Callable[..., Any]:
+    """The same function for the same value, so that ``jax.jit`` compiles it once."""
+    with _lock:
+        known, call = _memo.pop(asked, (asked, None))
+        wrt = known.request.wrt
+        # What the function in a filter reads may have changed since: the one that is
+        # asked for is as it was then.
+        if call is None or (wrt is not None and wrt.changed()):
+            known, call = asked, _named(asked)
+        _memo[known] = known, call
+        if len(_memo) > _MEMO_SIZE:
+            _memo.popitem(last=False)
+    return call
+
+
+def _named(derivative: Derivative) -> Callable[..., Any]:
     """A plain function with the name of the one that is differentiated."""
 
-    @functools.wraps(fun, updated=())
+    @functools.wraps(derivative.fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         return derivative(*args, **kwargs)
 
