@@ -754,6 +754,48 @@ def test_of_a_module_inside_another():
     oracle.assert_same(got['params'], expected['params']['first'])
 
 
+def test_of_reaches_scans_jits_and_closures_in_both_orders():
+    class Layer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, _=None):
+            return jnp.tanh(fnn.Dense(3)(x)), None
+
+    class Scanned(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            scanned = fnn.scan(
+                fnn.remat(Layer),
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=3,
+            )
+            return scanned(name='layers')(x, None)[0]
+
+    model = Scanned()
+    variables = model.init(jax.random.key(0), X)
+
+    def plain(variables):
+        return jnp.sum(model.apply(variables, X) ** 2)
+
+    def norm(grads):
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+    expected = jax.grad(plain)(variables)
+    m = model.bind(variables)
+    jitted, traced = jax.jit(lambda x: m(x)), jax.jit(lambda x: m(x))
+    before = traced(X)
+    for fun in (m, jitted, traced, jitted):
+        got = sg.grad(lambda fun=fun: jnp.sum(fun(X) ** 2), of=m)()
+        oracle.assert_same(got, expected)
+    oracle.assert_same(jitted(X), before)
+    oracle.assert_same(traced(X), before)
+    again = sg.grad(
+        lambda: norm(sg.grad(lambda: jnp.sum(m(X) ** 2), of=m)()),
+        of=m,
+    )()
+    oracle.assert_same(again, jax.grad(lambda v: norm(jax.grad(plain)(v)))(variables))
+
+
 def test_of_tells_tied_arrays_apart():
     w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
 

@@ -187,7 +187,9 @@ def value_and_grad(
         absent: what stands for the others in the result, as for ``sg.vjp``.
         of: a bound module that ``fun`` reads from its closure. The result is then
             for its variables, and ``argnums`` has no meaning. The replaced values hold
-            where a block ``with nn.stop_gradient`` would hold.
+            where a block ``with nn.stop_gradient`` would hold. What ``fun`` writes to a
+            mutable collection of it is traced, as in any function that is
+            differentiated: return it, or use ``model.apply``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
