@@ -154,8 +154,8 @@ def test_values_are_exact_and_traced_once(name):
 
 
 def test_integers_of_64_bits():
-    enable_x64 = getattr(jax, 'enable_x64', None) or jax.experimental.enable_x64
-    with enable_x64():
+    old = not hasattr(jax, 'enable_x64')
+    with jax.experimental.enable_x64() if old else jax.enable_x64():
         for value in (2**62 + 1, -(2**63), np.uint64(2**64 - 1), -1):
             out = jax.jit(lambda x: x.value)(ND(value))
             assert int(out) == int(value)
