@@ -25,6 +25,7 @@ from flax.linen import module as linen_module
 from flax.linen import transforms as linen_transforms
 from jax import custom_batching
 from jax._src import core as jax_core
+from jax._src.lax import lax as jax_lax
 
 from flax_sg import errors
 
@@ -74,6 +75,8 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (jax, 'make_user_context'),
     (jax_core, 'set_current_trace'),
     (tracers, 'current_trace'),
+    (jax_core, 'trace_state_clean'),
+    (jax_lax, '_convert_element_type'),
 )
 
 
@@ -365,3 +368,17 @@ def _in_order_of(value: Any, copy: Any) -> Any:
 def children_of(module: Module) -> dict[str, Any]:
     """The submodules of a module by name; names of variables are in there too."""
     return module._state.children
+
+
+def is_tracing() -> bool:
+    """Whether JAX is tracing something here: what is made now may hold tracers."""
+    return not jax_core.trace_state_clean()
+
+
+def as_weak(x: Any) -> Any:
+    """The same values with a weak type, as that of Python's numbers.
+
+    JAX makes weak types of Python's numbers only; what is computed to stand for one
+    has to promote as it does.
+    """
+    return jax_lax._convert_element_type(x, x.dtype, weak_type=True)

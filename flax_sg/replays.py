@@ -187,7 +187,8 @@ def _derive(
             copied, flags, start.rngs, start.counters, start.variables
         )
 
-    with _private.in_trace_of_scope(scope), blocks.thread.only(open_blocks):
+    home = _home_of(scope, open_blocks)
+    with home, blocks.thread.only(open_blocks):
         tops, scopes = _private.copy_scopes(_private.scopes_of(module), scratch_of)
         before = blocks.thread.rewritten
         scratch = _private.clone_on(module, scopes)
@@ -206,6 +207,15 @@ def _derive(
         copied.invalidate()
     back = reach.Back(_pairs(scratch, module))
     return {name: _put_back(back, module, name, derived) for name in kept}
+
+
+def _home_of(scope: Scope, open_blocks: tuple[blocks.Block, ...]) -> Any:
+    """The trace to which belongs what ``setup`` derives under these blocks."""
+    brought = [block.rewrite_value.rule.brings for block in open_blocks]
+    last = next((leaf for leaf in reversed(brought) if leaf is not None), None)
+    if last is None:
+        return _private.in_trace_of_scope(scope)
+    return _private.in_trace_of(last)
 
 
 def _run_setup(scratch: Any, until: blocks.Block | None) -> list[str]:

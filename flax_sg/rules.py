@@ -29,6 +29,9 @@ class Rule(abc.ABC):
     """The name in reprs and in the debug paths of Flax's scopes."""
     asks_path: ClassVar[bool] = True
     """Whether what a reader sees depends on the path, not on the leaf alone."""
+    brings: Any = None
+    """A traced value that the rule puts in place of others, if it brings any: what is
+    computed from what readers see belongs to the trace of it."""
 
     @abc.abstractmethod
     def __call__(self, path: paths.Path, leaf: Any) -> Any:

@@ -29,6 +29,9 @@ TESTED_ELSEWHERE = {
     'resumed.py': 'test_caches.py',
     'contexts.py': 'test_caches.py',
     'nodes.py': 'test_writeback.py',
+    'leaves.py': 'test_trees.py',
+    'absent.py': 'test_trees.py',
+    'encodings.py': 'test_nondifferentiable.py',
     'frames.py': 'test_blocks.py',
     # Holds no code: the version and the names that importing the package gives.
     '__init__.py': 'test_packaging.py',

@@ -12,6 +12,16 @@ from flax_sg.errors.selection import FilterValueError as FilterValueError
 from flax_sg.errors.selection import TracerInFilterError as TracerInFilterError
 from flax_sg.errors.selection import TreeFilterError as TreeFilterError
 from flax_sg.errors.selection import UnusedFilterError as UnusedFilterError
+from flax_sg.errors.trees import AbsentLeafError as AbsentLeafError
+from flax_sg.errors.trees import ChangedValueError as ChangedValueError
+from flax_sg.errors.trees import DeclarationError as DeclarationError
+from flax_sg.errors.trees import MissingLeafError as MissingLeafError
+from flax_sg.errors.trees import NotDifferentiableError as NotDifferentiableError
+from flax_sg.errors.trees import NotFrozenError as NotFrozenError
+from flax_sg.errors.trees import OverlapError as OverlapError
+from flax_sg.errors.trees import StructureError as StructureError
+from flax_sg.errors.trees import UnboundModuleError as UnboundModuleError
+from flax_sg.errors.trees import UnclassifiedLeafError as UnclassifiedLeafError
 from flax_sg.errors.use import BlockLeakError as BlockLeakError
 from flax_sg.errors.use import BlockOrderError as BlockOrderError
 from flax_sg.errors.use import KeptValueError as KeptValueError

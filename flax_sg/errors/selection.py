@@ -122,6 +122,18 @@ class FilterChangedError(FlaxSGError, RuntimeError):
             'Change it before the block is opened.'
         )
 
+    @classmethod
+    def since_made(cls, where: object) -> FilterChangedError:
+        """The error for a filter of a function that was made before the change."""
+        error = cls.__new__(cls)
+        RuntimeError.__init__(
+            error,
+            f'what {where!r} reads has changed since it was given, so it cannot be '
+            'told which of the two is meant.\n'
+            'Give the filter anew after the change.',
+        )
+        return error
+
 
 class UnusedFilterError(FlaxSGError, ValueError):
     """A filter, or one of its patterns, selected no variable.

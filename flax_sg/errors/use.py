@@ -27,6 +27,18 @@ class OverwriteWithGradientError(FlaxSGError, ValueError):
             'Leave it out; collections=True leaves it out by itself.'
         )
 
+    @classmethod
+    def for_optimizer(cls) -> OverwriteWithGradientError:
+        """The error for variables that are given to an optimizer."""
+        error = cls.__new__(cls)
+        ValueError.__init__(
+            error,
+            'the variables hold "_overwrite_with_gradient": they receive their new '
+            'value as a gradient, and no optimizer may see them.\n'
+            "Give it variables['params']; sg.TrainState takes both and does so.",
+        )
+        return error
+
 
 class UnknownCollectionError(UnusedFilterError):
     """A collection was named that does not exist under the extent.

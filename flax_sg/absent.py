@@ -1,0 +1,82 @@
+"""The sentinel that stands where a leaf was taken out of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+from flax import serialization
+
+from flax_sg import errors
+
+
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise errors.AbsentLeafError
+
+
+class Absent:
+    """The type of ``ABSENT``: a pytree node without leaves, of which there is one.
+
+    It is not None, which many trees hold for reasons of their own, and it cannot be
+    taken for a value: arithmetic, indexing, attributes and conversions raise.
+
+    >>> import jax, flax_sg as sg
+    >>> sg.ABSENT, jax.tree.leaves({'a': sg.ABSENT, 'b': 1.0})
+    (ABSENT, [1.0])
+    >>> sg.ABSENT + 1.0
+    Traceback (most recent call last):
+        ...
+    flax_sg.errors.trees.AbsentLeafError: there is no leaf here: ...
+
+    Raises:
+        AbsentLeafError: whatever is asked of it.
+    """
+
+    __slots__ = ()
+    _only: Absent | None = None
+    __array_priority__ = 1000
+
+    def __new__(cls) -> Absent:
+        """The one there is."""
+        if cls._only is None:
+            cls._only = object.__new__(cls)
+        return cls._only
+
+    def __repr__(self) -> str:
+        return 'ABSENT'
+
+    def __reduce__(self) -> str:
+        return 'ABSENT'
+
+    def __copy__(self) -> Absent:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Absent:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):  # Python, numpy and JAX ask what an object can do.
+            raise AttributeError(name)
+        raise errors.AbsentLeafError
+
+    __call__: Callable[..., Any] = _refuse
+    __array__ = __jax_array__ = __bool__ = __float__ = __int__ = __complex__ = (
+        __index__
+    ) = _refuse
+    __len__ = __iter__ = __getitem__ = __contains__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
+    __neg__ = __pos__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+ABSENT = Absent()
+
+jax.tree_util.register_pytree_node(Absent, lambda _: ((), None), lambda *_: ABSENT)
+serialization.register_serialization_state(Absent, lambda _: {}, lambda *_: ABSENT)
+
+
+def is_absent(leaf: Any) -> bool:
+    """Whether it is the sentinel; an ``is_leaf`` that keeps its place in a tree."""
+    return leaf is ABSENT

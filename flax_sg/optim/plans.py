@@ -1,0 +1,243 @@
+"""What ``freeze`` does: the trained part of everything goes to another optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flax_sg import errors, filters
+from flax_sg.absent import ABSENT, is_absent
+from flax_sg.leaves import Keys, Leaves, is_differentiable, is_whole
+from flax_sg.nondifferentiable import NonDifferentiable
+from flax_sg.optim.masks import live_leaves, parameters_of
+
+
+class FreezeState(NamedTuple):
+    """The state of ``freeze``.
+
+    Attributes:
+        inner_state: the state of the wrapped transformation for what is trained, with
+            ``ABSENT`` in place of everything that is frozen.
+        kept_state: the rest of the state if ``keep_state``, ``ABSENT`` otherwise.
+    """
+
+    inner_state: Any
+    kept_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A transformation, and what of it is frozen.
+
+    Attributes:
+        tx: the wrapped transformation.
+        where: what is frozen; None for what is declared.
+        thawed: what was thawed since.
+        keep_state: whether the state of what is frozen is kept.
+        unused: what to do with a filter that matches nothing.
+    """
+
+    tx: Any
+    where: filters.Filter | None
+    thawed: tuple[filters.Filter, ...]
+    keep_state: bool
+    unused: str
+
+    def live(self, leaves: Leaves, judge: bool = True) -> list[bool]:
+        """For each parameter whether it is trained.
+
+        Args:
+            leaves: the parameters, or gradients in their place.
+            judge: whether a filter has to match something.
+        """
+        # optax asks for the state of parameters without leaves, to see what is where.
+        unused = self.unused if judge and leaves.values else 'ignore'
+        live = live_leaves(leaves, self.where, unused)
+        for where in self.thawed:
+            frozen = live_leaves(leaves, where, unused)
+            able = map(is_differentiable, leaves.values)
+            parts = zip(live, frozen, able, strict=True)
+            live = [was or (able and not still) for was, still, able in parts]
+        return live
+
+    def init(self, params: Any) -> FreezeState:
+        """The state for what is trained."""
+        leaves = parameters_of(params)
+        live = self.live(leaves)
+        if not self.keep_state:
+            return FreezeState(self.tx.init(_pruned(leaves, live)), ABSENT)
+        able = list(map(is_differentiable, leaves.values))
+        return self._split(self.tx.init(_pruned(leaves, able)), leaves, live)
+
+    def _split(self, full: Any, leaves: Leaves, live: Sequence[bool]) -> FreezeState:
+        """A full state, in what is in use and what is kept."""
+        template = jax.eval_shape(self.tx.init, _pruned(leaves, live))
+        marks, treedef = jax.tree.flatten(template, is_leaf=is_absent)
+        parts = list(zip(marks, treedef.flatten_up_to(full), strict=True))
+        return FreezeState(
+            treedef.unflatten([ABSENT if is_absent(m) else part for m, part in parts]),
+            treedef.unflatten([part if is_absent(m) else ABSENT for m, part in parts]),
+        )
+
+    def adopt(self, state: Any, params: Any) -> FreezeState:
+        """See ``Freeze.adopt``."""
+        leaves = parameters_of(params)
+        live = self.live(leaves)
+        able = list(map(is_differentiable, leaves.values))
+        fresh = self.tx.init(_pruned(leaves, able if self.keep_state else live))
+        marks, treedef = jax.tree.flatten(fresh, is_leaf=is_absent)
+        known = _known(state, treedef)
+        merged = treedef.unflatten(
+            [
+                mark if is_absent(mark) or is_absent(leaf) else leaf
+                for mark, leaf in zip(marks, known, strict=True)
+            ]
+        )
+        if self.keep_state:
+            return self._split(merged, leaves, live)
+        return FreezeState(merged, ABSENT)
+
+    def update(
+        self, updates: Any, state: FreezeState, params: Any = None, **extra: Any
+    ) -> tuple[Any, FreezeState]:
+        """Updates of what is trained, in the structure of the gradients."""
+        given = parameters_of(updates)
+        leaves = parameters_of(_unmasked(updates) if params is None else params)
+        live = self.live(leaves, judge=False)
+        found = _by_keys(given)
+        _check_belong(leaves, given, params is None)
+        grads: list[Any] = []
+        for keys, path, takes in zip(leaves.key_paths, leaves.paths, live, strict=True):
+            leaf = found.get(keys, ABSENT) if takes else ABSENT
+            if takes and is_absent(leaf):
+                raise errors.MissingLeafError('the gradient', path, 'is not frozen')
+            grads.append(leaf)
+        live_keys = {
+            k for k, takes in zip(leaves.key_paths, live, strict=True) if takes
+        }
+        pruned_params = None if params is None else _pruned(leaves, live)
+        rest = _Rest(leaves, live, params is not None)
+        try:
+            new, inner_state = self.tx.update(
+                leaves.restore(grads),
+                state.inner_state,
+                pruned_params,
+                **{name: rest.prune(name, value) for name, value in extra.items()},
+            )
+        except (ValueError, TypeError, KeyError):
+            self._check_state(state, leaves, live)
+            raise
+        made = dict(
+            zip(leaves.key_paths, leaves.treedef.flatten_up_to(new), strict=True)
+        )
+        out = given.restore(
+            made[keys] if keys in live_keys else _nothing(leaf)
+            for keys, leaf in zip(given.key_paths, given.values, strict=True)
+        )
+        return out, FreezeState(inner_state, state.kept_state)
+
+    def _check_state(
+        self, state: FreezeState, leaves: Leaves, live: Sequence[bool]
+    ) -> None:
+        """Raises if the state is that of other parameters, or of another selection."""
+        expected = jax.eval_shape(self.tx.init, _pruned(leaves, live))
+        if jax.tree.structure(expected) == jax.tree.structure(state.inner_state):
+            return
+        raise errors.StructureError(
+            'the state for what is trained',
+            'the state that was given',
+            _named(expected),
+            _named(state.inner_state),
+            str(jax.tree.structure(expected)),
+            str(jax.tree.structure(state.inner_state)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """What a transformation is given beside the gradients, made to fit these."""
+
+    leaves: Leaves
+    live: Sequence[bool]
+    with_params: bool
+
+    def prune(self, name: str, value: Any) -> Any:
+        """A tree like the parameters loses what is frozen, a function gets it back."""
+        if name == 'value_fn' and callable(value) and self.with_params:
+            return lambda pruned: value(self._whole(pruned))
+        treedef = jax.tree.structure(value, is_leaf=is_whole)
+        if treedef != self.leaves.treedef:
+            return value
+        like = dataclasses.replace(
+            self.leaves, values=jax.tree.leaves(value, is_leaf=is_whole)
+        )
+        return _pruned(like, self.live)
+
+    def _whole(self, pruned: Any) -> Any:
+        given = self.leaves.treedef.flatten_up_to(pruned)
+        pairs = zip(given, self.leaves.values, self.live, strict=True)
+        return self.leaves.restore(new if live else old for new, old, live in pairs)
+
+
+def _unmasked(updates: Any) -> Any:
+    """Gradients with one thing only in place of what is not there."""
+    return jax.tree.map(
+        lambda leaf: ABSENT if isinstance(leaf, optax.MaskedNode) else leaf,
+        updates,
+        is_leaf=lambda node: is_whole(node) or isinstance(node, optax.MaskedNode),
+    )
+
+
+def _pruned(leaves: Leaves, live: Sequence[bool]) -> Any:
+    pairs = zip(leaves.values, live, strict=True)
+    return leaves.restore(leaf if takes else ABSENT for leaf, takes in pairs)
+
+
+def _by_keys(leaves: Leaves) -> dict[Keys, Any]:
+    return dict(zip(leaves.key_paths, leaves.values, strict=True))
+
+
+def _nothing(leaf: Any) -> Any:
+    """The update of a leaf that is frozen: nothing, or a constant that adds nothing."""
+    if is_absent(leaf):
+        return leaf
+    if isinstance(leaf, NonDifferentiable):
+        return jax.tree.map(_nothing, leaf)
+    shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+    if dtype == jax.dtypes.float0:
+        return leaf
+    zero = np.zeros((), dtype)
+    return np.broadcast_to(-zero if dtype.kind in 'fcV' else zero, shape)
+
+
+def _known(state: Any, treedef: Any) -> list[Any]:
+    """All leaves of a state, whatever is frozen in it, ``ABSENT`` for unknown ones."""
+    if not isinstance(state, FreezeState):
+        return treedef.flatten_up_to(state)
+    used = treedef.flatten_up_to(state.inner_state)
+    if is_absent(state.kept_state):
+        return used
+    kept = treedef.flatten_up_to(state.kept_state)
+    return [k if is_absent(u) else u for u, k in zip(used, kept, strict=True)]
+
+
+def _check_belong(leaves: Leaves, given: Leaves, same: bool) -> None:
+    if same:
+        return
+    known = set(leaves.key_paths)
+    if all(keys in known for keys in given.key_paths):
+        return
+    raise errors.StructureError(
+        'the parameters', 'the gradient', leaves.by_path(), given.by_path()
+    )
+
+
+def _named(state: Any) -> Mapping[str, Any]:
+    pairs = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(keys): leaf for keys, leaf in pairs}

@@ -1,0 +1,125 @@
+"""Updates applied to what is trained; the rest is passed on as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.training import train_state
+
+from flax_sg import blocks, errors
+from flax_sg.absent import is_absent
+from flax_sg.leaves import leaves_of
+from flax_sg.nondifferentiable import NonDifferentiable
+from flax_sg.optim.freezing import Freeze
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """``optax.apply_updates`` that does not touch what is frozen.
+
+    >>> import jax.numpy as jnp, flax_sg as sg
+    >>> params = {'body': jnp.ones(2), 'head': jnp.ones(1)}
+    >>> new = sg.apply_updates(params, {'body': sg.ABSENT, 'head': jnp.ones(1)})
+    >>> new['head'].tolist(), new['body'] is params['body']
+    ([2.0], True)
+
+    Args:
+        params: parameters.
+        updates: a tree of the same structure, or a pruned one. Where it has ``ABSENT``,
+            None, ``optax.MaskedNode``, nothing, a ``float0``, or the constant that
+            ``sg.freeze`` makes for what is frozen, the parameter is passed on: the
+            same object, and under ``jit`` the same buffer if it is donated.
+
+    Returns:
+        The new parameters, each of the type that it had.
+
+    Raises:
+        StructureError: if there is an update for what is no parameter.
+    """
+    old, new = leaves_of(params), leaves_of(updates)
+    found = dict(zip(new.key_paths, new.values, strict=True))
+    if not found.keys() <= set(old.key_paths):
+        raise errors.StructureError(
+            'the parameters', 'the updates', old.by_path(), new.by_path()
+        )
+    return old.restore(
+        _applied(leaf, found.get(keys))
+        for keys, leaf in zip(old.key_paths, old.values, strict=True)
+    )
+
+
+def _applied(leaf: Any, update: Any) -> Any:
+    if update is None or is_absent(update) or _adds_nothing(update):
+        return leaf
+    if isinstance(leaf, NonDifferentiable):
+        return leaf
+    return jnp.asarray(leaf + update).astype(jnp.asarray(leaf).dtype)
+
+
+def _adds_nothing(update: Any) -> bool:
+    if not isinstance(update, np.ndarray):
+        return False
+    constant = update.size == 0 or not any(update.strides)
+    return update.dtype == jax.dtypes.float0 or (constant and not update.any())
+
+
+class TrainState(train_state.TrainState):
+    """Flax's ``TrainState``, which takes pruned gradients and leaves the rest alone.
+
+    >>> import jax, jax.numpy as jnp, optax, flax_sg as sg
+    >>> params = {'body': jnp.ones(2), 'head': jnp.ones(2)}
+    >>> def loss(params, x):
+    ...     return jnp.sum(params['body'] * params['head'] * x)
+    >>> state = sg.TrainState.create(
+    ...     apply_fn=loss, params=params, tx=sg.freeze(optax.sgd(0.5), 'body')
+    ... )
+    >>> grads = sg.grad(loss, wrt='head')(state.params, 1.0)
+    >>> state.apply_gradients(grads=grads).params['head'].tolist()
+    [0.5, 0.5]
+
+    ``_overwrite_with_gradient`` is as in Flax: its values are replaced by their
+    gradient, and the optimizer sees ``params['params']``.
+    """
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Any:
+        """Updates step, parameters and optimizer state.
+
+        Args:
+            grads: full or pruned gradients, if ``tx`` is from ``sg.freeze``; full ones
+                otherwise.
+            **kwargs: other fields to replace.
+
+        Returns:
+            The new state. Frozen parameters are the same objects.
+
+        Raises:
+            StructureError: if ``grads`` do not fit the parameters.
+            MissingLeafError: if something is absent that is trained.
+        """
+        overwrite = blocks.OVERWRITE_WITH_GRADIENT
+        split = overwrite in grads
+        seen = grads['params'] if split else grads
+        params = self.params['params'] if split else self.params
+        if not isinstance(self.tx, Freeze):
+            _check_full(params, seen)
+        updates, opt_state = self.tx.update(seen, self.opt_state, params)
+        params = apply_updates(params, updates)
+        if split:
+            params = {**self.params, 'params': params, overwrite: grads[overwrite]}
+        return self.replace(
+            step=self.step + 1, params=params, opt_state=opt_state, **kwargs
+        )
+
+
+def _check_full(params: Any, grads: Any) -> None:
+    if jax.tree.structure(params) != jax.tree.structure(grads):
+        raise errors.StructureError(
+            'the parameters that an optimizer without sg.freeze is for',
+            'the gradient',
+            leaves_of(params).by_path(),
+            leaves_of(grads).by_path(),
+            str(jax.tree.structure(params)),
+            str(jax.tree.structure(grads)),
+        )

@@ -1,0 +1,857 @@
+"""Derivatives of what is selected: exactly those of a tree split by hand."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as fnn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core import freeze
+from flax.core.meta import Partitioned
+
+import flax_sg as sg
+import models
+import oracle
+import programs
+from flax_sg import autodiff, errors
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+
+class Net(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        x = jnp.tanh(fnn.Dense(4, name='body')(x))
+        x = jnp.tanh(fnn.Dense(4, name='neck')(x))
+        return fnn.Dense(2, name='head')(x)
+
+
+NET = Net()
+PARAMS = NET.init(jax.random.key(0), X)['params']
+
+
+def loss(params: Any, x: Any = X) -> Any:
+    return jnp.sum(NET.apply({'params': params}, x) ** 2)
+
+
+SELECTIONS = {
+    'the head': 'head/**',
+    'the body': 'body/**',
+    'kernels': '**/kernel',
+    'several': ['head/bias', 'neck/**'],
+    'all': True,
+    'none': False,
+}
+
+
+def by_hand(fun: Callable[..., Any], params: Any, where: Any) -> Any:
+    """The arguments of ``jax.vjp`` for a tree of dicts, split by hand."""
+    where = sg.filters.as_filter(where)
+    live = {
+        (m, n): leaf
+        for m, module in params.items()
+        for n, leaf in module.items()
+        if where(sg.Path.of('params', (m, n)))
+    }
+
+    def fun_of_live(live, params):
+        return fun(
+            {
+                m: {n: live.get((m, n), leaf) for n, leaf in module.items()}
+                for m, module in params.items()
+            }
+        )
+
+    return fun_of_live, live
+
+
+def nested(params: Any, live: Any, absent: Any) -> Any:
+    return {
+        m: {n: live[m, n] if (m, n) in live else absent(leaf) for n, leaf in d.items()}
+        for m, d in params.items()
+    }
+
+
+@pytest.mark.parametrize('name', SELECTIONS)
+@pytest.mark.parametrize('jitted', [False, True])
+def test_grads_are_those_of_a_split_by_hand(name, jitted):
+    where = SELECTIONS[name]
+    fun, live = by_hand(loss, PARAMS, where)
+    wrap = jax.jit if jitted else lambda f: f
+    value, expected = wrap(jax.value_and_grad(fun))(live, PARAMS)
+    expected = nested(PARAMS, expected, lambda _: sg.ABSENT)
+    actual = wrap(sg.value_and_grad(loss, wrt=where))(PARAMS)
+    oracle.assert_same(actual, (value, expected))
+    oracle.assert_same(wrap(sg.grad(loss, wrt=where))(PARAMS), expected)
+    y, back = sg.vjp(loss, PARAMS, wrt=where)
+    oracle.assert_same(
+        (y, back(1.0)),
+        (loss(PARAMS), (sg.grad(loss, wrt=where)(PARAMS),)),
+    )
+
+
+@pytest.mark.parametrize(
+    ('absent', 'stands'),
+    [
+        ('drop', lambda _: sg.ABSENT),
+        ('none', lambda _: None),
+        ('zeros', jnp.zeros_like),
+        ('masked', lambda _: optax.MaskedNode()),
+    ],
+)
+def test_what_stands_for_the_others(absent, stands):
+    fun, live = by_hand(loss, PARAMS, 'head/**')
+    expected = nested(PARAMS, jax.grad(fun)(live, PARAMS), stands)
+    actual = sg.grad(loss, wrt='head/**', absent=absent)(PARAMS)
+    oracle.assert_same(actual, expected)
+    _, back = sg.vjp(loss, PARAMS, wrt='head/**', absent=absent)
+    oracle.assert_same(back(1.0), (expected,))
+
+
+def test_asking_for_what_is_not_there_says_so():
+    grads = sg.grad(loss, wrt='head/**')(PARAMS)
+    with pytest.raises(errors.AbsentLeafError, match='wrt='):
+        grads['body']['kernel'] * 2.0
+    with pytest.raises(errors.AbsentLeafError):
+        jnp.sum(grads['body']['kernel'])
+    live, _ = sg.partition(PARAMS, 'head/**')
+    stepped = jax.tree.map(lambda p, g: p - g, live, grads)
+    assert jax.tree.structure(stepped) == jax.tree.structure(live)
+
+
+class Thing:
+    """No number, no pytree."""
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_leaves_of_any_kind():
+    # Hazard 26: integers, booleans, keys, strings, objects.
+    params = {
+        'w': jnp.ones(3),
+        'f': 2.0,
+        'np': np.float32(2),
+        'c': jnp.ones(2, jnp.complex64),
+        'half': jnp.ones(2, jnp.bfloat16),
+        'i': jnp.arange(3),
+        'n': 4,
+        'b': jnp.array([True]),
+        'k': jax.random.key(0),
+        's': 'text',
+        'o': Thing(),
+        'e': None,
+        'u': np.uint8(3),
+        'm': sg.NonDifferentiable(7),
+    }
+
+    def fun(p):
+        assert p['s'] == 'text'
+        assert isinstance(p['o'], Thing)
+        noise = jax.random.normal(p['k'], (3,))
+        return (
+            jnp.sum(p['w'] * p['i'] * p['n'] * noise) * p['f'] * p['np'] * p['m']
+            + jnp.sum(jnp.abs(p['c']))
+            + jnp.sum(p['half'].astype(jnp.float32))
+        )
+
+    for absent in ('drop', 'none', 'zeros', 'masked'):
+        grads = sg.grad(fun, absent=absent)(params)
+        found = {n for n, g in grads.items() if hasattr(g, 'dtype') and np.any(g != 0)}
+        assert found == {'w', 'f', 'np', 'c', 'half'}, absent
+    names = ('w', 'f', 'np', 'c', 'half')
+    expected = jax.grad(lambda live: fun({**params, **live}))(
+        {n: params[n] for n in names}
+    )
+    oracle.assert_same({n: grads[n] for n in names}, expected)
+    zeros = sg.grad(fun, absent='zeros')(params)
+    assert zeros['i'].dtype == jnp.int32
+    assert int(zeros['m']) == 0
+    assert zeros['s'] is sg.ABSENT
+    for name in ('i', 'n', 'b', 'k', 's', 'o', 'u', 'm'):
+        with pytest.raises(errors.NotDifferentiableError, match=f"'{name}'"):
+            sg.grad(fun, wrt=name)(params)
+    with pytest.raises(errors.NotDifferentiableError):
+        sg.grad(fun, wrt=['w', 'n'])(params)
+    # What is left out by name is not selected by name.
+    assert sg.grad(fun, wrt=~sg.filters.as_filter('n'))(params)['n'] is sg.ABSENT
+
+
+def test_only_the_leaf_is_cut_not_the_way_through():
+    # b is computed from a: selecting c, or a, keeps b in the chain.
+    def fun(p):
+        b = jnp.sin(p['a']) * p['c']
+        return b * p['d']
+
+    p = {'a': 0.3, 'c': 0.7, 'd': 1.1}
+    for name in p:
+        expected = jax.grad(lambda leaf, name=name: fun({**p, name: leaf}))(p[name])
+        oracle.assert_same(sg.grad(fun, wrt=name)(p)[name], expected)
+
+    def make_model(hyper):
+        return {'w': hyper['scale'] * jnp.ones(3), 'b': hyper['shift'] * jnp.ones(3)}
+
+    def through(hyper, x):
+        model = make_model(hyper)
+        return jnp.sum(jnp.tanh(model['w'] * x + model['b']))
+
+    hyper = {'scale': 0.5, 'shift': 0.1}
+    got = sg.grad(through, wrt='scale')(hyper, X[0])
+    expected = jax.grad(lambda s: through({**hyper, 'scale': s}, X[0]))(0.5)
+    oracle.assert_same(got, {'scale': expected, 'shift': sg.ABSENT})
+
+
+# Zygote.jl #1042: A(a1, eps, B), the gradient of some fields only.
+
+
+class B(NamedTuple):
+    b1: Any
+    b2: Any
+
+
+class A(flax.struct.PyTreeNode):
+    a1: Any
+    eps: Any
+    B: Any
+
+
+def energy(a: A, x: Any) -> Any:
+    return jnp.sum(jnp.sin(a.a1 * x) ** 2 / (a.eps + a.B.b1**2)) + a.B.b2 * a.eps
+
+
+def test_the_example_of_zygote():
+    a = A(a1=2.0, eps=1e-3, B=B(0.5, 3.0))
+    wrt = ['a1', 'B/*']
+    expected = jax.grad(lambda a1, b: energy(A(a1, a.eps, b), X), (0, 1))(a.a1, a.B)
+    dropped = sg.grad(energy, wrt=wrt)(a, X)
+    oracle.assert_same(dropped, A(expected[0], sg.ABSENT, expected[1]))
+    nones = sg.grad(energy, wrt=wrt, absent='none')(a, X)
+    oracle.assert_same(nones, A(expected[0], None, expected[1]))
+    assert nones.eps is None
+    only = sg.grad(energy, wrt='a1', absent='none')(a, X)
+    assert B(None, None) == only.B
+
+
+def test_a_layer_used_twice_adds_once():
+    class Twice(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            layer = fnn.Dense(3, name='shared')
+            return fnn.Dense(1, name='head')(jnp.tanh(layer(jnp.tanh(layer(x)))))
+
+    params = Twice().init(jax.random.key(0), X)['params']
+
+    def fun(params):
+        return jnp.sum(Twice().apply({'params': params}, X))
+
+    hand, live = by_hand(fun, params, 'shared/*')
+    expected = nested(params, jax.grad(hand)(live, params), lambda _: sg.ABSENT)
+    oracle.assert_same(sg.grad(fun, wrt='shared/*')(params), expected)
+
+
+def test_tied_leaves_are_told_apart_by_path():
+    w = jnp.array([1.0, 2.0])
+    tied = {'encoder': w, 'decoder': w}
+
+    def fun(p):
+        return jnp.sum(p['encoder'] ** 2 * p['decoder'])
+
+    got = sg.grad(fun, wrt='encoder')(tied)
+    oracle.assert_same(got, {'encoder': 2 * w * w, 'decoder': sg.ABSENT})
+    both = sg.grad(fun)(tied)
+    oracle.assert_same(both, {'encoder': 2 * w * w, 'decoder': w**2})
+
+
+def test_nested_derivatives_with_shared_parameters():
+    # A gradient penalty on the body, through the gradient for the head.
+    def penalty(grad, params):
+        inner = grad(params)
+        return jnp.sum(inner['head']['kernel'] ** 2) + loss(params)
+
+    def hand(params):
+        def of_head(head):
+            return loss({**params, 'head': head})
+
+        return penalty(lambda p: {'head': jax.grad(of_head)(p['head'])}, params)
+
+    body = PARAMS['body']
+    expected = jax.grad(lambda body: hand({**PARAMS, 'body': body}))(body)
+    ours = functools.partial(penalty, sg.grad(loss, wrt='head/**'))
+    oracle.assert_same(sg.grad(ours, wrt='body/**')(PARAMS)['body'], expected)
+    # What the inner call leaves out, the outer one differentiates, and the other way.
+    full = jax.grad(ours)(PARAMS)
+    oracle.assert_same(full, jax.grad(hand)(PARAMS))
+    assert not oracle.is_zero(full['body'])
+
+    # MAML: one inner step on the head.
+    def adapted(grad_head, params):
+        g = grad_head(params)
+        head = jax.tree.map(lambda p, g: p - 0.1 * g, params['head'], g)
+        return loss({**params, 'head': head}, 2 * X)
+
+    outer = sg.grad(
+        lambda p: adapted(lambda q: sg.grad(loss, wrt='head/**')(q)['head'], p)
+    )
+    expected = jax.grad(
+        lambda p: adapted(
+            lambda q: jax.grad(lambda h: loss({**q, 'head': h}))(q['head']), p
+        )
+    )(PARAMS)
+    oracle.assert_same(outer(PARAMS), expected)
+
+
+def two(p: Any, q: Any, x: Any, scale: float = 1.0) -> Any:
+    return jnp.sum(jnp.sin(p['a'] * x) * q['a'] + p['b'] * q['c']) * scale
+
+
+P, Q = {'a': 0.3, 'b': 0.2}, {'a': 0.7, 'c': 1.5}
+
+
+def test_several_arguments():
+    got = sg.grad(two, (0, 1), wrt='a')(P, Q, X, scale=2.0)
+    expected = jax.grad(
+        lambda a, b: two({**P, 'a': a}, {**Q, 'a': b}, X, scale=2.0), (0, 1)
+    )(0.3, 0.7)
+    oracle.assert_same(
+        got,
+        ({'a': expected[0], 'b': sg.ABSENT}, {'a': expected[1], 'c': sg.ABSENT}),
+    )
+    oracle.assert_same(sg.grad(two, -2, wrt='c')(P, Q, X)['c'], jnp.array(12 * 0.2))
+    # A pattern has to match somewhere, in any of the arguments.
+    assert sg.grad(two, [0, 1], wrt=['b', 'c'])(P, Q, X)[0]['a'] is sg.ABSENT
+    with pytest.raises(errors.UnusedFilterError):
+        sg.grad(two, 0, wrt=['b', 'c'])(P, Q, X)
+    with pytest.raises(TypeError, match='argnums=5'):
+        sg.grad(two, 5)(P, Q, X)
+    _, back = sg.vjp(two, P, Q, X, wrt='a')
+    assert back(1.0)[2] is sg.ABSENT
+
+
+def with_aux(p: Any) -> Any:
+    return p['a'] ** 2 * p['b'], {'seen': p['a']}
+
+
+def test_auxiliary_outputs():
+    p = {'a': 3.0, 'b': 2.0}
+    grads, aux = sg.grad(with_aux, has_aux=True, wrt='a')(p)
+    assert (float(grads['a']), float(aux['seen'])) == (12.0, 3.0)
+    (value, aux), grads = sg.value_and_grad(with_aux, has_aux=True, wrt='a')(p)
+    assert (float(value), float(grads['a']), float(aux['seen'])) == (18.0, 12.0, 3.0)
+    y, back, aux = sg.vjp(with_aux, p, has_aux=True, wrt='a')
+    assert (float(y), float(back(1.0)[0]['a'])) == (18.0, 12.0)
+    for jac in (sg.jacrev, sg.jacfwd):
+        rows, aux = jac(with_aux, has_aux=True, wrt='a')(p)
+        assert (float(rows['a']), float(aux['seen'])) == (12.0, 3.0)
+    rows, aux = sg.hessian(with_aux, has_aux=True, wrt='a')(p)
+    assert (float(rows['a']['a']), float(aux['seen'])) == (4.0, 3.0)
+    y, dy, aux = sg.jvp(with_aux, (p,), ({'a': 1.0, 'b': None},), has_aux=True, wrt='a')
+    assert (float(dy), float(aux['seen'])) == (12.0, 3.0)
+
+
+def vector(p: Any) -> Any:
+    return {'u': jnp.sin(p['a']) * p['b'], 'v': (jnp.sum(p['a'] ** 3) * p['n'],)}
+
+
+V = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, 4.0]), 'n': 2.0}
+
+
+@pytest.mark.parametrize('name', ['jacrev', 'jacfwd', 'hessian'])
+@pytest.mark.parametrize('absent', ['drop', 'none', 'zeros'])
+def test_matrices(name, absent):
+    got = getattr(sg, name)(vector, wrt=['a', 'n'], absent=absent)(V)
+    expected = getattr(jax, name)(lambda live: vector({**V, **live}))(
+        {k: V[k] for k in 'an'}
+    )
+    for out in (lambda t: t['u'], lambda t: t['v'][0]):
+        for one in 'an':
+            if name != 'hessian':
+                oracle.assert_same(out(got)[one], out(expected)[one])
+                continue
+            for other in 'an':
+                oracle.assert_same(out(got)[one][other], out(expected)[one][other])
+        if absent == 'none':
+            assert out(got)['b'] is None
+        elif absent == 'drop':
+            assert out(got)['b'] is sg.ABSENT
+    if absent == 'zeros':
+        full = getattr(jax, name)(vector)(V)
+        assert jax.tree.structure(got) == jax.tree.structure(full)
+        same = jax.tree.map(lambda g, f: g.shape == f.shape, got, full)
+        assert all(jax.tree.leaves(same))
+
+
+def test_forward():
+    tangents = {'a': jnp.array([1.0, -1.0]), 'b': sg.ABSENT, 'n': None}
+    got = sg.jvp(vector, (V,), (tangents,), wrt='a')
+    expected = jax.jvp(lambda a: vector({**V, 'a': a}), (V['a'],), (tangents['a'],))
+    oracle.assert_same(got, expected)
+    # Full tangents will do: what is not selected is not looked at.
+    full = {**tangents, 'b': jnp.ones(2), 'n': 1.0}
+    oracle.assert_same(sg.jvp(vector, (V,), (full,), wrt='a'), expected)
+    y, push = sg.linearize(vector, V, wrt='a')
+    for _ in range(2):
+        oracle.assert_same((y, push(tangents)), expected)
+    with pytest.raises(errors.MissingLeafError, match="'n'"):
+        sg.jvp(vector, (V,), (tangents,), wrt='n')
+    with pytest.raises(errors.StructureError, match="'n'"):
+        push({'a': tangents['a'], 'b': 1.0})
+    with pytest.raises(TypeError, match='one for each argument'):
+        push(tangents, tangents)
+
+
+def test_back_is_called_several_times_and_leaves_a_jit():
+    y, back = jax.jit(lambda p: sg.vjp(vector, p, wrt='a'))(V)
+    expected, pull = jax.vjp(lambda a: vector({**V, 'a': a}), V['a'])
+    oracle.assert_same(y, expected)
+    for scale in (1.0, 2.0, -3.0):
+        seed = jax.tree.map(lambda leaf, s=scale: s * jnp.ones_like(leaf), y)
+        oracle.assert_same(back(seed)[0]['a'], pull(seed)[0])
+    once = jax.jit(lambda back, seed: back(seed))(back, seed)
+    oracle.assert_same(once[0]['a'], pull(seed)[0])
+
+
+@pytest.mark.parametrize('make', [dict, freeze])
+def test_boxes_and_frozen_dicts(make):
+    boxed = make({'dense': {'kernel': Partitioned(jnp.ones(3), ('x',)), 'bias': 1.0}})
+
+    def fun(p):
+        return jnp.sum(p['dense']['kernel'].value ** 2) * p['dense']['bias']
+
+    grads = sg.grad(fun, wrt='dense/kernel')(boxed)
+    assert type(grads) is type(boxed)
+    assert grads['dense']['kernel'].names == ('x',)
+    oracle.assert_same(grads['dense']['kernel'].value, 2 * jnp.ones(3))
+    assert grads['dense']['bias'] is sg.ABSENT
+
+
+def test_a_dict_of_collections():
+    class Normed(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return fnn.BatchNorm(use_running_average=True, name='norm')(x)
+
+    variables = Normed().init(jax.random.key(0), X)
+
+    def fun(variables):
+        return jnp.sum(Normed().apply(variables, X) ** 2)
+
+    oracle.assert_same(sg.grad(fun, wrt='norm/*')(variables), jax.grad(fun)(variables))
+    oracle.assert_same(sg.grad(fun)(variables), jax.grad(fun)(variables))
+
+    def params_alone(path):
+        return path.collection == 'params'
+
+    grads = sg.grad(fun, wrt=params_alone)(variables)
+    assert jax.tree.leaves(grads['batch_stats']) == []
+    expected = jax.grad(lambda p: fun({**variables, 'params': p}))(variables['params'])
+    oracle.assert_same(grads['params'], expected)
+
+
+def test_new_values_as_gradients_are_always_there():
+    # Hazard 38: fp8 layers receive these values as their gradient.
+    variables = {
+        'params': {'a': {'w': 2.0}, 'b': {'w': 3.0}},
+        '_overwrite_with_gradient': {'a': {'scale': 5.0}},
+    }
+
+    def fun(v):
+        return (
+            v['params']['a']['w']
+            * v['params']['b']['w']
+            * v['_overwrite_with_gradient']['a']['scale']
+        )
+
+    for wrt in ('b/w', False, True, None):
+        grads = sg.grad(fun, wrt=wrt)(variables)
+        assert float(grads['_overwrite_with_gradient']['a']['scale']) == 6.0
+
+
+# Sums and products of kernels.
+
+
+class Kernel(flax.struct.PyTreeNode):
+    def __add__(self, other):
+        return Sum(self, other)
+
+    def __mul__(self, other):
+        return Product(self, other)
+
+
+class Sum(Kernel):
+    left: Any
+    right: Any
+
+    def __call__(self, x, y):
+        return self.left(x, y) + self.right(x, y)
+
+
+class Product(Kernel):
+    left: Any
+    right: Any
+
+    def __call__(self, x, y):
+        return self.left(x, y) * self.right(x, y)
+
+
+class SquaredExponential(Kernel):
+    variance: Any
+    scale: Any
+
+    def __call__(self, x, y):
+        return self.variance * jnp.exp(-((x - y) ** 2) / self.scale)
+
+
+def likelihood(kernel: Any) -> Any:
+    x = jnp.linspace(0.0, 1.0, 5)
+    gram = jax.vmap(lambda a: jax.vmap(lambda b: kernel(a, b))(x))(x)
+    factor = jnp.linalg.cholesky(gram + 0.1 * jnp.eye(5))
+    return jnp.sum(jnp.log(jnp.diag(factor))) + jnp.sum(factor[-1] * x)
+
+
+def test_kernels_without_getters():
+    def make(v1, v2, v3):
+        s = SquaredExponential
+        return s(v1, 0.3) + s(v2, 0.5) * s(v3, 2.0)
+
+    kernel = make(1.0, 2.0, 0.5)
+    got = sg.grad(likelihood, wrt='**/variance')(kernel)
+    expected = jax.grad(lambda v: likelihood(make(*v)))((1.0, 2.0, 0.5))
+    assert [float(g) for g in jax.tree.leaves(got)] == [float(g) for g in expected]
+    assert got.left.scale is sg.ABSENT
+    assert isinstance(got.right, Product)
+
+
+# One program, and that of the split by hand.
+
+
+@pytest.mark.parametrize('where', ['head/**', ['layer_[23]/**', 'head/**']])
+def test_the_program_is_that_of_the_split_by_hand(where):
+    x = jnp.linspace(-1.0, 1.0, 2 * 4 * 16).reshape(2, 4, 16)
+    model = models.Transformer(depth=4)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+
+    def fun(params, x):
+        return jnp.sum(model.apply({'params': params}, x))
+
+    def ours(params, x):
+        value, grads = sg.value_and_grad(fun, wrt=where)(params, x)
+        return value, grads
+
+    selects = sg.filters.as_filter(where)
+
+    def hand(params, x):
+        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+        names = [sg.Path.of('params', tuple(k.key for k in keys)) for keys, _ in flat]
+        live = {n: leaf for n, (_, leaf) in zip(names, flat, strict=True) if selects(n)}
+
+        def fun_of_live(live):
+            rest = [live.get(n, v) for n, (_, v) in zip(names, flat, strict=True)]
+            return fun(treedef.unflatten(rest), x)
+
+        value, grads = jax.value_and_grad(fun_of_live)(live)
+        return value, [grads[n] for n in names if n in grads]
+
+    text = programs.optimized_hlo(ours, params, x)
+    assert text == programs.optimized_hlo(hand, params, x)
+    whole = programs.optimized_hlo(jax.value_and_grad(fun), params, x)
+    assert text != whole
+    assert programs.flops(ours, params, x) < 0.8 * programs.flops(
+        jax.value_and_grad(fun), params, x
+    )
+
+
+def test_residuals_are_those_of_the_live_part():
+    def fun(p, x):
+        for name in sorted(p):
+            x = jnp.tanh(x @ p[name])
+        return x
+
+    p = {f'w{n}': jnp.ones((8, 8)) for n in range(6)}
+    _, back = sg.vjp(fun, p, jnp.ones((4, 8)), wrt='w5')
+    _, full = jax.vjp(fun, p, jnp.ones((4, 8)))
+    _, hand = jax.vjp(lambda w: fun({**p, 'w5': w}, jnp.ones((4, 8))), p['w5'])
+    size = lambda f: sum(leaf.size for leaf in jax.tree.leaves(f))  # noqa: E731
+    assert size(back) == size(hand) < size(full) / 4
+
+
+def test_one_trace_for_each_filter():
+    traces: list[int] = []
+
+    def fun(p):
+        traces.append(1)
+        return jnp.sum(p['a'] * p['b'] ** 2)
+
+    p = {'a': jnp.ones(3), 'b': jnp.ones(3)}
+    for _ in range(5):
+        for name in 'ab':
+            # Written in the loop: fresh lambdas, filters and jits.
+            got = jax.jit(sg.grad(fun, wrt=lambda path, name=name: path == name))(p)
+            assert got[name] is not sg.ABSENT
+            jax.jit(sg.value_and_grad(fun, wrt=[name]))(p)
+    assert len(traces) == 4
+    assert sg.grad(fun, wrt='a') is sg.grad(fun, wrt='a')
+    assert sg.grad(fun, wrt='a') is not sg.grad(fun, wrt='a', absent='none')
+    assert sg.grad(fun, wrt='a').__name__ == 'fun'
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def step(p, wrt):
+        return sg.grad(fun, wrt=wrt)(p)
+
+    traces.clear()
+    for _ in range(3):
+        for name in 'ab':
+            step(p, name)
+    assert len(traces) == 2
+
+
+def test_the_cache_is_bounded_and_never_stale():
+    def fun(p):
+        return p['a'] * p['b']
+
+    for number in range(400):
+        sg.grad(lambda p, number=number: number * p, wrt='a')
+    assert len(autodiff.derivatives._memo) <= 128
+    names = ['a']
+    p = {'a': 2.0, 'b': 3.0}
+    first = sg.grad(fun, wrt=lambda path: path in names)
+    assert first(p)['b'] is sg.ABSENT
+    names.append('b')
+    second = sg.grad(fun, wrt=lambda path: path in names)
+    assert float(second(p)['b']) == 2.0
+    with pytest.raises(errors.FilterChangedError):
+        first(p)
+    with pytest.raises(errors.FilterChangedError):
+        jax.jit(first)(p)
+    # Another list with the values that the first one had.
+    others = ['a']
+    third = sg.grad(fun, wrt=lambda path: path in names)
+    assert third is second
+
+    def make(names):
+        return sg.grad(fun, wrt=lambda path: path in names)
+
+    old = make(others)
+    others.append('b')
+    new = make(['a'])
+    assert new is not old
+    assert new(p)['b'] is sg.ABSENT
+    assert make(['a']) is new
+    unhashable = UnhashableLoss()
+    assert float(sg.grad(unhashable, wrt='a')(p)['a']) == 3.0
+
+
+class UnhashableLoss:
+    __hash__ = None
+
+    def __call__(self, p):
+        return p['a'] * p['b']
+
+
+@pytest.mark.usefixtures('leaks')
+def test_no_tracer_is_kept():
+    @jax.jit
+    def fn(p, x):
+        return sg.grad(lambda q: jnp.sum(q['a'] * x), wrt='a')(p)['a']
+
+    oracle.assert_same(fn({'a': jnp.ones(2), 'b': 1.0}, jnp.ones(2)), jnp.ones(2))
+    kernel = SquaredExponential(sg.NonDifferentiable(1.0), 2.0)
+    jax.jit(jax.grad(lambda k: k(0.1, 0.2)))(kernel)
+    dense = fnn.Dense(2)
+
+    @jax.jit
+    def script(v):
+        m = dense.bind(v)
+        return sg.grad(lambda: jnp.sum(m(X)), of=m)()
+
+    script(dense.init(jax.random.key(0), X))
+
+
+@pytest.mark.parametrize('wrap', [jax.vmap, lambda f: jax.vmap(jax.jit(f))])
+def test_under_vmap(wrap):
+    p = {'a': jnp.arange(3.0), 'b': jnp.arange(3.0) + 1}
+    got = wrap(sg.grad(lambda p: p['a'] ** 2 * p['b'], wrt='a'))(p)
+    oracle.assert_same(got, {'a': 2 * p['a'] * p['b'], 'b': sg.ABSENT})
+
+
+def test_in_a_scan():
+    def body(p, x):
+        grads = sg.grad(lambda p: jnp.sum(jnp.sin(p['a'] * x) * p['b']), wrt='a')(p)
+        return {**p, 'a': p['a'] - 0.1 * grads['a']}, None
+
+    def hand(p, x):
+        g = jax.grad(lambda a: jnp.sum(jnp.sin(a * x) * p['b']))(p['a'])
+        return {**p, 'a': p['a'] - 0.1 * g}, None
+
+    p = {'a': jnp.array(0.5), 'b': jnp.array(2.0)}
+    oracle.assert_same(jax.lax.scan(body, p, X), jax.lax.scan(hand, p, X))
+
+
+# Script-like: a bound module in the closure.
+
+
+class WithSetup(fnn.Module):
+    def setup(self):
+        self.first = fnn.Dense(4)
+        self.w = self.param('w', fnn.initializers.ones, (1, 4))
+        self.doubled = 2.0 * self.w
+        self.second = nn.jit(fnn.Dense)(2)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)) * self.doubled)
+
+
+@pytest.mark.parametrize(
+    ('model', 'wrt'),
+    [
+        *((NET, wrt) for wrt in (True, '**/bias', 'head/**')),
+        *((WithSetup(), wrt) for wrt in (True, '**/bias', 'first/**', 'w')),
+    ],
+)
+def test_of_a_bound_module(model, wrt):
+    variables = model.init(jax.random.key(0), X)
+
+    def hand(variables):
+        return jnp.sum(model.apply(variables, X) ** 2)
+
+    expected = sg.value_and_grad(hand, wrt=wrt)(variables)
+    m = model.bind(variables)
+    before = m(X)
+    call = sg.value_and_grad(lambda: jnp.sum(m(X) ** 2), of=m, wrt=wrt)
+    oracle.assert_same(call(), expected)
+    oracle.assert_same(call(), expected)
+    # Afterwards the module is what it was.
+    oracle.assert_same(m(X), before)
+    outside = jax.grad(lambda scale: jnp.sum(m(scale * X)))(1.0)
+    oracle.assert_same(
+        outside, jax.grad(lambda s: jnp.sum(model.apply(variables, s * X)))(1.0)
+    )
+
+    @jax.jit
+    def step(variables, x):
+        m = model.bind(variables)
+        return sg.value_and_grad(lambda x: jnp.sum(m(x) ** 2), of=m, wrt=wrt)(x)
+
+    oracle.assert_same(
+        step(variables, X),
+        jax.jit(
+            lambda v, x: sg.value_and_grad(
+                lambda v: jnp.sum(model.apply(v, x) ** 2), wrt=wrt
+            )(v)
+        )(variables, X),
+    )
+
+
+def test_of_a_module_inside_another():
+    model = WithSetup()
+    variables = model.init(jax.random.key(0), X)
+    m = model.bind(variables)
+    got = sg.grad(lambda: jnp.sum(m(X)), of=m.first)()
+    expected = sg.grad(lambda v: jnp.sum(model.apply(v, X)), wrt='first/**')(variables)
+    oracle.assert_same(got['params'], expected['params']['first'])
+
+
+def test_of_reaches_scans_jits_and_closures_in_both_orders():
+    class Layer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, _=None):
+            return jnp.tanh(fnn.Dense(3)(x)), None
+
+    class Scanned(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            scanned = fnn.scan(
+                fnn.remat(Layer),
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=3,
+            )
+            return scanned(name='layers')(x, None)[0]
+
+    model = Scanned()
+    variables = model.init(jax.random.key(0), X)
+
+    def plain(variables):
+        return jnp.sum(model.apply(variables, X) ** 2)
+
+    def norm(grads):
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+    expected = jax.grad(plain)(variables)
+    m = model.bind(variables)
+    jitted, traced = jax.jit(lambda x: m(x)), jax.jit(lambda x: m(x))
+    before = traced(X)
+    for fun in (m, jitted, traced, jitted):
+        got = sg.grad(lambda fun=fun: jnp.sum(fun(X) ** 2), of=m)()
+        oracle.assert_same(got, expected)
+    oracle.assert_same(jitted(X), before)
+    oracle.assert_same(traced(X), before)
+    again = sg.grad(
+        lambda: norm(sg.grad(lambda: jnp.sum(m(X) ** 2), of=m)()),
+        of=m,
+    )()
+    oracle.assert_same(again, jax.grad(lambda v: norm(jax.grad(plain)(v)))(variables))
+
+
+def test_of_tells_tied_arrays_apart():
+    w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+
+    class Tied(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            a = self.param('a', fnn.initializers.ones, (2, 2))
+            b = self.param('b', fnn.initializers.ones, (2, 2))
+            return jnp.sum(jnp.sin(x @ a) @ b)
+
+    variables = {'params': {'a': w, 'b': w}}
+    m = Tied().bind(variables)
+    x = jnp.ones((1, 2))
+    got = sg.grad(lambda: m(x), of=m)()
+    oracle.assert_same(got, jax.grad(lambda v: Tied().apply(v, x))(variables))
+
+
+def test_the_program_of_a_bound_module_is_that_without_one():
+    def script(params, x):
+        m = NET.bind({'params': params})
+        return sg.grad(lambda: jnp.sum(m(x) ** 2), of=m, wrt='head/**')()
+
+    def plain(params, x):
+        return {'params': sg.grad(loss, wrt='head/**')(params, x)}
+
+    text = programs.optimized_hlo(script, PARAMS, X)
+    assert text == programs.optimized_hlo(plain, PARAMS, X)
+
+
+def test_of_obeys_the_blocks_inside():
+    m = NET.bind({'params': PARAMS})
+
+    def fun():
+        with nn.stop_gradient('neck/**'):
+            return jnp.sum(m(X) ** 2)
+
+    got = sg.grad(fun, of=m)()['params']
+    assert oracle.is_zero(got['neck'])
+    assert not oracle.is_zero(got['body'])
+
+
+def test_of_refuses_what_is_not_bound():
+    for target in (NET, PARAMS, 3):
+        with pytest.raises(errors.UnboundModuleError):
+            sg.grad(lambda: 1.0, of=target)
+
+
+def test_bad_requests_raise_where_they_are_written():
+    for make in (sg.grad, sg.value_and_grad, sg.jacrev, sg.jacfwd, sg.hessian):
+        with pytest.raises(errors.FilterValueError, match="'drop', 'none'"):
+            make(loss, absent='zero')
+        with pytest.raises(errors.FilterTypeError):
+            make(loss, wrt=3.5)
+    with pytest.raises(errors.UnusedFilterError, match='head'):
+        sg.grad(loss, wrt='haed/**')(PARAMS)
+    with pytest.raises(errors.FilterValueError, match='unused'):
+        sg.grad(loss, unused='warn', wrt='head/**')(PARAMS)
+    nothing = sg.grad(loss, wrt='haed/**', unused='ignore')(PARAMS)
+    assert jax.tree.leaves(nothing) == []

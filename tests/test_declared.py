@@ -1,0 +1,179 @@
+"""Which leaves are trained, as the classes in a tree declare it."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import flax_sg as sg
+import oracle
+from flax_sg import declared, errors
+from flax_sg.leaves import leaves_of
+
+
+@sg.trainable('kernel', 'bias')
+class Whitened(flax.struct.PyTreeNode):
+    """A layer with statistics that are moved to a device and not trained."""
+
+    kernel: Any
+    bias: Any
+    mean: Any
+    name: str = flax.struct.field(pytree_node=False, default='layer')
+
+    def __call__(self, x):
+        return (x - self.mean) @ self.kernel + self.bias
+
+
+class Inherits(Whitened):
+    """Declares nothing of its own."""
+
+
+@sg.trainable('mean')
+class Overrides(Whitened):
+    """Trains something else."""
+
+
+@sg.trainable()
+class Fixed(NamedTuple):
+    table: Any
+
+
+@sg.trainable('inner')
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Outer:
+    inner: Any
+    rest: Any
+
+
+def layer(cls: Any = Whitened) -> Any:
+    return cls(jnp.ones((2, 2)), jnp.ones((1, 2)), 0.5 * jnp.ones((1, 2)))
+
+
+X = jnp.array([[1.0, 2.0]])
+
+
+def loss(model: Any) -> Any:
+    leaves = [jnp.asarray(leaf, jnp.float32) for leaf in jax.tree.leaves(model)]
+    return sum(jnp.sum(leaf**2) for leaf in leaves)
+
+
+MODELS: dict[str, tuple[Any, list[str]]] = {
+    'a layer': (layer(), ['kernel', 'bias']),
+    'in a dict': ({'a': layer(), 'w': 1.0}, ['a/kernel', 'a/bias', 'w']),
+    'a subclass': ([layer(Inherits)], ['0/kernel', '0/bias']),
+    'a subclass of its own mind': ([layer(Overrides)], ['0/mean']),
+    'nothing': ({'t': Fixed(jnp.ones(2)), 'w': 1.0}, ['w']),
+    'nested': (
+        Outer(inner={'a': layer()}, rest=[layer(), 2.0]),
+        ['inner/a/kernel', 'inner/a/bias'],
+    ),
+    'nested in what is not trained': (Fixed([layer()]), []),
+    'not declared at all': ({'w': 1.0, 'n': 3, 'e': None}, ['w']),
+    'none in it': (Outer(inner=None, rest=1.0), []),
+}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_everything_follows_the_declaration(name):
+    model, trained = MODELS[name]
+    names = leaves_of(model).paths
+    expected = [path in trained for path in names]
+    assert declared.declared(model) == [p in trained or p == 'n' for p in names]
+    mask = sg.trainable_mask(model)
+    assert jax.tree.leaves(mask) == expected
+    assert jax.tree.leaves(sg.frozen_mask(model)) == [not e for e in expected]
+    grads = jax.tree.leaves(
+        sg.grad(loss, absent='drop')(model), is_leaf=lambda x: x is sg.ABSENT
+    )
+    assert [g is not sg.ABSENT for g in grads] == expected
+    tx = sg.freeze(optax.sgd(0.1, momentum=0.9))
+    assert len(jax.tree.leaves(tx.init(model))) == len(trained)
+    updates, _ = tx.update(sg.grad(loss)(model), tx.init(model), model)
+    new = sg.apply_updates(model, updates)
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(model), expected, strict=True)
+    for after, before, moved in pairs:
+        assert (after is before) is not moved
+
+
+def test_a_filter_at_the_call_overrides_it():
+    model = {'a': layer(), 'w': 2.0}
+    only = sg.grad(loss, wrt='a/mean')(model)
+    oracle.assert_same(only['a'].mean, jnp.ones((1, 2)))
+    assert only['a'].kernel is sg.ABSENT
+    everything = sg.grad(loss, wrt=True)(model)
+    oracle.assert_same(everything, jax.grad(loss)(model))
+    assert jax.tree.leaves(sg.trainable_mask(model, True)) == [True] * 4
+    tx = sg.freeze(optax.sgd(0.1, momentum=0.9), 'w')
+    assert len(jax.tree.leaves(tx.init(model))) == 3
+
+
+def test_the_gradient_is_that_of_the_trained_fields():
+    def fun(model, x):
+        return jnp.sum(jnp.tanh(model(x)))
+
+    model = layer()
+    expected = jax.grad(
+        lambda live: fun(model.replace(kernel=live[0], bias=live[1]), X)
+    )((model.kernel, model.bias))
+    got = sg.grad(fun)(model, X)
+    oracle.assert_same((got.kernel, got.bias), expected)
+    assert got.mean is sg.ABSENT
+    assert got.name == 'layer'
+
+
+def test_what_is_declared_is_moved_all_the_same():
+    model = jax.jit(lambda m: jax.tree.map(lambda x: 2 * x, m))(layer())
+    oracle.assert_same(model.mean, jnp.ones((1, 2)))
+    assert len(jax.tree.leaves(jax.device_put(layer()))) == 3
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+    def tree_flatten(self) -> Any:
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+def test_bad_declarations():
+    with pytest.raises(errors.DeclarationError, match="Did you mean 'kernel'"):
+
+        @sg.trainable('kernal')
+        class _Typo(flax.struct.PyTreeNode):
+            kernel: Any
+
+    with pytest.raises(errors.DeclarationError, match='above a pytree class'):
+        sg.trainable(Whitened)(Whitened)
+    with pytest.raises(errors.DeclarationError, match='above a pytree class'):
+        sg.trainable('w')(layer())
+    # Without names JAX numbers the children: found out when there is an instance.
+    sg.trainable('w')(Keyless)
+    with pytest.raises(errors.DeclarationError, match="its fields are '0'"):
+        sg.grad(loss)(Keyless(1.0))
+
+
+def test_a_declaration_dies_with_its_class():
+    import gc
+
+    before = len(declared._declared)
+
+    def make():
+        @sg.trainable('w')
+        class Local(NamedTuple):
+            w: Any
+
+        return len(declared._declared)
+
+    assert make() == before + 1
+    gc.collect()
+    assert len(declared._declared) == before

@@ -1,0 +1,482 @@
+"""A value that gets no gradient, and is its value in everything else."""
+
+import copy
+import operator
+import pickle
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flax_sg as sg
+import oracle
+import programs
+from flax_sg import encodings, errors
+
+ND = sg.NonDifferentiable
+
+
+# The example of jax #2588.
+
+
+class DifferentiableView(flax.struct.PyTreeNode):
+    x: Any
+    y: Any
+
+    def __iter__(self):
+        return iter((self.x, self.y))
+
+
+def func(view: Any) -> Any:
+    x, y = view
+    return x**2 * y
+
+
+def test_the_example_of_jax_2588():
+    view = DifferentiableView(2.0, ND(100))
+    assert func(view) == 400.0
+    grads = jax.grad(func)(view)
+    assert type(grads) is DifferentiableView
+    assert float(grads.x) == 400.0
+    assert isinstance(grads.y, ND)
+    assert int(grads.y) == 0
+    a = jnp.arange(10.0)
+    oracle.assert_same(ND(jnp.zeros(10)) + a, a)
+    oracle.assert_same(a + ND(jnp.zeros(10)), a)
+
+
+class Kernel(flax.struct.PyTreeNode):
+    def __add__(self, other):
+        return Pair(self, other, operator.add)
+
+    def __mul__(self, other):
+        return Pair(self, other, operator.mul)
+
+
+class Pair(Kernel):
+    left: Any
+    right: Any
+    op: Any = flax.struct.field(pytree_node=False)
+
+    def __call__(self, x, y):
+        return self.op(self.left(x, y), self.right(x, y))
+
+
+class SquaredExponential(Kernel):
+    variance: Any
+    scale: Any
+
+    def __call__(self, x, y):
+        return self.variance * jnp.exp(-((x - y) ** 2) / (2 * self.scale**2))
+
+
+def gram(kernel: Any, x: Any) -> Any:
+    return jax.vmap(lambda a: jax.vmap(lambda b: kernel(a, b))(x))(x)
+
+
+XS = jnp.linspace(0.0, 1.0, 5)
+
+
+def likelihood(kernel: Any) -> Any:
+    factor = jnp.linalg.cholesky(gram(kernel, XS) + 0.1 * jnp.eye(5))
+    return jnp.sum(jnp.log(jnp.diag(factor)))
+
+
+def test_kernels():
+    one = SquaredExponential(ND(1.0), 1.0)
+    got = jax.grad(lambda k: jnp.sum(gram(k, XS)))(one)
+    expected = jax.grad(lambda s: jnp.sum(gram(SquaredExponential(1.0, s), XS)))(1.0)
+    oracle.assert_same(got.scale, expected)
+    assert float(got.variance) == 0.0
+
+    def make(a, b, c, d):
+        s = SquaredExponential
+        return s(a, 0.5) + s(b, c) * s(d, 2.0)
+
+    for value in (ND(1.5), ND(jnp.float32(1.5)), ND(np.float32(1.5))):
+        kernel = make(value, 0.7, 0.3, ND(2))
+        got = jax.grad(likelihood)(kernel)
+        expected = jax.grad(lambda p: likelihood(make(1.5, *p, 2)))((0.7, 0.3))
+        oracle.assert_same((got.right.left.variance, got.right.left.scale), expected)
+        ours = sg.grad(likelihood, wrt='**/variance', absent='none')(kernel)
+        oracle.assert_same(ours.right.left.variance, expected[0])
+        assert ours.left.variance is None
+
+
+# Exact in both directions, with one trace.
+
+VALUES = {
+    'python': [-7, 2**30 + 1, 0, -(2**31), 2**31 - 1],
+    'int32': [np.int32(-7), np.int32(2**30 + 1), np.iinfo(np.int32).min],
+    'uint32': [np.uint32(2**32 - 1), np.uint32(2**31)],
+    'int16': [np.int16(-(2**15)), np.int16(5)],
+    'uint8': [np.uint8(255), np.uint8(0)],
+    'bool': [True, False],
+    'float': [0.1, -0.0, float('inf')],
+    'bfloat16': [jnp.bfloat16(1.25), jnp.bfloat16(-3.0)],
+    'complex': [1 + 2j, -3j],
+    'array': [jnp.array([-7, 2**30 + 1]), jnp.array([1, -1])],
+    'array of bools': [jnp.array([True, False]), jnp.array([False, False])],
+    'empty array': [jnp.zeros((0, 2), int), jnp.zeros((0, 2), int)],
+    'key': [jax.random.key(3), jax.random.key(2**31)],
+    'keys': [jax.random.split(jax.random.key(3)), jax.random.split(jax.random.key(4))],
+    'tree': [
+        {'a': 1, 'b': [2.0, jnp.arange(3)]},
+        {'a': 5, 'b': [3.0, jnp.ones(3, int)]},
+    ],
+}
+
+
+@pytest.mark.parametrize('name', VALUES)
+def test_values_are_exact_and_traced_once(name):
+    traces: list[int] = []
+
+    @jax.jit
+    def fn(x):
+        traces.append(1)
+        return x.value, x
+
+    for value in VALUES[name]:
+        expected = jax.jit(lambda v: v)(value)
+        inner, whole = fn(ND(value))
+        oracle.assert_same(inner, expected)
+        oracle.assert_same(whole.value, expected)
+        types = lambda t: [leaf.aval for leaf in jax.tree.leaves(t)]  # noqa: E731
+        assert types(inner) == types(expected)
+        oracle.assert_same(fn(whole)[0], expected)
+        for array in jax.tree.leaves(ND(value)):
+            assert jnp.issubdtype(jnp.result_type(array), jnp.inexact)
+    assert len(traces) <= 2  # Once for Python's numbers, once for arrays.
+
+
+def test_integers_of_64_bits():
+    old = not hasattr(jax, 'enable_x64')
+    with jax.experimental.enable_x64() if old else jax.enable_x64():
+        for value in (2**62 + 1, -(2**63), np.uint64(2**64 - 1), -1):
+            out = jax.jit(lambda x: x.value)(ND(value))
+            assert int(out) == int(value)
+            assert out.dtype == jax.jit(lambda v: v)(value).dtype
+        assert jax.jit(lambda x: x.value)(ND(0.1)).dtype == jnp.float64
+    with pytest.raises(OverflowError):
+        jax.jit(lambda x: x.value)(ND(2**31))
+
+
+def test_what_is_no_number_is_static():
+    traces: list[Any] = []
+
+    @jax.jit
+    def fn(x):
+        traces.append(x.value)
+        return 1.0
+
+    thing = object()
+    for value in ('a', 'b', 'a', thing, thing, None, [1, 'x'], [2, 'x']):
+        fn(ND(value))
+    assert traces[:3] == [
+        'a',
+        'b',
+        thing,
+    ]
+    assert len(traces) == 5
+    assert jax.tree.leaves(ND('a')) == []
+    unhashable = {'not': {1, 2}}
+    fn(ND(unhashable))
+    fn(ND(unhashable))
+    assert len(traces) == 6
+    grads = jax.grad(lambda p: p['x'] * len(p['s'].value))({'x': 1.0, 's': ND('text')})
+    assert float(grads['x']) == 4.0
+
+
+@pytest.mark.usefixtures('leaks')
+def test_transformations_leak_nothing():
+    n = ND(jnp.arange(3))
+
+    @jax.jit
+    def fn(x, n):
+        y = jax.vmap(lambda n: n * x)(n)
+
+        def body(carry, n):
+            return carry + n * x, ND(n + carry.astype(int))
+
+        total, steps = jax.lax.scan(body, 0.0 * x, n)
+        inner = jax.grad(lambda x: jnp.sum(ND(x) * x))(x)
+        return y, total, steps, inner
+
+    with jax.numpy_dtype_promotion('standard'):
+        y, total, steps, inner = fn(2.0, n)
+        grads = jax.grad(lambda x: fn(x, n)[1])(2.0)
+    oracle.assert_same(y, 2.0 * jnp.arange(3.0))
+    assert (float(total), float(inner), float(grads)) == (6.0, 2.0, 3.0)
+    assert steps.value.tolist() == [0, 1, 4]
+
+
+@pytest.mark.parametrize('axis', [0, 1])
+def test_vmap_over_any_axis(axis):
+    values = jnp.arange(6).reshape(2, 3) - 2**30
+    out = jax.vmap(lambda n: n.value, in_axes=axis, out_axes=axis)(ND(values))
+    oracle.assert_same(out, values)
+    marked = jax.vmap(lambda n: ND(n * 2), in_axes=axis, out_axes=axis)(ND(values))
+    oracle.assert_same(marked.value, values * 2)
+
+
+def test_no_gradient_of_any_kind():
+    x = jnp.array([1.0, 2.0])
+
+    def fun(n, x):
+        return jnp.sum(n**2 * x)
+
+    def plain(n, x):
+        return jnp.sum(jax.lax.stop_gradient(n) ** 2 * x)
+
+    for n in (x, 3.0 * x):
+        oracle.assert_same(jax.grad(fun, 1)(ND(n), x), jax.grad(plain, 1)(n, x))
+        # Also where the value is computed from what is differentiated.
+        oracle.assert_same(
+            jax.grad(lambda x, n=n: fun(ND(n * x), x))(x),
+            jax.grad(lambda x, n=n: plain(n * x, x))(x),
+        )
+        assert oracle.is_zero(jax.grad(fun)(ND(n), x))
+        assert oracle.is_zero(jax.hessian(fun)(ND(n), x))
+        _, tangent = jax.jvp(fun, (ND(n), x), (ND(n), 0 * x))
+        assert oracle.is_zero(tangent)
+
+
+BINARY = [
+    *('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow'),
+    *('lt', 'le', 'gt', 'ge', 'eq', 'ne'),
+]
+
+
+@pytest.mark.parametrize('op', BINARY)
+def test_arithmetic_and_comparisons(op):
+    op = getattr(operator, op)
+    for a, b in (
+        (5.0, 2.0),
+        (7, 3),
+        (jnp.array([5.0, 7.0]), jnp.array([2.0, 3.0])),
+        (np.array([5.0, 7.0], np.float32), jnp.array([2.0, 3.0])),
+        (jnp.array([5, 7]), 2),
+        (np.array([5, 7]), np.array([2, 3])),
+        (jnp.array([5.0, 7.0]), 2),
+    ):
+        for left, right in ((ND(a), b), (a, ND(b)), (ND(a), ND(b))):
+            got, expected = op(left, right), op(a, b)
+            assert type(got) is type(expected)
+            oracle.assert_same(jnp.asarray(got), jnp.asarray(expected))
+
+            def fn(left, right, op=op):
+                return op(left, right)
+
+            def value(x):
+                return x.value if isinstance(x, ND) else x
+
+            oracle.assert_same(
+                jax.jit(fn)(left, right), jax.jit(fn)(value(left), value(right))
+            )
+
+
+@pytest.mark.parametrize('op', ['and_', 'or_', 'xor', 'lshift', 'rshift'])
+def test_bits(op):
+    op = getattr(operator, op)
+    assert op(ND(6), 3) == op(6, ND(3)) == op(6, 3)
+    oracle.assert_same(op(ND(jnp.array([6])), 3), op(jnp.array([6]), 3))
+
+
+def test_stands_for_its_value():
+    n = ND(jnp.arange(6.0).reshape(2, 3))
+    value = n.value
+    assert (n.shape, n.dtype, n.ndim, n.size, len(n)) == ((2, 3), jnp.float32, 2, 6, 2)
+    for got, expected in (
+        (n[1], value[1]),
+        (n[ND(1), ND(0)], value[1, 0]),
+        (n[:, 1:], value[:, 1:]),
+        (jnp.sin(n), jnp.sin(value)),
+        (jnp.concatenate([n, n]), jnp.concatenate([value, value])),
+        (jnp.where(n > 2, n, 0.0), jnp.where(value > 2, value, 0.0)),
+        (jnp.sum(n, axis=0), jnp.sum(value, axis=0)),
+        (n.T, value.T),
+        (n.sum(), value.sum()),
+        (n.at[0].set(1.0), value.at[0].set(1.0)),
+        (n @ jnp.ones((3, 2)), value @ jnp.ones((3, 2))),
+        (jnp.ones((3, 2)) @ n, jnp.ones((3, 2)) @ value),
+        (-n, -value),
+        (abs(n), abs(value)),
+        (np.asarray(n), value),
+        (list(n)[1], value[1]),
+        (jnp.ones((2, 3)) * n, value),
+        (jax.jit(jnp.sin)(n.value), jnp.sin(value)),
+    ):
+        oracle.assert_same(jnp.asarray(got), jnp.asarray(expected))
+    assert (float(ND(2)), int(ND(2.5)), bool(ND(0)), complex(ND(1.0))) == (
+        2.0,
+        2,
+        False,
+        1,
+    )
+    assert [10, 20][ND(1)] == 20
+    assert list(range(ND(3))) == [0, 1, 2]
+    assert f'{ND(0.5):.2f}' == '0.50'
+    assert repr(ND(100)) == 'NonDifferentiable(100)'
+    assert hash(ND(3)) == hash(3)
+    assert round(ND(2.5)) == 2
+    assert 2 in ND([1, 2])
+    assert ND(ND(3)).value == 3
+    assert ND(ND(3)) == 3
+    assert divmod(ND(7), 2) == (3, 1)
+    assert (ND(100).dtype, ND(1.0).dtype) == (jnp.int32, jnp.float32)
+    assert ND(SquaredExponential(2.0, 1.0))(0.0, 0.0) == 2.0
+    assert ND(SquaredExponential(2.0, 1.0)).variance == 2.0
+
+
+def test_weak_types_promote_as_numbers_do():
+    # Dtype promotion is strict here: a strong int32 would raise.
+    def fn(n, x):
+        return n * x + n
+
+    out = jax.jit(fn)(ND(3), jnp.ones(2, jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+    with pytest.raises(Exception, match='implicit dtype promotion path'):
+        jax.jit(fn)(ND(jnp.int32(3)), jnp.ones(2, jnp.bfloat16))
+
+
+def test_copies():
+    n = jax.jit(lambda n: n)(ND(jnp.array([3, 4])))
+    for twin in (copy.copy(n), copy.deepcopy(n), pickle.loads(pickle.dumps(n))):
+        oracle.assert_same(twin.value, n.value)
+    for value in (3, 'text'):
+        twin = pickle.loads(pickle.dumps(ND(value)))
+        assert twin.value == value
+        assert copy.deepcopy(ND(value)).value == value
+
+
+def test_trees_of_other_things_in_its_place():
+    n = {'n': ND(jnp.arange(3))}
+    shapes = jax.tree.map(jnp.shape, n)
+    assert 'NonDifferentiable' in repr(shapes)
+    out = jax.eval_shape(lambda n: n, n)
+    assert jax.tree.structure(out) == jax.tree.structure(jax.eval_shape(lambda: n))
+    spec = jax.tree.map(lambda _: 0, n)
+    oracle.assert_same(
+        jax.vmap(lambda n: n['n'] * 1, in_axes=(spec,))(n), jnp.arange(3)
+    )
+
+
+# Optimizers.
+
+
+def params() -> Any:
+    return {'w': jnp.ones(3), 'n': ND(2**30 + 1), 'f': ND(0.3), 'b': ND(True)}
+
+
+def loss(p: Any) -> Any:
+    return jnp.sum(p['w']) * p['f'] * (p['n'] % 7)
+
+
+def train(tx: Any, steps: int = 5) -> Any:
+    p = params()
+    state = tx.init(p)
+
+    @jax.jit
+    def step(p, state):
+        value, grads = jax.value_and_grad(loss)(p)
+        updates, state = tx.update(grads, state, p)
+        return optax.apply_updates(p, updates), state, value
+
+    for _ in range(steps):
+        p, state, value = step(p, state)
+    return p, value
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize(
+    'tx',
+    [
+        optax.sgd(0.1),
+        optax.sgd(0.1, momentum=0.9),
+        optax.adam(0.1),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.rmsprop(0.1)),
+        sg.freeze(optax.adamw(0.1, weight_decay=0.5)),
+        optax.masked(
+            optax.adamw(0.1, weight_decay=0.5), lambda p: sg.trainable_mask(p)
+        ),
+    ],
+)
+def test_optimizers_that_change_nothing_without_a_gradient(tx):
+    p, value = train(tx)
+    assert (int(p['n']), float(p['f']), bool(p['b'])) == (
+        2**30 + 1,
+        np.float32(0.3),
+        True,
+    )
+    assert np.isfinite(value)
+    assert not np.array_equal(p['w'], jnp.ones(3))
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize('rate', [1e-3, 1e-1])
+@pytest.mark.parametrize('decay', [1e-4, 1e-2, 1.0])
+def test_decay_is_refused_or_harmless(rate, decay):
+    # Hazard 28. The smallest decay that would change the value changes the witness.
+    p, value = train(optax.adamw(rate, weight_decay=decay))
+    for name in ('n', 'f'):
+        with pytest.raises(errors.ChangedValueError, match=r'sg\.freeze'):
+            p[name].value  # noqa: B018
+    assert np.isnan(value)
+    seen = jax.jit(lambda p: {k: p[k].value for k in 'nfb'})(p)
+    assert np.isnan(seen['f'])
+    assert int(seen['n']) == -(2**31)
+    # A bool is what it was: decay changes no sign, and no zero.
+    assert bool(seen['b'])
+
+
+@pytest.mark.parametrize('scale', [1 - 2**-24, 1 - 2**-23, 0.999])
+def test_the_witness_is_the_first_to_move(scale):
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(0, 20, 10000).astype(np.float32)
+    values = values[(values > 1e-30) & (values < 1e30)]
+    pieces, witness = encodings.encode(values, encodings.encoding_of(values))
+    rate = np.float32(1 - scale)
+    moved = pieces - rate * pieces != pieces
+    assert moved.any() == (witness - rate * witness != witness).any()
+    assert (witness - rate * witness != witness).all()
+
+
+def expensive(p: Any) -> Any:
+    k = jnp.exp(-((p['x'][:, None] - p['x'][None]) ** 2) / p['scale'])
+    factor = jnp.linalg.cholesky(k + 0.1 * jnp.eye(6))
+    return jnp.sum(jnp.log(jnp.diag(factor))) * p['w'] + p['w'] ** 2
+
+
+def test_an_off_switch_saves_the_backward_pass_of_a_factorisation():
+    x = jnp.linspace(0.0, 1.0, 6)
+
+    def text(params):
+        return programs.optimized_hlo(jax.grad(expensive), params)
+
+    with jax.numpy_rank_promotion('allow'):
+        on = text({'x': x, 'scale': 0.5, 'w': 2.0})
+        off = text({'x': ND(x), 'scale': ND(0.5), 'w': 2.0})
+        half = text({'x': ND(x), 'scale': 0.5, 'w': 2.0})
+        ours = programs.optimized_hlo(
+            sg.grad(expensive, wrt='w'), {'x': x, 'scale': 0.5, 'w': 2.0}
+        )
+    solves = [t.count('trsm') + t.count('triangular') for t in (on, half, off, ours)]
+    factors = [t.count('potrf') for t in (on, half, off, ours)]
+    assert solves[0] > 0
+    assert solves[1] > 0
+    assert solves[2:] == [0, 0]
+    assert factors[0] == factors[2] == factors[3] > 0
+
+
+def test_the_loss_is_unchanged():
+    for value in (100, 2.5, jnp.arange(3.0)):
+        view = DifferentiableView(2.0, ND(value))
+        plain = jax.jit(func)(DifferentiableView(2.0, value))
+        oracle.assert_same(jax.jit(func)(view), plain)
+        oracle.assert_same(
+            jax.jit(func)(view), jax.jit(func)(jax.jit(lambda v: v)(view))
+        )

@@ -1,0 +1,659 @@
+"""Frozen is frozen: exactly the optimizer that was given the trained part alone."""
+
+import functools
+from typing import Any
+
+import flax.linen as fnn
+import flax.struct
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from flax.core import freeze as frozen_dict
+from flax.core.meta import Partitioned
+
+import flax_sg as sg
+import oracle
+import programs
+from flax_sg import errors, optim
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+
+class Net(fnn.Module):
+    depth: int = 2
+    width: int = 4
+
+    @fnn.compact
+    def __call__(self, x):
+        for number in range(self.depth):
+            x = jnp.tanh(fnn.Dense(self.width, name=f'layer_{number}')(x))
+        return fnn.Dense(2, name='head')(x)
+
+
+NET = Net()
+PARAMS = NET.init(jax.random.key(0), X)['params']
+
+
+def loss(params: Any, x: Any = X) -> Any:
+    return jnp.sum(NET.apply({'params': params}, x) ** 2)
+
+
+GRADS = jax.grad(loss)(PARAMS)
+FROZEN = {
+    'one layer': ['layer_0/**'],
+    'all but a bias': ~sg.filters.as_filter('head/bias'),
+    'biases': '**/bias',
+    'nothing': False,
+    'everything': True,
+}
+OPTIMIZERS = {
+    'sgd': lambda: optax.sgd(0.1),
+    'momentum': lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    'adamw': lambda: optax.adamw(0.1, weight_decay=0.5),
+    'clip': lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
+    'schedule': lambda: optax.adam(optax.linear_schedule(0.1, 0.01, 5)),
+    'lamb': lambda: optax.lamb(0.1, weight_decay=0.1),
+    'factored': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    'accumulating': lambda: optax.MultiSteps(optax.adamw(0.1), every_k_schedule=2),
+    'if finite': lambda: optax.apply_if_finite(optax.adam(0.1), 3),
+}
+
+pytestmark = pytest.mark.usefixtures('standard_promotion')
+
+
+def live_of(tree: Any, frozen: Any) -> Any:
+    """The trained part of nested dicts, by hand: a flat dict."""
+    where = sg.filters.as_filter(frozen)
+    return {
+        f'{m}/{n}': leaf
+        for m, module in tree.items()
+        for n, leaf in module.items()
+        if not where(sg.Path.of('params', (m, n)))
+    }
+
+
+def rebuilt(tree: Any, live: Any) -> Any:
+    return {
+        m: {n: live.get(f'{m}/{n}', leaf) for n, leaf in module.items()}
+        for m, module in tree.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ('name', 'frozen'),
+    [
+        *((name, 'one layer') for name in OPTIMIZERS),
+        *(('clip', frozen) for frozen in FROZEN),
+        *(('accumulating', frozen) for frozen in ('nothing', 'everything')),
+    ],
+)
+def test_training_is_that_of_the_live_part(name, frozen):
+    where = FROZEN[frozen]
+    tx = sg.freeze(OPTIMIZERS[name](), where)
+    by_hand: Any = OPTIMIZERS[name]()
+
+    @jax.jit
+    def ours(params, state, x):
+        grads = sg.grad(loss, wrt=~sg.filters.as_filter(where))(params, x)
+        updates, state = tx.update(grads, state, params)
+        return sg.apply_updates(params, updates), state
+
+    @jax.jit
+    def hand(live, rest, state, x):
+        grads = jax.grad(lambda live: loss(rebuilt(rest, live), x))(live)
+        updates, state = by_hand.update(grads, state, live)
+        return optax.apply_updates(live, updates), state
+
+    params, live = PARAMS, live_of(PARAMS, where)
+    state, hand_state = tx.init(params), by_hand.init(live)
+    for number in range(4):
+        params, state = ours(params, state, X * (number + 1))
+        live, hand_state = hand(live, PARAMS, hand_state, X * (number + 1))
+    oracle.assert_same(params, rebuilt(PARAMS, live))
+    # The state has exactly the arrays that the optimizer of the live part has.
+    mine, theirs = jax.tree.leaves(state), jax.tree.leaves(hand_state)
+    assert [a.shape for a in mine] == [b.shape for b in theirs]
+    for a, b in zip(mine, theirs, strict=True):
+        oracle.assert_same(a, b)
+
+
+@pytest.mark.parametrize('absent', ['drop', 'none', 'masked', 'zeros'])
+@pytest.mark.parametrize('with_params', [True, False])
+def test_updates_are_shaped_like_the_gradients(absent, with_params):
+    where = 'layer_*/**'
+    tx = sg.freeze(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), where)
+    full, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    assert jax.tree.structure(full) == jax.tree.structure(GRADS)
+    oracle.assert_same(optax.apply_updates(PARAMS, full)['layer_0'], PARAMS['layer_0'])
+    untouched = sg.apply_updates(PARAMS, full)['layer_0']['kernel']
+    assert untouched is PARAMS['layer_0']['kernel']
+    grads = sg.grad(loss, wrt='head/**', absent=absent)(PARAMS)
+    params = PARAMS if with_params or absent == 'none' else None
+    updates, _ = tx.update(grads, tx.init(PARAMS), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(grads)
+    oracle.assert_same(updates['head'], full['head'])
+    new = sg.apply_updates(PARAMS, updates)
+    oracle.assert_same(new['head'], optax.apply_updates(PARAMS, full)['head'])
+    assert new['layer_0']['kernel'] is PARAMS['layer_0']['kernel']
+
+
+def test_gradients_pruned_by_hand():
+    tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
+    full, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    updates, _ = tx.update({'head': GRADS['head']}, tx.init(PARAMS), PARAMS)
+    oracle.assert_same(updates, {'head': full['head']})
+    new = sg.apply_updates(PARAMS, updates)
+    assert new['layer_1']['bias'] is PARAMS['layer_1']['bias']
+
+
+def test_adding_the_update_of_what_is_frozen_changes_no_bit():
+    params = {'w': jnp.array([-0.0, 0.0, 1e-37, -1.5]), 'n': jnp.array([3]), 'v': 1.0}
+    tx = sg.freeze(optax.sgd(1.0), 'w')
+    grads = {'w': jnp.ones(4), 'n': jnp.array([5]), 'v': 1.0}
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    new = optax.apply_updates(params, updates)
+    oracle.assert_same(new['w'], params['w'])
+    oracle.assert_same(new['n'], params['n'])
+    assert float(new['v']) == 0.0
+
+
+def test_the_chain_that_fails():
+    # Hazards 28 to 30. What stands before freeze has seen the frozen gradients.
+    clip, sgd = optax.clip_by_global_norm(1.0), optax.sgd(1.0)
+    params = {'body': jnp.zeros(2), 'head': jnp.zeros(1)}
+    grads = {'body': jnp.array([30.0, 40.0]), 'head': jnp.array([0.5])}
+
+    def head(tx):
+        return float(tx.update(grads, tx.init(params), params)[0]['head'][0])
+
+    assert head(sg.freeze(optax.chain(clip, sgd), 'body')) == -0.5
+    assert -0.02 < head(optax.chain(clip, sg.freeze(sgd, 'body'))) < 0.0
+    mask = sg.frozen_mask(params, 'body')
+    assert -0.02 < head(optax.chain(clip, sgd, optax.freeze(mask))) < 0.0
+    # optax.masked hands raw gradients on: gradient ascent.
+    masked = optax.masked(sgd, sg.trainable_mask(params, 'head'))
+    updates, _ = masked.update(grads, masked.init(params), params)
+    assert updates['body'].tolist() == [30.0, 40.0]
+    # optax.freeze keeps a state for all of it.
+    late = optax.chain(optax.adam(0.1), optax.freeze(mask))
+    size = lambda s: sum(x.size for x in jax.tree.leaves(s))  # noqa: E731
+    assert size(late.init(params)) == 7
+    assert size(sg.freeze(optax.adam(0.1), 'body').init(params)) == 3
+
+
+class Backbone(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        for number in range(12):
+            with_name = functools.partial(fnn.Dense, name=f'{number}_up')
+            h = fnn.gelu(with_name(4 * 256)(x))
+            x = x + fnn.Dense(256, name=f'{number}_down')(h)
+            h = fnn.Dense(3 * 256, name=f'{number}_qkv')(x)
+            x = x + fnn.Dense(256, name=f'{number}_out')(h[..., :256])
+        return x
+
+
+class WithHead(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        return fnn.Dense(512, name='head')(Backbone(name='backbone')(x))
+
+
+def test_bytes_are_those_of_the_live_part():
+    model, x = WithHead(), jax.ShapeDtypeStruct((2, 256), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+
+    def fun(params, x):
+        return jnp.sum(model.apply({'params': params}, x))
+
+    def size(tree):
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    adam = optax.adamw(1e-3)
+    tx = sg.freeze(adam, 'backbone/**')
+    grads = jax.eval_shape(sg.grad(fun, wrt='head/**'), params, x)
+    head = size(params['head'])
+    assert size(grads) == head
+    assert size(jax.eval_shape(tx.init, params)) == 2 * head + 4
+    whole = jax.eval_shape(jax.grad(fun), params, x)
+    assert [round(n / 1e6) for n in (size(whole), size(adam_state(adam, params)))] == [
+        38,
+        77,
+    ]
+    assert [round(n / 1e6, 1) for n in (size(grads), 2 * head)] == [0.5, 1.1]
+    accumulating = sg.freeze(optax.MultiSteps(adam, 4), 'backbone/**')
+    assert size(jax.eval_shape(accumulating.init, params)) < 3 * head + 64
+    # And so the compiled step returns them.
+    step = programs.compiled(
+        lambda p, s, x: tx.update(sg.grad(fun, wrt='head/**')(p, x), s, p),
+        params,
+        jax.eval_shape(tx.init, params),
+        x,
+    )
+    assert step.memory_analysis().output_size_in_bytes < 3 * head + 1024
+
+
+def adam_state(tx: Any, params: Any) -> Any:
+    return jax.eval_shape(tx.init, params)
+
+
+def test_the_program_is_that_of_the_live_part():
+    tx, plain = sg.freeze(optax.adamw(0.1), 'layer_*/**'), optax.adamw(0.1)
+
+    def ours(params, state, x):
+        grads = sg.grad(loss, wrt='head/**')(params, x)
+        updates, state = tx.update(grads, state, params)
+        return sg.apply_updates(params, updates)['head'], state
+
+    def hand(params, state, x):
+        def of_head(head):
+            return loss({**params, 'head': head}, x)
+
+        grads = jax.grad(of_head)(params['head'])
+        updates, state = plain.update(grads, state, params['head'])
+        return optax.apply_updates(params['head'], updates), state
+
+    text = programs.optimized_hlo(ours, PARAMS, tx.init(PARAMS), X)
+    expected = programs.optimized_hlo(hand, PARAMS, plain.init(PARAMS['head']), X)
+    assert text == expected
+
+
+def pointers(tree: Any) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize('wrt', ['head/**', True])
+def test_frozen_buffers_are_the_same_under_donation(wrt):
+    tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = sg.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
+    body = {k: v for k, v in params.items() if k != 'head'}
+    before, kept = pointers(body), jax.tree.map(np.array, body)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state):
+        return state.apply_gradients(grads=sg.grad(loss, wrt=wrt)(state.params))
+
+    for _ in range(3):
+        state = step(state)
+    body = {k: v for k, v in state.params.items() if k != 'head'}
+    assert pointers(body) == before
+    oracle.assert_same(body, kept)
+    assert int(state.step) == 3
+
+
+def test_masks_say_which_side_is_true():
+    params = {
+        'body': {'w': 1.0, 'n': 3},
+        'head': {'w': jnp.ones(2), 'm': sg.NonDifferentiable(1.0)},
+        'key': jax.random.key(0),
+    }
+    assert sg.trainable_mask(params, 'head/w') == {
+        'body': {'w': False, 'n': False},
+        'head': {'w': True, 'm': False},
+        'key': False,
+    }
+    frozen = sg.frozen_mask(params, 'body/**')
+    assert frozen == {
+        'body': {'w': True, 'n': True},
+        'head': {'w': False, 'm': True},
+        'key': True,
+    }
+    flipped = jax.tree.map(lambda m: not m, sg.trainable_mask(params, True))
+    assert sg.frozen_mask(params, False) == flipped
+    assert sg.frozen_mask(params, True)['head']['w'] is True
+    shapes = jax.eval_shape(lambda: {'w': jnp.ones(2), 'n': jnp.ones(2, int)})
+    assert sg.trainable_mask(shapes, True) == {'w': True, 'n': False}
+    boxed = frozen_dict({'d': Partitioned(jnp.ones(2), ('x',))})
+    assert sg.trainable_mask(boxed, 'd')['d'].value is True
+    variables = {'params': {'w': 1.0}, 'batch_stats': {'m': 1.0}}
+    assert sg.frozen_mask(variables, False) == {
+        'params': {'w': False},
+        'batch_stats': {'m': False},
+    }
+    assert sg.frozen_mask(variables, lambda path: path.collection == 'batch_stats') == {
+        'params': {'w': False},
+        'batch_stats': {'m': True},
+    }
+
+
+def test_masks_and_labels_drive_optax():
+    params = {'body': {'w': jnp.ones(2)}, 'head': {'w': jnp.ones(2), 'n': 3}}
+    grads = {'body': {'w': jnp.ones(2)}, 'head': {'w': jnp.ones(2), 'n': 0}}
+    labels = sg.labels(params, {'slow': 'body/**', 'fast': 'head/**'})
+    tx = optax.multi_transform(
+        {'slow': optax.sgd(0.1), 'fast': optax.sgd(1.0), 'frozen': optax.set_to_zero()},
+        labels,
+    )
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates['body']['w'].tolist() == [-np.float32(0.1)] * 2
+    assert updates['head']['w'].tolist() == [-1.0, -1.0]
+    named = sg.labels(params, lambda path: path.parts[0], rest='none')
+    assert named == {'body': {'w': 'body'}, 'head': {'w': 'head', 'n': 'none'}}
+    with pytest.raises(errors.UnclassifiedLeafError, match="'head/w'"):
+        sg.labels(params, {'slow': 'body/**'})
+    with pytest.raises(errors.UnclassifiedLeafError, match='2 labels'):
+        sg.labels(params, {'slow': 'body/**', 'all': '**', 'fast': 'head/w'})
+
+
+def test_leaves_that_no_optimizer_can_take():
+    # Hazard 26; and hazard 31, gradients of jax.grad with allow_int.
+    params = {
+        'w': jnp.ones(2),
+        'i': jnp.arange(3),
+        'k': jax.random.key(0),
+        's': 'text',
+        'm': sg.NonDifferentiable(2**30 + 1),
+        'f': sg.NonDifferentiable(0.3),
+    }
+    tx = sg.freeze(optax.adamw(0.1, weight_decay=0.5))
+    grads = {
+        **{k: sg.ABSENT for k in 'ks'},
+        'w': jnp.ones(2),
+        'i': np.zeros(3, jax.dtypes.float0),
+        'm': jax.tree.map(jnp.zeros_like, params['m']),
+        'f': jax.tree.map(jnp.zeros_like, params['f']),
+    }
+    state = tx.init(params)
+    assert sum(x.size for x in jax.tree.leaves(state)) == 5
+    updates, state = tx.update(grads, state, params)
+    new = sg.apply_updates(params, updates)
+    assert all(new[k] is params[k] for k in 'iksmf')
+    assert not np.array_equal(new['w'], params['w'])
+    assert new['m'].value == 2**30 + 1
+    del params['k'], params['s'], grads['k'], grads['s'], params['i'], grads['i']
+    plain = optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+    assert int(plain['m']) == 2**30 + 1
+    assert float(plain['f']) == np.float32(0.3)
+
+
+def test_thaw_forgets_nothing():
+    traces: list[int] = []
+
+    def train(tx, params, state, steps):
+        @jax.jit
+        def step(params, state):
+            traces.append(1)
+            grads = jax.grad(loss)(params)
+            updates, state = tx.update(grads, state, params)
+            return sg.apply_updates(params, updates), state
+
+        for _ in range(steps):
+            params, state = step(params, state)
+        return params, state
+
+    adam = optax.adam(0.1)
+    # All is trained, then two layers are frozen, then one of them is thawed.
+    params, full = train(adam, PARAMS, adam.init(PARAMS), 3)
+    tx = sg.freeze(adam, 'layer_*/**', keep_state=True)
+    state = tx.adopt(full, params)
+    oracle.assert_same(state.kept_state[0].mu['layer_1'], full[0].mu['layer_1'])
+    assert state.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
+    params, state = train(tx, params, state, 2)
+    assert len(traces) == 2
+    tx, state = sg.thaw(tx, state, params, 'layer_1/**')
+    oracle.assert_same(state.inner_state[0].mu['layer_1'], full[0].mu['layer_1'])
+    assert state.inner_state[0].mu['layer_0']['bias'] is sg.ABSENT
+    params, state = train(tx, params, state, 2)
+    assert len(traces) == 3
+
+    # The same by hand: full moments, of which frozen ones are put back.
+    hand, hand_state = train(adam, PARAMS, adam.init(PARAMS), 3)
+    for frozen in (('layer_0', 'layer_1'), ('layer_0',)):
+        for _ in range(2):
+            grads = jax.grad(loss)(hand)
+            updates, new = adam.update(grads, hand_state, hand)
+            moved = optax.apply_updates(hand, updates)
+            hand = {k: hand[k] if k in frozen else moved[k] for k in hand}
+            back = lambda a, b, f=frozen: {k: a[k] if k in f else b[k] for k in a}  # noqa: E731
+            moments = hand_state[0]
+            hand_state = (
+                new[0]._replace(
+                    mu=back(moments.mu, new[0].mu), nu=back(moments.nu, new[0].nu)
+                ),
+                *new[1:],
+            )
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(hand), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    oracle.assert_same(params['layer_0'], hand['layer_0'])
+
+
+def test_thaw_without_kept_state_starts_anew():
+    tx = sg.freeze(optax.adam(0.1), ['layer_0/**', 'layer_1/**'])
+    state = tx.init(PARAMS)
+    _, state = tx.update(GRADS, state, PARAMS)
+    assert state.kept_state is sg.ABSENT
+    before = state
+    for name in ('layer_1', 'layer_0'):
+        tx, state = sg.thaw(tx, state, PARAMS, f'{name}/**')
+        assert oracle.is_zero(state.inner_state[0].mu[name])
+        oracle.assert_same(
+            state.inner_state[0].mu['head'], before.inner_state[0].mu['head']
+        )
+    assert int(state.inner_state[0].count) == 1
+    full = optax.adam(0.1).init(PARAMS)
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(full)
+    with pytest.raises(errors.NotFrozenError):
+        sg.thaw(optax.adam(0.1), full, PARAMS, 'head/**')
+    with pytest.raises(errors.UnusedFilterError):
+        sg.thaw(tx, state, PARAMS, 'haed/**')
+
+
+def test_kept_state_takes_no_part():
+    tx = sg.freeze(optax.adam(0.1), 'layer_*/**', keep_state=True)
+    state = tx.init(PARAMS)
+    _, new = jax.jit(tx.update)(GRADS, state, PARAMS)
+    oracle.assert_same(new.kept_state, state.kept_state)
+    plain = sg.freeze(optax.adam(0.1), 'layer_*/**')
+    _, expected = jax.jit(plain.update)(GRADS, plain.init(PARAMS), PARAMS)
+    oracle.assert_same(new.inner_state, expected.inner_state)
+    accumulating = sg.freeze(
+        optax.MultiSteps(optax.adam(0.1), 2), 'layer_*/**', keep_state=True
+    )
+    state = accumulating.init(PARAMS)
+    tx, state = sg.thaw(accumulating, state, PARAMS, 'layer_0/**')
+    tx.update(GRADS, state, PARAMS)
+
+
+@pytest.mark.parametrize('keep_state', [False, True])
+def test_checkpoints(tmp_path, keep_state):
+    def start():
+        tx = sg.freeze(optax.adamw(0.1), 'layer_*/**', keep_state=keep_state)
+        params = {**PARAMS, 'extra': {'m': sg.NonDifferentiable(3)}}
+        return sg.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
+
+    @jax.jit
+    def step(state):
+        return state.apply_gradients(grads=sg.grad(loss, wrt='head/**')(state.params))
+
+    state = start()
+    for _ in range(4):
+        state = step(state)
+    uninterrupted = state
+    state = start()
+    for _ in range(2):
+        state = step(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / 'state', state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / 'state', state)
+    # And with the serialization of Flax.
+    other = serialization.from_bytes(start(), serialization.to_bytes(state))
+    for state in (restored, other):
+        for _ in range(2):
+            state = step(state)
+        oracle.assert_same(
+            jax.tree.leaves((state.params, state.opt_state)),
+            jax.tree.leaves((uninterrupted.params, uninterrupted.opt_state)),
+        )
+        assert int(state.params['extra']['m']) == 3
+        assert jax.tree.structure(state.opt_state) == jax.tree.structure(
+            uninterrupted.opt_state
+        )
+
+
+def test_fp8_values_are_replaced_by_their_gradient():
+    params = {
+        'params': PARAMS,
+        '_overwrite_with_gradient': {'layer_0': {'scale': jnp.array(1.0)}},
+    }
+
+    def fun(p):
+        scale = p['_overwrite_with_gradient']['layer_0']['scale']
+        return loss(p['params']) * scale
+
+    def make(cls, tx):
+        return cls.create(apply_fn=NET.apply, params=params, tx=tx)
+
+    plain = make(flax.training.train_state.TrainState, optax.adamw(0.1))
+    ours = make(sg.TrainState, sg.freeze(optax.adamw(0.1), 'layer_*/**'))
+    for _ in range(2):
+        full = jax.grad(fun)(plain.params)
+        plain = plain.apply_gradients(grads=full)
+        pruned = sg.grad(fun, wrt='head/**')(ours.params)
+        both = [
+            ours.apply_gradients(grads=g) for g in (pruned, jax.grad(fun)(ours.params))
+        ]
+        oracle.assert_same(both[0].params, both[1].params)
+        expected = jax.grad(fun)(ours.params)['_overwrite_with_gradient']
+        oracle.assert_same(both[0].params['_overwrite_with_gradient'], expected)
+        ours = both[0]
+        oracle.assert_same(ours.params['params']['layer_0'], PARAMS['layer_0'])
+    everything = make(sg.TrainState, sg.freeze(optax.adamw(0.1), False))
+    again = make(flax.training.train_state.TrainState, optax.adamw(0.1))
+    grads = jax.grad(fun)(params)
+    oracle.assert_same(
+        everything.apply_gradients(grads=grads).params,
+        again.apply_gradients(grads=grads).params,
+    )
+    for call in (sg.frozen_mask, sg.trainable_mask):
+        with pytest.raises(errors.OverwriteWithGradientError):
+            call(params, 'head/**')
+    with pytest.raises(errors.OverwriteWithGradientError):
+        sg.freeze(optax.sgd(0.1), 'head/**').init(params)
+
+
+def test_the_train_state_is_that_of_flax_otherwise():
+    class Extra(sg.TrainState):
+        more: Any = None
+
+    tx = optax.adam(0.1)
+    ours = Extra.create(apply_fn=NET.apply, params=PARAMS, tx=tx, more=1)
+    theirs = flax.training.train_state.TrainState.create(
+        apply_fn=NET.apply, params=PARAMS, tx=tx
+    )
+    ours = ours.apply_gradients(grads=GRADS, more=2)
+    theirs = theirs.apply_gradients(grads=GRADS)
+    oracle.assert_same(
+        (ours.params, ours.opt_state, ours.step, ours.more),
+        (theirs.params, theirs.opt_state, theirs.step, 2),
+    )
+    with pytest.raises(errors.StructureError, match=r'sg\.freeze'):
+        ours.apply_gradients(grads=sg.grad(loss, wrt='head/**')(PARAMS))
+
+
+def test_extra_arguments():
+    tx = sg.freeze(optax.lbfgs(), 'layer_*/**')
+
+    @jax.jit
+    def ours(params, state):
+        # Full gradients: what is frozen is taken out of the extra arguments too.
+        value, grads = sg.value_and_grad(loss, wrt='head/**', absent='zeros')(params)
+        updates, state = tx.update(
+            grads, state, params, value=value, grad=grads, value_fn=loss
+        )
+        return sg.apply_updates(params, updates), state
+
+    plain = optax.lbfgs()
+
+    @jax.jit
+    def hand(head, body, state):
+        fun = lambda head: loss({**body, 'head': head})  # noqa: E731
+        value, grads = jax.value_and_grad(fun)(head)
+        updates, state = plain.update(
+            grads, state, head, value=value, grad=grads, value_fn=fun
+        )
+        return optax.apply_updates(head, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    head, hand_state = PARAMS['head'], plain.init(PARAMS['head'])
+    for _ in range(3):
+        params, state = ours(params, state)
+        head, hand_state = hand(head, PARAMS, hand_state)
+    oracle.assert_same(params['head'], head)
+    oracle.assert_same(params['layer_0'], PARAMS['layer_0'])
+
+
+def test_sharding_of_the_state_by_tree_map_params():
+    tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
+    specs = optax.tree_map_params(
+        tx, lambda _: 'spec', tx.init(PARAMS), transform_non_params=lambda _: None
+    )
+    assert specs.inner_state[0].mu['head'] == {'bias': 'spec', 'kernel': 'spec'}
+    assert specs.inner_state[0].count is None
+
+
+class Whitened(flax.struct.PyTreeNode):
+    kernel: Any
+    mean: Any
+
+
+def test_bad_input():
+    tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
+    state = tx.init(PARAMS)
+    with pytest.raises(errors.UnusedFilterError, match="'layer_0/bias'"):
+        sg.freeze(optax.adam(0.1), 'layers_*/**').init(PARAMS)
+    with pytest.raises(errors.FilterTypeError):
+        sg.freeze(optax.adam(0.1), 3.5)
+    with pytest.raises(errors.NotFrozenError):
+        sg.freeze('adam', 'layer_*/**')
+    # A gradient that lacks what is trained.
+    with pytest.raises(errors.MissingLeafError, match="'head/kernel'"):
+        tx.update(sg.grad(loss, wrt='head/bias')(PARAMS), state, PARAMS)
+    # Trees that changed between the calls.
+    more = {**PARAMS, 'new': {'w': jnp.ones(2)}}
+    with pytest.raises(errors.StructureError, match="'new'"):
+        tx.update({**GRADS, 'new': {'w': jnp.ones(2)}}, state, more)
+    with pytest.raises(errors.StructureError, match='new/w'):
+        tx.update({**GRADS, 'new': {'w': jnp.ones(2)}}, state, PARAMS)
+    with pytest.raises(errors.StructureError, match='new/w'):
+        sg.apply_updates(PARAMS, {**GRADS, 'new': {'w': jnp.ones(2)}})
+    # The state of another selection.
+    with pytest.raises(errors.StructureError, match=r"\['layer_0'\]"):
+        tx.update(GRADS, sg.freeze(optax.adam(0.1), 'head/**').init(PARAMS), PARAMS)
+    # A mask of another tree.
+    mask = sg.frozen_mask({'layer_0': PARAMS['layer_0']}, True)
+    with pytest.raises(errors.TreeFilterError, match='head'):
+        sg.freeze(optax.adam(0.1), mask).init(PARAMS)
+    mask = sg.frozen_mask(more, 'new/w')
+    with pytest.raises(errors.TreeFilterError, match='new/w'):
+        sg.freeze(optax.adam(0.1), mask).init(PARAMS)
+
+
+def test_a_mask_is_a_filter_too():
+    mask = sg.frozen_mask(PARAMS, 'layer_*/**')
+    tx = sg.freeze(optax.adam(0.1), mask)
+    expected = sg.freeze(optax.adam(0.1), 'layer_*/**')
+    oracle.assert_same(tx.init(PARAMS), expected.init(PARAMS))
+    grads = sg.grad(loss, wrt=sg.trainable_mask(PARAMS, 'head/**'))(PARAMS)
+    tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize('make', [frozen_dict, lambda p: [p, (p['head'],)]])
+def test_trees_of_other_kinds(make):
+    params = make(PARAMS)
+    tx = sg.freeze(optax.adam(0.1), '**/kernel')
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    new = sg.apply_updates(params, updates)
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), new, params)
+    names = [str(p) for p in optim.masks.parameters_of(params).paths]
+    for name, has in zip(names, jax.tree.leaves(moved), strict=True):
+        assert has == name.endswith('bias')

@@ -1,0 +1,302 @@
+"""Trees in parts: each leaf in one, and all of them put together again."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any, NamedTuple
+
+import flax.linen as fnn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import FrozenDict, freeze
+from flax.core.meta import Partitioned
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flax_sg as sg
+import oracle
+from flax_sg import absent, errors, leaves
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Node(flax.struct.PyTreeNode):
+    w: Any
+    name: str = flax.struct.field(pytree_node=False, default='n')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Data:
+    a: Any
+    b: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    """Registered without keys: JAX numbers its children."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+    def tree_flatten(self) -> Any:
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+@dataclasses.dataclass
+class Unregistered:
+    """JAX takes it for a leaf."""
+
+    text: str
+
+
+THING = Unregistered('thing')
+KEY = jax.random.key(0)
+TREES: dict[str, tuple[Any, list[str]]] = {
+    'dict': ({'b': 1.0, 'a': {'c': 2}}, ['a/c', 'b']),
+    'frozen dict': (freeze({'b': 1.0, 'a': {'c': 2}}), ['a/c', 'b']),
+    'list and tuple': ([1.0, (2.0, 3.0)], ['0', '1/0', '1/1']),
+    'named tuple': (Pair(1.0, Pair(2.0, None)), ['left', 'right/left']),
+    'flax.struct': ({'m': Node(1.0)}, ['m/w']),
+    'dataclass': (Data(1.0, [2.0]), ['a', 'b/0']),
+    'without keys': (Keyless(1.0, {'x': 2.0}), ['0', '1/x']),
+    'keys that are no str': ({1: 1.0, 10: 2.0}, ['1', '10']),
+    'a box': (
+        {'dense': {'kernel': Partitioned(1.0, (None,)), 'bias': 2.0}},
+        ['dense/bias', 'dense/kernel'],
+    ),
+    'a box of a dict': (Partitioned({'x': 1.0, 'y': 2.0}, ()), ['', '']),
+    'other leaves': ({'s': 'text', 'o': THING, 'k': KEY, 'n': None}, ['k', 'o', 's']),
+    'a mark': ({'n': sg.NonDifferentiable(3), 'w': 1.0}, ['n', 'w']),
+    'one leaf': (1.0, ['']),
+    'nothing': ({}, []),
+    'collections': (
+        {'params': {'w': 1.0}, 'batch_stats': {'m': 2.0}},
+        ['m', 'w'],
+    ),
+}
+
+
+def ids(tree: Any) -> list[int]:
+    return [id(leaf) for leaf in jax.tree.leaves(tree, is_leaf=leaves.is_whole)]
+
+
+@pytest.mark.parametrize('name', TREES)
+def test_paths(name):
+    tree, paths = TREES[name]
+    found = leaves.leaves_of(tree)
+    assert found.paths == paths
+    assert ids(found.restore(found.values)) == ids(tree)
+
+
+@pytest.mark.parametrize('name', TREES)
+@pytest.mark.parametrize('odd', [0, 1])
+def test_partition_and_combine_are_inverse(name, odd):
+    tree, paths = TREES[name]
+    asked: list[str] = []
+
+    def where(path):
+        asked.append(path)
+        return len(asked) % 2 == odd
+
+    a, b = sg.partition(tree, where, unused='ignore')
+    assert asked == paths
+    # Each leaf is in one part, the very same object.
+    assert sorted(ids(a) + ids(b)) == sorted(
+        ids(tree)
+        + [id(sg.ABSENT)] * len(jax.tree.leaves(tree, is_leaf=leaves.is_whole))
+    )
+    for parts in ((a, b), (b, a)):
+        whole = sg.combine(*parts)
+        assert jax.tree.structure(whole) == jax.tree.structure(tree)
+        assert ids(whole) == ids(tree)
+    assert type(sg.combine(a, b)) is type(tree)
+
+
+@pytest.mark.parametrize('name', TREES)
+def test_all_and_none(name):
+    tree, _ = TREES[name]
+    everything, nothing = sg.partition(tree, True)
+    assert ids(everything) == ids(tree)
+    assert jax.tree.leaves(nothing) == []
+    assert ids(sg.partition(tree, False)[1]) == ids(tree)
+
+
+@given(
+    st.recursive(
+        st.integers(),
+        lambda t: (
+            st.lists(t)
+            | st.dictionaries(st.text('ab/', min_size=1), t, max_size=3)
+            | st.tuples(t, t)
+        ),
+        max_leaves=8,
+    ),
+    st.randoms(),
+)
+def test_any_tree(tree, random):
+    a, b = sg.partition(tree, lambda path: random.random() < 0.5, unused='ignore')
+    assert sg.combine(a, b) == tree == sg.combine(b, a)
+    assert len(jax.tree.leaves(a)) + len(jax.tree.leaves(b)) == len(
+        jax.tree.leaves(tree)
+    )
+
+
+def test_a_box_keeps_its_names():
+    params = fnn.Dense(
+        2, kernel_init=fnn.with_partitioning(fnn.initializers.ones, ('x', None))
+    ).init(jax.random.key(0), jnp.ones((1, 2)))
+    kernel, rest = sg.partition(params, 'kernel')
+    assert kernel['params']['kernel'].names == ('x', None)
+    assert rest['params']['kernel'].value is sg.ABSENT
+    oracle.assert_same(sg.combine(kernel, rest), params)
+
+
+def test_paths_in_a_dict_of_collections():
+    variables = {'params': {'w': 1.0}, 'batch_stats': {'w': 2.0}}
+    stats, rest = sg.partition(variables, lambda path: path.collection == 'batch_stats')
+    assert jax.tree.leaves(stats) == [2.0]
+    assert jax.tree.leaves(rest) == [1.0]
+    assert jax.tree.leaves(sg.partition(variables, 'w')[0]) == [2.0, 1.0]
+    # A module may be called params.
+    tree = {'params': {'w': 1.0}, 'step': 3}
+    assert jax.tree.leaves(sg.partition(tree, 'params/w')[0]) == [1.0]
+
+
+def test_parts_may_lack_leaves():
+    parts = sg.partition_n({'a': 1, 'b': 2, 'c': 3}, lambda path: str(path))
+    assert sg.combine(parts['a'], parts['c']) == {'a': 1, 'b': sg.ABSENT, 'c': 3}
+
+
+def test_partition_n():
+    # The three groups of google/flax#1857.
+    params = {'gln_0': {'w': 1}, 'gln_1': {'w': 2}, 'code': {'w': 3}, 'expl': {'w': 4}}
+
+    def classify(path):
+        for number, group in enumerate(['gln', 'code', 'expl']):
+            if path.startswith(group):
+                return number
+        return None
+
+    parts = sg.partition_n(params, classify)
+    assert {k: jax.tree.leaves(v) for k, v in parts.items()} == {
+        0: [1, 2],
+        1: [3],
+        2: [4],
+    }
+    assert sg.combine(*parts.values()) == params
+    named = sg.partition_n(params, {'e': 'expl/*', 'g': 'gln_*/*', 'c': 'code/w'})
+    assert list(named) == ['e', 'g', 'c']
+    assert [named[k] for k in 'gce'] == [parts[k] for k in range(3)]
+    with pytest.raises(errors.UnclassifiedLeafError):
+        sg.partition_n({**params, 'new': {'w': 5}}, classify)
+    with pytest.raises(errors.UnclassifiedLeafError):
+        sg.partition_n(params, {'g': 'gln_*/*'})
+    with pytest.raises(errors.UnclassifiedLeafError):
+        sg.partition_n(params, {'g': 'gln_*/*', 'rest': True})
+
+
+def test_under_transformations():
+    params = {'a': jnp.ones(3), 'b': jnp.arange(3.0), 'n': jnp.arange(3)}
+
+    @jax.jit
+    def fn(params):
+        a, rest = sg.partition(params, 'a')
+        return a, rest, sg.combine(rest, a)
+
+    a, rest, whole = fn(params)
+    oracle.assert_same((a, rest), sg.partition(params, 'a'))
+    oracle.assert_same(whole, params)
+    sums = jax.vmap(lambda a: jnp.sum(a['a']) + jnp.sum(a['a']))(a)
+    assert sums.shape == (3,)
+    out = jax.eval_shape(fn, params)
+    assert out[0]['b'] is sg.ABSENT
+
+
+def test_the_sentinel():
+    assert repr(sg.ABSENT) == 'ABSENT'
+    assert jax.tree.leaves([sg.ABSENT]) == []
+    assert jax.tree.map(lambda x: x, [sg.ABSENT])[0] is sg.ABSENT
+    for twin in (
+        copy.copy(sg.ABSENT),
+        copy.deepcopy(sg.ABSENT),
+        pickle.loads(pickle.dumps(sg.ABSENT)),
+        absent.Absent(),
+    ):
+        assert twin is sg.ABSENT
+
+
+@pytest.mark.parametrize(
+    'use',
+    [
+        lambda x: x + 1,
+        lambda x: 1.0 * x,
+        lambda x: jnp.ones(2) * x,
+        lambda x: np.ones(2) - x,
+        lambda x: x[0],
+        lambda x: x.shape,
+        lambda x: x.kernel,
+        lambda x: -x,
+        lambda x: x < 1,
+        lambda x: float(x),
+        lambda x: np.asarray(x),
+        lambda x: jnp.sum(x),
+        lambda x: jnp.asarray(x),
+        lambda x: list(x),
+        lambda x: x @ jnp.ones((2, 2)),
+        lambda x: x(),
+        bool,
+        len,
+    ],
+)
+def test_using_the_sentinel_raises(use):
+    with pytest.raises((errors.AbsentLeafError, TypeError)) as caught:
+        use(sg.ABSENT)
+    assert type(caught.value) is errors.AbsentLeafError, caught.value
+
+
+def test_combine_refuses():
+    a, b = sg.partition({'x': {'y': 1.0}, 'z': 2.0}, 'z')
+    with pytest.raises(errors.OverlapError, match="'z'"):
+        sg.combine(a, a)
+    with pytest.raises(errors.StructureError, match="'z'"):
+        sg.combine(b, {'x': {'y': sg.ABSENT}})
+    with pytest.raises(errors.StructureError):
+        sg.combine(b, FrozenDict(b))
+    with pytest.raises(TypeError, match='at least one'):
+        sg.combine()
+    assert sg.combine(b) == b
+
+
+def test_filters_that_select_nothing():
+    with pytest.raises(errors.UnusedFilterError, match='head'):
+        sg.partition({'body': 1.0}, 'head/**')
+    with pytest.raises(errors.TreeFilterError):
+        sg.partition({'body': 1.0}, {'body': True, 'head': False})
+    part, _ = sg.partition({'body': 1.0}, 'head/**', unused='ignore')
+    assert jax.tree.leaves(part) == []
+    with pytest.raises(errors.UnusedFilterError, match='do not start with the coll'):
+        sg.partition({'params': {'w': 1.0}}, 'params/w')
+
+
+def test_a_filter_whose_function_has_changed():
+    names = ['a']
+    where = sg.filters.as_filter(lambda path: path in names)
+    assert jax.tree.leaves(sg.partition({'a': 1, 'b': 2}, where)[0]) == [1]
+    names.append('b')
+    with pytest.raises(errors.FilterChangedError, match='anew'):
+        sg.partition({'a': 1, 'b': 2}, where)
+    assert jax.tree.leaves(sg.partition({'a': 1, 'b': 2}, where.snapshot())[0]) == [
+        1,
+        2,
+    ]
