@@ -461,3 +461,23 @@ def own_scopes(module: Module) -> tuple[Scope, ...]:
 
 def _fields_of(module: Module) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(module) if f.init and f.name != 'parent']
+
+
+def on_variables(module: Module, variables: Mapping[str, Any]) -> Module:
+    """A clone of a bound module whose own scope holds other variables.
+
+    It draws from the same random streams, and what it writes goes nowhere.
+    """
+
+    def copy(scope: Scope) -> Scope:
+        if scope != module.scope:  # Of a module that lies elsewhere.
+            return scope
+        out = scratch_scope(scope, {})
+        out.rng_counters = scope.rng_counters
+        out._variables.update(copied(variables))
+        return out
+
+    _, scopes = copy_scopes(scopes_of(module), copy)
+    clone = clone_on(module, scopes)
+    clone._state.reset()  # The module may be running right now.
+    return clone

@@ -42,18 +42,24 @@ class Rewritten(wrappers.Wrapper):
     @contextlib.contextmanager
     def extent(self, judge: bool) -> Generator[Any]:
         """The rewrite holds, and state is treated as ``state`` says."""
-        owner = self.module if self.within is None else self.within
-        with (
-            statistics.handled(self.module, self.state),
-            extents.opened(self._rewrite, owner.scope, judge),
-        ):
+        with self._opened(self.module, judge):
             yield self.module
 
     @nowrap
-    def part(self, module: Any) -> Any:
-        """A wrapper of a module in the wrapped one, with the same paths."""
-        within = self.module if self.within is None else self.within
-        return self.clone(module=module, within=within, name=None)
+    @contextlib.contextmanager
+    def _opened(self, module: Any, judge: bool) -> Generator[None]:
+        owner = module if self.within is None else self.within
+        with (
+            statistics.handled(module, self.state),
+            extents.opened(self._rewrite, owner.scope, judge),
+        ):
+            yield
+
+    @nowrap
+    def part(self, part: Any, module: Any) -> Any:
+        """A wrapper of a part of ``module``, with the same paths."""
+        within = module if self.within is None else self.within
+        return self.clone(module=part, within=within, name=None)
 
 
 class Frozen(Rewritten):

@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from flax import linen
+from flax.core.scope import Scope
 
 from flax_sg import _private, errors
 
@@ -39,7 +40,9 @@ def handled(module: Any, choice: str) -> Generator[None]:
     with contextlib.ExitStack() as stack:
         if choice != UPDATE:
             stack.enter_context(_held(module))
-        if choice == USE_RUNNING_AVERAGE:
+        # What they begin with is not ours to change.
+        begins = module.scope.get_flag('initializing', False)
+        if choice == USE_RUNNING_AVERAGE and not begins:
             # Part of JAX's cache keys: what ``nn.jit`` has traced is not found here.
             stack.enter_context(_private.running_averages(True))
             stack.enter_context(linen.intercept_methods(_use_running_average))
@@ -67,6 +70,14 @@ def _put_back(now: Any, before: Any) -> None:
                 _put_back(now[name], value)
             else:
                 now[name] = value
+
+
+def hand_over_results(of: Scope, to: Scope) -> None:
+    """Writes what a call on a copy of a scope has sown to the scope itself."""
+    for collection in _RESULTS[1:]:
+        if to.is_mutable_collection(collection):
+            for name, value in _private.stored(of).get(collection, {}).items():
+                to.put_variable(collection, name, value)
 
 
 def _use_running_average(

@@ -76,8 +76,8 @@ class Wrapper(_private.Module):
         raise NotImplementedError
 
     @nowrap
-    def part(self, module: Any) -> Any:
-        """What stands for a module that was found in the wrapped one."""
+    def part(self, part: Any, module: Any) -> Any:
+        """What stands for a module that was found in the one in use."""
         raise NotImplementedError
 
     # Where it stands.
@@ -175,7 +175,7 @@ class Wrapper(_private.Module):
         if self.scope is None:
             return value
         if isinstance(value, _private.Module):
-            return self.part(value)
+            return self.part(value, module)
         if isinstance(value, _private.Variable):
             return _Variable(self, value)
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):

@@ -366,3 +366,470 @@ def test_frozen_is_the_bare_module_with_stopped_weights(name: str, place: str) -
     make = MODULES[name]
     plain = PLACES[place](bare, make)
     assert_same_program(PLACES[place](nn.Frozen, make), plain)
+
+
+def test_the_table_freezes_something_and_not_everything() -> None:
+    for place, put in PLACES.items():
+        params = put(bare, lambda: linen.Dense(4)).init(RNGS, X)['params']
+        paths = [str(p) for p in paths_of(params)]
+        assert any(map(is_frozen, paths)), place
+        assert place in ('top', 'lent') or not all(map(is_frozen, paths)), place
+
+
+def paths_of(tree: Any) -> list[str]:
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return ['/'.join(str(key.key) for key in keys) for keys, _ in flat]
+
+
+@pytest.mark.parametrize('place', PLACES)
+def test_paths_are_those_of_the_bare_module_seen_from_itself(place: str) -> None:
+    seen = set()
+
+    def where(path: Any) -> bool:
+        seen.add((path, path.absolute))
+        return True
+
+    def freeze(module: Any) -> Any:
+        return nn.Frozen(module, where)
+
+    model = PLACES[place](freeze, lambda: linen.Dense(4))
+    params = model.init(RNGS, X)['params']
+    assert {path for path, _ in seen} == {'kernel', 'bias'}
+    frozen = {path for path in paths_of(params) if is_frozen(path)}
+    assert {absolute for _, absolute in seen} == frozen
+
+
+# Reads of every kind are under the rule.
+
+
+class Offers(linen.Module):
+    """Gives its parameters away in every way that a module has."""
+
+    def setup(self):
+        self.w = self.param('w', linen.initializers.normal(), (1, 4))
+        self.w2 = jnp.tanh(self.w)
+        self.tree = {'w': [self.w]}
+        self.box = self.variable('params', 'v', lambda: jnp.ones((1, 4)))
+        self.layers = [linen.Dense(4), linen.Dense(4)]
+        self.named = {'a': linen.Dense(4)}
+        self.fn = lambda x: self.layers[0](x) * self.w
+        self.partial = functools.partial(self.method, 2.0)
+        self.others = self.layers[1].__call__
+
+    def method(self, factor, x=None):
+        return factor * self.w * (X if x is None else x)
+
+    @property
+    def doubled(self):
+        return 2 * self.layers[0].variables['params']['kernel']
+
+    @linen.nowrap
+    def helper(self, x):
+        return x * self.w2
+
+    @linen.compact
+    def __call__(self, x):
+        return self.layers[1](self.named['a'](self.fn(x))) + self.box.value
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    'call': lambda m: m(X),
+    'method': lambda m: m.method(2.0),
+    'method by keyword': lambda m: m.method(factor=2.0, x=X),
+    'method, taken before': lambda m: functools.partial(m.method, 3.0)(),
+    'nowrap': lambda m: m.helper(X),
+    'property': lambda m: m.doubled,
+    'kept': lambda m: m.w2,
+    'kept in a tree': lambda m: m.tree['w'][0],
+    'variable': lambda m: m.box.value,
+    'variables': lambda m: m.variables['params']['layers_0'],
+    'get_variable': lambda m: m.get_variable('params', 'w'),
+    'a list of modules': lambda m: m.layers[1](X),
+    'a dict of modules': lambda m: m.named['a'](X),
+    'a part of a part': lambda m: m.layers[0].variables['params']['bias'],
+    'a function': lambda m: m.fn(X),
+    'a partial': lambda m: m.partial(),
+    'a method of another': lambda m: m.others(X),
+    'getattr': lambda m: getattr(m, 'w', None),
+}
+
+
+def offers(freeze: Any, read: Any) -> Any:
+    class Reads(linen.Module):
+        def setup(self):
+            self.inner = freeze(Offers())
+
+        def __call__(self):
+            return self.inner(X), read(self.inner)
+
+    return Reads()
+
+
+@pytest.mark.parametrize('where', [True, 'w', ['layers_*/**', 'named_a/kernel'], 'v'])
+@pytest.mark.parametrize('read', READS)
+def test_reads_are_under_the_rule(read: str, where: Any) -> None:
+    plain = offers(bare, READS[read])
+    frozen = offers(lambda module: nn.Frozen(module, where), READS[read])
+    params = plain.init(KEY)['params']
+    assert_same(frozen.init(KEY)['params'], params)
+    taken = filters.as_filter(where)
+    chosen = [p for p in paths_of(params['inner']) if taken(path_of(p))]
+    assert chosen
+
+    def selects(path: str) -> bool:
+        return path.removeprefix('inner/') in chosen
+
+    actual = oracle.grads(lambda p: frozen.apply({'params': p}), params)
+    by_hand = lambda p: plain.apply({'params': stopped(p, selects)})  # noqa: E731
+    assert_same(actual, oracle.grads(by_hand, params))
+
+
+def path_of(text: str) -> Any:
+    from flax_sg import Path
+
+    return Path.of('params', tuple(text.split('/')))
+
+
+def test_reads_of_a_bound_wrapper_and_of_one_that_is_not() -> None:
+    embed = nn.Frozen(nn.Embed(4, 3))
+    assert (embed.features, embed.num_embeddings) == (3, 4)
+    params = embed.init(KEY, IDS)['params']
+    x = jnp.ones((2, 3))
+    uses: dict[str, Callable[[Any, Any], Any]] = {
+        'attend': lambda m, v: m.bind(v).attend(x),
+        'embedding': lambda m, v: m.bind(v).embedding,
+        'by name': lambda m, v: m.apply(v, x, method='attend'),
+        'by function': lambda m, v: m.apply(v, x, method=nn.Embed.attend),
+        'in a function': lambda m, v: m.apply(v, x, method=lambda m, x: m.attend(x)),
+        'unbound': lambda m, v: m.bind(v).unbind()[0].apply(v, IDS),
+    }
+    for name, use in uses.items():
+        value = use(embed, {'params': params})
+        assert_same(value, use(nn.Embed(4, 3), {'params': params}))
+        (gradient,) = oracle.grads(lambda p, use=use: use(embed, {'params': p}), params)
+        assert is_zero(gradient), name
+    assert isinstance(embed.initialize if hasattr(embed, 'initialize') else 0, int)
+
+
+def test_what_is_not_there_is_an_attribute_error() -> None:
+    frozen = nn.Frozen(Offers())
+    assert not hasattr(frozen, 'nothing')
+    bound = frozen.bind(Offers().init(KEY, X))
+    with pytest.raises(AttributeError, match='nothing'):
+        _ = bound.nothing
+    assert bound.layers[0].features == 4
+    assert bound.layers[0].kernel_init is bound.module.layers[0].kernel_init
+
+
+def test_a_cell_that_is_frozen() -> None:
+    class Recurrent(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            y = linen.RNN(self.wrap(linen.GRUCell(4)))(x[:, None])[:, 0]
+            return linen.Dense(4, name='other')(y)
+
+    assert_same_program(Recurrent(nn.Frozen), Recurrent(bare))
+
+
+# Placement.
+
+
+def test_a_module_and_its_frozen_self_share_parameters_in_either_order() -> None:
+    def model(wrap: Any, order: str) -> Any:
+        shared = linen.Dense(4)
+        made = {'l': lambda: shared, 'F': lambda: wrap(shared)}
+        return linen.Sequential([made[kind]() for kind in order])
+
+    for order in ('lF', 'Fl', 'FF', 'lFl', 'FlF'):
+        params = model(bare, order).init(KEY, X)['params']
+        actual = model(nn.Frozen, order)
+        assert_same(actual.init(KEY, X)['params'], params)
+
+        def by_hand(params: Any, x: Any, order: str = order) -> Any:
+            for kind in order:
+                live = params['layers_0']
+                weights = stopped(live) if kind == 'F' else live
+                x = linen.Dense(4).apply({'params': weights}, x)
+            return x
+
+        fn = lambda p, x, m=actual: m.apply({'params': p}, x)  # noqa: E731
+        assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+
+
+@pytest.mark.parametrize('order', ['lF', 'Fl'])
+def test_sharing_in_setup_and_in_compact(order: str) -> None:
+    class InSetup(linen.Module):
+        wrap: Any
+
+        def setup(self):
+            layer = linen.Dense(4)
+            pair = (layer, self.wrap(layer))
+            self.layers = pair if order == 'lF' else pair[::-1]
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    class InCompact(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            layer = linen.Dense(4)
+            frozen = self.wrap(layer)
+            first, second = (layer, frozen) if order == 'lF' else (frozen, layer)
+            return second(first(x))
+
+    for cls, name in ((InSetup, 'layers_0'), (InCompact, 'Dense_0')):
+        params = cls(bare).init(KEY, X)['params']
+        assert_same(cls(nn.Frozen).init(KEY, X)['params'], params)
+        assert list(params) == [name]
+
+        def by_hand(params: Any, x: Any, name: str = name) -> Any:
+            for kind in order:
+                live = params[name]
+                weights = stopped(live) if kind == 'F' else live
+                x = linen.Dense(4).apply({'params': weights}, x)
+            return x
+
+        fn = lambda p, x, m=cls(nn.Frozen): m.apply({'params': p}, x)  # noqa: E731
+        assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+
+
+def test_twice_around_one_module() -> None:
+    twice = lambda module: nn.Frozen(nn.Frozen(module, 'kernel'), 'bias')  # noqa: E731
+    for place in ('top', 'compact', 'setup', 'lists', 'sequential', 'scan'):
+        make = lambda: linen.Dense(4)  # noqa: E731
+        assert_same_program(PLACES[place](twice, make), PLACES[place](bare, make))
+    only = nn.Frozen(nn.Frozen(linen.Dense(4), 'kernel'), 'kernel')
+    assert_same_program(only, linen.Dense(4), lambda path: path == 'kernel')
+
+
+def test_the_name_of_a_module_from_outside_is_that_of_its_class() -> None:
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = nn.Frozen(linen.Dense(4, parent=None))(x)
+            x = nn.Frozen(linen.Dense(4, parent=None), name='named')(x)
+            return nn.Frozen(linen.Dense(4, name='inner'))(linen.Dense(4)(x))
+
+    names = list(Model().init(KEY, X)['params'])
+    assert names == ['Dense_0', 'named', 'Dense_1', 'inner']
+
+
+def test_a_second_name_is_refused() -> None:
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return nn.Frozen(linen.Dense(4), name='base')(x)
+
+    with pytest.raises(errors.WrapperNameError) as caught:
+        Model().init(KEY, X)
+    assert "it is 'Dense_0'" not in str(caught.value)
+    assert "nn.Frozen(Dense(..., name='base'))" in str(caught.value)
+
+
+@pytest.mark.parametrize('borrows', [True, False])
+def test_share_scope(borrows: bool) -> None:
+    class Adapter(linen.Module):
+        base: Any = None
+        wrap: Any = bare
+
+        def setup(self):
+            if self.base is None:
+                self.child = self.wrap(linen.Dense(4))
+            linen.share_scope(self, self.base or self.child)
+
+        @linen.compact
+        def __call__(self, x):
+            a = self.param('A', linen.initializers.normal(), (4, 2))
+            b = self.param('B', linen.initializers.normal(), (2, 4))
+            return (self.base or self.child)(x) + x @ a @ b
+
+    class Model(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            if borrows:
+                return Adapter(self.wrap(linen.Dense(4)))(x)
+            return Adapter(wrap=self.wrap)(x)
+
+    selects = lambda path: not path.endswith(('/A', '/B'))  # noqa: E731
+    assert_same_program(Model(nn.Frozen), Model(bare), selects)
+
+
+def test_a_finished_model() -> None:
+    class Model(linen.Module):
+        def setup(self):
+            self.encoder = linen.Sequential([linen.Dense(4), jnp.tanh])
+            self.head = linen.Dense(4)
+
+        def encode(self, x):
+            return self.encoder(x)
+
+        def __call__(self, x):
+            return self.head(self.encode(x))
+
+    cases = {
+        'encoder/**': lambda path: path.startswith('encoder'),
+        'head/bias': lambda path: path == 'head/bias',
+        '**/kernel': lambda path: path.endswith('kernel'),
+    }
+    for where, selects in cases.items():
+        assert_same_program(nn.Frozen(Model(), where), Model(), selects)
+    frozen = nn.Frozen(Model(), 'head/**')
+    # Only a part of it is there at that time.
+    variables = frozen.init(KEY, X, method='encode')
+    assert_same(variables, Model().init(KEY, X, method='encode'))
+    with pytest.raises(errors.UnusedFilterError):
+        frozen.apply(variables, X, method='encode')
+
+
+def test_a_filter_that_matches_nothing_raises() -> None:
+    with pytest.raises(errors.UnusedFilterError, match="nearest 'kernel'|'kernel'"):
+        nn.Frozen(linen.Dense(4), 'kernle').init(KEY, X)
+    frozen = nn.Frozen(linen.Dense(4), 'kernle', unused='ignore')
+    assert_same_program(frozen, linen.Dense(4), lambda path: False)
+
+
+def test_collections() -> None:
+    class Stateful(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            scale = self.variable('memory', 'scale', jnp.ones, (1, 4))
+            return linen.Dense(4)(x) * scale.value
+
+    variables = Stateful().init(KEY, X)
+    for collections, params, memory in (
+        ('memory', False, True),
+        (('params', 'memory'), True, True),
+        (True, True, True),
+        (linen.DenyList('params'), False, True),
+    ):
+        frozen = nn.Frozen(Stateful(), collections=collections)
+        (grad,) = oracle.grads(lambda v, m=frozen: m.apply(v, X), variables)[0]
+        assert is_zero(grad['params']) == params
+        assert is_zero(grad['memory']) == memory
+
+
+# State.
+
+
+def norm_model(state: str | None, **fields: Any) -> Any:
+    class Normed(linen.Module):
+        @linen.compact
+        def __call__(self, x, train: bool = True):
+            norm = linen.BatchNorm(momentum=0.5, **fields)
+            if fields:
+                x = norm(x)
+            else:
+                x = norm(x, not train)
+            x = linen.SpectralNorm(linen.Dense(4))(x, update_stats=train)
+            count = self.variable('counts', 'n', lambda: jnp.zeros(()))
+            if not self.is_initializing():
+                count.value = count.value + 1.0
+            return x * (1.0 + count.value)
+
+    return Normed() if state is None else nn.Frozen(Normed(), state=state)
+
+
+@pytest.mark.parametrize('fields', [{}, {'use_running_average': False}])
+@pytest.mark.parametrize('lift', ['plain', 'jit'])
+def test_state(fields: dict[str, Any], lift: str) -> None:
+    def model(state: str | None) -> Any:
+        inner = norm_model(state, **fields)
+        if lift == 'plain':
+            return linen.Sequential([inner])
+        return linen.Sequential([linen.jit(Field)(inner)])
+
+    class Field(linen.Module):
+        inner: Any
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    plain = model(None)
+    variables = plain.init(KEY, X)
+    # Statistics unlike those of the batch.
+    variables = jax.tree.map(lambda v: v + 0.5, variables)
+    mutable = ['batch_stats', 'counts']
+
+    def run(model: Any, **kwargs: Any) -> Any:
+        return model.apply(variables, X, mutable=mutable, **kwargs)
+
+    state = {col: variables[col] for col in mutable}
+    expected = run(plain)
+    assert not is_zero(jax.tree.map(jnp.subtract, expected[1], state))
+    for choice in ('update', 'hold', 'use_running_average', 'update'):
+        frozen = model(choice)
+        assert_same(frozen.init(KEY, X), plain.init(KEY, X))
+        out, written = run(frozen)
+        if choice == 'use_running_average':
+            inner = norm_model(None, **fields | {'use_running_average': True})
+            deep = jax.tree.map(lambda v: v, variables)
+            plain_inner = {c: only(t) for c, t in deep.items()}
+            wanted = inner.apply(plain_inner, X, False, mutable=['counts'])[0]
+            assert not (wanted == expected[0]).all()
+        else:
+            wanted = expected[0]
+        assert_same(out, wanted)
+        assert_same(written, expected[1] if choice == 'update' else state)
+        (gradient,) = oracle.grads(
+            lambda p, m=frozen: m.apply({**variables, 'params': p}, X, mutable=mutable)[
+                0
+            ],
+            variables['params'],
+        )[0]
+        assert is_zero(gradient)
+
+
+def only(tree: Any) -> Any:
+    """The tree of the innermost module that has a norm in it."""
+    while len(tree) == 1 and next(iter(tree)) in ('layers_0', 'inner'):
+        (tree,) = tree.values()
+    return tree
+
+
+def test_held_state_in_the_collection_of_results_is_no_state() -> None:
+    frozen = nn.Frozen(Sows(), state='hold')
+    variables = Sows().init(KEY, X)
+    args = variables, X
+    kwargs = {'mutable': linen.DenyList('params'), 'capture_intermediates': True}
+    out, written = frozen.apply(*args, **kwargs)
+    plain_out, plain = Sows().apply(*args, **kwargs)
+    assert_same(out, plain_out)
+    assert_same(written['intermediates'], plain['intermediates'])
+    for collection in ('batch_stats', 'counts', 'losses'):
+        assert_same(written[collection], variables[collection])
+
+
+def test_held_state_comes_back_after_an_exception() -> None:
+    class Fails(linen.Module):
+        def setup(self):
+            self.n = self.variable('counts', 'n', lambda: jnp.zeros(()))
+
+        def __call__(self):
+            if not self.is_initializing():
+                self.n.value = self.n.value + 1.0
+                raise ZeroDivisionError
+
+    class Catches(linen.Module):
+        def setup(self):
+            self.inner = nn.Frozen(Fails(), state='hold')
+
+        def __call__(self):
+            with contextlib.suppress(ZeroDivisionError):
+                self.inner()
+
+    variables = Catches().init(KEY)
+    _, written = Catches().apply(variables, mutable=['counts'])
+    assert_same(written, variables)
+
+
+def test_an_unknown_state() -> None:
+    with pytest.raises(errors.ChoiceError) as caught:
+        nn.Frozen(linen.Dense(4), state='eval')
+    for choice in ("state='eval'", "'update'", "'hold'", "'use_running_average'"):
+        assert choice in str(caught.value)

@@ -1,0 +1,129 @@
+"""``mirror``: a view of a module's parameters, or of other values in their place."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.core.scope import CollectionFilter
+from flax.linen import nowrap
+
+from flax_sg import _private, draws, errors, filters, frozen, statistics, views
+
+_serial = itertools.count()
+
+
+class _Shown:
+    """The variables that a mirror shows.
+
+    Never taken for another one: ``nn.jit`` tells modules apart by what is in their
+    fields, and arrays in there would be read number by number.
+    """
+
+    def __init__(self, variables: Mapping[str, Any]) -> None:
+        self.variables = variables
+        self._number = next(_serial)
+
+    def __hash__(self) -> int:
+        return hash((_Shown, self._number))
+
+    def __repr__(self) -> str:
+        return f'<{", ".join(self.variables)}>'
+
+
+class Mirror(frozen.Rewritten):
+    """What ``mirror`` returns.
+
+    Attributes:
+        rngs: which random numbers it draws.
+        shown: the variables that it shows; None for those of the module.
+    """
+
+    state: str = statistics.HOLD
+    rngs: str = draws.SAME
+    shown: Any = None
+
+    def __post_init__(self) -> None:
+        draws.check(self.rngs)
+        super().__post_init__()
+
+    @nowrap
+    @contextlib.contextmanager
+    def extent(self, judge: bool) -> Generator[Any]:
+        """As of every wrapper; with the draws and the values that it was made for."""
+        module = self.module
+        if self.shown is not None:
+            _check_fits(module, self.shown.variables)
+            module = _private.on_variables(module, self.shown.variables)
+        with draws.handled(self.module, self.rngs), self._opened(module, judge):
+            yield module
+        if module is not self.module:
+            statistics.hand_over_results(module.scope, self.module.scope)
+
+    @nowrap
+    def part(self, part: Any, module: Any) -> Any:
+        """A view of a part of the module in use, which is on what is shown."""
+        within = module if self.within is None else self.within
+        return self.clone(module=part, within=within, name=None, shown=None)
+
+
+def mirror(
+    module: Any,
+    where: filters.Where = True,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    rngs: str = draws.SAME,
+    state: str = statistics.HOLD,
+    collections: CollectionFilter = 'params',
+    unused: str = 'raise',
+) -> Any:
+    """doc"""
+    if not isinstance(module, _private.Module):
+        raise errors.WrappedModuleError('mirror', module)
+    if variables is not None and state == statistics.UPDATE:
+        choices = {k: v for k, v in statistics.CHOICES.items() if k != state}
+        raise errors.ChoiceError('with variables=, state', state, choices)
+    shown = None if variables is None else _Shown(variables)
+    return Mirror(
+        module,
+        where,
+        collections=collections,
+        state=state,
+        unused=unused,
+        rngs=rngs,
+        shown=shown,
+    )
+
+
+def _check_fits(module: Any, variables: Mapping[str, Any]) -> None:
+    """Raises if a tree cannot be that of the variables of a bound module."""
+    stored = _private.stored(module.scope)
+    there = _variables_in({c: t for c, t in stored.items() if c in variables})
+    given = _variables_in(variables)
+    absent = [repr(c) for c in variables if c not in stored]
+    problems = {
+        'the module has no collection': absent if any(stored.values()) else [],
+        'it lacks': sorted(there.keys() - given.keys()),
+        'the module has no': sorted(given.keys() - there.keys()) if there else [],
+        'it has other shapes than the module': [
+            f'{name}: {given[name]} for {shapes}'
+            for name, shapes in there.items()
+            if shapes != given.get(name)
+        ],
+    }
+    for problem, names in problems.items():
+        if names:
+            raise errors.MirrorVariablesError(module, problem, names)
+
+
+def _variables_in(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes of the leaves of each variable, by its name."""
+    return {
+        '/'.join((collection, *path)): jax.tree.map(jnp.shape, _private.unbox(value))
+        for collection, tree in variables.items()
+        for (_, path), value in views.iter_variables((collection, ()), tree)
+    }
