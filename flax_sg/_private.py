@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -481,3 +481,12 @@ def on_variables(module: Module, variables: Mapping[str, Any]) -> Module:
     clone = clone_on(module, scopes)
     clone._state.reset()  # The module may be running right now.
     return clone
+
+
+def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs one equation of a jaxpr, as ``jax.core.eval_jaxpr`` does."""
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*functions, *operands, **params)
+    return out if equation.primitive.multiple_results else [out]
