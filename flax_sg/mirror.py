@@ -104,7 +104,7 @@ def _check_fits(module: Any, variables: Mapping[str, Any]) -> None:
     stored = _private.stored(module.scope)
     there = _variables_in({c: t for c, t in stored.items() if c in variables})
     given = _variables_in(variables)
-    absent = [repr(c) for c in variables if c not in stored]
+    absent = sorted(repr(c) for c in variables if c not in stored)
     problems = {
         'the module has no collection': absent if any(stored.values()) else [],
         'it lacks': sorted(there.keys() - given.keys()),
@@ -112,7 +112,7 @@ def _check_fits(module: Any, variables: Mapping[str, Any]) -> None:
         'it has other shapes than the module': [
             f'{name}: {given[name]} for {shapes}'
             for name, shapes in there.items()
-            if shapes != given.get(name)
+            if name in given and shapes != given[name]
         ],
     }
     for problem, names in problems.items():
