@@ -374,7 +374,6 @@ def children_of(module: Module) -> dict[str, Any]:
     return module._state.children
 
 
-
 def start(module: Module) -> None:
     """Gives a module its identity and state, as ``__post_init__`` does first."""
     object.__setattr__(module, '_id', linen_module.uuid())
@@ -422,12 +421,12 @@ def place_of(module: Module) -> Any:
     return module.parent
 
 
-def is_in_setup(module: Module) -> bool:
-    """Whether ``setup`` is running."""
-    return module._state.in_setup
+def names_at_once(place: Any) -> bool:
+    """Whether a module made there is named now, and not when ``setup`` assigns it."""
+    return isinstance(place, Module) and not place._state.in_setup
 
 
-def autoname(parent: Module, cls: type) -> str:
+def autoname(parent: Any, cls: type) -> str:
     """The name that Flax gives to the next module of a class without a name."""
     cursor = parent._state.autoname_cursor.get(cls.__name__, 0)
     parent._state.autoname_cursor[cls.__name__] = cursor + 1
@@ -445,7 +444,7 @@ def is_method_of(fn: Any, cls: type) -> bool:
 
 def own_scopes(module: Module) -> tuple[Scope, ...]:
     """The outermost scopes of a bound module and the modules in its fields."""
-    found: list[Scope] = []
+    found: list[Any] = []
     waiting = [module]
     while waiting:
         part = waiting.pop()

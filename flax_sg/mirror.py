@@ -62,7 +62,7 @@ class Mirror(frozen.Rewritten):
         with draws.handled(self.module, self.rngs), self._opened(module, judge):
             yield module
         if module is not self.module:
-            statistics.hand_over_results(module.scope, self.module.scope)
+            statistics.hand_over_results(module, self.module)
 
     @nowrap
     def part(self, part: Any, module: Any) -> Any:
@@ -81,7 +81,69 @@ def mirror(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Any:
-    """doc"""
+    """A view of a module: the same parameters, seen through ``stop_gradient``.
+
+    It has no parameters of its own. Calls, methods, attributes and submodules are those
+    of ``module``, which may come first or later, at initialization too.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> class Siamese(nn.Module):
+    ...     def setup(self):
+    ...         self.encoder = nn.Dense(3)
+    ...         self.predictor = nn.Dense(3)
+    ...     def __call__(self, one, two, teacher=None):
+    ...         target = nn.mirror(self.encoder, variables=teacher)(two)
+    ...         return jnp.mean((self.predictor(self.encoder(one)) - target) ** 2)
+    >>> model, x = Siamese(), jnp.ones((4, 2))
+    >>> params = model.init(jax.random.key(0), x, x)['params']
+    >>> sorted(params)
+    ['encoder', 'predictor']
+
+    With ``variables`` it reads other values: a target network, an average of earlier
+    weights.
+
+    >>> ema = jax.tree.map(lambda p: 0.9 * p, params['encoder'])
+    >>> def loss(params, ema):
+    ...     return model.apply({'params': params}, x, -x, {'params': ema})
+    >>> of_params, of_ema = jax.grad(loss, argnums=(0, 1))(params, ema)
+    >>> bool(jnp.any(of_params['encoder']['kernel'] != 0))
+    True
+    >>> bool(jnp.any(of_ema['kernel'] != 0))
+    False
+
+    Args:
+        module: a Module instance, in ``setup``, in a compact or any other method, or
+            bound at top level. A module may mirror itself.
+        where: the parameters to stop, by paths relative to ``module``; all by default.
+        variables: what to read instead of the module's own variables: a tree like
+            these, with collections on top. Collections that are not in it, and modules
+            that lie elsewhere, are read as they are. None for the module's own.
+        rngs: which random numbers a call draws:
+
+            * ``'same'``: the n-th call of a view draws what the n-th call of the
+              module does, in whichever order they come: the same dropout masks. The
+              draws of the module are what they are without a view;
+            * ``'fresh'``: new ones, as another call of the module would.
+        state: what happens to batch statistics and other state, as in ``nn.Frozen``.
+            ``'hold'`` by default: they are updated once, by the module itself. The
+            values given as ``variables`` belong to the caller and are not updated.
+        collections: the collections that ``where`` looks at.
+        unused: as in ``nn.Frozen``.
+
+    Returns:
+        A Module that can be called, kept, passed on and lifted in the place of
+        ``module``.
+
+    Raises:
+        WrappedModuleError: if ``module`` is no module.
+        MirrorVariablesError: if ``variables`` cannot be those of the module.
+        ChoiceError: for another ``rngs`` or ``state``.
+
+    Note:
+        Asked for at the end of google/flax issue #1857. BYOL (Grill et al., 2020) and
+        deep Q-learning (Mnih et al., 2015) have targets like these.
+    """
     if not isinstance(module, _private.Module):
         raise errors.WrappedModuleError('mirror', module)
     if variables is not None and state == statistics.UPDATE:

@@ -60,7 +60,9 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
             variable_groups, rng_groups
         )
         operands = jax.tree.leaves((variable_groups, rng_groups))
-        return jax.tree.unflatten(jax.tree.structure(shapes), _evaluate(closed, operands))
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), _evaluate(closed, operands)
+        )
 
     packed = lift.pack(inner, (True,), (True,), (True,), name='stop_again')
     return _joined(packed(_private.scopes_of(module)), *others)

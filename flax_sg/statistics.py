@@ -1,4 +1,4 @@
-"""What happens to running statistics, and other state, in a call of a wrapped module."""
+"""What happens to running statistics, and other state, in a wrapped call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from flax import linen
-from flax.core.scope import Scope
 
 from flax_sg import _private, errors
 
@@ -17,9 +16,10 @@ UPDATE = 'update'
 HOLD = 'hold'
 USE_RUNNING_AVERAGE = 'use_running_average'
 CHOICES = {
-    UPDATE: 'they are updated, as without the wrapper',
-    HOLD: 'the call works on a copy of them that is dropped when it ends',
-    USE_RUNNING_AVERAGE: 'held, and normalization layers read them, not the batch',
+    UPDATE: 'it is updated, as without the wrapper',
+    HOLD: 'a call works on a copy that is dropped when it ends',
+    USE_RUNNING_AVERAGE: 'held, and normalization layers use what is stored, not the '
+    'batch',
 }
 
 # What methods and modules call the choice between the batch and the stored values.
@@ -72,8 +72,9 @@ def _put_back(now: Any, before: Any) -> None:
                 now[name] = value
 
 
-def hand_over_results(of: Scope, to: Scope) -> None:
-    """Writes what a call on a copy of a scope has sown to the scope itself."""
+def hand_over_results(copy: Any, module: Any) -> None:
+    """Writes what a module on a copy of the scope has sown to the scope itself."""
+    of, to = copy.scope, module.scope
     for collection in _RESULTS[1:]:
         if to.is_mutable_collection(collection):
             for name, value in _private.stored(of).get(collection, {}).items():
@@ -93,7 +94,9 @@ def _use_running_average(
                 object.__setattr__(module, name, value)
                 stack.callback(object.__setattr__, module, name, before)
                 value = None  # Flax takes it from one place only.
-            args, kwargs = _with_argument(context.orig_method, name, value, args, kwargs)
+            args, kwargs = _with_argument(
+                context.orig_method, name, value, args, kwargs
+            )
         return next_fun(*args, **kwargs)
 
 

@@ -13,7 +13,6 @@ wrapper is asked of the module, in the wrapper's extent.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import types
@@ -64,7 +63,7 @@ class Wrapper(_private.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # Flax gives every class a ``scope`` of None.
-        cls.scope = _ScopeOfModule()
+        setattr(cls, 'scope', _ScopeOfModule())  # noqa: B010
 
     @nowrap
     def extent(self, judge: bool) -> Extent:
@@ -92,10 +91,9 @@ class Wrapper(_private.Module):
             self._stand_for(module)
             return
         object.__setattr__(self, 'module', module)
-        if isinstance(place, _private.Module) and self.name is None:
-            if not _private.is_in_setup(place):
-                name = _private.autoname(place, type(innermost(module)))
-                object.__setattr__(self, 'name', name)
+        if self.name is None and _private.names_at_once(place):
+            name = _private.autoname(place, type(innermost(module)))
+            object.__setattr__(self, 'name', name)
         super().__post_init__()
 
     @nowrap
@@ -103,7 +101,7 @@ class Wrapper(_private.Module):
         new = '_id' not in vars(self)
         names = {self.name, module.name} - {None}
         if new and len(names) > 1:
-            raise errors.WrapperNameError(type(self).__name__, self.name, module)
+            raise errors.WrapperNameError(type(self).__name__, str(self.name), module)
         _private.start(self)
         object.__setattr__(self, 'module', module)
         _private.stand_in(self, module)
@@ -240,6 +238,9 @@ def _in_extent(wrapper: Wrapper, fn: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(in_extent, fn, updated=())
 
 
+_variable_value: Any = _private.Variable.value
+
+
 class _Variable(_private.Variable[Any]):
     """A variable that setup keeps on a module, read in the extent of a wrapper."""
 
@@ -251,6 +252,6 @@ class _Variable(_private.Variable[Any]):
 
     def _value(self) -> Any:
         with self._wrapper.extent(judge=False):
-            return _private.Variable.value.fget(self)
+            return _variable_value.fget(self)
 
-    value = property(_value, _private.Variable.value.fset)
+    value: Any = property(_value, _variable_value.fset)

@@ -30,6 +30,12 @@ TESTED_ELSEWHERE = {
     'contexts.py': 'test_caches.py',
     'nodes.py': 'test_writeback.py',
     'frames.py': 'test_blocks.py',
+    # A rewrite without its extents.
+    'values.py': 'test_rewrites.py',
+    # What Frozen and mirror have in common, and their options.
+    'wrappers.py': 'test_frozen.py',
+    'statistics.py': 'test_frozen.py',
+    'draws.py': 'test_mirror.py',
     # Holds no code: the version and the names that importing the package gives.
     '__init__.py': 'test_packaging.py',
 }

@@ -6,12 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import linen
 
 import oracle
-import stepwise
 from flax_sg import errors
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
@@ -130,7 +128,9 @@ def test_in_transforms(how) -> None:
         model = lift(Uses)(Dense2, 'vm', how)
         plain = lift(Uses)(Dense2, 'm', how)
         assert_same(model.init(RNGS, X), plain.init(RNGS, X))
-        actual = oracle.grads(lambda p, x, m=model: m.apply({'params': p}, x), params, X)
+        actual = oracle.grads(
+            lambda p, x, m=model: m.apply({'params': p}, x), params, X
+        )
         jax.tree.map(functools.partial(assert_close), actual, expected)
 
     class Scanned(linen.Module):
@@ -196,9 +196,7 @@ def test_methods_attributes_and_values(read, other, where) -> None:
         return Model(True).apply({'params': {'inner': params}}, values)
 
     def selects(path: str) -> bool:
-        return where is True or (path == where or path.endswith('/kernel')) and (
-            where != 'scale' or path == 'scale'
-        )
+        return where in (True, path) or (where != 'scale' and path.endswith('/kernel'))
 
     def expected(params: Any, twice: Any) -> Any:
         seen = stopped(twice if other else params, selects)
@@ -518,7 +516,9 @@ def test_blocks_around_a_mirror() -> None:
             start = where.removeprefix('inner/').rstrip('*')
             selects = lambda path: path.startswith(start)  # noqa: E731
             trees = other, params['inner']
-            return tuple(Dense2().apply({'params': stopped(t, selects)}, X) for t in trees)
+            return tuple(
+                Dense2().apply({'params': stopped(t, selects)}, X) for t in trees
+            )
 
         args = params, other
         assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax import linen
@@ -41,9 +41,8 @@ class WrappedModuleError(FlaxSGError, TypeError):
             )
         elif hasattr(target, 'shape'):
             fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
-        super().__init__(
-            f'nn.{wrapper} wraps a Module instance, and was given {what}.\n{fix}'.rstrip()
-        )
+        lines = [f'nn.{wrapper} wraps a Module instance, and was given {what}.', fix]
+        super().__init__('\n'.join(filter(None, lines)))
 
 
 class WrapperNameError(FlaxSGError, ValueError):
@@ -91,11 +90,12 @@ class MirrorVariablesError(FlaxSGError, ValueError):
     """
 
     def __init__(self, module: Any, problem: str, names: Iterable[str] = ()) -> None:
+        path = '/'.join(module.scope.path)
+        place = repr(path) if path else 'the root'
         lines = [
             f'nn.mirror({type(module).__name__}(...), variables=...): {problem}',
             *(f'  {name}' for name in names),
-            "The tree is that of the module at "
-            f'{"/".join(module.scope.path) or "the root"!r}, with collections on top, '
+            f'The tree is that of the module at {place}, with collections on top, '
             "such as {'params': ...}.",
         ]
         super().__init__('\n'.join(lines))
