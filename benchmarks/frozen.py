@@ -115,7 +115,9 @@ def times() -> None:
             jax.block_until_ready(run(params, x))
             found[name].append(time.perf_counter() - start)
     for name, seconds in found.items():
-        print(f'12 layers, {name:8} {1000 * sorted(seconds)[len(seconds) // 2]:7.1f} ms')
+        print(
+            f'12 layers, {name:8} {1000 * sorted(seconds)[len(seconds) // 2]:7.1f} ms'
+        )
 
 
 if __name__ == '__main__':

@@ -93,7 +93,8 @@ class Frozen(Rewritten):
     ``isinstance(Frozen(dense), nn.Dense)`` is False: it is a wrapper, and the module
     is its attribute ``module``, which is not under the rule. A field of the wrapper
     hides an attribute of the same name, and special methods other than ``__call__``
-    are not forwarded.
+    are not forwarded. ``nn.vjp``, ``nn.jvp`` and ``nn.custom_vjp`` take no module with
+    a module in it: wrap inside of them.
 
     Args:
         module: a Module instance, bound or not.
