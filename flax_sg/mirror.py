@@ -123,7 +123,9 @@ def mirror(
 
             * ``'same'``: the n-th call of a view draws what the n-th call of the
               module does, in whichever order they come: the same dropout masks. The
-              draws of the module are what they are without a view;
+              draws of the module are what they are without a view. The body of
+              ``nn.scan`` is traced twice and counts go on: there the two have to be
+              called equally often;
             * ``'fresh'``: new ones, as another call of the module would.
         state: what happens to batch statistics and other state, as in ``nn.Frozen``.
             ``'hold'`` by default: they are updated once, by the module itself. The

@@ -533,6 +533,147 @@ def test_a_cell_that_is_frozen() -> None:
     assert_same_program(Recurrent(nn.Frozen), Recurrent(bare))
 
 
+# In transforms of functions, and of the wrapper itself.
+
+LIFTS: dict[str, Callable[[Any, Any], Any]] = {
+    'cond': lambda m, x: nn.cond(True, lambda m, x: m(x), lambda m, x: -m(x), m, x),
+    'switch': lambda m, x: nn.switch(1, [lambda m, x: -m(x), lambda m, x: m(x)], m, x),
+    'vmap': lambda m, x: nn.vmap(
+        lambda m, x: m(x), variable_axes={'params': None}, split_rngs={'params': False}
+    )(m, x),
+    'map_variables': lambda m, x: nn.map_variables(
+        lambda m, x: m(x),
+        'params',
+        lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
+        mutable=False,
+    )(m, x),
+    'scan': lambda m, x: nn.scan(
+        lambda m, x, _: (m(x), None),
+        variable_broadcast='params',
+        split_rngs={'params': False},
+        length=2,
+    )(m, x, None)[0],
+    'checkpoint': lambda m, x: nn.checkpoint(lambda m, x: m(x))(m, x),
+}
+
+
+@pytest.mark.parametrize('lift', LIFTS)
+def test_in_a_lifted_function(lift: str) -> None:
+    class Model(linen.Module):
+        wrap: Wrap
+
+        @linen.compact
+        def __call__(self, x):
+            inner = self.wrap(linen.Dense(4))
+            if self.is_initializing():
+                inner(x)  # Branches must not create variables.
+            return linen.Dense(4, name='other')(LIFTS[lift](inner, x))
+
+    assert_same_program(Model(nn.Frozen), Model(bare))
+
+
+def test_the_wrapper_itself_is_lifted() -> None:
+    class Model(linen.Module):
+        lift: Any
+
+        @linen.compact
+        def __call__(self, x):
+            inner = Noisy(name='inner')
+            y = self.lift(nn.Frozen)(inner)(x) if self.lift else inner(x)
+            return linen.Dense(4, name='other')(y)
+
+    assert_same_program(Model(linen.remat), Model(None))
+    params = Model(None).init(RNGS, X)['params']
+    jitted = Model(linen.jit)
+    rngs = {'dropout': KEY}
+    grads = oracle.grads(lambda p: jitted.apply({'params': p}, X, rngs=rngs), params)
+    assert is_zero(grads[0][0]['inner'])
+    assert not is_zero(grads[0][0]['other'])
+
+
+@pytest.mark.parametrize('lift', ['jit', 'remat', 'scan'])
+def test_a_field_of_a_lifted_module_is_a_wrapper(lift: str) -> None:
+    class Uses(linen.Module):
+        inner: Any
+
+        @linen.compact
+        def __call__(self, x, *unused):
+            return jnp.tanh(linen.Dense(4)(self.inner(x))), None
+
+    class Model(linen.Module):
+        wrap: Wrap
+
+        @linen.compact
+        def __call__(self, x):
+            inner = self.wrap(Noisy(name='inner'))
+            if lift == 'scan':
+                scanned = linen.scan(Uses, length=2, **STACKED)
+                return scanned(inner, name='other')(x, None)[0]
+            return getattr(linen, lift)(Uses)(inner, name='other')(x)[0]
+
+    assert_same_program(Model(nn.Frozen), Model(bare))
+
+
+def test_an_rnn_whose_cell_belongs_to_the_parent() -> None:
+    class Model(linen.Module):
+        wrap: Wrap
+
+        def setup(self):
+            self.cell = linen.OptimizedLSTMCell(4)
+            self.rnn = self.wrap(linen.RNN(self.cell))
+            self.both = self.wrap(
+                linen.Bidirectional(linen.RNN(self.cell), linen.RNN(linen.GRUCell(4)))
+            )
+            self.other = linen.Dense(4)
+
+        def __call__(self, x):
+            return self.other(self.both(self.rnn(x[:, None]))[:, 0])
+
+    assert_same_program(Model(nn.Frozen), Model(bare))
+    seen = set()
+
+    def where(path: Any) -> bool:
+        seen.add(path)
+        return True
+
+    model = Model(lambda module: nn.Frozen(module, where))
+    model.init(KEY, X)
+    assert '/cell/hf/kernel' in seen  # It lies outside of the RNN.
+
+
+@pytest.mark.parametrize('view', [nn.Frozen, nn.mirror])
+def test_a_layer_and_its_frozen_self_in_a_scan(view: Any) -> None:
+    class Layer(linen.Module):
+        how: str
+
+        @linen.compact
+        def __call__(self, x, _):
+            layer = linen.Dense(4)
+            y = layer(x)
+            if self.how == 'view':
+                return jnp.tanh(y + view(layer)(x)), None
+            if self.is_initializing():
+                return jnp.tanh(y + y), None
+            copy = jax.lax.stop_gradient(layer.variables)
+            return jnp.tanh(y + linen.Dense(4).apply(copy, x)), None
+
+    class Model(linen.Module):
+        how: str
+
+        @linen.compact
+        def __call__(self, x):
+            return linen.scan(Layer, length=3, **STACKED)(self.how)(x, None)[0]
+
+    params = Model('hand').init(KEY, X)['params']
+    assert_same(Model('view').init(KEY, X)['params'], params)
+
+    def fn(how: str) -> Any:
+        return lambda p, x: ({'out': jnp.ravel(Model(how).apply({'params': p}, x))}, ())
+
+    actual = gradients(fn('view'), params, X)
+    assert_same(actual, gradients(fn('hand'), params, X))
+
+
 # Placement.
 
 

@@ -10,6 +10,7 @@ import pytest
 from flax import linen
 
 import oracle
+import stepwise
 from flax_sg import errors
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
@@ -347,6 +348,76 @@ def test_unknown_choices(option, value) -> None:
 def test_what_is_no_module(target) -> None:
     with pytest.raises(errors.WrappedModuleError, match=r'nn\.mirror wraps a Module'):
         nn.mirror(target)
+
+
+@pytest.mark.parametrize('word', ['mv', 'vm', 'vvmm'])
+def test_a_mirror_in_a_scan_leaves_no_trace(word) -> None:
+    class Layer(linen.Module):
+        word: str
+
+        @linen.compact
+        def __call__(self, x, _):
+            module = Noisy()
+            view = nn.mirror(module)
+            seen = {'m': [], 'v': []}
+            for kind in self.word:
+                seen[kind].append((module if kind == 'm' else view)(x))
+            return seen['m'][-1], (seen['m'], seen['v'] or seen['m'])
+
+    def model(word: str) -> Any:
+        return linen.scan(
+            Layer,
+            variable_axes=dict.fromkeys(['params', *MUTABLE], 0),
+            split_rngs={'params': True, 'dropout': True},
+            length=3,
+        )(word)
+
+    alone = word.replace('v', '')
+    variables = model(alone).init(RNGS, X, None)
+    assert_same(model(word).init(RNGS, X, None), variables)
+    kwargs = {'rngs': {'dropout': jax.random.key(3)}, 'mutable': MUTABLE}
+    (y, _), written = model(alone).apply(variables, X, None, **kwargs)
+    (same_y, pairs), same_written = model(word).apply(variables, X, None, **kwargs)
+    assert jnp.allclose(y, same_y, 1e-5, 1e-6)  # Two compiled programs.
+    jax.tree.map(assert_close, same_written, written)
+    jax.tree.map(assert_close, *pairs)
+
+
+def test_other_values_in_a_scan() -> None:
+    """The values of each step, from another layer of the same body."""
+
+    class Layer(linen.Module):
+        how: str
+
+        @linen.compact
+        def __call__(self, x, _):
+            layer, other = linen.Dense(4), linen.Dense(4)
+            y, z = layer(x), other(x)
+            if self.how == 'view':
+                return jnp.tanh(
+                    z + nn.mirror(layer, variables=other.variables)(y)
+                ), None
+            if self.is_initializing():
+                return jnp.tanh(z + y), None
+            copy = jax.lax.stop_gradient(other.variables)
+            return jnp.tanh(z + linen.Dense(4).apply(copy, y)), None
+
+    def model(how: str) -> Any:
+        return linen.scan(
+            Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=3
+        )(how)
+
+    params = model('hand').init(RNGS, X, None)['params']
+
+    def step(how: str) -> Any:
+        def both(params: Any, x: Any) -> Any:
+            fn = lambda p, x: model(how).apply({'params': p}, x, None)[0]  # noqa: E731
+            y, pull_back = jax.vjp(fn, params, x)
+            return y, pull_back(jnp.cos(y))
+
+        return stepwise.evaluate(both, params, X)
+
+    assert_same(step('view'), step('hand'))
 
 
 # Other values.
