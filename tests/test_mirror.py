@@ -335,6 +335,28 @@ def test_a_part_draws_as_the_part_does() -> None:
     assert not (a == b).all()
 
 
+@pytest.mark.parametrize('rngs', ['same', 'fresh'])
+def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> None:
+    class Grows(linen.Module):
+        @linen.compact
+        def __call__(self, x, more=False):
+            init = linen.initializers.normal()
+            x = x * self.param('a', init, (1, 4))
+            return x + self.param('b', init, (1, 4)) if more else x
+
+    class Model(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            module = Grows()
+            return self.wrap(module)(x) + module(x, more=True)
+
+    plain = Model(lambda module: module).init(RNGS, X)
+    model = Model(functools.partial(nn.mirror, rngs=rngs))
+    assert_same(model.init(RNGS, X), plain)
+
+
 @pytest.mark.parametrize(
     ('option', 'value'), [('rngs', 'new'), ('state', 'eval'), ('unused', 'maybe')]
 )
