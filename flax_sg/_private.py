@@ -444,22 +444,23 @@ def is_method_of(fn: Any, cls: type) -> bool:
 
 def own_scopes(module: Module) -> tuple[Scope, ...]:
     """The outermost scopes of a bound module and the modules in its fields."""
+    modules = [module, *(m for m in field_leaves(module) if isinstance(m, Module))]
+    return minimal_scopes([m.scope for m in modules if m.scope is not None])
+
+
+def field_leaves(module: Module) -> list[Any]:
+    """What is in the fields of a module, and in those of the modules there."""
     found: list[Any] = []
     waiting = [module]
     while waiting:
         part = waiting.pop()
-        found.append(part.scope)
-        values = [getattr(part, f.name) for f in _fields_of(part)]
-        waiting += [
-            leaf
-            for leaf in jax.tree_util.tree_leaves(values)
-            if isinstance(leaf, Module) and leaf.scope not in (None, *found)
-        ]
-    return minimal_scopes(found)
-
-
-def _fields_of(module: Module) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(module) if f.init and f.name != 'parent']
+        fields = [f.name for f in dataclasses.fields(part) if f.init]
+        values = [getattr(part, name) for name in fields if name != 'parent']
+        for leaf in jax.tree_util.tree_leaves(values):
+            if not any(leaf is other for other in found):
+                found.append(leaf)
+                waiting += [leaf] if isinstance(leaf, Module) else []
+    return found
 
 
 def on_variables(module: Module, variables: Mapping[str, Any]) -> Module:

@@ -32,7 +32,8 @@ def holds_arrays(value: Any) -> bool:
 
 def holds_modules(value: Any) -> bool:
     """Whether a module can be reached from a value; True if that cannot be told."""
-    return _search(value, lambda part: isinstance(part, _private.Module))
+    kinds = (_private.Module, _private.Variable)
+    return _search(value, lambda part: isinstance(part, kinds))
 
 
 def _search(value: Any, found: Callable[[Any], bool]) -> bool:

@@ -19,7 +19,6 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 from flax.linen import nowrap
@@ -130,9 +129,17 @@ class Wrapper(_private.Module):
         # A part of the model may be all that there is yet.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
         use = functools.partial(_use, name=name, judge=judge, args=args, kwargs=kwargs)
-        if residuals.is_in_scan(scope) and not _hold_modules(args, kwargs):
+        if residuals.is_in_scan(scope) and not self._borrows(args, kwargs):
             return residuals.stop_again(self, use)
         return use(self)
+
+    @nowrap
+    def _borrows(self, *args: Any) -> bool:
+        """Whether a call may use modules that belong to another trace."""
+        functions = [
+            leaf for leaf in _private.field_leaves(self) if isinstance(leaf, _FUNCTIONS)
+        ]
+        return reach.holds_modules((args, functions))
 
     @nowrap
     def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
@@ -175,14 +182,14 @@ class Wrapper(_private.Module):
         if isinstance(value, _private.Module):
             return self.part(value, module)
         if isinstance(value, _private.Variable):
-            return _Variable(self, value)
+            return _Variable(self.part(module, module), value)
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._seen(name, item, module) for item in value)
         if isinstance(value, (dict, FrozenDict)):
             items = {k: self._seen(name, v, module) for k, v in value.items()}
             return type(value)(items)
         if isinstance(value, _FUNCTIONS) and reach.holds_modules(value):
-            return _in_extent(self, value)
+            return _in_extent(self.part(module, module), value)
         return value
 
 
@@ -215,11 +222,6 @@ def _attached(module: Any, scope: Scope) -> Any:
 def _use(wrapper: Any, name: str, judge: bool, args: Any, kwargs: Any) -> Any:
     with wrapper.extent(judge) as module:
         return getattr(module, name)(*args, **kwargs)
-
-
-def _hold_modules(*args: Any) -> bool:
-    kinds = (_private.Module, _private.Variable)
-    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(args))
 
 
 def _forwards(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

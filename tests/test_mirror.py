@@ -208,6 +208,48 @@ def test_methods_attributes_and_values(read, other, where) -> None:
     )
 
 
+@pytest.mark.parametrize('other', [False, True])
+def test_variables_and_functions_that_setup_keeps(other) -> None:
+    class Keeps(linen.Module):
+        def setup(self):
+            normal = linen.initializers.normal()
+            self.v = self.variable('params', 'v', lambda: jnp.ones((1, 4)))
+            self.w = self.param('w', normal, (1, 4))
+            self.layer = linen.Dense(4)
+            self.fn = lambda x: self.layer(x) * self.w
+
+        def __call__(self, x):
+            return self.fn(x) + self.v.value
+
+    class Model(linen.Module):
+        where: Any
+
+        def setup(self):
+            self.inner = Keeps()
+
+        def __call__(self, values=None):
+            view = self.inner
+            if self.where is not None:
+                view = nn.mirror(view, self.where, variables=values)
+            return view.v.value, view.fn(X), view(X)
+
+    params = Model(None).init(RNGS)['params']
+    twice = jax.tree.map(lambda leaf: 2 * leaf, params['inner'])
+    for where in (True, 'v', 'w', 'layer/kernel'):
+
+        def actual(params: Any, twice: Any, where: Any = where) -> Any:
+            values = {'params': twice} if other else None
+            return Model(where).apply({'params': params}, values)
+
+        def expected(params: Any, twice: Any, where: Any = where) -> Any:
+            selects = lambda path: where in (True, path)  # noqa: E731
+            seen = stopped(twice if other else params['inner'], selects)
+            return Model(None).apply({'params': {'inner': seen}})
+
+        args = params, twice
+        assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
+
+
 def test_a_mirror_of_a_bound_module() -> None:
     params = Dense2().init(RNGS, X)['params']
 

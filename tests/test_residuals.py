@@ -214,6 +214,47 @@ def test_what_a_call_gives_may_be_of_any_kind() -> None:
     oracle.assert_same(actual, expected)
 
 
+def test_a_call_that_uses_modules_of_the_body() -> None:
+    """They belong to the trace of the body: the call has to stay in it."""
+
+    class Layer(linen.Module):
+        wrap: Any
+        how: str
+
+        @linen.compact
+        def __call__(self, x, _):
+            other = linen.Dense(WIDTH, name='other')
+            if self.how == 'field':
+                base = linen.Sequential([linen.Dense(WIDTH), lambda x: other(x)])
+                return jnp.tanh(self.wrap(base)(x)), None
+            return jnp.tanh(self.wrap(Calls(name='base'))(x, lambda x: other(x))), None
+
+    class Calls(linen.Module):
+        @linen.compact
+        def __call__(self, x, fn):
+            return fn(linen.Dense(WIDTH)(x))
+
+    for how in ('field', 'argument'):
+
+        def model(wrap: Any, how: str = how) -> Any:
+            return linen.scan(
+                Layer,
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=2,
+            )(wrap, how)
+
+        params = model(bare).init(jax.random.key(0), X, None)['params']
+        actual = oracle.grads(
+            lambda p, m=model: m(nn.Frozen).apply({'params': p}, X, None)[0], params
+        )
+        expected = oracle.grads(
+            lambda p, m=model: m(bare).apply({'params': oracle.stopped(p)}, X, None)[0],
+            params,
+        )
+        oracle.assert_same(actual, expected)
+
+
 @pytest.mark.parametrize(
     ('path', 'inside'),
     [
