@@ -14,7 +14,8 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +70,9 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (linen_transforms, 'set_module_scopes'),
     (linen_module, '_context'),
     (linen_module, 'CompactNameScope'),
+    (linen_module, '_ModuleInternalState'),
+    (linen_module, '_caches'),
+    (linen_module, '_unspecified_parent'),
     (linen_module, 'SetupState'),
     (linen_module, 'wrap_method_once'),
     (linen_transforms, '_is_module_class'),
@@ -134,6 +138,9 @@ def release_hooks() -> None:
 # Part of every trace cache key of JAX (jit, scan, cond, checkpoint, ...) and local to
 # the thread: what makes a cached trace belong to the blocks it was traced under.
 user_context = jax.make_user_context(0)
+
+# Whether normalization layers use running averages, whatever they were told; likewise.
+running_averages = jax.make_user_context(False)
 
 
 def current_module() -> Module | None:
@@ -382,3 +389,121 @@ def as_weak(x: Any) -> Any:
     has to promote as it does.
     """
     return jax_lax._convert_element_type(x, x.dtype, weak_type=True)
+
+
+def start(module: Module) -> None:
+    """Gives a module its identity and state, as ``__post_init__`` does first."""
+    object.__setattr__(module, '_id', linen_module.uuid())
+    object.__setattr__(module, '_state', linen_module._ModuleInternalState())
+
+
+def stand_in(wrapper: Module, module: Module) -> None:
+    """Makes a wrapper take the place of a bound module, its children and all."""
+    object.__setattr__(wrapper, 'parent', module.parent)
+    object.__setattr__(wrapper, 'name', module.name)
+    wrapper._state.children = module._state.children
+    wrapper._state.is_initialized = True
+
+
+def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
+    """Binds a module to a scope that somebody else has made for it.
+
+    Flax may have queued the module for attachment, and then attaches it once more: with
+    a scope as its parent that ends at the same place.
+    """
+    if module.parent is None:  # From outside: Flax clones these, once for each tree.
+        outside, module = module, module.clone(name=None)
+        adopted(scope)[outside._id] = module
+    object.__setattr__(module, 'name', name)
+    object.__setattr__(module, 'parent', scope)
+    module.__post_init__()
+    return module
+
+
+def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
+    """The modules from outside that were attached somewhere in the tree of a scope."""
+    cache = weakref.WeakValueDictionary()
+    return linen_module._caches.setdefault(scope.root, cache)
+
+
+def id_of(module: Module) -> Any:
+    """The identity of a module, by which it is found among those ``adopted``."""
+    return module._id
+
+
+def place_of(module: Module) -> Any:
+    """The module, the scope or None that a module being made will belong to."""
+    if module.parent is linen_module._unspecified_parent:
+        return linen_module._context.module_stack[-1]
+    return module.parent
+
+
+def names_at_once(place: Any) -> bool:
+    """Whether a module made there is named now, and not when ``setup`` assigns it."""
+    return isinstance(place, Module) and not place._state.in_setup
+
+
+def autoname(parent: Any, cls: type) -> str:
+    """The name that Flax gives to the next module of a class without a name."""
+    cursor = parent._state.autoname_cursor.get(cls.__name__, 0)
+    parent._state.autoname_cursor[cls.__name__] = cursor + 1
+    return f'{cls.__name__}_{cursor}'
+
+
+def is_method_of(fn: Any, cls: type) -> bool:
+    """Whether ``fn`` is what Flax has wrapped as a method of a Module class."""
+    for base in cls.__mro__:
+        method = vars(base).get(getattr(fn, '__name__', ''))
+        if method is not None and fn in (method, getattr(method, '__wrapped__', None)):
+            return True
+    return False
+
+
+def own_scopes(module: Module) -> tuple[Scope, ...]:
+    """The outermost scopes of a bound module and the modules in its fields."""
+    modules = [module, *(m for m in field_leaves(module) if isinstance(m, Module))]
+    return minimal_scopes([m.scope for m in modules if m.scope is not None])
+
+
+def field_leaves(module: Module) -> list[Any]:
+    """What is in the fields of a module, and in those of the modules there."""
+    found: list[Any] = []
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        fields = [f.name for f in dataclasses.fields(part) if f.init]
+        values = [getattr(part, name) for name in fields if name != 'parent']
+        for leaf in jax.tree_util.tree_leaves(values):
+            if not any(leaf is other for other in found):
+                found.append(leaf)
+                waiting += [leaf] if isinstance(leaf, Module) else []
+    return found
+
+
+def on_variables(module: Module, variables: Mapping[str, Any]) -> Module:
+    """A clone of a bound module whose own scope holds other variables.
+
+    It draws from the same random streams, and what it writes goes nowhere.
+    """
+
+    def copy(scope: Scope) -> Scope:
+        if scope != module.scope:  # Of a module that lies elsewhere.
+            return scope
+        out = scratch_scope(scope, {})
+        out.rng_counters = scope.rng_counters
+        out._variables.update(copied(variables))
+        return out
+
+    _, scopes = copy_scopes(scopes_of(module), copy)
+    clone = clone_on(module, scopes)
+    clone._state.reset()  # The module may be running right now.
+    return clone
+
+
+def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs one equation of a jaxpr, as ``jax.core.eval_jaxpr`` does."""
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*functions, *operands, **params)
+    return out if equation.primitive.multiple_results else [out]

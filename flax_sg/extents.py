@@ -57,8 +57,16 @@ def close_block(block: blocks.Block, judge: bool) -> None:
 
 
 @contextlib.contextmanager
-def opened(rewrite: rules.Rewrite, owner: Scope | None) -> Generator[blocks.Block]:
-    """A block around a call."""
+def opened(
+    rewrite: rules.Rewrite, owner: Scope | None, judge: bool = True
+) -> Generator[blocks.Block]:
+    """A block around a call.
+
+    Args:
+        rewrite: what holds in the block.
+        owner: the scope that paths are relative to.
+        judge: whether a filter that took nothing is worth an error.
+    """
     block = open_block(rewrite, owner)
     try:
         yield block
@@ -66,4 +74,4 @@ def opened(rewrite: rules.Rewrite, owner: Scope | None) -> Generator[blocks.Bloc
         close_block(block, judge=False)
         raise
     else:
-        close_block(block, judge=True)
+        close_block(block, judge)

@@ -1,4 +1,4 @@
-"""Rewrites around the calls of Module classes, methods and functions of a module."""
+"""Rewrites around the calls of modules, their classes, methods and functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from flax_sg import _private, errors, extents, filters, rules
+from flax_sg import _private, errors, extents, filters, frozen, rules
 
 
 def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
@@ -17,7 +17,15 @@ def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         return _lift_class(rewrite, target, methods)
     if methods is not None:
         raise errors.UnknownMethodError.without_class(methods)
-    no_targets = (type, _private.Module, filters.Filter)
+    if isinstance(target, _private.Module):
+        return frozen.Frozen(
+            target,
+            rewrite.where,
+            collections=rewrite.collections,
+            unused=rewrite.unused,
+            rule=rewrite.rule,
+        )
+    no_targets = (type, filters.Filter)
     if isinstance(target, no_targets) or not callable(target):
         filters.as_filter(target)  # Says what to write for modules and arrays.
         raise errors.LiftTargetError(target)

@@ -15,6 +15,8 @@ import typing as _typing
 from flax import linen as _linen
 from flax.linen import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
+from flax_sg.frozen import Frozen as Frozen
+from flax_sg.mirror import mirror as mirror
 from flax_sg.stops import stop_gradient as stop_gradient
 from flax_sg.stops import train_only as train_only
 

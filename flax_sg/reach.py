@@ -30,6 +30,12 @@ def holds_arrays(value: Any) -> bool:
     return _search(value, lambda part: isinstance(part, _ARRAYS))
 
 
+def holds_modules(value: Any) -> bool:
+    """Whether a module can be reached from a value; True if that cannot be told."""
+    kinds = (_private.Module, _private.Variable)
+    return _search(value, lambda part: isinstance(part, kinds))
+
+
 def _search(value: Any, found: Callable[[Any], bool]) -> bool:
     waiting: list[Any] = [value]
     met: dict[int, Any] = {}  # Holds what was met: no other object gets its id.

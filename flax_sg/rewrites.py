@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
-from flax.core.scope import CollectionFilter, DenyList
-
-from flax_sg import _private, blocks, errors, extents, filters, lifted, rules
+from flax_sg import _private, blocks, errors, extents, lifted, values
 
 T = TypeVar('T')
 
 
-@dataclasses.dataclass(frozen=True)
-class Rewrite:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Rewrite(values.Value):
     """A rule, applied to the variables that a filter selects, over an extent.
 
     The value is immutable, hashable and may be entered any number of times::
@@ -24,35 +21,8 @@ class Rewrite:
         with r: ...        # the extent is the body
         r(nn.Dense)        # each call of a method of the class; see ``lift``
         @r                 # each call of the method or function
-
-    Attributes:
-        where: the filter.
-        rule: what a reader sees instead of the stored value.
-        collections: the collections that the filter looks at.
-        unused: what to do if a part of the filter took no variable: ``'raise'`` or
-            ``'ignore'``. Judged when an extent ends.
+        r(nn.Dense(4))     # all that goes through the wrapper; see ``nn.Frozen``
     """
-
-    where: filters.Filter
-    rule: rules.Rule
-    collections: CollectionFilter = 'params'
-    unused: str = dataclasses.field(default='raise', compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, 'collections', _collections(self.collections))
-        if self.unused not in ('raise', 'ignore'):
-            raise errors.FilterValueError(
-                f"unused={self.unused!r}: expected 'raise' or 'ignore'."
-            )
-
-    def __repr__(self) -> str:
-        more = '' if self.collections == 'params' else f', {self.collections=!r}'
-        return f'{self.rule.name}({self.where!r}{more.replace("self.", "")})'
-
-    def snapshot(self) -> Self:
-        """The rewrite as it is now; functions in a filter may read what changes."""
-        where = self.where.snapshot()
-        return self if where is self.where else dataclasses.replace(self, where=where)
 
     def __enter__(self) -> Self:
         owner = _private.current_module()
@@ -75,7 +45,7 @@ class Rewrite:
             raise errors.BlockOrderError(self, 'it is not open in this thread')
 
     def __call__(self, target: T) -> T:
-        """Lifts a Module class, a method or a function of a module."""
+        """Lifts a Module class, a method or a function of a module, wraps a module."""
         return self.lift(target)
 
     def lift(self, target: T, methods: Any = None) -> T:
@@ -84,7 +54,7 @@ class Rewrite:
         Args:
             target: a Module class (or ``functools.partial`` of one), a method, or a
                 function ``(module, *args, **kwargs)``. Paths are relative to the
-                module.
+                module. A module is wrapped, see ``nn.Frozen``.
             methods: for a class, the names of the methods to lift. By default
                 ``('__call__',)``.
 
@@ -93,24 +63,3 @@ class Rewrite:
             their paths.
         """
         return lifted.lift(self, target, methods)
-
-
-def _collections(collections: Any) -> CollectionFilter:
-    """A hashable collection filter; raises for what is none."""
-    if isinstance(collections, (bool, str)):
-        out: Any = collections
-    elif isinstance(collections, DenyList):
-        out = DenyList(_collections(collections.deny))
-    elif isinstance(collections, Iterable):
-        out = tuple(collections)
-    else:
-        out = None
-    names = (out,) if isinstance(out, str) else out if isinstance(out, tuple) else ()
-    if out is None or not all(isinstance(name, str) for name in names):
-        raise errors.FilterTypeError(
-            f'collections={collections!r} is no collection filter: expected a name, '
-            'a sequence of names, True, or flax.core.DenyList.'
-        )
-    if blocks.OVERWRITE_WITH_GRADIENT in names:
-        raise errors.OverwriteWithGradientError(names)
-    return out

@@ -68,6 +68,16 @@ class Mounted(fnn.Module):
         return Opens(self.where, name='enc')(x)
 
 
+class Renames(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        return nn.Frozen(fnn.Dense(3), name='base')(x)
+
+
+def renames() -> None:
+    Renames().init(jax.random.key(0), X)
+
+
 MODEL = Model()
 VARIABLES = MODEL.init(jax.random.key(0), X)
 MOUNTED = Mounted(True).init(jax.random.key(0), X)
@@ -434,6 +444,56 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'as a gradient, and no optimizer may see them.\n'
         "Give it variables['params']; sg.TrainState takes both and does so.",
     ),
+    'wrapped class': (
+        lambda: nn.Frozen(fnn.Dense),
+        errors.WrappedModuleError,
+        'nn.Frozen wraps a Module instance, and was given the class Dense.\n'
+        'Make the module, nn.Frozen(Dense(...)), or lift the class, '
+        'nn.stop_gradient(Dense, where).',
+    ),
+    'wrapped function': (
+        lambda: nn.Frozen(jnp.tanh),
+        errors.WrappedModuleError,
+        'nn.Frozen wraps a Module instance, and was given the function tanh.\n'
+        'A function has no parameters of its own: write nn.stop_gradient(fn, where) '
+        'for a function of a module, and open a block, '
+        'with nn.stop_gradient(where):, around other code.',
+    ),
+    'wrapped None': (
+        lambda: nn.mirror(None),
+        errors.WrappedModuleError,
+        'nn.mirror wraps a Module instance, and was given None.\n'
+        'Has the module been made? setup assigns attributes.',
+    ),
+    'wrapper with a second name': (
+        renames,
+        errors.WrapperNameError,
+        "nn.Frozen(Dense(...), name='base'): the module is at 'Dense_0' already, and "
+        'the wrapper has no place of its own.\n'
+        "Name the module: nn.Frozen(Dense(..., name='base')).",
+    ),
+    'state': (
+        lambda: nn.Frozen(MODEL, state='eval'),
+        errors.ChoiceError,
+        "state='eval' is none of the choices:\n"
+        "  'update': it is updated, as without the wrapper\n"
+        "  'hold': a call works on a copy that is dropped when it ends\n"
+        "  'use_running_average': held, and normalization layers use what is stored, "
+        'not the batch',
+    ),
+    'other variables': (
+        lambda: nn.mirror(
+            MODEL.bind(VARIABLES), variables={'params': {'norm': {}}}
+        ).encode(X),
+        errors.MirrorVariablesError,
+        'nn.mirror(Model(...), variables=...): it lacks\n'
+        '  params/encoder/bias\n'
+        '  params/encoder/kernel\n'
+        '  params/norm/bias\n'
+        '  params/norm/scale\n'
+        'The tree is that of the module at the root, with collections on top, such as '
+        "{'params': ...}.",
+    ),
     'versions': (
         lacks_a_name,
         errors.UnsupportedVersionError,
@@ -657,6 +717,10 @@ BUILTIN = {
     'UnboundModuleError': TypeError,
     'NotFrozenError': TypeError,
     'UnsupportedVersionError': ImportError,
+    'WrappedModuleError': TypeError,
+    'WrapperNameError': ValueError,
+    'ChoiceError': ValueError,
+    'MirrorVariablesError': ValueError,
 }
 
 

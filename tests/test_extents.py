@@ -45,7 +45,8 @@ def flax_now() -> dict[Any, Any]:
         (repr(owner), name): value
         for owner in owners
         for name, value in vars(owner).items()
-        if name not in ('__doc__', '__dict__', '__weakref__')
+        # Flax marks the fields of a class that is subclassed.
+        if name not in ('__doc__', '__dict__', '__weakref__', '__dataclass_fields__')
         and not isinstance(value, types.ModuleType)  # Imported when first used.
     }
 

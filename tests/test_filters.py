@@ -473,7 +473,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         'The module Model(...) is no filter: a filter says which variables.\n'
         'Fix: open a block around the call:\n'
         '  with nn.stop_gradient(where):\n'
-        '    y = module(x)',
+        '    y = module(x)\n'
+        'or wrap the module, for all that goes through the wrapper:\n'
+        '  nn.Frozen(module, where)',
     ),
     'jax array': (
         jnp.ones((2, 3)),

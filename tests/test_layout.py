@@ -33,6 +33,12 @@ TESTED_ELSEWHERE = {
     'absent.py': 'test_trees.py',
     'encodings.py': 'test_nondifferentiable.py',
     'frames.py': 'test_blocks.py',
+    # A rewrite without its extents.
+    'values.py': 'test_rewrites.py',
+    # What Frozen and mirror have in common, and their options.
+    'wrappers.py': 'test_frozen.py',
+    'statistics.py': 'test_frozen.py',
+    'draws.py': 'test_mirror.py',
     # Holds no code: the version and the names that importing the package gives.
     '__init__.py': 'test_packaging.py',
 }

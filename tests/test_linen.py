@@ -13,7 +13,7 @@ import flax_sg.linen
 from flax_sg import linen as nn
 
 # What flax_sg adds. Of the same name in flax.linen there must be none.
-OURS = {'stop_gradient', 'train_only'}
+OURS = {'Frozen', 'mirror', 'stop_gradient', 'train_only'}
 
 FLAX_NAMES = [name for name in dir(flax.linen) if not name.startswith('_')]
 

@@ -30,3 +30,7 @@ from flax_sg.errors.use import NothingReadError as NothingReadError
 from flax_sg.errors.use import OverwriteWithGradientError as OverwriteWithGradientError
 from flax_sg.errors.use import UnknownCollectionError as UnknownCollectionError
 from flax_sg.errors.use import UnknownMethodError as UnknownMethodError
+from flax_sg.errors.wrap import ChoiceError as ChoiceError
+from flax_sg.errors.wrap import MirrorVariablesError as MirrorVariablesError
+from flax_sg.errors.wrap import WrappedModuleError as WrappedModuleError
+from flax_sg.errors.wrap import WrapperNameError as WrapperNameError

@@ -50,7 +50,9 @@ def refuse_target(where: Any) -> None:
             'variables.\n'
             'Fix: open a block around the call:\n'
             '  with nn.stop_gradient(where):\n'
-            '    y = module(x)'
+            '    y = module(x)\n'
+            'or wrap the module, for all that goes through the wrapper:\n'
+            '  nn.Frozen(module, where)'
         )
     if isinstance(where, (jax.Array, np.ndarray, np.generic)):
         raise FilterTypeError(

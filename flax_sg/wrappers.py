@@ -1,0 +1,259 @@
+"""A module around a module that takes no place of its own.
+
+The naive attempts: a wrapper with a submodule puts its own name into every path, and
+``nn.share_scope``, which takes the name away again, leaves the submodule with the
+random streams and the path that it had before. A wrapper that makes its own class look
+like that of the module loses what Flax does to methods of either.
+
+Here the wrapped module is bound to the scope that Flax makes for the wrapper, or the
+wrapper takes the scope of a module that has one. Everything that is asked of the
+wrapper is asked of the module, in the wrapper's extent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax.core.frozen_dict import FrozenDict
+from flax.core.scope import Scope
+from flax.linen import nowrap
+
+from flax_sg import _private, errors, reach, residuals
+
+Extent = contextlib.AbstractContextManager[Any]
+
+
+class _ScopeOfModule:
+    """The scope of a wrapper: that of its module, as soon as there is one.
+
+    ``nn.share_scope`` and methods under ``nn.compact`` replace scopes, of the one or
+    of the other.
+    """
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Scope | None:
+        if wrapper is None:
+            return None
+        attributes = vars(wrapper)
+        scope = getattr(attributes.get('module'), 'scope', None)
+        return attributes.get('scope') if scope is None else scope
+
+    def __set__(self, wrapper: Any, scope: Scope | None) -> None:
+        attributes = vars(wrapper)
+        if getattr(attributes.get('module'), 'scope', None) is None:
+            attributes['scope'] = scope
+        else:
+            object.__setattr__(attributes['module'], 'scope', scope)
+
+
+class Wrapper(_private.Module):
+    """Stands for ``module``, at its place in the tree, and forwards to it.
+
+    Attributes:
+        module: the wrapped module.
+    """
+
+    module: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Flax gives every class a ``scope`` of None.
+        setattr(cls, 'scope', _ScopeOfModule())  # noqa: B010
+
+    @nowrap
+    def extent(self, judge: bool) -> Extent:
+        """What holds while the module is used; gives the module to use.
+
+        Args:
+            judge: whether to raise if a filter took no variable.
+        """
+        raise NotImplementedError
+
+    @nowrap
+    def part(self, part: Any, module: Any) -> Any:
+        """What stands for a module that was found in the one in use."""
+        raise NotImplementedError
+
+    # Where it stands.
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.module, _private.Module):
+            raise errors.WrappedModuleError(type(self).__name__, self.module)
+        place = _private.place_of(self)
+        scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
+        module = self.module if scope is None else _attached(self.module, scope)
+        if module.scope is not None:
+            self._stand_for(module)
+            return
+        object.__setattr__(self, 'module', module)
+        if self.name is None and _private.names_at_once(place):
+            name = _private.autoname(place, type(innermost(module)))
+            object.__setattr__(self, 'name', name)
+        super().__post_init__()
+
+    @nowrap
+    def _stand_for(self, module: Any) -> None:
+        new = '_id' not in vars(self)
+        names = {self.name, module.name} - {None}
+        if new and len(names) > 1:
+            raise errors.WrapperNameError(type(self).__name__, str(self.name), module)
+        _private.start(self)
+        object.__setattr__(self, 'module', module)
+        _private.stand_in(self, module)
+
+    @nowrap
+    def _register_submodules(self, name: str, val: Any) -> None:
+        if name not in ('module', 'within'):
+            super()._register_submodules(name, val)
+        elif name == 'module' and val.scope is None and self.scope is not None:
+            module = _private.bind_at(val, self.scope, self.name)
+            object.__setattr__(self, 'module', module)
+            _private.stand_in(self, module)
+
+    # What is asked of it.
+
+    @nowrap
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the wrapped module."""
+        return self._run('__call__', args, kwargs)
+
+    @nowrap
+    def _run(self, name: str, args: Any, kwargs: Any) -> Any:
+        scope = self.scope
+        if scope is None:
+            return getattr(self.module, name)(*args, **kwargs)
+        # A part of the model may be all that there is yet.
+        judge = name == '__call__' or not scope.get_flag('initializing', False)
+        use = functools.partial(_use, name=name, judge=judge, args=args, kwargs=kwargs)
+        if residuals.is_in_scan(scope) and not self._borrows(args, kwargs):
+            return residuals.stop_again(self, use)
+        return use(self)
+
+    @nowrap
+    def _borrows(self, *args: Any) -> bool:
+        """Whether a call may use modules that belong to another trace."""
+        functions = [
+            leaf for leaf in _private.field_leaves(self) if isinstance(leaf, _FUNCTIONS)
+        ]
+        return reach.holds_modules((args, functions))
+
+    @nowrap
+    def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
+        # ``apply(variables, x, method=nn.Embed.attend)`` calls it with the wrapper.
+        of_module = _private.is_method_of(fun, type(innermost(self.module)))
+        if of_module and not _private.is_method_of(fun, type(self)):
+            return self._run(fun.__name__, args, kwargs)
+        return super()._call_wrapped_method(fun, args, kwargs)
+
+    @nowrap
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapped module has under this name, as seen in the extent."""
+        special = name.startswith('__') and name.endswith('__')
+        if special or 'module' not in vars(self) or name in self.__dataclass_fields__:
+            raise AttributeError(
+                f'{type(self).__name__!r} object has no attribute {name!r}'
+            )
+        if self.scope is None:
+            return self._seen(name, getattr(self.module, name), self.module)
+        with self.extent(judge=False) as module:
+            return self._seen(name, getattr(module, name), module)
+
+    @property
+    def variables(self) -> Mapping[str, Mapping[str, Any]]:
+        """The variables of the wrapped module, as seen in the extent."""
+        return self.__getattr__('variables')
+
+    @nowrap
+    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
+        """A variable of the wrapped module, as seen in the extent."""
+        return self._run('get_variable', (col, name, default), {})
+
+    @nowrap
+    def _seen(self, name: str, value: Any, module: Any) -> Any:
+        """A value that belongs to the module, for somebody outside of the extent."""
+        if inspect.ismethod(value) and value.__self__ is module:
+            return types.MethodType(_forwards(name, value.__func__), self)
+        if self.scope is None:
+            return value
+        if isinstance(value, _private.Module):
+            return self.part(value, module)
+        if isinstance(value, _private.Variable):
+            return _Variable(self.part(module, module), value)
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self._seen(name, item, module) for item in value)
+        if isinstance(value, (dict, FrozenDict)):
+            items = {k: self._seen(name, v, module) for k, v in value.items()}
+            return type(value)(items)
+        if isinstance(value, _FUNCTIONS) and reach.holds_modules(value):
+            return _in_extent(self.part(module, module), value)
+        return value
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def innermost(module: Any) -> Any:
+    """The module in all its wrappers."""
+    while isinstance(module, Wrapper):
+        module = module.module
+    return module
+
+
+def _attached(module: Any, scope: Scope) -> Any:
+    """The module; as it is in the tree of a scope, if it has been attached there."""
+    if module.scope is not None:
+        return module
+    if module.parent is not None:
+        return module
+    there = _private.adopted(scope).get(_private.id_of(module))
+    if there is not None:
+        return there
+    if isinstance(module, Wrapper):
+        inner = _attached(module.module, scope)
+        if inner is not module.module:
+            return module.clone(module=inner)
+    return module
+
+
+def _use(wrapper: Any, name: str, judge: bool, args: Any, kwargs: Any) -> Any:
+    with wrapper.extent(judge) as module:
+        return getattr(module, name)(*args, **kwargs)
+
+
+def _forwards(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper._run(name, args, kwargs)
+
+    return forward
+
+
+def _in_extent(wrapper: Wrapper, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def in_extent(*args: Any, **kwargs: Any) -> Any:
+        with wrapper.extent(judge=False):
+            return fn(*args, **kwargs)
+
+    return functools.update_wrapper(in_extent, fn, updated=())
+
+
+_variable_value: Any = _private.Variable.value
+
+
+class _Variable(_private.Variable[Any]):
+    """A variable that setup keeps on a module, read in the extent of a wrapper."""
+
+    def __init__(self, wrapper: Wrapper, variable: Any) -> None:
+        super().__init__(
+            variable.scope, variable.collection, variable.name, variable.unbox
+        )
+        self._wrapper = wrapper
+
+    def _value(self) -> Any:
+        with self._wrapper.extent(judge=False):
+            return _variable_value.fget(self)
+
+    value: Any = property(_value, _variable_value.fset)

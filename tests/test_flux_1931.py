@@ -1,0 +1,168 @@
+"""The assertions of Flux.jl #1931 about frozen layers, in linen.
+
+A chain of three layers, the one in the middle frozen in one of two models, or in one of
+two uses of the same layers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen
+
+from flax_sg import linen as nn
+from oracle import assert_same, is_zero
+
+X = jax.random.normal(jax.random.key(1), (5, 3))
+
+
+def chain(freeze: Any = lambda layer: layer) -> Any:
+    layers = [linen.Dense(4), linen.Dense(4), linen.Dense(2)]
+    return linen.Sequential([layers[0], jnp.tanh, freeze(layers[1]), layers[2]])
+
+
+NAMES = ('layers_0', 'layers_2', 'layers_3')
+FROZEN = 'layers_2'
+PARAMS = chain().init(jax.random.key(0), X)['params']
+
+
+def gradient(model: Any, params: Any = PARAMS) -> Any:
+    return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X)))(params)
+
+
+def test_free_gradients_are_those_of_the_bare_model() -> None:
+    frozen, bare = gradient(chain(nn.Frozen)), gradient(chain())
+    assert tuple(frozen) == NAMES
+    for name in NAMES:
+        if name == FROZEN:
+            assert is_zero(frozen[name])
+            assert not is_zero(bare[name])
+        else:
+            assert_same(frozen[name], bare[name])
+
+
+def test_frozen_gradients_are_absent_where_the_gradient_call_selects() -> None:
+    """What is differentiated is an argument; the rest is not in the result."""
+    live = {name: PARAMS[name] for name in NAMES if name != FROZEN}
+
+    def loss(live: Any) -> Any:
+        params = {**live, FROZEN: PARAMS[FROZEN]}
+        return jnp.sum(chain(nn.Frozen).apply({'params': params}, X))
+
+    selected = jax.grad(loss)(live)
+    assert FROZEN not in selected
+    bare = gradient(chain())
+    assert_same(selected, {name: bare[name] for name in live})
+
+
+def test_no_gradient_of_a_fully_frozen_model() -> None:
+    frozen = nn.Frozen(chain())
+    assert is_zero(gradient(frozen))
+    # And nothing is computed for it: no operation of the program reads a cotangent.
+    jaxpr = jax.make_jaxpr(lambda p: gradient(frozen, p))(PARAMS).jaxpr
+    assert all(
+        not set(e.outvars) & set(jaxpr.outvars) or is_constant(e) for e in jaxpr.eqns
+    )
+    x_gradient = jax.grad(lambda x: jnp.sum(frozen.apply({'params': PARAMS}, x)))(X)
+    expected = jax.grad(lambda x: jnp.sum(chain().apply({'params': PARAMS}, x)))(X)
+    assert_same(x_gradient, expected)
+
+
+def is_constant(equation: Any) -> bool:
+    return equation.primitive.name == 'broadcast_in_dim' and not [
+        v for v in equation.invars if not hasattr(v, 'val')
+    ]
+
+
+@pytest.mark.parametrize('how', ['two models', 'two uses in one model', 'a mirror'])
+def test_the_difference_of_a_model_and_its_frozen_self(how: str) -> None:
+    """Exactly zero for the free layers: they are in both terms."""
+
+    class Both(linen.Module):
+        def setup(self):
+            self.first = linen.Dense(4, name='layers_0')
+            self.middle = linen.Dense(4, name='layers_2')
+            self.last = linen.Dense(2, name='layers_3')
+            view = nn.mirror if how == 'a mirror' else nn.Frozen
+            self.frozen = view(self.middle)
+
+        def __call__(self, x):
+            m0 = self.last(self.middle(jnp.tanh(self.first(x))))
+            m1 = self.last(self.frozen(jnp.tanh(self.first(x))))
+            return m0 - m1
+
+    def loss(params: Any) -> Any:
+        if how != 'two models':
+            return jnp.sum(Both().apply({'params': params}, X))
+        m0, m1 = chain(), chain(nn.Frozen)
+        return jnp.sum(
+            m0.apply({'params': params}, X) - m1.apply({'params': params}, X)
+        )
+
+    value, found = jax.value_and_grad(loss)(PARAMS)
+    assert value == 0
+    for name in NAMES:
+        assert is_zero(found[name]) == (name != FROZEN), name
+    assert_same(found[FROZEN], gradient(chain())[FROZEN])
+
+
+def test_an_optimizer_step() -> None:
+    """Frozen weights bit-identical, the others moved as before."""
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def train(model: Any, params: Any) -> Any:
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(gradient(model, params), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    frozen = train(chain(nn.Frozen), PARAMS)
+    assert_same(frozen[FROZEN], PARAMS[FROZEN])
+    for name in NAMES:
+        assert name == FROZEN or not is_zero(
+            jax.tree.map(jnp.subtract, frozen[name], PARAMS[name])
+        )
+
+    def by_hand(params: Any) -> Any:
+        state = tx.init(params)
+        for _ in range(3):
+            grads = gradient(chain(), params)
+            grads = {**grads, FROZEN: jax.tree.map(jnp.zeros_like, grads[FROZEN])}
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    assert_same(frozen, by_hand(PARAMS))
+
+
+def test_a_layer_and_its_frozen_self_in_one_model() -> None:
+    """Per use: through the free one the shared weights are trained."""
+    layer = linen.Dense(3)
+    model = linen.Sequential([layer, jnp.tanh, nn.Frozen(layer)])
+    params = model.init(jax.random.key(0), X)['params']
+    assert list(params) == ['layers_0']
+    found = jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X)))(params)
+
+    def by_hand(params: Any) -> Any:
+        y = jnp.tanh(layer.apply({'params': params['layers_0']}, X))
+        still = jax.lax.stop_gradient(params['layers_0'])
+        return jnp.sum(layer.apply({'params': still}, y))
+
+    assert_same(found, jax.grad(by_hand)(params))
+    assert not is_zero(found)
+
+
+def test_the_way_back_through_a_frozen_layer_is_no_longer() -> None:
+    """Fewer operations than through the bare one; benchmarks/frozen.py has times."""
+
+    def flops(model: Any) -> float:
+        def loss(params: Any, x: Any) -> Any:
+            return jnp.sum(model.apply({'params': params}, x) ** 2)
+
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        return step.lower(PARAMS, X).compile().cost_analysis()['flops']
+
+    assert flops(nn.Frozen(chain())) < flops(chain(nn.Frozen)) < flops(chain())

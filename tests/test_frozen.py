@@ -1,0 +1,1334 @@
+"""`nn.Frozen`: the module without a place of its own, with weights that are stopped.
+
+What it should compute comes from the same program without it, on copies of the weights
+that are stopped by hand.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+
+import models
+import oracle
+import programs
+import stepwise
+from flax_sg import errors, filters
+from flax_sg import linen as nn
+from oracle import assert_same, is_zero, stopped
+
+KEY = jax.random.key(7)
+RNGS = {'params': KEY, 'dropout': jax.random.key(3)}
+X = jnp.array([[0.5, -1.0, 2.0, 1.0], [1.5, 0.25, -0.75, -2.0]])
+IDS = jnp.array([[0, 2, 1, 1], [3, 3, 0, 2]])
+
+COLLECTIONS = ('params', 'batch_stats', 'counts', 'losses', 'intermediates')
+STACKED: dict[str, Any] = {
+    'variable_axes': dict.fromkeys(COLLECTIONS, 0),
+    'split_rngs': dict.fromkeys(RNGS, True),
+    'metadata_params': {'partition_name': None},
+}
+
+Wrap = Callable[[Any], Any]
+
+
+def bare(module: Any) -> Any:
+    """In the place of ``nn.Frozen``."""
+    return module
+
+
+# Modules to be frozen: all take an array of shape (2, 4) and return one.
+
+
+class Keeps(linen.Module):
+    """Keeps parameters, derived values and submodules, in several ways."""
+
+    def setup(self):
+        self.w = self.param('w', linen.initializers.normal(), (1, 4))
+        self.w2 = jnp.tanh(self.w)
+        self.layers = [linen.Dense(4), linen.Dense(4)]
+        self.named = {'a': linen.Dense(4)}
+        self.norm = linen.LayerNorm()
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x) * self.w2
+        return self.named['a'](self.norm(x)) + self.w
+
+
+class Noisy(linen.Module):
+    """Draws dropout masks, twice from one module and in a child."""
+
+    @linen.compact
+    def __call__(self, x):
+        drop = linen.Dropout(0.5, deterministic=False)
+        x = drop(linen.Dense(4)(drop(x)))
+        return linen.Sequential([linen.Dense(4), drop])(x)
+
+
+class Sows(linen.Module):
+    """Writes state and results."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(4)(x)
+        x = linen.BatchNorm(use_running_average=False)(x)
+        self.sow('intermediates', 'seen', x)
+        self.sow('losses', 'size', jnp.sum(x**2))
+        count = self.variable('counts', 'n', lambda: jnp.zeros(()))
+        count.value = count.value + 1.0
+        return x * (1.0 + count.value)
+
+
+class Boxed(linen.Module):
+    """Parameters in boxes."""
+
+    @linen.compact
+    def __call__(self, x):
+        init = linen.with_partitioning(linen.initializers.normal(), ('a', 'b'))
+        return linen.Dense(4, kernel_init=init)(x)
+
+
+class Tokens(linen.Module):
+    """Reads one parameter by an attribute and by a method."""
+
+    def setup(self):
+        self.embed = linen.Embed(4, 4)
+
+    def __call__(self, x):
+        return self.embed.attend(x) @ self.embed.embedding + self.embed(IDS[:, 0])
+
+
+class Recurrent(linen.Module):
+    """An RNN whose cell belongs to the module around it."""
+
+    def setup(self):
+        self.cell = linen.GRUCell(4)
+        self.rnn = linen.RNN(self.cell)
+
+    def __call__(self, x):
+        return self.rnn(x[:, None])[:, 0]
+
+
+class Scanned(linen.Module):
+    """A scan of a layer."""
+
+    @linen.compact
+    def __call__(self, x):
+        layers = linen.scan(
+            lambda layer, x, _: (jnp.tanh(layer(x)), None),
+            length=2,
+            **STACKED,
+        )
+        return layers(linen.Dense(4), x, None)[0]
+
+
+MODULES: dict[str, Callable[[], Any]] = {
+    'dense': lambda: linen.Dense(4),
+    'norms': lambda: linen.Sequential(
+        [linen.LayerNorm(), linen.DenseGeneral(4), linen.RMSNorm()]
+    ),
+    'attention': lambda: linen.MultiHeadDotProductAttention(2),
+    'keeps': Keeps,
+    'noisy': Noisy,
+    'sows': Sows,
+    'boxed': Boxed,
+    'tokens': Tokens,
+    'recurrent': Recurrent,
+    'scanned': Scanned,
+}
+
+
+# Places for a wrapped module. The layers beside it are called 'other'.
+
+
+class Compact(linen.Module):
+    wrap: Wrap
+    make: Any
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(4, name='other')(x)
+        inner = self.wrap(self.make())
+        return linen.Dense(4, name='other_2')(inner(x))
+
+
+class Setup(linen.Module):
+    wrap: Wrap
+    make: Any
+
+    def setup(self):
+        self.other = linen.Dense(4)
+        self.inner = self.wrap(self.make())
+
+    def __call__(self, x):
+        return self.inner(self.other(x))
+
+
+class Lists(linen.Module):
+    wrap: Wrap
+    make: Any
+
+    def setup(self):
+        self.inner = [self.wrap(self.make()), self.wrap(linen.Dense(4))]
+        self.other = linen.Dense(4)
+
+    def __call__(self, x):
+        return self.inner[1](self.other(self.inner[0](x)))
+
+
+class Dicts(linen.Module):
+    wrap: Wrap
+    make: Any
+
+    def setup(self):
+        self.inner = {'b': {'c': self.wrap(self.make())}, 'a': self.wrap(self.make())}
+        self.other = linen.Dense(4)
+
+    def __call__(self, x):
+        return self.inner['a'](self.other(self.inner['b']['c'](x)))
+
+
+class Field(linen.Module):
+    inner: Any
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4, name='other')(self.inner(x))
+
+
+class Shared(linen.Module):
+    """A module that the parent of its users owns, used twice."""
+
+    wrap: Wrap
+    make: Any
+
+    @linen.compact
+    def __call__(self, x):
+        inner = self.make()
+        other = linen.Dense(4, name='other')
+        x = linen.Sequential([self.wrap(inner), other])(x)
+        return Field(self.wrap(inner))(x)
+
+
+class Body(linen.Module):
+    wrap: Wrap
+    make: Any
+    pair: bool = False
+
+    @linen.compact
+    def __call__(self, x, *unused):
+        y = jnp.tanh(linen.Dense(4, name='other')(self.wrap(self.make())(x)))
+        return (y, None) if self.pair else y
+
+
+class Lifted(linen.Module):
+    """A place in the body of a transform of a class."""
+
+    lift: Any
+    wrap: Wrap
+    make: Any
+
+    @linen.compact
+    def __call__(self, x):
+        if self.lift is linen.scan:
+            scanned = linen.scan(Body, length=2, **STACKED)
+            return scanned(self.wrap, self.make, True)(x, None)[0]
+        if self.lift is linen.vmap:
+            mapped = linen.vmap(Body, **STACKED)
+            return mapped(self.wrap, self.make)(jnp.stack([x, -x]))[0]
+        return self.lift(Body)(self.wrap, self.make)(x)
+
+
+class Decorated(linen.Module):
+    """A place in the body of transforms of methods."""
+
+    wrap: Wrap
+    make: Any
+
+    def setup(self):
+        self.inner = self.wrap(self.make())
+        self.other = linen.Dense(4)
+
+    @linen.jit
+    def jitted(self, x):
+        return self.inner(self.other(x))
+
+    @linen.remat
+    def rematted(self, x):
+        return self.inner(self.other(x))
+
+    def __call__(self, x):
+        return self.jitted(x) + self.rematted(-x)
+
+
+class Lent(linen.Module):
+    """A wrapper that is passed to transforms of functions."""
+
+    wrap: Wrap
+    make: Any
+
+    @linen.compact
+    def __call__(self, x):
+        inner = self.wrap(self.make())
+        x = inner(x)
+        x = linen.remat(lambda module, x: module(x))(inner, x)
+        return linen.jit(lambda module, x: module(x))(inner, x)
+
+
+PLACES: dict[str, Callable[[Wrap, Any], Any]] = {
+    'top': lambda wrap, make: wrap(make()),
+    'compact': Compact,
+    'setup': Setup,
+    'lists': Lists,
+    'dicts': Dicts,
+    'field': lambda wrap, make: Field(wrap(make())),
+    'sequential': lambda wrap, make: linen.Sequential(
+        [Field(linen.Dense(4)), wrap(make()), jnp.tanh]
+    ),
+    'shared': Shared,
+    'decorated': Decorated,
+    'lent': Lent,
+    **{
+        lift.__name__: functools.partial(Lifted, lift)
+        for lift in (linen.jit, linen.remat, linen.vmap, linen.scan)
+    },
+}
+
+
+def is_frozen(path: str) -> bool:
+    """Whether a parameter belongs to a wrapped module, in every place above."""
+    return not re.search(r'(^|/)(other|layers_0/inner)', path)
+
+
+def call(model: Any, variables: Any, x: Any, selects: Any = None, **kwargs: Any) -> Any:
+    """What a call gives, and all that it writes but parameters."""
+    params = variables['params']
+    if selects is not None:
+        params = stopped(params, selects)
+    out, written = model.apply(
+        {**variables, 'params': params},
+        x,
+        rngs={'dropout': KEY},
+        mutable=linen.DenyList('params'),
+        capture_intermediates=True,
+        **kwargs,
+    )
+    return {'out': jnp.ravel(out)}, written
+
+
+def assert_same_program(
+    model: Any, plain: Any, selects: Any = is_frozen, x: Any = X, **kwargs: Any
+) -> None:
+    """``model`` is ``plain`` with the selected parameters stopped by hand."""
+    variables = plain.init(RNGS, x, **kwargs)
+    assert_same(model.init(RNGS, x, **kwargs), variables)
+
+    def fn(model: Any, selects: Any) -> Any:
+        def of_params(params: Any, x: Any) -> Any:
+            out, written = call(model, {**variables, 'params': params}, x, selects)
+            # Gradients through what is written are in other tests.
+            return {**out, 'rest': jax.lax.stop_gradient(written)}
+
+        def apart(params: Any, x: Any) -> Any:
+            out = of_params(params, x)
+            return {'out': out['out']}, out['rest']
+
+        return apart
+
+    params = variables['params']
+    actual = gradients(fn(model, None), params, x)
+    assert_same(actual, gradients(fn(plain, selects), params, x))
+
+
+def gradients(fn: Any, params: Any, x: Any) -> Any:
+    """Results, the pull-back of the output, and what was written, step by step."""
+
+    def both(params: Any, x: Any) -> Any:
+        out, pull_back, written = jax.vjp(fn, params, x, has_aux=True)
+        ramp = 1 + jnp.arange(out['out'].size, dtype=jnp.float32) % 7
+        return out, pull_back({'out': ramp}), written
+
+    return stepwise.evaluate(both, params, x)
+
+
+@pytest.mark.parametrize('place', PLACES)
+@pytest.mark.parametrize('name', MODULES)
+def test_frozen_is_the_bare_module_with_stopped_weights(name: str, place: str) -> None:
+    make = MODULES[name]
+    plain = PLACES[place](bare, make)
+    assert_same_program(PLACES[place](nn.Frozen, make), plain)
+
+
+def test_the_table_freezes_something_and_not_everything() -> None:
+    for place, put in PLACES.items():
+        params = put(bare, lambda: linen.Dense(4)).init(RNGS, X)['params']
+        paths = [str(p) for p in paths_of(params)]
+        assert any(map(is_frozen, paths)), place
+        assert place in ('top', 'lent') or not all(map(is_frozen, paths)), place
+
+
+def paths_of(tree: Any) -> list[str]:
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return ['/'.join(str(key.key) for key in keys) for keys, _ in flat]
+
+
+@pytest.mark.parametrize('place', PLACES)
+def test_paths_are_those_of_the_bare_module_seen_from_itself(place: str) -> None:
+    seen = set()
+
+    def where(path: Any) -> bool:
+        seen.add((path, path.absolute))
+        return True
+
+    def freeze(module: Any) -> Any:
+        return nn.Frozen(module, where)
+
+    model = PLACES[place](freeze, lambda: linen.Dense(4))
+    params = model.init(RNGS, X)['params']
+    assert {path for path, _ in seen} == {'kernel', 'bias'}
+    frozen = {path for path in paths_of(params) if is_frozen(path)}
+    assert {absolute for _, absolute in seen} == frozen
+
+
+# Reads of every kind are under the rule.
+
+
+class Offers(linen.Module):
+    """Gives its parameters away in every way that a module has."""
+
+    def setup(self):
+        self.w = self.param('w', linen.initializers.normal(), (1, 4))
+        self.w2 = jnp.tanh(self.w)
+        self.tree = {'w': [self.w]}
+        self.box = self.variable('params', 'v', lambda: jnp.ones((1, 4)))
+        self.layers = [linen.Dense(4), linen.Dense(4)]
+        self.named = {'a': linen.Dense(4)}
+        self.fn = lambda x: self.layers[0](x) * self.w
+        self.partial = functools.partial(self.method, 2.0)
+        self.others = self.layers[1].__call__
+
+    def method(self, factor, x=None):
+        return factor * self.w * (X if x is None else x)
+
+    @property
+    def doubled(self):
+        return 2 * self.layers[0].variables['params']['kernel']
+
+    @linen.nowrap
+    def helper(self, x):
+        return x * self.w2
+
+    @linen.compact
+    def __call__(self, x):
+        return self.layers[1](self.named['a'](self.fn(x))) + self.box.value
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    'call': lambda m: m(X),
+    'method': lambda m: m.method(2.0),
+    'method by keyword': lambda m: m.method(factor=2.0, x=X),
+    'method, taken before': lambda m: functools.partial(m.method, 3.0)(),
+    'nowrap': lambda m: m.helper(X),
+    'property': lambda m: m.doubled,
+    'kept': lambda m: m.w2,
+    'kept in a tree': lambda m: m.tree['w'][0],
+    'variable': lambda m: m.box.value,
+    'variables': lambda m: m.variables['params']['layers_0'],
+    'get_variable': lambda m: m.get_variable('params', 'w'),
+    'a list of modules': lambda m: m.layers[1](X),
+    'a dict of modules': lambda m: m.named['a'](X),
+    'a part of a part': lambda m: m.layers[0].variables['params']['bias'],
+    'a function': lambda m: m.fn(X),
+    'a partial': lambda m: m.partial(),
+    'a method of another': lambda m: m.others(X),
+    'getattr': lambda m: getattr(m, 'w', None),
+}
+
+
+def offers(freeze: Any, read: Any) -> Any:
+    class Reads(linen.Module):
+        def setup(self):
+            self.inner = freeze(Offers())
+
+        def __call__(self):
+            return self.inner(X), read(self.inner)
+
+    return Reads()
+
+
+@pytest.mark.parametrize('where', [True, 'w', ['layers_*/**', 'named_a/kernel'], 'v'])
+@pytest.mark.parametrize('read', READS)
+def test_reads_are_under_the_rule(read: str, where: Any) -> None:
+    plain = offers(bare, READS[read])
+    frozen = offers(lambda module: nn.Frozen(module, where), READS[read])
+    params = plain.init(KEY)['params']
+    assert_same(frozen.init(KEY)['params'], params)
+    taken = filters.as_filter(where)
+    chosen = [p for p in paths_of(params['inner']) if taken(path_of(p))]
+    assert chosen
+
+    def selects(path: str) -> bool:
+        return path.removeprefix('inner/') in chosen
+
+    actual = oracle.grads(lambda p: frozen.apply({'params': p}), params)
+    by_hand = lambda p: plain.apply({'params': stopped(p, selects)})  # noqa: E731
+    assert_same(actual, oracle.grads(by_hand, params))
+
+
+def path_of(text: str) -> Any:
+    from flax_sg import Path
+
+    return Path.of('params', tuple(text.split('/')))
+
+
+def test_reads_of_a_bound_wrapper_and_of_one_that_is_not() -> None:
+    embed = nn.Frozen(nn.Embed(4, 3))
+    assert (embed.features, embed.num_embeddings) == (3, 4)
+    params = embed.init(KEY, IDS)['params']
+    x = jnp.ones((2, 3))
+    uses: dict[str, Callable[[Any, Any], Any]] = {
+        'attend': lambda m, v: m.bind(v).attend(x),
+        'embedding': lambda m, v: m.bind(v).embedding,
+        'by name': lambda m, v: m.apply(v, x, method='attend'),
+        'by function': lambda m, v: m.apply(v, x, method=nn.Embed.attend),
+        'in a function': lambda m, v: m.apply(v, x, method=lambda m, x: m.attend(x)),
+        'unbound': lambda m, v: m.bind(v).unbind()[0].apply(v, IDS),
+    }
+    for name, use in uses.items():
+        value = use(embed, {'params': params})
+        assert_same(value, use(nn.Embed(4, 3), {'params': params}))
+        (gradient,) = oracle.grads(lambda p, use=use: use(embed, {'params': p}), params)
+        assert is_zero(gradient), name
+    # The body of a method that creates parameters reads them from the module too.
+    dense = nn.Frozen(linen.Dense(3))
+    variables = dense.init(KEY, x)
+    call = functools.partial(dense.apply, method=linen.Dense.__call__)
+    assert_same(call(variables, x), linen.Dense(3).apply(variables, x))
+    assert is_zero(oracle.grads(lambda v: call(v, x), variables))
+
+
+def test_what_is_not_there_is_an_attribute_error() -> None:
+    frozen = nn.Frozen(Offers())
+    assert not hasattr(frozen, 'nothing')
+    bound = frozen.bind(Offers().init(KEY, X))
+    with pytest.raises(AttributeError, match='nothing'):
+        _ = bound.nothing
+    assert bound.layers[0].features == 4
+    assert bound.layers[0].kernel_init is bound.module.layers[0].kernel_init
+
+
+def test_a_cell_that_is_frozen() -> None:
+    class Recurrent(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            y = linen.RNN(self.wrap(linen.GRUCell(4)))(x[:, None])[:, 0]
+            return linen.Dense(4, name='other')(y)
+
+    assert_same_program(Recurrent(nn.Frozen), Recurrent(bare))
+
+
+# In transforms of functions, and of the wrapper itself.
+
+LIFTS: dict[str, Callable[[Any, Any], Any]] = {
+    'cond': lambda m, x: nn.cond(True, lambda m, x: m(x), lambda m, x: -m(x), m, x),
+    'switch': lambda m, x: nn.switch(1, [lambda m, x: -m(x), lambda m, x: m(x)], m, x),
+    'vmap': lambda m, x: nn.vmap(
+        lambda m, x: m(x), variable_axes={'params': None}, split_rngs={'params': False}
+    )(m, x),
+    'map_variables': lambda m, x: nn.map_variables(
+        lambda m, x: m(x),
+        'params',
+        lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
+        mutable=False,
+    )(m, x),
+    'scan': lambda m, x: nn.scan(
+        lambda m, x, _: (m(x), None),
+        variable_broadcast='params',
+        split_rngs={'params': False},
+        length=2,
+    )(m, x, None)[0],
+    'checkpoint': lambda m, x: nn.checkpoint(lambda m, x: m(x))(m, x),
+}
+
+
+@pytest.mark.parametrize('lift', LIFTS)
+def test_in_a_lifted_function(lift: str) -> None:
+    class Model(linen.Module):
+        wrap: Wrap
+
+        @linen.compact
+        def __call__(self, x):
+            inner = self.wrap(linen.Dense(4))
+            if self.is_initializing():
+                inner(x)  # Branches must not create variables.
+            return linen.Dense(4, name='other')(LIFTS[lift](inner, x))
+
+    assert_same_program(Model(nn.Frozen), Model(bare))
+
+
+def test_the_wrapper_itself_is_lifted() -> None:
+    class Model(linen.Module):
+        lift: Any
+
+        @linen.compact
+        def __call__(self, x):
+            inner = Noisy(name='inner')
+            y = self.lift(nn.Frozen)(inner)(x) if self.lift else inner(x)
+            return linen.Dense(4, name='other')(y)
+
+    assert_same_program(Model(linen.remat), Model(None))
+    params = Model(None).init(RNGS, X)['params']
+    jitted = Model(linen.jit)
+    rngs = {'dropout': KEY}
+    grads = oracle.grads(lambda p: jitted.apply({'params': p}, X, rngs=rngs), params)
+    assert is_zero(grads[0][0]['inner'])
+    assert not is_zero(grads[0][0]['other'])
+
+
+@pytest.mark.parametrize('lift', ['jit', 'remat', 'scan'])
+def test_a_field_of_a_lifted_module_is_a_wrapper(lift: str) -> None:
+    class Uses(linen.Module):
+        inner: Any
+
+        @linen.compact
+        def __call__(self, x, *unused):
+            return jnp.tanh(linen.Dense(4)(self.inner(x))), None
+
+    class Model(linen.Module):
+        wrap: Wrap
+
+        @linen.compact
+        def __call__(self, x):
+            inner = self.wrap(Noisy(name='inner'))
+            if lift == 'scan':
+                scanned = linen.scan(Uses, length=2, **STACKED)
+                return scanned(inner, name='other')(x, None)[0]
+            return getattr(linen, lift)(Uses)(inner, name='other')(x)[0]
+
+    assert_same_program(Model(nn.Frozen), Model(bare))
+
+
+def test_an_rnn_whose_cell_belongs_to_the_parent() -> None:
+    class Model(linen.Module):
+        wrap: Wrap
+
+        def setup(self):
+            self.cell = linen.OptimizedLSTMCell(4)
+            self.rnn = self.wrap(linen.RNN(self.cell))
+            self.both = self.wrap(
+                linen.Bidirectional(linen.RNN(self.cell), linen.RNN(linen.GRUCell(4)))
+            )
+            self.other = linen.Dense(4)
+
+        def __call__(self, x):
+            return self.other(self.both(self.rnn(x[:, None]))[:, 0])
+
+    assert_same_program(Model(nn.Frozen), Model(bare))
+    seen = set()
+
+    def where(path: Any) -> bool:
+        seen.add(path)
+        return True
+
+    model = Model(lambda module: nn.Frozen(module, where))
+    model.init(KEY, X)
+    assert '/cell/hf/kernel' in seen  # It lies outside of the RNN.
+
+
+@pytest.mark.parametrize('view', [nn.Frozen, nn.mirror])
+def test_a_layer_and_its_frozen_self_in_a_scan(view: Any) -> None:
+    class Layer(linen.Module):
+        how: str
+
+        @linen.compact
+        def __call__(self, x, _):
+            layer = linen.Dense(4)
+            y = layer(x)
+            if self.how == 'view':
+                return jnp.tanh(y + view(layer)(x)), None
+            if self.is_initializing():
+                return jnp.tanh(y + y), None
+            copy = jax.lax.stop_gradient(layer.variables)
+            return jnp.tanh(y + linen.Dense(4).apply(copy, x)), None
+
+    class Model(linen.Module):
+        how: str
+
+        @linen.compact
+        def __call__(self, x):
+            return linen.scan(Layer, length=3, **STACKED)(self.how)(x, None)[0]
+
+    params = Model('hand').init(KEY, X)['params']
+    assert_same(Model('view').init(KEY, X)['params'], params)
+
+    def fn(how: str) -> Any:
+        return lambda p, x: ({'out': jnp.ravel(Model(how).apply({'params': p}, x))}, ())
+
+    actual = gradients(fn('view'), params, X)
+    assert_same(actual, gradients(fn('hand'), params, X))
+
+
+# Placement.
+
+
+def test_a_module_and_its_frozen_self_share_parameters_in_either_order() -> None:
+    def model(wrap: Any, order: str) -> Any:
+        shared = linen.Dense(4)
+        made = {'l': lambda: shared, 'F': lambda: wrap(shared)}
+        return linen.Sequential([made[kind]() for kind in order])
+
+    for order in ('lF', 'Fl', 'FF', 'lFl', 'FlF'):
+        params = model(bare, order).init(KEY, X)['params']
+        actual = model(nn.Frozen, order)
+        assert_same(actual.init(KEY, X)['params'], params)
+
+        def by_hand(params: Any, x: Any, order: str = order) -> Any:
+            for kind in order:
+                live = params['layers_0']
+                weights = stopped(live) if kind == 'F' else live
+                x = linen.Dense(4).apply({'params': weights}, x)
+            return x
+
+        fn = lambda p, x, m=actual: m.apply({'params': p}, x)  # noqa: E731
+        assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+
+
+@pytest.mark.parametrize('order', ['lF', 'Fl'])
+def test_sharing_in_setup_and_in_compact(order: str) -> None:
+    class InSetup(linen.Module):
+        wrap: Any
+
+        def setup(self):
+            layer = linen.Dense(4)
+            pair = (layer, self.wrap(layer))
+            self.layers = pair if order == 'lF' else pair[::-1]
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    class InCompact(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            layer = linen.Dense(4)
+            frozen = self.wrap(layer)
+            first, second = (layer, frozen) if order == 'lF' else (frozen, layer)
+            return second(first(x))
+
+    for cls, name in ((InSetup, 'layers_0'), (InCompact, 'Dense_0')):
+        params = cls(bare).init(KEY, X)['params']
+        assert_same(cls(nn.Frozen).init(KEY, X)['params'], params)
+        assert list(params) == [name]
+
+        def by_hand(params: Any, x: Any, name: str = name) -> Any:
+            for kind in order:
+                live = params[name]
+                weights = stopped(live) if kind == 'F' else live
+                x = linen.Dense(4).apply({'params': weights}, x)
+            return x
+
+        model = cls(nn.Frozen)
+        fn = lambda p, x, m=model: m.apply({'params': p}, x)  # noqa: E731
+        assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+
+
+def test_twice_around_one_module() -> None:
+    twice = lambda module: nn.Frozen(nn.Frozen(module, 'kernel'), 'bias')  # noqa: E731
+    for place in ('top', 'compact', 'setup', 'lists', 'sequential', 'scan'):
+        make = lambda: linen.Dense(4)  # noqa: E731
+        assert_same_program(PLACES[place](twice, make), PLACES[place](bare, make))
+    only = nn.Frozen(nn.Frozen(linen.Dense(4), 'kernel'), 'kernel')
+    assert_same_program(only, linen.Dense(4), lambda path: path == 'kernel')
+
+
+def test_the_name_of_a_module_from_outside_is_that_of_its_class() -> None:
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = nn.Frozen(linen.Dense(4, parent=None))(x)
+            x = nn.Frozen(linen.Dense(4, parent=None), name='named')(x)
+            return nn.Frozen(linen.Dense(4, name='inner'))(linen.Dense(4)(x))
+
+    names = list(Model().init(KEY, X)['params'])
+    assert names == ['Dense_0', 'named', 'Dense_1', 'inner']
+
+
+def test_a_second_name_is_refused() -> None:
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return nn.Frozen(linen.Dense(4), name='base')(x)
+
+    with pytest.raises(errors.WrapperNameError) as caught:
+        Model().init(KEY, X)
+    assert "it is 'Dense_0'" not in str(caught.value)
+    assert "nn.Frozen(Dense(..., name='base'))" in str(caught.value)
+
+
+@pytest.mark.parametrize('borrows', [True, False])
+def test_share_scope(borrows: bool) -> None:
+    class Adapter(linen.Module):
+        base: Any = None
+        wrap: Any = bare
+
+        def setup(self):
+            if self.base is None:
+                self.child = self.wrap(linen.Dense(4))
+            linen.share_scope(self, self.base or self.child)
+
+        @linen.compact
+        def __call__(self, x):
+            a = self.param('A', linen.initializers.normal(), (4, 2))
+            b = self.param('B', linen.initializers.normal(), (2, 4))
+            return (self.base or self.child)(x) + x @ a @ b
+
+    class Model(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            if borrows:
+                return Adapter(self.wrap(linen.Dense(4)))(x)
+            return Adapter(wrap=self.wrap)(x)
+
+    selects = lambda path: not path.endswith(('/A', '/B'))  # noqa: E731
+    assert_same_program(Model(nn.Frozen), Model(bare), selects)
+
+
+def test_a_finished_model() -> None:
+    class Model(linen.Module):
+        def setup(self):
+            self.encoder = linen.Sequential([linen.Dense(4), jnp.tanh])
+            self.head = linen.Dense(4)
+
+        def encode(self, x):
+            return self.encoder(x)
+
+        def __call__(self, x):
+            return self.head(self.encode(x))
+
+    cases = {
+        'encoder/**': lambda path: path.startswith('encoder'),
+        'head/bias': lambda path: path == 'head/bias',
+        '**/kernel': lambda path: path.endswith('kernel'),
+    }
+    for where, selects in cases.items():
+        assert_same_program(nn.Frozen(Model(), where), Model(), selects)
+    frozen = nn.Frozen(Model(), 'head/**')
+    # Only a part of it is there at that time.
+    variables = frozen.init(KEY, X, method='encode')
+    assert_same(variables, Model().init(KEY, X, method='encode'))
+    with pytest.raises(errors.UnusedFilterError):
+        frozen.apply(variables, X, method='encode')
+
+
+def test_a_filter_that_matches_nothing_raises() -> None:
+    with pytest.raises(errors.UnusedFilterError, match="'kernel'"):
+        nn.Frozen(linen.Dense(4), 'kernle').init(KEY, X)
+    frozen = nn.Frozen(linen.Dense(4), 'kernle', unused='ignore')
+    assert_same_program(frozen, linen.Dense(4), lambda path: False)
+
+
+def test_collections() -> None:
+    class Stateful(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            scale = self.variable('memory', 'scale', jnp.ones, (1, 4))
+            return linen.Dense(4)(x) * scale.value
+
+    variables = Stateful().init(KEY, X)
+    for collections, params, memory in (
+        ('memory', False, True),
+        (('params', 'memory'), True, True),
+        (True, True, True),
+        (linen.DenyList('params'), False, True),
+    ):
+        frozen = nn.Frozen(Stateful(), collections=collections)
+        (grad,) = oracle.grads(lambda v, m=frozen: m.apply(v, X), variables)[0]
+        assert is_zero(grad['params']) == params
+        assert is_zero(grad['memory']) == memory
+
+
+# State.
+
+
+def norm_model(state: str | None, **fields: Any) -> Any:
+    class Normed(linen.Module):
+        @linen.compact
+        def __call__(self, x, train: bool = True):
+            norm = linen.BatchNorm(momentum=0.5, **fields)
+            x = norm(x) if fields else norm(x, not train)
+            x = linen.SpectralNorm(linen.Dense(4))(x, update_stats=train)
+            count = self.variable('counts', 'n', lambda: jnp.zeros(()))
+            if not self.is_initializing():
+                count.value = count.value + 1.0
+            return x * (1.0 + count.value)
+
+    return Normed() if state is None else nn.Frozen(Normed(), state=state)
+
+
+@pytest.mark.parametrize('fields', [{}, {'use_running_average': False}])
+@pytest.mark.parametrize('lift', ['plain', 'jit'])
+def test_state(fields: dict[str, Any], lift: str) -> None:
+    def model(state: str | None) -> Any:
+        inner = norm_model(state, **fields)
+        if lift == 'plain':
+            return linen.Sequential([inner])
+        return linen.Sequential([linen.jit(Field)(inner)])
+
+    class Field(linen.Module):
+        inner: Any
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    plain = model(None)
+    variables = plain.init(KEY, X)
+    # Statistics unlike those of the batch.
+    variables = jax.tree.map(lambda v: v + 0.5, variables)
+    mutable = ['batch_stats', 'counts']
+
+    def run(model: Any, **kwargs: Any) -> Any:
+        return model.apply(variables, X, mutable=mutable, **kwargs)
+
+    state = {col: variables[col] for col in mutable}
+    expected = run(plain)
+    assert not is_zero(jax.tree.map(jnp.subtract, expected[1], state))
+    for choice in ('update', 'hold', 'use_running_average', 'update'):
+        frozen = model(choice)
+        assert_same(frozen.init(KEY, X), plain.init(KEY, X))
+        out, written = run(frozen)
+        if choice == 'use_running_average':
+            inner = norm_model(None, **fields | {'use_running_average': True})
+            deep = jax.tree.map(lambda v: v, variables)
+            plain_inner = {c: only(t) for c, t in deep.items()}
+            wanted = inner.apply(plain_inner, X, False, mutable=['counts'])[0]
+            assert not (wanted == expected[0]).all()
+        else:
+            wanted = expected[0]
+        assert_same(out, wanted)
+        assert_same(written, expected[1] if choice == 'update' else state)
+        (gradient,) = oracle.grads(
+            lambda p, m=frozen: m.apply({**variables, 'params': p}, X, mutable=mutable)[
+                0
+            ],
+            variables['params'],
+        )[0]
+        assert is_zero(gradient)
+
+
+def test_a_trace_of_jit_belongs_to_one_choice_of_state() -> None:
+    cls = linen.jit(linen.BatchNorm)
+
+    class Model(linen.Module):
+        states: Any
+
+        @linen.compact
+        def __call__(self, x):
+            norm = cls(use_running_average=False)
+            return [nn.Frozen(norm, state=state)(x) for state in self.states]
+
+    variables = Model(('hold',)).init(KEY, X)
+    mutable = ['batch_stats']
+    alone = {col: next(iter(tree.values())) for col, tree in variables.items()}
+    by_batch, _ = linen.BatchNorm(False).apply(alone, X, mutable=mutable)
+    by_average = linen.BatchNorm(True).apply(alone, X)
+    found = {'hold': by_batch, 'use_running_average': by_average}
+    for order in (tuple(found), tuple(found)[::-1]):
+        out, _ = Model(order).apply(variables, X, mutable=mutable)
+        for state, value in zip(order, out, strict=True):
+            assert jnp.allclose(value, found[state], atol=1e-5), order
+
+
+def only(tree: Any) -> Any:
+    """The tree of the innermost module that has a norm in it."""
+    while len(tree) == 1 and next(iter(tree)) in ('layers_0', 'inner'):
+        (tree,) = tree.values()
+    return tree
+
+
+def test_held_state_in_the_collection_of_results_is_no_state() -> None:
+    frozen = nn.Frozen(Sows(), state='hold')
+    variables = Sows().init(KEY, X)
+    args = variables, X
+    kwargs = {'mutable': linen.DenyList('params'), 'capture_intermediates': True}
+    out, written = frozen.apply(*args, **kwargs)
+    plain_out, plain = Sows().apply(*args, **kwargs)
+    assert_same(out, plain_out)
+    assert_same(written['intermediates'], plain['intermediates'])
+    for collection in ('batch_stats', 'counts', 'losses'):
+        assert_same(written[collection], variables[collection])
+
+
+def test_held_state_comes_back_after_an_exception() -> None:
+    class Fails(linen.Module):
+        def setup(self):
+            self.n = self.variable('counts', 'n', lambda: jnp.zeros(()))
+
+        def __call__(self):
+            if not self.is_initializing():
+                self.n.value = self.n.value + 1.0
+                raise ZeroDivisionError
+
+    class Catches(linen.Module):
+        def setup(self):
+            self.inner = nn.Frozen(Fails(), state='hold')
+
+        def __call__(self):
+            with contextlib.suppress(ZeroDivisionError):
+                self.inner()
+
+    variables = Catches().init(KEY)
+    _, written = Catches().apply(variables, mutable=['counts'])
+    assert_same(written, variables)
+
+
+def test_an_unknown_state() -> None:
+    with pytest.raises(errors.ChoiceError) as caught:
+        nn.Frozen(linen.Dense(4), state='eval')
+    for choice in ("state='eval'", "'update'", "'hold'", "'use_running_average'"):
+        assert choice in str(caught.value)
+
+
+# Other rules, values of rewrites.
+
+
+def test_a_rewrite_called_on_a_module() -> None:
+    rewrite = nn.stop_gradient('kernel', unused='ignore')
+    frozen = rewrite(linen.Dense(4))
+    assert isinstance(frozen, nn.Frozen)
+    assert frozen == nn.Frozen(linen.Dense(4), 'kernel', unused='ignore')
+    assert_same_program(frozen, linen.Dense(4), lambda path: path == 'kernel')
+    trained = nn.train_only('kernel')(linen.Dense(4))
+    assert_same_program(trained, linen.Dense(4), lambda path: path == 'bias')
+    first = nn.stop_gradient(linen.Dense(4), 'kernel')
+    assert_same_program(first, linen.Dense(4), lambda path: path == 'kernel')
+
+
+def test_any_rule_may_be_wrapped_around_a_module() -> None:
+    from flax_sg import rewrites, rules
+
+    @dataclasses.dataclass(frozen=True)
+    class Twice(rules.Rule):
+        name = 'twice'
+
+        def __call__(self, path, leaf):
+            return 2 * leaf
+
+    twice = rewrites.Rewrite(filters.as_filter('kernel'), Twice())
+    doubled = twice(linen.Dense(4))
+    params = linen.Dense(4).init(KEY, X)['params']
+    by_hand = {**params, 'kernel': 2 * params['kernel']}
+    assert_same(
+        doubled.apply({'params': params}, X),
+        linen.Dense(4).apply({'params': by_hand}, X),
+    )
+
+
+# As a value.
+
+
+def test_it_is_a_value_like_every_module() -> None:
+    frozen = nn.Frozen(linen.Dense(4), 'kernel')
+    assert not isinstance(frozen, linen.Dense)
+    assert isinstance(frozen.module, linen.Dense)
+    assert frozen == nn.Frozen(linen.Dense(4), 'kernel')
+    assert hash(frozen) == hash(nn.Frozen(linen.Dense(4), 'kernel'))
+    assert frozen != nn.Frozen(linen.Dense(4), 'bias')
+    assert frozen != nn.Frozen(linen.Dense(3), 'kernel')
+    assert "where = Glob('kernel')" in repr(frozen)
+    other = frozen.clone(where='bias')
+    assert other == nn.Frozen(linen.Dense(4), 'bias')
+    assert dataclasses.replace(frozen, where='bias', parent=None) == other
+    assert frozen.copy(state='hold').state == 'hold'
+    assert frozen.clone() == frozen.copy() == frozen
+    for same in (frozen.clone(), frozen.copy(), copied(frozen)):
+        assert_same_program(same, linen.Dense(4), lambda path: path == 'kernel')
+
+
+def copied(value: Any) -> Any:
+    return cloudpickle.loads(cloudpickle.dumps(value))
+
+
+def test_a_lambda_survives_cloudpickle() -> None:
+    prefix = 'ker'
+    frozen = nn.Frozen(linen.Dense(4), lambda path: path.startswith(prefix))
+    assert_same_program(copied(frozen), linen.Dense(4), lambda path: path == 'kernel')
+
+
+def test_inheritance() -> None:
+    class FrozenDense(nn.Frozen):
+        """Adds its input, and takes part of the work itself."""
+
+        scale: float = 2.0
+
+        def __call__(self, x):
+            return x + self.scale * super().__call__(x)
+
+        def twice(self, x):
+            return self(self(x))
+
+    class Plain(linen.Module):
+        scale: float = 2.0
+
+        def setup(self):
+            self.module = linen.Dense(4)
+
+        def __call__(self, x):
+            return x + self.scale * self.module(x)
+
+        def twice(self, x):
+            return self(self(x))
+
+    frozen = FrozenDense(linen.Dense(4), scale=3.0)
+    params = frozen.init(KEY, X)['params']
+    assert set(params) == {'kernel', 'bias'}
+    for method in ('__call__', 'twice'):
+        actual = oracle.grads(
+            lambda p, x, m=method: frozen.apply({'params': p}, x, method=m), params, X
+        )
+        expected = oracle.grads(
+            lambda p, x, m=method: Plain(3.0).apply(
+                {'params': {'module': stopped(p)}}, x, method=m
+            ),
+            params,
+            X,
+        )
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ('target', 'said'),
+    [
+        (None, 'was given None'),
+        (jnp.tanh, 'A function has no parameters of its own'),
+        (lambda x: x, 'open a block'),
+        (linen.Dense, 'nn.Frozen(Dense(...))'),
+        (X, 'jax.lax.stop_gradient(x)'),
+        ('encoder', "'encoder', of type str"),
+    ],
+)
+def test_what_is_no_module(target: Any, said: str) -> None:
+    with pytest.raises(errors.WrappedModuleError) as caught:
+        nn.Frozen(target)
+    assert said in str(caught.value)
+    assert 'nn.Frozen wraps a Module instance' in str(caught.value)
+
+
+def test_a_filter_that_is_none_and_options_that_are_not_there() -> None:
+    dense = linen.Dense(4)
+    with pytest.raises(errors.FilterTypeError):
+        nn.Frozen(dense, 3)
+    with pytest.raises(errors.FilterTypeError):
+        nn.Frozen(dense, linen.Dense(4))
+    with pytest.raises(errors.OverwriteWithGradientError):
+        nn.Frozen(dense, collections='_overwrite_with_gradient')
+    with pytest.raises(errors.FilterValueError):
+        nn.Frozen(dense, unused='maybe')
+
+
+def test_tabulate_shows_the_bare_module() -> None:
+    plain = PLACES['compact'](bare, lambda: linen.Dense(4))
+    frozen = PLACES['compact'](nn.Frozen, lambda: linen.Dense(4))
+    tables = [
+        m.tabulate(RNGS, X, console_kwargs={'width': 200}) for m in (plain, frozen)
+    ]
+    assert tables[0] == tables[1]
+
+
+def test_checkpoints_are_interchangeable_both_ways(tmp_path: Any) -> None:
+    from orbax import checkpoint
+
+    model = PLACES['setup'](bare, Sows)
+    frozen = PLACES['setup'](nn.Frozen, Sows)
+    for number, (one, other) in enumerate([(model, frozen), (frozen, model)]):
+        variables = one.init(jax.random.key(number), X)
+        like = jax.eval_shape(other.init, KEY, X)
+        place = tmp_path / str(number)
+        with checkpoint.StandardCheckpointer() as saver:
+            saver.save(place, variables)
+        with checkpoint.StandardCheckpointer() as saver:
+            restored = saver.restore(place, like)
+        assert_same(restored, variables)
+        mutable = linen.DenyList('params')
+        assert_same(
+            other.apply(restored, X, mutable=mutable),
+            one.apply(variables, X, mutable=mutable),
+        )
+
+
+# Caches and programs.
+
+
+def test_a_lambda_in_the_field_does_not_retrace() -> None:
+    traces = []
+
+    class Counted(linen.Module):
+        inner: Any
+
+        @linen.jit
+        @linen.compact
+        def __call__(self, x):
+            traces.append(1)
+            return self.inner(x)
+
+    def step(name: str) -> Any:
+        model = Counted(nn.Frozen(linen.Dense(4), lambda path: path == name))
+        return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X)))
+
+    params = Counted(linen.Dense(4)).init(KEY, X)['params']
+    traces.clear()
+    for _ in range(3):
+        found = step('kernel')(params)['inner']
+        assert is_zero(found['kernel']) and not is_zero(found['bias'])
+    assert len(traces) == 1
+    found = step('bias')(params)['inner']
+    assert is_zero(found['bias']) and not is_zero(found['kernel'])
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize('order', ['lF', 'Fl', 'lFlF', 'FlFl'])
+@pytest.mark.parametrize('lift', [linen.jit, lambda cls: linen.remat(linen.jit(cls))])
+def test_traces_kept_by_jit(order: str, lift: Any) -> None:
+    """One class of layers, jitted, used frozen and live in one model."""
+    cls = lift(linen.Dense)
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            layers = {'l': cls(4, name='l'), 'F': nn.Frozen(cls(4, name='F'))}
+            for kind in order:
+                x = layers[kind](x)
+            return x
+
+    params = Model().init(KEY, X)['params']
+    (found,) = oracle.grads(lambda p: Model().apply({'params': p}, X), params)[0]
+    assert is_zero(found['F'])
+    assert not is_zero(found['l'])
+
+
+def test_parameters_that_are_mutable_are_stopped_and_keep_their_gradient() -> None:
+    class Model(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            layer = linen.jit(linen.Dense)(4)
+            return self.wrap(layer)(x)
+
+    params = Model(bare).init(KEY, X)['params']
+
+    def loss(params: Any) -> Any:
+        y, written = Model(nn.Frozen).apply({'params': params}, X, mutable=['params'])
+        return jnp.sum(y), sum(jnp.sum(w**2) for w in jax.tree.leaves(written))
+
+    of_y, of_written = oracle.grads(loss, params)
+    assert is_zero(of_y)
+    assert_same(of_written[0], jax.tree.map(lambda w: 2 * w, params))
+
+
+def test_blocks_and_frozen_compose() -> None:
+    class Model(linen.Module):
+        def setup(self):
+            self.a = nn.Frozen(linen.Dense(4), 'kernel')
+            self.b = linen.Dense(4)
+
+        def __call__(self, x):
+            with nn.stop_gradient(['a/bias', 'b/kernel']):
+                y = self.b(self.a(x))
+            return self.b(self.a(y)) * jax.lax.stop_gradient(y)
+
+    params = Model().init(KEY, X)['params']
+
+    def by_hand(params: Any, x: Any) -> Any:
+        dense = linen.Dense(4).apply
+        in_block = stopped(params, lambda path: path in ('a/bias', 'b/kernel'))
+        frozen = [
+            stopped(p, lambda path: path == 'a/kernel') for p in (in_block, params)
+        ]
+        y = dense({'params': frozen[0]['b']}, dense({'params': frozen[0]['a']}, x))
+        z = dense({'params': frozen[1]['b']}, dense({'params': frozen[1]['a']}, y))
+        return z * jax.lax.stop_gradient(y)
+
+    fn = lambda p, x: Model().apply({'params': p}, x)  # noqa: E731
+    assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+
+
+def test_higher_orders_and_forward_mode() -> None:
+    frozen, plain = nn.Frozen(Keeps(), 'w'), Keeps()
+    params = plain.init(KEY, X)['params']
+    selects = lambda path: path == 'w'  # noqa: E731
+
+    def of_frozen(params: Any) -> Any:
+        return jnp.sum(frozen.apply({'params': params}, X) ** 2)
+
+    def of_plain(params: Any) -> Any:
+        return jnp.sum(plain.apply({'params': stopped(params, selects)}, X) ** 2)
+
+    def second(fn: Any) -> Any:
+        def outer(params: Any) -> Any:
+            return sum(
+                jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(jax.grad(fn)(params))
+            )
+
+        return jax.grad(outer)
+
+    def forward(fn: Any) -> Any:
+        return lambda params: jax.jvp(fn, (params,), (params,))
+
+    for transform in (second, forward):
+        actual = stepwise.evaluate(transform(of_frozen), params)
+        assert_same(actual, stepwise.evaluate(transform(of_plain), params))
+
+
+@pytest.mark.usefixtures('leaks')
+@pytest.mark.parametrize('place', ['compact', 'setup', 'jit', 'scan', 'lent'])
+def test_nothing_outlives_its_trace(place: str) -> None:
+    model = PLACES[place](nn.Frozen, Keeps)
+    params = PLACES[place](bare, Keeps).init(RNGS, X)['params']
+    step = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X))))
+    assert is_zero(step(params)) == (place == 'lent')
+
+
+def test_the_program_is_the_one_written_by_hand() -> None:
+    class Model(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            x, _ = self.wrap(models.Layer(16, name='backbone'))(x)
+            layers = linen.scan(
+                models.Layer,
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=4,
+            )
+            x, _ = self.wrap(layers(16, name='stack'))(x, None)
+            return linen.Dense(3, name='head')(x)
+
+    x = jnp.linspace(-1.0, 1.0, 2 * 4 * 16).reshape(2, 4, 16)
+    params = jax.eval_shape(Model(bare).init, KEY, x)['params']
+
+    def step(wrap: Any, selects: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            weights = stopped(params, selects)
+            return jnp.sum(Model(wrap).apply({'params': weights}, x))
+
+        return programs.optimized_hlo(jax.grad(loss, (0, 1)), params, x)
+
+    nothing = lambda path: False  # noqa: E731
+    by_hand = step(bare, lambda path: not path.startswith('head'))
+    assert step(nn.Frozen, nothing) == by_hand
+    assert step(bare, nothing) != by_hand

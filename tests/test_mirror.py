@@ -1,0 +1,675 @@
+"""`nn.mirror`: the same parameters, or other values, seen through a stop."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+
+import oracle
+import stepwise
+from flax_sg import errors
+from flax_sg import linen as nn
+from oracle import assert_same, is_zero, stopped
+
+RNGS = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
+X = jnp.array([[0.5, -1.0, 2.0, 1.0], [1.5, 0.25, -0.75, -2.0]])
+
+
+class Dense2(linen.Module):
+    """Two layers and a value that setup derives."""
+
+    def setup(self):
+        self.layers = [linen.Dense(4), linen.Dense(4)]
+        self.scale = self.param('scale', linen.initializers.normal(), (1, 4))
+        self.scale2 = jnp.tanh(self.scale)
+
+    def encode(self, x):
+        return self.layers[0](x)
+
+    @property
+    def kernel(self):
+        return self.layers[1].variables['params']['kernel']
+
+    def __call__(self, x):
+        return self.layers[1](jnp.tanh(self.encode(x))) * self.scale2
+
+
+class Compact2(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4)(jnp.tanh(linen.Dense(4)(x)))
+
+
+class Noisy(linen.Module):
+    """Random numbers and running statistics, in children and in itself."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.BatchNorm(use_running_average=False, momentum=0.5)(linen.Dense(4)(x))
+        x = linen.Dropout(0.5, deterministic=False)(x)
+        count = self.variable('counts', 'n', lambda: jnp.zeros(()))
+        if not self.is_initializing():
+            count.value = count.value + 1.0
+        return x + jax.random.normal(self.make_rng('dropout'), x.shape)
+
+
+# A module that calls another one as a word says: 'm' is a call of the module, 'v' of
+# its mirror, 'o' of a mirror with other values.
+
+
+class Uses(linen.Module):
+    cls: Any
+    word: str
+    how: str = 'setup'
+    options: Any = ()
+
+    def setup(self):
+        if self.how != 'compact':
+            self.inner = self.cls()
+        if self.how == 'setup':
+            self.view = nn.mirror(self.inner, **dict(self.options))
+
+    def __call__(self, x, other=None):
+        run = self.in_compact if self.how == 'compact' else self.in_method
+        return run(x, other)
+
+    @linen.compact
+    def in_compact(self, x, other):
+        return self.calls(self.cls(name='inner'), None, x, other)
+
+    def in_method(self, x, other):
+        view = self.view if self.how == 'setup' else None
+        return self.calls(self.inner, view, x, other)
+
+    @linen.nowrap
+    def calls(self, module, view, x, other):
+        options = dict(self.options)
+        made = {
+            'm': lambda: module,
+            'v': lambda: nn.mirror(module, **options) if view is None else view,
+            'o': lambda: nn.mirror(module, variables=other, **options),
+        }
+        return [made[kind]()(x) for kind in self.word]
+
+
+WAYS = ('setup', 'method', 'compact')
+WORDS = ('mv', 'vm', 'vmv', 'mvm', 'v', 'vv')
+
+
+def by_hand(cls: Any, word: str) -> Any:
+    """The uses as separate applications, of the weights and of stopped copies."""
+
+    def fn(params: Any, x: Any) -> Any:
+        weights = {'m': params, 'v': stopped(params)}
+        return [cls().apply({'params': weights[kind]['inner']}, x) for kind in word]
+
+    return fn
+
+
+@pytest.mark.parametrize('word', WORDS)
+@pytest.mark.parametrize('how', WAYS)
+@pytest.mark.parametrize('cls', [Dense2, Compact2])
+def test_a_mirror_is_the_module_with_stopped_weights(cls, how, word) -> None:
+    model = Uses(cls, word, how)
+    params = model.init(RNGS, X)['params']
+    assert_same(params, Uses(cls, 'm', how).init(RNGS, X)['params'])
+    actual = oracle.grads(lambda p, x: model.apply({'params': p}, x), params, X)
+    assert_same(actual, oracle.grads(by_hand(cls, word), params, X))
+
+
+@pytest.mark.parametrize('how', WAYS)
+def test_in_transforms(how) -> None:
+    params = Uses(Dense2, 'm', how).init(RNGS, X)['params']
+    expected = oracle.grads(by_hand(Dense2, 'vm'), params, X)
+    for lift in (linen.jit, linen.remat):
+        model = lift(Uses)(Dense2, 'vm', how)
+        plain = lift(Uses)(Dense2, 'm', how)
+        assert_same(model.init(RNGS, X), plain.init(RNGS, X))
+        actual = oracle.grads(
+            lambda p, x, m=model: m.apply({'params': p}, x), params, X
+        )
+        jax.tree.map(functools.partial(assert_close), actual, expected)
+
+    class Scanned(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            body = linen.scan(
+                lambda m, x, _: (sum(m(x)), None),
+                variable_broadcast='params',
+                split_rngs={'params': False},
+                length=2,
+            )
+            return body(Uses(Dense2, 'vm', how, name='uses'), x, None)[0]
+
+    def twice(params: Any, x: Any) -> Any:
+        for _ in range(2):
+            x = sum(by_hand(Dense2, 'vm')(params['uses'], x))
+        return x
+
+    actual = oracle.grads(
+        lambda p, x: Scanned().apply({'params': p}, x), {'uses': params}, X
+    )
+    expected = oracle.grads(twice, {'uses': params}, X)
+    jax.tree.map(assert_close, actual, expected)
+
+
+def assert_close(a: Any, b: Any) -> None:
+    # Compiled as one and run one by one: the last bits may differ.
+    assert jnp.allclose(a, b, 1e-5, 1e-6)
+    assert (a == 0).all() == (b == 0).all()
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    'call': lambda m: m(X),
+    'method': lambda m: m.encode(X),
+    'property': lambda m: m.kernel,
+    'kept': lambda m: m.scale2,
+    'part': lambda m: m.layers[0](X),
+    'variables': lambda m: m.variables['params']['layers_1'],
+}
+
+
+@pytest.mark.parametrize('read', READS)
+@pytest.mark.parametrize('other', [False, True])
+@pytest.mark.parametrize('where', [True, 'layers_*/kernel', 'scale'])
+def test_methods_attributes_and_values(read, other, where) -> None:
+    class Model(linen.Module):
+        view: bool
+
+        def setup(self):
+            self.inner = Dense2()
+
+        def __call__(self, values=None):
+            m = self.inner
+            if self.view:
+                m = nn.mirror(m, where, variables=values)
+            return READS[read](m)
+
+    params = Dense2().init(RNGS, X)['params']
+    twice = jax.tree.map(lambda leaf: 2 * leaf, params)
+
+    def actual(params: Any, twice: Any) -> Any:
+        values = {'params': twice} if other else None
+        return Model(True).apply({'params': {'inner': params}}, values)
+
+    def selects(path: str) -> bool:
+        return where in (True, path) or (where != 'scale' and path.endswith('/kernel'))
+
+    def expected(params: Any, twice: Any) -> Any:
+        seen = stopped(twice if other else params, selects)
+        return Model(False).apply({'params': {'inner': seen}})
+
+    assert_same(
+        oracle.grads(actual, params, twice), oracle.grads(expected, params, twice)
+    )
+
+
+@pytest.mark.parametrize('other', [False, True])
+def test_variables_and_functions_that_setup_keeps(other) -> None:
+    class Keeps(linen.Module):
+        def setup(self):
+            normal = linen.initializers.normal()
+            self.v = self.variable('params', 'v', lambda: jnp.ones((1, 4)))
+            self.w = self.param('w', normal, (1, 4))
+            self.layer = linen.Dense(4)
+            self.fn = lambda x: self.layer(x) * self.w
+
+        def __call__(self, x):
+            return self.fn(x) + self.v.value
+
+    class Model(linen.Module):
+        where: Any
+
+        def setup(self):
+            self.inner = Keeps()
+
+        def __call__(self, values=None):
+            view = self.inner
+            if self.where is not None:
+                view = nn.mirror(view, self.where, variables=values)
+            return view.v.value, view.fn(X), view(X)
+
+    params = Model(None).init(RNGS)['params']
+    twice = jax.tree.map(lambda leaf: 2 * leaf, params['inner'])
+    for where in (True, 'v', 'w', 'layer/kernel'):
+
+        def actual(params: Any, twice: Any, where: Any = where) -> Any:
+            values = {'params': twice} if other else None
+            return Model(where).apply({'params': params}, values)
+
+        def expected(params: Any, twice: Any, where: Any = where) -> Any:
+            selects = lambda path: where in (True, path)  # noqa: E731
+            seen = stopped(twice if other else params['inner'], selects)
+            return Model(None).apply({'params': {'inner': seen}})
+
+        args = params, twice
+        assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
+
+
+def test_a_mirror_of_a_bound_module() -> None:
+    params = Dense2().init(RNGS, X)['params']
+
+    def actual(params: Any) -> Any:
+        bound = Dense2().bind({'params': params})
+        view, part = nn.mirror(bound), nn.mirror(bound.layers[0])
+        return view(X), bound(X), view.encode(X), part(X), view.scale2
+
+    def expected(params: Any) -> Any:
+        live, still = (Dense2().bind({'params': p}) for p in (params, stopped(params)))
+        return still(X), live(X), still.encode(X), still.layers[0](X), still.scale2
+
+    assert_same(oracle.grads(actual, params), oracle.grads(expected, params))
+
+
+def test_a_module_may_mirror_itself() -> None:
+    class Siamese(Dense2):
+        def __call__(self, x):
+            return super().__call__(x), nn.mirror(self).encode(x)
+
+    params = Siamese().init(RNGS, X)['params']
+    actual = oracle.grads(lambda p: Siamese().apply({'params': p}, X), params)
+
+    def expected(params: Any) -> Any:
+        encode = functools.partial(Dense2().apply, method='encode')
+        y = Dense2().apply({'params': params}, X)
+        return y, encode({'params': stopped(params)}, X)
+
+    assert_same(actual, oracle.grads(expected, params))
+
+
+def test_a_mirror_of_a_mirror_and_of_a_frozen_module() -> None:
+    class Model(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            return self.wrap(linen.Dense(4))(x)
+
+    params = Model(lambda m: m).init(RNGS, X)['params']
+    wraps = (
+        lambda m: nn.mirror(nn.mirror(m, 'kernel'), 'bias'),
+        lambda m: nn.mirror(nn.Frozen(m, 'bias'), 'kernel'),
+        lambda m: nn.Frozen(nn.mirror(m, 'bias'), 'kernel'),
+    )
+    for wrap in wraps:
+        model = Model(wrap)
+        assert_same(model.init(RNGS, X)['params'], params)
+        actual = oracle.grads(lambda p, m=model: m.apply({'params': p}, X), params)
+        assert is_zero(actual)
+
+
+# Random numbers and state.
+
+MUTABLE = ['batch_stats', 'counts']
+
+
+def run(word: str, how: str, lift: Any = None, **options: Any) -> Any:
+    cls = Noisy if lift is None else lift(Noisy)
+    model = Uses(cls, word, how, tuple(options.items()))
+    variables = model.init(RNGS, X)
+    assert_same(variables, Uses(cls, 'm', how).init(RNGS, X))
+    return model.apply(
+        variables, X, rngs={'dropout': jax.random.key(3)}, mutable=MUTABLE
+    )
+
+
+@pytest.mark.parametrize('lift', [None, linen.jit, linen.remat])
+@pytest.mark.parametrize('how', WAYS)
+def test_a_mirror_looks_and_leaves_no_trace(how, lift) -> None:
+    """The n-th call of the view draws what the n-th call of the module does."""
+    calls, state = run('mmm', how, lift)
+    one = run('m', how, lift)[1]
+    two = run('mm', how, lift)[1]
+    assert not is_zero(jax.tree.map(jnp.subtract, one, two))
+    # What the module gives does not depend on who looks. The batch is the same
+    # in each call, so outputs tell the random numbers apart.
+    for word, expected in {
+        'mv': [0, 0],
+        'vm': [0, 0],
+        'vvmm': [0, 1, 0, 1],
+        'mvmv': [0, 0, 1, 1],
+        'mmvvmv': [0, 1, 0, 1, 2, 2],
+    }.items():
+        out, written = run(word, how, lift)
+        for value, number in zip(out, expected, strict=True):
+            assert_same(value, calls[number])
+        assert_same(written, [None, one, two, state][word.count('m')])
+
+
+@pytest.mark.parametrize('how', WAYS)
+def test_choices_of_rngs_and_state(how) -> None:
+    calls, three = run('mmm', how)
+    one = run('m', how)[1]
+    out, written = run('vmv', how, rngs='fresh', state='update')
+    assert_same((out, written), (calls, three))
+    out, written = run('vmv', how, rngs='fresh')
+    assert_same((out, written), (calls, one))
+    out, written = run('vmv', how, state='update')
+    assert_same(written, three)
+    assert_same(out, [calls[0], calls[0], calls[1]])
+    out, written = run('mv', how, state='use_running_average')
+    assert_same(written, one)
+    assert not (out[0] == out[1]).all()
+
+
+def test_a_part_draws_as_the_part_does() -> None:
+    class Has(linen.Module):
+        def setup(self):
+            self.drop = linen.Dropout(0.5, deterministic=False)
+
+        def __call__(self, x):
+            return self.drop(x)
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            has = Has()
+            view = nn.mirror(has)
+            return view.drop(x), view.drop(x), has.drop(x), has(x), view(x)
+
+    # The views of a module and of its part are two.
+    a, b, c, d, e = Model().apply({}, X, rngs={'dropout': jax.random.key(0)})
+    assert_same((a, b, e), (c, d, a))
+    assert not (a == b).all()
+
+
+@pytest.mark.parametrize('rngs', ['same', 'fresh'])
+def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> None:
+    class Grows(linen.Module):
+        @linen.compact
+        def __call__(self, x, more=False):
+            init = linen.initializers.normal()
+            x = x * self.param('a', init, (1, 4))
+            return x + self.param('b', init, (1, 4)) if more else x
+
+    class Model(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            module = Grows()
+            return self.wrap(module)(x) + module(x, more=True)
+
+    plain = Model(lambda module: module).init(RNGS, X)
+    model = Model(functools.partial(nn.mirror, rngs=rngs))
+    assert_same(model.init(RNGS, X), plain)
+
+
+@pytest.mark.parametrize(
+    ('option', 'value'), [('rngs', 'new'), ('state', 'eval'), ('unused', 'maybe')]
+)
+def test_unknown_choices(option, value) -> None:
+    with pytest.raises(ValueError, match=value) as caught:
+        nn.mirror(linen.Dense(4), **{option: value})
+    assert isinstance(caught.value, errors.FlaxSGError)
+
+
+@pytest.mark.parametrize('target', [None, jnp.tanh, linen.Dense, 3, X])
+def test_what_is_no_module(target) -> None:
+    with pytest.raises(errors.WrappedModuleError, match=r'nn\.mirror wraps a Module'):
+        nn.mirror(target)
+
+
+@pytest.mark.parametrize('word', ['mv', 'vm', 'vvmm'])
+def test_a_mirror_in_a_scan_leaves_no_trace(word) -> None:
+    class Layer(linen.Module):
+        word: str
+
+        @linen.compact
+        def __call__(self, x, _):
+            module = Noisy()
+            view = nn.mirror(module)
+            seen = {'m': [], 'v': []}
+            for kind in self.word:
+                seen[kind].append((module if kind == 'm' else view)(x))
+            return seen['m'][-1], (seen['m'], seen['v'] or seen['m'])
+
+    def model(word: str) -> Any:
+        return linen.scan(
+            Layer,
+            variable_axes=dict.fromkeys(['params', *MUTABLE], 0),
+            split_rngs={'params': True, 'dropout': True},
+            length=3,
+        )(word)
+
+    alone = word.replace('v', '')
+    variables = model(alone).init(RNGS, X, None)
+    assert_same(model(word).init(RNGS, X, None), variables)
+    kwargs = {'rngs': {'dropout': jax.random.key(3)}, 'mutable': MUTABLE}
+    (y, _), written = model(alone).apply(variables, X, None, **kwargs)
+    (same_y, pairs), same_written = model(word).apply(variables, X, None, **kwargs)
+    assert jnp.allclose(y, same_y, 1e-5, 1e-6)  # Two compiled programs.
+    jax.tree.map(assert_close, same_written, written)
+    jax.tree.map(assert_close, *pairs)
+
+
+def test_other_values_in_a_scan() -> None:
+    """The values of each step, from another layer of the same body."""
+
+    class Layer(linen.Module):
+        how: str
+
+        @linen.compact
+        def __call__(self, x, _):
+            layer, other = linen.Dense(4), linen.Dense(4)
+            y, z = layer(x), other(x)
+            if self.how == 'view':
+                return jnp.tanh(
+                    z + nn.mirror(layer, variables=other.variables)(y)
+                ), None
+            if self.is_initializing():
+                return jnp.tanh(z + y), None
+            copy = jax.lax.stop_gradient(other.variables)
+            return jnp.tanh(z + linen.Dense(4).apply(copy, y)), None
+
+    def model(how: str) -> Any:
+        return linen.scan(
+            Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=3
+        )(how)
+
+    params = model('hand').init(RNGS, X, None)['params']
+
+    def step(how: str) -> Any:
+        def both(params: Any, x: Any) -> Any:
+            fn = lambda p, x: model(how).apply({'params': p}, x, None)[0]  # noqa: E731
+            y, pull_back = jax.vjp(fn, params, x)
+            return y, pull_back(jnp.cos(y))
+
+        return stepwise.evaluate(both, params, X)
+
+    assert_same(step('view'), step('hand'))
+
+
+# Other values.
+
+
+@pytest.mark.parametrize('how', WAYS)
+@pytest.mark.parametrize('cls', [Dense2, Compact2])
+def test_other_values(cls, how) -> None:
+    model = Uses(cls, 'omo', how)
+    params = model.init(RNGS, X)['params']
+    assert_same(params, Uses(cls, 'm', how).init(RNGS, X)['params'])
+    other = jax.tree.map(lambda leaf: leaf * 2 + 1, params['inner'])
+
+    def actual(params: Any, other: Any, x: Any) -> Any:
+        return model.apply({'params': params}, x, {'params': other})
+
+    def expected(params: Any, other: Any, x: Any) -> Any:
+        y = cls().apply({'params': stopped(other)}, x)
+        return [y, cls().apply({'params': params['inner']}, x), y]
+
+    args = params, other, X
+    assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
+
+
+def test_other_values_may_be_trained() -> None:
+    model = Uses(Dense2, 'o', options=(('where', False),))
+    params = model.init(RNGS, X)['params']
+    other = jax.tree.map(lambda leaf: leaf * 2 + 1, params['inner'])
+
+    def actual(other: Any) -> Any:
+        return model.apply({'params': params}, X, {'params': other})
+
+    def expected(other: Any) -> Any:
+        return [Dense2().apply({'params': other}, X)]
+
+    assert_same(oracle.grads(actual, other), oracle.grads(expected, other))
+
+
+def test_other_values_with_draws_and_state() -> None:
+    model = Uses(Noisy, 'om')
+    variables = model.init(RNGS, X)
+    plain = Uses(Noisy, 'm')
+    other = {
+        'params': jax.tree.map(lambda v: v + 1, variables['params']['inner']),
+        'batch_stats': jax.tree.map(lambda v: v + 1, variables['batch_stats']['inner']),
+    }
+    kwargs: dict[str, Any] = {
+        'rngs': {'dropout': jax.random.key(3)},
+        'mutable': [*MUTABLE, 'intermediates'],
+        'capture_intermediates': True,
+    }
+    out, written = model.apply(variables, X, other, **kwargs)
+    expected, plain_written = plain.apply(variables, X, **kwargs)
+    assert_same(out[1], expected[0])
+    for collection in MUTABLE:
+        assert_same(written[collection], plain_written[collection])
+    of_other = {
+        'counts': {'inner': variables['counts']['inner']},
+        **{col: {'inner': tree} for col, tree in other.items()},
+    }
+    other_out, other_written = plain.apply(of_other, X, **kwargs)
+    assert_same(out[0], other_out[0])
+    seen = written['intermediates']['inner']['BatchNorm_0']['__call__']
+    first = other_written['intermediates']['inner']['BatchNorm_0']['__call__']
+    second = plain_written['intermediates']['inner']['BatchNorm_0']['__call__']
+    assert_same(seen, first + second)
+
+
+def test_other_values_in_jit_are_new_each_time() -> None:
+    class Model(linen.Module):
+        @linen.jit
+        @linen.compact
+        def __call__(self, x, other):
+            inner = linen.jit(linen.Dense)(4, name='inner')
+            return inner(x), nn.mirror(inner, variables=other)(x)
+
+    class Holds(linen.Module):
+        view: Any
+
+        @linen.jit
+        def __call__(self, x):
+            return self.view(x)
+
+    class Outer(linen.Module):
+        def setup(self):
+            self.inner = linen.Dense(4)
+
+        def __call__(self, x, other):
+            view = nn.mirror(self.inner, variables=other)
+            return self.inner(x), Holds(view, parent=None).bind({})(x)
+
+    for model in (Model(), Outer()):
+        params = linen.Dense(4).init(RNGS, X)
+        variables = {'params': {'inner': params['params']}}
+        for factor in (1.0, 2.0, 3.0):
+            other = jax.tree.map(lambda v, f=factor: v * f, params)
+            for call in (model.apply, jax.jit(model.apply)):
+                _, seen = call(variables, X, other)
+                assert jnp.allclose(seen, linen.Dense(4).apply(other, X))
+
+
+def bad(tree: Any) -> Any:
+    model = Uses(Dense2, 'o')
+    params = model.init(RNGS, X)['params']
+    return model.apply({'params': params}, X, tree(params['inner']))
+
+
+BAD_TREES: dict[str, tuple[Any, str]] = {
+    'no collection': (lambda p: p, "the module has no collection\n  'layers_0'"),
+    'of the parent': (
+        lambda p: {'params': {'inner': p}},
+        'it lacks\n  params/layers_0/bias',
+    ),
+    'lacks': (
+        lambda p: {'params': {k: v for k, v in p.items() if k != 'scale'}},
+        'it lacks\n  params/scale',
+    ),
+    'has more': (lambda p: {'params': {**p, 'w': X}}, 'the module has no\n  params/w'),
+    'other shape': (
+        lambda p: {'params': {**p, 'scale': jnp.ones((4,))}},
+        'it has other shapes than the module\n  params/scale: (4,) for (1, 4)',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', BAD_TREES)
+def test_a_tree_that_does_not_fit(name) -> None:
+    tree, said = BAD_TREES[name]
+    with pytest.raises(errors.MirrorVariablesError) as caught:
+        bad(tree)
+    assert said in str(caught.value)
+    assert "module at 'inner'" in str(caught.value)
+
+
+def test_other_values_are_not_updated() -> None:
+    with pytest.raises(errors.ChoiceError, match='with variables='):
+        nn.mirror(linen.Dense(4), variables={'params': {}}, state='update')
+
+
+def test_no_values_are_those_of_the_module() -> None:
+    params = Uses(Dense2, 'o').init(RNGS, X)['params']
+    seen = Uses(Dense2, 'om').apply({'params': params}, X)
+    assert_same(*seen)
+
+
+def test_blocks_around_a_mirror() -> None:
+    """What a block stops is stopped in other values too, under the same names."""
+
+    class Model(linen.Module):
+        where: Any
+
+        def setup(self):
+            self.inner = Dense2()
+
+        def __call__(self, x, other):
+            with nn.stop_gradient(self.where):
+                return nn.mirror(self.inner, False, variables=other)(x), self.inner(x)
+
+    params = Model('**').init(RNGS, X, None)['params']
+    other = jax.tree.map(lambda leaf: leaf + 1, params['inner'])
+    for where in ('inner/scale', 'inner/layers_0/**'):
+
+        def actual(params: Any, other: Any, where: Any = where) -> Any:
+            return Model(where).apply({'params': params}, X, {'params': other})
+
+        def expected(params: Any, other: Any, where: Any = where) -> Any:
+            start = where.removeprefix('inner/').rstrip('*')
+            selects = lambda path: path.startswith(start)  # noqa: E731
+            trees = other, params['inner']
+            return tuple(
+                Dense2().apply({'params': stopped(t, selects)}, X) for t in trees
+            )
+
+        args = params, other
+        assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
+
+
+@pytest.mark.usefixtures('leaks')
+def test_nothing_outlives_its_trace() -> None:
+    model = Uses(Dense2, 'vom')
+    params = model.init(RNGS, X)['params']
+
+    @jax.jit
+    def step(params: Any, other: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.sum(sum(model.apply({'params': params}, X, {'params': other})))
+
+        return jax.grad(loss)(params)
+
+    gradient = step(params, jax.tree.map(jnp.ones_like, params['inner']))
+    assert not is_zero(gradient)

@@ -1,0 +1,277 @@
+"""`nn.Frozen` in the body of a scan costs what a stop outside of it costs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+
+import oracle
+import programs
+import stepwise
+from flax_sg import linen as nn
+from flax_sg import residuals
+
+WIDTH, DEPTH, RANK = 64, 8, 2
+X = jnp.linspace(-1.0, 1.0, 4 * WIDTH).reshape(4, WIDTH)
+
+
+def bare(module: Any) -> Any:
+    return module
+
+
+class Adapted(linen.Module):
+    """A frozen base and a trained adapter."""
+
+    wrap: Any = bare
+    base: Any = functools.partial(linen.Dense, WIDTH)
+
+    @linen.compact
+    def __call__(self, x, _):
+        normal = linen.initializers.normal()
+        a = self.param('A', normal, (WIDTH, RANK))
+        b = self.param('B', normal, (RANK, WIDTH))
+        return jnp.tanh(self.wrap(self.base(name='base'))(x)) + x @ a @ b, None
+
+
+class Stack(linen.Module):
+    wrap: Any = bare
+    lift: Any = bare
+    base: Any = functools.partial(linen.Dense, WIDTH)
+
+    @linen.compact
+    def __call__(self, x):
+        layers = linen.scan(
+            self.lift(Adapted),
+            variable_axes={'params': 0},
+            split_rngs={'params': True, 'dropout': True},
+            length=DEPTH,
+        )
+        return layers(self.wrap, self.base, name='layers')(x, None)[0]
+
+
+def remat(cls: Any) -> Any:
+    return linen.remat(cls, prevent_cse=False)
+
+
+def is_base(path: str) -> bool:
+    return '/base/' in f'/{path}'
+
+
+def step(model: Any, selects: Any = None, x: Any = X) -> Any:
+    def loss(params: Any, x: Any) -> Any:
+        params = params if selects is None else oracle.stopped(params, selects)
+        return jnp.sum(model.apply({'params': params}, x) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def params_of(model: Any) -> Any:
+    return jax.eval_shape(model.init, jax.random.key(0), X)['params']
+
+
+# What stands in a scan, by how it is stopped: the memory of each of them.
+def temporary_bytes(**fields: Any) -> dict[str, int]:
+    plain = Stack(**fields)
+    fns = {
+        'frozen': step(Stack(nn.Frozen, **fields)),
+        'hoisted': step(plain, is_base),
+        'in the body': step(Stack(InBlock, **fields)),
+        'bare': step(plain),
+    }
+    args = params_of(plain), X
+    return {name: programs.temporary_bytes(fn, *args) for name, fn in fns.items()}
+
+
+def InBlock(module: Any) -> Any:  # noqa: N802
+    """Stops where it is called and does no more."""
+
+    def call(x: Any) -> Any:
+        copies = {'params': oracle.stopped(module.variables['params'])}
+        if module.is_initializing():
+            return module(x)
+        return module.clone(parent=None, name=None).apply(copies, x)
+
+    def call_at_init(x: Any) -> Any:
+        return module(x) if not module.variables else call(x)
+
+    return call_at_init
+
+
+def test_a_frozen_layer_in_a_scan_costs_no_copy_of_the_stack() -> None:
+    found = temporary_bytes()
+    stack = 4 * DEPTH * WIDTH * WIDTH
+    assert found['in the body'] >= found['hoisted'] + stack, found
+    assert found['frozen'] <= found['hoisted'], found
+    assert found['frozen'] < found['bare'], found
+
+
+def test_under_remat_it_is_harmless_and_left_alone() -> None:
+    found = temporary_bytes(lift=remat)
+    assert found['frozen'] == found['hoisted'] == found['in the body'], found
+
+
+def test_nested_scans() -> None:
+    class Inner(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            layers = linen.scan(
+                lambda layer, x, _: (jnp.tanh(layer(x)), None),
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=3,
+            )
+            return layers(linen.Dense(WIDTH), x, None)[0]
+
+    found = temporary_bytes(base=Inner)
+    assert found['frozen'] <= found['hoisted'], found
+    assert found['frozen'] + 3 * 4 * DEPTH * WIDTH * WIDTH <= found['in the body']
+
+
+@pytest.mark.parametrize('lift', [bare, remat, linen.jit])
+@pytest.mark.parametrize('base', ['dense', 'mlp'])
+def test_values_and_gradients(base: str, lift: Any) -> None:
+    class MLP(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.Dense(8)(linen.LayerNorm()(x))
+            x = linen.Dropout(0.5, deterministic=False)(jax.nn.gelu(x))
+            return linen.Dense(WIDTH)(x)
+
+    make = MLP if base == 'mlp' else functools.partial(linen.Dense, WIDTH)
+    model, plain = (Stack(wrap, lift, make) for wrap in (nn.Frozen, bare))
+    rngs = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
+    params = plain.init(rngs, X)['params']
+    oracle.assert_same(model.init(rngs, X)['params'], params)
+
+    def fn(model: Any, selects: Any) -> Any:
+        def both(params: Any, x: Any) -> Any:
+            def apply(params: Any, x: Any) -> Any:
+                params = oracle.stopped(params, selects)
+                return model.apply({'params': params}, x, rngs=rngs)
+
+            y, pull_back = jax.vjp(apply, params, x)
+            return y, pull_back(jnp.cos(y))
+
+        return both
+
+    actual = stepwise.evaluate(fn(model, lambda path: False), params, X)
+    expected = stepwise.evaluate(fn(plain, is_base), params, X)
+    oracle.assert_same(actual, expected)
+
+
+def test_all_orders_of_differentiation_are_stopped() -> None:
+    model, plain = Stack(nn.Frozen), Stack()
+    params = plain.init(jax.random.key(0), X)['params']
+
+    def penalty(model: Any, selects: Any) -> Any:
+        def outer(params: Any, x: Any) -> Any:
+            gradient = step(model, selects)(params, x)[1]
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(gradient))
+
+        return jax.grad(outer)
+
+    actual = stepwise.evaluate(penalty(model, None), params, X)
+    expected = stepwise.evaluate(penalty(plain, is_base), params, X)
+    oracle.assert_same(actual['layers']['base'], expected['layers']['base'])
+    assert oracle.is_zero(actual['layers']['base'])
+    chexes = jax.tree.map(lambda a, b: jnp.allclose(a, b, 1e-4), actual, expected)
+    assert jax.tree.all(chexes)
+
+
+def test_what_a_call_gives_may_be_of_any_kind() -> None:
+    class Odd(linen.Module):
+        @linen.compact
+        def __call__(self, x, flag, *, scale):
+            y = linen.Dense(WIDTH)(x) if flag == 'dense' else x
+            return {'y': scale * y, 'flag': flag, 'none': None, 'number': 3}
+
+    class Layer(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x, _):
+            out = self.wrap(Odd(name='base'))(x, 'dense', scale=2.0)
+            assert (out['flag'], out['none'], out['number']) == ('dense', None, 3)
+            return out['y'], None
+
+    def model(wrap: Any) -> Any:
+        return linen.scan(
+            Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+        )(wrap)
+
+    params = model(bare).init(jax.random.key(0), X, None)['params']
+    actual = oracle.grads(
+        lambda p, x: model(nn.Frozen).apply({'params': p}, x, None)[0], params, X
+    )
+    expected = oracle.grads(
+        lambda p, x: model(bare).apply({'params': oracle.stopped(p)}, x, None)[0],
+        params,
+        X,
+    )
+    oracle.assert_same(actual, expected)
+
+
+def test_a_call_that_uses_modules_of_the_body() -> None:
+    """They belong to the trace of the body: the call has to stay in it."""
+
+    class Layer(linen.Module):
+        wrap: Any
+        how: str
+
+        @linen.compact
+        def __call__(self, x, _):
+            other = linen.Dense(WIDTH, name='other')
+            if self.how == 'field':
+                base = linen.Sequential([linen.Dense(WIDTH), lambda x: other(x)])
+                return jnp.tanh(self.wrap(base)(x)), None
+            return jnp.tanh(self.wrap(Calls(name='base'))(x, lambda x: other(x))), None
+
+    class Calls(linen.Module):
+        @linen.compact
+        def __call__(self, x, fn):
+            return fn(linen.Dense(WIDTH)(x))
+
+    for how in ('field', 'argument'):
+
+        def model(wrap: Any, how: str = how) -> Any:
+            return linen.scan(
+                Layer,
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=2,
+            )(wrap, how)
+
+        params = model(bare).init(jax.random.key(0), X, None)['params']
+        actual = oracle.grads(
+            lambda p, m=model: m(nn.Frozen).apply({'params': p}, X, None)[0], params
+        )
+        expected = oracle.grads(
+            lambda p, m=model: m(bare).apply({'params': oracle.stopped(p)}, X, None)[0],
+            params,
+        )
+        oracle.assert_same(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ('path', 'inside'),
+    [
+        (('a', 'b'), False),
+        (('scan(a)', 'b'), True),
+        (('remat(scan(a))', 'b'), False),
+        (('scan(a)', 'remat(b)', 'c'), False),
+        (('scan(remat(a))', 'b'), True),
+        (('remat(a)', 'scan(b)'), True),
+        (('vmap(jit(scan(a)))', 'b'), True),
+        (('vmap(a)', 'scan', 'remat'), False),
+    ],
+)
+def test_where_a_scope_lies(path: tuple[str, ...], inside: bool) -> None:
+    assert residuals.is_in_scan(linen.Module and Scope(path)) is inside
+
+
+class Scope:
+    def __init__(self, debug_path: tuple[str, ...]) -> None:
+        self.debug_path = debug_path
