@@ -348,19 +348,23 @@ def _stopping(cls: Any, by_hand: bool, where: specs.Where, closed: bool) -> Any:
     if not by_hand:
         return nn.stop_gradient(cls, where.filter(), unused='ignore')
 
-    def call(self, x):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(hand.block(self, where))
-            if closed:
-                stack.enter_context(hand.copied(self))
-            return cls.__call__(self, x)
+    def stopping(name: str) -> Callable[..., Any]:
+        def call(self, x):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(hand.block(self, where))
+                if closed:
+                    stack.enter_context(hand.copied(self))
+                return getattr(cls, name)(self, x)
 
-    return type(cls.__name__, (cls,), {'__call__': nn.nowrap(call)})
+        return nn.nowrap(call)
+
+    names = [name for name in specs.METHODS if hasattr(cls, name)]
+    return type(cls.__name__, (cls,), {name: stopping(name) for name in names})
 
 
 def is_closed(kid: specs.Kid) -> bool:
     """Whether its stops are made where it is called, and not further inside."""
-    last = kid.wraps[-1] if kid.wraps else ''
+    last = 'stop' if kid.frozen else kid.wraps[-1] if kid.wraps else ''
     return last != 'stop' and (bool(last) or isinstance(kid.spec, specs.Leaf))
 
 
@@ -384,7 +388,12 @@ def make(kid: specs.Kid, by_hand: bool, **fields: Any) -> linen.Module:
         else:
             cls = getattr(nn, wrap)(cls)
         closed = wrap != 'stop'
-    return cls(**fields)
+    if kid.frozen and by_hand:
+        return _stopping(cls, by_hand, kid.where, closed)(**fields)
+    module = cls(**fields)
+    if not kid.frozen:
+        return module
+    return nn.Frozen(module, kid.where.filter(), unused='ignore')
 
 
 # Transforms of functions of a module.

@@ -120,7 +120,8 @@ class Kid:
         spec: what it is.
         place: where it is kept: ``'attribute'``, ``'list'``, ``'dict'``.
         wraps: transforms of its class, innermost first; ``'stop'`` is a lifted class.
-        where: what the lifted class stops.
+        where: what the lifted class, or ``Frozen``, stops.
+        frozen: whether ``Frozen`` is around it.
         shares: whether it is handed the composite's shared module in a field.
     """
 
@@ -129,6 +130,7 @@ class Kid:
     wraps: tuple[str, ...] = ()
     where: Where = dataclasses.field(default_factory=lambda: Where('all'))
     shares: bool = False
+    frozen: bool = False
 
     @property
     def stateless(self) -> bool:
@@ -270,7 +272,8 @@ def kids(draw: st.DrawFn, depth: int) -> Kid:
     # A module inside one that is handed in would be made by each of the copies.
     shares = isinstance(spec, Composite) and not mapped and draw(st.booleans())
     place = draw(st.sampled_from(['attribute', 'list', 'dict']))
-    return Kid(spec, place, wraps, draw(wheres(0)), shares)
+    frozen = draw(st.integers(0, 3)) == 0
+    return Kid(spec, place, wraps, draw(wheres(0)), shares, frozen)
 
 
 @st.composite
@@ -287,7 +290,8 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
         mapped = {'scan', 'vmap'} & set(kid.wraps)
         if kid.place == 'attribute' and not (kid.shares or mapped):
             # Some take no state, and ``nn.jit`` does not go into all of them.
-            plain = kid.stateless and 'jit' not in kid.wraps
+            # ``nn.vjp`` and its kin take no module with a module in a field.
+            plain = kid.stateless and not kid.frozen and 'jit' not in kid.wraps
             lift = draw(
                 st.sampled_from(('', *LIFTS) if plain else ('', 'remat', 'jit'))
             )
