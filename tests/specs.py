@@ -331,6 +331,7 @@ def models(draw: st.DrawFn, depth: int = 2) -> Composite:
     if not blocks:
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
-    # One has no derivative backwards, the other none forwards.
-    assume(not all(lifts(model, name) for name in ('while_loop', 'custom_vjp')))
+    # One has no derivative backwards, and the others need it.
+    backwards = any(lifts(model, name) for name in ('vjp', 'custom_vjp'))
+    assume(not (backwards and lifts(model, 'while_loop')))
     return model
