@@ -99,12 +99,19 @@ def _scan(args: list[Any], **params: Any) -> list[Any]:
         carry = out[: params['num_carry']]
         ys.append(out[params['num_carry'] :])
     stacked = zip(*(reversed(ys) if params['reverse'] else ys), strict=True)
-    return [*carry, *(np.stack([np.asarray(y) for y in each]) for each in stacked)]
+    return [*carry, *map(_stack, stacked)]
 
 
 def _item(x: Any, i: int) -> Any:
-    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return x[i] if keys else np.asarray(x)[i]
+    return x[i] if _is_key(x) else np.asarray(x)[i]
+
+
+def _stack(ys: Sequence[Any]) -> Any:
+    return jnp.stack(ys) if _is_key(ys[0]) else np.stack([np.asarray(y) for y in ys])
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _while(args: list[Any], **params: Any) -> list[Any]:
