@@ -137,6 +137,8 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
     _check_glob(pattern, names)
     # Neighbouring '**' say the same as one, and would make matching slow.
     names = [n for i, n in enumerate(names) if n != '**' or names[i - 1 : i] != ['**']]
+    if names == ['**'] and not rooted:
+        return re.compile('(?s:.*)')  # A tree that is one leaf has the path ''.
     # A leading '**' covers variables outside the owner too.
     out = ['/' if rooted else '/?' if names[0] == '**' else '']
     for name in names[:-1]:

@@ -412,6 +412,14 @@ def test_back_is_called_several_times_and_leaves_a_jit():
         oracle.assert_same(back(seed)[0]['a'], pull(seed)[0])
     once = jax.jit(lambda back, seed: back(seed))(back, seed)
     oracle.assert_same(once[0]['a'], pull(seed)[0])
+    with pytest.raises(ValueError, match=r'(?s)function vector at .*differ:\n.*out'):
+        back({'other': y})
+
+
+def test_a_tree_that_is_one_leaf():
+    assert sg.grad(lambda x: x**2, wrt='**')(3.0) == 6.0
+    with pytest.raises(errors.UnusedFilterError, match="Nearest paths:\n  ''"):
+        sg.grad(lambda x: x**2, wrt='*')(3.0)
 
 
 @pytest.mark.parametrize('make', [dict, freeze])

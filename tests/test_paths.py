@@ -194,7 +194,7 @@ GLOBS = {
     'double star at the end': ('gln/**', ['gln/a', 'gln/a/b'], ['gln', 'gln2/a']),
     'double star in front': ('**/k', ['k', 'a/k', 'a/b/k'], ['ak', 'k/a']),
     'double star within': ('a/**/k', ['a/k', 'a/b/k', 'a/b/c/k'], ['k', 'ak', 'a/bk']),
-    'double star alone': ('**', ['a', 'a/b', 'a/b/c'], []),
+    'double star alone': ('**', ['', 'a', 'a/b', 'a/b/c'], []),
     'double star and star': ('**/*', ['a', 'a/b', 'a/b/c'], []),
     'star and double star': ('*/**', ['a/b', 'a/b/c'], ['a']),
     'double star twice': ('**/a/**', ['a/b', 'x/a/b', 'x/a/b/c'], ['a', 'x/a', 'ba/c']),

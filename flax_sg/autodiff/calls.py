@@ -87,11 +87,7 @@ def vjp(
         structural gradients, ``equinox.filter_vjp``.
     """
     split = Request.of(wrt, absent, unused).split(primals)
-
-    def fun_of_live(live: Sequence[Any]) -> Any:
-        return fun(*split.join(live))
-
-    y, back, *aux = jax.vjp(fun_of_live, split.live, has_aux=has_aux)
+    y, back, *aux = jax.vjp(split.bind(fun), split.live, has_aux=has_aux)
     return (y, Linear(back, split.form, transposed=True), *aux)
 
 
@@ -132,11 +128,7 @@ def jvp(
     """
     split = Request.of(wrt, 'drop', unused).split(primals)
     given = split.form.pick(tangents, 'the tangents')
-
-    def fun_of_live(live: Sequence[Any]) -> Any:
-        return fun(*split.join(live))
-
-    return jax.jvp(fun_of_live, (split.live,), (given,), has_aux=has_aux)
+    return jax.jvp(split.bind(fun), (split.live,), (given,), has_aux=has_aux)
 
 
 def linearize(
@@ -166,9 +158,5 @@ def linearize(
         of the output; it may be called any number of times.
     """
     split = Request.of(wrt, 'drop', unused).split(primals)
-
-    def fun_of_live(live: Sequence[Any]) -> Any:
-        return fun(*split.join(live))
-
-    y, push, *aux = jax.linearize(fun_of_live, split.live, has_aux=has_aux)
+    y, push, *aux = jax.linearize(split.bind(fun), split.live, has_aux=has_aux)
     return (y, Linear(push, split.form, transposed=False), *aux)

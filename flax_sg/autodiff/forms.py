@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -206,3 +207,12 @@ class Split:
             )
             for form, tree in zip(self.form.trees, self.leaves, strict=True)
         ]
+
+    def bind(self, fun: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+        """The function of the leaves that are differentiated, named as ``fun`` is."""
+
+        @functools.wraps(fun, updated=())
+        def fun_of_live(live: Sequence[Any]) -> Any:
+            return fun(*self.join(live))
+
+        return fun_of_live
