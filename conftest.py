@@ -10,6 +10,9 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax
 
+# Programs for many devices are tested on one that counts as eight.
+jax.config.update('jax_num_cpu_devices', 8)
+
 # Implicit conversions hide faults: a float64 that slipped in, a mask that broadcast.
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')

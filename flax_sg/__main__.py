@@ -8,7 +8,7 @@ import flax_sg
 
 USAGE = """\
 python -m flax_sg                           this text
-python -m flax_sg demo [--out DIR] [--steps N]
+python -m flax_sg demo [--out DIR] [--steps N] [--processes N]
                                             train a model in which each of three
                                             losses trains only its part"""
 

@@ -7,7 +7,8 @@ and compares it with the same program written by hand, with four copies of the w
 
 The files, from the bottom: ``data.py`` (the digits), ``model.py`` (the model, with the
 blocks), ``by_hand.py`` (the same without flax_sg), ``train.py``, ``checks.py`` (what is
-measured), ``report.py`` (what is printed), ``picture.py``.
+measured), ``report.py`` (what is printed), ``picture.py``, and ``distributed.py``, the
+same training in several processes.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from flax_sg.demo import checks, data, picture, report, train
+from flax_sg.demo import checks, data, distributed, picture, report, train
 from flax_sg.demo import model as models
 
 STEPS = 1000
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains the model, measures, prints, draws.
 
     Args:
-        argv: ``[--out DIR] [--steps N]``.
+        argv: ``[--out DIR] [--steps N] [--processes N]``.
 
     Returns:
         The exit status: 0 if everything held that the demo claims, 1 otherwise. With
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
         ModuleNotFoundError: if scikit-learn or matplotlib is not installed.
     """
     options = _parse(argv)
+    if options.processes:
+        return distributed.main(options.processes, options.steps or STEPS)
     # What may be missing is asked for before anything takes time.
     digits, held_out = data.load()
     data.optional('matplotlib')
@@ -108,12 +111,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         '--out', metavar='DIR', type=Path, default=Path(), help='for the picture'
     )
     parser.add_argument(
-        '--steps', metavar='N', type=_steps, help=f'of training, {STEPS} by default'
+        '--steps', metavar='N', type=_number, help=f'of training, {STEPS} by default'
+    )
+    parser.add_argument(
+        '--processes',
+        metavar='N',
+        type=_number,
+        help='train in N processes and in one, compare, draw nothing',
     )
     return parser.parse_args(argv)
 
 
-def _steps(text: str) -> int:
+def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f'expected a number from 1, got {text!r}')
     return int(text)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HELD_OUT = 360
+PIXELS = 64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from flax_sg.demo import by_hand, data
@@ -35,6 +36,7 @@ Params = Mapping[str, Any]
 BATCH_SIZE = 128
 LEARNING_RATE = 1e-2
 LOOKS = 50  # points of a learning curve
+DATA = 'data'  # the axis of a mesh along which a batch is cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,13 @@ class Run:
     accuracy: list[float]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def initial(model: models.DigitModel) -> Params:
+    """The parameters that training begins with."""
+    rngs = {'params': jax.random.key(0), 'sampler': jax.random.key(1)}
+    return model.init(rngs, jnp.zeros((1, data.PIXELS)))['params']
+
+
 class Trainer:
     """Trains one model; all runs share the compiled step.
 
@@ -64,6 +73,8 @@ class Trainer:
         train: the digits to learn from.
         held_out: the digits to take the accuracy on.
         steps: how many steps a run has.
+        mesh: devices to train on, data parallel: each has all parameters and its part
+            of every batch. By default one device.
     """
 
     def __init__(
@@ -72,18 +83,19 @@ class Trainer:
         train: data.Digits,
         held_out: data.Digits,
         steps: int,
+        mesh: Mesh | None = None,
     ) -> None:
         self.model = model
         self.train = train
         self.held_out = held_out
         self.steps = steps
+        self.mesh = mesh
         self._tx = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
 
     @functools.cached_property
     def initial(self) -> Params:
         """The parameters that every run begins with."""
-        rngs = {'params': jax.random.key(0), 'sampler': jax.random.key(1)}
-        return jax.jit(self.model.init)(rngs, self.train.images[:1])['params']
+        return initial(self.model)
 
     def run(
         self,
@@ -103,14 +115,18 @@ class Trainer:
             for part, names in by_hand.MODULES.items()
             for name in names
         }
-        params = self.initial
-        opt_state = self._tx.init(params)
+        params, opt_state, pace = self._placed(
+            (self.initial, self._tx.init(self.initial), pace), PartitionSpec()
+        )
         batches = np.random.default_rng(2)
         look_at, seen, curve, accuracy = [], [], [], []
         for step in range(self.steps):
             batch = self.train.take(batches.integers(len(self.train), size=BATCH_SIZE))
+            images, labels = self._placed(
+                (batch.images, batch.labels), PartitionSpec(DATA)
+            )
             params, opt_state, losses = self._step(
-                params, opt_state, batch.images, batch.labels, step, pace
+                params, opt_state, images, labels, step, pace
             )
             seen.append(losses)
             if (step + 1) % max(1, self.steps // LOOKS) == 0 or step + 1 == self.steps:
@@ -120,6 +136,20 @@ class Trainer:
                 seen = []
             on_step()
         return Run(frozen, params, look_at, np.stack(curve), accuracy)
+
+    def _placed(self, tree: Any, spec: PartitionSpec) -> Any:
+        """Arrays that every process has, on the devices of all."""
+        if self.mesh is None:
+            return tree
+        sharding = NamedSharding(self.mesh, spec)
+
+        def put(leaf: Any) -> jax.Array:
+            whole = np.asarray(leaf)
+            return jax.make_array_from_callback(
+                whole.shape, sharding, lambda index: whole[index]
+            )
+
+        return jax.tree.map(put, tree)
 
     @functools.partial(jax.jit, static_argnums=0)
     def _step(
