@@ -14,12 +14,13 @@ import dataclasses
 import functools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax.core import lift, meta, tracers
+from flax.core import axes_scan, lift, meta, tracers
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, in_filter
 from flax.linen import module as linen_module
@@ -223,6 +224,33 @@ def axes_of_caller() -> Callable[[str], tuple[int | None, int | None]]:
         return None
 
     return lambda collection: (axis(collection, 'in'), axis(collection, 'out'))
+
+
+def scan_with(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """``flax.linen.scan`` that runs its loop by another function than ``jax.lax.scan``.
+
+    Flax takes no function in its place. Its own code with other names for the loop is
+    Flax's in all that is done around it, and nothing of Flax is replaced for others.
+    """
+    in_axes = _with_names(axes_scan.scan, lax=types.SimpleNamespace(scan=loop))
+    names = types.SimpleNamespace(scan=in_axes, broadcast=axes_scan.broadcast)
+    in_scopes = _with_names(lift.scan, axes_scan=names)
+    return _with_names(
+        linen_transforms.scan, lift=types.SimpleNamespace(scan=in_scopes)
+    )
+
+
+def _with_names(fn: Any, **names: Any) -> Any:
+    """A function with other objects for some names of its module."""
+    copy = types.FunctionType(
+        fn.__code__,
+        {**fn.__globals__, **names},
+        fn.__name__,
+        fn.__defaults__,
+        fn.__closure__,
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
 
 
 def is_set_up(module: Module) -> bool:

@@ -2,7 +2,8 @@
 
 ``from flax_sg import linen as nn`` takes the place of ``from flax import linen as nn``.
 Every public name is there and is the same object, so modules written against either
-import work together, and nothing in flax.linen is changed:
+import work together, and nothing in flax.linen is changed. Only ``scan`` is our own,
+which takes ``frozen_layers=`` too, and is flax.linen's without:
 
     >>> from flax import linen
     >>> from flax_sg import linen as nn
@@ -16,6 +17,7 @@ from flax import linen as _linen
 from flax.linen import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
 from flax_sg.frozen import Frozen as Frozen
+from flax_sg.layers import scan as scan
 from flax_sg.mirror import mirror as mirror
 from flax_sg.stops import stop_gradient as stop_gradient
 from flax_sg.stops import train_only as train_only

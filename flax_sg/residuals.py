@@ -12,8 +12,9 @@ So it is put around each operation that reads a stopped value, and around no mor
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ from flax_sg import _private
 
 _LIFTS = re.compile(r'(scan|remat)\(')
 _STOP = 'stop_gradient'
+# What makes such a value: a stop, or the slice of one layer of a stopped stack.
+_MADE_AGAIN = {_STOP, 'dynamic_slice', 'squeeze'}
 
 
 def is_in_scan(scope: Scope) -> bool:
@@ -61,7 +64,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
         )
         operands = jax.tree.leaves((variable_groups, rng_groups))
         return jax.tree.unflatten(
-            jax.tree.structure(shapes), _evaluate(closed, operands)
+            jax.tree.structure(shapes), evaluate(closed, operands)
         )
 
     packed = lift.pack(inner, (True,), (True,), (True,), name='stop_again')
@@ -81,12 +84,30 @@ def _joined(arrays: Sequence[Any], treedef: Any, others: Sequence[Any]) -> Any:
     return treedef.unflatten(next(rest) if o is None else o[0] for o in others)
 
 
-def _evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """A stopped value that the backward pass makes again, and that nothing keeps.
+
+    Attributes:
+        make: the function that makes it; without a gradient.
+        operands: what it is made of, which is kept for other reasons.
+    """
+
+    make: Callable[..., Any]
+    operands: tuple[Any, ...]
+
+
+def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Runs a program in which stopped values are made again on the way back.
+
+    Args:
+        closed: the program.
+        operands: its arguments, which may be made again too.
+    """
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True)
     )
-    before: dict[Any, Any] = {}  # What a stopped value was before it was stopped.
 
     def read(variable: Any) -> Any:
         is_literal = isinstance(variable, core.Literal)
@@ -95,35 +116,33 @@ def _evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     for equation in jaxpr.eqns:
         operands = [read(v) for v in equation.invars]
         if equation.primitive.name == _STOP:
-            results = _private.bind(equation, operands)
-            before[equation.outvars[0]] = operands[0]
-        elif any(stopped := [_in(before, v) for v in equation.invars]):
-            pairs = zip(equation.invars, operands, strict=True)
-            operands = [before[v] if _in(before, v) else x for v, x in pairs]
-            results = _bind_stopping(equation, operands, stopped)
+            [value] = operands
+            stop = jax.lax.stop_gradient
+            again = value if isinstance(value, Again) else Again(stop, (value,))
+            results: Sequence[Any] = [again]
+        elif any(isinstance(x, Again) for x in operands):
+            results = _bind_again(equation, operands)
         else:
             results = _private.bind(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
-    return [read(variable) for variable in jaxpr.outvars]
+    out = map(read, jaxpr.outvars)
+    return [x.make(*x.operands) if isinstance(x, Again) else x for x in out]
 
 
-def _in(values: Mapping[Any, Any], variable: Any) -> bool:
-    return not isinstance(variable, core.Literal) and variable in values
+def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs an operation on operands that its backward pass makes once more."""
+    parts = [x.operands if isinstance(x, Again) else (x,) for x in operands]
 
+    def again(*parts: Sequence[Any]) -> Sequence[Any]:
+        made = [
+            x.make(*part) if isinstance(x, Again) else part[0]
+            for x, part in zip(operands, parts, strict=True)
+        ]
+        return _private.bind(equation, made)
 
-def _bind_stopping(
-    equation: Any, operands: Sequence[Any], stopped: Sequence[bool]
-) -> Sequence[Any]:
-    """Runs an operation on operands that its backward pass stops once more."""
-
-    def stopping(*operands: Any) -> Sequence[Any]:
-        pairs = zip(operands, stopped, strict=True)
-        again = [jax.lax.stop_gradient(x) if stop else x for x, stop in pairs]
-        return _private.bind(equation, again)
-
-    return jax.checkpoint(stopping, prevent_cse=False, policy=_saves)(*operands)
+    return jax.checkpoint(again, prevent_cse=False, policy=_saves)(*parts)
 
 
 def _saves(primitive: Any, *args: Any, **params: Any) -> bool:
     del args, params
-    return primitive.name != _STOP
+    return primitive.name not in _MADE_AGAIN

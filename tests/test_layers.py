@@ -1,0 +1,442 @@
+"""Layers of a stack: gradients as by a mask, programs as by hand with two scans."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+from jax.sharding import PartitionSpec
+
+import oracle
+import programs
+from flax_sg import errors, layers
+from flax_sg import linen as nn
+
+DEPTH, WIDTH = 5, 4
+X = jax.random.normal(jax.random.key(0), (3, WIDTH))
+EACH = jax.random.normal(jax.random.key(1), (DEPTH, 1, WIDTH))
+RNGS = {'params': jax.random.key(2), 'dropout': jax.random.key(3)}
+
+
+class Layer(linen.Module):
+    """Parameters, state, random numbers, what is sown, an output of each layer."""
+
+    @linen.compact
+    def __call__(self, x, each, both):
+        h = linen.Dense(WIDTH)(x) + each
+        h = linen.BatchNorm(use_running_average=False, momentum=0.5)(h)
+        h = linen.Dropout(0.5, deterministic=False)(h * both)
+        self.sow('intermediates', 'h', h)
+        return x + jnp.tanh(h), jnp.sum(h, axis=-1)
+
+
+class Boxed(linen.Module):
+    @linen.compact
+    def __call__(self, x, each, both):
+        init = linen.with_partitioning(linen.initializers.normal(), ('a', 'b'))
+        w = self.param('w', init, (WIDTH, WIDTH))
+        return jnp.tanh(x @ w + each * both), None
+
+
+class Nested(linen.Module):
+    @linen.compact
+    def __call__(self, x, each, both):
+        inner = linen.scan(
+            Boxed,
+            variable_axes={'params': 1},
+            split_rngs={'params': True},
+            in_axes=linen.broadcast,
+            length=2,
+            metadata_params={linen.PARTITION_NAME: None},
+        )
+        return inner(name='inner')(x, each, both)
+
+
+class Counting(linen.Module):
+    @linen.compact
+    def __call__(self, x, each, both):
+        count = self.variable('count', 'n', lambda: jnp.float32(0))
+        count.value += 1
+        return linen.Dense(WIDTH)(x * count.value), None
+
+
+STACKED = {'params': 0, 'batch_stats': 0, 'intermediates': 0}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    'layer': (Layer, {}),
+    'backwards': (Layer, {'reverse': True}),
+    'unrolled': (Layer, {'unroll': 2}),
+    'other axes': (Layer, {'variable_axes': {**STACKED, 'params': 1}, 'out_axes': 1}),
+    'remat': (linen.remat(Layer, prevent_cse=False), {}),
+    'unchecked': (Layer, {'check_constancy_invariants': False}),
+    'boxes': (Boxed, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),
+    'nested': (Nested, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),
+    'carried': (Counting, {'variable_carry': 'count'}),
+}
+
+
+class Net(linen.Module):
+    """A scanned stack between two layers."""
+
+    case: str = 'layer'
+    frozen: Any = None
+    below: bool = True
+
+    @linen.compact
+    def __call__(self, x):
+        target, options = CASES[self.case]
+        given = {
+            'variable_axes': STACKED,
+            'split_rngs': {'params': True, 'dropout': True},
+            'in_axes': (0, linen.broadcast),
+            **options,
+        }
+        if self.frozen is None:
+            stack = linen.scan(target, **given)
+        else:
+            stack = nn.scan(target, **given, frozen_layers=self.frozen)
+        x = linen.Dense(WIDTH, name='below')(x) if self.below else x
+        x, out = stack(name='layers')(x, EACH, jnp.float32(0.9))
+        return linen.Dense(2, name='above')(x), out
+
+
+def axis_of(case: str) -> int:
+    return CASES[case][1].get('variable_axes', STACKED)['params']
+
+
+def masked(params: Any, layers: Any, axis: int = 0) -> Any:
+    """Parameters of which some layers are stopped by hand."""
+    mask = np.zeros(DEPTH, bool)
+    mask[layers] = True
+
+    def stop(leaf):
+        shape = [1] * leaf.ndim
+        shape[axis] = DEPTH
+        return jnp.where(mask.reshape(shape), jax.lax.stop_gradient(leaf), leaf)
+
+    return {**params, 'layers': jax.tree.map(stop, params['layers'])}
+
+
+MUTABLE = ['batch_stats', 'intermediates', 'count']
+
+
+@functools.cache
+def variables_of(case: str, frozen: Any = None) -> Any:
+    # Flax carries collections only that there are.
+    given = {'count': {'layers': {'n': jnp.float32(0)}}} if case == 'carried' else {}
+    init = functools.partial(Net(case, frozen).apply, mutable=True, rngs=RNGS)
+    _, variables = jax.jit(init)(given, X)
+    return {k: v for k, v in variables.items() if k != 'intermediates'}
+
+
+def results(net: Net, variables: Any, stop: Callable[[Any], Any] = lambda p: p) -> Any:
+    """Outputs, new state, and the gradient of all parameters and of the input."""
+
+    def loss(params, x):
+        rest = {k: v for k, v in variables.items() if k != 'params'}
+        out, state = net.apply(
+            {'params': stop(params), **rest},
+            x,
+            rngs={'dropout': RNGS['dropout']},
+            mutable=MUTABLE,
+        )
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(out)), (out, state)
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return jax.jit(grad)(variables['params'], X)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_gradients_are_those_of_a_mask(case):
+    variables = variables_of(case)
+    oracle.assert_same(variables_of(case, range(3)), variables)
+    stop = functools.partial(masked, layers=slice(0, 3), axis=axis_of(case))
+    expected = results(Net(case), variables, stop)
+    actual = results(Net(case, range(3)), variables)
+    oracle.assert_same(actual, expected)
+    for leaf in jax.tree.leaves(actual[1][0]['layers']):
+        assert not np.moveaxis(np.asarray(leaf), axis_of(case), 0)[:3].any()
+
+
+LAYERS = {
+    'one': (2, [2]),
+    'the last': (-1, [4]),
+    'a suffix': (slice(3, None), [3, 4]),
+    'all': (slice(None), [0, 1, 2, 3, 4]),
+    'here and there': ([0, 2, -1], [0, 2, 4]),
+    'bools': ([True, False, True, False, False], [0, 2]),
+    'an array': (np.arange(2), [0, 1]),
+}
+
+
+@pytest.mark.parametrize('name', LAYERS)
+@pytest.mark.parametrize('reverse', [False, True])
+def test_layers(name, reverse):
+    frozen, numbers = LAYERS[name]
+    case = 'backwards' if reverse else 'layer'
+    stop = functools.partial(masked, layers=numbers)
+    expected = results(Net(case), variables_of(case), stop)
+    oracle.assert_same(results(Net(case, frozen), variables_of(case)), expected)
+
+
+def test_all_orders_of_differentiation_are_stopped():
+    variables = variables_of('nested')
+
+    def loss(net, stop, params):
+        out, _ = net.apply({'params': stop(params)}, X)
+        return jnp.sum(out**2)
+
+    def second(net, stop=lambda params: params):
+        def size(params):
+            grads = jax.grad(functools.partial(loss, net, stop))(params)
+            return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))
+
+        return jax.jit(jax.grad(size))(variables['params'])
+
+    actual = second(Net('nested', slice(0, 2)))
+    stop = functools.partial(masked, layers=slice(0, 2))
+    expected = second(Net('nested'), stop)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+    assert not any(leaf[:2].any() for leaf in jax.tree.leaves(actual['layers']))
+
+
+def penalty(params: Any, net: Net) -> Any:
+    """Of the parameters that `apply` returns: hazard 11."""
+    _, new = net.apply({'params': params}, X, mutable=['params'])
+    assert jax.tree.structure(new['params']) == jax.tree.structure(params)
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(new['params']['layers']))
+
+
+@pytest.mark.parametrize('frozen', [slice(0, 3), [0, 2, 4]])
+def test_parameters_that_are_handed_through_keep_their_gradient(frozen):
+    params = variables_of('boxes')['params']
+    expected = jax.grad(penalty)(params, Net('boxes'))
+    oracle.assert_same(jax.grad(penalty)(params, Net('boxes', frozen)), expected)
+
+
+def test_parameters_that_may_be_written_are_refused():
+    params = variables_of('nested')['params']
+    penalty(params, Net('nested'))
+    with pytest.raises(errors.FrozenLayersError, match=r"'inner/w.*\n.*mutable="):
+        penalty(params, Net('nested', slice(0, 3)))
+
+
+def test_blocks_and_wrappers_around():
+    variables = variables_of('nested')['params']
+
+    def grads(net, stop=lambda params: params, block=None):
+        def loss(params):
+            if block is None:
+                return jnp.sum(net.apply({'params': stop(params)}, X)[0])
+            with block:
+                return jnp.sum(net.apply({'params': params}, X)[0])
+
+        return jax.jit(jax.grad(loss))(variables)
+
+    def by_hand(params):
+        stopped = oracle.stopped(params, lambda path: path == 'above/kernel')
+        return masked(stopped, slice(0, 2))
+
+    net = Net('nested', slice(0, 2))
+    expected = grads(Net('nested'), by_hand)
+    oracle.assert_same(grads(net, block=nn.stop_gradient('above/kernel')), expected)
+    oracle.assert_same(grads(nn.Frozen(net, 'above/kernel')), expected)
+    whole = grads(net, block=nn.stop_gradient('layers/**'))
+    assert oracle.is_zero(whole['layers'])
+    assert not oracle.is_zero(whole['below'])
+
+
+def test_functions_and_methods():
+    class ByFunction(linen.Module):
+        frozen: Any = None
+        scan: Any = staticmethod(nn.scan)
+
+        @linen.compact
+        def __call__(self, x):
+            options: Mapping[str, Any] = {'frozen_layers': self.frozen}
+            step = self.scan(
+                lambda layer, x, each: layer(x, each, 1.0),
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                metadata_params={linen.PARTITION_NAME: 'layers'},
+                **(options if self.frozen else {}),
+            )
+            return step(Boxed(name='layers'), x, EACH)[0]
+
+    plain = ByFunction(scan=linen.scan)
+    params = plain.init(RNGS, X)['params']
+    boxed = functools.partial(masked, layers=slice(0, 2))
+
+    def grads(net, stop=lambda params: params):
+        return jax.grad(lambda p: jnp.sum(net.apply({'params': stop(p)}, X)))(params)
+
+    oracle.assert_same(grads(ByFunction(slice(0, 2))), grads(plain, boxed))
+
+
+# What it costs.
+
+WIDE, DEEP, FROZEN = 64, 8, 6
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        h = linen.gelu(linen.Dense(4 * WIDE, use_bias=False, name='grow')(x))
+        return x + linen.Dense(WIDE, use_bias=False, name='shrink')(h), None
+
+
+def block_by_hand(params: Any, x: Any) -> Any:
+    return x + linen.gelu(x @ params['grow']['kernel']) @ params['shrink'][
+        'kernel'
+    ], None
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The loss of a stack with something trained below it, or nothing."""
+
+    below: bool = False
+    remat: bool = False
+    unroll: int = 1
+
+    def inputs(self) -> tuple[Any, Any]:
+        keys = jax.random.split(jax.random.key(0), 4)
+        shapes = {'grow': (DEEP, WIDE, 4 * WIDE), 'shrink': (DEEP, 4 * WIDE, WIDE)}
+        stack = {
+            name: {'kernel': 0.1 * jax.random.normal(key, shape)}
+            for (name, shape), key in zip(shapes.items(), keys, strict=False)
+        }
+        below = jax.random.normal(keys[2], (1, WIDE))
+        x = jax.random.normal(keys[3], (16, WIDE))
+        return {'layers': stack, 'below': below}, x
+
+    def ours(self, params: Any, x: Any, frozen: Any = slice(0, FROZEN)) -> Any:
+        cls = linen.remat(Block, prevent_cse=False) if self.remat else Block
+        stack = nn.scan(
+            cls,
+            variable_axes={'params': 0},
+            length=DEEP,
+            unroll=self.unroll,
+            frozen_layers=frozen,
+        )
+        x = x * params['below'] if self.below else x
+        x, _ = stack().apply({'params': params['layers']}, x, None)
+        return jnp.mean(x**2)
+
+    def masked(self, params: Any, x: Any) -> Any:
+        mask = (np.arange(DEEP) < FROZEN).reshape(-1, 1, 1)
+        stack = jax.tree.map(
+            lambda leaf: jnp.where(mask, jax.lax.stop_gradient(leaf), leaf),
+            params['layers'],
+        )
+        return self.ours({**params, 'layers': stack}, x, frozen=None)
+
+    def by_hand(self, params: Any, x: Any) -> Any:
+        """Two scans, the first reading the whole stack by index."""
+        block = jax.checkpoint(block_by_hand, prevent_cse=False)
+        block = block if self.remat else block_by_hand
+        x = x * params['below'] if self.below else x
+        stopped = jax.lax.stop_gradient(params['layers'])
+
+        def frozen(x, number):
+            def layer(leaf):
+                return jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+
+            return block(jax.tree.map(layer, stopped), x)
+
+        numbers = jnp.arange(FROZEN, dtype=jnp.uint32)
+        x, _ = jax.lax.scan(frozen, x, numbers, unroll=self.unroll)
+        live = jax.tree.map(lambda leaf: leaf[FROZEN:], params['layers'])
+        x, _ = jax.lax.scan(lambda x, p: block(p, x), x, live, unroll=self.unroll)
+        return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize('remat', [False, True])
+def test_the_program_is_that_of_two_scans_by_hand(remat):
+    costs = Costs(remat=remat)
+    args = costs.inputs()
+    ours, hand, masked = (
+        programs.compiled(jax.value_and_grad(fn), *args)
+        for fn in (costs.ours, costs.by_hand, costs.masked)
+    )
+    assert programs.without_names(ours.as_text()) == programs.without_names(
+        hand.as_text()
+    )
+    # The mask makes a second stack; the prefix is read from the one there is.
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (ours, masked)]
+    stack = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]['layers']))
+    assert sizes[0] < sizes[1] - stack // 8
+
+
+@pytest.mark.parametrize('remat', [False, True])
+def test_the_way_back_through_frozen_layers_keeps_no_copy_of_them(remat):
+    costs = Costs(below=True, remat=remat)
+    args = costs.inputs()
+    fns = (costs.ours, costs.by_hand)
+    ours, hand = (programs.temporary_bytes(jax.value_and_grad(fn), *args) for fn in fns)
+    stack = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]['layers']))
+    prefix = stack * FROZEN // DEEP
+    assert ours < hand - 0.9 * (prefix if not remat else stack - prefix)
+
+
+@pytest.mark.parametrize(('below', 'share'), [(False, 0.55), (True, 0.80)])
+def test_flops_are_those_of_two_scans(below, share):
+    # In a loop XLA counts one step: here the steps are written out.
+    costs = Costs(below=below, unroll=DEEP)
+    args = costs.inputs()
+    ours, hand, masked = (
+        programs.flops(jax.value_and_grad(fn), *args)
+        for fn in (costs.ours, costs.by_hand, costs.masked)
+    )
+    assert ours == hand
+    assert ours < share * masked
+
+
+def test_without_frozen_layers_it_is_the_scan_of_flax():
+    costs = Costs()
+    args = costs.inputs()
+
+    def plain(params, x):
+        stack = linen.scan(Block, variable_axes={'params': 0}, length=DEEP)
+        x, _ = stack().apply({'params': params['layers']}, x, None)
+        return jnp.mean(x**2)
+
+    ours = functools.partial(costs.ours, frozen=None)
+    assert str(jax.make_jaxpr(ours)(*args)) == str(jax.make_jaxpr(plain)(*args))
+
+
+def test_the_partition_of_a_stack_stays():
+    assert variables_of('boxes')['params']['layers']['w'].get_partition_spec() == (
+        PartitionSpec('layers', 'a', 'b')
+    )
+
+
+@pytest.mark.parametrize(
+    ('frozen', 'problem'),
+    [
+        (slice(5, 9), 'it takes none of them'),
+        ([], 'it takes none of them'),
+        (5, 'out of bounds'),
+        ([0, 7], 'out of bounds'),
+        ([True, False], 'boolean'),
+        (0.5, 'must be of integer'),
+        ('first', 'must be of integer'),
+    ],
+)
+def test_layers_that_there_are_not(frozen, problem):
+    with pytest.raises(errors.FrozenLayersError, match=problem) as caught:
+        layers.chosen(frozen, 5)
+    text = str(caught.value)
+    assert text.startswith(f'frozen_layers={frozen!r} does not fit a scan of 5 layers')
+    assert 'frozen_layers=slice(0, 2)' in text
+    assert isinstance(caught.value, IndexError)
+
+
+def test_layers_that_a_scan_has_not():
+    with pytest.raises(errors.FrozenLayersError, match='scan of 5 layers'):
+        jax.eval_shape(functools.partial(Net('boxes', 7).init, RNGS), X)
