@@ -46,10 +46,10 @@ class Block:
         self.owner_path = () if owner is None else owner.path
         self.tree = None if owner is None else root_of(owner).tree
         self._closed_owner: weakref.ref[Scope] | None = None
-        self.decisions: dict[tuple[str, str, str], tuple[paths.Path, bool]] = {}
+        self.decisions: dict[tuple[str, str, str], tuple[paths.Path, Any]] = {}
         self.matched: set[filters.Filter] = set()
         self.collections: set[str] = set()
-        self._selected: dict[tuple[bool, views.Key], bool] = {}
+        self._selected: dict[tuple[bool, views.Key], Any] = {}
         self._wanted: dict[str, bool] = {}
         self._asks_functions = any(
             isinstance(atom, filters.Predicate) for atom in self.where.atoms
@@ -69,7 +69,7 @@ class Block:
             )
             return self._wanted.setdefault(collection, wanted)
 
-    def selects(self, root: views.Root, key: views.Key) -> bool:
+    def selects(self, root: views.Root, key: views.Key) -> Any:
         """Whether the filter takes the variable; asks it once for each variable."""
         inside = root.tree is self.tree
         found = self._selected.get((inside, key))
@@ -78,7 +78,7 @@ class Block:
             found = self._selected[inside, key] = self._decide(path)
         return found
 
-    def _decide(self, path: paths.Path) -> bool:
+    def _decide(self, path: paths.Path) -> Any:
         self.collections.add(path.collection)
         # Paths are strings and compare as such; collections may share their names.
         key = (path.collection, path, path.absolute)
@@ -136,7 +136,8 @@ class Block:
         """Applies the rule to one leaf, where the extent begins."""
         path = self._path(root.tree is self.tree, key)
         with _private.in_trace_of(leaf):
-            return self.rewrite_value.rule(path, leaf)
+            seen = self.rewrite_value.rule(path, leaf)
+            return filters.merged(self.selects(root, key), seen, leaf, path)
 
     def note_rewritten(self) -> None:
         """Counts a leaf that a reader saw rewritten."""

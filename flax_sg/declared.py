@@ -113,8 +113,8 @@ def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
 
 def chosen(
     trees: Sequence[Leaves], where: filters.Where | None, unused: str = 'raise'
-) -> list[list[bool]]:
-    """Which leaves of some trees are trained, or differentiated.
+) -> list[list[Any]]:
+    """Which leaves of some trees, or which parts of them, are trained.
 
     Args:
         trees: the trees; they are judged together.
@@ -130,7 +130,7 @@ def chosen(
         NotDifferentiableError: if what one selects can nowhere be differentiated.
     """
     if where is None:
-        meant = [declared(tree.restore(tree.values)) for tree in trees]
+        meant: list[list[Any]] = [declared(tree.restore(tree.values)) for tree in trees]
     else:
         where = filters.as_filter(where)
         meant = selected([tree.paths for tree in trees], where, unused)

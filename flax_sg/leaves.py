@@ -131,8 +131,8 @@ def is_differentiable(leaf: Any) -> bool:
 
 def selected(
     trees: Sequence[Sequence[Path]], where: filters.Filter, unused: str = 'raise'
-) -> list[list[bool]]:
-    """What a filter says of each leaf of some trees.
+) -> list[list[Any]]:
+    """What a filter says of each leaf of some trees: a bool, or which part of it.
 
     Args:
         trees: the paths of the leaves of each tree; they are judged together.
@@ -149,7 +149,7 @@ def selected(
         raise errors.FilterChangedError.since_made(where)
     atoms = where.atoms
     matched: set[filters.Filter] = set()
-    out: list[list[bool]] = []
+    out: list[list[Any]] = []
     for tree in trees:
         said = [{atom: atom(path) for atom in atoms} for path in tree]
         matched.update(a for results in said for a, took in results.items() if took)
@@ -158,6 +158,14 @@ def selected(
         paths = [path for tree in trees for path in tree]
         _check_used(where, matched, paths, any(map(any, out)))
     return out
+
+
+def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
+    """What a filter says of leaves that cannot be split; raises if it means a part."""
+    for takes, path in zip(said, paths, strict=True):
+        if isinstance(takes, filters.Part):
+            raise errors.PartError.whole_only(what, path)
+    return list(said)
 
 
 def check_unused(unused: str) -> None:

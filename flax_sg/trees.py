@@ -7,7 +7,7 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.absent import ABSENT, is_absent
-from flax_sg.leaves import Leaves, leaves_of, selected
+from flax_sg.leaves import Leaves, leaves_of, selected, whole
 from flax_sg.paths import Path
 
 
@@ -41,13 +41,15 @@ def partition(
     Raises:
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: if a part of ``where`` matches no leaf.
+        PartError: if ``where`` means a part of a leaf.
 
     Note:
         ``equinox.partition`` and ``haiku.data_structures.partition`` do this; here
         None is no sentinel, so that trees which hold None come back as they were.
     """
     leaves = leaves_of(tree)
-    [takes] = selected([leaves.paths], filters.as_filter(where), unused)
+    [said] = selected([leaves.paths], filters.as_filter(where), unused)
+    takes = whole(said, leaves.paths, 'partition')
     pairs = list(zip(takes, leaves.values, strict=True))
     return (
         leaves.restore(leaf if take else ABSENT for take, leaf in pairs),
@@ -148,8 +150,8 @@ def classified(
         return found, list(dict.fromkeys(found))
     labels: list[list[Any]] = [[] for _ in paths]
     for label, where in classify.items():
-        [takes] = selected([paths], filters.as_filter(where))
-        for index, take in enumerate(takes):
+        [said] = selected([paths], filters.as_filter(where))
+        for index, take in enumerate(whole(said, paths, 'a label')):
             if take:
                 labels[index].append(label)
     for path, several in zip(paths, labels, strict=True):

@@ -72,6 +72,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     'unrolled': (Layer, {'unroll': 2}),
     'other axes': (Layer, {'variable_axes': {**STACKED, 'params': 1}, 'out_axes': 1}),
     'remat': (linen.remat(Layer, prevent_cse=False), {}),
+    'remat policy': (
+        linen.remat(Layer, policy=jax.checkpoint_policies.dots_saveable),
+        {},
+    ),
     'unchecked': (Layer, {'check_constancy_invariants': False}),
     'boxes': (Boxed, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),
     'nested': (Nested, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),

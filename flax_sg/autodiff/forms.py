@@ -46,19 +46,19 @@ class Tree:
 
     Attributes:
         treedef: the structure.
-        live: for each leaf whether it is differentiated.
+        live: for each leaf whether it is differentiated, or which part of it.
         paths: the path of each leaf.
         zeros: the shapes and types of what ``absent='zeros'`` puts there; None where
             nothing can be put.
     """
 
     treedef: Any
-    live: tuple[bool, ...]
+    live: tuple[Any, ...]
     paths: tuple[Path, ...]
     zeros: tuple[Any, ...]
 
     @classmethod
-    def of(cls, leaves: Leaves, live: Sequence[bool]) -> Tree:
+    def of(cls, leaves: Leaves, live: Sequence[Any]) -> Tree:
         """The form of an argument."""
         zeros = tuple(map(_zeros_of, leaves.values))
         return cls(leaves.treedef, tuple(live), tuple(leaves.paths), zeros)
@@ -202,8 +202,10 @@ class Split:
         rest = iter(live)
         return [
             tree.restore(
-                next(rest) if take else leaf
-                for take, leaf in zip(form.live, tree.values, strict=True)
+                filters.merged(take, next(rest), leaf, path) if take else leaf
+                for take, path, leaf in zip(
+                    form.live, tree.paths, tree.values, strict=True
+                )
             )
             for form, tree in zip(self.form.trees, self.leaves, strict=True)
         ]

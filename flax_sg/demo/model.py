@@ -127,8 +127,7 @@ class DigitModel(nn.Module):
             step,
             variable_broadcast='params',
             split_rngs={'params': False, 'sampler': True},
-            # flax's annotation leaves out the value that its documentation gives.
-            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+            in_axes=nn.broadcast,
             length=self.sampler_steps,
         )
         return steps(self, self.code_message(observation), observation)[0]

@@ -17,6 +17,7 @@ from flax_sg.errors import FilterTypeError
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
+from flax_sg.filters.indices import Index, Part, at, merged, negated
 from flax_sg.filters.refusals import KINDS, brief, fix_of, refuse_target
 from flax_sg.paths import Path
 
@@ -88,10 +89,15 @@ __all__ = [
     'Constant',
     'Filter',
     'Glob',
+    'Index',
     'Not',
     'Or',
+    'Part',
     'Predicate',
     'Regex',
     'Where',
     'as_filter',
+    'at',
+    'merged',
+    'negated',
 ]

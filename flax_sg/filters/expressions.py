@@ -27,8 +27,12 @@ class Filter(abc.ABC):
     convert: ClassVar[Callable[[Any], Filter]]
 
     @abc.abstractmethod
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
-        """The value of the expression, given what to ask for that of an atom."""
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
+        """The value of the expression, given what to ask for that of an atom.
+
+        It is a bool, or a ``Part`` if elements of the variable are meant; see
+        ``indices.py``.
+        """
 
     @functools.cached_property
     @abc.abstractmethod
@@ -43,11 +47,11 @@ class Filter(abc.ABC):
         del parts
         return self
 
-    def __call__(self, path: Path) -> bool:
-        """Whether the variable at this path is meant."""
+    def __call__(self, path: Path) -> Any:
+        """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""
         return self._evaluate(lambda atom: atom(path))
 
-    def combine(self, results: Mapping[Filter, bool]) -> bool:
+    def combine(self, results: Mapping[Filter, bool]) -> Any:
         """Whether a variable is meant, given what each of the atoms says of it.
 
         With it a caller asks every atom once, and learns which of them matched.
@@ -193,8 +197,9 @@ class Not(Filter):
     def _with_parts(self, parts: tuple[Filter, ...]) -> Filter:
         return Not(*parts)
 
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
-        return not self.filter._evaluate(ask)
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
+        said = self.filter._evaluate(ask)
+        return not said if isinstance(said, bool) else ~said
 
     def __invert__(self) -> Filter:
         return self.filter
@@ -231,8 +236,13 @@ class _Several(Filter):
 class And(_Several):
     """The variables that all of several filters mean."""
 
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
-        return all(part._evaluate(ask) for part in self.filters)
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
+        said: Any = True
+        for part in self.filters:
+            said = said & part._evaluate(ask)
+            if said is False:
+                break
+        return said
 
     def __repr__(self) -> str:
         return ' & '.join(map(_enclosed, self.filters)) or 'And(())'
@@ -245,8 +255,13 @@ class And(_Several):
 class Or(_Several):
     """The variables that at least one of several filters means."""
 
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
-        return any(part._evaluate(ask) for part in self.filters)
+    def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
+        said: Any = False
+        for part in self.filters:
+            said = said | part._evaluate(ask)
+            if said is True:
+                break
+        return said
 
     def __repr__(self) -> str:
         return ' | '.join(map(_enclosed, self.filters)) or 'Or(())'

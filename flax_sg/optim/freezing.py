@@ -78,6 +78,9 @@ def freeze(
     >>> tx.update(pruned, tx.init(params), params)[0]
     {'head': Array([-1.], dtype=float32)}
 
+    Of an array of which a part is frozen (``sg.at``) the optimizer sees all, with a
+    zero gradient in that part, and what it does there is taken back.
+
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``, whose accumulators shrink
             too.

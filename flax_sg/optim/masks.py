@@ -7,7 +7,7 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.declared import chosen, overwritten
-from flax_sg.leaves import Leaves, is_differentiable, leaves_of, selected
+from flax_sg.leaves import Leaves, is_differentiable, leaves_of, selected, whole
 from flax_sg.paths import Path
 from flax_sg.trees import classified
 
@@ -35,10 +35,12 @@ def trainable_mask(
     Raises:
         UnusedFilterError: if a part of ``where`` matches no leaf.
         NotDifferentiableError: if what it matches has no gradient.
+        PartError: if it means a part of a leaf.
         OverwriteWithGradientError: if there is a collection that no optimizer may see.
     """
     leaves = parameters_of(tree)
-    return leaves.restore(chosen([leaves], where, unused)[0])
+    said = chosen([leaves], where, unused)[0]
+    return leaves.restore(whole(said, leaves.paths, 'a mask'))
 
 
 def frozen_mask(
@@ -65,7 +67,8 @@ def frozen_mask(
         OverwriteWithGradientError: if there is a collection that no optimizer may see.
     """
     leaves = parameters_of(tree)
-    return leaves.restore(not live for live in live_leaves(leaves, where, unused))
+    live = whole(live_leaves(leaves, where, unused), leaves.paths, 'a mask')
+    return leaves.restore(not takes for takes in live)
 
 
 def labels(
@@ -103,13 +106,13 @@ def labels(
 
 def live_leaves(
     leaves: Leaves, frozen: filters.Where | None, unused: str = 'raise'
-) -> list[bool]:
-    """For each leaf whether an optimizer updates it."""
+) -> list[Any]:
+    """For each leaf whether an optimizer updates it, or which part of it."""
     if frozen is None:
         return chosen([leaves], None)[0]
     [takes] = selected([leaves.paths], filters.as_filter(frozen), unused)
     pairs = zip(takes, leaves.values, strict=True)
-    return [not take and is_differentiable(leaf) for take, leaf in pairs]
+    return [is_differentiable(leaf) and filters.negated(take) for take, leaf in pairs]
 
 
 def parameters_of(tree: Any) -> Leaves:

@@ -49,8 +49,8 @@ class Plan:
     keep_state: bool
     unused: str
 
-    def live(self, leaves: Leaves, judge: bool = True) -> list[bool]:
-        """For each parameter whether it is trained.
+    def live(self, leaves: Leaves, judge: bool = True) -> list[Any]:
+        """For each parameter whether it is trained, or which part of it.
 
         Args:
             leaves: the parameters, or gradients in their place.
@@ -63,7 +63,9 @@ class Plan:
             frozen = live_leaves(leaves, where, unused)
             able = map(is_differentiable, leaves.values)
             parts = zip(live, frozen, able, strict=True)
-            live = [was or (able and not still) for was, still, able in parts]
+            live = [
+                was | (able and filters.negated(still)) for was, still, able in parts
+            ]
         return live
 
     def init(self, params: Any) -> FreezeState:
@@ -114,9 +116,11 @@ class Plan:
         _check_belong(leaves, given, params is None)
         grads: list[Any] = []
         for keys, path, takes in zip(leaves.key_paths, leaves.paths, live, strict=True):
-            leaf = found.get(keys, ABSENT) if takes else ABSENT
+            leaf: Any = found.get(keys, ABSENT) if takes else ABSENT
             if takes and is_absent(leaf):
                 raise errors.MissingLeafError('the gradient', path, 'is not frozen')
+            if isinstance(takes, filters.Part):
+                leaf = takes.merge(leaf, jnp.zeros_like(leaf), path)
             grads.append(leaf)
         live_keys = {
             k for k, takes in zip(leaves.key_paths, live, strict=True) if takes
@@ -133,9 +137,18 @@ class Plan:
         except (ValueError, TypeError, KeyError):
             self._check_state(state, leaves, live)
             raise
-        made = dict(
-            zip(leaves.key_paths, leaves.treedef.flatten_up_to(new), strict=True)
-        )
+        made = {
+            keys: takes.merge(leaf, jnp.full_like(leaf, -0.0), path)
+            if isinstance(takes, filters.Part)
+            else leaf
+            for keys, path, takes, leaf in zip(
+                leaves.key_paths,
+                leaves.paths,
+                live,
+                leaves.treedef.flatten_up_to(new),
+                strict=True,
+            )
+        }
         out = given.restore(
             made[keys] if keys in live_keys else _nothing(leaf)
             for keys, leaf in zip(given.key_paths, given.values, strict=True)

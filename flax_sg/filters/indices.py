@@ -1,0 +1,255 @@
+"""Parts of arrays: rows of an embedding, layers of a scanned stack.
+
+An index says nothing of variables: combined with a filter that does (``sg.at``), what
+results says *which elements of which variables*. For one variable a filter is then
+neither true nor false, but a ``Part``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from flax_sg import _private
+from flax_sg.errors import PartError, TracerInFilterError
+from flax_sg.filters.expressions import And, Filter, Not, Or
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Index(Filter):
+    """Some elements of every variable: those that numpy takes for an index.
+
+    Attributes:
+        index: an int, a slice, ``...``, an array or list of ints or bools, or a tuple
+            of these, one for each axis. ``np.s_[:100]`` writes it.
+    """
+
+    index: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'index', _plain(self.index))
+
+    @functools.cached_property
+    def _value(self) -> Hashable:
+        return _key(self.index)
+
+    def _evaluate(self, ask: Any) -> Any:
+        del ask
+        return Part(self)
+
+    def __repr__(self) -> str:
+        entries = self.index if isinstance(self.index, tuple) else (self.index,)
+        return f'Index(np.s_[{", ".join(map(_written, entries))}])'
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a filter says of a variable of which it means a part.
+
+    Attributes:
+        elements: which elements: an expression of indices.
+    """
+
+    elements: Filter
+
+    def __and__(self, other: bool | Part) -> bool | Part:
+        if isinstance(other, Part):
+            return Part(self.elements & other.elements)
+        return self if other else False
+
+    __rand__ = __and__
+
+    def __or__(self, other: bool | Part) -> bool | Part:
+        if isinstance(other, Part):
+            return Part(self.elements | other.elements)
+        return True if other else self
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Part:
+        return Part(~self.elements)
+
+    def mask(self, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
+        """Which elements of an array are meant.
+
+        Args:
+            shape: the shape of the array.
+            path: where it is, for an error.
+
+        Returns:
+            A mask with as many axes as the array; of length 1 where they all have the
+            same, so that it stays small.
+
+        Raises:
+            PartError: if an index does not fit the array, or takes nothing of it.
+        """
+        return _mask(self.elements, shape, path)
+
+    def merge(self, meant: Any, others: Any, path: str) -> Any:
+        """An array with some elements of one and the other elements of another.
+
+        Args:
+            meant: has the elements that are meant.
+            others: has the others; of the same shape and type.
+            path: where they are, for an error.
+        """
+        shape = jnp.shape(others)
+        return jnp.where(np.broadcast_to(self.mask(shape, path), shape), meant, others)
+
+
+def negated(said: bool | Part) -> bool | Part:
+    """The opposite of what a filter says."""
+    return ~said if isinstance(said, Part) else not said
+
+
+def merged(said: bool | Part, meant: Any, others: Any, path: str) -> Any:
+    """What is meant, with the elements of others where a filter means a part."""
+    if isinstance(said, Part) and meant is not others:
+        return said.merge(meant, others, path)
+    return meant
+
+
+def at(where: Any, index: Any) -> Filter:
+    """A part of each array that a filter selects.
+
+    It is a filter, and is given to all that takes one: blocks, lifts, ``nn.Frozen``,
+    ``nn.mirror``, gradient calls, ``sg.freeze``; it combines with ``~ & |``.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, flax_sg as sg
+    >>> from flax_sg import linen as nn
+    >>> class Words(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, ids):
+    ...         with nn.stop_gradient(sg.at('embed/embedding', np.s_[:2])):
+    ...             return nn.Embed(4, 3, name='embed')(ids)
+    >>> ids = jnp.arange(4)
+    >>> v = Words().init(jax.random.key(0), ids)
+    >>> grads = jax.grad(lambda v: jnp.sum(Words().apply(v, ids)))(v)
+    >>> grads['params']['embed']['embedding'][:, 0].tolist()
+    [0.0, 0.0, 1.0, 1.0]
+
+    Values are what they were, to the bit; so are gradients of all other elements. The
+    gradient of the whole array is computed, and dropped where it is stopped: to save
+    the work for layers of a scanned stack, see ``frozen_layers`` of ``nn.scan``.
+
+    Args:
+        where: which variables: any kind of filter.
+        index: which elements of each: whatever numpy takes between brackets, of ints,
+            slices, ``...``, and arrays of ints or bools. It is that of the array where
+            the extent begins: outside a scan the first axis may be that of the layers.
+
+    Returns:
+        A filter. Where a leaf cannot be split (``sg.partition``, masks, labels) it is
+        refused.
+
+    Raises:
+        PartError: if ``index`` is none; or later, if it does not fit an array, or takes
+            nothing of it.
+    """
+    return Filter.convert(where) & Index(index)
+
+
+def _plain(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(map(_plain, index))
+    if isinstance(index, _private.Tracer):
+        raise TracerInFilterError(
+            f'the index {index} is traced: a filter has to be known while tracing.\n'
+            'Give numbers or numpy arrays.'
+        )
+    if isinstance(index, slice):
+        parts = (index.start, index.stop, index.step)
+        return slice(*(None if part is None else _int(part) for part in parts))
+    if index is Ellipsis:
+        return index
+    array = np.array(index)
+    if array.dtype != bool and not np.issubdtype(array.dtype, np.integer):
+        raise PartError.no_index(index)
+    if array.dtype != bool:
+        array = array.astype(np.int64)
+        if array.ndim == 0:
+            return int(array)
+    array.setflags(write=False)
+    return array
+
+
+def _int(part: Any) -> int:
+    try:
+        return part.__index__()
+    except AttributeError:
+        raise PartError.no_index(part) from None
+
+
+def _key(index: Any) -> Hashable:
+    if isinstance(index, tuple):
+        return tuple(map(_key, index))
+    if isinstance(index, slice):
+        return 'slice', index.start, index.stop, index.step
+    if isinstance(index, np.ndarray):
+        return index.dtype.kind, index.shape, index.tobytes()
+    return index
+
+
+def _written(index: Any) -> str:
+    if isinstance(index, slice):
+        ends = [index.start, index.stop] + ([] if index.step is None else [index.step])
+        return ':'.join('' if end is None else str(end) for end in ends)
+    if isinstance(index, np.ndarray):
+        return np.array2string(index, separator=', ', threshold=8)
+    return '...' if index is Ellipsis else str(index)
+
+
+def _mask(elements: Filter, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
+    if isinstance(elements, Index):
+        return _mask_of(elements, shape, path)
+    if isinstance(elements, Not):
+        return ~_mask(elements.filter, shape, path)
+    if isinstance(elements, And | Or):
+        combine = np.logical_and if isinstance(elements, And) else np.logical_or
+        return functools.reduce(
+            combine, (_mask(part, shape, path) for part in elements.filters)
+        )
+    raise TypeError(f'{elements!r} is no expression of indices')
+
+
+def _mask_of(index: Index, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
+    entries = index.index if isinstance(index.index, tuple) else (index.index,)
+    try:
+        mask = _small_mask(entries, shape)
+        if mask is None:
+            mask = np.zeros(shape, bool)
+            mask[index.index] = True
+    except IndexError as error:
+        raise PartError(index, path, shape, str(error)) from None
+    if not mask.any():
+        raise PartError(index, path, shape, 'it takes nothing')
+    return mask
+
+
+def _small_mask(
+    entries: tuple[Any, ...], shape: tuple[int, ...]
+) -> NDArray[np.bool_] | None:
+    """The mask as a product of one for each axis, if it is one."""
+    arrays = [entry for entry in entries if isinstance(entry, np.ndarray)]
+    dots = [n for n, entry in enumerate(entries) if entry is Ellipsis]
+    if len(arrays) > 1 or any(array.ndim != 1 for array in arrays) or len(dots) > 1:
+        return None
+    where = dots[0] if dots else len(entries)
+    missing = len(shape) - len(entries) + len(dots)
+    if missing < 0:
+        return None
+    filled = [*entries[:where], *[slice(None)] * missing, *entries[where + 1 :]]
+    out = np.ones((1,) * len(shape), bool)
+    for axis, (entry, length) in enumerate(zip(filled, shape, strict=True)):
+        if isinstance(entry, slice) and entry == slice(None):
+            continue
+        along = np.zeros(length, bool)
+        along[entry] = True
+        out = out & along.reshape([-1 if n == axis else 1 for n in range(len(shape))])
+    return out

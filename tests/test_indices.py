@@ -1,0 +1,357 @@
+"""Parts of arrays: the same at every extent as a mask that is written by hand."""
+
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+import flax_sg as sg
+import oracle
+import programs
+from flax_sg import errors, filters
+from flax_sg import linen as nn
+
+ROWS, WIDTH = 6, 4
+IDS = jnp.array([[0, 1, 5], [2, 3, 5]])
+TABLE = 'embed/embedding'
+
+
+class Words(linen.Module):
+    """An embedding that is read by rows, and as a whole by ``attend``."""
+
+    rows: int = ROWS
+
+    @linen.compact
+    def __call__(self, ids):
+        embed = linen.Embed(self.rows, WIDTH, name='embed')
+        return embed.attend(linen.Dense(WIDTH, name='dense')(embed(ids)))
+
+
+class Around(linen.Module):
+    """Words, in one of the extents that modules have."""
+
+    where: Any
+    extent: str
+
+    @linen.compact
+    def __call__(self, ids):
+        if self.extent == 'block inside':
+            words = Words(name='words')
+            with nn.stop_gradient(sg.at(f'words/{TABLE}', self.where)):
+                return words(ids)
+        part = sg.at(TABLE, self.where)
+        if self.extent == 'class':
+            return nn.stop_gradient(Words, part)(name='words')(ids)
+        if self.extent == 'Frozen':
+            return nn.Frozen(Words(name='words'), part)(ids)
+        words = Words(name='words')
+        mirrored = nn.mirror(words, part)(ids)
+        return mirrored + 0.0 * words(ids) if self.is_initializing() else mirrored
+
+
+PARAMS = Words().init(jax.random.key(0), IDS)['params']
+INDICES: dict[str, Any] = {
+    'rows': np.s_[:3],
+    'a row': 5,
+    'every other row': np.s_[1::2],
+    'from the end': np.s_[-2:],
+    'a list': [0, 3],
+    'an array': jnp.array([4, -1]),
+    'bools': np.arange(ROWS) > 2,
+    'a column': np.s_[:, 1],
+    'a block': np.s_[1:4, :2],
+    'dots': np.s_[..., 0],
+    'rows and columns': ([0, 2], [1, 3]),
+    'elements': np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 3 == 0,
+}
+
+
+def masked(params: Any, index: Any) -> Any:
+    """Parameters of which a part of the table is stopped by hand."""
+    table = params['embed']['embedding']
+    mask = np.zeros(table.shape, bool)
+    mask[index] = True
+    seen = jnp.where(mask, jax.lax.stop_gradient(table), table)
+    return {**params, 'embed': {'embedding': seen}}
+
+
+def loss_of(params: Any, stop: Callable[[Any], Any] = lambda p: p) -> Any:
+    out = Words().apply({'params': stop(params)}, IDS)
+    return jnp.sum(out**2)
+
+
+def grads_by_hand(index: Any) -> Any:
+    stop = functools.partial(masked, index=index)
+    return jax.jit(jax.value_and_grad(functools.partial(loss_of, stop=stop)))(PARAMS)
+
+
+@pytest.mark.parametrize('name', INDICES)
+def test_a_block_stops_what_a_mask_stops(name):
+    index = INDICES[name]
+
+    @jax.jit
+    @jax.value_and_grad
+    def ours(params):
+        with nn.stop_gradient(sg.at(TABLE, index)):
+            return loss_of(params)
+
+    value, grads = ours(PARAMS)
+    oracle.assert_same((value, grads), grads_by_hand(index))
+    table = np.asarray(grads['embed']['embedding'])
+    assert not table[index].any()
+    assert table.any()
+
+
+@pytest.mark.parametrize('extent', ['block inside', 'class', 'Frozen', 'mirror'])
+def test_every_extent(extent):
+    model = Around(np.s_[:3], extent)
+
+    @jax.jit
+    @jax.value_and_grad
+    def ours(params):
+        return jnp.sum(model.apply({'params': {'words': params}}, IDS) ** 2)
+
+    oracle.assert_same(ours(PARAMS), grads_by_hand(np.s_[:3]))
+    variables = model.init(jax.random.key(0), IDS)
+    assert jax.tree.structure(variables['params']['words']) == jax.tree.structure(
+        PARAMS
+    )
+
+
+def test_the_gradient_call_differentiates_the_part():
+    ours = sg.value_and_grad(loss_of, wrt=['dense/**', sg.at(TABLE, np.s_[3:])])
+    oracle.assert_same(jax.jit(ours)(PARAMS), grads_by_hand(np.s_[:3]))
+    table = sg.grad(loss_of, wrt=sg.at(TABLE, np.s_[3:]))(PARAMS)
+    assert table['dense']['kernel'] is sg.ABSENT
+
+
+TABLES = {
+    'not': (lambda: ~sg.at(TABLE, np.s_[:2]) & TABLE, np.s_[2:]),
+    'or': (lambda: sg.at(TABLE, 0) | sg.at('embed/*', 2), [0, 2]),
+    'and': (lambda: sg.at(TABLE, np.s_[:3]) & sg.at('**', np.s_[2:]), 2),
+    'not both': (lambda: sg.at(TABLE, np.s_[:3]) & ~sg.at(TABLE, 1), [0, 2]),
+    'with a whole leaf': (lambda: sg.at(TABLE, 1) | filters.as_filter(TABLE), np.s_[:]),
+    'with none': (lambda: sg.at(TABLE, 1) | filters.as_filter(False), 1),
+    'any of': (lambda: [sg.at(TABLE, 0), sg.at(TABLE, 5)], [0, 5]),
+    'twice': (lambda: sg.at(sg.at(TABLE, np.s_[:3]), np.s_[1:]), [1, 2]),
+}
+
+
+@pytest.mark.parametrize('name', TABLES)
+def test_filters_combine(name):
+    make, rows = TABLES[name]
+    mask = np.zeros((ROWS, WIDTH), bool)
+    mask[rows] = True
+    part = filters.as_filter(make())(sg.Path.of('params', ('embed', 'embedding')))
+    if name == 'with a whole leaf':
+        assert part is True
+    else:
+        shown = np.broadcast_to(part.mask((ROWS, WIDTH), TABLE), (ROWS, WIDTH))
+        np.testing.assert_array_equal(shown, mask)
+    assert filters.as_filter(make())(sg.Path.of('params', ('dense', 'bias'))) is False
+
+
+def test_train_only_trains_the_part():
+    @jax.jit
+    @jax.value_and_grad
+    def ours(params):
+        with nn.train_only(['dense/**', sg.at(TABLE, np.s_[3:])]):
+            return loss_of(params)
+
+    oracle.assert_same(ours(PARAMS), grads_by_hand(np.s_[:3]))
+
+
+class Layer(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return jnp.tanh(linen.Dense(WIDTH)(x)), None
+
+
+def test_layers_of_a_plain_scan_are_those_of_frozen_layers():
+    options: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+    plain = linen.scan(Layer, **options, length=5)()
+    split = nn.scan(Layer, **options, length=5, frozen_layers=slice(0, 3))()
+    x = jnp.ones((2, WIDTH))
+    params = plain.init(jax.random.key(1), x, None)['params']
+
+    def loss(model, params):
+        return jnp.sum(model.apply({'params': params}, x, None)[0] ** 2)
+
+    def in_block(params):
+        with nn.stop_gradient(sg.at('**', np.s_[:3])):
+            return loss(plain, params)
+
+    oracle.assert_same(
+        jax.jit(jax.value_and_grad(in_block))(params),
+        jax.jit(jax.value_and_grad(functools.partial(loss, split)))(params),
+    )
+
+
+def test_values_in_a_box_and_numbers_without_a_gradient():
+    class Boxed(linen.Module):
+        @linen.compact
+        def __call__(self):
+            init = linen.with_partitioning(linen.initializers.ones, ('a',))
+            steps = self.param('steps', lambda key: jnp.arange(3))
+            with nn.stop_gradient(sg.at(['w', 'steps'], np.s_[:2])):
+                w = self.param('w', init, (3,))
+                read = self.get_variable('params', 'steps')
+                return jnp.sum(w * read.astype(float)) + 0 * jnp.sum(steps).astype(
+                    float
+                )
+
+    variables = Boxed().init(jax.random.key(0))
+    grads = jax.grad(Boxed().apply, allow_int=True)(variables)['params']
+    assert grads['w'].value.tolist() == [0.0, 0.0, 2.0]
+
+
+# The optimizer.
+
+
+OPTIMIZERS = {
+    'decay': optax.adamw(0.1, weight_decay=0.5),
+    'momentum': optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, 0.9)),
+    'accumulated': optax.MultiSteps(optax.sgd(0.1), 2),
+}
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+@pytest.mark.usefixtures('standard_promotion')
+def test_the_part_stays_and_the_rest_trains_as_without_it(name):
+    part = sg.at(TABLE, np.s_[:3])
+    tx = sg.freeze(OPTIMIZERS[name], part)
+
+    def rows(params, which):
+        table = params['embed']['embedding'][which]
+        return {**params, 'embed': {'embedding': table}}
+
+    # By hand: the optimizer of the live rows alone.
+    params, state = PARAMS, tx.init(PARAMS)
+    live = rows(PARAMS, np.s_[3:])
+    hand = OPTIMIZERS[name]
+    hand_state = hand.init(live)
+    for _ in range(4):
+        grads = jax.grad(loss_of)(params)
+        updates, state = tx.update(grads, state, params)
+        new, hand_state = hand.update(rows(grads, np.s_[3:]), hand_state, live)
+        params, live = sg.apply_updates(params, updates), optax.apply_updates(live, new)
+    oracle.assert_same(
+        rows(params, np.s_[:3])['embed'], rows(PARAMS, np.s_[:3])['embed']
+    )
+    ours = rows(params, np.s_[3:])
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(live), strict=True):
+        # The norm of a clip is summed over another number of zeros.
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert bool(jnp.any(ours['embed']['embedding'] != PARAMS['embed']['embedding'][3:]))
+
+
+def test_thaw_trains_more_of_an_array():
+    tx = sg.freeze(optax.sgd(0.1), sg.at(TABLE, np.s_[:4]))
+    state = tx.init(PARAMS)
+    tx, state = sg.thaw(tx, state, PARAMS, sg.at(TABLE, np.s_[2:]))
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    updates, _ = tx.update(grads, state, PARAMS)
+    moved = np.asarray(updates['embed']['embedding'] != 0).any(axis=1)
+    assert moved.tolist() == [False, False, True, True, True, True]
+
+
+# As values.
+
+
+def test_equal_parts_are_one_filter():
+    part = sg.at(TABLE, np.s_[:3])
+    assert part == sg.at(TABLE, np.s_[: np.int64(3)])
+    assert hash(part) == hash(sg.at(TABLE, np.s_[:3]))
+    assert part != sg.at(TABLE, np.s_[:4])
+    assert sg.at(TABLE, [1, 2]) == sg.at(TABLE, np.array([1, 2], np.int32))
+    assert sg.at(TABLE, [1, 0]) != sg.at(TABLE, [True, False])
+    assert pickle.loads(pickle.dumps(part)) == part
+    assert repr(part) == "Glob('embed/embedding') & Index(np.s_[:3])"
+    assert repr(filters.Index((..., [0, 2], 1))) == 'Index(np.s_[..., [0, 2], 1])'
+
+
+def test_an_equal_part_is_not_traced_again():
+    traces = []
+
+    @jax.jit
+    def f(params):
+        traces.append(1)
+        return loss_of(params)
+
+    for stop in (3, 3, 4):
+        with nn.stop_gradient(sg.at(TABLE, np.arange(stop))):
+            f(PARAMS)
+    assert len(traces) == 2
+
+
+def test_a_mask_on_rows_is_as_small_as_the_rows():
+    index = filters.Index(np.s_[:100])
+    assert filters.Part(index).mask((50_000, 1024), TABLE).shape == (50_000, 1)
+    params = {**PARAMS, 'embed': {'embedding': jnp.ones((500, WIDTH))}}
+    words = Words(rows=500)
+
+    def ours(params):
+        with nn.stop_gradient(sg.at(TABLE, np.s_[:100])):
+            return jnp.sum(words.apply({'params': params}, IDS) ** 2)
+
+    def hand(params):
+        table = params['embed']['embedding']
+        mask = np.broadcast_to((np.arange(500) < 100)[:, None], table.shape)
+        seen = jnp.where(mask, jax.lax.stop_gradient(table), table)
+        stopped = {**params, 'embed': {'embedding': seen}}
+        return jnp.sum(words.apply({'params': stopped}, IDS) ** 2)
+
+    text = programs.optimized_hlo(jax.grad(ours), params)
+    assert text == programs.optimized_hlo(jax.grad(hand), params)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize('index', [0.5, 'rows', None, [0.5], np.s_['a':]])
+def test_what_is_no_index(index):
+    with pytest.raises(errors.PartError, match='is no index'):
+        sg.at(TABLE, index)
+
+
+@pytest.mark.parametrize(
+    ('index', 'problem'),
+    [
+        (np.s_[ROWS:], 'it takes nothing'),
+        (ROWS, 'out of bounds'),
+        (np.s_[0, 0, 0], 'too many indices'),
+        (np.ones(3, bool), 'boolean'),
+    ],
+)
+def test_an_index_that_does_not_fit(index, problem):
+    block = nn.stop_gradient(sg.at(TABLE, index))
+    with pytest.raises(errors.PartError, match=problem) as caught, block:
+        jax.grad(loss_of)(PARAMS)
+    assert f"does not fit '{TABLE}', an array of shape (6, 4)" in str(caught.value)
+
+
+def test_a_traced_index():
+    with pytest.raises(errors.TracerInFilterError, match='index'):
+        jax.jit(lambda n: sg.at(TABLE, n))(3)
+
+
+@pytest.mark.parametrize(
+    'split',
+    [
+        lambda where: sg.partition(PARAMS, where),
+        lambda where: sg.partition_n(PARAMS, {'a': where, 'b': '**'}),
+        lambda where: sg.trainable_mask(PARAMS, where),
+        lambda where: sg.frozen_mask(PARAMS, where),
+        lambda where: sg.labels(PARAMS, {'a': where, 'b': 'dense/**'}),
+    ],
+)
+def test_leaves_that_cannot_be_split(split):
+    with pytest.raises(errors.PartError, match=f"a part of '{TABLE}'"):
+        split(sg.at(TABLE, np.s_[:3]))
