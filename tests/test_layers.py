@@ -73,8 +73,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     'other axes': (Layer, {'variable_axes': {**STACKED, 'params': 1}, 'out_axes': 1}),
     'remat': (linen.remat(Layer, prevent_cse=False), {}),
     'remat policy': (
-        linen.remat(Layer, policy=jax.checkpoint_policies.dots_saveable),
-        {},
+        linen.remat(Boxed, policy=jax.checkpoint_policies.dots_saveable),
+        {'metadata_params': {linen.PARTITION_NAME: 'layers'}},
     ),
     'unchecked': (Layer, {'check_constancy_invariants': False}),
     'boxes': (Boxed, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),
