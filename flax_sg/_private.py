@@ -488,7 +488,7 @@ def on_variables(module: Module, variables: Mapping[str, Any]) -> Module:
 
     def copy(scope: Scope) -> Scope:
         if scope != module.scope:  # Of a module that lies elsewhere.
-            return scope
+            return scope.rewound()  # The clone takes names there once more.
         out = scratch_scope(scope, {})
         out.rng_counters = scope.rng_counters
         out._variables.update(copied(variables))

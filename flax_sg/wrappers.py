@@ -142,6 +142,21 @@ class Wrapper(_private.Module):
         return reach.holds_modules((args, functions))
 
     @nowrap
+    def _try_setup(self, shallow: bool = False) -> None:
+        # A lifted function sets up what it is handed, outside of transforms of its
+        # class: that decides from which random streams ``setup`` draws.
+        begins = not shallow and _private.starts_setup(self)
+        super()._try_setup(shallow)
+        if begins:
+            with self.extent(judge=False) as module:
+                if module is self.module:
+                    _private.run_setup(module)
+
+    @nowrap
+    def _validate_setup(self) -> None:
+        """Nothing of its own to check, and the module is bound already."""
+
+    @nowrap
     def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
         # ``apply(variables, x, method=nn.Embed.attend)`` calls it with the wrapper.
         of_module = _private.is_method_of(fun, type(innermost(self.module)))

@@ -596,6 +596,23 @@ def test_the_wrapper_itself_is_lifted() -> None:
     assert not is_zero(grads[0][0]['other'])
 
 
+@pytest.mark.parametrize('view', [nn.Frozen, nn.mirror])
+def test_a_lifted_function_sets_up_the_module_that_it_is_handed(view: Any) -> None:
+    """Outside of ``nn.jit`` of its class, which has random streams of its own."""
+
+    class Model(linen.Module):
+        wrap: Wrap
+
+        @linen.compact
+        def __call__(self, x):
+            inner = self.wrap(self.wrap(linen.jit(Keeps)(name='inner')))
+            return linen.remat(lambda module, x: module(x))(inner, x)
+
+    params = Model(bare).init(RNGS, X)
+    assert_same(Model(view).init(RNGS, X), params)
+    assert is_zero(oracle.grads(lambda p: Model(view).apply(p, X), params))
+
+
 @pytest.mark.parametrize('lift', ['jit', 'remat', 'scan'])
 def test_a_field_of_a_lifted_module_is_a_wrapper(lift: str) -> None:
     class Uses(linen.Module):

@@ -506,6 +506,45 @@ def test_other_values(cls, how) -> None:
     assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
 
 
+@pytest.mark.parametrize('word', ['om', 'mo'])
+@pytest.mark.parametrize('cls', [Dense2, Compact2])
+def test_other_values_of_a_module_that_uses_one_from_elsewhere(cls, word) -> None:
+    """That one is read as it is, and may be used by others."""
+
+    class Uses(linen.Module):
+        lent: Any
+
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(4)(self.lent(x))
+
+    class Model(linen.Module):
+        def setup(self):
+            self.lent = cls()
+            self.inner = Uses(self.lent)
+
+        def __call__(self, x, other=None):
+            view = nn.mirror(self.inner, variables=other)
+            return [(self.inner if kind == 'm' else view)(x) for kind in word]
+
+    params = Model().init(RNGS, X)['params']
+    other = jax.tree.map(lambda leaf: leaf * 2 + 1, params['inner'])
+
+    def actual(params: Any, other: Any) -> Any:
+        return Model().apply({'params': params}, X, {'params': other})
+
+    def expected(params: Any, other: Any) -> Any:
+        def call(params: Any) -> Any:
+            y = cls().apply({'params': params['lent']}, X)
+            return linen.Dense(4).apply({'params': params['inner']['Dense_0']}, y)
+
+        seen = {'m': params, 'o': stopped({**params, 'inner': other})}
+        return [call(seen[kind]) for kind in word]
+
+    args = params, other
+    assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
+
+
 def test_other_values_may_be_trained() -> None:
     model = Uses(Dense2, 'o', options=(('where', False),))
     params = model.init(RNGS, X)['params']
