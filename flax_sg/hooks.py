@@ -23,7 +23,7 @@ def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
             return default
         if blocks.thread.replay is not None:
             blocks.thread.replay.reads(self, col)
-        blocks.note_trace(self, open_blocks)
+        blocks.note_trace(self)
         key = (col, (*self.path, name))
         return views.view(blocks.root_of(self), open_blocks, key, value)
 
@@ -36,7 +36,7 @@ def _variables(original: Callable[..., Any]) -> Callable[..., Any]:
         open_blocks = blocks.active()
         if not open_blocks:
             return variables
-        blocks.note_trace(self, open_blocks)
+        blocks.note_trace(self)
         root = blocks.root_of(self)
         viewed = {
             col: views.view(root, open_blocks, (col, self.path), tree)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.core.scope import CollectionFilter
 from flax.linen import nowrap
 
-from flax_sg import _private, draws, errors, filters, frozen, statistics, views
+from flax_sg import _private, blocks, draws, errors, filters, frozen, statistics, views
 
 _serial = itertools.count()
 
@@ -58,6 +58,7 @@ class Mirror(frozen.Rewritten):
         module = self.module
         if self.shown is not None:
             _check_fits(module, self.shown.variables)
+            blocks.note_trace(module.scope)  # The other values are in no trace yet.
             module = _private.on_variables(module, self.shown.variables)
         with draws.handled(self.module, self.rngs), self._opened(module, judge):
             yield module
