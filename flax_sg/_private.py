@@ -45,6 +45,7 @@ _HOOKED: dict[str, tuple[Any, str]] = {
     'invalidate': (Scope, 'invalidate'),
     'partial_pack': (lift, '_partial_pack'),
     'has_variable': (Module, 'has_variable'),
+    'sow': (Module, 'sow'),
     'try_setup': (Module, '_try_setup'),
     'getattribute': (Module, '__getattribute__'),
     'getattr': (Module, '__getattr__'),

@@ -8,7 +8,16 @@ from typing import Any
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
-from flax_sg import _private, blocks, kept, replays, resumed, views, writeback
+from flax_sg import (
+    _private,
+    blocks,
+    kept,
+    replays,
+    resumed,
+    statistics,
+    views,
+    writeback,
+)
 
 _MISSING = object()
 
@@ -94,6 +103,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     'invalidate': _invalidate,
     'partial_pack': writeback.partial_pack,
     'has_variable': replays.has_variable,
+    'sow': statistics.sow,
     'try_setup': kept.try_setup,
     'getattribute': kept.getattribute,
     'getattr': kept.getattr_,

@@ -589,6 +589,60 @@ def test_other_values_with_draws_and_state() -> None:
     assert_same(seen, first + second)
 
 
+class Sower(linen.Module):
+    """Sows in itself and in a part, into two collections."""
+
+    def setup(self):
+        self.layer = linen.Dense(4)
+
+    def seen(self, x):
+        self.sow('losses', 'x', jnp.sum(x))
+        return self.layer(x)
+
+    def __call__(self, x):
+        self.sow('intermediates', 'x', x)
+        return self.seen(x)
+
+
+@pytest.mark.parametrize('lift', [None, linen.jit, linen.remat])
+def test_what_is_sown_on_other_values_is_kept(lift) -> None:
+    """By the module, its methods and its parts, in the order of the calls."""
+
+    class Outer(linen.Module):
+        def setup(self):
+            self.part = (Sower if lift is None else lift(Sower))()
+
+        def __call__(self, x):
+            return self.part(x)
+
+    class Model(linen.Module):
+        view: Any
+
+        def setup(self):
+            self.inner = Outer()
+
+        def __call__(self, x, other=None):
+            inner, view = self.inner, self.inner
+            if self.view:
+                view = nn.mirror(self.inner, variables=other)
+            part, method = view.part, view.part.__call__
+            calls = inner, view, part, inner.part, part, method, inner, view, part
+            return [call(i * x) for i, call in enumerate(calls, 1)]
+
+    variables = Model(False).init(RNGS, X)
+    start = {'params': variables['params']}
+    kwargs: dict[str, Any] = {
+        'mutable': ['losses', 'intermediates'],
+        'capture_intermediates': lambda module, _: isinstance(module, linen.Dense),
+    }
+    for state in (variables, start):
+        _, expected = Model(False).apply(state, X, **kwargs)
+        # The same values, in the place of those of the module.
+        other = {'params': state['params']['inner']}
+        _, written = Model(True).apply(state, X, other, **kwargs)
+        assert_same(written, expected)
+
+
 def test_other_values_in_jit_are_new_each_time() -> None:
     class Model(linen.Module):
         @linen.jit
