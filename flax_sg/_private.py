@@ -46,6 +46,7 @@ _HOOKED: dict[str, tuple[Any, str]] = {
     'invalidate': (Scope, 'invalidate'),
     'partial_pack': (lift, '_partial_pack'),
     'has_variable': (Module, 'has_variable'),
+    'sow': (Module, 'sow'),
     'try_setup': (Module, '_try_setup'),
     'getattribute': (Module, '__getattribute__'),
     'getattr': (Module, '__getattr__'),
@@ -516,7 +517,7 @@ def on_variables(module: Module, variables: Mapping[str, Any]) -> Module:
 
     def copy(scope: Scope) -> Scope:
         if scope != module.scope:  # Of a module that lies elsewhere.
-            return scope
+            return scope.rewound()  # The clone takes names there once more.
         out = scratch_scope(scope, {})
         out.rng_counters = scope.rng_counters
         out._variables.update(copied(variables))

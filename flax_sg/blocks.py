@@ -120,6 +120,11 @@ class Block:
             self._closed_owner = weakref.ref(self.owner)
             self.owner = None
 
+    @property
+    def owner_key(self) -> tuple[bool, tuple[str, ...]]:
+        """Where the module is that opened the block; see ``contexts.py``."""
+        return self.tree is None, self.owner_path
+
     def reopen(self) -> None:
         """Knows the owner's tree again, for a while, if that is still in use."""
         owner = None if self._closed_owner is None else self._closed_owner()
@@ -163,6 +168,7 @@ class _Thread(threading.local):
         self.blocks: tuple[Block, ...] = ()
         self.roots: dict[int, tuple[views.Root, tuple[str, ...], dict[str, Any]]] = {}
         self.context: Any = None
+        self.number_of = contexts.InUse()
         self.rewritten = 0
         self._aside = 0  # How often blocks are set aside that will be open again.
         self.replay: Any = None  # Watches a second run of a ``setup``.
@@ -173,7 +179,7 @@ class _Thread(threading.local):
         One context is entered at a time, whatever the order in which blocks close.
         """
         # First what may raise: a rule of the user that cannot be hashed.
-        context = _private.user_context(number_of(blocks)) if blocks else None
+        context = _private.user_context(self.number_of(blocks)) if blocks else None
         if self.context is not None:
             self.context.__exit__(None, None, None)
         self.blocks, self.context = blocks, context
@@ -194,6 +200,7 @@ class _Thread(threading.local):
 
     def forget(self, block: Block) -> None:
         """Drops what was kept for a block that is closed."""
+        self.number_of.forget(block)
         for root, _, _ in self.roots.values():
             root.forget(block)
         if not self.blocks and not self._aside:
@@ -203,21 +210,10 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-def number_of(blocks: tuple[Block, ...]) -> int:
-    """The number of the context that these open blocks make."""
-    return contexts.number_of(*_key_of(blocks))
-
-
-def _key_of(blocks: tuple[Block, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    owners = tuple((block.tree is None, block.owner_path) for block in blocks)
-    return tuple(block.rewrite_value for block in blocks), owners
-
-
-def note_trace(scope: Scope, blocks: tuple[Block, ...]) -> None:
+def note_trace(scope: Scope) -> None:
     """Notes a read that becomes part of a trace which another owner may find."""
-    owned = any(block.tree is not None for block in blocks)
-    if owned and scope.root.trace_level != _private.current_trace():
-        contexts.tell_apart(*_key_of(blocks))
+    if scope.root.trace_level != _private.current_trace():
+        thread.number_of.tell_apart()
 
 
 # Every open block of the process, to find one that another thread wants to close.

@@ -43,7 +43,7 @@ def close_block(block: blocks.Block, judge: bool) -> None:
     holder = block.is_here()
     try:
         if holder is None and before[-1] is block:
-            unused.check(block, blocks.number_of(before), quiet=not judge)
+            unused.check(block, blocks.thread.number_of(before), quiet=not judge)
     finally:
         blocks.remove(block)
     if not judge:

@@ -40,7 +40,7 @@ class Rewritten(wrappers.Wrapper):
 
     @nowrap
     @contextlib.contextmanager
-    def extent(self, judge: bool) -> Generator[Any]:
+    def _extent(self, judge: bool) -> Generator[Any]:
         """The rewrite holds, and state is treated as ``state`` says."""
         with self._opened(self.module, judge):
             yield self.module
@@ -56,7 +56,7 @@ class Rewritten(wrappers.Wrapper):
             yield
 
     @nowrap
-    def part(self, part: Any, module: Any) -> Any:
+    def _part(self, part: Any, module: Any) -> Any:
         """A wrapper of a part of ``module``, with the same paths."""
         within = module if self.within is None else self.within
         return self.clone(module=part, within=within, name=None)
@@ -104,7 +104,8 @@ class Frozen(Rewritten):
         collections: the collections that ``where`` looks at, ``'params'`` by default.
         state: what happens to batch statistics and other state, that is to every
             mutable collection but ``'params'``, ``'intermediates'`` and
-            ``'perturbations'``:
+            ``'perturbations'``. What the module sows (``self.sow``), there or in other
+            collections, is no state but a result, and is kept:
 
             * ``'update'``: it is updated, as without the wrapper;
             * ``'hold'``: each call works on a copy that is dropped when it ends. What

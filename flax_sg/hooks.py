@@ -8,7 +8,16 @@ from typing import Any
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
-from flax_sg import _private, blocks, kept, replays, resumed, views, writeback
+from flax_sg import (
+    _private,
+    blocks,
+    kept,
+    replays,
+    resumed,
+    statistics,
+    views,
+    writeback,
+)
 
 _MISSING = object()
 
@@ -23,7 +32,7 @@ def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
             return default
         if blocks.thread.replay is not None:
             blocks.thread.replay.reads(self, col)
-        blocks.note_trace(self, open_blocks)
+        blocks.note_trace(self)
         key = (col, (*self.path, name))
         return views.view(blocks.root_of(self), open_blocks, key, value)
 
@@ -36,7 +45,7 @@ def _variables(original: Callable[..., Any]) -> Callable[..., Any]:
         open_blocks = blocks.active()
         if not open_blocks:
             return variables
-        blocks.note_trace(self, open_blocks)
+        blocks.note_trace(self)
         root = blocks.root_of(self)
         viewed = {
             col: views.view(root, open_blocks, (col, self.path), tree)
@@ -94,6 +103,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     'invalidate': _invalidate,
     'partial_pack': writeback.partial_pack,
     'has_variable': replays.has_variable,
+    'sow': statistics.sow,
     'try_setup': kept.try_setup,
     'getattribute': kept.getattribute,
     'getattr': kept.getattr_,

@@ -193,6 +193,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if not reach.holds_arrays(value):
         known.without_arrays[name] = value
         return value
+    blocks.note_trace(scope)
     if not _private.is_set_up(module):  # In a block in ``setup`` itself.
         kept, until = {name: value}, open_blocks[-1]
         return replays.derive(module, open_blocks, kept, setup.start, until)[name]

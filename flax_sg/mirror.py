@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.core.scope import CollectionFilter
 from flax.linen import nowrap
 
-from flax_sg import _private, draws, errors, filters, frozen, statistics, views
+from flax_sg import _private, blocks, draws, errors, filters, frozen, statistics, views
 
 _serial = itertools.count()
 
@@ -41,11 +41,13 @@ class Mirror(frozen.Rewritten):
     Attributes:
         rngs: which random numbers it draws.
         shown: the variables that it shows; None for those of the module.
+        origin: for a part of a module on such variables, the module as it is.
     """
 
     state: str = statistics.HOLD
     rngs: str = draws.SAME
     shown: Any = None
+    origin: Any = None
 
     def __post_init__(self) -> None:
         draws.check(self.rngs)
@@ -53,22 +55,37 @@ class Mirror(frozen.Rewritten):
 
     @nowrap
     @contextlib.contextmanager
-    def extent(self, judge: bool) -> Generator[Any]:
+    def _extent(self, judge: bool) -> Generator[Any]:
         """As of every wrapper; with the draws and the values that it was made for."""
         module = self.module
         if self.shown is not None:
             _check_fits(module, self.shown.variables)
+            blocks.note_trace(module.scope)  # The other values are in no trace yet.
             module = _private.on_variables(module, self.shown.variables)
-        with draws.handled(self.module, self.rngs), self._opened(module, judge):
+        with (
+            draws.handled(self.module, self.rngs),
+            self._handing_over(module),
+            self._opened(module, judge),
+        ):
             yield module
-        if module is not self.module:
-            statistics.hand_over_results(module, self.module)
 
     @nowrap
-    def part(self, part: Any, module: Any) -> Any:
+    def _handing_over(self, module: Any) -> Any:
+        """What is sown on a copy of the module's scope goes to the scope itself."""
+        if self.origin is not None:
+            return statistics.results_handed_over(self.within, self.origin)
+        if module is not self.module:
+            return statistics.results_handed_over(module, self.module)
+        return contextlib.nullcontext()
+
+    @nowrap
+    def _part(self, part: Any, module: Any) -> Any:
         """A view of a part of the module in use, which is on what is shown."""
         within = module if self.within is None else self.within
-        return self.clone(module=part, within=within, name=None, shown=None)
+        origin = self.origin if module is self.module else self.module
+        return self.clone(
+            module=part, within=within, name=None, shown=None, origin=origin
+        )
 
 
 def mirror(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from flax import linen
+from flax.core.scope import Scope
 
 from flax_sg import _private, errors
 
@@ -24,8 +25,26 @@ CHOICES = {
 
 # What methods and modules call the choice between the batch and the stored values.
 _SWITCHES = {'use_running_average': True, 'update_stats': False}
-# What the call gives to its caller is no state.
-_RESULTS = ('params', 'intermediates', 'perturbations')
+# What the call gives to its caller is no state: these, and what it sows elsewhere.
+_RESULTS = ('intermediates', 'perturbations')
+# Collections and names that something was sown under. A body of ``nn.jit`` that was
+# traced before sows without Python; it was traced in such a block too, or it would not
+# be found in one.
+_sown: set[tuple[str, str]] = set()
+
+
+def sow(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook for ``Module.sow``."""
+
+    def hook(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        _sown.add((col, name))
+        return original(self, col, name, *args, **kwargs)
+
+    return hook
+
+
+def _is_result(collection: str, name: str) -> bool:
+    return collection in _RESULTS or (collection, name) in _sown
 
 
 def check(choice: Any) -> None:
@@ -58,27 +77,49 @@ def _held(module: Any) -> Generator[None]:
     finally:
         for scope, variables in zip(scopes, before, strict=True):
             for collection, tree in variables.items():
-                if collection not in _RESULTS:
-                    _put_back(_private.stored(scope)[collection], tree)
+                if collection != 'params':
+                    _put_back(collection, _private.stored(scope)[collection], tree)
 
 
-def _put_back(now: Any, before: Any) -> None:
-    """Makes what is in both trees what it was; what was created since stays."""
+def _put_back(collection: str, now: Any, before: Any) -> None:
+    """Makes the state in both trees what it was; what was created since stays."""
     for name, value in before.items():
         if name in now:
             if isinstance(value, Mapping) and isinstance(now[name], dict):
-                _put_back(now[name], value)
-            else:
+                _put_back(collection, now[name], value)
+            elif not _is_result(collection, name):
                 now[name] = value
 
 
-def hand_over_results(copy: Any, module: Any) -> None:
-    """Writes what a module on a copy of the scope has sown to the scope itself."""
-    of, to = copy.scope, module.scope
-    for collection in _RESULTS[1:]:
+@contextlib.contextmanager
+def results_handed_over(copy: Any, module: Any) -> Generator[None]:
+    """Lets what a module on a copy of a scope sows go on in the scope itself.
+
+    Args:
+        copy: the module on the copy.
+        module: the module that it was copied from.
+    """
+    _copy_results(module.scope, copy.scope)
+    yield
+    _copy_results(copy.scope, module.scope)
+
+
+def _copy_results(of: Scope, to: Scope) -> None:
+    for collection, tree in _private.stored(of).items():
         if to.is_mutable_collection(collection):
-            for name, value in _private.stored(of).get(collection, {}).items():
+            for name, value in _results(collection, tree).items():
                 to.put_variable(collection, name, value)
+
+
+def _results(collection: str, tree: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            if inner := _results(collection, value):
+                found[name] = inner
+        elif _is_result(collection, name):
+            found[name] = value
+    return found
 
 
 def _use_running_average(

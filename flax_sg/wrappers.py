@@ -65,7 +65,7 @@ class Wrapper(_private.Module):
         setattr(cls, 'scope', _ScopeOfModule())  # noqa: B010
 
     @nowrap
-    def extent(self, judge: bool) -> Extent:
+    def _extent(self, judge: bool) -> Extent:
         """What holds while the module is used; gives the module to use.
 
         Args:
@@ -74,7 +74,7 @@ class Wrapper(_private.Module):
         raise NotImplementedError
 
     @nowrap
-    def part(self, part: Any, module: Any) -> Any:
+    def _part(self, part: Any, module: Any) -> Any:
         """What stands for a module that was found in the one in use."""
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class Wrapper(_private.Module):
 
     @nowrap
     def _register_submodules(self, name: str, val: Any) -> None:
-        if name not in ('module', 'within'):
+        if name not in ('module', 'within', 'origin'):
             super()._register_submodules(name, val)
         elif name == 'module' and val.scope is None and self.scope is not None:
             module = _private.bind_at(val, self.scope, self.name)
@@ -142,6 +142,21 @@ class Wrapper(_private.Module):
         return reach.holds_modules((args, functions))
 
     @nowrap
+    def _try_setup(self, shallow: bool = False) -> None:
+        # A lifted function sets up what it is handed, outside of transforms of its
+        # class: that decides from which random streams ``setup`` draws.
+        begins = not shallow and _private.starts_setup(self)
+        super()._try_setup(shallow)
+        if begins:
+            with self._extent(judge=False) as module:
+                if module is self.module:
+                    _private.run_setup(module)
+
+    @nowrap
+    def _validate_setup(self) -> None:
+        """Nothing of its own to check, and the module is bound already."""
+
+    @nowrap
     def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
         # ``apply(variables, x, method=nn.Embed.attend)`` calls it with the wrapper.
         of_module = _private.is_method_of(fun, type(innermost(self.module)))
@@ -159,7 +174,7 @@ class Wrapper(_private.Module):
             )
         if self.scope is None:
             return self._seen(name, getattr(self.module, name), self.module)
-        with self.extent(judge=False) as module:
+        with self._extent(judge=False) as module:
             return self._seen(name, getattr(module, name), module)
 
     @property
@@ -180,17 +195,26 @@ class Wrapper(_private.Module):
         if self.scope is None:
             return value
         if isinstance(value, _private.Module):
-            return self.part(value, module)
+            return self._part(value, module)
         if isinstance(value, _private.Variable):
-            return _Variable(self.part(module, module), value)
+            read = self._part(module, module)._in_extent(_variable_value.fget)
+            return _Variable(read, value)
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._seen(name, item, module) for item in value)
         if isinstance(value, (dict, FrozenDict)):
             items = {k: self._seen(name, v, module) for k, v in value.items()}
             return type(value)(items)
         if isinstance(value, _FUNCTIONS) and reach.holds_modules(value):
-            return _in_extent(self.part(module, module), value)
+            return self._part(module, module)._in_extent(value)
         return value
+
+    @nowrap
+    def _in_extent(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def in_extent(*args: Any, **kwargs: Any) -> Any:
+            with self._extent(judge=False):
+                return fn(*args, **kwargs)
+
+        return functools.update_wrapper(in_extent, fn, updated=())
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -220,7 +244,7 @@ def _attached(module: Any, scope: Scope) -> Any:
 
 
 def _use(wrapper: Any, name: str, judge: bool, args: Any, kwargs: Any) -> Any:
-    with wrapper.extent(judge) as module:
+    with wrapper._extent(judge) as module:
         return getattr(module, name)(*args, **kwargs)
 
 
@@ -232,28 +256,16 @@ def _forwards(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _in_extent(wrapper: Wrapper, fn: Callable[..., Any]) -> Callable[..., Any]:
-    def in_extent(*args: Any, **kwargs: Any) -> Any:
-        with wrapper.extent(judge=False):
-            return fn(*args, **kwargs)
-
-    return functools.update_wrapper(in_extent, fn, updated=())
-
-
 _variable_value: Any = _private.Variable.value
 
 
 class _Variable(_private.Variable[Any]):
     """A variable that setup keeps on a module, read in the extent of a wrapper."""
 
-    def __init__(self, wrapper: Wrapper, variable: Any) -> None:
+    def __init__(self, read: Callable[[Any], Any], variable: Any) -> None:
         super().__init__(
             variable.scope, variable.collection, variable.name, variable.unbox
         )
-        self._wrapper = wrapper
+        self._read = read
 
-    def _value(self) -> Any:
-        with self._wrapper.extent(judge=False):
-            return _variable_value.fget(self)
-
-    value: Any = property(_value, _variable_value.fset)
+    value: Any = property(lambda self: self._read(self), _variable_value.fset)

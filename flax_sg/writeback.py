@@ -40,8 +40,11 @@ def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
         if not open_blocks and blocks.thread.replay is None:
             return packed
         name = kwargs.get('name', args[3] if len(args) > 3 else None)
+        scopes = _private.minimal_scopes(scope_tree)
+        for scope in scopes:
+            blocks.note_trace(scope)
         lift = _Lift(
-            scopes=_private.minimal_scopes(scope_tree),
+            scopes=scopes,
             open_blocks=open_blocks,
             name=name,
             axes=_private.axes_of_caller(),

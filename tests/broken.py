@@ -86,7 +86,7 @@ def owners_in_the_key(patch: Patch) -> None:
 
 def owners_never_told_apart(patch: Patch) -> None:
     """Equal filters have one number, also where a trace has read variables."""
-    patch.setattr(contexts, 'tell_apart', lambda rewrites, owners: None)
+    patch.setattr(contexts, 'tell_apart', lambda number: None)
 
 
 def decisions_shared(patch: Patch) -> None:

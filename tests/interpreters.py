@@ -108,25 +108,119 @@ class _Hand:
     @contextlib.contextmanager
     def copied(self, module: linen.Module) -> Generator[None]:
         """Gives a module copies of its weights, with what holds now."""
-        replaced = []
-        if self.stops and not module.is_initializing():
-            scopes = {id(s._variables): s for s in _private.scopes_of(module)}
-            _forget(module, scopes)
-            for scope in scopes.values():
-                stored = _private.stored(scope)
-                if 'params' in stored:
-                    replaced.append((stored, stored['params']))
-                    copy = self.stop(scope.path, stored['params'])
-                    frozen = isinstance(stored['params'], FrozenDict)
-                    stored['params'] = FrozenDict(copy) if frozen else copy
-        try:
+        if not self.stops or module.is_initializing():
             with self._only((), around=self.stops):
                 yield
+            return
+        scopes = _private.scopes_of(module)
+        replaced = self._replaced(module, scopes, self.stop)
+        with replaced, self._only((), around=self.stops):
+            yield
+
+    @contextlib.contextmanager
+    def _replaced(
+        self, module: linen.Module, scopes: Any, fn: Callable[[Any, Any], Any]
+    ) -> Generator[None]:
+        """Puts other weights into scopes: what ``fn`` makes of a path and a tree."""
+        replaced = []
+        known = {id(s._variables): s for s in scopes}
+        _forget(module, known)
+        for scope in known.values():
+            stored = _private.stored(scope)
+            if 'params' in stored:
+                replaced.append((stored, stored['params']))
+                copy = fn(scope.path, stored['params'])
+                frozen = isinstance(stored['params'], FrozenDict)
+                stored['params'] = FrozenDict(copy) if frozen else copy
+        try:
+            yield
         finally:
             for stored, params in reversed(replaced):
                 stored['params'] = params
             if replaced:
-                _forget(module, scopes)
+                _forget(module, known)
+
+    # Views.
+
+    @contextlib.contextmanager
+    def mirror(self, module: linen.Module, mirror: specs.Mirror) -> Generator[None]:
+        """What a view of a module does to a call of the module."""
+        with contextlib.ExitStack() as stack:
+            scope, begins = module.scope, module.is_initializing()
+            if mirror.other and not begins:
+                given = lambda path, tree: halved(self.stop(path, tree))  # noqa: E731
+                stack.enter_context(self._replaced(module, [scope], given))
+            if mirror.rngs == 'same':
+                stack.enter_context(_draws_apart(scope.rng_counters, begins))
+            if mirror.state != 'update':
+                stack.enter_context(_kept_state(_private.stored(scope)))
+            if mirror.state == 'use_running_average' and not begins:
+                stack.enter_context(averages(True))
+            stack.enter_context(self.block(module, mirror.where))
+            yield
+
+
+def halved(tree: Any) -> Any:
+    """Other weights than those of a module."""
+    return jax.tree.map(lambda leaf: leaf * 0.5, tree)
+
+
+# By hand, whether batches are normalized by what is stored. A part of JAX's cache keys.
+averages = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def _draws_apart(counts: Any, begins: bool) -> Generator[None]:
+    """Counts draws from where the last view has left off, and leaves no trace.
+
+    But initial values are drawn as ever.
+    """
+    of_views = counts.pop(_OF_VIEWS, {})
+    of_module = _private.copied(counts)
+
+    def put(counts: Any, values: Any) -> None:
+        for name, count in counts.items():
+            if isinstance(count, dict):
+                put(count, values.get(name, {}))
+            elif not (begins and name == 'params'):
+                counts[name] = values.get(name, 0)
+
+    put(counts, of_views)
+    try:
+        yield
+    finally:
+        seen = _private.copied(counts)
+        put(counts, of_module)
+        counts[_OF_VIEWS] = seen
+
+
+class _Views:
+    """The key of the counts of views: in the scope, so that transforms carry them."""
+
+
+_OF_VIEWS: Any = _Views()
+
+
+@contextlib.contextmanager
+def _kept_state(stored: Any) -> Generator[None]:
+    """Undoes what is written into state; what is created stays."""
+    before = {
+        collection: _private.copied(stored[collection])
+        for collection in ('batch_stats', 'state')
+        if isinstance(stored.get(collection), dict)
+    }
+
+    def put_back(now: Any, before: Any) -> None:
+        for name, value in before.items():
+            if isinstance(value, Mapping):
+                put_back(now[name], value)
+            else:
+                now[name] = value
+
+    try:
+        yield
+    finally:
+        put_back(stored, before)
 
 
 def _forget(module: linen.Module, scopes: Mapping[int, Any]) -> None:
@@ -213,7 +307,8 @@ class Norm(linen.Module):
 class BatchNorm(linen.Module):
     @linen.compact
     def __call__(self, x):
-        norm = linen.BatchNorm(use_running_average=False, momentum=0.5, epsilon=0.1)
+        # Read by hand only: with flax_sg nobody sets it.
+        norm = linen.BatchNorm(averages.value, momentum=0.5, epsilon=0.1)
         return norm(x) + jnp.tanh(norm.variables['params']['scale'])
 
 
@@ -541,6 +636,8 @@ class Composite(linen.Module):
     def _use(self, use: specs.Use, kids: list[linen.Module], x: jax.Array) -> jax.Array:
         kid = self.spec.kids[use.kid]
         call = functools.partial(self._call, is_closed(kid), use.method)
+        if use.mirror is not None:
+            call = functools.partial(self._call_mirror, call, use.mirror)
         if use.closure and not use.lift:
             fn = call
 
@@ -553,6 +650,26 @@ class Composite(linen.Module):
         copied = hand.copied(module) if self.by_hand else contextlib.nullcontext()
         with copied:
             return LIFTS[use.lift](call, module, x)
+
+    def _call_mirror(
+        self, call: Any, mirror: specs.Mirror, module: Any, x: jax.Array
+    ) -> jax.Array:
+        if self.by_hand:
+            with hand.mirror(module, mirror):
+                return call(module, x)
+        given = None
+        if mirror.other and not self.is_initializing():
+            own = module.variables
+            given = {col: halved(own[col]) for col in ('params',) if col in own}
+        view = nn.mirror(
+            module,
+            mirror.where.filter(),
+            variables=given,
+            rngs=mirror.rngs,
+            state=mirror.state,
+            unused='ignore',
+        )
+        return call(view, x)
 
     def _call(self, closed: bool, method: str, module: Any, x: Any) -> Any:
         fn = getattr(module, method)

@@ -544,12 +544,14 @@ class Open:
         owner: the path of the module that opened it; None at top level.
         judged: whether it raises if nothing is read in it.
         met: whether anything was.
+        context: what stands for it, and those around it, in the keys of caches.
     """
 
     what: str
     owner: tuple[str, ...] | None
     judged: bool
     met: bool = False
+    context: Any = None
 
     def selects(self, names: tuple[str, ...], of_owner: bool) -> bool:
         owner = self.owner if of_owner and self.owner is not None else ()
@@ -647,24 +649,49 @@ class Stack(list[Any]):
 class Caches:
     """What JAX has to have cached: each function once for each thing in force.
 
-    Which modules opened the blocks makes no difference, until a program inside a raw
-    ``jax.jit`` or ``lax.scan`` reads variables of a module. From then on the owners of
-    these blocks are told apart; those that were first keep what they have.
+    Which modules opened the blocks makes no difference, but to two workers that are in
+    such blocks at a time; and none at all, until a program inside a raw ``jax.jit`` or
+    ``lax.scan`` reads variables of a module. From then on the owners of all blocks
+    around it are told apart; those that have them open keep what they have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stacks: list[Stack]) -> None:
         self.traced: set[Any] = set()
         self.renewed: Counter[Any] = Counter()
-        self.first_owners: dict[Any, Any] = {}
         self.passed: set[Any] = set()
+        self._stacks = stacks
+        self._apart: dict[Any, dict[Any, Any]] = {}
 
     def context(self, stack: Stack) -> Any:
-        first = self.first_owners.get(stack.rewrites, stack.owners)
-        return (stack.rewrites, None if first == stack.owners else stack.owners)
+        return stack.blocks[-1].context if stack.blocks else None
+
+    def opened(self, stack: Stack) -> None:
+        """Decides on the context of the block that was opened last."""
+        rewrites, owners = stack.rewrites, stack.owners
+        apart = self._apart.get(rewrites)
+        if apart is not None:
+            place = apart.setdefault(owners, owners)
+        else:
+            users = self._users(rewrites)
+            place = next(i for i in range(99) if users.get(i, owners) == owners)
+        stack.blocks[-1].context = (rewrites, place)
 
     def tell_apart(self, stack: Stack) -> None:
-        if any(owner is not None for owner in stack.owners):
-            self.first_owners.setdefault(stack.rewrites, stack.owners)
+        for block in stack.blocks:
+            rewrites, _ = block.context
+            if rewrites not in self._apart:
+                users = sorted(self._users(rewrites).items())
+                self._apart[rewrites] = {owners: place for place, owners in users}
+
+    def _users(self, rewrites: Any) -> dict[Any, Any]:
+        """The owners of the open blocks in each of the contexts of some rewrites."""
+        users: dict[Any, Any] = {}
+        for stack in self._stacks:
+            owners = stack.owners
+            for number, block in enumerate(stack.blocks, 1):
+                if block.context is not None and block.context[0] == rewrites:
+                    users[block.context[1]] = owners[:number]
+        return users
 
 
 def stopped_by_hand(params: Any, stopped: frozenset[str]) -> Any:

@@ -139,6 +139,27 @@ class Kid:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mirror:
+    """A view of a submodule.
+
+    Attributes:
+        where: what it stops.
+        rngs: one of ``RNGS``.
+        state: one of ``STATES``.
+        other: whether it shows other parameters, computed from the submodule's own.
+    """
+
+    where: Where = dataclasses.field(default_factory=lambda: Where('all'))
+    rngs: str = 'same'
+    state: str = 'hold'
+    other: bool = False
+
+
+RNGS = ('same', 'fresh')
+STATES = ('hold', 'update', 'use_running_average')
+
+
+@dataclasses.dataclass(frozen=True)
 class Use:
     """Calls a method of a submodule.
 
@@ -147,12 +168,14 @@ class Use:
         method: one of ``METHODS``.
         closure: whether a local function reaches it.
         lift: a transform of a function of the submodule, or ``''``.
+        mirror: the view that is called instead, if any.
     """
 
     kid: int
     method: str = '__call__'
     closure: bool = False
     lift: str = ''
+    mirror: Mirror | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +299,15 @@ def kids(draw: st.DrawFn, depth: int) -> Kid:
     return Kid(spec, place, wraps, draw(wheres(0)), shares, frozen)
 
 
+def mirrors() -> st.SearchStrategy[Mirror]:
+    """Views."""
+    rngs, states = st.sampled_from(RNGS), st.sampled_from(STATES)
+    own = st.builds(Mirror, wheres(0), rngs, states)
+    # What is given belongs to the caller, and is not updated.
+    given = st.sampled_from([state for state in STATES if state != 'update'])
+    return own | st.builds(Mirror, wheres(0), rngs, given, st.just(True))
+
+
 @st.composite
 def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...]:
     """Statements."""
@@ -283,25 +315,32 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
     def use() -> Use:
         index = draw(st.integers(0, len(kids) - 1))
         kid = kids[index]
+        mirror = draw(mirrors()) if draw(st.integers(0, 2)) == 0 else None
         if kid.spec == Leaf('kept') and not kid.wraps and draw(st.booleans()):
-            return Use(index, 'other', draw(st.booleans()))
+            return Use(index, 'other', draw(st.booleans()), mirror=mirror)
         lift = ''
         # Flax sets a module up in a lifted function: before its class maps over it.
         mapped = {'scan', 'vmap'} & set(kid.wraps)
         if kid.place == 'attribute' and not (kid.shares or mapped):
             # Some take no state, and ``nn.jit`` does not go into all of them.
-            # ``nn.vjp`` and its kin take no module with a module in a field.
-            plain = kid.stateless and not kid.frozen and 'jit' not in kid.wraps
-            lift = draw(
-                st.sampled_from(('', *LIFTS) if plain else ('', 'remat', 'jit'))
-            )
-        return Use(index, closure=draw(st.booleans()), lift=lift)
+            plain = kid.stateless and 'jit' not in kid.wraps
+            wrapped = kid.frozen or mirror is not None
+            possible = [
+                lift
+                for lift in (LIFTS if plain else ('remat', 'jit'))
+                # These take no module with a module in a field.
+                if not (wrapped and lift in ('vjp', 'custom_vjp'))
+            ]
+            lift = draw(st.sampled_from(('', *possible)))
+        return Use(index, '__call__', draw(st.booleans()), lift, mirror)
 
     out: list[Any] = []
     for _ in range(draw(st.integers(1, 3))):
         choice = draw(st.integers(0, 9))
         if choice < 4 or (not nesting and choice > 5):
             out.append(use())
+            if out[-1].mirror and draw(st.booleans()):  # Beside the module itself.
+                out.append(dataclasses.replace(out[-1], mirror=None))
         elif choice == 4:
             out.append(Own(draw(st.sampled_from(['p0', 'p1']))))
         elif choice == 5:

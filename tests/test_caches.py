@@ -19,7 +19,8 @@ import pytest
 from jax import lax
 
 import oracle
-from flax_sg import errors, filters, rewrites, rules
+import sequences
+from flax_sg import blocks, errors, filters, rewrites, rules
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -1007,6 +1008,86 @@ def test_one_jitted_closure_in_blocks_of_two_modules(order):
         )
 
 
+class Owned(fnn.Module):
+    """A parameter, and a value that is derived from it."""
+
+    def setup(self):
+        self.w = self.param('w', fnn.initializers.normal(), (2, 3))
+        self.w2 = jnp.tanh(self.w)
+
+    def __call__(self, x):
+        return x * self.get_variable('params', 'w')
+
+
+class Owner(fnn.Module):
+    """Opens a block in which another's function is called."""
+
+    def setup(self):
+        self.inner = Owned()
+
+    def __call__(self, x):
+        return self.inner(x)
+
+    def run(self, block, fn, *args):
+        with block:
+            return fn(*args)
+
+
+class Owners(fnn.Module):
+    def setup(self):
+        self.a, self.b = Owner(), Owner()
+
+    def __call__(self, x):
+        return self.a(x) + self.b(x)
+
+
+def in_a_block_of_its_own(module, x):
+    with nn.stop_gradient('none', unused='ignore'):
+        return module(x)
+
+
+# What a raw closure may read a parameter of a bound module by.
+RAW_READS: dict[str, Callable[[Any, Any], Any]] = {
+    'variable': lambda m, x: m(x),
+    'variables': lambda m, x: x * m.variables['params']['w'],
+    'kept': lambda m, x: x * m.w2,
+    'lifted': lambda m, x: fnn.remat(lambda m, x: m(x))(m, x),
+    'in a block of its own': in_a_block_of_its_own,
+    'other values': lambda m, x: nn.mirror(m, False, variables={'params': {'w': x}})(x),
+}
+
+
+@pytest.mark.parametrize('read', RAW_READS)
+def test_what_a_jitted_closure_reads_belongs_to_one_owner(read):
+    """A block at top level is one more: 'inner/w' is nothing from there."""
+
+    def calls(params, x, owners, where_of):
+        model = Owners().bind({'params': params})
+        fn = jax.jit(lambda x: RAW_READS[read](model.a.inner, x))
+        _ = model.a.inner.w2  # Or Flax would leave it in the trace.
+
+        def call(owner):
+            block = nn.stop_gradient(where_of(owner), unused='ignore')
+            if owner == 't':
+                with block:
+                    return fn(x)
+            return getattr(model, owner).run(block, fn, x)
+
+        return [call(owner) for owner in owners]
+
+    params = Owners().init(jax.random.key(0), X)['params']
+    for owners in ('ab', 'ta', 'ba', 'at')[: None if read == 'variable' else 2]:
+
+        def grads(where_of, owners=owners):
+            sequences.forget_contexts()
+            return oracle.grads(lambda p, x: calls(p, x, owners, where_of), params, X)
+
+        found = grads(lambda owner: 'inner/w')
+        oracle.assert_same(found, grads(lambda owner: owner == 'a'))
+        with pytest.raises(AssertionError):
+            oracle.assert_same(*found)
+
+
 def scan_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     def body(x, _):
         return fn(x), None
@@ -1117,8 +1198,8 @@ class Together(fnn.Module):
         return x * self.scale
 
 
-def _by_threads(work: Callable[[int], Any]) -> list[Any]:
-    out: list[Any] = [None] * 8
+def _by_threads(work: Callable[[int], Any], count: int = 8) -> list[Any]:
+    out: list[Any] = [None] * count
 
     def run(i):
         try:
@@ -1126,7 +1207,7 @@ def _by_threads(work: Callable[[int], Any]) -> list[Any]:
         except BaseException as error:
             out[i] = error
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -1190,3 +1271,82 @@ def test_eight_threads_with_filters_of_their_own_on_one_bound_module():
         oracle.assert_same(actual, by_hand(i))
     for actual in _by_threads(lambda i: bound(X)):
         oracle.assert_same(actual, Together(None).apply(variables, X))
+
+
+@pytest.mark.parametrize('opens', ['before the trace', 'in the trace'])
+@pytest.mark.parametrize('first', 'ab')
+def test_two_threads_in_blocks_of_two_modules_share_a_jitted_closure(first, opens):
+    """The block of the second is open before anybody knows that owners matter."""
+    params = Owners().init(jax.random.key(0), X)['params']
+    model = Owners().bind({'params': params})
+    _ = model.a.inner.w, model.b.inner.w
+    w = params['a']['inner']['w']
+    expected = {'a': X * jnp.zeros_like(w), 'b': X * w}
+    second = 'b' if first == 'a' else 'a'
+    done = {name: threading.Event() for name in ('traces', 'opened', 'called')}
+
+    def wait_until(name):
+        assert done[name].wait(60), name
+
+    @jax.jit
+    def fn(x):
+        if opens == 'in the trace' and not done['traces'].is_set():
+            with blocks.thread.only(()):  # As while a filter is asked.
+                done['traces'].set()
+                wait_until('opened')
+        return model.a.inner(x)
+
+    def leads():
+        if opens == 'before the trace':
+            done['traces'].set()
+            wait_until('opened')
+        out = fn(X)
+        done['called'].set()
+        return out
+
+    def follows():
+        done['opened'].set()
+        wait_until('called')
+        return fn(X)
+
+    def work(i):
+        block = zeros('inner/w', unused='ignore')
+        if i == 0:
+            return getattr(model, first).run(block, leads)
+        wait_until('traces')
+        return getattr(model, second).run(block, follows)
+
+    sequences.forget_contexts()
+    found = dict(zip([first, second], _by_threads(work, 2), strict=True))
+    oracle.assert_same(found, expected)
+
+
+def test_threads_in_blocks_of_many_modules_share_few_traces():
+    """As many as there are threads at a time; a thread by itself finds them all."""
+
+    @jax.jit
+    def helper(x):
+        TRACES.append(None)
+        return jnp.tanh(x)
+
+    params = Owners().init(jax.random.key(0), X)['params']
+    model = Owners().bind({'params': params})
+    _ = model.a.inner.w, model.b.inner.w
+    barrier = threading.Barrier(2)
+
+    def work(i):
+        owners = [model.a, model.b]
+        for _ in range(3):
+            owners.reverse()
+            owner = owners[i]
+            owner.run(zeros('inner/w', unused='ignore'), barrier.wait, 60)
+            owner.run(zeros('inner/w', unused='ignore'), helper, X)
+            barrier.wait(60)
+
+    sequences.forget_contexts()
+    _by_threads(work, 2)
+    before = len(TRACES)
+    assert 1 <= before <= 2
+    for owner in (model.a, model.b):
+        owner.run(zeros('inner/w', unused='ignore'), helper, X)
+    assert len(TRACES) == before

@@ -12,6 +12,8 @@ import optax
 import pytest
 from flax import linen
 
+import flax_sg as sg
+from flax_sg import filters
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero
 
@@ -44,22 +46,33 @@ def test_free_gradients_are_those_of_the_bare_model() -> None:
 
 
 def test_frozen_gradients_are_absent_where_the_gradient_call_selects() -> None:
-    """What is differentiated is an argument; the rest is not in the result."""
-    live = {name: PARAMS[name] for name in NAMES if name != FROZEN}
+    """One filter says what is frozen, and so what is differentiated."""
+    frozen = filters.as_filter(f'{FROZEN}/**')
 
-    def loss(live: Any) -> Any:
-        params = {**live, FROZEN: PARAMS[FROZEN]}
-        return jnp.sum(chain(nn.Frozen).apply({'params': params}, X))
+    def loss(params: Any) -> Any:
+        model = nn.Frozen(chain(), frozen)
+        return jnp.sum(model.apply({'params': params}, X))
 
-    selected = jax.grad(loss)(live)
-    assert FROZEN not in selected
+    selected = sg.grad(loss, wrt=~frozen)(PARAMS)
+    assert tuple(selected) == NAMES
+    assert selected[FROZEN] == {'bias': sg.ABSENT, 'kernel': sg.ABSENT}
     bare = gradient(chain())
-    assert_same(selected, {name: bare[name] for name in live})
+    for name in NAMES:
+        if name != FROZEN:
+            assert_same(selected[name], bare[name])
+    assert len(jax.tree.leaves(selected)) == 4
 
 
 def test_no_gradient_of_a_fully_frozen_model() -> None:
     frozen = nn.Frozen(chain())
     assert is_zero(gradient(frozen))
+
+    def loss(params: Any) -> Any:
+        return jnp.sum(frozen.apply({'params': params}, X))
+
+    absent = sg.grad(loss, wrt=False)(PARAMS)
+    assert tuple(absent) == NAMES
+    assert not jax.tree.leaves(absent)
     # And nothing is computed for it: no operation of the program reads a cotangent.
     jaxpr = jax.make_jaxpr(lambda p: gradient(frozen, p))(PARAMS).jaxpr
     assert all(

@@ -506,6 +506,45 @@ def test_other_values(cls, how) -> None:
     assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
 
 
+@pytest.mark.parametrize('word', ['om', 'mo'])
+@pytest.mark.parametrize('cls', [Dense2, Compact2])
+def test_other_values_of_a_module_that_uses_one_from_elsewhere(cls, word) -> None:
+    """That one is read as it is, and may be used by others."""
+
+    class Uses(linen.Module):
+        lent: Any
+
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(4)(self.lent(x))
+
+    class Model(linen.Module):
+        def setup(self):
+            self.lent = cls()
+            self.inner = Uses(self.lent)
+
+        def __call__(self, x, other=None):
+            view = nn.mirror(self.inner, variables=other)
+            return [(self.inner if kind == 'm' else view)(x) for kind in word]
+
+    params = Model().init(RNGS, X)['params']
+    other = jax.tree.map(lambda leaf: leaf * 2 + 1, params['inner'])
+
+    def actual(params: Any, other: Any) -> Any:
+        return Model().apply({'params': params}, X, {'params': other})
+
+    def expected(params: Any, other: Any) -> Any:
+        def call(params: Any) -> Any:
+            y = cls().apply({'params': params['lent']}, X)
+            return linen.Dense(4).apply({'params': params['inner']['Dense_0']}, y)
+
+        seen = {'m': params, 'o': stopped({**params, 'inner': other})}
+        return [call(seen[kind]) for kind in word]
+
+    args = params, other
+    assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
+
+
 def test_other_values_may_be_trained() -> None:
     model = Uses(Dense2, 'o', options=(('where', False),))
     params = model.init(RNGS, X)['params']
@@ -548,6 +587,60 @@ def test_other_values_with_draws_and_state() -> None:
     first = other_written['intermediates']['inner']['BatchNorm_0']['__call__']
     second = plain_written['intermediates']['inner']['BatchNorm_0']['__call__']
     assert_same(seen, first + second)
+
+
+class Sower(linen.Module):
+    """Sows in itself and in a part, into two collections."""
+
+    def setup(self):
+        self.layer = linen.Dense(4)
+
+    def seen(self, x):
+        self.sow('losses', 'x', jnp.sum(x))
+        return self.layer(x)
+
+    def __call__(self, x):
+        self.sow('intermediates', 'x', x)
+        return self.seen(x)
+
+
+@pytest.mark.parametrize('lift', [None, linen.jit, linen.remat])
+def test_what_is_sown_on_other_values_is_kept(lift) -> None:
+    """By the module, its methods and its parts, in the order of the calls."""
+
+    class Outer(linen.Module):
+        def setup(self):
+            self.part = (Sower if lift is None else lift(Sower))()
+
+        def __call__(self, x):
+            return self.part(x)
+
+    class Model(linen.Module):
+        view: Any
+
+        def setup(self):
+            self.inner = Outer()
+
+        def __call__(self, x, other=None):
+            inner, view = self.inner, self.inner
+            if self.view:
+                view = nn.mirror(self.inner, variables=other)
+            part, method = view.part, view.part.__call__
+            calls = inner, view, part, inner.part, part, method, inner, view, part
+            return [call(i * x) for i, call in enumerate(calls, 1)]
+
+    variables = Model(False).init(RNGS, X)
+    start = {'params': variables['params']}
+    kwargs: dict[str, Any] = {
+        'mutable': ['losses', 'intermediates'],
+        'capture_intermediates': lambda module, _: isinstance(module, linen.Dense),
+    }
+    for state in (variables, start):
+        _, expected = Model(False).apply(state, X, **kwargs)
+        # The same values, in the place of those of the module.
+        other = {'params': state['params']['inner']}
+        _, written = Model(True).apply(state, X, other, **kwargs)
+        assert_same(written, expected)
 
 
 def test_other_values_in_jit_are_new_each_time() -> None:

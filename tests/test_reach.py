@@ -24,6 +24,7 @@ from uses import (
     Kid,
     Program,
     Route,
+    Wrapped,
     X,
     check,
     eager,
@@ -234,6 +235,8 @@ class SharedByParent(nn.Module):
         results = Uses(self.program, shared, name='user')(x)
         return *results[:-1], results[-1] + before
 
+    fails = Route.fails
+
 
 class SharedByTwo(Route):
     def parts(self):
@@ -319,6 +322,8 @@ class ProgramInNameScope(nn.Module):
 
     def __call__(self, x):
         return self.scoped(x)
+
+    fails = Route.fails
 
 
 class OwnProperty(Route):
@@ -697,6 +702,16 @@ routes = pytest.mark.parametrize('make', ROUTES.values(), ids=list(ROUTES))
 @routes
 def test_before_in_and_after(make):
     check(make, PROGRAMS['all'], False, staged)
+
+
+@routes
+def test_wrappers_in_the_place_of_blocks(make):
+    """``Frozen`` and ``mirror`` by turns, around the whole of each use."""
+
+    def wrapped(program):
+        return Wrapped(program, make)
+
+    check(wrapped, (*PROGRAMS['all'], *PROGRAMS['nested']), False, staged)
 
 
 @pytest.mark.parametrize('program', PROGRAMS.values(), ids=list(PROGRAMS))

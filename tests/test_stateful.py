@@ -52,7 +52,7 @@ class Machine(RuleBasedStateMachine):
         self.functions = sequences.Functions()
         self.workers = [sequences.Worker(self.functions) for _ in range(WORKERS)]
         self.stacks = [Stack() for _ in range(WORKERS)]
-        self.caches = sequences.Caches()
+        self.caches = sequences.Caches(self.stacks)
         self.runs: Counter[Any] = Counter()
         self.palette, self.kinds = list(WHATS), list(KINDS)
         self.names = 0
@@ -130,6 +130,7 @@ class Machine(RuleBasedStateMachine):
         block = make(unused='raise' if judged else 'ignore')
         assert worker.tell('open', block) is None
         stack.append(Open(name, stack.module, judged))
+        self.caches.opened(stack)
 
     def _enter(
         self, worker: Any, stack: Stack, kind: str, path: Any, mutable: bool = False
@@ -249,8 +250,6 @@ class Machine(RuleBasedStateMachine):
         self, worker: Any, stack: Stack, wrap: str, part: str, failing: Any
     ) -> None:
         """Calls a jitted or scanned function that reads a bound module."""
-        if self._others_have(stack):
-            return None
         name = self._name()
         answer = worker.tell('raw', wrap, part, name, failing)
         key = (wrap, part, stack.pair.number)
@@ -283,13 +282,6 @@ class Machine(RuleBasedStateMachine):
         self.runs[name] += due
         assert self.functions.runs == self.runs, f'traced: {self.functions.runs}'
         return due
-
-    def _others_have(self, stack: Stack) -> bool:
-        """Whether another worker is in blocks that this one is about to tell apart."""
-        return any(
-            other.rewrites == stack.rewrites and other.owners != stack.owners
-            for other in self.stacks
-        )
 
     def _meets(self, stack: Stack) -> None:
         """All that is read is read in all open blocks."""
