@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from flax_sg.flow.dependence import (
     CALLS,
@@ -103,7 +103,10 @@ class Derivatives:
 
 def _all_that_has_tangents(eqn: JaxprEqn) -> Rows:
     outs = sum(1 << n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval))
-    return [outs if has_tangent(var.aval) else 0 for var in eqn.invars]
+    return [
+        outs if isinstance(var, Var) and has_tangent(var.aval) else 0
+        for var in eqn.invars
+    ]
 
 
 def _kind_of(eqn: JaxprEqn) -> Hashable:
