@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var
 
+from flax_sg import _private
 from flax_sg.flow.dependence import (
     CALLS,
     RULED,
@@ -142,8 +143,7 @@ class _Function:
         self._vars: list[Any] = list(
             dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
         )
-        jaxpr = Jaxpr((), self._vars, eqn.outvars, [eqn], effects=eqn.effects)
-        self._run: Callable[..., Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+        self._run = _private.function_of(eqn, self._vars)
         self.inputs = list(map(_shape_of, self._vars))
         self.takes = [n for n, v in enumerate(self._vars) if has_tangent(v.aval)]
         self.gives = [n for n, v in enumerate(eqn.outvars) if has_tangent(v.aval)]
