@@ -74,7 +74,7 @@ def sorted_by_another(a, b):
 
 @program('stopped', 'flows')
 def sorted_values(a, b):
-    return lax.sort((b, a), num_keys=1)[0] + 0.0 * jnp.argsort(a)
+    return lax.sort((b, a), num_keys=1)[0] + jnp.argsort(a).astype(jnp.float32)
 
 
 @program('flows', 'flows')
@@ -179,7 +179,7 @@ def conditional(a, b):
 @program('flows', 'stopped')
 def one_of_the_branches(a, b):
     branches = [lambda a, b: a, lambda a, b: jnp.sign(b), lambda a, b: jnp.ones(3)]
-    return lax.switch(b.astype(jnp.int32)[0], branches, a, b)
+    return lax.switch((b < -9.0).astype(jnp.int32)[0], branches, a, b)
 
 
 @jax.custom_jvp
@@ -248,7 +248,7 @@ def custom_vjp_out_of_nothing(a, b):
     return vjp_constant(a * 2.0, b)
 
 
-@program('stopped', 'stopped')
+@program('flows', 'stopped')
 def unreached_custom_vjp(a, b):
     return jnp.sign(vjp_constant(a, b))
 
@@ -258,6 +258,10 @@ def custom_vmap(a, b):
     @custom_batching.custom_vmap
     def fn(a, b):
         return lax.stop_gradient(a) * b
+
+    @fn.def_vmap
+    def rule(size, batched, a, b):
+        return fn(a, b), batched[0]
 
     return fn(a, b)
 

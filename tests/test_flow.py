@@ -25,6 +25,8 @@ import specs
 import test_random_models as random_models
 import uses
 from flax_sg import linen as nn
+from flax_sg.demo import by_hand, checks, data
+from flax_sg.demo import model as demo
 from flax_sg.flow.analysis import Analysis
 from flax_sg.flow.derivatives import Derivatives
 from flax_sg.flow.report import ModuleFlow, Use
@@ -77,14 +79,16 @@ def test_a_program_does_what_is_written_beside_it(name):
     assert said == [status == 'flows' for status in expected]
     assert [bool(found) for found in report.uses] == [s != 'unused' for s in expected]
 
-    if 'while' in name:  # No derivative of a while loop goes backwards.
+    if 'while' in name or name == 'custom_vmap':  # JAX has no way back through it.
         zero = jnp.zeros(3)
         tangents = [jax.jvp(fn, (A, B), given)[1] for given in ((A, zero), (zero, B))]
         found = [not oracle.is_zero(tangent) for tangent in tangents]
     else:
         found = [not oracle.is_zero(g) for g in oracle.grads(fn, A, B)[0]]
-    if name != 'itself_taken_from_itself':
-        assert found == [status == 'flows' for status in expected]
+    zero_all_the_same = ('itself_taken_from_itself', 'unreached_custom_vjp')
+    for is_found, status in zip(found, expected, strict=True):
+        assert is_found is (status == 'flows') or name in zero_all_the_same
+        assert status == 'flows' or not is_found
 
 
 def test_every_equation_was_asked_but_those_that_need_their_place():
@@ -132,19 +136,25 @@ def test_branches_of_one_parameter_in_two_outputs():
 
 
 @pytest.mark.usefixtures('standard_promotion')
-def test_what_an_fp8_layer_hands_on_flows():
-    layer = linen.Dense(2, dot_general_cls=linen.Fp8DotGeneralOp)
+def test_what_an_fp8_layer_makes_out_of_nothing_flows():
+    # Its rules give the new scales as the gradients of the old ones, whatever comes in.
+    layer = linen.Dense(2, dot_general_cls=linen.Fp8DirectDotGeneralOp)
     x = jnp.ones((2, 2))
     variables = layer.init(jax.random.key(0), x)
-    said = statuses(lambda v: layer.apply(v, x), variables)
-    scales = [path for path in said if 'scale' in path]
-    assert scales
-    assert all(said[path] == 'flows' for path in scales), said
+    report = flow_of(lambda v: layer.apply(v, x).sum(), variables)
+    assert report.live == (True,) * 8
+    gradients = jax.grad(lambda v: layer.apply(v, x).sum())(variables)
+    assert not oracle.is_zero(gradients['_overwrite_with_gradient'])
+    assert not any(use.stopped for found in report.uses[:6] for use in found)
 
 
 def test_values_without_a_gradient_are_stopped():
     params = {'w': A, 'fixed': sg.NonDifferentiable(B), 'n': 3, 'ids': jnp.arange(3)}
-    said = statuses(lambda p: p['w'] * p['fixed'] + p['n'] * p['ids'] * 1.0, params)
+
+    def fn(p):
+        return p['w'] * p['fixed'] + (p['n'] * p['ids']).astype(jnp.float32)
+
+    said = statuses(fn, params)
     assert said == {'w': 'flows', 'fixed': 'stopped', 'ids': 'stopped'}
 
 
@@ -210,7 +220,7 @@ SIMPLE: dict[str, Any] = {
         lambda x, y: lax.cond(x[0] > 0, lambda y: y, lambda y: 2.0 * y, y),
         lambda x, y: y,
     ),
-    'rule': (vjp := flows.vjp_against_the_code, lambda x, y: x),
+    'rule': (flows.vjp_against_the_code, lambda x, y: x),
     'jvp': (flows.jvp_of_one, lambda x, y: x),
     'ahead': (lambda x, y: jax.jvp(jnp.sin, (x,), (y,))[1], lambda x, y: x | y),
 }
@@ -320,7 +330,9 @@ def test_a_model_of_the_table(name):
     x = jnp.linspace(-1.0, 1.0, 2 * 3 * width).reshape(2, 3, width)
     x = x if name.endswith(('former', 'ned', 'mat')) else x[:, 0]
     params = random_models.uneven(
-        jax.eval_shape(model.init, jax.random.key(0), x)['params']
+        jax.eval_shape(model.clone(stop=models.no_stop).init, jax.random.key(0), x)[
+            'params'
+        ]
     )
 
     def loss(params):
@@ -374,7 +386,7 @@ def test_a_tied_weight_is_stopped_in_one_of_two_uses():
     assert report.stopped_in('embed/embedding') == (1, 2)
     frozen, live = report.uses_of('embed/embedding')
     assert (frozen.stopped, live.stopped) == (True, False)
-    assert frozen.place == 'jit(<lambda>)/Tied/embed'
+    assert frozen.place.startswith('jit(<lambda>)/Tied/embed')
     assert live.place == 'jit(<lambda>)/Tied/embed.attend'
     assert frozen.source.endswith('(Tied.__call__)')
     lines = [int(use.source.split(':')[1].split()[0]) for use in (frozen, live)]
@@ -518,7 +530,7 @@ def by_interceptor(name):
     """Stops parameters of one module where it is called, as people try first."""
 
     def stop(next_fn, args, kwargs, context):
-        if context.module.name != name:
+        if (context.module.name, context.method_name) != (name, '__call__'):
             return next_fn(*args, **kwargs)
         module, variables = context.module.unbind()
         return module.apply(lax.stop_gradient(variables), *args, **kwargs)
@@ -669,12 +681,30 @@ def test_an_optimizer_mask_is_not_a_stop():
 # The demo
 
 
-def test_the_demo_prints_which_loss_trains_which_part():
-    from flax_sg.demo import checks, data
-    from flax_sg.demo import model as demo
+def test_the_demo_trains_each_part_by_its_loss():
+    model = demo.DigitModel(code_size=3, hidden=4, sampler_steps=2)
+    batch = data.load()[0].take(np.arange(4))
+    rngs = {'params': jax.random.key(0), 'sampler': jax.random.key(1)}
+    params = jax.jit(model.init)(rngs, batch.images)['params']
+    infer = checks.programs(model, batch).with_blocks
 
-    model = demo.DigitModel(width=4, steps=2) if False else None
-    del model, checks, data
+    def losses(params, observation):
+        return infer(params, observation)[1]
+
+    args = params, jnp.asarray(batch.images)
+    report = flow_of(losses, *jax.eval_shape(lambda *args: args, *args))
+    assert report.outputs == demo.Losses._fields
+    groups = {row.module: row.status for row in report.by_module(1)}
+    for which, part in enumerate(demo.PARTS):
+        for name in by_hand.MODULES[part]:
+            expected = ['flows' if n == which else 'not' for n in range(3)]
+            found = [s if s == 'flows' else 'not' for s in groups.pop(name)]
+            assert found == expected, name
+    assert not groups
+    gradients = checks.gradients(infer, *args)
+    assert_promise_kept(report, [of for of, _ in gradients.losses.values()])
+    trains = checks.largest_by_part(gradients) > 0
+    np.testing.assert_array_equal(trains, np.eye(3, dtype=bool))
 
 
 # Bad input
@@ -724,7 +754,7 @@ def test_host_callbacks():
     assert statuses(stopped_before, {'w': A, 'b': B}) == {'w': 'stopped', 'b': 'flows'}
     # What is not asked about may go there.
     report = flow_of(called, {'w': A, 'b': B}, wrt='b')
-    assert report.status == (('stopped', 'flows'),)
+    assert report.status == (('flows', 'stopped'),)
 
     def effects(p):
         jax.debug.print('{}', p)
