@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import linen
 from hypothesis import strategies as st
-from jax import lax
+from jax import export, lax
 from jax.extend.core import Literal
 
 import flax_sg as sg
@@ -732,7 +732,7 @@ def test_shapes_that_depend_on_values():
     with refused(TypeError, '<lambda> at test_flow.py'):
         flow_of(lambda p: p if p[0] > 0 else -p, A)
     # The sizes of arrays may be symbols.
-    symbols = jax.export.symbolic_shape('n, 3')
+    symbols = export.symbolic_shape('n, 3')
     report = flow_of(lambda p: p * 2.0, jax.ShapeDtypeStruct(symbols, jnp.float32))
     assert report.live == (True,)
 
