@@ -65,5 +65,4 @@ def live(
     return filters.Derived(
         frozenset((path.collection, path.absolute) for path, take in pairs if take),
         frozenset((path.collection, path.absolute) for path in analysis.trees[0].paths),
-        analysis.program,
-    )
+    ).with_program(analysis.program)
