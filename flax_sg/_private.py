@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 import threading
 import types
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 from flax.core import axes_scan, lift, meta, tracers
 from flax.core.frozen_dict import FrozenDict
@@ -26,7 +28,9 @@ from flax.core.scope import Scope, in_filter
 from flax.linen import module as linen_module
 from flax.linen import transforms as linen_transforms
 from jax import custom_batching
+from jax._src import config as jax_config
 from jax._src import core as jax_core
+from jax._src import linear_util, source_info_util
 from jax._src.lax import lax as jax_lax
 
 from flax_sg import errors
@@ -83,6 +87,9 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (tracers, 'current_trace'),
     (jax_core, 'trace_state_clean'),
     (jax_lax, '_convert_element_type'),
+    (jax_config, 'trace_context'),
+    (source_info_util, 'user_frames'),
+    (linear_util, 'DebugInfo'),
 )
 
 
@@ -536,3 +543,45 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     with equation.ctx.manager:
         out = equation.primitive.bind(*functions, *operands, **params)
     return out if equation.primitive.multiple_results else [out]
+
+
+def trace_context() -> Any:
+    """All settings of JAX that a trace depends on, the user contexts among them."""
+    return jax_config.trace_context()
+
+
+def function_of(eqn: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """One equation of a jaxpr as a function of some variables.
+
+    JAX has a public constructor of a jaxpr, and deprecates its use without a DebugInfo,
+    which is public in the latest releases only.
+    """
+    info = linear_util.DebugInfo('jaxpr', eqn.primitive.name, None, None)
+    jaxpr = jax_core.Jaxpr((), inputs, eqn.outvars, [eqn], eqn.effects, debug_info=info)
+    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(jaxpr, ()))
+
+
+def name_stack_of(eqn: Any) -> str:
+    """The names of the scopes that an equation of a jaxpr was traced in."""
+    return str(eqn.source_info.name_stack)
+
+
+# Frames in these are not of the user's program.
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (__file__, flax.__file__)
+)
+_DEMO = os.path.join(_LIBRARIES[0], 'demo') + os.sep
+
+
+def source_of(eqn: Any) -> str:
+    """The line of the user's program that an equation comes from, or ''.
+
+    JAX knows the frames outside of JAX; those of Flax and of this library are left out.
+    """
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        file = frame.file_name
+        if file.startswith(_DEMO) or not file.startswith(_LIBRARIES):
+            name = os.path.basename(file)
+            return f'{name}:{frame.start_line} ({frame.function_name})'
+    return ''

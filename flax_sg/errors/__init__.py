@@ -6,6 +6,11 @@ would expect, so ``except ValueError`` works as well as ``except FlaxSGError``.
 
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
+from flax_sg.errors.flow import DerivedFilterError as DerivedFilterError
+from flax_sg.errors.flow import FlowNameError as FlowNameError
+from flax_sg.errors.flow import NoOutputError as NoOutputError
+from flax_sg.errors.flow import NotTracedError as NotTracedError
+from flax_sg.errors.flow import ValueNeededError as ValueNeededError
 from flax_sg.errors.parts import FrozenLayersError as FrozenLayersError
 from flax_sg.errors.parts import PartError as PartError
 from flax_sg.errors.selection import FilterChangedError as FilterChangedError

@@ -16,6 +16,7 @@ import numpy as np
 from flax_sg.errors import FilterTypeError
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
+from flax_sg.filters.derived import Derived, program_of
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
 from flax_sg.filters.refusals import KINDS, brief, fix_of, refuse_target
@@ -87,6 +88,7 @@ __all__ = [
     'And',
     'BoolTree',
     'Constant',
+    'Derived',
     'Filter',
     'Glob',
     'Index',
@@ -100,4 +102,5 @@ __all__ = [
     'at',
     'merged',
     'negated',
+    'program_of',
 ]
