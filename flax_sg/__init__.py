@@ -4,6 +4,7 @@ from flax_sg import core as core
 from flax_sg import errors as errors
 from flax_sg import filters as filters
 from flax_sg import linen as linen
+from flax_sg import testing as testing
 from flax_sg.absent import ABSENT as ABSENT
 from flax_sg.autodiff import grad as grad
 from flax_sg.autodiff import hessian as hessian

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import sys
 import threading
 import weakref
@@ -507,3 +508,17 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     with equation.ctx.manager:
         out = equation.primitive.bind(*functions, *operands, **params)
     return out if equation.primitive.multiple_results else [out]
+
+
+def program_text(compiled: Any) -> str:
+    """Optimized HLO with all constants, and without places in the source.
+
+    ``as_text`` elides the values of constants: programs that differ in these alone
+    have one text. The class of the options has moved within jaxlib.
+    """
+    [module] = compiled.runtime_executable().hlo_modules()
+    home: Any = importlib.import_module(type(module).__module__)
+    options = home.HloPrintOptions()
+    options.print_large_constants = True
+    options.print_metadata = False
+    return module.to_string(options)

@@ -4,6 +4,9 @@ Each class is a :class:`FlaxSGError` and also the built-in exception that a read
 would expect, so ``except ValueError`` works as well as ``except FlaxSGError``.
 """
 
+from flax_sg.errors.asserts import DifferentProgramError as DifferentProgramError
+from flax_sg.errors.asserts import NeverTracedError as NeverTracedError
+from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
 from flax_sg.errors.selection import FilterChangedError as FilterChangedError
@@ -22,6 +25,7 @@ from flax_sg.errors.trees import OverlapError as OverlapError
 from flax_sg.errors.trees import StructureError as StructureError
 from flax_sg.errors.trees import UnboundModuleError as UnboundModuleError
 from flax_sg.errors.trees import UnclassifiedLeafError as UnclassifiedLeafError
+from flax_sg.errors.trees import shown as shown
 from flax_sg.errors.use import BlockLeakError as BlockLeakError
 from flax_sg.errors.use import BlockOrderError as BlockOrderError
 from flax_sg.errors.use import KeptValueError as KeptValueError
