@@ -9,6 +9,7 @@ from flax_sg.errors.asserts import NeverTracedError as NeverTracedError
 from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
+from flax_sg.errors.flow import FlowNameError as FlowNameError
 from flax_sg.errors.selection import FilterChangedError as FilterChangedError
 from flax_sg.errors.selection import FilterTypeError as FilterTypeError
 from flax_sg.errors.selection import FilterValueError as FilterValueError

@@ -1,0 +1,5 @@
+"""Which output of a function trains which parameter, proven from its jaxpr."""
+
+from flax_sg.flow.report import GradientFlow as GradientFlow
+from flax_sg.flow.report import ModuleFlow as ModuleFlow
+from flax_sg.flow.report import Use as Use

@@ -1,0 +1,159 @@
+"""What the analysis of a function found: plain data, and questions about it.
+
+How it is shown is the business of others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from flax_sg import errors
+
+FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One place where a program uses a parameter.
+
+    Attributes:
+        place: JAX's name stack there, such as ``'jit(step)/Net/gln_0/dense'``;
+            ``'unknown'`` if it has none.
+        source: the line of the user's program, ``'model.py:31 (Net.__call__)'``;
+            ``'unknown'`` if JAX did not note it.
+        stopped: whether no output depends differentiably on the parameter through this
+            use.
+    """
+
+    place: str
+    source: str
+    stopped: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleFlow:
+    """What holds for all parameters of one module.
+
+    Attributes:
+        module: the path of the module, ``''`` for what lies in none.
+        parameters: how many there are.
+        status: for each output ``'flows'`` (to all of them), ``'partly'``,
+            ``'stopped'`` (none flows, some are used) or ``'unused'``.
+    """
+
+    module: str
+    parameters: int
+    status: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientFlow:
+    """Which output leaf depends differentiably on which parameter leaf.
+
+    What it calls stopped or unused has a gradient of exactly zero. What it calls flows
+    may have one that is zero in numbers, as that of ``x - x``.
+
+    Attributes:
+        outputs: the name of each output leaf, ``''`` for a single one.
+        parameters: the path of each leaf of the differentiated arguments.
+        shapes: the shape and type of each.
+        status: for each output, and in it for each parameter, ``'flows'``,
+            ``'stopped'`` or ``'unused'``.
+        uses: for each parameter the places where it is used.
+    """
+
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    status: tuple[tuple[str, ...], ...]
+    uses: tuple[tuple[Use, ...], ...]
+
+    def status_of(self, output: str, parameter: str) -> str:
+        """``'flows'``, ``'stopped'`` or ``'unused'``.
+
+        Raises:
+            FlowNameError: if there is no such output or parameter.
+        """
+        row = self.status[_index('output', output, self.outputs)]
+        return row[_index('parameter', parameter, self.parameters)]
+
+    def uses_of(self, parameter: str) -> tuple[Use, ...]:
+        """The places where a parameter is used.
+
+        Raises:
+            FlowNameError: if there is no such parameter.
+        """
+        return self.uses[_index('parameter', parameter, self.parameters)]
+
+    def stopped_in(self, parameter: str) -> tuple[int, int]:
+        """In how many of its uses a parameter is stopped, and how many there are."""
+        uses = self.uses_of(parameter)
+        return sum(use.stopped for use in uses), len(uses)
+
+    @property
+    def live(self) -> tuple[bool, ...]:
+        """For each parameter whether it flows to some output."""
+        columns = zip(*self.status, strict=True)
+        return tuple(FLOWS in column for column in columns)
+
+    def by_module(self, depth: int | None = None) -> tuple[ModuleFlow, ...]:
+        """The parameters in groups, one for each module, in the order they come in.
+
+        Args:
+            depth: how many names of the path of a module count; all of them by default.
+        """
+        groups: dict[str, list[int]] = {}
+        for number, path in enumerate(self.parameters):
+            module = '/'.join(path.split('/')[:-1][:depth])
+            groups.setdefault(module, []).append(number)
+        return tuple(
+            ModuleFlow(
+                module,
+                len(members),
+                tuple(summary(row[n] for n in members) for row in self.status),
+            )
+            for module, members in groups.items()
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A plain dict for each output and parameter, as a table of data takes them."""
+        return [
+            {
+                'output': output,
+                'parameter': str(path),
+                'shape': shape.shape,
+                'dtype': str(shape.dtype),
+                'status': status,
+                'uses': len(uses),
+                'stopped_uses': sum(use.stopped for use in uses),
+            }
+            for output, statuses in zip(self.outputs, self.status, strict=True)
+            for path, shape, status, uses in zip(
+                self.parameters, self.shapes, statuses, self.uses, strict=True
+            )
+        ]
+
+    def __repr__(self) -> str:
+        return (
+            f'GradientFlow({len(self.outputs)} outputs, '
+            f'{len(self.parameters)} parameters, {sum(self.live)} live)'
+        )
+
+
+def summary(statuses: Iterable[str]) -> str:
+    """The status of several parameters together."""
+    found = set(statuses)
+    if FLOWS in found:
+        return FLOWS if len(found) == 1 else PARTLY
+    return STOPPED if STOPPED in found else UNUSED
+
+
+def _index(kind: str, name: str, names: Sequence[str]) -> int:
+    try:
+        return names.index(name)
+    except ValueError:
+        raise errors.FlowNameError(kind, name, names) from None
