@@ -1,5 +1,7 @@
 """Assertions for users' tests: they pass, they fail, and the message says why."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import linen as fnn
 
 from flax_sg import errors, testing
 from flax_sg import linen as nn
+from reports import LIVE, LOSSES, STOPPED, report
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -139,3 +142,96 @@ def test_what_would_count_nothing_is_refused():
         testing.assert_traces_once(jax.jit(jnp.sin))
     with pytest.raises(errors.NeverTracedError, match='outside of any'):
         testing.assert_traces_once(np.sin)(1.0)
+
+
+# Flows.
+
+HOLDS = [
+    (testing.assert_flows, 'gln_0/**', 'gln'),
+    (testing.assert_flows, 'gln_0/**', None),
+    (testing.assert_flows, True, None),
+    (testing.assert_flows, 'scale', '*'),
+    (testing.assert_stopped, ['gln_0/**', 'head/**'], 'code'),
+    (testing.assert_stopped, 'gln_0/**', ['code', 'explanation']),
+    (testing.assert_trains_only, ['gln_0/**', 'head/bias', 'scale'], 'gln'),
+    (testing.assert_trains_only, True, None),
+]
+
+
+@pytest.mark.parametrize(('holds', 'where', 'output'), HOLDS)
+def test_what_holds_passes_and_its_opposite_fails(holds, where, output):
+    holds(LOSSES, where, output=output)
+    stopped, flows = testing.assert_stopped, testing.assert_flows
+    with pytest.raises(AssertionError):
+        (flows if holds is stopped else stopped)(LOSSES, where, output=output)
+
+
+@pytest.mark.parametrize(
+    'where', [['gln_0/**', 'head/bias'], ['gln_0/**', 'head/*', 'scale'], True]
+)
+def test_only_means_no_less_and_no_more(where):
+    with pytest.raises(AssertionError):
+        testing.assert_trains_only(LOSSES, where, output='gln')
+
+
+def test_a_failing_assertion_is_a_table():
+    with pytest.raises(errors.FlowExpectationError) as info:
+        testing.assert_trains_only(LOSSES, ['gln_0/**', 'head/*'], output='gln')
+    assert str(info.value).splitlines() == [
+        "The output Glob('gln') trains Glob('gln_0/**') | Glob('head/*') and nothing "
+        'else: this does not hold.',
+        '  output  parameter    expected  found    at',
+        '  gln     head/kernel  trains    stopped  model.py:35 (Net.target)',
+        '  gln     scale        stopped   trains   model.py:31 (Net.__call__)',
+    ]
+
+
+def test_parameters_of_a_module_share_a_row_and_long_tables_end():
+    paths = [f'layer_{n}/{name}' for n in range(20) for name in ('bias', 'kernel')]
+    flow = report({'': ['flows'] * 40}, {path: [STOPPED, LIVE] for path in paths})
+    with pytest.raises(AssertionError) as info:
+        testing.assert_stopped(flow, True)
+    lines = str(info.value).splitlines()
+    assert lines[:3] == [
+        'The function trains nothing of Constant(True): this does not hold.',
+        '  output  parameter       expected  found   at',
+        '  output  layer_0/* (2)   stopped   trains  model.py:31 (Net.__call__)',
+    ]
+    assert lines[-1] == '  and 8 more'
+    assert len(lines) == 15
+
+
+def test_what_no_output_uses_is_not_trained():
+    flow = report({'a': ['unused'], 'b': ['unused']}, {'dense/kernel': []})
+    testing.assert_stopped(flow, True)
+    testing.assert_stopped(flow, True, output='a')
+    with pytest.raises(AssertionError) as info:
+        testing.assert_flows(flow, 'dense/**')
+    assert str(info.value).splitlines()[-1] == (
+        '  together  dense/kernel  trains    not used'
+    )
+
+
+def test_leaves_without_a_gradient_are_free():
+    shapes = (jax.ShapeDtypeStruct((), jnp.int32), *LOSSES.shapes[1:])
+    flow = dataclasses.replace(LOSSES, shapes=shapes, status=(LOSSES.status[2],) * 3)
+    testing.assert_flows(flow, ['gln_0/**', 'head/**'], output='gln')
+    testing.assert_trains_only(flow, ['gln_0/**', 'head/**', 'scale'])
+    with pytest.raises(errors.NotDifferentiableError, match=r'int32\[\]'):
+        testing.assert_flows(flow, 'gln_0/**')
+    testing.assert_stopped(flow, 'gln_0/**')
+
+
+def test_what_names_nothing_is_refused():
+    with pytest.raises(errors.UnusedFilterError, match='gln_0/dense/kernel'):
+        testing.assert_stopped(LOSSES, ['gln_1/**', 'head/**'])
+    with pytest.raises(errors.FlowNameError, match=r"no output .*'explain'"):
+        testing.assert_stopped(LOSSES, 'head/**', output='explain')
+    with pytest.raises(errors.FilterTypeError):
+        testing.assert_flows(LOSSES, 3)
+    with pytest.raises(errors.ReportArgumentsError, match='with 2 arguments'):
+        testing.assert_flows(LOSSES, 'head/**', {}, X)
+
+
+def test_predicates_see_paths():
+    testing.assert_flows(LOSSES, lambda path: path.name == 'bias', output='gln')

@@ -5,7 +5,9 @@ would expect, so ``except ValueError`` works as well as ``except FlaxSGError``.
 """
 
 from flax_sg.errors.asserts import DifferentProgramError as DifferentProgramError
+from flax_sg.errors.asserts import FlowExpectationError as FlowExpectationError
 from flax_sg.errors.asserts import NeverTracedError as NeverTracedError
+from flax_sg.errors.asserts import ReportArgumentsError as ReportArgumentsError
 from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError

@@ -96,3 +96,39 @@ class NeverTracedError(FlaxSGError, TypeError):
             'outside of any.\n'
             f'Write jax.jit(assert_traces_once({name})), not the other way round.'
         )
+
+
+class FlowExpectationError(FlaxSGError, AssertionError):
+    """A function trains something else than it is expected to.
+
+    ::
+
+        def loss(params, x):
+            with nn.stop_gradient('encoder/**'):
+                return jnp.mean(model.apply({'params': params}, x) ** 2)
+
+        assert_flows(loss, 'encoder/**', params, x)  # raises
+        assert_stopped(loss, 'encoder/**', params, x)
+    """
+
+    def __init__(self, expected: str, rows: Sequence[Sequence[str]]) -> None:
+        head = ['output', 'parameter', 'expected', 'found', 'at']
+        super().__init__(f'{expected}: this does not hold.\n{table(head, rows)}')
+
+
+class ReportArgumentsError(FlaxSGError, TypeError):
+    """Arguments are given together with a report, which is of a program with its own.
+
+    ::
+
+        flow = sg.gradient_flow(loss, params, x)
+        assert_flows(flow, 'head/**', params, x)  # raises
+        assert_flows(flow, 'head/**')
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(
+            f'a report was given with {count} arguments; it says what it says of the '
+            'arguments that it was made with.\n'
+            'Leave them out, or give the function in place of the report.'
+        )
