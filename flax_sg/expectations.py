@@ -85,7 +85,7 @@ class Expectation:
     def check(self, flow: GradientFlow) -> None:
         """Raises ``FlowExpectationError`` where a report is not as it is expected."""
         if broken := self.broken(flow):
-            raise errors.FlowExpectationError(str(self), list(_rows(broken)))
+            raise errors.FlowExpectationError(str(self), table(broken))
 
     def _columns(self, flow: GradientFlow) -> list[tuple[str, Sequence[str]]]:
         """The outputs to judge: a name, and a status for each parameter."""
@@ -110,6 +110,12 @@ def _paths(names: Sequence[str]) -> list[Path]:
         name if isinstance(name, Path) else Path.of('outputs', tuple(name.split('/')))
         for name in names
     ]
+
+
+def table(broken: Sequence[Broken]) -> str:
+    """Where it is otherwise, as a table; only the first rows of a long one."""
+    head = ['output', 'parameter', 'expected', 'found', 'at']
+    return errors.table(head, _rows(broken))
 
 
 def _rows(broken: Sequence[Broken]) -> Iterator[tuple[str, ...]]:

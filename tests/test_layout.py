@@ -31,6 +31,8 @@ TESTED_ELSEWHERE = {
     'nodes.py': 'test_writeback.py',
     # What a missing package is answered with; pictures and the demo ask for one.
     'extras.py': 'test_rendering.py',
+    # What assertions and the command line have in common.
+    'expectations.py': 'test_testing.py',
     'leaves.py': 'test_trees.py',
     'absent.py': 'test_trees.py',
     'encodings.py': 'test_nondifferentiable.py',

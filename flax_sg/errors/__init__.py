@@ -9,6 +9,7 @@ from flax_sg.errors.asserts import FlowExpectationError as FlowExpectationError
 from flax_sg.errors.asserts import NeverTracedError as NeverTracedError
 from flax_sg.errors.asserts import ReportArgumentsError as ReportArgumentsError
 from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
+from flax_sg.errors.asserts import table as table
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
 from flax_sg.errors.flow import FlowNameError as FlowNameError

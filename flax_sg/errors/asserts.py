@@ -111,9 +111,8 @@ class FlowExpectationError(FlaxSGError, AssertionError):
         assert_stopped(loss, 'encoder/**', params, x)
     """
 
-    def __init__(self, expected: str, rows: Sequence[Sequence[str]]) -> None:
-        head = ['output', 'parameter', 'expected', 'found', 'at']
-        super().__init__(f'{expected}: this does not hold.\n{table(head, rows)}')
+    def __init__(self, expected: str, broken: str) -> None:
+        super().__init__(f'{expected}: this does not hold.\n{broken}')
 
 
 class ReportArgumentsError(FlaxSGError, TypeError):
