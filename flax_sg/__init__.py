@@ -15,6 +15,8 @@ from flax_sg.autodiff import linearize as linearize
 from flax_sg.autodiff import value_and_grad as value_and_grad
 from flax_sg.autodiff import vjp as vjp
 from flax_sg.declared import trainable as trainable
+from flax_sg.flow import gradient_flow as gradient_flow
+from flax_sg.flow import live as live
 from flax_sg.nondifferentiable import NonDifferentiable as NonDifferentiable
 from flax_sg.optim import TrainState as TrainState
 from flax_sg.optim import apply_updates as apply_updates

@@ -13,12 +13,14 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax
 import jax
 from flax.core import lift, meta, tracers
 from flax.core.frozen_dict import FrozenDict
@@ -27,7 +29,9 @@ from flax.linen import module as linen_module
 from flax.linen import summary
 from flax.linen import transforms as linen_transforms
 from jax import custom_batching
+from jax._src import config as jax_config
 from jax._src import core as jax_core
+from jax._src import source_info_util
 from jax._src.lax import lax as jax_lax
 
 from flax_sg import errors
@@ -87,6 +91,8 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (tracers, 'current_trace'),
     (jax_core, 'trace_state_clean'),
     (jax_lax, '_convert_element_type'),
+    (jax_config, 'trace_context'),
+    (source_info_util, 'user_frames'),
 )
 
 
@@ -564,3 +570,34 @@ def render_with(renderable: Any, console_kwargs: Mapping[str, Any] | None) -> st
 def size_text(count: int, size: int) -> str:
     """How ``nn.tabulate`` writes a number of values and their bytes, for rich."""
     return summary._size_and_bytes_repr(count, size)
+
+
+def trace_context() -> Any:
+    """All settings of JAX that a trace depends on, the user contexts among them."""
+    return jax_config.trace_context()
+
+
+def name_stack_of(eqn: Any) -> str:
+    """The names of the scopes that an equation of a jaxpr was traced in."""
+    return str(eqn.source_info.name_stack)
+
+
+# Frames in these are not of the user's program.
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (__file__, flax.__file__)
+)
+_DEMO = os.path.join(_LIBRARIES[0], 'demo') + os.sep
+
+
+def source_of(eqn: Any) -> str:
+    """The line of the user's program that an equation comes from, or ''.
+
+    JAX knows the frames outside of JAX; those of Flax and of this library are left out.
+    """
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        file = frame.file_name
+        if file.startswith(_DEMO) or not file.startswith(_LIBRARIES):
+            name = os.path.basename(file)
+            return f'{name}:{frame.start_line} ({frame.function_name})'
+    return ''

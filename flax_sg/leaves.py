@@ -178,7 +178,7 @@ def _check_used(
         if isinstance(atom, filters.BoolTree):
             if missing := atom.missing(paths):
                 raise errors.TreeFilterError.for_missing(missing, paths)
-        elif atom not in matched:
+        elif atom not in matched and not atom.may_be_empty:
             raise errors.UnusedFilterError(atom, paths, None)
-    if isinstance(where, filters.And) and not any_taken:
+    if isinstance(where, filters.And) and not any_taken and not where.may_be_empty:
         raise errors.UnusedFilterError(where, paths, None)

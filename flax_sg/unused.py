@@ -72,11 +72,11 @@ def _check_atoms(block: blocks.Block) -> None:
     met = [path for path, _ in block.decisions.values()]
     owner = None if block.owner is None else block.owner.path
     for atom in block.unmatched():
-        if not isinstance(atom, filters.BoolTree):
+        if not (isinstance(atom, filters.BoolTree) or atom.may_be_empty):
             raise errors.UnusedFilterError(atom, met, owner)
     for atom in block.where.atoms:
         if isinstance(atom, filters.BoolTree) and (missing := atom.missing(met)):
             raise errors.TreeFilterError.for_missing(missing, met)
-    both = isinstance(block.where, filters.And)
+    both = isinstance(block.where, filters.And) and not block.where.may_be_empty
     if both and not any(took for _, took in block.decisions.values()):
         raise errors.UnusedFilterError(block.where, met, owner)

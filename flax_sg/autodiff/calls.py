@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from flax_sg import filters
 from flax_sg.autodiff.forms import Form, Request
 from flax_sg.filters import Where
 
@@ -86,10 +87,12 @@ def vjp(
         The gradient call of google/flax#1857's neighbours: Zygote's and Flux's
         structural gradients, ``equinox.filter_vjp``.
     """
-    split = Request.of(wrt, absent, unused).split(primals)
+    request = Request.of(wrt, absent, unused)
+    split = request.split(primals)
+    run = filters.program_of(request.wrt, fun, primals)
 
     def fun_of_live(live: Sequence[Any]) -> Any:
-        return fun(*split.join(live))
+        return run(*split.join(live))
 
     y, back, *aux = jax.vjp(fun_of_live, split.live, has_aux=has_aux)
     return (y, Linear(back, split.form, transposed=True), *aux)
@@ -130,11 +133,13 @@ def jvp(
         StructureError: if a tangent has another structure than its argument.
         MissingLeafError: if there is no tangent for a leaf that is selected.
     """
-    split = Request.of(wrt, 'drop', unused).split(primals)
+    request = Request.of(wrt, 'drop', unused)
+    split = request.split(primals)
+    run = filters.program_of(request.wrt, fun, primals)
     given = split.form.pick(tangents, 'the tangents')
 
     def fun_of_live(live: Sequence[Any]) -> Any:
-        return fun(*split.join(live))
+        return run(*split.join(live))
 
     return jax.jvp(fun_of_live, (split.live,), (given,), has_aux=has_aux)
 
@@ -165,10 +170,12 @@ def linearize(
         The output and the function from tangents, a tree for each argument, to that
         of the output; it may be called any number of times.
     """
-    split = Request.of(wrt, 'drop', unused).split(primals)
+    request = Request.of(wrt, 'drop', unused)
+    split = request.split(primals)
+    run = filters.program_of(request.wrt, fun, primals)
 
     def fun_of_live(live: Sequence[Any]) -> Any:
-        return fun(*split.join(live))
+        return run(*split.join(live))
 
     y, push, *aux = jax.linearize(fun_of_live, split.live, has_aux=has_aux)
     return (y, Linear(push, split.form, transposed=False), *aux)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from flax_sg import _private
+from flax_sg import _private, filters
 from flax_sg.autodiff.forms import Request, Split
 from flax_sg.autodiff.scripts import as_function_of, variables_of
 from flax_sg.filters import Where
@@ -38,12 +38,15 @@ class Derivative:
         """The derivative at these arguments."""
         numbers = _positions(self.argnums, len(args))
         split = self.request.split([args[number] for number in numbers])
+        # What a filter was derived from is a program already.
+        wrt = self.request.wrt
+        run = self.fun if kwargs else filters.program_of(wrt, self.fun, args)
 
         def fun_of_live(live: Sequence[Any]) -> Any:
             all_args = list(args)
             for number, arg in zip(numbers, split.join(live), strict=True):
                 all_args[number] = arg
-            return self.fun(*all_args, **kwargs)
+            return run(*all_args, **kwargs)
 
         return self.kind(self, fun_of_live, split)
 

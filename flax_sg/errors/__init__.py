@@ -12,7 +12,11 @@ from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
 from flax_sg.errors.asserts import table as table
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
+from flax_sg.errors.flow import DerivedFilterError as DerivedFilterError
 from flax_sg.errors.flow import FlowNameError as FlowNameError
+from flax_sg.errors.flow import NoOutputError as NoOutputError
+from flax_sg.errors.flow import NotTracedError as NotTracedError
+from flax_sg.errors.flow import ValueNeededError as ValueNeededError
 from flax_sg.errors.selection import FilterChangedError as FilterChangedError
 from flax_sg.errors.selection import FilterTypeError as FilterTypeError
 from flax_sg.errors.selection import FilterValueError as FilterValueError

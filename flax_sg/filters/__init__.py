@@ -16,6 +16,7 @@ import numpy as np
 from flax_sg.errors import FilterTypeError
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
+from flax_sg.filters.derived import Derived, program_of
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.refusals import KINDS, brief, fix_of, refuse_target
 from flax_sg.paths import Path
@@ -86,6 +87,7 @@ __all__ = [
     'And',
     'BoolTree',
     'Constant',
+    'Derived',
     'Filter',
     'Glob',
     'Not',
@@ -94,4 +96,5 @@ __all__ = [
     'Regex',
     'Where',
     'as_filter',
+    'program_of',
 ]

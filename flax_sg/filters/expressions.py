@@ -62,6 +62,11 @@ class Filter(abc.ABC):
         """
         return tuple(dict.fromkeys(a for part in self._parts for a in part.atoms))
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether it is no mistake if it matches nothing: what was derived may."""
+        return any(part.may_be_empty for part in self._parts)
+
     def snapshot(self) -> Filter:
         """The filter with its functions as they are now; see ``Predicate``."""
         parts = tuple(part.snapshot() for part in self._parts)

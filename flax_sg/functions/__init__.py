@@ -25,10 +25,14 @@ import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import flax.linen as nn
+from jax.core import Tracer
+
 from flax_sg.functions.libraries import Libraries, libraries_seen_from
 from flax_sg.functions.objects import ObjectWalk
-from flax_sg.functions.statics import find
-from flax_sg.functions.walks import describe
+from flax_sg.functions.reads import Reads
+from flax_sg.functions.statics import find, mro_of
+from flax_sg.functions.walks import Held, describe
 
 
 def function_key(fn: Callable[..., Any]) -> Hashable:
@@ -62,6 +66,26 @@ def function_key(fn: Callable[..., Any]) -> Hashable:
         TracerInFilterError: if it reads a value that JAX is tracing.
     """
     return _Snapshot(fn).take()
+
+
+def reads_key(fn: Callable[..., Any]) -> Hashable:
+    """Returns a key of all that a function reads, for one and the same function.
+
+    As ``function_key``, but it asks whether the reads of one function are what they
+    were: arrays that are traced, modules of Flax, and whatever cannot be looked into,
+    count by identity.
+
+    >>> scale = [2.0]
+    >>> def loss(x):
+    ...     return scale[0] * x
+    >>> before = reads_key(loss)
+    >>> before == reads_key(loss)
+    True
+    >>> scale[0] = 3.0
+    >>> before == reads_key(loss)
+    False
+    """
+    return _Reads(fn).take()
 
 
 class Incomparable:
@@ -104,4 +128,24 @@ class _Snapshot(ObjectWalk):
         return 'root', more, self._function(fn, bound, root=True)
 
 
-__all__ = ['Incomparable', 'describe', 'function_key']
+class _Reads(_Snapshot):
+    """The walk that compares a function with itself."""
+
+    # Whether something was met that cannot be looked into.
+    opaque = False
+
+    def _look_into(self, value: Any, kind: type, reads: Reads) -> Hashable:
+        mro = mro_of(kind)
+        if Tracer in mro:
+            return Held(value)
+        key = super()._look_into(value, kind, reads)
+        opaque, self.opaque = self.opaque, False
+        return (Held(value), key) if opaque or nn.Module in mro else key
+
+    def _refuse(self, reason: str) -> Hashable:
+        del reason
+        self.opaque = True
+        return 'opaque'
+
+
+__all__ = ['Incomparable', 'describe', 'function_key', 'reads_key']

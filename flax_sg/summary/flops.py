@@ -74,7 +74,7 @@ def _count(
     counts: collections.Counter[Modules] = collections.Counter()
     groups: dict[Modules, list[Any]] = {}
     for equation in jaxpr.eqns:
-        marks = _MARK.findall(str(equation.source_info.name_stack))
+        marks = _MARK.findall(_private.name_stack_of(equation))
         modules = tuple(dict.fromkeys([*outside, *marks]))
         inner = list(_inner(equation))
         if not inner:

@@ -1,0 +1,58 @@
+"""Time of ``sg.gradient_flow`` beyond that of the trace, for 1,000 parameters.
+
+    python benchmarks/gradient_flow.py
+
+The bound is one second: a report has to be quick enough to be part of a test suite.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import flax_sg as sg
+from flax_sg.flow.analysis import Analysis
+
+
+class Deep(nn.Module):
+    """500 layers of two parameters each."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for number in range(500):
+            layer = nn.Dense(8, name=f'layer_{number}')
+            x = nn.relu(layer(x)) if number % 3 else nn.LayerNorm()(layer(x))
+        return jnp.mean(x**2)
+
+
+def seconds(start: float) -> float:
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    model = Deep()
+    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+    print(f'{len(jax.tree.leaves(params))} parameters')
+    for _ in range(3):
+
+        def loss(params: object, x: jax.Array) -> jax.Array:
+            return model.apply({'params': params}, x)
+
+        start = time.perf_counter()
+        analysis = Analysis.of(loss, (params, x), [0], False, None)
+        traced = seconds(start)
+        start = time.perf_counter()
+        report = analysis.report()
+        beyond = seconds(start)
+        start = time.perf_counter()
+        trained = analysis.trained()
+        live = seconds(start)
+        print(f'trace {traced:.2f} s, report {beyond:.2f} s, live alone {live:.2f} s')
+        assert all(report.live) and all(trained)
+    assert isinstance(report, sg.flow.GradientFlow)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,75 @@
+"""A filter that was derived from a function, by ``sg.live``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+from flax_sg.errors import DerivedFilterError
+from flax_sg.filters.expressions import Atom, Filter
+from flax_sg.paths import Path
+
+
+class Traced(Protocol):
+    """A function that was traced: a program that does the same."""
+
+    def is_of(self, fun: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Whether it is what a function does with some arguments."""
+        ...
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Derived(Atom):
+    """The variables that something was found out about; it may well be none.
+
+    Two are equal if they say the same of the same variables, wherever they come from.
+
+    Attributes:
+        selected: the variables that are meant, by collection and absolute path.
+        known: all variables that there were.
+        program: what the function does, so that it need not be traced again.
+    """
+
+    selected: frozenset[tuple[str, str]]
+    known: frozenset[tuple[str, str]]
+    program: Traced | None = None
+
+    @functools.cached_property
+    def _value(self) -> Hashable:
+        return self.selected, self.known
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Always: a function may train nothing."""
+        return True
+
+    def _matches(self, path: Path) -> bool:
+        key = path.collection, path.absolute
+        if key not in self.known:
+            raise DerivedFilterError(path.absolute, [name for _, name in self.known])
+        return key in self.selected
+
+    def __reduce__(self) -> Any:
+        return Derived, (self.selected, self.known)
+
+    def __repr__(self) -> str:
+        names = sorted(name for _, name in self.selected)
+        shown = [repr(name) for name in names[:3]] + ['...'] * (len(names) > 3)
+        return f'<live: {", ".join(shown) or "nothing"}>'
+
+
+def program_of(
+    where: Filter | None, fun: Callable[..., Any], args: Sequence[Any]
+) -> Callable[..., Any]:
+    """What a function does, if a filter knows it; otherwise the function itself."""
+    for atom in () if where is None else where.atoms:
+        known = atom.program if isinstance(atom, Derived) else None
+        if known is not None and known.is_of(fun, args):
+            return known
+    return fun

@@ -1,0 +1,278 @@
+"""``gradient_flow``: which output of a function trains which parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from flax_sg import _private, errors, filters, functions
+from flax_sg.declared import chosen
+from flax_sg.flow.dependence import CALLS, Dependence
+from flax_sg.flow.derivatives import Derivatives, has_tangent, values
+from flax_sg.flow.programs import Program
+from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
+from flax_sg.flow.uses import UNKNOWN, Uses
+from flax_sg.leaves import Leaves, leaves_of, path_of
+from flax_sg.paths import Path
+
+
+def gradient_flow(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    wrt: filters.Where | None = None,
+) -> GradientFlow:
+    """Says which output leaf depends differentiably on which parameter leaf.
+
+    It looks at the program, not at numbers: the function is run once on shapes, and
+    nothing is compiled. What JAX gives no derivative cuts (``lax.stop_gradient``,
+    ``sign``, ``round``, integers, a rule of ``custom_jvp`` or ``custom_vjp`` that
+    returns zeros); ``x - x`` flows. The promise is one-sided: what is called
+    ``'stopped'`` or ``'unused'`` has a gradient of exactly zero.
+
+    >>> import jax, jax.numpy as jnp, flax_sg as sg
+    >>> def losses(params, x):
+    ...     code = jnp.tanh(x @ params['code'])
+    ...     fixed = jax.lax.stop_gradient(params['code'])
+    ...     return {'code': code.sum(), 'out': (x @ fixed * params['out']).sum()}
+    >>> shape = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+    >>> flow = sg.gradient_flow(losses, {'code': shape, 'out': shape}, shape)
+    >>> flow
+    GradientFlow(2 outputs, 2 parameters, 2 live)
+    >>> flow.status_of('out', 'code'), flow.status_of('code', 'out')
+    ('stopped', 'unused')
+    >>> flow.stopped_in('code')
+    (1, 2)
+
+    It says ``'flows'`` where JAX gives no more: for what a loop carries, after any
+    number of turns; for every branch of a conditional; for all of an array if some of
+    it flows; and for primitives whose rule works only in its place, such as
+    collectives in ``shard_map``.
+
+    Args:
+        fun: a function of pytrees that returns arrays, of any shape, in a pytree; or an
+            unbound module, which stands for its ``apply``.
+        *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
+            ``jax.eval_shape``).
+        argnums: which of them hold the parameters. For several, each path begins with
+            the number of the argument.
+        has_aux: whether ``fun`` returns a pair, the second not looked at.
+        wrt: what is differentiated: any kind of filter. All else counts as stopped. By
+            default what ``sg.grad`` differentiates, see ``sg.trainable``.
+
+    Returns:
+        Plain data. What is no array is no parameter; integers and keys are stopped.
+
+    Raises:
+        NoOutputError: if nothing that is returned could be differentiated, or if it is
+            no array.
+        ValueNeededError: if the function needs values where there are shapes.
+        NotTracedError: if a parameter goes into a host callback, a mutable array, or
+            anything that JAX cannot differentiate.
+        UnusedFilterError: if a part of ``wrt`` matches no leaf.
+
+    Note:
+        ``jax.ad_checkpoint.print_saved_residuals`` looks at programs in this way; the
+        dependences are those of symbolic zeros in ``jax.jvp``.
+    """
+    several = not isinstance(argnums, int)
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    return Analysis.of(fun, args, numbers, has_aux, wrt).report(several)
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """A program, with the parameters in it.
+
+    Attributes:
+        program: the program.
+        outputs: the path of each output leaf that is looked at, with its number among
+            the outputs of the program; None for a number of Python.
+        trees: the leaves of the arguments that are differentiated.
+        numbers: which arguments these are.
+        parameters: for each parameter the tree that it is in, its number there, and
+            those of its arrays among the inputs of the program.
+        taken: for each parameter whether it is differentiated.
+    """
+
+    program: Program
+    outputs: tuple[tuple[str, int | None], ...]
+    trees: tuple[Leaves, ...]
+    numbers: tuple[int, ...]
+    parameters: tuple[tuple[int, int, tuple[int, ...]], ...]
+    taken: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        numbers: Sequence[int],
+        has_aux: bool,
+        wrt: filters.Where | None,
+    ) -> Analysis:
+        """Traces a function and finds its parameters."""
+        for number in numbers:
+            if not -len(args) <= number < len(args):
+                raise TypeError(
+                    f'argnums={number}, and there are {len(args)} arguments'
+                )
+        numbers = [number % len(args) for number in numbers]
+        program = Program.of(fun, args, numbers)
+        trees = [leaves_of(args[number]) for number in numbers]
+        masks = chosen(trees, wrt)
+        slots = {leaf: slot for slot, leaf in enumerate(program.inputs)}
+        parameters: list[tuple[int, int, tuple[int, ...]]] = []
+        taken: list[bool] = []
+        for which, (number, tree) in enumerate(zip(numbers, trees, strict=True)):
+            start = sum(len(jax.tree.leaves(arg)) for arg in args[:number])
+            for place, leaf in enumerate(tree.values):
+                stop = start + len(jax.tree.leaves(leaf))
+                mine = tuple(slots[n] for n in range(start, stop) if n in slots)
+                start = stop
+                if mine:
+                    parameters.append((which, place, mine))
+                    taken.append(masks[which][place])
+        outputs = tuple(_outputs_of(program, has_aux))
+        return cls(
+            program,
+            outputs,
+            tuple(trees),
+            tuple(numbers),
+            tuple(parameters),
+            tuple(taken),
+        )
+
+    @property
+    def paths(self) -> list[Path]:
+        """The path of each parameter within its argument."""
+        return [self.trees[which].paths[place] for which, place, _ in self.parameters]
+
+    def trained(self) -> list[bool]:
+        """For each parameter whether it flows to any output that is looked at."""
+        jaxpr = self.program.closed.jaxpr
+        flow, _ = self.dependences()
+        flows = flow.of(jaxpr)
+        self._check_refused(flow, [row >> len(jaxpr.outvars) for row in flows])
+        asked = sum(1 << out for _, out in self.outputs if out is not None)
+        return [
+            take and any(flows[slot] & asked for slot in slots)
+            for (_, _, slots), take in zip(self.parameters, self.taken, strict=True)
+        ]
+
+    def report(self, several: bool = False) -> GradientFlow:
+        """What there is to say.
+
+        Args:
+            several: whether paths begin with the number of the argument.
+        """
+        flow, read = self.dependences()
+        jaxpr = self.program.closed.jaxpr
+        asked = [out for _, out in self.outputs]
+        flows, reads = flow.of(jaxpr), read.of(jaxpr)
+        count = len(jaxpr.outvars)
+        self._check_refused(flow, [row >> count for row in flows])
+        columns: list[list[str]] = []
+        owners: list[int | None] = [None] * len(jaxpr.invars)
+        for index, ((_, _, slots), take) in enumerate(
+            zip(self.parameters, self.taken, strict=True)
+        ):
+            live = used = 0
+            for slot in slots:
+                owners[slot] = index
+                live, used = live | flows[slot], used | reads[slot] | flows[slot]
+            columns.append([_status(live, used, out, take) for out in asked])
+        ends = [out for out in asked if out is not None]
+        uses = Uses(flow, read, len(self.parameters)).of(jaxpr, owners, ends)
+        avals = [jaxpr.invars[slots[0]].aval for _, _, slots in self.parameters]
+        paths = self.paths
+        if several:
+            tops = [str(self.numbers[which]) for which, _, _ in self.parameters]
+            paths = [
+                Path.of(path.collection, (top, *path.parts))
+                for top, path in zip(tops, paths, strict=True)
+            ]
+        return GradientFlow(
+            tuple(path for path, _ in self.outputs),
+            tuple(paths),
+            tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
+            tuple(tuple(row) for row in zip(*columns, strict=True))
+            or ((),) * len(asked),
+            tuple(
+                tuple(
+                    use if take else dataclasses.replace(use, stopped=True)
+                    for use in found
+                )
+                for found, take in zip(uses, self.taken, strict=True)
+            ),
+        )
+
+    @staticmethod
+    def dependences() -> tuple[Dependence, Dependence]:
+        """Differentiable dependence, and that on values."""
+        return Dependence(Derivatives(), has_tangent, CALLS, control=False), values()
+
+    def _check_refused(self, flow: Dependence, refused: Sequence[int]) -> None:
+        """Raises if a parameter goes into what JAX cannot differentiate."""
+        pairs = zip(self.paths, self.parameters, self.taken, strict=True)
+        met = [
+            path
+            for path, (_, _, slots), take in pairs
+            if take and any(refused[slot] for slot in slots)
+        ]
+        if met:
+            assert isinstance(flow.leaf, Derivatives)
+            found = [
+                (eqn.primitive.name, _private.source_of(eqn) or UNKNOWN)
+                for eqn, _ in flow.leaf.refused
+            ]
+            cause = next((error for _, error in flow.leaf.refused if error), None)
+            raise errors.NotTracedError(met, list(dict.fromkeys(found))) from cause
+
+
+def _status(live: int, used: int, out: int | None, take: bool) -> str:
+    if out is None:
+        return UNUSED
+    if take and live >> out & 1:
+        return FLOWS
+    return STOPPED if used >> out & 1 else UNUSED
+
+
+def _outputs_of(program: Program, has_aux: bool) -> list[tuple[str, int | None]]:
+    """The path of each output leaf, and its number among those of the program.
+
+    Raises:
+        NoOutputError: if one is no array, or none has a derivative.
+    """
+    out = program.output
+    if has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                'with has_aux=True the function has to return a pair (outputs, aux), '
+                f'got {type(out).__name__}'
+            )
+        out = out[0]
+    pairs = jax.tree_util.tree_leaves_with_path(out)
+    named = [(str(path_of(keys)), leaf) for keys, leaf in pairs]
+    wrong = [
+        (path, f'{type(leaf).__name__} object')
+        for path, leaf in named
+        if not isinstance(leaf, (jax.ShapeDtypeStruct, bool, int, float, complex))
+    ]
+    able = any(has_tangent(leaf) or isinstance(leaf, float) for _, leaf in named)
+    if wrong or not able:
+        said = wrong or [
+            (path, str(getattr(leaf, 'dtype', type(leaf).__name__)))
+            for path, leaf in named
+        ]
+        raise errors.NoOutputError(functions.describe(program.fun), said)
+    numbers = itertools.count()
+    return [
+        (path, next(numbers) if isinstance(leaf, jax.ShapeDtypeStruct) else None)
+        for path, leaf in named
+    ]

@@ -1,0 +1,193 @@
+"""Which outputs of a jaxpr depend on which of its inputs: bits, handed backwards.
+
+A *row* is an int with a bit for each output that depends on an input. The bit after the
+last one says that the input goes into something that JAX cannot differentiate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend.core import JaxprEqn, Var
+
+Rows: TypeAlias = list[int]
+
+# Equations that run a jaxpr of the same inputs and outputs, once.
+CALLS = frozenset(
+    (
+        *('jit', 'pjit', 'closed_call', 'core_call', 'core_closed_call'),
+        *('remat', 'remat2', 'checkpoint', 'shard_map', 'custom_vmap_call'),
+    )
+)
+# These too, but their derivative is something else than that of the jaxpr.
+RULED = frozenset(('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr'))
+_BODY = ('jaxpr', 'call_jaxpr', 'fun_jaxpr', 'call')
+
+
+def opened(jaxpr: Any) -> Any:
+    """A jaxpr, without the constants that may come with it."""
+    return getattr(jaxpr, 'jaxpr', jaxpr)
+
+
+def body_of(eqn: JaxprEqn) -> Any:
+    """The jaxpr that an equation of ``CALLS`` or ``RULED`` runs."""
+    return opened(next(eqn.params[name] for name in _BODY if name in eqn.params))
+
+
+def gathered(row: int, masks: Sequence[int]) -> int:
+    """The union of the masks whose bits are set."""
+    out = 0
+    while row:
+        lowest = row & -row
+        out |= masks[lowest.bit_length() - 1]
+        row ^= lowest
+    return out
+
+
+class Dependence:
+    """One kind of dependence, through all control flow.
+
+    What holds in a loop holds after any number of turns; in a conditional, in any of
+    its branches.
+
+    Attributes:
+        leaf: the rows of an equation that is none of the control flow known here.
+        carries: whether a value of some type can carry the dependence at all.
+        calls: the names of the equations that are as their jaxprs.
+        control: whether what decides, as the predicate of a conditional, counts.
+        visits: how many equations were looked at.
+    """
+
+    def __init__(
+        self,
+        leaf: Callable[[JaxprEqn], Rows],
+        carries: Callable[[Any], bool],
+        calls: frozenset[str],
+        control: bool,
+    ) -> None:
+        self.leaf = leaf
+        self.carries = carries
+        self.calls = calls
+        self.control = control
+        self.visits = 0
+        # By id, held: the jaxpr of a function that is called twice is one object.
+        self._of_jaxprs: dict[int, tuple[Any, Rows]] = {}
+        self._of_equations: dict[int, tuple[JaxprEqn, Rows]] = {}
+
+    def of(self, jaxpr: Any) -> Rows:
+        """The rows of the inputs of a jaxpr."""
+        jaxpr = opened(jaxpr)
+        known = self._of_jaxprs.get(id(jaxpr))
+        if known is None:
+            ends = [1 << number for number in range(len(jaxpr.outvars) + 1)]
+            masks = self.within(jaxpr, ends)
+            known = jaxpr, [masks.get(var, 0) for var in jaxpr.invars]
+            self._of_jaxprs[id(jaxpr)] = known
+        return known[1]
+
+    def within(self, jaxpr: Any, ends: Sequence[int]) -> dict[Any, int]:
+        """A mask for each variable of a jaxpr.
+
+        Args:
+            jaxpr: an open jaxpr.
+            ends: the mask of each output, and that of what cannot be differentiated.
+        """
+        masks: dict[Any, int] = {}
+        for var, end in zip(jaxpr.outvars, ends, strict=False):
+            if isinstance(var, Var) and self.carries(var.aval):
+                masks[var] = masks.get(var, 0) | end
+        for eqn in reversed(jaxpr.eqns):
+            below = [masks.get(var, 0) for var in eqn.outvars]
+            if not any(below) and not reads_a_ref(eqn):
+                continue  # Nothing depends on it.
+            below.append(ends[-1])
+            for var, row in zip(eqn.invars, self.rows(eqn), strict=True):
+                if row and isinstance(var, Var) and self.carries(var.aval):
+                    masks[var] = masks.get(var, 0) | gathered(row, below)
+        return masks
+
+    def rows(self, eqn: JaxprEqn) -> Rows:
+        """The rows of the inputs of an equation."""
+        known = self._of_equations.get(id(eqn))
+        if known is None:
+            self.visits += 1
+            known = self._of_equations[id(eqn)] = eqn, self._rows(eqn)
+        return known[1]
+
+    def _rows(self, eqn: JaxprEqn) -> Rows:
+        name = eqn.primitive.name
+        if name in self.calls:
+            return list(self.of(body_of(eqn)))
+        rule = _RULES.get(name)
+        return self.leaf(eqn) if rule is None else rule(self, eqn)
+
+
+def reads_a_ref(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes a mutable array, which it may write to."""
+    return any('Ref' in type(var.aval).__name__ for var in eqn.invars)
+
+
+def every(eqn: JaxprEqn) -> Rows:
+    """The rows of an equation in which all depends on all."""
+    return [(1 << len(eqn.outvars)) - 1] * len(eqn.invars)
+
+
+def _scan(kind: Dependence, eqn: JaxprEqn) -> Rows:
+    params = eqn.params
+    return _around(kind.of(params['jaxpr']), params['num_consts'], params['num_carry'])
+
+
+def _while(kind: Dependence, eqn: JaxprEqn) -> Rows:
+    tested, consts = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
+    carries = len(eqn.outvars)
+    asked = kind.of(eqn.params['cond_jaxpr'])
+    rows = _around(kind.of(eqn.params['body_jaxpr']), consts, carries)
+    if not kind.control:
+        return [0] * tested + rows
+    # How often the loop turns decides on all that it carries.
+    everything = (1 << carries) - 1
+    decides = sum(1 << k for k, row in enumerate(asked[tested:]) if row)
+    return [everything if row else 0 for row in asked[:tested]] + [
+        row | everything if row & decides else row for row in rows
+    ]
+
+
+def _cond(kind: Dependence, eqn: JaxprEqn) -> Rows:
+    branches = [kind.of(branch) for branch in eqn.params['branches']]
+    rows = [0] * (len(eqn.invars) - 1)
+    for branch in branches:
+        rows = [row | other for row, other in zip(rows, branch, strict=True)]
+    return [(1 << len(eqn.outvars)) - 1 if kind.control else 0, *rows]
+
+
+_RULES: dict[str, Callable[[Dependence, JaxprEqn], Rows]] = {
+    'scan': _scan,
+    'while': _while,
+    'cond': _cond,
+}
+
+
+def _around(rows: Rows, first: int, count: int) -> Rows:
+    """The rows of a loop, from those of its body.
+
+    Args:
+        rows: of the body; its first ``count`` outputs are carried to the next turn.
+        first: the number of the first input that is carried.
+        count: how many are carried.
+    """
+    carried = (1 << count) - 1
+    turns = [row & carried for row in rows[first : first + count]]
+    beyond = [row >> count for row in rows[first : first + count]]
+    reached = [row | 1 << k for k, row in enumerate(turns)]
+    for k, through in enumerate(reached):
+        for i, row in enumerate(reached):
+            if row >> k & 1:
+                reached[i] = row | through
+        # ``through`` is what it was: a step through k adds nothing to k itself.
+    out: Rows = []
+    for number, row in enumerate(rows):
+        turning = 0 <= number - first < count
+        ends = reached[number - first] if turning else gathered(row & carried, reached)
+        out.append(ends | (row >> count | gathered(ends, beyond)) << count)
+    return out

@@ -1,0 +1,246 @@
+"""Through which equations of a jaxpr a derivative flows: JAX is asked.
+
+The equation alone is differentiated, on shapes: of the program that comes out, only the
+tangents count, and which of them depends on which. So a rule of ``custom_jvp`` or
+``custom_vjp`` counts as it is written, and a primitive is cut if its own rule cuts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from flax_sg.flow.dependence import (
+    CALLS,
+    RULED,
+    Dependence,
+    Rows,
+    every,
+    opened,
+    reads_a_ref,
+)
+
+# What hands on zeros as zeros; enough for the zeros that people write in a rule.
+_SHAPES_ONLY = frozenset(
+    (
+        *('broadcast_in_dim', 'convert_element_type', 'reshape', 'squeeze', 'copy'),
+        *('transpose', 'stop_gradient', 'neg'),
+    )
+)
+
+
+def has_tangent(aval: Any) -> bool:
+    """Whether a derivative may flow through values of a type."""
+    dtype = getattr(aval, 'dtype', np.int32)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        # Keys have none; others have, as those by which fp8 layers hand on a maximum.
+        return not jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(dtype, np.inexact)
+
+
+def values() -> Dependence:
+    """Dependence on values, whether or not there is a derivative."""
+    return Dependence(every, lambda aval: True, CALLS | RULED, control=True)
+
+
+class Derivatives:
+    """Answers for equations, remembered.
+
+    Attributes:
+        refused: what JAX said of the equations that it cannot differentiate, with
+            them.
+        unknown: the equations that cannot be asked about alone, such as collectives
+            without their axis, and why: there all is taken to flow.
+    """
+
+    def __init__(self) -> None:
+        self.unknown: list[tuple[JaxprEqn, Exception]] = []
+        self.refused: list[tuple[JaxprEqn, Exception | None]] = []
+        # Primitives through which everything was seen to flow. To say the same again
+        # for other shapes is on the safe side.
+        self._smooth: set[Hashable] = set()
+        self._known: dict[Hashable, Rows] = {}
+
+    def __call__(self, eqn: JaxprEqn) -> Rows:
+        """The rows of an equation without control flow."""
+        name = eqn.primitive.name
+        if reads_a_ref(eqn) or name.endswith('callback'):
+            return self._refuse(eqn, None)
+        safe = _all_that_has_tangents(eqn)
+        # A rule that is told which inputs are perturbed may do anything for others.
+        if not any(safe) or eqn.params.get('symbolic_zeros'):
+            return safe
+        kind = None if name in RULED else _kind_of(eqn)
+        if kind in self._smooth:
+            return safe
+        key = kind and _key_of(kind, eqn)
+        if key in self._known:
+            return self._known[key]
+        try:
+            rows = _backward(eqn) if 'vjp' in name else _forward(eqn)
+        except NotImplementedError as error:
+            return self._refuse(eqn, error)
+        except Exception as error:  # It may need what is known in its place only.
+            self.unknown.append((eqn, error))
+            return safe
+        if kind is not None and rows == safe:
+            self._smooth.add(kind)
+        elif key is not None:
+            self._known[key] = rows
+        return rows
+
+    def _refuse(self, eqn: JaxprEqn, error: Exception | None) -> Rows:
+        self.refused.append((eqn, error))
+        bit = 1 << len(eqn.outvars)
+        return [bit if has_tangent(var.aval) else 0 for var in eqn.invars]
+
+
+def _all_that_has_tangents(eqn: JaxprEqn) -> Rows:
+    outs = sum(1 << n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval))
+    return [outs if has_tangent(var.aval) else 0 for var in eqn.invars]
+
+
+def _kind_of(eqn: JaxprEqn) -> Hashable:
+    ins = tuple(str(getattr(var.aval, 'dtype', '')) for var in eqn.invars)
+    outs = tuple(str(getattr(var.aval, 'dtype', '')) for var in eqn.outvars)
+    return eqn.primitive, ins, outs
+
+
+def _key_of(kind: Hashable, eqn: JaxprEqn) -> Hashable:
+    """What says all of an equation, if it can be compared."""
+    if any(isinstance(var, Literal) for var in eqn.invars):
+        return None
+    places = tuple(eqn.invars.index(var) for var in eqn.invars)
+    shapes = tuple(getattr(var.aval, 'shape', ()) for var in eqn.invars)
+    try:
+        params = frozenset(eqn.params.items())
+        hash(params)
+    except TypeError:
+        return None
+    return kind, places, shapes, params
+
+
+class _Function:
+    """An equation as a function of what has tangents in it.
+
+    Attributes:
+        inputs: the shapes of its variables.
+        takes: which of them have tangents.
+        gives: which outputs of the equation have.
+    """
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        self._vars: list[Any] = list(
+            dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
+        )
+        jaxpr = Jaxpr((), self._vars, eqn.outvars, [eqn], effects=eqn.effects)
+        self._run: Callable[..., Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+        self.inputs = list(map(_shape_of, self._vars))
+        self.takes = [n for n, v in enumerate(self._vars) if has_tangent(v.aval)]
+        self.gives = [n for n, v in enumerate(eqn.outvars) if has_tangent(v.aval)]
+
+    def at(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The function near some values."""
+
+        def call(*taken: Any) -> list[Any]:
+            full = list(inputs)
+            for number, value in zip(self.takes, taken, strict=True):
+                full[number] = value
+            out = self._run(*full)
+            return [out[number] for number in self.gives]
+
+        return call
+
+    def taken(self, inputs: Sequence[Any]) -> list[Any]:
+        """Those of some inputs that have tangents."""
+        return [inputs[number] for number in self.takes]
+
+    def rows(self, eqn: JaxprEqn, found: Sequence[int]) -> Rows:
+        """The rows of the equation, from those of what has tangents in it."""
+        spread = [
+            sum(1 << out for n, out in enumerate(self.gives) if row >> n & 1)
+            for row in found
+        ]
+        of = dict(zip(self.taken(self._vars), spread, strict=True))
+        return [0 if isinstance(v, Literal) else of.get(v, 0) for v in eqn.invars]
+
+
+def _shape_of(var: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(var.aval, 'weak_type', False)
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=weak)
+
+
+def _forward(eqn: JaxprEqn) -> Rows:
+    """The rows of an equation, from its tangents."""
+    function = _Function(eqn)
+
+    def tangents(inputs: Sequence[Any], given: Sequence[Any]) -> Any:
+        return jax.jvp(function.at(inputs), function.taken(inputs), given)[1]
+
+    shapes = function.inputs
+    closed = jax.make_jaxpr(tangents)(shapes, function.taken(shapes))
+    rows = values().of(closed)[len(shapes) :]
+    # A tangent out of nothing is there whatever comes in.
+    constant = _constants(closed, rows)
+    return function.rows(eqn, [row | constant for row in rows])
+
+
+def _backward(eqn: JaxprEqn) -> Rows:
+    """The rows of an equation, from its cotangents."""
+    function = _Function(eqn)
+
+    def cotangents(inputs: Sequence[Any], given: Sequence[Any]) -> Any:
+        return jax.vjp(function.at(inputs), *function.taken(inputs))[1](list(given))
+
+    given = [_shape_of(eqn.outvars[number]) for number in function.gives]
+    closed = jax.make_jaxpr(cotangents)(function.inputs, given)
+    columns = values().of(closed)[len(function.inputs) :]
+    constant = _constants(closed, columns)
+    everything = (1 << len(given)) - 1
+    found = [
+        everything
+        if constant >> number & 1
+        else sum(1 << n for n, column in enumerate(columns) if column >> number & 1)
+        for number in range(len(function.takes))
+    ]
+    return function.rows(eqn, found)
+
+
+def _constants(closed: Any, rows: Sequence[int]) -> int:
+    """The outputs that depend on nothing, and are not zeros."""
+    reached = 0
+    for row in rows:
+        reached |= row
+    zeros = _zeros(opened(closed), [_is_zero(const) for const in closed.consts])
+    return sum(
+        1 << n for n, zero in enumerate(zeros) if not zero and not reached >> n & 1
+    )
+
+
+def _zeros(jaxpr: Any, consts: Sequence[bool]) -> list[bool]:
+    """For each output of a jaxpr whether it is written as zeros."""
+    known: dict[Any, bool] = dict(zip(jaxpr.constvars, consts, strict=True))
+
+    def zero(var: Any) -> bool:
+        if isinstance(var, Literal):
+            return _is_zero(var.val)
+        return known.get(var, False)
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _SHAPES_ONLY:
+            known[eqn.outvars[0]] = zero(eqn.invars[0])
+        elif eqn.primitive.name in ('jit', 'pjit'):
+            body = eqn.params['jaxpr']
+            inner = _zeros(body.jaxpr, list(map(_is_zero, body.consts)))
+            known.update(zip(eqn.outvars, inner, strict=True))
+    return [zero(var) for var in jaxpr.outvars]
+
+
+def _is_zero(value: Any) -> bool:
+    return not isinstance(value, Tracer) and not np.any(np.asarray(value))

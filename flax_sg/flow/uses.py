@@ -1,0 +1,242 @@
+"""Where a program uses its parameters, and which of these uses are stopped.
+
+A parameter is followed under the names that it has on its way: into the bodies of
+``jit``, ``scan`` and the like, through stops, casts and changes of shape. What takes it
+then is a use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend.core import JaxprEqn, Var
+
+from flax_sg import _private
+from flax_sg.flow.dependence import Dependence, body_of, gathered, opened
+from flax_sg.flow.report import Use
+
+# A parameter by its number, and whether it is stopped already.
+Alias: TypeAlias = tuple[int, bool]
+Aliases: TypeAlias = dict[Any, set[Alias]]
+
+UNKNOWN = 'unknown'
+# What makes no use of a value, but hands it on.
+_HANDS_ON = frozenset(
+    (
+        *('stop_gradient', 'convert_element_type', 'reduce_precision', 'copy', 'name'),
+        *('reshape', 'broadcast_in_dim', 'transpose', 'squeeze', 'copy_p'),
+        *('sharding_constraint', 'reshard', 'pvary', 'pcast', 'device_put'),
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """A jaxpr that an equation runs, and how it hangs together with the equation.
+
+    Attributes:
+        jaxpr: the open jaxpr.
+        inputs: the number of its input for each input of the equation that goes into
+            it as it is.
+        outputs: the number of the output of the equation for each of its outputs that
+            comes out as it is.
+        live: for each of its outputs, which outputs of the program depend on it
+            differentiably.
+        needed: the same, differentiably or not.
+    """
+
+    jaxpr: Any
+    inputs: Mapping[int, int]
+    outputs: Mapping[int, int]
+    live: Sequence[int]
+    needed: Sequence[int]
+
+
+class Uses:
+    """The walk through a program.
+
+    Attributes:
+        found: for each parameter the uses so far.
+    """
+
+    def __init__(self, flow: Dependence, values: Dependence, count: int) -> None:
+        self.flow = flow
+        self.values = values
+        self.found: list[list[Use]] = [[] for _ in range(count)]
+
+    def of(
+        self, jaxpr: Any, owners: Sequence[int | None], asked: Sequence[int]
+    ) -> list[list[Use]]:
+        """The uses of each parameter.
+
+        Args:
+            jaxpr: the program.
+            owners: for each input the number of the parameter that it belongs to.
+            asked: the numbers of the outputs that count.
+        """
+        jaxpr = opened(jaxpr)
+        aliases: Aliases = {}
+        for var, number in zip(jaxpr.invars, owners, strict=True):
+            if number is not None:
+                aliases[var] = {(number, False)}
+        ends = [0] * len(jaxpr.outvars)
+        for number in asked:
+            ends[number] = 1 << number
+        self._walk(jaxpr, ends, ends, aliases, '', UNKNOWN)
+        for number in asked:
+            var = jaxpr.outvars[number]
+            stops = not self.flow.carries(var.aval)
+            self._note(_of(aliases, var), stops, UNKNOWN, UNKNOWN)
+        return self.found
+
+    def _walk(
+        self,
+        jaxpr: Any,
+        live_ends: Sequence[int],
+        needed_ends: Sequence[int],
+        aliases: Aliases,
+        prefix: str,
+        source: str,
+    ) -> None:
+        live = self.flow.within(jaxpr, [*live_ends, 0])
+        needed = self.values.within(jaxpr, [*needed_ends, 0])
+        for eqn in jaxpr.eqns:
+            met = [n for n, var in enumerate(eqn.invars) if _of(aliases, var)]
+            below = [live.get(var, 0) for var in eqn.outvars]
+            # A rule may give a derivative to what its function does not read.
+            below_needed = [
+                needed.get(var, 0) | mask
+                for var, mask in zip(eqn.outvars, below, strict=True)
+            ]
+            if not met or not any(below_needed):
+                continue
+            place = '/'.join(filter(None, (prefix, _private.name_stack_of(eqn))))
+            here = _private.source_of(eqn) or source
+            rest = self._into_bodies(
+                self._bodies(eqn, [*below, 0], [*below_needed, 0]),
+                eqn,
+                met,
+                aliases,
+                '/'.join(filter(None, (place, _label(eqn)))),
+                here,
+            )
+            flows, reads = self.flow.rows(eqn), self.values.rows(eqn)
+            if eqn.primitive.name in _HANDS_ON:
+                taken = _of(aliases, eqn.invars[0])
+                stops = not flows[0]
+                given = {(number, was or stops) for number, was in taken}
+                aliases.setdefault(eqn.outvars[0], set()).update(given)
+                continue
+            used: dict[int, bool] = {}
+            for number in rest:
+                if not gathered(reads[number] | flows[number], [*below_needed, 0]):
+                    continue
+                stops = not gathered(flows[number], [*below, 0])
+                for parameter, was in _of(aliases, eqn.invars[number]):
+                    used[parameter] = used.get(parameter, True) and (was or stops)
+            self._note(used.items(), False, place, here)
+
+    def _into_bodies(
+        self,
+        bodies: Sequence[_Body],
+        eqn: JaxprEqn,
+        met: Sequence[int],
+        aliases: Aliases,
+        place: str,
+        source: str,
+    ) -> list[int]:
+        """Follows parameters into the bodies of an equation.
+
+        Returns:
+            The inputs that go into none.
+        """
+        rest = set(met)
+        for body in bodies:
+            inner: Aliases = {}
+            for number in met:
+                if number in body.inputs:
+                    var = body.jaxpr.invars[body.inputs[number]]
+                    inner.setdefault(var, set()).update(
+                        _of(aliases, eqn.invars[number])
+                    )
+                    rest.discard(number)
+            if not inner:
+                continue
+            self._walk(body.jaxpr, body.live, body.needed, inner, place, source)
+            for number, var in enumerate(body.jaxpr.outvars):
+                handed = _of(inner, var)
+                if number in body.outputs:
+                    out = eqn.outvars[body.outputs[number]]
+                    aliases.setdefault(out, set()).update(handed)
+                elif body.needed[number]:
+                    self._note(handed, not body.live[number], place, source)
+        return sorted(rest)
+
+    def _bodies(
+        self, eqn: JaxprEqn, live: Sequence[int], needed: Sequence[int]
+    ) -> list[_Body]:
+        """The jaxprs in an equation.
+
+        Args:
+            eqn: the equation.
+            live: for each of its outputs, which outputs of the program depend on it.
+            needed: the same, differentiably or not.
+        """
+        name, outs = eqn.primitive.name, range(len(eqn.outvars))
+        if name in self.flow.calls:
+            ins = range(len(eqn.invars))
+            jaxpr = body_of(eqn)
+            return [_Body(jaxpr, _same(ins), _same(outs), live[:-1], needed[:-1])]
+        if name == 'cond':
+            ins = {number: number - 1 for number in range(1, len(eqn.invars))}
+            return [
+                _Body(opened(branch), ins, _same(outs), live[:-1], needed[:-1])
+                for branch in eqn.params['branches']
+            ]
+        if name not in ('scan', 'while'):
+            return []
+        if name == 'scan':
+            first, carries = eqn.params['num_consts'], eqn.params['num_carry']
+            before, jaxpr = 0, opened(eqn.params['jaxpr'])
+        else:
+            before = eqn.params['cond_nconsts']
+            first, carries = before + eqn.params['body_nconsts'], len(eqn.outvars)
+            jaxpr = opened(eqn.params['body_jaxpr'])
+        turning = range(first, first + carries)
+        ins = {n: n - before for n in range(before, len(eqn.invars))}
+        return [
+            _Body(
+                jaxpr,
+                {n: inner for n, inner in ins.items() if n not in turning},
+                {n: n for n in outs if n >= carries},
+                # What is carried out of a turn goes into the next one.
+                [gathered(self.flow.rows(eqn)[n], live) for n in turning]
+                + list(live[carries:-1]),
+                [gathered(self.values.rows(eqn)[n], needed) for n in turning]
+                + list(needed[carries:-1]),
+            )
+        ]
+
+    def _note(
+        self, aliases: Iterable[Alias], stops: bool, place: str, source: str
+    ) -> None:
+        for number, was in sorted(aliases):
+            self.found[number].append(Use(place or UNKNOWN, source, was or stops))
+
+
+def _same(numbers: range) -> dict[int, int]:
+    return {number: number for number in numbers}
+
+
+def _of(aliases: Aliases, var: Any) -> set[Alias]:
+    return aliases.get(var, set()) if isinstance(var, Var) else set()
+
+
+def _label(eqn: JaxprEqn) -> str:
+    """What a body adds to the names of the places in it."""
+    name = eqn.primitive.name
+    if name in ('jit', 'pjit'):
+        return f'jit({eqn.params.get("name", "")})'
+    return 'checkpoint' if name == 'remat2' else name
