@@ -26,6 +26,7 @@ from flax_sg.optim import labels as labels
 from flax_sg.optim import thaw as thaw
 from flax_sg.optim import trainable_mask as trainable_mask
 from flax_sg.paths import Path as Path
+from flax_sg.summary import tabulate as tabulate
 from flax_sg.trees import combine as combine
 from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n

@@ -37,9 +37,18 @@ def tabulate(
     >>> import flax_sg as sg
     >>> from flax_sg import linen as nn
     >>> model = nn.Sequential([nn.Frozen(nn.Dense(3)), nn.Dense(2)])
-    >>> width = {'width': 130, 'force_terminal': False}
-    >>> show = sg.tabulate(model, jax.random.key(0), console_kwargs=width)
-    >>> print(show(jnp.ones((4, 8))))
+    >>> show = sg.tabulate(model, jax.random.key(0), console_kwargs={'width': 120})
+    >>> table = show(jnp.ones((4, 8)))
+    >>> [name for name in ('gradient', 'flops', 'backward_flops') if name in table]
+    ['gradient', 'flops', 'backward_flops']
+
+    Below the table stands the total, here of the model of two layers:
+
+    >>> plain = sg.tabulate(
+    ...     model, jax.random.key(0), console_kwargs={'force_terminal': False}
+    ... )
+    >>> print(plain(jnp.ones((4, 8))).splitlines()[-1])
+    Trainable: 8 (32 B)   Frozen: 27 (108 B)
 
     Args:
         module: the module.

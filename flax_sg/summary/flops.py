@@ -1,8 +1,8 @@
 """Floating point operations of a traced program, by the module that they are done for.
 
 XLA counts those of a whole program. Here each method of a module puts a mark into JAX's
-name stack, equations with the same marks are taken together, and XLA counts these: so
-what the backward pass of a program really does is known for each module.
+name stack, and XLA counts each equation: so what the backward pass of a program really
+does is known for each module.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -68,26 +68,23 @@ def of(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
 
 
 def _count(
-    jaxpr: Any, outside: Modules, known: dict[str, int]
+    jaxpr: Any, outside: Modules, known: dict[Any, int]
 ) -> collections.Counter[Modules]:
     """Flops by the modules that equations run in."""
     counts: collections.Counter[Modules] = collections.Counter()
-    groups: dict[Modules, list[Any]] = {}
     for equation in jaxpr.eqns:
         marks = _MARK.findall(_private.name_stack_of(equation))
         modules = tuple(dict.fromkeys([*outside, *marks]))
         inner = list(_inner(equation))
         if not inner:
-            groups.setdefault(modules, []).append(equation)
+            counts[modules] += _flops(equation, known)
             continue
-        bodies = [_count(body, modules, known) for body, _ in inner]
+        bodies = [(_count(body, modules, known), times) for body, times in inner]
         if equation.primitive.name == 'cond':
-            bodies = [max(bodies, key=lambda body: body.total())]
-        for body, (_, times) in zip(bodies, inner, strict=False):
+            bodies = [max(bodies, key=lambda body: body[0].total())]
+        for body, times in bodies:
             for key, flops in body.items():
                 counts[key] += times * flops
-    for modules, equations in groups.items():
-        counts[modules] += _flops(equations, known)
     return counts
 
 
@@ -107,21 +104,30 @@ def _inner(equation: Any) -> Iterator[tuple[Any, int]]:
         yield getattr(jaxpr, 'jaxpr', jaxpr), 1
 
 
-def _flops(equations: Sequence[Any], known: dict[str, int]) -> int:
-    """What XLA counts for equations without jaxprs in them."""
-    equations = [equation for equation in equations if not equation.effects]
-    made: set[Any] = set()
-    operands: dict[Any, None] = {}
-    for equation in equations:
-        found = [v for v in equation.invars if not isinstance(v, core.Literal)]
-        operands.update((v, None) for v in found if v not in made)
-        made.update(equation.outvars)
-    results = [v for v in made if not isinstance(v, core.DropVar)]
-    jaxpr = core.Jaxpr((), list(operands), results, equations)
-    key = str(jaxpr)
+def _flops(equation: Any, known: dict[Any, int]) -> int:
+    """What XLA counts for an equation without jaxprs in it."""
+    if equation.effects:
+        return 0
+    shapes = [v.aval for v in equation.invars]
+    key = str(equation), tuple(map(str, shapes))
     if key not in known:
-        fun = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-        cost: Any = jax.jit(fun).lower(*shapes).cost_analysis() or {}
+        literal = {
+            n: v.val
+            for n, v in enumerate(equation.invars)
+            if isinstance(v, core.Literal)
+        }
+
+        def run(*values: Any) -> Any:
+            given = iter(values)
+            slots = range(len(shapes))
+            operands = [literal[n] if n in literal else next(given) for n in slots]
+            return _private.bind(equation, operands)
+
+        arrays = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+            for n, aval in enumerate(shapes)
+            if n not in literal
+        ]
+        cost: Any = jax.jit(run).lower(*arrays).cost_analysis() or {}
         known[key] = int(cost.get('flops', 0))
     return known[key]

@@ -76,4 +76,4 @@ def render(
         f'Frozen: {_private.size_text(*found.frozen) or 0}',
         style='bold',
     )
-    return text + _private.render_with(total, console_kwargs) + '\n'
+    return text + _private.render_with(total, console_kwargs)
