@@ -133,9 +133,11 @@ def _rows(broken: Sequence[Broken]) -> Iterator[tuple[str, ...]]:
 
 
 def _place(one: Broken) -> str:
-    """The line of the user's program at which to look first."""
+    """Lines of the program: of live uses where there should be none, or of stops."""
     flows = one.found == 'flows'
-    return next((use.source for use in one.uses if use.stopped != flows), '')
+    places = list(dict.fromkeys(u.source for u in one.uses if u.stopped != flows))
+    more = f' and {len(places) - 1} more' if len(places) > 1 else ''
+    return f'{places[0]}{more}' if places else ''
 
 
 def _word(status: str) -> str:

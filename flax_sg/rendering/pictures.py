@@ -12,9 +12,9 @@ from flax_sg.rendering import colors, tables
 if TYPE_CHECKING:
     from flax_sg.flow import GradientFlow
 
-# In inches: the height of a row, the width of a letter, and the space around.
-_ROW, _LETTER, _EDGE = 0.3, 0.085, 0.15
-_INK = '#333333'
+# In inches: the height of a row, and the width of a letter.
+_ROW, _LETTER = 0.3, 0.09
+_INK, _PALE = '#333333', '#767676'
 
 
 def save(
@@ -27,47 +27,50 @@ def save(
     # Without pyplot there is no display to be found, and no global state.
     figure_type = load('matplotlib.figure').Figure
     rows, outputs = tables.rows(flow, depth), tables.output_names(flow)
-    names = ['    ' * row.parameter + row.name for row in rows]
-    left = _width(names) + 2 * _EDGE
-    words = [tables.WORDS[status] for row in rows for status in row.status]
-    cell = _width([*outputs, *words]) + 2 * _EDGE
     legend = [
         f'{tables.WORDS[status]}: {meaning}'
         for status, meaning in tables.LEGEND.items()
         if any(status in row.status for row in rows)
     ]
-    top = 3 * _ROW
-    width = max(left + cell * len(outputs), _width([title, *legend])) + 2 * _EDGE
-    height = top + (len(rows) + 1 + 0.6 * len(legend)) * _ROW
-    figure = figure_type(figsize=(width, height))
-    # One unit is one inch, and zero is at the top.
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
-    axes.set_axis_off()
+    cell = max(0.8, _width(outputs) + 0.2)
+    width = _width([row.name for row in rows]) + cell * len(outputs) + 0.3
+    height = _ROW * (len(rows) + 3) + 0.17 * len(legend)
+    figure = figure_type(
+        figsize=(max(width, _width([title]), 0.8 * _width(legend)), height),
+        layout='constrained',
+    )
+    draw(figure.subplots(), flow, depth)
+    figure.suptitle(title, x=0.02, ha='left', weight='bold', color=_INK, fontsize=11)
+    figure.supxlabel('\n'.join(legend), x=0.02, ha='left', color=_INK, fontsize=8)
+    figure.savefig(path, dpi=150)
 
-    def write(x: float, y: float, text: str, **style: Any) -> None:
-        style = {'color': _INK, 'fontsize': 10, 'va': 'center'} | style
-        axes.text(x, y, text, parse_math=False, **style)
 
-    write(_EDGE, _ROW, title, weight='bold', fontsize=11)
-    for x, output in enumerate(outputs):
-        write(left + (x + 0.5) * cell, top - _ROW / 2, output, ha='center')
-    for y, (row, name) in enumerate(zip(rows, names, strict=True)):
-        write(_EDGE, top + (y + 0.5) * _ROW, name)
+def draw(axes: Any, flow: GradientFlow, depth: int | None = None) -> None:
+    """Draws the matrix into axes of matplotlib: a cell is one unit wide and high.
+
+    Args:
+        axes: the axes, with nothing in them.
+        flow: the report.
+        depth: how many names of a module's path count; all of them by default.
+    """
+    rectangle = load('matplotlib.patches').Rectangle
+    rows, outputs = tables.rows(flow, depth), tables.output_names(flow)
+    for y, row in enumerate(rows):
         for x, status in enumerate(row.status):
             background, ink = colors.CELLS[status]
-            corner = left + x * cell, top + y * _ROW
             # White lines between cells, of one colour too.
-            axes.add_patch(
-                load('matplotlib.patches').Rectangle(
-                    corner, cell, _ROW, facecolor=background, edgecolor='white'
-                )
-            )
-            word = tables.WORDS[status]
-            place = corner[0] + cell / 2, corner[1] + _ROW / 2
-            write(*place, word, color=ink, ha='center', fontsize=9)
-    for y, line in enumerate(legend):
-        write(_EDGE, top + (len(rows) + 0.8 + 0.6 * y) * _ROW, line, fontsize=8)
-    figure.savefig(path, dpi=150)
+            style = {'facecolor': background, 'edgecolor': 'white', 'linewidth': 1.5}
+            axes.add_patch(rectangle((x, y), 1, 1, **style))
+            style = {'color': ink, 'ha': 'center', 'va': 'center', 'fontsize': 9}
+            axes.text(x + 0.5, y + 0.5, tables.WORDS[status], **style)
+    axes.set(xlim=(0, len(outputs)), ylim=(len(rows), 0))
+    axes.set_xticks([x + 0.5 for x in range(len(outputs))], outputs, parse_math=False)
+    names = [row.name for row in rows]
+    axes.set_yticks([y + 0.5 for y in range(len(rows))], names, parse_math=False)
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_color(_PALE if row.parameter else _INK)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
 
 
 def load(module: str) -> Any:
