@@ -87,7 +87,7 @@ class Expectation:
         if broken := self.broken(flow):
             raise errors.FlowExpectationError(str(self), table(broken))
 
-    def _columns(self, flow: GradientFlow) -> list[tuple[str, Sequence[str]]]:
+    def _columns(self, flow: GradientFlow) -> Sequence[tuple[str, Sequence[str]]]:
         """The outputs to judge: a name, and a status for each parameter."""
         names = tables.output_names(flow)
         if self.output is None:

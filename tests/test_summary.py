@@ -216,7 +216,7 @@ def test_states_of_modules_with_all_that_is_in_them():
         'relu': '',
     }
     assert found[''].trainable == found['net/head'].trainable == rows.Size(12, 48)
-    assert found['net'].frozen.count == 25 + 30
+    assert found['net'].frozen.values == 25 + 30
 
 
 class Relu(linen.Module):
@@ -274,7 +274,7 @@ def test_state_is_written_and_trains_nothing():
     # What is stopped flows into running averages, which no loss differentiates.
     assert found['before'].state == found['norm'].state == 'frozen'
     assert found['after'].state == 'trainable'
-    assert summary_of(Stateful(), X, rngs=KEY, flops=False).trainable.count == 10
+    assert summary_of(Stateful(), X, rngs=KEY, flops=False).trainable.values == 10
 
 
 def test_outputs_without_a_gradient_train_nothing():

@@ -18,7 +18,7 @@ TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
 class Size(NamedTuple):
     """How many values some parameters have, and their bytes."""
 
-    count: int = 0
+    values: int = 0
     bytes: int = 0
 
     @classmethod
@@ -47,8 +47,8 @@ class Row(summary.Row):
     @property
     def state(self) -> str:
         """``'trainable'``, ``'partly'`` or ``'frozen'``; ``''`` without parameters."""
-        states = [(TRAINABLE, self.trainable.count), (FROZEN, self.frozen.count)]
-        found = [state for state, count in states if count]
+        states = [(TRAINABLE, self.trainable.values), (FROZEN, self.frozen.values)]
+        found = [state for state, values in states if values]
         return PARTLY if len(found) == 2 else ''.join(found)
 
 

@@ -26,7 +26,7 @@ class _Cells(rows.Row):
                 (rows.TRAINABLE, self.trainable),
                 (rows.FROZEN, self.frozen),
             )
-            if size.count
+            if size.values
         }
         return {_styled(rows.PARTLY): sizes} if self.state == rows.PARTLY else sizes
 
