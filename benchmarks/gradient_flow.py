@@ -11,26 +11,28 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-import flax_sg as sg
 from flax_sg.flow.analysis import Analysis
 
 
 class Deep(nn.Module):
-    """500 layers of two parameters each."""
+    """Layers of two parameters each, 1,068 in all."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        for number in range(500):
+        """Three kinds of layers in turn."""
+        for number in range(400):
             layer = nn.Dense(8, name=f'layer_{number}')
             x = nn.relu(layer(x)) if number % 3 else nn.LayerNorm()(layer(x))
         return jnp.mean(x**2)
 
 
 def seconds(start: float) -> float:
-    return time.perf_counter() - start
+    """The seconds since a point in time, of this process alone."""
+    return time.process_time() - start
 
 
 def main() -> None:
+    """Prints times of the trace and of what comes after."""
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     model = Deep()
     params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
@@ -40,18 +42,17 @@ def main() -> None:
         def loss(params: object, x: jax.Array) -> jax.Array:
             return model.apply({'params': params}, x)
 
-        start = time.perf_counter()
+        start = time.process_time()
         analysis = Analysis.of(loss, (params, x), [0], False, None)
         traced = seconds(start)
-        start = time.perf_counter()
+        start = time.process_time()
         report = analysis.report()
         beyond = seconds(start)
-        start = time.perf_counter()
+        start = time.process_time()
         trained = analysis.trained()
         live = seconds(start)
         print(f'trace {traced:.2f} s, report {beyond:.2f} s, live alone {live:.2f} s')
         assert all(report.live) and all(trained)
-    assert isinstance(report, sg.flow.GradientFlow)
 
 
 if __name__ == '__main__':

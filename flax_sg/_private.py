@@ -31,7 +31,7 @@ from flax.linen import transforms as linen_transforms
 from jax import custom_batching
 from jax._src import config as jax_config
 from jax._src import core as jax_core
-from jax._src import source_info_util
+from jax._src import linear_util, source_info_util
 from jax._src.lax import lax as jax_lax
 
 from flax_sg import errors
@@ -93,6 +93,7 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (jax_lax, '_convert_element_type'),
     (jax_config, 'trace_context'),
     (source_info_util, 'user_frames'),
+    (linear_util, 'DebugInfo'),
 )
 
 
@@ -575,6 +576,17 @@ def size_text(count: int, size: int) -> str:
 def trace_context() -> Any:
     """All settings of JAX that a trace depends on, the user contexts among them."""
     return jax_config.trace_context()
+
+
+def function_of(eqn: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """One equation of a jaxpr as a function of some variables.
+
+    JAX has a public constructor of a jaxpr, and deprecates its use without a DebugInfo,
+    which is public in the latest releases only.
+    """
+    info = linear_util.DebugInfo('jaxpr', eqn.primitive.name, None, None)
+    jaxpr = jax_core.Jaxpr((), inputs, eqn.outvars, [eqn], eqn.effects, debug_info=info)
+    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(jaxpr, ()))
 
 
 def name_stack_of(eqn: Any) -> str:

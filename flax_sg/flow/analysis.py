@@ -11,7 +11,7 @@ import jax
 
 from flax_sg import _private, errors, filters, functions
 from flax_sg.declared import chosen
-from flax_sg.flow.dependence import CALLS, Dependence
+from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
 from flax_sg.flow.programs import Program
 from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
@@ -155,15 +155,9 @@ class Analysis:
 
     def trained(self) -> list[bool]:
         """For each parameter whether it flows to any output that is looked at."""
-        jaxpr = self.program.closed.jaxpr
-        flow, _ = self.dependences()
-        flows = flow.of(jaxpr)
-        self._check_refused(flow, [row >> len(jaxpr.outvars) for row in flows])
+        flow, read = self.dependences()
         asked = sum(1 << out for _, out in self.outputs if out is not None)
-        return [
-            take and any(flows[slot] & asked for slot in slots)
-            for (_, _, slots), take in zip(self.parameters, self.taken, strict=True)
-        ]
+        return [bool(live & asked) for live, _ in self._masks(flow, read)]
 
     def report(self, several: bool = False) -> GradientFlow:
         """What there is to say.
@@ -171,38 +165,31 @@ class Analysis:
         Args:
             several: whether paths begin with the number of the argument.
         """
-        flow, read = self.dependences()
         jaxpr = self.program.closed.jaxpr
-        asked = [out for _, out in self.outputs]
-        flows, reads = flow.of(jaxpr), read.of(jaxpr)
-        count = len(jaxpr.outvars)
-        self._check_refused(flow, [row >> count for row in flows])
-        columns: list[list[str]] = []
+        flow, read = self.dependences()
+        masks = self._masks(flow, read)
         owners: list[int | None] = [None] * len(jaxpr.invars)
-        for index, ((_, _, slots), take) in enumerate(
-            zip(self.parameters, self.taken, strict=True)
-        ):
-            live = used = 0
+        for index, (_, _, slots) in enumerate(self.parameters):
             for slot in slots:
                 owners[slot] = index
-                live, used = live | flows[slot], used | reads[slot] | flows[slot]
-            columns.append([_status(live, used, out, take) for out in asked])
-        ends = [out for out in asked if out is not None]
+        ends = [out for _, out in self.outputs if out is not None]
         uses = Uses(flow, read, len(self.parameters)).of(jaxpr, owners, ends)
         avals = [jaxpr.invars[slots[0]].aval for _, _, slots in self.parameters]
         paths = self.paths
         if several:
             tops = [str(self.numbers[which]) for which, _, _ in self.parameters]
             paths = [
-                Path.of(path.collection, (top, *path.parts))
+                Path.of(path.collection, (top, *filter(None, path.parts)))
                 for top, path in zip(tops, paths, strict=True)
             ]
         return GradientFlow(
             tuple(path for path, _ in self.outputs),
             tuple(paths),
             tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
-            tuple(tuple(row) for row in zip(*columns, strict=True))
-            or ((),) * len(asked),
+            tuple(
+                tuple(_status(live, used, out) for live, used in masks)
+                for _, out in self.outputs
+            ),
             tuple(
                 tuple(
                     use if take else dataclasses.replace(use, stopped=True)
@@ -212,10 +199,28 @@ class Analysis:
             ),
         )
 
+    def _masks(self, flow: Dependence, read: Dependence) -> list[tuple[int, int]]:
+        """For each parameter the outputs that it flows to, and those that read it."""
+        jaxpr = self.program.closed.jaxpr
+        flows, reads = flow.of(jaxpr), read.of(jaxpr)
+        count = len(jaxpr.outvars)
+        self._check_refused(flow, [row >> count + REFUSED & 1 for row in flows])
+        out: list[tuple[int, int]] = []
+        for (_, _, slots), take in zip(self.parameters, self.taken, strict=True):
+            live = used = 0
+            for slot in slots:
+                made = flows[slot] >> count + FROM_NOTHING & 1
+                # A rule that makes one is run if its outputs are used in any way, as
+                # zeros may be handed back to it.
+                live |= flows[slot] | (reads[slot] if made else 0)
+                used |= reads[slot] | live
+            out.append((live if take else 0, used))
+        return out
+
     @staticmethod
     def dependences() -> tuple[Dependence, Dependence]:
         """Differentiable dependence, and that on values."""
-        return Dependence(Derivatives(), has_tangent, CALLS, control=False), values()
+        return Dependence(Derivatives(), has_tangent, control=False), values()
 
     def _check_refused(self, flow: Dependence, refused: Sequence[int]) -> None:
         """Raises if a parameter goes into what JAX cannot differentiate."""
@@ -235,10 +240,10 @@ class Analysis:
             raise errors.NotTracedError(met, list(dict.fromkeys(found))) from cause
 
 
-def _status(live: int, used: int, out: int | None, take: bool) -> str:
+def _status(live: int, used: int, out: int | None) -> str:
     if out is None:
         return UNUSED
-    if take and live >> out & 1:
+    if live >> out & 1:
         return FLOWS
     return STOPPED if used >> out & 1 else UNUSED
 

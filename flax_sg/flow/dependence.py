@@ -1,7 +1,8 @@
 """Which outputs of a jaxpr depend on which of its inputs: bits, handed backwards.
 
-A *row* is an int with a bit for each output that depends on an input. The bit after the
-last one says that the input goes into something that JAX cannot differentiate.
+A *row* is an int with a bit for each output that depends on an input. Two bits after
+the last one say where else the input goes, or its derivative comes from: something that
+JAX cannot differentiate, and a rule that makes a cotangent out of nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from jax.extend.core import JaxprEqn, Var
 
 Rows: TypeAlias = list[int]
 
+# What comes after the outputs in a row.
+REFUSED, FROM_NOTHING = range(2)
+BEYOND = 2
+
 # Equations that run a jaxpr of the same inputs and outputs, once.
 CALLS = frozenset(
     (
@@ -20,9 +25,7 @@ CALLS = frozenset(
         *('remat', 'remat2', 'checkpoint', 'shard_map', 'custom_vmap_call'),
     )
 )
-# These too, but their derivative is something else than that of the jaxpr.
-RULED = frozenset(('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr'))
-_BODY = ('jaxpr', 'call_jaxpr', 'fun_jaxpr', 'call')
+_BODY = ('jaxpr', 'call_jaxpr', 'call')
 
 
 def opened(jaxpr: Any) -> Any:
@@ -31,7 +34,7 @@ def opened(jaxpr: Any) -> Any:
 
 
 def body_of(eqn: JaxprEqn) -> Any:
-    """The jaxpr that an equation of ``CALLS`` or ``RULED`` runs."""
+    """The jaxpr that an equation of ``CALLS`` runs."""
     return opened(next(eqn.params[name] for name in _BODY if name in eqn.params))
 
 
@@ -54,7 +57,6 @@ class Dependence:
     Attributes:
         leaf: the rows of an equation that is none of the control flow known here.
         carries: whether a value of some type can carry the dependence at all.
-        calls: the names of the equations that are as their jaxprs.
         control: whether what decides, as the predicate of a conditional, counts.
         visits: how many equations were looked at.
     """
@@ -63,12 +65,10 @@ class Dependence:
         self,
         leaf: Callable[[JaxprEqn], Rows],
         carries: Callable[[Any], bool],
-        calls: frozenset[str],
         control: bool,
     ) -> None:
         self.leaf = leaf
         self.carries = carries
-        self.calls = calls
         self.control = control
         self.visits = 0
         # By id, held: the jaxpr of a function that is called twice is one object.
@@ -80,7 +80,7 @@ class Dependence:
         jaxpr = opened(jaxpr)
         known = self._of_jaxprs.get(id(jaxpr))
         if known is None:
-            ends = [1 << number for number in range(len(jaxpr.outvars) + 1)]
+            ends = [1 << number for number in range(len(jaxpr.outvars) + BEYOND)]
             masks = self.within(jaxpr, ends)
             known = jaxpr, [masks.get(var, 0) for var in jaxpr.invars]
             self._of_jaxprs[id(jaxpr)] = known
@@ -91,7 +91,7 @@ class Dependence:
 
         Args:
             jaxpr: an open jaxpr.
-            ends: the mask of each output, and that of what cannot be differentiated.
+            ends: the mask of each output, and those of what comes after them in a row.
         """
         masks: dict[Any, int] = {}
         for var, end in zip(jaxpr.outvars, ends, strict=False):
@@ -99,9 +99,9 @@ class Dependence:
                 masks[var] = masks.get(var, 0) | end
         for eqn in reversed(jaxpr.eqns):
             below = [masks.get(var, 0) for var in eqn.outvars]
-            if not any(below) and not reads_a_ref(eqn):
-                continue  # Nothing depends on it.
-            below.append(ends[-1])
+            if self.control and not any(below):
+                continue  # A derivative may be refused, or made, all the same.
+            below.extend(ends[-BEYOND:])
             for var, row in zip(eqn.invars, self.rows(eqn), strict=True):
                 if row and isinstance(var, Var) and self.carries(var.aval):
                     masks[var] = masks.get(var, 0) | gathered(row, below)
@@ -117,15 +117,15 @@ class Dependence:
 
     def _rows(self, eqn: JaxprEqn) -> Rows:
         name = eqn.primitive.name
-        if name in self.calls:
+        if name in CALLS:
             return list(self.of(body_of(eqn)))
         rule = _RULES.get(name)
         return self.leaf(eqn) if rule is None else rule(self, eqn)
 
 
-def reads_a_ref(eqn: JaxprEqn) -> bool:
-    """Whether an equation takes a mutable array, which it may write to."""
-    return any('Ref' in type(var.aval).__name__ for var in eqn.invars)
+def bit_of(eqn: JaxprEqn, beyond: int) -> int:
+    """The bit of ``REFUSED`` or ``FROM_NOTHING`` in the rows of an equation."""
+    return 1 << len(eqn.outvars) + beyond
 
 
 def every(eqn: JaxprEqn) -> Rows:

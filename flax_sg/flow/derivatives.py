@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var
 
+from flax_sg import _private
 from flax_sg.flow.dependence import (
-    CALLS,
-    RULED,
+    FROM_NOTHING,
+    REFUSED,
     Dependence,
     Rows,
+    bit_of,
     every,
     opened,
-    reads_a_ref,
 )
 
 # What hands on zeros as zeros; enough for the zeros that people write in a rule.
@@ -46,7 +47,7 @@ def has_tangent(aval: Any) -> bool:
 
 def values() -> Dependence:
     """Dependence on values, whether or not there is a derivative."""
-    return Dependence(every, lambda aval: True, CALLS | RULED, control=True)
+    return Dependence(every, lambda aval: True, control=True)
 
 
 class Derivatives:
@@ -70,13 +71,16 @@ class Derivatives:
     def __call__(self, eqn: JaxprEqn) -> Rows:
         """The rows of an equation without control flow."""
         name = eqn.primitive.name
-        if reads_a_ref(eqn) or name.endswith('callback'):
+        if any(map(_is_ref, eqn.invars)) or name.endswith('callback'):
             return self._refuse(eqn, None)
         safe = _all_that_has_tangents(eqn)
+        if any(map(_is_ref, eqn.outvars)):
+            return safe  # What it is read for is asked there.
         # A rule that is told which inputs are perturbed may do anything for others.
         if not any(safe) or eqn.params.get('symbolic_zeros'):
             return safe
-        kind = None if name in RULED else _kind_of(eqn)
+        # Each rule is a rule of its own.
+        kind = None if name.startswith('custom_') else _kind_of(eqn)
         if kind in self._smooth:
             return safe
         key = kind and _key_of(kind, eqn)
@@ -97,13 +101,21 @@ class Derivatives:
 
     def _refuse(self, eqn: JaxprEqn, error: Exception | None) -> Rows:
         self.refused.append((eqn, error))
-        bit = 1 << len(eqn.outvars)
+        bit = bit_of(eqn, REFUSED)
         return [bit if has_tangent(var.aval) else 0 for var in eqn.invars]
+
+
+def _is_ref(var: Any) -> bool:
+    """Whether a variable of a jaxpr is a mutable array."""
+    return 'Ref' in type(var.aval).__name__
 
 
 def _all_that_has_tangents(eqn: JaxprEqn) -> Rows:
     outs = sum(1 << n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval))
-    return [outs if has_tangent(var.aval) else 0 for var in eqn.invars]
+    return [
+        outs if isinstance(var, Var) and has_tangent(var.aval) else 0
+        for var in eqn.invars
+    ]
 
 
 def _kind_of(eqn: JaxprEqn) -> Hashable:
@@ -139,8 +151,7 @@ class _Function:
         self._vars: list[Any] = list(
             dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
         )
-        jaxpr = Jaxpr((), self._vars, eqn.outvars, [eqn], effects=eqn.effects)
-        self._run: Callable[..., Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+        self._run = _private.function_of(eqn, self._vars)
         self.inputs = list(map(_shape_of, self._vars))
         self.takes = [n for n, v in enumerate(self._vars) if has_tangent(v.aval)]
         self.gives = [n for n, v in enumerate(eqn.outvars) if has_tangent(v.aval)]
@@ -161,11 +172,19 @@ class _Function:
         """Those of some inputs that have tangents."""
         return [inputs[number] for number in self.takes]
 
-    def rows(self, eqn: JaxprEqn, found: Sequence[int]) -> Rows:
-        """The rows of the equation, from those of what has tangents in it."""
+    def rows(self, eqn: JaxprEqn, found: Sequence[int], constant: int = 0) -> Rows:
+        """The rows of the equation, from those of what has tangents in it.
+
+        Args:
+            eqn: the equation.
+            found: the rows, of outputs that have tangents alone.
+            constant: the inputs that have a cotangent whatever those of outputs are.
+        """
+        nothing = bit_of(eqn, FROM_NOTHING)
         spread = [
             sum(1 << out for n, out in enumerate(self.gives) if row >> n & 1)
-            for row in found
+            | (nothing if constant >> number & 1 else 0)
+            for number, row in enumerate(found)
         ]
         of = dict(zip(self.taken(self._vars), spread, strict=True))
         return [0 if isinstance(v, Literal) else of.get(v, 0) for v in eqn.invars]
@@ -202,14 +221,11 @@ def _backward(eqn: JaxprEqn) -> Rows:
     closed = jax.make_jaxpr(cotangents)(function.inputs, given)
     columns = values().of(closed)[len(function.inputs) :]
     constant = _constants(closed, columns)
-    everything = (1 << len(given)) - 1
     found = [
-        everything
-        if constant >> number & 1
-        else sum(1 << n for n, column in enumerate(columns) if column >> number & 1)
+        sum(1 << n for n, column in enumerate(columns) if column >> number & 1)
         for number in range(len(function.takes))
     ]
-    return function.rows(eqn, found)
+    return function.rows(eqn, found, constant)
 
 
 def _constants(closed: Any, rows: Sequence[int]) -> int:

@@ -83,10 +83,11 @@ class Program:
             return [leaf for leaf, take in zip(out, traced, strict=True) if take]
 
         try:
-            key, context = functions.reads_key(run), _private.trace_context()
             closed = jax.make_jaxpr(fun_of_arrays)(*(leaves[n] for n in inputs))
         except _ASKED_FOR_A_VALUE as error:
             raise errors.ValueNeededError(functions.describe(run)) from error
+        # What a function counts while it runs is counted.
+        key, context = functions.reads_key(run), _private.trace_context()
         return cls(closed, run, inputs, results[0], treedef, static, key, context)
 
     def is_of(self, fun: Callable[..., Any], args: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from jax.extend.core import JaxprEqn, Var
 
 from flax_sg import _private
-from flax_sg.flow.dependence import Dependence, body_of, gathered, opened
+from flax_sg.flow.dependence import BEYOND, CALLS, Dependence, body_of, gathered, opened
 from flax_sg.flow.report import Use
 
 # A parameter by its number, and whether it is stopped already.
@@ -65,6 +65,8 @@ class Uses:
         self.flow = flow
         self.values = values
         self.found: list[list[Use]] = [[] for _ in range(count)]
+        # What stands for a cotangent out of nothing; of what is refused all is said.
+        self._beyond: list[int] = []
 
     def of(
         self, jaxpr: Any, owners: Sequence[int | None], asked: Sequence[int]
@@ -84,6 +86,7 @@ class Uses:
         ends = [0] * len(jaxpr.outvars)
         for number in asked:
             ends[number] = 1 << number
+        self._beyond = [0, 1 << len(ends)]
         self._walk(jaxpr, ends, ends, aliases, '', UNKNOWN)
         for number in asked:
             var = jaxpr.outvars[number]
@@ -100,8 +103,8 @@ class Uses:
         prefix: str,
         source: str,
     ) -> None:
-        live = self.flow.within(jaxpr, [*live_ends, 0])
-        needed = self.values.within(jaxpr, [*needed_ends, 0])
+        live = self.flow.within(jaxpr, [*live_ends, *self._beyond])
+        needed = self.values.within(jaxpr, [*needed_ends, *self._beyond])
         for eqn in jaxpr.eqns:
             met = [n for n, var in enumerate(eqn.invars) if _of(aliases, var)]
             below = [live.get(var, 0) for var in eqn.outvars]
@@ -115,7 +118,9 @@ class Uses:
             place = '/'.join(filter(None, (prefix, _private.name_stack_of(eqn))))
             here = _private.source_of(eqn) or source
             rest = self._into_bodies(
-                self._bodies(eqn, [*below, 0], [*below_needed, 0]),
+                self._bodies(
+                    eqn, [*below, *self._beyond], [*below_needed, *self._beyond]
+                ),
                 eqn,
                 met,
                 aliases,
@@ -131,9 +136,11 @@ class Uses:
                 continue
             used: dict[int, bool] = {}
             for number in rest:
-                if not gathered(reads[number] | flows[number], [*below_needed, 0]):
+                stops = not gathered(flows[number], [*below, *self._beyond])
+                if stops and not gathered(
+                    reads[number], [*below_needed, *self._beyond]
+                ):
                     continue
-                stops = not gathered(flows[number], [*below, 0])
                 for parameter, was in _of(aliases, eqn.invars[number]):
                     used[parameter] = used.get(parameter, True) and (was or stops)
             self._note(used.items(), False, place, here)
@@ -185,14 +192,18 @@ class Uses:
             needed: the same, differentiably or not.
         """
         name, outs = eqn.primitive.name, range(len(eqn.outvars))
-        if name in self.flow.calls:
+        if name in CALLS:
             ins = range(len(eqn.invars))
             jaxpr = body_of(eqn)
-            return [_Body(jaxpr, _same(ins), _same(outs), live[:-1], needed[:-1])]
+            return [
+                _Body(jaxpr, _same(ins), _same(outs), live[:-BEYOND], needed[:-BEYOND])
+            ]
         if name == 'cond':
             ins = {number: number - 1 for number in range(1, len(eqn.invars))}
             return [
-                _Body(opened(branch), ins, _same(outs), live[:-1], needed[:-1])
+                _Body(
+                    opened(branch), ins, _same(outs), live[:-BEYOND], needed[:-BEYOND]
+                )
                 for branch in eqn.params['branches']
             ]
         if name not in ('scan', 'while'):
@@ -213,9 +224,9 @@ class Uses:
                 {n: n for n in outs if n >= carries},
                 # What is carried out of a turn goes into the next one.
                 [gathered(self.flow.rows(eqn)[n], live) for n in turning]
-                + list(live[carries:-1]),
+                + list(live[carries:-BEYOND]),
                 [gathered(self.values.rows(eqn)[n], needed) for n in turning]
-                + list(needed[carries:-1]),
+                + list(needed[carries:-BEYOND]),
             )
         ]
 

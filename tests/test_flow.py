@@ -1,0 +1,801 @@
+"""Gradient flow: what it says against real gradients and against what is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend.core import Literal
+
+import flax_sg as sg
+import flows
+import models
+import oracle
+import specs
+import test_random_models as random_models
+import uses
+from flax_sg import linen as nn
+from flax_sg.demo import by_hand, checks, data
+from flax_sg.demo import model as demo
+from flax_sg.flow.analysis import Analysis
+from flax_sg.flow.derivatives import Derivatives
+from flax_sg.flow.report import ModuleFlow, Use
+
+A, B = jnp.array([0.5, -1.5, 2.5]), jnp.array([1.25, 0.75, -2.0])
+THREE = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+def flow_of(fn: Any, *args: Any, **kwargs: Any) -> sg.flow.GradientFlow:
+    return sg.gradient_flow(fn, *args, **kwargs)
+
+
+def statuses(fn: Any, *args: Any) -> dict[str, str]:
+    """For each parameter what holds of it for all outputs together."""
+    report = flow_of(fn, *args)
+    columns = zip(*report.status, strict=True)
+    return {
+        str(path): next(s for s in ('flows', 'stopped', 'unused') if s in column)
+        for path, column in zip(report.parameters, columns, strict=True)
+    }
+
+
+def assert_promise_kept(report: sg.flow.GradientFlow, gradients: list[Any]) -> None:
+    """What does not flow is exactly zero, for each output and parameter.
+
+    Args:
+        report: the report.
+        gradients: for each output the gradient, a tree of the parameters.
+    """
+    for row, gradient in zip(report.status, gradients, strict=True):
+        leaves = jax.tree.leaves(gradient)
+        for path, status, leaf in zip(report.parameters, row, leaves, strict=True):
+            assert status == 'flows' or oracle.is_zero(leaf), path
+
+
+# Each kind of equation
+
+
+@pytest.mark.parametrize('name', flows.PROGRAMS)
+def test_a_program_does_what_is_written_beside_it(name):
+    fn, *expected = flows.PROGRAMS[name]
+
+    def of_both(params):
+        return fn(params['a'], params['b'])
+
+    report = flow_of(of_both, {'a': THREE, 'b': THREE})
+    assert list(report.status[0]) == expected
+    # Its uses say the same.
+    said = [any(not use.stopped for use in found) for found in report.uses]
+    assert said == [status == 'flows' for status in expected]
+    assert [bool(found) for found in report.uses] == [s != 'unused' for s in expected]
+
+    if 'while' in name or name == 'custom_vmap':  # JAX has no way back through it.
+        zero = jnp.zeros(3)
+        tangents = [jax.jvp(fn, (A, B), given)[1] for given in ((A, zero), (zero, B))]
+        found = [not oracle.is_zero(tangent) for tangent in tangents]
+    else:
+        found = [not oracle.is_zero(g) for g in oracle.grads(fn, A, B)[0]]
+    zero_all_the_same = ('itself_taken_from_itself', 'unreached_custom_vjp')
+    for is_found, status in zip(found, expected, strict=True):
+        assert is_found is (status == 'flows') or name in zero_all_the_same
+        assert status == 'flows' or not is_found
+
+
+def test_every_equation_was_asked_but_those_that_need_their_place():
+    asked_in_vain = {}
+    for name, (fn, *_) in flows.PROGRAMS.items():
+        closed = jax.make_jaxpr(fn)(A, B)
+        flow, _ = Analysis.dependences()
+        flow.of(closed)
+        assert isinstance(flow.leaf, Derivatives)
+        if flow.leaf.unknown:
+            asked_in_vain[name] = {e.primitive.name for e, _ in flow.leaf.unknown}
+    # A sum over an axis of the mesh; where there is no mesh, there is no such axis.
+    assert set(asked_in_vain) <= {'sharded'}, asked_in_vain
+
+
+def test_a_rule_that_is_told_what_is_perturbed_flows():
+    @jax.custom_vjp
+    def fn(a, b):
+        return a * b
+
+    def forward(a, b):
+        return a.value * b.value, (b.value, b.perturbed)
+
+    # Nothing for a, unless it is alone.
+    def backward(kept, g):
+        other, perturbed = kept
+        return (None if perturbed else g * other), jnp.zeros(3)
+
+    fn.defvjp(forward, backward, symbolic_zeros=True)
+    assert statuses(lambda p: fn(*p), (A, B)) == {'0': 'flows', '1': 'flows'}
+    assert not oracle.is_zero(jax.grad(lambda a: fn(a, B).sum())(A))
+
+
+def test_branches_of_one_parameter_in_two_outputs():
+    def fn(p):
+        return {'x': p['a'] * 2.0, 'y': [jnp.sign(p['a']), p['b']]}
+
+    report = flow_of(fn, {'a': A, 'b': B})
+    assert report.outputs == ('x', 'y/0', 'y/1')
+    assert report.status == (
+        ('flows', 'unused'),
+        ('stopped', 'unused'),
+        ('unused', 'flows'),
+    )
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_what_an_fp8_layer_makes_out_of_nothing_flows():
+    # Its rules give the new scales as the gradients of the old ones, whatever comes in.
+    layer = linen.Dense(2, dot_general_cls=linen.Fp8DirectDotGeneralOp)
+    x = jnp.ones((2, 2))
+    variables = layer.init(jax.random.key(0), x)
+    report = flow_of(lambda v: layer.apply(v, x).sum(), variables)
+    assert report.live == (True,) * 8
+    gradients = jax.grad(lambda v: layer.apply(v, x).sum())(variables)
+    assert not oracle.is_zero(gradients['_overwrite_with_gradient'])
+    assert not any(use.stopped for found in report.uses[:6] for use in found)
+
+
+def test_values_without_a_gradient_are_stopped():
+    params = {'w': A, 'fixed': sg.NonDifferentiable(B), 'n': 3, 'ids': jnp.arange(3)}
+
+    def fn(p):
+        return p['w'] * p['fixed'] + (p['n'] * p['ids']).astype(jnp.float32)
+
+    said = statuses(fn, params)
+    assert said == {'w': 'flows', 'fixed': 'stopped', 'ids': 'stopped'}
+
+
+def test_what_classes_declare_is_followed_and_a_filter_takes_its_place():
+    @sg.trainable('kernel')
+    @functools.partial(
+        jax.tree_util.register_dataclass,
+        data_fields=['kernel', 'mean'],
+        meta_fields=[],
+    )
+    @dataclasses.dataclass
+    class Layer:
+        kernel: Any
+        mean: Any
+
+    def fn(layer):
+        return layer.kernel - layer.mean
+
+    assert statuses(fn, Layer(A, B)) == {'kernel': 'flows', 'mean': 'stopped'}
+    report = flow_of(fn, Layer(A, B), wrt='mean')
+    assert report.status == (('stopped', 'flows'),)
+    assert [use.stopped for use in report.uses_of('kernel')] == [True]
+
+
+def test_argnums_and_aux_are_those_of_jax():
+    def fn(p, scale, q):
+        return p['w'] * lax.stop_gradient(q), (p['w'] * q, 'text', scale)
+
+    report = flow_of(fn, {'w': A}, 2, B, argnums=(0, -1), has_aux=True)
+    assert report.parameters == ('0/w', '2')
+    assert report.outputs == ('',)
+    assert report.status == (('flows', 'stopped'),)
+    # What is returned beside the output is no use of anything.
+    assert [len(found) for found in report.uses] == [1, 1]
+    with pytest.raises(TypeError, match='has_aux=True'):
+        flow_of(lambda p: p, A, has_aux=True)
+    with pytest.raises(TypeError, match='argnums=1'):
+        flow_of(lambda p: p, A, argnums=1)
+
+
+def test_a_module_in_place_of_a_function():
+    model = nn.Sequential([nn.Frozen(nn.Dense(2)), nn.Dense(1)])
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 2)))
+    report = flow_of(model, shapes, jax.ShapeDtypeStruct((1, 2), jnp.float32))
+    assert report.by_module() == (
+        ModuleFlow('layers_0', 2, ('stopped',)),
+        ModuleFlow('layers_1', 2, ('flows',)),
+    )
+
+
+# Random programs
+
+
+# What a statement makes of two values: the function, and the parameters that flow and
+# that are read, from those of its arguments.
+SIMPLE: dict[str, Any] = {
+    'mul': (lambda x, y: x * y, lambda x, y: x | y),
+    'sub': (lambda x, y: x - y, lambda x, y: x | y),
+    'stop': (lambda x, y: lax.stop_gradient(x) + y, lambda x, y: y),
+    'sign': (lambda x, y: jnp.sign(x) * jnp.sin(y), lambda x, y: y),
+    'where': (lambda x, y: jnp.where(x > 0, y, 2.0), lambda x, y: y),
+    'cond': (
+        lambda x, y: lax.cond(x[0] > 0, lambda y: y, lambda y: 2.0 * y, y),
+        lambda x, y: y,
+    ),
+    'rule': (flows.vjp_against_the_code, lambda x, y: x),
+    'jvp': (flows.jvp_of_one, lambda x, y: x),
+    'ahead': (lambda x, y: jax.jvp(jnp.sin, (x,), (y,))[1], lambda x, y: x | y),
+}
+WRAPPED: dict[str, Any] = {
+    'none': lambda fn: fn,
+    'jit': jax.jit,
+    'remat': jax.checkpoint,
+    'vmap': lambda fn: lambda x, y: jax.vmap(fn, axis_size=2, in_axes=None)(x, y)[0],
+    'scan': lambda fn: (
+        lambda x, y: lax.scan(lambda c, _: (c, fn(c[0], c[1])), (x, y), length=2)[1][1]
+    ),
+}
+
+
+@st.composite
+def lax_programs(draw):
+    """Statements (operation, wrapper, two earlier values); the last value counts."""
+    count = draw(st.integers(2, 7))
+    return [
+        (
+            draw(st.sampled_from(sorted(SIMPLE))),
+            draw(st.sampled_from(sorted(WRAPPED))),
+            draw(st.integers(0, 2 + number)),
+            draw(st.integers(0, 2 + number)),
+        )
+        for number in range(count)
+    ]
+
+
+@hypothesis.given(lax_programs())
+@hypothesis.settings(max_examples=300 if random_models.LONG else 12)
+def test_a_random_program(program):
+    expected = [{0}, {1}, {2}]
+    for operation, _, left, right in program:
+        expected.append(SIMPLE[operation][1](expected[left], expected[right]))
+
+    def fn(params):
+        values = list(params)
+        for operation, wrapper, left, right in program:
+            step = WRAPPED[wrapper](SIMPLE[operation][0])
+            values.append(step(values[left], values[right]))
+        return values[-1]
+
+    report = flow_of(fn, (THREE,) * 3)
+    found = {n for n, status in enumerate(report.status[0]) if status == 'flows'}
+    # Within the loop all that flows to a carry flows to what is carried.
+    assert found == expected[-1]
+    gradients = jax.jit(jax.grad(lambda p: fn(p).sum()))((A, B, A * B))
+    assert_promise_kept(report, [gradients])
+
+
+@jax.numpy_rank_promotion('allow')
+@hypothesis.given(spec=specs.models(depth=1))
+@hypothesis.settings(
+    max_examples=500 if random_models.LONG else 5,
+    phases=[hypothesis.Phase.generate],
+)
+def test_a_random_model(spec):
+    hypothesis.assume(not specs.lifts(spec, 'while_loop'))
+    model = random_models.interpreters.Model(spec, by_hand=False)
+    by_hand = random_models.interpreters.Model(spec, by_hand=True)
+    rngs, x = random_models.RNGS, random_models.X
+    try:
+        variables = random_models.evaluate(by_hand.init, rngs, x)
+    except (random_models.FlaxError, ValueError):
+        hypothesis.reject()
+    state = {col: tree for col, tree in variables.items() if col != 'params'}
+    state.pop('intermediates', None)
+    params = random_models.uneven(variables.get('params', {}))
+    hypothesis.assume(jax.tree.leaves(params))
+
+    def applied(model, params, x):
+        return random_models.apply(model, state, random_models.STATE, params, x)
+
+    report = flow_of(lambda p: applied(model, p, x)[0][0], params)
+    results = random_models.with_gradients(functools.partial(applied, by_hand))
+    *_, (gradients, _) = random_models.evaluate(results, params, x)
+    assert_promise_kept(report, [gradients])
+
+
+# The models of the test tables
+
+
+MODELS: dict[str, tuple[Any, str]] = {
+    'Transformer': (
+        models.Transformer(2, 4, nn.stop_gradient, 'layer_0/**'),
+        'layer_0/',
+    ),
+    'Scanned': (
+        models.ScannedTransformer(2, 4, False, nn.stop_gradient, 'layers/**'),
+        'layers/',
+    ),
+    'Remat': (
+        models.ScannedTransformer(2, 4, True, nn.stop_gradient, 'layers/**'),
+        'layers/',
+    ),
+    'ThreeLosses': (models.ThreeLosses(nn.stop_gradient), '-'),
+    'Siamese': (models.Siamese(nn.stop_gradient), '-'),
+    'LoRANet': (models.LoRANet(nn.stop_gradient), 'LoRA_0/base LoRA_1/base'),
+}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_model_of_the_table(name):
+    model, frozen = MODELS[name]
+    width = {'Siamese': 16, 'ThreeLosses': 6}.get(name, 4)
+    x = jnp.linspace(-1.0, 1.0, 2 * 3 * width).reshape(2, 3, width)
+    x = x if name.endswith(('former', 'ned', 'mat')) else x[:, 0]
+    params = random_models.uneven(
+        jax.eval_shape(model.clone(stop=models.no_stop).init, jax.random.key(0), x)[
+            'params'
+        ]
+    )
+
+    def loss(params):
+        return jnp.sum(model.apply({'params': params}, x) ** 2)
+
+    report = flow_of(loss, params)
+    for path, live in zip(report.parameters, report.live, strict=True):
+        assert live is not path.startswith(tuple(frozen.split())), path
+    assert_promise_kept(report, [jax.jit(jax.grad(loss))(params)])
+
+
+@pytest.mark.parametrize('name', uses.PROGRAMS)
+def test_each_use_of_a_parameter_is_seen(name):
+    class Uses(uses.Route):
+        @nn.nowrap
+        def parts(self):
+            w = functools.partial(self.get_variable, 'params', 'w')
+            return lambda: jnp.sin(w())
+
+        @linen.compact
+        def __call__(self, x):
+            self.param('w', linen.initializers.ones, (3,))
+            return uses.run(self.program, self.parts())
+
+    program = uses.PROGRAMS[name]
+    report = flow_of(lambda p: Uses(program).apply({'params': p}, None), {'w': A})
+    stops = [any(t('w') for t in taken) for taken in uses.stops_of(program)]
+    assert report.stopped_in('w') == (sum(stops), len(stops))
+    assert [row[0] == 'stopped' for row in report.status] == stops
+    places = {use.source for use in report.uses_of('w')}
+    assert all('test_flow.py' in place and 'parts' in place for place in places)
+
+
+class Tied(nn.Module):
+    """A weight that is frozen in one use and live in another (hazard 23)."""
+
+    def setup(self):
+        self.embed = nn.Embed(4, 3)
+        self.core = nn.Dense(3)
+
+    def __call__(self, ids):
+        with nn.stop_gradient('embed/**'):
+            x = self.embed(ids)
+        return self.embed.attend(self.core(x))
+
+
+def test_a_tied_weight_is_stopped_in_one_of_two_uses():
+    model, ids = Tied(), jnp.array([1, 2])
+    params = jax.eval_shape(model.init, jax.random.key(0), ids)['params']
+    report = flow_of(jax.jit(lambda p: model.apply({'params': p}, ids)), params)
+    assert report.stopped_in('embed/embedding') == (1, 2)
+    frozen, live = report.uses_of('embed/embedding')
+    assert (frozen.stopped, live.stopped) == (True, False)
+    assert frozen.place.startswith('jit(<lambda>)/Tied/embed')
+    assert live.place == 'jit(<lambda>)/Tied/embed.attend'
+    assert frozen.source.endswith('(Tied.__call__)')
+    lines = [int(use.source.split(':')[1].split()[0]) for use in (frozen, live)]
+    assert lines[1] == lines[0] + 1
+
+
+def test_uses_in_loops_and_branches():
+    def fn(p):
+        def turn(carry, x):
+            return carry * p['const'] + x, lax.stop_gradient(p['const']) * x
+
+        last, each = lax.scan(turn, p['init'], p['xs'])
+        return last + lax.cond(
+            last[0] > 0, lambda a: jnp.sin(a), lambda a: jnp.sign(a), p['branch']
+        ), jnp.sum(each)
+
+    shapes = dict.fromkeys(('const', 'init', 'branch'), THREE)
+    report = flow_of(fn, {**shapes, 'xs': jax.ShapeDtypeStruct((2, 3), jnp.float32)})
+    assert report.stopped_in('const') == (1, 2)
+    assert report.stopped_in('init') == (0, 1)
+    assert report.stopped_in('branch') == (1, 2)
+    assert report.stopped_in('xs') == (0, 2)
+    assert {use.place for use in report.uses_of('const')} == {'scan'}
+
+
+# The result
+
+
+REPORT = sg.flow.GradientFlow(
+    ('one', 'two'),
+    ('enc/a/w', 'enc/b/w', 'w'),
+    (THREE,) * 3,
+    (('flows', 'stopped', 'unused'), ('stopped', 'stopped', 'unused')),
+    ((Use('p', 's', False), Use('q', 's', True)), (Use('p', 's', True),), ()),
+)
+
+
+def test_rows_are_plain_data():
+    rows = REPORT.rows()
+    assert len(rows) == 6
+    assert rows[0] == {
+        'output': 'one',
+        'parameter': 'enc/a/w',
+        'shape': (3,),
+        'dtype': 'float32',
+        'status': 'flows',
+        'uses': 2,
+        'stopped_uses': 1,
+    }
+    assert json.loads(json.dumps(rows))[5]['status'] == 'unused'
+
+
+def test_rows_group_by_module():
+    assert REPORT.by_module(1) == (
+        ModuleFlow('enc', 2, ('partly', 'stopped')),
+        ModuleFlow('', 1, ('unused', 'unused')),
+    )
+    assert [row.module for row in REPORT.by_module()] == ['enc/a', 'enc/b', '']
+    assert REPORT.live == (True, False, False)
+
+
+def test_a_report_is_a_value():
+    assert dataclasses.replace(REPORT) == REPORT
+    assert hash(dataclasses.replace(REPORT)) == hash(REPORT)
+    assert dataclasses.replace(REPORT, outputs=('one', 'three')) != REPORT
+    assert repr(REPORT) == 'GradientFlow(2 outputs, 3 parameters, 1 live)'
+
+
+def test_names_that_are_not_in_a_report():
+    with pytest.raises(sg.errors.FlowNameError, match=r"'enc/c/w'.*\n.*'enc/"):
+        REPORT.status_of('one', 'enc/c/w')
+    with pytest.raises(LookupError, match="no output 'tow' among the 2"):
+        REPORT.status_of('tow', 'w')
+
+
+# Cost
+
+
+def equations(jaxpr: Any, seen: set[int]) -> int:
+    """The equations in a jaxpr and those within, each counted once."""
+    jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
+    if id(jaxpr) in seen:
+        return 0
+    seen.add(id(jaxpr))
+    inner = [v for eqn in jaxpr.eqns for v in eqn.params.values()]
+    found = [v for v in inner if hasattr(getattr(v, 'jaxpr', v), 'eqns')]
+    return len(jaxpr.eqns) + sum(equations(body, seen) for body in found)
+
+
+def test_each_equation_is_looked_at_once_however_often_it_is_called():
+    def doubled(fn):
+        return jax.jit(lambda x: fn(fn(x)) * 0.5)
+
+    fn = jnp.sin
+    for _ in range(12):
+        fn = doubled(fn)
+    closed = jax.make_jaxpr(fn)(A)
+    flow, values = Analysis.dependences()
+    assert flow.of(closed) == values.of(closed) == [1]
+    assert flow.visits == values.visits == equations(closed, set()) < 60
+
+
+def test_jax_is_asked_once_for_each_kind_of_equation(monkeypatch):
+    asked = []
+    forward = Derivatives.__call__.__globals__['_forward']
+
+    def counted(eqn):
+        asked.append(eqn.primitive.name)
+        return forward(eqn)
+
+    monkeypatch.setitem(Derivatives.__call__.__globals__, '_forward', counted)
+
+    def fn(ws):
+        x = A
+        for n, w in enumerate(ws):
+            x = jnp.sin(x[: 1 + n % 3].sum() * w) + lax.stop_gradient(w) * 2.0
+        return x
+
+    assert flow_of(fn, [THREE] * 30).live == (True,) * 30
+    assert len(asked) == len(set(asked)) + asked.count('slice') - 1
+
+
+# Hazards: what looks frozen and is not, or the other way round
+
+
+class Wing(nn.Module):
+    """Two layers that a naive program means to freeze one of."""
+
+    freeze: Any = staticmethod(lambda module, x: module(x))
+
+    def setup(self):
+        self.gln = nn.Dense(2)
+        self.gln2 = nn.Dense(2)
+        self.embed = nn.Embed(3, 2)
+
+    def __call__(self, x):
+        return self.freeze(self, x)
+
+
+def by_interceptor(name):
+    """Stops parameters of one module where it is called, as people try first."""
+
+    def stop(next_fn, args, kwargs, context):
+        if (context.module.name, context.method_name) != (name, '__call__'):
+            return next_fn(*args, **kwargs)
+        module, variables = context.module.unbind()
+        return module.apply(lax.stop_gradient(variables), *args, **kwargs)
+
+    return nn.intercept_methods(stop)
+
+
+def attribute_read(m, x):
+    with by_interceptor('embed'):
+        return m.gln2(m.gln(x)) @ m.embed.embedding.T
+
+
+def read_before_the_block(m, x):
+    kernel = m.gln.variables['params']['kernel']
+    with nn.stop_gradient('gln/**'):
+        return m.gln2(x @ kernel)
+
+
+def typo(m, x):
+    with nn.stop_gradient('gnl/**', unused='ignore'):
+        return m.gln2(m.gln(x))
+
+
+def prefix_that_takes_two(m, x):
+    with nn.stop_gradient(lambda path: path.startswith('gln')):
+        return m.gln2(m.gln(x))
+
+
+def polarity(m, x):
+    with nn.stop_gradient('gln2/**'):  # It was meant to be trained.
+        return m.gln2(m.gln(x))
+
+
+def penalty_outside_of_the_block(m, x):
+    with nn.stop_gradient('gln/**'):
+        y = m.gln2(m.gln(x))
+    return y + jnp.sum(m.gln.variables['params']['kernel'] ** 2)
+
+
+def stop_inside_a_rule(m, x):
+    def forward(module, x):
+        return nn.vjp(lambda module, x: module(x), module, x)
+
+    def backward(pull_back, g):
+        return pull_back(g)
+
+    def call(module, x):
+        with nn.stop_gradient('**'):
+            return module(x)
+
+    ruled = nn.custom_vjp(call, forward_fn=forward, backward_fn=backward)
+    return m.gln2(ruled(m.gln, x))
+
+
+def rounding(m, x):
+    return m.gln2(jnp.round(m.gln(x)))
+
+
+def straight_through(m, x):
+    y = m.gln(x)
+    return m.gln2(y + lax.stop_gradient(jnp.round(y) - y))
+
+
+def frozen_and_not(m, x):
+    return m.gln2(nn.Frozen(m.gln)(x) + m.gln(x))
+
+
+def mirrored(m, x):
+    return m.gln2(nn.mirror(m.gln)(x))
+
+
+HAZARDS: dict[int | str, tuple[Any, str, str, str]] = {
+    # The number in the list of hazards: the program, then gln, gln2 and embed.
+    6: (attribute_read, 'flows', 'flows', 'flows'),
+    4: (read_before_the_block, 'flows', 'flows', 'unused'),
+    16: (typo, 'flows', 'flows', 'unused'),
+    17: (prefix_that_takes_two, 'stopped', 'stopped', 'unused'),
+    21: (polarity, 'flows', 'stopped', 'unused'),
+    22: (stop_inside_a_rule, 'flows', 'flows', 'unused'),
+    24: (penalty_outside_of_the_block, 'flows', 'flows', 'unused'),
+    23: (frozen_and_not, 'flows', 'flows', 'unused'),
+    'rounded': (rounding, 'stopped', 'flows', 'unused'),
+    'straight through': (straight_through, 'flows', 'flows', 'unused'),
+    'mirrored': (mirrored, 'stopped', 'flows', 'unused'),
+}
+
+
+@pytest.mark.parametrize('number', HAZARDS)
+def test_a_hazard_is_seen(number):
+    program, *expected = HAZARDS[number]
+    x = jnp.array([[1.0, -2.0]])
+    full = Wing(lambda m, x: m.gln2(m.gln(x)) @ m.embed.embedding.T)
+    params = random_models.uneven(full.init(jax.random.key(0), x)['params'])
+
+    def fn(params):
+        return jnp.sum(Wing(program).apply({'params': params}, x))
+
+    # Of gln, one program reads the kernel alone.
+    names = ('gln/kernel', 'gln2/kernel', 'embed/embedding')
+    report = flow_of(fn, params)
+    assert [report.status[0][report.parameters.index(n)] for n in names] == expected
+    gradients = jax.grad(fn)(params)
+    assert_promise_kept(report, [gradients])
+    flat = {str(p): g for p, g in sg.flow.analysis.leaves_of(gradients)}
+    assert [not oracle.is_zero(flat[n]) for n in names] == [
+        status == 'flows' for status in expected
+    ]
+
+
+def test_the_penalty_on_parameters_that_were_written_back_flows():
+    """Hazard 11: parameters that come out of a block are those that went in."""
+    x = jnp.ones((1, 2))
+    model = Wing(prefix_that_takes_two)
+    params = {'gln': {'kernel': jnp.eye(2), 'bias': jnp.ones(2)}}
+    params['gln2'] = params['gln']
+
+    def fn(params):
+        y, written = model.apply({'params': params}, x, mutable=['params'])
+        return {'y': y.sum(), 'penalty': jnp.sum(written['params']['gln']['kernel'])}
+
+    report = flow_of(fn, params)
+    assert report.status_of('y', 'gln/kernel') == 'stopped'
+    assert report.status_of('penalty', 'gln/kernel') == 'flows'
+
+
+def test_all_orders_are_stopped_where_the_inner_one_was_meant():
+    """Hazard 25: a step in the inner loop, its parameters stopped."""
+
+    def adapted(p, stop):
+        inner = jax.grad(lambda w: jnp.sum((stop(w) * p['scale']) ** 2))(p['w'])
+        return p['w'] - inner
+
+    params = {'w': A, 'scale': B}
+    assert statuses(lambda p: adapted(p, lambda w: w), params)['scale'] == 'flows'
+    assert statuses(lambda p: adapted(p, lax.stop_gradient), params)['scale'] != 'flows'
+
+
+def test_an_optimizer_mask_is_not_a_stop():
+    """Hazard 34: the backward pass of what only the optimizer freezes is there."""
+
+    def loss(p):
+        return jnp.sum(p['body'] * p['head'])
+
+    said = statuses(loss, {'body': A, 'head': B})
+    assert said == {'body': 'flows', 'head': 'flows'}
+
+
+# The demo
+
+
+def test_the_demo_trains_each_part_by_its_loss():
+    model = demo.DigitModel(code_size=3, hidden=4, sampler_steps=2)
+    batch = data.load()[0].take(np.arange(4))
+    rngs = {'params': jax.random.key(0), 'sampler': jax.random.key(1)}
+    params = jax.jit(model.init)(rngs, batch.images)['params']
+    infer = checks.programs(model, batch).with_blocks
+
+    def losses(params, observation):
+        return infer(params, observation)[1]
+
+    args = params, jnp.asarray(batch.images)
+    report = flow_of(losses, *jax.eval_shape(lambda *args: args, *args))
+    assert report.outputs == demo.Losses._fields
+    groups = {row.module: row.status for row in report.by_module(1)}
+    for which, part in enumerate(demo.PARTS):
+        for name in by_hand.MODULES[part]:
+            expected = ['flows' if n == which else 'not' for n in range(3)]
+            found = [s if s == 'flows' else 'not' for s in groups.pop(name)]
+            assert found == expected, name
+    assert not groups
+    gradients = checks.gradients(infer, *args)
+    assert_promise_kept(report, [of for of, _ in gradients.losses.values()])
+    trains = checks.largest_by_part(gradients) > 0
+    np.testing.assert_array_equal(trains, np.eye(3, dtype=bool))
+
+
+# Bad input
+
+
+def refused(error: type[Exception], match: str) -> Any:
+    return pytest.raises(error, match=match)
+
+
+def test_functions_without_an_output_to_differentiate():
+    with refused(sg.errors.NoOutputError, "(?s)'': int32.*has_aux=True"):
+        flow_of(lambda p: jnp.argmax(p), A)
+    with refused(sg.errors.NoOutputError, 'none at all'):
+        flow_of(lambda p: None, A)
+    with refused(TypeError, "'1': str object"):
+        flow_of(lambda p: (p, 'text'), A)
+    # A number is an output that nothing trains.
+    report = flow_of(lambda p: (p, 1.0), A)
+    assert report.status == (('flows',), ('unused',))
+
+
+def test_shapes_that_depend_on_values():
+    with refused(sg.errors.ValueNeededError, 'needs the values of its arguments'):
+        flow_of(lambda p: p[jnp.nonzero(p)], A)
+    with refused(TypeError, '<lambda> at test_flow.py'):
+        flow_of(lambda p: p if p[0] > 0 else -p, A)
+    # The sizes of arrays may be symbols.
+    symbols = jax.export.symbolic_shape('n, 3')
+    report = flow_of(lambda p: p * 2.0, jax.ShapeDtypeStruct(symbols, jnp.float32))
+    assert report.live == (True,)
+
+
+def test_host_callbacks():
+    def called(p):
+        return jax.pure_callback(np.sin, p['w'], p['w']) * p['b']
+
+    with refused(
+        sg.errors.NotTracedError, r"(?s)'w' flows.*pure_callback, at test_flo"
+    ):
+        flow_of(called, {'w': A, 'b': B})
+    with refused(NotImplementedError, "'w' flows"):
+        sg.live(jax.jit(called), {'w': A, 'b': B})
+
+    def stopped_before(p):
+        return called({**p, 'w': lax.stop_gradient(p['w'])})
+
+    assert statuses(stopped_before, {'w': A, 'b': B}) == {'w': 'stopped', 'b': 'flows'}
+    # What is not asked about may go there.
+    report = flow_of(called, {'w': A, 'b': B}, wrt='b')
+    assert report.status == (('flows', 'stopped'),)
+
+    def effects(p):
+        jax.debug.print('{}', p)
+        jax.experimental.io_callback(lambda x: None, None, lax.stop_gradient(p))
+        return p * 2.0
+
+    assert flow_of(effects, A).live == (True,)
+
+
+@pytest.mark.skipif(not hasattr(jax, 'new_ref'), reason='mutable arrays are new in JAX')
+@pytest.mark.parametrize('jitted', [False, True])
+def test_mutable_arrays(jitted):
+    def written(p):
+        ref = jax.new_ref(jnp.zeros(3))
+
+        def turn(number, _):
+            ref[...] = p * 2.0
+            return None
+
+        lax.fori_loop(0, 2, turn, None)
+        return ref[...]
+
+    with refused(sg.errors.NotTracedError, 'cannot differentiate'):
+        flow_of(jax.jit(written) if jitted else written, A)
+
+
+def test_primitives_without_a_derivative():
+    with refused(sg.errors.NotTracedError, 'random_gamma_grad|nextafter'):
+        flow_of(lambda p: jnp.nextafter(p, 1.0), A)
+
+
+def test_errors_of_the_function_come_through():
+    def wrong(p):
+        raise KeyError('mine')
+
+    with refused(KeyError, 'mine'):
+        flow_of(wrong, A)
+
+
+def test_literals_are_no_parameters():
+    closed = jax.make_jaxpr(lambda a: 2.0 * a)(A)
+    assert any(isinstance(v, Literal) for v in closed.jaxpr.eqns[0].invars)
+    flow, _ = Analysis.dependences()
+    assert flow.of(closed) == [1]

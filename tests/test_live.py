@@ -1,0 +1,381 @@
+"""The filter of what is trained, derived from the program: ``sg.live``."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import flax_sg as sg
+import models
+import oracle
+import programs
+from flax_sg import linen as nn
+from flax_sg.filters import Derived, as_filter
+
+X = jnp.array([[1.0, -2.0, 0.5, 0.25], [-1.0, 0.75, 2.0, -0.5]])
+PARAMS = {
+    'body': {'w': jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), 'b': jnp.ones(3)},
+    'head': {'w': jnp.linspace(1.0, 2.0, 3)},
+}
+# Written where nobody looks: what a function reads is a part of its program.
+TRACES = io.StringIO()
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    """The body is stopped, the head is trained."""
+    TRACES.write('loss ')
+    body = jax.tree.map(lax.stop_gradient, params['body'])
+    features = jnp.tanh(jnp.dot(x, body['w']) + body['b'][None])
+    return jnp.mean(jnp.dot(features, params['head']['w']) ** 2)
+
+
+def by_hand(params: Any, x: jax.Array) -> Any:
+    def of_head(head: Any) -> jax.Array:
+        return loss({**params, 'head': head}, x)
+
+    value, head = jax.value_and_grad(of_head)(params['head'])
+    return value, head
+
+
+@pytest.fixture
+def traces():
+    TRACES.seek(0)
+    TRACES.truncate()
+    return lambda: TRACES.getvalue().split()
+
+
+def selected(where: Any, params: Any = PARAMS) -> list[str]:
+    mask = sg.trainable_mask(params, where)
+    return [str(path) for path, take in sg.flow.analysis.leaves_of(mask) if take]
+
+
+def test_it_selects_what_flows_and_its_complement_the_rest():
+    live = sg.live(loss, PARAMS, X)
+    assert selected(live) == ['head/w']
+    assert selected(~live) == ['body/b', 'body/w']
+    assert selected(~live & '**/w') == ['body/w']
+    assert selected(live | 'body/b') == ['body/b', 'head/w']
+    assert repr(live) == "<live: 'head/w'>"
+
+
+def test_equal_selections_are_equal_filters():
+    live = sg.live(loss, PARAMS, X)
+    again = sg.live(lambda p: p['head']['w'] * 2.0, PARAMS)
+    assert live == again
+    assert hash(live) == hash(again)
+    assert {live: 1}[again] == 1
+    assert live != sg.live(lambda p: p['body']['b'], PARAMS)
+    assert live != sg.live(lambda p: p['head']['w'], {'head': PARAMS['head']})
+    for other in (pickle.loads(pickle.dumps(live)), copy.deepcopy(live)):
+        assert other == live
+        assert selected(other) == selected(live)
+
+
+def test_the_function_runs_once_in_all(traces):
+    live = sg.live(loss, PARAMS, X)
+    tx = sg.freeze(optax.sgd(0.1, momentum=0.9), ~live)
+
+    @jax.jit
+    def step(params, state, x):
+        value, grads = sg.value_and_grad(loss, wrt=live)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return value, sg.apply_updates(params, updates), state
+
+    state = tx.init(PARAMS)
+    assert len(jax.tree.leaves(state)) == 1
+    _, params, state = step(PARAMS, state, X)
+    _, params, state = step(params, state, 2.0 * X)
+    assert traces() == ['loss']
+    oracle.assert_same(params['body'], PARAMS['body'])
+    assert not jnp.array_equal(params['head']['w'], PARAMS['head']['w'])
+
+
+def test_shapes_will_do(traces):
+    shapes = jax.eval_shape(lambda *args: args, PARAMS, X)
+    live = sg.live(loss, *shapes)
+    value, grads = sg.value_and_grad(loss, wrt=live)(PARAMS, X)
+    assert traces() == ['loss']
+    expected, head = by_hand(PARAMS, X)
+    oracle.assert_same((value, grads['head']), (expected, head))
+    assert grads['body'] == {'b': sg.ABSENT, 'w': sg.ABSENT}
+
+
+def test_it_may_be_derived_inside_of_the_step(traces):
+    @jax.jit
+    def step(params, x):
+        scale = 2.0 * x[0, 0]
+
+        def scaled(params):
+            return scale * loss(params, x)
+
+        live = sg.live(scaled, params)
+        return sg.value_and_grad(scaled, wrt=live)(params)
+
+    with jax.checking_leaks():
+        value, grads = step(PARAMS, X)
+    assert traces() == ['loss']
+    expected, head = jax.jit(
+        lambda p, x: jax.value_and_grad(
+            lambda h: 2.0 * x[0, 0] * loss({**p, 'head': h}, x)
+        )(p['head'])
+    )(PARAMS, X)
+    oracle.assert_same((value, grads['head']), (expected, head))
+
+
+def test_the_compiled_step_is_the_one_that_was_partitioned_by_hand():
+    live = sg.live(loss, PARAMS, X)
+
+    def step(params, x):
+        value, grads = sg.value_and_grad(loss, wrt=live)(params, x)
+        return value, grads['head']
+
+    actual = programs.optimized_hlo(step, PARAMS, X)
+    assert actual == programs.optimized_hlo(by_hand, PARAMS, X)
+    whole = programs.optimized_hlo(
+        jax.value_and_grad(lambda p, x: loss(p, x)), PARAMS, X
+    )
+    assert actual != whole
+
+
+def test_every_gradient_call_takes_the_program(traces):
+    live = sg.live(loss, PARAMS, X)
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    wrt = live | 'head/**'
+    _, grads = sg.value_and_grad(loss, wrt=live)(PARAMS, X)
+    oracle.assert_same(sg.grad(loss, wrt=wrt)(PARAMS, X), grads)
+    also_x = [*live.selected, ('params', '')]
+    both = Derived(frozenset(also_x), live.known | {('params', '')}, live.program)
+    oracle.assert_same(sg.vjp(loss, PARAMS, X, wrt=both)[1](1.0)[0], grads)
+    _, push = sg.linearize(loss, PARAMS, X, wrt=both)
+    pushed = push(ones, jnp.zeros_like(X))
+    assert sg.jvp(loss, (PARAMS, X), (ones, jnp.zeros_like(X)), wrt=both)[1] == pushed
+    assert traces() == ['loss']
+
+
+def test_aux_comes_through(traces):
+    def with_aux(params, x, name):
+        return loss(params, x), {'mean': jnp.mean(x), 'name': name, 'n': 3}
+
+    live = sg.live(with_aux, PARAMS, X, 'first', has_aux=True)
+    (value, aux), _ = sg.value_and_grad(with_aux, has_aux=True, wrt=live)(
+        PARAMS, X, 'first'
+    )
+    assert traces() == ['loss']
+    oracle.assert_same(value, loss(PARAMS, X))
+    assert (float(aux['mean']), aux['name'], aux['n']) == (float(X.mean()), 'first', 3)
+
+
+# A program is not taken for what it is not
+
+
+SCALE: dict[str, Any] = {'scale': 2.0}
+
+
+def scaled(params: Any, x: jax.Array, power: int = 1) -> jax.Array:
+    return SCALE['scale'] ** power * loss(params, x)
+
+
+def test_a_program_is_never_stale(traces, monkeypatch):
+    live = sg.live(scaled, PARAMS, X, 1)
+
+    def gradient(*args):
+        before = len(traces())
+        grads = sg.grad(scaled, wrt=live)(PARAMS, *args)['head']
+        ran = len(traces()) - before
+        expected = jax.grad(lambda h: scaled({**PARAMS, 'head': h}, *args))(
+            PARAMS['head']
+        )
+        oracle.assert_same(jax.tree.map(jnp.asarray, grads), expected)
+        return ran > 0
+
+    assert not gradient(X, 1)
+    assert gradient(X[:1], 1)  # Another shape,
+    assert gradient(X, 2)  # another number,
+    assert gradient(X)  # other arguments.
+    with jax.numpy_dtype_promotion('standard'):
+        assert gradient(X, 1)  # Settings of JAX,
+    with nn.stop_gradient(True):
+        assert gradient(X, 1)  # and blocks.
+    assert not gradient(X, 1)
+    monkeypatch.setitem(SCALE, 'scale', 3.0)
+    assert gradient(X, 1)  # What it reads.
+    monkeypatch.setattr('test_live.loss', lambda p, x: 3.0 * p['head']['w'].sum())
+    grads = sg.grad(scaled, wrt=live)(PARAMS, X, 1)
+    oracle.assert_same(grads['head']['w'], jnp.full(3, 9.0))
+
+
+def test_a_closure_that_changes_is_seen(traces):
+    model = nn.Dense(3)
+    scale = 2.0
+
+    def fn(params, x):
+        TRACES.write('fn ')
+        return scale * jnp.mean(model.apply({'params': params}, x))
+
+    params = model.init(jax.random.key(0), X)['params']
+    live = sg.live(fn, params, X)
+    first = sg.grad(fn, wrt=live)(params, X)
+    assert traces() == ['fn']
+    model = nn.Dense(3, use_bias=False)
+    oracle.assert_same(sg.grad(fn, wrt=live)(params, X)['kernel'], first['kernel'])
+    assert traces() == ['fn'] * 2
+    scale = 3.0
+    sg.grad(fn, wrt=live)(params, X)
+    assert traces() == ['fn'] * 3
+
+
+def test_a_function_that_counts_its_traces_runs_once():
+    count = 0
+
+    def counted(params):
+        nonlocal count
+        count += 1
+        return jnp.sum(params['head']['w'] ** 2)
+
+    live = sg.live(counted, PARAMS)
+    sg.value_and_grad(counted, wrt=live)(PARAMS)
+    jax.jit(sg.grad(counted, wrt=live))(PARAMS)
+    assert count == 1
+
+
+def test_another_function_is_another_program(traces):
+    live = sg.live(loss, PARAMS, X)
+    grads = sg.grad(lambda p, x: 2.0 * p['head']['w'].sum(), wrt=live)(PARAMS, X)
+    oracle.assert_same(grads['head']['w'], jnp.full(3, 2.0))
+
+
+# In all that takes a filter
+
+
+def test_masks_labels_partitions_and_optimizers_follow():
+    live = sg.live(loss, PARAMS, X)
+    assert sg.frozen_mask(PARAMS, ~live)['body'] == {'b': True, 'w': True}
+    labels = sg.labels(PARAMS, {'trained': live, 'frozen': ~live})
+    assert labels['head'] == {'w': 'trained'}
+    trained, rest = sg.partition(PARAMS, live)
+    oracle.assert_same(sg.combine(trained, rest), PARAMS)
+    assert len(jax.tree.leaves(trained)) == 1
+    tx = sg.freeze(optax.sgd(0.1, momentum=0.9), ~live)
+    assert len(jax.tree.leaves(tx.init(PARAMS))) == 1
+
+
+def test_a_block_takes_it_at_any_depth():
+    class Inner(nn.Module):
+        where: Any
+
+        @nn.compact
+        def __call__(self, x):
+            with nn.stop_gradient(self.where):
+                return nn.Dense(2, name='a')(x) + nn.Dense(2, name='b')(x)
+
+    class Outer(nn.Module):
+        where: Any = False
+
+        @nn.compact
+        def __call__(self, x):
+            return Inner(self.where, name='inner')(x)
+
+    params = Outer().init(jax.random.key(0), X)['params']
+    live = sg.live(lambda p: p['inner']['a'], params)
+
+    def out(params):
+        return jnp.sum(Outer(live).apply({'params': params}, X))
+
+    grads = jax.grad(out)(params)['inner']
+    assert oracle.is_zero(grads['a'])
+    assert not oracle.is_zero(grads['b'])
+
+
+def test_a_derived_selection_may_be_empty():
+    nothing = sg.live(lambda p: lax.stop_gradient(p['body']['b']), PARAMS)
+    assert repr(nothing) == '<live: nothing>'
+    everything = ~nothing
+    assert selected(nothing) == selected(nothing & 'body/**') == []
+    assert selected(everything & 'head/**') == ['head/w']
+    value, grads = sg.value_and_grad(loss, wrt=nothing)(PARAMS, X)
+    assert jax.tree.leaves(grads) == []
+    oracle.assert_same(value, loss(PARAMS, X))
+    state = sg.freeze(optax.sgd(0.1, momentum=0.9), everything).init(PARAMS)
+    assert jax.tree.leaves(state) == []
+    model = nn.Dense(3)
+    variables = model.init(jax.random.key(0), X)
+    none_of_it = sg.live(lambda v: X.sum(), variables)
+    with nn.stop_gradient(none_of_it):
+        y = model.apply(variables, X)
+    oracle.assert_same(y, model.apply(variables, X))
+    # What is written beside it still has to be there.
+    with pytest.raises(sg.errors.UnusedFilterError, match='boby'):
+        selected(nothing | 'boby/**')
+
+
+def test_variables_that_it_has_not_seen():
+    live = sg.live(loss, PARAMS, X)
+    with pytest.raises(sg.errors.DerivedFilterError, match=r"(?s)'tail/w'.*'head/w'"):
+        selected(live, {**PARAMS, 'tail': PARAMS['head']})
+    with pytest.raises(LookupError, match='Derive it again'):
+        sg.freeze(optax.sgd(0.1), ~live).init({'w': X})
+
+
+def test_values_without_a_gradient_are_never_live():
+    params = {'w': X, 'fixed': sg.NonDifferentiable(X), 'n': jnp.arange(2), 'name': 'a'}
+
+    def fn(params):
+        return params['w'] * params['fixed'] * params['n'].sum().astype(jnp.float32)
+
+    live = sg.live(fn, params)
+    assert selected(live, params) == ['w']
+    assert selected(sg.live(fn, params, wrt='*'), params) == ['w']
+    grads = sg.grad(lambda p: fn(p).sum(), wrt=live)(params)
+    assert len(jax.tree.leaves(grads)) == 1
+
+
+# From the Frozen parts of a module
+
+
+class Student(nn.Module):
+    """A frozen encoder, a partly frozen adapter, a head, and a view of the encoder."""
+
+    def setup(self):
+        self.encoder = nn.Frozen(nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(3)]))
+        self.adapter = nn.Frozen(models.LoRA(3), 'base/**')
+        self.head = nn.Dense(1)
+
+    def __call__(self, x):
+        return self.head(self.adapter(self.encoder(x)) + nn.mirror(self.encoder)(x))
+
+
+def test_masks_follow_the_frozen_parts_of_a_module():
+    student = Student()
+    variables = student.init(jax.random.key(0), X)
+    live = sg.live(student, variables, X)
+    params = variables['params']
+    assert selected(live, params) == [
+        'adapter/a',
+        'adapter/b',
+        'head/bias',
+        'head/kernel',
+    ]
+    mask = sg.frozen_mask(params, ~live)
+    assert mask['encoder'] == jax.tree.map(lambda _: True, params['encoder'])
+    assert mask['adapter'] == {
+        'a': False,
+        'b': False,
+        'base': {'bias': True, 'kernel': True},
+    }
+    labels = sg.labels(params, {'adam': live, 'set_to_zero': ~live})
+    assert labels['head'] == {'bias': 'adam', 'kernel': 'adam'}
+    state = sg.freeze(optax.adam(1e-3), ~live).init(params)
+    assert len(jax.tree.leaves(state)) == 1 + 2 * 4
+
+    # Collections that are no parameters are known too.
+    assert as_filter(live) is live
+    stated = {**variables, 'batch_stats': {'mean': jnp.zeros(3)}}
+    assert sg.live(student, stated, X) != live
