@@ -228,6 +228,12 @@ def test_names_are_no_formulas(tmp_path):
     odd.plot(tmp_path / 'flow.png')
 
 
+def test_a_report_of_nothing(tmp_path):
+    nothing = report({'loss': []}, {})
+    nothing.plot(tmp_path / 'flow.png')
+    assert nothing.table(width=80).split() == ['loss', 'uses', 'stopped', '─' * 22]
+
+
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.startswith('matplotlib')]:
         monkeypatch.delitem(sys.modules, name)

@@ -252,6 +252,15 @@ def test_another_method_and_arguments_that_are_no_arrays():
     assert twice['net/body_0'].state == 'frozen'
 
 
+def test_a_function_as_the_method():
+    def loss(module, x):
+        with nn.stop_gradient('net/head/**'):
+            return jnp.sum(module(x))
+
+    found = by_path(summary_of(Nested(), X, method=loss, flops=False))
+    assert found['net/head'].state == 'frozen'
+
+
 def test_a_block_around_the_table_counts():
     with nn.stop_gradient('head/**'):
         found = by_path(summary_of(Net(), X))

@@ -63,7 +63,7 @@ def draw(axes: Any, flow: GradientFlow, depth: int | None = None) -> None:
             axes.add_patch(rectangle((x, y), 1, 1, **style))
             style = {'color': ink, 'ha': 'center', 'va': 'center', 'fontsize': 9}
             axes.text(x + 0.5, y + 0.5, tables.WORDS[status], **style)
-    axes.set(xlim=(0, len(outputs)), ylim=(len(rows), 0))
+    axes.set(xlim=(0, len(outputs)), ylim=(max(1, len(rows)), 0))
     axes.set_xticks([x + 0.5 for x in range(len(outputs))], outputs, parse_math=False)
     names = [row.name for row in rows]
     axes.set_yticks([y + 0.5 for y in range(len(rows))], names, parse_math=False)
@@ -80,4 +80,4 @@ def load(module: str) -> Any:
 
 def _width(texts: Iterable[str]) -> float:
     """The room that the longest of some texts takes."""
-    return _LETTER * max(map(len, texts))
+    return _LETTER * max(map(len, texts), default=0)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flax import linen
-from flax.core.scope import CollectionFilter, DenyList
+from flax.core.scope import CollectionFilter
 
 from flax_sg import _private
 from flax_sg.summary import programs, rows, text
@@ -18,7 +18,7 @@ def tabulate(
     rngs: Any,
     depth: int | None = None,
     show_repeated: bool = False,
-    mutable: CollectionFilter = DenyList('intermediates'),  # noqa: B008
+    mutable: CollectionFilter = programs.MUTABLE,
     console_kwargs: Mapping[str, Any] | None = None,
     table_kwargs: Mapping[str, Any] = MappingProxyType({}),
     column_kwargs: Mapping[str, Any] = MappingProxyType({}),
@@ -88,8 +88,9 @@ def tabulate(
 
     def show(*args: Any, **call_kwargs: Any) -> str:
         given = {**call_kwargs, **kwargs}
+        options = {**given, **programs.init_options(mutable)}
         table = _private.module_rows(
-            module, depth, show_repeated, rngs, *args, mutable=mutable, **given
+            module, depth, show_repeated, rngs, *args, **options
         )
         program = programs.program_of(module, rngs, mutable, args, given)
         found = rows.collect(table, program, compute_flops, compute_vjp_flops)

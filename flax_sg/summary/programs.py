@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen
-from flax.core.scope import CollectionFilter, subtract_filters
+from flax.core.scope import CollectionFilter, DenyList, subtract_filters
 
 from flax_sg import flow, leaves
+
+# What ``init`` and ``nn.tabulate`` write when nothing is said.
+MUTABLE = DenyList('intermediates')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,8 @@ def program_of(
         return run(*args, **kwargs, **options)
 
     def init(rngs: Any, arrays: Any) -> Any:
-        return call(lambda *a, **k: module.init(rngs, *a, **k), arrays, mutable=mutable)
+        options = init_options(mutable)
+        return call(lambda *a, **k: module.init(rngs, *a, **k), arrays, **options)
 
     def forward(params: Any, rest: Any) -> tuple[Any, Any]:
         state, rngs, arrays = rest
@@ -111,6 +115,11 @@ def program_of(
     state = dict(jax.eval_shape(init, rngs, arrays))
     params = state.pop('params', {})
     return Program(forward, params, (state, rngs, arrays))
+
+
+def init_options(mutable: CollectionFilter) -> dict[str, Any]:
+    """How ``init`` is told what to write: a module's own ``init`` need not know it."""
+    return {} if mutable == MUTABLE else {'mutable': mutable}
 
 
 def _is_array(leaf: Any) -> bool:
