@@ -286,6 +286,21 @@ def test_state_is_written_and_trains_nothing():
     assert summary_of(Stateful(), X, rngs=KEY, flops=False).trainable.values == 10
 
 
+class AsInTraining(linen.Module):
+    """Two modules, the name of one the beginning of the other's; stopped in init."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(2, name='a')(x) + linen.Dense(2, name='ab')(x)
+        return jax.lax.stop_gradient(x) if self.is_mutable_collection('params') else x
+
+
+def test_the_program_is_the_one_that_is_trained():
+    found = by_path(summary_of(AsInTraining(), X, flops=False))
+    assert found['a'].trainable == found['ab'].trainable == rows.Size(10, 40)
+    assert found[''].trainable.values == 20
+
+
 def test_outputs_without_a_gradient_train_nothing():
     class Best(linen.Module):
         @linen.compact
