@@ -180,7 +180,21 @@ class Declared(NamedTuple):
 
 REWRITE = "stop_gradient(Glob('encoder/**'))"
 
+
 # For each: what raises it, its class, its whole message.
+def by_place(params: Any) -> Any:
+    return {'best': jnp.argmax(params['w'])}
+
+
+def called_back(params: Any) -> Any:
+    w = params['w'] * params['b']
+    return jax.pure_callback(jnp.sin, w, w)
+
+
+def branches(params: Any) -> Any:
+    return params['w'] if params['w'][0, 0] > 0 else -params['w']
+
+
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'no filter': (
         lambda: nn.stop_gradient(),
@@ -494,6 +508,44 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'The tree is that of the module at the root, with collections on top, such as '
         "{'params': ...}.",
     ),
+    'output': (
+        lambda: sg.gradient_flow(by_place, {'w': X, 'steps': 3}),
+        errors.NoOutputError,
+        'the outputs of by_place at test_errors.py:LINE cannot be differentiated:\n'
+        "  'best': int32\n"
+        'Return real or complex arrays, and all else beside them: return outputs, aux '
+        'with has_aux=True.',
+    ),
+    'callback': (
+        lambda: sg.live(called_back, {'w': X, 'b': X}),
+        errors.NotTracedError,
+        "'b', 'w' flows into what JAX cannot differentiate:\n"
+        '  pure_callback, at test_errors.py:LINE (called_back)\n'
+        'Stop it before, with jax.lax.stop_gradient, or give it a rule: '
+        'jax.custom_jvp, jax.custom_vjp.',
+    ),
+    'values': (
+        lambda: sg.gradient_flow(branches, {'w': X}),
+        errors.ValueNeededError,
+        'branches at test_errors.py:LINE needs the values of its arguments, and is run '
+        'on their shapes.\n'
+        'What JAX says of it stands above. Numbers in arguments that are not '
+        'differentiated stay what they are; or bind the value: '
+        'functools.partial(fun, ...).',
+    ),
+    'names of a report': (
+        lambda: sg.gradient_flow(jnp.sum, {'w': X}['w']).status_of('los', ''),
+        errors.FlowNameError,
+        "there is no output 'los' among the 1 of the report.\nNearest: ''.",
+    ),
+    'another tree': (
+        lambda: sg.frozen_mask({'v': X}, ~sg.live(lambda p: p['w'], {'w': X})),
+        errors.DerivedFilterError,
+        "there was no 'v' in the parameters that this filter was derived from by "
+        'sg.live.\n'
+        "Nearest: 'w'.\n"
+        'Derive it again, from the tree that it is used for.',
+    ),
     'versions': (
         lacks_a_name,
         errors.UnsupportedVersionError,
@@ -721,6 +773,11 @@ BUILTIN = {
     'WrapperNameError': ValueError,
     'ChoiceError': ValueError,
     'MirrorVariablesError': ValueError,
+    'FlowNameError': LookupError,
+    'DerivedFilterError': LookupError,
+    'NoOutputError': TypeError,
+    'NotTracedError': NotImplementedError,
+    'ValueNeededError': TypeError,
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import linen
 from hypothesis import strategies as st
-from jax import lax
+from jax import export, lax
 from jax.extend.core import Literal
 
 import flax_sg as sg
@@ -640,6 +640,74 @@ def test_a_hazard_is_seen(number):
     ]
 
 
+@pytest.mark.parametrize('first', [False, True])
+def test_a_stop_that_comes_too_late_for_a_trace(first):
+    """Hazard 2: a jitted function does not look at a flag again."""
+    flag = [first]
+
+    @jax.jit
+    def layer(w):
+        return jnp.sin(lax.stop_gradient(w) if flag[0] else w)
+
+    def fn(p):
+        once = layer(p['w'])
+        flag[0] = not first
+        return once + layer(p['w'])
+
+    # It should be one of two uses.
+    assert flow_of(fn, {'w': A}).stopped_in('w') == (2 * first, 2)
+
+
+def test_a_path_that_two_modules_share():
+    """Hazard 19: an adapter whose parameters lie under the path of the base."""
+
+    class Adapter(nn.Module):
+        base: Any
+
+        def setup(self):
+            nn.share_scope(self, self.base)
+
+        @nn.compact
+        def __call__(self, x):
+            return self.base(x) + x * self.param('a', nn.initializers.ones, (1, 2))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('base/**'):
+                return Adapter(nn.Dense(2, name='base'))(x)
+
+    x = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+    variables = jax.eval_shape(Net().init, jax.random.key(0), x)
+    report = flow_of(Net(), variables, x)
+    assert report.by_module() == (ModuleFlow('base', 3, ('stopped',)),)
+
+
+def test_state_that_is_stopped_too():
+    """Hazard 12: a memory through which the gradient has to pass."""
+
+    class Memory(nn.Module):
+        collections: Any
+
+        @nn.compact
+        def __call__(self, x):
+            memory = self.variable('state', 'memory', jnp.zeros, (1, 2))
+            memory.value = nn.Dense(2, name='write')(x)
+            with nn.stop_gradient(True, collections=self.collections):
+                return nn.Dense(2, name='read')(memory.value)
+
+    x = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+    for collections, expected in (('params', 'flows'), (True, 'stopped')):
+        model = Memory(collections)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+
+        def fn(params, x, model=model):
+            return model.apply({'params': params}, x, mutable=['state'])[0]
+
+        groups = {r.module: r.status for r in flow_of(fn, params, x).by_module()}
+        assert groups == {'read': ('stopped',), 'write': (expected,)}
+
+
 def test_the_penalty_on_parameters_that_were_written_back_flows():
     """Hazard 11: parameters that come out of a block are those that went in."""
     x = jnp.ones((1, 2))
@@ -732,7 +800,7 @@ def test_shapes_that_depend_on_values():
     with refused(TypeError, '<lambda> at test_flow.py'):
         flow_of(lambda p: p if p[0] > 0 else -p, A)
     # The sizes of arrays may be symbols.
-    symbols = jax.export.symbolic_shape('n, 3')
+    symbols = export.symbolic_shape('n, 3')
     report = flow_of(lambda p: p * 2.0, jax.ShapeDtypeStruct(symbols, jnp.float32))
     assert report.live == (True,)
 

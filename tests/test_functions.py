@@ -1719,6 +1719,36 @@ def _as_before() -> Iterator[None]:
     assert (FROZEN, list(NAMES), dict(TABLE), SETTINGS.model.prefix) == kept
 
 
+def test_the_reads_of_one_function():
+    """Unlike a filter, it may read what is traced or cannot be looked into."""
+
+    def of(value: Any) -> Any:
+        def fn() -> Any:
+            return value, box[0].apply
+
+        return fn
+
+    box = [nn.Dense(2)]
+    fn = of(1.0)
+    key = functions.reads_key(fn)
+    assert key == functions.reads_key(fn)
+    assert key == functions.reads_key(of(1.0))
+    assert key != functions.reads_key(of(2.0))
+    box[0] = nn.Dense(2)  # Another module, which cannot be looked into.
+    assert key != functions.reads_key(fn)
+    assert isinstance(function_key(fn), functions.Incomparable)
+
+    def traced(x: Any, y: Any) -> Any:
+        key = functions.reads_key(of(x))
+        assert key == functions.reads_key(of(x))
+        assert key != functions.reads_key(of(y))
+        return x
+
+    jax.eval_shape(traced, 1.0, 1.0)
+
+
 def test_no_table_of_functions_outlives_a_module():
-    assert set(functions.__all__) == {'Incomparable', 'describe', 'function_key'}
+    assert set(functions.__all__) == {
+        *('Incomparable', 'describe', 'function_key', 'reads_key')
+    }
     assert Path.of('params', ('a',)) == 'a'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from flax_sg.errors import DerivedFilterError
 from flax_sg.filters.expressions import Atom, Filter
@@ -33,12 +33,24 @@ class Derived(Atom):
     Attributes:
         selected: the variables that are meant, by collection and absolute path.
         known: all variables that there were.
-        program: what the function does, so that it need not be traced again.
+        program: what the function does, so that it need not be traced again; no part
+            of the value, and not in copies.
     """
 
     selected: frozenset[tuple[str, str]]
     known: frozenset[tuple[str, str]]
-    program: Traced | None = None
+    program: ClassVar[Traced | None] = None
+
+    def with_program(self, program: Traced) -> Derived:
+        """The same filter, which remembers a program."""
+        new = Derived(self.selected, self.known)
+        # No field: ``nn.jit`` compares the fields of what is in a field of a module.
+        object.__setattr__(new, 'program', program)
+        return new
+
+    def snapshot(self) -> Filter:
+        """The same filter without the program, which may hold what is traced."""
+        return self if self.program is None else Derived(self.selected, self.known)
 
     @functools.cached_property
     def _value(self) -> Hashable:
@@ -54,9 +66,6 @@ class Derived(Atom):
         if key not in self.known:
             raise DerivedFilterError(path.absolute, [name for _, name in self.known])
         return key in self.selected
-
-    def __reduce__(self) -> Any:
-        return Derived, (self.selected, self.known)
 
     def __repr__(self) -> str:
         names = sorted(name for _, name in self.selected)

@@ -51,8 +51,9 @@ def gradient_flow(
 
     It says ``'flows'`` where JAX gives no more: for what a loop carries, after any
     number of turns; for every branch of a conditional; for all of an array if some of
-    it flows; and for primitives whose rule works only in its place, such as
-    collectives in ``shard_map``.
+    it flows; for primitives whose rule works only in its place, such as collectives in
+    ``shard_map``; for rules with ``symbolic_zeros=True``. A cotangent that a rule makes
+    out of nothing is taken to be there for every output that reads what the rule is of.
 
     Args:
         fun: a function of pytrees that returns arrays, of any shape, in a pytree; or an

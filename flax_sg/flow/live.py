@@ -20,12 +20,11 @@ def live(
 
     So what is frozen is said once, in the model, and everything else follows it:
 
-    >>> import jax.numpy as jnp, optax, flax_sg as sg
+    >>> import jax, jax.numpy as jnp, optax, flax_sg as sg
     >>> def loss(params, x):
-    ...     with_body = x @ jax.lax.stop_gradient(params['body'])
-    ...     return jnp.sum(with_body * params['head'])
+    ...     features = x @ jax.lax.stop_gradient(params['body'])
+    ...     return jnp.sum(features @ params['head'])
     >>> params, x = {'body': jnp.ones((2, 2)), 'head': jnp.ones(2)}, jnp.ones((3, 2))
-    >>> import jax
     >>> live = sg.live(loss, params, x)
     >>> live
     <live: 'head'>
@@ -66,5 +65,4 @@ def live(
     return filters.Derived(
         frozenset((path.collection, path.absolute) for path, take in pairs if take),
         frozenset((path.collection, path.absolute) for path in analysis.trees[0].paths),
-        analysis.program,
-    )
+    ).with_program(analysis.program)

@@ -25,7 +25,9 @@ def trainable_mask(
     Args:
         tree: parameters, or their shapes (``jax.eval_shape``).
         where: what is **trained**: any kind of filter. By default what the classes in
-            the tree declare, see ``sg.trainable``; everything, if none does.
+            the tree declare, see ``sg.trainable``; everything, if none does. What a
+            module freezes, ``Frozen`` parts and blocks, is said by
+            ``sg.live(module, variables, *args)``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
@@ -54,7 +56,8 @@ def frozen_mask(
     Args:
         tree: parameters, as for ``trainable_mask``.
         where: what is **frozen**: any kind of filter. By default what the classes in
-            the tree declare as not trained.
+            the tree declare as not trained. From the ``Frozen`` parts of a module:
+            ``~sg.live(module, variables, *args)``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
