@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from flax_sg import errors, expectations, filters, flow
+from flax_sg.errors.trees import shown
 from flax_sg.rendering import pictures, tables
 
 PROG = 'python -m flax_sg flow'
@@ -50,7 +51,7 @@ the output may be a glob, and each that it names is judged alone; without it,
 'gln_*/**', what all outputs train together counts.
 
 Status: 0 if every expectation holds, 1 if one is broken, 2 if the command is
-wrong. An exception of the program is shown as it is."""
+wrong. An exception of the program is shown as it is, with Python's status 1."""
 
 
 class UsageError(Exception):
@@ -126,7 +127,7 @@ def _report(place: str, args: str | None) -> flow.GradientFlow:
         given = _called(given, args) if callable(given) else given
         if not isinstance(given, (tuple, list)):
             raise UsageError(
-                f'--args {args} is {errors.shown(given)}; expected a tuple of arguments'
+                f'--args {args} is {shown(given)}; expected a tuple of arguments'
             )
         return flow.gradient_flow(target, *given)
     made = _called(target, place) if callable(target) else target
@@ -135,7 +136,7 @@ def _report(place: str, args: str | None) -> flow.GradientFlow:
     if isinstance(made, (tuple, list)) and made and callable(made[0]):
         return flow.gradient_flow(*made)
     raise UsageError(
-        f'{place} returned {errors.shown(made)}, and should return (loss, *args); '
+        f'{place} returned {shown(made)}, and should return (loss, *args); '
         f'if it is the loss, say where its arguments are: --args package.module:name'
     )
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from flax_sg import errors, filters, leaves
+from flax_sg.errors import asserts
 from flax_sg.flow import GradientFlow, Use
 from flax_sg.paths import Path
 from flax_sg.rendering import tables
@@ -115,7 +116,7 @@ def _paths(names: Sequence[str]) -> list[Path]:
 def table(broken: Sequence[Broken]) -> str:
     """Where it is otherwise, as a table; only the first rows of a long one."""
     head = ['output', 'parameter', 'expected', 'found', 'at']
-    return errors.table(head, _rows(broken))
+    return asserts.table(head, _rows(broken))
 
 
 def _rows(broken: Sequence[Broken]) -> Iterator[tuple[str, ...]]:

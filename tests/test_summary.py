@@ -11,7 +11,7 @@ from flax.linen import summary as flax_summary
 
 import flax_sg as sg
 import models
-from flax_sg import _private
+from flax_sg import _private, errors
 from flax_sg import linen as nn
 from flax_sg.summary import programs, rows
 
@@ -387,6 +387,19 @@ def test_the_total_and_the_options():
     forward = sg.tabulate(Net(), KEY, compute_vjp_flops=False, console_kwargs=WIDE)(X)
     assert 'flops' in cells(forward)[0]
     assert 'backward_flops' not in forward
+
+
+@pytest.mark.parametrize(
+    ('target', 'what'),
+    [(linen.Dense, 'the class Dense'), (3, '3 of type int')],
+)
+def test_what_is_no_module_is_refused(target, what):
+    with pytest.raises(errors.SummaryTargetError) as info:
+        sg.tabulate(target, KEY)
+    assert str(info.value).splitlines() == [
+        f'tabulate() takes a Module instance, and was given {what}.',
+        'Make the module: sg.tabulate(Model(...), rngs)(x).',
+    ]
 
 
 def test_colours_unless_told_otherwise(monkeypatch):

@@ -9,7 +9,6 @@ from flax_sg.errors.asserts import FlowExpectationError as FlowExpectationError
 from flax_sg.errors.asserts import NeverTracedError as NeverTracedError
 from flax_sg.errors.asserts import ReportArgumentsError as ReportArgumentsError
 from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
-from flax_sg.errors.asserts import table as table
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
 from flax_sg.errors.flow import DerivedFilterError as DerivedFilterError
@@ -33,13 +32,13 @@ from flax_sg.errors.trees import OverlapError as OverlapError
 from flax_sg.errors.trees import StructureError as StructureError
 from flax_sg.errors.trees import UnboundModuleError as UnboundModuleError
 from flax_sg.errors.trees import UnclassifiedLeafError as UnclassifiedLeafError
-from flax_sg.errors.trees import shown as shown
 from flax_sg.errors.use import BlockLeakError as BlockLeakError
 from flax_sg.errors.use import BlockOrderError as BlockOrderError
 from flax_sg.errors.use import KeptValueError as KeptValueError
 from flax_sg.errors.use import LiftTargetError as LiftTargetError
 from flax_sg.errors.use import NothingReadError as NothingReadError
 from flax_sg.errors.use import OverwriteWithGradientError as OverwriteWithGradientError
+from flax_sg.errors.use import SummaryTargetError as SummaryTargetError
 from flax_sg.errors.use import UnknownCollectionError as UnknownCollectionError
 from flax_sg.errors.use import UnknownMethodError as UnknownMethodError
 from flax_sg.errors.wrap import ChoiceError as ChoiceError

@@ -9,7 +9,7 @@ from typing import Any
 from flax import linen
 from flax.core.scope import CollectionFilter
 
-from flax_sg import _private
+from flax_sg import _private, errors
 from flax_sg.summary import programs, rows, text
 
 
@@ -72,6 +72,7 @@ def tabulate(
         Nothing is compiled or run.
 
     Raises:
+        SummaryTargetError: if ``module`` is none.
         TypeError: if something that is differentiated cannot be, as JAX says it; pass
             ``compute_vjp_flops=False``.
 
@@ -80,6 +81,8 @@ def tabulate(
         were trained. A module lifted by ``nn.jit`` and called twice is traced once, and
         flops go to the first call.
     """
+    if not isinstance(module, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.SummaryTargetError(module)
     columns = [
         'gradient',
         *['flops'] * compute_flops,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from flax_sg import _private, blocks, errors
+from flax_sg.errors.trees import shown
 
 _F = TypeVar('_F', bound=Callable[..., Any])
 
@@ -73,7 +74,7 @@ def _described(args: Any, kwargs: Any) -> dict[str, Any]:
     for name, tree in (('args', args), ('kwargs', kwargs)):
         for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
             weak = ' (weak)' if getattr(leaf, 'weak_type', False) else ''
-            seen[name + jax.tree_util.keystr(keys)] = errors.shown(leaf) + weak
+            seen[name + jax.tree_util.keystr(keys)] = shown(leaf) + weak
     return seen
 
 
