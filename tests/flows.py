@@ -178,8 +178,8 @@ def conditional(a, b):
 
 @program('flows', 'stopped')
 def one_of_the_branches(a, b):
-    branches = [lambda a, b: a, lambda a, b: jnp.sign(b), lambda a, b: jnp.ones(3)]
-    return lax.switch((b < -9.0).astype(jnp.int32)[0], branches, a, b)
+    branches = [lambda a, b: jnp.sign(b), lambda a, b: a, lambda a, b: jnp.ones(3)]
+    return lax.switch((b < 9.0).astype(jnp.int32)[0], branches, a, b)
 
 
 @jax.custom_jvp

@@ -252,6 +252,17 @@ def test_another_function_is_another_program(traces):
     grads = sg.grad(lambda p, x: 2.0 * p['head']['w'].sum(), wrt=live)(PARAMS, X)
     oracle.assert_same(grads['head']['w'], jnp.full(3, 2.0))
 
+    # One that is written again may differ in what nobody sees: it runs.
+    def written():
+        return lambda p: (TRACES.write('ran '), jnp.sum(p['head']['w'] ** 2))[1]
+
+    before = traces()
+    once = written()
+    live = sg.live(once, PARAMS)
+    sg.grad(once, wrt=live)(PARAMS)
+    sg.grad(written(), wrt=live)(PARAMS)
+    assert traces()[len(before) :] == ['ran'] * 2
+
 
 # In all that takes a filter
 
