@@ -59,7 +59,7 @@ class Expectation:
 
         Raises:
             UnusedFilterError: if a part of the filter selects no parameter.
-            FlowNameError: if there is no such output.
+            FlowNameError: if there is no output that a part of ``output`` names.
             NotDifferentiableError: if all that has to be trained is integers, keys and
                 the like.
         """
@@ -94,12 +94,12 @@ class Expectation:
         if self.output is None:
             together = [_together(column) for column in zip(*flow.status, strict=True)]
             return [(names[0] if len(names) == 1 else 'together', together)]
-        takes = map(self.output, _paths(names))
-        rows = zip(names, flow.status, takes, strict=True)
-        columns = [(name, row) for name, row, take in rows if take]
-        if not columns:
-            raise errors.FlowNameError('output', str(self.output), names)
-        return columns
+        paths = _paths(names)
+        for part in (*self.output.atoms, self.output):
+            if not any(map(part, paths)):
+                raise errors.FlowNameError('output', str(part), names)
+        rows = zip(names, flow.status, map(self.output, paths), strict=True)
+        return [(name, row) for name, row, takes in rows if takes]
 
 
 def _together(statuses: Sequence[str]) -> str:

@@ -227,6 +227,10 @@ def test_what_names_nothing_is_refused():
         testing.assert_stopped(LOSSES, ['gln_1/**', 'head/**'])
     with pytest.raises(errors.FlowNameError, match=r"no output .*'explain'"):
         testing.assert_stopped(LOSSES, 'head/**', output='explain')
+    with pytest.raises(errors.FlowNameError, match="no output .*'explain'"):
+        testing.assert_stopped(LOSSES, 'head/*', output=['code', 'explain'])
+    with pytest.raises(errors.FlowNameError, match='no output'):
+        testing.assert_stopped(LOSSES, 'head/**', output=False)
     with pytest.raises(errors.FilterTypeError):
         testing.assert_flows(LOSSES, 3)
     with pytest.raises(errors.ReportArgumentsError, match='with 2 arguments'):
