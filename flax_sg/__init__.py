@@ -4,6 +4,7 @@ from flax_sg import core as core
 from flax_sg import errors as errors
 from flax_sg import filters as filters
 from flax_sg import linen as linen
+from flax_sg import testing as testing
 from flax_sg.absent import ABSENT as ABSENT
 from flax_sg.autodiff import grad as grad
 from flax_sg.autodiff import hessian as hessian
@@ -26,6 +27,7 @@ from flax_sg.optim import labels as labels
 from flax_sg.optim import thaw as thaw
 from flax_sg.optim import trainable_mask as trainable_mask
 from flax_sg.paths import Path as Path
+from flax_sg.summary import tabulate as tabulate
 from flax_sg.trees import combine as combine
 from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n

@@ -1,16 +1,20 @@
-"""``python -m flax_sg``: what is installed, and the demo."""
+"""``python -m flax_sg``: what is installed, the demo, and the report of a program."""
 
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
 import flax_sg
+from flax_sg import commandline
 
 USAGE = """\
 python -m flax_sg                           this text
 python -m flax_sg demo [--out DIR] [--steps N] [--processes N]
                                             train a model in which each of three
-                                            losses trains only its part"""
+                                            losses trains only its part
+python -m flax_sg flow PLACE [--args PLACE] [--expect TEXT] [--json] [--plot FILE]
+                                            which loss of your program trains which
+                                            part of it; more with flow --help"""
 
 # What the demo needs beyond the library, by the name that an import fails with.
 DEMO_PACKAGES = ('sklearn', 'matplotlib', 'rich')
@@ -25,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else argv) or ['help']
     if command == 'demo':
         return _demo(rest)
+    if command == 'flow':
+        return commandline.main(rest)
     print(_about())
     if command in ('help', '-h', '--help'):
         return 0

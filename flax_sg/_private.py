@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
 import sys
 import threading
@@ -26,6 +27,7 @@ from flax.core import axes_scan, lift, meta, tracers
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, in_filter
 from flax.linen import module as linen_module
+from flax.linen import summary
 from flax.linen import transforms as linen_transforms
 from jax import custom_batching
 from jax._src import config as jax_config
@@ -82,6 +84,10 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (linen_module, 'SetupState'),
     (linen_module, 'wrap_method_once'),
     (linen_transforms, '_is_module_class'),
+    (summary, '_get_module_table'),
+    (summary, '_render_table'),
+    (summary, '_get_rich_repr'),
+    (summary, '_size_and_bytes_repr'),
     (jax, 'make_user_context'),
     (jax_core, 'set_current_trace'),
     (tracers, 'current_trace'),
@@ -543,6 +549,57 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     with equation.ctx.manager:
         out = equation.primitive.bind(*functions, *operands, **params)
     return out if equation.primitive.multiple_results else [out]
+
+
+def program_text(compiled: Any) -> str:
+    """Optimized HLO with all constants, and without places in the source.
+
+    ``as_text`` elides the values of constants: programs that differ in these alone
+    have one text. The class of the options has moved within jaxlib.
+    """
+    [module] = compiled.runtime_executable().hlo_modules()
+    home: Any = importlib.import_module(type(module).__module__)
+    options = home.HloPrintOptions()
+    options.print_large_constants = True
+    options.print_metadata = False
+    return module.to_string(options)
+
+
+# Part of the keys of trace caches: a number of its own for each summary of a module, so
+# that it finds no trace without the marks by which it tells modules apart.
+summary_context = jax.make_user_context(0)
+
+
+def module_rows(
+    module: Module, depth: int | None, show_repeated: bool, *args: Any, **kwargs: Any
+) -> summary.Table:
+    """The rows of ``nn.tabulate``, which returns text only, without flops."""
+    make = summary._get_module_table(module, depth, show_repeated, False, False)
+    return make(*args, **kwargs)
+
+
+def render_rows(
+    table: summary.Table,
+    console_kwargs: Mapping[str, Any] | None,
+    table_kwargs: Mapping[str, Any],
+    column_kwargs: Mapping[str, Any],
+    columns: list[str],
+) -> str:
+    """What ``nn.tabulate`` makes of rows: columns are attributes of a row, by name."""
+    return summary._render_table(
+        table, console_kwargs, table_kwargs, column_kwargs, columns
+    )
+
+
+def render_with(renderable: Any, console_kwargs: Mapping[str, Any] | None) -> str:
+    """Text of something that rich prints, with the settings of ``nn.tabulate``."""
+    settings = {'force_terminal': True, 'force_jupyter': False}
+    return summary._get_rich_repr(renderable, {**settings, **(console_kwargs or {})})
+
+
+def size_text(count: int, size: int) -> str:
+    """How ``nn.tabulate`` writes a number of values and their bytes, for rich."""
+    return summary._size_and_bytes_repr(count, size)
 
 
 def trace_context() -> Any:

@@ -1,4 +1,4 @@
-"""Compiled programs, as things to compare."""
+"""Compiled programs: what they cost. `flax_sg.testing` compares them."""
 
 import math
 import re
@@ -7,44 +7,10 @@ from typing import Any
 
 import jax
 
-_METADATA = re.compile(r', metadata=\{[^}]*\}')
-_LOCATIONS = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
-
 
 def compiled(fn: Callable[..., Any], *args: Any) -> Any:
     """The compiled program of a function."""
     return jax.jit(fn).lower(*args).compile()
-
-
-def optimized_hlo(fn: Callable[..., Any], *args: Any) -> str:
-    """Optimized HLO of a function without names and metadata.
-
-    Instructions and computations are called by the order in which they first appear,
-    so that two texts are equal exactly if the programs are.
-    """
-    return without_names(compiled(fn, *args).as_text())
-
-
-def without_names(text: str) -> str:
-    """HLO text with names replaced by numbers, without metadata."""
-    text = _METADATA.sub('', text)
-    lines = []
-    skipping = False
-    for line in text.splitlines():
-        if line.strip() in _LOCATIONS:  # Tables of source lines at the head or end.
-            skipping = True
-        elif not line.strip():
-            skipping = False
-        if not skipping:
-            lines.append(line)
-    text = '\n'.join(lines)
-    # The head of a computation repeats the names of its parameters.
-    text = re.sub(r'\b[\w.-]+: (?=[a-z]+\d*\[|\()', '', text)
-    names: dict[str, str] = {}
-    for match in re.finditer(r'%[\w.-]+', text):
-        names.setdefault(match.group(), f'%{len(names)}')
-    text = re.sub(r'%[\w.-]+', lambda match: names[match.group()], text)
-    return re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
 
 
 def flops(fn: Callable[..., Any], *args: Any) -> float:

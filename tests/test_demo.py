@@ -17,6 +17,7 @@ import pytest
 from flax_sg import demo
 from flax_sg.demo import by_hand, checks, data, report, train
 from flax_sg.demo import model as models
+from flax_sg.rendering import tables
 
 SMALL = models.DigitModel(code_size=3, hidden=8, sampler_steps=4)
 
@@ -91,6 +92,30 @@ def test_equals_four_weight_copies_to_the_last_bit(measured, params):
     assert measured.different == []
     # Codes and three losses; five gradients of all parameters and the observation.
     assert measured.leaves == 4 + 5 * (len(jax.tree.leaves(params)) + 1)
+
+
+def test_the_report_says_what_is_so(measured):
+    rows = tables.rows(measured.flow, depth=1)
+    assert {row.name: row.status for row in rows} == {
+        'code_message': ('stopped', 'flows', 'stopped'),
+        'code_step': ('stopped', 'flows', 'stopped'),
+        'explanation': ('stopped', 'stopped', 'flows'),
+        'gln_0': ('flows', 'stopped', 'stopped'),
+        'gln_1': ('flows', 'unused', 'unused'),  # Only labels are read with it.
+    }
+    assert measured.disproved == []
+
+
+def test_a_report_of_another_program_is_disproved(params, batch):
+    spelled = checks.programs(SMALL, batch)
+    args = params, jnp.asarray(batch.images)
+    grads = checks.gradients(spelled.with_copies, *args)
+    assert checks.disproved(checks.flow(spelled.with_copies, *args), grads) == []
+    found = checks.disproved(checks.flow(spelled.unstopped, *args), grads)
+    # All that is stopped: of each loss what the others train, if it uses that.
+    unused = 2 * len(jax.tree.leaves(params['gln_1']))
+    assert len(found) == 2 * len(jax.tree.leaves(params)) - unused
+    assert 'gln -> explanation/out/kernel' in found
 
 
 def test_codes_send_cotangents_to_the_observation_only(measured):
@@ -176,8 +201,8 @@ def test_main_prints_verdicts_and_the_table(whole):
     assert '\x1b' not in whole.printed
     lines = whole.printed.splitlines()
     assert max(map(len, lines)) <= 80
-    assert len([line for line in lines if line.startswith('ok ')]) == 5
-    assert len([line for line in lines if line.startswith('- ')]) == 2
+    assert len([line for line in lines if line.startswith('ok ')]) == 6
+    assert len([line for line in lines if re.match('- +[A-Z]', line)]) == 2
     rows = [line for line in lines if re.match(' (gln|code|explanation) loss ', line)]
     # A bare 0 is exactly zero.
     entries = [re.findall(r' (\S+) \(\d', row) for row in rows]
@@ -199,7 +224,7 @@ def test_main_says_how_far_each_training_came(whole):
 def test_main_draws_a_picture_and_says_where(whole):
     assert whole.picture.startswith(b'\x89PNG')
     width, height = struct.unpack('>II', whole.picture[16:24])
-    assert (width, height) == (1500, 960)
+    assert (width, height) == (2100, 960)
     assert 'OUT/flax_sg_demo.png' in whole.printed
 
 
@@ -221,14 +246,15 @@ def test_all_claims_hold(measured):
     [
         (0, {'trains': np.ones((3, 3))}),
         (0, {'trains': np.zeros((3, 3))}),
-        (1, {'trains_unstopped': np.eye(3)}),
-        (2, {'different': ["['gln_0']"]}),
-        (3, {'code_to_observation': 0.0}),
-        (3, {'code_to_params': 1e-30}),
-        (4, {'scans': [4, 4]}),
-        (4, {'scans': []}),
-        (5, {'none': 0.89}),
-        (6, {'code': 0.91}),
+        (1, {'disproved': ['gln -> gln_0/gate/bias']}),
+        (2, {'trains_unstopped': np.eye(3)}),
+        (3, {'different': ["['gln_0']"]}),
+        (4, {'code_to_observation': 0.0}),
+        (4, {'code_to_params': 1e-30}),
+        (5, {'scans': [4, 4]}),
+        (5, {'scans': []}),
+        (6, {'none': 0.89}),
+        (7, {'code': 0.91}),
     ],
 )
 def test_each_claim_can_fail(measured, index, change):
@@ -238,7 +264,7 @@ def test_each_claim_can_fail(measured, index, change):
     claims = report.claims(
         dataclasses.replace(measured, **measurements), runs_of(**accuracy), whole=True
     )
-    assert [claim.holds for claim in claims] == [at != index for at in range(7)]
+    assert [claim.holds for claim in claims] == [at != index for at in range(8)]
 
 
 def test_main_fails_if_a_claim_does(tmp_path, capsys, monkeypatch, measured):

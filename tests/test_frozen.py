@@ -19,9 +19,8 @@ from flax import linen
 
 import models
 import oracle
-import programs
 import stepwise
-from flax_sg import errors, filters
+from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
 
@@ -1388,7 +1387,7 @@ def test_the_program_is_the_one_written_by_hand() -> None:
             weights = stopped(params, selects)
             return jnp.sum(Model(wrap).apply({'params': weights}, x))
 
-        return programs.optimized_hlo(jax.grad(loss, (0, 1)), params, x)
+        return testing.optimized_hlo(jax.grad(loss, (0, 1)), params, x)
 
     nothing = lambda path: False  # noqa: E731
     by_hand = step(bare, lambda path: not path.startswith('head'))

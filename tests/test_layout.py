@@ -29,6 +29,10 @@ TESTED_ELSEWHERE = {
     'resumed.py': 'test_caches.py',
     'contexts.py': 'test_caches.py',
     'nodes.py': 'test_writeback.py',
+    # What a missing package is answered with; pictures and the demo ask for one.
+    'extras.py': 'test_rendering.py',
+    # What assertions and the command line have in common.
+    'expectations.py': 'test_testing.py',
     'leaves.py': 'test_trees.py',
     'absent.py': 'test_trees.py',
     'encodings.py': 'test_nondifferentiable.py',

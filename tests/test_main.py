@@ -23,6 +23,8 @@ def test_without_arguments_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert f'flax {flax.__version__}, jax {jax.__version__}, jaxlib ' in first
     assert second == flax_sg.__doc__.splitlines()[0]
     assert 'python -m flax_sg demo [--out DIR] [--steps N]' in out
+    assert 'python -m flax_sg flow PLACE [--args PLACE] [--expect TEXT]' in out
+    assert max(map(len, out.splitlines())) <= 88
     assert err == ''
 
 

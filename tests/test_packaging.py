@@ -68,9 +68,13 @@ def test_the_demo_is_an_extra(metadata: email.message.Message):
     assert requirements(metadata, 'demo') == {'scikit-learn', 'matplotlib', 'rich'}
 
 
+def test_pictures_are_an_extra(metadata: email.message.Message):
+    assert requirements(metadata, 'plot') == {'matplotlib'}
+
+
 def test_dev_brings_every_extra(metadata: email.message.Message):
     extras = set(metadata.get_all('Provides-Extra', []))
-    assert extras == {'demo', 'test', 'lint', 'witness', 'dev'}
+    assert extras == {'demo', 'plot', 'test', 'lint', 'witness', 'dev'}
     dev = set().union(*(requirements(metadata, extra) for extra in extras - {'dev'}))
     assert requirements(metadata, 'dev') == dev
 
@@ -98,8 +102,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
 
 
 def test_the_library_imports_only_what_it_requires():
-    # numpy comes with jax, which takes and returns its arrays.
-    allowed = CORE | {'flax_sg', 'numpy'} | set(sys.stdlib_module_names)
+    # numpy comes with jax, which takes and returns its arrays; rich with flax, whose
+    # tables are rendered with it.
+    allowed = CORE | {'flax_sg', 'numpy', 'rich'} | set(sys.stdlib_module_names)
     package = ROOT / 'flax_sg'
     found = {}
     for file in set(package.rglob('*.py')) - set(package.glob('demo/**/*.py')):

@@ -64,9 +64,10 @@ def main(argv: Sequence[str]) -> int:
         measured = checks.measure(trainer.model, params, batch)
         reading = trainer.read(params, held_out.images)
         path = options.out / PICTURE
-        picture.save(path, runs, held_out, reading)
+        picture.save(path, runs, measured.flow, held_out, reading)
 
     console.print()
+    report.show_flow(console, measured.flow)
     report.show_table(console, measured)
     claims = report.claims(measured, runs, whole=options.steps is None)
     report.show_claims(console, claims)

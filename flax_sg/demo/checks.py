@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from flax_sg.demo import by_hand, data
 from flax_sg.demo import model as models
+from flax_sg.flow import GradientFlow, gradient_flow
 
 Params = Mapping[str, Any]
 Infer = Callable[[Params, jax.Array], tuple[jax.Array, models.Losses]]
@@ -43,6 +44,9 @@ class Measured:
             all-stopped inference pass send to any parameter.
         code_to_observation: the same, to the observation.
         scans: the length of each scan in a training step.
+        flow: which loss trains which parameter, as proven from the program.
+        disproved: the parameters of which a real gradient says something else, with the
+            loss: it is zero though the report says that it flows, or it is not.
         leaves: how many arrays were compared with those of the program by hand.
         different: the key paths of those that differ.
     """
@@ -52,6 +56,8 @@ class Measured:
     code_to_params: float
     code_to_observation: float
     scans: list[int]
+    flow: GradientFlow
+    disproved: list[str]
     leaves: int
     different: list[str]
 
@@ -83,12 +89,15 @@ def measure(model: models.DigitModel, params: Params, batch: data.Digits) -> Mea
     with_copies = gradients(spelled.with_copies, *args)
     unstopped = gradients(spelled.unstopped, *args)
     code_to_params, code_to_observation = with_blocks.code
+    report = flow(spelled.with_blocks, *args)
     return Measured(
         trains=largest_by_part(with_blocks),
         trains_unstopped=largest_by_part(unstopped),
         code_to_params=_largest(code_to_params),
         code_to_observation=_largest(code_to_observation),
         scans=scan_lengths(training_step(spelled.with_blocks), *args),
+        flow=report,
+        disproved=disproved(report, with_blocks),
         leaves=len(jax.tree.leaves(with_copies)),
         different=different_leaves(with_blocks, with_copies),
     )
@@ -138,6 +147,26 @@ def largest_by_part(grads: Gradients) -> NDArray[np.float32]:
         return [_largest([by_module[name] for name in names]) for names in parts]
 
     return np.array([row(by_module) for by_module, _ in grads.losses.values()])
+
+
+def flow(infer: Infer, params: Params, observation: jax.Array) -> GradientFlow:
+    """Which loss trains which parameter: from the program, on shapes."""
+    shapes = jax.eval_shape(lambda *args: args, params, observation)
+    return gradient_flow(lambda *args: infer(*args)[1], *shapes)
+
+
+def disproved(report: GradientFlow, grads: Gradients) -> list[str]:
+    """Where a report and real gradients contradict each other."""
+    return [
+        f'{loss} -> {path}'
+        for (loss, (by_params, _)), statuses in zip(
+            grads.losses.items(), report.status, strict=True
+        )
+        for path, status, gradient in zip(
+            report.parameters, statuses, jax.tree.leaves(by_params), strict=True
+        )
+        if bool(np.any(gradient)) != (status == 'flows')
+    ]
 
 
 def training_step(infer: Infer) -> Callable[..., Any]:

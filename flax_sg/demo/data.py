@@ -4,11 +4,12 @@
 """
 
 import dataclasses
-import importlib
 from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flax_sg import extras
 
 HELD_OUT = 360
 PIXELS = 64
@@ -64,12 +65,4 @@ def optional(module: str) -> ModuleType:
     Raises:
         ModuleNotFoundError: if it is not installed; the message says what to install.
     """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = (error.name or module).partition('.')[0]
-        raise ModuleNotFoundError(
-            f'The demo needs {missing}, which is not installed. '
-            "Install what it needs with: pip install 'flax_sg[demo]'",
-            name=missing,
-        ) from error
+    return extras.optional(module, 'The demo', 'demo')

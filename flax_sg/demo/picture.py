@@ -1,4 +1,4 @@
-"""The picture: learning curves, and digits with their explanations."""
+"""The picture: who trains what, learning curves, digits with their explanations."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,8 @@ import numpy as np
 
 from flax_sg.demo import data, train
 from flax_sg.demo import model as models
+from flax_sg.flow import GradientFlow
+from flax_sg.rendering import pictures
 
 COLORS = {'gln': '#0072b2', 'code': '#d55e00', 'explanation': '#009e73'}
 INK = '#333333'
@@ -27,6 +29,7 @@ STYLE = {
 def save(
     path: Path,
     runs: dict[str | None, train.Run],
+    flow: GradientFlow,
     held_out: data.Digits,
     reading: models.Reading,
 ) -> None:
@@ -35,6 +38,7 @@ def save(
     Args:
         path: the file.
         runs: the trained models, by frozen part; None for the one with none frozen.
+        flow: which loss trains which module.
         held_out: digits.
         reading: what the model makes of them.
 
@@ -44,11 +48,13 @@ def save(
     # Without pyplot there is no display to be found, and no global state.
     figure_type = data.optional('matplotlib.figure').Figure
     with data.optional('matplotlib').rc_context(STYLE):
-        figure = figure_type(figsize=(10, 6.4), layout='constrained')
+        figure = figure_type(figsize=(14, 6.4), layout='constrained')
         top, bottom = figure.subfigures(2, 1, height_ratios=[2, 1])
-        left, right = top.subplots(1, 2)
-        _losses(left, runs[None])
-        _accuracy(right, runs)
+        matrix, losses, accuracy = top.subplots(1, 3)
+        pictures.draw(matrix, flow, depth=1)
+        matrix.set_title('Which loss trains what', pad=10)
+        _losses(losses, runs[None])
+        _accuracy(accuracy, runs)
         _digits(bottom, held_out, reading)
         figure.savefig(path, dpi=150, backend='agg')
 

@@ -11,6 +11,8 @@ from rich.text import Text
 
 from flax_sg.demo import checks, train
 from flax_sg.demo import model as models
+from flax_sg.flow import GradientFlow
+from flax_sg.rendering import tables
 
 ACCURACY = 0.9
 
@@ -34,9 +36,6 @@ def claims(
         whole: whether training had all its steps, so that accuracy can be asked for.
     """
     own = np.eye(len(measured.trains), dtype=bool)
-    different = ', '.join(measured.different[:2])
-    if len(measured.different) > 2:
-        different += f' and {len(measured.different) - 2} more'
     accuracy = runs[None].accuracy[-1]
     best_frozen = max(run.accuracy[-1] for part, run in runs.items() if part)
     return [
@@ -45,13 +44,19 @@ def claims(
             bool(np.all(np.where(own, measured.trains > 0, measured.trains == 0))),
         ),
         Claim(
+            'What sg.gradient_flow proves of the program on shapes is what its '
+            f'{len(measured.flow.outputs) * len(measured.flow.parameters)} real '
+            'gradients are, zero or not.' + _some('Disproved', measured.disproved),
+            not measured.disproved,
+        ),
+        Claim(
             'Without the blocks each of them would train all three parts.',
             bool(np.all(measured.trains_unstopped > 0)),
         ),
         Claim(
             f'All {measured.leaves} arrays of values and gradients are, to the last '
             'bit, those of the program written by hand with four weight copies.'
-            + (f' Different: {different}' if different else ''),
+            + _some('Different', measured.different),
             not measured.different,
         ),
         Claim(
@@ -74,6 +79,20 @@ def claims(
             best_frozen < ACCURACY if whole else None,
         ),
     ]
+
+
+def _some(what: str, found: list[str]) -> str:
+    more = f' and {len(found) - 2} more' if len(found) > 2 else ''
+    return f' {what}: {", ".join(found[:2])}{more}' if found else ''
+
+
+def show_flow(console: Console, flow: GradientFlow) -> None:
+    """Prints which loss trains which module, as proven from the program."""
+    console.print(
+        '[bold]Which loss trains which module[/]: sg.gradient_flow, on shapes'
+    )
+    console.print(tables.FlowTable(flow, depth=1))
+    console.print()
 
 
 def show_table(console: Console, measured: checks.Measured) -> None:

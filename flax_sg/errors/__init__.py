@@ -4,6 +4,11 @@ Each class is a :class:`FlaxSGError` and also the built-in exception that a read
 would expect, so ``except ValueError`` works as well as ``except FlaxSGError``.
 """
 
+from flax_sg.errors.asserts import DifferentProgramError as DifferentProgramError
+from flax_sg.errors.asserts import FlowExpectationError as FlowExpectationError
+from flax_sg.errors.asserts import NeverTracedError as NeverTracedError
+from flax_sg.errors.asserts import ReportArgumentsError as ReportArgumentsError
+from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
 from flax_sg.errors.flow import DerivedFilterError as DerivedFilterError
@@ -35,6 +40,7 @@ from flax_sg.errors.use import KeptValueError as KeptValueError
 from flax_sg.errors.use import LiftTargetError as LiftTargetError
 from flax_sg.errors.use import NothingReadError as NothingReadError
 from flax_sg.errors.use import OverwriteWithGradientError as OverwriteWithGradientError
+from flax_sg.errors.use import SummaryTargetError as SummaryTargetError
 from flax_sg.errors.use import UnknownCollectionError as UnknownCollectionError
 from flax_sg.errors.use import UnknownMethodError as UnknownMethodError
 from flax_sg.errors.wrap import ChoiceError as ChoiceError

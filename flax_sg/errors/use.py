@@ -158,6 +158,25 @@ class LiftTargetError(FlaxSGError, TypeError):
         return error
 
 
+class SummaryTargetError(FlaxSGError, TypeError):
+    """Something that is no module is to be shown as a table.
+
+    ::
+
+        sg.tabulate(nn.Dense, rngs)(x)     # wrong: a class
+        sg.tabulate(nn.Dense(4), rngs)(x)
+    """
+
+    def __init__(self, target: object) -> None:
+        what = f'{target!r} of type {type(target).__name__}'
+        if isinstance(target, type):
+            what = f'the class {target.__name__}'
+        super().__init__(
+            f'tabulate() takes a Module instance, and was given {what}.\n'
+            'Make the module: sg.tabulate(Model(...), rngs)(x).'
+        )
+
+
 class BlockOrderError(FlaxSGError, RuntimeError):
     """A block was closed in another order, thread or task than it was opened in.
 

@@ -1,17 +1,19 @@
 """What the analysis of a function found: plain data, and questions about it.
 
-How it is shown is the business of others.
+How it is shown is the business of ``flax_sg.rendering``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from flax_sg import errors
+from flax_sg.rendering import html, pictures, tables
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
 
@@ -106,18 +108,22 @@ class GradientFlow:
         Args:
             depth: how many names of the path of a module count; all of them by default.
         """
-        groups: dict[str, list[int]] = {}
-        for number, path in enumerate(self.parameters):
-            module = '/'.join(path.split('/')[:-1][:depth])
-            groups.setdefault(module, []).append(number)
         return tuple(
             ModuleFlow(
                 module,
                 len(members),
                 tuple(summary(row[n] for n in members) for row in self.status),
             )
-            for module, members in groups.items()
+            for module, members in self.members(depth).items()
         )
+
+    def members(self, depth: int | None = None) -> dict[str, list[int]]:
+        """The numbers of the parameters of each group of ``by_module``, by its path."""
+        groups: dict[str, list[int]] = {}
+        for number, path in enumerate(self.parameters):
+            module = '/'.join(path.split('/')[:-1][:depth])
+            groups.setdefault(module, []).append(number)
+        return groups
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each output and parameter, as a table of data takes them."""
@@ -136,6 +142,43 @@ class GradientFlow:
                 self.parameters, self.shapes, statuses, self.uses, strict=True
             )
         ]
+
+    def table(self, depth: int | None = None, width: int | None = None) -> str:
+        """The report as text: modules down, outputs across; ``str`` gives the same.
+
+        Args:
+            depth: how many names of the path of a module count; all of them by default.
+            width: in characters; that of the terminal by default.
+        """
+        return tables.text(self, depth, width)
+
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        depth: int | None = None,
+        title: str = 'Which output trains which part',
+    ) -> None:
+        """Draws the table as a picture into a file; needs the extra ``plot``.
+
+        Args:
+            path: the file; its name says of which kind (png, svg, pdf, ...).
+            depth: how many names of the path of a module count; all of them by default.
+            title: stands above it.
+
+        Raises:
+            ModuleNotFoundError: if matplotlib is not installed.
+            ValueError: if matplotlib does not know the kind of file.
+        """
+        pictures.save(self, path, depth, title)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __rich__(self) -> tables.FlowTable:
+        return tables.FlowTable(self)
+
+    def _repr_html_(self) -> str:
+        return html.table(self)
 
     def __repr__(self) -> str:
         return (

@@ -1,0 +1,1 @@
+"""How reports are shown: as text, HTML and pictures. They are collected elsewhere."""

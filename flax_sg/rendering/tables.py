@@ -1,0 +1,161 @@
+"""The matrix of a gradient flow as text: modules down, outputs across."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from flax_sg.flow import GradientFlow, Use
+
+# For each status of a report what a reader is told, and how it looks. The words say it
+# all: colours only help the eye.
+WORDS = {'flows': 'trains', 'partly': 'partly', 'stopped': 'stopped', 'unused': '-'}
+STYLES = {'flows': 'bold green', 'partly': 'yellow', 'stopped': '', 'unused': 'dim'}
+LEGEND = {
+    'flows': 'the output depends differentiably on every parameter there',
+    'partly': 'on some of the parameters there, not on others',
+    'stopped': 'it uses them, and their gradient is exactly zero',
+    'unused': 'it does not use them',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the matrix.
+
+    Attributes:
+        name: of a module, or of a parameter in one.
+        parameter: whether it is that of a parameter.
+        status: for each output.
+        stopped: in how many of its uses it is stopped.
+        uses: how many there are.
+    """
+
+    name: str
+    parameter: bool
+    status: tuple[str, ...]
+    stopped: int
+    uses: int
+
+
+class FlowTable:
+    """What rich prints for a gradient flow.
+
+    Where the outputs do not fit beside each other, each has a paragraph of its own.
+
+    Args:
+        flow: the report.
+        depth: how many names of a module's path count; all of them by default.
+    """
+
+    def __init__(self, flow: GradientFlow, depth: int | None = None) -> None:
+        self.outputs = output_names(flow)
+        self.rows = rows(flow, depth)
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[Any]:
+        """Yields the matrix, or a list for each output, and what the words mean."""
+        table = self._matrix()
+        unlimited = options.update(width=10_000)
+        wanted = Measurement.get(console, unlimited, table).maximum
+        if wanted <= options.max_width:
+            yield table
+        else:
+            yield from self._paragraphs()
+        legend = Table.grid(padding=(0, 2))
+        for status, meaning in LEGEND.items():
+            if any(status in row.status for row in self.rows):
+                legend.add_row(_word(status), meaning)
+        yield legend
+
+    def _matrix(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ('', *self.outputs):
+            table.add_column(Text(name), no_wrap=True)
+        table.add_column('uses stopped', justify='right', no_wrap=True)
+        for row in self.rows:
+            table.add_row(
+                Text('  ' * row.parameter + row.name),
+                *map(_word, row.status),
+                f'{row.stopped} of {row.uses}',
+            )
+        return table
+
+    def _paragraphs(self) -> Iterator[Any]:
+        for number, output in enumerate(self.outputs):
+            yield Text(output, 'bold')
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column()
+            grid.add_column(overflow='fold')
+            for status in WORDS:
+                if names := self._names(number, status):
+                    grid.add_row(_word(status), Text(', '.join(names)))
+            yield grid
+            yield Text()
+
+    def _names(self, number: int, status: str) -> list[str]:
+        """Modules that have a status for one output, with what flows where in part."""
+        names: list[str] = []
+        found = False
+        for row in self.rows:
+            if not row.parameter:
+                found = row.status[number] == status
+                names += [row.name] * found
+            elif found and status == 'partly' and row.status[number] == 'flows':
+                names[-1] += f' ({row.name})'
+        return names
+
+
+def text(flow: GradientFlow, depth: int | None = None, width: int | None = None) -> str:
+    """What ``GradientFlow.table`` returns: no colours."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, no_color=True, force_jupyter=False)
+    console.print(FlowTable(flow, depth))
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    return '\n'.join(lines).strip('\n')
+
+
+def output_names(flow: GradientFlow) -> list[str]:
+    """What the outputs are called in a heading: a single one has no name."""
+    return [name or 'output' for name in flow.outputs]
+
+
+def rows(flow: GradientFlow, depth: int | None = None) -> list[Row]:
+    """A row for each module, and below one that flows in part for its parameters.
+
+    Args:
+        flow: the report.
+        depth: how many names of a module's path count; parameters are shown for None.
+    """
+    found: list[Row] = []
+    groups = zip(flow.by_module(depth), flow.members(depth).values(), strict=True)
+    for group, members in groups:
+        uses = [use for n in members for use in flow.uses[n]]
+        found.append(_row(group.module or '(no module)', False, group.status, uses))
+        if depth is None and 'partly' in group.status:
+            for n in members:
+                status = tuple(row[n] for row in flow.status)
+                name = flow.parameters[n].rpartition('/')[2]
+                found.append(_row(name, True, status, flow.uses[n]))
+    return found
+
+
+def _row(
+    name: str, parameter: bool, status: tuple[str, ...], uses: Sequence[Use]
+) -> Row:
+    stopped = sum(use.stopped for use in uses)
+    return Row(name, parameter, status, stopped, len(uses))
+
+
+def _word(status: str) -> Text:
+    return Text(WORDS[status], STYLES[status])

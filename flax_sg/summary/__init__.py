@@ -1,0 +1,102 @@
+"""``sg.tabulate``: the table of ``nn.tabulate``, with what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from flax import linen
+from flax.core.scope import CollectionFilter
+
+from flax_sg import _private, errors
+from flax_sg.summary import programs, rows, text
+
+
+def tabulate(
+    module: linen.Module,
+    rngs: Any,
+    depth: int | None = None,
+    show_repeated: bool = False,
+    mutable: CollectionFilter = programs.MUTABLE,
+    console_kwargs: Mapping[str, Any] | None = None,
+    table_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    column_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    compute_flops: bool = True,
+    compute_vjp_flops: bool = True,
+    **kwargs: Any,
+) -> Callable[..., str]:
+    """Returns a function that shows a module as a table, with what is trained of it.
+
+    The table is that of ``nn.tabulate``. Added are, for each module with all that is in
+    it, whether its parameters are trainable, partly or frozen, with counts and bytes,
+    and the flops of the program as it is with its stops: a module through which no
+    gradient goes has no backward pass.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import flax_sg as sg
+    >>> from flax_sg import linen as nn
+    >>> model = nn.Sequential([nn.Frozen(nn.Dense(3)), nn.Dense(2)])
+    >>> show = sg.tabulate(model, jax.random.key(0), console_kwargs={'width': 120})
+    >>> table = show(jnp.ones((4, 8)))
+    >>> [name for name in ('gradient', 'flops', 'backward_flops') if name in table]
+    ['gradient', 'flops', 'backward_flops']
+
+    Below the table stands the total, here of the model of two layers:
+
+    >>> plain = sg.tabulate(
+    ...     model, jax.random.key(0), console_kwargs={'force_terminal': False}
+    ... )
+    >>> print(plain(jnp.ones((4, 8))).splitlines()[-1])
+    Trainable: 8 (32 B)   Frozen: 27 (108 B)
+
+    Args:
+        module: the module.
+        rngs: random keys, as for ``init``.
+        depth: how many submodules deep the table goes; all of them by default.
+        show_repeated: whether to show each call of a module; flops of all of them are
+            in the first row.
+        mutable: the collections that are written.
+        console_kwargs: arguments of ``rich.console.Console``, such as ``width``.
+        table_kwargs: arguments of ``rich.table.Table``.
+        column_kwargs: arguments of its ``add_column``.
+        compute_flops: whether to count those of the forward pass.
+        compute_vjp_flops: whether to count those that the backward pass adds. The
+            derivative is that of the outputs by the parameters that they train.
+        **kwargs: further arguments of ``init``; ``method=`` says what is called. What
+            is trained is judged by its outputs alone, so give a method that returns the
+            loss if something in the loss trains more.
+
+    Returns:
+        A function of the arguments of the method, which returns the table as text.
+        Nothing is compiled or run.
+
+    Raises:
+        SummaryTargetError: if ``module`` is none.
+        TypeError: if something that is differentiated cannot be, as JAX says it; pass
+            ``compute_vjp_flops=False``.
+
+    Note:
+        ``nn.tabulate`` counts the flops of each module alone, every one as if all of it
+        were trained. A module lifted by ``nn.jit`` and called twice is traced once, and
+        flops go to the first call.
+    """
+    if not isinstance(module, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.SummaryTargetError(module)
+    columns = [
+        'gradient',
+        *['flops'] * compute_flops,
+        *['backward_flops'] * compute_vjp_flops,
+    ]
+
+    def show(*args: Any, **call_kwargs: Any) -> str:
+        given = {**call_kwargs, **kwargs}
+        options = {**given, **programs.init_options(mutable)}
+        table = _private.module_rows(
+            module, depth, show_repeated, rngs, *args, **options
+        )
+        program = programs.program_of(module, rngs, mutable, args, given)
+        found = rows.collect(table, program, compute_flops, compute_vjp_flops)
+        return text.render(found, columns, console_kwargs, table_kwargs, column_kwargs)
+
+    return show

@@ -1,0 +1,79 @@
+"""The table that ``nn.tabulate`` prints, with what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax.linen import summary
+from rich.text import Text
+
+from flax_sg import _private
+from flax_sg.summary import rows
+
+STYLES = {rows.TRAINABLE: 'green', rows.PARTLY: 'yellow', rows.FROZEN: 'dim'}
+
+
+class _Cells(rows.Row):
+    """A row whose attributes are the cells of the columns that they are called by."""
+
+    @property
+    def gradient(self) -> Any:
+        """The state and the sizes, as nn.tabulate writes nested dicts."""
+        sizes = {
+            _styled(state): _Markup(_private.size_text(*size))
+            for state, size in (
+                (rows.TRAINABLE, self.trainable),
+                (rows.FROZEN, self.frozen),
+            )
+            if size.values
+        }
+        return {_styled(rows.PARTLY): sizes} if self.state == rows.PARTLY else sizes
+
+
+class _Markup:
+    """A text that nn.tabulate takes as it is."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def render(self) -> str:
+        """What nn.tabulate asks for."""
+        return self._text
+
+
+def _styled(state: str) -> str:
+    return f'[{STYLES[state]}]{state}[/]'
+
+
+def render(
+    found: rows.Summary,
+    columns: list[str],
+    console_kwargs: Mapping[str, Any] | None,
+    table_kwargs: Mapping[str, Any],
+    column_kwargs: Mapping[str, Any],
+) -> str:
+    """The table as text.
+
+    Args:
+        found: what to show.
+        columns: names of the columns to show beside those of ``nn.tabulate``.
+        console_kwargs: as for ``nn.tabulate``.
+        table_kwargs: as for ``nn.tabulate``.
+        column_kwargs: as for ``nn.tabulate``.
+    """
+    table = summary.Table(
+        found.table.module,
+        sorted(found.table.collections),
+        [_Cells(**vars(row)) for row in found.rows],
+    )
+    names = ['path', 'module', 'inputs', 'outputs', *columns]
+    text = _private.render_rows(
+        table, console_kwargs, table_kwargs, column_kwargs, names
+    )
+    total = Text.from_markup(
+        f'Trainable: {_private.size_text(*found.trainable) or 0}   '
+        f'Frozen: {_private.size_text(*found.frozen) or 0}',
+        style='bold',
+    )
+    return text + _private.render_with(total, console_kwargs)

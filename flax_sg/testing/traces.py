@@ -1,0 +1,89 @@
+"""How often a function is traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from flax_sg import _private, blocks, errors
+from flax_sg.errors.trees import shown
+
+_F = TypeVar('_F', bound=Callable[..., Any])
+
+
+def assert_traces_once(fn: _F) -> _F:
+    """Returns the function, which raises when JAX traces it for a second time.
+
+    A filter that differs from step to step, a shape, a Python number: each of them
+    compiles a training step anew, and nothing shows it but the clock.
+
+    >>> import jax.numpy as jnp
+    >>> step = jax.jit(assert_traces_once(lambda x: 2 * x))
+    >>> _ = step(jnp.ones(3)), step(jnp.zeros(3))
+    >>> try:
+    ...     step(jnp.ones(4))
+    ... except AssertionError as error:
+    ...     print(error)
+    <lambda> is traced a second time.
+               first trace  this trace
+      args[0]  float32[3]   float32[4]
+
+    Args:
+        fn: what is given to ``jax.jit``, ``jax.grad`` or another transformation.
+
+    Returns:
+        A function that does the same and counts. A trace that ends in an exception
+        does not count.
+
+    Raises:
+        NeverTracedError: if ``fn`` is jitted already, or when it is called outside of
+            any trace: nothing would be counted.
+        TracedAgainError: an ``AssertionError``, from the second trace on; it shows
+            what is not as it was in the first one.
+
+    Note:
+        The idea of ``chex.assert_max_traces``, which does not say why. Flax traces the
+        body of ``nn.scan`` more than once.
+    """
+    name = getattr(fn, '__name__', type(fn).__name__)
+    if hasattr(fn, 'lower'):
+        raise errors.NeverTracedError(name)
+    first: list[dict[str, Any]] = []
+
+    @functools.wraps(fn)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if not _private.is_tracing():
+            raise errors.NeverTracedError(name)
+        seen = _described(args, kwargs)
+        if first:
+            raise errors.TracedAgainError(name, _difference(first[0], seen))
+        out = fn(*args, **kwargs)
+        first.append(seen)
+        return out
+
+    return counted  # pyright: ignore[reportReturnType]
+
+
+def _described(args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a trace depends on, by what it is called in a message."""
+    open_now = tuple(block.rewrite_value for block in blocks.active())
+    seen: dict[str, Any] = {'open blocks': open_now}
+    for name, tree in (('args', args), ('kwargs', kwargs)):
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            weak = ' (weak)' if getattr(leaf, 'weak_type', False) else ''
+            seen[name + jax.tree_util.keystr(keys)] = shown(leaf) + weak
+    return seen
+
+
+def _difference(one: Any, other: Any) -> list[tuple[str, str, str]]:
+    rows = [(name, one.get(name), other.get(name)) for name in one | other]
+    return [(name, _text(a), _text(b)) for name, a, b in rows if a != b]
+
+
+def _text(seen: Any) -> str:
+    if isinstance(seen, tuple):
+        return ', '.join(map(repr, seen)) or 'none'
+    return '-' if seen is None else seen

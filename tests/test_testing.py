@@ -1,0 +1,241 @@
+"""Assertions for users' tests: they pass, they fail, and the message says why."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as fnn
+
+from flax_sg import errors, testing
+from flax_sg import linen as nn
+from reports import LIVE, LOSSES, STOPPED, report
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+# Programs.
+
+
+def test_names_and_places_are_no_part_of_a_program():
+    class Other(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with jax.named_scope('elsewhere'):
+                return fnn.Dense(2, name='another')(x)
+
+    class Bare(fnn.Module):
+        @fnn.compact
+        def __call__(self, value):
+            return fnn.Dense(2, name='another')(value)
+
+    params = jax.eval_shape(Bare().init, jax.random.key(0), X)
+    testing.assert_same_program(Other().apply, jax.jit(Bare().apply), params, X)
+
+
+def test_constants_are_part_of_a_program():
+    """HLO as text leaves out the values of all but the smallest."""
+    one = np.arange(16, dtype=np.float32) ** 2
+    other = one + np.eye(16, dtype=np.float32)[7]
+    testing.assert_same_program(lambda x: x * one, lambda x: x * one.copy(), one)
+    with pytest.raises(errors.DifferentProgramError) as info:
+        testing.assert_same_program(lambda x: x * one, lambda x: x * other, one)
+    assert str(info.value).splitlines()[:2] == [
+        'the two functions are compiled to different programs.',
+        '  As many of each operation.',
+    ]
+
+
+def test_different_programs_are_counted_and_not_printed():
+    def loss(params, x):
+        return jnp.sum(jnp.sin(x @ params['a']) @ params['b'])
+
+    def frozen(params, x):
+        return loss(params | {'a': jax.lax.stop_gradient(params['a'])}, x)
+
+    params = {'a': jnp.ones((3, 3)), 'b': jnp.ones((3, 2))}
+    with pytest.raises(AssertionError) as info:
+        testing.assert_same_program(jax.grad(loss), jax.grad(frozen), params, X)
+    head, columns, *rows = str(info.value).splitlines()
+    assert head == 'the two functions are compiled to different programs.'
+    assert columns.split() == ['first', 'second']
+    cells = {row.split()[0]: row.split()[1:] for row in rows[:-3]}
+    assert cells['cosine'] == ['1', '0']
+    flops = [int(cell.replace(',', '')) for cell in cells['flops']]
+    assert flops[0] > flops[1]
+    assert rows[-3] == 'The first line that differs:'
+    assert rows[-2].startswith('  first   ')
+    assert rows[-1].startswith('  second  ')
+    assert max(map(len, rows)) <= 130
+    assert len(rows) <= 18
+
+
+def test_the_settings_of_jit_are_compared():
+    plain, donating = jax.jit(jnp.cos), jax.jit(jnp.cos, donate_argnums=0)
+    with pytest.raises(errors.DifferentProgramError):
+        testing.assert_same_program(plain, donating, X)
+    static = jax.jit(lambda x, n: x * n, static_argnums=1)
+    testing.assert_same_program(static.lower(X, 3).compile(), lambda x: x * 3, X)
+
+
+# Traces.
+
+
+def test_equal_filters_trace_once():
+    params = fnn.Dense(2).init(jax.random.key(0), X)
+    step = jax.jit(testing.assert_traces_once(fnn.Dense(2).apply))
+    for _ in range(3):
+        with nn.stop_gradient(lambda path: path == 'bias'):
+            step(params, X)
+
+
+def test_what_differs_is_shown_when_a_function_is_traced_again():
+    def step(params, x, *, scale):
+        return fnn.Dense(2).apply(params, x) * scale
+
+    params = fnn.Dense(2).init(jax.random.key(0), X)
+    jitted = jax.jit(testing.assert_traces_once(step), static_argnames='scale')
+    jitted(params, X, scale=1.0)
+    with pytest.raises(errors.TracedAgainError) as info, nn.stop_gradient('bias'):
+        jitted(params, X[:1], scale=2.0)
+    assert str(info.value).splitlines() == [
+        'step is traced a second time.',
+        '                   first trace    this trace',
+        "  open blocks      none           stop_gradient(Glob('bias'))",
+        '  args[1]          float32[2, 3]  float32[1, 3]',
+        "  kwargs['scale']  1.0            2.0",
+    ]
+
+
+def test_a_weak_type_is_shown():
+    step = jax.jit(testing.assert_traces_once(jax.lax.sin))
+    step(jnp.float32(1.0))
+    with pytest.raises(AssertionError, match=r'float32\[\] +float32\[\] \(weak\)'):
+        step(1.0)
+
+
+def test_a_function_jitted_anew_is_told_so():
+    counted = testing.assert_traces_once(lambda x: x + 1)
+    jax.jit(counted)(X)
+    jax.clear_caches()
+    with pytest.raises(errors.TracedAgainError, match='made, or jitted, anew'):
+        jax.jit(counted)(X)
+
+
+def test_a_trace_that_fails_does_not_count():
+    broken = [True]
+
+    @testing.assert_traces_once
+    def step(x):
+        if broken:
+            raise ArithmeticError
+        return x
+
+    with pytest.raises(ArithmeticError):
+        jax.jit(step)(X)
+    broken.clear()
+    jax.jit(step)(X)
+
+
+def test_what_would_count_nothing_is_refused():
+    with pytest.raises(errors.NeverTracedError, match=r'jit\(assert_traces_once\(s'):
+        testing.assert_traces_once(jax.jit(jnp.sin))
+    with pytest.raises(errors.NeverTracedError, match='outside of any'):
+        testing.assert_traces_once(np.sin)(1.0)
+
+
+# Flows.
+
+HOLDS = [
+    (testing.assert_flows, 'gln_0/**', 'gln'),
+    (testing.assert_flows, 'gln_0/**', None),
+    (testing.assert_flows, True, None),
+    (testing.assert_flows, 'scale', '*'),
+    (testing.assert_stopped, ['gln_0/**', 'head/**'], 'code'),
+    (testing.assert_stopped, 'gln_0/**', ['code', 'explanation']),
+    (testing.assert_trains_only, ['gln_0/**', 'head/bias', 'scale'], 'gln'),
+    (testing.assert_trains_only, True, None),
+]
+
+
+@pytest.mark.parametrize(('holds', 'where', 'output'), HOLDS)
+def test_what_holds_passes_and_its_opposite_fails(holds, where, output):
+    holds(LOSSES, where, output=output)
+    stopped, flows = testing.assert_stopped, testing.assert_flows
+    with pytest.raises(AssertionError):
+        (flows if holds is stopped else stopped)(LOSSES, where, output=output)
+
+
+@pytest.mark.parametrize(
+    'where', [['gln_0/**', 'head/bias'], ['gln_0/**', 'head/*', 'scale'], True]
+)
+def test_only_means_no_less_and_no_more(where):
+    with pytest.raises(AssertionError):
+        testing.assert_trains_only(LOSSES, where, output='gln')
+
+
+def test_a_failing_assertion_is_a_table():
+    with pytest.raises(errors.FlowExpectationError) as info:
+        testing.assert_trains_only(LOSSES, ['gln_0/**', 'head/*'], output='gln')
+    assert str(info.value).splitlines() == [
+        "The output Glob('gln') trains Glob('gln_0/**') | Glob('head/*') and nothing "
+        'else: this does not hold.',
+        '  output  parameter    expected  found    at',
+        '  gln     head/kernel  trains    stopped  model.py:35 (Net.target)',
+        '  gln     scale        stopped   trains   model.py:31 (Net.__call__)',
+    ]
+
+
+def test_parameters_of_a_module_share_a_row_and_long_tables_end():
+    paths = [f'layer_{n}/{name}' for n in range(20) for name in ('bias', 'kernel')]
+    flow = report({'': ['flows'] * 40}, {path: [STOPPED, LIVE] for path in paths})
+    with pytest.raises(AssertionError) as info:
+        testing.assert_stopped(flow, True)
+    lines = str(info.value).splitlines()
+    assert lines[:3] == [
+        'The function trains nothing of Constant(True): this does not hold.',
+        '  output  parameter       expected  found   at',
+        '  output  layer_0/* (2)   stopped   trains  model.py:31 (Net.__call__)',
+    ]
+    assert lines[-1] == '  and 8 more'
+    assert len(lines) == 15
+
+
+def test_what_no_output_uses_is_not_trained():
+    flow = report({'a': ['unused'], 'b': ['unused']}, {'dense/kernel': []})
+    testing.assert_stopped(flow, True)
+    testing.assert_stopped(flow, True, output='a')
+    with pytest.raises(AssertionError) as info:
+        testing.assert_flows(flow, 'dense/**')
+    assert str(info.value).splitlines()[-1] == (
+        '  together  dense/kernel  trains    not used'
+    )
+
+
+def test_leaves_without_a_gradient_are_free():
+    shapes = (jax.ShapeDtypeStruct((), jnp.int32), *LOSSES.shapes[1:])
+    flow = dataclasses.replace(LOSSES, shapes=shapes, status=(LOSSES.status[2],) * 3)
+    testing.assert_flows(flow, ['gln_0/**', 'head/**'], output='gln')
+    testing.assert_trains_only(flow, ['gln_0/**', 'head/**', 'scale'])
+    with pytest.raises(errors.NotDifferentiableError, match=r'int32\[\]'):
+        testing.assert_flows(flow, 'gln_0/**')
+    testing.assert_stopped(flow, 'gln_0/**')
+
+
+def test_what_names_nothing_is_refused():
+    with pytest.raises(errors.UnusedFilterError, match='gln_0/dense/kernel'):
+        testing.assert_stopped(LOSSES, ['gln_1/**', 'head/**'])
+    with pytest.raises(errors.FlowNameError, match=r"no output .*'explain'"):
+        testing.assert_stopped(LOSSES, 'head/**', output='explain')
+    with pytest.raises(errors.FlowNameError, match=r"no output .*'explain'"):
+        testing.assert_stopped(LOSSES, 'head/*', output=['code', 'explain'])
+    with pytest.raises(errors.FlowNameError, match='no output'):
+        testing.assert_stopped(LOSSES, 'head/**', output=False)
+    with pytest.raises(errors.FilterTypeError):
+        testing.assert_flows(LOSSES, 3)
+    with pytest.raises(errors.ReportArgumentsError, match='with 2 arguments'):
+        testing.assert_flows(LOSSES, 'head/**', {}, X)
+
+
+def test_predicates_see_paths():
+    testing.assert_flows(LOSSES, lambda path: path.name == 'bias', output='gln')
