@@ -395,6 +395,27 @@ def test_a_tied_weight_is_stopped_in_one_of_two_uses():
     assert lines[1] == lines[0] + 1
 
 
+def first_user_of_a_cache(w):
+    return jnp.take(w, jnp.array([[[0], [1]]]), axis=0)
+
+
+def test_the_line_is_not_that_of_who_filled_a_cache():
+    index = jnp.array([[[0], [1]]])
+    jax.make_jaxpr(first_user_of_a_cache)(THREE)
+
+    @jax.jit
+    def mine(w):
+        return jnp.take(w, index, axis=0)
+
+    def called_first(w):
+        return mine(w)
+
+    for fn in (called_first, lambda w: mine(w)):
+        report = flow_of(lambda p, fn=fn: fn(p['w']), {'w': A})
+        sources = {use.source for use in report.uses_of('w')}
+        assert [s.endswith('<locals>.mine)') for s in sources] == [True], sources
+
+
 def test_uses_in_loops_and_branches():
     def fn(p):
         def turn(carry, x):
