@@ -553,7 +553,7 @@ def source_of(eqn: Any, within: str = '') -> str:
         eqn: an equation of a jaxpr.
         within: what JAX notes of the jitted function that the equation is in, as
             ``function_in`` gives it. The trace of one is kept: the frames around it
-            are those of the first call.
+            are those of the first call, which jax 0.7.2 notes and 0.10.2 does not.
     """
     traceback = eqn.source_info.traceback
     for code, place in zip(*traceback.raw_frames(), strict=True) if traceback else ():
