@@ -233,6 +233,26 @@ def test_a_closure_that_changes_is_seen(traces):
     assert traces() == ['fn'] * 3
 
 
+def test_a_method_is_one_function(traces):
+    class Trainer:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def loss(self, params):
+            return self.scale * loss(params, X)
+
+    trainer, other = Trainer(2.0), Trainer(2.0)
+    live = sg.live(trainer.loss, PARAMS)
+    grads = sg.grad(trainer.loss, wrt=live)(PARAMS)
+    assert traces() == ['loss']
+    oracle.assert_same(sg.grad(other.loss, wrt=live)(PARAMS)['head'], grads['head'])
+    assert traces() == ['loss'] * 2
+    trainer.scale = 4.0
+    twice = sg.grad(trainer.loss, wrt=live)(PARAMS)['head']['w']
+    oracle.assert_same(twice, 2.0 * grads['head']['w'])
+    assert traces() == ['loss'] * 3
+
+
 def test_a_function_that_counts_its_traces_runs_once():
     count = 0
 
