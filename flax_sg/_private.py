@@ -94,7 +94,8 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (jax_core, 'trace_state_clean'),
     (jax_lax, '_convert_element_type'),
     (jax_config, 'trace_context'),
-    (source_info_util, 'user_frames'),
+    (source_info_util, 'is_user_filename'),
+    (source_info_util, 'raw_frame_to_frame'),
     (linear_util, 'DebugInfo'),
 )
 
@@ -631,14 +632,29 @@ _LIBRARIES = tuple(
 _DEMO = os.path.join(_LIBRARIES[0], 'demo') + os.sep
 
 
-def source_of(eqn: Any) -> str:
+def source_of(eqn: Any, within: str = '') -> str:
     """The line of the user's program that an equation comes from, or ''.
 
-    JAX knows the frames outside of JAX; those of Flax and of this library are left out.
+    Args:
+        eqn: an equation of a jaxpr.
+        within: what JAX notes of the jitted function that the equation is in, as
+            ``function_in`` gives it. The trace of one is kept: the frames around it
+            are those of the first call, which jax 0.7.2 notes and 0.10.2 does not.
     """
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        file = frame.file_name
-        if file.startswith(_DEMO) or not file.startswith(_LIBRARIES):
+    traceback = eqn.source_info.traceback
+    for code, place in zip(*traceback.raw_frames(), strict=True) if traceback else ():
+        file = code.co_filename
+        if file.startswith(_DEMO) or (
+            source_info_util.is_user_filename(file) and not file.startswith(_LIBRARIES)
+        ):
+            frame = source_info_util.raw_frame_to_frame(code, place)
             name = os.path.basename(file)
             return f'{name}:{frame.start_line} ({frame.function_name})'
+        if within == f'{code.co_name} at {file}:{code.co_firstlineno}':
+            return ''
     return ''
+
+
+def function_in(eqn: Any) -> str:
+    """The function, file and line that a jitted function was written in."""
+    return str(eqn.params['jaxpr'].jaxpr.debug_info.func_src_info)

@@ -20,6 +20,7 @@ from flax_sg import (
     views,
     writeback,
 )
+from flax_sg.flow import analysis, dependence, derivatives, programs
 
 Patch = pytest.MonkeyPatch
 
@@ -110,3 +111,22 @@ def one_stack_for_all_threads(patch: Patch) -> None:
     for name in ('__init__', 'set_blocks', 'only', 'forget'):
         setattr(Shared, name, names[name])
     patch.setattr(blocks, 'thread', Shared())
+
+
+def loops_turn_once(patch: Patch) -> None:
+    """What is carried out of a loop is not followed into its next turn."""
+    patch.setattr(dependence, '_around', lambda rows, first, count: list(rows))
+
+
+def rules_are_not_read(patch: Patch) -> None:
+    """The derivative of a ``custom_vjp`` is taken for that of its function."""
+
+    def backward(eqn: Any) -> Any:
+        return analysis.Analysis.dependences()[0].of(eqn.params['call_jaxpr'])
+
+    patch.setattr(derivatives, '_backward', backward)
+
+
+def programs_taken_for_any_function(patch: Patch) -> None:
+    """A filter's program stands for whatever is differentiated with the filter."""
+    patch.setattr(programs.Program, 'is_of', lambda self, fun, args: True)

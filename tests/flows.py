@@ -248,6 +248,14 @@ def custom_vjp_out_of_nothing(a, b):
     return vjp_constant(a * 2.0, b)
 
 
+@program('flows', 'flows')
+def out_of_nothing_in_a_loop(a, b):
+    def turn(carry, _):
+        return jax.jit(vjp_constant)(2.0 * a, carry), None
+
+    return lax.scan(turn, b, None, length=2)[0]
+
+
 @program('flows', 'stopped')
 def unreached_custom_vjp(a, b):
     return jnp.sign(vjp_constant(a, b))

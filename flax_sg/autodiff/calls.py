@@ -64,9 +64,10 @@ def vjp(
         wrt: which leaves are differentiated: any kind of filter, on the paths within
             each argument; in a dict of collections they start below the collection,
             which is ``path.collection``, and leaves of ``_overwrite_with_gradient``
-            have a gradient in any case. By default every leaf that can be
-            differentiated and that no class in the tree declares as not trained, see
-            ``sg.trainable``; ``True`` is every one that can be.
+            have a gradient in any case. One from ``sg.live`` brings the program of
+            ``fun`` along, so that it is not traced again. By default every leaf that
+            can be differentiated and that no class in the tree declares as not trained,
+            see ``sg.trainable``; ``True`` is every one that can be.
         absent: what stands in the result for the others: ``'drop'`` is ``ABSENT``,
             which has no leaves and raises when it is used; ``'none'`` is None;
             ``'zeros'`` are zeros; ``'masked'`` is ``optax.MaskedNode()``.

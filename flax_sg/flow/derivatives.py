@@ -76,6 +76,8 @@ class Derivatives:
         safe = _all_that_has_tangents(eqn)
         if any(map(_is_ref, eqn.outvars)):
             return safe  # What it is read for is asked there.
+        if 'vjp' in name:  # And it may make cotangents out of nothing.
+            safe = [row and row | bit_of(eqn, FROM_NOTHING) for row in safe]
         # A rule that is told which inputs are perturbed may do anything for others.
         if not any(safe) or eqn.params.get('symbolic_zeros'):
             return safe

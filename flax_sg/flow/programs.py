@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -97,7 +98,9 @@ class Program:
         and containers by value, arrays, tracers, modules and all that cannot be looked
         into by identity. The settings of JAX and the open blocks count.
         """
-        if fun is not self.fun or _private.trace_context() != self._context:
+        if not _is_object(fun, self.fun):
+            return False
+        if _private.trace_context() != self._context:
             return False
         leaves, treedef = jax.tree.flatten(tuple(args))
         if treedef != self._treedef or functions.reads_key(fun) != self._key:
@@ -114,6 +117,11 @@ class Program:
         return jax.tree.map(
             lambda leaf: next(arrays) if _is_shape(leaf) else leaf, self.output
         )
+
+
+def _is_object(a: Any, b: Any) -> bool:
+    """Whether two functions are one object, or methods of one, bound anew each time."""
+    return a is b or (isinstance(a, types.MethodType) and bool(a == b))
 
 
 def _leaves_in(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:

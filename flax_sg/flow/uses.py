@@ -22,6 +22,7 @@ Alias: TypeAlias = tuple[int, bool]
 Aliases: TypeAlias = dict[Any, set[Alias]]
 
 UNKNOWN = 'unknown'
+_JITTED = frozenset(('jit', 'pjit'))
 # What makes no use of a value, but hands it on.
 _HANDS_ON = frozenset(
     (
@@ -102,6 +103,7 @@ class Uses:
         aliases: Aliases,
         prefix: str,
         source: str,
+        within: str = '',
     ) -> None:
         live = self.flow.within(jaxpr, [*live_ends, *self._beyond])
         needed = self.values.within(jaxpr, [*needed_ends, *self._beyond])
@@ -116,7 +118,7 @@ class Uses:
             if not met or not any(below_needed):
                 continue
             place = '/'.join(filter(None, (prefix, _private.name_stack_of(eqn))))
-            here = _private.source_of(eqn) or source
+            here = _private.source_of(eqn, within) or source
             rest = self._into_bodies(
                 self._bodies(
                     eqn, [*below, *self._beyond], [*below_needed, *self._beyond]
@@ -126,6 +128,7 @@ class Uses:
                 aliases,
                 '/'.join(filter(None, (place, _label(eqn)))),
                 here,
+                within,
             )
             flows, reads = self.flow.rows(eqn), self.values.rows(eqn)
             if eqn.primitive.name in _HANDS_ON:
@@ -153,6 +156,7 @@ class Uses:
         aliases: Aliases,
         place: str,
         source: str,
+        within: str,
     ) -> list[int]:
         """Follows parameters into the bodies of an equation.
 
@@ -160,6 +164,8 @@ class Uses:
             The inputs that go into none.
         """
         rest = set(met)
+        if eqn.primitive.name in _JITTED:
+            within = _private.function_in(eqn)
         for body in bodies:
             inner: Aliases = {}
             for number in met:
@@ -171,7 +177,7 @@ class Uses:
                     rest.discard(number)
             if not inner:
                 continue
-            self._walk(body.jaxpr, body.live, body.needed, inner, place, source)
+            self._walk(body.jaxpr, body.live, body.needed, inner, place, source, within)
             for number, var in enumerate(body.jaxpr.outvars):
                 handed = _of(inner, var)
                 if number in body.outputs:
@@ -248,6 +254,6 @@ def _of(aliases: Aliases, var: Any) -> set[Alias]:
 def _label(eqn: JaxprEqn) -> str:
     """What a body adds to the names of the places in it."""
     name = eqn.primitive.name
-    if name in ('jit', 'pjit'):
+    if name in _JITTED:
         return f'jit({eqn.params.get("name", "")})'
     return 'checkpoint' if name == 'remat2' else name
