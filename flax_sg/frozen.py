@@ -125,6 +125,7 @@ class Frozen(Rewritten):
 
     Note:
         In the body of ``nn.scan`` the stacked weights are no residual of every step, as
-        they are where ``stop_gradient`` is written into the body by hand. Flux.jl
-        #1931 asks for the same in Julia.
+        they are where ``stop_gradient`` is written into the body by hand; a call with a
+        function that uses other modules of the body warns (``ScanMemoryWarning``).
+        Flux.jl #1931 asks for the same in Julia.
     """

@@ -58,7 +58,7 @@ class Mirror(frozen.Rewritten):
     def _extent(self, judge: bool) -> Generator[Any]:
         """As of every wrapper; with the draws and the values that it was made for."""
         module = self.module
-        if self.shown is not None:
+        if self.shown is not None and self.origin is None:
             _check_fits(module, self.shown.variables)
             blocks.note_trace(module.scope)  # The other values are in no trace yet.
             module = _private.on_variables(module, self.shown.variables)
@@ -72,20 +72,19 @@ class Mirror(frozen.Rewritten):
     @nowrap
     def _handing_over(self, module: Any) -> Any:
         """What is sown on a copy of the module's scope goes to the scope itself."""
+        if self.shown is None:
+            return contextlib.nullcontext()
+        pair = (module, self.module)
         if self.origin is not None:
-            return statistics.results_handed_over(self.within, self.origin)
-        if module is not self.module:
-            return statistics.results_handed_over(module, self.module)
-        return contextlib.nullcontext()
+            pair = (self.within, self.origin)
+        return statistics.results_handed_over(*pair, self.shown.variables)
 
     @nowrap
     def _part(self, part: Any, module: Any) -> Any:
         """A view of a part of the module in use, which is on what is shown."""
         within = module if self.within is None else self.within
         origin = self.origin if module is self.module else self.module
-        return self.clone(
-            module=part, within=within, name=None, shown=None, origin=origin
-        )
+        return self.clone(module=part, within=within, name=None, origin=origin)
 
 
 def mirror(

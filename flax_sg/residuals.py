@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from flax.core import lift
 from flax.core.scope import Scope
 from jax.extend import core
 
-from flax_sg import _private
+from flax_sg import _private, errors
 
 _LIFTS = re.compile(r'(scan|remat)\(')
 _STOP = 'stop_gradient'
@@ -37,6 +38,23 @@ def is_in_scan(scope: Scope) -> bool:
         if lifts:
             return lifts[0] == 'scan'
     return False
+
+
+def warn(wrapper: str, module: Any) -> None:
+    """Says what a stop in the body of a scan costs, where it cannot be made cheap.
+
+    Args:
+        wrapper: the name of what stops.
+        module: a bound module.
+    """
+    scopes = _private.own_scopes(module)
+    trees = [_private.stored(scope).get('params', {}) for scope in scopes]
+    params = jax.tree.leaves(trees)
+    if params and not module.is_initializing():
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
+        warning = errors.ScanMemoryWarning(wrapper, module, size)
+        # At the call: of this function, of the wrapper's method, of the wrapper.
+        warnings.warn(warning, stacklevel=4)
 
 
 def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:

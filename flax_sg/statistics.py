@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
 from flax import linen
@@ -92,23 +92,32 @@ def _put_back(collection: str, now: Any, before: Any) -> None:
 
 
 @contextlib.contextmanager
-def results_handed_over(copy: Any, module: Any) -> Generator[None]:
+def results_handed_over(
+    copy: Any, module: Any, given: Collection[str]
+) -> Generator[None]:
     """Lets what a module on a copy of a scope sows go on in the scope itself.
 
     Args:
         copy: the module on the copy.
-        module: the module that it was copied from.
+        module: the module that it was copied from, and may have been called since.
+        given: the collections that have other values in the copy.
     """
-    _copy_results(module.scope, copy.scope)
-    yield
-    _copy_results(copy.scope, module.scope)
-
-
-def _copy_results(of: Scope, to: Scope) -> None:
+    of, to = module.scope, copy.scope
     for collection, tree in _private.stored(of).items():
-        if to.is_mutable_collection(collection):
-            for name, value in _results(collection, tree).items():
-                to.put_variable(collection, name, value)
+        if collection != 'params' and to.is_mutable_collection(collection):
+            # What is sown may be known by then only.
+            given_too = collection in given
+            found = _results(collection, tree) if given_too else _private.copied(tree)
+            _put(to, collection, found)
+    yield
+    for collection, tree in _private.stored(to).items():
+        if of.is_mutable_collection(collection):
+            _put(of, collection, _results(collection, tree))
+
+
+def _put(scope: Scope, collection: str, tree: Mapping[str, Any]) -> None:
+    for name, value in tree.items():
+        scope.put_variable(collection, name, value)
 
 
 def _results(collection: str, tree: Any) -> dict[str, Any]:

@@ -129,8 +129,10 @@ class Wrapper(_private.Module):
         # A part of the model may be all that there is yet.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
         use = functools.partial(_use, name=name, judge=judge, args=args, kwargs=kwargs)
-        if residuals.is_in_scan(scope) and not self._borrows(args, kwargs):
-            return residuals.stop_again(self, use)
+        if residuals.is_in_scan(scope):
+            if not self._borrows(args, kwargs):
+                return residuals.stop_again(self, use)
+            residuals.warn(type(self).__name__, innermost(self.module))
         return use(self)
 
     @nowrap

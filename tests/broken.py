@@ -90,6 +90,16 @@ def owners_never_told_apart(patch: Patch) -> None:
     patch.setattr(contexts, 'tell_apart', lambda number: None)
 
 
+def numbers_in_use_forgotten(patch: Patch) -> None:
+    """Two threads use one number for the blocks of two owners."""
+
+    class Forgetful(dict[int, Any]):
+        def get(self, key: int, default: Any = None) -> Any:
+            return default
+
+    patch.setattr(contexts, '_in_use', Forgetful())
+
+
 def decisions_shared(patch: Patch) -> None:
     """What one filter said of a variable is remembered for those of all blocks."""
     selects, shared = blocks.Block.selects, dict[Any, bool]()

@@ -157,6 +157,14 @@ CAUGHT = [
         GRADIENT,
     ),
     Caught(
+        broken.numbers_in_use_forgotten,
+        lambda: test_caches.test_two_threads_share_a_jitted_closure(
+            'a', 'before the trace'
+        ),
+        AssertionError,
+        GRADIENT,
+    ),
+    Caught(
         broken.decisions_shared,
         called_outside_and_inside,
         AssertionError,
@@ -229,6 +237,16 @@ CAUGHT = [
             ['enc of the owner'],
             *(go(0, 'p', 'a', 0), call(0, RAW_JIT), leave(0), leave(0)),
             *(go(0, 'b', 0), call(0, RAW_JIT)),
+        ),
+        AssertionError,
+        '^traced',
+    ),
+    Caught(
+        broken.numbers_in_use_forgotten,
+        sequence(
+            ['enc of the owner'],
+            *(go(0, 'p', 'a', 0), go(1, 'p', 'b', 0)),
+            *(call(0, SHARED), call(1, SHARED)),
         ),
         AssertionError,
         '^traced',

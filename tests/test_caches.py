@@ -1275,7 +1275,7 @@ def test_eight_threads_with_filters_of_their_own_on_one_bound_module():
 
 @pytest.mark.parametrize('opens', ['before the trace', 'in the trace'])
 @pytest.mark.parametrize('first', 'ab')
-def test_two_threads_in_blocks_of_two_modules_share_a_jitted_closure(first, opens):
+def test_two_threads_share_a_jitted_closure(first, opens):
     """The block of the second is open before anybody knows that owners matter."""
     params = Owners().init(jax.random.key(0), X)['params']
     model = Owners().bind({'params': params})

@@ -11,7 +11,7 @@ from flax import linen
 
 import oracle
 import stepwise
-from flax_sg import errors
+from flax_sg import errors, statistics
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
 
@@ -627,8 +627,11 @@ def test_what_is_sown_on_other_values_is_kept(lift) -> None:
                 view = nn.mirror(self.inner, variables=other)
             part, method = view.part, view.part.__call__
             calls = inner, view, part, inner.part, part, method, inner, view, part
-            return [call(i * x) for i, call in enumerate(calls, 1)]
+            results = [call(i * x) for i, call in enumerate(calls, 1)]
+            lent = linen.remat(lambda module, x: module(x))
+            return [*results, lent(part, x), inner(x), lent(view, x)]
 
+    statistics._sown.clear()
     variables = Model(False).init(RNGS, X)
     start = {'params': variables['params']}
     kwargs: dict[str, Any] = {

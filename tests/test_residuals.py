@@ -11,8 +11,8 @@ from flax import linen
 import oracle
 import programs
 import stepwise
+from flax_sg import errors, residuals
 from flax_sg import linen as nn
-from flax_sg import residuals
 
 WIDTH, DEPTH, RANK = 64, 8, 2
 X = jnp.linspace(-1.0, 1.0, 4 * WIDTH).reshape(4, WIDTH)
@@ -214,6 +214,19 @@ def test_what_a_call_gives_may_be_of_any_kind() -> None:
     oracle.assert_same(actual, expected)
 
 
+def warned(how: str, size: int) -> str:
+    name = 'Sequential' if how == 'field' else 'Calls'
+    path = 'Sequential_0' if how == 'field' else 'base'
+    return (
+        f'nn.Frozen({name}(...)) at {path!r} is called in the body of a scan with a '
+        'function that uses other modules of the body.\n'
+        'Gradients are right, but the stopped parameters are kept for the way back at '
+        f'each step: at least {size:,} bytes times the length of the scan.\n'
+        'Call the other modules outside of the wrapper, or open a block around the '
+        "scan: with nn.stop_gradient('layers/...'): layers(x)."
+    )
+
+
 def test_a_call_that_uses_modules_of_the_body() -> None:
     """They belong to the trace of the body: the call has to stay in it."""
 
@@ -245,9 +258,13 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
             )(wrap, how)
 
         params = model(bare).init(jax.random.key(0), X, None)['params']
-        actual = oracle.grads(
-            lambda p, m=model: m(nn.Frozen).apply({'params': p}, X, None)[0], params
-        )
+        with pytest.warns(errors.ScanMemoryWarning) as caught:
+            actual = oracle.grads(
+                lambda p, m=model: m(nn.Frozen).apply({'params': p}, X, None)[0], params
+            )
+        warning = caught.pop()
+        assert warning.filename == __file__
+        assert str(warning.message) == warned(how, 4 * (WIDTH + 1) * WIDTH)
         expected = oracle.grads(
             lambda p, m=model: m(bare).apply({'params': oracle.stopped(p)}, X, None)[0],
             params,

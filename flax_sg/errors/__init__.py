@@ -45,5 +45,6 @@ from flax_sg.errors.use import UnknownCollectionError as UnknownCollectionError
 from flax_sg.errors.use import UnknownMethodError as UnknownMethodError
 from flax_sg.errors.wrap import ChoiceError as ChoiceError
 from flax_sg.errors.wrap import MirrorVariablesError as MirrorVariablesError
+from flax_sg.errors.wrap import ScanMemoryWarning as ScanMemoryWarning
 from flax_sg.errors.wrap import WrappedModuleError as WrappedModuleError
 from flax_sg.errors.wrap import WrapperNameError as WrapperNameError

@@ -99,3 +99,25 @@ class MirrorVariablesError(FlaxSGError, ValueError):
             "such as {'params': ...}.",
         ]
         super().__init__('\n'.join(lines))
+
+
+class ScanMemoryWarning(UserWarning):
+    """In the body of a scan, what is stopped is kept for the way back at each step.
+
+    Without this warning it is not, as where the stop is outside of the scan. But a call
+    that uses other modules of the body has to stay in the trace of the body::
+
+        nn.Frozen(nn.Sequential([nn.Dense(4), lambda x: self.head(x)]))(x)  # more
+        self.head(nn.Frozen(nn.Dense(4))(x))
+    """
+
+    def __init__(self, wrapper: str, module: Any, size: int) -> None:
+        name, path = type(module).__name__, '/'.join(module.scope.path)
+        super().__init__(
+            f'nn.{wrapper}({name}(...)) at {path!r} is called in the body of a scan '
+            'with a function that uses other modules of the body.\n'
+            'Gradients are right, but the stopped parameters are kept for the way back '
+            f'at each step: at least {size:,} bytes times the length of the scan.\n'
+            'Call the other modules outside of the wrapper, or open a block around the '
+            "scan: with nn.stop_gradient('layers/...'): layers(x)."
+        )
