@@ -28,8 +28,11 @@ from flax_sg.optim import thaw as thaw
 from flax_sg.optim import trainable_mask as trainable_mask
 from flax_sg.paths import Path as Path
 from flax_sg.summary import tabulate as tabulate
+from flax_sg.tree_rewrites import rewrite as rewrite
+from flax_sg.tree_rewrites import stop_gradient as stop_gradient
 from flax_sg.trees import combine as combine
 from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n
+from flax_sg.trees import substitute as substitute
 
 __version__ = '0.1.0'

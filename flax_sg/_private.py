@@ -33,6 +33,8 @@ from jax import custom_batching
 from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import linear_util, source_info_util
+from jax._src.interpreters import batching as jax_batching
+from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
 
 from flax_sg import errors
@@ -83,6 +85,7 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (linen_module, '_unspecified_parent'),
     (linen_module, 'SetupState'),
     (linen_module, 'wrap_method_once'),
+    (Module, '_call_wrapped_method'),
     (linen_transforms, '_is_module_class'),
     (summary, '_get_module_table'),
     (summary, '_render_table'),
@@ -90,6 +93,9 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (summary, '_size_and_bytes_repr'),
     (jax, 'make_user_context'),
     (jax_core, 'set_current_trace'),
+    (jax_core, 'trace_ctx'),
+    (jax_batching, 'BatchTrace'),
+    (partial_eval, 'DynamicJaxprTrace'),
     (tracers, 'current_trace'),
     (jax_core, 'trace_state_clean'),
     (jax_lax, '_convert_element_type'),
@@ -188,6 +194,33 @@ def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def in_innermost_trace(
+    levels: Sequence[Any], *leaves: Any, examples: bool = True
+) -> contextlib.AbstractContextManager[Any]:
+    """Makes the innermost trace of some ``current_trace()`` the current one.
+
+    What belongs to one of two extents, of which either may have begun first, lives as
+    long as the one that began last. Traces know only the one around them.
+
+    Args:
+        levels: results of ``current_trace``, of code around the running one.
+        *leaves: what is to be used in there; their traces count too.
+        examples: whether the trace of one example under ``vmap`` counts although
+            nothing in ``leaves`` is mapped over.
+    """
+    used = [leaf._trace for leaf in leaves if isinstance(leaf, Tracer)]
+    wanted = [level._trace_ref() for level in levels if level is not None]
+    trace: Any = jax_core.trace_ctx.trace
+    found = False
+    while trace is not None:
+        found = found or any(trace is other for other in wanted)
+        counts = examples or not isinstance(trace, jax_batching.BatchTrace)
+        if any(trace is other for other in used) or (found and counts):
+            return jax_core.set_current_trace(trace)
+        trace = getattr(trace, 'parent_trace', None)
+    return in_trace_of(leaves[0]) if leaves else contextlib.nullcontext()
+
+
 def in_trace_of_scope(scope: Scope) -> contextlib.AbstractContextManager[Any]:
     """Makes the trace that ``scope`` was created in the current one."""
     trace_level: Any = scope.trace_level
@@ -195,6 +228,39 @@ def in_trace_of_scope(scope: Scope) -> contextlib.AbstractContextManager[Any]:
     if trace is None:
         return contextlib.nullcontext()
     return jax_core.set_current_trace(trace)
+
+
+def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
+    """The innermost trace here that JAX may keep and run again on other arguments.
+
+    Derivatives and batching in progress are none: their traces are made each time.
+
+    Args:
+        scope: to ask for the trace in which it was created, None if that is over.
+    """
+    level: Any = None if scope is None else scope.trace_level
+    trace: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
+    if trace is None:
+        return None
+    while not isinstance(trace, partial_eval.DynamicJaxprTrace):
+        outer = getattr(trace, 'parent_trace', None)
+        if outer is None:
+            break
+        trace = outer
+    return weakref.ref(trace)
+
+
+def running_method() -> tuple[Module, str] | None:
+    """The module whose method is running, and the name of the method.
+
+    Flax keeps a stack of modules, without the methods.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is Module._call_wrapped_method.__code__:
+            return frame.f_locals['self'], frame.f_locals['fun'].__name__
+        frame = frame.f_back
+    return None
 
 
 def stored(scope: Scope) -> dict[str, Any]:

@@ -10,25 +10,38 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Hashable, Iterable
 from typing import Any
 
 from flax.core.scope import Scope, in_filter
 
-from flax_sg import _private, contexts, errors, filters, frames, paths, rules, views
+from flax_sg import (
+    _private,
+    contexts,
+    errors,
+    filters,
+    frames,
+    paths,
+    placing,
+    rules,
+    views,
+)
 
 ROOT_FLAG = 'flax_sg'
 # fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
 OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'
 _AS_IT_IS = contextlib.nullcontext()
+_KnownRoot = tuple[views.Root, tuple[str, ...], dict[str, Any]]
 
 
-class Block:
+class Block(frames.Place):
     """One open extent of a rewrite.
 
     Attributes:
         source: the rewrite that the block was opened with.
         rewrite_value: the rewrite, as it was when the block opened.
+        key: what stands for it in the keys of JAX's caches.
+        outer, level: the blocks that were open then, and the trace.
         owner: the scope of the module that opened the block; None at top level, and
             once the block is closed.
         owner_path: the path of that scope; () at top level.
@@ -39,8 +52,14 @@ class Block:
     """
 
     def __init__(self, rewrite: rules.Rewrite, owner: Scope | None) -> None:
+        super().__init__()
         self.source = rewrite
         self.rewrite_value = rewrite.snapshot()
+        self.key = self.rewrite_value.key()
+        self.values = self.rewrite_value.rule.values()
+        self.outer, self.level = thread.blocks, _private.current_trace()
+        self._kept_trace = _private.kept_trace()
+        self.made = placing.Made()
         self.where = self.rewrite_value.where
         self.owner = owner
         self.owner_path = () if owner is None else owner.path
@@ -54,9 +73,6 @@ class Block:
         self._asks_functions = any(
             isinstance(atom, filters.Predicate) for atom in self.where.atoms
         )
-        self._task = frames.current_task()
-        self._frames = frames.suspendable_frames()
-        self.suspendable = self._task is not None or bool(self._frames)
         self.abandoned = False  # Set by a thread that closes a block of another one.
 
     def wants(self, collection: str) -> bool:
@@ -72,11 +88,9 @@ class Block:
     def selects(self, root: views.Root, key: views.Key) -> Any:
         """Whether the filter takes the variable; asks it once for each variable."""
         inside = root.tree is self.tree
-        found = self._selected.get((inside, key))
-        if found is None:
-            path = self._path(inside, key)
-            found = self._selected[inside, key] = self._decide(path)
-        return found
+        if (inside, key) not in self._selected:
+            self._selected[inside, key] = self._decide(self.path(root, key))
+        return self._selected[inside, key]
 
     def _decide(self, path: paths.Path) -> Any:
         self.collections.add(path.collection)
@@ -85,7 +99,7 @@ class Block:
         if key not in self.decisions:
             if self._asks_functions and not self.decisions and self.where.changed():
                 raise errors.FilterChangedError(self.rewrite_value)
-            # Which variables are meant cannot depend on what the block shows of them.
+            # What is meant cannot depend on what the block shows of it.
             try:
                 with thread.only(()) if self._asks_functions else _AS_IT_IS:
                     results = {atom: atom(path) for atom in self.where.atoms}
@@ -101,37 +115,31 @@ class Block:
         """The atoms of the filter that have taken no variable yet."""
         return tuple(a for a in self.where.atoms if a not in self.matched)
 
-    def collections_named(self) -> tuple[str, ...]:
-        """The collections that the rewrite asks for by name."""
-        named = self.rewrite_value.collections
-        if isinstance(named, str):
-            return (named,)
-        return tuple(named) if isinstance(named, Iterable) else ()
-
-    def _path(self, inside: bool, key: views.Key) -> paths.Path:
+    def path(self, root: views.Root, key: views.Key) -> paths.Path:
+        """The variable, as the filter and the rule see it."""
+        inside = root.tree is self.tree
         return paths.Path.of(*key, self.owner_path if inside else ())
 
     def close(self) -> None:
         """Lets go of the owner, which may hold tracers."""
         if self._asks_functions and self.where.changed():
             # Some variables may have been judged by what the filter read later.
-            contexts.forget(self.rewrite_value)
+            contexts.forget(self.key)
         if self.owner is not None:
             self._closed_owner = weakref.ref(self.owner)
             self.owner = None
 
     @property
-    def owner_key(self) -> tuple[bool, tuple[str, ...]]:
-        """Where the module is that opened the block; see ``contexts.py``."""
-        return self.tree is None, self.owner_path
+    def owner_key(self) -> Hashable:
+        """Where the module is that opened the block, and which values it brings."""
+        return self.tree is None, self.owner_path, self.values
 
     def reopen(self) -> None:
         """Knows the owner's tree again, for a while, if that is still in use."""
         owner = None if self._closed_owner is None else self._closed_owner()
         if owner is not None and ROOT_FLAG not in owner.root.flags:
-            variables = _private.variables_of(owner.root)
-            known = (views.Root(self.tree), owner.root.path, variables)
-            thread.roots.setdefault(id(variables), known)
+            known = _known(self.tree, owner.root)
+            thread.roots.setdefault(id(known[2]), known)
 
     def names(self, root: views.Root, path: tuple[str, ...]) -> tuple[Any, ...]:
         """All that tells the block's names for a module at ``path`` from others."""
@@ -139,26 +147,23 @@ class Block:
 
     def rewrite(self, root: views.Root, key: views.Key, leaf: Any) -> Any:
         """Applies the rule to one leaf, where the extent begins."""
-        path = self._path(root.tree is self.tree, key)
-        with _private.in_trace_of(leaf):
-            seen = self.rewrite_value.rule(path, leaf)
-            return filters.merged(self.selects(root, key), seen, leaf, path)
+        runs_code = self.rewrite_value.rule.runs_code  # It sees what is outside.
+        with thread.only(self.outer) if runs_code else _AS_IT_IS:
+            return placing.rewritten(self, root, key, leaf)
+
+    def instead(self, root: views.Root, key: views.Key, value: Any) -> Any:
+        """What stands for a whole variable, if the rule says so."""
+        return placing.instead(self, root, key, value)
 
     def note_rewritten(self) -> None:
-        """Counts a leaf that a reader saw rewritten."""
+        """Counts what a reader saw rewritten."""
+        self.note_values()
         thread.rewritten += 1
 
-    def is_here(self) -> str | None:
-        """Why the running code cannot be told to lie in the block; None if it can."""
-        if self._task is not None and self._task is not frames.current_task():
-            return 'asyncio task'
-        if self._frames and not self._frames <= frames.frames_on_stack():
-            return 'generator'
-        return None
-
-    def is_run_by_caller(self) -> bool:
-        """Whether the generators that opened the block are being run right now."""
-        return bool(self._frames) and self._frames <= frames.frames_on_stack()
+    def note_values(self) -> None:
+        """Notes that something which depends on the values is read here."""
+        if self.values is not None and _private.kept_trace() != self._kept_trace:
+            thread.number_of.tell_apart()
 
 
 class _Thread(threading.local):
@@ -166,7 +171,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.blocks: tuple[Block, ...] = ()
-        self.roots: dict[int, tuple[views.Root, tuple[str, ...], dict[str, Any]]] = {}
+        self.roots: dict[int, _KnownRoot] = {}
         self.context: Any = None
         self.number_of = contexts.InUse()
         self.rewritten = 0
@@ -216,7 +221,7 @@ def note_trace(scope: Scope) -> None:
         thread.number_of.tell_apart()
 
 
-# Every open block of the process, to find one that another thread wants to close.
+# Of the process, to find one that another thread wants to close.
 _open_blocks: set[Block] = set()
 
 
@@ -269,29 +274,15 @@ def root_of(scope: Scope) -> views.Root:
         # with a path; they belong to the tree of the module that opened a block in it.
         owners = [b.tree for b in thread.blocks if b.tree is not None]
         tree = owners[-1] if top.path and owners else object()
-        known = thread.roots[id(variables)] = (views.Root(tree), top.path, variables)
+        beside = (r for r, _, _ in thread.roots.values() if r.tree is tree and top.path)
+        known = thread.roots[id(variables)] = _known(tree, top, beside)
     return known[0]
 
 
-def settle(scope: Scope) -> None:
-    """Forgets a tree whose scope has become invalid."""
-    if scope.parent is not None or ROOT_FLAG in scope.flags:
-        return
-    known = thread.roots.pop(id(_private.variables_of(scope)), None)
-    if known is None:
-        return
-    for block in thread.blocks:
-        block_meets(block, *known)
-
-
-def block_meets(
-    block: Block, root: views.Root, path: tuple[str, ...], variables: dict[str, Any]
-) -> None:
-    """Lets the filter see variables that nobody read, if it may have missed them."""
-    block.collections.update(variables)
-    if not block.unmatched():
-        return
-    for collection, tree in variables.items():
-        if block.wants(collection):
-            for key, _ in views.iter_variables((collection, path), tree):
-                block.selects(root, key)
+def _known(tree: object, top: Scope, beside: Iterable[views.Root] = ()) -> _KnownRoot:
+    same = (root for root in beside if root.level == top.trace_level)
+    root = next(same, views.Root(tree))
+    variables, root.level = _private.variables_of(top), top.trace_level
+    root.initializing = top.get_flag('initializing', False)
+    root.parts.append((top.path, variables))
+    return root, top.path, variables

@@ -6,6 +6,9 @@ jitted helper would be traced again for each of 1,000 modules. Only a program th
 variables inside a raw ``jax.jit`` or ``lax.scan`` can tell owners apart, and does so
 from the first such read on. By then its trace has its number, and a block of another
 thread may be open: so a number is used for the blocks of one owner at a time.
+
+The values that a rule brings are a part of what is meant by an owner here: where they
+are arguments of what is traced, other values of the same kind find the same trace.
 """
 
 from __future__ import annotations
@@ -21,14 +24,11 @@ from typing import Any, Protocol
 class Block(Protocol):
     """What a number depends on, of an open block."""
 
-    @property
-    def rewrite_value(self) -> Any:
-        """The rewrite, as it was when the block opened."""
-        ...
+    key: Hashable
 
     @property
     def owner_key(self) -> Hashable:
-        """Where the module is that opened the block."""
+        """Where the module is that opened the block, and which values it brings."""
         ...
 
 
@@ -134,7 +134,7 @@ class InUse:
         """The number for these open blocks."""
         number = self._of.get(blocks)
         if number is None:
-            rewrites = tuple(block.rewrite_value for block in blocks)
+            rewrites = tuple(block.key for block in blocks)
             owners = tuple(block.owner_key for block in blocks)
             number = self._of[blocks] = number_of(rewrites, owners)
         return number.value

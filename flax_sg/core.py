@@ -14,7 +14,8 @@ from typing import Any
 from flax.core import lift
 from flax.core.scope import CollectionFilter, Scope
 
-from flax_sg import extents, filters, rewrites, rules
+from flax_sg import extents, filters, rewrites, rules, substitutes
+from flax_sg import read_only as read_only_
 
 
 def rewrite(fn: Callable[..., Any], rewrite: rules.Rewrite) -> Callable[..., Any]:
@@ -92,4 +93,64 @@ def stop_gradient(
     value = rewrites.Rewrite(
         filters.as_filter(where), rules.StopGradient(), collections, unused
     )
+    return rewrite(fn, value)
+
+
+def substitute(
+    fn: Callable[..., Any],
+    values: substitutes.Values,
+    where: Any = None,
+    collections: CollectionFilter = 'params',
+    *,
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """Lifts a function of a scope so that it reads other values.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax.core import apply
+    >>> from flax_sg import core
+    >>> def shift(scope, x):
+    ...     return x + scope.param('bias', jax.nn.initializers.zeros, ())
+    >>> shifted = core.substitute(shift, {'bias': jnp.ones(())})
+    >>> float(apply(shifted)({'params': {'bias': jnp.zeros(())}}, 1.0))
+    2.0
+
+    Args:
+        fn: a function ``(scope, *args, **kwargs)``.
+        values: what is read, as in ``nn.substitute``, by paths relative to ``scope``.
+        where: the variables that are read as other values, any kind of filter.
+        collections: the collections that ``where`` looks at.
+        unused: what to do if a part of ``where`` took no variable, ``'raise'`` or
+            ``'ignore'``.
+
+    Returns:
+        A function with the signature of ``fn``.
+    """
+    value = substitutes.substitute(
+        values, where=where, collections=collections, unused=unused
+    )
+    return rewrite(fn, value)
+
+
+def read_only(
+    fn: Callable[..., Any],
+    where: Any,
+    collections: CollectionFilter = True,
+    *,
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """Lifts a function of a scope so that it raises where it writes.
+
+    Args:
+        fn: a function ``(scope, *args, **kwargs)``.
+        where: the variables that are read only, any kind of filter, by paths relative
+            to ``scope``.
+        collections: the collections that ``where`` looks at.
+        unused: what to do if a part of ``where`` took no variable, ``'raise'`` or
+            ``'ignore'``.
+
+    Returns:
+        A function with the signature of ``fn``; see ``nn.read_only``.
+    """
+    value = read_only_.read_only(where, collections=collections, unused=unused)
     return rewrite(fn, value)

@@ -7,6 +7,31 @@ import inspect
 from typing import Any
 
 
+class Place:
+    """Where something was opened: the task, and the generators that may be left.
+
+    Attributes:
+        suspendable: whether the code that opened it may be suspended.
+    """
+
+    def __init__(self) -> None:
+        self._task = current_task()
+        self._frames = suspendable_frames()
+        self.suspendable = self._task is not None or bool(self._frames)
+
+    def is_here(self) -> str | None:
+        """Why the running code cannot be told to lie in it; None if it can."""
+        if self._task is not None and self._task is not current_task():
+            return 'asyncio task'
+        if self._frames and not self._frames <= frames_on_stack():
+            return 'generator'
+        return None
+
+    def is_run_by_caller(self) -> bool:
+        """Whether the generators that opened it are being run right now."""
+        return bool(self._frames) and self._frames <= frames_on_stack()
+
+
 def current_task() -> asyncio.Task[Any] | None:
     """The task that is running, if any."""
     try:

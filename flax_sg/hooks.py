@@ -15,8 +15,10 @@ from flax_sg import (
     replays,
     resumed,
     statistics,
+    unused,
     views,
     writeback,
+    writes,
 )
 
 _MISSING = object()
@@ -79,7 +81,9 @@ def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         open_blocks = blocks.active()
         if open_blocks:
             key = (col, (*self.path, name))
+            blocks.note_trace(self)
             value = views.stored(blocks.root_of(self), open_blocks, key, value)
+            writes.check(self, open_blocks, key, value)
         original(self, col, name, value)
 
     return hook
@@ -89,7 +93,7 @@ def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
     def hook(self: Scope) -> None:
         original(self)
         if blocks.thread.roots:
-            blocks.settle(self)
+            unused.settle(self)
 
     return hook
 

@@ -181,6 +181,10 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     open_blocks = blocks.active()
     if scope is None or not open_blocks:
         return value
+    valued = [block for block in open_blocks if block.values is not None]
+    if valued and _private.kept_trace(scope) != _private.kept_trace():
+        for block in valued:  # A trace of its own reads what was made outside of it.
+            block.note_values()
     root = blocks.root_of(scope)
     setup = root.setups.get(id(module))
     if setup is None or setup.module() is not module:

@@ -13,14 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax.core.meta import AxisMetadata
 
 from flax_sg import blocks, errors, filters
 from flax_sg.absent import is_absent
 from flax_sg.nondifferentiable import NonDifferentiable
 from flax_sg.paths import Path
+from flax_sg.rules import is_differentiable as is_differentiable
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -116,17 +115,6 @@ def _is_variables(tree: Any) -> bool:
         return False
     known = 'params' in tree or blocks.OVERWRITE_WITH_GRADIENT in tree
     return known and all(isinstance(below, Mapping) for below in tree.values())
-
-
-def is_differentiable(leaf: Any) -> bool:
-    """Whether a leaf can be differentiated: real or complex, and not marked.
-
-    Arrays, tracers, Python's numbers and ``jax.ShapeDtypeStruct`` can; integers, bools,
-    keys, strings, other objects and ``NonDifferentiable`` cannot.
-    """
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-        return jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return isinstance(leaf, (float, complex))
 
 
 def selected(

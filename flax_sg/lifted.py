@@ -18,7 +18,8 @@ def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
     if methods is not None:
         raise errors.UnknownMethodError.without_class(methods)
     if isinstance(target, _private.Module):
-        return frozen.Frozen(
+        stops = isinstance(rewrite.rule, rules.StopGradient)
+        return (frozen.Frozen if stops else frozen.Rewritten)(
             target,
             rewrite.where,
             collections=rewrite.collections,

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 from flax.core.scope import CollectionFilter
 from flax.linen import nowrap
 
-from flax_sg import _private, blocks, draws, errors, filters, frozen, statistics, views
+from flax_sg import (
+    _private,
+    blocks,
+    draws,
+    errors,
+    filters,
+    frozen,
+    statistics,
+    substitutes,
+    views,
+)
 
 _serial = itertools.count()
 
@@ -91,7 +101,7 @@ def mirror(
     module: Any,
     where: filters.Where = True,
     *,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | substitutes.Values | None = None,
     rngs: str = draws.SAME,
     state: str = statistics.HOLD,
     collections: CollectionFilter = 'params',
@@ -134,7 +144,9 @@ def mirror(
         where: the parameters to stop, by paths relative to ``module``; all by default.
         variables: what to read instead of the module's own variables: a tree like
             these, with collections on top. Collections that are not in it, and modules
-            that lie elsewhere, are read as they are. None for the module's own.
+            that lie elsewhere, are read as they are. Or the name of a collection of
+            such parameters, a bound module, or a function of the module's own, as in
+            ``nn.substitute``. None for the module's own.
         rngs: which random numbers a call draws:
 
             * ``'same'``: the n-th call of a view draws what the n-th call of the
@@ -156,6 +168,7 @@ def mirror(
     Raises:
         WrappedModuleError: if ``module`` is no module.
         MirrorVariablesError: if ``variables`` cannot be those of the module.
+        SubstituteError: at a read, if other values do not fit.
         ChoiceError: for another ``rngs`` or ``state``.
 
     Note:
@@ -167,16 +180,19 @@ def mirror(
     if variables is not None and state == statistics.UPDATE:
         choices = {k: v for k, v in statistics.CHOICES.items() if k != state}
         raise errors.ChoiceError('with variables=, state', state, choices)
-    shown = None if variables is None else _Shown(variables)
-    return Mirror(
+    is_tree = isinstance(variables, Mapping)
+    view = Mirror(
         module,
         where,
         collections=collections,
         state=state,
         unused=unused,
         rngs=rngs,
-        shown=shown,
+        shown=_Shown(variables) if is_tree else None,
     )
+    if variables is None or is_tree:
+        return view
+    return substitutes.substitute(variables)(view)
 
 
 def _check_fits(module: Any, variables: Mapping[str, Any]) -> None:

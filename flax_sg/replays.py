@@ -75,7 +75,10 @@ class _Replay:
         """A block is about to be opened."""
         path = () if owner is None else owner.path
         block = self._until
-        if block is not None and (rewrite, path) == (block.source, block.owner_path):
+        if block is None:
+            return
+        # Values that are computed anew are other values of the same kind.
+        if (rewrite.key(), path) == (block.source.key(), block.owner_path):
             raise _Reached
 
     def reads(self, scope: Scope, collection: str) -> None:
@@ -211,11 +214,10 @@ def _derive(
 
 def _home_of(scope: Scope, open_blocks: tuple[blocks.Block, ...]) -> Any:
     """The trace to which belongs what ``setup`` derives under these blocks."""
-    brought = [block.rewrite_value.rule.brings for block in open_blocks]
-    last = next((leaf for leaf in reversed(brought) if leaf is not None), None)
-    if last is None:
+    levels = [block.level for block in open_blocks if block.rewrite_value.rule.brings]
+    if not levels:
         return _private.in_trace_of_scope(scope)
-    return _private.in_trace_of(last)
+    return _private.in_innermost_trace([*levels, scope.trace_level])
 
 
 def _run_setup(scratch: Any, until: blocks.Block | None) -> list[str]:

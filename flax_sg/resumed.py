@@ -22,7 +22,7 @@ def custom_rules(*names: str) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
             open_blocks = blocks.active()
-            # The functions of JAX itself (relu, softmax, ...) read no variables.
+            # Functions of JAX itself (relu, softmax, ...) and ours read no variables.
             if open_blocks and not _of_jax(self):
                 self = _copy(self)
                 for name in names:
@@ -47,7 +47,10 @@ def _of_jax(function: Any) -> bool:
     # Not the wrappers that JAX makes of functions of the user (``custom_gradient``).
     fn = function.fun
     module = getattr(fn, '__module__', None) or ''
-    return module.startswith('jax.') and getattr(fn, '__closure__', None) is None
+    return (
+        module.startswith(('jax.', 'flax_sg.'))
+        and getattr(fn, '__closure__', None) is None
+    )
 
 
 def _resuming(

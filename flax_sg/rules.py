@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core.scope import CollectionFilter
 
-from flax_sg import _private, filters, paths
+from flax_sg import _private, filters, identities, paths, views
+
+Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
+Read: TypeAlias = Callable[[str, str], Sequence[Any]]
+# Returns ``views.AS_IT_IS`` where there is none.
+Find: TypeAlias = Callable[[str], Any]
 
 
 class Rule(abc.ABC):
@@ -29,9 +36,22 @@ class Rule(abc.ABC):
     """The name in reprs and in the debug paths of Flax's scopes."""
     asks_path: ClassVar[bool] = True
     """Whether what a reader sees depends on the path, not on the leaf alone."""
-    brings: Any = None
-    """A traced value that the rule puts in place of others, if it brings any: what is
-    computed from what readers see belongs to the trace of it."""
+    in_extent: ClassVar[bool] = False
+    """Whether each extent, in each ``apply``, makes a value of its own, in the trace
+    where it begins, and not one for all in the trace that the leaf belongs to."""
+    jointly: ClassVar[bool] = False
+    """Whether what a reader sees of one leaf depends on all that are selected."""
+    brought: Sequence[Any] = ()
+    """Numbers and arrays that the rule needs besides."""
+    brings: bool = False
+    """Whether readers see values that come from elsewhere, not from the leaf alone:
+    they belong to the trace in which the extent began."""
+    at_init: ClassVar[bool] = True
+    """Whether the rule holds for variables that are being made, at initialization."""
+    runs_code: bool = False
+    """Whether the rule runs a function of the user, which may read variables."""
+    refuses_writes: ClassVar[bool] = False
+    """Whether a write to a selected variable raises."""
 
     @abc.abstractmethod
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
@@ -49,6 +69,59 @@ class Rule(abc.ABC):
             to rewrite.
         """
 
+    def together(self, selected: Selected, read: Read) -> list[list[Any]]:
+        """Returns what readers see instead of all selected variables of one tree.
+
+        Args:
+            selected: the variables, each with its leaves.
+            read: finds the leaves of any variable in the tree, by path and collection.
+
+        Returns:
+            Leaves for each of the variables.
+        """
+        del read
+        return [[self(path, leaf) for leaf in leaves] for path, leaves in selected]
+
+    def instead(self, path: paths.Path, value: Any, find: Find) -> Any:
+        """Returns what stands for a whole variable, its boxes and all.
+
+        Args:
+            path: the variable.
+            value: its value, as readers outside of the extent see it.
+            find: finds another variable in the same place, in another collection.
+
+        Returns:
+            ``views.AS_IT_IS`` for a rule that looks at each leaf alone.
+        """
+        del path, value, find
+        return views.AS_IT_IS
+
+    def key(self) -> Hashable:
+        """What stands for the rule in the keys of JAX's caches, which outlive it."""
+        return self
+
+    def values(self) -> Hashable:
+        """Which values the rule brings, where ``key`` says only what kind; or None.
+
+        Compared where a trace that JAX keeps has read one of them.
+        """
+        return None
+
+    def snapshot(self) -> Rule:
+        """The rule as it is now; a function in it may read what changes."""
+        return self
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a leaf can be differentiated: real or complex, and not marked.
+
+    Arrays, tracers, Python's numbers and ``jax.ShapeDtypeStruct`` can; integers, bools,
+    keys, strings, other objects and ``NonDifferentiable`` cannot.
+    """
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+        return jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return isinstance(leaf, (float, complex))
+
 
 @dataclasses.dataclass(frozen=True)
 class StopGradient(Rule):
@@ -63,9 +136,34 @@ class StopGradient(Rule):
         # and arrays of other types (integers, keys) carry no gradient.
         if not isinstance(leaf, _private.Tracer):
             return leaf
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jax.lax.stop_gradient(leaf) if is_differentiable(leaf) else leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class StopOneLevel(Rule):
+    """Reads are constants to what differentiates them first, and to nothing else."""
+
+    name: ClassVar[str] = 'stop_gradient'
+    asks_path: ClassVar[bool] = False
+
+    def __call__(self, path: paths.Path, leaf: Any) -> Any:
+        """Returns the leaf behind a stop for one level of differentiation."""
+        if not (isinstance(leaf, _private.Tracer) and is_differentiable(leaf)):
             return leaf
-        return jax.lax.stop_gradient(leaf)
+        return identities.stop_one_level(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOnly(Rule):
+    """Reads are what they are, and writes raise."""
+
+    name: ClassVar[str] = 'read_only'
+    asks_path: ClassVar[bool] = False
+    refuses_writes: ClassVar[bool] = True
+
+    def __call__(self, path: paths.Path, leaf: Any) -> Any:
+        """Returns the leaf."""
+        return leaf
 
 
 class Rewrite(Protocol):
@@ -89,6 +187,10 @@ class Rewrite(Protocol):
     @property
     def unused(self) -> str:
         """``'raise'`` or ``'ignore'``."""
+        ...
+
+    def key(self) -> Hashable:
+        """What stands for the rewrite in the keys of JAX's caches."""
         ...
 
     def snapshot(self) -> Rewrite:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
 from flax.core.scope import CollectionFilter
 
-from flax_sg import errors, filters, rewrites, rules
+from flax_sg import errors, filters, forms, rewrites, rules
 
 T = TypeVar('T')
-_LEFT_OUT: Any = object()
+_LEVELS: dict[Any, str] = {None: 'all of them', 1: 'the innermost one'}
 
 
 @overload
@@ -22,6 +20,7 @@ def stop_gradient(
     *,
     collections: CollectionFilter = ...,
     unused: str = ...,
+    levels: int | None = ...,
 ) -> rewrites.Rewrite: ...
 @overload
 def stop_gradient(
@@ -29,6 +28,7 @@ def stop_gradient(
     where: filters.Where,
     collections: CollectionFilter = ...,
     unused: str = ...,
+    levels: int | None = ...,
 ) -> rewrites.Rewrite: ...
 @overload
 def stop_gradient(
@@ -39,15 +39,17 @@ def stop_gradient(
     methods: Sequence[str] | None = ...,
     collections: CollectionFilter = ...,
     unused: str = ...,
+    levels: int | None = ...,
 ) -> T: ...
 def stop_gradient(
-    target: Any = _LEFT_OUT,
+    target: Any = forms.LEFT_OUT,
     /,
-    where: Any = _LEFT_OUT,
+    where: Any = forms.LEFT_OUT,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
+    levels: int | None = None,
 ) -> Any:
     """Stops the gradient of the parameters that ``where`` selects.
 
@@ -106,6 +108,9 @@ def stop_gradient(
             ``'_overwrite_with_gradient'``, whose new value *is* its gradient.
         unused: ``'raise'`` if a part of ``where`` took no variable by the end of the
             extent, ``'ignore'`` to let that pass.
+        levels: how many levels of differentiation are stopped: None for all, 1 for the
+            innermost one that differentiates the variable. Derivatives of higher orders
+            flow then, as MAML needs it: what does not adapt is trained all the same.
 
     Returns:
         Without a target, a value for ``with``, for ``@`` and for calling on a target.
@@ -114,14 +119,24 @@ def stop_gradient(
     Raises:
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: at the end of an extent, if a part of ``where`` took nothing.
+        ChoiceError: for other ``levels``.
 
     Note:
         A block belongs to its thread. It is part of JAX's trace cache keys, so jitted
         functions may be called inside and outside of it; a fresh but equal filter
         does not retrace. See google/flax issue #1857, where the idea comes from.
     """
-    rewrite = _rewrite('stop_gradient', target, where, collections, unused)
-    return _lifted(rewrite, target, where, methods)
+    chosen = forms.filter_of('stop_gradient', target, where)
+    rewrite = rewrites.Rewrite(chosen, _rule_of(levels), collections, unused)
+    return forms.lifted(rewrite, target, where, methods)
+
+
+def _rule_of(levels: int | None) -> rules.Rule:
+    if levels is None:
+        return rules.StopGradient()
+    if isinstance(levels, bool) or levels != 1:
+        raise errors.ChoiceError('levels', levels, _LEVELS)
+    return rules.StopOneLevel()
 
 
 @overload
@@ -150,9 +165,9 @@ def train_only(
     unused: str = ...,
 ) -> T: ...
 def train_only(
-    target: Any = _LEFT_OUT,
+    target: Any = forms.LEFT_OUT,
     /,
-    where: Any = _LEFT_OUT,
+    where: Any = forms.LEFT_OUT,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
@@ -186,31 +201,6 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    trained = _rewrite('train_only', target, where, collections, unused)
-    rewrite = dataclasses.replace(trained, where=~trained.where)
-    return _lifted(rewrite, target, where, methods)
-
-
-def _rewrite(
-    name: str, target: Any, where: Any, collections: CollectionFilter, unused: str
-) -> rewrites.Rewrite:
-    """The rewrite that is asked for; the only positional argument is its filter."""
-    if where is _LEFT_OUT:
-        where = target
-    if where is _LEFT_OUT:
-        raise errors.FilterTypeError(
-            f'{name}() takes a filter that says which parameters are meant, such as '
-            f"{name}('encoder/**')."
-        )
-    chosen = filters.as_filter(where)
-    return rewrites.Rewrite(chosen, rules.StopGradient(), collections, unused)
-
-
-def _lifted(rewrite: rewrites.Rewrite, target: Any, where: Any, methods: Any) -> Any:
-    if target is not _LEFT_OUT and where is not _LEFT_OUT:
-        if isinstance(target, (str, Mapping, Sequence, re.Pattern, filters.Filter)):
-            raise errors.LiftTargetError(target, f'[{target!r}, {where!r}]')
-        return rewrite.lift(target, methods)
-    if methods is not None:
-        raise errors.UnknownMethodError.without_class(methods)
-    return rewrite
+    stopped = ~forms.filter_of('train_only', target, where)
+    rewrite = rewrites.Rewrite(stopped, rules.StopGradient(), collections, unused)
+    return forms.lifted(rewrite, target, where, methods)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from flax_sg import errors, filters
+from flax_sg import errors, filters, fits, sources
 from flax_sg.absent import ABSENT, is_absent
-from flax_sg.leaves import Leaves, leaves_of, selected, whole
+from flax_sg.leaves import Leaves, check_unused, leaves_of, selected, whole
 from flax_sg.paths import Path
 
 
@@ -89,6 +89,74 @@ def combine(*parts: Any) -> Any:
                 raise errors.OverlapError(first.paths[index], values[index], leaf)
             values[index] = leaf
     return first.restore(values)
+
+
+def substitute(
+    tree: Any,
+    values: Any,
+    *,
+    where: filters.Where | None = None,
+    unused: str = 'raise',
+) -> Any:
+    """A tree in which some leaves are other values.
+
+    What ``nn.substitute`` does to the variables of a model, done to any tree.
+
+    >>> import flax_sg as sg
+    >>> params = {'backbone': {'w': 1.0}, 'head': {'w': 2.0, 'b': 3.0}}
+    >>> sg.substitute(params, {'head': {'w': 5.0}})
+    {'backbone': {'w': 1.0}, 'head': {'b': 3.0, 'w': 5.0}}
+    >>> sg.substitute(params, lambda path, leaf: -leaf, where='**/w')
+    {'backbone': {'w': -1.0}, 'head': {'b': 3.0, 'w': -2.0}}
+
+    Args:
+        tree: any pytree, as for ``partition``.
+        values: a tree of the same structure, or a part of one, whose leaves have the
+            shapes and dtypes of those that they stand for; or a function
+            ``(path, leaf) -> leaf`` that keeps shapes.
+        where: which leaves are other values. By default those that ``values`` has; all,
+            if it is a function.
+        unused: ``'ignore'`` to let a filter or a value pass that belongs to no leaf.
+
+    Returns:
+        The tree with other leaves.
+
+    Raises:
+        SubstituteError: if a value does not fit, or a selected leaf has none.
+        UnusedSubstituteError: if a value belongs to no leaf.
+        UnusedFilterError: if a part of ``where`` matches no leaf.
+    """
+    leaves = leaves_of(tree)
+    check_unused(unused)
+    chosen = filters.as_filter(True if where is None else where)
+    if callable(values):
+        of_leaf = sources.Function(values).of_leaf
+        [takes] = selected([leaves.paths], chosen, unused)
+        return leaves.restore(
+            filters.merged(take, of_leaf(path, leaf), leaf, path) if take else leaf
+            for (path, leaf), take in zip(leaves, takes, strict=True)
+        )
+    given = leaves_of(values)
+    there = {
+        keys: (path, leaf)
+        for keys, (path, leaf) in zip(given.key_paths, given, strict=True)
+        if not is_absent(leaf)
+    }
+    missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
+    if missing and unused == 'raise':
+        raise errors.UnusedSubstituteError(sorted(missing), leaves.paths)
+    takes = [keys in there for keys in leaves.key_paths]
+    if where is not None:
+        [takes] = selected([leaves.paths], chosen, unused)
+    out: list[Any] = []
+    for keys, (path, leaf), take in zip(leaves.key_paths, leaves, takes, strict=True):
+        if take and keys not in there:
+            raise errors.SubstituteError.absent(path, 'the tree')
+        if take:
+            new = fits.fitting(path, leaf, there[keys][1])
+            leaf = filters.merged(take, new, leaf, path)
+        out.append(leaf)
+    return leaves.restore(out)
 
 
 def partition_n(

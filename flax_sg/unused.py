@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Iterable
+from typing import Any
 
-from flax_sg import _private, blocks, errors, filters
+from flax.core.scope import Scope
+
+from flax_sg import _private, blocks, errors, filters, views
 
 # What was met under a context in extents that passed. Inside a compiled function no
 # Python runs and nothing is met: an extent that meets no more than one that passed is
@@ -54,15 +58,18 @@ def _meet_the_rest(block: blocks.Block) -> None:
     """Lets the filter see the variables under the extent that nobody has read."""
     if block.owner is None:
         for known in list(blocks.thread.roots.values()):
-            blocks.block_meets(block, *known)
+            _meet(block, *known)
         return
     root = blocks.root_of(block.owner)
-    blocks.block_meets(block, root, block.owner.path, _private.stored(block.owner))
+    _meet(block, root, block.owner.path, _private.stored(block.owner))
     block.collections.update(_private.stored(block.owner.root))
 
 
 def _check_collections(block: blocks.Block) -> None:
-    for name in block.collections_named():
+    named = block.rewrite_value.collections
+    if isinstance(named, str):
+        named = (named,)
+    for name in named if isinstance(named, Iterable) else ():
         # A module without parameters is nothing out of the ordinary.
         if name not in block.collections and name != 'params':
             raise errors.UnknownCollectionError(name, sorted(block.collections))
@@ -71,12 +78,40 @@ def _check_collections(block: blocks.Block) -> None:
 def _check_atoms(block: blocks.Block) -> None:
     met = [path for path, _ in block.decisions.values()]
     owner = None if block.owner is None else block.owner.path
+    trees = (filters.BoolTree, filters.Names)
     for atom in block.unmatched():
-        if not (isinstance(atom, filters.BoolTree) or atom.may_be_empty):
+        if not (isinstance(atom, trees) or atom.may_be_empty):
             raise errors.UnusedFilterError(atom, met, owner)
     for atom in block.where.atoms:
-        if isinstance(atom, filters.BoolTree) and (missing := atom.missing(met)):
-            raise errors.TreeFilterError.for_missing(missing, met)
+        if isinstance(atom, trees) and (missing := atom.missing(met)):
+            raise atom.misfit(missing, met)
     both = isinstance(block.where, filters.And) and not block.where.may_be_empty
     if both and not any(took for _, took in block.decisions.values()):
         raise errors.UnusedFilterError(block.where, met, owner)
+
+
+def settle(scope: Scope) -> None:
+    """Forgets a tree whose scope has become invalid."""
+    if scope.parent is not None or blocks.ROOT_FLAG in scope.flags:
+        return
+    known = blocks.thread.roots.pop(id(_private.variables_of(scope)), None)
+    if known is None:
+        return
+    for block in blocks.thread.blocks:
+        _meet(block, *known)
+
+
+def _meet(
+    block: blocks.Block,
+    root: views.Root,
+    path: tuple[str, ...],
+    variables: dict[str, Any],
+) -> None:
+    """Lets the filter see variables that nobody read, if it may have missed them."""
+    block.collections.update(variables)
+    if not block.unmatched():
+        return
+    for collection, tree in variables.items():
+        if block.wants(collection):
+            for key, _ in views.iter_variables((collection, path), tree):
+                block.selects(root, key)

@@ -6,7 +6,7 @@ What an extent holds on to. ``rewrites.py`` makes it the value that users open a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Self
 
 from flax.core.scope import CollectionFilter, DenyList
@@ -38,7 +38,6 @@ class Value:
                 f"unused={self.unused!r}: expected 'raise' or 'ignore'."
             )
 
-    # Whatever the extent, the same rewrite: JAX's cache keys compare these.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Value) and self._meaning() == other._meaning()
 
@@ -48,14 +47,20 @@ class Value:
     def _meaning(self) -> tuple[Any, ...]:
         return self.where, self.rule, self.collections
 
+    def key(self) -> Hashable:
+        """What stands for the rewrite in the keys of JAX's caches, which outlive it."""
+        return self.where, self.rule.key(), self.collections
+
     def __repr__(self) -> str:
         more = '' if self.collections == 'params' else f', {self.collections=!r}'
         return f'{self.rule.name}({self.where!r}{more.replace("self.", "")})'
 
     def snapshot(self) -> Self:
         """The rewrite as it is now; functions in a filter may read what changes."""
-        where = self.where.snapshot()
-        return self if where is self.where else dataclasses.replace(self, where=where)
+        where, rule = self.where.snapshot(), self.rule.snapshot()
+        if where is self.where and rule is self.rule:
+            return self
+        return dataclasses.replace(self, where=where, rule=rule)
 
 
 def _collections(collections: Any) -> CollectionFilter:

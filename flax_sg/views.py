@@ -11,17 +11,20 @@ as an argument.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 from flax.core.frozen_dict import FrozenDict
 
+from flax_sg.seen import Seen, map_leaves
+
 # A variable's collection and its names from the root of the tree.
 Key = tuple[str, tuple[str, ...]]
+
+# Nothing stands for a variable: its leaves are looked at one by one.
+AS_IT_IS: Any = object()
 
 
 class Block(Protocol):
@@ -31,7 +34,7 @@ class Block(Protocol):
         """Returns what a reader sees instead of ``leaf``."""
         ...
 
-    def selects(self, root: Root, key: Key) -> bool:
+    def selects(self, root: Root, key: Key) -> Any:
         """Whether the block's filter takes the variable."""
         ...
 
@@ -39,37 +42,13 @@ class Block(Protocol):
         """Whether the block looks at variables of this collection at all."""
         ...
 
+    def instead(self, root: Root, key: Key, value: Any) -> Any:
+        """Returns what stands for a whole variable; ``AS_IT_IS`` if nothing does."""
+        ...
+
     def note_rewritten(self) -> None:
         """Counts a leaf that a reader saw rewritten."""
         ...
-
-
-@dataclasses.dataclass
-class Seen:
-    """The leaves of one variable that one block has rewritten, and what for.
-
-    By identity, and one of these for each variable: two variables may well hold the
-    same array, and one array may stand for several rewritten ones.
-    """
-
-    views: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-    stored: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-    last: tuple[list[Any], list[Any]] = dataclasses.field(
-        default_factory=lambda: ([], [])
-    )
-
-    def stored_value(self, value: Any) -> Any:
-        """What to store when a reader writes ``value``."""
-        # A rule may show one object for several leaves: first compare by position.
-        stored, seen = self.last
-        leaves, treedef = jax.tree_util.tree_flatten(value)
-        if len(leaves) == len(seen) and all(map(operator.is_, leaves, seen)):
-            return treedef.unflatten(stored)
-        return _map_leaves(self.stored_leaf, value)
-
-    def stored_leaf(self, leaf: Any) -> Any:
-        """The stored leaf that a reader saw as ``leaf``; ``leaf`` if none."""
-        return self.stored.get(id(leaf), (None, leaf))[1]
 
 
 class Root:
@@ -84,7 +63,12 @@ class Root:
             what it starts with was rewritten outside.
         handed: what the body starts with, as it was handed in.
         selected: the variables in ``handed`` that were rewritten outside.
+        initializing: whether the variables are being made.
         seen: the leaves that were rewritten for readers of this tree.
+        level: the trace in which the tree began.
+        parts: the collections that it consists of, and where they stand; several in the
+            body of a transform of several modules.
+        joint: what readers see of leaves that a block rewrites together.
         kept: values kept by ``setup``, seen under a block; see ``kept.py``.
         setups: what is known of runs of ``setup``; see ``kept.py``.
         scratch: whether the tree serves a second run of a ``setup``.
@@ -102,7 +86,11 @@ class Root:
         self.covered = covered
         self.handed = handed or {}
         self.selected = selected
+        self.initializing = False
         self.seen: dict[Block, dict[Key, Seen]] = {}
+        self.level: Any = None
+        self.parts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+        self.joint: dict[Block, Any] = {}
         self.kept: dict[Block, dict[int, Any]] = {}
         self.setups: dict[int, Any] = {}
         self.scratch = False
@@ -112,21 +100,31 @@ class Root:
         """The same tree for code that runs a second time."""
         scratch = Root(self.tree, self.covered, self.handed, self.selected)
         scratch.seen = self.seen
+        scratch.level, scratch.parts, scratch.joint = self.level, self.parts, self.joint
+        scratch.initializing = self.initializing
         scratch.scratch = True
         scratch.start_is_known = start_is_known
         return scratch
 
-    def within(
-        self,
-        covered: tuple[Block, ...],
-        handed: Mapping[Key, Any],
-        selected: frozenset[Key],
-    ) -> Root:
+    def within(self, covered: tuple[Block, ...]) -> Root:
         """The same tree in the body of a lifted transform."""
-        inner = Root(self.tree, covered, handed, selected)
+        inner = Root(self.tree, covered)
+        inner.initializing = self.initializing
         inner.scratch = self.scratch
         inner.start_is_known = self.start_is_known
         return inner
+
+    def begin(
+        self,
+        path: tuple[str, ...],
+        variables: dict[str, Any],
+        handed: Mapping[Key, Any],
+        selected: frozenset[Key],
+    ) -> None:
+        """Notes what a part of the tree in such a body begins with."""
+        self.parts.append((path, variables))
+        self.handed = {**self.handed, **handed}
+        self.selected |= selected
 
     # A root travels in the flags of scopes, which ``nn.jit`` hashes to tell modules
     # apart. What a root holds is told apart by JAX's own cache keys.
@@ -139,6 +137,7 @@ class Root:
     def forget(self, block: Block) -> None:
         """Drops what was kept for a block that is closed."""
         self.seen.pop(block, None)
+        self.joint.pop(block, None)
         self.kept.pop(block, None)
 
     def covers(self, block: Block, key: Key, leaf: Any) -> bool:
@@ -194,8 +193,13 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
             continue
         if block.selects(root, key):
             seen = root.seen.setdefault(block, {}).setdefault(key, Seen())
-            view_leaf = functools.partial(_view_leaf, root, block, key, seen)
-            viewed = _map_leaves(view_leaf, value)
+            viewed = block.instead(root, key, value)
+            if viewed is AS_IT_IS:
+                view_leaf = functools.partial(_view_leaf, root, block, key, seen)
+                viewed = map_leaves(view_leaf, value)
+            else:
+                seen.note(value, viewed)
+                block.note_rewritten()
             leaves = jax.tree_util.tree_leaves
             seen.last = (leaves(value), leaves(viewed))
             value = viewed
@@ -246,15 +250,6 @@ def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
     return fn(key, value)
 
 
-def _map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
-    """``jax.tree.map`` that leaves the order of dicts as it is."""
-    if type(value) is dict:
-        return {name: _map_leaves(fn, item) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map_leaves(fn, item) for item in value)
-    return jax.tree_util.tree_map(fn, value)
-
-
 # What Flax nests variables in. Not any Mapping: those that JAX takes for leaves are.
 _SUBTREES = (dict, FrozenDict)
 
@@ -265,6 +260,16 @@ def _like(value: Any, mapped: dict[Any, Any]) -> Any:
     out = copy.copy(value)
     out.update(mapped)
     return out
+
+
+def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) -> Any:
+    """The variable of these names, or the subtree; ``AS_IT_IS`` if there is none."""
+    node = collections.get(collection, {})
+    for name in names:
+        if not isinstance(node, _SUBTREES) or name not in node:
+            return AS_IT_IS
+        node = node[name]
+    return node
 
 
 def iter_variables(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:

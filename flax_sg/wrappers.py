@@ -190,6 +190,11 @@ class Wrapper(_private.Module):
         return self._run('get_variable', (col, name, default), {})
 
     @nowrap
+    def put_variable(self, col: str, name: str, value: Any) -> None:
+        """Writes a variable of the wrapped module, in the extent."""
+        self._run('put_variable', (col, name, value), {})
+
+    @nowrap
     def _seen(self, name: str, value: Any, module: Any) -> Any:
         """A value that belongs to the module, for somebody outside of the extent."""
         if inspect.ismethod(value) and value.__self__ is module:
@@ -199,8 +204,7 @@ class Wrapper(_private.Module):
         if isinstance(value, _private.Module):
             return self._part(value, module)
         if isinstance(value, _private.Variable):
-            read = self._part(module, module)._in_extent(_variable_value.fget)
-            return _Variable(read, value)
+            return _Variable(self._part(module, module)._in_extent, value)
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._seen(name, item, module) for item in value)
         if isinstance(value, (dict, FrozenDict)):
@@ -264,10 +268,16 @@ _variable_value: Any = _private.Variable.value
 class _Variable(_private.Variable[Any]):
     """A variable that setup keeps on a module, read in the extent of a wrapper."""
 
-    def __init__(self, read: Callable[[Any], Any], variable: Any) -> None:
+    def __init__(self, in_extent: Callable[[Any], Any], variable: Any) -> None:
         super().__init__(
             variable.scope, variable.collection, variable.name, variable.unbox
         )
-        self._read = read
+        self._in_extent = in_extent
 
-    value: Any = property(lambda self: self._read(self), _variable_value.fset)
+    def _value(self) -> Any:
+        return self._in_extent(_variable_value.fget)(self)
+
+    def _set_value(self, value: Any) -> None:
+        self._in_extent(_variable_value.fset)(self, value)
+
+    value: Any = property(_value, _set_value)

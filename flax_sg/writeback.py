@@ -13,7 +13,7 @@ This is judged inside each trace of the body, since a transform such as ``nn.jit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ _JIT = 'jit'
 _LOOPS = ('scan', 'while_loop')
 _SCAN = 'scan'
 _BRANCHES = ('cond', 'switch')
+_Origin: TypeAlias = tuple[int | None, ...]
 _MARK = '\0flax_sg'  # No collection has this name: it would not be a str to type.
 
 Groups = tuple[tuple[dict[str, Any], ...], ...]
@@ -77,9 +78,7 @@ class _Lift:
         self.viewed: list[dict[views.Key, Any]] = [{} for _ in scopes]
         # For each variable the stored leaf that each of its leaves is, None if it was
         # written; as far as all traces of the body agree.
-        self.origins: list[dict[views.Key, tuple[int | None, ...]]] = [
-            {} for _ in scopes
-        ]
+        self.origins: list[dict[views.Key, _Origin]] = [{} for _ in scopes]
 
     def wrap(
         self,
@@ -151,6 +150,7 @@ class _Lift:
         )
 
     def _note_handed(self, inner_scopes: Sequence[Scope]) -> None:
+        inner_roots: dict[int, views.Root] = {}
         for index, inner in enumerate(inner_scopes):
             handed: dict[views.Key, Any] = {}
             for col, tree in _private.variables_of(inner).items():
@@ -162,16 +162,19 @@ class _Lift:
                 # A name that does not exist outside: ``nn.map_variables`` made it.
                 if key not in self.stored[index] or self._selected(index, key)
             )
-            root = self.roots[index].within(self.open_blocks, handed, selected)
+            outer = self.roots[index]
+            root = inner_roots.get(id(outer))
+            if root is None:
+                root = inner_roots[id(outer)] = outer.within(self.open_blocks)
+                root.level = inner.trace_level
+            root.begin(inner.path, _private.variables_of(inner), handed, selected)
+            for block in self.open_blocks:
+                block.made.note_handed(block, root, handed)
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
 
-    def _judge(
-        self, inner_scopes: Sequence[Scope]
-    ) -> list[dict[views.Key, tuple[int | None, ...]]]:
+    def _judge(self, inner_scopes: Sequence[Scope]) -> list[dict[views.Key, _Origin]]:
         """Notes for each selected variable which leaves one trace left as they were."""
-        found: list[dict[views.Key, tuple[int | None, ...]]] = [
-            {} for _ in inner_scopes
-        ]
+        found: list[dict[views.Key, _Origin]] = [{} for _ in inner_scopes]
         # In the trace of the caller (``nn.map_variables``, ``jax.disable_jit``) the
         # leaves themselves come out, and storing them finds the way back. A scan cuts
         # them to pieces and puts them together again even there.
@@ -196,7 +199,7 @@ class _Lift:
     def _map_leaves(
         self,
         groups: Groups,
-        origins: Sequence[dict[views.Key, tuple[int | None, ...]]],
+        origins: Sequence[dict[views.Key, _Origin]],
         fn: Callable[[Any, int, Any, views.Key], Any],
     ) -> Groups:
         """Maps the leaves that were not written, in groups of a transform's results."""
@@ -265,12 +268,12 @@ def _asks_names(block: blocks.Block) -> bool:
     return bool(block.where.atoms) or block.rewrite_value.rule.asks_path
 
 
-def _origin(handed: Any, value: Any) -> tuple[int | None, ...]:
+def _origin(handed: Any, value: Any) -> _Origin:
     by_id = {id(leaf): i for i, leaf in enumerate(jax.tree_util.tree_leaves(handed))}
     return tuple(by_id.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(value))
 
 
-def _unmoved(origin: tuple[int | None, ...]) -> tuple[int | None, ...]:
+def _unmoved(origin: _Origin) -> _Origin:
     return tuple(at if at == i else None for i, at in enumerate(origin))
 
 
@@ -285,9 +288,7 @@ def _moved(stored: Any, axis_in: int | None, axis_out: int | None, out: Any) -> 
     return jnp.moveaxis(stored, axis_in, axis_out)
 
 
-def _agreed(
-    one: tuple[int | None, ...], other: tuple[int | None, ...]
-) -> tuple[int | None, ...]:
+def _agreed(one: _Origin, other: _Origin) -> _Origin:
     if len(one) != len(other):
         return ()
     return tuple(a if a == b else None for a, b in zip(one, other, strict=True))

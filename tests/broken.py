@@ -7,7 +7,9 @@ Each function puts one fault into flax_sg, for as long as the fixture lasts.
 import contextlib
 from typing import Any
 
+import jax
 import pytest
+from jax.interpreters import ad
 
 from flax_sg import (
     _private,
@@ -15,10 +17,13 @@ from flax_sg import (
     contexts,
     functions,
     hooks,
+    identities,
     paths,
+    placing,
     rewrites,
     views,
     writeback,
+    writes,
 )
 from flax_sg.flow import analysis, dependence, derivatives, programs
 
@@ -47,10 +52,10 @@ def stops_are_written_back(patch: Patch) -> None:
 def absolute_paths(patch: Patch) -> None:
     """Filters see paths from the root, whoever opened the block."""
 
-    def path(self: Any, inside: bool, key: views.Key) -> paths.Path:
+    def path(self: Any, root: views.Root, key: views.Key) -> paths.Path:
         return paths.Path.of(*key)
 
-    patch.setattr(blocks.Block, '_path', path)
+    patch.setattr(blocks.Block, 'path', path)
 
 
 def open_after_an_exception(patch: Patch) -> None:
@@ -100,6 +105,35 @@ def numbers_in_use_forgotten(patch: Patch) -> None:
     patch.setattr(contexts, '_in_use', Forgetful())
 
 
+def values_never_told_apart(patch: Patch) -> None:
+    """Other values have one number, also where a trace has read them."""
+    patch.setattr(blocks.Block, 'note_values', lambda self: None)
+
+
+def values_in_the_key(patch: Patch) -> None:
+    """Other values have another number, also where they are arguments."""
+
+    class All(set[Any]):
+        def __contains__(self, rewrites: object) -> bool:
+            return True
+
+    patch.setattr(contexts, '_told_apart', All())
+
+
+def computed_where_the_leaf_is(patch: Patch) -> None:
+    """A function of the user runs in the trace of the leaf, wherever it was made."""
+
+    def in_trace_of_leaf(levels: Any, leaf: Any = None) -> Any:
+        return _private.in_trace_of(leaf)
+
+    patch.setattr(_private, 'in_innermost_trace', in_trace_of_leaf)
+
+
+def everything_published_is_a_write(patch: Patch) -> None:
+    """What is stored already counts as written, as a transform publishes it."""
+    patch.setattr(writes, '_same', lambda old, new: False)
+
+
 def decisions_shared(patch: Patch) -> None:
     """What one filter said of a variable is remembered for those of all blocks."""
     selects, shared = blocks.Block.selects, dict[Any, bool]()
@@ -140,3 +174,58 @@ def rules_are_not_read(patch: Patch) -> None:
 def programs_taken_for_any_function(patch: Patch) -> None:
     """A filter's program stands for whatever is differentiated with the filter."""
     patch.setattr(programs.Program, 'is_of', lambda self, fun, args: True)
+
+
+def rules_stand_at_the_leaf(patch: Patch) -> None:
+    """Cotangents are mapped where the leaf comes from, not where the extent begins."""
+    patch.setattr(
+        _private,
+        'in_innermost_trace',
+        lambda levels, *leaves, **_: _private.in_trace_of(leaves[0]),
+    )
+
+
+def rules_stand_where_they_are_read(patch: Patch) -> None:
+    """Cotangents are mapped in whatever trace reads a leaf first."""
+    patch.setattr(
+        _private, 'in_innermost_trace', lambda *_, **__: contextlib.nullcontext()
+    )
+
+
+def rules_stand_at_each_read(patch: Patch) -> None:
+    """Each reader gets an identity of its own: nothing is added up before the rule."""
+    view = views._view_variable
+
+    def fresh(root: Any, blocks: Any, key: Any, value: Any) -> Any:
+        root.seen.clear()
+        root.joint.clear()
+        return view(root, blocks, key, value)
+
+    patch.setattr(views, '_view_variable', fresh)
+
+
+def mapped_again(patch: Patch) -> None:
+    """What was read in a block is mapped once more in another ``apply`` there."""
+    patch.setattr(placing.Made, '__contains__', lambda self, leaf: False)
+
+
+def higher_orders_mapped_too(patch: Patch) -> None:
+    """A derivative of the gradient goes through the rule another time."""
+
+    def again(x: Any, factor: Any) -> Any:
+        return factor * x + jax.lax.stop_gradient(x - factor * x)
+
+    patch.setattr(identities, 'scale', again)
+
+
+def what_is_not_differentiated_counts(patch: Patch) -> None:
+    """The norm of a selection is that of all of it, frozen parts too."""
+    transpose = ad.primitive_transposes[identities._mapped_p]
+
+    def all_count(cotangents: Any, *args: Any, fn: Any, **more: Any) -> Any:
+        def counts(cotangents: Any, given: Any, *operands: Any) -> Any:
+            return fn(cotangents, [True] * len(given), *operands)
+
+        return transpose(cotangents, *args, fn=counts, **more)
+
+    patch.setitem(ad.primitive_transposes, identities._mapped_p, all_count)

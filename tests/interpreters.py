@@ -1,8 +1,9 @@
 """Two interpreters of the descriptions in ``specs.py``: with flax_sg, and by hand.
 
 By hand a block is no block: it is noted which stops hold, and each module is called on
-a copy of its weights that went through ``jax.lax.stop_gradient``. The copy is put into
-the module's scope for the time of the call, where nothing else reads it: at the place
+a copy of its weights that went through ``jax.lax.stop_gradient``, or an identity with
+another derivative: one for all uses in the block. The copy is put into the module's
+scope for the time of the call, where nothing else reads it: at the place
 where a person would write the stop, outside of every transform that runs in the block.
 That the same class does both makes names, initial values and random numbers comparable.
 """
@@ -34,14 +35,41 @@ class StopError(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Stop:
-    """A block: the path of its owner, and what it stops."""
+    """A block: the path of its owner, what it stops, or what else it does."""
 
     owner: tuple[str, ...]
     where: specs.Where
+    rule: str = 'stop'
 
     def takes(self, path: tuple[str, ...]) -> bool:
         inside = path[: len(self.owner)] == self.owner
         return self.where.takes(path[len(self.owner) :] if inside else path)
+
+    def apply(self, value: Any, twin: Any) -> Any:
+        """What stands for a variable, given that of its name in ``'ema'``."""
+        if self.rule == 'collection':
+            return twin
+        if self.rule == 'function':
+            return jax.tree.map(lambda leaf: warped('', leaf), value)
+        return jax.tree.map(_BY_HAND[self.rule], value)
+
+
+@jax.custom_jvp
+def _scaled(x: jax.Array) -> jax.Array:
+    return x
+
+
+_scaled.defjvp(lambda x, t: (*x, -0.5 * t[0]))
+
+
+@jax.custom_vjp
+def _mapped(x: jax.Array) -> jax.Array:
+    return x
+
+
+_mapped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.tanh(ct),))
+
+_BY_HAND = {'stop': jax.lax.stop_gradient, 'scale': _scaled, 'map': _mapped}
 
 
 class _Hand:
@@ -63,9 +91,11 @@ class _Hand:
         self._copies, self._derived = {}, {}
 
     @contextlib.contextmanager
-    def block(self, module: linen.Module, where: specs.Where) -> Generator[None]:
+    def block(
+        self, module: linen.Module, where: specs.Where, rule: str
+    ) -> Generator[None]:
         """Holds a stop for the body."""
-        with self._only((*self.stops, _Stop(module.path, where))):
+        with self._only((*self.stops, _Stop(module.path, where, rule))):
             yield
 
     @contextlib.contextmanager
@@ -76,19 +106,22 @@ class _Hand:
         finally:
             self.stops, self.around = before
 
-    def stop(self, path: tuple[str, ...], value: Any) -> Any:
+    def stop(self, path: tuple[str, ...], value: Any, twins: Any) -> Any:
         """A variable, or a tree of them, with what holds now."""
         if isinstance(value, Mapping):
-            return {name: self.stop((*path, name), v) for name, v in value.items()}
+            return {
+                name: self.stop((*path, name), v, twins[name])
+                for name, v in value.items()
+            }
         for stop in self.stops:
             if stop.takes(path):
-                value = self._copy(stop, path, value)
+                value = self._copy(stop, path, value, twins)
         return value
 
-    def _copy(self, stop: _Stop, path: tuple[str, ...], value: Any) -> Any:
+    def _copy(self, stop: _Stop, path: tuple[str, ...], value: Any, twin: Any) -> Any:
         key = (stop, path, *map(id, jax.tree.leaves(value)))
         if key not in self._copies:
-            self._copies[key] = (value, jax.lax.stop_gradient(value))
+            self._copies[key] = (value, stop.apply(value, twin))
         return self._copies[key][1]
 
     def derived(self, module: Any, fn: Callable[..., Any], *values: Any) -> Any:
@@ -119,9 +152,15 @@ class _Hand:
 
     @contextlib.contextmanager
     def _replaced(
-        self, module: linen.Module, scopes: Any, fn: Callable[[Any, Any], Any]
+        self, module: linen.Module, scopes: Any, fn: Callable[[Any, Any, Any], Any]
     ) -> Generator[None]:
-        """Puts other weights into scopes: what ``fn`` makes of a path and a tree."""
+        """Puts other weights into scopes.
+
+        Args:
+            module: the module that has the scopes.
+            scopes: where.
+            fn: makes them, of a path, the weights and their twins.
+        """
         replaced = []
         known = {id(s._variables): s for s in scopes}
         _forget(module, known)
@@ -129,7 +168,7 @@ class _Hand:
             stored = _private.stored(scope)
             if 'params' in stored:
                 replaced.append((stored, stored['params']))
-                copy = fn(scope.path, stored['params'])
+                copy = fn(scope.path, stored['params'], stored['ema'])
                 frozen = isinstance(stored['params'], FrozenDict)
                 stored['params'] = FrozenDict(copy) if frozen else copy
         try:
@@ -148,7 +187,7 @@ class _Hand:
         with contextlib.ExitStack() as stack:
             scope, begins = module.scope, module.is_initializing()
             if mirror.other and not begins:
-                given = lambda path, tree: halved(self.stop(path, tree))  # noqa: E731
+                given = lambda *args: halved(self.stop(*args))  # noqa: E731
                 stack.enter_context(self._replaced(module, [scope], given))
             if mirror.rngs == 'same':
                 stack.enter_context(_draws_apart(scope.rng_counters, begins))
@@ -156,7 +195,7 @@ class _Hand:
                 stack.enter_context(_kept_state(_private.stored(scope)))
             if mirror.state == 'use_running_average' and not begins:
                 stack.enter_context(averages(True))
-            stack.enter_context(self.block(module, mirror.where))
+            stack.enter_context(self.block(module, mirror.where, 'stop'))
             yield
 
 
@@ -236,20 +275,38 @@ hand = _Hand()
 
 
 @contextlib.contextmanager
-def block(
-    module: linen.Module, by_hand: bool, where: specs.Where, positive: bool = False
-) -> Generator[None]:
+def block(module: linen.Module, by_hand: bool, item: specs.Block) -> Generator[None]:
     """A block of one of the interpreters."""
+    where = item.where
     if by_hand:
-        with hand.block(module, where):
+        with hand.block(module, where, item.rule):
             yield
-    elif positive:
+    elif item.positive and item.rule == 'stop':
         complement = specs.Where('not', parts=(where,))
         with nn.train_only(complement.filter(), unused='ignore'):
             yield
     else:
-        with nn.stop_gradient(where.filter(), unused='ignore'):
+        with rewrite_of(where, item.rule):
             yield
+
+
+def rewrite_of(where: specs.Where, rule: str) -> Any:
+    """The value of flax_sg that serves every extent."""
+    if rule == 'stop':
+        return nn.stop_gradient(where.filter(), unused='ignore')
+    if rule == 'scale':
+        return nn.scale_gradient(where.filter(), -0.5, unused='ignore')
+    if rule == 'map':
+        by = lambda path, ct: jnp.tanh(ct)  # noqa: E731
+        return nn.map_cotangent(where.filter(), by, unused='ignore')
+    values = 'ema' if rule == 'collection' else warped
+    return nn.substitute(values, where=where.filter(), unused='ignore')
+
+
+def warped(path: str, value: jax.Array) -> jax.Array:
+    """Other values."""
+    del path
+    return jnp.sin(value) + 0.25
 
 
 # Leaves.
@@ -413,7 +470,8 @@ MODULES: dict[str, Callable[..., linen.Module]] = {
 
 
 def _mapped_class(lift: Any, cls: Any) -> Any:
-    axes = dict.fromkeys(('params', 'batch_stats', 'state', 'intermediates'), 0)
+    collections = ('params', 'ema', 'batch_stats', 'state', 'intermediates')
+    axes = dict.fromkeys(collections, 0)
     options: dict[str, Any] = {
         'variable_axes': axes,
         'split_rngs': {'params': True, 'dropout': True},
@@ -439,14 +497,14 @@ def _mapped_class(lift: Any, cls: Any) -> Any:
     return type(cls.__name__, (scanned,), {'__call__': nn.nowrap(call)})
 
 
-def _stopping(cls: Any, by_hand: bool, where: specs.Where, closed: bool) -> Any:
+def _stopping(cls: Any, by_hand: bool, kid: specs.Kid, closed: bool) -> Any:
     if not by_hand:
-        return nn.stop_gradient(cls, where.filter(), unused='ignore')
+        return rewrite_of(kid.where, kid.rule)(cls)
 
     def stopping(name: str) -> Callable[..., Any]:
         def call(self, x):
             with contextlib.ExitStack() as stack:
-                stack.enter_context(hand.block(self, where))
+                stack.enter_context(hand.block(self, kid.where, kid.rule))
                 if closed:
                     stack.enter_context(hand.copied(self))
                 return getattr(cls, name)(self, x)
@@ -477,21 +535,23 @@ def make(kid: specs.Kid, by_hand: bool, **fields: Any) -> linen.Module:
     closed = isinstance(kid.spec, specs.Leaf)
     for wrap in kid.wraps:
         if wrap == 'stop':
-            cls = _stopping(cls, by_hand, kid.where, closed)
+            cls = _stopping(cls, by_hand, kid, closed)
         elif wrap in ('scan', 'vmap'):
             cls = _mapped_class(getattr(nn, wrap), cls)
         else:
             cls = getattr(nn, wrap)(cls)
         closed = wrap != 'stop'
     if kid.frozen and by_hand:
-        return _stopping(cls, by_hand, kid.where, closed)(**fields)
+        return _stopping(cls, by_hand, kid, closed)(**fields)
     module = cls(**fields)
     if not kid.frozen:
         return module
-    return nn.Frozen(module, kid.where.filter(), unused='ignore')
+    return rewrite_of(kid.where, kid.rule)(module)
 
 
 # Transforms of functions of a module.
+
+VALUES = ('params', 'ema')
 
 
 def _cond(fn: Any, module: Any, x: Any) -> Any:
@@ -513,13 +573,13 @@ def _while_loop(fn: Any, module: Any, x: Any) -> Any:
     def step(module: Any, carry: Any) -> Any:
         return carry[0] + 1, fn(module, carry[1])
 
-    return nn.while_loop(go_on, step, module, (0, x), broadcast_variables='params')[1]
+    return nn.while_loop(go_on, step, module, (0, x), broadcast_variables=VALUES)[1]
 
 
 def _scan(fn: Any, module: Any, x: Any) -> Any:
     scanned = nn.scan(
         lambda module, x, _: (fn(module, x), None),
-        variable_broadcast='params',
+        variable_broadcast=VALUES,
         split_rngs={'params': False},
         length=2,
     )
@@ -529,7 +589,7 @@ def _scan(fn: Any, module: Any, x: Any) -> Any:
 def _vmap(fn: Any, module: Any, x: Any) -> Any:
     mapped = nn.vmap(
         fn,
-        variable_axes={'params': None},
+        variable_axes=dict.fromkeys(VALUES),
         split_rngs={'params': False},
         in_axes=None,
         axis_size=2,
@@ -603,6 +663,11 @@ class Composite(linen.Module):
     def own(self, name: str) -> jax.Array:
         raise NotImplementedError
 
+    def by_hand_stopped(self, name: str, value: jax.Array) -> jax.Array:
+        if self.is_initializing():
+            return value
+        return hand.stop((*self.path, name), value, self.get_variable('ema', name))
+
     def run(self, kids: list[linen.Module], x: jax.Array) -> jax.Array:
         return self._run(self.spec.body, kids, x)
 
@@ -625,7 +690,7 @@ class Composite(linen.Module):
                 return self._call(True, '__call__', self.shared, x)
             case specs.Block():
                 results = []
-                held = block(self, self.by_hand, item.where, item.positive)
+                held = block(self, self.by_hand, item)
                 with contextlib.suppress(StopError), held:
                     results.append(self._run(item.body, kids, x))
                     if item.raises:
@@ -687,7 +752,7 @@ class CompactComposite(Composite):
     def own(self, name):
         made = self.has_variable('params', name)
         value = self.get_variable('params', name) if made else number(self, name)
-        return hand.stop((*self.path, name), value) if self.by_hand else value
+        return self.by_hand_stopped(name, value) if self.by_hand else value
 
 
 class SetupComposite(Composite):
@@ -721,7 +786,7 @@ class SetupComposite(Composite):
     def own(self, name):
         if not self.by_hand:
             return getattr(self, name)
-        return hand.stop((*self.path, name), self.get_variable('params', name))
+        return self.by_hand_stopped(name, self.get_variable('params', name))
 
 
 COMPOSITES = {'setup': SetupComposite, 'compact': CompactComposite}

@@ -89,6 +89,10 @@ LEAVES = (
 STATELESS = ('affine', 'kept', 'dense', 'norm', 'attention', 'rnn', 'boxed', 'lora')
 METHODS = ('__call__', 'other')
 
+# What a block does: stop, other values by a function or of a collection, cotangents
+# scaled by a negative number or mapped by what is not linear.
+RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'map')
+
 WRAPS = ('remat', 'jit', 'scan', 'vmap', 'stop')
 LIFTS = (
     *('remat', 'jit', 'scan', 'vmap', 'cond', 'switch', 'while_loop'),
@@ -121,6 +125,7 @@ class Kid:
         place: where it is kept: ``'attribute'``, ``'list'``, ``'dict'``.
         wraps: transforms of its class, innermost first; ``'stop'`` is a lifted class.
         where: what the lifted class, or ``Frozen``, stops.
+        rule: what they do instead, one of ``RULES``.
         frozen: whether ``Frozen`` is around it.
         shares: whether it is handed the composite's shared module in a field.
     """
@@ -131,6 +136,7 @@ class Kid:
     where: Where = dataclasses.field(default_factory=lambda: Where('all'))
     shares: bool = False
     frozen: bool = False
+    rule: str = 'stop'
 
     @property
     def stateless(self) -> bool:
@@ -202,16 +208,18 @@ class Block:
     """A block around statements.
 
     Attributes:
-        where: what it stops.
+        where: what its rule is for.
         body: the statements.
         raises: whether an exception leaves it at its end.
-        positive: whether it is ``train_only`` of the complement.
+        positive: whether it is ``train_only`` of the complement, if it stops.
+        rule: one of ``RULES``.
     """
 
     where: Where
     body: tuple[Any, ...]
     raises: bool = False
     positive: bool = False
+    rule: str = 'stop'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +304,8 @@ def kids(draw: st.DrawFn, depth: int) -> Kid:
     shares = isinstance(spec, Composite) and not mapped and draw(st.booleans())
     place = draw(st.sampled_from(['attribute', 'list', 'dict']))
     frozen = draw(st.integers(0, 3)) == 0
-    return Kid(spec, place, wraps, draw(wheres(0)), shares, frozen)
+    rule = draw(st.sampled_from(RULES))
+    return Kid(spec, place, wraps, draw(wheres(0)), shares, frozen, rule)
 
 
 def mirrors() -> st.SearchStrategy[Mirror]:
@@ -350,7 +359,8 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
         else:
             body = draw(bodies(kids, nesting - 1))
             flags = draw(st.booleans()), draw(st.booleans())
-            out.append(Block(draw(wheres()), body, *flags))
+            rule = draw(st.sampled_from(RULES))
+            out.append(Block(draw(wheres()), body, *flags, rule))
     return tuple(out)
 
 
@@ -370,7 +380,8 @@ def models(draw: st.DrawFn, depth: int = 2) -> Composite:
     if not blocks:
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
-    # One has no derivative backwards, and the others need it.
-    backwards = any(lifts(model, name) for name in ('vjp', 'custom_vjp'))
+    # One has no derivative backwards, and the others need it or have no other.
+    maps = any_statement(model, lambda item: getattr(item, 'rule', '') == 'map')
+    backwards = maps or any(lifts(model, name) for name in ('vjp', 'custom_vjp'))
     assume(not (backwards and lifts(model, 'while_loop')))
     return model

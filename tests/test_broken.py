@@ -5,9 +5,11 @@ fails with the fault, in the way that tells what is wrong.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 
 import broken
@@ -15,11 +17,15 @@ import oracle
 import sequences
 import test_blocks
 import test_caches
+import test_cotangents
 import test_flow
 import test_kept
 import test_live
+import test_placing
 import test_programs
+import test_read_only
 import test_stateful
+import test_substitutes
 from flax_sg import blocks, errors
 from flax_sg import linen as nn
 
@@ -165,6 +171,36 @@ CAUGHT = [
         GRADIENT,
     ),
     Caught(
+        broken.values_never_told_apart,
+        test_substitutes.test_new_values_around_a_jitted_function_are_not_stale,
+        AssertionError,
+        r'(?s)\[\[.*\nis not\n',
+    ),
+    Caught(
+        broken.values_never_told_apart,
+        test_substitutes.test_a_trace_that_opens_a_block_of_its_own,
+        AssertionError,
+        r'(?s)\[\[.*\nis not\n',
+    ),
+    Caught(
+        broken.values_in_the_key,
+        test_substitutes.test_values_that_are_arguments_retrace_nothing,
+        AssertionError,
+        r'^assert \(3, 3\) == \(1, 1\)',
+    ),
+    Caught(
+        broken.computed_where_the_leaf_is,
+        test_substitutes.test_values_of_an_inner_trace_for_variables_of_an_outer_one,
+        jax.errors.UnexpectedTracerError,
+        'escape the scope',
+    ),
+    Caught(
+        broken.everything_published_is_a_write,
+        lambda: test_read_only.test_what_is_handed_through_is_no_write('jit'),
+        errors.ReadOnlyError,
+        'wrote the variable',
+    ),
+    Caught(
         broken.decisions_shared,
         called_outside_and_inside,
         AssertionError,
@@ -285,6 +321,41 @@ CAUGHT = [
         test_live.test_another_function_is_another_program,
         AssertionError,
         'is not',
+    ),
+    *(
+        Caught(fault, functools.partial(check, *args), AssertionError, GRADIENT)
+        for fault, check, *args in (
+            (
+                broken.rules_stand_at_the_leaf,
+                test_placing.test_an_apply_in_the_body_of_a_scan_maps_each_step,
+                'each',
+            ),
+            (
+                broken.rules_stand_at_each_read,
+                test_placing.test_two_blocks_in_one_apply_are_mapped_each_alone,
+                'each',
+            ),
+            (
+                broken.mapped_again,
+                test_placing.test_values_read_in_a_block_and_applied_there_are_mapped_once,
+                'each',
+            ),
+            (
+                broken.higher_orders_mapped_too,
+                test_cotangents.test_second_order_is_the_derivative_of_the_gradient,
+                'scale_gradient',
+            ),
+            (
+                broken.what_is_not_differentiated_counts,
+                test_placing.test_leaves_that_are_not_differentiated_do_not_count,
+            ),
+        )
+    ),
+    Caught(
+        broken.rules_stand_where_they_are_read,
+        functools.partial(test_placing.test_reads_in_raw_transforms_share_it, 'each'),
+        jax.errors.UnexpectedTracerError,
+        'leaked',
     ),
 ]
 

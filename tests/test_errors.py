@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import cotangent_errors
 import flax_sg
 import flax_sg as sg
 import oracle
+import report_errors
 from flax_sg import _private, errors
 from flax_sg import linen as nn
 from flax_sg.errors import base
@@ -76,6 +78,13 @@ class Renames(fnn.Module):
 
 def renames() -> None:
     Renames().init(jax.random.key(0), X)
+
+
+def writes() -> None:
+    norm = fnn.BatchNorm(use_running_average=False)
+    variables = norm.init(jax.random.key(0), X)
+    with nn.read_only('mean'):
+        norm.apply(variables, X, mutable=True)
 
 
 MODEL = Model()
@@ -295,6 +304,62 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "cannot lift 'kernel' of type str: expected a Module "
         'class, a method, or a function whose first argument is a bound module.\n'
         "For several filters write ['kernel', 'encoder/**'].",
+    ),
+    'no values': (
+        lambda: nn.substitute(Model),
+        errors.SubstituteTypeError,
+        f'nn.substitute was given {Model!r}.\n'
+        'Expected: a tree of values, nested as the variables are; the name of another '
+        'collection; a bound module; or a function (path, value) -> value.\n'
+        'Fix: to lift a class write nn.substitute(Model, values).',
+    ),
+    'a value that does not fit': (
+        lambda: run(nn.substitute({'encoder': {'bias': jnp.zeros(3, jnp.bfloat16)}})),
+        errors.SubstituteError,
+        "nn.substitute: the value for 'encoder/bias' of the collection 'params' does "
+        'not fit.\n'
+        'Expected: float32[3]\n'
+        'Found:    bfloat16[3]\n'
+        'Fix: convert it with .astype(float32)',
+    ),
+    'a result that does not fit': (
+        lambda: run(nn.substitute(lambda path, value: value[0], where='norm/bias')),
+        errors.SubstituteError,
+        "nn.substitute: the value for 'norm/bias' of the collection 'params' does "
+        'not fit.\n'
+        'Expected: a value of shape (3,)\n'
+        'Found:    float32[]',
+    ),
+    'no value for a variable': (
+        lambda: run(nn.substitute('ema', where='encoder/bias')),
+        errors.SubstituteError,
+        "nn.substitute: there is no value for 'encoder/bias' of the collection "
+        "'params' in the collection 'ema'.\n"
+        'Fix: select with where= the variables that have one.',
+    ),
+    'no variable for a value': (
+        lambda: run(nn.substitute({'encoder': {'bais': jnp.zeros(3)}})),
+        errors.UnusedSubstituteError,
+        'nn.substitute: 1 value without a variable:\n'
+        "  'encoder/bais', nearest 'encoder/bias'\n"
+        'Fix: spell them as the variables, or take them out. If they may be missing, '
+        "pass unused='ignore'.",
+    ),
+    'values with the collection': (
+        lambda: run(nn.substitute({'params': {'encoder': {'bias': jnp.zeros(3)}}})),
+        errors.UnusedSubstituteError,
+        'nn.substitute: 1 value without a variable:\n'
+        "  'params/encoder/bias', nearest 'encoder/bias'\n"
+        "Fix: give values['params'] in place of values.",
+    ),
+    'written and read only': (
+        lambda: writes(),
+        errors.ReadOnlyError,
+        "BatchNorm.__call__ (at '') wrote the variable 'mean' of the collection "
+        "'batch_stats' in the module at '', which is read only under "
+        "read_only(Glob('mean'), collections=True).\n"
+        'Fix: leave the block for the write, or leave the variable out with where= or '
+        'collections=.',
     ),
     'called without a module': (
         lambda: nn.stop_gradient(lifted, 'encoder/**')(X),
@@ -557,6 +622,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
+CASES.update(cotangent_errors.CASES)
+CASES.update(report_errors.CASES)
+
+
 @pytest.mark.parametrize('case', CASES)
 def test_the_whole_message(case):
     program, cls, message = CASES[case]
@@ -564,7 +633,7 @@ def test_the_whole_message(case):
         program()
     assert type(caught.value) is cls
     lines = str(caught.value).split('--------------------')[0].rstrip('\n')
-    lines = re.sub(r'(test_errors\.py):\d+', r'\1:LINE', lines)
+    lines = re.sub(r'(\w+_errors\.py):\d+', r'\1:LINE', lines)
     assert lines.splitlines() == message.splitlines()
 
 
@@ -776,8 +845,29 @@ BUILTIN = {
     'FlowNameError': LookupError,
     'DerivedFilterError': LookupError,
     'NoOutputError': TypeError,
+    'DifferentProgramError': AssertionError,
+    'TracedAgainError': AssertionError,
+    'NeverTracedError': TypeError,
+    'FlowExpectationError': AssertionError,
+    'ReportArgumentsError': TypeError,
+    'SummaryTargetError': TypeError,
+    'FrozenLayersError': IndexError,
+    'PartError': IndexError,
     'NotTracedError': NotImplementedError,
     'ValueNeededError': TypeError,
+    'CopyCycleError': ValueError,
+    'CotangentShapeError': TypeError,
+    'CotangentValueError': ValueError,
+    'ForwardModeError': TypeError,
+    'FunctionChangedError': RuntimeError,
+    'MissingVariableError': KeyError,
+    'NoCotangentError': TypeError,
+    'SplitSelectionError': RuntimeError,
+    'TracerInRuleError': TypeError,
+    'SubstituteTypeError': TypeError,
+    'SubstituteError': ValueError,
+    'UnusedSubstituteError': ValueError,
+    'ReadOnlyError': ValueError,
 }
 
 
@@ -795,7 +885,7 @@ def test_every_class_shows_a_program():
         assert doc.splitlines()[0].endswith('.'), cls
         if cls is not errors.UnsupportedVersionError:
             assert '::' in doc, cls
-            assert re.search(r'with |[ns]\w\.', doc), cls
+            assert re.search(r'with |[ns]\w\.|assert_', doc), cls
 
 
 def test_every_class_is_raised_somewhere():
@@ -899,6 +989,31 @@ def test_programs_of_trees_in_parts():
     with pytest.raises(errors.UnboundModuleError):
         sg.grad(lambda: jnp.sum(m(X)), of=MODEL)
     sg.grad(lambda: jnp.sum(m(X)), of=m)()
+
+
+def test_programs_of_values():
+    zeros = jnp.zeros(3)
+    for wrong in (fnn.Dense, zeros):
+        with pytest.raises(errors.SubstituteTypeError):
+            nn.substitute(wrong)
+    run(nn.substitute({'encoder': {'bias': zeros}}))
+    with pytest.raises(errors.UnusedSubstituteError):
+        run(nn.substitute({'params': {'encoder': {'bias': zeros}}}))
+    dense = fnn.Dense(3)
+    variables = dense.init(jax.random.key(0), X)
+    kernel = variables['params']['kernel'].astype(jnp.bfloat16)
+    with pytest.raises(errors.SubstituteError), nn.substitute({'kernel': kernel}):
+        dense.apply(variables, X)
+    with nn.substitute(lambda path, value: value.astype(jnp.bfloat16)):
+        y = dense.apply(variables, X.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    with pytest.raises(errors.ReadOnlyError):
+        writes()
+    norm = fnn.BatchNorm(use_running_average=False)
+    variables = norm.init(jax.random.key(0), X)
+    held = nn.Frozen(norm, state='hold')
+    _, written = held.apply(variables, X, mutable='batch_stats')
+    oracle.assert_same(written['batch_stats'], variables['batch_stats'])
 
 
 def test_programs_of_lift_targets():

@@ -33,10 +33,23 @@ TESTED_ELSEWHERE = {
     'extras.py': 'test_rendering.py',
     # What assertions and the command line have in common.
     'expectations.py': 'test_testing.py',
+    'seen.py': 'test_views.py',
+    'placing.py': 'test_substitutes.py',
+    'sources.py': 'test_substitutes.py',
+    'fits.py': 'test_substitutes.py',
+    'operands.py': 'test_substitutes.py',
+    'writes.py': 'test_read_only.py',
+    'forms.py': 'test_stops.py',
     'leaves.py': 'test_trees.py',
     'absent.py': 'test_trees.py',
     'encodings.py': 'test_nondifferentiable.py',
     'frames.py': 'test_blocks.py',
+    # One subject: rules for cotangents.
+    'exchanges.py': 'test_cotangents.py',
+    'joint.py': 'test_cotangents.py',
+    'maps.py': 'test_cotangents.py',
+    'identities.py': 'test_cotangents.py',
+    'tree_rewrites.py': 'test_cotangents.py',
     # A rewrite without its extents.
     'values.py': 'test_rewrites.py',
     # What Frozen and mirror have in common, and their options.

@@ -13,7 +13,16 @@ import flax_sg.linen
 from flax_sg import linen as nn
 
 # What flax_sg adds. Of the same name in flax.linen there must be none.
-OURS = {'Frozen', 'mirror', 'stop_gradient', 'train_only'}
+OURS = {
+    'Frozen',
+    'mirror',
+    'read_only',
+    'stop_gradient',
+    'substitute',
+    'train_only',
+    *('map_cotangent', 'scale_gradient', 'reverse_gradient', 'clip_gradient'),
+    *('replace_cotangent', 'copy_cotangent', 'print_cotangent'),
+}
 
 FLAX_NAMES = [name for name in dir(flax.linen) if not name.startswith('_')]
 

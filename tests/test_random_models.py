@@ -35,7 +35,7 @@ def uneven(tree: Any) -> Any:
 
 def apply(model: Any, state: Any, mutable: Any, params: Any, x: Any) -> Any:
     """What a model computes and writes; parameters that it returns apart."""
-    variables = {'params': params, **state}
+    variables = {'params': params, 'ema': jax.tree.map(jnp.sin, params), **state}
     out, written = model.apply(variables, x, rngs=RNGS, mutable=mutable)
     return out, dict(written)
 

@@ -54,7 +54,7 @@ def test_every_block_has_a_mark_that_is_checked():
 
 
 def test_the_code_runs_and_shows_what_it_says():
-    assert run_blocks(README.read_text()) == 11
+    assert run_blocks(README.read_text()) == 16
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 import flax_sg
 import oracle
-from flax_sg import errors, filters, rewrites, rules
+from flax_sg import errors, filters, rewrites, rules, sources
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -42,6 +42,9 @@ class Model(fnn.Module):
 MODEL = Model()
 RNGS = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
 VARIABLES = MODEL.init(RNGS, X)
+# Other values of the same names: a tree, and a collection of the model.
+OTHERS = jax.tree.map(lambda leaf: 1.5 * leaf - 0.5, VARIABLES['params'])
+VARIABLES = {**VARIABLES, 'ema': OTHERS}
 WHERE = ['enc/kernel', 'scale']
 
 
@@ -106,14 +109,26 @@ class Nothing(rules.Rule):
         return leaf
 
 
+def other(path: str, x: Any) -> Any:
+    return OTHERS['enc']['kernel'] if path == 'enc/kernel' else OTHERS[path]
+
+
+TREE = sources.Tree(sources.entries_of(OTHERS, 'params'))
 RULES: dict[str, tuple[rules.Rule, Any]] = {
+    'tree': (sources.Substitute(TREE), other),
+    'collection': (sources.Substitute(sources.Twin('ema')), other),
+    'function': (
+        sources.Substitute(sources.Function(lambda path, x: jnp.sin(x) * len(path))),
+        lambda path, x: jnp.sin(x) * len(path),
+    ),
+    'read only': (rules.ReadOnly(), lambda path, x: x),
     'stop': (rules.StopGradient(), lambda path, x: jax.lax.stop_gradient(x)),
     'scale': (Scale(-3.0), lambda path, x: scale_cotangent(x, -3.0)),
     'zeros': (Zeros(), lambda path, x: jnp.zeros_like(x)),
     'by path': (ByPath(), lambda path, x: x + float(len(path)) + 0.5 * len(path)),
     'nothing': (Nothing(), lambda path, x: x),
 }
-KEEPS_VALUES = ('stop', 'scale', 'nothing')
+KEEPS_VALUES = ('stop', 'scale', 'nothing', 'read only')
 
 
 def by_hand(by: Any, params: Any) -> Any:

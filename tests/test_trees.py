@@ -300,3 +300,49 @@ def test_a_filter_whose_function_has_changed():
         1,
         2,
     ]
+
+
+# Other leaves.
+
+
+def test_other_leaves_in_a_tree():
+    box = Partitioned(jnp.ones(2), ('a',))
+    tree = {'params': {'a': [jnp.ones(2), box], 'b': jnp.zeros(3)}, 'n': {'c': 3}}
+    others = jax.tree.map(lambda leaf: leaf + 1, tree)
+    oracle.assert_same(sg.substitute(tree, others), others)
+    part = {'params': {'a': [jnp.full(2, 7.0), sg.ABSENT]}}
+    expected = {**tree, 'params': {**tree['params'], 'a': [jnp.full(2, 7.0), box]}}
+    oracle.assert_same(sg.substitute(tree, part), expected)
+    expected = {**others, 'params': {**others['params'], 'b': tree['params']['b']}}
+    oracle.assert_same(sg.substitute(tree, others, where=['a/*', 'c']), expected)
+    oracle.assert_same(
+        sg.substitute(tree, lambda path, leaf: leaf + 1, where=['a/*', 'c']), expected
+    )
+    oracle.assert_same(sg.substitute(tree, {'z': 1}, unused='ignore'), tree)
+
+
+def test_gradients_flow_to_other_leaves():
+    def loss(params, others):
+        return sum(jnp.sum(x**2) for x in sg.substitute(params, others).values())
+
+    params = {'a': jnp.ones(2), 'b': jnp.full(2, 2.0)}
+    of_params, of_others = jax.grad(loss, (0, 1))(params, {'a': jnp.full(2, 3.0)})
+    oracle.assert_same(of_params, {'a': jnp.zeros(2), 'b': jnp.full(2, 4.0)})
+    oracle.assert_same(of_others, {'a': jnp.full(2, 6.0)})
+
+
+@pytest.mark.parametrize(
+    ('values', 'where', 'error', 'match'),
+    [
+        ({'a': jnp.ones(3)}, None, errors.SubstituteError, r'float32\[3\]'),
+        ({'a': jnp.arange(2)}, None, errors.SubstituteError, r'int32\[2\]'),
+        ({'a': jnp.ones(2)}, True, errors.SubstituteError, "no value for 'b'"),
+        ({'aa': jnp.ones(2)}, None, errors.UnusedSubstituteError, "'aa', nearest 'a'"),
+        (lambda path, leaf: leaf[0], None, errors.SubstituteError, r'shape \(2,\)'),
+        (lambda path, leaf: leaf, 'z', errors.UnusedFilterError, "'z'"),
+    ],
+)
+def test_other_leaves_that_do_not_fit(values, where, error, match):
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    with pytest.raises(error, match=match):
+        sg.substitute(params, values, where=where)

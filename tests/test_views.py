@@ -49,6 +49,9 @@ class Block:
     def wants(self, collection: str) -> bool:
         return collection in self.collections
 
+    def instead(self, root: views.Root, key: views.Key, value: Any) -> Any:
+        return views.AS_IT_IS
+
     def note_rewritten(self) -> None:
         self.rewritten += 1
 

@@ -31,8 +31,7 @@ class Replaced(rules.Rule):
         for (path, leaf), other in zip(old, new, strict=True):
             entry = (path.collection, (*prefix, *path.parts), leaf, other)
             self._new.setdefault(id(leaf), []).append(entry)
-        traced = (b for b in new if isinstance(b, _private.Tracer))
-        self.brings = next(traced, None)
+        self.brings = any(isinstance(leaf, _private.Tracer) for leaf in new)
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """The leaf that stands for a leaf of the module."""
@@ -45,7 +44,7 @@ class Replaced(rules.Rule):
     def clear(self) -> None:
         """Lets go of what may be traced."""
         self._new.clear()
-        self.brings = None
+        self.brings = False
 
 
 def variables_of(module: Any) -> Any:

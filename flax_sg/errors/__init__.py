@@ -11,6 +11,15 @@ from flax_sg.errors.asserts import ReportArgumentsError as ReportArgumentsError
 from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
 from flax_sg.errors.base import FlaxSGError as FlaxSGError
 from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
+from flax_sg.errors.cotangents import CopyCycleError as CopyCycleError
+from flax_sg.errors.cotangents import CotangentShapeError as CotangentShapeError
+from flax_sg.errors.cotangents import CotangentValueError as CotangentValueError
+from flax_sg.errors.cotangents import ForwardModeError as ForwardModeError
+from flax_sg.errors.cotangents import FunctionChangedError as FunctionChangedError
+from flax_sg.errors.cotangents import MissingVariableError as MissingVariableError
+from flax_sg.errors.cotangents import NoCotangentError as NoCotangentError
+from flax_sg.errors.cotangents import SplitSelectionError as SplitSelectionError
+from flax_sg.errors.cotangents import TracerInRuleError as TracerInRuleError
 from flax_sg.errors.flow import DerivedFilterError as DerivedFilterError
 from flax_sg.errors.flow import FlowNameError as FlowNameError
 from flax_sg.errors.flow import NoOutputError as NoOutputError
@@ -48,3 +57,7 @@ from flax_sg.errors.wrap import MirrorVariablesError as MirrorVariablesError
 from flax_sg.errors.wrap import ScanMemoryWarning as ScanMemoryWarning
 from flax_sg.errors.wrap import WrappedModuleError as WrappedModuleError
 from flax_sg.errors.wrap import WrapperNameError as WrapperNameError
+from flax_sg.errors.writes import ReadOnlyError as ReadOnlyError
+from flax_sg.errors.writes import SubstituteError as SubstituteError
+from flax_sg.errors.writes import SubstituteTypeError as SubstituteTypeError
+from flax_sg.errors.writes import UnusedSubstituteError as UnusedSubstituteError

@@ -136,8 +136,8 @@ class LiftTargetError(FlaxSGError, TypeError):
         nn.stop_gradient(lambda module, x: module(x), 'kernel')(module, x)
     """
 
-    def __init__(self, target: object, several: str = '') -> None:
-        hint = f'\nFor several filters write {several}.' if several else ''
+    def __init__(self, target: object, fix: str = '') -> None:
+        hint = f'\n{fix}' if fix else ''
         super().__init__(
             f'cannot lift {target!r} of type {type(target).__name__}: expected a '
             'Module class, a method, or a function whose first argument is a bound '

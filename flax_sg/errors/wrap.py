@@ -73,7 +73,7 @@ class ChoiceError(FlaxSGError, ValueError):
         nn.Frozen(nn.BatchNorm(), state='use_running_average')
     """
 
-    def __init__(self, option: str, value: Any, choices: Mapping[str, str]) -> None:
+    def __init__(self, option: str, value: Any, choices: Mapping[Any, str]) -> None:
         lines = [f'  {name!r}: {what}' for name, what in choices.items()]
         super().__init__(
             f'{option}={value!r} is none of the choices:\n' + '\n'.join(lines)

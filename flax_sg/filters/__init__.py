@@ -19,6 +19,7 @@ from flax_sg.filters.booltrees import BoolTree
 from flax_sg.filters.derived import Derived, program_of
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
+from flax_sg.filters.names import Names
 from flax_sg.filters.refusals import KINDS, brief, fix_of, refuse_target
 from flax_sg.paths import Path
 
@@ -92,6 +93,7 @@ __all__ = [
     'Filter',
     'Glob',
     'Index',
+    'Names',
     'Not',
     'Or',
     'Part',

@@ -71,6 +71,10 @@ class BoolTree(Atom):
             if names not in modules and names not in variables
         ]
 
+    def misfit(self, missing: Sequence[str], paths: Iterable[str]) -> TreeFilterError:
+        """The error for leaves of the tree that are ``missing``."""
+        return TreeFilterError.for_missing(missing, paths)
+
     def _misfit(self, path: Path, depth: int) -> TreeFilterError:
         lines = [
             f'A tree of bools has no answer for the variable {str(path)!r} '

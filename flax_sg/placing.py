@@ -1,0 +1,239 @@
+"""Where a rewritten value is made: in which trace, and together with which others.
+
+A stopped value is the same wherever it is made. A cotangent that goes through a
+function is not: what JAX adds up before is what is used between the function's place
+and the loss. So the identity that carries such a rule stands where the extent begins,
+or where the ``apply`` inside it does, not where the leaf comes from: in the body of a
+scan it maps the cotangent of one step, of a leaf that lies outside too. A value that is
+brought along belongs to the trace in which the block was opened, or to that of the leaf
+where the leaf is younger.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from flax_sg import _private, errors, filters, paths, rules, views
+
+
+class Block(views.Block, Protocol):
+    """What has to be known of an open block."""
+
+    rewrite_value: rules.Rewrite
+    level: Any
+    made: Made
+    tree: object
+    owner_path: tuple[str, ...]
+
+    @property
+    def outer(self) -> Sequence[views.Block]:
+        """The blocks that were open when it opened, outermost first."""
+        ...
+
+    def path(self, root: views.Root, key: views.Key) -> paths.Path:
+        """The variable, as the filter and the rule see it."""
+        ...
+
+
+def _owner(block: Block, root: views.Root) -> tuple[str, ...]:
+    return block.owner_path if root.tree is block.tree else ()
+
+
+class Made:
+    """The leaves that a block has rewritten, by identity.
+
+    What is read in a block and given to another ``apply`` there is not rewritten again.
+    Only what is traced can be mapped, and a trace is over when nobody holds its values.
+    """
+
+    def __init__(self) -> None:
+        self._leaves: weakref.WeakValueDictionary[int, Any] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def note(self, leaf: Any) -> None:
+        """Notes a leaf as rewritten."""
+        if isinstance(leaf, _private.Tracer):
+            self._leaves[id(leaf)] = leaf
+
+    def note_handed(
+        self, block: Block, root: views.Root, handed: Mapping[views.Key, Any]
+    ) -> None:
+        """Notes what the body of a transform in the block begins with."""
+        if block.rewrite_value.rule.in_extent:
+            for key in handed.keys() & root.selected:
+                for leaf in jax.tree.leaves(handed[key]):
+                    self.note(leaf)
+
+    def __contains__(self, leaf: Any) -> bool:
+        return self._leaves.get(id(leaf)) is leaf
+
+
+def rewritten(block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
+    """What a reader sees in a block instead of one leaf."""
+    rule = block.rewrite_value.rule
+    if root.initializing and not rule.at_init:
+        return leaf
+    if not rule.in_extent:
+        trace = _private.in_trace_of(leaf)
+        if rule.brings:
+            trace = _private.in_innermost_trace((block.level,), leaf)
+        with trace:
+            return _applied(block, root, key, leaf)
+    path = block.path(root, key)
+    if leaf in block.made or not has_cotangent(block.rewrite_value, path, leaf):
+        return leaf
+    if rule.jointly:
+        new = _of_all(block, root, key, leaf)
+    else:
+        with _begin(block, root, [leaf]):
+            new = _applied(block, root, key, leaf)
+    if new is not leaf:
+        block.made.note(new)
+    return new
+
+
+def _applied(block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
+    """The rule, applied to a leaf or to the part of it that is meant."""
+    path = block.path(root, key)
+    new = block.rewrite_value.rule(path, leaf)
+    return filters.merged(block.selects(root, key), new, leaf, path)
+
+
+def _begin(block: Block, root: views.Root, leaves: Sequence[Any]) -> Any:
+    """The trace in which the extent begins, and the tree in it."""
+    used = (*leaves, *block.rewrite_value.rule.brought)
+    levels = (block.level, root.level)
+    return _private.in_innermost_trace(levels, *used, examples=False)
+
+
+def instead(block: Block, root: views.Root, key: views.Key, value: Any) -> Any:
+    """What a reader sees in a block instead of a whole variable."""
+    rule = block.rewrite_value.rule
+    if root.initializing and not rule.at_init:
+        return views.AS_IT_IS
+
+    def find(collection: str) -> Any:
+        for above, variables in root.parts:
+            if key[1][: len(above)] == above:
+                found = views.find(variables, collection, key[1][len(above) :])
+                if found is not views.AS_IT_IS:
+                    return views.view(root, block.outer, (collection, key[1]), found)
+        return views.AS_IT_IS
+
+    path = block.path(root, key)
+    new, said = rule.instead(path, value, find), block.selects(root, key)
+    if new is views.AS_IT_IS or not isinstance(said, filters.Part):
+        return new
+    return jax.tree.map(lambda a, b: said.merge(a, b, path), new, value)
+
+
+def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
+    """Whether a rule for cotangents has anything to do for a leaf.
+
+    Raises:
+        NoCotangentError: if it cannot have, and was selected by name.
+    """
+    if not rules.is_differentiable(leaf):
+        # As everywhere: True takes what there is to take, a name means what it says.
+        if rewrite.where.atoms:
+            raise errors.NoCotangentError(path, leaf, rewrite)
+        return False
+    # What is no tracer is a constant to every derivative in progress.
+    return isinstance(leaf, _private.Tracer)
+
+
+_Leaf = tuple[views.Key, int]
+
+
+def _of_all(block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
+    """What a reader sees of one leaf of those that are rewritten together.
+
+    These are the ones that the tree holds when the first of them is read. What is
+    created or written later is no parameter that is differentiated from outside.
+    """
+    joint = root.joint.get(block)
+    if joint is None:
+        joint = root.joint[block] = _Joint(block, root)
+    return joint.seen(block, root, key, leaf)
+
+
+class _Joint:
+    """The leaves that a block rewrites together in one tree."""
+
+    def __init__(self, block: Block, root: views.Root) -> None:
+        self.parts = len(root.parts)
+        self._seen: dict[_Leaf, tuple[Any, Any]] = {}
+        if any(block is other for other in root.covered):
+            return  # They were rewritten outside.
+        keys: list[views.Key] = []
+        selected: list[tuple[paths.Path, list[Any]]] = []
+        for key, value in _variables(root):
+            if not (block.wants(key[0]) and block.selects(root, key)):
+                continue
+            leaves = jax.tree.leaves(views.view(root, block.outer, key, value))
+            if all(map(rules.is_differentiable, leaves)):
+                keys.append(key)
+                selected.append((block.path(root, key), leaves))
+        reader = Reader(dict(_variables(root)), _owner(block, root))
+        with _begin(block, root, [leaf for _, leaves in selected for leaf in leaves]):
+            together = block.rewrite_value.rule.together(selected, reader)
+            seen = [
+                (key, old, filters.merged(block.selects(root, key), new, old, path))
+                for key, (path, leaves), others in zip(
+                    keys, selected, together, strict=True
+                )
+                for old, new in zip(leaves, others, strict=True)
+            ]
+        for key, old, new in seen:
+            self._seen[key, id(old)] = old, new
+            if new is not old:
+                block.made.note(new)
+
+    def seen(self, block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
+        if len(root.parts) > self.parts and not any(k == key for k, _ in self._seen):
+            path = block.path(root, key)
+            raise errors.SplitSelectionError(block.rewrite_value, path)
+        return self._seen.get((key, id(leaf)), (leaf, leaf))[1]
+
+
+def _variables(root: views.Root) -> list[tuple[views.Key, Any]]:
+    return [
+        found
+        for path, collections in root.parts
+        for collection, tree in collections.items()
+        for found in views.iter_variables((collection, path), tree)
+    ]
+
+
+class Reader:
+    """Finds the leaves of any variable in a tree.
+
+    Args:
+        variables: by collection and names.
+        owner: the names of the module that paths are relative to.
+    """
+
+    def __init__(
+        self, variables: Mapping[views.Key, Any], owner: tuple[str, ...]
+    ) -> None:
+        self._variables, self._owner = variables, owner
+
+    def __call__(self, path: str, collection: str) -> list[Any]:
+        """The leaves of a variable; raises if there is none."""
+        names = tuple(path.strip('/').split('/'))
+        absolute = names if path.startswith('/') else (*self._owner, *names)
+        try:
+            return jax.tree.leaves(self._variables[collection, absolute])
+        except KeyError:
+            known = [
+                paths.Path.of(*key, self._owner)
+                for key in self._variables
+                if key[0] == collection
+            ]
+            nearest = paths.nearest(path, known)
+            raise errors.MissingVariableError(path, collection, nearest) from None

@@ -1,0 +1,273 @@
+"""Programs with rules for cotangents that fail, and what they say; see test_errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+
+import flax_sg as sg
+from flax_sg import errors
+from flax_sg import linen as nn
+
+PARAMS = {'enc': {'w': jnp.ones((2, 3)), 'b': jnp.ones(3)}}
+
+
+class Uses(fnn.Module):
+    """Reads all that it holds."""
+
+    @fnn.compact
+    def __call__(self):
+        return sum(jnp.sum(x) for x in jax.tree.leaves(self.variables['params']))
+
+
+def loss(params: Any) -> jax.Array:
+    return Uses().apply({'params': params})
+
+
+def grads(rule: Any) -> Any:
+    def under(params: Any) -> jax.Array:
+        with rule:
+            return loss(params)
+
+    return jax.grad(under)(PARAMS)
+
+
+def forwards() -> None:
+    with nn.clip_gradient('enc/*', norm=1.0):
+        jax.jvp(loss, (PARAMS,), (PARAMS,))
+
+
+def many_forwards() -> None:
+    tree = {name: jnp.ones(1) for name in 'abcde'}
+    clip = nn.clip_gradient(True, global_norm=1.0)
+    jax.jvp(lambda t: sg.rewrite(t, clip), (tree,), (tree,))
+
+
+def summed(path: Any, ct: Any) -> Any:
+    return jnp.sum(ct)
+
+
+def rounded(path: Any, ct: Any) -> Any:
+    return ct.astype(jnp.bfloat16)
+
+
+def forgotten(path: Any, ct: Any) -> Any:
+    ct * 2.0
+
+
+def changed() -> None:
+    bounds = [1.0]
+    with nn.map_cotangent('enc/w', lambda path, ct: jnp.clip(ct, -1, bounds[0])):
+        bounds[0] = 2.0
+        jax.grad(loss)(PARAMS)
+
+
+@jax.jit
+def traced(factor: Any) -> Any:
+    return grads(nn.map_cotangent('enc/w', lambda path, ct: factor * ct))
+
+
+def integer() -> None:
+    with nn.scale_gradient('steps', 0.5):
+        Uses().apply({'params': {'steps': jnp.array(3), 'w': jnp.ones(2)}})
+
+
+def split() -> None:
+    class Body(fnn.Module):
+        shared: fnn.Module
+
+        @fnn.compact
+        def __call__(self, x, _):
+            own = fnn.Dense(1, name='own')
+            with nn.clip_gradient(True, global_norm=1.0):
+                return self.shared(own(x)), None
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            scan = fnn.scan(
+                Body,
+                variable_broadcast='params',
+                split_rngs={'params': False},
+                length=2,
+            )
+            return scan(fnn.Dense(1, name='shared'), name='body')(x, None)[0]
+
+    x = jnp.ones((1, 1))
+    params = Model().init(jax.random.key(0), x)
+    jax.grad(lambda p: jnp.sum(Model().apply(p, x)))(params)
+
+
+NO_FORWARD = (
+    ' has no derivative forwards (jax.jvp, jax.jacfwd, jax.linearize): what is to '
+    'happen is known for cotangents, on the way back.\n'
+    'Use jax.grad, jax.vjp or jax.jacrev (for a Hessian jax.jacrev twice, or '
+    'jax.jacfwd of jax.grad), or leave the parameter out of what is differentiated '
+    'forwards.'
+)
+LIKE_ITS_PARAMETER = '\nA cotangent has the shape and the dtype of its parameter.'
+ONE_BOUND = (
+    ': expected one of value=, norm= and global_norm=.\n'
+    'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
+)
+VALUE_OR_VARIABLE = (
+    'replace_cotangent() takes either a value or a variable.\n'
+    "Write nn.replace_cotangent(where, value), or variable='path', or "
+    "collection='name'."
+)
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    'forward mode': (
+        forwards,
+        errors.ForwardModeError,
+        f"nn.clip_gradient of 'enc/b'{NO_FORWARD}",
+    ),
+    'forward mode of many': (
+        many_forwards,
+        errors.ForwardModeError,
+        f"nn.clip_gradient of 'a', 'b', 'c' and 2 more{NO_FORWARD}",
+    ),
+    'a function that changes the shape': (
+        lambda: grads(nn.map_cotangent('enc/w', summed)),
+        errors.CotangentShapeError,
+        "the cotangent of 'enc/w' is float32[2, 3], and what summed at "
+        f'cotangent_errors.py:LINE returns is float32[].{LIKE_ITS_PARAMETER}',
+    ),
+    'a function that changes the dtype': (
+        lambda: grads(nn.map_cotangent('enc/w', rounded)),
+        errors.CotangentShapeError,
+        "the cotangent of 'enc/w' is float32[2, 3], and what rounded at "
+        f'cotangent_errors.py:LINE returns is bfloat16[2, 3].{LIKE_ITS_PARAMETER}',
+    ),
+    'a function that returns nothing': (
+        lambda: grads(nn.map_cotangent('enc/w', forgotten)),
+        errors.CotangentShapeError,
+        "the cotangent of 'enc/w' is float32[2, 3], and what forgotten at "
+        f'cotangent_errors.py:LINE returns is None.{LIKE_ITS_PARAMETER}',
+    ),
+    'a value of another shape': (
+        lambda: grads(nn.replace_cotangent('enc/w', jnp.ones(3))),
+        errors.CotangentShapeError,
+        "the cotangent of 'enc/w' is float32[2, 3], and the value is float32[3]."
+        f'{LIKE_ITS_PARAMETER}',
+    ),
+    'a variable of another shape': (
+        lambda: grads(nn.replace_cotangent('enc/w', variable='enc/b')),
+        errors.CotangentShapeError,
+        "the cotangent of 'enc/w' is float32[2, 3], and the value of 'enc/b' is "
+        f'float32[3].{LIKE_ITS_PARAMETER}',
+    ),
+    'a source of another shape': (
+        lambda: grads(nn.copy_cotangent({'enc/w': 'enc/b'})),
+        errors.CotangentShapeError,
+        "the cotangent of 'enc/w' is float32[2, 3], and that of 'enc/b' is float32[3]."
+        f'{LIKE_ITS_PARAMETER}',
+    ),
+    'an integer': (
+        integer,
+        errors.NoCotangentError,
+        "scale_gradient(Glob('steps')) selects 'steps', which has no cotangent: it "
+        'holds int32[].\n'
+        'Select real or complex variables; True takes those and no others.',
+    ),
+    'an integer in a tree': (
+        lambda: sg.rewrite({'n': 3}, nn.clip_gradient('n', value=1.0)),
+        errors.NoCotangentError,
+        "clip_gradient(Glob('n')) selects 'n', which has no cotangent: it holds 3.\n"
+        'Select real or complex variables; True takes those and no others.',
+    ),
+    'a circle of copies': (
+        lambda: nn.copy_cotangent({'a': 'b', 'b': 'a'}),
+        errors.CopyCycleError,
+        "cotangents are copied in a circle: 'a' <- 'b' <- 'a'.\n"
+        'Each target is given with its source, {target: source}; leave one out.',
+    ),
+    'a copy of itself': (
+        lambda: nn.copy_cotangent({'a': 'a'}),
+        errors.CopyCycleError,
+        "cotangents are copied in a circle: 'a' <- 'a'.\n"
+        'Each target is given with its source, {target: source}; leave one out.',
+    ),
+    'copies without sources': (
+        lambda: nn.copy_cotangent('a'),  # pyright: ignore[reportArgumentType]
+        errors.CotangentValueError,
+        "copy_cotangent('a'): expected the paths of parameters, each with the one that "
+        "it gets its cotangent from, such as {'a/kernel': 'b/kernel'}.",
+    ),
+    'a source that is not there': (
+        lambda: grads(nn.copy_cotangent({'enc/w': 'enc/v'})),
+        errors.UnusedFilterError,
+        "Glob('enc/v') selected nothing: it matches none of the 2 variables.\n"
+        "Nearest paths:\n  'enc/b'\n  'enc/w'\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'clip without a bound': (
+        lambda: nn.clip_gradient('enc/**'),
+        errors.CotangentValueError,
+        f'clip_gradient() was given no bound{ONE_BOUND}',
+    ),
+    'clip with two bounds': (
+        lambda: nn.clip_gradient('enc/**', value=1.0, norm=2.0),
+        errors.CotangentValueError,
+        f'clip_gradient() was given value and norm{ONE_BOUND}',
+    ),
+    'clip below zero': (
+        lambda: nn.clip_gradient('enc/**', norm=-1.0),
+        errors.CotangentValueError,
+        'norm=-1.0: expected a number from 0 on.',
+    ),
+    'a factor for each': (
+        lambda: nn.scale_gradient('enc/**', jnp.ones(2)),
+        errors.CotangentValueError,
+        'factor has the shape (2,): expected one number.',
+    ),
+    'a factor that is none': (
+        lambda: nn.scale_gradient('enc/**', 'half'),
+        errors.CotangentValueError,
+        "factor='half': expected a number or an array.",
+    ),
+    'replaced by nothing': (
+        lambda: nn.replace_cotangent('enc/**'),
+        errors.CotangentValueError,
+        VALUE_OR_VARIABLE,
+    ),
+    'replaced by two': (
+        lambda: nn.replace_cotangent('enc/**', 1.0, variable='w'),
+        errors.CotangentValueError,
+        VALUE_OR_VARIABLE,
+    ),
+    'replaced by what is not there': (
+        lambda: grads(nn.replace_cotangent('enc/w', variable='enc/v')),
+        errors.MissingVariableError,
+        "there is no variable 'enc/v' in the collection 'params', whose value was to "
+        "be a cotangent; nearest: 'enc/b', 'enc/w'.",
+    ),
+    'a function that reads what changes': (
+        changed,
+        errors.FunctionChangedError,
+        '<lambda> at cotangent_errors.py:LINE reads something that has changed since '
+        'its block was opened.\n'
+        'Change it before the block, or hand it over: nn.map_cotangent(where, fn, '
+        'value) calls fn(path, cotangent, value).',
+    ),
+    'a function that reads a tracer': (
+        lambda: traced(2.0),
+        errors.TracerInRuleError,
+        '<lambda> at cotangent_errors.py:LINE reads a traced value (float32[]): '
+        "closure variable 'factor' of <lambda> at cotangent_errors.py:LINE.\n"
+        'Hand it over: nn.map_cotangent(where, fn, value) calls '
+        'fn(path, cotangent, value).',
+    ),
+    'modules from outside of a body': (
+        split,
+        errors.SplitSelectionError,
+        'clip_gradient(Constant(True)) takes its parameters together, and '
+        "'/shared/kernel' lies in a module that was handed into the transform around "
+        'the block.\n'
+        'Open the block around the transform, or leave that module out.',
+    ),
+}

@@ -1,0 +1,132 @@
+"""Assertions, reports and parts of arrays that fail; see test_errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flax_sg as sg
+from flax_sg import errors, testing
+from flax_sg import linen as nn
+
+PARAMS = {'head': jnp.ones(3), 'body': jnp.ones((4, 3))}
+SHAPES = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+class Layer(fnn.Module):
+    @fnn.compact
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return fnn.Dense(2)(x), None
+
+
+def loss(params: Any) -> jax.Array:
+    return jnp.sum(params['head']) * jnp.sum(jax.lax.stop_gradient(params['body']))
+
+
+def in_block() -> None:
+    with nn.stop_gradient(sg.at('Dense_0/bias', np.s_[5:])):
+        params = {
+            'params': {'Dense_0': {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}}
+        }
+        jax.grad(lambda p: jnp.sum(Layer().apply(p, jnp.ones(2), None)[0]))(params)
+
+
+def traced_twice() -> None:
+    step = jax.jit(testing.assert_traces_once(jnp.sum))
+    step(jnp.ones(2))
+    step(jnp.ones(3))
+
+
+def too_many_layers() -> None:
+    stack = nn.scan(
+        Layer,
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        length=4,
+        frozen_layers=slice(4, 6),
+    )
+    jax.eval_shape(lambda: stack().init(jax.random.key(0), jnp.ones(2), None))
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    'another program': (
+        lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
+        errors.DifferentProgramError,
+        'the two functions are compiled to different programs.\n'
+        '          first  second\n'
+        '  flops   0      3\n'
+        '  sine    1      0\n'
+        '  negate  0      1\n'
+        'The first line that differs:\n'
+        '  first   ROOT %2 = f32[3]{0} sine(%1)\n'
+        '  second  ROOT %2 = f32[3]{0} negate(%1)',
+    ),
+    'traced again': (
+        traced_twice,
+        errors.TracedAgainError,
+        'sum is traced a second time.\n'
+        '           first trace  this trace\n'
+        '  args[0]  float32[2]   float32[3]',
+    ),
+    'never traced': (
+        lambda: testing.assert_traces_once(jax.jit(loss)),
+        errors.NeverTracedError,
+        'assert_traces_once(loss) counts no traces: the function is called '
+        'outside of any.\n'
+        'Write jax.jit(assert_traces_once(loss)), not the other way round.',
+    ),
+    'another part trained': (
+        lambda: testing.assert_trains_only(loss, 'body', PARAMS),
+        errors.FlowExpectationError,
+        "The function trains Glob('body') and nothing else: this does not hold.\n"
+        '  output  parameter  expected  found    at\n'
+        '  output  body       trains    stopped  report_errors.py:LINE (loss)\n'
+        '  output  head       stopped   trains   report_errors.py:LINE (loss)',
+    ),
+    'a report with arguments': (
+        lambda: testing.assert_flows(sg.gradient_flow(loss, PARAMS), 'head', PARAMS),
+        errors.ReportArgumentsError,
+        'a report was given with 1 arguments; it says what it says of the '
+        'arguments that it was made with.\n'
+        'Leave them out, or give the function in place of the report.',
+    ),
+    'a class as a table': (
+        lambda: sg.tabulate(fnn.Dense, jax.random.key(0)),
+        errors.SummaryTargetError,
+        'tabulate() takes a Module instance, and was given the class Dense.\n'
+        'Make the module: sg.tabulate(Model(...), rngs)(x).',
+    ),
+    'a part that there is not': (
+        in_block,
+        errors.PartError,
+        "Index(np.s_[5:]) does not fit 'Dense_0/bias', an array of shape (2,): "
+        'it takes nothing.\n'
+        'Give the elements of that array, or name other variables in sg.at.',
+    ),
+    'a part of a leaf': (
+        lambda: sg.partition(PARAMS, sg.at('body', np.s_[:2])),
+        errors.PartError,
+        "partition takes a leaf or leaves it, and the filter means a part of 'body'.\n"
+        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
+    ),
+    'no index': (
+        lambda: sg.at('body', 'rows'),
+        errors.PartError,
+        "'rows' is no index: expected ints, slices, ..., arrays of ints or of "
+        'bools, or a tuple of these.\n'
+        "Write it as numpy does: sg.at('embed/embedding', np.s_[:100]).",
+    ),
+    'layers that there are not': (
+        too_many_layers,
+        errors.FrozenLayersError,
+        'frozen_layers=slice(4, 6, None) does not fit a scan of 4 layers: it '
+        'takes none of them.\n'
+        'Write indices from 0 to 3, such as frozen_layers=slice(0, 2), or a '
+        'bool for each layer.',
+    ),
+}

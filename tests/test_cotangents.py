@@ -1,0 +1,586 @@
+"""Every rule for cotangents at every extent, against identities written by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import apply
+
+import backward
+import flax_sg as sg
+import oracle
+import stepwise
+from flax_sg import errors, testing
+from flax_sg import linen as nn
+
+X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
+RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+
+
+class Cell(fnn.Module):
+    """Uses one of its layers twice."""
+
+    @fnn.compact
+    def __call__(self, x):
+        a, b = fnn.Dense(3, name='a'), fnn.Dense(3, name='b')
+        return x + a(jnp.tanh(b(jnp.tanh(a(x)))))
+
+
+PARAMS = Cell().init(jax.random.key(0), X)['params']
+
+
+def per_leaf(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda tree: backward.each(lambda _, ct: fn(ct), tree)
+
+
+def handed_on(tree: Any, add: bool) -> Any:
+    def fn(cts: Any) -> Any:
+        a, b = cts['a'], cts['b']
+        own = {name: ct if add else jnp.zeros_like(ct) for name, ct in a.items()}
+        return {'a': {**a, 'bias': b['bias'] + own['bias']}, 'b': b}
+
+    return backward.identity(fn, tree)
+
+
+def weighted(path: str, ct: jax.Array, weight: jax.Array) -> jax.Array:
+    # Paths are relative to the extent.
+    return ct * ct * weight * (2.0 if path.endswith('a/bias') else 1.0)
+
+
+# Each rule: how it is written for what is below a path, and by hand.
+Rule = tuple[Callable[[str], Any], Callable[[Any], Any]]
+RULES: dict[str, Rule] = {
+    'map_cotangent': (
+        lambda at: nn.map_cotangent(at + '**', weighted, jnp.array(0.5)),
+        lambda tree: backward.each(lambda p, ct: weighted(p, ct, 0.5), tree),
+    ),
+    'scale_gradient': (
+        lambda at: nn.scale_gradient(at + '**', 0.3),
+        functools.partial(backward.scaled, 0.3),
+    ),
+    'clip_gradient, global_norm': (
+        lambda at: nn.clip_gradient(at + '**', global_norm=0.5),
+        functools.partial(backward.clipped_together, 0.5),
+    ),
+    'copy_cotangent': (
+        lambda at: nn.copy_cotangent({at + 'a/bias': at + 'b/bias'}),
+        lambda tree: handed_on(tree, add=False),
+    ),
+    'reverse_gradient': (
+        lambda at: nn.reverse_gradient(at + '**', np.float32(2.0)),
+        functools.partial(backward.scaled, -2.0),
+    ),
+    'clip_gradient, value': (
+        lambda at: nn.clip_gradient(at + '**', value=1.0),
+        per_leaf(lambda ct: jnp.clip(ct, -1.0, 1.0)),
+    ),
+    'clip_gradient, norm': (
+        lambda at: nn.clip_gradient(at + '**', norm=2.0),
+        lambda tree: jax.tree.map(
+            functools.partial(backward.clipped_together, 2.0), tree
+        ),
+    ),
+    'replace_cotangent, number': (
+        lambda at: nn.replace_cotangent(at + '**', 7.0),
+        per_leaf(lambda ct: jnp.full_like(ct, 7.0)),
+    ),
+    'replace_cotangent, array': (
+        lambda at: nn.replace_cotangent(at + '*/bias', np.float32([1, 2, 3])),
+        lambda tree: backward.each(
+            lambda p, ct: jnp.array([1.0, 2, 3]) if 'bias' in p else ct, tree
+        ),
+    ),
+    'replace_cotangent, variable': (
+        lambda at: nn.replace_cotangent(at + 'a/*as', variable=at + 'b/bias'),
+        lambda tree: {
+            'a': {
+                **tree['a'],
+                'bias': backward.replaced(tree['a']['bias'], tree['b']['bias']),
+            },
+            'b': tree['b'],
+        },
+    ),
+    'copy_cotangent, add': (
+        lambda at: nn.copy_cotangent({at + 'a/bias': at + 'b/bias'}, add=True),
+        lambda tree: handed_on(tree, add=True),
+    ),
+    'print_cotangent': (
+        lambda at: nn.print_cotangent(at + 'a/bias'),
+        lambda tree: tree,
+    ),
+}
+FEW = dict(list(RULES.items())[:4])
+
+
+def in_block(rule: Any, params: Any, x: Any) -> Any:
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            cell = Cell(name='cell')
+            with rule('cell/'):
+                return cell(x)
+
+    return Model().apply({'params': {'cell': params}}, x)
+
+
+def around_apply(rule: Any, params: Any, x: Any) -> Any:
+    with rule(''):
+        return Cell().apply({'params': params}, x)
+
+
+def lifted_class(rule: Any, params: Any, x: Any) -> Any:
+    return rule('')(Cell)().apply({'params': params}, x)
+
+
+def lifted_method(rule: Any, params: Any, x: Any) -> Any:
+    class Model(fnn.Module):
+        @rule('cell/')
+        @fnn.compact
+        def __call__(self, x):
+            return Cell(name='cell')(x)
+
+    return Model().apply({'params': {'cell': params}}, x)
+
+
+def lifted_function(rule: Any, params: Any, x: Any) -> Any:
+    call = rule('')(lambda module, x: module(x))
+    return fnn.apply(call, Cell())({'params': params}, x)
+
+
+def wrapped(rule: Any, params: Any, x: Any) -> Any:
+    return rule('')(Cell()).apply({'params': params}, x)
+
+
+def viewed(rule: Any, params: Any, x: Any) -> Any:
+    class Model(fnn.Module):
+        def setup(self):
+            self.cell = Cell()
+            self.view = rule('')(self.cell)
+
+        def __call__(self, x):
+            return self.view(x)
+
+    return Model().apply({'params': {'cell': params}}, x)
+
+
+def on_scopes(rule: Any, params: Any, x: Any) -> Any:
+    def call(scope: Any, x: Any) -> Any:
+        return Cell(parent=scope)(x)
+
+    return apply(sg.core.rewrite(call, rule('')))({'params': params}, x)
+
+
+def on_a_tree(rule: Any, params: Any, x: Any) -> Any:
+    variables = sg.rewrite({'params': {'cell': params}}, rule('cell/'))
+    return Cell().apply({'params': variables['params']['cell']}, x)
+
+
+EXTENTS = (in_block, around_apply, lifted_class, lifted_method, lifted_function)
+EXTENTS = (*EXTENTS, wrapped, viewed, on_scopes, on_a_tree)
+
+
+def gradients(fn: Any, *args: Any) -> Any:
+    def run(*args: Any) -> Any:
+        y, pull_back = jax.vjp(fn, *args)
+        return y, pull_back(RAMP)
+
+    return stepwise.evaluate(run, *args)
+
+
+@pytest.mark.parametrize('extent', EXTENTS, ids=lambda extent: extent.__name__)
+def test_every_extent(extent, capfd):
+    for rule, hand in (RULES if extent is in_block else FEW).values():
+        oracle.assert_same(
+            gradients(functools.partial(extent, rule), PARAMS, X),
+            gradients(lambda p, x: Cell().apply({'params': hand(p)}, x), PARAMS, X),  # noqa: B023
+        )
+    capfd.readouterr()
+
+
+def loss_of(fn: Any) -> Callable[[Any], jax.Array]:
+    return lambda params: jnp.sum(fn(params, X) * RAMP)
+
+
+# What is printed is the cotangent itself.
+@pytest.mark.parametrize('name', sorted(RULES.keys() - {'print_cotangent'}))
+def test_second_order_is_the_derivative_of_the_gradient(name):
+    rule, hand = RULES[name]
+    names = ('a', 'b')
+
+    def by_hand(p, x):
+        return Cell().apply({'params': hand(p)}, x)
+
+    def hessians(fn: Any, *modes: Any) -> Any:
+        def run(biases: Any) -> Any:
+            def gradient(biases: Any) -> Any:
+                params = {n: {**PARAMS[n], 'bias': biases[n]} for n in names}
+                return jax.grad(loss_of(fn))(params)
+
+            return [mode(gradient)(biases) for mode in modes]
+
+        return stepwise.evaluate(run, {n: PARAMS[n]['bias'] + 0.1 for n in names})
+
+    ours = functools.partial(around_apply, rule)
+    [expected] = hessians(by_hand, jax.jacrev)
+    backwards, forwards = hessians(ours, jax.jacrev, jax.jacfwd)
+    oracle.assert_same(backwards, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+        forwards,
+        expected,
+    )
+
+
+@pytest.mark.parametrize('name', RULES)
+def test_forward_mode_is_right_or_refused_by_name(name):
+    rule, _ = RULES[name]
+    ours = functools.partial(around_apply, rule)
+    direction = jax.tree.map(jnp.ones_like, PARAMS)
+    runs = [
+        lambda: jax.jvp(lambda p: ours(p, X), (PARAMS,), (direction,)),
+        lambda: jax.jit(jax.linearize(lambda p: ours(p, X), PARAMS)[1])(direction),
+    ]
+    if name in ('scale_gradient', 'reverse_gradient'):
+        factor = 0.3 if name == 'scale_gradient' else -2.0
+        scaled = jax.tree.map(lambda t: t * jnp.float32(factor), direction)
+        plain = lambda p: Cell().apply({'params': p}, X)  # noqa: E731
+        expected = jax.jvp(plain, (PARAMS,), (scaled,))
+        oracle.assert_same(runs[0](), expected)
+        return
+    for run in runs:
+        with pytest.raises(
+            errors.ForwardModeError, match='has no derivative forwards'
+        ) as e:
+            run()
+        assert f'nn.{name.partition(",")[0]} of ' in str(e.value)
+        assert "'a/bias'" in str(e.value) or "'a/kernel'" in str(e.value)
+    # The input is no parameter.
+    jax.jvp(lambda x: ours(PARAMS, x), (X,), (X,))
+
+
+class Scanned(fnn.Module):
+    """Layers in a scan, in a block around it."""
+
+    rule: Any = None
+
+    @fnn.compact
+    def __call__(self, x):
+        step = fnn.remat(lambda cell, x, _: (cell(x), None), prevent_cse=False)
+        scan = fnn.scan(
+            step,
+            variable_broadcast='params',
+            split_rngs={'params': False},
+            length=4,
+        )
+        cell = Cell(name='cell')
+        if self.rule is None or self.is_initializing():
+            return scan(cell, x, None)[0]
+        with self.rule('cell/'):
+            return scan(cell, x, None)[0]
+
+
+@pytest.mark.parametrize('name', FEW)
+def test_the_program_is_the_one_written_by_hand(name):
+    rule, hand = RULES[name]
+
+    def ours(p):
+        return loss_of(lambda p, x: Scanned(rule).apply({'params': p}, x))(p)
+
+    def by_hand(p):
+        p = {'cell': hand(p['cell'])}
+        return loss_of(lambda p, x: Scanned().apply({'params': p}, x))(p)
+
+    params = {'cell': PARAMS}
+    assert testing.optimized_hlo(jax.grad(ours), params) == testing.optimized_hlo(
+        jax.grad(by_hand), params
+    )
+    # Forwards nothing is left of it.
+    assert testing.optimized_hlo(ours, params) == testing.optimized_hlo(
+        lambda p: loss_of(lambda p, x: Scanned().apply({'params': p}, x))(p), params
+    )
+
+
+def test_with_no_rule_active_nothing_of_ours_is_in_the_trace():
+    text = str(jax.make_jaxpr(lambda p: Cell().apply({'params': p}, X))(PARAMS))
+    nn.scale_gradient('**', 0.5)
+    assert str(jax.make_jaxpr(lambda p: Cell().apply({'params': p}, X))(PARAMS)) == text
+    assert 'custom_jvp' not in text.replace('custom_jvp_call[\n      name=relu', '')
+
+
+def test_printing_says_the_path_compiled_and_not(capfd):
+    def loss(p):
+        with nn.print_cotangent('a/bias'):
+            return jnp.sum(Cell().apply({'params': p}, X))
+
+    expected = jax.grad(lambda p: jnp.sum(Cell().apply({'params': p}, X)))(PARAMS)
+    capfd.readouterr()
+    for grad in jax.grad(loss), jax.jit(jax.grad(loss)):
+        ct = jax.block_until_ready(grad(PARAMS))['a']['bias']
+        jax.effects_barrier()
+        assert capfd.readouterr().out == f'cotangent of a/bias: {np.asarray(ct)}\n'
+        np.testing.assert_allclose(ct, expected['a']['bias'], rtol=1e-5)
+    braces = {'{w}': jnp.ones(2)}
+    printed = lambda p: jnp.sum(sg.rewrite(p, nn.print_cotangent(True))['{w}'])  # noqa: E731
+    jax.grad(printed)(braces)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == 'cotangent of {w}: [1. 1.]\n'
+
+
+# Cache keys.
+
+
+def counted(loss: Callable[..., Any]) -> tuple[Any, list[None]]:
+    traces: list[None] = []
+
+    def wrapper(*args: Any) -> Any:
+        traces.append(None)
+        return loss(*args)
+
+    return jax.jit(jax.grad(wrapper)), traces
+
+
+def test_equal_rules_do_not_trace_again_and_others_do():
+    grad, traces = counted(lambda w: 3.0 * Scale().apply({'params': {'w': w}}))
+    array = jnp.array([2.0])
+    fresh = lambda n: lambda path, ct: ct * n  # noqa: E731
+    makers: list[Callable[[], Any]] = [
+        lambda: nn.map_cotangent('w', fresh(2)),
+        lambda: nn.map_cotangent('w', fresh(3)),
+        lambda: nn.map_cotangent('w', lambda path, ct, n: ct * n, 2.0),
+        lambda: nn.map_cotangent('w', lambda path, ct, n: ct * n, 3.0),
+        lambda: nn.scale_gradient('w', 2),
+        lambda: nn.scale_gradient('w', jnp.float32(4)),
+        lambda: nn.reverse_gradient('w', 2),
+        lambda: nn.clip_gradient('w', value=2.0),
+        lambda: nn.clip_gradient('w', norm=2.0),
+        lambda: nn.clip_gradient('w', global_norm=1.0),
+        lambda: nn.replace_cotangent('w', np.float32([8.0])),
+        lambda: nn.replace_cotangent('w', array),
+        lambda: nn.print_cotangent('w'),
+        lambda: nn.stop_gradient('w', levels=1),
+        lambda: nn.stop_gradient('w'),
+    ]
+    values = []
+    for number, make in enumerate(makers, start=1):
+        for _ in range(2):
+            with make():
+                values.append(float(grad(jnp.array([1.0]))[0]))
+        assert len(traces) == number
+    expected = [6, 9, 6, 9, 6, 12, -6, 2, 2, 1, 8, 2, 3, 0, 0]
+    assert values == [float(e) for e in expected for _ in '12']
+
+
+class Scale(fnn.Module):
+    @fnn.compact
+    def __call__(self):
+        return self.param('w', fnn.initializers.ones, (1,))[0]
+
+
+def test_another_array_is_another_rule_and_is_not_kept_alive():
+    grad, traces = counted(lambda w: Scale().apply({'params': {'w': w}}))
+    for value in 5.0, 6.0:
+        with nn.replace_cotangent('w', jnp.array([value])):
+            assert grad(jnp.array([1.0])) == value
+    assert len(traces) == 2
+
+
+def test_a_traced_factor():
+    @jax.jit
+    def step(w, factor):
+        def loss(w):
+            with nn.reverse_gradient('w', factor):
+                return Scale().apply({'params': {'w': w}})
+
+        return jax.grad(loss)(w)
+
+    with jax.checking_leaks():
+        assert step(jnp.array([1.0]), 3.0) == -3.0
+        assert step(jnp.array([1.0]), 4.0) == -4.0
+    slopes = jax.vmap(step, (None, 0))(jnp.array([1.0]), jnp.array([1.0, 2.0]))
+    assert slopes.tolist() == [[-1.0], [-2.0]]
+    # The gradient is a function of the factor.
+    assert jax.grad(lambda f: step(jnp.array([1.0]), f)[0])(3.0) == -1.0
+
+
+def test_a_function_that_reads_something_new_is_another_one():
+    bounds = [1.0]
+    grad, traces = counted(lambda w: 5.0 * Scale().apply({'params': {'w': w}}))
+    rule = nn.map_cotangent('w', lambda path, ct: jnp.minimum(ct, bounds[0]))
+    with rule:
+        assert grad(jnp.array([1.0])) == 1.0
+    bounds[0] = 2.0
+    with rule:
+        assert grad(jnp.array([1.0])) == 2.0
+    assert len(traces) == 2
+    with rule:
+        bounds[0] = 3.0
+        y, pull_back = jax.vjp(
+            lambda w: Scale().apply({'params': {'w': w}}), jnp.array([1.0])
+        )
+        with pytest.raises(errors.FunctionChangedError):
+            pull_back(y)
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_dtypes_stay(dtype):
+    tree = {'w': jnp.array([3.0, -4.0], dtype)}
+    rules = [
+        nn.scale_gradient(True, 0.5),
+        nn.scale_gradient(True, jnp.float32(0.5)),
+        nn.clip_gradient(True, value=2.0),
+        nn.clip_gradient(True, norm=2.5),
+        nn.clip_gradient(True, global_norm=jnp.float32(2.5)),
+        nn.replace_cotangent(True, 1.0),
+    ]
+    expected = [[1.5, -2], [1.5, -2], [2, -2], [1.5, -2], [1.5, -2], [1, 1]]
+    for rule, value in zip(rules, expected, strict=True):
+        _, pull_back = jax.vjp(lambda t: sg.rewrite(t, rule), tree)  # noqa: B023
+        [ct] = pull_back(tree)
+        assert ct['w'].dtype == dtype
+        np.testing.assert_array_equal(ct['w'], jnp.array(value, dtype))
+
+
+def test_a_complex_number_is_clipped_by_its_parts_or_its_length():
+    tree = {'w': jnp.array([3.0 - 4.0j])}
+    for rule, value in (
+        (nn.clip_gradient(True, value=1.0), 1.0 - 1.0j),
+        (nn.clip_gradient(True, norm=2.5), 1.5 - 2.0j),
+    ):
+        _, pull_back = jax.vjp(lambda t: sg.rewrite(t, rule), tree)  # noqa: B023
+        assert pull_back(tree)[0]['w'].tolist() == [value]
+
+
+def test_small_cotangents_pass_a_clip_to_the_last_bit_and_zero_has_derivatives():
+    def gradient(s):
+        tree = {'w': jnp.array([1e-3, 0.7])}
+        clip = nn.clip_gradient(True, global_norm=1.0)
+        return jax.grad(lambda t: jnp.sum(sg.rewrite(t, clip)['w'] * s))(tree)['w']
+
+    s = jnp.array([0.1, 0.2])
+    assert gradient(s).tolist() == s.tolist()
+    np.testing.assert_array_equal(jax.jacrev(gradient)(jnp.zeros(2)), jnp.eye(2))
+
+
+def test_a_sum_in_half_precision_does_not_overflow():
+    tree = {'w': jnp.full(300, 30.0, jnp.float16)}
+    clip = nn.clip_gradient(True, global_norm=30.0)
+    _, pull_back = jax.vjp(lambda t: sg.rewrite(t, clip), tree)
+    np.testing.assert_allclose(
+        pull_back(tree)[0]['w'].astype(np.float32), np.sqrt(3.0), rtol=1e-2
+    )
+
+
+def test_a_leaf_that_is_never_read():
+    tree = {'a': jnp.ones(2), 'b': jnp.full(2, 3.0)}
+
+    class Reads(fnn.Module):
+        @fnn.compact
+        def __call__(self):
+            self.param('a', fnn.initializers.ones, (2,))
+            return jnp.sum(self.get_variable('params', 'a') ** 2)
+
+    def grads(rule: Any) -> Any:
+        def loss(tree: Any) -> Any:
+            with rule:
+                return Reads().apply({'params': tree})
+
+        return jax.tree.map(lambda g: g.tolist(), jax.grad(loss)(tree))
+
+    # Nothing depends on it, so there is no cotangent to replace ...
+    replaced = grads(nn.replace_cotangent(True, 5.0))
+    assert replaced == {'a': [5.0, 5.0], 'b': [0.0, 0.0]}
+    # ... but it can be handed another one.
+    copied = grads(nn.copy_cotangent({'b': 'a'}))
+    assert copied == {'a': [2.0, 2.0], 'b': [2.0, 2.0]}
+    assert grads(nn.copy_cotangent({'a': 'b'}))['a'] == [0.0, 0.0]
+
+
+def test_copies_follow_one_another():
+    tree = {name: jnp.full(2, 1.0) for name in 'abcd'}
+    chain = {'a': 'b', 'b': 'c', 'd': 'c'}
+
+    def grads(**options: Any) -> Any:
+        def loss(tree: Any) -> Any:
+            tree = sg.rewrite(tree, nn.copy_cotangent(chain, **options))
+            return sum(n * jnp.sum(x) for n, x in enumerate(tree.values(), start=1))
+
+        return {name: float(g[0]) for name, g in jax.grad(loss)(tree).items()}
+
+    assert grads() == {'a': 3.0, 'b': 3.0, 'c': 3.0, 'd': 3.0}
+    assert grads(add=True) == {'a': 6.0, 'b': 5.0, 'c': 3.0, 'd': 7.0}
+
+
+def test_state_can_be_selected():
+    class Keeps(fnn.Module):
+        @fnn.compact
+        def __call__(self):
+            return jnp.sum(self.variable('memory', 'm', jnp.ones, 2).value)
+
+    def loss(memory):
+        with nn.scale_gradient('m', 0.5, collections='memory'):
+            return Keeps().apply({'memory': memory})
+
+    assert jax.grad(loss)({'m': jnp.ones(2)})['m'].tolist() == [0.5, 0.5]
+
+
+# Plain trees.
+
+
+def test_a_tree_keeps_all_that_is_not_selected():
+    tree = {
+        'a': [jnp.ones(2), 3, 'name', None],
+        'box': fnn.Partitioned(jnp.ones(2), names=('x',)),
+        'rest': sg.ABSENT,
+        'fixed': sg.NonDifferentiable(1.0),
+        'number': 2.0,
+    }
+
+    seen: list[Any] = []
+
+    @jax.jit
+    def look(array: Any) -> None:
+        given = {**tree, 'a': [array, 3, 'name', None]}
+        for rule in nn.scale_gradient(True, 0.5), nn.clip_gradient(True, norm=1.0):
+            out = sg.rewrite(given, rule)
+            assert jax.tree.structure(out) == jax.tree.structure(given)
+            pairs = zip(jax.tree.leaves(out), jax.tree.leaves(given), strict=True)
+            seen.append([x is y for x, y in pairs])
+
+    look(jnp.ones(2))
+    for same in seen:
+        assert same.count(False) == 1 and not same[0]
+    # What is no tracer is a constant to every derivative in progress.
+    out = sg.rewrite(tree, nn.scale_gradient(['number', 'box'], 0.5))
+    assert out['number'] == 2.0 and out['box'].names == ('x',)
+
+
+def test_collections_and_boxes_in_a_tree():
+    box = fnn.Partitioned(jnp.ones(2), names=('x',))
+    tree = {'params': {'w': box}, 'state': {'w': jnp.ones(2)}}
+
+    def grads(rule: Any) -> Any:
+        def loss(tree: Any) -> Any:
+            return sum(map(jnp.sum, jax.tree.leaves(sg.rewrite(tree, rule))))
+
+        out = jax.grad(loss)(tree)
+        return out['params']['w'].value.tolist(), out['state']['w'].tolist()
+
+    half = functools.partial(nn.scale_gradient, 'w', 0.5)
+    assert grads(half()) == ([0.5, 0.5], [1.0, 1.0])
+    assert grads(half(collections='state')) == ([1.0, 1.0], [0.5, 0.5])
+    assert grads(half(collections=True)) == ([0.5, 0.5], [0.5, 0.5])
+    assert grads(nn.stop_gradient('w', levels=1)) == ([0.0, 0.0], [1.0, 1.0])
+    stopped = jax.grad(lambda t: jnp.sum(sg.stop_gradient(t, 'w')['state']['w']))(tree)
+    assert stopped['state']['w'].tolist() == [0.0, 0.0]
+    with pytest.raises(errors.UnusedFilterError):
+        sg.rewrite(tree, nn.scale_gradient('v', 0.5))

@@ -1,0 +1,464 @@
+"""Where the identity of a rule stands: what is added up before it, and what is not.
+
+Each program is compared, to the last bit, with plain Flax on parameters that went
+through an identity by hand. The rules are not linear, so that a cotangent that is
+mapped twice, or before it is complete, is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import backward
+import oracle
+import stepwise
+from flax_sg import linen as nn
+
+X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
+Extent = Callable[[], contextlib.AbstractContextManager[Any]]
+none: Extent = contextlib.nullcontext
+
+
+def square(path: str, ct: jax.Array) -> jax.Array:
+    del path
+    return ct * ct
+
+
+# What a rule is by hand, for all parameters that are selected.
+RULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    'each': (lambda where: nn.map_cotangent(where, square), backward.squared),
+    'together': (
+        lambda where: nn.clip_gradient(where, global_norm=0.5),
+        functools.partial(backward.clipped_together, 0.5),
+    ),
+}
+every_rule = pytest.mark.parametrize('name', RULES)
+
+
+class Cell(fnn.Module):
+    """Uses one of its layers twice."""
+
+    @fnn.compact
+    def __call__(self, x):
+        a, b = fnn.Dense(3, name='a'), fnn.Dense(3, name='b')
+        return x + a(jnp.tanh(b(jnp.tanh(a(x)))))
+
+
+class Loops(fnn.Module):
+    """A cell in transforms, in blocks around them or in their bodies."""
+
+    around: Extent = none
+    inside: Extent = none
+
+    @fnn.compact
+    def __call__(self, x):
+        cell = Cell(name='cell')
+
+        def step(cell, x):
+            return self._step(cell, x)
+
+        with self.around():
+            if self.is_initializing():
+                return cell(x)
+            y = self._scanned(cell, x)
+            y = y + fnn.remat(step)(cell, x)
+            y = y + fnn.jit(step)(cell, x)
+            y = y + fnn.cond(jnp.sum(x) > 0, step, lambda _, x: x, cell, x)
+            mapped = fnn.vmap(
+                step, variable_axes={'params': None}, split_rngs={'params': False}
+            )
+            return y + mapped(cell, x)
+
+    def _step(self, cell, x):
+        with self.inside():
+            return cell(x)
+
+    def _scanned(self, cell, x):
+        scan = fnn.scan(
+            lambda cell, x, _: (self._step(cell, x), None),
+            variable_broadcast='params',
+            split_rngs={'params': False},
+            length=3,
+        )
+        return scan(cell, x, None)[0]
+
+
+def variables(model: fnn.Module) -> Any:
+    return model.init(jax.random.key(0), X)['params']
+
+
+def both(fn: Any, *args: Any) -> Any:
+    """The value of a function, and its gradient."""
+
+    def run(*args: Any) -> Any:
+        y, pull_back = jax.vjp(fn, *args)
+        return y, pull_back(jnp.arange(1.0, 1.0 + y.size).reshape(y.shape))
+
+    return stepwise.evaluate(run, *args)
+
+
+@every_rule
+def test_transforms_in_a_block_add_up_before_the_rule(name):
+    rule, hand = RULES[name]
+    params = variables(Loops())
+    model = Loops(around=lambda: rule(True))
+    oracle.assert_same(
+        both(lambda p, x: model.apply({'params': p}, x), params, X),
+        both(lambda p, x: Loops().apply({'params': hand(p)}, x), params, X),
+    )
+
+
+@every_rule
+def test_a_block_in_the_body_of_a_scan_maps_each_step(name):
+    rule, hand = RULES[name]
+
+    class Scanned(Loops):
+        @fnn.compact
+        def __call__(self, x):
+            return self._scanned(Cell(name='cell'), x)
+
+    params = {'cell': variables(Cell())}
+    model = Scanned(inside=lambda: rule(True))
+
+    def by_hand(p, x):
+        def step(x, _):
+            return Cell().apply({'params': hand(p['cell'])}, x), None
+
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    oracle.assert_same(
+        both(lambda p, x: model.apply({'params': p}, x), params, X),
+        both(by_hand, params, X),
+    )
+
+
+@every_rule
+def test_an_apply_in_the_body_of_a_scan_maps_each_step(name):
+    rule, hand = RULES[name]
+
+    def loss(p, x, around, hand):
+        def step(x, _):
+            return Cell().apply({'params': hand(p)}, x), None
+
+        with around:
+            return jax.lax.scan(step, x, None, length=3)[0]
+
+    params = variables(Cell())
+    oracle.assert_same(
+        both(lambda p, x: loss(p, x, rule(True), lambda p: p), params, X),
+        both(lambda p, x: loss(p, x, none(), hand), params, X),
+    )
+
+
+@every_rule
+def test_two_applies_under_one_block_are_mapped_each_alone(name):
+    rule, hand = RULES[name]
+    params = variables(Cell())
+
+    def loss(p, x):
+        with rule(True):
+            return Cell().apply({'params': p}, Cell().apply({'params': p}, x))
+
+    def by_hand(p, x):
+        y = Cell().apply({'params': hand(p)}, x)
+        return Cell().apply({'params': hand(p)}, y)
+
+    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
+
+
+@every_rule
+def test_two_blocks_in_one_apply_are_mapped_each_alone(name):
+    rule, hand = RULES[name]
+
+    class Two(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            cell = Cell(name='cell')
+            with rule('cell/**'):
+                x = cell(x)
+            with rule('cell/**'):
+                return cell(x)
+
+    def by_hand(p, x):
+        y = Cell().apply({'params': hand(p['cell'])}, x)
+        return Cell().apply({'params': hand(p['cell'])}, y)
+
+    params = {'cell': variables(Cell())}
+    model = Two()
+    oracle.assert_same(
+        both(lambda p, x: model.apply({'params': p}, x), params, X),
+        both(by_hand, params, X),
+    )
+
+
+@every_rule
+def test_values_read_in_a_block_and_applied_there_are_mapped_once(name):
+    rule, hand = RULES[name]
+
+    class Outer(fnn.Module):
+        inside: bool = False
+
+        @fnn.compact
+        def __call__(self, x):
+            cell = Cell(name='cell')
+            if self.is_initializing():
+                return cell(x)
+            with rule(True):  # for both applies
+
+                def use(cell, x):
+                    return Cell(parent=None).apply(cell.variables, x)
+
+                return (fnn.remat(use) if self.inside else use)(cell, x)
+
+    params = {'cell': variables(Cell())}
+    expected = both(
+        lambda p, x: Cell().apply({'params': hand(p['cell'])}, x), params, X
+    )
+    for model in Outer(), Outer(inside=True):
+        loss = lambda p, x, model=model: model.apply({'params': p}, x)  # noqa: E731
+        oracle.assert_same(both(loss, params, X), expected)
+
+
+@every_rule
+def test_reads_in_raw_transforms_share_it(name):
+    rule, hand = RULES[name]
+
+    class Raw(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            self.param('w', fnn.initializers.normal(), (1, 3))
+            with rule(True):
+
+                def step(x, _):
+                    return x * self.get_variable('params', 'w'), None
+
+                y = jax.lax.scan(step, x, None, length=2)[0]
+                z = jax.jit(lambda x: x * self.variables['params']['w'])(x)
+                return y + z + x * self.get_variable('params', 'w')
+
+    def by_hand(p, x):
+        w = hand(p)['w']
+        y = jax.lax.scan(lambda x, _: (x * w, None), x, None, length=2)[0]
+        return y + jax.jit(lambda x: x * w)(x) + x * w
+
+    params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
+    model = Raw()
+    oracle.assert_same(
+        both(lambda p, x: model.apply({'params': p}, x), params, X),
+        both(by_hand, params, X),
+    )
+
+
+@every_rule
+def test_a_bound_module_is_mapped_for_each_block(name):
+    rule, hand = RULES[name]
+    params = variables(Cell())
+
+    def loss(p, x):
+        cell = Cell().bind({'params': p})
+        with rule(True):
+            x = cell(cell(x))
+        with rule(True):
+            return cell(x)
+
+    def by_hand(p, x):
+        cell = Cell().bind({'params': hand(p)})
+        return Cell().apply({'params': hand(p)}, cell(cell(x)))
+
+    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
+
+
+@every_rule
+def test_values_kept_by_setup_share_the_identity(name):
+    rule, hand = RULES[name]
+
+    class Kept(fnn.Module):
+        def setup(self):
+            self.w = self.param('w', fnn.initializers.normal(), (1, 3))
+            self.w2 = 2.0 * self.w
+
+        def __call__(self, x):
+            y = x * self.w2
+            with rule(True):
+                return y + x * self.w2 + self.w + self.get_variable('params', 'w')
+
+    def by_hand(p, x):
+        w = hand(p)['w']
+        return x * (2.0 * p['w']) + x * (2.0 * w) + w + w
+
+    params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
+    model = Kept()
+    oracle.assert_same(
+        both(lambda p, x: model.apply({'params': p}, x), params, X),
+        both(by_hand, params, X),
+    )
+
+
+@every_rule
+def test_a_wrapper_in_the_body_of_a_scan_maps_each_step(name):
+    rule, hand = RULES[name]
+
+    class Model(fnn.Module):
+        wrap: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            scan = fnn.scan(
+                lambda cell, x, _: (self.wrap(cell)(x), None),
+                variable_broadcast='params',
+                split_rngs={'params': False},
+                length=2,
+            )
+            return scan(Cell(name='cell'), x, None)[0]
+
+    def by_hand(p, x):
+        def step(x, _):
+            return Cell().apply({'params': hand(p['cell'])}, x), None
+
+        return jax.lax.scan(step, x, None, length=2)[0]
+
+    params = {'cell': variables(Cell())}
+    model = Model(rule(True))
+    oracle.assert_same(
+        both(lambda p, x: model.apply({'params': p}, x), params, X),
+        both(by_hand, params, X),
+    )
+
+
+@every_rule
+def test_one_jitted_module_outside_and_inside_in_either_order(name):
+    rule, hand = RULES[name]
+    params = variables(Cell())
+
+    def loss(p, around):
+        with around:
+            return jnp.sum(jitted.apply({'params': p}, X) ** 2)
+
+    def by_hand(p):
+        return jnp.sum(Cell().apply({'params': hand(p)}, X) ** 2)
+
+    inside = jax.grad(by_hand)(params)
+    outside = jax.grad(lambda p: jnp.sum(Cell().apply({'params': p}, X) ** 2))(params)
+    for order in (rule, none), (none, rule):
+        jitted = fnn.jit(Cell)()
+        for around in (*order, *order):
+            actual = jax.grad(loss)(params, none() if around is none else rule(True))
+            expected = outside if around is none else inside
+            close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+            jax.tree.map(close, actual, expected)
+
+
+def test_modules_of_several_scopes_in_one_body_are_one_tree():
+    class Body(fnn.Module):
+        shared: fnn.Module
+
+        @fnn.compact
+        def __call__(self, x, _):
+            return x + self.shared(fnn.Dense(3, name='own')(x)), None
+
+    class Model(fnn.Module):
+        around: Extent = none
+
+        @fnn.compact
+        def __call__(self, x):
+            shared = fnn.Dense(3, name='shared')
+            scan = fnn.scan(
+                Body,
+                variable_broadcast='params',
+                split_rngs={'params': False},
+                length=2,
+            )
+            with self.around():
+                return scan(shared, name='body')(x, None)[0]
+
+    params = Model().init(jax.random.key(0), X)['params']
+    model = Model(around=lambda: nn.clip_gradient(True, global_norm=0.5))
+    hand = functools.partial(backward.clipped_together, 0.5)
+    oracle.assert_same(
+        both(lambda p, x: model.apply({'params': p}, x), params, X),
+        both(lambda p, x: Model().apply({'params': hand(p)}, x), params, X),
+    )
+
+
+def test_what_is_created_or_written_in_the_extent_is_left_alone_by_joint_rules():
+    class Writes(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            w = self.param('w', fnn.initializers.normal(), (1, 3))
+            if self.is_mutable_collection('params'):
+                self.put_variable('params', 'w', 2.0 * w)
+            return x * self.get_variable('params', 'w')
+
+    def loss(p, x):
+        with nn.clip_gradient(True, global_norm=0.5):
+            return Writes().apply({'params': p}, x, mutable=['params'])[0]
+
+    def by_hand(p, x):
+        return x * (2.0 * backward.clipped_together(0.5, p)['w'])
+
+    params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
+    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
+    fresh = Writes().init(jax.random.key(0), X)
+    with nn.clip_gradient(True, global_norm=0.5):
+        oracle.assert_same(Writes().init(jax.random.key(0), X), fresh)
+        jax.eval_shape(Writes().init, jax.random.key(0), X)
+
+
+def test_leaves_that_are_not_differentiated_do_not_count():
+    params = variables(Cell())
+
+    def loss(a, p):
+        with nn.clip_gradient(True, global_norm=0.5):
+            return jnp.sum(Cell().apply({'params': {**p, 'a': a}}, X))
+
+    def by_hand(a, p):
+        a = backward.clipped_together(0.5, a)
+        return jnp.sum(Cell().apply({'params': {**p, 'a': a}}, X))
+
+    run = lambda fn: stepwise.evaluate(jax.grad(fn), params['a'], params)  # noqa: E731
+    oracle.assert_same(run(loss), run(by_hand))
+
+
+def test_no_trace_is_held_when_the_block_closes():
+    params = variables(Cell())
+    with jax.checking_leaks():
+        for rule, _ in RULES.values():
+            with rule(True):
+                jax.jit(jax.grad(lambda p: jnp.sum(Cell().apply({'params': p}, X))))(
+                    params
+                )
+
+
+def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over():
+    weights = {'w': jnp.array([[[0.5, -1.5, 2.0]], [[1.0, 2.0, 3.0]]])}
+
+    class Scale(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return x * self.param('w', fnn.initializers.normal(), (1, 3))
+
+    for name, (rule, hand) in RULES.items():
+
+        def loss(p, x, rule=rule):
+            with rule(True):
+                return Scale().apply({'params': p}, x)
+
+        def by_hand(p, x, hand=hand):
+            return Scale().apply({'params': hand(p)}, x)
+
+        for axes in (0, 0), (None, 0):
+            p = weights if axes[0] == 0 else {'w': weights['w'][0]}
+            actual, expected = (
+                both(jax.vmap(fn, axes), p, X[:, None]) for fn in (loss, by_hand)
+            )
+            oracle.assert_same(actual, expected)
+            assert np.all(np.isfinite(actual[0])), name

@@ -1,0 +1,380 @@
+"""``read_only``: real writes raise, and nothing else changes."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+from flax.core import apply
+
+import oracle
+from flax_sg import core, errors
+from flax_sg import linen as nn
+from flax_sg.testing import optimized_hlo
+from oracle import assert_same
+
+X = jnp.array([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]])
+KEY = jax.random.key(0)
+
+
+class Writer(linen.Module):
+    """Writes in each of the ways that there are, or in none."""
+
+    way: str
+
+    def setup(self):
+        self.w = self.param('w', linen.initializers.ones, (1, 3))
+        self.count = self.variable('state', 'count', jnp.zeros, (1, 3))
+
+    def __call__(self, x):
+        y = x * self.w + self.count.value
+        if not self.is_initializing():
+            WAYS[self.way](self, y)
+        return y
+
+
+def _value(module, y):
+    module.count.value = module.count.value + 1.0
+
+
+def _put(module, y):
+    module.put_variable('state', 'count', y[:1])
+
+
+def _param(module, y):
+    module.put_variable('params', 'w', module.get_variable('params', 'w') * 1.0)
+
+
+def _sow(module, y):
+    module.sow('intermediates', 'y', y)
+
+
+def _create(module, y):
+    module.scope.variable('state', 'new', jnp.zeros, (3,))
+
+
+def _nothing(module, y):
+    if module.is_mutable_collection('state'):
+        module.count.value = module.count.value
+    if module.is_mutable_collection('params'):
+        module.put_variable('params', 'w', module.get_variable('params', 'w'))
+
+
+WAYS: dict[str, Callable[[Any, Any], None]] = {
+    fn.__name__.strip('_'): fn for fn in (_value, _put, _param, _sow, _create, _nothing)
+}
+WRITES = {
+    'value': "wrote the variable 'count' of the collection 'state'",
+    'put': "wrote the variable 'count' of the collection 'state'",
+    'param': "wrote the variable 'w' of the collection 'params'",
+    'sow': "created the variable 'y' of the collection 'intermediates'",
+    'create': "created the variable 'new' of the collection 'state'",
+}
+
+
+def _scan(fn, module, x):
+    scanned = nn.scan(
+        lambda module, x, _: (fn(module, x), None),
+        variable_broadcast='params',
+        variable_carry='state',
+        variable_axes={'intermediates': 0},
+        split_rngs={'params': False},
+        length=2,
+    )
+    return scanned(module, x, None)[0]
+
+
+def _vmap(fn, module, x):
+    axes = {'params': None, 'state': None, 'intermediates': 0}
+    mapped = nn.vmap(
+        fn, variable_axes=axes, split_rngs={'params': False}, in_axes=None, axis_size=2
+    )
+    return mapped(module, x).mean(0)
+
+
+def _cond(fn, module, x):
+    return nn.cond(x.sum() > 0, fn, lambda module, x: x, module, x)
+
+
+def _while(fn, module, x):
+    return nn.while_loop(
+        lambda module, carry: carry[0] < 2,
+        lambda module, carry: (carry[0] + 1, fn(module, carry[1])),
+        module,
+        (0, x),
+        carry_variables='state',
+        broadcast_variables='params',
+    )[1]
+
+
+LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    'none': lambda fn, module, x: fn(module, x),
+    'jit': lambda fn, module, x: nn.jit(fn)(module, x),
+    'remat': lambda fn, module, x: nn.remat(fn)(module, x),
+    'scan': _scan,
+    'vmap': _vmap,
+    'cond': _cond,
+    'while': _while,
+}
+
+
+class Model(linen.Module):
+    """Lifts a call of a writer, and may hold a block around it."""
+
+    lift: str
+    way: str
+    rewrite: Any = None
+
+    def setup(self):
+        self.writer = Writer(self.way)
+
+    def __call__(self, x):
+        def call(module: Any, x: Any) -> Any:
+            return module(x)
+
+        if self.is_initializing():
+            return self.writer(x)
+        if self.rewrite is None:
+            return LIFTS[self.lift](call, self.writer, x)
+        with self.rewrite:
+            return LIFTS[self.lift](call, self.writer, x)
+
+
+VARIABLES = Model('none', 'nothing').init(KEY, X)
+
+
+def run(model: Any, variables: Any = VARIABLES, x: Any = X) -> Any:
+    return model.apply(variables, x, mutable=True)
+
+
+@pytest.mark.parametrize('way', WRITES)
+@pytest.mark.parametrize('lift', LIFTS)
+def test_a_write_raises(lift, way) -> None:
+    if (lift, way) == ('while', 'sow'):
+        return  # Nothing is sown in the body of a while loop.
+    message = (
+        f"Writer.__call__ (at 'writer') {WRITES[way]} in the module at 'writer', "
+        "which is read only under read_only(Glob('writer/**'), collections=True"
+    )
+    match = re.escape(message)
+    with pytest.raises(errors.ReadOnlyError, match=match):
+        run(Model(lift, way, nn.read_only('writer/**')))
+    with pytest.raises(errors.ReadOnlyError, match=match), nn.read_only('writer/**'):
+        run(Model(lift, way))
+
+
+@pytest.mark.parametrize('lift', ['none', 'jit', 'remat', 'scan', 'while'])
+def test_a_write_to_another_variable_is_none_of_ours(lift) -> None:
+    for rewrite in (nn.read_only('writer/w'), nn.read_only(True, collections='params')):
+        assert_same(run(Model(lift, 'value', rewrite)), run(Model(lift, 'value')))
+
+
+@pytest.mark.parametrize('lift', LIFTS)
+def test_what_is_handed_through_is_no_write(lift) -> None:
+    plain, held = Model(lift, 'nothing'), Model(lift, 'nothing', nn.read_only(True))
+    assert_same(run(held), run(plain))
+    assert_same(run(held)[1], VARIABLES)
+    if lift != 'while':  # No derivative of it goes backwards.
+        assert_same(
+            oracle.grads(functools.partial(run, held), VARIABLES, X),
+            oracle.grads(functools.partial(run, plain), VARIABLES, X),
+        )
+
+
+def test_it_costs_nothing() -> None:
+    def hlo(rewrite: Any) -> str:
+        model = Model('scan', 'nothing', rewrite)
+        return optimized_hlo(
+            jax.grad(lambda v: jnp.sum(run(model, v)[0] ** 2)), VARIABLES
+        )
+
+    assert hlo(nn.read_only(True)) == hlo(None)
+
+
+def test_a_jitted_module_that_wrote_before_and_writes_after() -> None:
+    model, held = Model('jit', 'value'), Model('jit', 'value', nn.read_only(True))
+    for _ in range(2):
+        assert float(run(model)[1]['state']['writer']['count'][0, 0]) == 1.0
+        with pytest.raises(errors.ReadOnlyError):
+            run(held)
+    step = jax.jit(lambda v: run(model, v))
+    for _ in range(2):
+        assert float(step(VARIABLES)[1]['state']['writer']['count'][0, 0]) == 1.0
+        with nn.read_only('writer/count'), pytest.raises(errors.ReadOnlyError):
+            step(VARIABLES)
+
+
+def test_one_jitted_class_at_a_place_that_may_be_written_and_at_another() -> None:
+    lifted = nn.jit(Writer)
+
+    class Two(linen.Module):
+        where: Any
+
+        @linen.compact
+        def __call__(self, x):
+            with nn.read_only(self.where, unused='ignore'):
+                return lifted('value', name='a')(x) + lifted('value', name='b')(x)
+
+    variables = Two(False).init(KEY, X)
+    for where, name in (('b/*', 'b'), ('a/*', 'a'), ('b/*', 'b')):
+        with pytest.raises(errors.ReadOnlyError, match=f"the module at '{name}'"):
+            run(Two(where), variables)
+    state = run(Two('nothing'), variables)[1]['state']
+    assert [float(state[name]['count'][0, 0]) for name in 'ab'] == [1.0, 1.0]
+
+
+def test_writes_outside_of_the_extent() -> None:
+    class Around(linen.Module):
+        def setup(self):
+            self.writer = Writer('value')
+
+        def __call__(self, x):
+            self.writer(x)
+            with nn.read_only('writer/count'):
+                before = self.writer.count.value
+            self.writer(x)
+            return before
+
+    variables = Around().init(KEY, X)
+    before, written = run(Around(), variables)
+    assert float(before[0, 0]) == 1.0
+    assert float(written['state']['writer']['count'][0, 0]) == 2.0
+
+
+def _class(fail):
+    writer = nn.read_only(Writer, 'count')('value')
+    return writer.apply({c: t['writer'] for c, t in VARIABLES.items()}, X, mutable=True)
+
+
+def _method(fail):
+    class Method(Model):
+        @nn.read_only('writer/*')
+        def __call__(self, x):
+            return super().__call__(x)
+
+    return run(Method('none', 'value'))
+
+
+def _function(fail):
+    fn = nn.read_only(lambda module, x: module(x), 'writer/count')
+    return linen.apply(fn, Model('none', 'value'), mutable=True)(VARIABLES, X)
+
+
+def _wrapper(fail):
+    return run(nn.read_only('writer/count')(Model('none', 'value')))
+
+
+def _scopes(fail):
+    def fn(scope: Any, x: Any) -> Any:
+        return Model('jit', 'value', parent=scope)(x)
+
+    return apply(core.read_only(fn, 'writer/*'), mutable=True)(VARIABLES, X)
+
+
+@pytest.mark.parametrize(
+    'extent', [_class, _method, _function, _wrapper, _scopes], ids=lambda f: f.__name__
+)
+def test_at_every_extent(extent) -> None:
+    with pytest.raises(errors.ReadOnlyError, match="wrote the variable 'count'"):
+        extent(True)
+
+
+def test_through_a_wrapper() -> None:
+    class Uses(linen.Module):
+        write: Any
+
+        def setup(self):
+            self.view = nn.read_only(True)(Writer('nothing'))
+
+        def __call__(self, x):
+            y = self.view(x)
+            if not self.is_initializing():
+                self.write(self.view, y)
+            return y
+
+    def value(view: Any, y: Any) -> None:
+        view.count.value = y[:1]
+
+    def put(view: Any, y: Any) -> None:
+        view.put_variable('state', 'count', y[:1])
+
+    variables = Uses(None).init(KEY, X)
+    for write in (value, put):
+        with pytest.raises(errors.ReadOnlyError, match="wrote the variable 'count'"):
+            run(Uses(write), variables)
+
+
+def test_a_function_of_a_scope_has_no_method() -> None:
+    def fn(scope: Any) -> None:
+        scope.put_variable('state', 'a', 2.0)
+
+    lifted = core.read_only(fn, 'a')
+    with pytest.raises(errors.ReadOnlyError, match='A function of a scope wrote'):
+        apply(lifted, mutable=True)({'state': {'a': 1.0}})
+
+
+def test_initialization_creates_and_does_not_overwrite() -> None:
+    class Inits(linen.Module):
+        overwrites: bool
+
+        @linen.compact
+        def __call__(self, x):
+            with nn.read_only(True):
+                for lift in ('none', 'jit', 'remat'):
+                    writer = Writer('nothing', name=lift)
+                    x = LIFTS[lift](lambda m, x: m(x), writer, x)
+                x = linen.BatchNorm(use_running_average=False)(x)
+                state = self.variable('state', 'mean', jnp.zeros, (3,))
+                if self.overwrites:
+                    state.value = x.mean(0)
+            return x
+
+    variables = Inits(False).init(KEY, X)
+    assert sorted(variables['params']) == ['BatchNorm_0', 'jit', 'none', 'remat']
+    with pytest.raises(errors.ReadOnlyError, match=r"Inits\.__call__ .*'mean'"):
+        Inits(True).init(KEY, X)
+
+
+def test_values_that_setup_keeps() -> None:
+    # setup has written before the block, and runs again for what it keeps.
+    class Keeps(linen.Module):
+        def setup(self):
+            self.w = self.param('w', linen.initializers.ones, (1, 3))
+            self.state = self.variable('state', 's', jnp.zeros, (1, 3))
+            self.state.value = self.state.value + 1.0
+            self.w2 = self.w * 2.0
+
+        def __call__(self, x):
+            y = x * self.w2
+            with nn.stop_gradient('w'), nn.read_only('s'):
+                return y + x * self.w2 * self.state.value
+
+    variables = Keeps().init(KEY, X)
+    y, written = run(Keeps(), variables)
+    count = variables['state']['s'] + 1.0
+    assert_same(y, 2.0 * X + 2.0 * X * count)
+    assert_same(written['state']['s'], count)
+
+
+def test_with_other_rules() -> None:
+    def fn(variables: Any, x: Any) -> Any:
+        with nn.read_only(True), nn.stop_gradient(True), nn.read_only('writer/w'):
+            return run(Model('jit', 'nothing'), variables, x)
+
+    def by_hand(variables: Any, x: Any) -> Any:
+        stopped = {**variables, 'params': oracle.stopped(variables['params'])}
+        y, _ = run(Model('jit', 'nothing'), stopped, x)
+        return y, variables
+
+    assert_same(oracle.grads(fn, VARIABLES, X), oracle.grads(by_hand, VARIABLES, X))
+
+
+def test_a_name_that_nothing_has() -> None:
+    with pytest.raises(errors.UnusedFilterError, match="'writer/cuont'"):
+        run(Model('none', 'nothing', nn.read_only('writer/cuont')))

@@ -1,0 +1,1049 @@
+"""``substitute``: the same program as with the other values in the variables."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+import flax_sg as sg
+import interpreters
+import oracle
+import stepwise
+from flax_sg import core, errors, rewrites
+from flax_sg import linen as nn
+from flax_sg.testing import optimized_hlo
+from oracle import assert_same
+
+X = jnp.array([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]])
+KEY = jax.random.key(0)
+
+
+class Layer(linen.Module):
+    """Raw and derived values that setup keeps, and reads of all kinds."""
+
+    def setup(self):
+        self.w = self.param('w', linen.initializers.normal(), (1, 3))
+        self.b = self.param('b', linen.initializers.normal(), (1, 3))
+        self.w2 = jnp.tanh(self.w)
+        self.dense = linen.Dense(3)
+
+    def __call__(self, x):
+        b = self.variables['params']['b'] + self.get_variable('params', 'b')
+        return self.dense(x * self.w2 + self.w) + b
+
+
+def numbers(seed: int) -> Any:
+    """Parameters of a layer."""
+    params = jax.eval_shape(lambda: Layer().init(KEY, X))['params']
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return treedef.unflatten(
+        [jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
+    )
+
+
+PARAMS, OTHERS = numbers(1), numbers(2)
+plain = Layer()
+
+
+def run(params: Any, x: Any = X) -> Any:
+    return plain.apply({'params': params}, x)
+
+
+def warped(path: Any, value: Any) -> Any:
+    """A function of the path and the value."""
+    return jnp.sin(value) + len(path.name)
+
+
+def mapped(params: Any) -> Any:
+    """What ``warped`` makes of all parameters, by hand."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: jnp.sin(leaf) + len(keys[-1].key), params
+    )
+
+
+def some(tree: Any) -> Any:
+    """A part of the parameters."""
+    return {'w': tree['w'], 'dense': {'bias': tree['dense']['bias']}}
+
+
+def merged(tree: Any, part: Any) -> Any:
+    return {**tree, **part, 'dense': {**tree['dense'], **part.get('dense', {})}}
+
+
+# What is read, as an argument of ``substitute`` and by hand.
+SOURCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    'tree': (lambda model, others: others, lambda params, others: others),
+    'part': (
+        lambda model, others: some(others),
+        lambda params, others: merged(params, some(others)),
+    ),
+    'collection': (lambda model, others: 'ema', lambda params, others: others),
+    'module': (lambda model, others: model.teacher, lambda params, others: others),
+    'function': (lambda model, others: warped, lambda params, others: mapped(params)),
+}
+
+
+# The extents: each calls the student under the values.
+
+
+def _block(model, values, x):
+    with nn.substitute(values if _nameless(values) else {'student': values}):
+        return model.student(x)
+
+
+def _nameless(values):
+    return (
+        callable(values) and not isinstance(values, linen.Module)
+    ) or values == 'ema'
+
+
+def _method(model, values, x):
+    values = values if _nameless(values) else {'student': values}
+    return nn.substitute(Model.use, values)(model, x)
+
+
+def _class(model, values, x):
+    lifted = nn.substitute(Layer, values)
+    return lifted(parent=model.student.scope.rewound())(x)
+
+
+def _function(model, values, x):
+    return nn.substitute(lambda mdl, x: mdl(x), values)(model.student, x)
+
+
+def _wrapper(model, values, x):
+    return nn.substitute(values)(model.student)(x)
+
+
+def _core(model, values, x):
+    fn = core.substitute(lambda scope, x: Layer(parent=scope)(x), values)
+    return fn(model.student.scope, x)
+
+
+def _view(model, values, x):
+    if isinstance(values, dict):
+        return nn.substitute(values)(nn.mirror(model.student, False))(x)
+    return nn.mirror(model.student, False, variables=values)(x)
+
+
+EXTENTS = {
+    fn.__name__.strip('_'): fn
+    for fn in (_block, _method, _class, _function, _wrapper, _view, _core)
+}
+
+
+class Model(linen.Module):
+    """Uses a layer before, in and after an extent."""
+
+    extent: Callable[..., Any]
+    source: str
+
+    def setup(self):
+        self.student, self.teacher = Layer(), Layer()
+
+    def use(self, x):
+        return self.student(x)
+
+    def __call__(self, x, others=None):
+        values = SOURCES[self.source][0](self, others)
+        before = self.student(x)
+        inside = self.extent(self, values, x)
+        return before, inside, self.student(x), self.teacher(x)
+
+
+def assert_reads(fn: Any, by_hand: Any, *args: Any) -> None:
+    """Equal values, and equal gradients of all arguments."""
+    assert_same(fn(*args), by_hand(*args))
+    assert_same(oracle.grads(fn, *args), oracle.grads(by_hand, *args))
+
+
+@pytest.mark.parametrize('source', SOURCES)
+@pytest.mark.parametrize('extent', EXTENTS)
+def test_every_source_at_every_extent(extent, source) -> None:
+    model = Model(EXTENTS[extent], source)
+
+    def fn(params: Any, others: Any, x: Any) -> Any:
+        variables = {
+            'params': {'student': params, 'teacher': others},
+            'ema': {'student': others},
+        }
+        return model.apply(variables, x, others)
+
+    def by_hand(params: Any, others: Any, x: Any) -> Any:
+        read = SOURCES[source][1](params, others)
+        return run(params, x), run(read, x), run(params, x), run(others, x)
+
+    assert_reads(fn, by_hand, PARAMS, OTHERS, X)
+
+
+@pytest.mark.parametrize('source', ['tree', 'part', 'function'])
+def test_around_apply(source) -> None:
+    def fn(params: Any, others: Any, x: Any) -> Any:
+        with nn.substitute(SOURCES[source][0](None, others)):
+            return run(params, x)
+
+    def by_hand(params: Any, others: Any, x: Any) -> Any:
+        return run(SOURCES[source][1](params, others), x)
+
+    assert_reads(fn, by_hand, PARAMS, OTHERS, X)
+
+
+# Transforms: what runs in the extent is lifted, or the extent is.
+
+
+class Lifts(linen.Module):
+    """A lifted function of a layer, in a block or without."""
+
+    lift: str
+    values: Any = None
+
+    def setup(self):
+        self.layer = Layer()
+
+    def __call__(self, x, values=None):
+        lifted = interpreters.LIFTS[self.lift]
+        values = self.values if values is None else values
+        if values is None:
+            return lifted(lambda m, x: jnp.tanh(m(x)), self.layer, x)
+        with nn.substitute(values):
+            y = lifted(lambda m, x: jnp.tanh(m(x)), self.layer, x)
+        assert self.layer.w is self.get_variable('params', 'layer')['w']
+        return y
+
+
+@pytest.mark.parametrize('lift', [name for name in interpreters.LIFTS if name])
+def test_in_lifted_transforms(lift) -> None:
+    def fn(params: Any, others: Any, x: Any) -> Any:
+        variables = {'params': {'layer': params}}
+        from_tree = Lifts(lift).apply(variables, x, {'layer': others})
+        return from_tree, Lifts(lift, warped).apply(variables, x)
+
+    def by_hand(params: Any, others: Any, x: Any) -> Any:
+        return tuple(
+            Lifts(lift).apply({'params': {'layer': p}}, x)
+            for p in (others, mapped(params))
+        )
+
+    if lift == 'while_loop':  # No derivative of it goes backwards.
+        tangents = (PARAMS, OTHERS, X)
+        assert_same(*(jax.jvp(f, (PARAMS, OTHERS, X), tangents) for f in (fn, by_hand)))
+        return
+
+    def grads(f: Any) -> Any:
+        return stepwise.evaluate(functools.partial(oracle.grads, f), PARAMS, OTHERS, X)
+
+    assert_same(grads(fn), grads(by_hand))
+
+
+class Stack(linen.Module):
+    """A scanned layer; its weights are stacked."""
+
+    inside: Any = None
+
+    @linen.compact
+    def __call__(self, x):
+        def step(layer, x, _):
+            if self.inside is None:
+                return layer(x), None
+            with nn.substitute(self.inside):
+                return layer(x), None
+
+        scanned = linen.scan(
+            step,
+            variable_axes={'params': 0, 'ema': 0},
+            split_rngs={'params': True},
+            length=3,
+        )
+        return scanned(Layer(name='layer'), x, None)[0]
+
+
+STACKED = jax.vmap(lambda key: Layer().init(key, X))(jax.random.split(KEY, 3))['params']
+STACKED_OTHERS = jax.tree.map(jnp.sin, STACKED)
+
+
+def run_stack(params: Any, others: Any = None, stack: Any = None) -> Any:
+    variables = {'params': {'layer': params}}
+    if others is not None:
+        variables['ema'] = {'layer': others}
+    return (stack or Stack()).apply(variables, X)
+
+
+def test_the_program_is_the_one_written_by_hand() -> None:
+    # Around a scan the values take the place of the stack, and are no copy of it.
+    def with_tree(params: Any, others: Any) -> Any:
+        with nn.substitute({'layer': others}):
+            return jnp.sum(run_stack(params))
+
+    def with_collection(params: Any, others: Any) -> Any:
+        with nn.substitute('ema'):
+            return jnp.sum(run_stack(params, others))
+
+    def by_hand(params: Any, others: Any) -> Any:
+        del params
+        return jnp.sum(run_stack(others))
+
+    def with_function(params: Any, others: Any) -> Any:
+        with nn.substitute(warped):
+            return jnp.sum(run_stack(params)) + 0.0 * jnp.sum(others['w'])
+
+    def function_by_hand(params: Any, others: Any) -> Any:
+        return jnp.sum(run_stack(mapped(params))) + 0.0 * jnp.sum(others['w'])
+
+    def hlo(fn: Any) -> str:
+        return optimized_hlo(jax.grad(fn, (0, 1)), STACKED, STACKED_OTHERS)
+
+    expected = hlo(by_hand)
+    assert hlo(with_tree) == hlo(with_collection) == expected
+    assert hlo(with_function) == hlo(function_by_hand) != expected
+
+
+def test_a_block_in_the_body_of_a_scan_sees_the_slice() -> None:
+    def fn(params: Any, others: Any) -> Any:
+        return run_stack(params, others, Stack('ema')), run_stack(
+            params, stack=Stack(warped)
+        )
+
+    def by_hand(params: Any, others: Any) -> Any:
+        return run_stack(others), run_stack(mapped(params))
+
+    def grads(f: Any) -> Any:
+        step = functools.partial(oracle.grads, f)
+        return stepwise.evaluate(step, STACKED, STACKED_OTHERS)
+
+    assert_same(grads(fn), grads(by_hand))
+
+
+def test_a_wrapper_in_the_body_of_a_scan() -> None:
+    # The values come from outside of the loop, and get the gradient of all its steps.
+    class Body(linen.Module):
+        by_hand: bool
+
+        @linen.compact
+        def __call__(self, x, values):
+            layer = linen.Dense(3, name='layer')
+
+            def step(layer, x, _):
+                if self.is_initializing():
+                    return layer(x), None
+                if self.by_hand:
+                    return jnp.tanh(
+                        linen.Dense(3, parent=None).apply({'params': values}, x)
+                    ), None
+                return jnp.tanh(nn.substitute(values)(layer)(x)), None
+
+            scanned = linen.scan(
+                step,
+                variable_broadcast='params',
+                split_rngs={'params': False},
+                length=2,
+            )
+            return scanned(layer, x, None)[0]
+
+    def grads(by_hand: bool) -> Any:
+        def fn(params: Any, values: Any) -> Any:
+            return Body(by_hand).apply({'params': {'layer': params}}, X, values)
+
+        step = functools.partial(oracle.grads, fn)
+        return stepwise.evaluate(step, PARAMS['dense'], OTHERS['dense'])
+
+    assert_same(grads(False), grads(True))
+
+
+def test_second_derivatives() -> None:
+    def fn(params: Any, others: Any) -> Any:
+        with nn.substitute(some(others)):
+            return jnp.sum(run(params) ** 2)
+
+    def by_hand(params: Any, others: Any) -> Any:
+        return jnp.sum(run(merged(params, some(others))) ** 2)
+
+    def hessian(f: Any) -> Any:
+        return stepwise.evaluate(jax.hessian(f, (0, 1)), PARAMS, OTHERS)
+
+    assert_same(hessian(fn), hessian(by_hand))
+
+
+# Where values are computed, and how often.
+
+
+def test_a_function_is_called_once_for_each_leaf_outside_of_loops() -> None:
+    calls: list[str] = []
+
+    def counted(path: Any, value: Any) -> Any:
+        calls.append(path)
+        return jnp.sinh(value)
+
+    class Twice(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            layer = Layer(name='layer')
+            with nn.substitute(counted):
+                x, _ = jax.lax.scan(lambda x, _: (layer(x), None), x, None, 2)
+                return layer(x)
+
+    params = {'layer': PARAMS}
+    jaxpr = jax.make_jaxpr(lambda p: Twice().apply({'params': p}, X))(params)
+    assert sorted(calls) == sorted(
+        ['layer/' + name for name in ('w', 'b', 'dense/kernel', 'dense/bias')]
+    )
+    outside = [eqn.primitive.name for eqn in jaxpr.eqns]
+    assert outside.count('sinh') == 4
+    [scan] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan']
+    assert 'sinh' not in str(scan.params['jaxpr'])
+
+
+def test_noise_from_a_stream_of_the_model() -> None:
+    class Noisy(linen.Module):
+        by_hand: bool = False
+
+        @linen.compact
+        def __call__(self, x):
+            layer = Layer(name='layer')
+            x = linen.Dropout(0.5, deterministic=False)(x)
+            key = self.make_rng('dropout')
+
+            def noise(path: Any, value: Any) -> Any:
+                return value + jax.random.normal(key, value.shape)
+
+            if self.by_hand:
+                params = layer.variables['params']
+                params = jax.tree.map(lambda leaf: noise(None, leaf), params)
+                y = Layer(parent=None).apply({'params': params}, x)
+            else:
+                with nn.substitute(noise):
+                    y = layer(x)
+            return y, jax.random.normal(self.make_rng('dropout'))
+
+    def fn(by_hand: bool, params: Any, x: Any) -> Any:
+        variables = {'params': {'layer': params}}
+        return Noisy(by_hand).apply(variables, x, rngs={'dropout': KEY})
+
+    def vmapped(f: Any) -> Any:
+        return jax.vmap(f, (None, 0))
+
+    actual, expected = (functools.partial(fn, by_hand) for by_hand in (False, True))
+    assert_reads(jax.jit(actual), jax.jit(expected), PARAMS, X)
+    assert_reads(vmapped(actual), vmapped(expected), PARAMS, jnp.stack([X, 2 * X]))
+
+
+@pytest.mark.usefixtures('leaks')
+def test_values_of_an_inner_trace_for_variables_of_an_outer_one() -> None:
+    def fn(params: Any, others: Any, factor: Any) -> Any:
+        bound = Exact().bind({'params': params})
+
+        def mapped(factor: Any) -> Any:
+            with nn.substitute(lambda path, value: value * factor):
+                outside = bound(X), bound.w2
+            with nn.substitute({'w': others['w'] * factor}):
+                return outside, bound(X), bound.w2
+
+        return jax.vmap(mapped)(factor)
+
+    def by_hand(params: Any, others: Any, factor: Any) -> Any:
+        def mapped(factor: Any) -> Any:
+            times = jax.tree.map(lambda leaf: leaf * factor, params)
+            w = others['w'] * factor
+            second = exact({**params, 'w': w}), w * w
+            return (exact(times), times['w'] ** 2), *second
+
+        return jax.vmap(mapped)(factor)
+
+    factor = jnp.array([1.0, 2.0])
+    assert_reads(jax.jit(fn), jax.jit(by_hand), ONES, scaled(2.0), factor)
+
+
+def test_values_of_an_outer_trace_for_variables_of_an_inner_one() -> None:
+    def fn(params: Any, factor: Any) -> Any:
+        with nn.substitute(lambda path, value: value * factor):
+            return jax.grad(lambda p: jnp.sum(run(p) ** 2))(params)
+
+    def by_hand(params: Any, factor: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.sum(run(jax.tree.map(lambda p: p * factor, params)) ** 2)
+
+        return jax.grad(loss)(params)
+
+    factor = jnp.array(1.5)
+    assert_same(jax.jit(fn)(PARAMS, factor), jax.jit(by_hand)(PARAMS, factor))
+
+
+def test_a_function_that_reads_a_variable_sees_what_is_outside() -> None:
+    class Reads(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            layer = Layer(name='layer')
+
+            def divided(path: Any, value: Any) -> Any:
+                return value / jnp.sum(layer.get_variable('params', 'w'))
+
+            doubled = nn.substitute(lambda path, value: value * 2.0)
+            with doubled, nn.substitute(divided, where='layer/b'):
+                return layer(x)
+
+    def by_hand(params: Any) -> Any:
+        doubled = jax.tree.map(lambda leaf: leaf * 2.0, params)
+        return run({**doubled, 'b': doubled['b'] / jnp.sum(doubled['w'])})
+
+    def fn(params: Any) -> Any:
+        return Reads().apply({'params': {'layer': params}}, X)
+
+    assert_reads(fn, by_hand, PARAMS)
+
+
+# Caches.
+
+
+class Traced:
+    """A function under ``jax.jit`` that counts how often it is traced."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.count = 0
+
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return fn(*args)
+
+        self._jitted = jax.jit(counted)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._jitted(*args)
+
+
+class Exact(linen.Module):
+    """Small whole numbers, so that no program that XLA makes of it rounds."""
+
+    def setup(self):
+        self.w = self.param('w', linen.initializers.ones, (1, 3))
+        self.b = self.param('b', linen.initializers.ones, (1, 3))
+        self.w2 = self.w * self.w
+
+    def __call__(self, x):
+        return x * self.w2 + self.b * self.w
+
+
+ONES = {'w': jnp.array([[1.0, 2.0, 3.0]]), 'b': jnp.array([[3.0, 2.0, 1.0]])}
+
+
+def exact(params: Any, x: Any = X) -> Any:
+    return Exact().apply({'params': params}, x)
+
+
+def scaled(factor: float, params: Any = ONES) -> Any:
+    return jax.tree.map(lambda leaf: leaf * factor, params)
+
+
+def test_new_values_around_a_jitted_function_are_not_stale() -> None:
+    step = Traced(exact)
+    first, second = scaled(2.0), scaled(3.0)
+    expected = {id(tree): exact(tree) for tree in (ONES, first, second)}
+    order = [None, first, second, first, None, second, first, first]
+    for values in order:
+        if values is None:
+            assert_same(step(ONES), expected[id(ONES)])
+            continue
+        # Fresh dicts of the same arrays are the same values.
+        with nn.substitute(jax.tree.map(lambda leaf: leaf, values)):
+            assert_same(step(ONES), expected[id(values)])
+    assert step.count == 3
+
+
+def test_values_that_are_arguments_retrace_nothing() -> None:
+    helper = Traced(jnp.square)
+    bodies: list[str] = []
+
+    class Jitted(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            bodies.append('traced')
+            return helper(Exact(name='exact')(x))
+
+    lifted = linen.jit(Jitted)
+
+    class Outer(linen.Module):
+        @linen.compact
+        def __call__(self, x, values):
+            inner = lifted(name='inner')
+            with nn.substitute({'inner': {'exact': values}}):
+                return helper(inner(x))
+
+    def fn(values: Any) -> Any:
+        return Outer().apply({'params': {'inner': {'exact': ONES}}}, X, values)
+
+    for factor in (1.0, 2.0, 3.0):
+        assert_same(fn(scaled(factor)), exact(scaled(factor)) ** 4)
+    assert (helper.count, len(bodies)) == (1, 1)
+
+
+def test_a_step_with_the_block_in_it_is_traced_once() -> None:
+    def fn(params: Any, others: Any) -> Any:
+        with nn.substitute(others):
+            return exact(params)
+
+    step = Traced(fn)
+    for factor in (1.0, 2.0):
+        values = scaled(factor)
+        assert_same(step(ONES, values), exact(values))
+    assert step.count == 1
+
+
+def test_a_jitted_function_in_a_block_around_which_values_change() -> None:
+    # The inner function is found in JAX's cache by both traces of the outer one.
+    bound = Exact().bind({'params': ONES})
+    inner = jax.jit(lambda x: bound(x))
+
+    def outer(others: Any, x: Any) -> Any:
+        with nn.substitute(others):
+            return inner(x)
+
+    for factor in (2.0, 3.0, 2.0):
+        values = scaled(factor)
+        assert_same(outer(values, X), exact(values))
+        assert_same(jax.jit(outer)(values, X), exact(values))
+    assert_same(inner(X), exact(ONES))
+
+
+def test_kept_values_that_were_derived_before_the_jitted_function() -> None:
+    bound = Exact().bind({'params': ONES})
+    inner = jax.jit(lambda x: x * bound.w2)
+    for factor in (2.0, 3.0, 2.0):
+        with nn.substitute({'w': scaled(factor)['w']}):
+            assert_same(bound.w2, scaled(factor)['w'] ** 2)
+            assert_same(inner(X), X * scaled(factor)['w'] ** 2)
+
+
+def test_a_trace_that_opens_a_block_of_its_own() -> None:
+    # The outer values are read in a trace that was begun with them alone in force.
+    def fn(params: Any) -> Any:
+        with nn.stop_gradient('w'):
+            return exact(params)
+
+    step = Traced(fn)
+    for factor in (2.0, 3.0, 2.0):
+        with nn.substitute(scaled(factor)):
+            assert_same(step(ONES), exact(scaled(factor)))
+
+
+def test_a_wrapper_in_a_jitted_module() -> None:
+    class Uses(linen.Module):
+        view: Any
+
+        @linen.jit
+        @linen.compact
+        def __call__(self, x):
+            return self.view(x)
+
+    for factor in (2.0, 3.0):
+        values = scaled(factor)
+        model = Uses(nn.substitute(values)(Exact()))
+        assert_same(model.apply({'params': {'view': ONES}}, X), exact(values))
+
+
+def test_a_rewrite_as_a_static_argument() -> None:
+    @functools.partial(jax.jit, static_argnums=0)
+    def fn(rewrite: Any, params: Any) -> Any:
+        with rewrite:
+            return exact(params)
+
+    first, second = scaled(2.0), scaled(3.0)
+    for values in (first, second, first):
+        assert_same(fn(nn.substitute(values), ONES), exact(values))
+
+
+def test_threads_with_other_values() -> None:
+    step = Traced(exact)
+    trees = [scaled(float(factor)) for factor in range(2, 6)]
+    expected = [exact(tree) for tree in trees]
+
+    def work(number: int) -> Any:
+        with nn.substitute(trees[number]):
+            return step(ONES)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(2):
+            assert_same(list(pool.map(work, range(4))), expected)
+
+
+def test_a_function_that_reads_something_else_is_another_one() -> None:
+    step = Traced(exact)
+    setting = {'factor': 2.0}
+
+    def times(path: Any, value: Any) -> Any:
+        return value * setting['factor']
+
+    for factor in (2.0, 3.0, 2.0, 3.0):
+        setting['factor'] = factor
+        with nn.substitute(times):
+            actual = step(ONES)
+        by_hand = jax.tree.map(lambda leaf, f=factor: leaf * f, ONES)
+        assert jnp.allclose(actual, exact(by_hand), 1e-5)
+    assert step.count == 2
+    for _ in range(2):  # A fresh, equal function.
+        with nn.substitute(lambda path, value: value * 2.0):
+            step(ONES)
+    assert step.count == 3
+
+
+def test_values_do_not_live_longer_than_the_block() -> None:
+    values = scaled(7.0)
+    alive = weakref.ref(values['w'])
+    rewrite = nn.substitute(values)
+    with rewrite:
+        exact(ONES)
+    del values, rewrite
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_rewrite_is_a_value() -> None:
+    one = nn.substitute(OTHERS)
+    assert one == nn.substitute(dict(OTHERS))
+    assert hash(one) == hash(nn.substitute(OTHERS))
+    assert one != nn.substitute(scaled(2.0, OTHERS))
+    assert one != nn.substitute(some(OTHERS))
+    assert nn.substitute('ema') == nn.substitute('ema') != nn.substitute('ema2')
+    assert nn.substitute(warped) == nn.substitute(warped) != one
+    assert nn.substitute('ema') != rewrites.Rewrite(one.where, one.rule)
+    for rewrite in (one, nn.substitute('ema'), nn.substitute(warped, where='w')):
+        twin = pickle.loads(pickle.dumps(rewrite))
+        assert repr(twin) == repr(rewrite)
+    assert repr(one) == 'substitute(<b, dense/bias, dense/kernel, and 1 more>)'
+    assert repr(nn.substitute('ema', where='w')) == "substitute(Glob('w'))"
+
+
+# Nothing but the values.
+
+
+class State(linen.Module):
+    """Parameters, batch statistics, random numbers, a state that it sows."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.BatchNorm(use_running_average=False, name='norm')(x)
+        x = linen.Dropout(0.5, deterministic=False)(x)
+        x = linen.Dense(3, name='dense')(x)
+        self.sow('intermediates', 'x', x)
+        return x
+
+
+def test_nothing_is_written_back() -> None:
+    model = State()
+    rngs = {'params': KEY, 'dropout': jax.random.key(5)}
+    variables = model.init(rngs, X)
+    others = jax.tree.map(lambda leaf: leaf + 0.5, variables)
+
+    def apply(variables: Any, mutable: Any = True) -> Any:
+        return model.apply(variables, X, rngs=rngs, mutable=mutable)
+
+    for lift in (lambda cls: cls, nn.jit, nn.remat):
+        model = lift(State)()
+        with nn.substitute(others['params']):
+            y, written = apply(variables)
+        expected_y, expected = apply({**variables, 'params': others['params']})
+        assert_same(y, expected_y)
+        assert_same(written, {**expected, 'params': variables['params']})
+
+    # A state is computed from what was read, and written.
+    model = State()
+    collections = ['params', 'batch_stats']
+    given = {name: others[name] for name in collections}
+    with nn.substitute(given, collections=collections):
+        y, written = apply(variables, ['batch_stats'])
+    assert_same((y, written), apply({**variables, **given}, ['batch_stats']))
+    with nn.substitute({'norm': {'mean': jnp.ones(3)}}, collections='batch_stats'):
+        _, written = apply(variables, ['batch_stats'])
+    stats = variables['batch_stats']['norm']
+    stats = {'norm': {**stats, 'mean': jnp.ones(3)}}
+    assert_same(written, apply({**variables, 'batch_stats': stats}, ['batch_stats'])[1])
+
+
+def test_initialization_is_that_of_the_model() -> None:
+    model = Model(_block, 'tree')
+    expected = Model(lambda model, values, x: model.student(x), 'tree')
+    wrong = {'w': jnp.zeros(7)}  # Nobody looks at it.
+    for extent in EXTENTS.values():
+        model = Model(extent, 'tree')
+        assert_same(model.init(KEY, X, OTHERS), expected.init(KEY, X, OTHERS))
+        assert_same(model.init(KEY, X, wrong), expected.init(KEY, X, OTHERS))
+    for source in ('collection', 'module', 'function'):
+        model = Model(_block, source)
+        assert_same(model.init(KEY, X), expected.init(KEY, X, OTHERS))
+
+
+def test_boxes_and_several_leaves() -> None:
+    class Boxed(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            init = linen.with_partitioning(linen.initializers.ones, (None, 'data'))
+            pair = self.param('pair', lambda key: (jnp.ones((3, 3)), jnp.zeros((1, 3))))
+            return x @ self.param('kernel', init, (3, 3)) @ pair[0] + pair[1]
+
+    params = Boxed().init(KEY, X)['params']
+    others = jax.tree.map(lambda leaf: leaf + jnp.arange(3.0)[None], params)
+
+    def fn(params: Any, others: Any) -> Any:
+        with nn.substitute(others):
+            return Boxed().apply({'params': params}, X, mutable='params')
+
+    def by_hand(params: Any, others: Any) -> Any:
+        return Boxed().apply({'params': others}, X), {'params': params}
+
+    assert_reads(fn, by_hand, params, others)
+    with pytest.raises(errors.SubstituteError, match='keep the box'):
+        fn(params, {'kernel': others['kernel'].value})
+
+
+def test_a_function_may_change_the_dtype() -> None:
+    def half(path: Any, value: Any) -> Any:
+        return value.astype(jnp.bfloat16)
+
+    model = linen.Dense(3)
+    params = {'params': OTHERS['dense']}
+
+    def fn(params: Any) -> Any:
+        with nn.substitute(half):
+            y = nn.jit(linen.Dense)(3).apply(params, X.astype(jnp.bfloat16))
+            return y, model.apply(params, X.astype(jnp.bfloat16), mutable='params')
+
+    def by_hand(params: Any) -> Any:
+        cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        y = model.apply(cast, X.astype(jnp.bfloat16))
+        return y, (y, params)
+
+    assert fn(params)[0].dtype == jnp.bfloat16
+    assert_reads(fn, by_hand, params)
+
+
+def test_parts_of_trees() -> None:
+    def fn(params: Any, others: Any) -> Any:
+        part, _ = sg.partition(others, '**/bias')
+        with nn.substitute(part):
+            first = run(params)
+        with nn.substitute(others, where=['w', 'dense/*']):
+            return first, run(params)
+
+    def by_hand(params: Any, others: Any) -> Any:
+        bias = {'dense': {'bias': others['dense']['bias']}}
+        return run(merged(params, bias)), run({**others, 'b': params['b']})
+
+    assert_reads(fn, by_hand, PARAMS, OTHERS)
+
+
+def test_numbers_and_arrays_of_numpy() -> None:
+    class Scale(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return x * self.param('scale', linen.initializers.ones, ())
+
+    for value in (2.0, np.float32(2.0), np.array(2.0, np.float32)):
+        with nn.substitute({'scale': value}):
+            y = Scale().apply({'params': {'scale': jnp.ones(())}}, X)
+        assert_same(y, 2.0 * X)
+
+
+# Rules compose: the inner block is asked first.
+
+
+def stopped(tree: Any) -> Any:
+    return jax.lax.stop_gradient(tree)
+
+
+A: dict[str, Any] = {
+    'stop': lambda others: nn.stop_gradient(True),
+    'values': lambda others: nn.substitute(others),
+    'function': lambda others: nn.substitute(warped),
+    'read only': lambda others: nn.read_only(True),
+}
+BY_HAND: dict[str, Any] = {
+    'stop': lambda params, others: stopped(params),
+    'values': lambda params, others: others,
+    'function': lambda params, others: mapped(params),
+    'read only': lambda params, others: params,
+}
+
+
+@pytest.mark.parametrize('outer', A)
+@pytest.mark.parametrize('inner', A)
+def test_each_pair_of_rules(outer, inner) -> None:
+    class Nested(linen.Module):
+        @linen.compact
+        def __call__(self, x, one, two):
+            layer = Layer(name='layer')
+            trees = {'layer': one}, {'layer': two}
+            with A[outer](trees[0]), A[inner](trees[1]):
+                y = layer(x)
+                refused = False
+                if not self.is_initializing():
+                    try:
+                        layer.put_variable('params', 'w', jnp.zeros((1, 3)))
+                    except errors.ReadOnlyError:
+                        refused = True
+            return y, refused
+
+    def fn(params: Any, one: Any, two: Any) -> Any:
+        variables = {'params': {'layer': params}}
+        (y, refused), _ = Nested().apply(variables, X, one, two, mutable=['params'])
+        assert refused == ('read only' in (outer, inner))
+        return y
+
+    def by_hand(params: Any, one: Any, two: Any) -> Any:
+        return run(BY_HAND[inner](BY_HAND[outer](params, one), two))
+
+    assert_reads(fn, by_hand, PARAMS, OTHERS, scaled(2.0, OTHERS))
+
+
+def test_blocks_that_overlap() -> None:
+    def fn(params: Any, others: Any) -> Any:
+        first, second = nn.substitute(others), nn.substitute({'w': 2.0 * params['w']})
+        third, fourth = nn.stop_gradient('b'), nn.substitute('nothing', where=False)
+        with first, second, third, fourth:
+            return run(params)
+
+    def by_hand(params: Any, others: Any) -> Any:
+        return run({**others, 'w': 2.0 * params['w'], 'b': stopped(others['b'])})
+
+    assert_reads(fn, by_hand, PARAMS, OTHERS)
+
+
+def test_the_other_collection_is_seen_as_outside() -> None:
+    class Stops(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            layer = Layer(name='layer')
+            stops = nn.stop_gradient('layer/w', collections='ema')
+            with stops, nn.substitute('ema'):
+                return layer(x)
+
+    def fn(params: Any, others: Any) -> Any:
+        return Stops().apply({'params': {'layer': params}, 'ema': {'layer': others}}, X)
+
+    def by_hand(params: Any, others: Any) -> Any:
+        return run({**others, 'w': stopped(others['w'])})
+
+    assert_reads(fn, by_hand, PARAMS, OTHERS)
+
+
+# Bad input.
+
+
+def _apply(rewrite: Any) -> Any:
+    with rewrite:
+        return run(PARAMS)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    'shape': (
+        lambda: _apply(nn.substitute({'dense': {'bias': jnp.zeros(4)}})),
+        errors.SubstituteError,
+        r"'dense/bias' .* does not fit.\nExpected: float32\[3\]\nFound:    float32\[4",
+    ),
+    'dtype': (
+        lambda: _apply(nn.substitute({'w': jnp.zeros((1, 3), jnp.int32)})),
+        errors.SubstituteError,
+        r"'w' .*\n.*float32\[1, 3\]\n.*int32\[1, 3\]\nFix: .*astype\(float32\)",
+    ),
+    'structure': (
+        lambda: _apply(nn.substitute({'w': (jnp.zeros(3), jnp.zeros(3))})),
+        errors.SubstituteError,
+        r"'w' .*\n.*\nFound:    \('float32\[3\]', 'float32\[3\]'\)",
+    ),
+    'no array': (
+        lambda: _apply(nn.substitute({'w': 'text'})),
+        errors.SubstituteError,
+        "Found:    'text'",
+    ),
+    'shape of a result': (
+        lambda: _apply(nn.substitute(lambda path, value: jnp.sum(value))),
+        errors.SubstituteError,
+        r'Expected: a value of shape \(1, 3\)',
+    ),
+    'structure of a result': (
+        lambda: _apply(nn.substitute(lambda path, value: (value, value))),
+        errors.SubstituteError,
+        'Expected: a value of shape',
+    ),
+    'none for what is selected': (
+        lambda: _apply(nn.substitute({'w': PARAMS['w']}, where=True)),
+        errors.SubstituteError,
+        "no value for '(b|dense/bias|dense/kernel)' .* in the tree",
+    ),
+    'no collection': (
+        lambda: _apply(nn.substitute('emma')),
+        errors.SubstituteError,
+        "no value for .* in the collection 'emma'",
+    ),
+    'no variable': (
+        lambda: _apply(nn.substitute({'dense': {'bais': jnp.zeros(3)}})),
+        errors.UnusedSubstituteError,
+        "1 value without a variable:\n  'dense/bais', nearest 'dense/bias'",
+    ),
+    'with the collection': (
+        lambda: _apply(nn.substitute({'params': OTHERS})),
+        errors.UnusedSubstituteError,
+        "4 values without.*\n.*\n.*\n.*\n  and 1 more\nFix: give values\\['params'\\]",
+    ),
+    'another collection': (
+        lambda: nn.substitute({'state': OTHERS}, collections=['params', 'stats']),
+        errors.SubstituteTypeError,
+        "values for the collection 'state', and collections=.*'stats'",
+    ),
+    'a name for several collections': (
+        lambda: nn.substitute('ema', collections=True),
+        errors.SubstituteTypeError,
+        "the collection 'ema' for collections=True",
+    ),
+    'nothing': (lambda: nn.substitute(), errors.SubstituteTypeError, 'given nothing'),
+    'an empty tree': (
+        lambda: nn.substitute({'dense': {}}),
+        errors.SubstituteTypeError,
+        'a tree without a value',
+    ),
+    'an array': (
+        lambda: nn.substitute(jnp.zeros(3)),
+        errors.SubstituteTypeError,
+        'Expected: a tree of values',
+    ),
+    'a class': (
+        lambda: nn.substitute(Layer),
+        errors.SubstituteTypeError,
+        r'write nn.substitute\(Layer, values\)',
+    ),
+    'an unbound module': (
+        lambda: nn.substitute(Layer()),
+        errors.SubstituteTypeError,
+        'a Layer that is not bound',
+    ),
+    'a filter in place of values': (
+        lambda: nn.substitute(OTHERS, 'dense/**'),
+        errors.LiftTargetError,
+        "write where='dense/",
+    ),
+    'methods without a class': (
+        lambda: nn.substitute(OTHERS, methods=['encode']),
+        errors.UnknownMethodError,
+        'no Module class',
+    ),
+}
+
+
+@pytest.mark.parametrize('case', WRONG)
+def test_bad_input(case) -> None:
+    fails, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        fails()
+
+
+def test_a_variable_in_the_wrong_place_is_no_reason_for_silence() -> None:
+    with nn.substitute({'dense': {'bais': jnp.zeros(3)}}, unused='ignore'):
+        assert_same(run(PARAMS), run(PARAMS))
