@@ -861,3 +861,34 @@ def test_bad_requests_raise_where_they_are_written():
         sg.grad(loss, unused='warn', wrt='head/**')(PARAMS)
     nothing = sg.grad(loss, wrt='haed/**', unused='ignore')(PARAMS)
     assert jax.tree.leaves(nothing) == []
+
+
+@pytest.mark.parametrize('jitted', [False, True])
+def test_of_obeys_the_blocks_around(jitted):
+    model = fnn.Dense(2)
+    m = model.bind(model.init(jax.random.key(0), X))
+
+    def loss(bound=m):
+        return jnp.sum(bound(X) ** 2)
+
+    def grads():
+        return sg.grad(loss, of=m)()['params']
+
+    def by_hand():
+        return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X) ** 2))(given)
+
+    given = {**m.variables['params'], 'bias': jnp.ones(2)}
+    if jitted:
+        grads, by_hand = jax.jit(grads), jax.jit(by_hand)
+    plain = grads()
+    with nn.stop_gradient('kernel'):
+        assert float(loss()) > 0  # What was read before is what is read then.
+        stopped = grads()
+    oracle.assert_same(stopped, {**plain, 'kernel': jnp.zeros_like(plain['kernel'])})
+    with nn.scale_gradient('kernel', -2.0):
+        scaled = grads()
+    oracle.assert_same(scaled, {**plain, 'kernel': -2.0 * plain['kernel']})
+    with nn.substitute({'bias': jnp.ones(2)}):
+        other = grads()
+    assert oracle.is_zero(other['bias'])
+    oracle.assert_same(other['kernel'], by_hand()['kernel'])

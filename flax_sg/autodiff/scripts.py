@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from flax import linen
+from flax.core.scope import Scope
 
-from flax_sg import _private, errors, extents, filters, rewrites, rules
+from flax_sg import _private, blocks, errors, extents, filters, rewrites, rules, views
 from flax_sg.leaves import Leaves, leaves_of
 from flax_sg.paths import Path
 
@@ -48,10 +49,39 @@ class Replaced(rules.Rule):
 
 
 def variables_of(module: Any) -> Any:
-    """The variables of a bound module, by collection."""
+    """The variables of a bound module, by collection: what is differentiated.
+
+    They are as they are stored, or as a derivative that is being taken replaces them.
+    """
     if not isinstance(module, linen.Module) or module.scope is None:
         raise errors.UnboundModuleError(module)
+    replacing, _ = _open_blocks()
+    with blocks.thread.only(replacing):
+        return _read(module)
+
+
+def _open_blocks() -> tuple[tuple[blocks.Block, ...], tuple[blocks.Block, ...]]:
+    """The open blocks as far as the last one that replaces values, and those in it."""
+    found = blocks.active()
+    replacing = [isinstance(b.rewrite_value.rule, Replaced) for b in found]
+    count = max((n for n, yes in enumerate(replacing, start=1) if yes), default=0)
+    return found[:count], found[count:]
+
+
+def _read(module: linen.Module) -> Any:
     return {name: dict(tree) for name, tree in module.variables.items()}
+
+
+def _in_open_blocks(scope: Scope, variables: Any) -> Any:
+    """Variables in the place of those of a module, as the open blocks show them."""
+    root, (_, others) = blocks.root_of(scope), _open_blocks()
+    shown = root.within(())
+    shown.level = root.level
+    shown.parts.append((scope.path, variables))
+    return {
+        name: views.view(shown, others, (name, scope.path), tree)
+        for name, tree in variables.items()
+    }
 
 
 def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..., Any]:
@@ -59,8 +89,9 @@ def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..
     scope: Any = module.scope
 
     def fun_of_variables(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        old = leaves_of(variables_of(module))
-        rule = Replaced(scope.path, old, leaves_of(variables).values)
+        # The block below is the innermost one: what others do, they have done by then.
+        new = leaves_of(_in_open_blocks(scope, variables))
+        rule = Replaced(scope.path, leaves_of(_read(module)), new.values)
         every = rewrites.Rewrite(filters.Constant(True), rule, True, 'ignore')
         try:
             with extents.opened(every, scope):
