@@ -261,6 +261,24 @@ def test_thaw_trains_more_of_an_array():
     assert moved.tolist() == [False, False, True, True, True, True]
 
 
+def test_the_report_says_partly():
+    def loss(params):
+        with nn.stop_gradient(['dense/bias', sg.at(TABLE, np.s_[:3])]):
+            return loss_of(params)
+
+    flow = sg.gradient_flow(loss, PARAMS)
+    modules = {group.module: group.status for group in flow.by_module()}
+    assert modules == {'dense': ('partly',), 'embed': ('partly',)}
+    shown = [line.split()[:2] for line in flow.table(width=80).splitlines()[2:7]]
+    assert shown == [
+        ['dense', 'partly'],
+        ['bias', 'stopped'],
+        ['kernel', 'trains'],
+        ['embed', 'partly'],
+        ['embedding', 'partly'],
+    ]
+
+
 # As values.
 
 

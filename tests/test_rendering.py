@@ -25,7 +25,7 @@ MATRIX = """\
  (no module)   trains    trains    trains              0 of 1
 
 trains   the output depends differentiably on every parameter there
-partly   on some of the parameters there, not on others
+partly   on some of the parameters there, or of their elements
 stopped  it uses them, and their gradient is exactly zero
 -        it does not use them"""
 

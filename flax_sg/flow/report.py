@@ -29,11 +29,13 @@ class Use:
             ``'unknown'`` if JAX did not note it.
         stopped: whether no output depends differentiably on the parameter through this
             use.
+        part: whether a part of its elements is stopped there, see ``sg.at``.
     """
 
     place: str
     source: str
     stopped: bool
+    part: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,9 @@ class ModuleFlow:
     Attributes:
         module: the path of the module, ``''`` for what lies in none.
         parameters: how many there are.
-        status: for each output ``'flows'`` (to all of them), ``'partly'``,
-            ``'stopped'`` (none flows, some are used) or ``'unused'``.
+        status: for each output ``'flows'`` (to all of them), ``'partly'`` (to some, or
+            to a part of the elements of some), ``'stopped'`` (none flows, some are
+            used) or ``'unused'``.
     """
 
     module: str
@@ -96,6 +99,11 @@ class GradientFlow:
         uses = self.uses_of(parameter)
         return sum(use.stopped for use in uses), len(uses)
 
+    def is_partly(self, number: int) -> bool:
+        """Whether a parameter flows by a part of its elements alone."""
+        flowing = [use for use in self.uses[number] if not use.stopped]
+        return bool(flowing) and all(use.part for use in flowing)
+
     @property
     def live(self) -> tuple[bool, ...]:
         """For each parameter whether it flows to some output."""
@@ -112,10 +120,17 @@ class GradientFlow:
             ModuleFlow(
                 module,
                 len(members),
-                tuple(summary(row[n] for n in members) for row in self.status),
+                tuple(
+                    summary(self.shown(row, n) for n in members) for row in self.status
+                ),
             )
             for module, members in self.members(depth).items()
         )
+
+    def shown(self, row: Sequence[str], number: int) -> str:
+        """The status of one parameter in a row: ``'partly'`` if a part of it flows."""
+        partly = row[number] == FLOWS and self.is_partly(number)
+        return PARTLY if partly else row[number]
 
     def members(self, depth: int | None = None) -> dict[str, list[int]]:
         """The numbers of the parameters of each group of ``by_module``, by its path."""
@@ -190,8 +205,8 @@ class GradientFlow:
 def summary(statuses: Iterable[str]) -> str:
     """The status of several parameters together."""
     found = set(statuses)
-    if FLOWS in found:
-        return FLOWS if len(found) == 1 else PARTLY
+    if found & {FLOWS, PARTLY}:
+        return FLOWS if found == {FLOWS} else PARTLY
     return STOPPED if STOPPED in found else UNUSED
 
 

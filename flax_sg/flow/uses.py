@@ -137,7 +137,7 @@ class Uses:
                 given = {(number, was or stops) for number, was in taken}
                 aliases.setdefault(eqn.outvars[0], set()).update(given)
                 continue
-            used: dict[int, bool] = {}
+            used: dict[int, set[bool]] = {}
             for number in rest:
                 stops = not gathered(flows[number], [*below, *self._beyond])
                 if stops and not gathered(
@@ -145,8 +145,12 @@ class Uses:
                 ):
                     continue
                 for parameter, was in _of(aliases, eqn.invars[number]):
-                    used[parameter] = used.get(parameter, True) and (was or stops)
-            self._note(used.items(), False, place, here)
+                    used.setdefault(parameter, set()).add(was or stops)
+            for number, said in sorted(used.items()):
+                # ``jnp.where`` of a parameter and the same one stopped: see ``sg.at``.
+                part = eqn.primitive.name == 'select_n' and len(said) == 2
+                use = Use(place or UNKNOWN, here, said == {True}, part)
+                self.found[number].append(use)
 
     def _into_bodies(
         self,

@@ -22,7 +22,7 @@ WORDS = {'flows': 'trains', 'partly': 'partly', 'stopped': 'stopped', 'unused': 
 STYLES = {'flows': 'bold green', 'partly': 'yellow', 'stopped': '', 'unused': 'dim'}
 LEGEND = {
     'flows': 'the output depends differentiably on every parameter there',
-    'partly': 'on some of the parameters there, not on others',
+    'partly': 'on some of the parameters there, or of their elements',
     'stopped': 'it uses them, and their gradient is exactly zero',
     'unused': 'it does not use them',
 }
@@ -111,7 +111,11 @@ class FlowTable:
             if not row.parameter:
                 found = row.status[number] == status
                 names += [row.name] * found
-            elif found and status == 'partly' and row.status[number] == 'flows':
+            elif (
+                found
+                and status == 'partly'
+                and row.status[number] in ('flows', 'partly')
+            ):
                 names[-1] += f' ({row.name})'
         return names
 
@@ -144,7 +148,7 @@ def rows(flow: GradientFlow, depth: int | None = None) -> list[Row]:
         found.append(_row(group.module or '(no module)', False, group.status, uses))
         if depth is None and 'partly' in group.status:
             for n in members:
-                status = tuple(row[n] for row in flow.status)
+                status = tuple(flow.shown(row, n) for row in flow.status)
                 name = flow.parameters[n].rpartition('/')[2]
                 found.append(_row(name, True, status, flow.uses[n]))
     return found
