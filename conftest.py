@@ -7,6 +7,9 @@ import os
 
 # Results are compared to the last bit with programs that ran on the same device.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+# XLA's own optimizations are all there; machine code that is slower is made in half the
+# time, and each program runs but once or twice.
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
 
 import jax
 

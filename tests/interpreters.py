@@ -114,7 +114,7 @@ class _Hand:
                 for name, v in value.items()
             }
         for stop in self.stops:
-            if stop.takes(path):
+            if stop.rule != 'read_only' and stop.takes(path):
                 value = self._copy(stop, path, value, twins)
         return value
 
@@ -299,6 +299,8 @@ def rewrite_of(where: specs.Where, rule: str) -> Any:
     if rule == 'map':
         by = lambda path, ct: jnp.tanh(ct)  # noqa: E731
         return nn.map_cotangent(where.filter(), by, unused='ignore')
+    if rule == 'read_only':  # What models write is in other collections.
+        return nn.read_only(where.filter(), collections='params', unused='ignore')
     values = 'ema' if rule == 'collection' else warped
     return nn.substitute(values, where=where.filter(), unused='ignore')
 

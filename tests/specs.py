@@ -91,7 +91,7 @@ METHODS = ('__call__', 'other')
 
 # What a block does: stop, other values by a function or of a collection, cotangents
 # scaled by a negative number or mapped by what is not linear.
-RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'map')
+RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'map', 'read_only')
 
 WRAPS = ('remat', 'jit', 'scan', 'vmap', 'stop')
 LIFTS = (
