@@ -20,8 +20,8 @@ from flax import linen
 import flax_sg as sg
 from flax_sg import linen as nn
 
-DEPTH, FROZEN, WIDTH, BATCH = 16, 12, 256, 64
-ROUNDS = 15
+DEPTH, FROZEN, WIDTH, BATCH = 16, 12, 256, 512
+ROUNDS = 11
 X = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
 Loss = Callable[[Any], jax.Array]
 

@@ -27,6 +27,7 @@ from flax_sg import _private, errors
 
 _LIFTS = re.compile(r'(scan|remat)\(')
 _STOP = 'stop_gradient'
+_REMAT = ('remat2', 'checkpoint')  # In newer versions of JAX, and in older ones.
 # What makes such a value: a stop, or the slice of one layer of a stopped stack.
 _MADE_AGAIN = {_STOP, 'dynamic_slice', 'squeeze'}
 
@@ -148,7 +149,22 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs an operation on operands that its backward pass makes once more."""
+    """Runs an operation on operands that its backward pass makes once more.
+
+    A checkpoint of the user makes them within: around it, another one would keep what
+    the user's does not.
+    """
+    inner = equation.params if equation.primitive.name in _REMAT else None
+    cse = inner['prevent_cse'] if inner else False
+
+    def saves(primitive: Any, *args: Any, **params: Any) -> Any:
+        if primitive.name in _MADE_AGAIN:
+            return False
+        if inner:
+            policy = inner['policy']
+            return policy is not None and policy(primitive, *args, **params)
+        return True
+
     parts = [x.operands if isinstance(x, Again) else (x,) for x in operands]
 
     def again(*parts: Sequence[Any]) -> Sequence[Any]:
@@ -156,11 +172,8 @@ def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
             x.make(*part) if isinstance(x, Again) else part[0]
             for x, part in zip(operands, parts, strict=True)
         ]
+        if inner:
+            return core.jaxpr_as_fun(core.ClosedJaxpr(inner['jaxpr'], ()))(*made)
         return _private.bind(equation, made)
 
-    return jax.checkpoint(again, prevent_cse=False, policy=_saves)(*parts)
-
-
-def _saves(primitive: Any, *args: Any, **params: Any) -> bool:
-    del args, params
-    return primitive.name not in _MADE_AGAIN
+    return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*parts)

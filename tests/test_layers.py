@@ -317,7 +317,7 @@ class Costs:
             for (name, shape), key in zip(shapes.items(), keys, strict=False)
         }
         below = jax.random.normal(keys[2], (1, WIDE))
-        x = jax.random.normal(keys[3], (16, WIDE))
+        x = jax.random.normal(keys[3], (256, WIDE))
         return {'layers': stack, 'below': below}, x
 
     def ours(self, params: Any, x: Any, frozen: Any = slice(0, FROZEN)) -> Any:
