@@ -412,8 +412,9 @@ def test_back_is_called_several_times_and_leaves_a_jit():
         oracle.assert_same(back(seed)[0]['a'], pull(seed)[0])
     once = jax.jit(lambda back, seed: back(seed))(back, seed)
     oracle.assert_same(once[0]['a'], pull(seed)[0])
-    with pytest.raises(ValueError, match=r'(?s)function vector at .*differ:\n.*out'):
+    with pytest.raises(ValueError, match='unexpected tree structure') as caught:
         back({'other': y})
+    assert 'fun_of_live' not in str(caught.value)  # Newer versions name the function.
 
 
 def test_a_tree_that_is_one_leaf():
