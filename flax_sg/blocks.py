@@ -131,8 +131,8 @@ class Block(frames.Place):
 
     @property
     def owner_key(self) -> Hashable:
-        """Where the module is that opened the block, and which values it brings."""
-        return self.tree is None, self.owner_path, self.values
+        """Which module opened the block, in which tree, and which values it brings."""
+        return self.tree, self.owner_path, self.values
 
     def reopen(self) -> None:
         """Knows the owner's tree again, for a while, if that is still in use."""

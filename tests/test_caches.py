@@ -1350,3 +1350,46 @@ def test_threads_in_blocks_of_many_modules_share_few_traces():
     for owner in (model.a, model.b):
         owner.run(zeros('inner/w', unused='ignore'), helper, X)
     assert len(TRACES) == before
+
+
+@pytest.mark.parametrize('transform', [jax.jit, jax.checkpoint])
+def test_a_jitted_closure_is_told_apart_in_another_apply(transform):
+    """What a block names '/d/kernel' in its own apply has another name in others."""
+    made = {}
+
+    class Calls(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('/d/kernel', unused='ignore'):
+                return made['fn'](x)
+
+    class Top(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, make):
+            dense = fnn.Dense(3, name='d')
+            if make:
+                made['fn'] = transform(lambda x: jnp.sum(dense(x) ** 2))
+            dense(x)
+            return Calls()(x)
+
+    x = jnp.ones((2, 4))
+    top = Top()
+    variables = top.init(jax.random.key(0), x, True)
+
+    def in_its_own(variables):
+        return top.apply(variables, x, True)
+
+    def in_another(variables):
+        top.apply(variables, x, True)
+        return top.apply(variables, x, False)
+
+    def by_hand(variables):
+        return jnp.sum(fnn.Dense(3).apply({'params': variables['params']['d']}, x) ** 2)
+
+    expected = jax.grad(by_hand)(variables)['params']['d']
+    own, other = (
+        jax.grad(f)(variables)['params']['d'] for f in (in_its_own, in_another)
+    )
+    assert not own['kernel'].any()
+    oracle.assert_same(own['bias'], expected['bias'])
+    oracle.assert_same(other, expected)

@@ -682,7 +682,11 @@ def test_the_fix_of_unused_filters():
 
 
 def test_the_fix_of_overwrite_with_gradient():
-    run(nn.stop_gradient(True, collections=True))
+    def model(variables):
+        with nn.stop_gradient(True, collections=True):
+            return MODEL.apply(variables, X)
+
+    assert stops(model) == {'encoder', 'norm'}
 
 
 def test_the_fix_of_an_unknown_collection():
