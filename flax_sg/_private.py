@@ -123,47 +123,54 @@ def check_versions() -> None:
 check_versions()
 
 _lock = threading.Lock()
-_users = 0
+_users: set[object] = set()
 _make: Mapping[str, Callable[[Any], Any]] = {}
 _made: dict[str, tuple[Any, Any]] = {}  # The last original and its hook, by key.
 _before: dict[str, Any] = {}
 _INHERITED = object()
 
 
-def acquire_hooks(make: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
+def acquire_hooks(
+    user: object, make: Mapping[str, Callable[[Any], Any]] | None = None
+) -> None:
     """Installs hooks on Flax's reads for the first of their users.
 
     Args:
+        user: who needs them, an object that tells it from others.
         make: for each name in ``_HOOKED`` a function from the original to its hook; by
             default those of the last time.
     """
-    global _users, _make
+    global _make
     with _lock:
         if make is not None and make is not _make:
             _make = make
             _made.clear()
-        if _users == 0:
-            for key, (owner, name) in _HOOKED.items():
+        _users.add(user)
+        for key, (owner, name) in _HOOKED.items():
+            if key not in _before:
                 _before[key] = vars(owner).get(name, _INHERITED)
                 original = getattr(owner, name)
                 if _made.get(key, (_before,))[0] is not original:
                     _made[key] = original, _make[key](original)
                 setattr(owner, name, _made[key][1])
-        _users += 1
 
 
-def release_hooks() -> None:
-    """Leaves Flax as it was when the last user is gone."""
-    global _users
+def release_hooks(user: object) -> None:
+    """Leaves Flax as it was when the last user is gone.
+
+    An exception may have come while hooks were installed, or removed: whatever has been
+    done by then, this completes it.
+    """
     with _lock:
-        _users -= 1
-        if _users == 0:
-            for key, (owner, name) in _HOOKED.items():
-                before = _before.pop(key)
-                if before is _INHERITED:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
+        _users.discard(user)
+        for key in () if _users else tuple(_before):
+            owner, name = _HOOKED[key]
+            before = _before[key]
+            if before is not _INHERITED:
+                setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
+            del _before[key]
 
 
 # Part of every trace cache key of JAX (jit, scan, cond, checkpoint, ...) and local to
