@@ -210,13 +210,13 @@ def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def stopped(leaf: Tracer) -> Any:
+def stopped(leaf: Any) -> Any:
     """``jax.lax.stop_gradient(leaf)``, in a fraction of the time.
 
     JAX traces the derivative of each stop to find that there is none, which takes as
     long as the rest of a small layer. Its rule stops the primal in the trace around.
     """
-    trace: Any = leaf._trace
+    trace = leaf._trace
     while isinstance(leaf, (jax_ad.JVPTracer, jax_ad.LinearizeTracer)):
         leaf, trace = leaf.primal, leaf._trace.parent_trace
     with jax_core.set_current_trace(trace):

@@ -114,7 +114,9 @@ class Wraps(fnn.Module):
 
     def setup(self):
         self.norm = fnn.BatchNorm(use_running_average=False)
-        self.drop = fnn.Sequential([fnn.Dense(2), fnn.Dropout(0.5, deterministic=False)])
+        self.drop = fnn.Sequential(
+            [fnn.Dense(2), fnn.Dropout(0.5, deterministic=False)]
+        )
 
     def __call__(self, x):
         y = nn.Frozen(self.norm, state='hold')(self.drop(x))
