@@ -279,6 +279,12 @@ def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
     return weakref.ref(trace)
 
 
+def in_kept_trace() -> bool:
+    """Whether JAX may run again what is being traced, without running Python."""
+    trace = kept_trace()
+    return trace is not None and isinstance(trace(), partial_eval.DynamicJaxprTrace)
+
+
 def running_method() -> tuple[Module, str] | None:
     """The module whose method is running, and the name of the method.
 
