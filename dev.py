@@ -78,6 +78,12 @@ def witness(*args):
     return run(development_env(), ROOT / 'tests/witness.py', *args, cwd=None)
 
 
+def docs(*args):
+    """Build the guide and the reference into docs/_build; a warning is an error."""
+    strict = ['-b', 'html', '-q', '-W', '-n', '--keep-going']
+    return run(development_env(), '-m', 'sphinx', *strict, *args, 'docs', 'docs/_build')
+
+
 def wheel(*args):
     """Build dist/*.whl."""
     command = ['-m', 'pip', 'wheel', '--no-deps', '-w', 'dist', '.']
@@ -193,7 +199,9 @@ def package_index():
     return configured or 'https://pypi.org/simple'
 
 
-COMMANDS = {f.__name__: f for f in (demo, test, lint, ci, versions, witness, wheel)}
+COMMANDS = {
+    f.__name__: f for f in (demo, test, lint, docs, ci, versions, witness, wheel)
+}
 
 if __name__ == '__main__':
     if len(sys.argv) > 1 and sys.argv[1] not in COMMANDS:

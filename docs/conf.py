@@ -12,11 +12,11 @@ author = 'The flax_sg authors'
 version = release = flax_sg.__version__
 
 extensions = ['sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'myst_nb']
-exclude_patterns = ['_build']
-# A checkout without notebooks has a site without them.
-suppress_warnings = ['toc.empty_glob']
-# Names of our own have to resolve. Those of Flax and JAX are in other sites, and looking
-# there would take a network.
+exclude_patterns = ['_build', 'notebooks/README.md']
+# A notebook that is in the table of contents and not in the checkout is left out.
+suppress_warnings = ['toc.not_readable']
+# Names of our own have to resolve. Those of Flax and JAX are in other sites, which are
+# not looked up.
 nitpick_ignore_regex = [(r'py:.*', r'(?!flax_sg\b).*')]
 
 myst_enable_extensions = ['colon_fence']
@@ -26,6 +26,7 @@ nb_execution_mode = 'off'
 autodoc_member_order = 'bysource'
 # What each argument takes is said in words, which is more than the types say.
 autodoc_typehints = 'none'
+napoleon_attr_annotations = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
