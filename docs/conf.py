@@ -32,5 +32,7 @@ napoleon_numpy_docstring = False
 
 html_theme = 'furo'
 html_title = f'flax_sg {version}'
+html_static_path = ['_static']
+html_css_files = ['tables.css']
 html_show_sourcelink = False
 html_show_copyright = False
