@@ -38,11 +38,13 @@ def test(*args):
 
 
 def lint(*args):
-    """Check style and types with ruff and pyright: [FILES]."""
+    """Check style and types with ruff, pyright and mypy: [FILES]."""
     python = development_env()
     tools = [['ruff', 'check'], ['ruff', 'format', '--check'], ['pyright']]
-    # A list, so that every tool reports even when an earlier one has failed.
-    return int(any([run(python, '-m', *tool, *args) for tool in tools]))
+    # Lists, so that every tool reports even when an earlier one has failed. What mypy
+    # looks at, a program of a user, is in pyproject.toml.
+    faults = [run(python, '-m', *tool, *args) for tool in tools]
+    return int(any([*faults, run(python, '-m', 'mypy')]))
 
 
 def ci(*args):
