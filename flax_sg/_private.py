@@ -39,6 +39,9 @@ from jax._src.lax import lax as jax_lax
 
 from flax_sg import errors
 
+if 'Module' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+
 Module = linen_module.Module
 Variable = linen_module.Variable
 Tracer = jax_core.Tracer

@@ -27,6 +27,9 @@ from flax_sg import (
     views,
 )
 
+if 'ROOT_FLAG' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+
 ROOT_FLAG = 'flax_sg'
 # fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
 OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'

@@ -219,6 +219,24 @@ class BlockLeakError(FlaxSGError, RuntimeError):
         )
 
 
+class ReloadError(FlaxSGError, ImportError):
+    """A module was loaded anew that holds what cannot be made a second time.
+
+    Open blocks and the caches of JAX rest on it: what is compiled under one filter
+    would be found under another one::
+
+        importlib.reload(flax_sg.contexts)  # raises
+        importlib.reload(flax_sg.linen)     # holds nothing
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f'{name} cannot be reloaded: open blocks, and what JAX keeps of compiled '
+            'programs, rest on what it holds.\n'
+            'Start Python anew; flax_sg and flax_sg.linen can be reloaded.'
+        )
+
+
 class KeptValueError(FlaxSGError, RuntimeError):
     """A value that ``setup`` keeps cannot be derived again under a block.
 
