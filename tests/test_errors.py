@@ -24,9 +24,8 @@ import flax_sg
 import flax_sg as sg
 import oracle
 import report_errors
-from flax_sg import _private, errors
+from flax_sg import errors, versions
 from flax_sg import linen as nn
-from flax_sg.errors import base
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -159,12 +158,12 @@ def awaited() -> None:
 
 
 def lacks_a_name() -> None:
-    required = _private._REQUIRED
-    try:
-        _private._REQUIRED = ((fnn.Module, 'no_such_name'), (jax, 'nor_this'))
-        _private.check_versions()
-    finally:
-        _private._REQUIRED = required
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(versions.NAMES, 'flax.linen:Module.no_such_name', '')
+        patch.setitem(versions.NAMES, 'flax.linen:Module.sow', 'self value')
+        patch.setitem(versions.NAMES, 'jax.no_such_module:name', '')
+        patch.setitem(versions.WITHIN, 'flax.linen:Module.sow', 'no_such_variable')
+        versions.check()
 
 
 def lifted(x):
@@ -614,10 +613,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'versions': (
         lacks_a_name,
         errors.UnsupportedVersionError,
-        'flax_sg needs names that this installation lacks: Module.no_such_name, '
-        'jax.nor_this.\n'
+        'flax_sg needs what this installation does not have:\n'
+        '  flax.linen.Module.no_such_name\n'
+        '  flax.linen.Module.sow(self, value), which takes '
+        '(self, col, name, value, reduce_fn, init_fn)\n'
+        '  no_such_variable in flax.linen.Module.sow\n'
+        '  jax.no_such_module.name\n'
         f'Found flax {flax.__version__} and jax {jax.__version__}; supported are '
-        f'{base.SUPPORTED}.',
+        'flax 0.12.0 to 0.12.8 with jax 0.7.2 to 0.10.2.\n'
+        "Fix: pip install 'flax>=0.12.0,<=0.12.8' 'jax>=0.7.2,<=0.10.2'",
     ),
 }
 
@@ -842,6 +846,7 @@ BUILTIN = {
     'UnboundModuleError': TypeError,
     'NotFrozenError': TypeError,
     'UnsupportedVersionError': ImportError,
+    'ReloadError': ImportError,
     'WrappedModuleError': TypeError,
     'WrapperNameError': ValueError,
     'ChoiceError': ValueError,
