@@ -68,7 +68,7 @@ def versions(*args):
             env_python = ensure_env(env, python, '-e', '.[test]', *pins)
             results[name] = pytest(env_python, options)
             if end == 'newest':
-                results |= unstated(env_python)
+                results.update(unstated(env_python))
     for name, status in results.items():
         print('failed' if status else 'passed', name)
     return int(any(results.values()))
@@ -102,16 +102,16 @@ def unstated(python):
     """What is newer than pyproject.toml states, as results that failed."""
     section = PYPROJECT.read_text().partition('[tool.flax_sg.newest]')[2]
     stated = dict(re.findall(r'^(\w+) = "([\d.]+)"', section.partition('\n[')[0], re.M))
-    names = [name for name in stated if name != 'python']
     ask = 'import sys; from importlib.metadata import version as v; '
-    ask += 'print("3.%d" % sys.version_info[1], *map(v, sys.argv[1:]))'
-    command = [str(python), '-c', ask, *names]
-    found = subprocess.check_output(command, text=True).split()
+    ask += 'print("python 3.%d" % sys.version_info[1]); '
+    ask += 'print(*(n + " " + v(n) for n in sys.argv[1:]), sep="\\n")'
+    command = [str(python), '-c', ask, *(set(stated) - {'python'})]
     newer = {}
-    for name, version in zip(['python', *names], found):
+    for line in sorted(subprocess.check_output(command, text=True).splitlines()):
+        name, version = line.split()
         known = [int(number) for number in stated[name].split('.')]
         if [int(n) for n in re.findall(r'\d+', version)][: len(known)] > known:
-            newer[f'{name} {version}: pyproject.toml states {stated[name]}'] = 1
+            newer[f'{line}: pyproject.toml states {stated[name]}'] = 1
     return newer
 
 
