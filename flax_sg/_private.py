@@ -24,6 +24,8 @@ from typing import Any
 
 from flax_sg import errors, versions
 
+if 'Module' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
 versions.check()  # Before the names are asked for: it says which versions have them.
 
 import flax
@@ -41,9 +43,6 @@ from jax._src import linear_util, source_info_util
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
-
-if 'Module' in globals():  # It was loaded before.
-    raise errors.ReloadError(__name__)
 
 Module = linen_module.Module
 Variable = linen_module.Variable
