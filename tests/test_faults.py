@@ -234,6 +234,15 @@ def test_a_block_that_was_interrupted_leaks_no_tracer():
     jax.make_jaxpr(recovers)(variables)  # Raises for a tracer that outlives it.
 
 
+@pytest.mark.usefixtures('leaks')
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_no_tracer_leaks(name):
+    program, model, _ = PROGRAMS[name]
+    keys = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
+    variables = jax.eval_shape(model.init, keys, X)
+    jax.eval_shape(lambda v: jax.jit(program)(v), variables)
+
+
 # Many threads.
 
 
