@@ -494,8 +494,12 @@ def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
 
 def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
     """The modules from outside that were attached somewhere in the tree of a scope."""
-    cache = weakref.WeakValueDictionary()
-    return linen_module._caches.setdefault(scope.root, cache)
+    cache: weakref.WeakValueDictionary[Any, Module] = weakref.WeakValueDictionary()
+    root: Any = scope.root
+    if hasattr(linen_module, '_caches'):
+        return linen_module._caches.setdefault(root, cache)
+    # From flax 0.12.9 on.
+    return vars(root).setdefault('_submodule_adoption_cache', cache)
 
 
 def id_of(module: Module) -> Any:

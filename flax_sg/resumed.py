@@ -48,7 +48,7 @@ def _of_jax(function: Any) -> bool:
     fn = function.fun
     module = getattr(fn, '__module__', None) or ''
     closed = getattr(fn, '__closure__', None) is None
-    # Ours are made of functions that run later; holding blocks, they would hold tracers.
+    # Ours run what users gave later; if they held blocks, they would hold tracers.
     return module.startswith('flax_sg.') or (module.startswith('jax.') and closed)
 
 

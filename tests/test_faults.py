@@ -156,7 +156,7 @@ def by_core(variables: Any) -> Any:
 PROGRAMS: dict[str, tuple[Callable[[Any], Any], Any, int]] = {
     'blocks': (in_blocks, Model(), 17),
     'rules': (in_rules, Model(), 97),
-    'lifts': (in_lifts, Lifts(), 211),
+    'lifts': (in_lifts, Lifts(), 307),
     'wrappers': (in_wrappers, Wraps(), 89),
     'values': (by_core, Model(), 31),
 }
@@ -169,8 +169,8 @@ class Interrupts:
     In functions of the library and of this file, at one point of all that there are.
     """
 
-    def __init__(self, at: int | None) -> None:
-        self.met, self._at = 0, at
+    def __init__(self, at: int | None, within: frozenset[str]) -> None:
+        self.met, self._at, self._within = 0, at, within
 
     def __call__(self, frame: Any, event: str, arg: Any) -> None:
         code = frame.f_code
@@ -178,14 +178,18 @@ class Interrupts:
         unprotected = code.co_name in ('__exit__', '_run_interrupted')
         if not ours or event not in ('call', 'c_return') or unprotected:
             return
+        if self._within and code.co_name not in self._within:
+            return
         self.met += 1
         if self.met == self._at:
             raise Ctrl
 
 
-def _run_interrupted(fn: Callable[[], Any], at: int | None) -> int:
-    """The number of points; raises ``Ctrl`` at one of them."""
-    interrupts = Interrupts(at)
+def _run_interrupted(
+    fn: Callable[[], Any], at: int | None, within: frozenset[str] = frozenset()
+) -> int:
+    """The number of points, in some functions; raises ``Ctrl`` at one of them."""
+    interrupts = Interrupts(at, within)
     sys.setprofile(interrupts)
     try:
         fn()
@@ -194,25 +198,51 @@ def _run_interrupted(fn: Callable[[], Any], at: int | None) -> int:
     return interrupts.met
 
 
+# What opens and closes blocks, and what they call for that.
+IN_AND_OUT = frozenset(
+    [
+        'open_block',
+        'close_block',
+        '_close',
+        'opened',
+        'add',
+        'remove',
+        'forget',
+        'close',
+        'set_blocks',
+        'only',
+        '_set_aside',
+        '_resumed',
+        'leave',
+        '_run_setup',
+        'acquire_hooks',
+        'release_hooks',
+    ]
+)
+
+
 # Python drops what is raised in a generator that it throws away.
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize('within', [frozenset(), IN_AND_OUT], ids=['all', 'in and out'])
 @pytest.mark.parametrize('name', PROGRAMS)
-def test_an_exception_at_any_point(name):
+def test_an_exception_at_any_point(name, within):
     program, model, every = PROGRAMS[name]
+    every = 1 + every // 25 if within else every
     keys = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
     variables = jax.jit(model.init)(keys, X)
 
     def run() -> str:
-        text = str(jax.make_jaxpr(lambda v: program(v))(variables))  # Anew each time.
+        # Anew each time.
+        text = str(jax.make_jaxpr(lambda v: program(v))(variables))
         return re.sub(' at 0x[0-9a-f]+', '', text)
 
     expected = run()
-    points = _run_interrupted(run, None)
+    points = _run_interrupted(run, None, within)
     assert points > 10 * every, points
     raised = 0
     for at in range(1 + every // 2, points, every):
         try:
-            _run_interrupted(run, at)
+            _run_interrupted(run, at, within)
         except Ctrl:
             raised += 1
         assert_nothing_is_left()

@@ -84,7 +84,6 @@ import flax_sg
 """
     for module, name in (
         ('flax.core.lift', '_partial_pack'),  # Asked for by attribute.
-        ('flax.linen.summary', '_render_table'),
         ('flax.core', 'tracers'),  # Imported by name.
     ):
         if name == 'tracers':
