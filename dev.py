@@ -70,6 +70,8 @@ def versions(*args):
                 shutil.rmtree(env, ignore_errors=True)
             env_python = ensure_env(env, python, '-e', '.[test]', *pins)
             results[name] = pytest(env_python, options)
+            if end == 'newest':
+                results.update(unstated(env_python))
     for name, status in results.items():
         print('failed' if status else 'passed', name)
     return int(any(results.values()))
@@ -128,6 +130,23 @@ def pytest(python, options):
 def run(*command, cwd=ROOT, **options):
     """Runs a command, in the project's root by default; returns its exit status."""
     return subprocess.run([str(c) for c in command], cwd=cwd, **options).returncode
+
+
+def unstated(python):
+    """What is newer than pyproject.toml states, as results that failed."""
+    section = PYPROJECT.read_text().partition('[tool.flax_sg.newest]')[2]
+    stated = dict(re.findall(r'^(\w+) = "([\d.]+)"', section.partition('\n[')[0], re.M))
+    ask = 'import sys; from importlib.metadata import version as v; '
+    ask += 'print("python 3.%d" % sys.version_info[1]); '
+    ask += 'print(*(n + " " + v(n) for n in sys.argv[1:]), sep="\\n")'
+    command = [str(python), '-c', ask, *(set(stated) - {'python'})]
+    newer = {}
+    for line in sorted(subprocess.check_output(command, text=True).splitlines()):
+        name, version = line.split()
+        known = [int(number) for number in stated[name].split('.')]
+        if [int(n) for n in re.findall(r'\d+', version)][: len(known)] > known:
+            newer[f'{line}: pyproject.toml states {stated[name]}'] = 1
+    return newer
 
 
 def python_version(python):

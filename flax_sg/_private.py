@@ -4,6 +4,7 @@ Each name stands behind one function or constant that says why it is needed. Tri
 flax 0.12.0 and jax 0.7.2 up to flax 0.12.8 and jax 0.10.2.
 """
 
+# ruff: noqa: E402
 # What this file is for, and only this file.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -21,6 +22,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flax_sg import errors, versions
+
+if 'Module' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+versions.check()  # Before the names are asked for: it says which versions have them.
+
 import flax
 import jax
 from flax.core import axes_scan, lift, meta, tracers
@@ -37,8 +44,6 @@ from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
-
-from flax_sg import errors
 
 Module = linen_module.Module
 Variable = linen_module.Variable
@@ -70,57 +75,6 @@ RULES: dict[str, tuple[str, ...]] = {
     'custom_vjp': ('fwd', 'bwd'),
     'custom_vmap': ('vmap_rule',),
 }
-
-_REQUIRED: tuple[tuple[Any, str], ...] = (
-    *_HOOKED.values(),
-    (Scope, '_collection'),
-    (Scope, '_populate_collections'),
-    (lift, '_dedup_scopes'),
-    (lift, '_dup_scopes'),
-    (linen_transforms, 'get_module_scopes'),
-    (linen_transforms, 'set_module_scopes'),
-    (linen_module, '_context'),
-    (linen_module, 'CompactNameScope'),
-    (linen_module, '_ModuleInternalState'),
-    (linen_module, '_caches'),
-    (linen_module, '_unspecified_parent'),
-    (linen_module, 'SetupState'),
-    (linen_module, 'wrap_method_once'),
-    (Module, '_call_wrapped_method'),
-    (linen_transforms, '_is_module_class'),
-    (summary, '_get_module_table'),
-    (summary, '_render_table'),
-    (summary, '_get_rich_repr'),
-    (summary, '_size_and_bytes_repr'),
-    (jax, 'make_user_context'),
-    (jax_core, 'set_current_trace'),
-    (jax_core, 'trace_ctx'),
-    (jax_ad, 'JVPTracer'),
-    (jax_ad, 'LinearizeTracer'),
-    (jax_batching, 'BatchTrace'),
-    (partial_eval, 'DynamicJaxprTrace'),
-    (tracers, 'current_trace'),
-    (jax_core, 'trace_state_clean'),
-    (jax_lax, '_convert_element_type'),
-    (jax_config, 'trace_context'),
-    (source_info_util, 'is_user_filename'),
-    (source_info_util, 'raw_frame_to_frame'),
-    (linear_util, 'DebugInfo'),
-)
-
-
-def check_versions() -> None:
-    """Raises at import, in words, if a name that the library rests on is gone."""
-    missing = [
-        f'{getattr(owner, "__name__", owner)}.{name}'
-        for owner, name in _REQUIRED
-        if not hasattr(owner, name)
-    ]
-    if missing:
-        raise errors.UnsupportedVersionError(missing)
-
-
-check_versions()
 
 _lock = threading.Lock()
 _users: set[object] = set()
@@ -566,8 +520,12 @@ def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
 
 def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
     """The modules from outside that were attached somewhere in the tree of a scope."""
-    cache = weakref.WeakValueDictionary()
-    return linen_module._caches.setdefault(scope.root, cache)
+    cache: weakref.WeakValueDictionary[Any, Module] = weakref.WeakValueDictionary()
+    root: Any = scope.root
+    if hasattr(linen_module, '_caches'):
+        return linen_module._caches.setdefault(root, cache)
+    # From flax 0.12.9 on.
+    return vars(root).setdefault('_submodule_adoption_cache', cache)
 
 
 def id_of(module: Module) -> Any:

@@ -27,6 +27,9 @@ from flax_sg import (
     views,
 )
 
+if 'ROOT_FLAG' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+
 ROOT_FLAG = 'flax_sg'
 # fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
 OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'
@@ -73,7 +76,7 @@ class Block(frames.Place):
             isinstance(atom, filters.Predicate) for atom in self.where.atoms
         )
         self.abandoned = False  # Set by a thread that closes a block of another one.
-        # Last: it notes the tree, and nothing must be left of a block that never was.
+        # Last: it notes the tree, which nobody forgets if the block is never opened.
         self.tree = None if owner is None else root_of(owner).tree
 
     def wants(self, collection: str) -> bool:
@@ -255,10 +258,7 @@ def add(block: Block) -> None:
 
 
 def remove(block: Block) -> None:
-    """Takes away a block of this thread, and what was kept for it.
-
-    An exception may come while it does (Ctrl-C): a second call completes it.
-    """
+    """Takes away a block of this thread, or what an exception has left of that."""
     _open_blocks.discard(block)
     thread.set_blocks(tuple(other for other in thread.blocks if other is not block))
     thread.forget(block)

@@ -47,10 +47,9 @@ def _of_jax(function: Any) -> bool:
     # Not the wrappers that JAX makes of functions of the user (``custom_gradient``).
     fn = function.fun
     module = getattr(fn, '__module__', None) or ''
-    return (
-        module.startswith(('jax.', 'flax_sg.'))
-        and getattr(fn, '__closure__', None) is None
-    )
+    closed = getattr(fn, '__closure__', None) is None
+    # Ours run what users gave later; if they held blocks, they would hold tracers.
+    return module.startswith('flax_sg.') or (module.startswith('jax.') and closed)
 
 
 def _resuming(

@@ -53,6 +53,9 @@ class Rule(abc.ABC):
     refuses_writes: ClassVar[bool] = False
     """Whether a write to a selected variable raises."""
 
+    def __repr__(self) -> str:
+        return f'<{self.name}>'  # Without its address: a module shows it.
+
     @abc.abstractmethod
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns what a reader sees instead of ``leaf``.

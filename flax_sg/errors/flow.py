@@ -43,8 +43,8 @@ class ValueNeededError(FlaxSGError, TypeError):
         super().__init__(
             f'{name} needs the values of its arguments, and is run on their shapes.\n'
             'What JAX says of it stands above. Numbers in arguments that are not '
-            'differentiated stay what they are; or bind the value: '
-            'functools.partial(fun, ...).'
+            'differentiated stay what they are; or bind the value, as a number or an '
+            'array of numpy: functools.partial(fun, ...).'
         )
 
 

@@ -11,6 +11,7 @@ import jax
 
 from flax_sg import _private, errors, filters, functions
 from flax_sg.declared import chosen
+from flax_sg.errors.trees import shown
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
 from flax_sg.flow.programs import Program
@@ -122,7 +123,8 @@ class Analysis:
         for number in numbers:
             if not -len(args) <= number < len(args):
                 raise TypeError(
-                    f'argnums={number}, and there are {len(args)} arguments'
+                    f'argnums={number}: arguments are counted from 0, and '
+                    f'{len(args)} were given'
                 )
         numbers = [number % len(args) for number in numbers]
         program = Program.of(fun, args, numbers)
@@ -264,7 +266,7 @@ def _outputs_of(program: Program, has_aux: bool) -> list[tuple[str, int | None]]
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 'with has_aux=True the function has to return a pair (outputs, aux), '
-                f'got {type(out).__name__}'
+                f'got {shown(out)}'
             )
         out = out[0]
     pairs = jax.tree_util.tree_leaves_with_path(out)

@@ -118,7 +118,13 @@ class Plan:
         for keys, path, takes in zip(leaves.key_paths, leaves.paths, live, strict=True):
             leaf: Any = found.get(keys, ABSENT) if takes else ABSENT
             if takes and is_absent(leaf):
-                raise errors.MissingLeafError('the gradient', path, 'is not frozen')
+                raise errors.MissingLeafError(
+                    'the gradient',
+                    path,
+                    'is not frozen',
+                    'Use one filter for both: what is differentiated is what is not '
+                    'frozen.',
+                )
             if isinstance(takes, filters.Part):
                 leaf = takes.merge(leaf, jnp.zeros_like(leaf), path)
             grads.append(leaf)
@@ -247,7 +253,11 @@ def _check_belong(leaves: Leaves, given: Leaves, same: bool) -> None:
     if all(keys in known for keys in given.key_paths):
         return
     raise errors.StructureError(
-        'the parameters', 'the gradient', leaves.by_path(), given.by_path()
+        'the parameters',
+        'the gradient',
+        leaves.by_path(),
+        given.by_path(),
+        pruned=True,
     )
 
 
