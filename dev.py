@@ -34,7 +34,16 @@ def demo(*args):
 
 def test(*args):
     """Run the tests, all or some: [tests/test_linen.py -k name]."""
-    return pytest(development_env(), args)
+    python = development_env()
+    if args:
+        return pytest(python, args)
+    # All tests: what they run of flax_sg is measured, and pyproject.toml says how much
+    # that has to be.
+    coverage = ['-m', 'coverage']
+    run(python, *coverage, 'erase')
+    status = pytest(python, (), '--measure')
+    run(python, *coverage, 'combine', '--quiet')
+    return status or run(python, *coverage, 'report')
 
 
 def lint(*args):
@@ -120,11 +129,11 @@ for name in ['', '.linen', '.core', '.filters', '.testing', '.errors']:
 """
 
 
-def pytest(python, options):
+def pytest(python, options, *more):
     """Runs pytest and returns its exit status."""
     # All tests share the cores; a chosen few start faster without worker processes.
     workers = ['-n', min(os.cpu_count() or 1, 4), '--dist=worksteal']
-    return run(python, '-m', 'pytest', *([] if options else workers), *options)
+    return run(python, '-m', 'pytest', *([] if options else workers), *options, *more)
 
 
 def run(*command, cwd=ROOT, **options):
