@@ -104,6 +104,11 @@ def test_rich_prints_it_in_colour_unless_told_otherwise(monkeypatch):
     assert [line.rstrip() for line in words.splitlines()][1:] == MATRIX.splitlines()
 
 
+def test_the_text_has_no_colour_in_a_notebook_either(monkeypatch):
+    monkeypatch.setenv('FORCE_COLOR', '1')  # As a kernel of Jupyter does.
+    assert LOSSES.table(width=80) == MATRIX
+
+
 def test_names_are_no_markup():
     odd = report({'[red]loss[/]': ['flows']}, {'[bold]/kernel': [LIVE]})
     assert '[red]loss[/]' in odd.table(width=80)

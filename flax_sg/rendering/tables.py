@@ -123,7 +123,8 @@ class FlowTable:
 def text(flow: GradientFlow, depth: int | None = None, width: int | None = None) -> str:
     """What ``GradientFlow.table`` returns: no colours."""
     file = io.StringIO()
-    console = Console(file=file, width=width, no_color=True, force_jupyter=False)
+    # A kernel of Jupyter sets FORCE_COLOR: without a system there are no styles at all.
+    console = Console(file=file, width=width, color_system=None, force_jupyter=False)
     console.print(FlowTable(flow, depth))
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
     return '\n'.join(lines).strip('\n')
