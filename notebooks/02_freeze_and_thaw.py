@@ -2,9 +2,9 @@
 # # Freeze a backbone, and thaw it gradually
 #
 # A small vision transformer learns to tell the digits 0 to 4 apart. Then it has to
-# learn 5 to 9 from fifty labelled images. Fifty images are enough to train a head, and
-# few enough to ruin a backbone, so one freezes it, trains the head, and thaws the
-# backbone from the top down (Howard and Ruder, 2018).
+# learn 5 to 9 from 25 labelled images: enough to train a head, and few for a
+# transformer. So one freezes the backbone, trains the head, and thaws the backbone from
+# the top down (Howard and Ruder, 2018).
 #
 # Three things go wrong on the way, none with an error message:
 #
@@ -56,7 +56,7 @@ patches = images.reshape(-1, 4, 2, 4, 2).transpose(0, 1, 3, 2, 4).reshape(-1, 16
 labels = digits.target[order].astype(np.int32)
 first_x, first_y = patches[labels < 5], labels[labels < 5]
 second_x, second_y = patches[labels >= 5], labels[labels >= 5] - 5
-# Of the second task half is to choose the fifty from, half is held out.
+# Of the second task half is to choose the 25 from, half is held out.
 held_x, held_y = second_x[448:], second_y[448:]
 second_x, second_y = second_x[:448], second_y[:448]
 first_x, first_y, second_x, second_y = map(
@@ -130,16 +130,21 @@ print('the same tree of parameters:', same_tree, sorted(first_params['backbone']
 def pretrained(params):
     tx = optax.adamw(2e-3)
 
-    def step(carry, chosen):
+    def step(carry, inputs):
+        chosen, key = inputs
         params, state = carry
         x, y = first_x[chosen], first_y[chosen]
+        x += 0.3 * jax.random.normal(
+            key, x.shape
+        )  # What is learned should not be brittle.
         grads = jax.grad(functools.partial(loss, plain))(params, x, y)
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), None
 
     def epoch(carry, key):
-        order = jax.random.permutation(key, len(first_x))
-        return jax.lax.scan(step, carry, order[: len(order) // 50 * 50].reshape(-1, 50))
+        key, noise = jax.random.split(key)
+        batches = jax.random.permutation(key, len(first_x))[:900].reshape(18, 50)
+        return jax.lax.scan(step, carry, (batches, jax.random.split(noise, 18)))
 
     keys = jax.random.split(jax.random.key(1), EPOCHS)
     return jax.lax.scan(epoch, (params, tx.init(params)), keys)[0][0]
@@ -290,8 +295,8 @@ for name in ways:
 # %% [markdown]
 # ## Thaw from the top
 #
-# Three stages: the head alone, then the last block too, then everything. What is thawed
-# learns more slowly than the head. Two remarks on that.
+# Three stages: the head alone, then the last block too, then everything. The backbone
+# shall learn more slowly than the head, and here is a trap.
 #
 # `nn.scale_gradient` is one way to do it for plain SGD, where a tenth of the gradient
 # is a tenth of the learning rate. **Adam divides it out again**; there it does nothing
@@ -326,36 +331,33 @@ for name, ratio in slower.items():
 # %%
 HEAD = as_filter('head/**')
 LAST = as_filter([f'backbone/block_{DEPTH - 1}/**', 'backbone/norm/*'])
+ALL = as_filter(True)
 
-
-def group_of(path):
-    return 'head' if HEAD(path) else 'last' if LAST(path) else 'below'
-
-
-def adamw(rates):
-    groups = {
-        name: optax.adamw(rate, weight_decay=0.05) for name, rate in rates.items()
-    }
-    in_groups = optax.multi_transform(groups, lambda tree: sg.labels(tree, group_of))
-    return optax.chain(optax.clip_by_global_norm(1.0), in_groups)
-
+groups = optax.multi_transform(
+    {
+        'head': optax.adamw(1e-2, weight_decay=0.05),
+        'backbone': optax.adamw(2e-3, weight_decay=0.05),
+    },
+    lambda params: sg.labels(params, lambda path: path.parts[0]),
+)
+slow_backbone = optax.chain(optax.clip_by_global_norm(1.0), groups)
 
 # %% [markdown]
 # `sg.thaw` returns the transformation that trains more, and its state: what was trained
 # keeps its moments, what is new gets fresh ones. The same filter tells the gradient
 # call what is live, so nothing is computed for what is still frozen.
 #
-# All seeds train at once: each has other fifty images, ten of each digit, and another
+# All seeds train at once: each has other 25 images, five of each digit, and another
 # head. A filter is a static argument of `jax.jit`: equal ones find the compiled
 # program.
 
 
 # %%
 @functools.partial(jax.jit, static_argnums=0)
-@functools.partial(jax.vmap, in_axes=(None, None, 0, 0, 0, 0))
-def train(live, rates, params, state, x, y):
+@functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, 0))
+def train(live, params, state, x, y):
     """Trains what is live for STEPS steps; looks at held-out accuracy ten times."""
-    tx = sg.freeze(adamw(rates), ~live)
+    tx = sg.freeze(slow_backbone, ~live)
 
     def step(carry, _):
         params, state = carry
@@ -376,7 +378,7 @@ def train(live, rates, params, state, x, y):
 def start(key, params):
     chosen, head = jax.random.split(key)
     score = jax.random.uniform(chosen, second_y.shape)
-    of_digit = [jnp.argsort(jnp.where(second_y == d, score, 2))[:10] for d in range(5)]
+    of_digit = [jnp.argsort(jnp.where(second_y == d, score, 2))[:5] for d in range(5)]
     chosen = jnp.concatenate(of_digit)
     head = {
         'kernel': 0.1 * jax.random.normal(head, (WIDTH, 5)),
@@ -385,30 +387,25 @@ def start(key, params):
     return params | {'head': head}, second_x[chosen], second_y[chosen]
 
 
-def fine_tuned(params, rates, stages):
+def fine_tuned(params, stages):
     params, x, y = start(jax.random.split(jax.random.key(2), SEEDS), params)
-    tx = sg.freeze(adamw(rates), ~stages[0])
+    tx = sg.freeze(slow_backbone, ~stages[0])
     state = jax.vmap(tx.init)(params)
     states, curves = [], []
     for live in stages:
         tx, state = sg.thaw(tx, state, params, live)
         states.append(state)
-        params, state, curve = train(live, rates, params, state, x, y)
+        params, state, curve = train(live, params, state, x, y)
         states.append(state)
         curves.append(curve)
     return params, states, jnp.concatenate(curves, axis=1)
 
 
-ALL = as_filter(True)
-one_rate = {'head': 2e-3, 'last': 2e-3, 'below': 2e-3}
-discriminative = {'head': 2e-3, 'last': 1e-3, 'below': 5e-4}
 results = {
-    'from scratch': fine_tuned(first_params, one_rate, [ALL] * 3),
-    'head only': fine_tuned(learned, one_rate, [HEAD] * 3),
-    'all at once': fine_tuned(learned, one_rate, [ALL] * 3),
-    'thawed from the top': fine_tuned(
-        learned, discriminative, [HEAD, HEAD | LAST, ALL]
-    ),
+    'from scratch': fine_tuned(first_params, [ALL, ALL, ALL]),
+    'head only': fine_tuned(learned, [HEAD, HEAD, HEAD]),
+    'all at once': fine_tuned(learned, [ALL, ALL, ALL]),
+    'thawed from the top': fine_tuned(learned, [HEAD, HEAD | LAST, ALL]),
 }
 finals = {name: curves[:, -1] for name, (_, _, curves) in results.items()}
 for name, final in finals.items():
@@ -436,6 +433,10 @@ ax.legend(loc='lower right', title='mean and range of all seeds')
 plt.show()
 
 # %% [markdown]
+# A frozen backbone is not good enough for digits that it has never seen, and from
+# scratch 25 images are too few. Thawed in stages it gets as far as with everything
+# trained at once, and two thirds of the steps have a short backward pass or none.
+#
 # ## And back again
 #
 # What is frozen later keeps its moments with `keep_state=True`, apart from what the
@@ -443,10 +444,10 @@ plt.show()
 
 # %%
 tuned, states, _ = results['thawed from the top']
-held = sg.freeze(adamw(discriminative), 'backbone/**', keep_state=True)
+held = sg.freeze(slow_backbone, 'backbone/**', keep_state=True)
 held_state = held.adopt(states[-1], tuned)
 again, again_state = sg.thaw(held, held_state, tuned, 'backbone/**')
-in_use = sg.freeze(adamw(discriminative), 'backbone/**').adopt(states[-1], tuned)
+in_use = sg.freeze(slow_backbone, 'backbone/**').adopt(states[-1], tuned)
 print(f'in use while frozen: {size(held_state.inner_state):.1f} kB')
 print(f'kept beside it:      {size(held_state.kept_state):.1f} kB')
 print(f'without keep_state:  {size(in_use):.1f} kB')
@@ -464,9 +465,6 @@ def equal(one, other):
 assert same_tree
 mask = sg.trainable_mask(params, live)
 assert all(jax.tree.leaves(mask['head'])) and not any(jax.tree.leaves(mask['backbone']))
-assert jax.tree.leaves(only_what_is_live(params, only_live.init(params), x, y)[2])[
-    0
-].shape
 
 # Frozen is frozen to the last bit; a zero gradient under AdamW is not: it decays.
 assert equal(after['frozen']['backbone'], params['backbone'])
@@ -494,13 +492,12 @@ def moments(state, group):
 
 before, after_thaw = (moments(state, 'head').mu['head'] for state in states[1:3])
 assert equal(before, after_thaw)
-assert not jnp.any(moments(states[2], 'last').mu['backbone']['norm']['scale'])
+assert not jnp.any(moments(states[2], 'backbone').mu['backbone']['norm']['scale'])
 assert equal(again_state.inner_state, states[-1].inner_state)
 assert size(held_state.inner_state) == size(in_use)
 
 # What was learned on other digits helps, and so does thawing it.
 if FULL:
     assert first_accuracy > 0.98
-    assert finals['head only'].mean() > 0.6
-    assert finals['thawed from the top'].mean() > finals['head only'].mean() + 0.03
-    assert finals['thawed from the top'].mean() > finals['from scratch'].mean()
+    assert finals['thawed from the top'].mean() > finals['head only'].mean() + 0.05
+    assert finals['thawed from the top'].mean() > finals['from scratch'].mean() + 0.02
