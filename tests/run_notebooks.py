@@ -75,8 +75,12 @@ async def _run_all(sources: Sequence[Path], check: bool) -> list[str]:
             return faults
 
     with tempfile.TemporaryDirectory() as profile:
-        # What a user has set up for interactive work does not matter here.
-        env = {**os.environ, 'IPYTHONDIR': profile, SIZE: 'ci' if check else 'full'}
+        env = {
+            **os.environ,
+            'IPYTHONDIR': profile,  # Nothing that a user has set up for other work.
+            'PYTHONPATH': str(FOLDER.parent),  # This checkout, whatever is installed.
+            SIZE: 'ci' if check else 'full',
+        }
         if check:  # Machine code that is made in half the time, for programs run once.
             env.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
         faults = await asyncio.gather(*map(one, sources))
