@@ -139,7 +139,7 @@ print(flows['nothing stopped'].table(depth=1))
 # **1. Let the optimizer sort it out.** One optimizer for each part, by label
 # (`optax.multi_transform`). But an optimizer sees the gradient of the *sum* of the
 # losses. It can choose between parameters; which loss a gradient came from is lost by
-# then. For each part this is the program above with nothing stopped.
+# then. Each part gets the gradient of the program above, with nothing stopped.
 #
 # **2. Stop the activations.** `stop_gradient(drawing)` before `gln` keeps the labels
 # away from all that comes before, and `stop_gradient(code)` does so for `explanation`.
@@ -236,6 +236,7 @@ def draw(axes, name):
     flow = flows[name]
     pictures.draw(axes, flow, depth=1)
     axes.set_title(name)
+    axes.tick_params(labelsize=9)
     for y, part in enumerate(flow.by_module(depth=1)):
         for x, loss in enumerate(flow.outputs):
             if (part.status[x] == 'flows') != (part.module == loss):
@@ -286,6 +287,13 @@ programs = {
 }
 grads = {name: program(params, *batch) for name, program in programs.items()}
 
+# An optimizer for each part: with SGD at rate 1 an update is minus the gradient it saw.
+each = optax.multi_transform(
+    {part: optax.sgd(1.0) for part in params}, {part: part for part in params}
+)
+updates, _ = each.update(grads['nothing_stopped'], each.init(params))
+grads['optimizer_masks'] = jax.tree.map(jnp.negative, updates)
+
 
 def error_of(name, part):
     right, found = (
@@ -324,7 +332,9 @@ for name in ('nothing_stopped', 'copied_by_hand', 'with_blocks'):
 # %%
 @functools.partial(jax.jit, static_argnums=0)
 def train(losses, params, labels):
-    tx, size = optax.adam(3e-3), 64
+    size = 64
+    steps = len(images) // size
+    tx = optax.adam(optax.cosine_decay_schedule(3e-3, EPOCHS * steps))
 
     def step(carry, key):
         params, state = carry
@@ -342,9 +352,7 @@ def train(losses, params, labels):
         return (optax.apply_updates(params, updates), state), each
 
     def epoch(carry, key):
-        carry, each = jax.lax.scan(
-            step, carry, jax.random.split(key, len(images) // size)
-        )
+        carry, each = jax.lax.scan(step, carry, jax.random.split(key, steps))
         logits = apply(carry[0], held_images).logits
         accuracy = jnp.mean(jnp.argmax(logits, -1) == held_labels)
         return carry, (jax.tree.map(jnp.mean, each), accuracy)
@@ -448,6 +456,7 @@ assert mflops['with_blocks'] == mflops['copied_by_hand'] < mflops['nothing_stopp
 
 # The others are not: by more than rounding, and each in another part.
 assert errors['nothing_stopped']['code'] > 0.1
+assert errors['optimizer_masks'] == errors['nothing_stopped']
 assert errors['activations_stopped']['explanation'] > 0.1
 assert errors['activations_stopped']['code'] == 0
 assert errors['copied_with_a_typo']['gln'] == 1

@@ -264,12 +264,22 @@ print(*(f'{name}: {share:.0%}' for name, share in head_kept.items()), sep=', ')
 # %%
 figure, axes = plt.subplots(1, 5, figsize=(11, 2.4), sharey=True)
 for ax, column in zip(axes, costs['frozen'], strict=True):
-    shares = [row[column] / costs['optimizer only'][column] for row in costs.values()]
-    bars = ax.barh(list(costs), shares, color=[GREY, SKY, BLUE])
-    ax.bar_label(bars, fmt='%.2g', padding=3)
-    ax.set(title=column.split()[0], xlabel='of optimizer only', xlim=(0, 1.3))
-    ax.set_xticks([0, 0.5, 1])
-axes[0].invert_yaxis()
+    ratios = [row[column] / costs['optimizer only'][column] for row in costs.values()]
+    ax.axvline(1, color=GREY, lw=0.8)
+    for row, (ratio, color) in enumerate(
+        zip(ratios, (GREY, ORANGE, BLUE), strict=True)
+    ):
+        ax.plot(ratio, row, 'o', color=color, markersize=9)
+        ax.annotate(
+            f'{ratio:.2g}',
+            (ratio, row),
+            (0, 8),
+            textcoords='offset points',
+            ha='center',
+        )
+    ax.set(title=column.split()[0], xscale='log', xlim=(5e-4, 2e3), ylim=(2.5, -0.7))
+    ax.set_yticks(range(3), list(costs))
+figure.supxlabel('times as much as with the optimizer only', fontsize=10)
 plt.show()
 
 # %% [markdown]
@@ -448,6 +458,7 @@ held = sg.freeze(slow_backbone, 'backbone/**', keep_state=True)
 held_state = held.adopt(states[-1], tuned)
 again, again_state = sg.thaw(held, held_state, tuned, 'backbone/**')
 in_use = sg.freeze(slow_backbone, 'backbone/**').adopt(states[-1], tuned)
+print('The state of all seeds:')
 print(f'in use while frozen: {size(held_state.inner_state):.1f} kB')
 print(f'kept beside it:      {size(held_state.kept_state):.1f} kB')
 print(f'without keep_state:  {size(in_use):.1f} kB')
