@@ -499,6 +499,9 @@ right.legend()
 plt.show()
 
 # %% [markdown]
+# Without the stop both sides of the equation move, values meet what is to come
+# somewhere in the middle, and the error hardly falls.
+#
 # ## What was claimed
 
 
