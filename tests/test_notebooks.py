@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import run_notebooks
+# `dev.py versions` installs what the library is tested with, and no Jupyter.
+pytest.importorskip('nbclient', reason="needs the extra 'notebooks'")
+
+import run_notebooks  # noqa: E402
 
 SOURCE = """# %% [markdown]
 # # A title
