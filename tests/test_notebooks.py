@@ -8,7 +8,7 @@ import pytest
 # `dev.py versions` installs what the library is tested with, and no Jupyter.
 pytest.importorskip('nbclient', reason="needs the extra 'notebooks'")
 
-import run_notebooks  # noqa: E402
+import run_notebooks
 
 SOURCE = """# %% [markdown]
 # # A title
