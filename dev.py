@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 PYPROJECT = ROOT / 'pyproject.toml'
 OLDEST_PYTHON = (3, 11)
+QUIET = ['--quiet', '--disable-pip-version-check']
 PYTHON_NAMES = ['python3', *(f'python3.{minor}' for minor in range(11, 20))]
 
 
@@ -37,11 +38,13 @@ def test(*args):
 
 
 def lint(*args):
-    """Check style and types with ruff and pyright: [FILES]."""
+    """Check style and types with ruff, pyright and mypy: [FILES]."""
     python = development_env()
     tools = [['ruff', 'check'], ['ruff', 'format', '--check'], ['pyright']]
-    # A list, so that every tool reports even when an earlier one has failed.
-    return int(any([run(python, '-m', *tool, *args) for tool in tools]))
+    # Lists, so that every tool reports even when an earlier one has failed. What mypy
+    # looks at, a program of a user, is in pyproject.toml.
+    faults = [run(python, '-m', *tool, *args) for tool in tools]
+    return int(any([*faults, run(python, '-m', 'mypy')]))
 
 
 def ci(*args):
@@ -83,10 +86,41 @@ def notebooks(*args):
     return run(development_env(), ROOT / 'tests/run_notebooks.py', *args)
 
 
-def wheel(*args):
-    """Build dist/*.whl."""
-    command = ['-m', 'pip', 'wheel', '--no-deps', '-w', 'dist', '.']
-    return run(development_env(), *command, *args)
+def docs(*args):
+    """Build the guide and the reference into docs/_build; a warning is an error."""
+    strict = ['-b', 'html', '-q', '-W', '-n', '--keep-going']
+    return run(development_env(), '-m', 'sphinx', *strict, *args, 'docs', 'docs/_build')
+
+
+def package(*args):
+    """Build what is shipped, check it, run its demo elsewhere: [--download]."""
+    python = development_env()
+    shutil.rmtree(ROOT / 'dist', ignore_errors=True)
+    if run(python, '-m', 'build', '--no-isolation', '--outdir', 'dist'):
+        return 1
+    built = sorted((ROOT / 'dist').iterdir())
+    [wheel] = [file for file in built if file.suffix == '.whl']
+    # A list, so that each of them reports.
+    checks = [['twine', 'check', '--strict', *built], ['check_wheel_contents', wheel]]
+    faults = [run(python, '-m', *check) for check in checks]
+    with tempfile.TemporaryDirectory() as name:
+        # Without links, as Python says where a module is from.
+        folder = Path(name).resolve()
+        clean = clean_env(folder / 'env', python, wheel, '--download' in args)
+        for command in (['-c', IMPORT_ALL, folder], ['-m', 'flax_sg', 'demo']):
+            faults.append(run(clean, '-I', *command, cwd=folder))
+    return int(any(faults))
+
+
+# Every public name can be had, and comes from the folder that is given.
+IMPORT_ALL = """
+import importlib, sys
+for name in ['', '.linen', '.core', '.filters', '.testing', '.errors']:
+    module = importlib.import_module('flax_sg' + name)
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+    names = [name for name in dir(module) if getattr(module, name) is not None]
+    print(f'{module.__name__}: {len(names)} names')
+"""
 
 
 def pytest(python, options):
@@ -148,8 +182,7 @@ def ensure_env(env, base, *requirements):
     print(f'Installing into {env.name}: a minute or two, once.', file=sys.stderr)
     if not usable or run(python, '-c', 'import pip', stderr=subprocess.DEVNULL):
         make_env(env, python, base or base_python())
-    options = ['--quiet', '--disable-pip-version-check']
-    if run(python, '-m', 'pip', 'install', *options, *requirements):
+    if run(python, '-m', 'pip', 'install', *QUIET, *requirements):
         sys.exit('The installation failed: pip says why, above. Is there a network?')
     stamp.write_text(wanted)
     return python
@@ -167,6 +200,30 @@ def make_env(env, python, base):
             # A wheel is a zip file: pip can run from it, and so install itself.
             if run(python, wheel_file / 'pip', 'install', '--no-index', wheel_file):
                 sys.exit(f'pip could not be installed into {env}.')
+
+
+def clean_env(env, development, wheel, download):
+    """Makes an environment with the wheel and without a checkout; returns its Python.
+
+    What the wheel requires is downloaded; or that of the environment for development
+    is used, which is quick. A file names its folder. The editable install in there is
+    a file like that, which does not count where it is not the environment's own.
+    """
+    python = env / ('Scripts/python.exe' if os.name == 'nt' else 'bin/python')
+    make_env(env, python, development)
+    what = (
+        [f'{wheel}[demo]'] if download else ['--no-deps', '--ignore-installed', wheel]
+    )
+    if not download:
+        ask = 'import sysconfig; print(sysconfig.get_path("purelib"))'
+        folders = [
+            Path(subprocess.check_output([str(p), '-c', ask], text=True).strip())
+            for p in (development, python)
+        ]
+        (folders[1] / 'development.pth').write_text(f'{folders[0]}\n')
+    if run(python, '-m', 'pip', 'install', *QUIET, *what):
+        sys.exit('The wheel could not be installed: pip says why, above.')
+    return python
 
 
 def download_pip(folder):
@@ -199,7 +256,8 @@ def package_index():
 
 
 COMMANDS = {
-    f.__name__: f for f in (demo, test, lint, notebooks, ci, versions, witness, wheel)
+    f.__name__: f
+    for f in (demo, test, lint, notebooks, docs, package, ci, versions, witness)
 }
 
 if __name__ == '__main__':

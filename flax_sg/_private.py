@@ -33,6 +33,7 @@ from jax import custom_batching
 from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import linear_util, source_info_util
+from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
@@ -94,6 +95,8 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (jax, 'make_user_context'),
     (jax_core, 'set_current_trace'),
     (jax_core, 'trace_ctx'),
+    (jax_ad, 'JVPTracer'),
+    (jax_ad, 'LinearizeTracer'),
     (jax_batching, 'BatchTrace'),
     (partial_eval, 'DynamicJaxprTrace'),
     (tracers, 'current_trace'),
@@ -120,41 +123,54 @@ def check_versions() -> None:
 check_versions()
 
 _lock = threading.Lock()
-_users = 0
+_users: set[object] = set()
 _make: Mapping[str, Callable[[Any], Any]] = {}
+_made: dict[str, tuple[Any, Any]] = {}  # The last original and its hook, by key.
 _before: dict[str, Any] = {}
 _INHERITED = object()
 
 
-def acquire_hooks(make: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
+def acquire_hooks(
+    user: object, make: Mapping[str, Callable[[Any], Any]] | None = None
+) -> None:
     """Installs hooks on Flax's reads for the first of their users.
 
     Args:
+        user: who needs them, an object that tells it from others.
         make: for each name in ``_HOOKED`` a function from the original to its hook; by
             default those of the last time.
     """
-    global _users, _make
+    global _make
     with _lock:
-        make = _make = _make if make is None else make
-        if _users == 0:
-            for key, (owner, name) in _HOOKED.items():
+        if make is not None and make is not _make:
+            _make = make
+            _made.clear()
+        _users.add(user)
+        for key, (owner, name) in _HOOKED.items():
+            if key not in _before:
                 _before[key] = vars(owner).get(name, _INHERITED)
-                setattr(owner, name, make[key](getattr(owner, name)))
-        _users += 1
+                original = getattr(owner, name)
+                if _made.get(key, (_before,))[0] is not original:
+                    _made[key] = original, _make[key](original)
+                setattr(owner, name, _made[key][1])
 
 
-def release_hooks() -> None:
-    """Leaves Flax as it was when the last user is gone."""
-    global _users
+def release_hooks(user: object) -> None:
+    """Leaves Flax as it was when the last user is gone.
+
+    An exception may have come while hooks were installed, or removed: whatever has been
+    done by then, this completes it.
+    """
     with _lock:
-        _users -= 1
-        if _users == 0:
-            for key, (owner, name) in _HOOKED.items():
-                before = _before.pop(key)
-                if before is _INHERITED:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
+        _users.discard(user)
+        for key in () if _users else tuple(_before):
+            owner, name = _HOOKED[key]
+            before = _before[key]
+            if before is not _INHERITED:
+                setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
+            del _before[key]
 
 
 # Part of every trace cache key of JAX (jit, scan, cond, checkpoint, ...) and local to
@@ -192,6 +208,19 @@ def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
     if isinstance(leaf, Tracer):
         return jax_core.set_current_trace(leaf._trace)
     return contextlib.nullcontext()
+
+
+def stopped(leaf: Any) -> Any:
+    """``jax.lax.stop_gradient(leaf)``, in a fraction of the time.
+
+    JAX traces the derivative of each stop to find that there is none, which takes as
+    long as the rest of a small layer. Its rule stops the primal in the trace around.
+    """
+    trace = leaf._trace
+    while isinstance(leaf, (jax_ad.JVPTracer, jax_ad.LinearizeTracer)):
+        leaf, trace = leaf.primal, leaf._trace.parent_trace
+    with jax_core.set_current_trace(trace):
+        return jax.lax.stop_gradient(leaf)
 
 
 def in_innermost_trace(
@@ -248,6 +277,12 @@ def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
             break
         trace = outer
     return weakref.ref(trace)
+
+
+def in_kept_trace() -> bool:
+    """Whether JAX may run again what is being traced, without running Python."""
+    trace = kept_trace()
+    return trace is not None and isinstance(trace(), partial_eval.DynamicJaxprTrace)
 
 
 def running_method() -> tuple[Module, str] | None:

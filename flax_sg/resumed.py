@@ -69,15 +69,23 @@ def _resuming(
 @contextlib.contextmanager
 def _resumed(open_blocks: tuple[blocks.Block, ...]) -> Generator[None]:
     """Opens blocks again, as they were, for code that belongs into them."""
-    thread = blocks.thread
-    _private.acquire_hooks()
+    thread, user = blocks.thread, object()
+
+    def leave() -> None:
+        for block in open_blocks:
+            if not any(block is other for other in thread.blocks):
+                thread.forget(block)
+        _private.release_hooks(user)
+
     try:
+        _private.acquire_hooks(user)
         with thread.only(open_blocks):
             for block in open_blocks:
                 block.reopen()
             yield
     finally:
-        for block in open_blocks:
-            if not any(block is other for other in thread.blocks):
-                thread.forget(block)
-        _private.release_hooks()
+        try:
+            leave()
+        except BaseException:
+            leave()
+            raise

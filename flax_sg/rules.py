@@ -136,7 +136,7 @@ class StopGradient(Rule):
         # and arrays of other types (integers, keys) carry no gradient.
         if not isinstance(leaf, _private.Tracer):
             return leaf
-        return jax.lax.stop_gradient(leaf) if is_differentiable(leaf) else leaf
+        return _private.stopped(leaf) if is_differentiable(leaf) else leaf
 
 
 @dataclasses.dataclass(frozen=True)

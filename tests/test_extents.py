@@ -88,7 +88,7 @@ def _as_before():
             extents.close_block(block, judge=False)
     thread.blocks = ()
     assert left == ()
-    assert (thread.context, thread.roots) == (None, {})
+    assert (_private.user_context.value, thread.roots) == (0, {})
     assert_unpatched()
 
 
