@@ -125,7 +125,8 @@ class FlowTable:
 def text(flow: GradientFlow, depth: int | None = None, width: int | None = None) -> str:
     """What ``GradientFlow.table`` returns: no colours."""
     file = io.StringIO()
-    # A kernel of Jupyter sets FORCE_COLOR: without a system there are no styles at all.
+    # Without a colour system there are no styles either: the kernel of a notebook asks
+    # all programs for them (FORCE_COLOR).
     console = Console(file=file, width=width, color_system=None, force_jupyter=False)
     console.print(FlowTable(flow, depth))
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
