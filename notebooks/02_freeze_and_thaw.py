@@ -8,8 +8,9 @@
 #
 # Three things go wrong on the way, none with an error message:
 #
-# 1. a mask in the optimizer freezes, but the backward pass of the whole backbone is
-#    still computed, and kept in memory;
+# 1. a mask in the optimizer freezes, but as soon as anything reads all gradients, a
+#    clip for instance, the backward pass of the whole backbone is computed, and kept in
+#    memory;
 # 2. a stop in the model saves that, but a zero gradient is not frozen: AdamW decays the
 #    weights all the same;
 # 3. each change of what is frozen throws the optimizer's moments away.
@@ -272,7 +273,9 @@ axes[-1].set_title('time, a ratio')
 plt.show()
 
 # %% [markdown]
-# What the clip does to the head, if the backbone's gradients count:
+# All but the first do the same work. They differ in what is handed on and kept: zeros
+# for every frozen weight, or nothing. And this is what the clip does to the head, if
+# the gradients of the backbone count:
 
 
 # %%
