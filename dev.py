@@ -92,6 +92,11 @@ def witness(*args):
     return run(development_env(), ROOT / 'tests/witness.py', *args, cwd=None)
 
 
+def notebooks(*args):
+    """Run the notebooks and keep what they show, or [--check] them: [01 02 ...]."""
+    return run(development_env(), ROOT / 'tests/run_notebooks.py', *args)
+
+
 def docs(*args):
     """Build the guide and the reference into docs/_build; a warning is an error."""
     strict = ['-b', 'html', '-q', '-W', '-n', '--keep-going']
@@ -279,7 +284,8 @@ def package_index():
 
 
 COMMANDS = {
-    f.__name__: f for f in (demo, test, lint, docs, package, ci, versions, witness)
+    f.__name__: f
+    for f in (demo, test, lint, notebooks, docs, package, ci, versions, witness)
 }
 
 if __name__ == '__main__':
