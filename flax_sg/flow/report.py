@@ -186,6 +186,18 @@ class GradientFlow:
         """
         pictures.save(self, path, depth, title)
 
+    def draw(self, axes: Any, depth: int | None = None) -> None:
+        """Draws the table into axes of matplotlib, beside other plots; no legend.
+
+        Args:
+            axes: the axes, with nothing in them. A cell is one unit wide and high.
+            depth: how many names of the path of a module count; all of them by default.
+
+        Raises:
+            ModuleNotFoundError: if matplotlib is not installed.
+        """
+        pictures.draw(axes, self, depth)
+
     def __str__(self) -> str:
         return self.table()
 
