@@ -64,6 +64,11 @@ def test_str_is_the_matrix_in_the_width_of_the_terminal(monkeypatch):
     assert str(LOSSES) == LOSSES.table(width=30)
 
 
+def test_text_has_no_styles_where_programs_are_asked_for_some(monkeypatch):
+    monkeypatch.setenv('FORCE_COLOR', '1')  # As the kernel of a notebook does.
+    assert LOSSES.table(width=80) == MATRIX
+
+
 def test_where_the_matrix_does_not_fit_each_output_has_a_paragraph():
     assert LOSSES.table(width=63).startswith(MATRIX.splitlines()[0])
     for width in (62, 30):

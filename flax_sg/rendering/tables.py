@@ -123,7 +123,9 @@ class FlowTable:
 def text(flow: GradientFlow, depth: int | None = None, width: int | None = None) -> str:
     """What ``GradientFlow.table`` returns: no colours."""
     file = io.StringIO()
-    console = Console(file=file, width=width, no_color=True, force_jupyter=False)
+    # Without a colour system there are no styles either: the kernel of a notebook asks
+    # all programs for them (FORCE_COLOR).
+    console = Console(file=file, width=width, color_system=None, force_jupyter=False)
     console.print(FlowTable(flow, depth))
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
     return '\n'.join(lines).strip('\n')
