@@ -25,8 +25,9 @@ class Use:
     Attributes:
         place: JAX's name stack there, such as ``'jit(step)/Net/gln_0/dense'``;
             ``'unknown'`` if it has none.
-        source: the line of the user's program, ``'model.py:31 (Net.__call__)'``;
-            ``'unknown'`` if JAX did not note it.
+        source: the line of the user's program, ``'model.py:31 (Net.__call__)'``, in a
+            notebook with the cell, ``'In[3]:31 (...)'``; ``'unknown'`` if JAX did not
+            note it.
         stopped: whether no output depends differentiably on the parameter through this
             use.
         part: whether a part of its elements is stopped there, see ``sg.at``.
