@@ -21,14 +21,14 @@
 #
 # | you know | and mean | here |
 # |---|---|---|
-# | `hk.custom_getter` | stop while parameters are read | `with nn.stop_gradient(where):` |
+# | `hk.custom_getter` | stop what is read | `with nn.stop_gradient(where):` |
 # | `hk.data_structures.partition` | differentiate a part | `sg.grad(loss, wrt=where)` |
 # | `p.requires_grad_(False)` | no gradient for `p`, anywhere | `nn.Frozen(module)` |
 # | `y.detach()` | no gradient through `y` | `jax.lax.stop_gradient(y)` |
 # | `torch.no_grad()` | both, for what runs inside | a block, and the line above |
-# | `functional_call(m, values, x)` | other values, for one call | `nn.substitute`, `apply` |
+# | `functional_call(m, values, x)` | other values, once | `nn.substitute`, `apply` |
 # | a deep copy, and EMA | a target network | `nn.mirror(m, variables=ema)` |
-# | `layer.trainable = False` | no gradient, *and* inference mode | `nn.Frozen(m, state=...)` |
+# | `layer.trainable = False` | that, *and* inference mode | `nn.Frozen(m, state=...)` |
 # | `Flux.freeze!(state.encoder)` | no update | `sg.freeze(tx, where)`, `sg.thaw` |
 # | `eqx.partition`, `filter_grad` | differentiate a part | `sg.partition`, `sg.grad` |
 # | `eqx.tree_at` | other values in a tree | `sg.substitute(tree, values)` |
@@ -295,18 +295,21 @@ print(
 )
 
 # %% [markdown]
-# **What bites: batch statistics.** Neither `requires_grad_(False)` nor a stop freezes
-# *state*. A frozen BatchNorm still normalises by the batch and goes on updating its
-# running averages, in PyTorch until somebody calls `.eval()`, which a later
-# `model.train()` undoes. Keras decided the other way: since version 2 `layer.trainable
-# = False` on a BatchNormalization also switches it to its running averages, and on any
-# other layer it does not:
+# ## Keras, and what is no parameter
 #
 # ```python
-# model.encoder.trainable = False    # Keras: and compile again, or it has no effect
+# model.encoder.trainable = False
+# model.compile(optimizer, loss)     # again, since compile has looked at it before
 # ```
 #
-# Here it is a choice that is written down: `state='update'` is PyTorch,
+# That is `nn.Frozen(self.encoder)`, and there is nothing to compile again.
+#
+# **What bites.** A stop is about parameters, and batch statistics are none. In PyTorch
+# a BatchNorm with `requires_grad_(False)` still normalises by the batch and updates its
+# averages, until somebody calls `.eval()`, which the next `model.train()` undoes. Keras
+# decided the other way: a BatchNormalization that is not trainable uses its averages,
+# even if it is called with `training=True`, while a Dropout that is not trainable goes
+# on dropping. Here it is a choice that is written down: `state='update'` is PyTorch,
 # `'use_running_average'` is Keras, `'hold'` normalises by the batch and leaves the
 # averages alone.
 
@@ -352,11 +355,13 @@ state = tx.init(params)
 updates, state = tx.update(sg.grad(loss, wrt='head/**')(params), state, params)
 stepped = sg.apply_updates(params, updates)
 before = state.inner_state[0].mu['head']['kernel']
+with_moments = [
+    part for part, tree in state.inner_state[0].mu.items() if jax.tree.leaves(tree)
+]
 
 tx, state = sg.thaw(tx, state, stepped, 'encoder/**')
 after = state.inner_state[0].mu
-print('moments before:', jax.tree.map(jnp.shape, {'head': before}))
-print('moments after: ', jax.tree.map(jnp.shape, after))
+print('AdamW has moments of', with_moments, 'and after the thaw of', sorted(after))
 
 # %% [markdown]
 # ## equinox
@@ -520,7 +525,8 @@ plt.show()
 
 # %% [markdown]
 # - **Stopped, AdamW**: the gradient is zero, and the weights decay. Weight decay reads
-#   weights, not gradients.
+#   weights, not gradients. (PyTorch skips a parameter whose gradient is None, decay and
+#   all. optax is given zeros and cannot know.)
 # - **Stopped after ten steps, Adam**: the gradient is zero from then on, and the
 #   momentum goes on for a while. PyTorch does the same where `zero_grad` sets gradients
 #   to zero and not, as is the default today, to None.
@@ -579,6 +585,7 @@ for state, (out, new) in norm_ways.items():
 assert_same(stepped['encoder'], params['encoder'])
 assert not np.array_equal(stepped['head']['kernel'], params['head']['kernel'])
 assert_same(after['head']['kernel'], before)
+assert with_moments == ['head'] and sorted(after) == ['encoder', 'head']
 assert not any(leaf.any() for leaf in jax.tree.leaves(after['encoder']))
 
 # Of five ways to freeze, three move what is frozen.
