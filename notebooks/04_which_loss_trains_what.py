@@ -170,17 +170,13 @@ flow
 # %% [markdown]
 # The last column counts *uses*. The encoder is used in 32 places (four arrays, and each
 # loss runs it once for the vector and once to find the nearest entry), and in 24 of
-# them it is stopped. Where, is in the report too: the line, and the module.
+# them it is stopped. Where, is in the report too, with the line. Here for the codebook,
+# which three losses use and one trains:
 
 # %%
-uses = sorted(
-    {
-        (u.source.partition(' ')[2], u.stopped)
-        for u in flow.uses_of('codebook/embedding')
-    }
-)
-for place, stopped in uses:
-    print('stopped' if stopped else 'trains ', place)
+uses = flow.uses_of('codebook/embedding')
+for source, stops in sorted({(use.source, use.stopped) for use in uses}):
+    print('stopped' if stops else 'trains ', source)
 
 # %% [markdown]
 # ## Three edits
@@ -275,8 +271,8 @@ plt.show()
 #   than it should, because the encoder now works for it, and reconstruction is as good.
 # - **wrong polarity** (orange) has the *same losses* at the same weights. Its codebook
 #   and commitment losses are three times better at the end.
-# - **misplaced detach** (green) has the best two of four curves, and two that go down
-#   and settle, as those of a model that is too small would.
+# - **misplaced detach** (green) has the best two of four curves. The other two settle
+#   early, as those of a model that is too small would.
 #
 # ## The tables
 #
@@ -350,12 +346,12 @@ for row, (name, drawn) in zip(grid, pictures.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# With the polarity wrong the codebook hardly moves and the encoder runs to the few
-# entries that it finds: a third of the codebook is used. With the detach misplaced no
-# image reaches the encoder, and all digits are one blur.
+# With the polarity wrong the encoder is pulled to the codebook four times harder than
+# was meant, and settles for a third of its entries. With the detach misplaced no image
+# reaches the encoder, and all digits are one blur.
 #
-# And the forgotten stop? Everything looks better, and the probe has become a teacher.
-# The sharpest way to see it is to train on labels *dealt at random*. A probe cannot do
+# And the forgotten stop? Nothing looks worse, and the probe has become a teacher. The
+# sharpest way to see it is to train on labels *dealt at random*. A probe cannot do
 # anything to what it probes, so an honest encoder comes out the same: to the last bit.
 
 # %%
