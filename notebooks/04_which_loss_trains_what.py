@@ -171,7 +171,7 @@ flow
 # The last column counts *uses*. The encoder is used in 32 places (four arrays, and each
 # loss runs it once for the vector and once to find the nearest entry), and in 24 of
 # them it is stopped. Where, is in the report too, with the line. Here for the codebook,
-# which three losses use and one trains:
+# which all four losses use and one trains:
 
 # %%
 uses = flow.uses_of('codebook/embedding')
