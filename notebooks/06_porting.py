@@ -532,8 +532,8 @@ plt.show()
 #   to zero and not, as is the default today, to None.
 # - **`optax.masked`** alone: where the mask is False it hands on the *raw gradient*,
 #   and `apply_updates` adds it. That is gradient ascent with a rate of one.
-# - **`set_to_zero`** behind it keeps the encoder where it is. Its gradient is computed
-#   all the same, and a clip by the global norm in front counts it.
+# - **`set_to_zero`** behind it (or `optax.freeze`) keeps the encoder where it is. Its
+#   gradient is computed all the same, and a clip by the global norm in front counts it.
 # - **`sg.freeze`**, outermost, never shows it to the optimizer: no decay, no moments,
 #   no share in the norm.
 #
