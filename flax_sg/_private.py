@@ -45,6 +45,8 @@ from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
 
+from flax_sg import extras
+
 Module = linen_module.Module
 Variable = linen_module.Variable
 Tracer = jax_core.Tracer
@@ -707,7 +709,7 @@ def source_of(eqn: Any, within: str = '') -> str:
             source_info_util.is_user_filename(file) and not file.startswith(_LIBRARIES)
         ):
             frame = source_info_util.raw_frame_to_frame(code, place)
-            name = os.path.basename(file)
+            name = extras.file_name(file)
             return f'{name}:{frame.start_line} ({frame.function_name})'
         if within == f'{code.co_name} at {file}:{code.co_firstlineno}':
             return ''

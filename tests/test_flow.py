@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
+import types
 from typing import Any
 
 import hypothesis
@@ -414,6 +416,25 @@ def test_the_line_is_not_that_of_who_filled_a_cache():
         report = flow_of(lambda p, fn=fn: fn(p['w']), {'w': A})
         sources = {use.source for use in report.uses_of('w')}
         assert [s.endswith('<locals>.mine)') for s in sources] == [True], sources
+
+
+def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
+    cell = '/tmp/ipykernel_7/4711.py'
+    names = {cell: ('Cell', 'In[3]')}
+    compiler = types.SimpleNamespace(format_code_name=names.get)
+    shell = types.SimpleNamespace(compile=compiler)
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, 'IPython', ipython)
+    program: dict[str, Any] = {}
+    exec(compile('\ndef loss(p):\n    return 2.0 * p', cell, 'exec'), program)
+    [use] = flow_of(program['loss'], THREE).uses_of('')
+    assert use.source == 'In[3]:3 (loss)'
+    # What is imported there is in files; IPython may be there without a notebook.
+    report = flow_of(first_user_of_a_cache, THREE)
+    assert {use.source.split(':')[0] for use in report.uses_of('')} == {'test_flow.py'}
+    ipython.get_ipython = lambda: None
+    [use] = flow_of(program['loss'], THREE).uses_of('')
+    assert use.source == '4711.py:3 (loss)'
 
 
 def test_uses_in_loops_and_branches():

@@ -208,6 +208,18 @@ def test_the_picture_has_the_matrix_in_its_cells(monkeypatch, tmp_path):
         assert np.all(edge == 1.0)
 
 
+def test_the_matrix_beside_other_plots():
+    from matplotlib.figure import Figure
+
+    _, axes = Figure().subplots(1, 2)
+    LOSSES.draw(axes, depth=1)
+    found = [row.status for row in tables.rows(LOSSES, depth=1)]
+    words = [text.get_text() for text in axes.texts]
+    assert words == [tables.WORDS[status] for row in found for status in row]
+    assert axes.get_xlim() == (0, len(LOSSES.outputs))
+    assert axes.get_ylim() == (len(found), 0)
+
+
 def test_colours_can_be_told_apart_in_grey():
     def lightness(colour: str) -> float:
         red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))

@@ -8,7 +8,6 @@ import numpy as np
 from flax_sg.demo import data, train
 from flax_sg.demo import model as models
 from flax_sg.flow import GradientFlow
-from flax_sg.rendering import pictures
 
 COLORS = {'gln': '#0072b2', 'code': '#d55e00', 'explanation': '#009e73'}
 INK = '#333333'
@@ -51,7 +50,7 @@ def save(
         figure = figure_type(figsize=(14, 6.4), layout='constrained')
         top, bottom = figure.subfigures(2, 1, height_ratios=[2, 1])
         matrix, losses, accuracy = top.subplots(1, 3)
-        pictures.draw(matrix, flow, depth=1)
+        flow.draw(matrix, depth=1)
         matrix.set_title('Which loss trains what', pad=10)
         _losses(losses, runs[None])
         _accuracy(accuracy, runs)

@@ -25,8 +25,9 @@ class Use:
     Attributes:
         place: JAX's name stack there, such as ``'jit(step)/Net/gln_0/dense'``;
             ``'unknown'`` if it has none.
-        source: the line of the user's program, ``'model.py:31 (Net.__call__)'``;
-            ``'unknown'`` if JAX did not note it.
+        source: the line of the user's program, ``'model.py:31 (Net.__call__)'``, in a
+            notebook with the cell, ``'In[3]:31 (...)'``; ``'unknown'`` if JAX did not
+            note it.
         stopped: whether no output depends differentiably on the parameter through this
             use.
         part: whether a part of its elements is stopped there, see ``sg.at``.
@@ -204,6 +205,18 @@ class GradientFlow:
             ValueError: if matplotlib does not know the kind of file.
         """
         pictures.save(self, path, depth, title)
+
+    def draw(self, axes: Any, depth: int | None = None) -> None:
+        """Draws the table into axes of matplotlib, beside other plots; no legend.
+
+        Args:
+            axes: the axes, with nothing in them. A cell is one unit wide and high.
+            depth: how many names of the path of a module count; all of them by default.
+
+        Raises:
+            ModuleNotFoundError: if matplotlib is not installed.
+        """
+        pictures.draw(axes, self, depth)
 
     def __str__(self) -> str:
         return self.table()

@@ -46,13 +46,7 @@ def save(
 
 
 def draw(axes: Any, flow: GradientFlow, depth: int | None = None) -> None:
-    """Draws the matrix into axes of matplotlib: a cell is one unit wide and high.
-
-    Args:
-        axes: the axes, with nothing in them.
-        flow: the report.
-        depth: how many names of a module's path count; all of them by default.
-    """
+    """Does what ``GradientFlow.draw`` says."""
     rectangle = load('matplotlib.patches').Rectangle
     rows, outputs = tables.rows(flow, depth), tables.output_names(flow)
     for y, row in enumerate(rows):

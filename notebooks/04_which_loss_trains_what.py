@@ -1,0 +1,622 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which loss trains what
+#
+# A model with several losses is a table: losses across, parts of the model down, and in
+# each cell *trains* or *does not*. Nobody writes that table down. It is what is left
+# when every `stop_gradient` has had its say, and a stop that is forgotten, turned round
+# or put one line too low changes a cell, not a shape. Nothing raises, and the curves go
+# down.
+#
+# Here is a model on handwritten digits with four losses, and three edits of one line
+# that any of us could make on a Friday. We train all four models, look at their curves,
+# and then read the table off the program with `sg.gradient_flow`.
+
+# %%
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+import flax_sg as sg
+from flax_sg import linen as nn
+from flax_sg import testing
+from flax_sg.demo import data
+
+# Steps of training: fewer where the notebook is only checked.
+STEPS = {'full': 600, 'ci': 60}[os.environ.get('FLAX_SG_NOTEBOOKS', 'full')]
+INK, COLORS = '#333333', ['#000000', '#0072b2', '#d55e00', '#009e73']
+plt.rcParams |= {
+    'axes.spines.top': False,
+    'axes.spines.right': False,
+    'axes.titlelocation': 'left',
+    'figure.dpi': 100,
+    'figure.constrained_layout.use': True,
+    'legend.frameon': False,
+}
+
+# Scikit-learn's 8 x 8 digits: nothing is downloaded.
+train, held_out = data.load()
+
+# %% [markdown]
+# ## A discrete code for digits, and a reader of it
+#
+# A VQ-VAE (van den Oord et al., 2017): an **encoder** makes eight short vectors of an
+# image, each is replaced by the nearest of 32 in a **codebook**, a **decoder** draws
+# the image again. Beside it a linear **reader** tells which digit it was. The reader is
+# a *probe*: we want to know how much of the label is in the code, so it must not teach
+# the encoder anything.
+#
+# | loss | trains | and why not more |
+# |---|---|---|
+# | reconstruction | encoder, decoder | the codebook follows the encoder only |
+# | codebook | codebook | its vectors move to what the encoder says |
+# | commitment | encoder | a pull back, four times weaker |
+# | reading | reader | a probe that teaches is no probe |
+#
+# Stops on *parameters* are said by path, with a block. The one on an *activation*, the
+# famous straight-through line, is JAX's own `stop_gradient`.
+
+
+# %%
+class Codes(nn.Module):
+    parts: int = 8
+    codes: int = 32
+    width: int = 4
+
+    def setup(self):
+        code = self.parts * self.width
+        self.encoder = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(code)])
+        self.codebook = nn.Embed(
+            self.codes, self.width, embedding_init=nn.initializers.normal(1.0)
+        )
+        self.decoder = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64)])
+        self.reader = nn.Dense(10)
+
+    def encode(self, x):
+        return self.encoder(x).reshape(-1, self.parts, self.width)
+
+    def nearest(self, x):
+        apart = self.encode(x)[:, :, None] - self.codebook.embedding
+        return jnp.argmin(jnp.sum(apart**2, axis=-1), axis=-1)
+
+    def straight_through(self, vector, entry):
+        # The value of the entry; the gradient goes to the vector, as if it were that.
+        return vector + jax.lax.stop_gradient(entry - vector)
+
+    def code(self, x):
+        entry = self.codebook(self.nearest(x))
+        return self.straight_through(self.encode(x), entry).reshape(len(x), -1)
+
+    def distance(self, x):
+        apart = self.encode(x) - self.codebook(self.nearest(x))
+        return jnp.mean(jnp.sum(apart**2, axis=(1, 2)))
+
+    def reconstruct(self, x):
+        return self.decoder(self.code(x))
+
+    def read(self, x):
+        return self.reader(self.code(x))
+
+    def codebook_loss(self, x):
+        with nn.stop_gradient('encoder/**'):
+            return self.distance(x)
+
+    def commitment_loss(self, x):
+        with nn.stop_gradient('codebook/**'):
+            return 0.25 * self.distance(x)
+
+    def reading_loss(self, x, labels):
+        with nn.train_only('reader/**'):
+            logits = self.read(x)
+        return jnp.mean(nn.log_softmax(logits)[jnp.arange(len(x)), labels] * -1)
+
+    def __call__(self, x, labels):
+        return {
+            'reconstruction': jnp.mean(jnp.sum((self.reconstruct(x) - x) ** 2, -1)),
+            'codebook': self.codebook_loss(x),
+            'commitment': self.commitment_loss(x),
+            'reading': self.reading_loss(x, labels),
+        }
+
+
+def losses(model, params, x, labels):
+    return model.apply({'params': params}, x, labels)
+
+
+# %% [markdown]
+# ## The table
+#
+# `sg.gradient_flow` takes the function and its arguments, or only their shapes. It runs
+# the function once on shapes and reads the table off the program. Nothing is compiled,
+# no data is needed, and what it calls *stopped* has a gradient of exactly zero for
+# every input and every weight: it is proven from the program, not measured.
+
+# %%
+model = Codes()
+x, labels = held_out.images, held_out.labels
+params = jax.eval_shape(model.init, jax.random.key(0), x, labels)['params']
+flow = sg.gradient_flow(partial(losses, model), params, x, labels)
+print(flow.table(depth=1, width=88))
+
+# %% [markdown]
+# That is the table which we wanted. In a notebook the report shows itself as HTML, with
+# a line for each module; `flow.plot(file)` and `flow.draw(axes)` make a picture.
+
+# %%
+flow
+
+# %% [markdown]
+# The last column counts *uses*. The encoder is used in 32 places (four arrays, and each
+# loss runs it once for the vector and once to find the nearest entry), and in 24 of
+# them it is stopped. Where, is in the report too, with the line. Here for the codebook,
+# which all four losses use and one trains:
+
+# %%
+uses = flow.uses_of('codebook/embedding')
+for source, stops in sorted({(use.source, use.stopped) for use in uses}):
+    print('stopped' if stops else 'trains ', source)
+
+# %% [markdown]
+# ## Three edits
+#
+# Each is one line of a diff. Read them as in a review.
+
+
+# %%
+class Leak(Codes):
+    """Somebody moves the loss into a helper, and the block stays behind."""
+
+    def reading_loss(self, x, labels):
+        logits = self.read(x)
+        return jnp.mean(nn.log_softmax(logits)[jnp.arange(len(x)), labels] * -1)
+
+
+class Swapped(Codes):
+    """Somebody reads `where` as that what is trained."""
+
+    def codebook_loss(self, x):
+        with nn.stop_gradient('codebook/**'):
+            return self.distance(x)
+
+    def commitment_loss(self, x):
+        with nn.stop_gradient('encoder/**'):
+            return 0.25 * self.distance(x)
+
+
+class Misplaced(Codes):
+    """Somebody closes a bracket one place too late."""
+
+    def straight_through(self, vector, entry):
+        return jax.lax.stop_gradient(vector + (entry - vector))
+
+
+MODELS = {
+    'as meant': Codes(),
+    'forgotten stop': Leak(),
+    'wrong polarity': Swapped(),
+    'misplaced detach': Misplaced(),
+}
+
+
+# %% [markdown]
+# All start from the same weights and see the same batches.
+
+
+# %%
+@partial(jax.jit, static_argnums=0)
+def fit(model, params, images, labels):
+    tx = optax.adam(3e-3)
+
+    def total(params, batch):
+        found = losses(model, params, images[batch], labels[batch])
+        return sum(found.values()), found
+
+    def step(state, batch):
+        params, moments = state
+        grads, found = jax.grad(total, has_aux=True)(params, batch)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), found
+
+    batches = jax.random.randint(jax.random.key(1), (STEPS, 128), 0, len(images))
+    (params, _), curves = jax.lax.scan(step, (params, tx.init(params)), batches)
+    return params, curves
+
+
+start = jax.jit(model.init)(jax.random.key(0), x, labels)['params']
+runs = {
+    name: fit(model, start, train.images, train.labels)
+    for name, model in MODELS.items()
+}
+
+# %%
+figure, panels = plt.subplots(1, 4, figsize=(12, 3.2), sharex=True)
+for axes, loss in zip(panels, flow.outputs, strict=True):
+    for (name, (_, curves)), color in zip(runs.items(), COLORS, strict=True):
+        smooth = np.convolve(curves[loss], np.ones(20) / 20, 'valid')
+        axes.plot(smooth, color=color, label=name, lw=1.6)
+    axes.set(title=loss, xlabel='step', yscale='log')
+panels[0].set_ylabel('loss (mean of 20 batches)')
+figure.legend(
+    *panels[0].get_legend_handles_labels(), loc='outside upper center', ncols=4
+)
+plt.show()
+
+# %% [markdown]
+# Which run is broken? Take the black curves away, since in your project there are none,
+# and look again:
+#
+# - **forgotten stop** (blue) is the run that you would publish. Its probe reads better
+#   than it should, because the encoder now works for it, and reconstruction is as good.
+# - **wrong polarity** (orange) has the *same losses* at the same weights. Its codebook
+#   and commitment losses are three times better at the end.
+# - **misplaced detach** (green) has the best two of four curves. The other two settle
+#   early, as those of a model that is too small would.
+#
+# ## The tables
+#
+# Cells that are not as in the first table have a frame.
+
+# %%
+tables = {
+    name: sg.gradient_flow(partial(losses, model), params, x, labels)
+    for name, model in MODELS.items()
+}
+
+
+def cells(flow):
+    """For each part and loss what the table says."""
+    return {
+        (group.module, output): status
+        for group in flow.by_module(depth=1)
+        for output, status in zip(flow.outputs, group.status, strict=True)
+    }
+
+
+figure, grid = plt.subplots(2, 2, figsize=(11, 4.6))
+for axes, (name, table) in zip(grid.flat, tables.items(), strict=True):
+    table.draw(axes, depth=1)
+    axes.set_title(name, pad=8)
+    meant, found = cells(flow), cells(table)
+    parts = [group.module for group in table.by_module(depth=1)]
+    for part, output in meant:
+        if found[part, output] != meant[part, output]:
+            corner = table.outputs.index(output) + 0.03, parts.index(part) + 0.06
+            frame = {'fill': False, 'edgecolor': COLORS[2], 'linewidth': 3}
+            axes.add_patch(plt.Rectangle(corner, 0.94, 0.88, **frame))
+plt.show()
+
+# %% [markdown]
+# One cell, four cells, one cell. Names, shapes and the values of all losses at the same
+# weights are those of the model that was meant, so no test of values can tell them
+# apart. The first point of each curve:
+
+# %%
+first = {
+    name: jax.tree.map(lambda c: c[0], curves) for name, (_, curves) in runs.items()
+}
+for name, found in first.items():
+    print(f'{name:16}', *(f'{loss} {value:.6f}' for loss, value in found.items()))
+
+# %% [markdown]
+# ## What each of them costs
+#
+# The bill comes later, in things that no loss measures: how many entries of the
+# codebook are in use, and what the decoder draws of digits that it has never seen.
+
+# %%
+pictures = {'original': x}
+for name, model in MODELS.items():
+    apply = partial(model.apply, {'params': runs[name][0]}, x)
+    pictures[name] = apply(method='reconstruct')
+    used = len(np.unique(apply(method='nearest')))
+    right = np.mean(np.argmax(apply(method='read'), axis=-1) == labels)
+    error = np.mean(np.sum((pictures[name] - x) ** 2, axis=-1))
+    print(f'{name:16} {used:2} of 32 codes, error {error:.2f}, read {right:.1%}')
+
+kinds = [int(np.argmax(labels == kind)) for kind in range(10)]
+figure, grid = plt.subplots(len(pictures), 10, figsize=(7, 3.7))
+for row, (name, drawn) in zip(grid, pictures.items(), strict=True):
+    for axes, index in zip(row, kinds, strict=True):
+        axes.imshow(drawn[index].reshape(8, 8), cmap='gray_r', vmin=0, vmax=1)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+    row[0].set_ylabel(name, rotation=0, ha='right', va='center')
+plt.show()
+
+# %% [markdown]
+# With the polarity wrong the encoder is pulled to the codebook four times harder than
+# was meant, and settles for a third of its entries. With the detach misplaced no image
+# reaches the encoder, and all digits are one blur.
+#
+# And the forgotten stop? Nothing looks worse, and the probe has become a teacher. The
+# sharpest way to see it is to train on labels *dealt at random*. A probe cannot do
+# anything to what it probes, so an honest encoder comes out the same: to the last bit.
+
+# %%
+dealt = np.random.default_rng(0).permutation(train.labels)
+
+
+def encoder_apart(name):
+    """How far an encoder is from the one that was trained with the true labels."""
+    other, _ = fit(MODELS[name], start, train.images, dealt)
+    apart = jax.tree.map(jnp.subtract, runs[name][0]['encoder'], other['encoder'])
+    return max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(apart))
+
+
+apart = {name: encoder_apart(name) for name in ('as meant', 'forgotten stop')}
+apart
+
+# %% [markdown]
+# That exact zero is what the word *stopped* in the column *reading* promised, before
+# anything was trained.
+#
+# ## Why not look at gradients?
+#
+# Because a zero that was measured proves nothing, in either direction.
+#
+# **A zero that is no stop.** Here the biases of the encoder are so low that no `relu`
+# lets anything through: for this batch the gradient of its first layer is zero, and a
+# test that looks at numbers calls it frozen. The report calls it trained, and is right:
+# brighter images wake it.
+
+# %%
+dead = jax.tree.map(lambda leaf: leaf, start)
+dead['encoder']['layers_0']['bias'] -= 10.0
+
+
+def reconstruction(params, x):
+    return losses(Codes(), params, x, labels)['reconstruction']
+
+
+@jax.jit
+def of_first_layer(params, x):
+    return jax.grad(reconstruction)(params, x)['encoder']['layers_0']['kernel']
+
+
+def moved(params, x):
+    return bool(of_first_layer(params, x).any())
+
+
+dead_report = sg.gradient_flow(reconstruction, dead, x)
+print('the gradient for these images: ', 'not zero' if moved(dead, x) else 'zero')
+print('the gradient for brighter ones:', 'not zero' if moved(dead, 50 * x) else 'zero')
+status = dead_report.status_of('', 'encoder/layers_0/kernel')
+print('the report:                    ', status)
+
+# %% [markdown]
+# **A stop that nobody wrote.** JAX has no derivative for `argmax`, `round`, `sign` or a
+# comparison: what goes through them is stopped without a word. Somebody finds the
+# codebook slow and rounds instead, or trains on the accuracy itself. Both run. The
+# report says where it stops.
+
+
+# %%
+class Rounded(Codes):
+    """Whole numbers instead of a codebook."""
+
+    def code(self, x):
+        return jnp.round(self.encode(x)).reshape(len(x), -1)
+
+
+def rounded(params, x, labels):
+    apply = partial(Rounded().apply, {'params': params}, x)
+    logits = apply(method='read')
+    return {
+        'reconstruction': jnp.mean((apply(method='reconstruct') - x) ** 2),
+        'accuracy': jnp.mean(jnp.argmax(logits, axis=-1) == labels),
+    }
+
+
+rounded_report = sg.gradient_flow(rounded, params, x, labels)
+print(rounded_report.table(depth=1, width=88))
+print()
+for use in rounded_report.uses_of('encoder/layers_2/kernel')[:1]:
+    print('a use of the encoder:', use.place)
+    print('at:                  ', use.source)
+
+# %% [markdown]
+# ## Keep it
+#
+# A table that was right once is a test. `flax_sg.testing` takes a report, or the
+# function with its arguments, and any filter; here is the table at the top as a test of
+# yours.
+
+# %%
+MEANT = {
+    'reconstruction': 'encoder/** decoder/**',
+    'codebook': 'codebook/**',
+    'commitment': 'encoder/**',
+    'reading': 'reader/**',
+}
+
+
+def check_who_trains_whom(model):
+    flow = sg.gradient_flow(partial(losses, model), params, x, labels)
+    for loss, where in MEANT.items():
+        testing.assert_trains_only(flow, where.split(), output=loss)
+
+
+check_who_trains_whom(Codes())
+
+# %% [markdown]
+# A broken cell is named, with the line where the gradient flows or stops:
+
+# %%
+broken = {}
+for name, model in MODELS.items():
+    try:
+        check_who_trains_whom(model)
+    except AssertionError as error:
+        broken[name] = str(error)
+        print(f'{name}: {error}', end='\n\n')
+
+# %% [markdown]
+# Or in CI, without a test: a command reads the function from a module of yours, and has
+# the status 1 if an expectation is broken. `--json` prints the data, `--plot` draws it.
+
+# %%
+TRAIN = """
+import jax
+import jax.numpy as jnp
+from flax_sg import linen as nn
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        features = nn.relu(nn.Dense(32, name='encoder')(x))
+        drawn = nn.Dense(64, name='decoder')(features)
+        return drawn, nn.Dense(10, name='reader')(features)
+
+
+def losses(params, x, labels):
+    drawn, logits = Net().apply({'params': params}, x)
+    right = jnp.take_along_axis(nn.log_softmax(logits), labels[:, None], axis=1)
+    return {'drawing': jnp.mean((drawn - x) ** 2), 'reading': -jnp.mean(right)}
+
+
+def example():
+    x, labels = jnp.zeros((8, 64)), jnp.zeros(8, int)
+    return jax.eval_shape(Net().init, jax.random.key(0), x)['params'], x, labels
+"""
+EXPECTED = {'drawing': 'encoder/** decoder/**', 'reading': 'reader/**'}
+command = ['flow', 'train:losses', '--args', 'train:example']
+for loss, where in EXPECTED.items():
+    command += ['--expect', f'{loss}: {where}']
+
+with tempfile.TemporaryDirectory() as folder:
+    Path(folder, 'train.py').write_text(TRAIN)
+    plain = {'FORCE_COLOR': '', 'CLICOLOR_FORCE': '', 'TERM': 'dumb', 'COLUMNS': '88'}
+    run = subprocess.run(
+        [sys.executable, '-m', 'flax_sg', *command],
+        cwd=folder,
+        env=os.environ | plain,
+        capture_output=True,
+        text=True,
+    )
+print('$ python -m flax_sg', shlex.join(command))
+print(run.stdout + run.stderr)
+print('status:', run.returncode)
+
+# %% [markdown]
+# ## From the table to the training step
+#
+# What the model says about itself need not be said again. Suppose that the codes are
+# learned, and from now on only the reader goes on learning. `sg.live` derives the
+# filter of what a loss trains from the same program; the gradient call and the
+# optimizer take it. Nothing else has a backward pass, a gradient, or moments.
+
+
+# %%
+def reading(params, x, labels):
+    return losses(Codes(), params, x, labels)['reading']
+
+
+live = sg.live(reading, params, x, labels)
+live
+
+# %%
+learned = runs['as meant'][0]
+tx = sg.freeze(optax.adamw(1e-2, weight_decay=0.1), ~live)
+
+
+@jax.jit
+def step(params, state, x, labels):
+    value, grads = sg.value_and_grad(reading, wrt=live)(params, x, labels)
+    updates, state = tx.update(grads, state, params)
+    return sg.apply_updates(params, updates), state, value
+
+
+tuned, state, values = learned, tx.init(learned), []
+for _ in range(50):
+    tuned, state, value = step(tuned, state, train.images, train.labels)
+    values.append(float(value))
+
+changed = {
+    part: any(map(jnp.any, jax.tree.leaves(jax.tree.map(jnp.not_equal, *trees))))
+    for part, trees in ((part, (learned[part], tuned[part])) for part in learned)
+}
+print(f'reading loss {values[0]:.3f} -> {values[-1]:.3f}, on all digits to learn from')
+moments = jax.tree.map(jnp.shape, state.inner_state[0].mu)
+print('moments of the codebook:', moments['codebook'])
+print('moments of the reader:  ', moments['reader'])
+print('what has changed:       ', [part for part in changed if changed[part]])
+
+# %% [markdown]
+# `sg.tabulate` is the table of `nn.tabulate` with what is trainable, and with the flops
+# of the program as it is: of a call in which only the reader learns, only the reader
+# has a backward pass.
+
+# %%
+show = sg.tabulate(
+    Codes(),
+    jax.random.key(0),
+    method='reading_loss',
+    depth=1,
+    console_kwargs={'width': 132, 'force_terminal': False},
+)
+print(show(x, labels))
+
+# %% [markdown]
+# ## What this notebook proves
+#
+# Everything that is said above, as statements that can fail. The sizes differ between a
+# full run and a short one; the tables do not.
+
+# %%
+as_meant = cells(flow)
+different = {
+    name: {key for key, status in cells(table).items() if status != as_meant[key]}
+    for name, table in tables.items()
+}
+assert different == {
+    'as meant': set(),
+    'forgotten stop': {('encoder', 'reading')},
+    'wrong polarity': {
+        (part, loss)
+        for part in ('codebook', 'encoder')
+        for loss in ('codebook', 'commitment')
+    },
+    'misplaced detach': {('encoder', 'reconstruction')},
+}
+# At the same weights no loss knows.
+for found in first.values():
+    for loss, value in found.items():
+        np.testing.assert_allclose(value, first['as meant'][loss], rtol=1e-6)
+# A probe leaves no trace in what it probes, whatever it is told; a leak does.
+assert apart['as meant'] == 0.0 < apart['forgotten stop']
+# Dead units are trained, rounded ones are not.
+assert not moved(dead, x) and moved(dead, 50 * x)
+assert status == 'flows'
+assert rounded_report.status_of('accuracy', 'reader/kernel') == 'stopped'
+testing.assert_stopped(rounded_report, 'encoder/**')
+# Tests and the command line find all of it, and nothing else.
+assert broken.keys() == MODELS.keys() - {'as meant'}
+assert run.returncode == 1 and run.stdout.count('BROKEN') == 1
+# Only the reader was trained on: no decay, no momentum, no moments for the rest.
+assert [part for part in changed if changed[part]] == ['reader']
+of_moments = sg.partition(state.inner_state[0].mu, 'reader/**')
+assert [len(jax.tree.leaves(tree)) for tree in of_moments] == [2, 0]
+assert values[-1] < values[0]
