@@ -42,6 +42,12 @@ def custom_getter(module: Any, selection: Selection) -> spellings.Apply:
     return apply
 
 
+def held(params: Any) -> dict[str, dict[str, Any]]:
+    """Parameters as Haiku holds them."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {TOP: {path_of(keys): leaf for keys, leaf in leaves}}
+
+
 def haiku(work: Workload, data: Data) -> Trainer:
     """``hk.custom_getter``."""
     loss = work.loss(custom_getter)
@@ -49,12 +55,9 @@ def haiku(work: Workload, data: Data) -> Trainer:
     transformed = hk.without_apply_rng(
         hk.transform(lambda state, *inputs: loss(shapes, state, *inputs))
     )
-    leaves = jax.tree_util.tree_leaves_with_path(data.params)
-    params = {TOP: {path_of(keys): leaf for keys, leaf in leaves}}
-    mask = jax.tree_util.tree_leaves_with_path(work.frozen.mask(data.params))
-    tx = labelled({TOP: {path_of(keys): frozen for keys, frozen in mask}})
+    tx = labelled(held(work.frozen.mask(data.params)))
     gradient = jax.value_and_grad(transformed.apply, has_aux=True)
-    return optimized(tx, gradient, data, params)
+    return optimized(tx, gradient, data, held(data.params))
 
 
 def stopped_part(module: Any, selection: Selection) -> spellings.Apply:

@@ -1,0 +1,293 @@
+"""Figures of training steps: what is compiled, how long it takes, how often."""
+
+import concurrent.futures
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.rivals import BY_HAND, RIVALS, Rival
+from benchmarks.trainers import Data, Trainer, UnableError
+from benchmarks.workloads import Workload
+from flax_sg.testing import optimized_hlo
+
+# Products of matrices, under the names that they have on CPUs and GPUs.
+_DOT = re.compile(
+    r' (?:dot|convolution)\(|custom_call_target="__(?:cublas|cudnn\$conv|onednn\$mat)'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """Times relative to those of another program, measured in turn.
+
+    Attributes:
+        median: the median of the ratios of pairs.
+        low: their first quartile.
+        high: their third quartile.
+        seconds: the median of the times.
+    """
+
+    median: float
+    low: float
+    high: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a training step costs.
+
+    Attributes:
+        flops: of the compiled programs; XLA counts one turn of a loop.
+        accessed_bytes: that they read and write, counted like the flops.
+        temporary_bytes: of the program that needs most.
+        peak_bytes: arguments, results and temporary memory of the program that needs
+            most, as its buffers were assigned; None where XLA does not say.
+        dots: products of matrices and convolutions in the optimized programs.
+        gradient_bytes: that leave the program that computes them.
+        optimizer_bytes: of the optimizer state.
+        same_program: whether the gradient has the program of stops by hand; with one
+            jit, whether the step has.
+        traces: how often Python ran through the loss in a loop of three steps.
+        lowering: time to trace and lower the gradient, filters included; None if it is
+            the gradient of another rival.
+        step: time of a training step.
+    """
+
+    flops: float
+    accessed_bytes: float
+    temporary_bytes: int
+    peak_bytes: int | None
+    dots: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    same_program: bool
+    traces: int
+    lowering: Ratio | None
+    step: Ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        lowerings: rounds of tracing and lowering.
+        steps: rounds of training steps, at most.
+        seconds: for the rounds of training steps of one workload; three are done in
+            any case.
+    """
+
+    lowerings: int = 5
+    steps: int = 25
+    seconds: float = 12.0
+
+
+QUICK = Effort(1, 1, 0.0)
+
+
+def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
+    """For each rival its figures, or why it cannot express the workload."""
+    count = [0]
+
+    def traced() -> None:
+        count[0] += 1
+
+    work = dataclasses.replace(work, traced=traced)
+    data = Data(*work.arrays())
+    out: dict[str, Figures | str] = {}
+    steps: dict[str, _Step] = {}
+    for name, rival in RIVALS.items():
+        try:
+            steps[name] = _Step.of(rival, work, data, count)
+        except UnableError as reason:
+            out[name] = str(reason)
+    lowering = ratios(
+        interleaved(
+            {
+                name: lambda rival=RIVALS[name]: _lower(rival, work, data)
+                for name in steps
+                if RIVALS[name].gradient_of is None
+            },
+            effort.lowerings,
+        ),
+        BY_HAND,
+    )
+    compile_all(steps)
+    times = ratios(
+        interleaved(
+            {name: step.runner(data) for name, step in steps.items()},
+            effort.steps,
+            effort.seconds,
+        ),
+        BY_HAND,
+    )
+    for name, step in steps.items():
+        hand = steps[f'{BY_HAND}, one jit' if step.trainer.one_jit else BY_HAND]
+        out[name] = step.figures(hand, lowering.get(name), times[name])
+    return {name: out[name] for name in RIVALS}
+
+
+def _lower(rival: Rival, work: Workload, data: Data) -> None:
+    trainer = rival.make(work, data)
+    jax.jit(trainer.gradient).lower(trainer.params, trainer.state, *data.inputs)
+
+
+class _Step:
+    """A training step, as one or two programs.
+
+    Attributes:
+        trainer: what is computed.
+        traces: how often the loss was traced in a loop of three steps.
+        gradients: the shapes of the gradients.
+        optimizer: the shapes of the optimizer state.
+        lowered: the programs as they are traced.
+        compiled: the programs, once they are compiled.
+    """
+
+    def __init__(self, trainer: Trainer, data: Data, count: list[int]) -> None:
+        args = trainer.params, trainer.state, *data.inputs
+        optimizer = jax.eval_shape(trainer.init, trainer.params)
+        if trainer.one_jit:
+
+            def both(opt_state: Any, params: Any, state: Any, *inputs: Any) -> Any:
+                value, grads = trainer.gradient(params, state, *inputs)
+                return value, *trainer.update(grads, opt_state, params)
+
+            step = jax.jit(both, donate_argnums=(0, 1))
+            for _ in range(3):
+                traced = step.trace(optimizer, *args)
+                (_, state), params, optimizer = _shapes(traced.out_info)
+                args = params, state, *data.inputs
+            self.lowered = [step.lower(optimizer, *args)]
+            self.gradients = None
+        else:
+            gradient = jax.jit(trainer.gradient)
+            update = jax.jit(trainer.update, donate_argnums=(1, 2))
+            for _ in range(3):
+                (_, state), self.gradients = _shapes(gradient.trace(*args).out_info)
+                traced = update.trace(self.gradients, optimizer, args[0])
+                params, optimizer = _shapes(traced.out_info)
+                args = params, state, *data.inputs
+            self.lowered = [
+                gradient.lower(*args),
+                update.lower(self.gradients, optimizer, args[0]),
+            ]
+        self.trainer = trainer
+        self.optimizer = optimizer
+        self.traces = count[0]
+        self.compiled: list[Any] = []
+
+    @classmethod
+    def of(cls, rival: Rival, work: Workload, data: Data, count: list[int]) -> '_Step':
+        """The step of a rival; raises ``UnableError``."""
+        count[0] = 0
+        return cls(rival.make(work, data), data, count)
+
+    def runner(self, data: Data) -> Callable[[], None]:
+        """A function that takes one step."""
+        # A step writes into the buffers of the last one.
+        params = jax.tree.map(jnp.copy, self.trainer.params)
+        optimizer = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.optimizer
+        )
+        held = [params, optimizer, self.trainer.state]
+
+        def run() -> None:
+            params, optimizer, state = held
+            if self.trainer.one_jit:
+                [step] = self.compiled
+                done = step(optimizer, params, state, *data.inputs)
+                (_, state), params, optimizer = done
+            else:
+                gradient, update = self.compiled
+                (_, state), grads = gradient(params, state, *data.inputs)
+                params, optimizer = update(grads, optimizer, params)
+            held[:] = jax.block_until_ready([params, optimizer, state])
+
+        return run
+
+    def figures(self, hand: '_Step', lowering: Ratio | None, step: Ratio) -> Figures:
+        """The figures, with those that need the compiled programs."""
+        costs = [program.cost_analysis() or {} for program in self.compiled]
+        memory = [program.memory_analysis() for program in self.compiled]
+        peaks = [getattr(size, 'peak_memory_in_bytes', None) for size in memory]
+        texts = [optimized_hlo(program) for program in self.compiled]
+        return Figures(
+            flops=sum(cost.get('flops', 0.0) for cost in costs),
+            accessed_bytes=sum(cost.get('bytes accessed', 0.0) for cost in costs),
+            temporary_bytes=max(size.temp_size_in_bytes for size in memory),
+            peak_bytes=None if None in peaks else max(peaks),
+            dots=sum(len(_DOT.findall(text)) for text in texts),
+            gradient_bytes=_bytes(self.gradients),
+            optimizer_bytes=_bytes(self.optimizer),
+            same_program=texts[0] == optimized_hlo(hand.compiled[0]),
+            traces=self.traces,
+            lowering=lowering,
+            step=step,
+        )
+
+
+def compile_all(steps: Mapping[str, _Step]) -> None:
+    """Compiles all programs, equal ones once, on all cores."""
+    texts = {
+        lowered.as_text(): lowered
+        for step in steps.values()
+        for lowered in step.lowered
+    }
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = {text: pool.submit(low.compile) for text, low in texts.items()}
+    for step in steps.values():
+        step.compiled = [done[lowered.as_text()].result() for lowered in step.lowered]
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], None]], rounds: int, seconds: float = float('inf')
+) -> dict[str, list[float]]:
+    """Times of programs that take turns, so that a busy moment is shared.
+
+    Args:
+        runs: the programs, by name. Each runs once before.
+        rounds: how often.
+        seconds: after which no further round begins, from the third on.
+    """
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    begin = time.perf_counter()
+    for number in range(rounds):
+        if number >= 3 and time.perf_counter() - begin > seconds:
+            break
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratios(times: Mapping[str, list[float]], to: str) -> dict[str, Ratio]:
+    """Times as ratios to those of one program, pair by pair."""
+    out = {}
+    for name, seconds in times.items():
+        low, median, high = np.quantile(
+            np.array(seconds) / np.array(times[to]), [0.25, 0.5, 0.75]
+        )
+        out[name] = Ratio(
+            float(median), float(low), float(high), float(np.median(seconds))
+        )
+    return out
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
