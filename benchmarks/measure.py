@@ -57,7 +57,7 @@ class Figures:
             jit, whether the step has.
         traces: how often Python ran through the loss in a loop of three steps.
         lowering: time to trace and lower the gradient, filters included; None if it is
-            the gradient of another rival.
+            the gradient of another rival, or not measured.
         step: time of a training step.
     """
 
@@ -81,16 +81,18 @@ class Effort:
     Attributes:
         lowerings: rounds of tracing and lowering.
         steps: rounds of training steps, at most.
-        seconds: for the rounds of training steps of one workload; three are done in
-            any case.
+        seconds: after which no further round of training steps begins; three are done
+            in any case.
+        warm: whether a round that does not count comes first.
     """
 
     lowerings: int = 5
     steps: int = 25
     seconds: float = 12.0
+    warm: bool = True
 
 
-QUICK = Effort(1, 1, 0.0)
+QUICK = Effort(0, 1, 0.0, False)
 
 
 def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
@@ -104,11 +106,17 @@ def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
     data = Data(*work.arrays())
     out: dict[str, Figures | str] = {}
     steps: dict[str, _Step] = {}
-    for name, rival in RIVALS.items():
-        try:
-            steps[name] = _Step.of(rival, work, data, count)
-        except UnableError as reason:
-            out[name] = str(reason)
+    # Programs are compiled while Python traces the next ones, and equal ones once.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiler = _Compiler(pool)
+        for name, rival in RIVALS.items():
+            count[0] = 0
+            try:
+                trainer = rival.make(work, data)
+            except UnableError as reason:
+                out[name] = str(reason)
+            else:
+                steps[name] = _Step(trainer, data, count, compiler)
     lowering = ratios(
         interleaved(
             {
@@ -120,12 +128,12 @@ def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
         ),
         BY_HAND,
     )
-    compile_all(steps)
     times = ratios(
         interleaved(
             {name: step.runner(data) for name, step in steps.items()},
             effort.steps,
             effort.seconds,
+            effort.warm,
         ),
         BY_HAND,
     )
@@ -140,21 +148,37 @@ def _lower(rival: Rival, work: Workload, data: Data) -> None:
     jax.jit(trainer.gradient).lower(trainer.params, trainer.state, *data.inputs)
 
 
+class _Compiler:
+    """Compiles programs in threads, equal ones once."""
+
+    def __init__(self, pool: concurrent.futures.Executor) -> None:
+        self._pool = pool
+        self._known: dict[str, concurrent.futures.Future[Any]] = {}
+
+    def __call__(self, lowered: Any) -> concurrent.futures.Future[Any]:
+        """The program, once it is compiled."""
+        text = lowered.as_text()
+        if text not in self._known:
+            self._known[text] = self._pool.submit(lowered.compile)
+        return self._known[text]
+
+
 class _Step:
     """A training step, as one or two programs.
 
     Attributes:
         trainer: what is computed.
         traces: how often the loss was traced in a loop of three steps.
-        gradients: the shapes of the gradients.
+        gradients: the shapes of the gradients that leave their program.
         optimizer: the shapes of the optimizer state.
-        lowered: the programs as they are traced.
-        compiled: the programs, once they are compiled.
     """
 
-    def __init__(self, trainer: Trainer, data: Data, count: list[int]) -> None:
+    def __init__(
+        self, trainer: Trainer, data: Data, count: list[int], compiler: _Compiler
+    ) -> None:
         args = trainer.params, trainer.state, *data.inputs
         optimizer = jax.eval_shape(trainer.init, trainer.params)
+        self.gradients: Any = None
         if trainer.one_jit:
 
             def both(opt_state: Any, params: Any, state: Any, *inputs: Any) -> Any:
@@ -166,8 +190,7 @@ class _Step:
                 traced = step.trace(optimizer, *args)
                 (_, state), params, optimizer = _shapes(traced.out_info)
                 args = params, state, *data.inputs
-            self.lowered = [step.lower(optimizer, *args)]
-            self.gradients = None
+            lowered = [step.lower(optimizer, *args)]
         else:
             gradient = jax.jit(trainer.gradient)
             update = jax.jit(trainer.update, donate_argnums=(1, 2))
@@ -176,20 +199,19 @@ class _Step:
                 traced = update.trace(self.gradients, optimizer, args[0])
                 params, optimizer = _shapes(traced.out_info)
                 args = params, state, *data.inputs
-            self.lowered = [
+            lowered = [
                 gradient.lower(*args),
                 update.lower(self.gradients, optimizer, args[0]),
             ]
         self.trainer = trainer
         self.optimizer = optimizer
         self.traces = count[0]
-        self.compiled: list[Any] = []
+        self._compiled = [compiler(program) for program in lowered]
 
-    @classmethod
-    def of(cls, rival: Rival, work: Workload, data: Data, count: list[int]) -> '_Step':
-        """The step of a rival; raises ``UnableError``."""
-        count[0] = 0
-        return cls(rival.make(work, data), data, count)
+    @property
+    def compiled(self) -> list[Any]:
+        """The compiled programs."""
+        return [program.result() for program in self._compiled]
 
     def runner(self, data: Data) -> Callable[[], None]:
         """A function that takes one step."""
@@ -199,17 +221,16 @@ class _Step:
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.optimizer
         )
         held = [params, optimizer, self.trainer.state]
+        programs = self.compiled
 
         def run() -> None:
             params, optimizer, state = held
             if self.trainer.one_jit:
-                [step] = self.compiled
-                done = step(optimizer, params, state, *data.inputs)
+                done = programs[0](optimizer, params, state, *data.inputs)
                 (_, state), params, optimizer = done
             else:
-                gradient, update = self.compiled
-                (_, state), grads = gradient(params, state, *data.inputs)
-                params, optimizer = update(grads, optimizer, params)
+                (_, state), grads = programs[0](params, state, *data.inputs)
+                params, optimizer = programs[1](grads, optimizer, params)
             held[:] = jax.block_until_ready([params, optimizer, state])
 
         return run
@@ -235,30 +256,21 @@ class _Step:
         )
 
 
-def compile_all(steps: Mapping[str, _Step]) -> None:
-    """Compiles all programs, equal ones once, on all cores."""
-    texts = {
-        lowered.as_text(): lowered
-        for step in steps.values()
-        for lowered in step.lowered
-    }
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = {text: pool.submit(low.compile) for text, low in texts.items()}
-    for step in steps.values():
-        step.compiled = [done[lowered.as_text()].result() for lowered in step.lowered]
-
-
 def interleaved(
-    runs: Mapping[str, Callable[[], None]], rounds: int, seconds: float = float('inf')
+    runs: Mapping[str, Callable[[], None]],
+    rounds: int,
+    seconds: float = float('inf'),
+    warm: bool = True,
 ) -> dict[str, list[float]]:
     """Times of programs that take turns, so that a busy moment is shared.
 
     Args:
-        runs: the programs, by name. Each runs once before.
+        runs: the programs, by name.
         rounds: how often.
         seconds: after which no further round begins, from the third on.
+        warm: whether each runs once before.
     """
-    for run in runs.values():
+    for run in runs.values() if rounds and warm else ():
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
@@ -276,6 +288,8 @@ def ratios(times: Mapping[str, list[float]], to: str) -> dict[str, Ratio]:
     """Times as ratios to those of one program, pair by pair."""
     out = {}
     for name, seconds in times.items():
+        if not seconds:
+            continue
         low, median, high = np.quantile(
             np.array(seconds) / np.array(times[to]), [0.25, 0.5, 0.75]
         )
