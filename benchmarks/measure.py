@@ -148,19 +148,32 @@ def _lower(rival: Rival, work: Workload, data: Data) -> None:
     jax.jit(trainer.gradient).lower(trainer.params, trainer.state, *data.inputs)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A compiled program, and its optimized HLO."""
+
+    run: Any
+    text: str
+
+
 class _Compiler:
     """Compiles programs in threads, equal ones once."""
 
     def __init__(self, pool: concurrent.futures.Executor) -> None:
         self._pool = pool
-        self._known: dict[str, concurrent.futures.Future[Any]] = {}
+        self._known: dict[str, concurrent.futures.Future[_Program]] = {}
 
-    def __call__(self, lowered: Any) -> concurrent.futures.Future[Any]:
+    def __call__(self, lowered: Any) -> concurrent.futures.Future[_Program]:
         """The program, once it is compiled."""
         text = lowered.as_text()
         if text not in self._known:
-            self._known[text] = self._pool.submit(lowered.compile)
+            self._known[text] = self._pool.submit(self._compile, lowered)
         return self._known[text]
+
+    @staticmethod
+    def _compile(lowered: Any) -> _Program:
+        compiled = lowered.compile()
+        return _Program(compiled, optimized_hlo(compiled))
 
 
 class _Step:
@@ -209,7 +222,7 @@ class _Step:
         self._compiled = [compiler(program) for program in lowered]
 
     @property
-    def compiled(self) -> list[Any]:
+    def programs(self) -> list[_Program]:
         """The compiled programs."""
         return [program.result() for program in self._compiled]
 
@@ -218,10 +231,10 @@ class _Step:
         # A step writes into the buffers of the last one.
         params = jax.tree.map(jnp.copy, self.trainer.params)
         optimizer = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.optimizer
+            lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), self.optimizer
         )
         held = [params, optimizer, self.trainer.state]
-        programs = self.compiled
+        programs = [program.run for program in self.programs]
 
         def run() -> None:
             params, optimizer, state = held
@@ -237,10 +250,10 @@ class _Step:
 
     def figures(self, hand: '_Step', lowering: Ratio | None, step: Ratio) -> Figures:
         """The figures, with those that need the compiled programs."""
-        costs = [program.cost_analysis() or {} for program in self.compiled]
-        memory = [program.memory_analysis() for program in self.compiled]
+        costs = [program.run.cost_analysis() or {} for program in self.programs]
+        memory = [program.run.memory_analysis() for program in self.programs]
         peaks = [getattr(size, 'peak_memory_in_bytes', None) for size in memory]
-        texts = [optimized_hlo(program) for program in self.compiled]
+        texts = [program.text for program in self.programs]
         return Figures(
             flops=sum(cost.get('flops', 0.0) for cost in costs),
             accessed_bytes=sum(cost.get('bytes accessed', 0.0) for cost in costs),
@@ -249,7 +262,7 @@ class _Step:
             dots=sum(len(_DOT.findall(text)) for text in texts),
             gradient_bytes=_bytes(self.gradients),
             optimizer_bytes=_bytes(self.optimizer),
-            same_program=texts[0] == optimized_hlo(hand.compiled[0]),
+            same_program=texts[0] == hand.programs[0].text,
             traces=self.traces,
             lowering=lowering,
             step=step,
