@@ -53,8 +53,8 @@ class Figures:
         dots: products of matrices and convolutions in the optimized programs.
         gradient_bytes: that leave the program that computes them.
         optimizer_bytes: of the optimizer state.
-        same_program: whether the gradient has the program of stops by hand; with one
-            jit, whether the step has.
+        program: whose program the gradient is, ``'stops'`` or ``'partition'`` by hand,
+            or ``'other'``; with one jit that of the step.
         traces: how often Python ran through the loss in a loop of three steps.
         lowering: time to trace and lower the gradient, filters included; None if it is
             the gradient of another rival, or not measured.
@@ -68,7 +68,7 @@ class Figures:
     dots: int
     gradient_bytes: int
     optimizer_bytes: int
-    same_program: bool
+    program: str
     traces: int
     lowering: Ratio | None
     step: Ratio
@@ -138,8 +138,13 @@ def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
         BY_HAND,
     )
     for name, step in steps.items():
-        hand = steps[f'{BY_HAND}, one jit' if step.trainer.one_jit else BY_HAND]
-        out[name] = step.figures(hand, lowering.get(name), times[name])
+        one_jit = ', one jit' if step.trainer.one_jit else ''
+        hands = {
+            steps[f'{kind} by hand{one_jit}'].programs[0].text: kind
+            for kind in ('partition', 'stops')
+            if f'{kind} by hand{one_jit}' in steps
+        }
+        out[name] = step.figures(hands, lowering.get(name), times[name])
     return {name: out[name] for name in RIVALS}
 
 
@@ -248,7 +253,9 @@ class _Step:
 
         return run
 
-    def figures(self, hand: '_Step', lowering: Ratio | None, step: Ratio) -> Figures:
+    def figures(
+        self, hands: Mapping[str, str], lowering: Ratio | None, step: Ratio
+    ) -> Figures:
         """The figures, with those that need the compiled programs."""
         costs = [program.run.cost_analysis() or {} for program in self.programs]
         memory = [program.run.memory_analysis() for program in self.programs]
@@ -262,7 +269,7 @@ class _Step:
             dots=sum(len(_DOT.findall(text)) for text in texts),
             gradient_bytes=_bytes(self.gradients),
             optimizer_bytes=_bytes(self.optimizer),
-            same_program=texts[0] == hand.programs[0].text,
+            program=hands.get(texts[0], 'other'),
             traces=self.traces,
             lowering=lowering,
             step=step,

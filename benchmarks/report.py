@@ -12,7 +12,7 @@ from benchmarks.rivals import BY_HAND
 
 HEAD = (
     'way to freeze',
-    'HLO',
+    'program',
     'MFLOP',
     'MB accessed',
     'MB temporary',
@@ -101,7 +101,7 @@ def _rows(ways: Mapping[str, Figures | str]) -> list[list[str]]:
     return [
         [
             name,
-            'same' if found.same_program else 'other',
+            found.program,
             f'{found.flops / 1e6:,.1f}',
             _megabytes(found.accessed_bytes),
             _megabytes(found.temporary_bytes),

@@ -100,43 +100,36 @@ def partition(work: Workload, data: Data) -> Trainer:
         elif work.frozen.rows is None:
             frozen[path] = leaf
         else:
-            first, last = work.frozen.rows
-            frozen[path] = leaf[first:last]
-            live[path] = leaf[last:] if first == 0 else leaf[:first]
+            before, inside, after = jnp.split(leaf, work.frozen.rows)
+            frozen[f'{path} frozen'] = inside
+            live[path] = jnp.concatenate([before, after])
 
-    def join(live: Mapping[str, Any], frozen: Mapping[str, Any]) -> Any:
-        def whole(path: str) -> jax.Array:
-            parts = [tree[path] for tree in (live, frozen) if path in tree]
-            first = work.frozen.rows is not None and work.frozen.rows[0] == 0
-            return jnp.concatenate(parts[::-1] if first else parts)
-
-        return treedef.unflatten(
-            whole(path)
-            if path in live and path in frozen
-            else (live if path in live else frozen)[path]
-            for path in map(path_of, (keys for keys, _ in leaves))
-        )
+    def whole(path: str, params: Mapping[str, jax.Array]) -> jax.Array:
+        if f'{path} frozen' not in params or work.frozen.rows is None:
+            return params[path]
+        before, after = jnp.split(params[path], work.frozen.rows[:1])
+        return jnp.concatenate([before, params[f'{path} frozen'], after])
 
     def gradient(params: Any, state: Any, *inputs: jax.Array) -> Any:
-        live, frozen = params
-
         def of_live(live: Any) -> Any:
-            return loss(join(live, frozen), state, *inputs)
+            joined = {**params, **live}
+            tree = treedef.unflatten(whole(path_of(keys), joined) for keys, _ in leaves)
+            return loss(tree, state, *inputs)
 
-        return jax.value_and_grad(of_live, has_aux=True)(live)
+        return jax.value_and_grad(of_live, has_aux=True)(live_part(params))
+
+    def live_part(params: Any) -> Any:
+        return {path: params[path] for path in live}
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
-        live, frozen = params
-        updates, opt_state = ADAM.update(grads, opt_state, live)
-        return (optax.apply_updates(live, updates), frozen), opt_state
+        updates, opt_state = ADAM.update(grads, opt_state, live_part(params))
+        new = optax.apply_updates(live_part(params), updates)
+        return {**params, **new}, opt_state
 
-    return Trainer(
-        gradient,
-        update,
-        lambda params: ADAM.init(params[0]),
-        (live, frozen),
-        data.state,
-    )
+    def init(params: Any) -> Any:
+        return ADAM.init(live_part(params))
+
+    return Trainer(gradient, update, init, {**live, **frozen}, data.state)
 
 
 def masks(
