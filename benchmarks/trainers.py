@@ -85,7 +85,7 @@ def stops(
     return optimized(tx, gradient, data, one_jit=one_jit)
 
 
-def partition(work: Workload, data: Data) -> Trainer:
+def partition(work: Workload, data: Data, tx: Any = ADAM) -> Trainer:
     """Live and frozen parameters apart; the loss is a function of the live ones."""
     if work.per_use:
         raise UnableError('no parameter is frozen in all of its uses')
@@ -122,12 +122,12 @@ def partition(work: Workload, data: Data) -> Trainer:
         return {path: params[path] for path in live}
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
-        updates, opt_state = ADAM.update(grads, opt_state, live_part(params))
+        updates, opt_state = tx.update(grads, opt_state, live_part(params))
         new = optax.apply_updates(live_part(params), updates)
         return {**params, **new}, opt_state
 
     def init(params: Any) -> Any:
-        return ADAM.init(live_part(params))
+        return tx.init(live_part(params))
 
     return Trainer(gradient, update, init, {**live, **frozen}, data.state)
 
@@ -150,18 +150,24 @@ def masks(
     return optimized(tx, gradient, data, one_jit=one_jit)
 
 
-def live(work: Workload, data: Data, one_jit: bool = False) -> Trainer:
+def live(
+    work: Workload,
+    data: Data,
+    tx: Any = ADAM,
+    spelling: spellings.Spelling | None = None,
+    one_jit: bool = False,
+) -> Trainer:
     """The freeze is said in the model, and everything else follows it."""
-    loss = work.loss(None)
+    loss = work.loss(spelling)
     live = sg.live(loss, data.params, data.state, *data.inputs, has_aux=True)
-    tx = sg.freeze(ADAM, ~live)
+    frozen_tx = sg.freeze(tx, ~live)
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = frozen_tx.update(grads, opt_state, params)
         return sg.apply_updates(params, updates), opt_state
 
     gradient = sg.value_and_grad(loss, has_aux=True, wrt=live)
-    return Trainer(gradient, update, tx.init, data.params, data.state, one_jit)
+    return Trainer(gradient, update, frozen_tx.init, data.params, data.state, one_jit)
 
 
 def frozen_layers(work: Workload, data: Data) -> Trainer:
