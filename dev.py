@@ -78,6 +78,11 @@ def witness(*args):
     return run(development_env(), ROOT / 'tests/witness.py', *args, cwd=None)
 
 
+def bench(*args):
+    """Measure every way to freeze: [--smoke] [--only REGEX] [--out DIR]."""
+    return run(development_env(), '-m', 'benchmarks', *args)
+
+
 def wheel(*args):
     """Build dist/*.whl."""
     command = ['-m', 'pip', 'wheel', '--no-deps', '-w', 'dist', '.']
@@ -193,7 +198,9 @@ def package_index():
     return configured or 'https://pypi.org/simple'
 
 
-COMMANDS = {f.__name__: f for f in (demo, test, lint, ci, versions, witness, wheel)}
+COMMANDS = {
+    f.__name__: f for f in (demo, test, lint, ci, versions, witness, bench, wheel)
+}
 
 if __name__ == '__main__':
     if len(sys.argv) > 1 and sys.argv[1] not in COMMANDS:

@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rivals import BY_HAND, RIVALS, Rival
+from benchmarks.timing import Ratio, interleaved, ratios
 from benchmarks.trainers import Data, Trainer, UnableError
 from benchmarks.workloads import Workload
 from flax_sg.testing import optimized_hlo
@@ -21,23 +21,6 @@ from flax_sg.testing import optimized_hlo
 _DOT = re.compile(
     r' (?:dot|convolution)\(|custom_call_target="__(?:cublas|cudnn\$conv|onednn\$mat)'
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Ratio:
-    """Times relative to those of another program, measured in turn.
-
-    Attributes:
-        median: the median of the ratios of pairs.
-        low: their first quartile.
-        high: their third quartile.
-        seconds: the median of the times.
-    """
-
-    median: float
-    low: float
-    high: float
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +214,7 @@ class _Step:
         """The compiled programs."""
         return [program.result() for program in self._compiled]
 
-    def runner(self, data: Data) -> Callable[[], None]:
+    def runner(self, data: Data) -> Callable[[], Any]:
         """A function that takes one step."""
         # A step writes into the buffers of the last one.
         params = jax.tree.map(jnp.copy, self.trainer.params)
@@ -241,7 +224,7 @@ class _Step:
         held = [params, optimizer, self.trainer.state]
         programs = [program.run for program in self.programs]
 
-        def run() -> None:
+        def run() -> Any:
             params, optimizer, state = held
             if self.trainer.one_jit:
                 done = programs[0](optimizer, params, state, *data.inputs)
@@ -249,7 +232,8 @@ class _Step:
             else:
                 (_, state), grads = programs[0](params, state, *data.inputs)
                 params, optimizer = programs[1](grads, optimizer, params)
-            held[:] = jax.block_until_ready([params, optimizer, state])
+            held[:] = params, optimizer, state
+            return held
 
         return run
 
@@ -274,49 +258,6 @@ class _Step:
             lowering=lowering,
             step=step,
         )
-
-
-def interleaved(
-    runs: Mapping[str, Callable[[], None]],
-    rounds: int,
-    seconds: float = float('inf'),
-    warm: bool = True,
-) -> dict[str, list[float]]:
-    """Times of programs that take turns, so that a busy moment is shared.
-
-    Args:
-        runs: the programs, by name.
-        rounds: how often.
-        seconds: after which no further round begins, from the third on.
-        warm: whether each runs once before.
-    """
-    for run in runs.values() if rounds and warm else ():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    begin = time.perf_counter()
-    for number in range(rounds):
-        if number >= 3 and time.perf_counter() - begin > seconds:
-            break
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return times
-
-
-def ratios(times: Mapping[str, list[float]], to: str) -> dict[str, Ratio]:
-    """Times as ratios to those of one program, pair by pair."""
-    out = {}
-    for name, seconds in times.items():
-        if not seconds:
-            continue
-        low, median, high = np.quantile(
-            np.array(seconds) / np.array(times[to]), [0.25, 0.5, 0.75]
-        )
-        out[name] = Ratio(
-            float(median), float(low), float(high), float(np.median(seconds))
-        )
-    return out
 
 
 def _shapes(tree: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from benchmarks import foreign, measure, spellings, trainers
+from benchmarks import foreign, spellings, timing, trainers
 from benchmarks.rivals import BY_HAND
 from benchmarks.selections import NOTHING, Selection
 from flax_sg import linen as nn
@@ -118,14 +118,12 @@ def lower(way: str, number: int) -> Any:
     return jax.jit(jax.value_and_grad(loss)).lower(params, x)
 
 
-def measured(
-    numbers: Sequence[int], rounds: int
-) -> dict[int, dict[str, measure.Ratio]]:
+def measured(numbers: Sequence[int], rounds: int) -> dict[int, dict[str, timing.Ratio]]:
     """By the number of modules, times relative to stops by hand."""
     out = {}
     for number in numbers:
         ways = WAYS if number <= MANY else GROWING
         runs = {way: lambda way=way, n=number: lower(way, n) for way in ways}
         some = rounds if number < MANY else max(1, rounds // 2)
-        out[number] = measure.ratios(measure.interleaved(runs, some), BY_HAND)
+        out[number] = timing.ratios(timing.interleaved(runs, some), BY_HAND)
     return out

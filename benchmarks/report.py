@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.measure import Figures, Ratio
+from benchmarks.measure import Figures
 from benchmarks.rivals import BY_HAND
+from benchmarks.timing import Ratio
 
 HEAD = (
     'way to freeze',
