@@ -64,14 +64,14 @@ class Effort:
     Attributes:
         lowerings: rounds of tracing and lowering.
         steps: rounds of training steps, at most.
-        seconds: after which no further round of training steps begins; three are done
+        seconds: after which no further round of training steps begins; two are done
             in any case.
-        warm: whether a round that does not count comes first.
+        warm: whether a training step that does not count comes first.
     """
 
-    lowerings: int = 5
+    lowerings: int = 4
     steps: int = 25
-    seconds: float = 12.0
+    seconds: float = 6.0
     warm: bool = True
 
 
@@ -108,6 +108,7 @@ def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
                 if RIVALS[name].gradient_of is None
             },
             effort.lowerings,
+            warm=False,
         ),
         BY_HAND,
     )

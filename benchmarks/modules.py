@@ -18,8 +18,9 @@ WIDTH = 4
 KERNELS = Selection.of('.*/kernel')
 NUMBERS = (10, 100, 1000, 3000)
 FEW = (2, 4)
-# The ways whose growth is not in question are measured up to this number.
-MANY = 1000
+# All ways are measured up to this number, and those in GROWING beyond.
+MANY = 100
+SECONDS = 40.0
 
 
 class Small(linen.Module):
@@ -89,7 +90,12 @@ WAYS: dict[str, tuple[Callable[..., Any], spellings.Spelling]] = {
         lambda module, _: module.apply,
     ),
 }
-GROWING = (BY_HAND, 'flax_sg block', 'flax_sg block in each')
+GROWING = (
+    BY_HAND,
+    'nn.map_variables in each',
+    'flax_sg block',
+    'flax_sg block in each',
+)
 
 
 def shapes(number: int) -> tuple[Any, Any]:
@@ -124,6 +130,6 @@ def measured(numbers: Sequence[int], rounds: int) -> dict[int, dict[str, timing.
     for number in numbers:
         ways = WAYS if number <= MANY else GROWING
         runs = {way: lambda way=way, n=number: lower(way, n) for way in ways}
-        some = rounds if number < MANY else max(1, rounds // 2)
-        out[number] = timing.ratios(timing.interleaved(runs, some), BY_HAND)
+        times = timing.interleaved(runs, rounds, SECONDS, warm=number <= MANY)
+        out[number] = timing.ratios(times, BY_HAND)
     return out

@@ -90,4 +90,6 @@ def _traces(axes: Any, results: Results) -> None:
         xlabel='modules',
         xscale='log',
     )
+    axes.set_xticks(list(results.modules), [f'{n:,}' for n in results.modules])
+    axes.minorticks_off()
     axes.legend()

@@ -103,7 +103,7 @@ def _rows(ways: Mapping[str, Figures | str]) -> list[list[str]]:
         [
             name,
             found.program,
-            f'{found.flops / 1e6:,.1f}',
+            f'{found.flops / 1e6:,.5g}',
             _megabytes(found.accessed_bytes),
             _megabytes(found.temporary_bytes),
             _megabytes(found.peak_bytes),
@@ -125,7 +125,7 @@ def _table(head: Any, rows: list[list[str]]) -> list[str]:
 
 
 def _megabytes(size: float | None) -> str:
-    return '' if size is None else f'{size / 1e6:,.2f}'
+    return '' if size is None else f'{size / 1e6:,.3g}'
 
 
 def _ratio(ratio: Ratio | None) -> str:

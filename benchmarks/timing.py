@@ -37,15 +37,15 @@ def interleaved(
     Args:
         runs: the programs, by name; the arrays that they return are waited for.
         rounds: how often.
-        seconds: after which no further round begins, from the third on.
+        seconds: after which no further round begins, from the second on.
         warm: whether each runs once before.
     """
-    for run in runs.values() if rounds and warm else ():
+    for run in runs.values() if warm else ():
         jax.block_until_ready(run())
     times: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
     for number in range(rounds):
-        if number >= 3 and time.perf_counter() - begin > seconds:
+        if number >= 2 and time.perf_counter() - begin > seconds:
             break
         for name, run in runs.items():
             start = time.perf_counter()
