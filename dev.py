@@ -97,6 +97,11 @@ def notebooks(*args):
     return run(development_env(), ROOT / 'tests/run_notebooks.py', *args)
 
 
+def bench(*args):
+    """Measure every way to freeze: [--smoke] [--only REGEX] [--out DIR]."""
+    return run(development_env(), '-m', 'benchmarks', *args)
+
+
 def docs(*args):
     """Build the guide and the reference into docs/_build; a warning is an error."""
     strict = ['-b', 'html', '-q', '-W', '-n', '--keep-going']
@@ -285,7 +290,7 @@ def package_index():
 
 COMMANDS = {
     f.__name__: f
-    for f in (demo, test, lint, notebooks, docs, package, ci, versions, witness)
+    for f in (demo, test, lint, notebooks, docs, package, bench, ci, versions, witness)
 }
 
 if __name__ == '__main__':

@@ -13,8 +13,6 @@ version = release = flax_sg.__version__
 
 extensions = ['sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'myst_nb']
 exclude_patterns = ['_build', 'notebooks/README.md']
-# A notebook that is in the table of contents and not in the checkout is left out.
-suppress_warnings = ['toc.not_readable']
 # Names of our own have to resolve. Those of Flax and JAX are in other sites, which are
 # not looked up.
 nitpick_ignore_regex = [(r'py:.*', r'(?!flax_sg\b).*')]

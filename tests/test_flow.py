@@ -21,11 +21,11 @@ from jax.extend.core import Literal
 
 import flax_sg as sg
 import flows
-import models
 import oracle
 import specs
 import test_random_models as random_models
 import uses
+from benchmarks import models
 from flax_sg import linen as nn
 from flax_sg.demo import by_hand, checks, data
 from flax_sg.demo import model as demo

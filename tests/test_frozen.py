@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-import models
 import oracle
 import stepwise
+from benchmarks import models
 from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped

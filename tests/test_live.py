@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 import flax_sg as sg
-import models
 import oracle
+from benchmarks import models
 from flax_sg import errors, testing
 from flax_sg import linen as nn
 from flax_sg.filters import Derived, as_filter

@@ -10,7 +10,7 @@ from flax.core import DenyList
 from flax.linen import summary as flax_summary
 
 import flax_sg as sg
-import models
+from benchmarks import models
 from flax_sg import _private, errors
 from flax_sg import linen as nn
 from flax_sg.summary import programs, rows
