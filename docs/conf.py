@@ -12,7 +12,7 @@ author = 'The flax_sg authors'
 version = release = flax_sg.__version__
 
 extensions = ['sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'myst_nb']
-exclude_patterns = ['_build', 'notebooks/README.md']
+exclude_patterns = ['_build', 'jupyter_execute', 'notebooks/README.md']
 # Names of our own have to resolve. Those of Flax and JAX are in other sites, which are
 # not looked up.
 nitpick_ignore_regex = [(r'py:.*', r'(?!flax_sg\b).*')]
