@@ -592,10 +592,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'callback': (
         lambda: sg.live(called_back, {'w': X, 'b': X}),
         errors.NotTracedError,
-        "'b', 'w' flows into what JAX cannot differentiate:\n"
+        "'b', 'w' goes where no report can follow it (a host callback, a mutable "
+        'array, what has no derivative):\n'
         '  pure_callback, at test_errors.py:LINE (called_back)\n'
-        'Stop it before, with jax.lax.stop_gradient, or give it a rule: '
-        'jax.custom_jvp, jax.custom_vjp.',
+        'If no gradient comes back from there, stop it before, with '
+        'jax.lax.stop_gradient. Otherwise give that part a rule: jax.custom_jvp, '
+        'jax.custom_vjp.',
     ),
     'values': (
         lambda: sg.gradient_flow(branches, {'w': X}),
