@@ -45,8 +45,9 @@ def flax_now() -> dict[Any, Any]:
         (repr(owner), name): value
         for owner in owners
         for name, value in vars(owner).items()
-        # Flax marks the fields of a class that is subclassed.
+        # Flax marks the fields of a class that is subclassed, Python those of a copy.
         if name not in ('__doc__', '__dict__', '__weakref__', '__dataclass_fields__')
+        and name != '__slotnames__'
         and not isinstance(value, types.ModuleType)  # Imported when first used.
     }
 

@@ -314,8 +314,7 @@ def test_sixteen_threads_in_blocks_of_their_own():
 
     def work(number: int) -> None:
         try:
-            for turn in range(2):
-                turn_of(number, turn)
+            turn_of(number, turn=number // 8)
         except BaseException as error:
             barrier.abort()
             wrong.append(error)
@@ -484,16 +483,16 @@ def test_ten_thousand_leaves():
     class Many(fnn.Module):
         @fnn.compact
         def __call__(self):
-            return jax.tree.map(lambda leaf: 2.0 * leaf, self.variables['params'])
+            return self.variables['params']
 
-    def doubled(params: Any) -> Any:
+    def read(params: Any) -> Any:
         with nn.stop_gradient('m1*/w[0-4]'):
             return Many().apply({'params': params})
 
-    equations = jax.make_jaxpr(doubled)(params).eqns
+    equations = jax.make_jaxpr(read)(params).eqns
     stopped = 111 * 5  # m1, m10 to m19, m100 to m199
     names = [equation.primitive.name for equation in equations]
-    assert (names.count('stop_gradient'), names.count('mul')) == (stopped, 10_000)
+    assert names == ['stop_gradient'] * stopped
     one, rest = sg.partition(params, 'm1*/w[0-4]')
     assert len(jax.tree.leaves(one)) == stopped
     assert sg.combine(rest, one) == params
