@@ -4,12 +4,26 @@ It stands here and not in tests/ so that the doctests of flax_sg get them too.
 """
 
 import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import coverage
+import pytest
 
 # Results are compared to the last bit with programs that ran on the same device.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # XLA's own optimizations are all there; machine code that is slower is made in half the
 # time, and each program runs but once or twice.
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
+# Equal programs of several tests, in several processes, are compiled once. They are
+# traced and lowered each time, and what is counted as a trace or a compilation is so.
+if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix='flax_sg-tests-')
+    os.environ['JAX_COMPILATION_CACHE_DIR'] = _cache.name
+    os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+    os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
+    os.environ['JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES'] = 'none'
 
 import jax
 
@@ -19,3 +33,53 @@ jax.config.update('jax_num_cpu_devices', 8)
 # Implicit conversions hide faults: a float64 that slipped in, a mask that broadcast.
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that `dev.py test` gives, for all tests."""
+    parser.addoption(
+        '--measure',
+        action='store_true',
+        help='measure the coverage: on imports, and on one case of each test',
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begins before the first import of flax_sg, in each process that runs tests."""
+    if config.getoption('--measure') and config.getoption('dist', 'no') == 'no':
+        config.pluginmanager.register(Measured())
+
+
+class Measured:
+    """Measures the coverage of imports, and of the first case of each test.
+
+    Python takes half as much time again while it is measured, JAX's own part of it too.
+    What the other cases of a test run has been run by its first one, nearly always.
+    """
+
+    def __init__(self) -> None:
+        self.coverage = coverage.Coverage(data_suffix=True)
+        self.coverage.start()
+        self.tests = set[str]()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Chooses the tests; all is imported now."""
+        self.coverage.stop()
+        # By its name without the case: of several items the first one stays.
+        first = {i.nodeid.partition('[')[0]: i.nodeid for i in session.items[::-1]}
+        self.tests.update(first.values())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        """Measures a test that is chosen, with its fixtures."""
+        if item.nodeid not in self.tests:
+            return (yield)
+        self.coverage.start()
+        try:
+            return (yield)
+        finally:
+            self.coverage.stop()
+
+    def pytest_sessionfinish(self) -> None:
+        """Leaves a file for each process, which `coverage combine` joins."""
+        self.coverage.save()

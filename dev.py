@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 PYPROJECT = ROOT / 'pyproject.toml'
 OLDEST_PYTHON = (3, 11)
+QUIET = ['--quiet', '--disable-pip-version-check']
 PYTHON_NAMES = ['python3', *(f'python3.{minor}' for minor in range(11, 20))]
 
 
@@ -33,15 +34,26 @@ def demo(*args):
 
 def test(*args):
     """Run the tests, all or some: [tests/test_linen.py -k name]."""
-    return pytest(development_env(), args)
+    python = development_env()
+    if args:
+        return pytest(python, args)
+    # All tests: what they run of flax_sg is measured, and pyproject.toml says how much
+    # that has to be.
+    coverage = ['-m', 'coverage']
+    run(python, *coverage, 'erase')
+    status = pytest(python, (), '--measure')
+    run(python, *coverage, 'combine', '--quiet')
+    return status or run(python, *coverage, 'report')
 
 
 def lint(*args):
-    """Check style and types with ruff and pyright: [FILES]."""
+    """Check style and types with ruff, pyright and mypy: [FILES]."""
     python = development_env()
     tools = [['ruff', 'check'], ['ruff', 'format', '--check'], ['pyright']]
-    # A list, so that every tool reports even when an earlier one has failed.
-    return int(any([run(python, '-m', *tool, *args) for tool in tools]))
+    # Lists, so that every tool reports even when an earlier one has failed. What mypy
+    # looks at, a program of a user, is in pyproject.toml.
+    faults = [run(python, '-m', *tool, *args) for tool in tools]
+    return int(any([*faults, run(python, '-m', 'mypy')]))
 
 
 def ci(*args):
@@ -67,6 +79,8 @@ def versions(*args):
                 shutil.rmtree(env, ignore_errors=True)
             env_python = ensure_env(env, python, '-e', '.[test]', *pins)
             results[name] = pytest(env_python, options)
+            if end == 'newest':
+                results.update(unstated(env_python))
     for name, status in results.items():
         print('failed' if status else 'passed', name)
     return int(any(results.values()))
@@ -78,22 +92,80 @@ def witness(*args):
     return run(development_env(), ROOT / 'tests/witness.py', *args, cwd=None)
 
 
-def wheel(*args):
-    """Build dist/*.whl."""
-    command = ['-m', 'pip', 'wheel', '--no-deps', '-w', 'dist', '.']
-    return run(development_env(), *command, *args)
+def notebooks(*args):
+    """Run the notebooks and keep what they show, or [--check] them: [01 02 ...]."""
+    return run(development_env(), ROOT / 'tests/run_notebooks.py', *args)
 
 
-def pytest(python, options):
+def bench(*args):
+    """Measure every way to freeze: [--smoke] [--only REGEX] [--out DIR]."""
+    return run(development_env(), '-m', 'benchmarks', *args)
+
+
+def docs(*args):
+    """Build the guide and the reference into docs/_build; a warning is an error."""
+    strict = ['-b', 'html', '-q', '-W', '-n', '--keep-going']
+    return run(development_env(), '-m', 'sphinx', *strict, *args, 'docs', 'docs/_build')
+
+
+def package(*args):
+    """Build what is shipped, check it, run its demo elsewhere: [--download]."""
+    python = development_env()
+    shutil.rmtree(ROOT / 'dist', ignore_errors=True)
+    if run(python, '-m', 'build', '--no-isolation', '--outdir', 'dist'):
+        return 1
+    built = sorted((ROOT / 'dist').iterdir())
+    [wheel] = [file for file in built if file.suffix == '.whl']
+    # A list, so that each of them reports.
+    checks = [['twine', 'check', '--strict', *built], ['check_wheel_contents', wheel]]
+    faults = [run(python, '-m', *check) for check in checks]
+    with tempfile.TemporaryDirectory() as name:
+        # Without links, as Python says where a module is from.
+        folder = Path(name).resolve()
+        clean = clean_env(folder / 'env', python, wheel, '--download' in args)
+        for command in (['-c', IMPORT_ALL, folder], ['-m', 'flax_sg', 'demo']):
+            faults.append(run(clean, '-I', *command, cwd=folder))
+    return int(any(faults))
+
+
+# Every public name can be had, and comes from the folder that is given.
+IMPORT_ALL = """
+import importlib, sys
+for name in ['', '.linen', '.core', '.filters', '.testing', '.errors']:
+    module = importlib.import_module('flax_sg' + name)
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+    names = [name for name in dir(module) if getattr(module, name) is not None]
+    print(f'{module.__name__}: {len(names)} names')
+"""
+
+
+def pytest(python, options, *more):
     """Runs pytest and returns its exit status."""
     # All tests share the cores; a chosen few start faster without worker processes.
     workers = ['-n', min(os.cpu_count() or 1, 4), '--dist=worksteal']
-    return run(python, '-m', 'pytest', *([] if options else workers), *options)
+    return run(python, '-m', 'pytest', *([] if options else workers), *options, *more)
 
 
 def run(*command, cwd=ROOT, **options):
     """Runs a command, in the project's root by default; returns its exit status."""
     return subprocess.run([str(c) for c in command], cwd=cwd, **options).returncode
+
+
+def unstated(python):
+    """What is newer than pyproject.toml states, as results that failed."""
+    section = PYPROJECT.read_text().partition('[tool.flax_sg.newest]')[2]
+    stated = dict(re.findall(r'^(\w+) = "([\d.]+)"', section.partition('\n[')[0], re.M))
+    ask = 'import sys; from importlib.metadata import version as v; '
+    ask += 'print("python 3.%d" % sys.version_info[1]); '
+    ask += 'print(*(n + " " + v(n) for n in sys.argv[1:]), sep="\\n")'
+    command = [str(python), '-c', ask, *(set(stated) - {'python'})]
+    newer = {}
+    for line in sorted(subprocess.check_output(command, text=True).splitlines()):
+        name, version = line.split()
+        known = [int(number) for number in stated[name].split('.')]
+        if [int(n) for n in re.findall(r'\d+', version)][: len(known)] > known:
+            newer[f'{line}: pyproject.toml states {stated[name]}'] = 1
+    return newer
 
 
 def python_version(python):
@@ -143,8 +215,7 @@ def ensure_env(env, base, *requirements):
     print(f'Installing into {env.name}: a minute or two, once.', file=sys.stderr)
     if not usable or run(python, '-c', 'import pip', stderr=subprocess.DEVNULL):
         make_env(env, python, base or base_python())
-    options = ['--quiet', '--disable-pip-version-check']
-    if run(python, '-m', 'pip', 'install', *options, *requirements):
+    if run(python, '-m', 'pip', 'install', *QUIET, *requirements):
         sys.exit('The installation failed: pip says why, above. Is there a network?')
     stamp.write_text(wanted)
     return python
@@ -162,6 +233,30 @@ def make_env(env, python, base):
             # A wheel is a zip file: pip can run from it, and so install itself.
             if run(python, wheel_file / 'pip', 'install', '--no-index', wheel_file):
                 sys.exit(f'pip could not be installed into {env}.')
+
+
+def clean_env(env, development, wheel, download):
+    """Makes an environment with the wheel and without a checkout; returns its Python.
+
+    What the wheel requires is downloaded; or that of the environment for development
+    is used, which is quick. A file names its folder. The editable install in there is
+    a file like that, which does not count where it is not the environment's own.
+    """
+    python = env / ('Scripts/python.exe' if os.name == 'nt' else 'bin/python')
+    make_env(env, python, development)
+    what = (
+        [f'{wheel}[demo]'] if download else ['--no-deps', '--ignore-installed', wheel]
+    )
+    if not download:
+        ask = 'import sysconfig; print(sysconfig.get_path("purelib"))'
+        folders = [
+            Path(subprocess.check_output([str(p), '-c', ask], text=True).strip())
+            for p in (development, python)
+        ]
+        (folders[1] / 'development.pth').write_text(f'{folders[0]}\n')
+    if run(python, '-m', 'pip', 'install', *QUIET, *what):
+        sys.exit('The wheel could not be installed: pip says why, above.')
+    return python
 
 
 def download_pip(folder):
@@ -193,7 +288,10 @@ def package_index():
     return configured or 'https://pypi.org/simple'
 
 
-COMMANDS = {f.__name__: f for f in (demo, test, lint, ci, versions, witness, wheel)}
+COMMANDS = {
+    f.__name__: f
+    for f in (demo, test, lint, notebooks, docs, package, bench, ci, versions, witness)
+}
 
 if __name__ == '__main__':
     if len(sys.argv) > 1 and sys.argv[1] not in COMMANDS:

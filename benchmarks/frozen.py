@@ -1,11 +1,11 @@
 """What a frozen layer costs: memory in a scan, and the time of the way back.
 
-Run as ``python benchmarks/frozen.py``. Compiles for the CPU; prints one line for each
+Run as ``python -m benchmarks.frozen``. Compiles for the CPU; prints one line for each
 program.
 """
 
 import functools
-import time
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from benchmarks.timing import interleaved
 from flax_sg import linen as nn
 
 DEPTH, WIDTH, RANK, BATCH = 16, 256, 4, 8
@@ -106,18 +107,9 @@ def times() -> None:
     bare, frozen = model(lambda module: module), model(nn.Frozen)
     params = bare.init(jax.random.key(0), x)['params']
     runs = {'bare': step(bare), 'frozen': step(frozen)}
-    for run in runs.values():
-        jax.block_until_ready(run(params, x))
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(10):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run(params, x))
-            found[name].append(time.perf_counter() - start)
-    for name, seconds in found.items():
-        print(
-            f'12 layers, {name:8} {1000 * sorted(seconds)[len(seconds) // 2]:7.1f} ms'
-        )
+    calls = {name: functools.partial(run, params, x) for name, run in runs.items()}
+    for name, seconds in interleaved(calls, 11).items():
+        print(f'12 layers, {name:8} {1000 * statistics.median(seconds):7.1f} ms')
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """Time of ``sg.gradient_flow`` beyond that of the trace, for 1,000 parameters.
 
-    python benchmarks/gradient_flow.py
+    python -m benchmarks.gradient_flow
 
 The bound is one second: a report has to be quick enough to be part of a test suite.
 """

@@ -1,14 +1,13 @@
 """What frozen layers of a scanned stack cost: flops, memory, time of a training step.
 
-Run as ``python benchmarks/layers.py``. Sixteen layers, 256 wide, of which the first
+Run as ``python -m benchmarks.layers``. Sixteen layers, 256 wide, of which the first
 twelve are frozen, with and without remat, with something trained below them or nothing.
 Prints one line for each program: its flops, its temporary memory, and its time as a
-ratio to the split scan by hand, measured in turn (median and range).
+ratio to the split scan by hand, measured in turn (median and quartiles).
 """
 
 import dataclasses
-import statistics
-import time
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from flax import linen
 
 import flax_sg as sg
+from benchmarks.timing import interleaved, ratios
 from flax_sg import linen as nn
 
 DEPTH, FROZEN, WIDTH, BATCH = 16, 12, 256, 512
@@ -140,16 +140,9 @@ def compiled(loss: Loss, params: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss)).lower(params).compile()
 
 
-def seconds(step: Any, params: Any) -> float:
-    """The time of one step."""
-    start = time.perf_counter()
-    jax.block_until_ready(step(params))
-    return time.perf_counter() - start
-
-
 def main() -> None:
     """Prints the table."""
-    print('| below | remat | program | MFLOP | temporary MB | time (range) |')
+    print('| below | remat | program | MFLOP | temporary MB | time (quartiles) |')
     print('|---|---|---|---|---|---|')
     for below in (False, True):
         for remat in (False, True):
@@ -158,20 +151,18 @@ def main() -> None:
             # In a loop XLA counts one step: for flops the steps are written out.
             whole = dataclasses.replace(stack, unroll=DEPTH).programs()
             steps = {n: compiled(f, params) for n, f in stack.programs().items()}
-            times: dict[str, list[float]] = {name: [] for name in steps}
-            for _ in range(ROUNDS):
-                for name, step in steps.items():
-                    times[name].append(seconds(step, params))
+            runs = {
+                name: functools.partial(step, params) for name, step in steps.items()
+            }
+            times = ratios(interleaved(runs, ROUNDS), 'by_hand')
             for name, step in steps.items():
                 flops = compiled(whole[name], params).cost_analysis()['flops'] / 1e6
                 memory = step.memory_analysis().temp_size_in_bytes / 1e6
-                pairs = zip(times[name], times['by_hand'], strict=True)
-                ratios = [ours / hand for ours, hand in pairs]
                 print(
                     f'| {"yes" if below else "no"} | {"yes" if remat else "no"} '
                     f'| {name} | {flops:.0f} | {memory:.1f} '
-                    f'| {statistics.median(ratios):.2f} '
-                    f'({min(ratios):.2f} to {max(ratios):.2f}) |'
+                    f'| {times[name].median:.2f} '
+                    f'({times[name].low:.2f} to {times[name].high:.2f}) |'
                 )
 
 

@@ -4,6 +4,7 @@ Each name stands behind one function or constant that says why it is needed. Tri
 flax 0.12.0 and jax 0.7.2 up to flax 0.12.8 and jax 0.10.2.
 """
 
+# ruff: noqa: E402
 # What this file is for, and only this file.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -21,6 +22,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flax_sg import errors, versions
+
+if 'Module' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+versions.check()  # Before the names are asked for: it says which versions have them.
+
 import flax
 import jax
 from flax.core import axes_scan, lift, meta, tracers
@@ -33,11 +40,12 @@ from jax import custom_batching
 from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src import linear_util, source_info_util
+from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
 
-from flax_sg import errors, extras
+from flax_sg import extras
 
 Module = linen_module.Module
 Variable = linen_module.Variable
@@ -70,91 +78,55 @@ RULES: dict[str, tuple[str, ...]] = {
     'custom_vmap': ('vmap_rule',),
 }
 
-_REQUIRED: tuple[tuple[Any, str], ...] = (
-    *_HOOKED.values(),
-    (Scope, '_collection'),
-    (Scope, '_populate_collections'),
-    (lift, '_dedup_scopes'),
-    (lift, '_dup_scopes'),
-    (linen_transforms, 'get_module_scopes'),
-    (linen_transforms, 'set_module_scopes'),
-    (linen_module, '_context'),
-    (linen_module, 'CompactNameScope'),
-    (linen_module, '_ModuleInternalState'),
-    (linen_module, '_caches'),
-    (linen_module, '_unspecified_parent'),
-    (linen_module, 'SetupState'),
-    (linen_module, 'wrap_method_once'),
-    (Module, '_call_wrapped_method'),
-    (linen_transforms, '_is_module_class'),
-    (summary, '_get_module_table'),
-    (summary, '_render_table'),
-    (summary, '_get_rich_repr'),
-    (summary, '_size_and_bytes_repr'),
-    (jax, 'make_user_context'),
-    (jax_core, 'set_current_trace'),
-    (jax_core, 'trace_ctx'),
-    (jax_batching, 'BatchTrace'),
-    (partial_eval, 'DynamicJaxprTrace'),
-    (tracers, 'current_trace'),
-    (jax_core, 'trace_state_clean'),
-    (jax_lax, '_convert_element_type'),
-    (jax_config, 'trace_context'),
-    (source_info_util, 'is_user_filename'),
-    (source_info_util, 'raw_frame_to_frame'),
-    (linear_util, 'DebugInfo'),
-)
-
-
-def check_versions() -> None:
-    """Raises at import, in words, if a name that the library rests on is gone."""
-    missing = [
-        f'{getattr(owner, "__name__", owner)}.{name}'
-        for owner, name in _REQUIRED
-        if not hasattr(owner, name)
-    ]
-    if missing:
-        raise errors.UnsupportedVersionError(missing)
-
-
-check_versions()
-
 _lock = threading.Lock()
-_users = 0
+_users: set[object] = set()
 _make: Mapping[str, Callable[[Any], Any]] = {}
+_made: dict[str, tuple[Any, Any]] = {}  # The last original and its hook, by key.
 _before: dict[str, Any] = {}
 _INHERITED = object()
 
 
-def acquire_hooks(make: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
+def acquire_hooks(
+    user: object, make: Mapping[str, Callable[[Any], Any]] | None = None
+) -> None:
     """Installs hooks on Flax's reads for the first of their users.
 
     Args:
+        user: who needs them, an object that tells it from others.
         make: for each name in ``_HOOKED`` a function from the original to its hook; by
             default those of the last time.
     """
-    global _users, _make
+    global _make
     with _lock:
-        make = _make = _make if make is None else make
-        if _users == 0:
-            for key, (owner, name) in _HOOKED.items():
+        if make is not None and make is not _make:
+            _make = make
+            _made.clear()
+        _users.add(user)
+        for key, (owner, name) in _HOOKED.items():
+            if key not in _before:
                 _before[key] = vars(owner).get(name, _INHERITED)
-                setattr(owner, name, make[key](getattr(owner, name)))
-        _users += 1
+                original = getattr(owner, name)
+                if _made.get(key, (_before,))[0] is not original:
+                    _made[key] = original, _make[key](original)
+                setattr(owner, name, _made[key][1])
 
 
-def release_hooks() -> None:
-    """Leaves Flax as it was when the last user is gone."""
-    global _users
+def release_hooks(user: object) -> None:
+    """Leaves Flax as it was when the last user is gone.
+
+    An exception may have come while hooks were installed, or removed: whatever has been
+    done by then, this completes it.
+    """
     with _lock:
-        _users -= 1
-        if _users == 0:
-            for key, (owner, name) in _HOOKED.items():
-                before = _before.pop(key)
-                if before is _INHERITED:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
+        _users.discard(user)
+        for key in () if _users else tuple(_before):
+            owner, name = _HOOKED[key]
+            before = _before[key]
+            if before is not _INHERITED:
+                setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
+            del _before[key]
 
 
 # Part of every trace cache key of JAX (jit, scan, cond, checkpoint, ...) and local to
@@ -192,6 +164,19 @@ def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
     if isinstance(leaf, Tracer):
         return jax_core.set_current_trace(leaf._trace)
     return contextlib.nullcontext()
+
+
+def stopped(leaf: Any) -> Any:
+    """``jax.lax.stop_gradient(leaf)``, in a fraction of the time.
+
+    JAX traces the derivative of each stop to find that there is none, which takes as
+    long as the rest of a small layer. Its rule stops the primal in the trace around.
+    """
+    trace = leaf._trace
+    while isinstance(leaf, (jax_ad.JVPTracer, jax_ad.LinearizeTracer)):
+        leaf, trace = leaf.primal, leaf._trace.parent_trace
+    with jax_core.set_current_trace(trace):
+        return jax.lax.stop_gradient(leaf)
 
 
 def in_innermost_trace(
@@ -248,6 +233,12 @@ def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
             break
         trace = outer
     return weakref.ref(trace)
+
+
+def in_kept_trace() -> bool:
+    """Whether JAX may run again what is being traced, without running Python."""
+    trace = kept_trace()
+    return trace is not None and isinstance(trace(), partial_eval.DynamicJaxprTrace)
 
 
 def running_method() -> tuple[Module, str] | None:
@@ -531,8 +522,12 @@ def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
 
 def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
     """The modules from outside that were attached somewhere in the tree of a scope."""
-    cache = weakref.WeakValueDictionary()
-    return linen_module._caches.setdefault(scope.root, cache)
+    cache: weakref.WeakValueDictionary[Any, Module] = weakref.WeakValueDictionary()
+    root: Any = scope.root
+    if hasattr(linen_module, '_caches'):
+        return linen_module._caches.setdefault(root, cache)
+    # From flax 0.12.9 on.
+    return vars(root).setdefault('_submodule_adoption_cache', cache)
 
 
 def id_of(module: Module) -> Any:

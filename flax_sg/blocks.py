@@ -27,6 +27,9 @@ from flax_sg import (
     views,
 )
 
+if 'ROOT_FLAG' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+
 ROOT_FLAG = 'flax_sg'
 # fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
 OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'
@@ -63,7 +66,6 @@ class Block(frames.Place):
         self.where = self.rewrite_value.where
         self.owner = owner
         self.owner_path = () if owner is None else owner.path
-        self.tree = None if owner is None else root_of(owner).tree
         self._closed_owner: weakref.ref[Scope] | None = None
         self.decisions: dict[tuple[str, str, str], tuple[paths.Path, Any]] = {}
         self.matched: set[filters.Filter] = set()
@@ -74,6 +76,8 @@ class Block(frames.Place):
             isinstance(atom, filters.Predicate) for atom in self.where.atoms
         )
         self.abandoned = False  # Set by a thread that closes a block of another one.
+        # Last: it notes the tree, which nobody forgets if the block is never opened.
+        self.tree = None if owner is None else root_of(owner).tree
 
     def wants(self, collection: str) -> bool:
         """Whether the block looks at variables of this collection at all."""
@@ -172,7 +176,9 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.blocks: tuple[Block, ...] = ()
         self.roots: dict[int, _KnownRoot] = {}
-        self.context: Any = None
+        self._no_context = _private.user_context(0)
+        with self._no_context:
+            pass
         self.number_of = contexts.InUse()
         self.rewritten = 0
         self._aside = 0  # How often blocks are set aside that will be open again.
@@ -181,27 +187,33 @@ class _Thread(threading.local):
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
         """Makes these the open blocks, for the hooks and for JAX's trace caches.
 
-        One context is entered at a time, whatever the order in which blocks close.
+        One context is entered at a time, whatever the order in which blocks close. An
+        exception may come between any two lines (Ctrl-C): a second call completes it.
         """
         # First what may raise: a rule of the user that cannot be hashed.
         context = _private.user_context(self.number_of(blocks)) if blocks else None
-        if self.context is not None:
-            self.context.__exit__(None, None, None)
-        self.blocks, self.context = blocks, context
+        self.blocks = blocks
+        self._no_context.__exit__(None, None, None)  # As it was before it was entered.
         if context is not None:
             context.__enter__()
 
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
         """Makes these the open blocks for a while."""
-        before = self.blocks
-        self.set_blocks(blocks)
-        self._aside += 1
+        before = self.blocks, self._aside
         try:
+            self._set_aside(blocks, self._aside + 1)
             yield
         finally:
-            self._aside -= 1
-            self.set_blocks(before)
+            try:
+                self._set_aside(*before)
+            except BaseException:
+                self._set_aside(*before)
+                raise
+
+    def _set_aside(self, blocks: tuple[Block, ...], aside: int) -> None:
+        self._aside = aside
+        self.set_blocks(blocks)
 
     def forget(self, block: Block) -> None:
         """Drops what was kept for a block that is closed."""
@@ -241,17 +253,17 @@ def active() -> tuple[Block, ...]:
 
 def add(block: Block) -> None:
     """Makes a block the innermost one of this thread."""
-    thread.set_blocks((*thread.blocks, block))
     _open_blocks.add(block)
+    thread.set_blocks((*thread.blocks, block))
 
 
 def remove(block: Block) -> None:
-    """Takes away a block of this thread, and what was kept for it."""
+    """Takes away a block of this thread, or what an exception has left of that."""
     _open_blocks.discard(block)
     thread.set_blocks(tuple(other for other in thread.blocks if other is not block))
     thread.forget(block)
     block.close()
-    _private.release_hooks()
+    _private.release_hooks(block)
 
 
 def abandon(rewrite: rules.Rewrite) -> None:

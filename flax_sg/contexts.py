@@ -20,6 +20,11 @@ import weakref
 from collections.abc import Hashable
 from typing import Any, Protocol
 
+from flax_sg import errors
+
+if 'Number' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+
 
 class Block(Protocol):
     """What a number depends on, of an open block."""

@@ -97,7 +97,8 @@ class Expectation:
         paths = _paths(names)
         for part in (*self.output.atoms, self.output):
             if not any(map(part, paths)):
-                raise errors.FlowNameError('output', str(part), names)
+                said = part.pattern if isinstance(part, filters.Glob) else repr(part)
+                raise errors.FlowNameError('output', said, names)
         rows = zip(names, flow.status, map(self.output, paths), strict=True)
         return [(name, row) for name, row, takes in rows if takes]
 

@@ -21,11 +21,11 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> blocks.Block:
     if blocks.thread.replay is not None:
         blocks.thread.replay.opens(rewrite, owner)
     block = blocks.Block(rewrite, owner)
-    _private.acquire_hooks(hooks.HOOKS)
     try:
+        _private.acquire_hooks(block, hooks.HOOKS)
         blocks.add(block)
     except BaseException:
-        _private.release_hooks()
+        blocks.remove(block)
         raise
     return block
 
@@ -40,12 +40,14 @@ def close_block(block: blocks.Block, judge: bool) -> None:
             nothing and a wrong order are worth an error.
     """
     before = blocks.thread.blocks
-    holder = block.is_here()
     try:
+        holder = block.is_here()
         if holder is None and before[-1] is block:
             unused.check(block, blocks.thread.number_of(before), quiet=not judge)
-    finally:
         blocks.remove(block)
+    except BaseException:
+        blocks.remove(block)
+        raise
     if not judge:
         return
     if holder is not None:
@@ -70,8 +72,8 @@ def opened(
     block = open_block(rewrite, owner)
     try:
         yield block
-    except BaseException:
-        close_block(block, judge=False)
-        raise
-    else:
         close_block(block, judge)
+    except BaseException:
+        if block in blocks.thread.blocks:
+            close_block(block, judge=False)
+        raise

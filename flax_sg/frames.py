@@ -16,7 +16,7 @@ class Place:
 
     def __init__(self) -> None:
         self._task = current_task()
-        self._frames = suspendable_frames()
+        self._frames = suspendable_frames(inside_task=self._task is not None)
         self.suspendable = self._task is not None or bool(self._frames)
 
     def is_here(self) -> str | None:
@@ -43,7 +43,7 @@ def current_task() -> asyncio.Task[Any] | None:
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def suspendable_frames() -> frozenset[int]:
+def suspendable_frames(inside_task: bool) -> frozenset[int]:
     """Identities of the frames on the stack that may be left while a block is open.
 
     A generator that yields inside a block leaves it open for code that is not in it.
@@ -51,7 +51,6 @@ def suspendable_frames() -> frozenset[int]:
     then is who entered it.
     """
     # A coroutine that is suspended suspends its task, which is looked at anyway.
-    inside_task = current_task() is not None
     kinds = _SUSPENDABLE & ~inspect.CO_COROUTINE if inside_task else _SUSPENDABLE
     found: list[int] = []
     frame = inspect.currentframe()

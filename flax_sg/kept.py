@@ -145,14 +145,19 @@ def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
         attributes.update(cached)
 
 
+def _is_derived(value: Any) -> bool:
+    """Whether a kept value is another one under a block, or may come to be."""
+    return reach.holds_arrays(value) or reach.keeps_what_it_reads(value)
+
+
 def _kept_arrays(module: Any) -> _Values:
-    """What ``setup`` has kept on a module and arrays can be reached from."""
+    """What ``setup`` has kept on a module and arrays are, or may be, reached from."""
     others = _names_of(type(module)).others
     attributes = object.__getattribute__(module, '__dict__')
     return {
         name: value
         for name, value in attributes.items()
-        if name not in others and reach.holds_arrays(value)
+        if name not in others and _is_derived(value)
     }
 
 
@@ -194,7 +199,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     known = _known(root, open_blocks[-1], module)
     if known.without_arrays.get(name, known) is value:
         return value
-    if not reach.holds_arrays(value):
+    if not _is_derived(value):
         known.without_arrays[name] = value
         return value
     blocks.note_trace(scope)

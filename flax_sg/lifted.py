@@ -28,8 +28,9 @@ def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         )
     no_targets = (type, filters.Filter)
     if isinstance(target, no_targets) or not callable(target):
-        filters.as_filter(target)  # Says what to write for modules and arrays.
-        raise errors.LiftTargetError(target)
+        is_array = hasattr(target, 'shape')
+        fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
+        raise errors.LiftTargetError(target, fix if is_array else '')
     if inspect.ismethod(target) and isinstance(target.__self__, _private.Module):
         lifted = _lift_function(rewrite, target.__func__)
         return types.MethodType(lifted, target.__self__)

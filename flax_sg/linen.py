@@ -31,7 +31,20 @@ from flax_sg.stops import stop_gradient as stop_gradient
 from flax_sg.stops import train_only as train_only
 from flax_sg.substitutes import substitute as substitute
 
-if not _typing.TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
+    # Submodules are among the names of a star import for Python, and not for mypy.
+    from flax.linen import activation as activation
+    from flax.linen import attention as attention
+    from flax.linen import initializers as initializers
+    from flax.linen import linear as linear
+    from flax.linen import module as module
+    from flax.linen import normalization as normalization
+    from flax.linen import pooling as pooling
+    from flax.linen import recurrent as recurrent
+    from flax.linen import spmd as spmd
+    from flax.linen import stochastic as stochastic
+    from flax.linen import transforms as transforms
+else:
     # The star import takes the names that flax.linen has now, types and all. Submodules
     # that are imported later become attributes of it only then, so they are looked up
     # when asked for. Type checkers do not see this function: it would tell them that

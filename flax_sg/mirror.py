@@ -150,8 +150,9 @@ def mirror(
         rngs: which random numbers a call draws:
 
             * ``'same'``: the n-th call of a view draws what the n-th call of the
-              module does, in whichever order they come: the same dropout masks. The
-              draws of the module are what they are without a view. The body of
+              module does, in whichever order they come: the same dropout masks. All
+              views of a module are counted together, and the draws of the module are
+              what they are without a view. The body of
               ``nn.scan`` is traced twice and counts go on: there the two have to be
               called equally often;
             * ``'fresh'``: new ones, as another call of the module would.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dis
 import functools
 import gc
 import sys
@@ -36,7 +38,66 @@ def holds_modules(value: Any) -> bool:
     return _search(value, lambda part: isinstance(part, kinds))
 
 
-def _search(value: Any, found: Callable[[Any], bool]) -> bool:
+def keeps_what_it_reads(value: Any) -> bool:
+    """Whether a value may come to hold arrays that it reads of a module.
+
+    A memo does: a helper with a cached property, a function that fills a dict, a list
+    or a variable of its closure.
+    """
+    return holds_modules(value) and _search(value, _may_fill, _fixed_parts)
+
+
+def _may_fill(part: Any) -> bool:
+    if isinstance(part, types.FunctionType):
+        return _binds_again(part.__code__)
+    if isinstance(part, (dict, list, set, collections.deque)):
+        return True
+    if isinstance(part, (*CLOSED, *_ARRAYS, *_FIXED)) or _is_jitted(part):
+        return False
+    return holds_modules(part)
+
+
+# What holds the same objects for ever.
+_FIXED = (tuple, frozenset, FrozenDict, functools.partial, types.MethodType, type)
+
+
+def _fixed_parts(value: Any) -> Iterable[Any]:
+    """What is held for ever by a value that does not change itself."""
+    if isinstance(value, FrozenDict):
+        return list(value.values())
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, types.FunctionType):
+        cells = [c.cell_contents for c in value.__closure__ or () if _filled(c)]
+        return (*cells, *(value.__defaults__ or ()), *value.__dict__.values())
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if _is_jitted(value):
+        return (value.__wrapped__,)
+    return value if isinstance(value, (tuple, frozenset)) else ()
+
+
+def _is_jitted(value: Any) -> bool:
+    """Whether it is a function that was compiled, or wrapped otherwise, by JAX."""
+    of_jax = type(value).__module__.partition('.')[0] in ('jax', 'jaxlib')
+    return of_jax and hasattr(value, '__wrapped__')
+
+
+@functools.lru_cache(4096)
+def _binds_again(code: types.CodeType) -> bool:
+    """Whether a function gives variables of its closure another value."""
+    return any(
+        step.opname == 'STORE_DEREF' and step.argval in code.co_freevars
+        for step in dis.get_instructions(code)
+    )
+
+
+def _search(
+    value: Any,
+    found: Callable[[Any], bool],
+    parts: Callable[[Any], Iterable[Any]] | None = None,
+) -> bool:
+    parts = parts or _parts
     waiting: list[Any] = [value]
     met: dict[int, Any] = {}  # Holds what was met: no other object gets its id.
     while waiting:
@@ -46,7 +107,7 @@ def _search(value: Any, found: Callable[[Any], bool]) -> bool:
         met[id(part)] = part
         if found(part) or len(met) > _MOST:
             return True
-        waiting.extend(_parts(part))
+        waiting.extend(parts(part))
     return False
 
 

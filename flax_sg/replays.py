@@ -222,8 +222,9 @@ def _home_of(scope: Scope, open_blocks: tuple[blocks.Block, ...]) -> Any:
 
 def _run_setup(scratch: Any, until: blocks.Block | None) -> list[str]:
     before = blocks.thread.replay
-    replay = blocks.thread.replay = _Replay(until)
+    replay = _Replay(until)
     try:
+        blocks.thread.replay = replay
         _private.run_setup(scratch)
     except _Reached:
         return replay.doubts

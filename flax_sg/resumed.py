@@ -47,10 +47,9 @@ def _of_jax(function: Any) -> bool:
     # Not the wrappers that JAX makes of functions of the user (``custom_gradient``).
     fn = function.fun
     module = getattr(fn, '__module__', None) or ''
-    return (
-        module.startswith(('jax.', 'flax_sg.'))
-        and getattr(fn, '__closure__', None) is None
-    )
+    closed = getattr(fn, '__closure__', None) is None
+    # Ours run what users gave later; if they held blocks, they would hold tracers.
+    return module.startswith('flax_sg.') or (module.startswith('jax.') and closed)
 
 
 def _resuming(
@@ -69,15 +68,23 @@ def _resuming(
 @contextlib.contextmanager
 def _resumed(open_blocks: tuple[blocks.Block, ...]) -> Generator[None]:
     """Opens blocks again, as they were, for code that belongs into them."""
-    thread = blocks.thread
-    _private.acquire_hooks()
+    thread, user = blocks.thread, object()
+
+    def leave() -> None:
+        for block in open_blocks:
+            if not any(block is other for other in thread.blocks):
+                thread.forget(block)
+        _private.release_hooks(user)
+
     try:
+        _private.acquire_hooks(user)
         with thread.only(open_blocks):
             for block in open_blocks:
                 block.reopen()
             yield
     finally:
-        for block in open_blocks:
-            if not any(block is other for other in thread.blocks):
-                thread.forget(block)
-        _private.release_hooks()
+        try:
+            leave()
+        except BaseException:
+            leave()
+            raise

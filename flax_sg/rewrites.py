@@ -35,6 +35,16 @@ class Rewrite(values.Value):
         exc: BaseException | None,
         tb: types.TracebackType | None,
     ) -> None:
+        before = blocks.thread.blocks
+        try:
+            self._close(exc_type)
+        except BaseException:
+            # What comes before the block is closed (Ctrl-C) must not leave it open.
+            if blocks.thread.blocks is before:
+                self._close(BaseException)
+            raise
+
+    def _close(self, exc_type: type[BaseException] | None) -> None:
         mine = [b for b in blocks.thread.blocks if b.source is self]
         if mine:
             # One value may be open in a suspended generator and around it.

@@ -53,6 +53,9 @@ class Rule(abc.ABC):
     refuses_writes: ClassVar[bool] = False
     """Whether a write to a selected variable raises."""
 
+    def __repr__(self) -> str:
+        return f'<{self.name}>'  # Without its address: a module shows it.
+
     @abc.abstractmethod
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns what a reader sees instead of ``leaf``.
@@ -136,7 +139,7 @@ class StopGradient(Rule):
         # and arrays of other types (integers, keys) carry no gradient.
         if not isinstance(leaf, _private.Tracer):
             return leaf
-        return jax.lax.stop_gradient(leaf) if is_differentiable(leaf) else leaf
+        return _private.stopped(leaf) if is_differentiable(leaf) else leaf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,9 @@ from flax.core.scope import Scope
 
 from flax_sg import _private, errors
 
+if 'UPDATE' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+
 UPDATE = 'update'
 HOLD = 'hold'
 USE_RUNNING_AVERAGE = 'use_running_average'

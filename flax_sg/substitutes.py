@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 from flax.core.scope import CollectionFilter
 
 from flax_sg import _private, errors, filters, forms, rewrites, sources
+from flax_sg.filters.refusals import brief
 from flax_sg.paths import Path
 
 T = TypeVar('T')
@@ -147,4 +148,6 @@ def _source_of(values: Any, collections: CollectionFilter) -> sources.Source:
     fix = ''
     if isinstance(values, type):
         fix = f'Fix: to lift a class write nn.substitute({values.__name__}, values).'
-    raise errors.SubstituteTypeError(f'{values!r}', fix)
+    elif hasattr(values, 'shape'):
+        fix = "Fix: say of which variable: nn.substitute({'encoder': {'bias': value}})."
+    raise errors.SubstituteTypeError(brief(values), fix)

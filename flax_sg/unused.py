@@ -11,6 +11,9 @@ from flax.core.scope import Scope
 
 from flax_sg import _private, blocks, errors, filters, views
 
+if '_passed' in globals():  # It was loaded before.
+    raise errors.ReloadError(__name__)
+
 # What was met under a context in extents that passed. Inside a compiled function no
 # Python runs and nothing is met: an extent that meets no more than one that passed is
 # one of those.

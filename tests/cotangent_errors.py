@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as fnn
@@ -71,19 +73,23 @@ def traced(factor: Any) -> Any:
     return grads(nn.map_cotangent('enc/w', lambda path, ct: factor * ct))
 
 
+CLIP = nn.clip_gradient(True, global_norm=1.0)
+
+
 def integer() -> None:
     with nn.scale_gradient('steps', 0.5):
         Uses().apply({'params': {'steps': jnp.array(3), 'w': jnp.ones(2)}})
 
 
-def split() -> None:
+def split(around: bool = False) -> None:
     class Body(fnn.Module):
         shared: fnn.Module
 
         @fnn.compact
         def __call__(self, x, _):
             own = fnn.Dense(1, name='own')
-            with nn.clip_gradient(True, global_norm=1.0):
+            clip = contextlib.nullcontext() if around else CLIP
+            with clip:
                 return self.shared(own(x)), None
 
     class Model(fnn.Module):
@@ -95,7 +101,8 @@ def split() -> None:
                 split_rngs={'params': False},
                 length=2,
             )
-            return scan(fnn.Dense(1, name='shared'), name='body')(x, None)[0]
+            with CLIP if around else contextlib.nullcontext():
+                return scan(fnn.Dense(1, name='shared'), name='body')(x, None)[0]
 
     x = jnp.ones((1, 1))
     params = Model().init(jax.random.key(0), x)
@@ -271,3 +278,115 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'Open the block around the transform, or leave that module out.',
     ),
 }
+
+
+def counted(path: Any, ct: Any) -> Any:
+    return ct / jnp.sum(ct)
+
+
+def widened(path: Any, ct: Any) -> Any:
+    return ct.astype(jnp.bfloat16).astype(ct.dtype)
+
+
+@jax.jit
+def handed_over(factor: Any) -> Any:
+    return grads(nn.map_cotangent('enc/w', lambda path, ct, f: f * ct, factor))
+
+
+def backwards_twice() -> Any:
+    with nn.clip_gradient('enc/b', norm=1.0):
+        jax.jacrev(jax.jacrev(loss))(PARAMS)
+        return jax.jacfwd(jax.grad(loss))(PARAMS)
+
+
+class ReadsOne(fnn.Module):
+    @fnn.compact
+    def __call__(self):
+        return jnp.sum(self.variables['params']['w'])
+
+
+def of_reals(where: Any) -> Any:
+    with nn.scale_gradient(where, 0.5):
+        return ReadsOne().apply({'params': {'steps': jnp.array(3), 'w': jnp.ones(2)}})
+
+
+def changed_before() -> None:
+    bounds = [1.0]
+    bounds[0] = 2.0
+    with nn.map_cotangent('enc/w', lambda path, ct: jnp.clip(ct, -1, bounds[0])):
+        jax.grad(loss)(PARAMS)
+
+
+where, path, fn, value = 'enc/w', 'enc/w', counted, 1.0
+ONES = {'enc': {'w': jnp.ones((2, 3)), 'v': jnp.ones((2, 3)), 'b': jnp.ones(3)}}
+
+
+def of_three(rule: Any) -> Any:
+    def under(params: Any) -> jax.Array:
+        with rule:
+            return loss(params)
+
+    return jax.grad(under)(ONES)['enc']
+
+
+SAME_SHAPE = functools.partial(of_three, nn.copy_cotangent({'enc/w': 'enc/v'}))
+ONE_BOUND_EACH = 'nn.clip_gradient(where, global_norm=1.0)'
+
+FIXES: dict[str, str | Callable[[], Any]] = {
+    'forward mode': backwards_twice,
+    'forward mode of many': lambda: jax.grad(
+        lambda t: jnp.sum(sg.rewrite(t, nn.clip_gradient(True, global_norm=1.0))['a'])
+    )({name: jnp.ones(1) for name in 'ab'}),
+    'a function that changes the shape': lambda: grads(
+        nn.map_cotangent('enc/w', counted)
+    ),
+    'a function that changes the dtype': lambda: grads(
+        nn.map_cotangent('enc/w', widened)
+    ),
+    'a function that returns nothing': lambda: grads(
+        nn.map_cotangent('enc/w', lambda path, ct: ct * 2.0)
+    ),
+    'a value of another shape': lambda: grads(
+        nn.replace_cotangent('enc/w', jnp.ones((2, 3)))
+    ),
+    'a variable of another shape': lambda: of_three(
+        nn.replace_cotangent('enc/w', variable='enc/v')
+    ),
+    'a source of another shape': SAME_SHAPE,
+    'an integer': lambda: [of_reals('w'), of_reals(True)],
+    'an integer in a tree': lambda: [
+        sg.rewrite({'n': 3, 'w': 1.0}, nn.clip_gradient(choice, value=1.0))
+        for choice in ('w', True)
+    ],
+    'a circle of copies': lambda: nn.copy_cotangent({'a': 'b'}),
+    'a copy of itself': lambda: nn.copy_cotangent({'a': 'b'}),
+    'copies without sources': "{'a/kernel': 'b/kernel'}",
+    'a source that is not there': lambda: [
+        SAME_SHAPE(),
+        grads(nn.copy_cotangent({'enc/w': 'enc/v'}, unused='ignore')),
+    ],
+    'clip without a bound': ONE_BOUND_EACH,
+    'clip with two bounds': lambda: grads(nested_clips()),
+    'clip below zero': lambda: nn.clip_gradient('enc/**', norm=0.0),
+    'a factor for each': lambda: nn.scale_gradient('enc/**', jnp.ones(())),
+    'a factor that is none': lambda: [
+        nn.scale_gradient('enc/**', factor) for factor in (0.5, jnp.float32(0.5))
+    ],
+    'replaced by nothing': 'nn.replace_cotangent(where, value)',
+    'replaced by two': lambda: [
+        nn.replace_cotangent(where, **choice)
+        for choice in ({'value': 1.0}, {'variable': 'path'}, {'collection': 'name'})
+    ],
+    'replaced by what is not there': lambda: of_three(
+        nn.replace_cotangent('enc/w', variable='enc/w')
+    ),
+    'a function that reads what changes': lambda: [changed_before(), handed_over(2.0)],
+    'a function that reads a tracer': lambda: handed_over(2.0),
+    'modules from outside of a body': lambda: split(around=True),
+}
+
+
+@contextlib.contextmanager
+def nested_clips() -> Iterator[None]:
+    with nn.clip_gradient(where, value=1.0), nn.clip_gradient(where, norm=2.0):
+        yield

@@ -9,11 +9,13 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import flax_sg as sg
 from flax_sg import errors, testing
 from flax_sg import linen as nn
 
+assert_traces_once = testing.assert_traces_once
 PARAMS = {'head': jnp.ones(3), 'body': jnp.ones((4, 3))}
 SHAPES = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -28,8 +30,8 @@ def loss(params: Any) -> jax.Array:
     return jnp.sum(params['head']) * jnp.sum(jax.lax.stop_gradient(params['body']))
 
 
-def in_block() -> None:
-    with nn.stop_gradient(sg.at('Dense_0/bias', np.s_[5:])):
+def in_block(index: Any) -> None:
+    with nn.stop_gradient(sg.at('Dense_0/bias', index)):
         params = {
             'params': {'Dense_0': {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}}
         }
@@ -42,13 +44,13 @@ def traced_twice() -> None:
     step(jnp.ones(3))
 
 
-def too_many_layers() -> None:
+def layers(frozen_layers: Any) -> None:
     stack = nn.scan(
         Layer,
         variable_axes={'params': 0},
         split_rngs={'params': True},
         length=4,
-        frozen_layers=slice(4, 6),
+        frozen_layers=frozen_layers,
     )
     jax.eval_shape(lambda: stack().init(jax.random.key(0), jnp.ones(2), None))
 
@@ -91,7 +93,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a report with arguments': (
         lambda: testing.assert_flows(sg.gradient_flow(loss, PARAMS), 'head', PARAMS),
         errors.ReportArgumentsError,
-        'a report was given with 1 arguments; it says what it says of the '
+        'a report was given with 1 argument; it says what it says of the '
         'arguments that it was made with.\n'
         'Leave them out, or give the function in place of the report.',
     ),
@@ -102,7 +104,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'Make the module: sg.tabulate(Model(...), rngs)(x).',
     ),
     'a part that there is not': (
-        in_block,
+        lambda: in_block(np.s_[5:]),
         errors.PartError,
         "Index(np.s_[5:]) does not fit 'Dense_0/bias', an array of shape (2,): "
         'it takes nothing.\n'
@@ -122,11 +124,37 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Write it as numpy does: sg.at('embed/embedding', np.s_[:100]).",
     ),
     'layers that there are not': (
-        too_many_layers,
+        lambda: layers(slice(4, 6)),
         errors.FrozenLayersError,
         'frozen_layers=slice(4, 6, None) does not fit a scan of 4 layers: it '
         'takes none of them.\n'
         'Write indices from 0 to 3, such as frozen_layers=slice(0, 2), or a '
         'bool for each layer.',
     ),
+}
+
+FIXES: dict[str, str | Callable[[], Any]] = {
+    'another program': lambda: testing.assert_same_program(jnp.sin, jnp.sin, SHAPES),
+    'traced again': lambda: jax.jit(testing.assert_traces_once(jnp.negative))(
+        jnp.ones(2)
+    ),
+    'never traced': lambda: jax.jit(assert_traces_once(loss))(PARAMS),
+    'another part trained': lambda: testing.assert_trains_only(loss, 'head', PARAMS),
+    'a report with arguments': lambda: [
+        testing.assert_flows(sg.gradient_flow(loss, PARAMS), 'head'),
+        testing.assert_flows(loss, 'head', PARAMS),
+    ],
+    'a class as a table': lambda: sg.tabulate(fnn.Dense(2), jax.random.key(0))(
+        jnp.ones(2)
+    ),
+    'a part that there is not': lambda: in_block(np.s_[1:]),
+    'a part of a leaf': lambda: [
+        sg.partition(PARAMS, 'body'),
+        sg.freeze(optax.sgd(0.1), sg.at('body', np.s_[:2])).init(PARAMS),
+    ],
+    'no index': "sg.at('embed/embedding', np.s_[:100])",
+    'layers that there are not': lambda: [
+        layers(slice(0, 2)),
+        layers([True, False, True, False]),
+    ],
 }

@@ -15,9 +15,9 @@ from flax.core import freeze
 from flax.core.meta import Partitioned
 
 import flax_sg as sg
-import models
 import oracle
 import programs
+from benchmarks import models
 from flax_sg import autodiff, errors, testing
 from flax_sg import linen as nn
 

@@ -375,8 +375,7 @@ def put_in() -> Iterator[Callable[[Any], None]]:
         yield lambda fault: fault(patch)
         for block in tuple(blocks._open_blocks):
             blocks.remove(block)
-        if blocks.thread.context is not None:
-            blocks.thread.set_blocks(())
+        blocks.thread.set_blocks(())
     sequences.forget_contexts()
 
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-import models
 import oracle
 import stepwise
+from benchmarks import models
 from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
@@ -328,8 +328,8 @@ def assert_same_program(
     model: Any, plain: Any, selects: Any = is_frozen, x: Any = X, **kwargs: Any
 ) -> None:
     """``model`` is ``plain`` with the selected parameters stopped by hand."""
-    variables = plain.init(RNGS, x, **kwargs)
-    assert_same(model.init(RNGS, x, **kwargs), variables)
+    variables = initialized(plain, x, **kwargs)
+    assert_same(initialized(model, x, **kwargs), variables)
 
     def fn(model: Any, selects: Any) -> Any:
         def of_params(params: Any, x: Any) -> Any:
@@ -346,6 +346,11 @@ def assert_same_program(
     params = variables['params']
     actual = gradients(fn(model, None), params, x)
     assert_same(actual, gradients(fn(plain, selects), params, x))
+
+
+def initialized(model: Any, x: Any, **kwargs: Any) -> Any:
+    """The variables of a model, step by step."""
+    return stepwise.evaluate(lambda rngs, x: model.init(rngs, x, **kwargs), RNGS, x)
 
 
 def gradients(fn: Any, params: Any, x: Any) -> Any:

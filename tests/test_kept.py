@@ -576,6 +576,39 @@ class RandomHelper(Raw):
         )
 
 
+class Lazy:
+    """A helper that keeps what it made of a module at its first use."""
+
+    def __init__(self, module):
+        self.module = module
+
+    @functools.cached_property
+    def doubled(self):
+        return 2.0 * self.module.w
+
+
+class Memos(Raw):
+    """Kept things that hold no array before they are used."""
+
+    def setup(self):
+        super().setup()
+        self.lazy = Lazy(self)
+        self.both = (jax.jit(jnp.sin), {'lazy': Lazy(self)})
+        memo, bound = {}, None
+        self.filled = lambda: memo.setdefault('w', 3.0 * self.w)
+
+        def rebound():
+            nonlocal bound
+            bound = 5.0 * self.w if bound is None else bound
+            return bound
+
+        self.rebound = rebound
+
+    def use(self, x):
+        lazy = self.lazy.doubled + self.both[1]['lazy'].doubled
+        return x * lazy * self.filled() * self.rebound()
+
+
 class Noisy(Raw):
     def setup(self):
         super().setup()
@@ -633,6 +666,7 @@ ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     'call of a lifted child': CallOfLiftedChild,
     'constants in fields': ConstantFields,
     'random helper': RandomHelper,
+    'memos': Memos,
     'random': Noisy,
     'random child': NoisyChild,
 }

@@ -1,4 +1,4 @@
-"""How the package is laid out: one topic per file, imports one way, nothing private.
+"""How packages are laid out: one topic per file, imports one way, nothing private.
 
 Each check is a function from a package's folder to the faults found there. It is run on
 flax_sg, and on a small package with one fault, which it has to report.
@@ -286,6 +286,13 @@ every_check = pytest.mark.parametrize(
 @every_check
 def test_flax_sg_has_no_fault(check: Check):
     assert check(ROOT / 'flax_sg') == []
+
+
+@pytest.mark.parametrize(
+    'check', [relative_imports, import_cycles, private_names, long_files]
+)
+def test_the_benchmarks_have_no_fault(check: Check):
+    assert check(ROOT / 'benchmarks') == []
 
 
 @every_check

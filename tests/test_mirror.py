@@ -358,6 +358,20 @@ def test_choices_of_rngs_and_state(how) -> None:
     assert not (out[0] == out[1]).all()
 
 
+def test_all_views_of_a_module_are_counted_together() -> None:
+    class Model(linen.Module):
+        def setup(self):
+            self.drop = linen.Dropout(0.5, deterministic=False)
+
+        def __call__(self, x):
+            own = self.drop(x), self.drop(x)
+            return own, (nn.mirror(self.drop)(x), nn.mirror(self.drop)(x))
+
+    (first, second), seen = Model().apply({}, jnp.ones(20), rngs=RNGS)
+    assert bool(jnp.any(first != second))
+    assert_same(seen, (first, second))
+
+
 def test_a_part_draws_as_the_part_does() -> None:
     class Has(linen.Module):
         def setup(self):

@@ -341,6 +341,13 @@ def test_masks_and_labels_drive_optax():
         sg.labels(params, {'slow': 'body/**', 'all': '**', 'fast': 'head/w'})
 
 
+def test_masks_and_labels_have_nothing_where_nothing_is():
+    pruned = {'body': sg.ABSENT, 'head': 1.0}
+    assert sg.labels(pruned, {'fast': 'head'}) == {'body': sg.ABSENT, 'head': 'fast'}
+    assert sg.frozen_mask(pruned, 'head') == {'body': sg.ABSENT, 'head': True}
+    assert sg.trainable_mask(pruned, 'head') == {'body': sg.ABSENT, 'head': True}
+
+
 def test_leaves_that_no_optimizer_can_take():
     # Hazard 26; and hazard 31, gradients of jax.grad with allow_int.
     params = {
@@ -421,6 +428,31 @@ def test_thaw_forgets_nothing():
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(hand), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     oracle.assert_same(params['layer_0'], hand['layer_0'])
+
+
+@pytest.mark.parametrize('keep_state', [False, True])
+def test_thaw_in_groups_of_optax(keep_state):
+    # A group keeps optax's own sentinel for what belongs to another group.
+    groups = {'layers': optax.adam(0.1), 'head': optax.adam(0.2)}
+    group_of = lambda path: 'head' if path.startswith('head') else 'layers'  # noqa: E731
+    grouped = optax.multi_transform(groups, lambda p: sg.labels(p, group_of))
+    tx = sg.freeze(grouped, 'layer_*/**', keep_state=keep_state)
+    state = tx.init(PARAMS)
+    _, state = tx.update(GRADS, state, PARAMS)
+    head = state.inner_state.inner_states['head']
+    tx, state = sg.thaw(tx, state, PARAMS, 'layer_1/**')
+    _, state = tx.update(GRADS, state, PARAMS)
+    now = state.inner_state.inner_states
+    # Alone: the head took two steps, the thawed layer one, the frozen one none.
+    for name, rate, steps in (('head', 0.2, 2), ('layer_1', 0.1, 1)):
+        alone = optax.adam(rate)
+        expected = alone.init(PARAMS[name])
+        for _ in range(steps):
+            _, expected = alone.update(GRADS[name], expected, PARAMS[name])
+        group = 'head' if name == 'head' else 'layers'
+        oracle.assert_same(now[group].inner_state[0].mu[name], expected[0].mu)
+    assert head.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
+    assert now['layers'].inner_state[0].mu['layer_0']['bias'] is sg.ABSENT
 
 
 def test_thaw_without_kept_state_starts_anew():

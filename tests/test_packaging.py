@@ -6,6 +6,7 @@ import email.message
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def test_pictures_are_an_extra(metadata: email.message.Message):
 
 def test_dev_brings_every_extra(metadata: email.message.Message):
     extras = set(metadata.get_all('Provides-Extra', []))
-    assert extras == {'demo', 'plot', 'test', 'lint', 'witness', 'dev'}
+    assert {'demo', 'plot', 'test', 'lint', 'docs', 'package', 'dev'} <= extras
     dev = set().union(*(requirements(metadata, extra) for extra in extras - {'dev'}))
     assert requirements(metadata, 'dev') == dev
 
@@ -84,6 +85,7 @@ def test_metadata(metadata: email.message.Message):
     assert metadata['Version'] == flax_sg.__version__
     assert metadata['Requires-Python'] == '>=3.11'
     assert metadata['License-Expression'] == 'Apache-2.0'
+    assert all('https://github.com/' in u for u in metadata.get_all('Project-URL', []))
     assert 'Typing :: Typed' in metadata.get_all('Classifier', [])
     assert metadata.get_payload().startswith('# flax_sg')
 
@@ -99,6 +101,21 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
     assert files == sources
     assert 'flax_sg/py.typed' in files
     assert any(n.endswith('.dist-info/licenses/LICENSE') for n in wheel.namelist())
+
+
+def test_the_sdist_holds_the_tests_and_what_they_read(tmp_path: Path):
+    build = f'import hatchling.build as b; print(b.build_sdist({str(tmp_path)!r}))'
+    name = run_python('-c', build).split()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        files = {n.partition('/')[2] for n in archive.getnames()}
+    tests = {f'tests/{file.name}' for file in (ROOT / 'tests').glob('*.py')}
+    guide = {f'docs/{file.name}' for file in (ROOT / 'docs').glob('*.md')}
+    assert tests | guide | {'dev.py', 'README.md', 'CITATION.cff'} <= files
+    assert not any(n.startswith(('docs/_build', 'docs/notebooks')) for n in files)
+
+
+def test_what_is_cited_is_this_version():
+    assert f'\nversion: {flax_sg.__version__}\n' in (ROOT / 'CITATION.cff').read_text()
 
 
 def test_the_library_imports_only_what_it_requires():

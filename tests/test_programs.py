@@ -9,22 +9,13 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-import models
 import oracle
 import programs
+from benchmarks import models
 from flax_sg import linen as nn
-from flax_sg.testing import assert_same_program, optimized_hlo
+from flax_sg.testing import assert_same_program
 
 X = jnp.linspace(-1.0, 1.0, 2 * 4 * 16).reshape(2, 4, 16)
-
-FROZEN = {
-    'backbone': (r'layer_\d+/.*', re.compile(r'layer_\d+/.*')),
-    'first half': (r'layer_[0-5]/.*', 'layer_[0-5]/**'),
-    'second half': (
-        r'layer_([6-9]|1\d)/.*',
-        [f'layer_{number}/**' for number in range(6, 12)],
-    ),
-}
 
 
 def shapes_of(model: linen.Module, x: Any) -> Any:
@@ -50,100 +41,11 @@ def by_hand(model: linen.Module, pattern: str) -> Callable[..., Any]:
     return jax.value_and_grad(loss, argnums=(0, 1))
 
 
-@pytest.mark.parametrize('name', FROZEN)
-def test_transformer(name: str) -> None:
-    pattern, where = FROZEN[name]
-    args = shapes_of(models.Transformer(), X), X
-    blocked = models.Transformer(stop=nn.stop_gradient, frozen=where)
-    assert_same_program(step_of(blocked), by_hand(models.Transformer(), pattern), *args)
-
-
 def test_the_comparison_can_fail() -> None:
     args = shapes_of(models.Transformer(depth=2), X), X
     bare = models.Transformer(depth=2)
     with pytest.raises(AssertionError, match='different programs'):
         assert_same_program(step_of(bare), by_hand(bare, r'layer_1/.*'), *args)
-
-
-def block_around(model: linen.Module) -> Callable[..., Any]:
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        with nn.stop_gradient('layers/**'):
-            return jnp.sum(model.apply({'params': params}, x))
-
-    return jax.value_and_grad(loss, argnums=(0, 1))
-
-
-def block_inside(model: linen.Module) -> Callable[..., Any]:
-    return step_of(model.clone(stop=nn.stop_gradient, frozen='layers/**'))
-
-
-def lifted_class(model: linen.Module) -> Callable[..., Any]:
-    cls = nn.stop_gradient(type(model), 'layers/**')
-    return step_of(cls(remat=model.remat))
-
-
-def decorated_method(model: linen.Module) -> Callable[..., Any]:
-    class Decorated(models.ScannedTransformer):
-        @nn.stop_gradient('layers/**')
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return models.ScannedTransformer.__call__.__wrapped__(self, x)
-
-    return step_of(Decorated(remat=model.remat))
-
-
-SPELLINGS = [block_around, block_inside, lifted_class, decorated_method]
-
-
-@pytest.mark.parametrize('remat', [False, True], ids=['scan', 'scan of remat'])
-def test_scanned_transformer_in_every_spelling(remat: bool) -> None:
-    model = models.ScannedTransformer(remat=remat)
-    args = shapes_of(model, X), X
-    hand = programs.compiled(by_hand(model, 'layers/.*'), *args)
-    expected = optimized_hlo(hand)
-    for spelling in SPELLINGS:
-        actual = programs.compiled(spelling(model), *args)
-        assert optimized_hlo(actual) == expected, spelling
-        assert actual.cost_analysis()['flops'] == hand.cost_analysis()['flops']
-        temporary = actual.memory_analysis().temp_size_in_bytes
-        assert temporary == hand.memory_analysis().temp_size_in_bytes
-
-
-def test_three_losses() -> None:
-    """Four copies of the weights, each handed to the passes that it is for."""
-    bare = models.ThreeLosses()
-    x = X[0, :, :6]
-    params = bare.init(jax.random.key(0), x)['params']
-
-    def by_hand(params: Any, x: jax.Array) -> jax.Array:
-        def only(part: str) -> Any:
-            return {'params': oracle.stopped(params, lambda p: not p.startswith(part))}
-
-        def call(weights: Any, method: str, *args: Any) -> Any:
-            return bare.apply(weights, *args, method=method)
-
-        stopped = only('nothing')
-        code = call(stopped, 'infer', x)
-
-        def refine(code: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return code + 0.1 * jnp.tanh(call(stopped, 'score', code)), None
-
-        sample, _ = jax.lax.scan(refine, code, None, length=4)
-        g, c, e = only('gln'), only('code'), only('explanation')
-        gln = jnp.mean(call(g, 'score', call(g, 'infer', x)) ** 2)
-        coding = jnp.mean((call(c, 'infer', x) - sample) ** 2) + jnp.mean(
-            call(c, 'score', call(c, 'infer', x))
-        )
-        explain = lambda code: bare.apply(  # noqa: E731
-            e, code, method=lambda model, code: model.explanation(code)
-        )
-        explained = explain(sample) + explain(call(e, 'infer', x))
-        return gln + coding + jnp.mean((explained - x) ** 2)
-
-    step = step_of(models.ThreeLosses(stop=nn.stop_gradient))
-    expected = jax.value_and_grad(by_hand, argnums=(0, 1))
-    oracle.assert_same(jax.jit(step)(params, x), jax.jit(expected)(params, x))
-    assert_same_program(step, expected, params, x)
 
 
 def test_siamese_pair() -> None:
@@ -159,14 +61,6 @@ def test_siamese_pair() -> None:
     blocked = step_of(models.Siamese(stop=nn.stop_gradient))
     expected = jax.value_and_grad(by_hand, argnums=(0, 1))
     assert_same_program(blocked, expected, shapes_of(bare, x), x)
-
-
-def test_lora() -> None:
-    bare = models.LoRANet()
-    x = X[0]
-    args = shapes_of(bare, x), x
-    blocked = step_of(models.LoRANet(stop=nn.stop_gradient))
-    assert_same_program(blocked, by_hand(bare, r'.*base/.*'), *args)
 
 
 class Cell(linen.Module):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
+import flax_sg as sg
 import oracle
 import programs
 import stepwise
@@ -15,6 +16,7 @@ from flax_sg import errors, residuals
 from flax_sg import linen as nn
 
 WIDTH, DEPTH, RANK = 64, 8, 2
+STACK = 4 * DEPTH * WIDTH * WIDTH
 X = jnp.linspace(-1.0, 1.0, 4 * WIDTH).reshape(4, WIDTH)
 
 
@@ -102,8 +104,7 @@ def InBlock(module: Any) -> Any:  # noqa: N802
 
 def test_a_frozen_layer_in_a_scan_costs_no_copy_of_the_stack() -> None:
     found = temporary_bytes()
-    stack = 4 * DEPTH * WIDTH * WIDTH
-    assert found['in the body'] >= found['hoisted'] + stack, found
+    assert found['in the body'] >= found['hoisted'] + STACK, found
     assert found['frozen'] <= found['hoisted'], found
     assert found['frozen'] < found['bare'], found
 
@@ -113,21 +114,71 @@ def test_under_remat_it_is_harmless_and_left_alone() -> None:
     assert found['frozen'] == found['hoisted'] == found['in the body'], found
 
 
-def test_nested_scans() -> None:
-    class Inner(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            layers = linen.scan(
-                lambda layer, x, _: (jnp.tanh(layer(x)), None),
-                variable_axes={'params': 0},
-                split_rngs={'params': True},
-                length=3,
-            )
-            return layers(linen.Dense(WIDTH), x, None)[0]
+class Inner(linen.Module):
+    """Layers that are scanned in the body of a scan."""
 
+    @linen.compact
+    def __call__(self, x):
+        layers = linen.scan(
+            lambda layer, x, _: (jnp.tanh(layer(x)), None),
+            variable_axes={'params': 0},
+            split_rngs={'params': True},
+            length=3,
+        )
+        return layers(linen.Dense(WIDTH), x, None)[0]
+
+
+def test_nested_scans() -> None:
     found = temporary_bytes(base=Inner)
     assert found['frozen'] <= found['hoisted'], found
-    assert found['frozen'] + 3 * 4 * DEPTH * WIDTH * WIDTH <= found['in the body']
+    assert found['frozen'] + 3 * STACK <= found['in the body']
+
+
+class Jitted(linen.Module):
+    """A block in the body of a scan, around a jitted layer."""
+
+    name: str | None = None
+
+    @linen.compact
+    def __call__(self, x):
+        with nn.stop_gradient(True):
+            return linen.jit(linen.Dense)(WIDTH)(x)
+
+
+def copies(model: Any, wrt: Any = None, has_aux: bool = False) -> Any:
+    def loss(params: Any) -> Any:
+        out = jnp.sum(model.apply({'params': params}, X))
+        return (jnp.sum(params['layers']['A']), out) if has_aux else out
+
+    return sg.gradient_flow(loss, params_of(model), wrt=wrt, has_aux=has_aux)
+
+
+IN_BODY = {
+    'by hand': (Stack(InBlock), STACK),
+    'a block': (Stack(base=Jitted), STACK),
+    'nested scans': (Stack(InBlock, base=Inner), 3 * STACK),
+    'a scan of remat': (Stack(InBlock, remat), None),
+    'Frozen': (Stack(nn.Frozen), None),
+    'no stop': (Stack(), None),
+}
+
+
+@pytest.mark.parametrize('kind', IN_BODY)
+def test_a_report_says_what_a_stop_in_the_body_costs(kind: str) -> None:
+    model, size = IN_BODY[kind]
+    report = copies(model)
+    assert [copy.size for copy in report.copies] == [size] * (size is not None)
+    said = f'which keeps {size or 0:,} bytes more'
+    assert (said in report.table(width=200)) == bool(size)
+    assert (said in report._repr_html_()) == bool(size)
+
+
+def test_what_no_derivative_goes_through_keeps_nothing() -> None:
+    assert copies(Stack(InBlock)).copies
+    # The input of a frozen layer depends on nothing that is trained.
+    assert not copies(Stack(InBlock), wrt='layers/base/**').copies
+    # Nobody differentiates what comes out of the scan.
+    assert not copies(Stack(InBlock), has_aux=True).copies
 
 
 @pytest.mark.parametrize('lift', [bare, remat, linen.jit])

@@ -230,3 +230,32 @@ def test_a_rule_is_told_the_variable():
         ('norm/scale', 'enc/norm/scale', 'params', (3,)),
         ('norm/var', 'enc/norm/var', 'batch_stats', (3,)),
     ]
+
+
+LEVELS = {
+    'grad': jax.grad,
+    'jvp': lambda f: lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),)),
+    'linearize': lambda f: lambda w: jax.linearize(f, w)[1](jnp.ones_like(w)),
+    'hessian': jax.hessian,
+    'grad of a batch': lambda f: jax.grad(
+        lambda w: jnp.sum(jax.vmap(f)(jnp.stack([w, w])))
+    ),
+    'batch of grads': lambda f: lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, w])),
+    'grad, jit, grad': lambda f: jax.grad(
+        lambda w: jnp.sum(jax.jit(lambda v: jax.grad(f)(v * w))(w))
+    ),
+    'remat': lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize('transform', LEVELS.values(), ids=LEVELS)
+def test_a_stop_is_the_one_of_jax_on_every_level(transform):
+    # It is made below the derivatives in progress; JAX gets there in a longer way.
+    def loss(stop: Any) -> Any:
+        return lambda w: jnp.sum(jnp.sin(w) * stop(w * w))
+
+    ours = transform(loss(lambda w: STOP(PATH, w)))
+    by_hand = transform(loss(jax.lax.stop_gradient))
+    w = jnp.arange(1.0, 4.0)
+    assert str(jax.make_jaxpr(ours)(w)) == str(jax.make_jaxpr(by_hand)(w))
+    jax.tree.map(np.testing.assert_array_equal, ours(w), by_hand(w))

@@ -10,7 +10,7 @@ from flax.core import DenyList
 from flax.linen import summary as flax_summary
 
 import flax_sg as sg
-import models
+from benchmarks import models
 from flax_sg import _private, errors
 from flax_sg import linen as nn
 from flax_sg.summary import programs, rows
@@ -384,7 +384,9 @@ def test_the_total_and_the_options():
     assert 'Total Parameters: 67 (268 B)' in text
     assert 'flops' not in text
     assert 'body_0' not in {row[0] for row in cells(text)}
-    forward = sg.tabulate(Net(), KEY, compute_vjp_flops=False, console_kwargs=WIDE)(X)
+    narrow = {**WIDE, 'width': 60}
+    forward = sg.tabulate(Net(), KEY, compute_vjp_flops=False, console_kwargs=narrow)(X)
+    assert '…' not in forward  # Lines are broken, and nothing is cut off.
     assert 'flops' in cells(forward)[0]
     assert 'backward_flops' not in forward
 

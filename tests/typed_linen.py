@@ -1,17 +1,27 @@
-"""Checked by pyright, not run: what type checkers and editors see in flax_sg.linen.
+"""Checked by pyright and mypy, not run: what editors see in a user's program.
 
-Every `pyright: ignore` here says that the line is an error; one that is not fails too.
+An `ignore` says that its line is an error, for mypy (`type:`) or for pyright; one that
+is not is an error too. Both tools have to see names and types of Flax's and of ours.
 """
 
 from typing import assert_type
 
 import flax.linen
+import jax
+import jax.numpy as jnp
 
+import flax_sg as sg
+from flax_sg import filters, rewrites, testing
 from flax_sg import linen as nn
-from flax_sg import rewrites
+
+# Names of Flax: classes with their fields, functions, submodules.
 
 assert_type(nn.Dense(3), flax.linen.Dense)
 assert_type(nn.Dense(features=3, use_bias=False).features, int)
+assert_type(nn.relu(jnp.ones(3)), jax.Array)
+assert_type(nn.recurrent.GRUCell(3), flax.linen.GRUCell)
+_ = nn.Densse  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+nn.Dense(3, use_bais=False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 
 class Model(nn.Module):
@@ -20,17 +30,33 @@ class Model(nn.Module):
     width: int
 
     def setup(self) -> None:
-        self.dense = nn.Dense(self.width, kernel_init=nn.initializers.zeros)
+        """With a frozen part."""
+        init = nn.initializers.zeros
+        self.dense = nn.Frozen(nn.Dense(self.width, kernel_init=init), 'kernel')
+
+    @nn.stop_gradient('dense/**')
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """In an extent of each kind."""
+        with nn.train_only('dense/**'), nn.read_only(True):
+            return nn.relu(x)
 
 
 assert_type(Model(3).width, int)
-Model(widht=3)  # pyright: ignore[reportCallIssue]
-assert_type(nn.recurrent.GRUCell(3), flax.linen.GRUCell)
-_ = nn.Densse  # pyright: ignore[reportAttributeAccessIssue]
+assert_type(Model(3)(jnp.ones(3)), jax.Array)
+Model(widht=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+Model('3')  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+# Ours: with one argument a value, with a target the same kind of target.
+
+assert_type(nn.stop_gradient('dense/**'), rewrites.Rewrite)
+assert_type(nn.stop_gradient(lambda path: path.startswith('a')), rewrites.Rewrite)
+assert_type(nn.stop_gradient(nn.Dense, 'kernel'), type[nn.Dense])
+assert_type(nn.train_only(nn.Dense, 'kernel')(3), nn.Dense)
 assert_type(nn.substitute('ema_params', where='dense/**'), rewrites.Rewrite)
 assert_type(nn.substitute(nn.Dense, lambda path, value: value), type[nn.Dense])
 assert_type(nn.read_only('dense/**'), rewrites.Rewrite)
-nn.substitute(3)  # pyright: ignore[reportArgumentType]
+nn.substitute(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+nn.stop_gradient(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 half = nn.scale_gradient('dense/**', 0.5)
 assert_type(half, rewrites.Rewrite)
@@ -42,5 +68,13 @@ with (
     nn.stop_gradient(True, levels=1),
 ):
     pass
-nn.copy_cotangent(['a'])  # pyright: ignore[reportArgumentType]
-nn.clip_gradient('dense/**', norms=1.0)  # pyright: ignore[reportCallIssue]
+nn.copy_cotangent(['a'])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+nn.clip_gradient('a', norms=1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+# Trees, derivatives, reports.
+
+assert_type(filters.as_filter('a/**') & ~filters.as_filter('b'), filters.Filter)
+assert_type(sg.Path('a/b').parts, tuple[str, ...])
+testing.assert_stopped(lambda params: params, 'a', {})
+sg.grad(lambda params: params, wrf='a')  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+_ = sg.gradd  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

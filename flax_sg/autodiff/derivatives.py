@@ -120,6 +120,8 @@ def _remembered(asked: Derivative) -> Callable[..., Any]:
         # asked for is as it was then.
         if call is None or (wrt is not None and wrt.changed()):
             known, call = asked, _named(asked)
+        elif wrt is not None and asked.request.wrt is not None:
+            filters.take_programs(wrt, asked.request.wrt)
         _memo[known] = known, call
         if len(_memo) > _MEMO_SIZE:
             _memo.popitem(last=False)

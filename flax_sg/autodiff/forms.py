@@ -106,7 +106,12 @@ class Tree:
         picked: list[Any] = []
         for live, path, leaf in zip(self.live, self.paths, found, strict=True):
             if live and stands_for_nothing(leaf):
-                raise errors.MissingLeafError(what, path, 'is differentiated')
+                raise errors.MissingLeafError(
+                    what,
+                    path,
+                    'is differentiated',
+                    'Give an array there, or leave the path out of wrt=.',
+                )
             if live:
                 picked.append(leaf)
         return picked
@@ -144,7 +149,7 @@ class Form:
         """The values of trees, one for each argument, at the live leaves."""
         if len(trees) != len(self.trees):
             raise TypeError(
-                f'expected {len(self.trees)} of {what}, one for each argument, got '
+                f'{what}: expected {len(self.trees)}, one tree for each argument, got '
                 f'{len(trees)}'
             )
         pairs = zip(self.trees, trees, strict=True)

@@ -49,6 +49,7 @@ from flax_sg.errors.use import KeptValueError as KeptValueError
 from flax_sg.errors.use import LiftTargetError as LiftTargetError
 from flax_sg.errors.use import NothingReadError as NothingReadError
 from flax_sg.errors.use import OverwriteWithGradientError as OverwriteWithGradientError
+from flax_sg.errors.use import ReloadError as ReloadError
 from flax_sg.errors.use import SummaryTargetError as SummaryTargetError
 from flax_sg.errors.use import UnknownCollectionError as UnknownCollectionError
 from flax_sg.errors.use import UnknownMethodError as UnknownMethodError

@@ -126,8 +126,9 @@ class ReportArgumentsError(FlaxSGError, TypeError):
     """
 
     def __init__(self, count: int) -> None:
+        several = '1 argument' if count == 1 else f'{count} arguments'
         super().__init__(
-            f'a report was given with {count} arguments; it says what it says of the '
-            'arguments that it was made with.\n'
+            f'a report was given with {several}; it says what it says of the arguments '
+            'that it was made with.\n'
             'Leave them out, or give the function in place of the report.'
         )

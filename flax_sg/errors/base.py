@@ -8,7 +8,8 @@ from typing import Any
 import flax
 import jax
 
-SUPPORTED = 'flax 0.12.0 to 0.12.8 with jax 0.7.2 to 0.10.2, and later ones as tested'
+# The oldest and newest that the tests have run on, by ``python3 dev.py versions``.
+SUPPORTED = {'flax': ('0.12.0', '0.12.8'), 'jax': ('0.7.2', '0.10.2')}
 
 
 class FlaxSGError(Exception):
@@ -26,11 +27,19 @@ def _restore(cls: type[FlaxSGError], args: tuple[Any, ...]) -> FlaxSGError:
 
 
 class UnsupportedVersionError(FlaxSGError, ImportError):
-    """Flax or JAX lack a name that the library rests on."""
+    """Flax or JAX lack a name that the library rests on, or it means something else.
 
-    def __init__(self, missing: Sequence[str]) -> None:
-        super().__init__(
-            f'flax_sg needs names that this installation lacks: {", ".join(missing)}.\n'
-            f'Found flax {flax.__version__} and jax {jax.__version__}; supported are '
-            f'{SUPPORTED}.'
-        )
+    Raised by the import, with the versions that are supported.
+    """
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        found = f'flax {flax.__version__} and jax {jax.__version__}'
+        ranges = [f'{name} {old} to {new}' for name, (old, new) in SUPPORTED.items()]
+        pins = [f"'{name}>={old},<={new}'" for name, (old, new) in SUPPORTED.items()]
+        lines = [
+            'flax_sg needs what this installation does not have:',
+            *(f'  {fault}' for fault in faults),
+            f'Found {found}; supported are {" with ".join(ranges)}.',
+            f'Fix: pip install {" ".join(pins)}',
+        ]
+        super().__init__('\n'.join(lines))

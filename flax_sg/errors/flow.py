@@ -43,8 +43,8 @@ class ValueNeededError(FlaxSGError, TypeError):
         super().__init__(
             f'{name} needs the values of its arguments, and is run on their shapes.\n'
             'What JAX says of it stands above. Numbers in arguments that are not '
-            'differentiated stay what they are; or bind the value: '
-            'functools.partial(fun, ...).'
+            'differentiated stay what they are; or bind the value, as a number or an '
+            'array of numpy: functools.partial(fun, ...).'
         )
 
 
@@ -69,9 +69,9 @@ class NoOutputError(FlaxSGError, TypeError):
 
 
 class NotTracedError(FlaxSGError, NotImplementedError):
-    """A parameter goes into something that JAX has no derivative of.
+    """A parameter goes where it cannot be followed.
 
-    A host callback, a mutable array, a primitive without a rule::
+    Into a host callback, a mutable array, a primitive without a derivative::
 
         def loss(params):
             return jax.pure_callback(np.sin, params['w'], params['w'])  # raises
@@ -87,9 +87,12 @@ class NotTracedError(FlaxSGError, NotImplementedError):
         places = [f'  {name}, at {source}' for name, source in equations]
         super().__init__(
             f'{", ".join(map(repr, parameters[:3]))}'
-            f'{" and others" * (len(parameters) > 3)} flows into what JAX cannot '
-            'differentiate:\n' + '\n'.join(places) + '\nStop it before, with '
-            'jax.lax.stop_gradient, or give it a rule: jax.custom_jvp, jax.custom_vjp.'
+            f'{" and others" * (len(parameters) > 3)} goes where no report can follow '
+            'it (a host callback, a mutable array, what has no derivative):\n'
+            + '\n'.join(places)
+            + '\nIf no gradient comes back from there, stop it '
+            'before, with jax.lax.stop_gradient. Otherwise give that part a rule: '
+            'jax.custom_jvp, jax.custom_vjp.'
         )
 
 

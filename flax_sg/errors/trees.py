@@ -13,6 +13,8 @@ def shown(leaf: Any) -> str:
     """A leaf in a few words."""
     if hasattr(leaf, 'dtype') and hasattr(leaf, 'shape'):
         return f'{leaf.dtype}{list(leaf.shape)}'
+    if isinstance(leaf, list):
+        return f'[{", ".join(map(shown, leaf))}]'
     text = repr(leaf)
     return text if len(text) <= 40 else f'{type(leaf).__name__} object'
 
@@ -98,6 +100,7 @@ class StructureError(FlaxSGError, ValueError):
         b: the leaves of the other, by path.
         structure_a: the structure of the one, in words.
         structure_b: the structure of the other, in words.
+        pruned: whether the other may lack what the one has, and that is no fault.
     """
 
     def __init__(
@@ -108,13 +111,12 @@ class StructureError(FlaxSGError, ValueError):
         b: Mapping[Any, Any],
         structure_a: str = '',
         structure_b: str = '',
+        pruned: bool = False,
     ) -> None:
         lines = [f'{name_a} and {name_b} have different structures.']
-        for here, there, one, other in (
-            (a, b, name_a, name_b),
-            (b, a, name_b, name_a),
-        ):
-            lines.extend(_only_in(here, there, one, other))
+        if not pruned:
+            lines.extend(_only_in(a, b, name_a, name_b))
+        lines.extend(_only_in(b, a, name_b, name_a))
         if len(lines) == 1:
             lines.append(f'  {name_a}: {structure_a}')
             lines.append(f'  {name_b}: {structure_b}')
@@ -190,10 +192,9 @@ class MissingLeafError(FlaxSGError, ValueError):
         grads = sg.grad(loss, wrt='head/**')(params)
     """
 
-    def __init__(self, what: str, path: str, why: str) -> None:
+    def __init__(self, what: str, path: str, why: str, fix: str) -> None:
         super().__init__(
-            f'{what} has nothing at {str(path)!r}, which {why}.\n'
-            'Use one filter for both: what is differentiated is what is not frozen.'
+            f'there is nothing at {str(path)!r} in {what}, and it {why}.\n{fix}'
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from flax_sg.errors.base import FlaxSGError
 from flax_sg.errors.selection import UnusedFilterError
+from flax_sg.errors.trees import shown
 
 
 class OverwriteWithGradientError(FlaxSGError, ValueError):
@@ -138,10 +139,12 @@ class LiftTargetError(FlaxSGError, TypeError):
 
     def __init__(self, target: object, fix: str = '') -> None:
         hint = f'\n{fix}' if fix else ''
+        cls = type(target).__name__
+        what = shown(target)
+        what = f'a {cls}' if what == f'{cls} object' else f'{what} of type {cls}'
         super().__init__(
-            f'cannot lift {target!r} of type {type(target).__name__}: expected a '
-            'Module class, a method, or a function whose first argument is a bound '
-            f'module.{hint}'
+            f'cannot lift {what}: expected a Module class, a method, a function whose '
+            f'first argument is a bound module, or a module.{hint}'
         )
 
     @classmethod
@@ -216,6 +219,24 @@ class BlockLeakError(FlaxSGError, RuntimeError):
             'suspended inside it, so what is read here cannot be told to belong to '
             'it or not.\n'
             'Leave the block before yield or await.'
+        )
+
+
+class ReloadError(FlaxSGError, ImportError):
+    """A module was loaded anew that holds what cannot be made a second time.
+
+    Open blocks and the caches of JAX rest on it: what is compiled under one filter
+    would be found under another one::
+
+        importlib.reload(flax_sg.contexts)  # raises
+        importlib.reload(flax_sg.linen)     # holds nothing
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f'{name} cannot be reloaded: open blocks, and what JAX keeps of compiled '
+            'programs, rest on what it holds.\n'
+            'Start Python anew; flax_sg and flax_sg.linen can be reloaded.'
         )
 
 

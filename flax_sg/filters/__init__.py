@@ -16,7 +16,7 @@ import numpy as np
 from flax_sg.errors import FilterTypeError
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
-from flax_sg.filters.derived import Derived, program_of
+from flax_sg.filters.derived import Derived, program_of, take_programs
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
 from flax_sg.filters.names import Names
@@ -105,4 +105,5 @@ __all__ = [
     'merged',
     'negated',
     'program_of',
+    'take_programs',
 ]

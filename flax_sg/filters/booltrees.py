@@ -118,9 +118,10 @@ def _bool_tree(tree: Any, names: tuple[str, ...]) -> Any:
                 f'{_at(names)}.\n'
                 'Expected: the names of modules and variables, which are str.'
             )
-        return types.MappingProxyType(
-            {name: _bool_tree(below, (*names, name)) for name, below in tree.items()}
-        )
+        out: dict[str, Any] = {}
+        for name, below in tree.items():  # No comprehension: trees may be deep.
+            out[name] = _bool_tree(below, (*names, name))
+        return types.MappingProxyType(out)
     leaves = jax.tree_util.tree_leaves(tree)
     wrong = [leaf for leaf in leaves if not isinstance(leaf, (bool, np.bool_))]
     if leaves and not wrong:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
+from flax_sg import _private
 from flax_sg.errors import DerivedFilterError
 from flax_sg.filters.expressions import Atom, Filter
 from flax_sg.paths import Path
@@ -34,7 +35,7 @@ class Derived(Atom):
         selected: the variables that are meant, by collection and absolute path.
         known: all variables that there were.
         program: what the function does, so that it need not be traced again; no part
-            of the value, and not in copies.
+            of the value, and not in copies. Outside of ``jax.jit`` it is taken once.
     """
 
     selected: frozenset[tuple[str, str]]
@@ -76,9 +77,23 @@ class Derived(Atom):
 def program_of(
     where: Filter | None, fun: Callable[..., Any], args: Sequence[Any]
 ) -> Callable[..., Any]:
-    """What a function does, if a filter knows it; otherwise the function itself."""
+    """What a function does, if a filter knows it; otherwise the function itself.
+
+    Outside of a trace that JAX keeps it does so once: a function may draw numbers or
+    fetch its batch in Python, and is expected to do so again at each call.
+    """
     for atom in () if where is None else where.atoms:
         known = atom.program if isinstance(atom, Derived) else None
         if known is not None and known.is_of(fun, args):
+            if not _private.in_kept_trace():
+                object.__setattr__(atom, 'program', None)
             return known
     return fun
+
+
+def take_programs(where: Filter, other: Filter) -> None:
+    """Gives a filter the programs that an equal one knows."""
+    known = {a: a.program for a in other.atoms if isinstance(a, Derived) and a.program}
+    for atom in where.atoms:
+        if atom in known:
+            object.__setattr__(atom, 'program', known[atom])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 
 from flax_sg.errors import FilterValueError
@@ -51,6 +52,11 @@ class TextHints:
             return f'paths do not start with the collection {head!r}.{write}'
         if separated != pattern and self.first(separated):
             return f"names are joined by '/'. Write {self.written(separated)}."
+        for form in ('NFC', 'NFD'):
+            same = unicodedata.normalize(form, pattern)
+            if same != pattern and self.first(same):
+                write = self.written(same)
+                return f'it is spelled with other code points. Write {write}.'
         inside = f'{pattern}/{self.everything}'
         return self._absolute(pattern.lstrip('/')) or (
             f'it names a module; variables are inside. Write {self.written(inside)}.'

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flax_sg import _private
 from flax_sg.errors import PartError, TracerInFilterError
 from flax_sg.filters.expressions import And, Filter, Not, Or
+from flax_sg.filters.refusals import brief
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -160,8 +161,9 @@ def _plain(index: Any) -> Any:
         return tuple(map(_plain, index))
     if isinstance(index, _private.Tracer):
         raise TracerInFilterError(
-            f'the index {index} is traced: a filter has to be known while tracing.\n'
-            'Give numbers or numpy arrays.'
+            f'the index of sg.at is {brief(index)}, and which elements are meant has '
+            'to be known while the program is traced.\n'
+            'Fix: give numbers or numpy arrays.'
         )
     if isinstance(index, slice):
         parts = (index.start, index.stop, index.step)

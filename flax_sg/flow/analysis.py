@@ -11,10 +11,12 @@ import jax
 
 from flax_sg import _private, errors, filters, functions
 from flax_sg.declared import chosen
+from flax_sg.errors.trees import shown
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
 from flax_sg.flow.programs import Program
 from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
+from flax_sg.flow.stacks import stack_copies
 from flax_sg.flow.uses import UNKNOWN, Uses
 from flax_sg.leaves import Leaves, leaves_of, path_of
 from flax_sg.paths import Path
@@ -121,7 +123,8 @@ class Analysis:
         for number in numbers:
             if not -len(args) <= number < len(args):
                 raise TypeError(
-                    f'argnums={number}, and there are {len(args)} arguments'
+                    f'argnums={number}: arguments are counted from 0, and '
+                    f'{len(args)} were given'
                 )
         numbers = [number % len(args) for number in numbers]
         program = Program.of(fun, args, numbers)
@@ -176,6 +179,8 @@ class Analysis:
         ends = [out for _, out in self.outputs if out is not None]
         uses = Uses(flow, read, len(self.parameters)).of(jaxpr, owners, ends)
         avals = [jaxpr.invars[slots[0]].aval for _, _, slots in self.parameters]
+        trained = zip(self.parameters, masks, strict=True)
+        moved = {slot for (_, _, slots), (live, _) in trained if live for slot in slots}
         paths = self.paths
         if several:
             tops = [str(self.numbers[which]) for which, _, _ in self.parameters]
@@ -198,6 +203,7 @@ class Analysis:
                 )
                 for found, take in zip(uses, self.taken, strict=True)
             ),
+            stack_copies(jaxpr, moved, ends, flow),
         )
 
     def _masks(self, flow: Dependence, read: Dependence) -> list[tuple[int, int]]:
@@ -260,7 +266,7 @@ def _outputs_of(program: Program, has_aux: bool) -> list[tuple[str, int | None]]
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 'with has_aux=True the function has to return a pair (outputs, aux), '
-                f'got {type(out).__name__}'
+                f'got {shown(out)}'
             )
         out = out[0]
     pairs = jax.tree_util.tree_leaves_with_path(out)

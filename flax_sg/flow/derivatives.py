@@ -154,7 +154,7 @@ class _Function:
             dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
         )
         self._run = _private.function_of(eqn, self._vars)
-        self.inputs = list(map(_shape_of, self._vars))
+        self.inputs = list(map(shape_of, self._vars))
         self.takes = [n for n, v in enumerate(self._vars) if has_tangent(v.aval)]
         self.gives = [n for n, v in enumerate(eqn.outvars) if has_tangent(v.aval)]
 
@@ -192,7 +192,8 @@ class _Function:
         return [0 if isinstance(v, Literal) else of.get(v, 0) for v in eqn.invars]
 
 
-def _shape_of(var: Any) -> jax.ShapeDtypeStruct:
+def shape_of(var: Any) -> jax.ShapeDtypeStruct:
+    """The type of a variable of a jaxpr, to trace with."""
     weak = getattr(var.aval, 'weak_type', False)
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=weak)
 
@@ -219,7 +220,7 @@ def _backward(eqn: JaxprEqn) -> Rows:
     def cotangents(inputs: Sequence[Any], given: Sequence[Any]) -> Any:
         return jax.vjp(function.at(inputs), *function.taken(inputs))[1](list(given))
 
-    given = [_shape_of(eqn.outvars[number]) for number in function.gives]
+    given = [shape_of(eqn.outvars[number]) for number in function.gives]
     closed = jax.make_jaxpr(cotangents)(function.inputs, given)
     columns = values().of(closed)[len(function.inputs) :]
     constant = _constants(closed, columns)

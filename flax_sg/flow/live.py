@@ -39,7 +39,9 @@ def live(
     relatives take that in place of the function, as ``jax.jit`` would: if the function
     is the very same object, and its arguments have the types that they had. They run
     it again if what it reads has changed (``functions.reads_key``), or a block is open
-    that was not. A function with ``**kwargs`` in the call is run again too.
+    that was not. A function with ``**kwargs`` in the call is run again too. Outside of
+    ``jax.jit`` one call goes on from the program, and the next one runs the function,
+    which may draw other numbers, or fetch the next batch.
 
     Args:
         fun: a function of pytrees, of which any output may train; or an unbound

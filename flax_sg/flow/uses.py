@@ -22,9 +22,9 @@ Alias: TypeAlias = tuple[int, bool]
 Aliases: TypeAlias = dict[Any, set[Alias]]
 
 UNKNOWN = 'unknown'
-_JITTED = frozenset(('jit', 'pjit'))
+JITTED = frozenset(('jit', 'pjit'))
 # What makes no use of a value, but hands it on.
-_HANDS_ON = frozenset(
+HANDS_ON = frozenset(
     (
         *('stop_gradient', 'convert_element_type', 'reduce_precision', 'copy', 'name'),
         *('reshape', 'broadcast_in_dim', 'transpose', 'squeeze', 'copy_p'),
@@ -131,7 +131,7 @@ class Uses:
                 within,
             )
             flows, reads = self.flow.rows(eqn), self.values.rows(eqn)
-            if eqn.primitive.name in _HANDS_ON:
+            if eqn.primitive.name in HANDS_ON:
                 taken = _of(aliases, eqn.invars[0])
                 stops = not flows[0]
                 given = {(number, was or stops) for number, was in taken}
@@ -168,7 +168,7 @@ class Uses:
             The inputs that go into none.
         """
         rest = set(met)
-        if eqn.primitive.name in _JITTED:
+        if eqn.primitive.name in JITTED:
             within = _private.function_in(eqn)
         for body in bodies:
             inner: Aliases = {}
@@ -258,6 +258,6 @@ def _of(aliases: Aliases, var: Any) -> set[Alias]:
 def _label(eqn: JaxprEqn) -> str:
     """What a body adds to the names of the places in it."""
     name = eqn.primitive.name
-    if name in _JITTED:
+    if name in JITTED:
         return f'jit({eqn.params.get("name", "")})'
     return 'checkpoint' if name == 'remat2' else name

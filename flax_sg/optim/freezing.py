@@ -88,7 +88,8 @@ def freeze(
             the tree declare as not trained, see ``sg.trainable``. Integers, keys and
             ``NonDifferentiable`` are frozen in any case.
         keep_state: keeps the state of what is frozen, as it is, so that ``thaw`` can
-            go on with it.
+            go on with it. The state has to be made of trees like the parameters, which
+            that of ``optax.flatten`` is not.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
@@ -138,7 +139,9 @@ def thaw(
         The transformation that updates these too, and its state: what was trained
         keeps its moments; what is thawed has those of before it was frozen if they
         were kept (``keep_state=True``), and new ones otherwise. A jitted step compiles
-        once for each change.
+        once for each change. What optimizers share among parameters goes on: Adam's
+        count of steps does, so new moments are taken for old ones, and begin with
+        larger updates. ``optax.tree_utils.tree_set(state, count=0)`` counts anew.
 
     Raises:
         NotFrozenError: if ``tx`` is not from ``freeze``.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from flax_sg import errors, filters
+from flax_sg.absent import is_absent
 from flax_sg.declared import chosen, overwritten
 from flax_sg.leaves import Leaves, is_differentiable, leaves_of, selected, whole
 from flax_sg.paths import Path
@@ -42,7 +43,7 @@ def trainable_mask(
     """
     leaves = parameters_of(tree)
     said = chosen([leaves], where, unused)[0]
-    return leaves.restore(whole(said, leaves.paths, 'a mask'))
+    return _beside(leaves, whole(said, leaves.paths, 'a mask'))
 
 
 def frozen_mask(
@@ -71,7 +72,7 @@ def frozen_mask(
     """
     leaves = parameters_of(tree)
     live = whole(live_leaves(leaves, where, unused), leaves.paths, 'a mask')
-    return leaves.restore(not takes for takes in live)
+    return _beside(leaves, (not takes for takes in live))
 
 
 def labels(
@@ -104,7 +105,14 @@ def labels(
     asked = list(map(is_differentiable, leaves.values))
     paths = [path for path, ask in zip(leaves.paths, asked, strict=True) if ask]
     found = iter(classified(paths, groups)[0])
-    return leaves.restore(next(found) if ask else rest for ask in asked)
+    return _beside(leaves, (next(found) if ask else rest for ask in asked))
+
+
+def _beside(leaves: Leaves, found: Iterable[Any]) -> Any:
+    """The tree with what was found at each leaf, and nothing where nothing is."""
+    # In `freeze`, optax.multi_transform asks for labels of what is trained alone.
+    pairs = zip(leaves.values, found, strict=True)
+    return leaves.restore(leaf if is_absent(leaf) else new for leaf, new in pairs)
 
 
 def live_leaves(

@@ -80,11 +80,11 @@ class Plan:
     def _split(self, full: Any, leaves: Leaves, live: Sequence[bool]) -> FreezeState:
         """A full state, in what is in use and what is kept."""
         template = jax.eval_shape(self.tx.init, _pruned(leaves, live))
-        marks, treedef = jax.tree.flatten(template, is_leaf=is_absent)
+        marks, treedef = jax.tree.flatten(template, is_leaf=_is_vacant)
         parts = list(zip(marks, treedef.flatten_up_to(full), strict=True))
         return FreezeState(
-            treedef.unflatten([ABSENT if is_absent(m) else part for m, part in parts]),
-            treedef.unflatten([part if is_absent(m) else ABSENT for m, part in parts]),
+            treedef.unflatten([m if _is_vacant(m) else part for m, part in parts]),
+            treedef.unflatten([part if _is_vacant(m) else ABSENT for m, part in parts]),
         )
 
     def adopt(self, state: Any, params: Any) -> FreezeState:
@@ -93,11 +93,11 @@ class Plan:
         live = self.live(leaves)
         able = list(map(is_differentiable, leaves.values))
         fresh = self.tx.init(_pruned(leaves, able if self.keep_state else live))
-        marks, treedef = jax.tree.flatten(fresh, is_leaf=is_absent)
+        marks, treedef = jax.tree.flatten(fresh, is_leaf=_is_vacant)
         known = _known(state, treedef)
         merged = treedef.unflatten(
             [
-                mark if is_absent(mark) or is_absent(leaf) else leaf
+                mark if _is_vacant(mark) or _is_vacant(leaf) else leaf
                 for mark, leaf in zip(marks, known, strict=True)
             ]
         )
@@ -118,7 +118,13 @@ class Plan:
         for keys, path, takes in zip(leaves.key_paths, leaves.paths, live, strict=True):
             leaf: Any = found.get(keys, ABSENT) if takes else ABSENT
             if takes and is_absent(leaf):
-                raise errors.MissingLeafError('the gradient', path, 'is not frozen')
+                raise errors.MissingLeafError(
+                    'the gradient',
+                    path,
+                    'is not frozen',
+                    'Use one filter for both: what is differentiated is what is not '
+                    'frozen.',
+                )
             if isinstance(takes, filters.Part):
                 leaf = takes.merge(leaf, jnp.zeros_like(leaf), path)
             grads.append(leaf)
@@ -198,12 +204,17 @@ class _Rest:
         return self.leaves.restore(new if live else old for new, old, live in pairs)
 
 
+def _is_vacant(node: Any) -> bool:
+    """Whether a state has nothing there: frozen, or of another group of optax's."""
+    return is_absent(node) or isinstance(node, optax.MaskedNode)
+
+
 def _unmasked(updates: Any) -> Any:
     """Gradients with one thing only in place of what is not there."""
     return jax.tree.map(
-        lambda leaf: ABSENT if isinstance(leaf, optax.MaskedNode) else leaf,
+        lambda leaf: ABSENT if _is_vacant(leaf) else leaf,
         updates,
-        is_leaf=lambda node: is_whole(node) or isinstance(node, optax.MaskedNode),
+        is_leaf=lambda node: is_whole(node) or _is_vacant(node),
     )
 
 
@@ -230,14 +241,14 @@ def _nothing(leaf: Any) -> Any:
 
 
 def _known(state: Any, treedef: Any) -> list[Any]:
-    """All leaves of a state, whatever is frozen in it, ``ABSENT`` for unknown ones."""
+    """All leaves of a state, whatever is frozen in it, vacant for unknown ones."""
     if not isinstance(state, FreezeState):
         return treedef.flatten_up_to(state)
     used = treedef.flatten_up_to(state.inner_state)
     if is_absent(state.kept_state):
         return used
     kept = treedef.flatten_up_to(state.kept_state)
-    return [k if is_absent(u) else u for u, k in zip(used, kept, strict=True)]
+    return [k if _is_vacant(u) else u for u, k in zip(used, kept, strict=True)]
 
 
 def _check_belong(leaves: Leaves, given: Leaves, same: bool) -> None:
@@ -247,7 +258,11 @@ def _check_belong(leaves: Leaves, given: Leaves, same: bool) -> None:
     if all(keys in known for keys in given.key_paths):
         return
     raise errors.StructureError(
-        'the parameters', 'the gradient', leaves.by_path(), given.by_path()
+        'the parameters',
+        'the gradient',
+        leaves.by_path(),
+        given.by_path(),
+        pruned=True,
     )
 
 

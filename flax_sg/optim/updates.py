@@ -42,7 +42,11 @@ def apply_updates(params: Any, updates: Any) -> Any:
     found = dict(zip(new.key_paths, new.values, strict=True))
     if not found.keys() <= set(old.key_paths):
         raise errors.StructureError(
-            'the parameters', 'the updates', old.by_path(), new.by_path()
+            'the parameters',
+            'the updates',
+            old.by_path(),
+            new.by_path(),
+            pruned=True,
         )
     return old.restore(
         _applied(leaf, found.get(keys))

@@ -28,7 +28,8 @@ def table(flow: GradientFlow) -> str:
             _cell(f'{row.stopped} of {row.uses}'),
         ]
         lines.append(f'<tr>{"".join(cells)}</tr>')
-    return '\n'.join([*lines, '</table>'])
+    notes = [f'<p>{html.escape(note)}</p>' for note in tables.notes(flow)]
+    return '\n'.join([*lines, '</table>', *notes])
 
 
 def _style(status: str) -> str:

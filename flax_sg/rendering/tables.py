@@ -60,6 +60,7 @@ class FlowTable:
     def __init__(self, flow: GradientFlow, depth: int | None = None) -> None:
         self.outputs = output_names(flow)
         self.rows = rows(flow, depth)
+        self.notes = notes(flow)
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -77,6 +78,7 @@ class FlowTable:
             if any(status in row.status for row in self.rows):
                 legend.add_row(_word(status), meaning)
         yield legend
+        yield from map(Text, self.notes)
 
     def _matrix(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -154,6 +156,15 @@ def rows(flow: GradientFlow, depth: int | None = None) -> list[Row]:
                 name = flow.parameters[n].rpartition('/')[2]
                 found.append(_row(name, True, status, flow.uses[n]))
     return found
+
+
+def notes(flow: GradientFlow) -> list[str]:
+    """What there is to say of what the stops cost, a line each."""
+    return [
+        f'{copy.source} stops in the body of a scan, which keeps {copy.size:,} bytes '
+        'more for the way back than a stop around the scan.'
+        for copy in flow.copies
+    ]
 
 
 def _row(

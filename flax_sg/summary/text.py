@@ -68,8 +68,13 @@ def render(
         [_Cells(**vars(row)) for row in found.rows],
     )
     names = ['path', 'module', 'inputs', 'outputs', *columns]
+    # More columns than those of nn.tabulate have to fit, and nothing is cut off.
     text = _private.render_rows(
-        table, console_kwargs, table_kwargs, column_kwargs, names
+        table,
+        console_kwargs,
+        {'padding': 0, **table_kwargs},
+        {'overflow': 'fold', **column_kwargs},
+        names,
     )
     total = Text.from_markup(
         f'Trainable: {_private.size_text(*found.trainable) or 0}   '

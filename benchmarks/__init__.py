@@ -1,0 +1,1 @@
+"""What this library costs, beside programs written by hand and other ways to freeze."""

@@ -1,0 +1,135 @@
+"""Time to trace and lower the gradient of many small modules, by their number."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from benchmarks import foreign, spellings, timing, trainers
+from benchmarks.rivals import BY_HAND
+from benchmarks.selections import NOTHING, Selection
+from flax_sg import linen as nn
+
+WIDTH = 4
+KERNELS = Selection.of('.*/kernel')
+NUMBERS = (10, 100, 1000, 3000)
+FEW = (2, 4)
+# All ways are measured up to this number, and those in GROWING beyond.
+MANY = 100
+SECONDS = 40.0
+
+
+class Small(linen.Module):
+    """A dense layer.
+
+    Attributes:
+        stop: opens a block in the module.
+    """
+
+    stop: Any = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """As many features as there were before."""
+        with self.stop('dense/kernel') if self.stop else contextlib.nullcontext():
+            return jnp.tanh(linen.Dense(WIDTH, name='dense')(x))
+
+
+class Many(linen.Module):
+    """Small modules, one after another.
+
+    Attributes:
+        number: how many there are.
+        make: makes one of them, given its name.
+    """
+
+    number: int
+    make: Callable[..., Any] = Small
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """What the last one returns."""
+        for number in range(self.number):
+            x = self.make(name=f'small_{number}')(x)
+        return jnp.sum(x)
+
+
+def mapped(name: str) -> Any:
+    """A module whose class is lifted by ``nn.map_variables``."""
+
+    def stop(variables: Any) -> Any:
+        dense = variables['params']['dense']
+        stopped = {**dense, 'kernel': jax.lax.stop_gradient(dense['kernel'])}
+        return {'params': {'dense': stopped}}
+
+    return linen.map_variables(Small, 'params', trans_in_fn=stop)(name=name)
+
+
+# How modules are made, and how the model that they make up is applied.
+WAYS: dict[str, tuple[Callable[..., Any], spellings.Spelling]] = {
+    BY_HAND: (Small, spellings.by_hand),
+    'nothing stopped': (Small, lambda module, _: module.apply),
+    'nn.map_variables': (Small, trainers.map_variables),
+    'nn.map_variables in each': (mapped, lambda module, _: module.apply),
+    'hk.custom_getter': (Small, foreign.custom_getter),
+    'flax_sg block': (Small, spellings.block_around),
+    'flax_sg block in each': (
+        lambda name: Small(nn.stop_gradient, name=name),
+        lambda module, _: module.apply,
+    ),
+    'flax_sg lifted class in each': (
+        lambda name: nn.stop_gradient(Small, 'dense/kernel')(name=name),
+        lambda module, _: module.apply,
+    ),
+    'flax_sg Frozen in each': (
+        lambda name: nn.Frozen(Small(name=name), 'dense/kernel'),
+        lambda module, _: module.apply,
+    ),
+}
+GROWING = (
+    BY_HAND,
+    'nn.map_variables in each',
+    'flax_sg block',
+    'flax_sg block in each',
+)
+
+
+def shapes(number: int) -> tuple[Any, Any]:
+    """The shapes of the parameters, and of an input."""
+    dense = {
+        'bias': jax.ShapeDtypeStruct((WIDTH,), jnp.float32),
+        'kernel': jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+    }
+    params = {f'small_{i}': {'dense': dense} for i in range(number)}
+    return params, jax.ShapeDtypeStruct((2, WIDTH), jnp.float32)
+
+
+def lower(way: str, number: int) -> Any:
+    """Traces and lowers the gradient."""
+    make, spelling = WAYS[way]
+    selection = NOTHING if make is not Small else KERNELS
+    apply = spelling(Many(number, make), selection)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return apply({'params': params}, x)
+
+    params, x = shapes(number)
+    if spelling is foreign.custom_getter:
+        run = hk.without_apply_rng(hk.transform(lambda x: loss(params, x))).apply
+        return jax.jit(jax.value_and_grad(run)).lower(foreign.held(params), x)
+    return jax.jit(jax.value_and_grad(loss)).lower(params, x)
+
+
+def measured(numbers: Sequence[int], rounds: int) -> dict[int, dict[str, timing.Ratio]]:
+    """By the number of modules, times relative to stops by hand."""
+    out = {}
+    for number in numbers:
+        ways = WAYS if number <= MANY else GROWING
+        runs = {way: lambda way=way, n=number: lower(way, n) for way in ways}
+        times = timing.interleaved(runs, rounds, SECONDS, warm=number <= MANY)
+        out[number] = timing.ratios(times, BY_HAND)
+    return out

@@ -1,0 +1,134 @@
+"""Results as Markdown and JSON."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from benchmarks.measure import Figures
+from benchmarks.rivals import BY_HAND
+from benchmarks.timing import Ratio
+
+HEAD = (
+    'way to freeze',
+    'program',
+    'MFLOP',
+    'MB accessed',
+    'MB temporary',
+    'MB peak',
+    'dots',
+    'MB gradient',
+    'MB optimizer',
+    'traces',
+    'trace + lower',
+    'step',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """All that was measured.
+
+    Attributes:
+        device: the name of the device.
+        versions: of Python packages.
+        workloads: figures by workload and by way to freeze, or why there are none.
+        modules: times to trace and lower by the number of modules, and by way.
+    """
+
+    device: str
+    versions: Mapping[str, str]
+    workloads: Mapping[str, Mapping[str, Figures | str]]
+    modules: Mapping[int, Mapping[str, Ratio]]
+
+    def json(self) -> str:
+        """The text of a JSON file."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + '\n'
+
+    def markdown(self) -> str:
+        """The text of a Markdown file."""
+        versions = ', '.join(f'{name} {v}' for name, v in self.versions.items())
+        lines = [
+            f'# {self.device}',
+            '',
+            f'{versions}. How to read it: ../README.md',
+            '',
+        ]
+        for name, ways in self.workloads.items():
+            lines += [f'## {name}', '', *_table(HEAD, _rows(ways)), '']
+            reasons: dict[str, list[str]] = {}
+            for way, found in ways.items():
+                if isinstance(found, str):
+                    reasons.setdefault(found, []).append(way)
+            lines += [f'- {", ".join(who)}: {why}' for why, who in reasons.items()]
+            lines += [''] if reasons else []
+        numbers = [f'{number:,}' for number in self.modules]
+        lines += ['## Many small modules, time to trace and lower', '']
+        lines += [*_table(['way to freeze', *numbers], self._growth()), '']
+        hand = [ways[BY_HAND].seconds for ways in self.modules.values()]
+        each = [
+            f'{1000 * seconds / number:.2f}'
+            for number, seconds in zip(self.modules, hand, strict=True)
+        ]
+        lines += [f'Stops by hand take {", ".join(each)} ms for each module.']
+        return '\n'.join(lines) + '\n'
+
+    def _growth(self) -> list[list[str]]:
+        names = list(
+            dict.fromkeys(way for ways in self.modules.values() for way in ways)
+        )
+        return [
+            [way, *(_ratio(ways.get(way)) for ways in self.modules.values())]
+            for way in names
+        ]
+
+
+def versions() -> dict[str, str]:
+    """The versions of what is measured."""
+    import equinox
+    import flax
+    import haiku
+    import optax
+
+    return {
+        module.__name__: module.__version__
+        for module in (jax, flax, optax, haiku, equinox)
+    }
+
+
+def _rows(ways: Mapping[str, Figures | str]) -> list[list[str]]:
+    return [
+        [
+            name,
+            found.program,
+            f'{found.flops / 1e6:,.5g}',
+            _megabytes(found.accessed_bytes),
+            _megabytes(found.temporary_bytes),
+            _megabytes(found.peak_bytes),
+            str(found.dots),
+            _megabytes(found.gradient_bytes),
+            _megabytes(found.optimizer_bytes),
+            str(found.traces),
+            _ratio(found.lowering),
+            _ratio(found.step),
+        ]
+        for name, found in ways.items()
+        if not isinstance(found, str)
+    ]
+
+
+def _table(head: Any, rows: list[list[str]]) -> list[str]:
+    lines = [list(head), ['---'] * len(head), *rows]
+    return [f'| {" | ".join(line)} |' for line in lines]
+
+
+def _megabytes(size: float | None) -> str:
+    return '' if size is None else f'{size / 1e6:,.3g}'
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ''
+    return f'{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})'

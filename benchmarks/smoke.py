@@ -1,0 +1,41 @@
+"""What holds for results of any size, on any device."""
+
+import json
+from pathlib import Path
+
+from benchmarks.measure import Figures
+from benchmarks.report import Results
+from benchmarks.rivals import BY_HAND, RIVALS
+
+# Each stops what a person stops by hand, at the same place.
+STOPS = ('nn.map_variables', 'hk.custom_getter', 'flax_sg block')
+
+
+def check(results: Results, file: Path) -> None:
+    """Fails if a way to freeze is missing, or has another program than it should.
+
+    Args:
+        results: what was measured.
+        file: where it was written, but for the suffix.
+    """
+    for work, ways in results.workloads.items():
+        assert list(ways) == list(RIVALS), work
+        found = {way: it for way, it in ways.items() if isinstance(it, Figures)}
+        for way in STOPS:
+            assert found[way].program == 'stops', (work, way)
+        for way, figures in found.items():
+            assert figures.traces == 1, (work, way)
+            assert figures.dots and figures.flops, (work, way)
+        if 'equinox partition' in found and 'partition by hand' in found:
+            # What is frozen as a whole has neither gradient nor state.
+            hand = found['partition by hand']
+            for way in ('flax_sg live', 'equinox partition', 'nnx DiffState'):
+                assert found[way].program == 'partition', (work, way)
+                assert found[way].gradient_bytes == hand.gradient_bytes, (work, way)
+                assert found[way].optimizer_bytes == hand.optimizer_bytes, (work, way)
+            assert hand.gradient_bytes < found[BY_HAND].gradient_bytes, work
+    text = file.with_suffix('.md').read_text()
+    assert all(f'## {work}\n' in text for work in results.workloads)
+    read = json.loads(file.with_suffix('.json').read_text())
+    assert read['workloads'].keys() == results.workloads.keys()
+    assert file.with_suffix('.png').stat().st_size > 10_000

@@ -1,0 +1,702 @@
+"""Blocks, lifts and wrappers that are not used as they can be; see test_errors."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import DenyList
+
+import flax_sg as sg
+from flax_sg import errors, extras, testing
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
+ONES = fnn.initializers.ones
+
+
+class Model(fnn.Module):
+    """A dense layer by hand."""
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        kernel = self.param('kernel', ONES, (2, 2))
+        return x @ kernel + self.param('bias', ONES, (1, 2))
+
+    def encode(self, x: Any) -> Any:
+        return self(x)
+
+
+MODEL = Model()
+PARAMS = {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones((1, 2))}
+VARIABLES = {'params': PARAMS}
+BOUND = MODEL.bind(VARIABLES)
+
+
+def traced(model: Any, variables: Any, **options: Any) -> Any:
+    """Traces a model: what is no tracer needs no stop."""
+    return jax.eval_shape(lambda v: model.apply(v, X, **options), variables)
+
+
+def run(block: Any, model: Any = MODEL, variables: Any = VARIABLES) -> Any:
+    with block:
+        return model.apply(variables, X)
+
+
+def changed(values: Any) -> None:
+    """Other values are read; raises if it makes no difference."""
+    assert (run(values) != MODEL.apply(VARIABLES, X)).any()
+
+
+def mirrored(**options: Any) -> Any:
+    class Shows(fnn.Module):
+        @fnn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.mirror(Model(name='m'), **options)(x)
+
+    return Shows().apply({'params': {'m': PARAMS}}, X)
+
+
+class Creates(fnn.Module):
+    @fnn.compact
+    def __call__(self) -> Any:
+        return self.variable('cache', 'n', lambda: jnp.zeros(())).value
+
+
+def created(**options: Any) -> None:
+    with nn.read_only(True, **options):
+        Creates().apply({}, mutable=True)
+
+
+class Layer(fnn.Module):
+    """A layer of a stack, which may write its parameter."""
+
+    writes: bool = False
+
+    @fnn.compact
+    def __call__(self, x: Any, _: Any) -> Any:
+        w = self.param('w', ONES, (2, 2))
+        if self.writes:
+            self.put_variable('params', 'w', 2.0 * w)
+        return x * w, None
+
+
+def stacked(frozen_layers: Any, writes: bool = False, mutable: Any = ()) -> Any:
+    stack = nn.scan(
+        Layer,
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        length=4,
+        frozen_layers=frozen_layers,
+    )
+    params = {'params': {'w': jnp.ones((4, 2, 2))}}
+    return stack(writes).apply(params, X, None, mutable=list(mutable))
+
+
+class Boxed(fnn.Module):
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        init = fnn.with_partitioning(ONES, (None, 'x'))
+        return x @ self.param('kernel', init, (2, 2))
+
+
+BOXED = Boxed().init(jax.random.key(0), X)
+
+
+class Sums(fnn.Module):
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        leaves = jax.tree.leaves(self.variables['params'])
+        return jnp.sum(x) * sum(jnp.sum(leaf) for leaf in leaves)
+
+
+def copied(b: Any) -> None:
+    params = {'a': nn.Partitioned(X, (None, None)), 'b': nn.Partitioned(b, (None,))}
+    with nn.copy_cotangent({'a': 'b'}):
+        jax.grad(lambda p: Sums().apply({'params': p}, X))(params)
+
+
+class Draws(fnn.Module):
+    """Keeps what it draws, and may draw, or read a state, once more."""
+
+    drawn: str = ''
+    inside: bool = False
+
+    def setup(self) -> None:
+        self.w = self.param('w', ONES, (2, 2))
+        if self.drawn == 'state':
+            self.count = self.variable('state', 'count', lambda: X)
+            self.kept = self.w + self.count.value
+        elif self.drawn == 'asked':
+            self.kept = self.w * float(self.has_variable('state', 'count'))
+        elif self.drawn == 'fails':
+            self.kept = 2.0 * self.w
+            calls.append(1)
+            if len(calls) > 1:
+                raise ArithmeticError('called twice')
+        else:
+            self.kept = self.w + jax.random.normal(self.make_rng('noise'), (2, 2))
+
+    def __call__(self, x: Any) -> Any:
+        if self.inside:
+            return self.kept * x
+
+        if self.drawn:
+            if self.drawn != 'fails' and self.is_mutable_collection('state'):
+                self.put_variable('state', 'count', x)
+        else:
+            x = x + jax.random.normal(self.make_rng('noise'), (2, 2))
+        with nn.stop_gradient('w'):
+            return self.kept * x
+
+
+calls: list[int] = []
+
+
+def kept(drawn: str = '', inside: bool = False) -> Any:
+    calls.clear()
+    variables = {'params': {'w': X}, 'state': {'count': X}}
+    rngs = {'noise': jax.random.key(0)}
+    model = Draws(drawn, inside)
+
+    with nn.stop_gradient('w') if inside else contextlib.nullcontext():
+        return traced(model, variables, rngs=rngs, mutable=['state'])
+
+
+elsewhere_is: dict[str, Any] = {}
+
+
+class Others(fnn.Module):
+    """Lets a module that lies elsewhere do something in its ``setup``."""
+
+    what: str
+
+    def setup(self) -> None:
+        self.w = self.param('w', ONES, (2, 2))
+        self.kept = self.w + getattr(elsewhere_is['other'], self.what)()
+
+    def __call__(self, x: Any) -> Any:
+        with nn.stop_gradient('w'):
+            return self.kept * x
+
+
+class Other(fnn.Module):
+    def draw(self) -> Any:
+        return jax.random.normal(self.make_rng('noise'), (2, 2))
+
+    def write(self) -> Any:
+        self.put_variable('state', 'count', X)
+        return X
+
+    def read(self) -> Any:
+        return X
+
+
+class Around(fnn.Module):
+    what: str
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        elsewhere_is['other'] = Other(name='other')
+        return Others(self.what, name='kid')(x)
+
+
+def elsewhere(what: str) -> Any:
+    variables = {'params': {'kid': {'w': X}}}
+    rngs = {'noise': jax.random.key(0)}
+    return traced(Around(what), variables, rngs=rngs, mutable=['state'])
+
+
+class Hides(fnn.Module):
+    """Keeps a function that holds the module, where nothing can take its place."""
+
+    plain: bool = False
+
+    def setup(self) -> None:
+        self.w = self.param('w', ONES, (2, 2))
+        self.kept = Holder(self.w, None if self.plain else self)
+
+    def __call__(self, x: Any) -> Any:
+        with nn.stop_gradient('w'):
+            return self.kept.w * x
+
+
+class Holder:
+    """Has slots, and so no attributes that could be copied."""
+
+    __slots__ = ('__weakref__', 'module', 'w')
+
+    def __init__(self, w: Any, module: Any) -> None:
+        self.w, self.module = w, module
+
+
+class Forgets(fnn.Module):
+    """Makes an attribute on its first run only."""
+
+    always: bool = False
+
+    def setup(self) -> None:
+        self.w = self.param('w', ONES, (2, 2))
+        self.again = 2.0 * self.w
+        if self.always or not calls:
+            self.kept = 3.0 * self.w
+        calls.append(1)
+
+    def __call__(self, x: Any) -> Any:
+        with nn.stop_gradient('w'):
+            return self.kept * x
+
+
+def forgets(always: bool) -> Any:
+    calls.clear()
+    return traced(Forgets(always), {'params': {'w': X}})
+
+
+class OpensOnce(fnn.Module):
+    """Opens a block in ``setup``, on its first run only."""
+
+    always: bool = False
+
+    def setup(self) -> None:
+        self.w = self.param('w', ONES, (2, 2))
+        if self.always or not calls:
+            calls.append(1)
+            with nn.stop_gradient('w'):
+                self.kept = 2.0 * self.w
+
+    def __call__(self, x: Any) -> Any:
+        return self.kept * x
+
+
+def opens(always: bool) -> Any:
+    calls.clear()
+    return traced(OpensOnce(always), {'params': {'w': X}})
+
+
+class Body(fnn.Module):
+    within: bool
+
+    @fnn.compact
+    def __call__(self, x: Any, _: Any) -> Any:
+        other = Model(name='other')
+        if self.within:
+            return nn.Frozen(fnn.Sequential([Model(), lambda x: other(x)]))(x), None
+        return other(nn.Frozen(fnn.Sequential([Model()]))(x)), None
+
+
+def in_scan(within: bool) -> None:
+    scan = fnn.scan(
+        Body, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+    )
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), PARAMS)
+    params = {'other': stack, 'Model_0': stack}
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        model = scan(within)
+        jax.eval_shape(lambda: model.apply({'params': params}, X, None))
+
+
+def reload(name: str) -> None:
+    importlib.reload(importlib.import_module(name))
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    'no values at all': (
+        lambda: nn.substitute(),
+        errors.SubstituteTypeError,
+        'nn.substitute was given nothing.\n'
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> '
+        'value.',
+    ),
+    'the twin of several collections': (
+        lambda: nn.substitute('ema', collections=['params', 'batch_stats']),
+        errors.SubstituteTypeError,
+        "nn.substitute was given the collection 'ema' for "
+        "collections=['params', 'batch_stats'].\n"
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> '
+        'value.\n'
+        "Fix: name one collection, such as collections='params'.",
+    ),
+    'an empty tree of values': (
+        lambda: nn.substitute({}),
+        errors.SubstituteTypeError,
+        'nn.substitute was given a tree without a value.\n'
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> '
+        'value.',
+    ),
+    'an array of values': (
+        lambda: nn.substitute(X),
+        errors.SubstituteTypeError,
+        'nn.substitute was given an array (float32[2, 2]).\n'
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> '
+        'value.\n'
+        "Fix: say of which variable: nn.substitute({'encoder': {'bias': "
+        'value}}).',
+    ),
+    'an array for a collection': (
+        lambda: nn.substitute({'params': X}, collections=['params']),
+        errors.SubstituteTypeError,
+        "nn.substitute was given float32[2, 2] for the collection 'params'.\n"
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> '
+        'value.',
+    ),
+    'values of a collection that is left out': (
+        lambda: nn.substitute({'ema': {'bias': X}}, collections=['params', 'stats']),
+        errors.SubstituteTypeError,
+        "nn.substitute was given values for the collection 'ema', and "
+        "collections=['params', 'stats'] leaves it out.\n"
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> '
+        'value.',
+    ),
+    'values of a module that is not bound': (
+        lambda: nn.substitute(MODEL),
+        errors.SubstituteTypeError,
+        'nn.substitute was given a Model that is not bound, and so has no '
+        'variables.\n'
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> '
+        'value.\n'
+        'Fix: in a method write self.module; at top level '
+        'module.bind(variables).',
+    ),
+    'a selected variable without a value': (
+        lambda: run(nn.substitute({'bias': 2.0 * PARAMS['bias']}, where='*')),
+        errors.SubstituteError,
+        "nn.substitute: there is no value for 'kernel' of the collection "
+        "'params' in the tree.\n"
+        'Fix: select with where= the variables that have one.',
+    ),
+    'a value without its box': (
+        lambda: run(nn.substitute({'kernel': X}), Boxed(), BOXED),
+        errors.SubstituteError,
+        "nn.substitute: the value for 'kernel' of the collection 'params' does "
+        'not fit.\n'
+        "Expected: Partitioned(value='float32[2, 2]', names=(None, 'x'), "
+        'mesh=None)\n'
+        'Found:    float32[2, 2]\n'
+        'Fix: keep the box: map over the tree with jax.tree.map.',
+    ),
+    'values and a filter': (
+        lambda: nn.substitute({'bias': X}, 'bias'),
+        errors.LiftTargetError,
+        'cannot lift a dict: expected a Module class, a method, a function '
+        'whose first argument is a bound module, or a module.\n'
+        "To say which variables write where='bias'.",
+    ),
+    'a number that is lifted': (
+        lambda: nn.stop_gradient('kernel')(3),
+        errors.LiftTargetError,
+        'cannot lift 3 of type int: expected a Module class, a method, a '
+        'function whose first argument is a bound module, or a module.',
+    ),
+    'an array that is lifted': (
+        lambda: nn.stop_gradient('kernel')(X),
+        errors.LiftTargetError,
+        'cannot lift float32[2, 2] of type ArrayImpl: expected a Module class, '
+        'a method, a function whose first argument is a bound module, or a '
+        'module.\n'
+        'To stop the gradient of a value write jax.lax.stop_gradient(x).',
+    ),
+    'methods of a function': (
+        lambda: nn.stop_gradient('kernel').lift(reload, methods=['encode']),
+        errors.UnknownMethodError,
+        "methods=['encode'] was given, but no Module class to lift.\n"
+        'Write nn.stop_gradient(Model, where, methods=[...]).',
+    ),
+    'levels': (
+        lambda: nn.stop_gradient('kernel', levels=2),
+        errors.ChoiceError,
+        'levels=2 is none of the choices:\n  None: all of them\n  1: the innermost one',
+    ),
+    'rngs': (
+        lambda: mirrored(rngs='other'),
+        errors.ChoiceError,
+        "rngs='other' is none of the choices:\n"
+        "  'same': the n-th call draws what the n-th call of the module does, "
+        'and leaves the draws of the module alone\n'
+        "  'fresh': each call draws new numbers, as another call of the module "
+        'would',
+    ),
+    'an update of other variables': (
+        lambda: mirrored(variables=VARIABLES, state='update'),
+        errors.ChoiceError,
+        "with variables=, state='update' is none of the choices:\n"
+        "  'hold': a call works on a copy that is dropped when it ends\n"
+        "  'use_running_average': held, and normalization layers use what is "
+        'stored, not the batch',
+    ),
+    'variables of other shapes': (
+        lambda: mirrored(variables={'params': {**PARAMS, 'bias': X}}),
+        errors.MirrorVariablesError,
+        'nn.mirror(Model(...), variables=...): it has other shapes than the '
+        'module\n'
+        '  params/bias: (2, 2) for (1, 2)\n'
+        "The tree is that of the module at 'm', with collections on top, such "
+        "as {'params': ...}.",
+    ),
+    'variables that the module does not have': (
+        lambda: mirrored(variables={'params': {**PARAMS, 'scale': X}}),
+        errors.MirrorVariablesError,
+        'nn.mirror(Model(...), variables=...): the module has no\n'
+        '  params/scale\n'
+        "The tree is that of the module at 'm', with collections on top, such "
+        "as {'params': ...}.",
+    ),
+    'variables of no such collection': (
+        lambda: mirrored(variables={**VARIABLES, 'cache': {'n': X}}),
+        errors.MirrorVariablesError,
+        'nn.mirror(Model(...), variables=...): the module has no collection\n'
+        "  'cache'\n"
+        "The tree is that of the module at 'm', with collections on top, such "
+        "as {'params': ...}.",
+    ),
+    'created and read only': (
+        created,
+        errors.ReadOnlyError,
+        "Creates.__call__ (at '') created the variable 'n' of the collection "
+        "'cache' in the module at '', which is read only under "
+        'read_only(Constant(True), collections=True).\n'
+        'Fix: leave the block for the write, or leave the variable out with '
+        'where= or collections=.',
+    ),
+    'what Python asks of a wrapper': (
+        lambda: nn.Frozen(MODEL).__wrapped__,
+        AttributeError,
+        "'Frozen' object has no attribute '__wrapped__'",
+    ),
+    'a layer that there is not': (
+        lambda: stacked(7),
+        errors.FrozenLayersError,
+        'frozen_layers=7 does not fit a scan of 4 layers: index 7 is out of '
+        'bounds for axis 0 with size 4.\n'
+        'Write indices from 0 to 3, such as frozen_layers=slice(0, 2), or a '
+        'bool for each layer.',
+    ),
+    'a frozen stack that is written': (
+        lambda: stacked(slice(0, 2), True, ['params']),
+        errors.FrozenLayersError,
+        "the parameter 'w' of layers of which some are frozen is written, or "
+        'handed to a lifted transform that may write it.\n'
+        "Take 'params' out of mutable=, or use nn.stop_gradient(sg.at(...)) "
+        'around a scan without frozen_layers=.',
+    ),
+    'copies of other leaves': (
+        lambda: copied({'x': X, 'y': X}),
+        errors.CotangentShapeError,
+        "the cotangent of 'a' is [float32[2, 2]], and that of 'b' is "
+        '[float32[2, 2], float32[2, 2]].\n'
+        'A cotangent has the shape and the dtype of its parameter.',
+    ),
+    'counted outside of a trace': (
+        lambda: testing.assert_traces_once(reload)('x'),
+        errors.NeverTracedError,
+        'assert_traces_once(reload) counts no traces: the function is called '
+        'outside of any.\n'
+        'Write jax.jit(assert_traces_once(reload)), not the other way round.',
+    ),
+    'no name of flax.linen': (
+        lambda: nn.Densse,
+        AttributeError,
+        "module 'flax_sg.linen' has no attribute 'Densse'",
+    ),
+    'a package that is not installed': (
+        lambda: extras.optional('no_such_package.part', 'Drawing', 'plot'),
+        ModuleNotFoundError,
+        'Drawing needs no_such_package, which is not installed. Install what '
+        "it needs with: pip install 'flax_sg[plot]'",
+    ),
+    'a reload of what holds state': (
+        lambda: reload('flax_sg.contexts'),
+        errors.ReloadError,
+        'flax_sg.contexts cannot be reloaded: open blocks, and what JAX keeps '
+        'of compiled programs, rest on what it holds.\n'
+        'Start Python anew; flax_sg and flax_sg.linen can be reloaded.',
+    ),
+    'a draw that is kept': (
+        kept,
+        errors.KeptValueError,
+        "the values that setup of Draws (at '') keeps cannot be seen under the "
+        'open block: setup would have to run again, and it draws from the '
+        "random stream 'noise', which has been used since, and the block was "
+        'opened later.\n'
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a state that is kept': (
+        lambda: kept('state'),
+        errors.KeptValueError,
+        "the values that setup of Draws (at '') keeps cannot be seen under the "
+        "open block: setup would have to run again, and it reads 'state', "
+        'which may be written since.\n'
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a state that is asked for': (
+        lambda: kept('asked'),
+        errors.KeptValueError,
+        "the values that setup of Draws (at '') keeps cannot be seen under the "
+        'open block: setup would have to run again, and it asks what is in '
+        "'state'.\n"
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a setup that fails': (
+        lambda: kept('fails'),
+        errors.KeptValueError,
+        "the values that setup of Draws (at '') keeps cannot be seen under the "
+        'open block: setup would have to run again, and that raises '
+        "ArithmeticError('called twice').\n"
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a draw elsewhere': (
+        lambda: elsewhere('draw'),
+        errors.KeptValueError,
+        "the values that setup of Others (at 'kid') keeps cannot be seen under "
+        'the open block: setup would have to run again, and it lets a module '
+        'elsewhere draw random numbers.\n'
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a write elsewhere': (
+        lambda: elsewhere('write'),
+        errors.KeptValueError,
+        "the values that setup of Others (at 'kid') keeps cannot be seen under "
+        'the open block: setup would have to run again, and it lets a module '
+        "elsewhere write 'state'.\n"
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a module that is hidden': (
+        lambda: traced(Hides(), {'params': {'w': X}}),
+        errors.KeptValueError,
+        "the value self.kept that setup of Hides (at '') keeps cannot be seen "
+        'under the open block: it hides a module where it cannot be replaced.\n'
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a value that is not made again': (
+        lambda: forgets(False),
+        errors.KeptValueError,
+        "the value self.kept that setup of Forgets (at '') keeps cannot be "
+        'seen under the open block: setup did not make it again.\n'
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a block that is not opened again': (
+        lambda: opens(False),
+        errors.KeptValueError,
+        "the values that setup of OpensOnce (at '') keeps cannot be seen under "
+        'the open block: setup would have to run again, and it does not come '
+        'to the block again.\n'
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.',
+    ),
+    'a stop that scans keep': (
+        lambda: in_scan(True),
+        errors.ScanMemoryWarning,
+        "nn.Frozen(Sequential(...)) at 'Sequential_0' is called in the body of "
+        'a scan with a function that uses other modules of the body.\n'
+        'Gradients are right, but the stopped parameters are kept for the way '
+        'back at each step: at least 24 bytes times the length of the scan.\n'
+        'Call the other modules outside of the wrapper, or open a block around '
+        "the scan: with nn.stop_gradient('layers/...'): layers(x).",
+    ),
+}
+
+module, x = nn.Dense(2), X
+
+FIXES: dict[str, str | Callable[[], Any]] = {
+    'no values at all': lambda: changed(nn.substitute({'bias': 2.0 * PARAMS['bias']})),
+    'the twin of several collections': lambda: nn.substitute(
+        'ema', collections='params'
+    ),
+    'an empty tree of values': lambda: nn.substitute({'bias': PARAMS['bias']}),
+    'an array of values': lambda: nn.substitute({'encoder': {'bias': X}}),
+    'an array for a collection': lambda: nn.substitute(
+        {'params': {'bias': X}}, collections=['params']
+    ),
+    'values of a collection that is left out': lambda: nn.substitute(
+        {'stats': {'bias': X}}, collections=['params', 'stats']
+    ),
+    'values of a module that is not bound': lambda: run(
+        nn.substitute(MODEL.bind(VARIABLES))
+    ),
+    'a selected variable without a value': lambda: changed(
+        nn.substitute({'bias': 2.0 * PARAMS['bias']}, where='bias')
+    ),
+    'a value without its box': lambda: run(
+        nn.substitute(jax.tree.map(lambda leaf: 2.0 * leaf, BOXED['params'])),
+        Boxed(),
+        BOXED,
+    ),
+    'values and a filter': lambda: changed(
+        nn.substitute(
+            {'bias': 2.0 * PARAMS['bias'], 'kernel': PARAMS['kernel']}, where='bias'
+        )
+    ),
+    'a number that is lifted': lambda: nn.stop_gradient('kernel')(Model),
+    'an array that is lifted': 'jax.lax.stop_gradient(x)',
+    'methods of a function': lambda: nn.stop_gradient(
+        Model, 'kernel', methods=['encode']
+    ),
+    'levels': lambda: [nn.stop_gradient('kernel', levels=n) for n in (None, 1)],
+    'rngs': lambda: [mirrored(rngs=choice) for choice in ('same', 'fresh')],
+    'an update of other variables': lambda: [
+        mirrored(variables=VARIABLES, state=choice)
+        for choice in ('hold', 'use_running_average')
+    ],
+    'variables of other shapes': lambda: mirrored(variables={'params': PARAMS}),
+    'variables that the module does not have': lambda: mirrored(variables=VARIABLES),
+    'variables of no such collection': lambda: mirrored(variables=VARIABLES),
+    'created and read only': lambda: created(collections=DenyList('cache')),
+    'what Python asks of a wrapper': lambda: nn.Frozen(MODEL).module,
+    'a layer that there is not': lambda: [
+        stacked(slice(0, 2)),
+        stacked([True, False, False, True]),
+    ],
+    'a frozen stack that is written': lambda: [
+        stacked(slice(0, 2)),
+        run_at(sg.at('w', np.s_[:2])),
+    ],
+    'copies of other leaves': lambda: copied(X),
+    'counted outside of a trace': lambda: jax.jit(
+        testing.assert_traces_once(jnp.negative)
+    )(X),
+    'no name of flax.linen': lambda: nn.Dense,
+    'a package that is not installed': lambda: extras.optional('json', 'It', 'plot'),
+    'a reload of what holds state': lambda: [
+        reload('flax_sg.linen'),
+        reload('flax_sg'),
+    ],
+    'a draw that is kept': lambda: kept(inside=True),
+    'a state that is kept': lambda: kept('state', inside=True),
+    'a state that is asked for': lambda: kept('asked', inside=True),
+    'a setup that fails': lambda: run(
+        nn.stop_gradient('w'), OpensOnce(True), {'params': {'w': X}}
+    ),
+    'a draw elsewhere': lambda: elsewhere('read'),
+    'a write elsewhere': lambda: elsewhere('read'),
+    'a module that is hidden': lambda: traced(Hides(True), {'params': {'w': X}}),
+    'a value that is not made again': lambda: forgets(True),
+    'a block that is not opened again': lambda: opens(True),
+    'a stop that scans keep': lambda: in_scan(False),
+}
+
+
+def run_at(where: Any) -> None:
+    with nn.stop_gradient(where):
+        stacked(None)

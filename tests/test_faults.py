@@ -1,0 +1,674 @@
+"""What goes wrong around a block: exceptions anywhere, threads, depth, size, names.
+
+What no test can provoke: an exception between the last line of a body and the first of
+``__exit__``. A ``with`` statement whose ``__exit__`` is written in Python has that gap.
+"""
+
+import contextlib
+import copy
+import importlib
+import pickle
+import re
+import sys
+import threading
+import unicodedata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flax_sg
+import flax_sg as sg
+import oracle
+from flax_sg import _private, blocks, errors
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
+OWNERS = [owner for owner, _ in _private._HOOKED.values()]
+FLAX = [dict(vars(owner)) for owner in OWNERS]
+
+
+def assert_nothing_is_left() -> None:
+    """No block is open, nothing is kept for one, and Flax is as it was."""
+    thread = blocks.thread
+    assert (thread.blocks, thread.roots, thread.replay) == ((), {}, None)
+    assert (thread._aside, thread.number_of._of) == (0, {})
+    assert _private.user_context.value == 0
+    assert (blocks._open_blocks, _private._users) == (set(), set())
+    assert [dict(vars(owner)) for owner in OWNERS] == FLAX
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    try:
+        assert_nothing_is_left()
+    finally:  # One failure, not one in every test that follows.
+        for block in tuple(blocks._open_blocks):
+            blocks.remove(block)
+        blocks.thread.set_blocks(())
+        for user in (*_private._users, None):
+            _private.release_hooks(user)
+
+
+# An exception at any point.
+
+
+class Ctrl(BaseException):
+    """What comes at any time, as KeyboardInterrupt does, and is no Exception."""
+
+
+class Model(fnn.Module):
+    """Keeps values in ``setup``, and opens blocks of several kinds."""
+
+    def setup(self):
+        self.a = fnn.Dense(2, use_bias=False)
+        self.w = self.param('w', fnn.initializers.ones, (2, 2))
+        self.kept = jnp.tanh(self.w)
+
+    def __call__(self, x):
+        with nn.stop_gradient(lambda path: path.startswith('w')):
+            y = self.kept * x
+        with nn.scale_gradient('a/*', 2.0):
+            return self.a(y)
+
+
+@jax.custom_vjp
+def squared(params, x):
+    return x**2 * params['params']['w']
+
+
+squared.defvjp(
+    lambda params, x: (squared(params, x), (params, x)),
+    lambda kept, ct: jax.vjp(lambda p, x: Model().apply(p, x), *kept)[1](ct),
+)
+
+
+class Step(fnn.Module):
+    @fnn.compact
+    def __call__(self, x, _):
+        return nn.Frozen(fnn.Dense(2))(x) + fnn.Dense(2)(x), None
+
+
+class Lifts(fnn.Module):
+    """Lifted transforms in a block, with and without a write."""
+
+    @fnn.compact
+    def __call__(self, x):
+        steps = fnn.scan(
+            Step, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+        )
+        with nn.stop_gradient('*/Dense_0/*'):
+            x, _ = steps(name='steps')(x, None)
+            # A new class, so that it is traced anew.
+            norm = fnn.jit(type('Norm', (fnn.BatchNorm,), {}))
+            return norm(use_running_average=False, name='norm')(x)
+
+
+class Wraps(fnn.Module):
+    """Wrappers that hold state and count draws of their own."""
+
+    def setup(self):
+        self.norm = fnn.BatchNorm(use_running_average=False)
+        self.drop = fnn.Sequential(
+            [fnn.Dense(2), fnn.Dropout(0.5, deterministic=False)]
+        )
+
+    def __call__(self, x):
+        y = nn.Frozen(self.norm, state='hold')(self.drop(x))
+        z = nn.mirror(self.norm, state='use_running_average')(nn.mirror(self.drop)(x))
+        return self.norm(y) + z
+
+
+def in_blocks(variables: Any) -> Any:
+    with nn.stop_gradient('a/*'), nn.train_only(['w', 'a/*']):
+        return Model().apply(variables, X)
+
+
+def in_rules(variables: Any) -> Any:
+    with nn.stop_gradient('w'):
+        return jax.vjp(squared, variables, X)[1](X)
+
+
+def in_lifts(variables: Any) -> Any:
+    return Lifts().apply(variables, X, mutable=['batch_stats'])
+
+
+def in_wrappers(variables: Any) -> Any:
+    rngs = {'dropout': jax.random.key(1)}
+    return Wraps().apply(variables, X, mutable=['batch_stats'], rngs=rngs)
+
+
+def by_core(variables: Any) -> Any:
+    tree = sg.stop_gradient(variables['params'], 'a/*')
+    value = nn.substitute({'a': {'kernel': jnp.ones((2, 2))}})
+    with value, nn.read_only(True), nn.clip_gradient('w', norm=1.0):
+        return Model().apply({'params': tree}, X)
+
+
+PROGRAMS: dict[str, tuple[Callable[[Any], Any], Any, int]] = {
+    'blocks': (in_blocks, Model(), 17),
+    'rules': (in_rules, Model(), 97),
+    'lifts': (in_lifts, Lifts(), 307),
+    'wrappers': (in_wrappers, Wraps(), 89),
+    'values': (by_core, Model(), 31),
+}
+LIBRARY = str(Path(flax_sg.__file__).parent)
+
+
+class Interrupts:
+    """Raises where Ctrl-C may: as a function begins, and as one in C has returned.
+
+    In functions of the library and of this file, at one point of all that there are.
+    """
+
+    def __init__(self, at: int | None, within: frozenset[str]) -> None:
+        self.met, self._at, self._within = 0, at, within
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        ours = code.co_filename.startswith(LIBRARY) or code.co_filename == __file__
+        unprotected = code.co_name in ('__exit__', '_run_interrupted')
+        if not ours or event not in ('call', 'c_return') or unprotected:
+            return
+        if self._within and code.co_name not in self._within:
+            return
+        self.met += 1
+        if self.met == self._at:
+            raise Ctrl
+
+
+def _run_interrupted(
+    fn: Callable[[], Any], at: int | None, within: frozenset[str] = frozenset()
+) -> int:
+    """The number of points, in some functions; raises ``Ctrl`` at one of them."""
+    interrupts = Interrupts(at, within)
+    sys.setprofile(interrupts)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return interrupts.met
+
+
+# What opens and closes blocks, and what they call for that.
+IN_AND_OUT = frozenset(
+    [
+        'open_block',
+        'close_block',
+        '_close',
+        'opened',
+        'add',
+        'remove',
+        'forget',
+        'close',
+        'set_blocks',
+        'only',
+        '_set_aside',
+        '_resumed',
+        'leave',
+        '_run_setup',
+        'acquire_hooks',
+        'release_hooks',
+    ]
+)
+
+
+# Python drops what is raised in a generator that it throws away.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize('within', [frozenset(), IN_AND_OUT], ids=['all', 'in and out'])
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_an_exception_at_any_point(name, within):
+    program, model, every = PROGRAMS[name]
+    every = 1 + every // 25 if within else every
+    keys = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
+    variables = jax.jit(model.init)(keys, X)
+
+    def run() -> str:
+        # Anew each time.
+        text = str(jax.make_jaxpr(lambda v: program(v))(variables))
+        return re.sub(' at 0x[0-9a-f]+', '', text)
+
+    expected = run()
+    points = _run_interrupted(run, None, within)
+    assert points > 10 * every, points
+    raised = 0
+    for at in range(1 + every // 2, points, every):
+        try:
+            _run_interrupted(run, at, within)
+        except Ctrl:
+            raised += 1
+        assert_nothing_is_left()
+        if at % 8 == 0:
+            assert run() == expected
+    assert run() == expected
+    assert raised >= 10
+
+
+@pytest.mark.usefixtures('leaks')
+def test_a_block_that_was_interrupted_leaks_no_tracer():
+    def recovers(variables):
+        with contextlib.suppress(Ctrl), nn.stop_gradient(['w', 'a/*']):
+            Model().apply(variables, X)
+            raise Ctrl
+        return Model().apply(variables, X)
+
+    variables = Model().init(jax.random.key(0), X)
+    jax.make_jaxpr(recovers)(variables)  # Raises for a tracer that outlives it.
+
+
+@pytest.mark.usefixtures('leaks')
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_no_tracer_leaks(name):
+    program, model, _ = PROGRAMS[name]
+    keys = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
+    variables = jax.eval_shape(model.init, keys, X)
+    jax.eval_shape(lambda v: jax.jit(program)(v), variables)
+
+
+# Many threads.
+
+
+def test_sixteen_threads_in_blocks_of_their_own():
+    """Each opens, nests and leaves blocks of four filters while the others do."""
+    names = 'abcd'
+    params = {name: jnp.full((2,), 1.0 + number) for number, name in enumerate(names)}
+    count = 16
+    barrier = threading.Barrier(count)
+    wrong: list[Any] = []
+
+    class Four(fnn.Module):
+        @fnn.compact
+        def __call__(self):
+            wait()
+            return sum(
+                jnp.sum(self.param(name, fnn.initializers.ones, (2,)) ** 2)
+                for name in names
+            )
+
+    def wait() -> None:
+        barrier.wait(60)
+
+    def loss(params: Any) -> Any:
+        return Four().apply({'params': params})
+
+    def turn_of(number: int, turn: int) -> None:
+        outer, inner = names[(number + turn) % 4], names[(number // 4) % 4]
+        factor = float(number)
+        with nn.stop_gradient(lambda path: path == outer):
+            once = jax.grad(loss)(params)
+            with nn.scale_gradient(inner, factor):
+                twice = jax.grad(loss)(params)
+        for name in names:
+            expected = 0.0 * params[name] if name == outer else 2.0 * params[name]
+            scaled = factor * expected if name == inner else expected
+            if not ((once[name] == expected).all() and (twice[name] == scaled).all()):
+                wrong.append((number, turn, name))
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(2):
+                turn_of(number, turn)
+        except BaseException as error:
+            barrier.abort()
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# Recursion, depth and size.
+
+
+class Recursive(fnn.Module):
+    """Calls its own method, in a block at each turn."""
+
+    @fnn.compact
+    def __call__(self, x, turns):
+        layer = fnn.Dense(2, name='layer')
+        out = fnn.Dense(2, name='out')
+        return self._turn(layer, out, x, turns)
+
+    def _turn(self, layer, out, x, turns):
+        if not turns:
+            return out(x)
+        with nn.stop_gradient('layer/*' if turns % 2 else 'layer/bias'):
+            return self._turn(layer, out, jnp.tanh(layer(x)), turns - 1) + layer(x)
+
+
+def test_a_module_that_calls_itself_in_blocks():
+    def by_hand(params: Any, x: Any, turns: int, stopped: frozenset[str]) -> Any:
+        def dense(name: str, stop: frozenset[str]) -> Any:
+            copy = oracle.stopped(params[name], lambda path: path in stop)
+            return lambda x: fnn.Dense(2).apply({'params': copy}, x)
+
+        if not turns:
+            return dense('out', frozenset())(x)
+        stopped = stopped | ({'kernel', 'bias'} if turns % 2 else {'bias'})
+        layer = dense('layer', stopped)
+        return by_hand(params, jnp.tanh(layer(x)), turns - 1, stopped) + layer(x)
+
+    def grads(params: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.sum(Recursive().apply({'params': params}, X, 4))
+
+        hand = jax.grad(lambda p: jnp.sum(by_hand(p, X, 4, frozenset())))(params)
+        return jax.grad(loss)(params), hand
+
+    params = Recursive().init(jax.random.key(0), X, 1)['params']
+    actual, expected = jax.jit(grads)(params)
+    oracle.assert_same(actual, expected)
+    # The outermost of the four blocks leaves the kernel alone, for its own turn.
+    assert oracle.is_zero(actual['layer']['bias'])
+    assert not oracle.is_zero(actual['layer']['kernel'])
+
+
+class Nest(fnn.Module):
+    """A module in a module in a module, and so on."""
+
+    depth: int
+
+    @fnn.compact
+    def __call__(self, x):
+        inner = Nest(self.depth - 1, name='n') if self.depth else fnn.Dense(2)
+        return inner(x)
+
+
+def nested(depth: int) -> Any:
+    tree: Any = {'Dense_0': {'kernel': np.ones((2, 2)), 'bias': np.ones(2)}}
+    for _ in range(depth):
+        tree = {'n': tree}
+    return {'params': tree}
+
+
+def shapes(depth: int, wrap: Callable[[Any], Any] = lambda module: module) -> Any:
+    module = wrap(Nest(depth))
+    return jax.eval_shape(lambda v: module.apply(v, X), nested(depth))
+
+
+def deepest(call: Callable[[int], Any], least: int, most: int) -> int:
+    """The largest depth at which there is no RecursionError."""
+    while least < most:
+        middle = (least + most + 1) // 2
+        try:
+            call(middle)
+            least = middle
+        except RecursionError:
+            most = middle - 1
+    return least
+
+
+def test_models_may_be_as_deep_as_without_blocks():
+    shapes(2)  # What is imported and cached at first takes more of the stack.
+    limit = deepest(shapes, 20, 400)
+    assert 20 < limit < 400
+    for block in (
+        nn.stop_gradient('**/kernel'),
+        nn.stop_gradient(lambda path: path.name == 'kernel'),
+        nn.read_only(True),
+    ):
+        with block:
+            shapes(limit)
+        # Too deep is too deep in a block too, and says so.
+        with pytest.raises(RecursionError), block:
+            shapes(400)
+        assert_nothing_is_left()
+    shapes(limit, nn.Frozen)
+
+
+def test_trees_may_be_as_deep_as_for_jax():
+    depth = 900
+    tree: Any = {'w': 1.0, 'b': 2.0}
+    for _ in range(depth):
+        tree = {'n': tree}
+    assert sum(jax.tree.leaves(jax.tree.map(lambda leaf: 2 * leaf, tree))) == 6.0
+    kernel = jax.tree.map(lambda leaf: leaf == 1.0, tree)
+    for where in ('**/w', lambda path: path.name == 'w', kernel):
+        one, rest = sg.partition(tree, where)
+        assert (jax.tree.leaves(one), jax.tree.leaves(rest)) == ([1.0], [2.0])
+        assert sg.combine(one, rest) == tree
+    grads = sg.grad(lambda t: jax.tree.leaves(t)[1] * 3.0, wrt='**/w')(tree)
+    assert [float(g) for g in jax.tree.leaves(grads)] == [3.0]
+    sg.freeze(optax.sgd(0.1), '**/w').init(tree)
+
+
+class Link:
+    """A part of a chain."""
+
+    def __init__(self, next_one):
+        self.next = next_one
+
+
+class KeepsDeep(fnn.Module):
+    """Keeps a chain that is longer than the stack, with a parameter at its end."""
+
+    def setup(self):
+        kept = self.param('w', fnn.initializers.ones, (2,))
+        for _ in range(5000):
+            kept = Link(kept)
+        self.kept = kept
+
+    def __call__(self):
+        found = self.kept
+        while isinstance(found, Link):
+            found = found.next
+        return jnp.sum(found**2)
+
+
+def test_setup_may_keep_what_is_deeper_than_the_stack():
+    params = KeepsDeep().init(jax.random.key(0))
+
+    def loss(params: Any) -> Any:
+        with nn.stop_gradient('w'):
+            return KeepsDeep().apply(params)
+
+    assert oracle.is_zero(jax.grad(loss)(params))
+
+
+def test_ten_thousand_leaves():
+    params = {
+        f'm{i}': {f'w{j}': np.float32(i + j) for j in range(10)} for i in range(1000)
+    }
+
+    class Many(fnn.Module):
+        @fnn.compact
+        def __call__(self):
+            return jax.tree.map(lambda leaf: 2.0 * leaf, self.variables['params'])
+
+    def doubled(params: Any) -> Any:
+        with nn.stop_gradient('m1*/w[0-4]'):
+            return Many().apply({'params': params})
+
+    equations = jax.make_jaxpr(doubled)(params).eqns
+    stopped = 111 * 5  # m1, m10 to m19, m100 to m199
+    names = [equation.primitive.name for equation in equations]
+    assert (names.count('stop_gradient'), names.count('mul')) == (stopped, 10_000)
+    one, rest = sg.partition(params, 'm1*/w[0-4]')
+    assert len(jax.tree.leaves(one)) == stopped
+    assert sg.combine(rest, one) == params
+    with pytest.raises(errors.UnusedFilterError, match='none of the 10000 variables'):
+        sg.partition(params, 'm1x/**')
+    tx = sg.freeze(optax.sgd(0.5), ~sg.filters.as_filter('m7/*'))
+    updates, _ = tx.update(params, tx.init(params), params)
+    new = sg.apply_updates(params, updates)
+    assert [name for name in params if new[name] != params[name]] == ['m7']
+
+
+# Names.
+
+NAMES = ['слой', '层_0', 'café', '🧊', 'ß', 'I\u0307', 'a.b', 'a b', 'x[0]', '*', '\\']
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_names_of_all_kinds(name):
+    class Named(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return fnn.Dense(2, name='other')(fnn.Dense(2, name=name)(x))
+
+    shapes_of = jax.eval_shape(Named().init, jax.random.key(0), X)['params']
+    params = jax.tree.map(lambda s: jnp.ones(s.shape), shapes_of)
+    literal = ''.join(f'\\{c}' if c in '*?[]\\' else c for c in name)
+
+    def stopped(block: Any) -> str:
+        def fn(params):
+            with block:
+                return Named().apply({'params': params}, X)
+
+        return str(jax.make_jaxpr(fn)(params)).count('stop_gradient')
+
+    assert stopped(nn.stop_gradient(f'{literal}/*')) == 2
+    assert stopped(nn.stop_gradient(lambda path: path.parts[0] == name)) == 2
+    assert stopped(nn.stop_gradient({name: True, 'other': False})) == 2
+    report = sg.gradient_flow(
+        lambda p: jnp.sum(Named().apply({'params': p}, X)), params
+    )
+    assert f'{name}/kernel' in report.parameters
+    assert name in report.table(width=80)
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        sg.partition(params, f'{literal}/kernl')
+    assert repr(f'{name}/kernel') in str(caught.value)
+
+
+def test_a_name_in_other_code_points():
+    """'é' is one code point or two: they look alike, and are other names."""
+    one, two = (unicodedata.normalize(form, 'café') for form in ('NFC', 'NFD'))
+    assert one != two
+    for name, typed in ((one, two), (two, one)):
+        with pytest.raises(errors.UnusedFilterError) as caught:
+            sg.partition({name: {'w': 1.0}}, f'{typed}/*')
+        hint = f"Hint: it is spelled with other code points. Write '{name}/*'."
+        assert hint in str(caught.value).splitlines()
+        assert sg.partition({name: {'w': 1.0}}, f'{name}/*')[0] == {name: {'w': 1.0}}
+
+
+# Modules that are loaded anew.
+
+STATEFUL = ['_private', 'blocks', 'contexts', 'statistics', 'unused']
+
+
+def stopped_in_model(variables: Any) -> str:
+    """The parameters that a cached function gives no gradient."""
+    grads = cached_gradient(variables)['params']
+    return ' '.join(name for name in sorted(grads) if oracle.is_zero(grads[name]))
+
+
+@jax.jit
+def cached_gradient(variables: Any) -> Any:
+    return jax.grad(lambda v: jnp.sum(Model().apply(v, X)))(variables)
+
+
+@pytest.mark.parametrize('name', STATEFUL)
+def test_what_holds_state_cannot_be_reloaded(name):
+    variables = {'params': {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}}
+    module = importlib.import_module(f'flax_sg.{name}')
+    before = {name: v for name, v in vars(module).items() if callable(v)}
+    with pytest.raises(errors.ReloadError):
+        importlib.reload(module)
+    with nn.stop_gradient('a/*'):
+        with pytest.raises(errors.ReloadError):
+            importlib.reload(module)
+        assert stopped_in_model(variables) == 'a w'  # w is stopped by the model.
+    assert stopped_in_model(variables) == 'w'
+    assert {name: v for name, v in vars(module).items() if callable(v)} == before
+
+
+def test_the_public_modules_can_be_reloaded():
+    variables = {'params': {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}}
+    with nn.stop_gradient('a/*'):
+        for module in (sg.linen, sg):
+            assert importlib.reload(module) is module
+        assert stopped_in_model(variables) == 'a w'
+    with sg.linen.stop_gradient('a/*'):
+        assert stopped_in_model(variables) == 'a w'
+    assert stopped_in_model(variables) == 'w'
+
+
+# Copies.
+
+
+def loss_of(params: Any) -> Any:
+    return {'a': jnp.sum(params['a']['kernel']), 'w': jnp.sum(params['w'] ** 2)}
+
+
+PARAMS = {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}
+COPIED: dict[str, Callable[[], Any]] = {
+    'a filter': lambda: sg.filters.as_filter(['слой/**', re.compile('a/.*')]),
+    'a part': lambda: sg.at('a/*', np.s_[1:, ...]) & ~sg.filters.as_filter('w'),
+    'a derived filter': lambda: sg.live(lambda p: loss_of(p)['w'], PARAMS),
+    'a rewrite': lambda: nn.stop_gradient('a/*', collections=True),
+    'values': lambda: nn.substitute({'w': 2.0 * PARAMS['w']}),
+    'a rule for cotangents': lambda: nn.clip_gradient('a/*', global_norm=1.0),
+    'a frozen module': lambda: nn.Frozen(Model(), 'a/kernel', state='hold'),
+    'frozen modules': lambda: fnn.Sequential((nn.Frozen(Model()), Model())),
+    'another wrapper': lambda: nn.scale_gradient('w', 0.5)(Model()),
+    'a report': lambda: sg.gradient_flow(loss_of, PARAMS),
+    'a tree in parts': lambda: sg.partition({'a': 1.0, 'b': (2.0, 3.0)}, 'b/0'),
+}
+
+
+@pytest.mark.parametrize('name', COPIED)
+def test_copies_are_equal_and_hash_alike(name):
+    value = COPIED[name]()
+    hashed = None if isinstance(value, tuple) else hash(value)
+    with nn.stop_gradient(True):  # Copying has nothing to do with what is open.
+        twins = [
+            copy.copy(value),
+            copy.deepcopy(value),
+            pickle.loads(pickle.dumps(value)),
+            cloudpickle.loads(cloudpickle.dumps(value)),
+        ]
+    for twin in twins:
+        assert type(twin) is type(value)
+        assert repr(twin) == repr(value)
+        if name != 'values':  # Arrays are compared by identity.
+            assert twin == value
+            assert hashed is None or hash(twin) == hashed
+
+
+def test_copies_of_modules_and_reports_do_the_same():
+    for name in ('a frozen module', 'frozen modules', 'another wrapper'):
+        module = COPIED[name]()
+        params = module.init(jax.random.key(0), X)
+        expected, *actual = (
+            str(jax.make_jaxpr(lambda v, m=m: m.apply(v, X))(params))
+            for m in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module)))
+        )
+        assert actual == [expected] * 2
+    report = COPIED['a report']()
+    twin = pickle.loads(pickle.dumps(report))
+    assert (twin.table(width=60), twin.rows()) == (
+        report.table(width=60),
+        report.rows(),
+    )
+    assert twin.status_of('w', 'w') == 'flows'
+
+
+def test_an_optimizer_that_freezes_is_copied():
+    tx = sg.freeze(optax.sgd(0.5), 'a/*')
+    for twin in (copy.deepcopy(tx), cloudpickle.loads(cloudpickle.dumps(tx))):
+        updates, _ = twin.update(PARAMS, twin.init(PARAMS), PARAMS)
+        assert (updates['w'] == -0.5).all()
+        assert sg.apply_updates(PARAMS, updates)['a'] == PARAMS['a']
+
+
+def test_a_copy_of_an_open_rewrite_is_not_open():
+    block = nn.stop_gradient('a/*')
+    with block:
+        twin = copy.deepcopy(block)
+        with pytest.raises(errors.BlockOrderError, match='is not open'):
+            twin.__exit__(None, None, None)
+        with twin:
+            Model().apply({'params': PARAMS}, X)
+        Model().apply({'params': PARAMS}, X)

@@ -1,0 +1,128 @@
+"""A freeze declared in the model costs what a partition by hand costs, and no more.
+
+Stops by hand give full trees of zeros back. Here the model says what is frozen, `live`
+is found in it, and gradient, update and state are those of the live part alone.
+"""
+
+import re
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+import flax_sg as sg
+from benchmarks import spellings, trainers, workloads
+from flax_sg.testing import assert_same_program
+
+WORK = next(
+    work
+    for work in workloads.workloads(workloads.SMALL)
+    if work.name == 'transformer, frozen backbone'
+)
+DATA = trainers.Data(*WORK.arrays())
+HEAD = sum(leaf.nbytes for leaf in jax.tree.leaves(DATA.params['head']))
+ALL = sum(leaf.nbytes for leaf in jax.tree.leaves(DATA.params))
+# How often the optimizer holds the live parameters, and the bytes of its counters.
+OPTIMIZERS = {
+    'adam': (optax.adam(1e-3), 2, 4),
+    'clip, decay': (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        2,
+        4,
+    ),
+    'accumulated': (optax.MultiSteps(optax.adam(1e-3), 2), 3, 4 + 4 + 4),
+}
+
+
+def size(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def gradient(trainer: trainers.Trainer) -> Any:
+    args = trainer.params, trainer.state, *DATA.inputs
+    return jax.jit(trainer.gradient).lower(*args).compile()
+
+
+def shapes(trainer: trainers.Trainer) -> tuple[Any, Any]:
+    """Shapes of the gradient and of the optimizer state."""
+    args = trainer.params, trainer.state, *DATA.inputs
+    _, grads = jax.eval_shape(trainer.gradient, *args)
+    return grads, jax.eval_shape(trainer.init, trainer.params)
+
+
+def update(trainer: trainers.Trainer) -> Any:
+    donating = jax.jit(trainer.update, donate_argnums=(1, 2))
+    return donating.lower(*shapes(trainer), trainer.params).compile()
+
+
+def step(trainer: trainers.Trainer) -> Any:
+    """Both in one program, as a training step is usually jitted."""
+
+    def both(opt_state: Any, params: Any) -> Any:
+        value, grads = trainer.gradient(params, trainer.state, *DATA.inputs)
+        return value, *trainer.update(grads, opt_state, params)
+
+    opt_state = shapes(trainer)[1]
+    donating = jax.jit(both, donate_argnums=(0, 1))
+    return donating.lower(opt_state, trainer.params).compile()
+
+
+@pytest.mark.parametrize('declared', [None, spellings.frozen], ids=['block', 'Frozen'])
+def test_the_gradient_is_that_of_the_live_part(declared: Any) -> None:
+    ours = trainers.live(WORK, DATA, spelling=declared)
+    hand = trainers.partition(WORK, DATA)
+    compiled = gradient(ours)
+    assert_same_program(compiled, gradient(hand))
+    assert size(shapes(ours)[0]) == HEAD
+    # One number more comes out: the loss.
+    assert compiled.memory_analysis().output_size_in_bytes <= HEAD + 4 + 3 * 8
+    stops = trainers.stops(WORK, DATA)
+    assert size(shapes(stops)[0]) == ALL
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_the_update_and_the_step_are_those_of_the_live_part(name: str) -> None:
+    tx, copies, counters = OPTIMIZERS[name]
+    ours, hand = trainers.live(WORK, DATA, tx), trainers.partition(WORK, DATA, tx)
+    assert size(shapes(ours)[1]) == size(shapes(hand)[1]) == copies * HEAD + counters
+    assert_same_program(update(ours), update(hand))
+    assert_same_program(step(ours), step(hand))
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_frozen_parameters_are_not_copied() -> None:
+    trainer = trainers.live(WORK, DATA)
+    for compiled in (update(trainer), step(trainer)):
+        assert_carried(compiled)
+    # In buffers that are not donated JAX itself copies whatever is handed through.
+    kept = jax.jit(trainer.update).lower(*shapes(trainer), trainer.params).compile()
+    with pytest.raises(AssertionError):
+        assert_carried(kept)
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_a_train_state_copies_none_either() -> None:
+    loss = WORK.loss(None)
+    live = sg.live(loss, DATA.params, DATA.state, *DATA.inputs, has_aux=True)
+    state = sg.TrainState.create(
+        apply_fn=loss, params=DATA.params, tx=sg.freeze(optax.adam(1e-3), ~live)
+    )
+
+    def train(state: Any) -> Any:
+        args = state.params, DATA.state, *DATA.inputs
+        _, grads = sg.value_and_grad(loss, has_aux=True, wrt=live)(*args)
+        return state.apply_gradients(grads=grads)
+
+    assert_carried(jax.jit(train, donate_argnums=0).lower(state).compile())
+
+
+def assert_carried(compiled: Any) -> None:
+    """Each frozen parameter is a result of the program as it came in, by its name."""
+    [_, entry] = compiled.as_text().split('\nENTRY ')
+    [results] = re.findall(r'ROOT %\S+ = .* tuple\((.*)\)', entry)
+    results = re.sub(r'/\*.*?\*/', '', results).split(', ')
+    names = re.findall(r'%\S*params__layer_\S+(?= = \S+ parameter\()', entry)
+    assert len(names) == len(jax.tree.leaves(DATA.params)) - 2
+    assert set(names) <= set(results)
