@@ -149,7 +149,10 @@ def workloads(sizes: Sizes = Sizes()) -> list[Workload]:
     layers = tuple([sizes.width] * sizes.depth)
     return [
         Workload(
-            'three losses', models.ThreeLosses(), [(vector[0], 6)], uses=three_losses
+            'three losses',
+            models.ThreeLosses(width=sizes.width),
+            [(vector[0], 6)],
+            uses=three_losses,
         ),
         *transformers(sizes, text),
         *scanned(sizes, text, False),
