@@ -92,12 +92,13 @@ class ThreeLosses(nn.Module):
     """One inference pass and one sampler, shared by three losses (flax #1857)."""
 
     stop: Stop = no_stop
+    width: int = 8
 
     def setup(self) -> None:
         """Names the modules so that each part is one pattern."""
-        self.code_in = nn.Dense(8)
+        self.code_in = nn.Dense(self.width)
         self.code_out = nn.Dense(8)
-        self.gln_0 = nn.Dense(8)
+        self.gln_0 = nn.Dense(self.width)
         self.gln_1 = nn.Dense(1)
         self.explanation = nn.Dense(6)
 

@@ -42,6 +42,12 @@ def by_hand(module: linen.Module, selection: Selection) -> Apply:
     return apply
 
 
+def bare(module: linen.Module, selection: Selection) -> Apply:
+    """No stop but those that the module has in it."""
+    del selection
+    return module.apply
+
+
 def block_around(module: linen.Module, selection: Selection) -> Apply:
     """A block around ``module.apply``."""
 

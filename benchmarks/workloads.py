@@ -80,7 +80,7 @@ class Workload:
 
     def loss_of(self, module: linen.Module) -> Loss:
         """The loss of a module that says itself what is frozen in it."""
-        return self._loss(module, lambda module, _: module.apply, None)
+        return self._loss(module, spellings.bare, None)
 
     def _loss(self, module: Any, spelling: spellings.Spelling, uses: Any) -> Loss:
         def loss(params: Any, state: Any, *inputs: jax.Array) -> Any:
@@ -149,7 +149,10 @@ def workloads(sizes: Sizes = Sizes()) -> list[Workload]:
     layers = tuple([sizes.width] * sizes.depth)
     return [
         Workload(
-            'three losses', models.ThreeLosses(), [(vector[0], 6)], uses=three_losses
+            'three losses',
+            models.ThreeLosses(width=sizes.width),
+            [(vector[0], 6)],
+            uses=three_losses,
         ),
         *transformers(sizes, text),
         *scanned(sizes, text, False),
