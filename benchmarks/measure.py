@@ -32,7 +32,7 @@ class Figures:
         accessed_bytes: that they read and write, counted like the flops.
         temporary_bytes: of the program that needs most.
         peak_bytes: arguments, results and temporary memory of the program that needs
-            most, as its buffers were assigned; None where XLA does not say.
+            most, as its buffers were assigned.
         dots: products of matrices and convolutions in the optimized programs.
         gradient_bytes: that leave the program that computes them.
         optimizer_bytes: of the optimizer state.
@@ -47,7 +47,7 @@ class Figures:
     flops: float
     accessed_bytes: float
     temporary_bytes: int
-    peak_bytes: int | None
+    peak_bytes: int
     dots: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -244,13 +244,12 @@ class _Step:
         """The figures, with those that need the compiled programs."""
         costs = [program.run.cost_analysis() or {} for program in self.programs]
         memory = [program.run.memory_analysis() for program in self.programs]
-        peaks = [getattr(size, 'peak_memory_in_bytes', None) for size in memory]
         texts = [program.text for program in self.programs]
         return Figures(
             flops=sum(cost.get('flops', 0.0) for cost in costs),
             accessed_bytes=sum(cost.get('bytes accessed', 0.0) for cost in costs),
             temporary_bytes=max(size.temp_size_in_bytes for size in memory),
-            peak_bytes=None if None in peaks else max(peaks),
+            peak_bytes=max(map(_allocated, memory)),
             dots=sum(len(_DOT.findall(text)) for text in texts),
             gradient_bytes=_bytes(self.gradients),
             optimizer_bytes=_bytes(self.optimizer),
@@ -259,6 +258,16 @@ class _Step:
             lowering=lowering,
             step=step,
         )
+
+
+def _allocated(memory: Any) -> int:
+    """Bytes of all buffers of a program; results may lie where arguments were."""
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
 
 
 def _shapes(tree: Any) -> Any:

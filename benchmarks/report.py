@@ -124,8 +124,8 @@ def _table(head: Any, rows: list[list[str]]) -> list[str]:
     return [f'| {" | ".join(line)} |' for line in lines]
 
 
-def _megabytes(size: float | None) -> str:
-    return '' if size is None else f'{size / 1e6:,.3g}'
+def _megabytes(size: float) -> str:
+    return f'{size / 1e6:,.3g}'
 
 
 def _ratio(ratio: Ratio | None) -> str:
