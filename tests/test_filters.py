@@ -32,6 +32,7 @@ from flax_sg.filters import (
     Regex,
     as_filter,
 )
+from flax_sg.filters.names import Names
 from flax_sg.paths import Path
 
 
@@ -1084,3 +1085,11 @@ def test_errors_pickle(error):
     assert type(twin) is type(error)
     assert str(twin) == str(error)
     assert isinstance(error, errors.FlaxSGError)
+
+
+@pytest.mark.parametrize(
+    ('names', 'shown'),
+    [('ba', '<a, b>'), ('cba', '<a, b, c>'), ('edcba', '<a, b, c, and 2 more>')],
+)
+def test_names_are_shown_by_the_first_three(names, shown):
+    assert repr(Names(frozenset(('params', (name,)) for name in names))) == shown

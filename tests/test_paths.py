@@ -206,6 +206,7 @@ GLOBS = {
     'outside, at any depth': ('/**/k', ['/k', '/a/k'], ['k', 'a/k']),
     'double star outside': ('**/kernel', ['/kernel', '/a/kernel', 'kernel'], ['/a']),
     'everything outside too': ('**', ['/a', '/a/b', 'a'], []),
+    'a name that is blank': (' ', [' '], ['a', '']),
     'a name with a newline': ('a*', ['a\n', 'a\nb'], ['\na']),
 }
 
