@@ -103,6 +103,8 @@ WITHIN: dict[str, str] = {
     'flax.linen.transforms:scan': 'lift',
     'jax._src.core:OpaqueTraceState.__init__': '_trace_ref',
     'jax._src.interpreters.batching:BatchTrace.__init__': 'parent_trace',
+    # What an equation of a scan says of its operands, which jaxprs are read by.
+    'jax._src.lax.control_flow.loops:_scan_impl': 'num_consts num_carry',
     'jax._src.interpreters.partial_eval:DynamicJaxprTrace.__init__': 'parent_trace',
     'jax.custom_batching:custom_vmap.__init__': 'fun vmap_rule',
     'jax:custom_jvp.__init__': 'fun',
