@@ -109,6 +109,8 @@ WITHIN: dict[str, str] = {
     'jax._src.interpreters.ad:LinearizeTrace.__init__': 'parent_trace',
     'jax._src.interpreters.ad:LinearizeTracer.__init__': 'primal',
     'jax._src.interpreters.batching:BatchTrace.__init__': 'parent_trace',
+    # What an equation of a scan says of its operands, which jaxprs are read by.
+    'jax._src.lax.control_flow.loops:_scan_impl': 'num_consts num_carry',
     'jax._src.interpreters.partial_eval:DynamicJaxprTrace.__init__': 'parent_trace',
     'jax.custom_batching:custom_vmap.__init__': 'fun vmap_rule',
     'jax:custom_jvp.__init__': 'fun',
