@@ -31,6 +31,7 @@ versions.check()  # Before the names are asked for: it says which versions have 
 import flax
 import jax
 from flax.core import axes_scan, lift, meta, tracers
+from flax.core import scope as flax_scope
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, in_filter
 from flax.linen import module as linen_module
@@ -80,6 +81,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 _lock = threading.Lock()
 _users: set[object] = set()
+_applies: list[weakref.ref[Scope]] = []  # Roots of those that run and had users.
 _make: Mapping[str, Callable[[Any], Any]] = {}
 _made: dict[str, tuple[Any, Any]] = {}  # The last original and its hook, by key.
 _before: dict[str, Any] = {}
@@ -102,6 +104,9 @@ def acquire_hooks(
             _make = make
             _made.clear()
         _users.add(user)
+        if len(_before) == len(_HOOKED):
+            return
+        root = _running_apply()
         for key, (owner, name) in _HOOKED.items():
             if key not in _before:
                 _before[key] = vars(owner).get(name, _INHERITED)
@@ -109,17 +114,22 @@ def acquire_hooks(
                 if _made.get(key, (_before,))[0] is not original:
                     _made[key] = original, _make[key](original)
                 setattr(owner, name, _made[key][1])
+        # To change Module is to change all its subclasses, which may be hundreds: once
+        # will do for all blocks in an ``apply``.
+        if root is not None:
+            _applies.append(weakref.ref(root))
 
 
 def release_hooks(user: object) -> None:
-    """Leaves Flax as it was when the last user is gone.
+    """Leaves Flax as it was when the last user is gone, and with it its ``apply``.
 
     An exception may have come while hooks were installed, or removed: whatever has been
     done by then, this completes it.
     """
     with _lock:
         _users.discard(user)
-        for key in () if _users else tuple(_before):
+        _applies[:] = [ref for ref in _applies if _goes_on(ref())]
+        for key in () if _users or _applies else tuple(_before):
             owner, name = _HOOKED[key]
             before = _before[key]
             if before is not _INHERITED:
@@ -127,6 +137,27 @@ def release_hooks(user: object) -> None:
             elif name in vars(owner):
                 delattr(owner, name)
             del _before[key]
+
+
+_APPLY = next(
+    code
+    for code in flax_scope.apply.__code__.co_consts
+    if getattr(code, 'co_name', '') == 'wrapper'
+)
+
+
+def _goes_on(root: Scope | None) -> bool:
+    """Whether the ``apply`` with this root is running; Flax says so to the root."""
+    return root is not None and not root._invalid
+
+
+def _running_apply() -> Scope | None:
+    """The root of the outermost ``apply`` or ``init`` that is running, if any."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        found = frame if frame.f_code is _APPLY else found
+        frame = frame.f_back
+    return None if found is None else found.f_locals.get('root')
 
 
 # Part of every trace cache key of JAX (jit, scan, cond, checkpoint, ...) and local to

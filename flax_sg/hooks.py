@@ -90,12 +90,20 @@ def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(self: Scope) -> None:
-        original(self)
-        if blocks.thread.roots:
-            unused.settle(self)
+    def end(self: Scope) -> None:
+        try:
+            original(self)
+            if blocks.thread.roots:
+                unused.settle(self)
+        finally:
+            # An ``apply`` may end here. Nobody else says so, if an exception comes.
+            try:
+                _private.release_hooks(self)
+            except BaseException:
+                _private.release_hooks(self)
+                raise
 
-    return hook
+    return end
 
 
 HOOKS: dict[str, Callable[[Any], Any]] = {

@@ -91,8 +91,10 @@ WITHIN: dict[str, str] = {
     'flax.core.lift:pack': 'fn in_variable_filters out_variable_filters',
     'flax.core.lift:scan': 'axes_scan variable_in_axes variable_out_axes',
     'flax.core.lift:vmap': 'variable_in_axes variable_out_axes',
+    'flax.core.scope:apply': 'root temporary wrapper',
     'flax.core.scope:Scope.__init__': (
-        '_variables debug_path flags mutable path rng_counters rngs trace_level'
+        '_invalid _variables debug_path flags mutable path rng_counters rngs '
+        'trace_level'
     ),
     'flax.linen.module:Module._call_wrapped_method': 'self fun',
     'flax.linen.module:Module._register_submodules': (

@@ -175,7 +175,8 @@ class Interrupts:
     def __call__(self, frame: Any, event: str, arg: Any) -> None:
         code = frame.f_code
         ours = code.co_filename.startswith(LIBRARY) or code.co_filename == __file__
-        unprotected = code.co_name in ('__exit__', '_run_interrupted')
+        # Before their first line, what they end goes on; for Flax's own ends, too.
+        unprotected = code.co_name in ('__exit__', 'end', '_run_interrupted')
         if not ours or event not in ('call', 'c_return') or unprotected:
             return
         if self._within and code.co_name not in self._within:
@@ -217,6 +218,8 @@ IN_AND_OUT = frozenset(
         '_run_setup',
         'acquire_hooks',
         'release_hooks',
+        '_running_apply',
+        '_goes_on',
     ]
 )
 

@@ -62,7 +62,7 @@ def assert_same_program(
         oracle.assert_same(actual, stage(both(fn(by_hand)))(params, X))
 
 
-# Flax is as it was as soon as no block is open.
+# Flax is as it was as soon as no block is open, and no ``apply`` goes on that had one.
 
 PATCHED = (Scope, linen.Module, lift, jax.custom_vjp, jax.custom_jvp)
 
@@ -90,6 +90,54 @@ def test_hooks_stand_while_a_block_is_open_and_no_longer():
     assert during != before
     assert snapshot() == before
     assert '__getattribute__' not in vars(linen.Module)
+
+
+class TwoBlocks(nn.Module):
+    """Says what Flax is like between its blocks."""
+
+    fails: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        kid = Kid()
+        with nn.stop_gradient(True):
+            first = kid(x)
+        between.append(snapshot())
+        with nn.stop_gradient(True):
+            second = kid(x)
+        if self.fails:
+            raise ValueError('after the blocks')
+        return first + second
+
+
+between: list[Any] = []
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_hooks_are_put_up_once_for_all_blocks_in_an_apply(fails):
+    before, model = snapshot(), TwoBlocks(fails)
+    variables = {'params': {'Kid_0': PARAMS}}
+    between.clear()
+    with nn.stop_gradient(True):
+        during = snapshot()
+
+    def inside(x):
+        with contextlib.suppress(ValueError):
+            jax.jit(model.apply)(variables, x)
+        assert snapshot() == during
+        return x
+
+    with contextlib.suppress(ValueError):
+        model.apply(variables, X)
+    assert snapshot() == before
+    # In another apply, which may itself have begun without a block.
+    nn.apply(lambda kid, x: inside(kid(x)), Kid())({'params': PARAMS}, X)
+    assert between == [during, during]
+    assert snapshot() == before
+    # Nobody says when the use of a bound module ends.
+    with contextlib.suppress(ValueError):
+        model.bind(variables)(X)
+    assert between.pop() == before
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, GeneratorExit])

@@ -93,7 +93,9 @@ def program_of(
 
 def take_programs(where: Filter, other: Filter) -> None:
     """Gives a filter the programs that an equal one knows."""
-    known = {a: a.program for a in other.atoms if isinstance(a, Derived) and a.program}
+    known: dict[Filter, Traced | None] = {
+        atom: atom.program for atom in other.atoms if isinstance(atom, Derived)
+    }
     for atom in where.atoms:
-        if atom in known:
+        if known.get(atom) is not None:
             object.__setattr__(atom, 'program', known[atom])
