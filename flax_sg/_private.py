@@ -83,7 +83,7 @@ _lock = threading.Lock()
 _users: set[object] = set()
 _applies: list[weakref.ref[Scope]] = []  # Roots of those that run and had users.
 _make: Mapping[str, Callable[[Any], Any]] = {}
-_made: dict[str, tuple[Any, Any]] = {}  # The last original and its hook, by key.
+_made: dict[str, tuple[Any, Any]] = {}  # The last hooks, and what they are made of.
 _before: dict[str, Any] = {}
 _INHERITED = object()
 
@@ -100,9 +100,7 @@ def acquire_hooks(
     """
     global _make
     with _lock:
-        if make is not None and make is not _make:
-            _make = make
-            _made.clear()
+        _make = _make if make is None else make
         _users.add(user)
         if len(_before) == len(_HOOKED):
             return
@@ -110,9 +108,9 @@ def acquire_hooks(
         for key, (owner, name) in _HOOKED.items():
             if key not in _before:
                 _before[key] = vars(owner).get(name, _INHERITED)
-                original = getattr(owner, name)
-                if _made.get(key, (_before,))[0] is not original:
-                    _made[key] = original, _make[key](original)
+                of = _make[key], getattr(owner, name)
+                if key not in _made or _made[key][0] != of:
+                    _made[key] = of, of[0](of[1])
                 setattr(owner, name, _made[key][1])
         # To change Module is to change all its subclasses, which may be hundreds: once
         # will do for all blocks in an ``apply``.

@@ -399,7 +399,7 @@ def test_forward():
         sg.jvp(vector, (V,), (tangents,), wrt='n')
     with pytest.raises(errors.StructureError, match="'n'"):
         push({'a': tangents['a'], 'b': 1.0})
-    with pytest.raises(TypeError, match='one for each argument'):
+    with pytest.raises(TypeError, match='one tree for each argument'):
         push(tangents, tangents)
 
 

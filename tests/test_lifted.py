@@ -466,16 +466,10 @@ def test_a_bound_method_of_a_child():
 
 
 def test_what_cannot_be_lifted():
-    for target, expected in [
-        (3, errors.FilterTypeError),
-        (X, errors.FilterTypeError),
-        (int, errors.FilterTypeError),
-        ('enc', errors.LiftTargetError),
-        (None, errors.FilterTypeError),
-    ]:
-        with pytest.raises(expected):
+    for target in (3, X, int, 'enc', None):
+        with pytest.raises(errors.LiftTargetError):
             pytest.fail(f'{nn.stop_gradient(target, "enc/**")} from {target}')
-        with pytest.raises(expected):
+        with pytest.raises(errors.LiftTargetError):
             pytest.fail(f'{nn.stop_gradient("enc/**")(target)} from {target}')
     lifted = nn.stop_gradient(lambda x: x, 'kernel')
     with pytest.raises(errors.LiftTargetError):
