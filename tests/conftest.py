@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 from collections.abc import Iterator
 
 import hypothesis
@@ -32,8 +33,10 @@ def leaks() -> Iterator[None]:
     For chosen tests (`@pytest.mark.usefixtures('leaks')`): the check walks the heap and
     switches JAX's trace caches off, so it is slow and would hide what caches do.
     """
+    gc.freeze()  # What is there already is not walked.
     with jax.checking_leaks():
         yield
+    gc.unfreeze()
 
 
 @pytest.fixture
