@@ -31,6 +31,8 @@ def interleaved(
     rounds: int,
     seconds: float = float('inf'),
     warm: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+    before: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
     """Times of programs that take turns, so that a busy moment is shared.
 
@@ -39,6 +41,8 @@ def interleaved(
         rounds: how often.
         seconds: after which no further round begins, from the second on.
         warm: whether each runs once before.
+        clock: tells the time.
+        before: what is done before each run, in no time.
     """
     for run in runs.values() if warm else ():
         jax.block_until_ready(run())
@@ -50,9 +54,10 @@ def interleaved(
         # Nobody is always first, after whatever the last one left behind.
         first = number % len(runs)
         for name, run in [*runs.items()][first:] + [*runs.items()][:first]:
-            start = time.perf_counter()
+            before()
+            start = clock()
             jax.block_until_ready(run())
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 
