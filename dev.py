@@ -69,16 +69,18 @@ def versions(*args):
     text = PYPROJECT.read_text()
     core = re.search(r'^dependencies = \[(.*?)\]', text, re.M | re.S)
     newest = text.partition('[tool.flax_sg.newest]')[2].partition('\n[')[0]
+    bounds = dict(re.findall(r'"(\w+)>=([\d.]+)"', core.group(1)))
+    limits = dict(re.findall(r'^(?!python)(\w+) = "([\d.]+)"', newest, re.M))
     ends = {
-        'oldest': re.findall(r'"(\w+)>=([\d.]+)"', core.group(1)),
-        'newest': re.findall(r'^(?!python)(\w+) = "([\d.]+)"', newest, re.M),
+        'oldest': [f'{name}=={bound}' for name, bound in bounds.items()],
+        # An older Python gets the newest that there is for it.
+        'newest': [f'{name}<={limit}' for name, limit in limits.items()],
     }
     if '--latest' in args:  # Whatever there is now, which may be newer than is stated.
         ends['latest'] = []
     results = {}
     for python in pythons:
-        for end, bounds in ends.items():
-            pins = [f'{name}=={bound}' for name, bound in bounds]
+        for end, pins in ends.items():
             name = 'python{}.{}-{}'.format(*python_version(python), end)
             print(f'\n== {name} {" ".join(pins)}', flush=True)
             env = ROOT / '.venv-versions' / name

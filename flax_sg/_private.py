@@ -1,7 +1,7 @@
 """The only file that touches private names of Flax and JAX.
 
 Each name stands behind one function or constant that says why it is needed. Tried with
-flax 0.12.0 and jax 0.7.2 up to flax 0.12.8 and jax 0.10.2.
+flax 0.12.0 and jax 0.7.2 up to flax 0.12.12 and jax 0.12.0.1.
 """
 
 # ruff: noqa: E402
@@ -45,6 +45,7 @@ from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from flax_sg import extras
 
@@ -706,12 +707,25 @@ def function_of(eqn: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
     """
     info = linear_util.DebugInfo('jaxpr', eqn.primitive.name, None, None)
     jaxpr = jax_core.Jaxpr((), inputs, eqn.outvars, [eqn], eqn.effects, debug_info=info)
-    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(jaxpr, ()))
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
 
 
 def name_stack_of(eqn: Any) -> str:
     """The names of the scopes that an equation of a jaxpr was traced in."""
     return str(eqn.source_info.name_stack)
+
+
+def carried_by(scan: Any) -> range:
+    """The numbers of the inputs of a scan that one turn hands to the next.
+
+    Before them are the constants, after them what each turn takes a slice of. jax 0.11
+    says so by the shape of a tree, whose class is private, and not by two numbers.
+    """
+    if 'ft_in' not in scan.params:
+        first = scan.params['num_consts']
+        return range(first, first + scan.params['num_carry'])
+    consts, carry, _ = scan.params['ft_in'].unpack()
+    return range(len(consts), len(consts) + len(carry))
 
 
 # Frames in these are not of the user's program.

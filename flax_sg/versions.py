@@ -48,6 +48,7 @@ NAMES: dict[str, str] = {
     'flax.linen.module:_unspecified_parent': '',
     'flax.linen.module:uuid': '',
     'flax.linen.module:wrap_method_once': 'fun',
+    'flax.linen.summary:Table': '',
     'flax.linen.summary:_get_module_table': (
         'module depth show_repeated compute_flops compute_vjp_flops'
     ),
@@ -112,7 +113,7 @@ WITHIN: dict[str, str] = {
     'jax._src.interpreters.ad:LinearizeTracer.__init__': 'primal',
     'jax._src.interpreters.batching:BatchTrace.__init__': 'parent_trace',
     # What an equation of a scan says of its operands, which jaxprs are read by.
-    'jax._src.lax.control_flow.loops:_scan_impl': 'num_consts num_carry',
+    'jax._src.lax.control_flow.loops:_scan_impl': 'num_consts|ft_in num_carry|ft_in',
     'jax._src.interpreters.partial_eval:DynamicJaxprTrace.__init__': 'parent_trace',
     'jax.custom_batching:custom_vmap.__init__': 'fun vmap_rule',
     'jax:custom_jvp.__init__': 'fun',

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from flax_sg import _private
+
 
 def evaluate(fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)``, traced and then evaluated step by step."""
@@ -76,7 +78,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 def _bind(eqn: Any, args: list[Any]) -> Sequence[Any]:
     run = _RUN.get(eqn.primitive.name)
     if run is not None:
-        return run(args, **eqn.params)
+        return run(eqn, args)
     for name in ('jaxpr', 'call_jaxpr', 'fun_jaxpr'):
         inner = eqn.params.get(name)
         if isinstance(inner, ClosedJaxpr):
@@ -87,18 +89,18 @@ def _bind(eqn: Any, args: list[Any]) -> Sequence[Any]:
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _scan(args: list[Any], **params: Any) -> list[Any]:
-    first, second = params['num_consts'], params['num_consts'] + params['num_carry']
-    consts, carry, xs = args[:first], args[first:second], args[second:]
-    steps = range(params['length'])
+def _scan(eqn: Any, args: list[Any]) -> list[Any]:
+    turning = _private.carried_by(eqn)
+    consts, xs = args[: turning.start], args[turning.stop :]
+    carry = args[turning.start : turning.stop]
+    steps, backwards = range(eqn.params['length']), eqn.params['reverse']
+    body = eqn.params['jaxpr']
     ys = []
-    for i in reversed(steps) if params['reverse'] else steps:
-        out = _run_closed(
-            params['jaxpr'], [*consts, *carry, *(_item(x, i) for x in xs)]
-        )
-        carry = out[: params['num_carry']]
-        ys.append(out[params['num_carry'] :])
-    stacked = zip(*(reversed(ys) if params['reverse'] else ys), strict=True)
+    for i in reversed(steps) if backwards else steps:
+        out = _run_closed(body, [*consts, *carry, *(_item(x, i) for x in xs)])
+        carry = out[: len(turning)]
+        ys.append(out[len(turning) :])
+    stacked = zip(*(reversed(ys) if backwards else ys), strict=True)
     return [*carry, *map(_stack, stacked)]
 
 
@@ -114,7 +116,8 @@ def _is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _while(args: list[Any], **params: Any) -> list[Any]:
+def _while(eqn: Any, args: list[Any]) -> list[Any]:
+    params = eqn.params
     first = params['cond_nconsts']
     second = first + params['body_nconsts']
     tests, consts, carry = args[:first], args[first:second], args[second:]
@@ -123,9 +126,9 @@ def _while(args: list[Any], **params: Any) -> list[Any]:
     return carry
 
 
-def _cond(args: list[Any], **params: Any) -> list[Any]:
+def _cond(eqn: Any, args: list[Any]) -> list[Any]:
     index, *operands = args
-    branches = params['branches']
+    branches = eqn.params['branches']
     return _run_closed(branches[min(max(int(index), 0), len(branches) - 1)], operands)
 
 

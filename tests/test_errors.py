@@ -631,8 +631,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         '  no_such_variable in flax.linen.Module.sow\n'
         '  jax.no_such_module.name\n'
         f'Found flax {flax.__version__} and jax {jax.__version__}; supported are '
-        'flax 0.12.0 to 0.12.8 with jax 0.7.2 to 0.10.2.\n'
-        "Fix: pip install 'flax>=0.12.0,<=0.12.8' 'jax>=0.7.2,<=0.10.2'",
+        'flax 0.12.0 to 0.12.12 with jax 0.7.2 to 0.12.0.1.\n'
+        "Fix: pip install 'flax>=0.12.0,<=0.12.12' 'jax>=0.7.2,<=0.12.0.1'",
     ),
 }
 

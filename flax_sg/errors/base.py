@@ -9,7 +9,7 @@ import flax
 import jax
 
 # The oldest and newest that the tests have run on, by ``python3 dev.py versions``.
-SUPPORTED = {'flax': ('0.12.0', '0.12.8'), 'jax': ('0.7.2', '0.10.2')}
+SUPPORTED = {'flax': ('0.12.0', '0.12.12'), 'jax': ('0.7.2', '0.12.0.1')}
 
 
 class FlaxSGError(Exception):

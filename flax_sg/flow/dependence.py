@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
+from flax_sg import _private
+
 Rows: TypeAlias = list[int]
 
 # What comes after the outputs in a row.
@@ -134,15 +136,14 @@ def every(eqn: JaxprEqn) -> Rows:
 
 
 def _scan(kind: Dependence, eqn: JaxprEqn) -> Rows:
-    params = eqn.params
-    return _around(kind.of(params['jaxpr']), params['num_consts'], params['num_carry'])
+    return _around(kind.of(eqn.params['jaxpr']), _private.carried_by(eqn))
 
 
 def _while(kind: Dependence, eqn: JaxprEqn) -> Rows:
     tested, consts = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
     carries = len(eqn.outvars)
     asked = kind.of(eqn.params['cond_jaxpr'])
-    rows = _around(kind.of(eqn.params['body_jaxpr']), consts, carries)
+    rows = _around(kind.of(eqn.params['body_jaxpr']), range(consts, consts + carries))
     if not kind.control:
         return [0] * tested + rows
     # How often the loop turns decides on all that it carries.
@@ -168,17 +169,17 @@ _RULES: dict[str, Callable[[Dependence, JaxprEqn], Rows]] = {
 }
 
 
-def _around(rows: Rows, first: int, count: int) -> Rows:
+def _around(rows: Rows, turning: range) -> Rows:
     """The rows of a loop, from those of its body.
 
     Args:
-        rows: of the body; its first ``count`` outputs are carried to the next turn.
-        first: the number of the first input that is carried.
-        count: how many are carried.
+        rows: of the body; its first outputs are carried to the next turn.
+        turning: the numbers of the inputs that are carried.
     """
+    count = len(turning)
     carried = (1 << count) - 1
-    turns = [row & carried for row in rows[first : first + count]]
-    beyond = [row >> count for row in rows[first : first + count]]
+    turns = [rows[number] & carried for number in turning]
+    beyond = [rows[number] >> count for number in turning]
     reached = [row | 1 << k for k, row in enumerate(turns)]
     for k, through in enumerate(reached):
         for i, row in enumerate(reached):
@@ -187,7 +188,9 @@ def _around(rows: Rows, first: int, count: int) -> Rows:
         # ``through`` is what it was: a step through k adds nothing to k itself.
     out: Rows = []
     for number, row in enumerate(rows):
-        turning = 0 <= number - first < count
-        ends = reached[number - first] if turning else gathered(row & carried, reached)
+        if number in turning:
+            ends = reached[number - turning.start]
+        else:
+            ends = gathered(row & carried, reached)
         out.append(ends | (row >> count | gathered(ends, beyond)) << count)
     return out

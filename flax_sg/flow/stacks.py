@@ -107,11 +107,12 @@ class _Copies:
         within: str,
     ) -> None:
         body, turns = eqn.params['jaxpr'], turns * eqn.params['length']
-        first, carries = eqn.params['num_consts'], eqn.params['num_carry']
+        turning = _private.carried_by(eqn)
+        carries = len(turning)
         moved = list(ins)
-        for number in range(carries):  # What one turn gives, the next one takes.
-            moved[first + number] |= out_moves[number]
-        for stop, size in _kept(body, moved, range(first + carries, len(ins))):
+        for number, moves in zip(turning, out_moves, strict=False):
+            moved[number] |= moves  # What one turn gives, the next one takes.
+        for stop, size in _kept(body, moved, range(turning.stop, len(ins))):
             source = _private.source_of(stop, within) or UNKNOWN
             place = _private.name_stack_of(eqn) or UNKNOWN
             self.found.append(StackCopy(place, source, turns * size))

@@ -219,13 +219,13 @@ class Uses:
         if name not in ('scan', 'while'):
             return []
         if name == 'scan':
-            first, carries = eqn.params['num_consts'], eqn.params['num_carry']
             before, jaxpr = 0, opened(eqn.params['jaxpr'])
+            turning = _private.carried_by(eqn)
         else:
-            before = eqn.params['cond_nconsts']
-            first, carries = before + eqn.params['body_nconsts'], len(eqn.outvars)
-            jaxpr = opened(eqn.params['body_jaxpr'])
-        turning = range(first, first + carries)
+            before, jaxpr = eqn.params['cond_nconsts'], opened(eqn.params['body_jaxpr'])
+            first = before + eqn.params['body_nconsts']
+            turning = range(first, len(eqn.invars))
+        carries = len(turning)
         ins = {n: n - before for n in range(before, len(eqn.invars))}
         return [
             _Body(
