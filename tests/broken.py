@@ -159,7 +159,7 @@ def one_stack_for_all_threads(patch: Patch) -> None:
 
 def loops_turn_once(patch: Patch) -> None:
     """What is carried out of a loop is not followed into its next turn."""
-    patch.setattr(dependence, '_around', lambda rows, first, count: list(rows))
+    patch.setattr(dependence, '_around', lambda rows, turning: list(rows))
 
 
 def rules_are_not_read(patch: Patch) -> None:
