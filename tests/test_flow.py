@@ -124,6 +124,40 @@ def test_a_rule_that_is_told_what_is_perturbed_flows():
     assert not oracle.is_zero(jax.grad(lambda a: fn(a, B).sum())(A))
 
 
+def test_primitives_of_a_user_have_a_rule_each():
+    hijax = pytest.importorskip('jax.experimental.hijax', reason='from jax 0.8 on')
+    base = getattr(hijax, 'HiPrim', None) or hijax.VJPHiPrimitive
+
+    class Product(base):
+        def __init__(self, rule):
+            self.in_avals = (jax.typeof(A), jax.typeof(B))
+            self.out_aval = jax.typeof(A)
+            self.params = {'rule': rule}
+            super().__init__()
+
+        def expand(self, a, b):
+            return a * b
+
+        def vjp_fwd(self, nonzeros, /, a, b):
+            return a * b, (a, b)
+
+        def vjp_bwd_retval(self, kept, g):
+            return self.rule(g, *kept)
+
+    first = Product(lambda g, a, b: (g * b, jnp.zeros(3)))
+    second = Product(lambda g, a, b: (jnp.zeros(3), g * a))
+    nothing = Product(lambda g, a, b: (jnp.ones(3), g * a))
+
+    def fn(p):
+        one, other = first(p['a'], p['b']), second(p['c'], p['d'])
+        return one + other + jnp.sign(nothing(p['e'], p['f']))
+
+    params = dict(zip('abcdef', (A, B) * 3, strict=True))
+    report = flow_of(fn, params)
+    assert report.live == (True, False, False, True, True, False)
+    assert_promise_kept(report, [oracle.grads(fn, params)[0][0]])
+
+
 def test_branches_of_one_parameter_in_two_outputs():
     def fn(p):
         return {'x': p['a'] * 2.0, 'y': [jnp.sign(p['a']), p['b']]}

@@ -76,20 +76,26 @@ class Derivatives:
         safe = _all_that_has_tangents(eqn)
         if any(map(_is_ref, eqn.outvars)):
             return safe  # What it is read for is asked there.
-        if 'vjp' in name:  # And it may make cotangents out of nothing.
+        # A primitive of a user, whose rule stands in its class; see
+        # ``jax.experimental.hijax``.
+        owner = eqn.params.get('_prim')
+        has_rule = 'vjp' in name or owner is not None
+        if has_rule:  # And it may make cotangents out of nothing.
             safe = [row and row | bit_of(eqn, FROM_NOTHING) for row in safe]
         # A rule that is told which inputs are perturbed may do anything for others.
-        if not any(safe) or eqn.params.get('symbolic_zeros'):
+        params = eqn.params if owner is None else owner.params
+        if not any(safe) or params.get('symbolic_zeros'):
             return safe
         # Each rule is a rule of its own.
-        kind = None if name.startswith('custom_') else _kind_of(eqn)
+        own = has_rule or name.startswith('custom_')
+        kind = None if own else _kind_of(eqn)
         if kind in self._smooth:
             return safe
         key = kind and _key_of(kind, eqn)
         if key in self._known:
             return self._known[key]
         try:
-            rows = _backward(eqn) if 'vjp' in name else _forward(eqn)
+            rows = _backward(eqn) if has_rule else _forward(eqn)
         except NotImplementedError as error:
             return self._refuse(eqn, error)
         except Exception as error:  # It may need what is known in its place only.
