@@ -402,6 +402,7 @@ def test_snapshot_sees_what_a_function_reads():
     chosen = ~Predicate(lambda p: p.parts[0] in frozen) & 'dec/**'
     before = chosen.snapshot()
     assert before == chosen
+    assert before.filters[0].filter.snapshot() is before.filters[0].filter
     frozen.append('dec')
     after = chosen.snapshot()
     assert after != before
@@ -492,6 +493,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         re.compile(b'gln'),
         "re.compile(b'gln') is a pattern on bytes; paths are str.\n"
         "Fix: write re.compile('gln').",
+    ),
+    'pattern on bytes that are no text': (
+        re.compile(b'\xff'),
+        "re.compile(b'\\xff') is a pattern on bytes; paths are str.\n"
+        "Fix: write re.compile('\ufffd').",
     ),
     'tree with an int': (
         {'gln': {'kernel': 1}},
@@ -631,8 +637,13 @@ def test_functions_that_can_be_called_with_a_path_are_taken(fn):
     ],
 )
 def test_functions_that_return_no_bool_are_refused_at_once(fn, problem):
-    with pytest.raises(errors.FilterTypeError, match=f'{problem}: it returns no bool'):
+    with pytest.raises(errors.FilterTypeError) as caught:
         as_filter(fn)
+    assert str(caught.value).partition(') ')[2] == (
+        f'{problem}: it returns no bool.\n'
+        'Expected: True or False for every path, known without running JAX.\n'
+        "Fix: write lambda path: path.startswith('gln')."
+    )
 
 
 RESULTS: dict[str, tuple[Any, str, str]] = {
@@ -941,6 +952,25 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         ENC,
         "it matches at another depth. Write '**/dense/kernel'.",
     ),
+    'a module of one letter, regex': (
+        re.compile('X'),
+        [path('X/kernel')],
+        (),
+        "it names a module; variables are inside. Write re.compile('X/.*').",
+    ),
+    'a module, regex with flags': (
+        re.compile('DEC', re.IGNORECASE | re.DOTALL),
+        MET,
+        ENC,
+        'it names a module; variables are inside. Write '
+        "re.compile('DEC/.*', re.IGNORECASE|re.DOTALL).",
+    ),
+    'a part, regex with a flag inside': (
+        re.compile('(?i)ENSE'),
+        MET,
+        ENC,
+        "it matches a part of 'dec/dense/kernel', and has to match the whole path.",
+    ),
     'a part, regex': (
         re.compile('ense'),
         MET,
@@ -952,6 +982,13 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
     'a typo, regex': (re.compile('glm_0/.*'), MET, ENC, None),
     'predicate on the collection': (
         lambda p: p.startswith('params/gln'),
+        MET,
+        ENC,
+        "it is True for 'params/gln_0/kernel', and paths do not start with the "
+        'collection. Ask for path.collection beside the path.',
+    ),
+    'predicate on the collection, by attribute too': (
+        lambda p: p.collection == 'params' and p.startswith('params/gln'),
         MET,
         ENC,
         "it is True for 'params/gln_0/kernel', and paths do not start with the "
@@ -1006,6 +1043,11 @@ def test_the_hints_help(row):
         assert not any(map(as_filter(where), met))
 
 
+def glm_biases(path):
+    """Not 'dec/bias'."""
+    return path.startswith('glm')
+
+
 UNUSED: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str]] = {
     'in a module': (
         'params/gln_0/**',
@@ -1036,6 +1078,30 @@ UNUSED: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str]] = {
         [],
         None,
         "Glob('gln/**') selected nothing: there are no variables.\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'a function with a name in it': (
+        glm_biases,
+        TOP,
+        None,
+        f'Predicate(glm_biases at test_filters.py:'
+        f'{glm_biases.__code__.co_firstlineno}) selected nothing: it matches none '
+        'of the 3 variables.\n'
+        'Nearest paths:\n'
+        "  'gln_0/kernel'\n"
+        "  'norm/mean'\n"
+        "  'dec/bias'\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'an object': (
+        Named('missing'),
+        TOP,
+        None,
+        'Predicate(Named) selected nothing: it matches none of the 3 variables.\n'
+        'Paths look like this:\n'
+        "  'gln_0/kernel'\n"
+        "  'dec/bias'\n"
+        "  'norm/mean'\n"
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'a function without names': (

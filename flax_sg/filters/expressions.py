@@ -95,9 +95,9 @@ class Filter(abc.ABC):
         hint = self._hint(paths, owner) if near else None
         return [*lines, f'Hint: {hint}'] if hint else lines
 
-    def _text(self) -> str:
-        """What the filter looks for, to be compared with paths."""
-        return next(filter(None, (part._text() for part in self._parts)), '')
+    def _text(self) -> str | None:
+        """What the filter looks for, to be compared with paths, if that is known."""
+        return next(filter(None, (part._text() for part in self._parts)), None)
 
     def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
         """What was probably meant."""
