@@ -24,6 +24,7 @@ from flax_sg.filters import (
     And,
     BoolTree,
     Constant,
+    Derived,
     Filter,
     Glob,
     Not,
@@ -393,7 +394,7 @@ def test_combine_obeys_the_laws(x, y):
 
 
 def test_snapshot_of_what_has_no_function_is_itself():
-    chosen = (A & ~B) | BoolTree({'a': True})
+    chosen = (A & ~B) | BoolTree({'a': True}) | Derived(frozenset(), frozenset())
     assert chosen.snapshot() is chosen
 
 
@@ -522,6 +523,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "A tree of bools has 'kernel' (str) at 'gln'.\n"
         'Expected: True or False at every leaf, such as '
         "{'gln': True, 'dec': {'kernel': False, 'bias': True}}.",
+    ),
+    'tree with a number on top': (
+        {0: True},
+        'A tree of bools has the key 0 (int) at its top.\n'
+        'Expected: the names of modules and variables, which are str.',
     ),
     'tree with a number for a name': (
         {'gln': {0: True}},
@@ -736,15 +742,15 @@ def test_leaves_of_a_box_share_a_path():
 @pytest.mark.parametrize(
     'build',
     [
-        lambda: BoolTree({'stats': (True, False)}),
-        lambda: BoolTree({'stats': {'mean': True, 'var': False}})(path('stats')),
+        lambda: BoolTree({'a': {'stats': (True, False)}}),
+        lambda: BoolTree({'a': {'stats': {'m': True, 'v': False}}})(path('a/stats')),
     ],
 )
 def test_leaves_of_a_variable_agree(build):
     with pytest.raises(errors.TreeFilterError) as caught:
         build()
     assert str(caught.value) == (
-        "A tree of bools has both True and False within the variable 'stats', whose "
+        "A tree of bools has both True and False within the variable 'a/stats', whose "
         'leaves share one path.\n'
         'Fix: give the variable one bool.'
     )
@@ -1074,10 +1080,10 @@ UNUSED: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str]] = {
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'nothing there': (
-        'gln/**',
+        'params/gln/**',
         [],
         None,
-        "Glob('gln/**') selected nothing: there are no variables.\n"
+        "Glob('params/gln/**') selected nothing: there are no variables.\n"
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'a function with a name in it': (
@@ -1093,15 +1099,17 @@ UNUSED: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str]] = {
         "  'dec/bias'\n"
         "If an empty selection is meant, pass unused='ignore'.",
     ),
-    'an object': (
-        Named('missing'),
-        TOP,
+    'objects': (
+        Predicate(Named('kernel')) & Named('missing'),
+        MET,
         None,
-        'Predicate(Named) selected nothing: it matches none of the 3 variables.\n'
+        'Predicate(Named) & Predicate(Named) selected nothing: it matches none of the '
+        '5 variables.\n'
         'Paths look like this:\n'
         "  'gln_0/kernel'\n"
-        "  'dec/bias'\n"
-        "  'norm/mean'\n"
+        "  'gln_0/bias'\n"
+        "  'gln_1/kernel'\n"
+        'Hint: its parts match something each, and no variable is in all of them.\n'
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'a function without names': (
@@ -1126,6 +1134,12 @@ def test_unused_message(row):
     error = errors.UnusedFilterError(as_filter(where), met, owner)
     assert str(error) == message
     assert isinstance(error, ValueError)
+
+
+def test_a_tree_looks_for_what_is_true():
+    tree = BoolTree({'b': {'x': False}, 'a': {'a': True}})
+    lines = tree.explain([path('gln_0/bias'), path('b/x')], None)
+    assert lines == ['Nearest paths:', "  'b/x'", "  'gln_0/bias'"]
 
 
 def test_same_names_in_two_collections_are_two_variables():
