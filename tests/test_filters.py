@@ -870,6 +870,19 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         (),
         "paths do not start with the collection 'batch_stats'. Write 'norm/**'.",
     ),
+    'collection, with a slash': (
+        '/params/gln_0/**',
+        MET,
+        ENC,
+        "paths do not start with the collection 'params'. Write 'gln_0/**'.",
+    ),
+    'params, where there are none': (
+        'params/norm/*',
+        TOP[2:],
+        (),
+        "paths do not start with the collection 'params'. Write 'norm/*'.",
+    ),
+    'no collection': ('Xparams/gln_0/**', MET, ENC, None),
     'collection and a typo': (
         'params/glm/**',
         MET,
@@ -900,6 +913,20 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         None,
         "names are joined by '/'. Write 'gln_0/*'.",
     ),
+    'dots and a typo': ('glm_0.kernel', MET, ENC, None),
+    'composed': (
+        'caf\u00e9/*',
+        [path('cafe\u0301/w')],
+        (),
+        "it is spelled with other code points. Write 'cafe\u0301/*'.",
+    ),
+    'decomposed': (
+        'cafe\u0301/*',
+        [path('caf\u00e9/w')],
+        (),
+        "it is spelled with other code points. Write 'caf\u00e9/*'.",
+    ),
+    'decomposed and a typo': ('cafe\u0301s/*', [path('caf\u00e9/w')], (), None),
     'dots, regex': (
         re.compile(r'gln_\d\.kernel'),
         MET,
