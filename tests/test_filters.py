@@ -940,6 +940,14 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         "'enc/gln_0/kernel' is an absolute path; the block was opened by the module "
         "at 'enc', and there it is 'gln_0/kernel'.",
     ),
+    'absolute, two modules deep': (
+        'a/b/w',
+        [Path.of('params', ('a', 'b', 'w'), ('a', 'b'))],
+        ('a', 'b'),
+        "'a/b/w' is an absolute path; the block was opened by the module at 'a/b', and "
+        "there it is 'w'.",
+    ),
+    'absolute of none': ('Xenc/gln_0/**', MET, ENC, None),
     'absolute, with a slash': (
         '/enc/gln_0/**',
         MET,
