@@ -122,7 +122,7 @@ def test_masks_mean_what_numpy_means_and_are_small(name):
     expected = np.zeros((3, 4, 5), bool)
     expected[index] = True
     mask = filters.Part(Index(index)).mask((3, 4, 5), TABLE)
-    assert mask.shape == small
+    assert (mask.shape, mask.dtype) == (small, bool)
     np.testing.assert_array_equal(np.broadcast_to(mask, (3, 4, 5)), expected)
 
 
@@ -448,6 +448,22 @@ def test_an_index_that_does_not_fit(index, problem):
     with pytest.raises(errors.PartError, match=problem) as caught, block:
         jax.grad(loss_of)(PARAMS)
     assert f"does not fit '{TABLE}', an array of shape (6, 4)" in str(caught.value)
+
+
+@pytest.mark.parametrize('elements', [Index(7), ~Index(7), Index(0) | Index(7)])
+def test_an_index_in_an_expression_that_does_not_fit(elements):
+    with pytest.raises(errors.PartError) as caught:
+        filters.Part(elements).mask((ROWS, WIDTH), TABLE)
+    assert str(caught.value) == (
+        f"Index(np.s_[7]) does not fit '{TABLE}', an array of shape (6, 4): index 7 is "
+        'out of bounds for axis 0 with size 6.\n'
+        'Give the elements of that array, or name other variables in sg.at.'
+    )
+
+
+def test_elements_are_no_other_filters():
+    with pytest.raises(TypeError, match=r"^Glob\('a'\) is no expression of indices$"):
+        filters.Part(filters.Glob('a')).mask((ROWS, WIDTH), TABLE)
 
 
 def test_a_traced_index():

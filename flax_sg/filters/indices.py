@@ -192,7 +192,7 @@ def _key(index: Any) -> Hashable:
     if isinstance(index, tuple):
         return tuple(map(_key, index))
     if isinstance(index, slice):
-        return 'slice', index.start, index.stop, index.step
+        return slice, index.start, index.stop, index.step
     if isinstance(index, np.ndarray):
         return index.dtype.kind, index.shape, index.tobytes()
     return index
