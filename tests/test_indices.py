@@ -441,6 +441,7 @@ def test_what_is_no_index(index, shown):
         (ROWS, 'out of bounds'),
         (np.s_[0, 0, 0], 'too many indices'),
         (np.ones(3, bool), 'boolean'),
+        (np.s_[..., 0, ...], 'single ellipsis'),
     ],
 )
 def test_an_index_that_does_not_fit(index, problem):
