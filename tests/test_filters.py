@@ -441,6 +441,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     'int': (1, f'1 (int) is no filter.\n{KINDS}\nFix: write True.'),
     'float': (0.5, f'0.5 (float) is no filter.\n{KINDS}'),
     'bytes': (b'gln', f"b'gln' (bytes) is no filter.\n{KINDS}\nFix: write 'gln'."),
+    'bytes that are no text': (
+        b'\xff',
+        f"b'\\xff' (bytes) is no filter.\n{KINDS}\nFix: write '\ufffd'.",
+    ),
     'object': (object(), f'an object is no filter.\n{KINDS}'),
     'iterator': (
         iter(['a']),
@@ -1204,7 +1208,16 @@ def test_errors_pickle(error):
 
 @pytest.mark.parametrize(
     ('names', 'shown'),
-    [('ba', '<a, b>'), ('cba', '<a, b, c>'), ('edcba', '<a, b, c, and 2 more>')],
+    [
+        ('ba', '<m/a, m/b>'),
+        ('cba', '<m/a, m/b, m/c>'),
+        ('dcba', '<m/a, m/b, m/c, and 1 more>'),
+        ('edcba', '<m/a, m/b, m/c, and 2 more>'),
+    ],
 )
 def test_names_are_shown_by_the_first_three(names, shown):
-    assert repr(Names(frozenset(('params', (name,)) for name in names))) == shown
+    chosen = Names(frozenset(('params', ('m', name)) for name in names))
+    assert repr(chosen) == shown
+    assert chosen.missing([path('m/a'), path('m/b', 'cache')]) == [
+        f'm/{name}' for name in sorted(names) if name != 'a'
+    ]

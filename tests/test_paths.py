@@ -312,9 +312,9 @@ BAD_GLOBS = {
         "Fix: write 'gln_[[]]' for a bracket in a name.",
     ),
     'open brackets': (
-        'gln_[01]/a[b/[c[/**',
-        "The glob 'gln_[01]/a[b/[c[/**' has a '[' without its ']'.\n"
-        "Fix: write 'gln_[01]/a[[]b/[[]c[[]/**' for a bracket in a name.",
+        'a[b/gln_[01]/[c[/**',
+        "The glob 'a[b/gln_[01]/[c[/**' has a '[' without its ']'.\n"
+        "Fix: write 'a[[]b/gln_[01]/[[]c[[]/**' for a bracket in a name.",
     ),
     'backward range': (
         'gln_[9-0]',

@@ -248,10 +248,10 @@ def _small_mask(
         return None
     filled = [*entries[:where], *[slice(None)] * missing, *entries[where + 1 :]]
     out = np.ones((1,) * len(shape), bool)
-    for axis, (entry, length) in enumerate(zip(filled, shape, strict=True)):
+    for axis, entry in enumerate(filled):
         if isinstance(entry, slice) and entry == slice(None):
             continue
-        along = np.zeros(length, bool)
+        along = np.zeros(shape[axis], bool)
         along[entry] = True
-        out = out & along.reshape([-1 if n == axis else 1 for n in range(len(shape))])
+        out = out & np.expand_dims(along, [n for n in range(len(shape)) if n != axis])
     return out
