@@ -478,15 +478,18 @@ def test_a_traced_index():
 
 
 @pytest.mark.parametrize(
-    'split',
+    ('what', 'split'),
     [
-        lambda where: sg.partition(PARAMS, where),
-        lambda where: sg.partition_n(PARAMS, {'a': where, 'b': '**'}),
-        lambda where: sg.trainable_mask(PARAMS, where),
-        lambda where: sg.frozen_mask(PARAMS, where),
-        lambda where: sg.labels(PARAMS, {'a': where, 'b': 'dense/**'}),
+        ('partition', lambda where: sg.partition(PARAMS, where)),
+        ('a label', lambda where: sg.partition_n(PARAMS, {'a': where, 'b': '**'})),
+        ('a mask', lambda where: sg.trainable_mask(PARAMS, where)),
+        ('a mask', lambda where: sg.frozen_mask(PARAMS, where)),
+        ('a label', lambda where: sg.labels(PARAMS, {'a': where, 'b': 'dense/**'})),
     ],
 )
-def test_leaves_that_cannot_be_split(split):
-    with pytest.raises(errors.PartError, match=f"a part of '{TABLE}'"):
+def test_leaves_that_cannot_be_split(what, split):
+    said = (
+        f"^{what} takes a leaf or leaves it, and the filter means a part of '{TABLE}'"
+    )
+    with pytest.raises(errors.PartError, match=said):
         split(sg.at(TABLE, np.s_[:3]))
