@@ -1,6 +1,7 @@
 """Frozen is frozen: exactly the optimizer that was given the trained part alone."""
 
 import functools
+import types
 from typing import Any
 
 import flax.linen as fnn
@@ -304,6 +305,11 @@ def test_masks_say_which_side_is_true():
         'head': {'w': False, 'm': True},
         'key': True,
     }
+    for call in sg.trainable_mask, sg.frozen_mask:
+        chosen_nothing = call({'w': 1.0}, 'v', unused='ignore')
+        assert chosen_nothing == {'w': False}
+        with pytest.raises(errors.UnusedFilterError):
+            call({'w': 1.0}, 'v')
     flipped = jax.tree.map(lambda m: not m, sg.trainable_mask(params, True))
     assert sg.frozen_mask(params, False) == flipped
     assert sg.frozen_mask(params, True)['head']['w'] is True
@@ -476,6 +482,20 @@ def test_thaw_without_kept_state_starts_anew():
         sg.thaw(tx, state, PARAMS, 'haed/**')
 
 
+def test_each_filter_is_judged_as_its_call_says():
+    sgd = optax.sgd(0.1)
+    for first, then in ('raise', 'ignore'), ('ignore', 'raise'):
+        where = {'raise': 'layer_0/**', 'ignore': 'later/**'}
+        tx = sg.freeze(sgd, where[first], unused=first)
+        tx, state = sg.thaw(tx, tx.init(PARAMS), PARAMS, where[then], unused=then)
+        tx, _ = sg.thaw(tx, state, PARAMS, where[first], unused=first)
+        other = {'head': PARAMS['head']}
+        with pytest.raises(errors.UnusedFilterError, match=r'layer_0/\*\*'):
+            tx.init(other)
+    with pytest.raises(errors.UnusedFilterError, match='later'):
+        sg.thaw(sg.freeze(sgd, False), None, PARAMS, 'later/**')
+
+
 def test_kept_state_takes_no_part():
     tx = sg.freeze(optax.adam(0.1), 'layer_*/**', keep_state=True)
     state = tx.init(PARAMS)
@@ -642,8 +662,11 @@ def test_bad_input():
         sg.freeze(optax.adam(0.1), 'layers_*/**').init(PARAMS)
     with pytest.raises(errors.FilterTypeError):
         sg.freeze(optax.adam(0.1), 3.5)
-    with pytest.raises(errors.NotFrozenError):
-        sg.freeze('adam', 'layer_*/**')
+    for nothing in 'adam', NET, types.SimpleNamespace(update=None):
+        with pytest.raises(
+            errors.NotFrozenError, match=f'got {type(nothing).__name__}'
+        ):
+            sg.freeze(nothing, 'layer_*/**')
     # A gradient that lacks what is trained.
     with pytest.raises(errors.MissingLeafError, match="'head/kernel'"):
         tx.update(sg.grad(loss, wrt='head/bias')(PARAMS), state, PARAMS)

@@ -38,14 +38,14 @@ class Plan:
     Attributes:
         tx: the wrapped transformation.
         where: what is frozen; None for what is declared.
-        thawed: what was thawed since.
+        thawed: what was thawed since, each filter with its own ``unused``.
         keep_state: whether the state of what is frozen is kept.
         unused: what to do with a filter that matches nothing.
     """
 
     tx: Any
     where: filters.Filter | None
-    thawed: tuple[filters.Filter, ...]
+    thawed: tuple[tuple[filters.Filter, str], ...]
     keep_state: bool
     unused: str
 
@@ -57,10 +57,10 @@ class Plan:
             judge: whether a filter has to match something.
         """
         # optax asks for the state of parameters without leaves, to see what is where.
-        unused = self.unused if judge and leaves.values else 'ignore'
-        live = live_leaves(leaves, self.where, unused)
-        for where in self.thawed:
-            frozen = live_leaves(leaves, where, unused)
+        judged = judge and leaves.values
+        live = live_leaves(leaves, self.where, self.unused if judged else 'ignore')
+        for where, unused in self.thawed:
+            frozen = live_leaves(leaves, where, unused if judged else 'ignore')
             able = map(is_differentiable, leaves.values)
             parts = zip(live, frozen, able, strict=True)
             live = [
