@@ -404,7 +404,11 @@ def test_thaw_forgets_nothing():
     # All is trained, then two layers are frozen, then one of them is thawed.
     params, full = train(adam, PARAMS, adam.init(PARAMS), 3)
     tx = sg.freeze(adam, 'layer_*/**', keep_state=True)
+    dropped = sg.freeze(adam, 'layer_*/**').adopt(full, params)
+    assert dropped.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
     state = tx.adopt(full, params)
+    oracle.assert_same(dropped.inner_state, state.inner_state)
+    assert state.kept_state[0].mu['head']['bias'] is sg.ABSENT
     oracle.assert_same(state.kept_state[0].mu['layer_1'], full[0].mu['layer_1'])
     assert state.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
     params, state = train(tx, params, state, 2)
