@@ -496,6 +496,8 @@ def test_each_filter_is_judged_as_its_call_says():
         other = {'head': PARAMS['head']}
         with pytest.raises(errors.UnusedFilterError, match=r'layer_0/\*\*'):
             tx.init(other)
+        # Gradients that stand for the parameters may lack what the filters name.
+        assert list(tx.update(other, state)[0]) == ['head']
     with pytest.raises(errors.UnusedFilterError, match='later'):
         sg.thaw(sg.freeze(sgd, False), None, PARAMS, 'later/**')
 
@@ -643,6 +645,70 @@ def test_extra_arguments():
         head, hand_state = hand(head, PARAMS, hand_state)
     oracle.assert_same(params['head'], head)
     oracle.assert_same(params['layer_0'], PARAMS['layer_0'])
+
+
+def test_what_the_optimizer_is_given():
+    seen: dict[str, Any] = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(updates=updates, params=params, **extra)
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: {'m': params}, update)
+    tx = sg.freeze(spy, 'body')
+    params = {'body': object(), 'head': 3.0}
+    grads = {'body': 2.0, 'head': 1.0}
+    state = tx.init(params)
+    assert state == ({'m': {'body': sg.ABSENT, 'head': 3.0}}, sg.ABSENT)
+    called: list[Any] = []
+    extra = {'grad': grads, 'value': 5.0, 'other': {'head': 1.0}, 'fun': called.append}
+    updates, new = tx.update(grads, state, params, value_fn=called.append, **extra)
+    assert updates == {'body': 0.0, 'head': 1.0}
+    assert np.signbit(updates['body'])
+    assert new == state
+    value_fn = seen.pop('value_fn')
+    pruned = {'body': sg.ABSENT, 'head': 1.0}
+    shown = {**extra, 'grad': pruned}
+    assert seen == {'updates': pruned, 'params': {**pruned, 'head': 3.0}, **shown}
+    value_fn({'body': sg.ABSENT, 'head': 7.0})
+    assert called == [{'body': params['body'], 'head': 7.0}]
+    # Without the parameters no function can be given them.
+    tx.update(grads, state, value_fn=called.append, **extra)
+    assert seen.pop('value_fn') == called.append
+    assert seen == {'updates': pruned, 'params': None, **shown}
+    tx.update(grads, state, params, value_fn=5)
+    assert seen['value_fn'] == 5
+    with pytest.raises(errors.MissingLeafError, match="'head'"):
+        tx.update({'body': 2.0}, state, params)
+    with pytest.raises(errors.PartError, match="does not fit 'head', an array"):
+        sg.freeze(spy, sg.at('head', 0)).update(grads, state, params)
+
+
+def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
+    grads = {
+        'f': np.ones((2, 3), np.float32),
+        'c': np.ones(2, np.complex64),
+        'h': np.ones(2, jnp.bfloat16),
+        'i': np.ones(2, np.int8),
+        'n': 1.5,
+    }
+    odd = {
+        'absent': sg.ABSENT,
+        'float0': np.zeros(3, jax.dtypes.float0),
+        'mark': sg.NonDifferentiable(np.ones(2, np.float32)),
+    }
+    tx = sg.freeze(optax.sgd(0.1), True)
+    updates, _ = tx.update({**grads, **odd}, tx.init({}), {**grads, **odd})
+    for name, grad in grads.items():
+        update = updates[name]
+        assert (update.shape, update.dtype) == (np.shape(grad), jnp.result_type(grad))
+        assert not any(update.strides)
+        assert not update.any()
+        assert name == 'i' or np.signbit(np.real(update).astype(float)).all()
+    assert updates['absent'] is sg.ABSENT
+    assert updates['float0'] is odd['float0']
+    assert type(updates['mark']) is sg.NonDifferentiable
+    assert np.signbit(updates['mark'].value).all()
 
 
 def test_sharding_of_the_state_by_tree_map_params():

@@ -113,7 +113,7 @@ class Plan:
         leaves = parameters_of(_unmasked(updates) if params is None else params)
         live = self.live(leaves, judge=False)
         found = _by_keys(given)
-        _check_belong(leaves, given, params is None)
+        _check_belong(leaves, given)
         grads: list[Any] = []
         for keys, path, takes in zip(leaves.key_paths, leaves.paths, live, strict=True):
             leaf: Any = found.get(keys, ABSENT) if takes else ABSENT
@@ -251,9 +251,7 @@ def _known(state: Any, treedef: Any) -> list[Any]:
     return [k if _is_vacant(u) else u for u, k in zip(used, kept, strict=True)]
 
 
-def _check_belong(leaves: Leaves, given: Leaves, same: bool) -> None:
-    if same:
-        return
+def _check_belong(leaves: Leaves, given: Leaves) -> None:
     known = set(leaves.key_paths)
     if all(keys in known for keys in given.key_paths):
         return
