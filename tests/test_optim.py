@@ -656,22 +656,23 @@ def test_what_the_optimizer_is_given():
 
     spy = optax.GradientTransformationExtraArgs(lambda params: {'m': params}, update)
     tx = sg.freeze(spy, 'body')
-    params = {'body': object(), 'head': 3.0}
-    grads = {'body': 2.0, 'head': 1.0}
+    mark = sg.NonDifferentiable(4.0)
+    params = {'body': object(), 'head': 3.0, 'mark': mark}
+    grads = {'body': 2.0, 'head': 1.0, 'mark': mark}
+    pruned = {'body': sg.ABSENT, 'head': 1.0, 'mark': sg.ABSENT}
     state = tx.init(params)
-    assert state == ({'m': {'body': sg.ABSENT, 'head': 3.0}}, sg.ABSENT)
+    assert state == ({'m': {**pruned, 'head': 3.0}}, sg.ABSENT)
     called: list[Any] = []
     extra = {'grad': grads, 'value': 5.0, 'other': {'head': 1.0}, 'fun': called.append}
     updates, new = tx.update(grads, state, params, value_fn=called.append, **extra)
-    assert updates == {'body': 0.0, 'head': 1.0}
+    assert (updates['body'], updates['head']) == (0.0, 1.0)
     assert np.signbit(updates['body'])
     assert new == state
     value_fn = seen.pop('value_fn')
-    pruned = {'body': sg.ABSENT, 'head': 1.0}
     shown = {**extra, 'grad': pruned}
     assert seen == {'updates': pruned, 'params': {**pruned, 'head': 3.0}, **shown}
-    value_fn({'body': sg.ABSENT, 'head': 7.0})
-    assert called == [{'body': params['body'], 'head': 7.0}]
+    value_fn({**pruned, 'head': 7.0})
+    assert called == [{**params, 'head': 7.0}]
     # Without the parameters no function can be given them.
     tx.update(grads, state, value_fn=called.append, **extra)
     assert seen.pop('value_fn') == called.append
@@ -682,6 +683,31 @@ def test_what_the_optimizer_is_given():
         tx.update({'body': 2.0}, state, params)
     with pytest.raises(errors.PartError, match="does not fit 'head', an array"):
         sg.freeze(spy, sg.at('head', 0)).update(grads, state, params)
+    # Of an array in part it sees no gradient there, and its update there is taken back.
+    tx = sg.freeze(spy, sg.at('w', 0))
+    updates, _ = tx.update({'w': np.full(2, -2.0)}, state, {'w': np.ones(2)})
+    assert str(seen['updates']['w']) == '[ 0. -2.]'
+    assert str(updates['w']) == '[-0. -2.]'
+
+
+def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit():
+    def update(updates, state, params=None):
+        raise ValueError('of its own')
+
+    tx = sg.freeze(optax.GradientTransformation(lambda p: {'m': p}, update), 'body')
+    params = {'body': 1.0, 'head': 2.0}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r'^of its own$'):
+        tx.update(params, state, params)
+    other = frozen_dict(state.inner_state)
+    with pytest.raises(errors.StructureError) as caught:
+        tx.update(params, state._replace(inner_state=other), params)
+    what = 'the state for what is trained', 'the state that was given'
+    structures = map(jax.tree.structure, (state.inner_state, other))
+    assert str(caught.value).splitlines() == [
+        f'{what[0]} and {what[1]} have different structures.',
+        *(f'  {name}: {has}' for name, has in zip(what, structures, strict=True)),
+    ]
 
 
 def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
@@ -690,6 +716,7 @@ def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
         'c': np.ones(2, np.complex64),
         'h': np.ones(2, jnp.bfloat16),
         'i': np.ones(2, np.int8),
+        'o': np.ones(2, bool),
         'n': 1.5,
     }
     odd = {
@@ -704,7 +731,7 @@ def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
         assert (update.shape, update.dtype) == (np.shape(grad), jnp.result_type(grad))
         assert not any(update.strides)
         assert not update.any()
-        assert name == 'i' or np.signbit(np.real(update).astype(float)).all()
+        assert name in 'io' or np.signbit(np.real(update).astype(float)).all()
     assert updates['absent'] is sg.ABSENT
     assert updates['float0'] is odd['float0']
     assert type(updates['mark']) is sg.NonDifferentiable

@@ -214,7 +214,7 @@ def _unmasked(updates: Any) -> Any:
     return jax.tree.map(
         lambda leaf: ABSENT if _is_vacant(leaf) else leaf,
         updates,
-        is_leaf=lambda node: is_whole(node) or _is_vacant(node),
+        is_leaf=_is_vacant,
     )
 
 
@@ -237,7 +237,8 @@ def _nothing(leaf: Any) -> Any:
     if dtype == jax.dtypes.float0:
         return leaf
     zero = np.zeros((), dtype)
-    return np.broadcast_to(-zero if dtype.kind in 'fcV' else zero, shape)
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return np.broadcast_to(-zero if inexact else zero, shape)
 
 
 def _known(state: Any, treedef: Any) -> list[Any]:
