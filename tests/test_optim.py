@@ -738,6 +738,44 @@ def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
     assert np.signbit(updates['mark'].value).all()
 
 
+ADDED: dict[str, tuple[Any, Any]] = {
+    'a number': (np.full(1, 2.0, np.float16), 2.0),
+    'zeros, which are a number to add': (np.zeros(1, np.float16), 0.0),
+    'a constant': (np.broadcast_to(np.float16(2.0), (1,)), 2.0),
+    'nothing': (None, None),
+    'no leaf': (sg.ABSENT, None),
+    'of another group': (optax.MaskedNode(), None),
+    'a constant that adds nothing': (np.broadcast_to(-np.float16(0.0), (1,)), None),
+    'float0': (np.zeros(1, jax.dtypes.float0), None),
+}
+
+
+@pytest.mark.parametrize('name', ADDED)
+def test_what_is_added_and_what_is_passed_on(name):
+    update, expected = ADDED[name]
+    w = jnp.array([-0.0], jnp.float16)
+    new = sg.apply_updates({'w': w}, {'w': update})['w']
+    assert (new is w) == (expected is None)
+    if expected is not None:
+        assert str(new) == f'[{expected:.0f}.]'
+        assert new.dtype == jnp.float16
+    empty = np.ones((2, 0))
+    assert sg.apply_updates([empty], [np.ones((2, 0))])[0] is empty
+
+
+def test_gradients_of_another_kind_of_tree():
+    state = sg.TrainState.create(apply_fn=None, params={'w': 1.0}, tx=optax.sgd(0.1))
+    grads = frozen_dict({'w': 1.0})
+    with pytest.raises(errors.StructureError) as caught:
+        state.apply_gradients(grads=grads)
+    full = 'the parameters that an optimizer without sg.freeze is for'
+    assert str(caught.value).splitlines() == [
+        f'{full} and the gradient have different structures.',
+        f'  {full}: {jax.tree.structure(state.params)}',
+        f'  the gradient: {jax.tree.structure(grads)}',
+    ]
+
+
 def test_sharding_of_the_state_by_tree_map_params():
     tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
     specs = optax.tree_map_params(
