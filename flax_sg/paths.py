@@ -221,10 +221,19 @@ def _token(token: re.Match[str], pattern: str) -> str:
             r'\\(.)|([\[\]^&~|])', lambda m: re.escape(m[1] or m[2]), token['members']
         )
         return f'(?!/)[{"^" if token["negated"] else ""}{members}]'
-    if token['literal'] == '[' or token['members'] == '':
+    if _is_open(token):
+        closed = '/'.join(_TOKEN.sub(_closed, name) for name in pattern.split('/'))
         raise _glob_error(
             pattern,
             "has a '[' without its ']'",
-            f'write {pattern.replace("[", "[[]", 1)!r} for a bracket in a name',
+            f'write {closed!r} for a bracket in a name',
         )
     return re.escape(token['escaped'] or token['literal'])
+
+
+def _is_open(token: re.Match[str]) -> bool:
+    return token['literal'] == '[' or token['members'] == ''
+
+
+def _closed(token: re.Match[str]) -> str:
+    return f'[[]{token[0][1:]}' if _is_open(token) else token[0]

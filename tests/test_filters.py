@@ -24,6 +24,7 @@ from flax_sg.filters import (
     And,
     BoolTree,
     Constant,
+    Derived,
     Filter,
     Glob,
     Not,
@@ -393,7 +394,7 @@ def test_combine_obeys_the_laws(x, y):
 
 
 def test_snapshot_of_what_has_no_function_is_itself():
-    chosen = (A & ~B) | BoolTree({'a': True})
+    chosen = (A & ~B) | BoolTree({'a': True}) | Derived(frozenset(), frozenset())
     assert chosen.snapshot() is chosen
 
 
@@ -402,6 +403,7 @@ def test_snapshot_sees_what_a_function_reads():
     chosen = ~Predicate(lambda p: p.parts[0] in frozen) & 'dec/**'
     before = chosen.snapshot()
     assert before == chosen
+    assert before.filters[0].filter.snapshot() is before.filters[0].filter
     frozen.append('dec')
     after = chosen.snapshot()
     assert after != before
@@ -439,6 +441,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     'int': (1, f'1 (int) is no filter.\n{KINDS}\nFix: write True.'),
     'float': (0.5, f'0.5 (float) is no filter.\n{KINDS}'),
     'bytes': (b'gln', f"b'gln' (bytes) is no filter.\n{KINDS}\nFix: write 'gln'."),
+    'bytes that are no text': (
+        b'\xff',
+        f"b'\\xff' (bytes) is no filter.\n{KINDS}\nFix: write '\ufffd'.",
+    ),
     'object': (object(), f'an object is no filter.\n{KINDS}'),
     'iterator': (
         iter(['a']),
@@ -493,6 +499,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "re.compile(b'gln') is a pattern on bytes; paths are str.\n"
         "Fix: write re.compile('gln').",
     ),
+    'pattern on bytes that are no text': (
+        re.compile(b'\xff'),
+        "re.compile(b'\\xff') is a pattern on bytes; paths are str.\n"
+        "Fix: write re.compile('\ufffd').",
+    ),
     'tree with an int': (
         {'gln': {'kernel': 1}},
         "A tree of bools has 1 (int) at 'gln/kernel'.\n"
@@ -516,6 +527,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "A tree of bools has 'kernel' (str) at 'gln'.\n"
         'Expected: True or False at every leaf, such as '
         "{'gln': True, 'dec': {'kernel': False, 'bias': True}}.",
+    ),
+    'tree with a number on top': (
+        {0: True},
+        'A tree of bools has the key 0 (int) at its top.\n'
+        'Expected: the names of modules and variables, which are str.',
     ),
     'tree with a number for a name': (
         {'gln': {0: True}},
@@ -631,8 +647,13 @@ def test_functions_that_can_be_called_with_a_path_are_taken(fn):
     ],
 )
 def test_functions_that_return_no_bool_are_refused_at_once(fn, problem):
-    with pytest.raises(errors.FilterTypeError, match=f'{problem}: it returns no bool'):
+    with pytest.raises(errors.FilterTypeError) as caught:
         as_filter(fn)
+    assert str(caught.value).partition(') ')[2] == (
+        f'{problem}: it returns no bool.\n'
+        'Expected: True or False for every path, known without running JAX.\n'
+        "Fix: write lambda path: path.startswith('gln')."
+    )
 
 
 RESULTS: dict[str, tuple[Any, str, str]] = {
@@ -725,15 +746,15 @@ def test_leaves_of_a_box_share_a_path():
 @pytest.mark.parametrize(
     'build',
     [
-        lambda: BoolTree({'stats': (True, False)}),
-        lambda: BoolTree({'stats': {'mean': True, 'var': False}})(path('stats')),
+        lambda: BoolTree({'a': {'stats': (True, False)}}),
+        lambda: BoolTree({'a': {'stats': {'m': True, 'v': False}}})(path('a/stats')),
     ],
 )
 def test_leaves_of_a_variable_agree(build):
     with pytest.raises(errors.TreeFilterError) as caught:
         build()
     assert str(caught.value) == (
-        "A tree of bools has both True and False within the variable 'stats', whose "
+        "A tree of bools has both True and False within the variable 'a/stats', whose "
         'leaves share one path.\n'
         'Fix: give the variable one bool.'
     )
@@ -853,6 +874,19 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         (),
         "paths do not start with the collection 'batch_stats'. Write 'norm/**'.",
     ),
+    'collection, with a slash': (
+        '/params/gln_0/**',
+        MET,
+        ENC,
+        "paths do not start with the collection 'params'. Write 'gln_0/**'.",
+    ),
+    'params, where there are none': (
+        'params/norm/*',
+        TOP[2:],
+        (),
+        "paths do not start with the collection 'params'. Write 'norm/*'.",
+    ),
+    'no collection': ('Xparams/gln_0/**', MET, ENC, None),
     'collection and a typo': (
         'params/glm/**',
         MET,
@@ -883,6 +917,20 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         None,
         "names are joined by '/'. Write 'gln_0/*'.",
     ),
+    'dots and a typo': ('glm_0.kernel', MET, ENC, None),
+    'composed': (
+        'caf\u00e9/*',
+        [path('cafe\u0301/w')],
+        (),
+        "it is spelled with other code points. Write 'cafe\u0301/*'.",
+    ),
+    'decomposed': (
+        'cafe\u0301/*',
+        [path('caf\u00e9/w')],
+        (),
+        "it is spelled with other code points. Write 'caf\u00e9/*'.",
+    ),
+    'decomposed and a typo': ('cafe\u0301s/*', [path('caf\u00e9/w')], (), None),
     'dots, regex': (
         re.compile(r'gln_\d\.kernel'),
         MET,
@@ -896,6 +944,14 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         "'enc/gln_0/kernel' is an absolute path; the block was opened by the module "
         "at 'enc', and there it is 'gln_0/kernel'.",
     ),
+    'absolute, two modules deep': (
+        'a/b/w',
+        [Path.of('params', ('a', 'b', 'w'), ('a', 'b'))],
+        ('a', 'b'),
+        "'a/b/w' is an absolute path; the block was opened by the module at 'a/b', and "
+        "there it is 'w'.",
+    ),
+    'absolute of none': ('Xenc/gln_0/**', MET, ENC, None),
     'absolute, with a slash': (
         '/enc/gln_0/**',
         MET,
@@ -941,6 +997,25 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         ENC,
         "it matches at another depth. Write '**/dense/kernel'.",
     ),
+    'a module of one letter, regex': (
+        re.compile('X'),
+        [path('X/kernel')],
+        (),
+        "it names a module; variables are inside. Write re.compile('X/.*').",
+    ),
+    'a module, regex with flags': (
+        re.compile('DEC', re.IGNORECASE | re.DOTALL),
+        MET,
+        ENC,
+        'it names a module; variables are inside. Write '
+        "re.compile('DEC/.*', re.IGNORECASE|re.DOTALL).",
+    ),
+    'a part, regex with a flag inside': (
+        re.compile('(?i)ENSE'),
+        MET,
+        ENC,
+        "it matches a part of 'dec/dense/kernel', and has to match the whole path.",
+    ),
     'a part, regex': (
         re.compile('ense'),
         MET,
@@ -952,6 +1027,13 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
     'a typo, regex': (re.compile('glm_0/.*'), MET, ENC, None),
     'predicate on the collection': (
         lambda p: p.startswith('params/gln'),
+        MET,
+        ENC,
+        "it is True for 'params/gln_0/kernel', and paths do not start with the "
+        'collection. Ask for path.collection beside the path.',
+    ),
+    'predicate on the collection, by attribute too': (
+        lambda p: p.collection == 'params' and p.startswith('params/gln'),
         MET,
         ENC,
         "it is True for 'params/gln_0/kernel', and paths do not start with the "
@@ -1006,6 +1088,11 @@ def test_the_hints_help(row):
         assert not any(map(as_filter(where), met))
 
 
+def glm_biases(path):
+    """Not 'dec/bias'."""
+    return path.startswith('glm')
+
+
 UNUSED: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str]] = {
     'in a module': (
         'params/gln_0/**',
@@ -1032,10 +1119,36 @@ UNUSED: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str]] = {
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'nothing there': (
-        'gln/**',
+        'params/gln/**',
         [],
         None,
-        "Glob('gln/**') selected nothing: there are no variables.\n"
+        "Glob('params/gln/**') selected nothing: there are no variables.\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'a function with a name in it': (
+        glm_biases,
+        TOP,
+        None,
+        f'Predicate(glm_biases at test_filters.py:'
+        f'{glm_biases.__code__.co_firstlineno}) selected nothing: it matches none '
+        'of the 3 variables.\n'
+        'Nearest paths:\n'
+        "  'gln_0/kernel'\n"
+        "  'norm/mean'\n"
+        "  'dec/bias'\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'objects': (
+        Predicate(Named('kernel')) & Named('missing'),
+        MET,
+        None,
+        'Predicate(Named) & Predicate(Named) selected nothing: it matches none of the '
+        '5 variables.\n'
+        'Paths look like this:\n'
+        "  'gln_0/kernel'\n"
+        "  'gln_0/bias'\n"
+        "  'gln_1/kernel'\n"
+        'Hint: its parts match something each, and no variable is in all of them.\n'
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'a function without names': (
@@ -1060,6 +1173,12 @@ def test_unused_message(row):
     error = errors.UnusedFilterError(as_filter(where), met, owner)
     assert str(error) == message
     assert isinstance(error, ValueError)
+
+
+def test_a_tree_looks_for_what_is_true():
+    tree = BoolTree({'b': {'x': False}, 'a': {'a': True}})
+    lines = tree.explain([path('xx/xx'), path('b/x')], None)
+    assert lines == ['Nearest paths:', "  'b/x'", "  'xx/xx'"]
 
 
 def test_same_names_in_two_collections_are_two_variables():
@@ -1089,7 +1208,16 @@ def test_errors_pickle(error):
 
 @pytest.mark.parametrize(
     ('names', 'shown'),
-    [('ba', '<a, b>'), ('cba', '<a, b, c>'), ('edcba', '<a, b, c, and 2 more>')],
+    [
+        ('ba', '<m/a, m/b>'),
+        ('cba', '<m/a, m/b, m/c>'),
+        ('dcba', '<m/a, m/b, m/c, and 1 more>'),
+        ('edcba', '<m/a, m/b, m/c, and 2 more>'),
+    ],
 )
 def test_names_are_shown_by_the_first_three(names, shown):
-    assert repr(Names(frozenset(('params', (name,)) for name in names))) == shown
+    chosen = Names(frozenset(('params', ('m', name)) for name in names))
+    assert repr(chosen) == shown
+    assert chosen.missing([path('m/a'), path('m/b', 'cache')]) == [
+        f'm/{name}' for name in sorted(names) if name != 'a'
+    ]

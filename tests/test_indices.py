@@ -16,6 +16,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
+from flax_sg.filters import Index
 
 ROWS, WIDTH = 6, 4
 IDS = jnp.array([[0, 1, 5], [2, 3, 5]])
@@ -89,6 +90,52 @@ def loss_of(params: Any, stop: Callable[[Any], Any] = lambda p: p) -> Any:
 def grads_by_hand(index: Any) -> Any:
     stop = functools.partial(masked, index=index)
     return jax.jit(jax.value_and_grad(functools.partial(loss_of, stop=stop)))(PARAMS)
+
+
+# index of an array of shape (3, 4, 5), and the shape of the smallest mask for it.
+MASKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    'an int': (1, (3, 1, 1)),
+    'a slice': (np.s_[1:], (3, 1, 1)),
+    'steps': (np.s_[::2, ::-3], (3, 4, 1)),
+    'the second axis': (np.s_[:, 2], (1, 4, 1)),
+    'the last axis': (np.s_[..., 1:3], (1, 1, 5)),
+    'dots within': (np.s_[0, ..., 4], (3, 1, 5)),
+    'dots behind': (np.s_[:2, ...], (3, 1, 1)),
+    'dots for no axis': (np.s_[0, 1, ..., 2], (3, 4, 5)),
+    'dots alone': (np.s_[...], (1, 1, 1)),
+    'everything': (np.s_[:], (1, 1, 1)),
+    'all axes': (np.s_[0, :, -1], (3, 1, 5)),
+    'a list': ([0, 2], (3, 1, 1)),
+    'a list on the second axis': (np.s_[:, [0, 3], 1], (1, 4, 5)),
+    'bools': (np.array([True, False, True]), (3, 1, 1)),
+    'bools of two axes': (np.arange(12).reshape(3, 4) % 5 == 0, (3, 4, 5)),
+    'a table of ints': (np.array([[0, 1], [1, 0]]), (3, 4, 5)),
+    'two lists': (np.s_[[0, 1], [2, 3]], (3, 4, 5)),
+    'two lists and dots': (np.s_[[0, 1], ..., [2, 3]], (3, 4, 5)),
+    'one bool': (np.True_, (3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize('name', MASKS)
+def test_masks_mean_what_numpy_means_and_are_small(name):
+    index, small = MASKS[name]
+    expected = np.zeros((3, 4, 5), bool)
+    expected[index] = True
+    mask = filters.Part(Index(index)).mask((3, 4, 5), TABLE)
+    assert (mask.shape, mask.dtype) == (small, bool)
+    np.testing.assert_array_equal(np.broadcast_to(mask, (3, 4, 5)), expected)
+
+
+def test_a_part_with_all_or_nothing():
+    part = filters.Part(Index(0))
+    assert (part & True) is (True & part) is (part | False) is (False | part) is part
+    assert (part & False) is (False & part) is False
+    assert (part | True) is (True | part) is True
+    assert filters.negated(part) == filters.Part(~Index(0))
+    assert filters.negated(True) is False
+    assert filters.merged(True, 1, 2, TABLE) == 1
+    leaf = object()
+    assert filters.merged(part, leaf, leaf, TABLE) is leaf
 
 
 @pytest.mark.parametrize('name', INDICES)
@@ -291,7 +338,44 @@ def test_equal_parts_are_one_filter():
     assert sg.at(TABLE, [1, 0]) != sg.at(TABLE, [True, False])
     assert pickle.loads(pickle.dumps(part)) == part
     assert repr(part) == "Glob('embed/embedding') & Index(np.s_[:3])"
-    assert repr(filters.Index((..., [0, 2], 1))) == 'Index(np.s_[..., [0, 2], 1])'
+    assert pickle.loads(pickle.dumps(Index(np.s_[:, [1, 0]]))) == Index(
+        np.s_[:, [1, 0]]
+    )
+
+
+# what is written, and an index that is another
+WRITTEN: dict[str, tuple[Any, Any]] = {
+    '1': (1, np.s_[1:2]),
+    '1:': (np.s_[1:], np.s_[:1]),
+    ':1': (np.s_[:1], np.s_[:1:2]),
+    '::-1': (np.s_[::-1], np.s_[:]),
+    '1:5:2': (np.s_[1:5:2], np.s_[1:5:3]),
+    '..., [0, 2], 1': ((..., [0, 2], 1), (..., [2, 0], 1)),
+    '1, 2': ((1, 2), (2, 1)),
+    '...': (..., np.s_[:]),
+    '[[1, 2]]': ([[1, 2]], [1, 2]),
+    '[ True, False]': ([True, False], [1, 0]),
+    '[0, 1, 2, ..., 6, 7, 8]': (range(9), range(8)),
+    '[0, 1, 2, 3, 4, 5, 6, 7]': (np.arange(8, dtype=np.uint8), range(7)),
+}
+
+
+@pytest.mark.parametrize('text', WRITTEN)
+def test_an_index_is_written_as_numpy_does(text):
+    index, other = WRITTEN[text]
+    assert repr(Index(index)) == f'Index(np.s_[{text}])'
+    assert Index(index) == Index(index)
+    assert hash(Index(index)) == hash(Index(index))
+    assert Index(index) != Index(other)
+
+
+def test_an_index_is_a_copy():
+    rows = np.array([0, 1])
+    index = Index(rows)
+    rows[0] = 5
+    assert index == Index([0, 1])
+    with pytest.raises(ValueError, match='read-only'):
+        index.index[0] = 5
 
 
 def test_an_equal_part_is_not_traced_again():
@@ -309,7 +393,7 @@ def test_an_equal_part_is_not_traced_again():
 
 
 def test_a_mask_on_rows_is_as_small_as_the_rows():
-    index = filters.Index(np.s_[:100])
+    index = Index(np.s_[:100])
     assert filters.Part(index).mask((50_000, 1024), TABLE).shape == (50_000, 1)
     params = {**PARAMS, 'embed': {'embedding': jnp.ones((500, WIDTH))}}
     words = Words(rows=500)
@@ -331,10 +415,23 @@ def test_a_mask_on_rows_is_as_small_as_the_rows():
 # Bad input.
 
 
-@pytest.mark.parametrize('index', [0.5, 'rows', None, [0.5], np.s_['a':]])
-def test_what_is_no_index(index):
-    with pytest.raises(errors.PartError, match='is no index'):
+@pytest.mark.parametrize(
+    ('index', 'shown'),
+    [
+        (0.5, '0.5'),
+        ('rows', "'rows'"),
+        (None, 'None'),
+        ([0.5], '[0.5]'),
+        ((0, [0.5]), '[0.5]'),
+        (np.s_['a':], "'a'"),
+        (np.s_[: [0.5]], '[0.5]'),
+        (np.s_[::'b'], "'b'"),
+    ],
+)
+def test_what_is_no_index(index, shown):
+    with pytest.raises(errors.PartError) as caught:
         sg.at(TABLE, index)
+    assert str(caught.value).startswith(f'{shown} is no index: expected ints, ')
 
 
 @pytest.mark.parametrize(
@@ -344,6 +441,7 @@ def test_what_is_no_index(index):
         (ROWS, 'out of bounds'),
         (np.s_[0, 0, 0], 'too many indices'),
         (np.ones(3, bool), 'boolean'),
+        (np.s_[..., 0, ...], 'single ellipsis'),
     ],
 )
 def test_an_index_that_does_not_fit(index, problem):
@@ -353,21 +451,45 @@ def test_an_index_that_does_not_fit(index, problem):
     assert f"does not fit '{TABLE}', an array of shape (6, 4)" in str(caught.value)
 
 
+@pytest.mark.parametrize('elements', [Index(7), ~Index(7), Index(0) | Index(7)])
+def test_an_index_in_an_expression_that_does_not_fit(elements):
+    with pytest.raises(errors.PartError) as caught:
+        filters.Part(elements).mask((ROWS, WIDTH), TABLE)
+    assert str(caught.value) == (
+        f"Index(np.s_[7]) does not fit '{TABLE}', an array of shape (6, 4): index 7 is "
+        'out of bounds for axis 0 with size 6.\n'
+        'Give the elements of that array, or name other variables in sg.at.'
+    )
+
+
+def test_elements_are_no_other_filters():
+    with pytest.raises(TypeError, match=r"^Glob\('a'\) is no expression of indices$"):
+        filters.Part(filters.Glob('a')).mask((ROWS, WIDTH), TABLE)
+
+
 def test_a_traced_index():
-    with pytest.raises(errors.TracerInFilterError, match='index'):
-        jax.jit(lambda n: sg.at(TABLE, n))(3)
+    with pytest.raises(errors.TracerInFilterError) as caught:
+        jax.jit(lambda n: sg.at(TABLE, np.s_[0, n]))(3)
+    assert str(caught.value) == (
+        'the index of sg.at is a traced value (int32[]), and which elements are meant '
+        'has to be known while the program is traced.\n'
+        'Fix: give numbers or numpy arrays.'
+    )
 
 
 @pytest.mark.parametrize(
-    'split',
+    ('what', 'split'),
     [
-        lambda where: sg.partition(PARAMS, where),
-        lambda where: sg.partition_n(PARAMS, {'a': where, 'b': '**'}),
-        lambda where: sg.trainable_mask(PARAMS, where),
-        lambda where: sg.frozen_mask(PARAMS, where),
-        lambda where: sg.labels(PARAMS, {'a': where, 'b': 'dense/**'}),
+        ('partition', lambda where: sg.partition(PARAMS, where)),
+        ('a label', lambda where: sg.partition_n(PARAMS, {'a': where, 'b': '**'})),
+        ('a mask', lambda where: sg.trainable_mask(PARAMS, where)),
+        ('a mask', lambda where: sg.frozen_mask(PARAMS, where)),
+        ('a label', lambda where: sg.labels(PARAMS, {'a': where, 'b': 'dense/**'})),
     ],
 )
-def test_leaves_that_cannot_be_split(split):
-    with pytest.raises(errors.PartError, match=f"a part of '{TABLE}'"):
+def test_leaves_that_cannot_be_split(what, split):
+    said = (
+        f"^{what} takes a leaf or leaves it, and the filter means a part of '{TABLE}'"
+    )
+    with pytest.raises(errors.PartError, match=said):
         split(sg.at(TABLE, np.s_[:3]))

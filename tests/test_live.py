@@ -390,6 +390,9 @@ def test_equal_filters_in_fields_of_modules_do_not_retrace(traces):
 def test_a_derived_selection_may_be_empty():
     nothing = sg.live(lambda p: lax.stop_gradient(p['body']['b']), PARAMS)
     assert repr(nothing) == '<live: nothing>'
+    for names, shown in ('cba', "'a', 'b', 'c'"), ('dcba', "'a', 'b', 'c', ..."):
+        some = Derived(frozenset(('params', name) for name in names), frozenset())
+        assert repr(some) == f'<live: {shown}>'
     everything = ~nothing
     assert selected(nothing) == selected(nothing & 'body/**') == []
     assert selected(everything & 'head/**') == ['head/w']

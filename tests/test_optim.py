@@ -1,6 +1,7 @@
 """Frozen is frozen: exactly the optimizer that was given the trained part alone."""
 
 import functools
+import types
 from typing import Any
 
 import flax.linen as fnn
@@ -304,6 +305,11 @@ def test_masks_say_which_side_is_true():
         'head': {'w': False, 'm': True},
         'key': True,
     }
+    for call in sg.trainable_mask, sg.frozen_mask:
+        chosen_nothing = call({'w': 1.0}, 'v', unused='ignore')
+        assert chosen_nothing == {'w': False}
+        with pytest.raises(errors.UnusedFilterError):
+            call({'w': 1.0}, 'v')
     flipped = jax.tree.map(lambda m: not m, sg.trainable_mask(params, True))
     assert sg.frozen_mask(params, False) == flipped
     assert sg.frozen_mask(params, True)['head']['w'] is True
@@ -398,7 +404,11 @@ def test_thaw_forgets_nothing():
     # All is trained, then two layers are frozen, then one of them is thawed.
     params, full = train(adam, PARAMS, adam.init(PARAMS), 3)
     tx = sg.freeze(adam, 'layer_*/**', keep_state=True)
+    dropped = sg.freeze(adam, 'layer_*/**').adopt(full, params)
+    assert dropped.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
     state = tx.adopt(full, params)
+    oracle.assert_same(dropped.inner_state, state.inner_state)
+    assert state.kept_state[0].mu['head']['bias'] is sg.ABSENT
     oracle.assert_same(state.kept_state[0].mu['layer_1'], full[0].mu['layer_1'])
     assert state.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
     params, state = train(tx, params, state, 2)
@@ -474,6 +484,22 @@ def test_thaw_without_kept_state_starts_anew():
         sg.thaw(optax.adam(0.1), full, PARAMS, 'head/**')
     with pytest.raises(errors.UnusedFilterError):
         sg.thaw(tx, state, PARAMS, 'haed/**')
+
+
+def test_each_filter_is_judged_as_its_call_says():
+    sgd = optax.sgd(0.1)
+    for first, then in ('raise', 'ignore'), ('ignore', 'raise'):
+        where = {'raise': 'layer_0/**', 'ignore': 'later/**'}
+        tx = sg.freeze(sgd, where[first], unused=first)
+        tx, state = sg.thaw(tx, tx.init(PARAMS), PARAMS, where[then], unused=then)
+        tx, _ = sg.thaw(tx, state, PARAMS, where[first], unused=first)
+        other = {'head': PARAMS['head']}
+        with pytest.raises(errors.UnusedFilterError, match=r'layer_0/\*\*'):
+            tx.init(other)
+        # Gradients that stand for the parameters may lack what the filters name.
+        assert list(tx.update(other, state)[0]) == ['head']
+    with pytest.raises(errors.UnusedFilterError, match='later'):
+        sg.thaw(sg.freeze(sgd, False), None, PARAMS, 'later/**')
 
 
 def test_kept_state_takes_no_part():
@@ -621,6 +647,135 @@ def test_extra_arguments():
     oracle.assert_same(params['layer_0'], PARAMS['layer_0'])
 
 
+def test_what_the_optimizer_is_given():
+    seen: dict[str, Any] = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(updates=updates, params=params, **extra)
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda params: {'m': params}, update)
+    tx = sg.freeze(spy, 'body')
+    mark = sg.NonDifferentiable(4.0)
+    params = {'body': object(), 'head': 3.0, 'mark': mark}
+    grads = {'body': 2.0, 'head': 1.0, 'mark': mark}
+    pruned = {'body': sg.ABSENT, 'head': 1.0, 'mark': sg.ABSENT}
+    state = tx.init(params)
+    assert state == ({'m': {**pruned, 'head': 3.0}}, sg.ABSENT)
+    called: list[Any] = []
+    extra = {'grad': grads, 'value': 5.0, 'other': {'head': 1.0}, 'fun': called.append}
+    updates, new = tx.update(grads, state, params, value_fn=called.append, **extra)
+    assert (updates['body'], updates['head']) == (0.0, 1.0)
+    assert np.signbit(updates['body'])
+    assert new == state
+    value_fn = seen.pop('value_fn')
+    shown = {**extra, 'grad': pruned}
+    assert seen == {'updates': pruned, 'params': {**pruned, 'head': 3.0}, **shown}
+    value_fn({**pruned, 'head': 7.0})
+    assert called == [{**params, 'head': 7.0}]
+    # Without the parameters no function can be given them.
+    tx.update(grads, state, value_fn=called.append, **extra)
+    assert seen.pop('value_fn') == called.append
+    assert seen == {'updates': pruned, 'params': None, **shown}
+    tx.update(grads, state, params, value_fn=5)
+    assert seen['value_fn'] == 5
+    with pytest.raises(errors.MissingLeafError, match="'head'"):
+        tx.update({'body': 2.0}, state, params)
+    with pytest.raises(errors.PartError, match="does not fit 'head', an array"):
+        sg.freeze(spy, sg.at('head', 0)).update(grads, state, params)
+    # Of an array in part it sees no gradient there, and its update there is taken back.
+    tx = sg.freeze(spy, sg.at('w', 0))
+    updates, _ = tx.update({'w': np.full(2, -2.0)}, state, {'w': np.ones(2)})
+    assert str(seen['updates']['w']) == '[ 0. -2.]'
+    assert str(updates['w']) == '[-0. -2.]'
+
+
+def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit():
+    def update(updates, state, params=None):
+        raise ValueError('of its own')
+
+    tx = sg.freeze(optax.GradientTransformation(lambda p: {'m': p}, update), 'body')
+    params = {'body': 1.0, 'head': 2.0}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r'^of its own$'):
+        tx.update(params, state, params)
+    other = frozen_dict(state.inner_state)
+    with pytest.raises(errors.StructureError) as caught:
+        tx.update(params, state._replace(inner_state=other), params)
+    what = 'the state for what is trained', 'the state that was given'
+    structures = map(jax.tree.structure, (state.inner_state, other))
+    assert str(caught.value).splitlines() == [
+        f'{what[0]} and {what[1]} have different structures.',
+        *(f'  {name}: {has}' for name, has in zip(what, structures, strict=True)),
+    ]
+
+
+def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
+    grads = {
+        'f': np.ones((2, 3), np.float32),
+        'c': np.ones(2, np.complex64),
+        'h': np.ones(2, jnp.bfloat16),
+        'i': np.ones(2, np.int8),
+        'o': np.ones(2, bool),
+        'n': 1.5,
+    }
+    odd = {
+        'absent': sg.ABSENT,
+        'float0': np.zeros(3, jax.dtypes.float0),
+        'mark': sg.NonDifferentiable(np.ones(2, np.float32)),
+    }
+    tx = sg.freeze(optax.sgd(0.1), True)
+    updates, _ = tx.update({**grads, **odd}, tx.init({}), {**grads, **odd})
+    for name, grad in grads.items():
+        update = updates[name]
+        assert (update.shape, update.dtype) == (np.shape(grad), jnp.result_type(grad))
+        assert not any(update.strides)
+        assert not update.any()
+        assert name in 'io' or np.signbit(np.real(update).astype(float)).all()
+    assert updates['absent'] is sg.ABSENT
+    assert updates['float0'] is odd['float0']
+    assert type(updates['mark']) is sg.NonDifferentiable
+    assert np.signbit(updates['mark'].value).all()
+
+
+ADDED: dict[str, tuple[Any, Any]] = {
+    'a number': (np.full(1, 2.0, np.float16), 2.0),
+    'zeros, which are a number to add': (np.zeros(1, np.float16), 0.0),
+    'a constant': (np.broadcast_to(np.float16(2.0), (1,)), 2.0),
+    'nothing': (None, None),
+    'no leaf': (sg.ABSENT, None),
+    'of another group': (optax.MaskedNode(), None),
+    'a constant that adds nothing': (np.broadcast_to(-np.float16(0.0), (1,)), None),
+    'float0': (np.zeros(1, jax.dtypes.float0), None),
+}
+
+
+@pytest.mark.parametrize('name', ADDED)
+def test_what_is_added_and_what_is_passed_on(name):
+    update, expected = ADDED[name]
+    w = jnp.array([-0.0], jnp.float16)
+    new = sg.apply_updates({'w': w}, {'w': update})['w']
+    assert (new is w) == (expected is None)
+    if expected is not None:
+        assert str(new) == f'[{expected:.0f}.]'
+        assert new.dtype == jnp.float16
+    empty = np.ones((2, 0))
+    assert sg.apply_updates([empty], [np.ones((2, 0))])[0] is empty
+
+
+def test_gradients_of_another_kind_of_tree():
+    state = sg.TrainState.create(apply_fn=None, params={'w': 1.0}, tx=optax.sgd(0.1))
+    grads = frozen_dict({'w': 1.0})
+    with pytest.raises(errors.StructureError) as caught:
+        state.apply_gradients(grads=grads)
+    full = 'the parameters that an optimizer without sg.freeze is for'
+    assert str(caught.value).splitlines() == [
+        f'{full} and the gradient have different structures.',
+        f'  {full}: {jax.tree.structure(state.params)}',
+        f'  the gradient: {jax.tree.structure(grads)}',
+    ]
+
+
 def test_sharding_of_the_state_by_tree_map_params():
     tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
     specs = optax.tree_map_params(
@@ -642,8 +797,11 @@ def test_bad_input():
         sg.freeze(optax.adam(0.1), 'layers_*/**').init(PARAMS)
     with pytest.raises(errors.FilterTypeError):
         sg.freeze(optax.adam(0.1), 3.5)
-    with pytest.raises(errors.NotFrozenError):
-        sg.freeze('adam', 'layer_*/**')
+    for nothing in 'adam', NET, types.SimpleNamespace(update=None):
+        with pytest.raises(
+            errors.NotFrozenError, match=f'got {type(nothing).__name__}'
+        ):
+            sg.freeze(nothing, 'layer_*/**')
     # A gradient that lacks what is trained.
     with pytest.raises(errors.MissingLeafError, match="'head/kernel'"):
         tx.update(sg.grad(loss, wrt='head/bias')(PARAMS), state, PARAMS)

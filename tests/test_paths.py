@@ -179,7 +179,7 @@ GLOBS = {
     'star in the middle': ('a*c', ['ac', 'abc', 'abbc'], ['ab', 'a/c', 'abcd']),
     'star in two places': ('*a*', ['a', 'bab'], ['b', 'a/a']),
     'question mark': ('gln_?', ['gln_0'], ['gln_', 'gln_10', 'gln_/']),
-    'set': ('gln_[01]', ['gln_0', 'gln_1'], ['gln_2', 'gln_', 'gln_[01]']),
+    'set': ('gln_[01]', ['gln_0', 'gln_1'], ['gln_2', 'gln_X', 'gln_', 'gln_[01]']),
     'range': ('gln_[0-9]', ['gln_0', 'gln_9'], ['gln_a', 'gln_-']),
     'not in a set': ('gln_[!01]', ['gln_2', 'gln_!'], ['gln_0', 'gln_1', 'gln_']),
     'not in a set, with a hat': ('a[^b]', ['ac', 'a^'], ['ab', 'a/']),
@@ -206,6 +206,7 @@ GLOBS = {
     'outside, at any depth': ('/**/k', ['/k', '/a/k'], ['k', 'a/k']),
     'double star outside': ('**/kernel', ['/kernel', '/a/kernel', 'kernel'], ['/a']),
     'everything outside too': ('**', ['/a', '/a/b', 'a'], []),
+    'a name of one letter': ('X', ['X'], ['a', 'x', 'XX']),
     'a name that is blank': (' ', [' '], ['a', '']),
     'a name with a newline': ('a*', ['a\n', 'a\nb'], ['\na']),
 }
@@ -228,6 +229,11 @@ BAD_GLOBS = {
         'gln/',
         "The glob 'gln/' ends in '/', and no path does.\n"
         "Fix: write 'gln/**' for everything inside.",
+    ),
+    'slash at the end of more': (
+        'Xs/dense/',
+        "The glob 'Xs/dense/' ends in '/', and no path does.\n"
+        "Fix: write 'Xs/dense/**' for everything inside.",
     ),
     'slash alone': (
         '/',
@@ -253,6 +259,24 @@ BAD_GLOBS = {
         "The glob '**kernel' has '**' glued to other characters.\n"
         "Fix: write '*' within one component and '**' alone between slashes, "
         "such as '**/*kernel'.",
+    ),
+    'double star behind a letter': (
+        'X**',
+        "The glob 'X**' has '**' glued to other characters.\n"
+        "Fix: write '*' within one component and '**' alone between slashes, "
+        "such as 'X*/**'.",
+    ),
+    'double star before a letter': (
+        '**X',
+        "The glob '**X' has '**' glued to other characters.\n"
+        "Fix: write '*' within one component and '**' alone between slashes, "
+        "such as '**/*X'.",
+    ),
+    'double star before a dot': (
+        '**.kernel',
+        "The glob '**.kernel' has '**' glued to other characters.\n"
+        "Fix: write '*' within one component and '**' alone between slashes, "
+        "such as '**/kernel'.",
     ),
     'double star within a name': (
         'x/a**b',
@@ -286,6 +310,11 @@ BAD_GLOBS = {
         'gln_[]',
         "The glob 'gln_[]' has a '[' without its ']'.\n"
         "Fix: write 'gln_[[]]' for a bracket in a name.",
+    ),
+    'open brackets': (
+        'a[b/gln_[01]/[c[/**',
+        "The glob 'a[b/gln_[01]/[c[/**' has a '[' without its ']'.\n"
+        "Fix: write 'a[[]b/gln_[01]/[[]c[[]/**' for a bracket in a name.",
     ),
     'backward range': (
         'gln_[9-0]',
@@ -406,9 +435,35 @@ def test_nearest(row):
     assert sorted(nearest(pattern, MODEL, len(expected))) == sorted(expected)
 
 
+# pattern, paths with the nearest first
+ORDERED = {
+    'one component': ('ab', ['gln/a', 'scale']),
+    'two components': ('a/a', ['b/x', 'gln_0/bias']),
+    'two components, one of them met': ('dec/x', ['b/x', 'dense']),
+    'part of a longer path': ('x/gl', ['gln/a', 'b/x']),
+    'a leading slash': ('/ab', ['b/x', 'gln/a']),
+    'outside the owner': ('a/X/gln', ['/X/dense', 'b/x']),
+    'stars say nothing': ('gln/**', ['dense', 'b/x']),
+    'more than two hundred letters': ('b' + 40 * 'layer', ['c' + 40 * 'layer', 'dec']),
+}
+
+
+@pytest.mark.parametrize('row', ORDERED.values(), ids=ORDERED)
+def test_nearest_comes_first(row):
+    pattern, expected = row
+    assert nearest(pattern, expected[::-1]) == nearest(pattern, expected) == expected
+
+
+@pytest.mark.parametrize('pattern', ['*', '/**'])
+@pytest.mark.parametrize('paths', [['scale', 'b/x'], ['b/x', 'scale'], ['a', '/X/a']])
+def test_without_a_name_all_are_equally_near(pattern, paths):
+    assert nearest(pattern, paths) == paths
+
+
 def test_nearest_is_ordered_distinct_and_bounded():
     paths = ['b/x', 'gln/a', 'gln/a', 'gln/a/deeper']
     assert nearest('gln/a', paths) == ['gln/a', 'gln/a/deeper', 'b/x']
     assert nearest('gln/a', paths, 1) == ['gln/a']
+    assert nearest('gln/a', 'abcdef') == ['a', 'b', 'c']
     assert nearest('gln/a', []) == []
     assert nearest('**', paths, 2) == ['b/x', 'gln/a']

@@ -269,8 +269,8 @@ def test_combine_refuses():
     a, b = sg.partition({'x': {'y': 1.0}, 'z': 2.0}, 'z')
     with pytest.raises(errors.OverlapError, match="'z'"):
         sg.combine(a, a)
-    with pytest.raises(errors.StructureError, match="'z'"):
-        sg.combine(b, {'x': {'y': sg.ABSENT}})
+    with pytest.raises(errors.StructureError, match=r"'z'.* in part 1, not in part 3"):
+        sg.combine(b, a, {'x': {'y': sg.ABSENT}})
     with pytest.raises(errors.StructureError):
         sg.combine(b, FrozenDict(b))
     with pytest.raises(TypeError, match='at least one'):
@@ -319,6 +319,21 @@ def test_other_leaves_in_a_tree():
         sg.substitute(tree, lambda path, leaf: leaf + 1, where=['a/*', 'c']), expected
     )
     oracle.assert_same(sg.substitute(tree, {'z': 1}, unused='ignore'), tree)
+    for values in others, lambda path, leaf: leaf + 1:
+        where = ['a/*', 'c', 'z']
+        new = sg.substitute(tree, values, where=where, unused='ignore')
+        oracle.assert_same(new, expected)
+
+
+@pytest.mark.parametrize(
+    'values', [{'w': np.full(3, 7.0)}, lambda path, leaf: np.full(3, 7.0)]
+)
+def test_other_leaves_in_part(values):
+    tree = {'w': np.arange(3.0), 'v': 1.0}
+    new = sg.substitute(tree, values, where=sg.at('w', np.s_[1:]))
+    assert (new['w'].tolist(), new['v']) == ([0.0, 7.0, 7.0], 1.0)
+    with pytest.raises(errors.PartError, match="does not fit 'w', an array of"):
+        sg.substitute(tree, values, where=sg.at('w', 3))
 
 
 def test_gradients_flow_to_other_leaves():

@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -114,16 +114,19 @@ class Regex(Atom):
             return re.compile(text, self.pattern.flags)
 
         def written(text: str) -> str:
-            return f're.compile({text!r})'
+            flags = re.RegexFlag(self.pattern.flags) & ~re.UNICODE
+            return f're.compile({text!r}{f", {flags!r}" if flags else ""})'
 
         text = self.pattern.pattern.lstrip('^')
         hints = TextHints(compiled, written, '.*', paths, owner)
         found = hints.find(text, separated=re.sub(r'\\\.|::', '/', text))
         part = next((path for path in paths if self.pattern.search(path)), None)
         if found is None and part is not None:
+            around = f'.*{text}.*'
+            write = f' Write {written(around)}.' if hints.first(around) else ''
             found = (
-                f'it matches a part of {str(part)!r}, and has to match the whole path. '
-                f'Write {written(f".*{text}.*")}.'
+                f'it matches a part of {str(part)!r}, and has to match the whole path.'
+                f'{write}'
             )
         return found
 
@@ -198,12 +201,12 @@ class Predicate(Atom):
             raise
         if isinstance(result, (bool, np.bool_)):
             return bool(result)
-        fix = RESULT_FIXES.get(type(result), f'write {EXAMPLE}')
         raise self._type_error(
-            f'returned {brief(result)} for the path {str(path)!r}', fix
+            f'returned {brief(result)} for the path {str(path)!r}',
+            RESULT_FIXES.get(type(result)),
         )
 
-    def _type_error(self, problem: str, fix: str = '') -> FilterTypeError:
+    def _type_error(self, problem: str, fix: str | None = None) -> FilterTypeError:
         return FilterTypeError(
             f'{self!r} {problem}.\n'
             'Expected: True or False for every path, known without running JAX.\n'
@@ -213,11 +216,11 @@ class Predicate(Atom):
     def __repr__(self) -> str:
         return f'Predicate({functions.describe(self.fn)})'
 
-    def _text(self) -> str:
+    def _text(self) -> str | None:
         code = getattr(self.fn, '__code__', None)
         constants = code.co_consts if isinstance(code, types.CodeType) else ()
-        doc = getattr(self.fn, '__doc__', None)
-        return next((c for c in constants if isinstance(c, str) and c != doc), '')
+        doc = self.fn.__doc__
+        return next((c for c in constants if isinstance(c, str) and c != doc), None)
 
     def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
         for path in paths:
@@ -239,9 +242,9 @@ class Predicate(Atom):
                 )
         return None
 
-    def _accepts(self, path: Path | tuple[str, ...]) -> bool:
+    def _accepts(self, path: Any) -> bool:
         try:
-            return bool(self.fn(cast('Path', path)))
+            return bool(self.fn(path))
         except Exception:  # It was not made for such a path.
             return False
 
@@ -252,7 +255,7 @@ def _takes_a_path(fn: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # Written in C: it does not say.
         return True
     try:
-        signature.bind('')
+        signature.bind(None)
     except TypeError:
         return False
     return True

@@ -99,8 +99,8 @@ class BoolTree(Atom):
     def __repr__(self) -> str:
         return f'BoolTree({_plain(self.tree)!r})'
 
-    def _text(self) -> str:
-        return next(('/'.join(n) for n, take in self._leaves.items() if take), '')
+    def _text(self) -> str | None:
+        return next(('/'.join(n) for n, take in self._leaves.items() if take), None)
 
     def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
         if any(self._leaves.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -74,7 +75,7 @@ class Filter(abc.ABC):
     def snapshot(self) -> Filter:
         """The filter with its functions as they are now; see ``Predicate``."""
         parts = tuple(part.snapshot() for part in self._parts)
-        same = all(new is old for new, old in zip(parts, self._parts, strict=True))
+        same = all(map(operator.is_, parts, self._parts))
         return self if same else self._with_parts(parts)
 
     def changed(self) -> bool:
@@ -95,9 +96,9 @@ class Filter(abc.ABC):
         hint = self._hint(paths, owner) if near else None
         return [*lines, f'Hint: {hint}'] if hint else lines
 
-    def _text(self) -> str:
-        """What the filter looks for, to be compared with paths."""
-        return next(filter(None, (part._text() for part in self._parts)), '')
+    def _text(self) -> str | None:
+        """What the filter looks for, to be compared with paths, if that is known."""
+        return next(filter(None, (part._text() for part in self._parts)), None)
 
     def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
         """What was probably meant."""

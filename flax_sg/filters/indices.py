@@ -192,7 +192,7 @@ def _key(index: Any) -> Hashable:
     if isinstance(index, tuple):
         return tuple(map(_key, index))
     if isinstance(index, slice):
-        return 'slice', index.start, index.stop, index.step
+        return slice, index.start, index.stop, index.step
     if isinstance(index, np.ndarray):
         return index.dtype.kind, index.shape, index.tobytes()
     return index
@@ -248,10 +248,10 @@ def _small_mask(
         return None
     filled = [*entries[:where], *[slice(None)] * missing, *entries[where + 1 :]]
     out = np.ones((1,) * len(shape), bool)
-    for axis, (entry, length) in enumerate(zip(filled, shape, strict=True)):
+    for axis, entry in enumerate(filled):
         if isinstance(entry, slice) and entry == slice(None):
             continue
-        along = np.zeros(length, bool)
+        along = np.zeros(shape[axis], bool)
         along[entry] = True
-        out = out & along.reshape([-1 if n == axis else 1 for n in range(len(shape))])
+        out = out & np.expand_dims(along, [n for n in range(len(shape)) if n != axis])
     return out

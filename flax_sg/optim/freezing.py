@@ -149,9 +149,8 @@ def thaw(
     """
     if not isinstance(tx, Freeze):
         raise errors.NotFrozenError(tx)
-    plan = tx.plan
-    added = (*plan.thawed, filters.as_filter(where))
-    thawed = _made(dataclasses.replace(plan, thawed=added, unused=unused))
+    added = (*tx.plan.thawed, (filters.as_filter(where), unused))
+    thawed = _made(dataclasses.replace(tx.plan, thawed=added))
     return thawed, thawed.adopt(state, params)
 
 

@@ -115,9 +115,7 @@ def _beside(leaves: Leaves, found: Iterable[Any]) -> Any:
     return leaves.restore(leaf if is_absent(leaf) else new for leaf, new in pairs)
 
 
-def live_leaves(
-    leaves: Leaves, frozen: filters.Where | None, unused: str = 'raise'
-) -> list[Any]:
+def live_leaves(leaves: Leaves, frozen: filters.Where | None, unused: str) -> list[Any]:
     """For each leaf whether an optimizer updates it, or which part of it."""
     if frozen is None:
         return chosen([leaves], None)[0]

@@ -38,14 +38,14 @@ class Plan:
     Attributes:
         tx: the wrapped transformation.
         where: what is frozen; None for what is declared.
-        thawed: what was thawed since.
+        thawed: what was thawed since, each filter with its own ``unused``.
         keep_state: whether the state of what is frozen is kept.
         unused: what to do with a filter that matches nothing.
     """
 
     tx: Any
     where: filters.Filter | None
-    thawed: tuple[filters.Filter, ...]
+    thawed: tuple[tuple[filters.Filter, str], ...]
     keep_state: bool
     unused: str
 
@@ -57,10 +57,10 @@ class Plan:
             judge: whether a filter has to match something.
         """
         # optax asks for the state of parameters without leaves, to see what is where.
-        unused = self.unused if judge and leaves.values else 'ignore'
-        live = live_leaves(leaves, self.where, unused)
-        for where in self.thawed:
-            frozen = live_leaves(leaves, where, unused)
+        judged = judge and leaves.values
+        live = live_leaves(leaves, self.where, self.unused if judged else 'ignore')
+        for where, unused in self.thawed:
+            frozen = live_leaves(leaves, where, unused if judged else 'ignore')
             able = map(is_differentiable, leaves.values)
             parts = zip(live, frozen, able, strict=True)
             live = [
@@ -113,7 +113,7 @@ class Plan:
         leaves = parameters_of(_unmasked(updates) if params is None else params)
         live = self.live(leaves, judge=False)
         found = _by_keys(given)
-        _check_belong(leaves, given, params is None)
+        _check_belong(leaves, given)
         grads: list[Any] = []
         for keys, path, takes in zip(leaves.key_paths, leaves.paths, live, strict=True):
             leaf: Any = found.get(keys, ABSENT) if takes else ABSENT
@@ -214,7 +214,7 @@ def _unmasked(updates: Any) -> Any:
     return jax.tree.map(
         lambda leaf: ABSENT if _is_vacant(leaf) else leaf,
         updates,
-        is_leaf=lambda node: is_whole(node) or _is_vacant(node),
+        is_leaf=_is_vacant,
     )
 
 
@@ -237,7 +237,8 @@ def _nothing(leaf: Any) -> Any:
     if dtype == jax.dtypes.float0:
         return leaf
     zero = np.zeros((), dtype)
-    return np.broadcast_to(-zero if dtype.kind in 'fcV' else zero, shape)
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return np.broadcast_to(-zero if inexact else zero, shape)
 
 
 def _known(state: Any, treedef: Any) -> list[Any]:
@@ -251,9 +252,7 @@ def _known(state: Any, treedef: Any) -> list[Any]:
     return [k if _is_vacant(u) else u for u, k in zip(used, kept, strict=True)]
 
 
-def _check_belong(leaves: Leaves, given: Leaves, same: bool) -> None:
-    if same:
-        return
+def _check_belong(leaves: Leaves, given: Leaves) -> None:
     known = set(leaves.key_paths)
     if all(keys in known for keys in given.key_paths):
         return
