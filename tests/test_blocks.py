@@ -278,6 +278,47 @@ def test_another_apply_in_a_block_has_paths_of_its_own():
     )
 
 
+@pytest.mark.parametrize('mine_first', [True, False])
+def test_a_name_that_two_trees_have_is_judged_in_each(mine_first):
+    class Part(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return fnn.Dense(3, name='dense')(x)
+
+    class Whole(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Part(name='part')(x)
+
+    class Mine(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, theirs):
+            dense = fnn.Dense(3, name='dense')
+            # 'part/dense/kernel' in both; in here it is 'dense/kernel' of one of them.
+            with nn.stop_gradient('dense/**'):
+                y = dense(x) if mine_first else 0.0
+                y = y + Whole().apply({'params': theirs}, x)
+                return y if mine_first else y + dense(x)
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, theirs):
+            return Mine(name='part')(x, theirs)
+
+    params = Whole().init(jax.random.key(0), X)['params']
+
+    def by_hand(mine, theirs):
+        mine = jax.lax.stop_gradient(mine)
+        first, second = (mine, theirs) if mine_first else (theirs, mine)
+        y = Whole().apply({'params': first}, X)
+        return y + Whole().apply({'params': second}, X)
+
+    oracle.assert_same(
+        oracle.grads(lambda p, q: Outer().apply({'params': p}, X, q), params, params),
+        oracle.grads(by_hand, params, params),
+    )
+
+
 def test_two_trees_at_top_level_are_both_covered():
     other = fnn.Dense(3, name=None)
     theirs = other.init(jax.random.key(1), X)['params']
