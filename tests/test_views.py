@@ -282,6 +282,7 @@ def test_what_was_read_is_stored_as_it_was(root):
     more = Leaf()
     back = views.stored(root, [block], key, (*seen, more))
     assert all(a is b for a, b in zip(back, (*stored, more), strict=True))
+    assert views.stored(root, [block], key, (seen[0], more)) == (stored[0], more)
 
 
 def test_it_is_the_same_through_two_blocks(root):
