@@ -41,9 +41,11 @@ class Block:
     rewritten: int = 0
 
     def rewrite(self, root: views.Root, key: views.Key, leaf: Any) -> Any:
+        self._is_asked(root, key)
         return self.rule(leaf, self.name)
 
     def selects(self, root: views.Root, key: views.Key) -> bool:
+        self._is_asked(root, key)
         self.asked.append(key)
         return self.takes(key)
 
@@ -51,7 +53,11 @@ class Block:
         return collection in self.collections
 
     def instead(self, root: views.Root, key: views.Key, value: Any) -> Any:
+        self._is_asked(root, key)
         return self.whole(value)
+
+    def _is_asked(self, root: views.Root, key: views.Key) -> None:
+        assert isinstance(root, views.Root) and self.wants(key[0])
 
     def note_rewritten(self) -> None:
         self.rewritten += 1
@@ -241,8 +247,8 @@ def test_of_what_came_in_the_leaves_that_were_written_are_rewritten():
 
 
 def test_a_body_of_several_modules_begins_with_the_variables_of_all():
-    block, leaves = Block(), [Leaf(), Leaf()]
-    outer = views.Root(object())
+    block, leaves, tree = Block(), [Leaf(), Leaf()], object()
+    outer = views.Root(tree)
     outer.initializing = outer.scratch = outer.start_is_known = True
     root = outer.within((block,))
     keys = [('params', (name, 'w')) for name in 'ab']
@@ -252,7 +258,7 @@ def test_a_body_of_several_modules_begins_with_the_variables_of_all():
     ]
     for key, (path, variables), leaf in zip(keys, parts, leaves, strict=True):
         root.begin(path, variables, {key: leaf}, frozenset([key]))
-    assert root.tree is outer.tree
+    assert root.tree is outer.tree is tree
     assert root.initializing and root.scratch and root.start_is_known
     assert root.parts == parts and root.selected == set(keys)
     for key, leaf in zip(keys, leaves, strict=True):
@@ -361,6 +367,7 @@ def test_a_scratch_tree_shares_views_and_nothing_that_is_kept(root):
     block, key, leaf = Block(), ('params', ('a',)), Leaf()
     seen = views.view(root, [block], key, leaf)
     root.kept[block] = {}
+    assert not root.initializing
     root.initializing = True
     scratch = root.as_scratch(start_is_known=True)
     assert scratch.tree is root.tree
