@@ -368,11 +368,13 @@ def test_a_scratch_tree_shares_views_and_nothing_that_is_kept(root):
     seen = views.view(root, [block], key, leaf)
     root.kept[block] = {}
     assert not root.initializing
-    root.initializing = True
+    root.initializing, root.level = True, object()
     scratch = root.as_scratch(start_is_known=True)
     assert scratch.tree is root.tree
     assert views.view(scratch, [block], key, leaf) is seen
     assert scratch.kept == {}
+    assert scratch.level is root.level
+    assert scratch.parts is root.parts and scratch.joint is root.joint
     assert scratch.scratch and scratch.start_is_known and scratch.initializing
     assert not (root.scratch or root.start_is_known)
 
@@ -385,6 +387,17 @@ def test_a_scratch_tree_of_a_body_begins_with_the_same():
 
 
 # What is where.
+
+
+def test_the_variables_of_a_tree_have_their_names_from_its_root():
+    tree = {'m': FrozenDict({'b': 1, 'a': (2, {'x': 3})}), 4: 5, 'none': {}}
+    names = [('m', 'b'), ('m', 'a'), ('4',)]
+    values = [1, (2, {'x': 3}), 5]
+    found = list(views.iter_variables(('params', ('top',)), tree))
+    assert found == [
+        (('params', ('top', *path)), value)
+        for path, value in zip(names, values, strict=True)
+    ]
 
 
 def test_a_variable_is_found_by_its_names_or_there_is_none():
