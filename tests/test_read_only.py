@@ -374,9 +374,9 @@ def test_who_writes_is_named_by_its_place(helps, who) -> None:
 
     model = Outer(Outer(Inner()))
     state = {'inner': {'inner': {'count': 0.0}}}
-    with pytest.raises(errors.ReadOnlyError, match=re.escape(who)):
-        with nn.read_only('inner/inner/count'):
-            model.apply({'state': state}, mutable=True)
+    raises = pytest.raises(errors.ReadOnlyError, match=re.escape(who))
+    with raises, nn.read_only('inner/inner/count'):
+        model.apply({'state': state}, mutable=True)
 
 
 def test_a_function_of_a_scope_has_no_method() -> None:
