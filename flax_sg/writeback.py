@@ -256,11 +256,12 @@ class _Lift:
         return (({**first, _MARK: names}, *rest), *groups[1:])
 
     def _without_names(self, groups: Groups) -> Groups:
-        if not (self.is_jit and groups and groups[0] and _MARK in groups[0][0]):
+        if not self.is_jit:
             return groups
-        first, *rest = groups[0]
-        first = {col: tree for col, tree in first.items() if col != _MARK}
-        return ((first, *rest), *groups[1:])
+        return tuple(
+            tuple({col: tree for col, tree in g.items() if col != _MARK} for g in of)
+            for of in groups
+        )
 
 
 def _asks_names(block: blocks.Block) -> bool:

@@ -1429,6 +1429,50 @@ def test_no_tracer_is_kept(lift):
     jax.eval_shape(jax.grad(loss), variables_of(lift), X)
 
 
+# A block that looks at one of the collections that may be written.
+
+
+class Both(nn.Module):
+    """Reads of two collections, each of which may be stopped by hand."""
+
+    @nn.compact
+    def seen(self, x, see):
+        w = self.param('w', nn.initializers.lecun_normal(), (3, 3))
+        memory = self.variable('cache', 'memory', jnp.ones, (2, 3))
+        return jnp.tanh(x @ see('params', w) + see('cache', memory.value))
+
+    def __call__(self, x):
+        return self.seen(x, lambda _, value: value)
+
+
+@pytest.mark.parametrize('collection', ['params', 'cache'])
+@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+def test_one_of_the_collections_that_may_be_written(lift, collection):
+    class Uses(nn.Module):
+        how: str
+
+        @nn.compact
+        def __call__(self, x):
+            if self.how == 'block':
+                part = lift(Both)(name='part')
+                with block('**', collections=collection):
+                    one = part(x)
+            else:
+                part = Both(name='part')
+                one = part.seen(x, lambda c, v: stop(v) if c == collection else v)
+            return {'one': one, 'stored': dict(part.variables), 'after': part(x)}
+
+    def run(how):
+        def fn(variables):
+            out, written = Uses(how).apply(variables, X, mutable=True)
+            return {**out, 'written': written}
+
+        return fn
+
+    stored = {'cache': {'memory': jnp.cos(X)}, 'params': {'w': W}}
+    check(run, {name: {'part': tree} for name, tree in stored.items()})
+
+
 # How the way back is found, as plain functions.
 
 
