@@ -191,6 +191,23 @@ def test_modules_open_blocks_in_each_other():
     )
 
 
+@pytest.mark.parametrize(
+    ('chosen', 'wanted'),
+    [
+        ('params', 'params'),
+        (('state', 'params'), 'params state'),
+        (True, 'params state'),
+        (fnn.DenyList('state'), 'params'),
+    ],
+)
+def test_the_collections_that_a_block_looks_at(chosen, wanted):
+    every = 'params', 'state', blocks.OVERWRITE_WITH_GRADIENT
+    with nn.stop_gradient('a/**', collections=chosen, unused='ignore'):
+        [block] = blocks.active()
+        for _ in range(2):
+            assert [c for c in every if block.wants(c)] == wanted.split()
+
+
 # Whose paths a block speaks of.
 
 
