@@ -66,7 +66,7 @@ class Block(frames.Place):
         self.where = self.rewrite_value.where
         self.owner = owner
         self.owner_path = () if owner is None else owner.path
-        self._closed_owner: weakref.ref[Scope] | None = None
+        self._closed_root: weakref.ref[Scope] | None = None
         self.decisions: dict[tuple[str, str, str], tuple[paths.Path, Any]] = {}
         self.matched: set[filters.Filter] = set()
         self.collections: set[str] = set()
@@ -121,8 +121,7 @@ class Block(frames.Place):
 
     def path(self, root: views.Root, key: views.Key) -> paths.Path:
         """The variable, as the filter and the rule see it."""
-        inside = root.tree is self.tree
-        return paths.Path.of(*key, self.owner_path if inside else ())
+        return paths.Path.of(*key, self.owner_path if root.tree is self.tree else ())
 
     def close(self) -> None:
         """Lets go of the owner, which may hold tracers."""
@@ -130,7 +129,8 @@ class Block(frames.Place):
             # Some variables may have been judged by what the filter read later.
             contexts.forget(self.key)
         if self.owner is not None:
-            self._closed_owner = weakref.ref(self.owner)
+            # Not the owner: Flax makes another one when a compact method ends.
+            self._closed_root = weakref.ref(self.owner.root)
             self.owner = None
 
     @property
@@ -140,9 +140,9 @@ class Block(frames.Place):
 
     def reopen(self) -> None:
         """Knows the owner's tree again, for a while, if that is still in use."""
-        owner = None if self._closed_owner is None else self._closed_owner()
-        if owner is not None and ROOT_FLAG not in owner.root.flags:
-            known = _known(self.tree, owner.root)
+        top = None if self._closed_root is None else self._closed_root()
+        if top is not None and ROOT_FLAG not in top.flags:
+            known = _known(self.tree, top)
             thread.roots.setdefault(id(known[2]), known)
 
     def names(self, root: views.Root, path: tuple[str, ...]) -> tuple[Any, ...]:

@@ -113,8 +113,6 @@ def tell_apart(number: Number) -> None:
     rewrites = number.rewrites
     with _lock:
         number.is_apart = True
-        if rewrites in _told_apart:
-            return
         _told_apart.add(rewrites)
         for place in itertools.count():
             value = _contexts.pop((rewrites, place), None)

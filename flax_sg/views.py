@@ -140,28 +140,16 @@ class Root:
         self.joint.pop(block, None)
         self.kept.pop(block, None)
 
-    def covers(self, block: Block, key: Key, leaf: Any) -> bool:
-        """Whether ``leaf`` came into this tree with the block's rule applied."""
-        if not any(block is other for other in self.covered):
-            return False
-        handed = self.handed.get(key, _NOTHING)
-        if leaf is handed:
-            return True
-        return any(leaf is other for other in jax.tree_util.tree_leaves(handed))
-
     def begins_with(self, block: Block, key: Key, value: Any) -> bool:
-        """Whether a variable is as it came into this tree, in view of the block."""
-        if not any(block is other for other in self.covered):
+        """Whether a variable, or a leaf of it, came in with the block's rule applied.
+
+        By its leaves: what holds them may have been made anew.
+        """
+        if block not in self.covered:
             return False
-        handed = self.handed.get(key, _NOTHING)
-        if value is handed:
-            return True
-        begun = {id(leaf) for leaf in jax.tree_util.tree_leaves(handed)}
-        leaves = jax.tree_util.tree_leaves(value)
-        return all(id(leaf) in begun for leaf in leaves)
-
-
-_NOTHING = object()
+        leaves = jax.tree_util.tree_leaves
+        begun = {id(leaf) for leaf in leaves(self.handed.get(key))}
+        return all(id(leaf) in begun for leaf in leaves(value))
 
 
 def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
@@ -209,7 +197,7 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
 def _view_leaf(root: Root, block: Block, key: Key, seen: Seen, leaf: Any) -> Any:
     found = seen.views.get(id(leaf))
     if found is None:
-        if root.covers(block, key, leaf):
+        if root.begins_with(block, key, leaf):
             return leaf
         found = (leaf, block.rewrite(root, key, leaf))
         seen.views[id(leaf)] = found
@@ -246,7 +234,7 @@ def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
             name: map_variables(fn, (collection, (*path, str(name))), child)
             for name, child in value.items()
         }
-        return mapped if type(value) is dict else _like(value, mapped)
+        return _like(value, mapped)
     return fn(key, value)
 
 
@@ -264,7 +252,7 @@ def _like(value: Any, mapped: dict[Any, Any]) -> Any:
 
 def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) -> Any:
     """The variable of these names, or the subtree; ``AS_IT_IS`` if there is none."""
-    node = collections.get(collection, {})
+    node = collections.get(collection, AS_IT_IS)
     for name in names:
         if not isinstance(node, _SUBTREES) or name not in node:
             return AS_IT_IS

@@ -35,12 +35,12 @@ Groups = tuple[tuple[dict[str, Any], ...], ...]
 def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
     """The hook for ``flax.core.lift._partial_pack``."""
 
-    def hook(scope_tree: Any, *args: Any, **kwargs: Any) -> Any:
-        packed = original(scope_tree, *args, **kwargs)
+    # As Flax declares it: the name is that of the transform.
+    def hook(scope_tree: Any, ins: Any, outs: Any, rngs: Any, name: Any = None) -> Any:
+        packed = original(scope_tree, ins, outs, rngs, name)
         open_blocks = blocks.active()
         if not open_blocks and blocks.thread.replay is None:
             return packed
-        name = kwargs.get('name', args[3] if len(args) > 3 else None)
         scopes = _private.minimal_scopes(scope_tree)
         for scope in scopes:
             blocks.note_trace(scope)
@@ -256,11 +256,12 @@ class _Lift:
         return (({**first, _MARK: names}, *rest), *groups[1:])
 
     def _without_names(self, groups: Groups) -> Groups:
-        if not (self.is_jit and groups and groups[0] and _MARK in groups[0][0]):
+        if not self.is_jit:
             return groups
-        first, *rest = groups[0]
-        first = {col: tree for col, tree in first.items() if col != _MARK}
-        return ((first, *rest), *groups[1:])
+        return tuple(
+            tuple({col: tree for col, tree in g.items() if col != _MARK} for g in of)
+            for of in groups
+        )
 
 
 def _asks_names(block: blocks.Block) -> bool:

@@ -191,6 +191,23 @@ def test_modules_open_blocks_in_each_other():
     )
 
 
+@pytest.mark.parametrize(
+    ('chosen', 'wanted'),
+    [
+        ('params', 'params'),
+        (('state', 'params'), 'params state'),
+        (True, 'params state'),
+        (fnn.DenyList('state'), 'params'),
+    ],
+)
+def test_the_collections_that_a_block_looks_at(chosen, wanted):
+    every = 'params', 'state', blocks.OVERWRITE_WITH_GRADIENT
+    with nn.stop_gradient('a/**', collections=chosen, unused='ignore'):
+        [block] = blocks.active()
+        for _ in range(2):
+            assert [c for c in every if block.wants(c)] == wanted.split()
+
+
 # Whose paths a block speaks of.
 
 
@@ -275,6 +292,47 @@ def test_another_apply_in_a_block_has_paths_of_its_own():
     oracle.assert_same(
         oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
         oracle.grads(by_hand, params),
+    )
+
+
+@pytest.mark.parametrize('mine_first', [True, False])
+def test_a_name_that_two_trees_have_is_judged_in_each(mine_first):
+    class Part(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return fnn.Dense(3, name='dense')(x)
+
+    class Whole(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Part(name='part')(x)
+
+    class Mine(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, theirs):
+            dense = fnn.Dense(3, name='dense')
+            # 'part/dense/kernel' in both; in here it is 'dense/kernel' of one of them.
+            with nn.stop_gradient('dense/**'):
+                y = dense(x) if mine_first else 0.0
+                y = y + Whole().apply({'params': theirs}, x)
+                return y if mine_first else y + dense(x)
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, theirs):
+            return Mine(name='part')(x, theirs)
+
+    params = Whole().init(jax.random.key(0), X)['params']
+
+    def by_hand(mine, theirs):
+        mine = jax.lax.stop_gradient(mine)
+        first, second = (mine, theirs) if mine_first else (theirs, mine)
+        y = Whole().apply({'params': first}, X)
+        return y + Whole().apply({'params': second}, X)
+
+    oracle.assert_same(
+        oracle.grads(lambda p, q: Outer().apply({'params': p}, X, q), params, params),
+        oracle.grads(by_hand, params, params),
     )
 
 

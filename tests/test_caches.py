@@ -287,6 +287,68 @@ def test_the_rule_of_a_custom_vmap_runs_after_the_block_has_closed():
     )
 
 
+def ruled(x, weight):
+    """Twice the input, with a rule that reads a weight after the call."""
+    fn = jax.custom_vjp(lambda x: 2 * x)
+    fn.defvjp(lambda x: (2 * x, x), lambda x, ct: (ct * jnp.sin(x @ weight()),))
+    return fn(x)
+
+
+class Compact(fnn.Module):
+    """Opens a block around a function whose rule reads the module."""
+
+    how: str
+
+    @fnn.compact
+    def __call__(self, x):
+        self.param('w', fnn.initializers.ones, (3, 3))
+        return self.opened(x)
+
+    def opened(self, x):
+        def weight():
+            w = self.get_variable('params', 'w')
+            return lax.stop_gradient(w) if self.how == 'hand' else w
+
+        block = nn.stop_gradient('w', unused='ignore')
+        with block if self.how == 'block' else contextlib.nullcontext():
+            return ruled(x, weight)
+
+
+class FromSetup(Compact):
+    def setup(self):
+        self.param('w', fnn.initializers.ones, (3, 3))
+
+    def __call__(self, x):
+        return self.opened(x)
+
+
+def mapped(how: str, name: str) -> fnn.Module:
+    return fnn.map_variables(Compact, 'params', init=False)(how, name=name)
+
+
+@pytest.mark.parametrize('make', [Compact, FromSetup, mapped])
+def test_the_rule_of_a_custom_vjp_belongs_to_the_module_that_opened_the_block(make):
+    class Outer(fnn.Module):
+        how: str
+
+        @fnn.compact
+        def __call__(self, x):
+            return make(self.how, name='part')(x) + make(self.how, name='other')(x)
+
+    def slope(how):
+        def fn(params, x):
+            return jax.grad(lambda x: Outer(how).apply({'params': params}, x).sum())(x)
+
+        return fn
+
+    w = 0.1 * jnp.arange(9.0).reshape(3, 3)
+    params = {'part': {'w': w}, 'other': {'w': jnp.cos(w)}}
+    actual = oracle.grads(slope('block'), params, X)
+    oracle.assert_same(actual, oracle.grads(slope('hand'), params, X))
+    assert oracle.is_zero(actual[0][0])
+    assert not oracle.is_zero(oracle.grads(slope('none'), params, X)[0][0])
+
+
 # Modules that Flax traces and caches: a model that calls one of them several times.
 
 

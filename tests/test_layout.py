@@ -27,7 +27,6 @@ TESTED_ELSEWHERE = {
     # Functions behind a name of their own each; there is nothing in it but Flax.
     '_private.py': 'test_hooks.py',
     'resumed.py': 'test_caches.py',
-    'contexts.py': 'test_caches.py',
     'nodes.py': 'test_writeback.py',
     # What a missing package is answered with; pictures and the demo ask for one.
     'extras.py': 'test_rendering.py',

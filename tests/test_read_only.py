@@ -310,6 +310,75 @@ def test_through_a_wrapper() -> None:
             run(Uses(write), variables)
 
 
+def test_each_leaf_of_each_variable_counts() -> None:
+    """In one write of several variables, of two leaves each."""
+    stored = {'a': (1.0, 2.0), 'b': (3.0, 4.0)}
+    a, b = stored.values()
+    writes = {
+        'a': {'a': (a[0], 5.0), 'b': b},
+        'b': {'a': a, 'b': (5.0, b[1])},
+        'c': {**stored, 'c': b},
+    }
+    others = {'b': {'a': a, 'b': [*b]}}
+
+    def write(where: Any, value: Any) -> Any:
+        def fn(scope: Any) -> None:
+            scope.put_variable('state', 'm', value)
+
+        fn = core.read_only(core.read_only(fn, where), 'none/**', unused='ignore')
+        return apply(fn, mutable=True)({'state': {'m': stored}})[1]
+
+    for name, value in [*writes.items(), *others.items()]:
+        with pytest.raises(errors.ReadOnlyError, match=f"'{name}' of the collection"):
+            write('m/**', value)
+    assert write('m/b', writes['a'])['state']['m'] == writes['a']
+    assert write('m/**', {'a': a, 'b': b})['state']['m'] == stored
+
+
+def test_initialization_that_creates_one_and_overwrites_another() -> None:
+    class Inits(linen.Module):
+        @linen.compact
+        def __call__(self):
+            self.put_variable('state', 'm', {'b': 1.0})
+            with nn.read_only(True):
+                self.put_variable('state', 'm', {'a': 2.0, 'b': 1.0})
+                self.put_variable('state', 'm', {'c': 2.0, 'b': 3.0})
+
+    with pytest.raises(errors.ReadOnlyError, match="wrote the variable 'b'"):
+        Inits().init(KEY)
+
+
+def test_other_collections_may_be_written() -> None:
+    model = Model('none', 'param', nn.read_only(True, collections='state'))
+    assert_same(run(model), run(Model('none', 'param')))
+    with pytest.raises(errors.ReadOnlyError, match="'count'"):
+        run(Model('none', 'value', nn.read_only(True, collections='state')))
+
+
+@pytest.mark.parametrize(
+    ('helps', 'who'), [(False, "Inner.write (at 'inner/inner')"), (True, "(at '')")]
+)
+def test_who_writes_is_named_by_its_place(helps, who) -> None:
+    class Inner(linen.Module):
+        def __call__(self):
+            (Inner(parent=None) if helps else self).write(self)
+
+        def write(self, module):
+            module.put_variable('state', 'count', 1.0)
+
+    class Outer(linen.Module):
+        inner: Any
+
+        def __call__(self):
+            self.inner()
+
+    model = Outer(Outer(Inner()))
+    state = {'inner': {'inner': {'count': 0.0}}}
+    raises = pytest.raises(errors.ReadOnlyError, match=re.escape(who))
+    with raises, nn.read_only('inner/inner/count'):
+        model.apply({'state': state}, mutable=True)
+
+
 def test_a_function_of_a_scope_has_no_method() -> None:
     def fn(scope: Any) -> None:
         scope.put_variable('state', 'a', 2.0)

@@ -36,13 +36,16 @@ class Block:
     takes: Callable[[views.Key], bool] = lambda key: True
     collections: tuple[str, ...] = ('params',)
     rule: Callable[[Any, str], Any] = Seen
+    whole: Callable[[Any], Any] = lambda value: views.AS_IT_IS
     asked: list[views.Key] = dataclasses.field(default_factory=list)
     rewritten: int = 0
 
     def rewrite(self, root: views.Root, key: views.Key, leaf: Any) -> Any:
+        self._is_asked(root, key)
         return self.rule(leaf, self.name)
 
     def selects(self, root: views.Root, key: views.Key) -> bool:
+        self._is_asked(root, key)
         self.asked.append(key)
         return self.takes(key)
 
@@ -50,7 +53,11 @@ class Block:
         return collection in self.collections
 
     def instead(self, root: views.Root, key: views.Key, value: Any) -> Any:
-        return views.AS_IT_IS
+        self._is_asked(root, key)
+        return self.whole(value)
+
+    def _is_asked(self, root: views.Root, key: views.Key) -> None:
+        assert isinstance(root, views.Root) and self.wants(key[0])
 
     def note_rewritten(self) -> None:
         self.rewritten += 1
@@ -141,7 +148,7 @@ def test_leaves_of_one_variable_share_its_path_and_keep_their_structure(root):
 def test_a_dict_inside_a_variable_keeps_its_order(root):
     stored = ({'z': Leaf(), 'a': Leaf()},)
     seen = views.view(root, [Block()], ('params', ('t',)), stored)
-    assert list(seen[0]) == ['z', 'a']
+    assert [(n, s.leaf) for n, s in seen[0].items()] == list(stored[0].items())
 
 
 def test_one_leaf_is_rewritten_once(root):
@@ -180,8 +187,9 @@ def test_an_inner_block_keeps_what_the_outer_one_has_made(root):
 def test_a_block_that_is_forgotten_leaves_nothing(root):
     block, key, leaf = Block(), ('params', ('a',)), Leaf()
     first = views.view(root, [block], key, leaf)
+    root.joint[block], root.kept[block] = object(), {}
     root.forget(block)
-    assert not root.seen
+    assert not (root.seen or root.joint or root.kept)
     assert views.view(root, [block], key, leaf) is not first
     root.forget(block)
     assert views.stored(root, [block], key, first) is first
@@ -220,6 +228,43 @@ def test_what_was_handed_in_is_not_rewritten_again():
     assert views.view(root, [block], key, (written, None))[0].leaf is written
 
 
+def test_what_came_in_is_not_asked_for_by_its_name_in_there():
+    """``nn.map_variables`` gives names of which the filter shall not be asked."""
+    key, one, other = ('params', ('a',)), Leaf(), Leaf()
+    block = Block(whole=lambda value: pytest.fail('it was rewritten outside'))
+    root = body(block, {key: (one, [other])})
+    made_anew = (one, [other])
+    assert views.view(root, [block], key, made_anew) is made_anew
+    assert block.asked == []
+
+
+def test_of_what_came_in_the_leaves_that_were_written_are_rewritten():
+    key, block, leaf, written = ('params', ('a',)), Block(), Leaf(), Leaf()
+    root = body(block, {key: (leaf, Leaf())})
+    seen = views.view(root, [block], key, (leaf, written))
+    assert seen[0] is leaf and seen[1].leaf is written
+    assert (block.asked, block.rewritten) == ([key], 1)
+
+
+def test_a_body_of_several_modules_begins_with_the_variables_of_all():
+    block, leaves, tree = Block(), [Leaf(), Leaf()], object()
+    outer = views.Root(tree)
+    outer.initializing = outer.scratch = outer.start_is_known = True
+    root = outer.within((block,))
+    keys = [('params', (name, 'w')) for name in 'ab']
+    parts = [
+        ((name,), {'params': {'w': leaf}})
+        for name, leaf in zip('ab', leaves, strict=True)
+    ]
+    for key, (path, variables), leaf in zip(keys, parts, leaves, strict=True):
+        root.begin(path, variables, {key: leaf}, frozenset([key]))
+    assert root.tree is outer.tree is tree
+    assert root.initializing and root.scratch and root.start_is_known
+    assert root.parts == parts and root.selected == set(keys)
+    for key, leaf in zip(keys, leaves, strict=True):
+        assert views.view(root, [block], key, leaf) is leaf
+
+
 def test_what_was_handed_in_for_another_variable_is_rewritten():
     key, block, leaf = ('params', ('a',)), Block(), Leaf()
     root = body(block, {('params', ('b',)): leaf})
@@ -243,6 +288,7 @@ def test_what_was_read_is_stored_as_it_was(root):
     more = Leaf()
     back = views.stored(root, [block], key, (*seen, more))
     assert all(a is b for a, b in zip(back, (*stored, more), strict=True))
+    assert views.stored(root, [block], key, (seen[0], more)) == (stored[0], more)
 
 
 def test_it_is_the_same_through_two_blocks(root):
@@ -266,6 +312,31 @@ def test_a_written_value_is_rewritten_for_readers_in_the_block(root):
     written = Leaf()
     assert views.stored(root, [block], key, written) is written
     assert views.view(root, [block], key, written).leaf is written
+
+
+def test_a_block_that_showed_nothing_has_no_way_back(root):
+    blocks = [Block('a', takes=named('a')), Block('b', takes=named('b'))]
+    for names in ('a', 'b'):
+        key, leaf = ('params', (names,)), Leaf()
+        seen = views.view(root, blocks, key, leaf)
+        assert views.stored(root, blocks, key, seen) is leaf
+
+
+def test_what_stands_for_a_whole_variable_finds_its_way_back(root):
+    key, stored, shown = ('params', ('t',)), (Leaf(), Leaf()), [Leaf(), Leaf()]
+    block = Block(whole=lambda value: tuple(shown) if value is stored else None)
+    seen = views.view(root, [block], key, stored)
+    assert seen == tuple(shown) and block.rewritten == 1
+    written = Leaf()
+    assert views.stored(root, [block], key, seen) == stored
+    back = views.stored(root, [block], key, (seen[1], written, seen[0]))
+    assert back == (stored[1], written, stored[0])
+
+
+def test_what_stands_for_a_variable_has_as_many_leaves(root):
+    block = Block(whole=lambda value: (value, value))
+    with pytest.raises(ValueError, match='zip'):
+        views.view(root, [block], ('params', ('a',)), Leaf())
 
 
 def test_without_views_what_is_written_is_stored_untouched(root):
@@ -296,10 +367,48 @@ def test_a_scratch_tree_shares_views_and_nothing_that_is_kept(root):
     block, key, leaf = Block(), ('params', ('a',)), Leaf()
     seen = views.view(root, [block], key, leaf)
     root.kept[block] = {}
+    assert not root.initializing
+    root.initializing, root.level = True, object()
     scratch = root.as_scratch(start_is_known=True)
     assert scratch.tree is root.tree
     assert views.view(scratch, [block], key, leaf) is seen
     assert scratch.kept == {}
+    assert scratch.level is root.level
+    assert scratch.parts is root.parts and scratch.joint is root.joint
+    assert scratch.scratch and scratch.start_is_known and scratch.initializing
+    assert not (root.scratch or root.start_is_known)
+
+
+def test_a_scratch_tree_of_a_body_begins_with_the_same():
+    block, key, leaf = Block(), ('params', ('a',)), Leaf()
+    scratch = body(block, {key: leaf}).as_scratch(start_is_known=False)
+    assert views.view(scratch, [block], key, leaf) is leaf
+    assert scratch.selected == {key} and not scratch.start_is_known
+
+
+# What is where.
+
+
+def test_the_variables_of_a_tree_have_their_names_from_its_root():
+    tree = {'m': FrozenDict({'b': 1, 'a': (2, {'x': 3})}), 4: 5, 'none': {}}
+    names = [('m', 'b'), ('m', 'a'), ('4',)]
+    values = [1, (2, {'x': 3}), 5]
+    found = list(views.iter_variables(('params', ('top',)), tree))
+    assert found == [
+        (('params', ('top', *path)), value)
+        for path, value in zip(names, values, strict=True)
+    ]
+
+
+def test_a_variable_is_found_by_its_names_or_there_is_none():
+    leaf = Leaf()
+    collections = {'params': FrozenDict({'m': {'a': leaf}})}
+    assert views.find(collections, 'params', ('m', 'a')) is leaf
+    assert views.find(collections, 'params', ('m',)) == {'a': leaf}
+    for absent in (('m', 'b'), ('a',), ('m', 'a', 'b')):
+        assert views.find(collections, 'params', absent) is views.AS_IT_IS
+    for names in ((), ('m',)):
+        assert views.find(collections, 'state', names) is views.AS_IT_IS
 
 
 # Any tree, any blocks.

@@ -18,6 +18,7 @@ import pytest
 from flax.typing import In, Out
 
 from flax_sg import linen as nn
+from flax_sg import writeback
 from oracle import assert_same, is_zero, stopped
 from stepwise import evaluate, outputs_and_grads
 
@@ -1426,3 +1427,69 @@ def test_no_tracer_is_kept(lift):
         return jnp.sum(out) + jnp.sum(flat(written))
 
     jax.eval_shape(jax.grad(loss), variables_of(lift), X)
+
+
+# A block that looks at one of the collections that may be written.
+
+
+class Both(nn.Module):
+    """Reads of two collections, each of which may be stopped by hand."""
+
+    @nn.compact
+    def seen(self, x, see):
+        w = self.param('w', nn.initializers.lecun_normal(), (3, 3))
+        memory = self.variable('cache', 'memory', jnp.ones, (2, 3))
+        return jnp.tanh(x @ see('params', w) + see('cache', memory.value))
+
+    def __call__(self, x):
+        return self.seen(x, lambda _, value: value)
+
+
+@pytest.mark.parametrize('collection', ['params', 'cache'])
+@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+def test_one_of_the_collections_that_may_be_written(lift, collection):
+    class Uses(nn.Module):
+        how: str
+
+        @nn.compact
+        def __call__(self, x):
+            if self.how == 'block':
+                part = lift(Both)(name='part')
+                with block('**', collections=collection):
+                    one = part(x)
+            else:
+                part = Both(name='part')
+                one = part.seen(x, lambda c, v: stop(v) if c == collection else v)
+            return {'one': one, 'stored': dict(part.variables), 'after': part(x)}
+
+    def run(how):
+        def fn(variables):
+            out, written = Uses(how).apply(variables, X, mutable=True)
+            return {**out, 'written': written}
+
+        return fn
+
+    stored = {'cache': {'memory': jnp.cos(X)}, 'params': {'w': W}}
+    check(run, {name: {'part': tree} for name, tree in stored.items()})
+
+
+# How the way back is found, as plain functions.
+
+
+def test_a_leaf_that_leaves_as_it_came_in_is_told_by_its_place():
+    a, b, c = object(), object(), object()
+    assert writeback._origin((a, b), (b, [c, a])) == (1, None, 0)
+    assert writeback._unmoved((0, 2, None, 1, 4)) == (0, None, None, None, 4)
+    assert writeback._agreed((0, 1, None), (0, 2, None)) == (0, None, None)
+    assert writeback._agreed((0, 1), (0,)) == writeback._agreed((0,), (0, 1)) == ()
+
+
+def test_a_leaf_that_was_not_written_has_its_axis_where_the_transform_puts_it():
+    stored = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    out = np.zeros((3, 5, 2, 4))
+    assert writeback._moved(stored, 1, 1, out) is stored
+    assert writeback._moved(stored, None, None, out) is stored
+    assert writeback._moved(stored, 1, None, out) is out
+    assert_same(writeback._moved(stored, 0, 2, out), np.moveaxis(stored, 0, 2))
+    of_all = writeback._moved(np.moveaxis(stored, 0, 1), None, 1, out)
+    assert_same(of_all, np.stack([np.moveaxis(stored, 0, 1)] * 5, 1))
