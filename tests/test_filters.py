@@ -883,6 +883,7 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         None,
         "names are joined by '/'. Write 'gln_0/*'.",
     ),
+    'dots, in brackets': ('gln_0[.]*', MET, ENC, None),
     'dots, regex': (
         re.compile(r'gln_\d\.kernel'),
         MET,
@@ -979,6 +980,7 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         'no leaf of the tree is True: True selects, False leaves out.',
     ),
     'tree of True': ({'glm': True}, MET, ENC, None),
+    'names': (Names(frozenset({('params', ('glm_0',))})), MET, ENC, None),
     'and': (
         Glob('gln_0/**') & 'dec/**',
         MET,

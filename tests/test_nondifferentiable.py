@@ -190,6 +190,16 @@ def test_what_is_no_number_is_static():
     assert float(grads['x']) == 4.0
 
 
+def test_what_is_no_number_is_compared_if_it_can_be():
+    texts, of = np.array(['a']), encodings.encoding_of
+    assert of('a') == of('a') != of('b')
+    assert of('a') != 'a'
+    assert of(1) != of('a')
+    assert hash(of('a')) == hash(of('a'))
+    assert of(texts) == of(texts) != of(texts.copy())  # They are not hashed.
+    assert hash(of(texts)) == hash(of(texts)) != hash(of(texts.copy()))
+
+
 @pytest.mark.usefixtures('leaks')
 def test_transformations_leak_nothing():
     n = ND(jnp.arange(3))
@@ -320,6 +330,7 @@ def test_stands_for_its_value():
     assert list(range(ND(3))) == [0, 1, 2]
     assert f'{ND(0.5):.2f}' == '0.50'
     assert repr(ND(100)) == 'NonDifferentiable(100)'
+    assert str(ND(100)) == '100'
     assert hash(ND(3)) == hash(3)
     assert round(ND(2.5)) == 2
     assert 2 in ND([1, 2])

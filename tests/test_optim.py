@@ -658,6 +658,11 @@ def test_bad_input():
     # The state of another selection.
     with pytest.raises(errors.StructureError, match=r"\['layer_0'\]"):
         tx.update(GRADS, sg.freeze(optax.adam(0.1), 'head/**').init(PARAMS), PARAMS)
+    # What a transformation raises by itself.
+    refuses = optax.stateless(lambda updates, params: updates['not there'])
+    tx = sg.freeze(refuses, 'layer_*/**')
+    with pytest.raises(KeyError, match='not there'):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
     # A mask of another tree.
     mask = sg.frozen_mask({'layer_0': PARAMS['layer_0']}, True)
     with pytest.raises(errors.TreeFilterError, match='head'):

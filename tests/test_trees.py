@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import flax_sg as sg
 import oracle
-from flax_sg import absent, errors, leaves
+from flax_sg import absent, errors, leaves, linen
 
 
 class Pair(NamedTuple):
@@ -283,6 +283,14 @@ def test_filters_that_select_nothing():
         sg.partition({'body': 1.0}, 'head/**')
     with pytest.raises(errors.TreeFilterError):
         sg.partition({'body': 1.0}, {'body': True, 'head': False})
+    names = linen.substitute({'body': 2.0, 'head': 3.0}).where
+    with pytest.raises(errors.UnusedSubstituteError, match="'head', nearest 'body'"):
+        sg.partition({'body': 1.0}, names)
+    assert sg.partition({'body': 1.0, 'head': 2.0, 'tail': 3.0}, names)[1] == {
+        'body': sg.ABSENT,
+        'head': sg.ABSENT,
+        'tail': 3.0,
+    }
     part, _ = sg.partition({'body': 1.0}, 'head/**', unused='ignore')
     assert jax.tree.leaves(part) == []
     with pytest.raises(errors.UnusedFilterError, match='do not start with the coll'):
