@@ -192,6 +192,8 @@ class Back:
             items = [self(item) for item in value]
             return type(value)(*items) if hasattr(value, '_fields') else tuple(items)
         out = copy.copy(value)
+        if out is value:  # A class, or an object of which there is to be but one.
+            return out
         self._made[id(value)] = (value, out)  # Before its parts: they may hold it.
         if isinstance(out, list):
             out[:] = [self(item) for item in out]

@@ -612,6 +612,7 @@ COPIED: dict[str, Callable[[], Any]] = {
     'a rewrite': lambda: nn.stop_gradient('a/*', collections=True),
     'values': lambda: nn.substitute({'w': 2.0 * PARAMS['w']}),
     'a rule for cotangents': lambda: nn.clip_gradient('a/*', global_norm=1.0),
+    'an array as a cotangent': lambda: nn.replace_cotangent('w', PARAMS['w']),
     'a frozen module': lambda: nn.Frozen(Model(), 'a/kernel', state='hold'),
     'frozen modules': lambda: fnn.Sequential((nn.Frozen(Model()), Model())),
     'another wrapper': lambda: nn.scale_gradient('w', 0.5)(Model()),
@@ -634,7 +635,7 @@ def test_copies_are_equal_and_hash_alike(name):
     for twin in twins:
         assert type(twin) is type(value)
         assert repr(twin) == repr(value)
-        if name != 'values':  # Arrays are compared by identity.
+        if name not in ('values', 'an array as a cotangent'):  # By identity.
             assert twin == value
             assert hashed is None or hash(twin) == hashed
 

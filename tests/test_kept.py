@@ -24,7 +24,7 @@ from flax import linen, struct
 from flax.core import FrozenDict
 
 import oracle
-from flax_sg import errors
+from flax_sg import errors, reach
 from flax_sg import linen as nn
 from uses import (
     PROGRAMS,
@@ -1219,6 +1219,153 @@ def test_rule_18_modules_in_a_kept_function_stay_the_ones_they_are():
 
     for name in ('around', 'first in it'):
         oracle.assert_same(applied(PROGRAMS[name]), applied(plain(PROGRAMS[name])))
+
+
+# What can be reached from a value.
+
+
+class Holder:
+    """A user's object."""
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.other = held, 'text'
+
+    def method(self) -> Any:
+        return self.held
+
+
+def closure_of(value: Any) -> Any:
+    return lambda: value
+
+
+def with_an_empty_cell(value: Any) -> Any:
+    def fn() -> Any:
+        return value, later
+
+    if False:
+        later = 1
+    return fn
+
+
+def itself(value: Any) -> Any:
+    def fn(again: bool = True) -> Any:
+        return fn(False) if again else value
+
+    return fn
+
+
+def filling(value: Any) -> Any:
+    memo: dict[str, Any] = {}
+
+    def fn() -> Any:
+        return memo.setdefault('x', value)
+
+    return fn
+
+
+def rebinding(value: Any) -> Any:
+    memo = None
+
+    def fn() -> Any:
+        nonlocal memo
+        memo = memo or value
+        return memo
+
+    return fn
+
+
+def cyclic(value: Any) -> Any:
+    out = [value]
+    out.append(out)
+    return out
+
+
+def in_closure(fn: Any) -> Any:
+    held = [cell.cell_contents for cell in fn.__closure__ if reach._filled(cell)]
+    return next(value for value in held if isinstance(value, linen.Module))
+
+
+class Single(Holder):
+    """An object of which there is but one."""
+
+    def __copy__(self) -> Any:
+        return self
+
+
+# What holds a module, how the module is found in it, and whether it may come to hold
+# what it reads of the module.
+HOLDING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
+    'itself': (lambda m: m, lambda v: v, False),
+    'closure': (closure_of, lambda v: v(), False),
+    'closure with an empty cell': (with_an_empty_cell, in_closure, False),
+    'closure of itself': (itself, lambda v: v(), False),
+    'closure that fills a dict': (filling, in_closure, True),
+    'closure that binds again': (rebinding, in_closure, True),
+    'default': (lambda m: lambda x=m: x, lambda v: v(), False),
+    'keyword default': (lambda m: lambda *, x=m: x, lambda v: v(), False),
+    'attribute of a function': (
+        lambda m: vars(fn := lambda: fn.m).update(m=m) or fn,
+        lambda v: v.m,
+        False,
+    ),
+    'jitted': (lambda m: jax.jit(closure_of(m)), None, False),
+    'jitted, filling a dict': (lambda m: jax.jit(filling(m)), None, True),
+    'method': (lambda m: Holder(m).method, lambda v: v(), True),
+    'partial': (lambda m: functools.partial(max, m), lambda v: v.args[0], False),
+    'keyword of a partial': (
+        lambda m: functools.partial(max, key=m),
+        lambda v: v.keywords['key'],
+        False,
+    ),
+    'frozen dict': (lambda m: FrozenDict(a=m), lambda v: v['a'], False),
+    'tuple': (lambda m: (1, (m,)), lambda v: v[1][0], False),
+    'named tuple': (lambda m: Pair(m, 2), lambda v: v[0], False),
+    'list': (lambda m: [m], lambda v: v[0], True),
+    'list in itself': (cyclic, lambda v: v[1][0], True),
+    'dict': (lambda m: {'a': m}, lambda v: v['a'], True),
+    'object': (Holder, lambda v: v.held, True),
+    'object that is not copied': (Single, None, True),
+    'class': (lambda m: type('Local', (), {'held': m}), None, False),
+}
+
+
+@pytest.mark.parametrize('name', HOLDING)
+def test_a_module_in_a_value_is_replaced(name):
+    make, get, _ = HOLDING[name]
+    one, other = (linen.Dense(2).bind({'params': {}}) for _ in range(2))
+    value = make(one)
+    back = reach.Back({id(one): (one, other)})
+    assert reach.holds_modules(value)
+    assert back.is_reached_from(value)
+    new = back(value)
+    assert back(value) is new
+    if get is None:  # It is hidden where it cannot be replaced, and where it was.
+        assert back.is_reached_from(new)
+        return
+    assert get(new) is other
+    assert get(value) is one
+    assert not back.is_reached_from(new)
+    assert back(Holder) is Holder
+
+
+@pytest.mark.parametrize('name', HOLDING)
+def test_what_may_come_to_hold_what_it_reads(name):
+    make, _, may = HOLDING[name]
+    assert reach.keeps_what_it_reads(make(linen.Dense(2))) is may
+    assert not reach.keeps_what_it_reads(make('text'))
+
+
+def test_a_variable_in_a_value_is_replaced():
+    one, other = (linen.Dense(2).bind({'params': {}}) for _ in range(2))
+    back = reach.Back({id(one): (one, other)})
+    outside = linen.Dense(2).bind({}).scope
+    of_one, of_none = (
+        linen.Variable(scope, 'params', 'kernel', True)
+        for scope in (one.scope, outside)
+    )
+    new = back([of_one, of_none])
+    assert [v.scope for v in new] == [other.scope, outside]
+    assert (new[0].collection, new[0].name, new[0].unbox) == ('params', 'kernel', True)
 
 
 @pytest.mark.usefixtures('leaks')
