@@ -49,8 +49,9 @@ class _Identity:
 
     def __eq__(self, other: object) -> bool:
         mine = self._ref()
-        same = isinstance(other, _Identity) and mine is not None and mine is other._ref()
-        return self is other or same
+        return self is other or (
+            isinstance(other, _Identity) and mine is not None and mine is other._ref()
+        )
 
     def __hash__(self) -> int:
         return self._hash

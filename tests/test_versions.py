@@ -65,6 +65,12 @@ def test_a_function_that_takes_something_else(place):
     versions.check()
 
 
+def test_a_function_that_is_something_else(monkeypatch):
+    place = next(place for place, takes in versions.NAMES.items() if takes)
+    monkeypatch.setattr(*owner_of(place), functools.partial(print))
+    assert place.replace(':', '.') in list(versions._faults())
+
+
 @pytest.mark.parametrize('place', versions.WITHIN)
 def test_code_that_names_something_else(place):
     owner, name = owner_of(place)
