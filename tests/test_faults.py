@@ -571,6 +571,7 @@ def cached_gradient(variables: Any) -> Any:
     return jax.grad(lambda v: jnp.sum(Model().apply(v, X)))(variables)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', STATEFUL)
 def test_what_holds_state_cannot_be_reloaded(name):
     variables = {'params': {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}}
@@ -621,6 +622,7 @@ COPIED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', COPIED)
 def test_copies_are_equal_and_hash_alike(name):
     value = COPIED[name]()

@@ -35,6 +35,8 @@ from flax_sg.filters import (
 from flax_sg.filters.names import Names
 from flax_sg.paths import Path
 
+pytestmark = pytest.mark.every_case
+
 
 def path(text: str, collection: str = 'params', owner: tuple[str, ...] = ()) -> Path:
     """A path at top level, or one outside its owner if it begins with a slash."""

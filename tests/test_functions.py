@@ -42,6 +42,8 @@ from flax_sg.filters import Glob, Predicate
 from flax_sg.functions import Incomparable, describe, function_key
 from flax_sg.paths import Path
 
+pytestmark = pytest.mark.every_case
+
 Pair = Callable[[], tuple[Any, Any]]
 
 

@@ -57,6 +57,7 @@ class Around(linen.Module):
 
 PARAMS = Words().init(jax.random.key(0), IDS)['params']
 INDICES: dict[str, Any] = {
+    'elements': np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 3 == 0,
     'rows': np.s_[:3],
     'a row': 5,
     'every other row': np.s_[1::2],
@@ -68,7 +69,6 @@ INDICES: dict[str, Any] = {
     'a block': np.s_[1:4, :2],
     'dots': np.s_[..., 0],
     'rows and columns': ([0, 2], [1, 3]),
-    'elements': np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 3 == 0,
 }
 
 
@@ -143,6 +143,7 @@ TABLES = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', TABLES)
 def test_filters_combine(name):
     make, rows = TABLES[name]
@@ -337,6 +338,7 @@ def test_what_is_no_index(index):
         sg.at(TABLE, index)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('index', 'problem'),
     [
@@ -358,6 +360,7 @@ def test_a_traced_index():
         jax.jit(lambda n: sg.at(TABLE, n))(3)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     'split',
     [

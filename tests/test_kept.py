@@ -835,8 +835,8 @@ class SetByHand(Raw):
 
 
 DOUBTFUL: dict[str, Callable[[Program], nn.Module]] = {
-    **OPAQUE,
     'drawn since': DrawnSince,
+    **OPAQUE,
     'child drawn since': ChildDrawnSince,
     'second call': SecondCall,
     'field used before': FieldUsedBefore,
@@ -1329,6 +1329,7 @@ HOLDING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', HOLDING)
 def test_a_module_in_a_value_is_replaced(name):
     make, get, _ = HOLDING[name]
@@ -1348,6 +1349,7 @@ def test_a_module_in_a_value_is_replaced(name):
     assert back(Holder) is Holder
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', HOLDING)
 def test_what_may_come_to_hold_what_it_reads(name):
     make, _, may = HOLDING[name]

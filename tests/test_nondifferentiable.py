@@ -109,6 +109,15 @@ def test_kernels():
 # Exact in both directions, with one trace.
 
 VALUES = {
+    'tree': [
+        {'a': 1, 'b': [2.0, jnp.arange(3)], 'c': np.uint8(3), 'd': jax.random.key(1)},
+        {
+            'a': 5,
+            'b': [3.0, jnp.ones(3, int)],
+            'c': np.uint8(0),
+            'd': jax.random.key(2),
+        },
+    ],
     'python': [-7, 2**30 + 1, 0, -(2**31), 2**31 - 1],
     'int32': [np.int32(-7), np.int32(2**30 + 1), np.iinfo(np.int32).min],
     'uint32': [np.uint32(2**32 - 1), np.uint32(2**31)],
@@ -123,10 +132,6 @@ VALUES = {
     'empty array': [jnp.zeros((0, 2), int), jnp.zeros((0, 2), int)],
     'key': [jax.random.key(3), jax.random.key(2**31)],
     'keys': [jax.random.split(jax.random.key(3)), jax.random.split(jax.random.key(4))],
-    'tree': [
-        {'a': 1, 'b': [2.0, jnp.arange(3)]},
-        {'a': 5, 'b': [3.0, jnp.ones(3, int)]},
-    ],
 }
 
 

@@ -1056,6 +1056,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('case', WRONG)
 def test_bad_input(case) -> None:
     fails, error, message = WRONG[case]

@@ -20,6 +20,8 @@ import flax_sg as sg
 import oracle
 from flax_sg import absent, errors, leaves, linen
 
+pytestmark = pytest.mark.every_case
+
 
 class Pair(NamedTuple):
     left: Any

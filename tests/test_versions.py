@@ -19,6 +19,8 @@ from packaging.specifiers import SpecifierSet
 from flax_sg import _private, errors, versions
 from flax_sg.errors import base
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 
