@@ -556,7 +556,7 @@ def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
     if hasattr(linen_module, '_caches'):
         return linen_module._caches.setdefault(root, cache)
     # From flax 0.12.9 on.
-    return vars(root).setdefault('_submodule_adoption_cache', cache)
+    return vars(root).setdefault('_submodule_adoption_cache', cache)  # pragma: no cover
 
 
 def id_of(module: Module) -> Any:

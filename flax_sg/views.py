@@ -145,8 +145,6 @@ class Root:
         if not any(block is other for other in self.covered):
             return False
         handed = self.handed.get(key, _NOTHING)
-        if leaf is handed:
-            return True
         return any(leaf is other for other in jax.tree_util.tree_leaves(handed))
 
     def begins_with(self, block: Block, key: Key, value: Any) -> bool:

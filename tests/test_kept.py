@@ -1221,6 +1221,77 @@ def test_rule_18_modules_in_a_kept_function_stay_the_ones_they_are():
         oracle.assert_same(applied(PROGRAMS[name]), applied(plain(PROGRAMS[name])))
 
 
+class Keeps(linen.Module):
+    def setup(self):
+        self.w2 = 2.0 * self.param('w', linen.initializers.ones, ())
+        self.raw = [self.get_variable('params', 'w')]
+
+    def __call__(self, x):
+        return x * self.w2 + self.raw[0]
+
+
+def test_an_error_of_ours_in_a_second_run_is_the_one_that_is_raised():
+    class Uses(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            keeps = Keeps(name='keeps')
+            y = keeps(x)
+            with nn.substitute({'keeps': {'w': jnp.zeros(3)}}):
+                return y + keeps(x)
+
+    with pytest.raises(errors.SubstituteError, match=r"'keeps/w' .* does not fit"):
+        Uses().apply({'params': {'keeps': {'w': jnp.ones(())}}}, jnp.ones(3))
+
+
+def test_what_a_module_holds_that_is_not_bound_is_what_it_is():
+    class Holds(linen.Module):
+        def __post_init__(self):
+            object.__setattr__(self, 'table', jnp.ones(3))
+            super().__post_init__()
+
+    module = Holds()
+    with nn.stop_gradient(True, unused='ignore'):
+        assert module.table is vars(module)['table']
+
+
+def test_a_module_that_was_bound_in_a_trace_that_is_over():
+    bound: list[Any] = []
+
+    @jax.jit
+    def binds():
+        bound.append(Keeps().bind({'params': {'w': w}}))
+        return bound[0](1.0)
+
+    def loss(w):
+        with nn.substitute({'w': w}):
+            return jnp.sum(bound[0](jnp.ones(3)) ** 3)
+
+    w = jnp.array(2.0)
+    binds()
+    assert jax.value_and_grad(loss)(1.0) == (81.0, 243.0)
+
+
+@pytest.mark.parametrize(
+    'stored', [np.full((), 2.0, np.float32), np.float32(2.0), 2.0, jnp.full((), 2.0)]
+)
+def test_what_is_made_of_numbers_is_other_numbers_for_other_values(stored):
+    """What setup makes of arrays of numpy is no array of JAX."""
+    variables = {'params': {'w': stored}}
+
+    def fn(factor):
+        values = nn.substitute(lambda path, value: value * factor)
+        with values:
+            made_inside = Keeps().apply(variables, 1.0)
+        keeps = Keeps().bind(variables)
+        before = keeps(1.0)
+        with values:
+            inside = keeps(1.0)
+        return [made_inside, before, inside, keeps(1.0)]
+
+    numbers, slopes = jax.jvp(fn, (3.0,), (1.0,))
+    assert (numbers, slopes) == ([18.0, 6.0, 18.0, 6.0], [6.0, 0.0, 6.0, 0.0])
+
+
 # What can be reached from a value.
 
 

@@ -943,6 +943,29 @@ def test_the_other_collection_is_seen_as_outside() -> None:
     assert_reads(fn, by_hand, PARAMS, OTHERS)
 
 
+def test_another_collection_in_a_body_with_two_modules() -> None:
+    class Two(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            def body(one, other, x):
+                with nn.substitute('ema'):
+                    return one(x) - other(x)
+
+            return linen.remat(body)(Layer(name='a'), Layer(name='b'), x)
+
+    def fn(params: Any, others: Any) -> Any:
+        variables = {'params': [params, others], 'ema': [others, params]}
+        named = {
+            c: dict(zip('ab', trees, strict=True)) for c, trees in variables.items()
+        }
+        return Two().apply(named, X)
+
+    def by_hand(params: Any, others: Any) -> Any:
+        return run(others) - run(params)
+
+    assert_reads(fn, by_hand, PARAMS, OTHERS)
+
+
 # Bad input.
 
 

@@ -164,6 +164,10 @@ def test_a_box_keeps_its_names():
     oracle.assert_same(sg.combine(kernel, rest), params)
 
 
+def test_keys_that_are_none_of_jax():
+    assert leaves.path_of(['left', jax.tree_util.GetAttrKey('w'), 3]) == 'left/w/3'
+
+
 def test_paths_in_a_dict_of_collections():
     variables = {'params': {'w': 1.0}, 'batch_stats': {'w': 2.0}}
     stats, rest = sg.partition(variables, lambda path: path.collection == 'batch_stats')
