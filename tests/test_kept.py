@@ -1480,6 +1480,7 @@ class FailsInSetup(nn.Module):
         return x * self.h
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('make', 'error'),
     [

@@ -328,6 +328,7 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
             )(wrap, how)
 
         params = model(bare).init(jax.random.key(0), X, None)['params']
+        model(nn.Frozen).init(jax.random.key(0), X, None)  # That costs nothing.
         with pytest.warns(errors.ScanMemoryWarning) as caught:
             actual = oracle.grads(
                 lambda p, m=model: m(nn.Frozen).apply({'params': p}, X, None)[0], params
