@@ -1411,6 +1411,30 @@ def test_a_rule_that_runs_when_the_block_of_a_module_has_closed():
     )
 
 
+def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
+    class HasW(fnn.Module):
+        def __call__(self):
+            return self.get_variable('params', 'w')
+
+    stored = {'w': jnp.array(2.0)}
+
+    def w():
+        return HasW().apply({'params': stored})
+
+    @jax.custom_vjp
+    def fn(x):
+        return w() * x
+
+    fn.defvjp(lambda x: (fn(x), None), lambda _, ct: (w() * ct,))
+
+    @jax.jit
+    def loss(x):
+        with nn.substitute(lambda path, value: value + 3.0):
+            return fn(x)
+
+    assert jax.value_and_grad(loss)(3.0) == (15.0, 5.0)
+
+
 @pytest.mark.parametrize('transform', [jax.jit, jax.checkpoint])
 def test_a_jitted_closure_is_told_apart_in_another_apply(transform):
     """What a block names '/d/kernel' in its own apply has another name in others."""

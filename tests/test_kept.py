@@ -1260,7 +1260,7 @@ def test_a_module_that_was_bound_in_a_trace_that_is_over():
     @jax.jit
     def binds():
         bound.append(Keeps().bind({'params': {'w': w}}))
-        return bound[0](1.0)
+        return w
 
     def loss(w):
         with nn.substitute({'w': w}):
@@ -1268,7 +1268,11 @@ def test_a_module_that_was_bound_in_a_trace_that_is_over():
 
     w = jnp.array(2.0)
     binds()
+    gc.collect()
+    assert bound[0](1.0) == 6.0
     assert jax.value_and_grad(loss)(1.0) == (81.0, 243.0)
+    with nn.stop_gradient(True):
+        assert bound[0](1.0) == 6.0
 
 
 @pytest.mark.parametrize(
