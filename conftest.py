@@ -3,10 +3,8 @@
 It stands here and not in tests/ so that the doctests of flax_sg get them too.
 """
 
-import collections
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         '--measure',
         action='store_true',
-        help='measure the coverage: on imports, and on the first cases of each test',
+        help='measure the coverage: on imports, and on the first case of each test',
     )
 
 
@@ -53,38 +51,41 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Measured:
-    """Measures the coverage of imports, and of the first cases of each test.
+    """Measures the coverage of imports, and of the first case of each test.
 
     Python takes half as much time again while it is measured, JAX's own part of it too.
-    Of a test with short cases all are measured, of one with long cases the first, which
-    runs what the others run, nearly always.
+    The first case runs what the others run, nearly always. All cases are measured of a
+    test with the mark ``every_case``: short ones, which run lines of their own. So it
+    is the same cases on every machine, and in any number of processes.
 
     Attributes:
-        spent: seconds of the processor in the measured cases of each test, by its name.
+        cases: the names of what is measured.
     """
 
     def __init__(self) -> None:
-        self.spent = collections.Counter[str]()
+        self.cases: set[str] = set()
         self.coverage = coverage.Coverage(data_suffix=True)
         self.coverage.start()
 
-    def pytest_collection_finish(self) -> None:
-        """Ends with the imports."""
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Ends with the imports, and chooses the cases."""
         self.coverage.stop()
+        first: dict[str, str] = {}
+        for item in session.items:
+            case = first.setdefault(item.nodeid.partition('[')[0], item.nodeid)
+            if case == item.nodeid or item.get_closest_marker('every_case'):
+                self.cases.add(item.nodeid)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         """Measures a case, with its fixtures."""
-        test = item.nodeid.partition('[')[0]
-        if self.spent[test] > 0.2:
+        if item.nodeid not in self.cases:
             return (yield)
-        begin = time.process_time()
         self.coverage.start()
         try:
             return (yield)
         finally:
             self.coverage.stop()
-            self.spent[test] += time.process_time() - begin
 
     def pytest_sessionfinish(self) -> None:
         """Leaves a file for each process, which `coverage combine` joins."""

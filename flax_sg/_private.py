@@ -318,12 +318,10 @@ def axes_of_caller() -> Callable[[str], tuple[int | None, int | None]]:
 
     def axis(collection: str, side: str) -> Any:
         axes = closure.get(f'variable_{side}_axes', ())
-        filters = names.get(f'{side}_variable_filters', ())
+        filters = names[f'{side}_variable_filters']
         unmapped = len(filters) - len(axes)
-        for number, col_filter in enumerate(filters):
-            if in_filter(col_filter, collection):
-                return axes[number - unmapped] if number >= unmapped else None
-        return None
+        number = next(n for n, f in enumerate(filters) if in_filter(f, collection))
+        return axes[number - unmapped] if number >= unmapped else None
 
     return lambda collection: (axis(collection, 'in'), axis(collection, 'out'))
 
@@ -557,7 +555,7 @@ def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
     if hasattr(linen_module, '_caches'):
         return linen_module._caches.setdefault(root, cache)
     # From flax 0.12.9 on.
-    return vars(root).setdefault('_submodule_adoption_cache', cache)
+    return vars(root).setdefault('_submodule_adoption_cache', cache)  # pragma: no cover
 
 
 def id_of(module: Module) -> Any:

@@ -114,10 +114,9 @@ def tell_apart(number: Number) -> None:
     with _lock:
         number.is_apart = True
         _told_apart.add(rewrites)
-        for place in itertools.count():
-            value = _contexts.pop((rewrites, place), None)
-            if value is None:
-                return
+        place = 0
+        while (value := _contexts.pop((rewrites, place), None)) is not None:
+            place += 1
             user = _in_use.get(value)
             if user is not None:
                 _contexts[rewrites, user.owners] = value

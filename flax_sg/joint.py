@@ -19,8 +19,8 @@ class Joint(cotangents.OnCotangents):
     jointly: ClassVar[bool] = True
 
     def __call__(self, path: Path, leaf: Any) -> Any:
-        """One leaf that is all of the selection."""
-        return self.together([(path, [leaf])], lambda *_: ())[0][0]
+        """Not asked for one leaf of several."""
+        raise NotImplementedError
 
 
 class ClipGlobalNorm(Joint):

@@ -71,14 +71,14 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
             if root.scratch:
                 return None
             if blocks.thread.rewritten != before:
-                viewed = _kept_arrays(self)
+                viewed = _kept_arrays(self, open_blocks)
                 plain = replays.derive(self, (), viewed, setup.start)
                 for name, value in plain.items():
                     object.__setattr__(self, name, value)
                 _known(root, open_blocks[-1], self).viewed = viewed
         except BaseException:
             # Flax takes the module for set up all the same.
-            for name in () if root.scratch else _kept_arrays(self):
+            for name in () if root.scratch else _kept_arrays(self, open_blocks):
                 object.__delattr__(self, name)
             raise
         root.setups[id(self)] = setup._replace(made_in=())
@@ -145,19 +145,21 @@ def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
         attributes.update(cached)
 
 
-def _is_derived(value: Any) -> bool:
-    """Whether a kept value is another one under a block, or may come to be."""
-    return reach.holds_arrays(value) or reach.keeps_what_it_reads(value)
+def _is_derived(value: Any, open_blocks: tuple[blocks.Block, ...]) -> bool:
+    """Whether a kept value is another one under blocks, or may come to be."""
+    # A stop changes nothing that is not traced; other values are other numbers.
+    brings = any(block.rewrite_value.rule.brings for block in open_blocks)
+    return reach.holds_arrays(value, brings) or reach.keeps_what_it_reads(value)
 
 
-def _kept_arrays(module: Any) -> _Values:
+def _kept_arrays(module: Any, open_blocks: tuple[blocks.Block, ...]) -> _Values:
     """What ``setup`` has kept on a module and arrays are, or may be, reached from."""
     others = _names_of(type(module)).others
     attributes = object.__getattribute__(module, '__dict__')
     return {
         name: value
         for name, value in attributes.items()
-        if name not in others and _is_derived(value)
+        if name not in others and _is_derived(value, open_blocks)
     }
 
 
@@ -199,7 +201,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     known = _known(root, open_blocks[-1], module)
     if known.without_arrays.get(name, known) is value:
         return value
-    if not _is_derived(value):
+    if not _is_derived(value, open_blocks):
         known.without_arrays[name] = value
         return value
     blocks.note_trace(scope)
@@ -208,6 +210,6 @@ def _seen(module: Any, name: str, value: Any) -> Any:
         return replays.derive(module, open_blocks, kept, setup.start, until)[name]
     viewed = known.viewed
     if viewed is None:
-        kept = _kept_arrays(module)
+        kept = _kept_arrays(module, open_blocks)
         viewed = known.viewed = replays.derive(module, open_blocks, kept, setup.start)
     return viewed.get(name, value)

@@ -171,9 +171,9 @@ def _check_used(
     any_taken: bool,
 ) -> None:
     for atom in where.atoms:
-        if isinstance(atom, filters.BoolTree):
+        if isinstance(atom, (filters.BoolTree, filters.Names)):
             if missing := atom.missing(paths):
-                raise errors.TreeFilterError.for_missing(missing, paths)
+                raise atom.misfit(missing, paths)
         elif atom not in matched and not atom.may_be_empty:
             raise errors.UnusedFilterError(atom, paths, None)
     if isinstance(where, filters.And) and not any_taken and not where.may_be_empty:

@@ -30,17 +30,6 @@ class Operand:
         self.value = value
         self.key = _key_of(value)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Operand) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __repr__(self) -> str:
-        if isinstance(self.value, (int, float, complex)) or not np.ndim(self.value):
-            return str(self.value)
-        return f'<{self.value.dtype}{list(self.value.shape)}>'
-
 
 def _key_of(value: Any) -> Hashable:
     traced = isinstance(value, _private.Tracer)
@@ -59,13 +48,16 @@ class _Identity:
         self._hash = id(value)
 
     def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, _Identity):
-            return self is other
         mine = self._ref()
-        return mine is not None and mine is other._ref()
+        return self is other or (
+            isinstance(other, _Identity) and mine is not None and mine is other._ref()
+        )
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> Any:  # Beside the operand, whose value is held.
+        return _Identity, (self._ref(),)
 
 
 def array(name: str, value: Any) -> Operand:

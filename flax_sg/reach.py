@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
@@ -20,16 +21,24 @@ from flax_sg import _private
 
 # Not those of numpy: they are made of no parameter that is traced.
 _ARRAYS = (_private.Tracer, jax.Array)
-_PLAIN = (str, bytes, int, float, complex, type(None), types.ModuleType, types.CodeType)
+# What may be made of parameters that are not.
+_NUMBERS = (*_ARRAYS, np.ndarray, np.generic, float, complex)
+_PLAIN = (str, bytes, int, type(None), types.ModuleType, types.CodeType)
 # What is looked at as a whole, not into.
 CLOSED = (_private.Module, _private.Variable, Scope, *_PLAIN)
 # A value of more parts is one that nobody can look through.
 _MOST = 20_000
 
 
-def holds_arrays(value: Any) -> bool:
-    """Whether an array can be reached from a value; True if that cannot be told."""
-    return _search(value, lambda part: isinstance(part, _ARRAYS))
+def holds_arrays(value: Any, numbers: bool = False) -> bool:
+    """Whether an array can be reached from a value; True if that cannot be told.
+
+    Args:
+        value: anything.
+        numbers: whether arrays of numpy and numbers of Python are looked for as well.
+    """
+    kinds = _NUMBERS if numbers else _ARRAYS
+    return _search(value, lambda part: isinstance(part, kinds))
 
 
 def holds_modules(value: Any) -> bool:
@@ -192,6 +201,8 @@ class Back:
             items = [self(item) for item in value]
             return type(value)(*items) if hasattr(value, '_fields') else tuple(items)
         out = copy.copy(value)
+        if out is value:  # A class, or an object of which there is to be but one.
+            return out
         self._made[id(value)] = (value, out)  # Before its parts: they may hold it.
         if isinstance(out, list):
             out[:] = [self(item) for item in out]

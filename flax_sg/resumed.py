@@ -59,10 +59,7 @@ def _resuming(
         with _resumed(open_blocks):
             return rule(*args, **kwargs)
 
-    try:
-        return functools.update_wrapper(wrapper, rule)
-    except AttributeError:  # A rule need not be a function.
-        return wrapper
+    return functools.update_wrapper(wrapper, rule)
 
 
 @contextlib.contextmanager

@@ -86,12 +86,12 @@ def _held(module: Any) -> Generator[None]:
 
 def _put_back(collection: str, now: Any, before: Any) -> None:
     """Makes the state in both trees what it was; what was created since stays."""
-    for name, value in before.items():
-        if name in now:
-            if isinstance(value, Mapping) and isinstance(now[name], dict):
-                _put_back(collection, now[name], value)
-            elif not _is_result(collection, name):
-                now[name] = value
+    for name in before.keys() & now.keys():
+        value = before[name]
+        if isinstance(value, Mapping) and isinstance(now[name], dict):
+            _put_back(collection, now[name], value)
+        elif not _is_result(collection, name):
+            now[name] = value
 
 
 @contextlib.contextmanager

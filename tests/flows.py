@@ -291,6 +291,15 @@ def sharded(a, b):
 
 
 @program('flows', 'unused')
+def carried_in_vain(a, b):
+    def turn(carry, _):
+        x, y, _ = carry
+        return (2.0 * x, 3.0 * y, b), None
+
+    return lax.scan(turn, (a, b, b), length=2)[0][0]
+
+
+@program('flows', 'unused')
 def called_back_on_what_is_stopped(a, b):
     shape = jax.ShapeDtypeStruct((), jnp.float32)
     jax.debug.print('{}', b)

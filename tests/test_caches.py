@@ -21,7 +21,7 @@ from jax import lax
 import oracle
 import sequences
 import stepwise
-from flax_sg import blocks, errors, filters, rewrites, rules
+from flax_sg import blocks, contexts, errors, filters, rewrites, rules
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -1418,6 +1418,83 @@ def test_threads_in_blocks_of_many_modules_share_few_traces():
     for owner in (model.a, model.b):
         owner.run(zeros('inner/w', unused='ignore'), helper, X)
     assert len(TRACES) == before
+
+
+def test_a_number_that_was_forgotten_is_not_given_again(monkeypatch):
+    sequences.forget_contexts()
+    monkeypatch.setattr(contexts, '_SIZE', 2)
+    a, b, c = (contexts.number_of((name,), ()).value for name in 'abc')
+    assert contexts.number_of(('c',), ()).value == c
+    assert contexts.number_of(('b',), ()).value == b
+    assert contexts.number_of(('a',), ()).value not in (a, b, c)
+
+
+def test_a_function_without_the_rule_that_it_needs_is_refused_by_jax():
+    @jax.custom_vjp
+    def fn(x):
+        return x
+
+    refused = pytest.raises(AttributeError, match='No VJP defined')
+    with nn.stop_gradient(True, unused='ignore'), refused:
+        fn(1.0)
+
+
+def test_a_rule_that_runs_when_the_block_of_a_module_has_closed():
+    class Owner(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            kid = fnn.Dense(2, name='kid')
+            kid(x)
+
+            @jax.custom_vjp
+            def fn(x):
+                return kid(x)
+
+            def backward(x, ct):
+                return (ct @ kid.variables['params']['kernel'].T,)
+
+            fn.defvjp(lambda x: (kid(x), x), backward)
+            with nn.stop_gradient('kid/**'):
+                y, pull_back = jax.vjp(fn, x)
+            return pull_back(y)[0] + kid(x)
+
+    def by_hand(params, x):
+        live, weights = params['kid'], oracle.stopped(params['kid'])
+        y = fnn.Dense(2).apply({'params': weights}, x)
+        return y @ weights['kernel'].T + fnn.Dense(2).apply({'params': live}, x)
+
+    def of_owner(params, x):
+        return Owner().apply({'params': params}, x)
+
+    x = jnp.array([[0.5, -1.0]])
+    params = {'kid': {'kernel': jnp.array([[1.0, 2.0], [-3.0, 4.0]]), 'bias': x[0]}}
+    oracle.assert_same(
+        oracle.grads(of_owner, params, x), oracle.grads(by_hand, params, x)
+    )
+
+
+def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
+    class HasW(fnn.Module):
+        def __call__(self):
+            return self.get_variable('params', 'w')
+
+    stored = {'w': jnp.array(2.0)}
+
+    def w():
+        return HasW().apply({'params': stored})
+
+    @jax.custom_vjp
+    def fn(x):
+        return w() * x
+
+    fn.defvjp(lambda x: (fn(x), None), lambda _, ct: (w() * ct,))
+
+    @jax.jit
+    def loss(x):
+        with nn.substitute(lambda path, value: value + 3.0):
+            return fn(x)
+
+    assert jax.value_and_grad(loss)(3.0) == (15.0, 5.0)
 
 
 @pytest.mark.parametrize('transform', [jax.jit, jax.checkpoint])

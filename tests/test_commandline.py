@@ -10,6 +10,8 @@ import pytest
 
 from flax_sg.__main__ import main
 
+pytestmark = pytest.mark.every_case
+
 PROGRAM = """\
 import jax
 import jax.numpy as jnp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.core import apply
 
@@ -407,6 +409,61 @@ def test_a_traced_factor():
     assert slopes.tolist() == [[-1.0], [-2.0]]
     # The gradient is a function of the factor.
     assert jax.grad(lambda f: step(jnp.array([1.0]), f)[0])(3.0) == -1.0
+
+
+@pytest.mark.parametrize('rule', [nn.reverse_gradient, nn.replace_cotangent])
+def test_a_value_does_not_depend_on_what_its_cotangent_does(rule):
+    @jax.jit
+    def loss(w, operand):
+        with rule('w', operand):
+            return Scale().apply({'params': {'w': w}})
+
+    assert jax.grad(loss, 1)(jnp.array([1.0]), 3.0) == 0.0
+
+
+def test_what_is_not_differentiated_takes_no_part():
+    class Writes(fnn.Module):
+        @fnn.compact
+        def __call__(self):
+            w = self.variable('params', 'w', jnp.zeros, 2)
+            w.value = w.value * self.get_variable('params', 'a')
+            return w.value
+
+    class Reads(fnn.Module):
+        @fnn.compact
+        def __call__(self):
+            total = sum(jnp.sum(4.0 * self.get_variable('params', n)) for n in 'abn')
+            # In the body, what is written there is no parameter from outside.
+            return total + jnp.sum(fnn.remat(Writes)(name='writes')())
+
+    tree = {
+        'a': jnp.ones(2),
+        'b': jnp.ones(2),
+        'n': 3,
+        'writes': {'a': jnp.ones(2), 'w': jnp.full(2, 5.0)},
+    }
+
+    def loss(a: Any) -> Any:
+        with nn.clip_gradient(True, global_norm=1.0):
+            return Reads().apply({'params': {**tree, 'a': a}}, mutable='params')[0]
+
+    bound = optax.clip_by_global_norm(1.0)
+    expected, _ = bound.update(jnp.full(2, 4.0), bound.init(None))
+    oracle.assert_same(jax.grad(loss)(tree['a']), expected)
+
+
+def test_what_a_function_of_cotangents_raises_says_whose_it_was():
+    def fn(path, cotangent):
+        raise LookupError('mine')
+
+    def loss(w):
+        with nn.map_cotangent('w', fn):
+            return Scale().apply({'params': {'w': w}})
+
+    with pytest.raises(LookupError, match='mine') as caught:
+        jax.grad(loss)(jnp.array([1.0]))
+    said = r"raised by fn at .*:\d+ for the cotangent of 'w'"
+    assert re.fullmatch(said, caught.value.__notes__[0])
 
 
 def test_a_function_that_reads_something_new_is_another_one():

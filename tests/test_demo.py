@@ -287,6 +287,7 @@ def test_main_refuses_steps_that_are_none(capsys, steps):
     assert 'argument --steps' in capsys.readouterr().err
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('package', ['sklearn', 'matplotlib'])
 def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch, package):
     for name in [name for name in sys.modules if name.partition('.')[0] == package]:

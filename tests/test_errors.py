@@ -913,6 +913,7 @@ def _sites_of(error: BaseException) -> Iterator[str]:
             yield from _sites_of(other)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('case', CASES)
 def test_the_whole_message(case):
     lines = str(raised(case)[0]).split('--------------------')[0].rstrip('\n')
@@ -1407,6 +1408,7 @@ BAD: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('case', BAD)
 def test_bad_input_raises_where_it_is_written(case):
     with pytest.raises(errors.FlaxSGError) as caught:

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import Scope
 
 import flax_sg
 import flax_sg as sg
 import oracle
-from flax_sg import _private, blocks, errors
+from flax_sg import _private, blocks, errors, hooks
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
@@ -253,6 +254,77 @@ def test_an_exception_at_any_point(name, within):
             assert run() == expected
     assert run() == expected
     assert raised >= 10
+
+
+def interrupted_once(fn: Callable[..., Any], kind: type = object) -> Any:
+    """A function that is interrupted before it begins for something of a kind."""
+    left = [Ctrl]
+
+    def interrupted(of: Any) -> Any:
+        if left and isinstance(of, kind):
+            raise left.pop()
+        return fn(of)
+
+    return interrupted
+
+
+class HasW(fnn.Module):
+    def __call__(self):
+        return self.get_variable('params', 'w')
+
+
+@jax.custom_vjp
+def read(params):
+    return HasW().apply(params)
+
+
+read.defvjp(
+    lambda params: (read(params), params),
+    lambda params, ct: (jax.tree.map(jnp.zeros_like, params),),
+)
+
+
+def test_what_is_interrupted_as_it_ends_ends_all_the_same(monkeypatch):
+    thread = blocks.thread
+    # Blocks that were set aside for a while.
+    with nn.stop_gradient(True, unused='ignore'):
+        open_blocks = thread.blocks
+        with pytest.raises(Ctrl), monkeypatch.context() as patch, thread.only(()):
+            patch.setattr(thread, 'set_blocks', interrupted_once(thread.set_blocks))
+        assert thread.blocks == open_blocks
+    # An ``apply``.
+    with pytest.raises(Ctrl), monkeypatch.context() as patch:
+        release = interrupted_once(_private.release_hooks, Scope)
+        patch.setattr(_private, 'release_hooks', release)
+        nn.Frozen(fnn.Dense(2)).init(jax.random.key(0), X)
+    assert_nothing_is_left()
+    # A rule that runs when its block is closed.
+    with nn.stop_gradient('w'):
+        pull_back = jax.vjp(read, {'params': {'w': X}})[1]
+    with pytest.raises(Ctrl), monkeypatch.context() as patch:
+        patch.setattr(thread, 'forget', interrupted_once(thread.forget))
+        pull_back(X)
+
+
+@pytest.mark.parametrize('at', ['getattribute', 'custom_vjp'])
+def test_hooks_that_are_half_installed(at):
+    user = object()
+
+    def interrupted(original):
+        raise Ctrl
+
+    def installed():
+        return _private.acquire_hooks(user, {**hooks.HOOKS, at: interrupted})
+
+    for goes_on in (True, False):
+        with pytest.raises(Ctrl):
+            installed()
+        if goes_on:
+            _private.acquire_hooks(user, hooks.HOOKS)
+            assert _private._before.keys() == _private._HOOKED.keys()
+            assert [dict(vars(owner)) for owner in OWNERS] != FLAX
+        _private.release_hooks(user)
+        assert_nothing_is_left()
 
 
 @pytest.mark.usefixtures('leaks')
@@ -571,6 +643,7 @@ def cached_gradient(variables: Any) -> Any:
     return jax.grad(lambda v: jnp.sum(Model().apply(v, X)))(variables)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', STATEFUL)
 def test_what_holds_state_cannot_be_reloaded(name):
     variables = {'params': {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}}
@@ -612,6 +685,7 @@ COPIED: dict[str, Callable[[], Any]] = {
     'a rewrite': lambda: nn.stop_gradient('a/*', collections=True),
     'values': lambda: nn.substitute({'w': 2.0 * PARAMS['w']}),
     'a rule for cotangents': lambda: nn.clip_gradient('a/*', global_norm=1.0),
+    'an array as a cotangent': lambda: nn.replace_cotangent('w', PARAMS['w']),
     'a frozen module': lambda: nn.Frozen(Model(), 'a/kernel', state='hold'),
     'frozen modules': lambda: fnn.Sequential((nn.Frozen(Model()), Model())),
     'another wrapper': lambda: nn.scale_gradient('w', 0.5)(Model()),
@@ -620,6 +694,7 @@ COPIED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', COPIED)
 def test_copies_are_equal_and_hash_alike(name):
     value = COPIED[name]()
@@ -634,7 +709,7 @@ def test_copies_are_equal_and_hash_alike(name):
     for twin in twins:
         assert type(twin) is type(value)
         assert repr(twin) == repr(value)
-        if name != 'values':  # Arrays are compared by identity.
+        if name not in ('values', 'an array as a cotangent'):  # By identity.
             assert twin == value
             assert hashed is None or hash(twin) == hashed
 

@@ -36,6 +36,8 @@ from flax_sg.filters import (
 from flax_sg.filters.names import Names
 from flax_sg.paths import Path
 
+pytestmark = pytest.mark.every_case
+
 
 def path(text: str, collection: str = 'params', owner: tuple[str, ...] = ()) -> Path:
     """A path at top level, or one outside its owner if it begins with a slash."""
@@ -931,6 +933,7 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         "it is spelled with other code points. Write 'caf\u00e9/*'.",
     ),
     'decomposed and a typo': ('cafe\u0301s/*', [path('caf\u00e9/w')], (), None),
+    'dots, in brackets': ('gln_0[.]*', MET, ENC, None),
     'dots, regex': (
         re.compile(r'gln_\d\.kernel'),
         MET,
@@ -1061,6 +1064,7 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         'no leaf of the tree is True: True selects, False leaves out.',
     ),
     'tree of True': ({'glm': True}, MET, ENC, None),
+    'names': (Names(frozenset({('params', ('glm_0',))})), MET, ENC, None),
     'and': (
         Glob('gln_0/**') & 'dec/**',
         MET,

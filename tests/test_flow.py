@@ -67,6 +67,7 @@ def assert_promise_kept(report: sg.flow.GradientFlow, gradients: list[Any]) -> N
 # Each kind of equation
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', flows.PROGRAMS)
 def test_a_program_does_what_is_written_beside_it(name):
     fn, *expected = flows.PROGRAMS[name]

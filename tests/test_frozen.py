@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import flax
 import jax
 import jax.numpy as jnp
 import pytest
@@ -437,6 +438,7 @@ class Offers(linen.Module):
 
 
 READS: dict[str, Callable[[Any], Any]] = {
+    'get_variable': lambda m: m.get_variable('params', 'w'),
     'call': lambda m: m(X),
     'method': lambda m: m.method(2.0),
     'method by keyword': lambda m: m.method(factor=2.0, x=X),
@@ -447,7 +449,6 @@ READS: dict[str, Callable[[Any], Any]] = {
     'kept in a tree': lambda m: m.tree['w'][0],
     'variable': lambda m: m.box.value,
     'variables': lambda m: m.variables['params']['layers_0'],
-    'get_variable': lambda m: m.get_variable('params', 'w'),
     'a list of modules': lambda m: m.layers[1](X),
     'a dict of modules': lambda m: m.named['a'](X),
     'a part of a part': lambda m: m.layers[0].variables['params']['bias'],
@@ -518,6 +519,11 @@ def test_reads_of_a_bound_wrapper_and_of_one_that_is_not() -> None:
     call = functools.partial(dense.apply, method=linen.Dense.__call__)
     assert_same(call(variables, x), linen.Dense(3).apply(variables, x))
     assert is_zero(oracle.grads(lambda v: call(v, x), variables))
+
+
+def test_a_call_of_what_is_not_bound_is_that_of_the_module() -> None:
+    with pytest.raises(flax.errors.CallCompactUnboundModuleError):
+        nn.Frozen(linen.Dense(2))(X)
 
 
 def test_what_is_not_there_is_an_attribute_error() -> None:
@@ -706,10 +712,14 @@ def test_a_layer_and_its_frozen_self_in_a_scan(view: Any) -> None:
 def test_a_module_and_its_frozen_self_share_parameters_in_either_order() -> None:
     def model(wrap: Any, order: str) -> Any:
         shared = linen.Dense(4)
-        made = {'l': lambda: shared, 'F': lambda: wrap(shared)}
+        made = {
+            'l': lambda: shared,
+            'F': lambda: wrap(shared),
+            'T': lambda: wrap(wrap(shared)),
+        }
         return linen.Sequential([made[kind]() for kind in order])
 
-    for order in ('lF', 'Fl', 'FF', 'lFl', 'FlF'):
+    for order in ('lF', 'Fl', 'FT', 'lFl', 'FlF'):
         params = model(bare, order).init(KEY, X)['params']
         actual = model(nn.Frozen, order)
         assert_same(actual.init(KEY, X)['params'], params)
@@ -717,7 +727,7 @@ def test_a_module_and_its_frozen_self_share_parameters_in_either_order() -> None
         def by_hand(params: Any, x: Any, order: str = order) -> Any:
             for kind in order:
                 live = params['layers_0']
-                weights = stopped(live) if kind == 'F' else live
+                weights = live if kind == 'l' else stopped(live)
                 x = linen.Dense(4).apply({'params': weights}, x)
             return x
 
@@ -798,7 +808,7 @@ def test_a_second_name_is_refused() -> None:
     assert "nn.Frozen(Dense(..., name='base'))" in str(caught.value)
 
 
-@pytest.mark.parametrize('borrows', [True, False])
+@pytest.mark.parametrize('borrows', [False, True])
 def test_share_scope(borrows: bool) -> None:
     class Adapter(linen.Module):
         base: Any = None

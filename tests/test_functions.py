@@ -17,6 +17,7 @@ import importlib
 import itertools
 import operator
 import os
+import random
 import re
 import sys
 import textwrap
@@ -40,6 +41,8 @@ from flax_sg.errors import TracerInFilterError
 from flax_sg.filters import Glob, Predicate
 from flax_sg.functions import Incomparable, describe, function_key
 from flax_sg.paths import Path
+
+pytestmark = pytest.mark.every_case
 
 Pair = Callable[[], tuple[Any, Any]]
 
@@ -257,6 +260,10 @@ EQUAL: dict[str, Pair] = {
         function_key(cell(SETTINGS)),
         function_key(cell(SETTINGS)),
     ),
+    'closure of an object without a dict': lambda: (
+        function_key(cell(HALF)),
+        function_key(cell(HALF)),
+    ),
     'closure of a class': both(lambda: lambda path: isinstance(path, Config)),
     'closure of a function': both(lambda: cell(lambda path: path == 'a')),
     'closure of a filter': both(lambda: cell(Glob('a') & ~Glob('b'))),
@@ -326,6 +333,7 @@ EQUAL: dict[str, Pair] = {
     ),
 }
 
+HALF = fractions.Fraction(1, 2)
 ONE = jnp.ones(1)
 JITTED = jax.jit(lambda x: x)
 KEPT = config(prefix='gln')
@@ -534,6 +542,9 @@ UNEQUAL: dict[str, Pair] = {
         function_key(slot_reader(Slotted(['a']))),
     ),
     'property': changed(lambda n: property_reader(config(prefix=n)), 'a', 'b'),
+    'field of a named tuple': changed(
+        lambda n: (lambda of: lambda path: path in of.names)(Named(n, 1)), 'a', 'b'
+    ),
     'kept by a cached property': changed(
         lambda n: reads_kept(config(prefix=n)), 'a', 'b'
     ),
@@ -739,6 +750,8 @@ USER_DICT = collections.UserDict(a=['b'])
 VECTORIZED = np.vectorize(vectorized)
 JITTED_HELPER = jax.jit(vectorized)
 DECORATED = context()(vectorized)
+BOUND_PARTIAL = types.MethodType(MyPartial(through), 'a')
+MANY = ', '.join(f'name_{number}' for number in range(300))
 CHANGES: dict[str, tuple[Any, Callable[[], Callable[[], None]]]] = {
     'global': (lambda path: path in FROZEN, rebinding(GLOBALS, 'FROZEN', ('dec',))),
     'global that appears': (
@@ -895,9 +908,37 @@ CHANGES: dict[str, tuple[Any, Callable[[], Callable[[], None]]]] = {
         rebinding(Config, 'takes', lambda self, path: False),
     ),
     'class method': (Config.of_class, rebinding(Config, 'frozen', ('dec',))),
+    'class method, by its class': (
+        lambda path: Config.of_class(path),
+        rebinding(Config, 'frozen', ('dec',)),
+    ),
+    'class method, by an instance': (
+        lambda path: KEPT.of_class(path),
+        rebinding(Config, 'frozen', ('dec',)),
+    ),
     'static method': (
         lambda path: Config.static(path),
         rebinding(GLOBALS, 'FROZEN', ('dec',)),
+    ),
+    'static method, by an instance': (
+        lambda path: KEPT.static(path),
+        rebinding(GLOBALS, 'FROZEN', ('dec',)),
+    ),
+    'method in a default': (
+        lambda path, takes=SETTINGS.takes: takes(path),
+        rebinding(SETTINGS, 'frozen', ('dec',)),
+    ),
+    'method that is a partial': (
+        lambda path: BOUND_PARTIAL(SETTINGS),
+        rebinding(SETTINGS, 'frozen', ('dec',)),
+    ),
+    'property of a class': (
+        lambda path: path == Config.computed.fget(SETTINGS.model),
+        rebinding(SETTINGS.model, 'prefix', 'x'),
+    ),
+    'attribute, in a function with many names': (
+        eval(f'lambda path: path in [{MANY}] or path == SETTINGS.model.prefix'),
+        rebinding(SETTINGS.model, 'prefix', 'x'),
     ),
     'attribute of a class, by type()': (
         lambda path: path in type(OWN).frozen,
@@ -1189,6 +1230,20 @@ INCOMPARABLE: dict[str, tuple[Any, str]] = {
         textual('def f(path):\n    import not_loaded_yet\n    return False'),
         'not loaded',
     ),
+    '__dir__': (lambda path: path in SETTINGS.__dir__(), 'attributes through __dir__'),
+    '__reduce_ex__': (
+        lambda path, of=SETTINGS: path in of.__reduce_ex__(2),
+        'attributes through __reduce_ex__',
+    ),
+    'a method that every object has': (
+        lambda path: path == SETTINGS.__str__(),
+        'every object has it',
+    ),
+    'attribute that a library may make': (
+        lambda path: path == RANDOM.prefix,
+        'made when it is read',
+    ),
+    'bound builtin': (cell(random.Random(0).random), 'shows nowhere'),
     '__getattribute__': (lambda path: INTERCEPTED.frozen == path, 'says itself'),
     'descriptor': (lambda path: DESCRIBED.frozen == path, 'by a descriptor'),
     'metaclass': (lambda path: Made.frozen == path, 'its metaclass defines it'),

@@ -968,6 +968,10 @@ def applies_another_in_a_lift(module: Any, x: Any) -> Any:
 KID = {('kid/w', 'enc/kid/w'), ('kid/b', 'enc/kid/b')}
 
 PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
+    'compact_name_scope': (
+        InNameScope,
+        {('up/kid/w', 'up/kid/w'), ('up/kid/b', 'up/kid/b')},
+    ),
     'at the root': (
         lambda where: Named(where, calls(lambda: Kid(name='kid'))),
         {('kid/w', 'kid/w'), ('kid/b', 'kid/b')},
@@ -995,10 +999,6 @@ PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
     'in a remat': (
         lambda where: nn.remat(Mount)(Named(where, calls(lambda: Kid(name='kid')))),
         KID,
-    ),
-    'compact_name_scope': (
-        InNameScope,
-        {('up/kid/w', 'up/kid/w'), ('up/kid/b', 'up/kid/b')},
     ),
     'a cell of the parent': (
         SharedCell,

@@ -58,6 +58,7 @@ class Around(linen.Module):
 
 PARAMS = Words().init(jax.random.key(0), IDS)['params']
 INDICES: dict[str, Any] = {
+    'elements': np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 3 == 0,
     'rows': np.s_[:3],
     'a row': 5,
     'every other row': np.s_[1::2],
@@ -69,7 +70,6 @@ INDICES: dict[str, Any] = {
     'a block': np.s_[1:4, :2],
     'dots': np.s_[..., 0],
     'rows and columns': ([0, 2], [1, 3]),
-    'elements': np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 3 == 0,
 }
 
 
@@ -190,6 +190,7 @@ TABLES = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', TABLES)
 def test_filters_combine(name):
     make, rows = TABLES[name]
@@ -434,6 +435,7 @@ def test_what_is_no_index(index, shown):
     assert str(caught.value).startswith(f'{shown} is no index: expected ints, ')
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('index', 'problem'),
     [
@@ -477,6 +479,7 @@ def test_a_traced_index():
     )
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('what', 'split'),
     [

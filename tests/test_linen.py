@@ -70,6 +70,13 @@ def test_a_submodule_imported_later_is_there_too():
     assert out.split() == ['False', 'False', 'True', 'True']
 
 
+def test_a_name_that_comes_later_is_there_too(monkeypatch):
+    later = object()
+    monkeypatch.setattr(flax.linen, 'later', later, raising=False)
+    assert nn.later is later
+    assert 'later' in dir(nn)
+
+
 def test_dir_is_that_of_flax_and_ours():
     public = {name for name in dir(nn) if not name.startswith('_')}
     assert public == set(FLAX_NAMES) | OURS

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -106,6 +107,7 @@ def test_shapes_will_do(traces):
     expected, head = by_hand(PARAMS, X)
     oracle.assert_same((value, grads['head']), (expected, head))
     assert grads['body'] == {'b': sg.ABSENT, 'w': sg.ABSENT}
+    assert live == sg.live(loss, *jax.tree.map(np.asarray, (PARAMS, X)))
 
 
 def test_it_may_be_derived_inside_of_the_step(traces):
@@ -225,6 +227,7 @@ def test_a_program_is_never_stale(traces, monkeypatch):
     with nn.stop_gradient(True):
         assert gradient(X, 1)  # and blocks.
     assert not gradient(X, 1)
+    assert not program.is_of(scaled, (PARAMS, 'no array', 1))
     monkeypatch.setitem(SCALE, 'scale', 3.0)
     assert gradient(X, 1)  # What it reads.
     monkeypatch.setattr('test_live.loss', lambda p, x: 3.0 * p['head']['w'].sum())

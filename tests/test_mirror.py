@@ -728,6 +728,11 @@ def test_a_tree_that_does_not_fit(name) -> None:
     assert "module at 'inner'" in str(caught.value)
 
 
+def test_other_values_print_as_the_names_of_their_collections() -> None:
+    dense = linen.Dense(2).bind({'params': {}})
+    assert 'shown = <params>' in repr(nn.mirror(dense, variables={'params': {}}))
+
+
 def test_other_values_are_not_updated() -> None:
     with pytest.raises(errors.ChoiceError, match='with variables='):
         nn.mirror(linen.Dense(4), variables={'params': {}}, state='update')

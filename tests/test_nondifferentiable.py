@@ -109,6 +109,15 @@ def test_kernels():
 # Exact in both directions, with one trace.
 
 VALUES = {
+    'tree': [
+        {'a': 1, 'b': [2.0, jnp.arange(3)], 'c': np.uint8(3), 'd': jax.random.key(1)},
+        {
+            'a': 5,
+            'b': [3.0, jnp.ones(3, int)],
+            'c': np.uint8(0),
+            'd': jax.random.key(2),
+        },
+    ],
     'python': [-7, 2**30 + 1, 0, -(2**31), 2**31 - 1],
     'int32': [np.int32(-7), np.int32(2**30 + 1), np.iinfo(np.int32).min],
     'uint32': [np.uint32(2**32 - 1), np.uint32(2**31)],
@@ -123,10 +132,6 @@ VALUES = {
     'empty array': [jnp.zeros((0, 2), int), jnp.zeros((0, 2), int)],
     'key': [jax.random.key(3), jax.random.key(2**31)],
     'keys': [jax.random.split(jax.random.key(3)), jax.random.split(jax.random.key(4))],
-    'tree': [
-        {'a': 1, 'b': [2.0, jnp.arange(3)]},
-        {'a': 5, 'b': [3.0, jnp.ones(3, int)]},
-    ],
 }
 
 
@@ -188,6 +193,16 @@ def test_what_is_no_number_is_static():
     assert len(traces) == 6
     grads = jax.grad(lambda p: p['x'] * len(p['s'].value))({'x': 1.0, 's': ND('text')})
     assert float(grads['x']) == 4.0
+
+
+def test_what_is_no_number_is_compared_if_it_can_be():
+    texts, of = np.array(['a']), encodings.encoding_of
+    assert of('a') == of('a') != of('b')
+    assert of('a') != 'a'
+    assert of(1) != of('a')
+    assert hash(of('a')) == hash(of('a'))
+    assert of(texts) == of(texts) != of(texts.copy())  # They are not hashed.
+    assert hash(of(texts)) == hash(of(texts)) != hash(of(texts.copy()))
 
 
 @pytest.mark.usefixtures('leaks')
@@ -320,6 +335,7 @@ def test_stands_for_its_value():
     assert list(range(ND(3))) == [0, 1, 2]
     assert f'{ND(0.5):.2f}' == '0.50'
     assert repr(ND(100)) == 'NonDifferentiable(100)'
+    assert str(ND(100)) == '100'
     assert hash(ND(3)) == hash(3)
     assert round(ND(2.5)) == 2
     assert 2 in ND([1, 2])

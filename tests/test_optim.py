@@ -124,7 +124,7 @@ def test_training_is_that_of_the_live_part(name, frozen):
 
 
 @pytest.mark.parametrize('absent', ['drop', 'none', 'masked', 'zeros'])
-@pytest.mark.parametrize('with_params', [True, False])
+@pytest.mark.parametrize('with_params', [False, True])
 def test_updates_are_shaped_like_the_gradients(absent, with_params):
     where = 'layer_*/**'
     tx = sg.freeze(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), where)
@@ -816,6 +816,11 @@ def test_bad_input():
     # The state of another selection.
     with pytest.raises(errors.StructureError, match=r"\['layer_0'\]"):
         tx.update(GRADS, sg.freeze(optax.adam(0.1), 'head/**').init(PARAMS), PARAMS)
+    # What a transformation raises by itself.
+    refuses = optax.stateless(lambda updates, params: updates['not there'])
+    tx = sg.freeze(refuses, 'layer_*/**')
+    with pytest.raises(KeyError, match='not there'):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
     # A mask of another tree.
     mask = sg.frozen_mask({'layer_0': PARAMS['layer_0']}, True)
     with pytest.raises(errors.TreeFilterError, match='head'):

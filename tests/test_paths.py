@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from flax_sg.errors import FilterValueError
 from flax_sg.paths import Path, glob_regex, nearest
 
+pytestmark = pytest.mark.every_case
+
 # Path
 
 ATTRIBUTES = ('str', 'parts', 'name', 'module', 'collection', 'absolute', 'outside')

@@ -181,6 +181,25 @@ def test_what_no_derivative_goes_through_keeps_nothing() -> None:
     assert not copies(Stack(InBlock), has_aux=True).copies
 
 
+def test_what_cannot_be_asked_alone_is_left_out_of_the_report() -> None:
+    def of_devices(axis: Any) -> Any:
+        def turn(x: jax.Array, w: jax.Array) -> Any:
+            x = jax.lax.psum(x, axis) if axis else x
+            return jnp.tanh(x @ jax.lax.stop_gradient(w)), None
+
+        def loss(params: Any) -> Any:
+            return jnp.sum(jax.lax.scan(turn, params['x'], params['w'])[0])
+
+        mesh = jax.sharding.Mesh(jax.devices()[:1], ('i',))
+        spec = jax.sharding.PartitionSpec()
+        sharded = jax.shard_map(loss, mesh=mesh, in_specs=spec, out_specs=spec)
+        params = {'x': jnp.ones(2), 'w': jnp.ones((3, 2, 2))}
+        return [copy.size for copy in sg.gradient_flow(sharded, params).copies]
+
+    assert of_devices(None) == [48]
+    assert of_devices('i') == []  # There is no axis of the mesh in the body alone.
+
+
 @pytest.mark.parametrize('lift', [bare, remat, linen.jit])
 @pytest.mark.parametrize('base', ['dense', 'mlp'])
 def test_values_and_gradients(base: str, lift: Any) -> None:
@@ -309,6 +328,7 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
             )(wrap, how)
 
         params = model(bare).init(jax.random.key(0), X, None)['params']
+        model(nn.Frozen).init(jax.random.key(0), X, None)  # That costs nothing.
         with pytest.warns(errors.ScanMemoryWarning) as caught:
             actual = oracle.grads(
                 lambda p, m=model: m(nn.Frozen).apply({'params': p}, X, None)[0], params

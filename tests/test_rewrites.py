@@ -418,6 +418,7 @@ VALUES: dict[str, tuple[rewrites.Rewrite, str]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('case', VALUES)
 def test_a_rewrite_prints_as_what_was_written(case):
     rewrite, text = VALUES[case]

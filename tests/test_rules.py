@@ -18,7 +18,7 @@ from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 PATH = flax_sg.Path.of('params', ('enc', 'kernel'))
-STOP = rules.StopGradient()
+STOP, ONE_LEVEL = rules.StopGradient(), rules.StopOneLevel()
 
 
 def test_a_tracer_is_stopped():
@@ -51,7 +51,7 @@ def test_what_carries_no_gradient_stays_as_it_is(leaf):
     seen: list[bool] = []
 
     def fn(leaf):
-        seen.append(STOP(PATH, leaf) is leaf)
+        seen.append(STOP(PATH, leaf) is leaf and ONE_LEVEL(PATH, leaf) is leaf)
         return leaf
 
     jax.jit(fn)(leaf)
@@ -61,6 +61,7 @@ def test_what_carries_no_gradient_stays_as_it_is(leaf):
 @pytest.mark.parametrize('leaf', [X, np.ones(3), 1.0, 3, None, 'text', object(), [1.0]])
 def test_what_is_no_tracer_stays_as_it_is(leaf):
     assert STOP(PATH, leaf) is leaf
+    assert ONE_LEVEL(PATH, leaf) is leaf
 
 
 def test_leaves_of_any_kind_in_a_model():

@@ -715,6 +715,9 @@ def test_a_rewrite_is_a_value() -> None:
     assert nn.substitute('ema') == nn.substitute('ema') != nn.substitute('ema2')
     assert nn.substitute(warped) == nn.substitute(warped) != one
     assert nn.substitute('ema') != rewrites.Rewrite(one.where, one.rule)
+    assert nn.substitute('ema') != nn.stop_gradient(True)
+    names = nn.substitute({'names': {'a', 'b'}})  # It cannot be hashed.
+    assert names == names != nn.substitute({'names': {'a', 'b'}})
     for rewrite in (one, nn.substitute('ema'), nn.substitute(warped, where='w')):
         twin = pickle.loads(pickle.dumps(rewrite))
         assert repr(twin) == repr(rewrite)
@@ -758,9 +761,11 @@ def test_nothing_is_written_back() -> None:
     model = State()
     collections = ['params', 'batch_stats']
     given = {name: others[name] for name in collections}
-    with nn.substitute(given, collections=collections):
-        y, written = apply(variables, ['batch_stats'])
-    assert_same((y, written), apply({**variables, **given}, ['batch_stats']))
+    expected = apply({**variables, **given}, ['batch_stats'])
+    for values in (given, model.bind(others)):
+        with nn.substitute(values, collections=collections):
+            y, written = apply(variables, ['batch_stats'])
+        assert_same((y, written), expected)
     with nn.substitute({'norm': {'mean': jnp.ones(3)}}, collections='batch_stats'):
         _, written = apply(variables, ['batch_stats'])
     stats = variables['batch_stats']['norm']
@@ -831,11 +836,15 @@ def test_parts_of_trees() -> None:
         with nn.substitute(part):
             first = run(params)
         with nn.substitute(others, where=['w', 'dense/*']):
-            return first, run(params)
+            second = run(params)
+        with nn.substitute(others, where=sg.at('w', np.s_[:, 1:])):
+            return first, second, run(params)
 
     def by_hand(params: Any, others: Any) -> Any:
         bias = {'dense': {'bias': others['dense']['bias']}}
-        return run(merged(params, bias)), run({**others, 'b': params['b']})
+        first = run(merged(params, bias))
+        w = params['w'].at[:, 1:].set(others['w'][:, 1:])
+        return first, run({**others, 'b': params['b']}), run({**params, 'w': w})
 
     assert_reads(fn, by_hand, PARAMS, OTHERS)
 
@@ -934,6 +943,29 @@ def test_the_other_collection_is_seen_as_outside() -> None:
     assert_reads(fn, by_hand, PARAMS, OTHERS)
 
 
+def test_another_collection_in_a_body_with_two_modules() -> None:
+    class Two(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            def body(one, other, x):
+                with nn.substitute('ema'):
+                    return one(x) - other(x)
+
+            return linen.remat(body)(Layer(name='a'), Layer(name='b'), x)
+
+    def fn(params: Any, others: Any) -> Any:
+        variables = {'params': [params, others], 'ema': [others, params]}
+        named = {
+            c: dict(zip('ab', trees, strict=True)) for c, trees in variables.items()
+        }
+        return Two().apply(named, X)
+
+    def by_hand(params: Any, others: Any) -> Any:
+        return run(others) - run(params)
+
+    assert_reads(fn, by_hand, PARAMS, OTHERS)
+
+
 # Bad input.
 
 
@@ -973,6 +1005,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.SubstituteError,
         'Expected: a value of shape',
     ),
+    'a tree as a result': (
+        lambda: _apply(nn.substitute(lambda path, value: {'a': value})),
+        errors.SubstituteError,
+        'Found:    a tree of 1 names',
+    ),
     'none for what is selected': (
         lambda: _apply(nn.substitute({'w': PARAMS['w']}, where=True)),
         errors.SubstituteError,
@@ -1009,6 +1046,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.SubstituteTypeError,
         'a tree without a value',
     ),
+    'a number': (
+        lambda: nn.substitute(3.0),
+        errors.SubstituteTypeError,
+        'Expected: a tree of values',
+    ),
     'an array': (
         lambda: nn.substitute(jnp.zeros(3)),
         errors.SubstituteTypeError,
@@ -1037,6 +1079,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('case', WRONG)
 def test_bad_input(case) -> None:
     fails, error, message = WRONG[case]

@@ -88,6 +88,26 @@ def test_flops_of_the_whole_are_those_of_the_program_by_hand(frozen, live):
     assert total < total_by_hand(Net(), '')
 
 
+class Repeats(linen.Module):
+    prints: bool
+
+    @linen.compact
+    def __call__(self, x):
+        w = self.param('w', linen.initializers.ones, (8, 8))
+        if self.prints:
+            jax.debug.print('{}', x)
+        w = jax.lax.stop_gradient(w)  # Such a loop has no way back.
+        step = lambda carry: (carry[0] + 1, jnp.sin(carry[1] @ w))  # noqa: E731
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, x))[1]
+
+
+def test_a_loop_without_an_end_counts_once_and_printing_nothing():
+    x = jnp.ones((2, 8))
+    params = {'params': {'w': jnp.ones((8, 8))}}
+    expected = xla_flops(Repeats(prints=False).apply, params, x)
+    assert by_path(summary_of(Repeats(prints=True), x))[''].flops == expected
+
+
 def test_forward_flops_are_those_of_flax():
     layer = models.Layer(8)
     x = jnp.ones((2, 3, 8))
@@ -391,6 +411,7 @@ def test_the_total_and_the_options():
     assert 'backward_flops' not in forward
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('target', 'what'),
     [(linen.Dense, 'the class Dense'), (3, '3 of type int')],

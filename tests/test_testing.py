@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as fnn
 
-from flax_sg import errors, testing
+from flax_sg import _private, errors, testing
 from flax_sg import linen as nn
 from reports import LIVE, LOSSES, STOPPED, report
 
@@ -31,6 +31,19 @@ def test_names_and_places_are_no_part_of_a_program():
 
     params = jax.eval_shape(Bare().init, jax.random.key(0), X)
     testing.assert_same_program(Other().apply, jax.jit(Bare().apply), params, X)
+
+
+def test_tables_of_places_are_left_out(monkeypatch):
+    """Some versions of XLA write them, between the head and the computations."""
+    lines = ['HloModule jit_f, entry', '', 'ENTRY %main () -> f32[] {', '}']
+    compiled = jax.jit(jnp.sin).lower(1.0).compile()
+    texts = []
+    for tables in ([], ['FileNames', '1 "a.py"', '', 'StackFrames', '1 {2}', '']):
+        text = '\n'.join([*lines[:2], *tables, *lines[2:]])
+        monkeypatch.setattr(_private, 'program_text', lambda _, text=text: text)
+        texts.append(testing.optimized_hlo(compiled).split())
+    assert texts[0] == texts[1]
+    assert 'a.py' not in str(texts)
 
 
 def test_constants_are_part_of_a_program():

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 import flax_sg as sg
 import oracle
-from flax_sg import absent, errors, leaves
+from flax_sg import absent, errors, leaves, linen
+
+pytestmark = pytest.mark.every_case
 
 
 class Pair(NamedTuple):
@@ -162,6 +164,10 @@ def test_a_box_keeps_its_names():
     oracle.assert_same(sg.combine(kernel, rest), params)
 
 
+def test_keys_that_are_none_of_jax():
+    assert leaves.path_of(['left', jax.tree_util.GetAttrKey('w'), 3]) == 'left/w/3'
+
+
 def test_paths_in_a_dict_of_collections():
     variables = {'params': {'w': 1.0}, 'batch_stats': {'w': 2.0}}
     stats, rest = sg.partition(variables, lambda path: path.collection == 'batch_stats')
@@ -283,6 +289,14 @@ def test_filters_that_select_nothing():
         sg.partition({'body': 1.0}, 'head/**')
     with pytest.raises(errors.TreeFilterError):
         sg.partition({'body': 1.0}, {'body': True, 'head': False})
+    names = linen.substitute({'body': 2.0, 'head': 3.0}).where
+    with pytest.raises(errors.UnusedSubstituteError, match="'head', nearest 'body'"):
+        sg.partition({'body': 1.0}, names)
+    assert sg.partition({'body': 1.0, 'head': 2.0, 'tail': 3.0}, names)[1] == {
+        'body': sg.ABSENT,
+        'head': sg.ABSENT,
+        'tail': 3.0,
+    }
     part, _ = sg.partition({'body': 1.0}, 'head/**', unused='ignore')
     assert jax.tree.leaves(part) == []
     with pytest.raises(errors.UnusedFilterError, match='do not start with the coll'):

@@ -161,6 +161,8 @@ EXTENTS = {
 }
 
 UNMATCHED: dict[str, Any] = {
+    'an and of two that share nothing': flax_sg.filters.as_filter('gln_0/**')
+    & 'gln_1/**',
     'typo': 'gnl_*/**',
     'prefix': 'params/gln_0/**',
     'separator': 'gln_0.dense.kernel',
@@ -180,8 +182,6 @@ UNMATCHED: dict[str, Any] = {
     'of an or': flax_sg.filters.as_filter('gln_0/**') | 'nothing',
     'of an and': flax_sg.filters.as_filter('**') & 'nothing',
     'of a not': ~flax_sg.filters.as_filter('nothing'),
-    'an and of two that share nothing': flax_sg.filters.as_filter('gln_0/**')
-    & 'gln_1/**',
     'not of what is left out': flax_sg.filters.as_filter('gln_*/**')
     & ~flax_sg.filters.as_filter('gln_2/**'),
 }

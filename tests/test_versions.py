@@ -19,6 +19,8 @@ from packaging.specifiers import SpecifierSet
 from flax_sg import _private, errors, versions
 from flax_sg.errors import base
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 
@@ -63,6 +65,12 @@ def test_a_function_that_takes_something_else(place):
     line = f'  {place.replace(":", ".")}({expected}), which takes (something, else_)'
     assert line in str(caught.value).splitlines()
     versions.check()
+
+
+def test_a_function_that_is_something_else(monkeypatch):
+    place = next(place for place, takes in versions.NAMES.items() if takes)
+    monkeypatch.setattr(*owner_of(place), functools.partial(print))
+    assert place.replace(':', '.') in list(versions._faults())
 
 
 @pytest.mark.parametrize('place', versions.WITHIN)

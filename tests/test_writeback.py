@@ -334,9 +334,11 @@ class Step(Reader):
 
 
 AXES = {('cache',): In(1), 'cache': Out(0)}
+SPREAD = {('cache',): In(None), 'cache': Out(1)}
 MOVES = {
     'vmap': nn.vmap(Reader, variable_axes=AXES),
     'scan': nn.scan(Step, variable_axes=AXES, length=3),
+    'vmap of one for all': nn.vmap(Reader, variable_axes=SPREAD),
 }
 
 
@@ -362,6 +364,7 @@ class Moving(nn.Module):
 def test_axes_that_move(lift, writes, square):
     # Three steps: stacked along axis 1, they come out stacked along axis 0.
     shape = (3, 3, 3) if square else (2, 3, 3)
+    shape = (*shape[:1], *shape[2:]) if lift == 'vmap of one for all' else shape
     x = jnp.arange(9.0).reshape(3, 3) if square else X
 
     def run(how):
@@ -743,7 +746,7 @@ class Rewriting(Program):
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize(
-    'body', [keep, swap, copy_over, grow, shrink], ids=lambda f: f.__name__
+    'body', [copy_over, keep, swap, grow, shrink], ids=lambda f: f.__name__
 )
 def test_writes_of_what_was_read_in_a_lifted_body(body, lift):
     def run(how):
@@ -754,6 +757,24 @@ def test_writes_of_what_was_read_in_a_lifted_body(body, lift):
         return fn
 
     check(run, {'cache': CACHE}, X)
+
+
+def test_branches_that_write_what_differs_in_structure_are_refused_by_jax():
+    class Differ(nn.Module):
+        where: Any
+
+        @nn.compact
+        def __call__(self, x):
+            with block(self.where, self.where is not None, collections='cache'):
+                return nn.cond(x[0, 0] > 0, *bodies, self, x)
+
+    bodies = [lambda module, x, fn=fn: fn(None, module, x) for fn in (grow, shrink)]
+    said = []
+    for where in (None, 'pair'):
+        with pytest.raises(TypeError) as caught:
+            Differ(where).apply({'cache': CACHE}, X, mutable=['cache'])
+        said.append(str(caught.value))
+    assert said[0] == said[1]
 
 
 # Branches and loops.

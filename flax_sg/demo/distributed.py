@@ -175,7 +175,7 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], out: Path) -> None:
             )
 
 
-def _save(path: Path, arrays: Arrays) -> None:
+def _save(path: Path, arrays: Arrays) -> None:  # pragma: no cover (as ``work``)
     named: dict[str, Any] = arrays
     np.savez(path, **named)
 
@@ -190,7 +190,7 @@ def _by_name(tree: Any) -> Arrays:
     return {jax.tree_util.keystr(keys): np.asarray(leaf) for keys, leaf in pairs}
 
 
-def work(argv: Sequence[str]) -> None:
+def work(argv: Sequence[str]) -> None:  # pragma: no cover (in its own process)
     """Trains as one of several processes.
 
     Args:

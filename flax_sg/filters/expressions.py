@@ -45,8 +45,7 @@ class Filter(abc.ABC):
         return ()
 
     def _with_parts(self, parts: tuple[Filter, ...]) -> Filter:
-        del parts
-        return self
+        raise NotImplementedError
 
     def __call__(self, path: Path) -> Any:
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""

@@ -138,12 +138,7 @@ def _key_of(kind: Hashable, eqn: JaxprEqn) -> Hashable:
         return None
     places = tuple(eqn.invars.index(var) for var in eqn.invars)
     shapes = tuple(getattr(var.aval, 'shape', ()) for var in eqn.invars)
-    try:
-        params = frozenset(eqn.params.items())
-        hash(params)
-    except TypeError:
-        return None
-    return kind, places, shapes, params
+    return kind, places, shapes, frozenset(eqn.params.items())
 
 
 class _Function:

@@ -209,7 +209,8 @@ class ObjectWalk(CallWalk):
         if of_class is MISSING:
             return self._absent(value, kind, reads)
         if of_class is dict_of(object).get(name):
-            return 'of every object'
+            # It may call other methods. Of a whole object these are looked at anyway.
+            return self._refuse('every object has it') if reads else 'of every object'
         if self.libraries.have_class(type(of_class)):
             # Flax wraps the properties of modules.
             of_class = stored_attribute(of_class, 'wrapped', of_class)

@@ -85,6 +85,7 @@ _BACK_DOORS = frozenset(
         *('__builtins__', '__closure__', '__defaults__', '__kwdefaults__'),
         *('__subclasses__', 'cell_contents', 'f_back', 'f_globals', 'f_locals'),
         *('f_builtins', 'gi_frame', 'tb_frame'),
+        *('__dir__', '__getstate__', '__reduce__', '__reduce_ex__'),
     )
 )
 
@@ -151,10 +152,9 @@ def _scan(code: types.CodeType, anchors: dict[str, Reads], out: Code) -> None:
         elif 'LOAD_FAST' in op:
             # Some instructions load two; Python 3.13 loads cells to build closures.
             *below, name = name if isinstance(name, tuple) else (name,)
-            if not op.startswith('STORE'):
-                for other in below:
-                    if other in anchors and other not in cells:
-                        anchors[other].whole = True
+            for other in below:  # pragma: no cover (before Python 3.13 there is one)
+                if not op.startswith('STORE') and other in anchors.keys() - cells:
+                    anchors[other].whole = True
             top = None if name in cells else anchors.get(name)
         elif op in ('LOAD_CONST', 'LOAD_SMALL_INT'):
             constants.append(name)
@@ -168,8 +168,6 @@ def _scan(code: types.CodeType, anchors: dict[str, Reads], out: Code) -> None:
             out.refusals.append(f'it assigns the global {name!r}')
         elif op == 'MATCH_CLASS':
             out.refusals.append('it matches attributes by a class pattern')
-    if top is not None:
-        top.whole = True
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             free = {n: anchors[n] for n in constant.co_freevars if n in anchors}

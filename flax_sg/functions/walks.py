@@ -101,7 +101,7 @@ class Walk(abc.ABC):
         for kind, name in self.labels:
             if kind in ('.', '['):
                 text += f'.{name}' if kind == '.' else f'[{name!r}]'
-            elif kind:
+            else:
                 text += f'{" -> " if text else ""}{kind}{name!r}'
         name = describe(self.fn)
         return f'{text} of {name}' if text else name
