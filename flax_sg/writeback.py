@@ -282,6 +282,7 @@ def _moved(stored: Any, axis_in: int | None, axis_out: int | None, out: Any) -> 
     """A leaf that was not written, with its axis where the transform puts it."""
     if axis_in == axis_out:
         return stored
+    assert axis_out is not None  # JAX refuses that what is mapped comes out as one.
     if axis_in is None:
         return jnp.broadcast_to(jnp.expand_dims(stored, axis_out), out.shape)
     return jnp.moveaxis(stored, axis_in, axis_out)
