@@ -1,5 +1,6 @@
 """A filter that selected nothing raises, and one that selected something never does."""
 
+import collections
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import flax_sg
-from flax_sg import errors
+from flax_sg import errors, unused
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -440,6 +441,16 @@ def test_a_compiled_step_is_read_once():
             step(VARIABLES)
         with nn.stop_gradient(lambda path: path == 'gln_1/dense/kernel'):
             step(VARIABLES)
+
+
+def test_a_compiled_step_is_remembered_beside_as_many_as_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(unused, '_passed', collections.OrderedDict())
+    monkeypatch.setattr(unused, '_PASSED_SIZE', 1)
+    step = compiled_step()
+    for where in ('gln_1/**', 'gln_0/**', 'gln_0/**'):
+        with nn.stop_gradient(where):
+            step(VARIABLES)
+        assert len(unused._passed) == 1
 
 
 def test_a_compiled_step_with_a_typo_raises_when_it_is_traced():
