@@ -411,6 +411,7 @@ def test_a_traced_factor():
     assert jax.grad(lambda f: step(jnp.array([1.0]), f)[0])(3.0) == -1.0
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('rule', [nn.reverse_gradient, nn.replace_cotangent])
 def test_a_value_does_not_depend_on_what_its_cotangent_does(rule):
     @jax.jit
