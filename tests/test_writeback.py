@@ -335,9 +335,9 @@ class Step(Reader):
 AXES = {('cache',): In(1), 'cache': Out(0)}
 SPREAD = {('cache',): In(None), 'cache': Out(1)}
 MOVES = {
+    'vmap of one for all': nn.vmap(Reader, variable_axes=SPREAD),
     'vmap': nn.vmap(Reader, variable_axes=AXES),
     'scan': nn.scan(Step, variable_axes=AXES, length=3),
-    'vmap of one for all': nn.vmap(Reader, variable_axes=SPREAD),
 }
 
 
