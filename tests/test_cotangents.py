@@ -455,6 +455,12 @@ def test_what_is_not_differentiated_takes_no_part():
     assert values.tolist() == [8.0 + 8.0 + 12.0 + 10.0] * 3
 
 
+def test_what_is_not_traced_is_read_in_a_lifted_body_as_it_is():
+    lifted = fnn.map_variables(Scale, 'params', lambda tree: tree)
+    with nn.reverse_gradient('w'):
+        assert lifted().apply({'params': {'w': jnp.array([3.0])}}) == 3.0
+
+
 def test_what_a_function_of_cotangents_raises_says_whose_it_was():
     def fn(path, cotangent):
         raise LookupError('mine')
