@@ -191,8 +191,7 @@ class _Joint:
             ]
         for key, old, new in seen:
             self._seen[key, id(old)] = old, new
-            if new is not old:
-                block.made.note(new)
+            block.made.note(new)
 
     def seen(self, block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
         if len(root.parts) > self.parts and not any(k == key for k, _ in self._seen):

@@ -78,19 +78,27 @@ def _check_collections(block: blocks.Block) -> None:
             raise errors.UnknownCollectionError(name, sorted(block.collections))
 
 
+_TREES = (filters.BoolTree, filters.Names)
+
+
 def _check_atoms(block: blocks.Block) -> None:
     met = [path for path, _ in block.decisions.values()]
     owner = None if block.owner is None else block.owner.path
-    trees = (filters.BoolTree, filters.Names)
     for atom in block.unmatched():
-        if not (isinstance(atom, trees) or atom.may_be_empty):
+        if not (isinstance(atom, _TREES) or atom.may_be_empty):
             raise errors.UnusedFilterError(atom, met, owner)
     for atom in block.where.atoms:
-        if isinstance(atom, trees) and (missing := atom.missing(met)):
+        if isinstance(atom, _TREES) and (missing := atom.missing(met)):
             raise atom.misfit(missing, met)
     both = isinstance(block.where, filters.And) and not block.where.may_be_empty
     if both and not any(took for _, took in block.decisions.values()):
         raise errors.UnusedFilterError(block.where, met, owner)
+
+
+def _asks_for_all(block: blocks.Block) -> bool:
+    """Whether more is judged than that each part of the filter took something."""
+    of_trees = any(isinstance(atom, _TREES) for atom in block.where.atoms)
+    return of_trees or isinstance(block.where, filters.And)
 
 
 def settle(scope: Scope) -> None:
@@ -112,7 +120,7 @@ def _meet(
 ) -> None:
     """Lets the filter see variables that nobody read, if it may have missed them."""
     block.collections.update(variables)
-    if not block.unmatched():
+    if not block.unmatched() and not _asks_for_all(block):
         return
     for collection, tree in variables.items():
         if block.wants(collection):

@@ -278,8 +278,9 @@ def _unmoved(origin: _Origin) -> _Origin:
     return tuple(at if at == i else None for i, at in enumerate(origin))
 
 
-def _moved(stored: Any, axis_in: int | None, axis_out: int | None, out: Any) -> Any:
+def _moved(stored: Any, axis_in: Any, axis_out: Any, out: Any) -> Any:
     """A leaf that was not written, with its axis where the transform puts it."""
+    # JAX refuses that what is mapped comes out as one for all.
     if axis_in == axis_out:
         return stored
     assert axis_out is not None  # JAX refuses that what is mapped comes out as one.

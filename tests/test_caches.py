@@ -1429,6 +1429,16 @@ def test_a_number_that_was_forgotten_is_not_given_again(monkeypatch):
     assert contexts.number_of(('a',), ()).value not in (a, b, c)
 
 
+def test_numbers_of_owners_that_are_told_apart():
+    sequences.forget_contexts()
+    one, gone = (contexts.number_of(('rewrite',), owner) for owner in ('a', 'b'))
+    values = one.value, gone.value
+    del gone
+    contexts.tell_apart(one)
+    assert contexts.number_of(('rewrite',), 'a') is one
+    assert contexts.number_of(('rewrite',), 'b').value not in values
+
+
 def test_a_function_without_the_rule_that_it_needs_is_refused_by_jax():
     @jax.custom_vjp
     def fn(x):

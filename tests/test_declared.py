@@ -78,6 +78,11 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
 }
 
 
+def test_nothing_is_declared_where_no_class_is(monkeypatch):
+    monkeypatch.setattr(declared, '_declared', {})
+    assert declared.declared({'a': layer(), 'w': 1.0}) == [True] * 4
+
+
 @pytest.mark.parametrize('name', MODELS)
 def test_everything_follows_the_declaration(name):
     model, trained = MODELS[name]

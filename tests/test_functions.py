@@ -327,6 +327,10 @@ EQUAL: dict[str, Pair] = {
         function_key(reads_attribute(config(frozen='a', other='x'))),
         function_key(reads_attribute(config(frozen='a', other='y'))),
     ),
+    'another attribute, in a function with many names': lambda: (
+        function_key(reads_many(config(prefix='a', other='x'))),
+        function_key(reads_many(config(prefix='a', other='y'))),
+    ),
     'in another module': lambda: (
         function_key(textual('N = "a"\nf = lambda path: path == N')),
         function_key(textual('N = "a"\nf = lambda path: path == N')),
@@ -387,6 +391,10 @@ def decorated(name):
 
 def reads_attribute(of):
     return lambda path: path.name in of.frozen
+
+
+MANY = ', '.join(f'name_{number}' for number in range(300))
+reads_many = eval(f'lambda of: lambda path: path in [{MANY}] or path == of.prefix')
 
 
 def reads_path_name(of):
@@ -751,7 +759,6 @@ VECTORIZED = np.vectorize(vectorized)
 JITTED_HELPER = jax.jit(vectorized)
 DECORATED = context()(vectorized)
 BOUND_PARTIAL = types.MethodType(MyPartial(through), 'a')
-MANY = ', '.join(f'name_{number}' for number in range(300))
 CHANGES: dict[str, tuple[Any, Callable[[], Callable[[], None]]]] = {
     'global': (lambda path: path in FROZEN, rebinding(GLOBALS, 'FROZEN', ('dec',))),
     'global that appears': (
@@ -937,7 +944,7 @@ CHANGES: dict[str, tuple[Any, Callable[[], Callable[[], None]]]] = {
         rebinding(SETTINGS.model, 'prefix', 'x'),
     ),
     'attribute, in a function with many names': (
-        eval(f'lambda path: path in [{MANY}] or path == SETTINGS.model.prefix'),
+        reads_many(SETTINGS.model),
         rebinding(SETTINGS.model, 'prefix', 'x'),
     ),
     'attribute of a class, by type()': (

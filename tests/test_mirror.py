@@ -424,6 +424,7 @@ def test_unknown_choices(option, value) -> None:
     assert isinstance(caught.value, errors.FlaxSGError)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('target', [None, jnp.tanh, linen.Dense, 3, X])
 def test_what_is_no_module(target) -> None:
     with pytest.raises(errors.WrappedModuleError, match=r'nn\.mirror wraps a Module'):

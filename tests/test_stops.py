@@ -203,6 +203,7 @@ def test_nothing_is_computed_before_a_bad_argument_raises(make):
 
 @BOTH
 def test_help(make):
+    assert "where: 'Any' = LEFT_OUT, *" in str(inspect.signature(make))
     doc = inspect.getdoc(make)
     assert doc is not None
     for section in ('Args:', 'Returns:', '>>> '):

@@ -943,6 +943,24 @@ def test_the_other_collection_is_seen_as_outside() -> None:
     assert_reads(fn, by_hand, PARAMS, OTHERS)
 
 
+def test_what_a_body_leaves_as_it_is_beside_what_it_writes_is_asked_once() -> None:
+    class Writes(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            def body(module, x):
+                _, two = module.get_variable('state', 'pair')
+                module.put_variable('state', 'pair', (x, two))
+                return module.get_variable('state', 'pair')
+
+            return linen.remat(body)(self, x)
+
+    one, two, x = map(jnp.float32, (1.0, 2.0, 5.0))
+    with nn.substitute(lambda path, value: 10.0 * value, collections='state'):
+        read, written = Writes().apply({'state': {'pair': (one, two)}}, x, mutable=True)
+    assert_same(read, (10.0 * x, 10.0 * two))
+    assert_same(written, {'state': {'pair': (x, two)}})
+
+
 def test_another_collection_in_a_body_with_two_modules() -> None:
     class Two(linen.Module):
         @linen.compact

@@ -1,5 +1,6 @@
 """A filter that selected nothing raises, and one that selected something never does."""
 
+import collections
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import flax_sg
-from flax_sg import errors
+from flax_sg import errors, unused
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -442,6 +443,16 @@ def test_a_compiled_step_is_read_once():
             step(VARIABLES)
 
 
+def test_a_compiled_step_is_remembered_beside_as_many_as_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(unused, '_passed', collections.OrderedDict())
+    monkeypatch.setattr(unused, '_PASSED_SIZE', 1)
+    step = compiled_step()
+    for where in ('gln_1/**', 'gln_0/**', 'gln_0/**'):
+        with nn.stop_gradient(where):
+            step(VARIABLES)
+        assert len(unused._passed) == 1
+
+
 def test_a_compiled_step_with_a_typo_raises_when_it_is_traced():
     step = compiled_step()
     with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('gln_3/**'):
@@ -595,8 +606,36 @@ def test_a_tree_that_does_not_fit():
             run({'gln_0': {'dense': {'kernel': {'deep': True}, 'bias': True}}, **rest})
 
 
-def test_a_tree_for_what_a_part_of_the_model_reads():
-    # Only one encoder is called; the tree has to answer for all variables there are.
-    tree = {'gln_0': True, 'gln_1': False, 'norm': False, 'scale': True}
-    with nn.stop_gradient(tree):
-        MODEL.apply(VARIABLES, X, method=lambda model, x: model.gln_0(x))
+OF_ALL = {
+    'a tree': (
+        nn.stop_gradient,
+        {'gln_0': True, 'gln_1': False, 'norm': False, 'scale': True},
+    ),
+    'values': (nn.substitute, VARIABLES['params']),
+    'an and': (
+        nn.stop_gradient,
+        flax_sg.filters.as_filter(['gln_0/**', 'scale']) & ['gln_1/**', 'scale'],
+    ),
+}
+
+
+@pytest.mark.parametrize('name', OF_ALL)
+@pytest.mark.parametrize('at', ['top', 'in a module'])
+def test_a_filter_of_all_for_what_a_part_of_the_model_reads(name, at, monkeypatch):
+    """It is judged by all variables that there are, read or not."""
+    monkeypatch.setattr(unused, '_passed', collections.OrderedDict())
+    make, where = OF_ALL[name]
+
+    def reads(model, x):
+        return model.gln_1(model.gln_0(x)) if name == 'an and' else model.gln_0(x)
+
+    class Reads(Model):
+        def __call__(self, x):
+            with make(where):
+                return reads(self, x)
+
+    if at == 'top':
+        with make(where):
+            MODEL.apply(VARIABLES, X, method=reads)
+    else:
+        Reads().apply(VARIABLES, X)
