@@ -1,5 +1,6 @@
 """A filter that selected nothing raises, and one that selected something never does."""
 
+import collections
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import flax_sg
-from flax_sg import errors
+from flax_sg import errors, unused
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -473,6 +474,18 @@ def test_a_compiled_step_after_a_call_that_ignored():
         step(VARIABLES)
     with nn.stop_gradient('gln_0/*/bias'):
         step(VARIABLES)
+
+
+def test_what_passed_longest_ago_is_forgotten_first(monkeypatch):
+    passed = collections.OrderedDict[int, Any]()
+    monkeypatch.setattr(unused, '_passed', passed)
+    monkeypatch.setattr(unused, '_PASSED_SIZE', 2)
+    contexts: dict[str, int] = {}
+    for where in 'abac':
+        with nn.stop_gradient({'kernel': where == 'a', 'bias': where == 'b'}):
+            fnn.Dense(2).apply({'params': {'kernel': X.T, 'bias': X[0, :2]}}, X)
+        contexts[where] = next(reversed(passed))
+    assert list(passed) == [contexts['a'], contexts['c']]
 
 
 def test_a_compiled_step_in_nested_blocks():
