@@ -556,6 +556,11 @@ def test_collections():
         run(True, collections=['params', 'batch_stats'])
 
 
+def test_a_module_without_parameters_lacks_no_collection():
+    with nn.stop_gradient(True):
+        fnn.LayerNorm(use_bias=False, use_scale=False).apply({}, X)
+
+
 def test_a_collection_that_is_unknown_raises_under_true():
     with pytest.raises(errors.UnknownCollectionError):
         _block(True, collections='batch_stat')
