@@ -13,6 +13,7 @@ import pytest
 import flax_sg
 from flax_sg import errors, unused
 from flax_sg import linen as nn
+from flax_sg.filters import as_filter
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -248,7 +249,8 @@ def test_train_only_judges_what_it_was_given():
 
 def test_paths_are_relative_to_the_module_that_opened_the_block():
     read(Mounted('m/gln_0/**'), MOUNTED)
-    for where in ('enc/m/gln_0/**', 'gln_0/**', '/enc/m/gln_0/**', 'other/**'):
+    both = as_filter('m/gln_0/**') & 'm/gln_1/**'
+    for where in ('enc/m/gln_0/**', 'gln_0/**', '/enc/m/gln_0/**', 'other/**', both):
         with pytest.raises(errors.UnusedFilterError) as caught:
             read(Mounted(where), MOUNTED)
         assert "relative to the module at 'enc'" in str(caught.value)
