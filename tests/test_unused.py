@@ -561,6 +561,8 @@ def test_collections():
 def test_a_module_without_parameters_lacks_no_collection():
     with nn.stop_gradient(True):
         fnn.LayerNorm(use_bias=False, use_scale=False).apply({}, X)
+    with nn.stop_gradient(True):
+        pass
 
 
 def test_a_collection_that_is_unknown_raises_under_true():
