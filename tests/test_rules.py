@@ -251,6 +251,15 @@ def test_one_level_of_what_is_no_tracer_is_what_it_is(leaf):
     assert integers.eqns == []
 
 
+def test_one_level_is_stopped_for_what_differentiates_first():
+    def product(rule):
+        return jax.grad(lambda x: x * rule(PATH, x))
+
+    assert product(STOP)(3.0) == product(rules.StopOneLevel())(3.0) == 3.0
+    assert jax.grad(product(STOP))(3.0) == 0.0
+    assert jax.grad(product(rules.StopOneLevel()))(3.0) == 1.0
+
+
 LEVELS = {
     'grad': jax.grad,
     'jvp': lambda f: lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),)),

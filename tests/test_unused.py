@@ -558,7 +558,8 @@ def test_collections():
         run(True, collections=['params', 'batch_stats'])
 
 
-def test_a_module_without_parameters_lacks_no_collection():
+def test_a_module_without_parameters_lacks_no_collection(monkeypatch):
+    monkeypatch.setattr(unused, '_passed', collections.OrderedDict())
     with nn.stop_gradient(True):
         fnn.LayerNorm(use_bias=False, use_scale=False).apply({}, X)
     with nn.stop_gradient(True):
