@@ -405,3 +405,16 @@ def test_extents_close_in_order_whatever_they_are():
     counts.clear()
     flax.core.apply(core.stop_gradient(fn, 'bias'))(variables, X)
     assert counts == [2, 3, 2]
+
+
+def test_a_block_that_closes_too_early_names_the_innermost():
+    blocks_open = [nn.stop_gradient(where, unused='ignore') for where in 'abc']
+    for block in blocks_open:
+        block.__enter__()
+    said = r"Glob\('a'\).* cannot be closed: .*Glob\('c'\).* is still open"
+    with pytest.raises(errors.BlockOrderError, match=said):
+        blocks_open[0].__exit__(None, None, None)
+    still_open = [block.where for block in blocks.active()]
+    assert still_open == [filters.Glob('b'), filters.Glob('c')]
+    for block in blocks_open[:0:-1]:
+        block.__exit__(None, None, None)

@@ -233,6 +233,34 @@ def test_a_rule_is_told_the_variable():
     ]
 
 
+def test_a_rule_that_looks_at_one_leaf_looks_at_each():
+    class Told(rules.Rule):
+        name = 'told'
+
+        def __call__(self, path, leaf):
+            return path.name, leaf
+
+    selected = [(PATH, [1, 2]), (flax_sg.Path.of('params', ('bias',)), [3])]
+    seen = Told().together(selected, lambda *_: ())
+    assert seen == [[('kernel', 1), ('kernel', 2)], [('bias', 3)]]
+
+
+@pytest.mark.parametrize('leaf', [1.0, jnp.ones(2), np.ones(2), 'text'])
+def test_one_level_of_what_is_no_tracer_is_what_it_is(leaf):
+    assert rules.StopOneLevel()(PATH, leaf) is leaf
+    integers = jax.make_jaxpr(lambda n: rules.StopOneLevel()(PATH, n))(3)
+    assert integers.eqns == []
+
+
+def test_one_level_is_stopped_for_what_differentiates_first():
+    def product(rule):
+        return jax.grad(lambda x: x * rule(PATH, x))
+
+    assert product(STOP)(3.0) == product(rules.StopOneLevel())(3.0) == 3.0
+    assert jax.grad(product(STOP))(3.0) == 0.0
+    assert jax.grad(product(rules.StopOneLevel()))(3.0) == 1.0
+
+
 LEVELS = {
     'grad': jax.grad,
     'jvp': lambda f: lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),)),

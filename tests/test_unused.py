@@ -13,6 +13,7 @@ import pytest
 import flax_sg
 from flax_sg import errors, unused
 from flax_sg import linen as nn
+from flax_sg.filters import as_filter
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -248,7 +249,8 @@ def test_train_only_judges_what_it_was_given():
 
 def test_paths_are_relative_to_the_module_that_opened_the_block():
     read(Mounted('m/gln_0/**'), MOUNTED)
-    for where in ('enc/m/gln_0/**', 'gln_0/**', '/enc/m/gln_0/**', 'other/**'):
+    both = as_filter('m/gln_0/**') & 'm/gln_1/**'
+    for where in ('enc/m/gln_0/**', 'gln_0/**', '/enc/m/gln_0/**', 'other/**', both):
         with pytest.raises(errors.UnusedFilterError) as caught:
             read(Mounted(where), MOUNTED)
         assert "relative to the module at 'enc'" in str(caught.value)
@@ -486,6 +488,18 @@ def test_a_compiled_step_after_a_call_that_ignored():
         step(VARIABLES)
 
 
+def test_what_passed_longest_ago_is_forgotten_first(monkeypatch):
+    passed = collections.OrderedDict[int, Any]()
+    monkeypatch.setattr(unused, '_passed', passed)
+    monkeypatch.setattr(unused, '_PASSED_SIZE', 2)
+    contexts: dict[str, int] = {}
+    for where in 'abac':
+        with nn.stop_gradient({'kernel': where == 'a', 'bias': where == 'b'}):
+            fnn.Dense(2).apply({'params': {'kernel': X.T, 'bias': X[0, :2]}}, X)
+        contexts[where] = next(reversed(passed))
+    assert list(passed) == [contexts['a'], contexts['c']]
+
+
 def test_a_compiled_step_in_nested_blocks():
     step = compiled_step()
     for _ in range(2):
@@ -552,6 +566,14 @@ def test_collections():
             run('gln_0/**', collections='batch_stats')
         run('norm/mean', collections='batch_stat', unused='ignore')
         run(True, collections=['params', 'batch_stats'])
+
+
+def test_a_module_without_parameters_lacks_no_collection(monkeypatch):
+    monkeypatch.setattr(unused, '_passed', collections.OrderedDict())
+    with nn.stop_gradient(True):
+        fnn.LayerNorm(use_bias=False, use_scale=False).apply({}, X)
+    with nn.stop_gradient(True):
+        pass
 
 
 def test_a_collection_that_is_unknown_raises_under_true():
