@@ -1473,6 +1473,23 @@ def test_one_of_the_collections_that_may_be_written(lift, collection):
     check(run, {name: {'part': tree} for name, tree in stored.items()})
 
 
+def test_a_condition_may_not_write_in_a_block_either():
+    class Uses(nn.Module):
+        @nn.compact
+        def __call__(self):
+            self.variable('cache', 'memory', lambda: 0.0)
+
+            def condition(module, i):
+                module.put_variable('cache', 'memory', 1.0)
+                return i < 1
+
+            with block('**', collections=True, unused='ignore'):
+                nn.while_loop(condition, lambda _, i: i + 1, self, 0, 'cache')
+
+    with pytest.raises(flax.errors.ModifyScopeVariableError):
+        Uses().apply({'cache': {'memory': 0.0}}, mutable=True)
+
+
 # How the way back is found, as plain functions.
 
 
