@@ -818,6 +818,21 @@ def test_one_value_in_two_threads():
     assert box == {0: 'a', 1: 'a'}
 
 
+def test_a_thread_keeps_nothing_of_the_trees_in_its_blocks():
+    left: list[Any] = []
+
+    def work():
+        with nn.stop_gradient('a/**'):
+            MODEL.bind({'params': PARAMS})(X)
+            left.append(len(blocks.thread.roots))
+        left.append(len(blocks.thread.roots))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert left == [1, 0]
+
+
 def test_a_thread_started_in_a_block_is_not_in_it():
     box: list[str] = []
     with nn.stop_gradient('a/**'):
