@@ -63,6 +63,7 @@ def assert_no_block_is_left() -> None:
     assert frozen() == ''
     assert blocks.thread.blocks == ()
     assert blocks.thread.roots == {}
+    assert blocks._open_blocks == set()
 
 
 @pytest.fixture(autouse=True)
@@ -206,6 +207,38 @@ def test_the_collections_that_a_block_looks_at(chosen, wanted):
         [block] = blocks.active()
         for _ in range(2):
             assert [c for c in every if block.wants(c)] == wanted.split()
+
+
+def test_the_outer_block_of_a_module_goes_on_when_the_inner_one_has_closed():
+    class Part(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            kernels = [fnn.Dense(3, use_bias=False, name=name) for name in 'ab']
+            with nn.stop_gradient('a/kernel'):
+                with nn.stop_gradient('b/kernel'):
+                    for kernel in kernels:
+                        x = kernel(x)
+                for kernel in kernels:
+                    x = jnp.tanh(kernel(x))
+            return x
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Part(name='part')(x)
+
+    params = Outer().init(jax.random.key(0), X)['params']
+
+    def by_hand(params):
+        a, b = (params['part'][name]['kernel'] for name in 'ab')
+        a = jax.lax.stop_gradient(a)
+        x = X @ a @ jax.lax.stop_gradient(b)
+        return jnp.tanh(jnp.tanh(x @ a) @ b)
+
+    oracle.assert_same(
+        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
+        oracle.grads(by_hand, params),
+    )
 
 
 # Whose paths a block speaks of.
