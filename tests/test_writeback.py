@@ -1490,6 +1490,26 @@ def test_a_condition_may_not_write_in_a_block_either():
         Uses().apply({'cache': {'memory': 0.0}}, mutable=True)
 
 
+@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+def test_a_body_in_a_block_has_the_name_and_the_random_numbers_of_its_own(lift):
+    class Uses(nn.Module):
+        blocked: bool
+
+        @nn.compact
+        def __call__(self):
+            def body(module):
+                names.append(module.scope.debug_path)
+                return module.make_rng('noise')
+
+            with block(True, self.blocked):
+                return lift(body)(self)
+
+    names: list[Any] = []
+    keys = [Uses(on).apply({}, rngs={'noise': KEY}) for on in (False, True)]
+    assert_same(*keys)
+    assert names[0] == names[1] != ('',)
+
+
 # How the way back is found, as plain functions.
 
 
