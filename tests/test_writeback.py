@@ -337,6 +337,9 @@ AXES = {('cache',): In(1), 'cache': Out(0)}
 MOVES = {
     'vmap': nn.vmap(Reader, variable_axes=AXES),
     'scan': nn.scan(Step, variable_axes=AXES, length=3),
+    'one for all': nn.vmap(
+        Reader, variable_axes={('cache',): In(None), 'cache': Out(1)}, axis_size=3
+    ),
 }
 
 
@@ -379,6 +382,7 @@ def test_axes_that_move(lift, writes, square):
 
         return fn
 
+    shape = shape[:1] + shape[2:] if lift == 'one for all' else shape
     cache = {'kept': 1 + jnp.arange(float(np.prod(shape))).reshape(shape)}
     cache['moved'] = jnp.cos(cache['kept'])
     check(run, cache, x)
