@@ -1440,41 +1440,57 @@ class Both(nn.Module):
     """Reads of two collections, each of which may be stopped by hand."""
 
     @nn.compact
-    def seen(self, x, see):
+    def seen(self, x, halted):
+        def see(collection, value):
+            return stop(value) if collection == halted else value
+
         w = self.param('w', nn.initializers.lecun_normal(), (3, 3))
         memory = self.variable('cache', 'memory', jnp.ones, (2, 3))
         return jnp.tanh(x @ see('params', w) + see('cache', memory.value))
 
-    def __call__(self, x):
-        return self.seen(x, lambda _, value: value)
+    def __call__(self, i, x):
+        return i, self.seen(x, '')
+
+    def halted_params(self, i, x):
+        return i, self.seen(x, 'params')
+
+    def halted_cache(self, i, x):
+        return i, self.seen(x, 'cache')
+
+
+METHODS = ['__call__', 'halted_params', 'halted_cache']
+STACKED = {'variable_axes': {'params': 0, 'cache': 0}, 'split_rngs': {'params': True}}
 
 
 @pytest.mark.parametrize('collection', ['params', 'cache'])
-@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+@pytest.mark.parametrize('lift', [nn.jit, nn.scan])
 def test_one_of_the_collections_that_may_be_written(lift, collection):
     class Uses(nn.Module):
         how: str
 
         @nn.compact
         def __call__(self, x):
-            if self.how == 'block':
-                part = lift(Both)(name='part')
-                with block('**', collections=collection):
-                    one = part(x)
-            else:
-                part = Both(name='part')
-                one = part.seen(x, lambda c, v: stop(v) if c == collection else v)
-            return {'one': one, 'stored': dict(part.variables), 'after': part(x)}
+            how = STACKED if lift is nn.scan else {}
+            part = lift(Both, methods=METHODS, **how)(name='part')
+            halted = (
+                part if self.how == 'block' else getattr(part, 'halted_' + collection)
+            )
+            with block('**', self.how == 'block', collections=collection):
+                one = halted(0, x)[1]
+            return {'one': one, 'stored': dict(part.variables), 'after': part(0, x)[1]}
 
     def run(how):
-        def fn(variables):
-            out, written = Uses(how).apply(variables, X, mutable=True)
+        def fn(variables, x):
+            out, written = Uses(how).apply(variables, x, mutable=True)
             return {**out, 'written': written}
 
         return fn
 
     stored = {'cache': {'memory': jnp.cos(X)}, 'params': {'w': W}}
-    check(run, {name: {'part': tree} for name, tree in stored.items()})
+    args = {name: {'part': tree} for name, tree in stored.items()}, X
+    if lift is nn.scan:
+        args = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), args)
+    check(run, *args)
 
 
 def test_a_condition_may_not_write_in_a_block_either():
