@@ -369,6 +369,40 @@ def test_a_name_that_two_trees_have_is_judged_in_each(mine_first):
     )
 
 
+@pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
+def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
+    class Opener(fnn.Module):
+        other: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            own = fnn.Dense(3, use_bias=False, name='own')
+            outer = nn.stop_gradient(['/other/kernel', 'own/kernel'])
+            with outer, nn.stop_gradient('/other/bias'):
+                return own(self.other(x))
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            other = fnn.Dense(3, name='other')
+            x = fnn.Dense(3, use_bias=False, name='own')(x)
+            return lift(Opener)(other, name='opener')(x)
+
+    params = Outer().init(jax.random.key(0), X)['params']
+
+    def by_hand(params):
+        kept = {'own': params['own']}
+        params = {**jax.lax.stop_gradient(params), **kept}
+        x = X @ params['own']['kernel']
+        x = fnn.Dense(3).apply({'params': params['other']}, x)
+        return x @ params['opener']['own']['kernel']
+
+    oracle.assert_same(
+        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
+        oracle.grads(by_hand, params),
+    )
+
+
 def test_two_trees_at_top_level_are_both_covered():
     other = fnn.Dense(3, name=None)
     theirs = other.init(jax.random.key(1), X)['params']
