@@ -377,8 +377,7 @@ def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
         @fnn.compact
         def __call__(self, x):
             own = fnn.Dense(3, use_bias=False, name='own')
-            outer = nn.stop_gradient(['/other/kernel', 'own/kernel'])
-            with outer, nn.stop_gradient('/other/bias'):
+            with nn.stop_gradient(['/other/*', 'own/kernel']):
                 return own(self.other(x))
 
     class Outer(fnn.Module):

@@ -1493,6 +1493,34 @@ def test_one_of_the_collections_that_may_be_written(lift, collection):
     check(run, *args)
 
 
+@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+def test_a_leaf_that_no_filter_took_is_taken_where_a_body_gives_it_another_name(lift):
+    class Other(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.tanh(x @ self.param('w', nn.initializers.ones, (3, 3)))
+
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            v = self.param('v', nn.initializers.ones, (3, 3))
+            return Other().apply({'params': {'w': v}}, x)
+
+    class Uses(nn.Module):
+        factor: float = 1.0
+
+        @nn.compact
+        def __call__(self, x):
+            with nn.scale_gradient('w', self.factor):
+                return lift(Part)(name='part')(x)
+
+    def loss(params, factor):
+        return jnp.sum(Uses(factor).apply({'params': params}, X))
+
+    whole, half = (jax.grad(loss)({'part': {'v': W}}, factor) for factor in (1.0, 0.5))
+    assert_same(half, jax.tree.map(lambda ct: 0.5 * ct, whole))
+
+
 def test_a_condition_may_not_write_in_a_block_either():
     class Uses(nn.Module):
         @nn.compact
