@@ -1521,6 +1521,25 @@ def test_a_leaf_that_no_filter_took_is_taken_where_a_body_gives_it_another_name(
     assert_same(half, jax.tree.map(lambda ct: 0.5 * ct, whole))
 
 
+@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+def test_a_block_in_a_body_in_a_block_finds_the_variables_of_the_body(lift):
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with nn.substitute('cache'):
+                return x @ self.param('w', nn.initializers.ones, (3, 3))
+
+    class Uses(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with block('elsewhere', unused='ignore'):
+                return lift(Part)(name='part')(x)
+
+    other = jnp.cos(W)
+    variables = {'params': {'part': {'w': W}}, 'cache': {'part': {'w': other}}}
+    assert_same(Uses().apply(variables, X), X @ other)
+
+
 def test_a_condition_may_not_write_in_a_block_either():
     class Uses(nn.Module):
         @nn.compact
