@@ -75,7 +75,6 @@ class _Lift:
         self.axes = axes
         self.trace = _private.current_trace()
         self.stored: list[dict[views.Key, Any]] = [{} for _ in scopes]
-        self.viewed: list[dict[views.Key, Any]] = [{} for _ in scopes]
         # For each variable the stored leaf that each of its leaves is, None if it was
         # written; as far as all traces of the body agree.
         self.origins: list[dict[views.Key, _Origin]] = [{} for _ in scopes]
@@ -131,7 +130,6 @@ class _Lift:
                 out[col] = views.view(root, self.open_blocks, key, tree)
                 if self._wanted(col):
                     self.stored[index].update(views.iter_variables(key, tree))
-                    self.viewed[index].update(views.iter_variables(key, out[col]))
             return out
 
         return tuple(

@@ -63,6 +63,7 @@ def assert_no_block_is_left() -> None:
     assert frozen() == ''
     assert blocks.thread.blocks == ()
     assert blocks.thread.roots == {}
+    assert blocks._open_blocks == set()
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +209,38 @@ def test_the_collections_that_a_block_looks_at(chosen, wanted):
             assert [c for c in every if block.wants(c)] == wanted.split()
 
 
+def test_the_outer_block_of_a_module_goes_on_when_the_inner_one_has_closed():
+    class Part(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            kernels = [fnn.Dense(3, use_bias=False, name=name) for name in 'ab']
+            with nn.stop_gradient('a/kernel'):
+                with nn.stop_gradient('b/kernel'):
+                    for kernel in kernels:
+                        x = kernel(x)
+                for kernel in kernels:
+                    x = jnp.tanh(kernel(x))
+            return x
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Part(name='part')(x)
+
+    params = Outer().init(jax.random.key(0), X)['params']
+
+    def by_hand(params):
+        a, b = (params['part'][name]['kernel'] for name in 'ab')
+        a = jax.lax.stop_gradient(a)
+        x = X @ a @ jax.lax.stop_gradient(b)
+        return jnp.tanh(jnp.tanh(x @ a) @ b)
+
+    oracle.assert_same(
+        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
+        oracle.grads(by_hand, params),
+    )
+
+
 # Whose paths a block speaks of.
 
 
@@ -333,6 +366,39 @@ def test_a_name_that_two_trees_have_is_judged_in_each(mine_first):
     oracle.assert_same(
         oracle.grads(lambda p, q: Outer().apply({'params': p}, X, q), params, params),
         oracle.grads(by_hand, params, params),
+    )
+
+
+@pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
+def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
+    class Opener(fnn.Module):
+        other: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            own = fnn.Dense(3, use_bias=False, name='own')
+            with nn.stop_gradient(['/other/*', 'own/kernel']):
+                return own(self.other(x))
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            other = fnn.Dense(3, name='other')
+            x = fnn.Dense(3, use_bias=False, name='own')(x)
+            return lift(Opener)(other, name='opener')(x)
+
+    params = Outer().init(jax.random.key(0), X)['params']
+
+    def by_hand(params):
+        kept = {'own': params['own']}
+        params = {**jax.lax.stop_gradient(params), **kept}
+        x = X @ params['own']['kernel']
+        x = fnn.Dense(3).apply({'params': params['other']}, x)
+        return x @ params['opener']['own']['kernel']
+
+    oracle.assert_same(
+        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
+        oracle.grads(by_hand, params),
     )
 
 
@@ -816,6 +882,21 @@ def test_one_value_in_two_threads():
     for thread in threads:
         thread.join()
     assert box == {0: 'a', 1: 'a'}
+
+
+def test_a_thread_keeps_nothing_of_the_trees_in_its_blocks():
+    left: list[Any] = []
+
+    def work():
+        with nn.stop_gradient('a/**'):
+            MODEL.bind({'params': PARAMS})(X)
+            left.append(len(blocks.thread.roots))
+        left.append(len(blocks.thread.roots))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert left == [1, 0]
 
 
 def test_a_thread_started_in_a_block_is_not_in_it():

@@ -339,6 +339,9 @@ MOVES = {
     'vmap of one for all': nn.vmap(Reader, variable_axes=SPREAD),
     'vmap': nn.vmap(Reader, variable_axes=AXES),
     'scan': nn.scan(Step, variable_axes=AXES, length=3),
+    'one for all': nn.vmap(
+        Reader, variable_axes={('cache',): In(None), 'cache': Out(1)}, axis_size=3
+    ),
 }
 
 
@@ -389,6 +392,7 @@ def check_moves(lift, writes, square, shape):
 
         return fn
 
+    shape = shape[:1] + shape[2:] if lift == 'one for all' else shape
     cache = {'kept': 1 + jnp.arange(float(np.prod(shape))).reshape(shape)}
     cache['moved'] = jnp.cos(cache['kept'])
     check(run, cache, x)
@@ -1464,41 +1468,141 @@ class Both(nn.Module):
     """Reads of two collections, each of which may be stopped by hand."""
 
     @nn.compact
-    def seen(self, x, see):
+    def seen(self, x, halted):
+        def see(collection, value):
+            return stop(value) if collection == halted else value
+
         w = self.param('w', nn.initializers.lecun_normal(), (3, 3))
         memory = self.variable('cache', 'memory', jnp.ones, (2, 3))
         return jnp.tanh(x @ see('params', w) + see('cache', memory.value))
 
-    def __call__(self, x):
-        return self.seen(x, lambda _, value: value)
+    def __call__(self, i, x):
+        return i, self.seen(x, '')
+
+    def halted_params(self, i, x):
+        return i, self.seen(x, 'params')
+
+    def halted_cache(self, i, x):
+        return i, self.seen(x, 'cache')
+
+
+METHODS = ['__call__', 'halted_params', 'halted_cache']
+STACKED = {'variable_axes': {'params': 0, 'cache': 0}, 'split_rngs': {'params': True}}
 
 
 @pytest.mark.parametrize('collection', ['params', 'cache'])
-@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+@pytest.mark.parametrize('lift', [nn.jit, nn.scan])
 def test_one_of_the_collections_that_may_be_written(lift, collection):
     class Uses(nn.Module):
         how: str
 
         @nn.compact
         def __call__(self, x):
-            if self.how == 'block':
-                part = lift(Both)(name='part')
-                with block('**', collections=collection):
-                    one = part(x)
-            else:
-                part = Both(name='part')
-                one = part.seen(x, lambda c, v: stop(v) if c == collection else v)
-            return {'one': one, 'stored': dict(part.variables), 'after': part(x)}
+            how = STACKED if lift is nn.scan else {}
+            part = lift(Both, methods=METHODS, **how)(name='part')
+            halted = (
+                part if self.how == 'block' else getattr(part, 'halted_' + collection)
+            )
+            with block('**', self.how == 'block', collections=collection):
+                one = halted(0, x)[1]
+            return {'one': one, 'stored': dict(part.variables), 'after': part(0, x)[1]}
 
     def run(how):
-        def fn(variables):
-            out, written = Uses(how).apply(variables, X, mutable=True)
+        def fn(variables, x):
+            out, written = Uses(how).apply(variables, x, mutable=True)
             return {**out, 'written': written}
 
         return fn
 
     stored = {'cache': {'memory': jnp.cos(X)}, 'params': {'w': W}}
-    check(run, {name: {'part': tree} for name, tree in stored.items()})
+    args = {name: {'part': tree} for name, tree in stored.items()}, X
+    if lift is nn.scan:
+        args = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), args)
+    check(run, *args)
+
+
+@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+def test_a_leaf_that_no_filter_took_is_taken_where_a_body_gives_it_another_name(lift):
+    class Other(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.tanh(x @ self.param('w', nn.initializers.ones, (3, 3)))
+
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            v = self.param('v', nn.initializers.ones, (3, 3))
+            return Other().apply({'params': {'w': v}}, x)
+
+    class Uses(nn.Module):
+        factor: float = 1.0
+
+        @nn.compact
+        def __call__(self, x):
+            with nn.scale_gradient('w', self.factor):
+                return lift(Part)(name='part')(x)
+
+    def loss(params, factor):
+        return jnp.sum(Uses(factor).apply({'params': params}, X))
+
+    whole, half = (jax.grad(loss)({'part': {'v': W}}, factor) for factor in (1.0, 0.5))
+    assert_same(half, jax.tree.map(lambda ct: 0.5 * ct, whole))
+
+
+@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+def test_a_block_in_a_body_in_a_block_finds_the_variables_of_the_body(lift):
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with nn.substitute('cache'):
+                return x @ self.param('w', nn.initializers.ones, (3, 3))
+
+    class Uses(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with block('elsewhere', unused='ignore'):
+                return lift(Part)(name='part')(x)
+
+    other = jnp.cos(W)
+    variables = {'params': {'part': {'w': W}}, 'cache': {'part': {'w': other}}}
+    assert_same(Uses().apply(variables, X), X @ other)
+
+
+def test_a_condition_may_not_write_in_a_block_either():
+    class Uses(nn.Module):
+        @nn.compact
+        def __call__(self):
+            self.variable('cache', 'memory', lambda: 0.0)
+
+            def condition(module, i):
+                module.put_variable('cache', 'memory', 1.0)
+                return i < 1
+
+            with block('**', collections=True, unused='ignore'):
+                nn.while_loop(condition, lambda _, i: i + 1, self, 0, 'cache')
+
+    with pytest.raises(flax.errors.ModifyScopeVariableError):
+        Uses().apply({'cache': {'memory': 0.0}}, mutable=True)
+
+
+@pytest.mark.parametrize('lift', [nn.jit, nn.remat])
+def test_a_body_in_a_block_has_the_name_and_the_random_numbers_of_its_own(lift):
+    class Uses(nn.Module):
+        blocked: bool
+
+        @nn.compact
+        def __call__(self):
+            def body(module):
+                names.append(module.scope.debug_path)
+                return module.make_rng('noise')
+
+            with block(True, self.blocked):
+                return lift(body)(self)
+
+    names: list[Any] = []
+    keys = [Uses(on).apply({}, rngs={'noise': KEY}) for on in (False, True)]
+    assert_same(*keys)
+    assert names[0] == names[1] != ('',)
 
 
 # How the way back is found, as plain functions.
