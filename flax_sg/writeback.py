@@ -281,7 +281,6 @@ def _moved(stored: Any, axis_in: Any, axis_out: Any, out: Any) -> Any:
     # JAX refuses that what is mapped comes out as one for all.
     if axis_in == axis_out:
         return stored
-    assert axis_out is not None  # JAX refuses that what is mapped comes out as one.
     if axis_in is None:
         return jnp.broadcast_to(jnp.expand_dims(stored, axis_out), out.shape)
     return jnp.moveaxis(stored, axis_in, axis_out)
