@@ -716,14 +716,14 @@ def name_stack_of(eqn: Any) -> str:
 def carried_by(scan: Any) -> range:
     """The numbers of the inputs of a scan that one turn hands to the next.
 
-    Before them are the constants, after them what each turn takes a slice of. jax 0.11
-    says so by the shape of a tree, whose class is private, and not by two numbers.
+    Before them are the constants, after them what each turn takes a slice of. Where
+    there were two numbers, jax 0.11 has a tree of a private class.
     """
-    if 'ft_in' not in scan.params:
-        first = scan.params['num_consts']
-        return range(first, first + scan.params['num_carry'])
-    consts, carry, _ = scan.params['ft_in'].unpack()
-    return range(len(consts), len(consts) + len(carry))
+    if 'ft_in' in scan.params:  # pragma: no cover (from jax 0.11 on)
+        consts, carry, _ = scan.params['ft_in'].unpack()
+        return range(len(consts), len(consts) + len(carry))
+    first = scan.params['num_consts']
+    return range(first, first + scan.params['num_carry'])
 
 
 # Frames in these are not of the user's program.
