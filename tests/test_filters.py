@@ -140,6 +140,11 @@ def test_combine_needs_each_atom_once(row):
         assert chosen.combine(results) == chosen(p)
 
 
+def test_a_glob_that_can_mean_nothing_is_refused_at_once():
+    with pytest.raises(errors.FilterValueError, match="ends in '/'"):
+        Glob('gln/')
+
+
 def test_kinds():
     assert as_filter('a') == Glob('a')
     assert as_filter(re.compile('a')) == Regex(re.compile('a'))
@@ -866,6 +871,12 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
     ),
     'collection alone': (
         'params/**',
+        MET,
+        ENC,
+        "paths do not start with the collection 'params'. Write '**'.",
+    ),
+    'collection, and nothing in it': (
+        'params',
         MET,
         ENC,
         "paths do not start with the collection 'params'. Write '**'.",

@@ -445,6 +445,7 @@ ORDERED = {
     'part of a longer path': ('x/gl', ['gln/a', 'b/x']),
     'a leading slash': ('/ab', ['b/x', 'gln/a']),
     'outside the owner': ('a/X/gln', ['/X/dense', 'b/x']),
+    'a module deep inside': ('gln', ['x/y/gln/z', 'glnx']),
     'stars say nothing': ('gln/**', ['dense', 'b/x']),
     'more than two hundred letters': ('b' + 40 * 'layer', ['c' + 40 * 'layer', 'dec']),
 }

@@ -333,6 +333,8 @@ def test_other_leaves_in_a_tree():
         sg.substitute(tree, lambda path, leaf: leaf + 1, where=['a/*', 'c']), expected
     )
     oracle.assert_same(sg.substitute(tree, {'z': 1}, unused='ignore'), tree)
+    with pytest.raises(errors.FilterValueError, match='unused='):
+        sg.substitute(tree, {}, unused='ignored')
     for values in others, lambda path, leaf: leaf + 1:
         where = ['a/*', 'c', 'z']
         new = sg.substitute(tree, values, where=where, unused='ignore')
