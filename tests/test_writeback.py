@@ -1458,7 +1458,7 @@ class Both(nn.Module):
         return i, self.seen(x, 'cache')
 
 
-METHODS = ['__call__', 'halted_params', 'halted_cache']
+HALTED = ['__call__', 'halted_params', 'halted_cache']
 STACKED = {'variable_axes': {'params': 0, 'cache': 0}, 'split_rngs': {'params': True}}
 
 
@@ -1471,7 +1471,7 @@ def test_one_of_the_collections_that_may_be_written(lift, collection):
         @nn.compact
         def __call__(self, x):
             how = STACKED if lift is nn.scan else {}
-            part = lift(Both, methods=METHODS, **how)(name='part')
+            part = lift(Both, methods=HALTED, **how)(name='part')
             halted = (
                 part if self.how == 'block' else getattr(part, 'halted_' + collection)
             )
