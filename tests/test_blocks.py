@@ -1138,6 +1138,8 @@ def test_a_predicate_that_reads_variables_itself():
     assert_no_block_is_left()
     with nn.stop_gradient(names):
         assert frozen() == 'a'
+    with nn.stop_gradient(['c/**', names]):
+        assert frozen() == 'ac'
 
 
 def test_the_stack_of_frames_is_not_kept_alive():

@@ -474,6 +474,24 @@ def test_equality_looks_at_filter_rule_and_collections():
     )
 
 
+def test_a_rule_is_taken_as_it_is_when_the_block_opens():
+    class One(fnn.Module):
+        @fnn.compact
+        def __call__(self):
+            return jnp.sum(self.param('w', fnn.initializers.ones, (2,)))
+
+    factors = [2.0]
+    rewrite = nn.map_cotangent('w', lambda path, ct: factors[0] * ct)
+
+    def loss(params):
+        with rewrite:
+            return One().apply({'params': params})
+
+    for factor in (2.0, 3.0):
+        factors[0] = factor
+        assert jax.grad(loss)({'w': jnp.ones(2)})['w'].tolist() == [factor, factor]
+
+
 def test_entering_gives_the_value():
     rewrite = nn.stop_gradient('enc/**')
     with rewrite as entered:

@@ -1486,8 +1486,8 @@ class Both(nn.Module):
         return i, self.seen(x, 'cache')
 
 
-METHODS = ['__call__', 'halted_params', 'halted_cache']
-STACKED = {'variable_axes': {'params': 0, 'cache': 0}, 'split_rngs': {'params': True}}
+HALTED = ['__call__', 'halted_params', 'halted_cache']
+SLICED = {'variable_axes': {'params': 0, 'cache': 0}, 'split_rngs': {'params': True}}
 
 
 @pytest.mark.parametrize('collection', ['params', 'cache'])
@@ -1498,8 +1498,8 @@ def test_one_of_the_collections_that_may_be_written(lift, collection):
 
         @nn.compact
         def __call__(self, x):
-            how = STACKED if lift is nn.scan else {}
-            part = lift(Both, methods=METHODS, **how)(name='part')
+            how = SLICED if lift is nn.scan else {}
+            part = lift(Both, methods=HALTED, **how)(name='part')
             halted = (
                 part if self.how == 'block' else getattr(part, 'halted_' + collection)
             )
