@@ -1302,6 +1302,23 @@ def test_what_is_made_of_numbers_is_other_numbers_for_other_values(stored):
     assert (numbers, slopes) == ([18.0, 6.0, 18.0, 6.0], [6.0, 0.0, 6.0, 0.0])
 
 
+@pytest.mark.parametrize('run', [lambda fn: fn, jax.jit], ids=['eager', 'jit'])
+def test_the_factor_of_a_rewrite_is_not_made_of_variables(run):
+    class Scaled(linen.Module):
+        def setup(self):
+            self.layer = nn.scale_gradient(True, 0.5)(linen.Dense(2))
+
+        def __call__(self, x):
+            with nn.substitute(lambda path, value: value * 2.0):
+                return self.layer(x)
+
+    params = {'kernel': jnp.arange(6.0).reshape(3, 2), 'bias': jnp.ones(2)}
+    x = jnp.ones((1, 3))
+    actual = run(Scaled().apply)({'params': {'layer': params}}, x)
+    doubled = jax.tree.map(lambda leaf: leaf * 2.0, params)
+    oracle.assert_same(actual, linen.Dense(2).apply({'params': doubled}, x))
+
+
 # What can be reached from a value.
 
 
