@@ -305,6 +305,39 @@ def test_values_kept_by_setup_share_the_identity(name):
 
 
 @every_rule
+def test_a_block_in_a_body_in_a_setup_that_runs_again(name):
+    rule, hand = RULES[name]
+
+    class Kept(fnn.Module):
+        def setup(self):
+            self.param('w', fnn.initializers.normal(), (1, 3))
+            v = self.param('v', fnn.initializers.normal(), (1, 3))
+            self.kept = v * fnn.remat(self.body)(self)
+
+        @staticmethod
+        def body(module):
+            with rule('w'):
+                return jnp.tanh(module.get_variable('params', 'w'))
+
+        def __call__(self, x):
+            return x * self.kept
+
+    def loss(p, x):
+        bound = Kept().bind({'params': p})
+        with nn.stop_gradient('v'):
+            y = bound(x)  # Its setup runs here, and again for what is read below.
+        return y + bound(x)
+
+    def by_hand(p, x):
+        stopped = jax.lax.stop_gradient(p['v'])
+        y, z = (x * (v * jnp.tanh(hand({'w': p['w']})['w'])) for v in (stopped, p['v']))
+        return y + z
+
+    params = {'v': jnp.array([[1.0, 2.0, 3.0]]), 'w': jnp.array([[0.5, -1.5, 2.0]])}
+    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
+
+
+@every_rule
 def test_a_wrapper_in_the_body_of_a_scan_maps_each_step(name):
     rule, hand = RULES[name]
 
