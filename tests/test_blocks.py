@@ -800,21 +800,34 @@ def test_one_value_open_in_a_generator_and_around_it():
     assert_no_block_is_left()
 
 
-def test_a_generator_closed_by_another_thread():
-    generator = _directly()
-    next(generator)
+def in_another_thread(fn: Any) -> Any:
+    """What a function returns there, or the error that it raises."""
     box: list[Any] = []
 
-    def close():
+    def run():
         try:
-            generator.close()
-        except errors.FlaxSGError as error:
+            box.append(fn())
+        except Exception as error:
             box.append(error)
 
-    thread = threading.Thread(target=close)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert [type(error) for error in box] == [errors.BlockOrderError]
+    return box[0]
+
+
+def _in_two_blocks():
+    with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
+        yield frozen()
+        yield frozen()
+
+
+@pytest.mark.parametrize('make', [_directly, _in_two_blocks])
+def test_a_generator_closed_by_another_thread(make):
+    generator = make()
+    next(generator)
+    error = in_another_thread(generator.close)
+    assert isinstance(error, errors.BlockOrderError)
     # The generator is gone, and with it what was between its `with` and its end.
     assert_no_block_is_left()
 
@@ -822,22 +835,47 @@ def test_a_generator_closed_by_another_thread():
 def test_a_generator_run_on_by_another_thread():
     generator = _directly()
     next(generator)
-    box: list[Any] = []
-
-    def go_on():
-        try:
-            box.extend(generator)
-        except errors.FlaxSGError as error:
-            box.append(error)
-
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    thread.join()
     # In that thread the block is not open: what it reads there is not stopped, and
     # nobody may learn of it too late.
-    assert [type(error) for error in box if not isinstance(error, str)] == [
-        errors.BlockOrderError
-    ]
+    error = in_another_thread(lambda: list(generator))
+    assert isinstance(error, errors.BlockOrderError)
+    assert_no_block_is_left()
+
+
+def test_a_generator_that_raises_in_another_thread():
+    def fails():
+        with nn.stop_gradient('a/**'):
+            yield
+            raise ValueError('on purpose')
+
+    generator = fails()
+    next(generator)
+    assert isinstance(in_another_thread(lambda: next(generator)), ValueError)
+    assert_no_block_is_left()
+
+
+def test_another_thread_closes_no_more_than_it_leaves():
+    where = nn.stop_gradient('a/**')
+
+    def opens(inner):
+        with where:
+            with contextlib.suppress(errors.BlockOrderError), inner:
+                yield
+            yield
+            yield frozen()
+
+    generator = opens(nn.stop_gradient('b/**'))
+    next(generator)
+    in_another_thread(lambda: next(generator))
+    other = opens(contextlib.nullcontext())  # Under the same value.
+
+    def open_and_look():
+        next(other)
+        in_another_thread(other.close)
+        return frozen()
+
+    assert in_another_thread(open_and_look) == ''
+    assert list(generator) == ['a']
     assert_no_block_is_left()
 
 
