@@ -1214,6 +1214,48 @@ def test_a_predicate_that_reads_variables_itself():
         assert frozen() == 'ac'
 
 
+def test_a_predicate_that_opens_a_block_of_its_own():
+    class Part(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            v, w = (self.param(n, fnn.initializers.ones, (1, 3)) for n in 'vw')
+            with nn.stop_gradient(where):
+                v, w = (self.get_variable('params', n) for n in 'vw')
+                return x * v + w
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Part(name='part')(x)
+
+    def where(path):
+        with nn.stop_gradient(True):
+            apply(PARAMS)
+        return path in ('v', 'w')
+
+    params = Outer().init(jax.random.key(0), X)['params']
+    grads = oracle.grads(applied(Outer()), params)[0][0]['part']
+    assert oracle.is_zero(grads['v']) and oracle.is_zero(grads['w'])
+    assert_no_block_is_left()
+
+
+def test_a_predicate_that_raises_where_a_setup_runs_again():
+    class Kept(fnn.Module):
+        def setup(self):
+            self.w = self.param('w', fnn.initializers.ones, (1, 3))
+
+        def __call__(self, x):
+            with nn.stop_gradient(where):
+                return x * self.w
+
+    def where(path):
+        raise LookupError('on purpose')
+
+    with pytest.raises(LookupError, match='on purpose'):
+        oracle.grads(applied(Kept()), {'w': jnp.ones((1, 3))})
+    assert_no_block_is_left()
+
+
 def test_the_stack_of_frames_is_not_kept_alive():
     # A block looks at frames when it opens; holding one would hold all its locals.
     import gc
