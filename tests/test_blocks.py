@@ -1256,6 +1256,23 @@ def test_a_predicate_that_raises_where_a_setup_runs_again():
     assert_no_block_is_left()
 
 
+def test_a_function_for_values_reads_what_is_outside_of_its_block():
+    def read(params):
+        bound = MODEL.bind({'params': params})
+
+        def plus_b(path, value):
+            return value + bound.variables['params']['b']['kernel']
+
+        with nn.stop_gradient('b/**'), nn.substitute(plus_b, where='[ab]/**'):
+            return [bound.variables['params'][name]['kernel'] for name in 'ab']
+
+    def by_hand(params):
+        a, b = params['a']['kernel'], jax.lax.stop_gradient(params['b']['kernel'])
+        return [a + b, b + b]
+
+    oracle.assert_same(oracle.grads(read, PARAMS), oracle.grads(by_hand, PARAMS))
+
+
 def test_the_stack_of_frames_is_not_kept_alive():
     # A block looks at frames when it opens; holding one would hold all its locals.
     import gc
