@@ -200,7 +200,7 @@ def clip_gradient(
     Raises:
         CotangentValueError: unless exactly one bound is given, one number, not below 0.
         SplitSelectionError: for ``global_norm`` in the body of a transform, if modules
-            that were handed into it are selected.
+            that were handed into it are selected, or some that were not.
     """
     made: dict[str, Callable[[Operand], rules.Rule]] = {
         'value': cotangents.ClipValue,

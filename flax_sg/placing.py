@@ -54,6 +54,10 @@ class Made:
         self._leaves: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
         )
+        # For each tree the root whose leaves a joint rule has taken.
+        self.together: weakref.WeakValueDictionary[object, views.Root] = (
+            weakref.WeakValueDictionary()
+        )
 
     def note(self, leaf: Any) -> None:
         """Notes a leaf as rewritten."""
@@ -167,9 +171,14 @@ class _Joint:
 
     def __init__(self, block: Block, root: views.Root) -> None:
         self.parts = len(root.parts)
+        self.is_split = False
         self._seen: dict[_Leaf, tuple[Any, Any]] = {}
         if any(block is other for other in root.covered):
             return  # They were rewritten outside.
+        # A block in a body may meet its tree on both sides of the transform.
+        self.is_split = block.made.together.setdefault(root.tree, root) is not root
+        if self.is_split:
+            return
         keys: list[views.Key] = []
         selected: list[tuple[paths.Path, list[Any]]] = []
         for key, value in _variables(root):
@@ -194,10 +203,12 @@ class _Joint:
             block.made.note(new)
 
     def seen(self, block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
-        if len(root.parts) > self.parts and not any(k == key for k, _ in self._seen):
+        if (key, id(leaf)) in self._seen:
+            return self._seen[key, id(leaf)][1]
+        if self.is_split or len(root.parts) > self.parts:
             path = block.path(root, key)
             raise errors.SplitSelectionError(block.rewrite_value, path)
-        return self._seen.get((key, id(leaf)), (leaf, leaf))[1]
+        return leaf
 
 
 def _variables(root: views.Root) -> list[tuple[views.Key, Any]]:

@@ -50,8 +50,9 @@ class Rewrite(values.Value):
             # One value may be open in a suspended generator and around it.
             here = [block for block in mine if block.is_here() is None]
             extents.close_block((here or mine)[-1], judge=exc_type is None)
-        elif exc_type is None or exc_type is GeneratorExit:
-            blocks.abandon(self)
+            return
+        blocks.abandon(self)
+        if exc_type is None or exc_type is GeneratorExit:
             raise errors.BlockOrderError(self, 'it is not open in this thread')
 
     def __call__(self, target: T) -> T:

@@ -181,7 +181,7 @@ class _Lift:
         for index, inner in enumerate(inner_scopes):
             root = blocks.root_of(inner)
             for col, tree in _private.variables_of(inner).items():
-                if not (self._wanted(col) and inner.is_mutable_collection(col)):
+                if not inner.is_mutable_collection(col):
                     continue
                 for key, value in views.iter_variables((col, inner.path), tree):
                     if key in root.selected and key in self.stored[index]:
@@ -207,14 +207,13 @@ class _Lift:
             leaves, treedef = jax.tree_util.tree_flatten(
                 value, is_leaf=lambda x: isinstance(x, nodes.Unwritten)
             )
-            origin = origins[index].get(key, (None,) * len(leaves))
+            origin = origins[index].get(key, ())
+            if len(origin) != len(leaves):  # Nobody knows, or traces do not agree.
+                origin = (None,) * len(leaves)
             out: list[Any] = []
-            for number, leaf in enumerate(leaves):
-                if isinstance(leaf, nodes.Unwritten):
-                    out.append(fn(stored, leaf.leaf, leaf, key))
-                    continue
-                before = origin[number] if len(origin) == len(leaves) else None
-                out.append(leaf if before is None else fn(stored, before, leaf, key))
+            for leaf, before in zip(leaves, origin, strict=True):
+                at = leaf.leaf if isinstance(leaf, nodes.Unwritten) else before
+                out.append(leaf if at is None else fn(stored, at, leaf, key))
             return jax.tree_util.tree_unflatten(treedef, out)
 
         return tuple(

@@ -274,7 +274,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.SplitSelectionError,
         'clip_gradient(Constant(True)) takes its parameters together, and '
         "'/shared/kernel' lies in a module that was handed into the transform around "
-        'the block.\n'
+        'the block, or was not.\n'
         'Open the block around the transform, or leave that module out.',
     ),
 }

@@ -402,6 +402,40 @@ def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
     )
 
 
+def test_a_bound_module_beside_the_body_of_the_one_that_opened_the_block():
+    class Part(fnn.Module):
+        def use(self, bound, cell, x):
+            with nn.stop_gradient(['cell/*', 'bias']):
+                return cell(bound(x))
+
+        @fnn.compact
+        def __call__(self, x, other):
+            def body(cell, x):
+                bound = fnn.Dense(3, parent=None).bind({'params': other})
+                return self.use(bound, cell, x)
+
+            return fnn.remat(body)(fnn.Dense(3, name='cell'), x)
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, other):
+            return fnn.remat(Part)(name='part')(x, other)
+
+    other = fnn.Dense(3).init(jax.random.key(1), X)['params']
+    params = Outer().init(jax.random.key(0), X, other)['params']
+
+    def by_hand(params, other):
+        other = oracle.stopped(other, lambda k: k == 'bias')
+        x = fnn.Dense(3).apply({'params': other}, X)
+        stopped = jax.lax.stop_gradient(params['part']['cell'])
+        return fnn.Dense(3).apply({'params': stopped}, x)
+
+    oracle.assert_same(
+        oracle.grads(lambda p, q: Outer().apply({'params': p}, X, q), params, other),
+        oracle.grads(by_hand, params, other),
+    )
+
+
 def test_two_trees_at_top_level_are_both_covered():
     other = fnn.Dense(3, name=None)
     theirs = other.init(jax.random.key(1), X)['params']
@@ -766,21 +800,34 @@ def test_one_value_open_in_a_generator_and_around_it():
     assert_no_block_is_left()
 
 
-def test_a_generator_closed_by_another_thread():
-    generator = _directly()
-    next(generator)
+def in_another_thread(fn: Any) -> Any:
+    """What a function returns there, or the error that it raises."""
     box: list[Any] = []
 
-    def close():
+    def run():
         try:
-            generator.close()
-        except errors.FlaxSGError as error:
+            box.append(fn())
+        except Exception as error:
             box.append(error)
 
-    thread = threading.Thread(target=close)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert [type(error) for error in box] == [errors.BlockOrderError]
+    return box[0]
+
+
+def _in_two_blocks():
+    with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
+        yield frozen()
+        yield frozen()
+
+
+@pytest.mark.parametrize('make', [_directly, _in_two_blocks])
+def test_a_generator_closed_by_another_thread(make):
+    generator = make()
+    next(generator)
+    error = in_another_thread(generator.close)
+    assert isinstance(error, errors.BlockOrderError)
     # The generator is gone, and with it what was between its `with` and its end.
     assert_no_block_is_left()
 
@@ -788,22 +835,47 @@ def test_a_generator_closed_by_another_thread():
 def test_a_generator_run_on_by_another_thread():
     generator = _directly()
     next(generator)
-    box: list[Any] = []
-
-    def go_on():
-        try:
-            box.extend(generator)
-        except errors.FlaxSGError as error:
-            box.append(error)
-
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    thread.join()
     # In that thread the block is not open: what it reads there is not stopped, and
     # nobody may learn of it too late.
-    assert [type(error) for error in box if not isinstance(error, str)] == [
-        errors.BlockOrderError
-    ]
+    error = in_another_thread(lambda: list(generator))
+    assert isinstance(error, errors.BlockOrderError)
+    assert_no_block_is_left()
+
+
+def test_a_generator_that_raises_in_another_thread():
+    def fails():
+        with nn.stop_gradient('a/**'):
+            yield
+            raise ValueError('on purpose')
+
+    generator = fails()
+    next(generator)
+    assert isinstance(in_another_thread(lambda: next(generator)), ValueError)
+    assert_no_block_is_left()
+
+
+def test_another_thread_closes_no_more_than_it_leaves():
+    where = nn.stop_gradient('a/**')
+
+    def opens(inner):
+        with where:
+            with contextlib.suppress(errors.BlockOrderError), inner:
+                yield
+            yield
+            yield frozen()
+
+    generator = opens(nn.stop_gradient('b/**'))
+    next(generator)
+    in_another_thread(lambda: next(generator))
+    other = opens(contextlib.nullcontext())  # Under the same value.
+
+    def open_and_look():
+        next(other)
+        in_another_thread(other.close)
+        return frozen()
+
+    assert in_another_thread(open_and_look) == ''
+    assert list(generator) == ['a']
     assert_no_block_is_left()
 
 
@@ -1140,6 +1212,65 @@ def test_a_predicate_that_reads_variables_itself():
         assert frozen() == 'a'
     with nn.stop_gradient(['c/**', names]):
         assert frozen() == 'ac'
+
+
+def test_a_predicate_that_opens_a_block_of_its_own():
+    class Part(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            v, w = (self.param(n, fnn.initializers.ones, (1, 3)) for n in 'vw')
+            with nn.stop_gradient(where):
+                v, w = (self.get_variable('params', n) for n in 'vw')
+                return x * v + w
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Part(name='part')(x)
+
+    def where(path):
+        with nn.stop_gradient(True):
+            apply(PARAMS)
+        return path in ('v', 'w')
+
+    params = Outer().init(jax.random.key(0), X)['params']
+    grads = oracle.grads(applied(Outer()), params)[0][0]['part']
+    assert oracle.is_zero(grads['v']) and oracle.is_zero(grads['w'])
+    assert_no_block_is_left()
+
+
+def test_a_predicate_that_raises_where_a_setup_runs_again():
+    class Kept(fnn.Module):
+        def setup(self):
+            self.w = self.param('w', fnn.initializers.ones, (1, 3))
+
+        def __call__(self, x):
+            with nn.stop_gradient(where):
+                return x * self.w
+
+    def where(path):
+        raise LookupError('on purpose')
+
+    with pytest.raises(LookupError, match='on purpose'):
+        oracle.grads(applied(Kept()), {'w': jnp.ones((1, 3))})
+    assert_no_block_is_left()
+
+
+def test_a_function_for_values_reads_what_is_outside_of_its_block():
+    def read(params):
+        bound = MODEL.bind({'params': params})
+
+        def plus_b(path, value):
+            return value + bound.variables['params']['b']['kernel']
+
+        with nn.stop_gradient('b/**'), nn.substitute(plus_b, where='[ab]/**'):
+            return [bound.variables['params'][name]['kernel'] for name in 'ab']
+
+    def by_hand(params):
+        a, b = params['a']['kernel'], jax.lax.stop_gradient(params['b']['kernel'])
+        return [a + b, b + b]
+
+    oracle.assert_same(oracle.grads(read, PARAMS), oracle.grads(by_hand, PARAMS))
 
 
 def test_the_stack_of_frames_is_not_kept_alive():

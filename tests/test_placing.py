@@ -21,6 +21,7 @@ import pytest
 import backward
 import oracle
 import stepwise
+from flax_sg import errors
 from flax_sg import linen as nn
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
@@ -304,6 +305,39 @@ def test_values_kept_by_setup_share_the_identity(name):
 
 
 @every_rule
+def test_a_block_in_a_body_in_a_setup_that_runs_again(name):
+    rule, hand = RULES[name]
+
+    class Kept(fnn.Module):
+        def setup(self):
+            self.param('w', fnn.initializers.normal(), (1, 3))
+            v = self.param('v', fnn.initializers.normal(), (1, 3))
+            self.kept = v * fnn.remat(self.body)(self)
+
+        @staticmethod
+        def body(module):
+            with rule('w'):
+                return jnp.tanh(module.get_variable('params', 'w'))
+
+        def __call__(self, x):
+            return x * self.kept
+
+    def loss(p, x):
+        bound = Kept().bind({'params': p})
+        with nn.stop_gradient('v'):
+            y = bound(x)  # Its setup runs here, and again for what is read below.
+        return y + bound(x)
+
+    def by_hand(p, x):
+        stopped = jax.lax.stop_gradient(p['v'])
+        y, z = (x * (v * jnp.tanh(hand({'w': p['w']})['w'])) for v in (stopped, p['v']))
+        return y + z
+
+    params = {'v': jnp.array([[1.0, 2.0, 3.0]]), 'w': jnp.array([[0.5, -1.5, 2.0]])}
+    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
+
+
+@every_rule
 def test_a_wrapper_in_the_body_of_a_scan_maps_each_step(name):
     rule, hand = RULES[name]
 
@@ -413,6 +447,37 @@ def test_what_is_created_or_written_in_the_extent_is_left_alone_by_joint_rules()
         jax.eval_shape(Writes().init, jax.random.key(0), X)
 
 
+def test_what_is_written_in_the_body_of_a_scan_is_mapped_in_each_step():
+    class Writes(fnn.Module):
+        factor: float | None
+
+        @fnn.compact
+        def __call__(self, x, c):
+            def step(module, x, _):
+                value = c if self.factor is None else self.factor * c
+                module.put_variable('cache', 'c', value)
+                return x * module.get_variable('cache', 'c'), None
+
+            scan = fnn.scan(step, variable_axes={'cache': 0}, length=3)
+            with nn.map_cotangent('c', square, collections='cache'):
+                return scan(self, x, None)[0]
+
+    def by_hand(x, c):
+        return jax.lax.scan(
+            lambda x, _: (x * backward.squared({'c': c})['c'], None), x, None, length=3
+        )[0]
+
+    c = jnp.array([[0.5, -1.5, 2.0]])
+    expected = both(by_hand, X, c)
+    for factor in None, 1.0:
+        model = Writes(factor)
+
+        def loss(x, c, model=model):
+            return model.apply({}, x, c, mutable=['cache'])[0]
+
+        oracle.assert_same(both(loss, X, c), expected)
+
+
 def test_leaves_that_are_not_differentiated_do_not_count():
     params = variables(Cell())
 
@@ -462,3 +527,87 @@ def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over
             )
             oracle.assert_same(actual, expected)
             assert np.all(np.isfinite(actual[0])), name
+
+
+class Handed(fnn.Module):
+    """Uses a layer of its own, and one that was handed in, in a scan."""
+
+    inside: Extent = none
+    around: Extent = none
+
+    @fnn.compact
+    def __call__(self, x):
+        scan = fnn.scan(
+            HandedBody,
+            variable_broadcast='params',
+            split_rngs={'params': False},
+            length=2,
+        )
+        shared = fnn.Dense(3, name='shared')
+        with self.around():
+            return scan(shared, self.inside, name='body')(x, None)[0]
+
+
+class HandedBody(fnn.Module):
+    shared: fnn.Module
+    inside: Extent = none
+
+    @fnn.compact
+    def __call__(self, x, _):
+        own = fnn.Dense(3, name='own')
+        with self.inside():
+            return x + own(self.shared(x)), None
+
+
+def test_a_block_in_a_body_takes_a_module_that_was_handed_in_together_with_its_own():
+    def by_hand(p, x):
+        def step(x, _):
+            clipped = backward.clipped_together(0.5, p)
+            y = fnn.Dense(3).apply({'params': clipped['shared']}, x)
+            return x + fnn.Dense(3).apply({'params': clipped['body']['own']}, y), None
+
+        return jax.lax.scan(step, x, None, length=2)[0]
+
+    params = variables(Handed())
+    expected = both(by_hand, params, X)
+    clip = lambda: nn.clip_gradient(True, global_norm=0.5)  # noqa: E731
+    for around in none, lambda: nn.stop_gradient(False):
+        model = Handed(clip, around)
+        loss = lambda p, x, model=model: model.apply({'params': p}, x)  # noqa: E731
+        oracle.assert_same(both(loss, params, X), expected)
+
+
+# Where a body is in the trace of its caller, both are known when the outer is read.
+@pytest.mark.parametrize(
+    ('lift', 'outer_first'),
+    [('remat', True), ('remat', False), ('map_variables', False)],
+)
+def test_a_block_in_a_body_takes_nothing_from_both_sides_together(lift, outer_first):
+    class Closure(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            self.param('w', fnn.initializers.ones, (1, 3))
+            cell = fnn.Dense(3, name='cell')
+            if self.is_initializing():
+                return cell(x)
+
+            def body(cell, x):
+                with nn.clip_gradient(True, global_norm=0.5):
+                    if outer_first:
+                        return self.get_variable('params', 'w') * cell(x)
+                    return cell(x) * self.get_variable('params', 'w')
+
+            if lift == 'remat':
+                return fnn.remat(body)(cell, x)
+            return fnn.map_variables(body, 'params')(cell, x)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return fnn.remat(Closure)(name='part')(x)
+
+    params = variables(Model())
+    with pytest.raises(errors.SplitSelectionError, match='or was not'):
+        jax.eval_shape(
+            jax.grad(lambda p: jnp.sum(Model().apply({'params': p}, X))), params
+        )

@@ -432,6 +432,14 @@ def compiled_step() -> Any:
     return lambda variables: jax.eval_shape(lambda v: jitted(v), variables)
 
 
+def test_a_tree_that_ends_unread_beside_one_that_is_read():
+    bound = fnn.Dense(3, use_bias=False).bind({'params': {'kernel': jnp.ones((3, 3))}})
+    with nn.stop_gradient('kernel'):
+        bound.variables['params']
+        # No module looks at this one either.
+        assert flax.core.apply(lambda scope: scope.path)({'params': {}}) == ()
+
+
 def test_a_compiled_step_is_read_once():
     step = compiled_step()
     for _ in range(3):

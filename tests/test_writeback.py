@@ -1568,6 +1568,41 @@ def test_a_block_in_a_body_in_a_block_finds_the_variables_of_the_body(lift):
     assert_same(Uses().apply(variables, X), X @ other)
 
 
+def test_what_nobody_selected_comes_out_of_a_transform_as_it_does_without_a_block():
+    both = ['base', 'cache']  # Transforms sort them: what may not be written is first.
+
+    def part(module, x):
+        return module.get_variable('cache', 'a') + x * module.get_variable('base', 'w')
+
+    class Uses(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            # What this one gives out has no gradient, whatever went in.
+            call = nn.custom_vjp(
+                part,
+                lambda *args: nn.vjp(part, *args, vjp_variables=both),
+                lambda pull_back, ct: pull_back(ct),
+                grad_vars=both,
+            )
+            with nn.stop_gradient(['a', 'w'], collections=both):
+                y = call(self, x)
+            return [y, self.get_variable('cache', 'a'), self.get_variable('cache', 'b')]
+
+    def applied(base, cache, x):
+        variables = {'base': base, 'cache': cache}
+        return Uses().apply(variables, x, mutable=['cache'])[0]
+
+    def by_hand(base, cache, x):
+        w, a, b = stop((base['w'], cache['a'], cache['b']))
+        return [a + x * w, cache['a'], b]
+
+    def run(fn):
+        y, pull_back = jax.vjp(fn, {'w': W}, {'a': W + 1, 'b': W + 2}, 2 * W)
+        return y, pull_back([W, 3 * W, 5 * W])
+
+    assert_same(run(applied), run(by_hand))
+
+
 def test_a_condition_may_not_write_in_a_block_either():
     class Uses(nn.Module):
         @nn.compact

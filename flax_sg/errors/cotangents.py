@@ -158,7 +158,8 @@ class SplitSelectionError(FlaxSGError, RuntimeError):
     that lies outside of the body's own::
 
         with nn.clip_gradient(True, global_norm=1.0):  # raises in the body of nn.scan,
-            y = self.cell(self.shared(x))              # if ``shared`` was handed in
+            y = self.cell(self.shared(x))              # if ``shared`` was handed in,
+                                                       # or ``self`` was not
 
     Open the block around the transform, or select the one or the other.
     """
@@ -166,6 +167,6 @@ class SplitSelectionError(FlaxSGError, RuntimeError):
     def __init__(self, rewrite: object, path: str) -> None:
         super().__init__(
             f'{rewrite!r} takes its parameters together, and {str(path)!r} lies in a '
-            'module that was handed into the transform around the block.\n'
+            'module that was handed into the transform around the block, or was not.\n'
             'Open the block around the transform, or leave that module out.'
         )
