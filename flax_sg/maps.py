@@ -199,8 +199,8 @@ def clip_gradient(
 
     Raises:
         CotangentValueError: unless exactly one bound is given, one number, not below 0.
-        SplitSelectionError: for ``global_norm`` in the body of a transform, if modules
-            that were handed into it are selected, or some that were not.
+        SplitSelectionError: for ``global_norm`` in the body of a transform, if the
+            selected modules come there by different ways.
     """
     made: dict[str, Callable[[Operand], rules.Rule]] = {
         'value': cotangents.ClipValue,

@@ -273,8 +273,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         split,
         errors.SplitSelectionError,
         'clip_gradient(Constant(True)) takes its parameters together, and '
-        "'/shared/kernel' lies in a module that was handed into the transform around "
-        'the block, or was not.\n'
+        "'/shared/kernel' lies in a module that came into the transform around the "
+        'block by another way.\n'
         'Open the block around the transform, or leave that module out.',
     ),
 }

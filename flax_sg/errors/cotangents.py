@@ -154,12 +154,12 @@ class FunctionChangedError(FlaxSGError, RuntimeError):
 class SplitSelectionError(FlaxSGError, RuntimeError):
     """Parameters that a rule takes together are not known at one place.
 
-    A block was opened in the body of a transform, and selects variables of a module
-    that lies outside of the body's own::
+    A block was opened in the body of a transform, and selects variables of modules
+    that come there by different ways: the body's own, one that was handed in, one that
+    a function closes over::
 
         with nn.clip_gradient(True, global_norm=1.0):  # raises in the body of nn.scan,
-            y = self.cell(self.shared(x))              # if ``shared`` was handed in,
-                                                       # or ``self`` was not
+            y = self.cell(self.shared(x))              # if ``shared`` was handed in
 
     Open the block around the transform, or select the one or the other.
     """
@@ -167,6 +167,6 @@ class SplitSelectionError(FlaxSGError, RuntimeError):
     def __init__(self, rewrite: object, path: str) -> None:
         super().__init__(
             f'{rewrite!r} takes its parameters together, and {str(path)!r} lies in a '
-            'module that was handed into the transform around the block, or was not.\n'
+            'module that came into the transform around the block by another way.\n'
             'Open the block around the transform, or leave that module out.'
         )
