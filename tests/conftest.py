@@ -25,6 +25,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile('deterministic')
 
+# A program, which imports what only the extra `notebooks` brings.
+collect_ignore = ['run_notebooks.py']
+
 
 @pytest.fixture
 def leaks() -> Iterator[None]:
