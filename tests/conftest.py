@@ -7,8 +7,9 @@ import hypothesis
 import jax
 import pytest
 
-# For pyright to read. Doctests would import it, and it has errors on purpose.
-collect_ignore = ['typed_linen.py']
+# Doctests would import the first, which has errors on purpose for pyright to read, and
+# the second, a program, which imports what only the extra `notebooks` brings.
+collect_ignore = ['typed_linen.py', 'run_notebooks.py']
 
 # The same examples on every run and machine; no limit of time, since JAX compiles.
 hypothesis.settings.register_profile(
@@ -24,9 +25,6 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile('deterministic')
-
-# A program, which imports what only the extra `notebooks` brings.
-collect_ignore = ['run_notebooks.py']
 
 
 @pytest.fixture
