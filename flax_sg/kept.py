@@ -147,34 +147,33 @@ def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
         attributes.update(cached)
 
 
-def _is_derived(value: Any, numbers: bool) -> bool:
+def _is_derived(module: Any, value: Any, open_blocks: tuple[blocks.Block, ...]) -> bool:
     """Whether a kept value is another one under blocks, or may come to be."""
-    # The factor of a rewrite is no variable, unless it is an array.
-    numbers = numbers and not isinstance(value, values.Value)
-    return reach.holds_arrays(value, numbers) or reach.keeps_what_it_reads(value)
-
-
-def _are_numbers(module: Any, open_blocks: tuple[blocks.Block, ...]) -> bool:
-    """Whether what blocks change on a module may have been made to plain numbers.
-
-    A stop changes nothing that is not traced; other values are other numbers.
-    """
-    if not any(block.rewrite_value.rule.brings for block in open_blocks):
+    if reach.holds_arrays(value) or reach.keeps_what_it_reads(value):
+        return True
+    # A stop changes nothing that is not traced; other values are other numbers. The
+    # factor of a rewrite is none that was made of variables.
+    brings = any(block.rewrite_value.rule.brings for block in open_blocks)
+    if not brings or isinstance(value, values.Value):
         return False
-    stored = _private.stored(object.__getattribute__(module, 'scope'))
-    leaves = jax.tree_util.tree_leaves(stored)
+    return reach.holds_arrays(value, numbers=True) and _has_numbers(module)
+
+
+def _has_numbers(module: Any) -> bool:
+    """Whether a variable that ``setup`` may have read, of any module, is not traced."""
+    scope = object.__getattribute__(module, 'scope')
+    leaves = jax.tree_util.tree_leaves(_private.stored(scope.root))
     return not all(isinstance(leaf, _private.Tracer) for leaf in leaves)
 
 
 def _kept_arrays(module: Any, open_blocks: tuple[blocks.Block, ...]) -> _Values:
     """What ``setup`` has kept on a module and arrays are, or may be, reached from."""
     others = _names_of(type(module)).others
-    numbers = _are_numbers(module, open_blocks)
     attributes = object.__getattribute__(module, '__dict__')
     return {
         name: value
         for name, value in attributes.items()
-        if name not in others and _is_derived(value, numbers)
+        if name not in others and _is_derived(module, value, open_blocks)
     }
 
 
@@ -216,7 +215,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     known = _known(root, open_blocks[-1], module)
     if known.without_arrays.get(name, known) is value:
         return value
-    if not _is_derived(value, _are_numbers(module, open_blocks)):
+    if not _is_derived(module, value, open_blocks):
         known.without_arrays[name] = value
         return value
     blocks.note_trace(scope)

@@ -1319,6 +1319,30 @@ def test_the_factor_of_a_rewrite_is_not_made_of_variables(run):
     oracle.assert_same(actual, linen.Dense(2).apply({'params': doubled}, x))
 
 
+def test_what_is_made_of_numbers_of_the_parent_is_other_numbers():
+    class Child(linen.Module):
+        def setup(self):
+            self.w2 = 2.0 * self.parent.get_variable('params', 'w')
+
+        def __call__(self, x):
+            return x * self.w2
+
+    class Parent(linen.Module):
+        def setup(self):
+            self.w = self.param('w', linen.initializers.ones, ())
+            self.child = Child()
+
+        def __call__(self, x, factor):
+            before = self.child(x)
+            with nn.substitute(lambda path, value: value * factor):
+                return before, self.child(x)
+
+    def fn(factor):
+        return Parent().apply({'params': {'w': np.float32(2.0)}}, 1.0, factor)
+
+    assert jax.jvp(fn, (5.0,), (1.0,)) == ((4.0, 20.0), (0.0, 4.0))
+
+
 # What can be reached from a value.
 
 
