@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import os
 import sys
 import threading
@@ -80,7 +81,7 @@ RULES: dict[str, tuple[str, ...]] = {
     'custom_vmap': ('vmap_rule',),
 }
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # The garbage collector may close a block at any time.
 _users: set[object] = set()
 _applies: list[weakref.ref[Scope]] = []  # Roots of those that run and had users.
 _make: Mapping[str, Callable[[Any], Any]] = {}
@@ -119,6 +120,12 @@ def acquire_hooks(
             _applies.append(weakref.ref(root))
 
 
+def users_of_hooks() -> list[object]:
+    """The users of the hooks, in whatever threads they are."""
+    with _lock:
+        return list(_users)
+
+
 def release_hooks(user: object) -> None:
     """Leaves Flax as it was when the last user is gone, and with it its ``apply``.
 
@@ -129,13 +136,15 @@ def release_hooks(user: object) -> None:
         _users.discard(user)
         _applies[:] = [ref for ref in _applies if _goes_on(ref())]
         for key in () if _users or _applies else tuple(_before):
+            if key not in _before:  # The garbage collector has come in between.
+                continue
             owner, name = _HOOKED[key]
             before = _before[key]
             if before is not _INHERITED:
                 setattr(owner, name, before)
             elif name in vars(owner):
                 delattr(owner, name)
-            del _before[key]
+            _before.pop(key, None)
 
 
 _APPLY = next(
@@ -265,10 +274,19 @@ def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
     return weakref.ref(trace)
 
 
-def in_kept_trace() -> bool:
-    """Whether JAX may run again what is being traced, without running Python."""
-    trace = kept_trace()
-    return trace is not None and isinstance(trace(), partial_eval.DynamicJaxprTrace)
+def kept_traces() -> list[weakref.ref[Any]]:
+    """The traces around the running code that JAX may keep, from the inside out.
+
+    The last one is that in which nothing is traced.
+    """
+    found: list[weakref.ref[Any]] = []
+    trace: Any = jax_core.trace_ctx.trace
+    while trace is not None:
+        outer = getattr(trace, 'parent_trace', None)
+        if outer is None or isinstance(trace, partial_eval.DynamicJaxprTrace):
+            found.append(weakref.ref(trace))
+        trace = outer
+    return found
 
 
 def running_method() -> tuple[Module, str] | None:
@@ -500,6 +518,25 @@ def _in_order_of(value: Any, copy: Any) -> Any:
     return copy
 
 
+def intercepts() -> bool:
+    """Whether an ``nn.intercept_methods`` is open in this thread."""
+    return bool(linen_module._global_interceptor_stack)
+
+
+def is_handled(fn: Any) -> bool:
+    """Whether a function is a method that Flax runs, and shows to interceptors."""
+    return hasattr(fn, 'method_handler_wrapped')
+
+
+def run_interceptors(fn: Any, module: Module, args: Any, kwargs: Any) -> Any:
+    """Calls a method by way of the interceptors that are open, and of nothing else.
+
+    What Flax does besides for a method of its own (names, state, captured results) has
+    been done for the module that a wrapper forwards to.
+    """
+    return linen_module.run_interceptors(fn, module, *args, **kwargs)
+
+
 def children_of(module: Module) -> dict[str, Any]:
     """The submodules of a module by name; names of variables are in there too."""
     return module._state.children
@@ -612,7 +649,7 @@ def field_leaves(module: Module) -> list[Any]:
     return found
 
 
-def on_variables(module: Module, variables: Mapping[str, Any]) -> Module:
+def on_variables(module: Module, variables: Mapping[str, Any]) -> Any:
     """A clone of a bound module whose own scope holds other variables.
 
     It draws from the same random streams, and what it writes goes nowhere.
@@ -660,12 +697,31 @@ def program_text(compiled: Any) -> str:
 summary_context = jax.make_user_context(0)
 
 
+_summaries = itertools.count(1)
+
+
+def traced_anew() -> contextlib.AbstractContextManager[Any]:
+    """Makes JAX trace what is called in the body, whatever has been traced before."""
+    return summary_context(next(_summaries))
+
+
 def module_rows(
-    module: Module, depth: int | None, show_repeated: bool, *args: Any, **kwargs: Any
+    module: Module, show_repeated: bool, *args: Any, **kwargs: Any
 ) -> summary.Table:
-    """The rows of ``nn.tabulate``, which returns text only, without flops."""
-    make = summary._get_module_table(module, depth, show_repeated, False, False)
-    return make(*args, **kwargs)
+    """The rows of ``nn.tabulate``, which returns text only, without flops.
+
+    Flax notes the calls of modules while it traces them: not those in a function of
+    ``nn.jit`` that has been traced before.
+    """
+    make = summary._get_module_table(module, None, show_repeated, False, False)
+    with traced_anew():
+        return make(*args, **kwargs)
+
+
+def written_as_text(cls: type[str]) -> None:
+    """Lets the YAML in the cells of ``nn.tabulate`` have keys of a class of str."""
+    represent = summary.yaml.SafeDumper.yaml_representers[str]
+    summary.yaml.SafeDumper.add_representer(cls, represent)
 
 
 def render_rows(
@@ -755,6 +811,29 @@ def source_of(eqn: Any, within: str = '') -> str:
         if within == f'{code.co_name} at {file}:{code.co_firstlineno}':
             return ''
     return ''
+
+
+def frame(depth: int) -> types.FrameType:
+    """A frame of the stack: 0 is that of the caller."""
+    return sys._getframe(depth + 1)
+
+
+# Files of this library, of Flax and JAX, and of the constructors of dataclasses.
+_NOT_OF_USERS = (
+    *_LIBRARIES,
+    os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
+    '<string>',
+)
+
+
+def frame_of_user(depth: int) -> types.FrameType:
+    """The innermost frame of the user's program, from a depth on."""
+    found = sys._getframe(depth + 1)
+    while found.f_back is not None and found.f_code.co_filename.startswith(
+        _NOT_OF_USERS
+    ):
+        found = found.f_back
+    return found
 
 
 def function_in(eqn: Any) -> str:

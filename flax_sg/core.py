@@ -14,8 +14,9 @@ from typing import Any
 from flax.core import lift
 from flax.core.scope import CollectionFilter, Scope
 
-from flax_sg import extents, filters, rewrites, rules, substitutes
+from flax_sg import filters, rewrites, rules, substitutes
 from flax_sg import read_only as read_only_
+from flax_sg.engine import extents
 
 
 def rewrite(fn: Callable[..., Any], rewrite: rules.Rewrite) -> Callable[..., Any]:
@@ -48,7 +49,7 @@ def rewrite(fn: Callable[..., Any], rewrite: rules.Rewrite) -> Callable[..., Any
 
     @functools.wraps(fn)
     def wrapper(scope: Scope, *args: Any, **kwargs: Any) -> Any:
-        with extents.opened(rewrite, scope):
+        with extents.Extent(rewrite, scope):
             return lifted(scope, *args, **kwargs)
 
     return wrapper

@@ -16,7 +16,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from flax_sg import errors, functions, identities, rules
+from flax_sg import errors, identities, rules
+from flax_sg import operands as operands_
+from flax_sg.filters import functions
+from flax_sg.filters.refusals import brief
 from flax_sg.operands import Operand
 from flax_sg.paths import Path
 
@@ -97,24 +100,15 @@ class Map(Each):
 
     def __init__(self, fn: Callable[..., Any], operands: tuple[Operand, ...]) -> None:
         self._fn = fn
-        try:
-            self._key_of_fn = functions.function_key(fn)
-        except errors.TracerInFilterError as error:
-            found = str(error).splitlines()[0].removeprefix('A filter reads ')
-            raise errors.TracerInRuleError(functions.describe(fn), found) from None
-        super().__init__(*operands, parts=(self._key_of_fn,))
-
-    def snapshot(self) -> rules.Rule:
-        """The same function, with what it reads as it is now."""
-        now = Map(self._fn, self._operands)
-        return self if now == self else now
+        traced = functions.tracer_in(fn)
+        if traced is not None:
+            found = f'{brief(traced[1])} as {traced[0]!r}.'
+            raise errors.TracerInRuleError(functions.describe(fn), found)
+        super().__init__(*operands, parts=(operands_.identity_of(fn),))
 
     def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
         """Returns what the function does."""
         described = functions.describe(self._fn)
-        now = functions.function_key(self._fn)
-        if now != self._key_of_fn and not isinstance(now, functions.Incomparable):
-            raise errors.FunctionChangedError(described)
         try:
             out = self._fn(path, cotangent, *operands)
         except Exception as error:

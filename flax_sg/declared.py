@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from flax_sg import blocks, errors, filters
+from flax_sg import errors, filters, rules
 from flax_sg.leaves import Leaves, is_differentiable, is_whole, name_of, selected
 from flax_sg.paths import Path
 
@@ -147,7 +147,7 @@ def chosen(
 
 def overwritten(path: Path) -> bool:
     """Whether the gradient of a leaf is its new value."""
-    return path.collection == blocks.OVERWRITE_WITH_GRADIENT
+    return path.collection == rules.OVERWRITE_WITH_GRADIENT
 
 
 def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None:

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Generator
 from typing import Any
 
+from flax.core.scope import Scope
 from flax.linen import nowrap
 
-from flax_sg import extents, filters, rules, statistics, values, wrappers
+from flax_sg import errors, filters, rules, statistics, wrappers
+from flax_sg.engine import extents
 
 
 class Rewritten(wrappers.Wrapper):
@@ -32,7 +34,7 @@ class Rewritten(wrappers.Wrapper):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'where', filters.as_filter(self.where))
-        rewrite = values.Value(self.where, self.rule, self.collections, self.unused)
+        rewrite = rules.Rewrite(self.where, self.rule, self.collections, self.unused)
         object.__setattr__(self, 'collections', rewrite.collections)
         object.__setattr__(self, '_rewrite', rewrite)
         statistics.check(self.state)
@@ -51,9 +53,21 @@ class Rewritten(wrappers.Wrapper):
         owner = module if self.within is None else self.within
         with (
             statistics.handled(module, self.state),
-            extents.opened(self._rewrite, owner.scope, judge),
+            self._block(owner.scope, judge),
         ):
             yield
+
+    @nowrap
+    def _block(self, scope: Scope | None, judge: bool) -> extents.Extent:
+        judged = extents.EXISTENCE if judge else extents.NOTHING
+        return extents.Extent(self._rewrite, scope, judged)
+
+    @nowrap
+    def _around(self, name: str, judge: bool) -> wrappers.Extent:
+        """A block: the module is not bound yet, so it is the root of its tree."""
+        if self.state != statistics.UPDATE:
+            raise errors.WrappedModuleError.for_method(self, name)
+        return self._block(None, judge)
 
     @nowrap
     def _part(self, part: Any, module: Any) -> Any:
@@ -93,8 +107,9 @@ class Frozen(Rewritten):
     ``isinstance(Frozen(dense), nn.Dense)`` is False: it is a wrapper, and the module
     is its attribute ``module``, which is not under the rule. A field of the wrapper
     hides an attribute of the same name, and special methods other than ``__call__``
-    are not forwarded. ``nn.vjp``, ``nn.jvp`` and ``nn.custom_vjp`` take no module with
-    a module in it: wrap inside of them.
+    are not forwarded. ``__call__`` has the signature of the module's, and an ``apply``
+    or ``init`` that the module overrides is called. ``nn.vjp``, ``nn.jvp`` and
+    ``nn.custom_vjp`` take no module with a module in it: wrap inside of them.
 
     Args:
         module: a Module instance, bound or not.
@@ -102,10 +117,12 @@ class Frozen(Rewritten):
             filter, see ``nn.stop_gradient``. All of them by default, those of modules
             that it merely uses (``nn.RNN(self.cell)``) included.
         collections: the collections that ``where`` looks at, ``'params'`` by default.
-        state: what happens to batch statistics and other state, that is to every
-            mutable collection but ``'params'``, ``'intermediates'`` and
-            ``'perturbations'``. What the module sows (``self.sow``), there or in other
-            collections, is no state but a result, and is kept:
+        state: what happens to batch statistics and other state of **all** of
+            ``module``, whatever ``where`` selects. To hold the state of a part, wrap
+            that part. State is every mutable collection but ``'params'``,
+            ``'intermediates'`` and ``'perturbations'``. What the module sows
+            (``self.sow``), there or in other collections, is no state but a result,
+            and is kept:
 
             * ``'update'``: it is updated, as without the wrapper;
             * ``'hold'``: each call works on a copy that is dropped when it ends. What
@@ -119,7 +136,9 @@ class Frozen(Rewritten):
             by default; ``rewrite(module)`` makes a wrapper with the rewrite's rule.
 
     Raises:
-        WrappedModuleError: if ``module`` is no module: None, a function, a class.
+        WrappedModuleError: if ``module`` is no module: None, a function, a class. When
+            ``apply`` or ``init`` is called that the module overrides, if ``state`` is
+            not ``'update'``.
         WrapperNameError: if it is given another name than the module has already.
         UnusedFilterError: at the end of a call, if a part of ``where`` took nothing.
 

@@ -145,7 +145,10 @@ def _batch(
     given: Any,
     fn: CotangentMap,
     **more: Any,
-) -> tuple[list[Any], list[int]]:
+) -> tuple[list[Any], list[Any]]:
+    if all(dim is None for dim in dims):  # As a jitted function under ``vmap`` asks.
+        out = _mapped_p.bind(*args, avals=avals, given=given, fn=fn, **more)
+        return out, [None] * len(out)
     number = len(args) - sum(given)
     operands, tangents = args[:number], args[number:]
     of_operands = dims[:number]

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax
 from flax.core.meta import AxisMetadata
 
-from flax_sg import blocks, errors, filters
+from flax_sg import errors, filters, rules
 from flax_sg.absent import is_absent
 from flax_sg.nondifferentiable import NonDifferentiable
 from flax_sg.paths import Path
@@ -113,7 +113,7 @@ def _is_variables(tree: Any) -> bool:
     """Whether a tree is a dict of collections, as Flax's ``init`` returns it."""
     if not isinstance(tree, Mapping):
         return False
-    known = 'params' in tree or blocks.OVERWRITE_WITH_GRADIENT in tree
+    known = 'params' in tree or rules.OVERWRITE_WITH_GRADIENT in tree
     return known and all(isinstance(below, Mapping) for below in tree.values())
 
 
@@ -130,11 +130,8 @@ def selected(
     Raises:
         UnusedFilterError: if a part of the filter matched no leaf.
         TreeFilterError: if a tree of bools does not fit.
-        FilterChangedError: if what a function in it reads is not what it was.
     """
     check_unused(unused)
-    if where.changed():
-        raise errors.FilterChangedError.since_made(where)
     atoms = where.atoms
     matched: set[filters.Filter] = set()
     out: list[list[Any]] = []

@@ -8,7 +8,8 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from flax_sg import _private, errors, extents, filters, frozen, rules
+from flax_sg import _private, errors, filters, frozen, rules
+from flax_sg.engine import extents
 
 
 def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
@@ -62,7 +63,7 @@ def _lift_method(rewrite: rules.Rewrite, method: Callable[..., Any]) -> Any:
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with extents.opened(rewrite, self.scope):
+        with extents.Extent(rewrite, self.scope):
             return method(self, *args, **kwargs)
 
     return wrapper
@@ -77,7 +78,7 @@ def _lift_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
         if not isinstance(module, _private.Module):
             raise errors.LiftTargetError.called_with(fn, module)
         running = _private.current_module() is module
-        with extents.opened(rewrite, module.scope):
+        with extents.Extent(rewrite, module.scope):
             return (fn if running else as_method)(module, *args, **kwargs)
 
     return wrapper

@@ -14,15 +14,15 @@ from flax.linen import nowrap
 
 from flax_sg import (
     _private,
-    blocks,
     draws,
     errors,
     filters,
     frozen,
     statistics,
     substitutes,
-    views,
 )
+from flax_sg.engine import blocks
+from flax_sg.engine.variables import iter_variables
 
 _serial = itertools.count()
 
@@ -67,11 +67,13 @@ class Mirror(frozen.Rewritten):
     @contextlib.contextmanager
     def _extent(self, judge: bool) -> Generator[Any]:
         """As of every wrapper; with the draws and the values that it was made for."""
-        module = self.module
+        module: Any = self.module
         if self.shown is not None and self.origin is None:
             _check_fits(module, self.shown.variables)
-            blocks.note_trace(module.scope)  # The other values are in no trace yet.
+            root = blocks.root_of(module.scope)
             module = _private.on_variables(module, self.shown.variables)
+            # The other values are those of the module, whoever reads them.
+            blocks.root_of(module.scope).kept_trace = root.kept_trace
         with (
             draws.handled(self.module, self.rngs),
             self._handing_over(module),
@@ -222,5 +224,5 @@ def _variables_in(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {
         '/'.join((collection, *path)): jax.tree.map(jnp.shape, _private.unbox(value))
         for collection, tree in variables.items()
-        for (_, path), value in views.iter_variables((collection, ()), tree)
+        for (_, path), value in iter_variables((collection, ()), tree)
     }

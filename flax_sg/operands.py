@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Hashable
 from typing import Any
@@ -58,6 +59,16 @@ class _Identity:
 
     def __reduce__(self) -> Any:  # Beside the operand, whose value is held.
         return _Identity, (self._ref(),)
+
+
+def identity_of(fn: Any) -> Hashable:
+    """Stands for a function in cache keys: which object it is, not what it does."""
+    if isinstance(fn, types.MethodType):
+        return identity_of(fn.__self__), fn.__func__
+    try:
+        return _Identity(fn)
+    except TypeError:  # Nothing can refer to it weakly.
+        return fn if isinstance(fn, Hashable) else object()
 
 
 def array(name: str, value: Any) -> Operand:

@@ -82,6 +82,11 @@ class Path(str):
         """Whether the variable lies outside the owner."""
         return self.parts is self._absolute and bool(self._owner)
 
+    @property
+    def key(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """All that tells it from others: paths of equal text may mean two variables."""
+        return self.collection, self._absolute, self._owner
+
     def from_root(self) -> Path:
         """The path of the same variable as it is seen at top level."""
         return Path.of(self.collection, self._absolute)
@@ -119,6 +124,39 @@ def nearest(pattern: str, paths: Iterable[_S], n: int = 3) -> list[_S]:
     return sorted(dict.fromkeys(paths), key=score, reverse=True)[:n]
 
 
+def in_natural_order(paths: Sequence[str]) -> list[int]:
+    """Returns the numbers of some paths so that 'layer_2' comes before 'layer_10'.
+
+    Names that differ in more than numbers stay in the order in which they come.
+
+    >>> in_natural_order(['b/10', 'b/2', 'a'])
+    [1, 0, 2]
+    """
+    first: dict[str, int] = {}
+
+    def key(number: int) -> list[tuple[int, tuple[int, ...]]]:
+        stem, out = '', []
+        for name in paths[number].split('/'):
+            stem += '/' + _NUMBER.sub('0', name)
+            place = first.setdefault(stem, len(first))
+            out.append((place, tuple(map(int, _NUMBER.findall(name)))))
+        return out
+
+    return sorted(range(len(paths)), key=key)
+
+
+_NUMBER = re.compile('[0-9]{1,99}')
+
+
+def escaped(path: str) -> str:
+    r"""Returns the glob that fits one path and no other.
+
+    >>> print(escaped('w[0,0] 1x0e'))
+    w\[0,0] 1x0e
+    """
+    return re.sub(r'[\\*?\[]|^!', r'\\\g<0>', path)
+
+
 @functools.lru_cache(maxsize=1024)
 def glob_regex(pattern: str) -> re.Pattern[str]:
     r"""Translates a glob on whole path components, to be used with ``fullmatch``.
@@ -154,6 +192,17 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
 def _glob_error(pattern: str, problem: str, fix: str = '') -> FilterValueError:
     fix = f'\nFix: {fix}.' if fix else ''
     return FilterValueError(f'The glob {pattern!r} {problem}.{fix}')
+
+
+def check_glob(pattern: str) -> None:
+    """Raises for a glob that can mean nothing.
+
+    An open bracket is let through where nothing else makes it a glob: then it may be in
+    the name of a variable.
+    """
+    _check_glob(pattern, pattern.removeprefix('/').split('/'))
+    if '*' in pattern or '?' in pattern:
+        glob_regex(pattern)
 
 
 def _check_glob(pattern: str, names: Sequence[str]) -> None:
@@ -222,13 +271,17 @@ def _token(token: re.Match[str], pattern: str) -> str:
         )
         return f'(?!/)[{"^" if token["negated"] else ""}{members}]'
     if _is_open(token):
-        closed = '/'.join(_TOKEN.sub(_closed, name) for name in pattern.split('/'))
         raise _glob_error(
             pattern,
             "has a '[' without its ']'",
-            f'write {closed!r} for a bracket in a name',
+            f'write {with_literal_brackets(pattern)!r} for a bracket in a name',
         )
     return re.escape(token['escaped'] or token['literal'])
+
+
+def with_literal_brackets(pattern: str) -> str:
+    """The glob with each open bracket written as a character of a name."""
+    return '/'.join(_TOKEN.sub(_closed, name) for name in pattern.split('/'))
 
 
 def _is_open(token: re.Match[str]) -> bool:

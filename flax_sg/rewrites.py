@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
-from typing import Any, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, TypeVar
 
-from flax_sg import _private, blocks, errors, extents, lifted, values
+from flax_sg import _private, errors, lifted, rules
+from flax_sg.engine import extents, places
 
 T = TypeVar('T')
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Rewrite(values.Value):
+class Rewrite(rules.Rewrite):
     """A rule, applied to the variables that a filter selects, over an extent.
 
     The value is immutable, hashable and may be entered any number of times::
@@ -24,7 +27,15 @@ class Rewrite(values.Value):
         r(nn.Dense(4))     # all that goes through the wrapper; see ``nn.Frozen``
     """
 
+    _is_used: ClassVar[bool] = False
+    _call: ClassVar[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, '_call', places.call_of_user())
+        super().__post_init__()
+
     def __enter__(self) -> Self:
+        self._use()
         owner = _private.current_module()
         extents.open_block(self, None if owner is None else owner.scope)
         return self
@@ -35,25 +46,29 @@ class Rewrite(values.Value):
         exc: BaseException | None,
         tb: types.TracebackType | None,
     ) -> None:
-        before = blocks.thread.blocks
+        before = extents.open_now()
         try:
-            self._close(exc_type)
+            extents.close_last(self, exc_type)
         except BaseException:
             # What comes before the block is closed (Ctrl-C) must not leave it open.
-            if blocks.thread.blocks is before:
-                self._close(BaseException)
+            if extents.open_now() is before:
+                extents.close_last(self, BaseException)
             raise
 
-    def _close(self, exc_type: type[BaseException] | None) -> None:
-        mine = [b for b in blocks.thread.blocks if b.source is self]
-        if mine:
-            # One value may be open in a suspended generator and around it.
-            here = [block for block in mine if block.is_here() is None]
-            extents.close_block((here or mine)[-1], judge=exc_type is None)
+    def _use(self) -> None:
+        object.__setattr__(self, '_is_used', True)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A statement ``nn.stop_gradient('x/**')``: Python drops its value at once.
+        if self._is_used or is_finalizing():
             return
-        blocks.abandon(self)
-        if exc_type is None or exc_type is GeneratorExit:
-            raise errors.BlockOrderError(self, 'it is not open in this thread')
+        if places.is_dropped_at(self._call):
+            place = places.Place.here()
+            errors.warn_without_effect(
+                f'{self!r} is made at {place} and dropped, so it has no effect.\n'
+                f'Write with nn.{self.rule.name}(...): and the code below it.',
+                place,
+            )
 
     def __call__(self, target: T) -> T:
         """Lifts a Module class, a method or a function of a module, wraps a module."""
@@ -73,4 +88,5 @@ class Rewrite(values.Value):
             The same kind of thing. A class keeps its name, so that parameters keep
             their paths.
         """
+        self._use()
         return lifted.lift(self, target, methods)

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core.scope import CollectionFilter
+from flax.core.scope import CollectionFilter, DenyList
 
-from flax_sg import _private, filters, identities, paths, views
+from flax_sg import _private, errors, filters, identities, paths
+
+# fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
+OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'
+
+# Nothing stands for a variable: its leaves are looked at one by one.
+AS_IT_IS: Any = object()
 
 Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
 Read: TypeAlias = Callable[[str, str], Sequence[Any]]
-# Returns ``views.AS_IT_IS`` where there is none.
+# Returns ``AS_IT_IS`` where there is none.
 Find: TypeAlias = Callable[[str], Any]
 
 
@@ -94,10 +100,10 @@ class Rule(abc.ABC):
             find: finds another variable in the same place, in another collection.
 
         Returns:
-            ``views.AS_IT_IS`` for a rule that looks at each leaf alone.
+            ``AS_IT_IS`` for a rule that looks at each leaf alone.
         """
         del path, value, find
-        return views.AS_IT_IS
+        return AS_IT_IS
 
     def key(self) -> Hashable:
         """What stands for the rule in the keys of JAX's caches, which outlive it."""
@@ -109,10 +115,6 @@ class Rule(abc.ABC):
         Compared where a trace that JAX keeps has read one of them.
         """
         return None
-
-    def snapshot(self) -> Rule:
-        """The rule as it is now; a function in it may read what changes."""
-        return self
 
 
 def is_differentiable(leaf: Any) -> bool:
@@ -169,33 +171,60 @@ class ReadOnly(Rule):
         return leaf
 
 
-class Rewrite(Protocol):
-    """A rule, the variables it applies to, and what to say if there are none."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rewrite:
+    """A rule, applied to the variables that a filter selects.
 
-    @property
-    def where(self) -> filters.Filter:
-        """Which variables."""
-        ...
+    Attributes:
+        where: the filter.
+        rule: what a reader sees instead of the stored value.
+        collections: the collections that the filter looks at.
+        unused: what to do if a part of the filter matches no variable: ``'raise'`` or
+            ``'ignore'``. Judged when an extent ends.
+    """
 
-    @property
-    def collections(self) -> CollectionFilter:
-        """The collections that ``where`` looks at."""
-        ...
+    where: filters.Filter
+    rule: Rule
+    collections: CollectionFilter = 'params'
+    unused: str = 'raise'
 
-    @property
-    def rule(self) -> Rule:
-        """What a reader sees instead of the stored value."""
-        ...
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'collections', _collections(self.collections))
+        if self.unused not in ('raise', 'ignore'):
+            raise errors.FilterValueError(
+                f"unused={self.unused!r}: expected 'raise' or 'ignore'."
+            )
 
-    @property
-    def unused(self) -> str:
-        """``'raise'`` or ``'ignore'``."""
-        ...
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rewrite) and self._meaning() == other._meaning()
 
-    def key(self) -> Hashable:
-        """What stands for the rewrite in the keys of JAX's caches."""
-        ...
+    def __hash__(self) -> int:
+        return hash(self._meaning())
 
-    def snapshot(self) -> Rewrite:
-        """The rewrite as it is now."""
-        ...
+    def _meaning(self) -> tuple[Any, ...]:
+        return self.where, self.rule, self.collections
+
+    def __repr__(self) -> str:
+        more = '' if self.collections == 'params' else f', {self.collections=!r}'
+        return f'{self.rule.name}({self.where!r}{more.replace("self.", "")})'
+
+
+def _collections(collections: Any) -> CollectionFilter:
+    """A hashable collection filter; raises for anything else."""
+    if isinstance(collections, (bool, str)):
+        out: Any = collections
+    elif isinstance(collections, DenyList):
+        out = DenyList(_collections(collections.deny))
+    elif isinstance(collections, Iterable):
+        out = tuple(collections)
+    else:
+        out = None
+    names = (out,) if isinstance(out, str) else out if isinstance(out, tuple) else ()
+    if out is None or not all(isinstance(name, str) for name in names):
+        raise errors.FilterTypeError(
+            f'collections={collections!r} is no collection filter: expected a name, '
+            'a sequence of names, True, or flax.core.DenyList.'
+        )
+    if OVERWRITE_WITH_GRADIENT in names:
+        raise errors.OverwriteWithGradientError(names)
+    return out

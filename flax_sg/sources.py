@@ -3,7 +3,7 @@
 A rule is part of JAX's cache keys, and a tree of values is not: it would be compared
 number by number, and kept alive. What stands for it there are the names of the
 variables. Values are arguments to what is traced, so that other ones find the same
-trace; which they are is asked only where a trace has read one (``contexts.py``).
+trace; which they are matters only where a trace has read one (``cache_keys.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax.core.scope import CollectionFilter, in_filter
 
-from flax_sg import _private, errors, fits, functions, operands, rules, views
+from flax_sg import _private, errors, fits, operands, rules
 from flax_sg.absent import is_absent
 from flax_sg.paths import Path
 
@@ -38,15 +38,11 @@ class Source:
     def of_variable(self, path: Path, value: Any, find: rules.Find) -> Any:
         """What is read instead of a variable; ``AS_IT_IS`` to ask leaf by leaf."""
         del path, value, find
-        return views.AS_IT_IS
+        return rules.AS_IT_IS
 
     def of_leaf(self, path: Path, leaf: Any) -> Any:
         """What is read instead of one leaf."""
         raise NotImplementedError
-
-    def now(self) -> Source:
-        """The source as it is now; JAX's arrays do not change."""
-        return self
 
 
 class Tree(Source):
@@ -83,7 +79,7 @@ class Twin(Source):
     def of_variable(self, path: Path, value: Any, find: rules.Find) -> Any:
         """The variable in the other collection."""
         other = find(self.collection)
-        if other is views.AS_IT_IS:
+        if other is rules.AS_IT_IS:
             where = f'the collection {self.collection!r}'
             raise errors.SubstituteError.absent(path, where)
         return fits.fitting(path, value, other)
@@ -96,10 +92,7 @@ class Function(Source):
 
     def __init__(self, fn: Callable[[Path, Any], Any]) -> None:
         self.fn = fn
-        try:
-            self.key = functions.function_key(fn)
-        except errors.TracerInFilterError:
-            self.key = functions.Incomparable('it reads a traced value')
+        self.key = operands.identity_of(fn)
 
     def of_leaf(self, path: Path, leaf: Any) -> Any:
         """What the function returns: of any dtype, and of the shape of the leaf."""
@@ -114,11 +107,6 @@ class Function(Source):
 
     def __reduce__(self) -> Any:
         return Function, (self.fn,)
-
-    def now(self) -> Function:
-        """The function, with what it reads as it is now."""
-        now = Function(self.fn)
-        return self if now.key == self.key else now
 
 
 def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
@@ -224,11 +212,6 @@ class Substitute(rules.Rule):
     def values(self) -> Hashable:
         """Which values they are."""
         return self.source.values
-
-    def snapshot(self) -> Substitute:
-        """The rule with its function as it is now."""
-        now = self.source.now()
-        return self if now is self.source else Substitute(now)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Substitute):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 from flax import linen
 from flax.core.scope import Scope
 
 from flax_sg import _private, errors
-
-if 'UPDATE' in globals():  # It was loaded before.
-    raise errors.ReloadError(__name__)
+from flax_sg.engine import blocks
+from flax_sg.engine.variables import Key
 
 UPDATE = 'update'
 HOLD = 'hold'
@@ -30,24 +29,6 @@ CHOICES = {
 _SWITCHES = {'use_running_average': True, 'update_stats': False}
 # What the call gives to its caller is no state: these, and what it sows elsewhere.
 _RESULTS = ('intermediates', 'perturbations')
-# Collections and names that something was sown under. A body of ``nn.jit`` that was
-# traced before sows without Python; it was traced in such a block too, or it would not
-# be found in one.
-_sown: set[tuple[str, str]] = set()
-
-
-def sow(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``Module.sow``."""
-
-    def hook(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        _sown.add((col, name))
-        return original(self, col, name, *args, **kwargs)
-
-    return hook
-
-
-def _is_result(collection: str, name: str) -> bool:
-    return collection in _RESULTS or (collection, name) in _sown
 
 
 def check(choice: Any) -> None:
@@ -75,22 +56,31 @@ def handled(module: Any, choice: str) -> Generator[None]:
 def _held(module: Any) -> Generator[None]:
     scopes = _private.own_scopes(module)
     before = [_private.copied_mutable(scope) for scope in scopes]
+    roots: list[blocks.Root] = []
     try:
+        roots += [blocks.root_of(scope) for scope in scopes]
         yield
     finally:
-        for scope, variables in zip(scopes, before, strict=True):
+        blocks.thread.forget()
+        for scope, root, variables in zip(scopes, roots, before, strict=False):
             for collection, tree in variables.items():
                 if collection != 'params':
-                    _put_back(collection, _private.stored(scope)[collection], tree)
+                    now = _private.stored(scope)[collection]
+                    _put_back(root.sown, (collection, scope.path), now, tree)
 
 
-def _put_back(collection: str, now: Any, before: Any) -> None:
+def _is_result(sown: Collection[Key], key: Key) -> bool:
+    return key[0] in _RESULTS or key in sown
+
+
+def _put_back(sown: Collection[Key], key: Key, now: Any, before: Any) -> None:
     """Makes the state in both trees what it was; what was created since stays."""
+    collection, path = key
     for name in before.keys() & now.keys():
-        value = before[name]
+        value, below = before[name], (collection, (*path, name))
         if isinstance(value, Mapping) and isinstance(now[name], dict):
-            _put_back(collection, now[name], value)
-        elif not _is_result(collection, name):
+            _put_back(sown, below, now[name], value)
+        elif not _is_result(sown, below):
             now[name] = value
 
 
@@ -106,16 +96,22 @@ def results_handed_over(
         given: the collections that have other values in the copy.
     """
     of, to = module.scope, copy.scope
+    roots = blocks.root_of(of), blocks.root_of(to)
+
+    def results(collection: str, tree: Any) -> dict[str, Any]:
+        sown = roots[0].sown | roots[1].sown
+        return _results(sown, (collection, of.path), tree)
+
     for collection, tree in _private.stored(of).items():
         if collection != 'params' and to.is_mutable_collection(collection):
             # What is sown may be known by then only.
             given_too = collection in given
-            found = _results(collection, tree) if given_too else _private.copied(tree)
+            found = results(collection, tree) if given_too else _private.copied(tree)
             _put(to, collection, found)
     yield
     for collection, tree in _private.stored(to).items():
         if of.is_mutable_collection(collection):
-            _put(of, collection, _results(collection, tree))
+            _put(of, collection, results(collection, tree))
 
 
 def _put(scope: Scope, collection: str, tree: Mapping[str, Any]) -> None:
@@ -123,13 +119,15 @@ def _put(scope: Scope, collection: str, tree: Mapping[str, Any]) -> None:
         scope.put_variable(collection, name, value)
 
 
-def _results(collection: str, tree: Any) -> dict[str, Any]:
+def _results(sown: Collection[Key], key: Key, tree: Any) -> dict[str, Any]:
+    collection, path = key
     found: dict[str, Any] = {}
     for name, value in tree.items():
+        below = (collection, (*path, name))
         if isinstance(value, Mapping):
-            if inner := _results(collection, value):
+            if inner := _results(sown, below, value):
                 found[name] = inner
-        elif _is_result(collection, name):
+        elif _is_result(sown, below):
             found[name] = value
     return found
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg import blocks, filters, placing, rules, stops
+from flax_sg import filters, rules, stops
 from flax_sg.absent import is_absent
+from flax_sg.engine import placing
 from flax_sg.leaves import Leaves, leaves_of, selected
 from flax_sg.paths import Path
 
@@ -47,7 +48,7 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
         for i, said in zip(looked_at, takes, strict=True)
         if said and not is_absent(leaves.values[i])
     }
-    return leaves.restore(_rewritten(rewrite.snapshot(), leaves, taken))
+    return leaves.restore(_rewritten(rewrite, leaves, taken))
 
 
 def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> Any:
@@ -73,7 +74,7 @@ def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> 
 
 
 def _looks_at(rewrite: rules.Rewrite, path: Path) -> bool:
-    fp8 = path.collection == blocks.OVERWRITE_WITH_GRADIENT
+    fp8 = path.collection == rules.OVERWRITE_WITH_GRADIENT
     return not fp8 and in_filter(rewrite.collections, path.collection)
 
 

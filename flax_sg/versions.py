@@ -45,7 +45,9 @@ NAMES: dict[str, str] = {
     'flax.linen.module:_ModuleInternalState.export': 'self',
     'flax.linen.module:_ModuleInternalState.reset': 'self',
     'flax.linen.module:_context.module_stack': '',
+    'flax.linen.module:_global_interceptor_stack': '',
     'flax.linen.module:_unspecified_parent': '',
+    'flax.linen.module:run_interceptors': 'orig_method module args kwargs',
     'flax.linen.module:uuid': '',
     'flax.linen.module:wrap_method_once': 'fun',
     'flax.linen.summary:Table': '',
@@ -57,6 +59,8 @@ NAMES: dict[str, str] = {
         'table console_extras table_kwargs column_kwargs non_params_cols'
     ),
     'flax.linen.summary:_size_and_bytes_repr': 'size num_bytes',
+    'flax.linen.summary:yaml.SafeDumper.add_representer': '',
+    'flax.linen.summary:yaml.SafeDumper.yaml_representers': '',
     'flax.linen.transforms:_is_module_class': 'target',
     'flax.linen.transforms:get_module_scopes': 'module args kwargs',
     'flax.linen.transforms:set_module_scopes': 'module args kwargs scopes',
@@ -105,6 +109,7 @@ WITHIN: dict[str, str] = {
     'flax.linen.module:_ModuleInternalState.__init__': (
         'autoname_cursor children in_setup is_initialized setup_called'
     ),
+    'flax.linen.module:wrap_method_once': 'method_handler_wrapped',
     'flax.linen.transforms:scan': 'lift',
     'jax._src.core:OpaqueTraceState.__init__': '_trace_ref',
     'jax._src.interpreters.ad:JVPTrace.__init__': 'parent_trace',

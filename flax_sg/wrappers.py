@@ -23,7 +23,8 @@ from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 from flax.linen import nowrap
 
-from flax_sg import _private, errors, reach, residuals
+from flax_sg import _private, errors, protocols, residuals
+from flax_sg.engine import contents
 
 Extent = contextlib.AbstractContextManager[Any]
 
@@ -74,6 +75,16 @@ class Wrapper(_private.Module):
         raise NotImplementedError
 
     @nowrap
+    def _around(self, name: str, judge: bool) -> Extent:
+        """What holds while ``apply`` or another method of the unbound module runs.
+
+        Args:
+            name: the name of the method.
+            judge: as in ``_extent``.
+        """
+        raise NotImplementedError
+
+    @nowrap
     def _part(self, part: Any, module: Any) -> Any:
         """What stands for a module that was found in the one in use."""
         raise NotImplementedError
@@ -116,16 +127,21 @@ class Wrapper(_private.Module):
 
     # What is asked of it.
 
+    @protocols.shown
     @nowrap
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
         return self._run('__call__', args, kwargs)
 
     @nowrap
-    def _run(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _run(self, name: str, args: Any, kwargs: Any, intercept: bool = True) -> Any:
         scope = self.scope
         if scope is None:
             return getattr(self.module, name)(*args, **kwargs)
+        if intercept:
+            method = protocols.intercepted(self, name, innermost(self.module))
+            if method is not None:
+                return _private.run_interceptors(method, self, args, kwargs)
         # A part of the model may be all that there is yet.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
         use = functools.partial(_use, name=name, judge=judge, args=args, kwargs=kwargs)
@@ -141,7 +157,7 @@ class Wrapper(_private.Module):
         functions = [
             leaf for leaf in _private.field_leaves(self) if isinstance(leaf, _FUNCTIONS)
         ]
-        return reach.holds_modules((args, functions))
+        return contents.holds_modules((args, functions))
 
     @nowrap
     def _try_setup(self, shallow: bool = False) -> None:
@@ -179,6 +195,11 @@ class Wrapper(_private.Module):
         with self._extent(judge=False) as module:
             return self._seen(name, getattr(module, name), module)
 
+    @nowrap
+    def __kontext_keys__(self) -> dict[str, str]:
+        """The keys of the wrapped module, for Kauldron, which asks the class."""
+        return protocols.key_paths(self.module)
+
     @property
     def variables(self) -> Mapping[str, Mapping[str, Any]]:
         """The variables of the wrapped module, as seen in the extent."""
@@ -198,7 +219,7 @@ class Wrapper(_private.Module):
     def _seen(self, name: str, value: Any, module: Any) -> Any:
         """A value that belongs to the module, for somebody outside of the extent."""
         if inspect.ismethod(value) and value.__self__ is module:
-            return types.MethodType(_forwards(name, value.__func__), self)
+            return types.MethodType(protocols.forwards(name, value.__func__), self)
         if self.scope is None:
             return value
         if isinstance(value, _private.Module):
@@ -210,7 +231,7 @@ class Wrapper(_private.Module):
         if isinstance(value, (dict, FrozenDict)):
             items = {k: self._seen(name, v, module) for k, v in value.items()}
             return type(value)(items)
-        if isinstance(value, _FUNCTIONS) and reach.holds_modules(value):
+        if isinstance(value, _FUNCTIONS) and contents.holds_modules(value):
             return self._part(module, module)._in_extent(value)
         return value
 
@@ -222,6 +243,9 @@ class Wrapper(_private.Module):
 
         return functools.update_wrapper(in_extent, fn, updated=())
 
+
+for _name in protocols.STARTS:
+    setattr(Wrapper, _name, protocols.Start(_name))
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -252,14 +276,6 @@ def _attached(module: Any, scope: Scope) -> Any:
 def _use(wrapper: Any, name: str, judge: bool, args: Any, kwargs: Any) -> Any:
     with wrapper._extent(judge) as module:
         return getattr(module, name)(*args, **kwargs)
-
-
-def _forwards(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper._run(name, args, kwargs)
-
-    return forward
 
 
 _variable_value: Any = _private.Variable.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 from flax.core import DenyList
 
 import flax_sg as sg
+import sequences
 from flax_sg import errors, extras, testing
 from flax_sg import linen as nn
 
@@ -73,6 +75,13 @@ class Creates(fnn.Module):
 def created(**options: Any) -> None:
     with nn.read_only(True, **options):
         Creates().apply({}, mutable=True)
+
+
+class StartsItself(Model):
+    """A model with an ``apply`` of its own, as MaxText's."""
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        return fnn.Module.apply(self, *args, **kwargs)
 
 
 class Layer(fnn.Module):
@@ -303,6 +312,64 @@ def in_scan(within: bool) -> None:
         jax.eval_shape(lambda: model.apply({'params': params}, X, None))
 
 
+def read_late(read: bool = False, inside: bool = False) -> None:
+    """Two blocks find one compiled function, of which a rule reads variables."""
+    if not (read or inside):
+        sequences.forget_contexts()  # Or the two know that their answers differ.
+
+    @jax.custom_vjp
+    def fn(x: Any) -> Any:
+        return jnp.sum(MODEL.apply(VARIABLES, x)) if read else jnp.sum(x)
+
+    def backward(_: Any, ct: Any) -> Any:
+        return (ct * MODEL.apply(VARIABLES, X),)
+
+    def stopped(where: str) -> Any:
+        return nn.stop_gradient(where, unused='ignore')
+
+    def blocked(where: str, x: Any) -> Any:
+        with stopped(where) if inside else contextlib.nullcontext():
+            return fn(x)
+
+    fn.defvjp(lambda x: (fn(x), None), backward)
+    compiled = jax.jit(blocked, static_argnums=0)
+    pull_backs = []
+    for where in ('kernel', 'bias'):
+        with contextlib.nullcontext() if inside else stopped(where):
+            static = where if inside else ''
+            pull_backs.append(jax.vjp(functools.partial(compiled, static), X)[1])
+    for pull_back in pull_backs:
+        pull_back(1.0)
+
+
+class ReadsBefore(fnn.Module):
+    """Opens a block behind what it names, or around it."""
+
+    around: bool = False
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        before, head = Model(name='before'), Model(name='head')
+        h = x if self.around else before(x)
+        with nn.stop_gradient('before/**'):
+            return head(before(x) if self.around else h)
+
+
+def read_before(around: bool = False) -> None:
+    variables = {'params': {'before': PARAMS, 'head': PARAMS}}
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        ReadsBefore(around).apply(variables, X)
+
+
+def dropped() -> None:
+    """What a statement warns of when its value is dropped, where nothing can raise."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        nn.stop_gradient('kernel')
+    raise caught[0].message  # pyright: ignore[reportGeneralTypeIssues]
+
+
 def reload(name: str) -> None:
     importlib.reload(importlib.import_module(name))
 
@@ -519,11 +586,37 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "it needs with: pip install 'flax_sg[plot]'",
     ),
     'a reload of what holds state': (
-        lambda: reload('flax_sg.contexts'),
+        lambda: reload('flax_sg.engine.blocks'),
         errors.ReloadError,
-        'flax_sg.contexts cannot be reloaded: open blocks, and what JAX keeps '
-        'of compiled programs, rest on what it holds.\n'
+        'flax_sg.engine.blocks cannot be reloaded: open blocks, and what JAX '
+        'keeps of compiled programs, rest on what it holds.\n'
         'Start Python anew; flax_sg and flax_sg.linen can be reloaded.',
+    ),
+    'a block behind what it names': (
+        read_before,
+        errors.NothingStoppedWarning,
+        "The block of stop_gradient(Glob('before/**')), opened at "
+        'block_errors.py:LINE, had no effect: it selects nothing that was read in '
+        'it.\n'
+        'Open the block around the code that reads these variables, or pass '
+        "unused='ignore'.",
+    ),
+    'a block that is dropped': (
+        dropped,
+        errors.NothingStoppedWarning,
+        "stop_gradient(Glob('kernel')) is made at block_errors.py:LINE and dropped, "
+        'so it has no effect.\n'
+        'Write with nn.stop_gradient(...): and the code below it.',
+    ),
+    'read by a rule after the block': (
+        read_late,
+        errors.LateReadError,
+        'a rule of a function that was compiled in the block of '
+        "stop_gradient(Glob('kernel')) reads a variable after the block has closed, "
+        'and another block that has used the same compiled function answers '
+        'differently.\n'
+        'Read the variable in the function as well, or open the block inside of the '
+        'function that jax.jit compiles.',
     ),
     'a draw that is kept': (
         kept,
@@ -605,6 +698,24 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'Compute it in the method that uses it, or open the block before the '
         'module is first used.',
     ),
+    'state of a module with an apply of its own': (
+        lambda: nn.Frozen(StartsItself(), state='hold').apply(VARIABLES, X),
+        errors.WrappedModuleError,
+        "nn.Frozen(StartsItself(...), state='hold'): StartsItself defines its own "
+        'apply, which the wrapper calls in a block.\n'
+        'A block stops gradients; it does not hold state or show other variables.\n'
+        'Open the block yourself: with nn.stop_gradient(where): '
+        'StartsItself(...).apply(...).',
+    ),
+    'a mirror of a module with an apply of its own': (
+        lambda: nn.mirror(StartsItself()).apply(VARIABLES, X),
+        errors.WrappedModuleError,
+        "nn.mirror(StartsItself(...), state='hold'): StartsItself defines its own "
+        'apply, which the wrapper calls in a block.\n'
+        'A block stops gradients; it does not hold state or show other variables.\n'
+        'Open the block yourself: with nn.stop_gradient(where): '
+        'StartsItself(...).apply(...).',
+    ),
     'a stop that scans keep': (
         lambda: in_scan(True),
         errors.ScanMemoryWarning,
@@ -682,6 +793,12 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         reload('flax_sg.linen'),
         reload('flax_sg'),
     ],
+    'a block behind what it names': lambda: read_before(around=True),
+    'a block that is dropped': lambda: run(nn.stop_gradient('kernel')),
+    'read by a rule after the block': lambda: [
+        read_late(read=True),
+        read_late(inside=True),
+    ],
     'a draw that is kept': lambda: kept(inside=True),
     'a state that is kept': lambda: kept('state', inside=True),
     'a state that is asked for': lambda: kept('asked', inside=True),
@@ -693,6 +810,12 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'a module that is hidden': lambda: traced(Hides(True), {'params': {'w': X}}),
     'a value that is not made again': lambda: forgets(True),
     'a block that is not opened again': lambda: opens(True),
+    'state of a module with an apply of its own': lambda: run(
+        nn.stop_gradient('kernel'), StartsItself()
+    ),
+    'a mirror of a module with an apply of its own': lambda: run(
+        nn.stop_gradient('kernel'), StartsItself()
+    ),
     'a stop that scans keep': lambda: in_scan(False),
 }
 

@@ -11,21 +11,21 @@ import jax
 import pytest
 from jax.interpreters import ad
 
-from flax_sg import (
-    _private,
+from flax_sg import _private, identities, paths, rewrites, sources
+from flax_sg.engine import (
+    askers,
     blocks,
-    contexts,
-    functions,
+    cache_keys,
+    extents,
     hooks,
-    identities,
-    paths,
+    judgement,
     placing,
-    rewrites,
+    selection,
     views,
     writeback,
     writes,
 )
-from flax_sg.flow import analysis, dependence, derivatives, programs
+from flax_sg.flow import analysis, dependence, derivatives
 
 Patch = pytest.MonkeyPatch
 
@@ -52,10 +52,12 @@ def stops_are_written_back(patch: Patch) -> None:
 def absolute_paths(patch: Patch) -> None:
     """Filters see paths from the root, whoever opened the block."""
 
-    def path(self: Any, root: views.Root, key: views.Key) -> paths.Path:
-        return paths.Path.of(*key)
+    class Absolute:
+        @staticmethod
+        def of(collection: str, names: Any, owner: Any = ()) -> paths.Path:
+            return paths.Path.of(collection, names)
 
-    patch.setattr(blocks.Block, 'path', path)
+    patch.setattr(selection, 'Path', Absolute)
 
 
 def open_after_an_exception(patch: Patch) -> None:
@@ -75,49 +77,82 @@ def kept_values_ignored(patch: Patch) -> None:
         patch.setitem(hooks.HOOKS, name, lambda original: original)
 
 
-def functions_by_identity(patch: Patch) -> None:
-    """Two functions are equal if they are one object."""
-    patch.setattr(functions, 'function_key', lambda fn: fn)
+def answers_never_noted(patch: Patch) -> None:
+    """Nobody knows what a trace has asked: each block finds those of all others."""
+    for name in ('note', 'note_older'):
+        patch.setattr(cache_keys.Number, name, lambda *args: None)
+
+
+def answers_never_asked(patch: Patch) -> None:
+    """A block takes the first number that it finds."""
+    patch.setattr(cache_keys.Number, 'agrees', lambda *args: True)
+
+
+def answers_that_say_no_left_out(patch: Patch) -> None:
+    """Only what a filter takes is noted."""
+    note = cache_keys.Number.note
+
+    def note_what_is_taken(
+        self: Any, asker: Any, path: Any, said: Any, late: bool = False
+    ) -> None:
+        if said:
+            note(self, asker, path, said)
+
+    patch.setattr(cache_keys.Number, 'note', note_what_is_taken)
+
+
+def no_lease(patch: Patch) -> None:
+    """Two threads use one number for blocks that may give other answers."""
+    patch.setattr(cache_keys.Number, 'take', lambda self, asker: True)
 
 
 def owners_in_the_key(patch: Patch) -> None:
-    """Equal filters have another number for each module that opens a block."""
-    number_of = contexts.number_of
-    patch.setattr(
-        contexts,
-        'number_of',
-        lambda rewrites, owners: number_of((rewrites, owners), ()),
-    )
+    """Each module that opens a block has numbers of its own."""
+    lease, places = cache_keys.lease, dict[Any, cache_keys.Number]()
+
+    def lease_for_owner(around: Any, asker: Any, aside: Any) -> Any:
+        place = places.setdefault((around, asker.owner_path), cache_keys.fresh())
+        return lease(place, asker, aside)
+
+    patch.setattr(cache_keys, 'lease', lease_for_owner)
 
 
 def owners_never_told_apart(patch: Patch) -> None:
-    """Equal filters have one number, also where a trace has read variables."""
-    patch.setattr(contexts, 'tell_apart', lambda number: None)
+    """What lies outside of a trace is asked for by the path of its first owner."""
+
+    def note(
+        self: Any, asker: Any, key: Any, tree: Any, path: Any, late: bool = False
+    ) -> None:
+        self.note(asker, path, asker.ask(path))
+
+    patch.setattr(cache_keys.Number, 'note_older', note)
 
 
-def numbers_in_use_forgotten(patch: Patch) -> None:
-    """Two threads use one number for the blocks of two owners."""
+def absolute_questions(patch: Patch) -> None:
+    """What lies outside of a trace is asked for by its path from the root."""
+    note = cache_keys.Number.note_older
 
-    class Forgetful(dict[int, Any]):
-        def get(self, key: int, default: Any = None) -> Any:
-            return default
+    def path_in(self: Any, tree: Any, key: Any) -> paths.Path:
+        return paths.Path.of(*key)
 
-    patch.setattr(contexts, '_in_use', Forgetful())
+    def note_absolute(
+        self: Any, asker: Any, key: Any, tree: Any, path: Any, late: bool = False
+    ) -> None:
+        note(self, asker, key, tree, paths.Path.of(*key))
+
+    patch.setattr(askers.Asker, 'path_in', path_in)
+    patch.setattr(cache_keys.Number, 'note_older', note_absolute)
 
 
 def values_never_told_apart(patch: Patch) -> None:
     """Other values have one number, also where a trace has read them."""
-    patch.setattr(blocks.Block, 'note_values', lambda self: None)
+    patch.setattr(sources.Substitute, 'values', lambda self: None)
 
 
 def values_in_the_key(patch: Patch) -> None:
     """Other values have another number, also where they are arguments."""
-
-    class All(set[Any]):
-        def __contains__(self, rewrites: object) -> bool:
-            return True
-
-    patch.setattr(contexts, '_told_apart', All())
+    key, values = sources.Substitute.key, sources.Substitute.values
+    patch.setattr(sources.Substitute, 'key', lambda self: (key(self), values(self)))
 
 
 def computed_where_the_leaf_is(patch: Patch) -> None:
@@ -136,13 +171,13 @@ def everything_published_is_a_write(patch: Patch) -> None:
 
 def decisions_shared(patch: Patch) -> None:
     """What one filter said of a variable is remembered for those of all blocks."""
-    selects, shared = blocks.Block.selects, dict[Any, bool]()
+    selects, shared = views.selects, dict[Any, bool]()
 
-    def remembered(self: Any, root: views.Root, key: views.Key) -> bool:
-        said = selects(self, root, key)
-        return shared.setdefault((self.owner_path, key), said)
+    def remembered(block: Any, root: Any, key: Any) -> bool:
+        said = selects(block, root, key)
+        return shared.setdefault((block.owner_path, key), said)
 
-    patch.setattr(blocks.Block, 'selects', remembered)
+    patch.setattr(views, 'selects', remembered)
 
 
 def one_stack_for_all_threads(patch: Patch) -> None:
@@ -152,9 +187,11 @@ def one_stack_for_all_threads(patch: Patch) -> None:
         pass
 
     names = dict(vars(blocks._Thread))
-    for name in ('__init__', 'set_blocks', 'only', 'forget'):
+    for name in ('__init__', 'set_blocks', '_set_aside', 'only', 'forget'):
         setattr(Shared, name, names[name])
-    patch.setattr(blocks, 'thread', Shared())
+    shared = Shared()
+    for module in (blocks, extents, judgement, placing, selection, views):
+        patch.setattr(module, 'thread', shared)
 
 
 def loops_turn_once(patch: Patch) -> None:
@@ -169,11 +206,6 @@ def rules_are_not_read(patch: Patch) -> None:
         return analysis.Analysis.dependences()[0].of(eqn.params['call_jaxpr'])
 
     patch.setattr(derivatives, '_backward', backward)
-
-
-def programs_taken_for_any_function(patch: Patch) -> None:
-    """A filter's program stands for whatever is differentiated with the filter."""
-    patch.setattr(programs.Program, 'is_of', lambda self, fun, args: True)
 
 
 def rules_stand_at_the_leaf(patch: Patch) -> None:

@@ -55,6 +55,16 @@ def decided(flag: Any) -> Any:
     return sg.partition(PARAMS, lambda path: flag and path.startswith('head'))[0]
 
 
+def found(flag: Any) -> Any:
+    flags = {'head': flag}
+    return sg.partition(PARAMS, lambda path: bool(flags.get(path.parts[0])))[0]
+
+
+def returned(flag: Any) -> Any:
+    flags = {'head': flag, 'body': False}
+    return sg.partition(PARAMS, lambda path: flags[path.parts[0]])[0]
+
+
 class Model(fnn.Module):
     """Reads its parameters at once."""
 
@@ -68,20 +78,6 @@ def in_block(where: Any) -> None:
         Model().apply({'params': PARAMS})
 
 
-def changed_in_block() -> None:
-    names = ['head']
-    with nn.stop_gradient(lambda path: path.parts[0] in names):
-        names.append('body')
-        Model().apply({'params': PARAMS})
-
-
-def changed_before_block() -> None:
-    names = ['head']
-    names.append('body')
-    with nn.stop_gradient(lambda path: path.parts[0] in names):
-        Model().apply({'params': PARAMS})
-
-
 def loss(params: Any) -> Any:
     return {'loss': params['head']['w'] * params['body']['w']}
 
@@ -91,6 +87,11 @@ def of_integers(where: Any) -> None:
     shapes = (jax.ShapeDtypeStruct((), jnp.int32), *flow.shapes[1:])
     testing.assert_flows(dataclasses.replace(flow, shapes=shapes), where)
 
+
+STATIC = (
+    'Which variables are meant has to be known while the program is traced.\n'
+    'Fix: make the choice static, by static_argnames of jax.jit for example.'
+)
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a bad range': (
@@ -128,10 +129,49 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "such as 'head*/**'.",
     ),
     'half a bracket': (
-        lambda: as_filter('x[0/w'),
+        lambda: as_filter('x[0/*'),
         errors.FilterValueError,
-        "The glob 'x[0/w' has a '[' without its ']'.\n"
-        "Fix: write 'x[[]0/w' for a bracket in a name.",
+        "The glob 'x[0/*' has a '[' without its ']'.\n"
+        "Fix: write 'x[[]0/*' for a bracket in a name.",
+    ),
+    'half a bracket of what may be a name': (
+        lambda: split('head/w['),
+        errors.UnusedFilterError,
+        "Glob('head/w[') selected nothing: it matches none of the 2 variables.\n"
+        'Nearest paths:\n'
+        "  'head/w'\n"
+        "  'body/w'\n"
+        "Hint: it has a '[' without its ']'.\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'a bracket in the name of a module': (
+        lambda: sg.partition({'x[0]': {'w': 1.0}}, 'x[0]/*'),
+        errors.UnusedFilterError,
+        "Glob('x[0]/*') selected nothing: it matches none of the 1 variable.\n"
+        'Nearest paths:\n'
+        "  'x[0]/w'\n"
+        "Hint: '[' begins a set of characters. Write 'x[[]0]/*'.\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'dots between names': (
+        lambda: split('head.*'),
+        errors.UnusedFilterError,
+        "Glob('head.*') selected nothing: it matches none of the 2 variables.\n"
+        'Nearest paths:\n'
+        "  'head/w'\n"
+        "  'body/w'\n"
+        "Hint: names are joined by '/'. Write 'head/*'.\n"
+        "If an empty selection is meant, pass unused='ignore'.",
+    ),
+    'braces': (
+        lambda: split('{head,neck}/w'),
+        errors.UnusedFilterError,
+        "Glob('{head,neck}/w') selected nothing: it matches none of the 2 variables.\n"
+        'Nearest paths:\n'
+        "  'head/w'\n"
+        "  'body/w'\n"
+        "Hint: braces stand for themselves. Write 'head/w'.\n"
+        "If an empty selection is meant, pass unused='ignore'.",
     ),
     'a traced index': (
         lambda: jax.jit(lambda i: sg.at('w', i))(1),
@@ -379,12 +419,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a predicate that reads a tracer': (
         lambda: jax.jit(decided)(True),
         errors.TracerInFilterError,
-        "A filter reads a traced value (bool[]): closure variable 'flag' of "
-        '<lambda> at filter_errors.py:LINE.\n'
-        'Which variables are meant is decided while the program is traced, '
-        'when traced values are not known yet.\n'
-        'Fix: let the filter read a Python value, such as a static argument '
-        "(jax.jit(..., static_argnames='freeze')) or a field of the module.",
+        'Predicate(<lambda> at filter_errors.py:LINE) reads a traced value (bool[]) '
+        f"as 'flag'.\n{STATIC}",
+    ),
+    'a predicate that finds a tracer': (
+        lambda: jax.jit(found)(True),
+        errors.TracerInFilterError,
+        f'Predicate(<lambda> at filter_errors.py:LINE) reads a traced value.\n{STATIC}',
+    ),
+    'a predicate that returns a tracer': (
+        lambda: jax.jit(returned)(True),
+        errors.TracerInFilterError,
+        'Predicate(<lambda> at filter_errors.py:LINE) returned a traced value '
+        f'(bool[]).\n{STATIC}',
     ),
     'unused= of a tree': (
         lambda: split('head/w', unused='warn'),
@@ -424,15 +471,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'them.\n'
         "If an empty selection is meant, pass unused='ignore'.",
     ),
-    'a predicate that changed in its block': (
-        changed_in_block,
-        errors.FilterChangedError,
-        'what the filter of stop_gradient(Predicate(<lambda> at '
-        'filter_errors.py:LINE)) reads has changed between the opening of its '
-        'block and the first variable in it, so it cannot be told which of the '
-        'two is meant.\n'
-        'Change it before the block is opened.',
-    ),
     'integers that are trained': (
         lambda: of_integers('body/*'),
         errors.NotDifferentiableError,
@@ -456,7 +494,13 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'a slash at the end': lambda: split('head/**'),
     'two slashes': lambda: split('head/w'),
     'glued stars': lambda: split('head*/**'),
-    'half a bracket': lambda: sg.partition({'x[0': {'w': 1.0}}, 'x[[]0/w'),
+    'half a bracket': lambda: sg.partition({'x[0': {'w': 1.0}}, 'x[[]0/*'),
+    'half a bracket of what may be a name': lambda: split('head/w'),
+    'a bracket in the name of a module': lambda: sg.partition(
+        {'x[0]': {'w': 1.0}}, 'x[[]0]/*'
+    ),
+    'dots between names': lambda: split('head/*'),
+    'braces': lambda: split('head/w'),
     'a traced index': lambda: rows(np.array([1])),
     'a slice of no numbers': "sg.at('embed/embedding', np.s_[:100])",
     'an index that is off': lambda: rows(np.s_[1]),
@@ -491,6 +535,12 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'a predicate that reads a tracer': lambda: jax.jit(decided, static_argnames='flag')(
         flag=True
     ),
+    'a predicate that finds a tracer': lambda: jax.jit(found, static_argnames='flag')(
+        flag=True
+    ),
+    'a predicate that returns a tracer': lambda: jax.jit(
+        returned, static_argnames='flag'
+    )(flag=True),
     'unused= of a tree': lambda: split('head/w', unused='ignore'),
     'unused in a tree': lambda: (
         split('head/w'),
@@ -498,7 +548,6 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     ),
     'parts that exclude each other': lambda: sg.partition(PARAMS, a | b),
     'parts that exclude each other in a block': lambda: in_block(a | b),
-    'a predicate that changed in its block': changed_before_block,
     'integers that are trained': lambda: of_integers('head/*'),
     'an output that there is not': lambda: testing.assert_flows(
         loss, 'head/*', PARAMS, output='loss'

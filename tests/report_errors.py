@@ -56,6 +56,14 @@ def layers(frozen_layers: Any) -> None:
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    'a depth of a table': (
+        lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
+        errors.ChoiceError,
+        "depth='all' is none of the choices:\n"
+        "  'fit': as deep as fits into 150 lines\n"
+        "  'an int': so many submodules deep\n"
+        '  None: all submodules',
+    ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
         errors.DifferentProgramError,
@@ -134,6 +142,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 FIXES: dict[str, str | Callable[[], Any]] = {
+    'a depth of a table': lambda: [
+        sg.tabulate(Layer(), jax.random.key(0), depth=depth)(jnp.ones(2), None)
+        for depth in ('fit', 1, None)
+    ],
     'another program': lambda: testing.assert_same_program(jnp.sin, jnp.sin, SHAPES),
     'traced again': lambda: jax.jit(testing.assert_traces_once(jnp.negative))(
         jnp.ones(2)

@@ -2,9 +2,10 @@
 
 A worker is a thread that is told what to do next: to open a block, to go into a module
 or a compiled function, to call one, to leave by an exception. The blocks are real
-``with`` statements, since the worker calls itself for their bodies. ``test_stateful``
-makes up the steps, and compares with ``Stack``, ``Caches`` and ``ByHand``: what is in
-force, what has been traced, and the gradients on weights that were stopped by hand.
+``with`` statements, since the worker calls itself for their bodies; some stand in a
+generator that yields meanwhile. ``test_stateful`` makes up the steps, and compares with
+``Stack``, ``Caches`` and ``ByHand``: what is in force, what has to be traced and what
+must not, and the gradients on weights that were stopped by hand.
 """
 
 import contextlib
@@ -23,8 +24,9 @@ from jax import lax
 
 import oracle
 import stepwise
-from flax_sg import contexts, filters, unused
+from flax_sg import filters
 from flax_sg import linen as nn
+from flax_sg.engine import cache_keys
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 DEEPEST = 6  # What a worker can be in at a time.
@@ -45,10 +47,23 @@ def net_class(note: Note) -> type[fnn.Module]:
         @fnn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             note()
-            x = jnp.tanh(fnn.Dense(2, name='enc')(x))
+            x = self.activation(fnn.Dense(2, name='enc')(x))
             return fnn.Dense(2, name='head')(x)
 
+        def activation(self, x: jax.Array) -> jax.Array:
+            return jnp.tanh(x)
+
     return Net
+
+
+def another(net: Any) -> Any:
+    """Another network with the same paths."""
+
+    class Another(net):
+        def activation(self, x: jax.Array) -> jax.Array:
+            return jnp.sin(x)
+
+    return Another
 
 
 def _apply(net: Any) -> Callable[..., Any]:
@@ -72,6 +87,20 @@ def _cond(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, x: lax.cond(x[0, 0] < 5.0, fn, other, params, x)
 
 
+def _custom_vjp(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose rule reads the parameters when the block has closed."""
+    out = jax.custom_vjp(fn)
+
+    def forward(params: Any, x: Any) -> Any:
+        return fn(params, x), (params, x)
+
+    def backward(given: Any, ct: Any) -> Any:
+        return jax.vjp(fn, *given)[1](ct)
+
+    out.defvjp(forward, backward)
+    return out
+
+
 def _jitted_method(net: type[fnn.Module]) -> Callable[..., Any]:
     class Method(net):
         @fnn.jit
@@ -91,7 +120,9 @@ class Kind:
     Attributes:
         make: from the class of the network to a function of its parameters and input.
         cached: whether JAX or Flax traces it once only.
-        eager: whether a part of it is Python at every call.
+        eager: whether a part of it is Python at every call. Stops are there then, and
+            what is compiled may be found under all answers.
+        late: whether a rule of it runs when it is differentiated, which is not counted.
         recovers: whether it is cached after a trace of it has raised; in plain JAX it
             is not if it is in one of the caches by weak reference.
     """
@@ -99,6 +130,7 @@ class Kind:
     make: Callable[[Any], Callable[..., Any]]
     cached: bool = True
     eager: bool = False
+    late: bool = False
     recovers: bool = True
 
 
@@ -114,6 +146,8 @@ KINDS: dict[str, Kind] = {
     'nn.remat': Kind(lambda net: _apply(fnn.remat(net)), cached=False, eager=True),
     'nn.remat of nn.jit': Kind(lambda net: _apply(fnn.remat(fnn.jit(net))), eager=True),
     'plain': Kind(_apply, cached=False, eager=True),
+    'jit of another model': Kind(lambda net: jax.jit(_apply(another(net)))),
+    'jit of custom_vjp': Kind(lambda net: jax.jit(_custom_vjp(_apply(net))), late=True),
 }
 
 # The children of each part of a pair, and how these are called.
@@ -217,12 +251,14 @@ class What:
         selects: by hand, from the path of the owner and the names of a variable.
         anywhere: whether it selects something in every tree, for every owner.
         constant: whether it may select nothing without an error.
+        changing: whether ``selects`` is called with the names in ``SWITCH``, too.
     """
 
     spellings: tuple[Callable[..., Any], ...]
-    selects: Callable[[tuple[str, ...], tuple[str, ...]], bool]
+    selects: Callable[..., bool]
     anywhere: bool = True
     constant: bool = False
+    changing: bool = False
 
 
 def _relative(owner: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -231,6 +267,7 @@ def _relative(owner: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]
 
 
 stop, only = nn.stop_gradient, nn.train_only
+SWITCH = Names('enc')  # Changes between steps.
 
 WHATS: dict[str, What] = {
     'kernels': What(
@@ -259,6 +296,14 @@ WHATS: dict[str, What] = {
     'head by an object': What(
         (lambda **k: stop(_within(Names('head')), **k),),
         lambda owner, names: names[-2] == 'head',
+    ),
+    'what the switch names': What(
+        (
+            lambda **k: stop(_within(SWITCH), **k),
+            lambda **k: only(~filters.as_filter(_within(SWITCH)), **k),
+        ),
+        lambda owner, names, switched: names[-2] in switched,
+        changing=True,
     ),
     'enc by a regex': What(
         (lambda **k: stop(re.compile('(.*/)?enc/.*'), **k),),
@@ -303,9 +348,7 @@ WHATS: dict[str, What] = {
 
 def forget_contexts() -> None:
     """Nothing is known of what was traced and judged before, as in a new process."""
-    contexts._contexts.clear()
-    contexts._told_apart.clear()
-    unused._passed.clear()
+    cache_keys.NONE.inside.clear()
 
 
 class LeaveError(Exception):
@@ -427,9 +470,9 @@ class Worker:
     def _raise(self, place: Place | None, levels: int) -> None:
         raise LeaveError(levels)
 
-    def _open(self, place: Place | None, block: Any) -> Any:
+    def _open(self, place: Place | None, block: Any, held: bool = False) -> Any:
         try:
-            with block:
+            with _held(block) if held else block:
                 self._answers.put(None)
                 self._serve(place)
         except Exception as error:
@@ -521,6 +564,27 @@ class Worker:
                 raise
 
 
+class _held:  # noqa: N801
+    """Holds a block by a generator that is suspended inside of it."""
+
+    def __init__(self, block: Any) -> None:
+        self._generator = self._hold(block)
+
+    def _hold(self, block: Any) -> Iterator[None]:
+        with block:
+            yield
+
+    def __enter__(self) -> None:
+        next(self._generator)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            next(self._generator, None)
+        else:
+            with contextlib.suppress(type(error)):
+                self._generator.throw(error)
+
+
 class _End(BaseException):
     """A worker is to end, wherever it is."""
 
@@ -535,27 +599,41 @@ class _Fault:
 # What each step has to do, by hand.
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Open:
     """A block that is open.
 
     Attributes:
         what: a key of ``WHATS``.
         owner: the path of the module that opened it; None at top level.
-        judged: whether it raises if nothing is read in it.
-        met: whether anything was.
-        context: what stands for it, and those around it, in the keys of caches.
+        judged: whether it raises or warns if nothing that it selects is read in it.
+        spelling: which of the spellings it is.
+        block: the value that was opened.
+        switched: the names in ``SWITCH`` when it was opened.
+        called: whether a function was called in it that reads what it selects.
     """
 
     what: str
     owner: tuple[str, ...] | None
     judged: bool
-    met: bool = False
-    context: Any = None
+    spelling: int = 0
+    block: Any = None
+    switched: tuple[str, ...] = dataclasses.field(default_factory=lambda: SWITCH.names)
+    called: bool = False
 
     def selects(self, names: tuple[str, ...], of_owner: bool) -> bool:
         owner = self.owner if of_owner and self.owner is not None else ()
-        return WHATS[self.what].selects(owner, names)
+        return self.says(owner, names)
+
+    def says(self, owner: tuple[str, ...], names: tuple[str, ...]) -> bool:
+        what = WHATS[self.what]
+        return what.selects(owner, names, *([self.switched] if what.changing else []))
+
+    @property
+    def label(self) -> Any:
+        """What is equal for blocks that surely give the same answers."""
+        owner = None if WHATS[self.what].anywhere else self.owner
+        return self.what, self.spelling, self.switched, owner
 
 
 @dataclasses.dataclass
@@ -630,10 +708,6 @@ class Stack(list[Any]):
         return len(self) < DEEPEST
 
     @property
-    def rewrites(self) -> tuple[str, ...]:
-        return tuple(block.what for block in self.blocks)
-
-    @property
     def owners(self) -> tuple[Any, ...]:
         return tuple(block.owner for block in self.blocks)
 
@@ -647,51 +721,69 @@ class Stack(list[Any]):
 
 
 class Caches:
-    """What JAX has to have cached: each function once for each thing in force.
+    """What has been traced: what JAX has to find of it, and what it must not find.
 
-    Which modules opened the blocks makes no difference, but to two workers that are in
-    such blocks at a time; and none at all, until a program inside a raw ``jax.jit`` or
-    ``lax.scan`` reads variables of a module. From then on the owners of all blocks
-    around it are told apart; those that have them open keep what they have.
+    A program has to be traced if it never was for these parameters to be stopped. It
+    must not be traced a second time in the same open blocks; nor in equal ones, where
+    one worker alone opens blocks and all answers of other filters differ early. Between
+    the two a number may be in use by another worker, or have taken other answers.
     """
 
-    def __init__(self, stacks: list[Stack]) -> None:
-        self.traced: set[Any] = set()
+    def __init__(self) -> None:
         self.renewed: Counter[Any] = Counter()
-        self.passed: set[Any] = set()
-        self._stacks = stacks
-        self._apart: dict[Any, dict[Any, Any]] = {}
-
-    def context(self, stack: Stack) -> Any:
-        return stack.blocks[-1].context if stack.blocks else None
+        self._for_stopped: set[Any] = set()
+        self._in_blocks: set[Any] = set()
+        self._in_equal_blocks: set[Any] = set()
+        self._opened_by: set[int] = set()
+        self._opened: dict[Any, Open] = {}
+        self._raw_called = False
 
     def opened(self, stack: Stack) -> None:
-        """Decides on the context of the block that was opened last."""
-        rewrites, owners = stack.rewrites, stack.owners
-        apart = self._apart.get(rewrites)
-        if apart is not None:
-            place = apart.setdefault(owners, owners)
-        else:
-            users = self._users(rewrites)
-            place = next(i for i in range(99) if users.get(i, owners) == owners)
-        stack.blocks[-1].context = (rewrites, place)
+        """Notes who has opened a block, and which one."""
+        self._opened_by.add(id(stack))
+        self._opened[stack.blocks[-1].label] = stack.blocks[-1]
 
-    def tell_apart(self, stack: Stack) -> None:
-        for block in stack.blocks:
-            rewrites, _ = block.context
-            if rewrites not in self._apart:
-                users = sorted(self._users(rewrites).items())
-                self._apart[rewrites] = {owners: place for place, owners in users}
+    def note(self, key: Any, stack: Stack, stopped: Any) -> None:
+        """Notes that a function was traced, or found."""
+        self._for_stopped.add((key, stopped))
+        self._in_blocks.add((key, _same(stack)))
+        self._in_equal_blocks.add((key, _equal(stack)))
 
-    def _users(self, rewrites: Any) -> dict[Any, Any]:
-        """The owners of the open blocks in each of the contexts of some rewrites."""
-        users: dict[Any, Any] = {}
-        for stack in self._stacks:
-            owners = stack.owners
-            for number, block in enumerate(stack.blocks, 1):
-                if block.context is not None and block.context[0] == rewrites:
-                    users[block.context[1]] = owners[:number]
-        return users
+    def note_raw(self) -> None:
+        """Notes a program that depends on a tree, which other trees do not find."""
+        self._raw_called = True
+
+    def must_trace(self, key: Any, stopped: Any) -> bool:
+        return (key, stopped) not in self._for_stopped
+
+    def must_find(self, key: Any, stack: Stack) -> bool:
+        if (key, _same(stack)) in self._in_blocks:
+            return True
+        alone = len(self._opened_by) <= 1 and not self._raw_called
+        known = (key, _equal(stack)) in self._in_equal_blocks
+        return alone and known and all(map(self._differs_early, stack.blocks))
+
+    def _differs_early(self, block: Open) -> bool:
+        """Whether filters that agree with it on one tree agree with it on the other."""
+        return all(
+            _answers(block, PAIR_NAMES) == _answers(other, PAIR_NAMES)
+            for other in self._opened.values()
+            if _answers(block, NET_NAMES) == _answers(other, NET_NAMES)
+        )
+
+
+def _same(stack: Stack) -> Any:
+    """The blocks that are open, each for itself."""
+    return tuple(stack.blocks)
+
+
+def _equal(stack: Stack) -> Any:
+    return tuple(block.label for block in stack.blocks)
+
+
+def _answers(block: Open, names: list[tuple[str, ...]]) -> list[list[bool]]:
+    owners: list[tuple[str, ...]] = [(), ('a',), ('b',)]
+    return [[block.says(owner, n) for n in names] for owner in owners]
 
 
 def stopped_by_hand(params: Any, stopped: frozenset[str]) -> Any:

@@ -17,19 +17,9 @@ import pytest
 from flax.core import Scope, lift
 
 import oracle
-from flax_sg import (
-    _private,
-    blocks,
-    core,
-    errors,
-    extents,
-    filters,
-    rewrites,
-    rules,
-)
-from flax_sg import (
-    linen as nn,
-)
+from flax_sg import _private, core, errors, filters, rewrites, rules
+from flax_sg import linen as nn
+from flax_sg.engine import blocks, extents
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 MODEL = fnn.Dense(3)
@@ -86,7 +76,7 @@ def _as_before():
     left, thread = blocks.thread.blocks, blocks.thread
     for block in reversed(left):  # One failure, not one in every test that follows.
         if flax_now() != FLAX:
-            extents.close_block(block, judge=False)
+            extents.close_block(block)
     thread.blocks = ()
     assert left == ()
     assert (_private.user_context.value, thread.roots) == (0, {})
@@ -104,7 +94,7 @@ def outcome(exit: str, fn: Callable[[], Any]) -> Any:
             MODEL.bind({'params': PARAMS})
         )
     if exit == 'opened':
-        with extents.opened(block, None):
+        with extents.Extent(block, None):
             return fn()
     kind = {'error': ValueError, 'interrupt': KeyboardInterrupt, 'exit': SystemExit}[
         exit
@@ -243,14 +233,14 @@ def test_a_user_context_of_the_user_is_left_alone():
 # Blocks that cannot be opened.
 
 
-class Fails(rewrites.Rewrite):
-    """A rewrite whose filter cannot be looked at."""
+class Fails(rules.StopGradient):
+    """A rule that cannot be put into the keys of JAX's caches."""
 
-    def snapshot(self):
-        raise self.unused  # The field that equality leaves out.
+    def __init__(self, error):
+        object.__setattr__(self, 'error', error)
 
-    def __post_init__(self):
-        pass
+    def key(self):
+        raise self.error
 
 
 @pytest.mark.parametrize(
@@ -259,7 +249,7 @@ class Fails(rewrites.Rewrite):
 @pytest.mark.parametrize('inside', [False, True])
 def test_an_error_while_a_block_opens(error, inside):
     raised = error('on purpose')
-    block = Fails(filters.as_filter('bias'), rules.StopGradient(), unused=raised)
+    block = rewrites.Rewrite(filters.as_filter('bias'), Fails(raised))
     outer = nn.stop_gradient('kernel') if inside else contextlib.nullcontext()
     with outer:
         with pytest.raises(error) as caught, block:
@@ -414,7 +404,7 @@ def test_a_block_that_closes_too_early_names_the_innermost():
     said = r"Glob\('a'\).* cannot be closed: .*Glob\('c'\).* is still open"
     with pytest.raises(errors.BlockOrderError, match=said):
         blocks_open[0].__exit__(None, None, None)
-    still_open = [block.where for block in blocks.active()]
+    still_open = [block.rewrite.where for block in blocks.active()]
     assert still_open == [filters.Glob('b'), filters.Glob('c')]
     for block in blocks_open[:0:-1]:
         block.__exit__(None, None, None)

@@ -28,21 +28,32 @@ from flax.core import Scope
 import flax_sg
 import flax_sg as sg
 import oracle
-from flax_sg import _private, blocks, errors, hooks
+from flax_sg import _private, errors
 from flax_sg import linen as nn
+from flax_sg.engine import blocks, cache_keys, extents, hooks
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 OWNERS = [owner for owner, _ in _private._HOOKED.values()]
 FLAX = [dict(vars(owner)) for owner in OWNERS]
 
 
+def held_numbers(number: cache_keys.Number) -> Iterator[cache_keys.Number]:
+    """The numbers inside of one that a block has."""
+    for numbers in list(number.inside.values()):
+        for inner in numbers:
+            if inner.is_held:
+                yield inner
+            yield from held_numbers(inner)
+
+
 def assert_nothing_is_left() -> None:
     """No block is open, nothing is kept for one, and Flax is as it was."""
     thread = blocks.thread
     assert (thread.blocks, thread.roots, thread.replay) == ((), {}, None)
-    assert (thread._aside, thread.number_of._of) == (0, {})
+    assert thread._aside == 0
+    assert not list(held_numbers(cache_keys.NONE))
     assert _private.user_context.value == 0
-    assert (blocks._open_blocks, _private._users) == (set(), set())
+    assert _private._users == set()
     assert [dict(vars(owner)) for owner in OWNERS] == FLAX
 
 
@@ -52,8 +63,8 @@ def _clean() -> Iterator[None]:
     try:
         assert_nothing_is_left()
     finally:  # One failure, not one in every test that follows.
-        for block in tuple(blocks._open_blocks):
-            blocks.remove(block)
+        for block in blocks.thread.blocks[::-1]:
+            extents.close_block(block)
         blocks.thread.set_blocks(())
         for user in (*_private._users, None):
             _private.release_hooks(user)
@@ -205,22 +216,25 @@ IN_AND_OUT = frozenset(
     [
         'open_block',
         'close_block',
+        'close_last',
         '_close',
-        'opened',
-        'add',
         'remove',
         'forget',
-        'close',
         'set_blocks',
         'only',
         '_set_aside',
         '_resumed',
         'leave',
+        'reopen',
         '_run_setup',
         'acquire_hooks',
         'release_hooks',
         '_running_apply',
         '_goes_on',
+        'lease',
+        'take',
+        'use',
+        'give_back',
     ]
 )
 
@@ -629,7 +643,7 @@ def test_a_name_in_other_code_points():
 
 # Modules that are loaded anew.
 
-STATEFUL = ['_private', 'blocks', 'contexts', 'statistics', 'unused']
+STATEFUL = ['_private', 'engine.blocks', 'engine.cache_keys']
 
 
 def stopped_in_model(variables: Any) -> str:

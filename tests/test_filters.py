@@ -1,6 +1,7 @@
 """Filters: what they select, how they combine and compare, and what is refused."""
 
 import collections
+import contextlib
 import copy
 import functools
 import itertools
@@ -15,10 +16,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flax_sg as sg
+import oracle
 from flax_sg import errors
 from flax_sg.filters import (
     And,
@@ -34,7 +38,9 @@ from flax_sg.filters import (
     as_filter,
 )
 from flax_sg.filters.names import Names
+from flax_sg.linen import Frozen, stop_gradient
 from flax_sg.paths import Path
+from oracle import stopped
 
 pytestmark = pytest.mark.every_case
 
@@ -53,6 +59,106 @@ def is_kernel(path):
     return path.name == 'kernel'
 
 
+# Names that mean something in a glob, as e3nn and others give to parameters.
+LITERALS = [
+    'w[0,0] 1x0e',
+    'mlp/w[0,0] 1x0e,2x1o',
+    'a[b',
+    'a[]',
+    'a[z-a]',
+    'w?',
+    'w*',
+    '{x,y}/z',
+    'a.b.c',
+    'a\\b',
+    '/cell/w[0]',
+]
+OF_A_PATH_ONLY = ['w**2', '!w', '[!w]', '*', '**', 'a/**', '[ab]/!c']
+
+
+@pytest.mark.parametrize('text', LITERALS)
+def test_a_string_that_is_a_path_means_that_path(text):
+    glob = as_filter(text)
+    assert glob == Glob(text) and hash(glob) == hash(Glob(text))
+    assert repr(glob) == f'Glob({text!r})'
+    assert pickle.loads(pickle.dumps(glob)) == glob
+    assert glob(path(text)) is True
+    for other in PATHS:
+        assert glob(other) is False
+    assert (~glob)(path(text)) is False
+
+
+@pytest.mark.parametrize('text', LITERALS + OF_A_PATH_ONLY)
+def test_a_path_means_itself_alone(text):
+    this = path(text)
+    chosen = as_filter(this)
+    assert chosen(this) is True
+    # What the same characters would mean in a glob.
+    others = [path(p) for p in ('w0 1x0e', 'w, 1x0e', 'wx', 'w', 'wab2', 'a', 'a/x/y')]
+    assert not any(map(chosen, [*PATHS, *others]))
+    assert eval(repr(chosen)) == chosen == as_filter(path(text, 'batch_stats'))
+    assert pickle.loads(pickle.dumps(chosen)) == chosen
+    assert [p for p in (this, *PATHS) if as_filter([this, 'scale'])(p)] == [
+        this,
+        PATHS[3],
+    ]
+
+
+class Irreps(nn.Module):
+    """Parameters with the names that e3nn gives, here and in a submodule."""
+
+    names: tuple[str, ...]
+    where: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        block = contextlib.nullcontext()
+        if self.where is not None:
+            block = stop_gradient(self.where)
+        with block:
+            for name in self.names:
+                x = x * self.param(name, nn.initializers.constant(2.0), (1,))
+        return x
+
+
+@pytest.mark.parametrize('text', ['w[0,0] 1x0e', 'a[b', 'w?', '{x,y}', 'a.b'])
+@pytest.mark.parametrize('kind', [str, path])
+def test_a_literal_path_is_the_same_in_every_extent(text, kind):
+    names, x = (text, 'w[9] 1x0e', 'b'), jnp.ones((2,))
+    where = kind(text)
+    params = Irreps(names).init(jax.random.key(0), x)['params']
+
+    def grads(model, params=params):
+        return oracle.grads(lambda p: model.apply({'params': p}, x), params)
+
+    def by_hand(params):
+        return Irreps(names).apply({'params': stopped(params, text.__eq__)}, x)
+
+    expected = oracle.grads(by_hand, params)
+    oracle.assert_same(grads(Irreps(names, where)), expected)
+    oracle.assert_same(grads(Frozen(Irreps(names), where)), expected)
+    oracle.assert_same(grads(stop_gradient(Irreps, where)(names)), expected)
+    with stop_gradient(where):
+        oracle.assert_same(grads(Irreps(names)), expected)
+    tree = {name: name == text for name in names}
+    assert sg.frozen_mask(params, where) == tree
+    assert jax.tree.leaves(sg.partition(params, where)[0]) == [params[text]]
+    only = sg.grad(lambda p: jnp.sum(Irreps(names).apply({'params': p}, x)), wrt=where)
+    found = only(params)
+    assert [name for name in names if jax.tree.leaves(found[name])] == [text]
+    tx = sg.freeze(optax.sgd(1.0), where)
+    updates, _ = tx.update(params, tx.init(params), params)
+    moved = sg.apply_updates(params, updates)
+    assert {name for name in names if moved[name] != params[name]} == {*names} - {text}
+
+
+def test_a_path_without_special_characters_is_its_glob():
+    assert as_filter(path('gln/kernel')) == Glob('gln/kernel')
+    # A tree that is one leaf has the path ''.
+    leaf = as_filter(Path.of('params', ('',)))
+    assert leaf(Path.of('params', ('',))) and not any(map(leaf, PATHS))
+
+
 class Named:
     """A predicate that is an object."""
 
@@ -64,6 +170,19 @@ class Named:
 
     def method(self, path):
         return path.name == self.name
+
+
+class Unhashable(Named):
+    """One that compares by value, and so has no hash."""
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __eq__(self, other):
+        return isinstance(other, Unhashable) and self.name == other.name
+
+
+NAMED = Named('kernel')
+UNHASHABLE = Unhashable('kernel')
 
 
 # What each kind of argument selects of PATHS
@@ -185,7 +304,9 @@ def test_atoms(row):
 EQUAL: dict[str, tuple[Any, Any]] = {
     'glob': ('a', 'a'),
     'regex': (re.compile('a', re.I), re.compile('a', re.I)),
-    'lambda': (lambda p: p == 'a', lambda p: p == 'a'),
+    'function': (is_kernel, is_kernel),
+    'method': (NAMED.method, NAMED.method),
+    'object that has no hash': (UNHASHABLE, UNHASHABLE),
     'tree, in another order': ({'a': True, 'b': False}, {'b': False, 'a': True}),
     'tree, numpy': ({'a': True}, flax.core.freeze({'a': np.True_})),
     'tree, an empty branch': ({'a': True, 'b': {}}, {'a': True}),
@@ -201,7 +322,9 @@ UNEQUAL: dict[str, tuple[Any, Any]] = {
     'glob': ('a', 'b'),
     'glob and regex': ('a', re.compile('a')),
     'regex flags': (re.compile('a'), re.compile('a', re.I)),
-    'lambda': (lambda p: p == 'a', lambda p: p == 'b'),
+    'lambda, written twice': (lambda p: p == 'a', lambda p: p == 'a'),
+    'methods of two objects': (Named('a').method, Named('a').method),
+    'objects that have no hash': (UNHASHABLE, Unhashable('kernel')),
     'tree, a value': ({'a': True}, {'a': False}),
     'tree, a name': ({'a': True}, {'b': True}),
     'tree, its depth': ({'a': {'b': True}}, {'a': True}),
@@ -397,27 +520,81 @@ def test_combine_obeys_the_laws(x, y):
     assert set(x.atoms) | set(y.atoms) == set((x & y).atoms)
 
 
-# Snapshots
+# What a block asks a filter
 
 
-def test_snapshot_of_what_has_no_function_is_itself():
-    chosen = (A & ~B) | BoolTree({'a': True}) | Derived(frozenset(), frozenset())
-    assert chosen.snapshot() is chosen
+@pytest.mark.parametrize('row', SELECTIONS.values(), ids=SELECTIONS)
+def test_decide_says_the_same_and_which_atoms_took_something(row):
+    chosen = as_filter(row[0])
+    for p in PATHS:
+        matched: set[Filter] = {C}
+        assert chosen.decide(p, matched) == chosen(p)
+        assert matched == {C, *(atom for atom in chosen.atoms if atom(p))}
 
 
-def test_snapshot_sees_what_a_function_reads():
-    frozen = ['gln']
-    chosen = ~Predicate(lambda p: p.parts[0] in frozen) & 'dec/**'
-    before = chosen.snapshot()
-    assert before == chosen
-    assert before.filters[0].filter.snapshot() is before.filters[0].filter
-    frozen.append('dec')
-    after = chosen.snapshot()
-    assert after != before
-    assert before == chosen  # A filter is what it was when it was made.
-    assert repr(after) == repr(before)
-    frozen.pop()
-    assert chosen.snapshot() == before
+def test_decide_asks_each_function_once():
+    asked = []
+
+    def spy(path):
+        asked.append(path)
+        return False
+
+    for chosen in (as_filter(spy), ~as_filter(spy), (A & spy) | (B & spy) | spy):
+        asked.clear()
+        chosen.decide(PATHS[0], set())
+        assert asked == [PATHS[0]]
+
+
+def fresh() -> Any:
+    return lambda p: True
+
+
+SHAPES: dict[str, tuple[Any, Any, bool]] = {
+    'glob': ('a', 'a', True),
+    'globs': ('a', 'b', False),
+    'one lambda made twice': (fresh(), fresh(), True),
+    'in an expression': (A & ~as_filter(fresh()), A & ~as_filter(fresh()), True),
+    'partials of it': (functools.partial(fresh()), fresh(), True),
+    'other expressions': (A & as_filter(fresh()), A | as_filter(fresh()), False),
+    'beside another glob': (A & as_filter(fresh()), B & as_filter(fresh()), False),
+    'two lambdas': (lambda p: True, lambda p: True, False),
+    'methods of two objects': (Named('a').method, Named('b').method, True),
+    'objects of one class': (Named('a'), Named('b'), True),
+    'objects of two classes': (Named('a'), UNHASHABLE, False),
+    'written in C': (operator.methodcaller('a'), operator.methodcaller('b'), True),
+}
+
+
+@pytest.mark.parametrize('row', SHAPES.values(), ids=SHAPES)
+def test_filters_that_are_spelled_alike_have_one_shape(row):
+    one, other, alike = row
+    one, other = as_filter(one), as_filter(other)
+    assert (one.shape == other.shape) is alike
+    if alike:
+        assert hash(one.shape) == hash(other.shape)
+
+
+def test_functions_in_a_filter_are_known():
+    values = (A & ~B) | BoolTree({'a': True}) | Derived(frozenset(), frozenset())
+    assert not values.has_functions
+    for chosen in (as_filter(is_kernel), ~as_filter(is_kernel), values | is_kernel):
+        assert chosen.has_functions
+    assert as_filter(is_kernel).as_function() == (is_kernel, False)
+    assert (~as_filter(is_kernel)).as_function() == (is_kernel, True)
+    for chosen in (A, ~A, A & is_kernel, as_filter(True)):
+        assert chosen.as_function() is None
+
+
+def test_a_function_that_finds_nothing_is_asked_for_nothing_else():
+    asked = []
+
+    def spy(path):
+        asked.append(path)
+        return False
+
+    message = str(errors.UnusedFilterError(as_filter(spy), MET, ENC))
+    assert 'selected nothing' in message and 'Hint' not in message
+    assert asked == []
 
 
 # What is refused
@@ -714,7 +891,7 @@ def test_a_predicate_that_computes_under_jit():
     def traced():
         chosen(path('gln/kernel'))
 
-    with pytest.raises(errors.FilterTypeError, match=r'a traced value \(bool\[\]\)'):
+    with pytest.raises(errors.TracerInFilterError, match=r'traced value \(bool\[\]\)'):
         traced()
 
 
@@ -1037,35 +1214,88 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         "it matches a part of 'dec/dense/kernel', and has to match the whole path. "
         "Write re.compile('.*ense.*').",
     ),
+    'dots, with all inside': (
+        'dec.*',
+        MET,
+        ENC,
+        "names are joined by '/'. Write 'dec/**'.",
+    ),
+    'dots, all of a module': (
+        'enc.layer.*.mlp',
+        [path('enc/layer/0/mlp/kernel')],
+        (),
+        "names are joined by '/'. Write 'enc/layer/*/mlp/**'.",
+    ),
+    'dots, at another depth': (
+        'dense.kernel',
+        MET,
+        ENC,
+        "names are joined by '/'. Write '**/dense/kernel'.",
+    ),
+    'collection, dots, with all inside': (
+        'params.dec.*',
+        MET,
+        ENC,
+        "paths do not start with the collection 'params'. Write 'dec/**'.",
+    ),
+    'braces': (
+        '{gln_0,dec}/**',
+        MET,
+        ENC,
+        "braces stand for themselves. Write ['gln_0/**', 'dec/**'].",
+    ),
+    'braces, one of them a typo': (
+        'gln_{0,7}/{kernel,bias}',
+        MET,
+        ENC,
+        "braces stand for themselves. Write ['gln_0/kernel', 'gln_0/bias'].",
+    ),
+    'braces in braces, and dots': (
+        '{gln_{0,1},dec}.*',
+        MET,
+        ENC,
+        "braces stand for themselves. Write ['gln_0/*', 'dec/**', 'gln_1/*'].",
+    ),
+    'braces with a range': (
+        'gln_{0..1}/*',
+        MET,
+        ENC,
+        "braces stand for themselves. Write ['gln_0/*', 'gln_1/*'].",
+    ),
+    'braces around one name': (
+        '{gln_0}/kernel',
+        MET,
+        ENC,
+        "braces stand for themselves. Write 'gln_0/kernel'.",
+    ),
+    'braces and a typo': ('{glm_0,deck}/**', MET, ENC, None),
+    'too many braces': ('{gln_0..999}/**', MET, ENC, None),
+    'a range from a letter': ('gln_{a..z}/**', MET, ENC, None),
+    'brackets in the name of a module': (
+        'w[0,0] 1x0e/**',
+        [path('w[0,0] 1x0e/kernel')],
+        (),
+        "'[' begins a set of characters. Write 'w[[]0,0] 1x0e/**'.",
+    ),
+    'an open bracket in the name of a module': (
+        'w[0',
+        [path('w[0/kernel')],
+        (),
+        "it has a '[' without its ']'. Write 'w[[]0/**'.",
+    ),
+    'a bad range and nothing like it': (
+        'gln_[1-0]',
+        MET,
+        ENC,
+        'it has a bad [...]: bad character range 1-0.',
+    ),
     'a typo': ('glm_0/**', MET, ENC, None),
     'a typo, regex': (re.compile('glm_0/.*'), MET, ENC, None),
     'predicate on the collection': (
         lambda p: p.startswith('params/gln'),
         MET,
         ENC,
-        "it is True for 'params/gln_0/kernel', and paths do not start with the "
-        'collection. Ask for path.collection beside the path.',
-    ),
-    'predicate on the collection, by attribute too': (
-        lambda p: p.collection == 'params' and p.startswith('params/gln'),
-        MET,
-        ENC,
-        "it is True for 'params/gln_0/kernel', and paths do not start with the "
-        'collection. Ask for path.collection beside the path.',
-    ),
-    'predicate on an absolute path': (
-        lambda p: p.startswith('enc/gln'),
-        MET,
-        ENC,
-        "it is True for the absolute path 'enc/gln_0/kernel', which is "
-        "'gln_0/kernel' here. Ask for path.absolute.",
-    ),
-    'predicate on a tuple': (
-        lambda p: p[0] == 'gln_0',
-        MET,
-        ENC,
-        "it is True for the tuple ('gln_0', 'kernel'), and a path is a str. "
-        'Ask for path.parts.',
+        None,
     ),
     'predicate': (lambda p: p.startswith('glm'), MET, ENC, None),
     'tree of False': (

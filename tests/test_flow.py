@@ -624,7 +624,7 @@ def attribute_read(m, x):
 
 def read_before_the_block(m, x):
     kernel = m.gln.variables['params']['kernel']
-    with nn.stop_gradient('gln/**'):
+    with nn.stop_gradient('gln/**', unused='ignore'):
         return m.gln2(x @ kernel)
 
 

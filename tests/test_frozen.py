@@ -400,9 +400,14 @@ def paths_of(tree: Any) -> list[str]:
 def test_paths_are_those_of_the_bare_module_seen_from_itself(place: str) -> None:
     seen = set()
 
-    def where(path: Any) -> bool:
-        seen.add((path, path.absolute))
-        return True
+    class Where:
+        """Of a class of its own: a block asks what blocks of one code were asked."""
+
+        def __call__(self, path: Any) -> bool:
+            seen.add((path, path.absolute))
+            return True
+
+    where = Where()
 
     def freeze(module: Any) -> Any:
         return nn.Frozen(module, where)
@@ -973,6 +978,38 @@ def test_state(fields: dict[str, Any], lift: str) -> None:
         assert is_zero(gradient)
 
 
+@pytest.mark.parametrize('around', ['model', 'part'])
+def test_state_is_that_of_all_of_the_wrapped_module(around: str) -> None:
+    """Whatever ``where`` selects, as the docstring says; so a part is wrapped alone."""
+
+    class Model(linen.Module):
+        wrap: Any = bare
+
+        def setup(self):
+            self.backbone = self.wrap(linen.BatchNorm(use_running_average=False))
+            self.head = linen.BatchNorm(use_running_average=False)
+
+        def __call__(self, x):
+            return self.head(self.backbone(x))
+
+    hold = functools.partial(nn.Frozen, state='hold')
+    model = hold(Model(), 'backbone/**') if around == 'model' else Model(hold)
+    variables = Model().init(KEY, X)
+    _, updated = Model().apply(variables, X, mutable=['batch_stats'])
+    _, written = model.apply(variables, X, mutable=['batch_stats'])
+    held = variables['batch_stats']
+    head = held['head'] if around == 'model' else updated['batch_stats']['head']
+    expected = {'backbone': held['backbone'], 'head': head}
+    assert_same(written['batch_stats'], expected)
+    (grads,) = oracle.grads(
+        lambda p: model.apply({**variables, 'params': p}, X, mutable=['batch_stats'])[
+            0
+        ],
+        variables['params'],
+    )[0]
+    assert is_zero(grads['backbone']) and not is_zero(grads['head'])
+
+
 def test_a_trace_of_jit_belongs_to_one_choice_of_state() -> None:
     cls = linen.jit(linen.BatchNorm)
 
@@ -1258,7 +1295,7 @@ def test_checkpoints_are_interchangeable_both_ways(tmp_path: Any) -> None:
 # Caches and programs.
 
 
-def test_a_lambda_in_the_field_does_not_retrace() -> None:
+def test_equal_filters_in_the_field_do_not_retrace() -> None:
     traces = []
 
     class Counted(linen.Module):
@@ -1270,8 +1307,8 @@ def test_a_lambda_in_the_field_does_not_retrace() -> None:
             traces.append(1)
             return self.inner(x)
 
-    def step(name: str) -> Any:
-        model = Counted(nn.Frozen(linen.Dense(4), lambda path: path == name))
+    def step(where: Any) -> Any:
+        model = Counted(nn.Frozen(linen.Dense(4), where))
         return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X)))
 
     params = Counted(linen.Dense(4)).init(KEY, X)['params']
@@ -1280,9 +1317,11 @@ def test_a_lambda_in_the_field_does_not_retrace() -> None:
         found = step('kernel')(params)['inner']
         assert is_zero(found['kernel']) and not is_zero(found['bias'])
     assert len(traces) == 1
-    found = step('bias')(params)['inner']
-    assert is_zero(found['bias']) and not is_zero(found['kernel'])
-    assert len(traces) == 2
+    for where in ('bias', lambda path: path == 'bias'):
+        found = step(where)(params)['inner']
+        assert is_zero(found['bias']) and not is_zero(found['kernel'])
+    # Functions in fields of modules are compared by identity.
+    assert len(traces) == 3
 
 
 @pytest.mark.parametrize('order', ['lF', 'Fl', 'lFlF', 'FlFl'])

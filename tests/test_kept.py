@@ -24,8 +24,9 @@ from flax import linen, struct
 from flax.core import FrozenDict
 
 import oracle
-from flax_sg import errors, reach
+from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.engine import contents
 from uses import (
     PROGRAMS,
     RNGS,
@@ -1403,7 +1404,7 @@ def cyclic(value: Any) -> Any:
 
 
 def in_closure(fn: Any) -> Any:
-    held = [cell.cell_contents for cell in fn.__closure__ if reach._filled(cell)]
+    held = [cell.cell_contents for cell in fn.__closure__ if contents._filled(cell)]
     return next(value for value in held if isinstance(value, linen.Module))
 
 
@@ -1457,8 +1458,8 @@ def test_a_module_in_a_value_is_replaced(name):
     make, get, _ = HOLDING[name]
     one, other = (linen.Dense(2).bind({'params': {}}) for _ in range(2))
     value = make(one)
-    back = reach.Back({id(one): (one, other)})
-    assert reach.holds_modules(value)
+    back = contents.Back({id(one): (one, other)})
+    assert contents.holds_modules(value)
     assert back.is_reached_from(value)
     new = back(value)
     assert back(value) is new
@@ -1475,13 +1476,13 @@ def test_a_module_in_a_value_is_replaced(name):
 @pytest.mark.parametrize('name', HOLDING)
 def test_what_may_come_to_hold_what_it_reads(name):
     make, _, may = HOLDING[name]
-    assert reach.keeps_what_it_reads(make(linen.Dense(2))) is may
-    assert not reach.keeps_what_it_reads(make('text'))
+    assert contents.keeps_what_it_reads(make(linen.Dense(2))) is may
+    assert not contents.keeps_what_it_reads(make('text'))
 
 
 def test_a_variable_in_a_value_is_replaced():
     one, other = (linen.Dense(2).bind({'params': {}}) for _ in range(2))
-    back = reach.Back({id(one): (one, other)})
+    back = contents.Back({id(one): (one, other)})
     outside = linen.Dense(2).bind({}).scope
     of_one, of_none = (
         linen.Variable(scope, 'params', 'kernel', True)

@@ -21,36 +21,25 @@ LONG = {
     '_private.py',
 }
 TESTED_ELSEWHERE = {
-    # One subject: what setup keeps, seen under a block.
-    'reach.py': 'test_kept.py',
-    'replays.py': 'test_kept.py',
     # Functions behind a name of their own each; there is nothing in it but Flax.
     '_private.py': 'test_hooks.py',
-    'resumed.py': 'test_caches.py',
-    'nodes.py': 'test_writeback.py',
     # What a missing package is answered with; pictures and the demo ask for one.
     'extras.py': 'test_rendering.py',
     # What assertions and the command line have in common.
     'expectations.py': 'test_testing.py',
-    'seen.py': 'test_views.py',
-    'placing.py': 'test_substitutes.py',
     'sources.py': 'test_substitutes.py',
     'fits.py': 'test_substitutes.py',
     'operands.py': 'test_substitutes.py',
-    'writes.py': 'test_read_only.py',
     'forms.py': 'test_stops.py',
     'leaves.py': 'test_trees.py',
     'absent.py': 'test_trees.py',
     'encodings.py': 'test_nondifferentiable.py',
-    'frames.py': 'test_blocks.py',
     # One subject: rules for cotangents.
     'exchanges.py': 'test_cotangents.py',
     'joint.py': 'test_cotangents.py',
     'maps.py': 'test_cotangents.py',
     'identities.py': 'test_cotangents.py',
     'tree_rewrites.py': 'test_cotangents.py',
-    # A rewrite without its extents.
-    'values.py': 'test_rewrites.py',
     # What Frozen and mirror have in common, and their options.
     'wrappers.py': 'test_frozen.py',
     'statistics.py': 'test_frozen.py',
@@ -210,7 +199,7 @@ def long_files(package: Path) -> list[str]:
     return [
         f'{name} has {count} lines'
         for name, count in counts.items()
-        if count > 300 and name not in LONG
+        if count > 400 and name not in LONG
     ]
 
 
@@ -248,7 +237,7 @@ CHECKS: list[tuple[Check, str, str, str]] = [
     (private_names, 'a.py', 'from flax.core import Scope as S\nS._x()', 'reads S._x'),
     (incomplete_all, 'a.py', '__all__ = ["f"]\ndef f(): ...\nx = 1', 'pkg.a lacks x'),
     (incomplete_all, 'a.py', '__all__ = ["f", "g"]\ndef f(): ...', 'pkg.a has no g'),
-    (long_files, 'a.py', '\n' * 301, 'a.py has 301 lines'),
+    (long_files, 'a.py', '\n' * 401, 'a.py has 401 lines'),
     (untested_modules, 'c.py', '', 'c.py'),
     (untested_modules, '_c.py', '', '_c.py'),
     (untested_modules, 'sub/__init__.py', '', 'sub'),

@@ -11,7 +11,7 @@ from flax import linen
 
 import oracle
 import stepwise
-from flax_sg import errors, statistics
+from flax_sg import errors
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
 
@@ -648,7 +648,6 @@ def test_what_is_sown_on_other_values_is_kept(lift) -> None:
             lent = linen.remat(lambda module, x: module(x))
             return [*results, lent(part, x), inner(x), lent(view, x)]
 
-    statistics._sown.clear()
     variables = Model(False).init(RNGS, X)
     start = {'params': variables['params']}
     kwargs: dict[str, Any] = {

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flax_sg.flow import report as flow
 from flax_sg.rendering import colors, pictures, tables
-from reports import LIVE, LOSSES, report
+from reports import LIVE, LOSSES, STOPPED, report
 
 MATRIX = """\
                gln       code      explanation   uses stopped
@@ -118,6 +118,95 @@ def test_names_are_no_markup():
 
 def test_a_single_output_has_no_name():
     assert 'output' in report({'': ['flows']}, {'a/b': [LIVE]}).table(width=80)
+
+
+# Names with numbers in them, as JAX orders the keys of a dict.
+LAYERS = report(
+    {'loss': ['flows', 'stopped', 'unused', 'flows', 'flows', 'flows', 'flows']},
+    {
+        'enc/layer/0/b_10': [LIVE],
+        'enc/layer/0/b_9': [STOPPED],
+        'enc/layer/10/att/w': [],
+        'enc/layer/10/mlp/w': [LIVE],
+        'enc/layer/2/att/w': [LIVE],
+        'enc/layer/2/mlp/w': [LIVE],
+        'scale': [LIVE],
+    },
+)
+
+
+def test_numbers_in_names_are_in_order(tmp_path):
+    modules = [
+        'enc/layer/0',
+        'enc/layer/2/att',
+        'enc/layer/2/mlp',
+        'enc/layer/10/att',
+        'enc/layer/10/mlp',
+        '(no module)',
+    ]
+    found = tables.rows(LAYERS)
+    assert [row.name for row in found if not row.parameter] == modules
+    assert [row.name for row in found if row.parameter] == ['b_9', 'b_10']
+    text = LAYERS.table(width=80)
+    assert sorted(modules, key=text.index) == modules
+    text = LAYERS._repr_html_()
+    assert sorted(modules, key=text.index) == modules
+    LAYERS.plot(tmp_path / 'flow.svg')
+    assert [group.module for group in LAYERS.by_module(3)] == [
+        'enc/layer/0',
+        'enc/layer/2',
+        'enc/layer/10',
+        '',
+    ]
+    assert LAYERS.members(3)['enc/layer/10'] == [2, 3]
+    # What is data stays in the order of the leaves.
+    assert [row['parameter'] for row in LAYERS.rows()] == list(LAYERS.parameters)
+
+
+# Two losses that stop a part of what they use, and leave the rest alone.
+HIDING = report(
+    {
+        'first': ['stopped', 'unused', 'stopped', 'stopped'],
+        'second': ['stopped', 'stopped', 'unused', 'stopped'],
+    },
+    {
+        'enc/bias': [STOPPED],
+        'enc/kernel': [STOPPED],
+        'head/bias': [STOPPED],
+        'head/kernel': [STOPPED],
+    },
+)
+
+
+def test_a_row_hides_no_unused_member():
+    assert [(row.name, row.status) for row in tables.rows(HIDING)] == [
+        ('enc', ('stopped', 'stopped')),
+        ('bias', ('stopped', 'stopped')),
+        ('kernel', ('unused', 'stopped')),
+        ('head', ('stopped', 'stopped')),
+        ('bias', ('stopped', 'unused')),
+        ('kernel', ('stopped', 'stopped')),
+    ]
+    lines = HIDING.table(width=30).splitlines()
+    assert lines[1] == 'stopped  enc (bias), head'
+    assert lines[4] == 'stopped  enc, head (kernel)'
+
+
+def test_where_parameters_have_no_rows_a_note_says_what_is_hidden(
+    monkeypatch, tmp_path
+):
+    note = (
+        'Not used in rows with the word stopped: 1 parameter of enc, 1 parameter of '
+        'head.'
+    )
+    assert HIDING.table(depth=1, width=100).splitlines()[-1] == note
+    assert note not in HIDING.table(width=100)
+    assert note not in HIDING._repr_html_()
+    assert 'Not used' not in LOSSES.table(depth=1, width=100)
+    HIDING.plot(tmp_path / 'flow.svg', depth=1)
+    assert HIDING.table(depth=0, width=100).splitlines()[-1] == (
+        'Not used in rows with the word stopped: 2 parameters of (no module).'
+    )
 
 
 def test_rows_are_plain_data():

@@ -1,10 +1,12 @@
 """Random sequences of steps in several threads: no cache carries a block in or out.
 
 After each step the gradient is what the open blocks say, compared exactly with weights
-that were stopped by hand, and the functions have been traced as often as they must:
-once for each function and each thing that was in force when it was called.
+that were stopped by hand. A function is traced where it never was for these answers,
+and not traced again in the same blocks, nor in equal ones while one thread opens any.
+In the end each loop over the same blocks settles: it traces nothing more.
 """
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -44,7 +46,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        sequences.forget_contexts()
+        sequences.SWITCH.names = ('enc',)
         Machine.started += 1
         if Machine.started % 50 == 0:  # A long run would fill the memory.
             jax.clear_caches()
@@ -52,8 +54,9 @@ class Machine(RuleBasedStateMachine):
         self.functions = sequences.Functions()
         self.workers = [sequences.Worker(self.functions) for _ in range(WORKERS)]
         self.stacks = [Stack() for _ in range(WORKERS)]
-        self.caches = sequences.Caches(self.stacks)
+        self.caches = sequences.Caches()
         self.runs: Counter[Any] = Counter()
+        self.loops: dict[Any, list[Open]] = {}
         self.palette, self.kinds = list(WHATS), list(KINDS)
         self.names = 0
         self.traced_in: set[Any] = set()
@@ -70,6 +73,26 @@ class Machine(RuleBasedStateMachine):
         for who, stack in enumerate(self.stacks):
             while stack:
                 self.leave(who, 0)
+        loops = list(self.loops.values())[:4]
+        for _ in range(3):
+            self._run_loops(loops)
+        before = self.functions.runs['step']
+        self._run_loops(loops)
+        assert self.functions.runs['step'] == before, 'traced: the loop did not settle'
+
+    def _run_loops(self, loops: list[list[Open]]) -> None:
+        """Calls the compiled step once more in blocks in which it was called before."""
+        worker = self.workers[0]
+        for blocks in loops:
+            for block in blocks:
+                sequences.SWITCH.names = block.switched
+                what = WHATS[block.what]
+                make = what.spellings[block.spelling]
+                assert worker.tell('open', make(unused='ignore')) is None
+            stopped = Stack(blocks).stopped(in_pair=False)
+            oracle.assert_same(worker.tell('step', None), BY_HAND.step(stopped))
+            for _ in blocks:
+                assert worker.tell('leave') is None
 
     def end(self) -> None:
         for worker in self.workers:
@@ -100,16 +123,29 @@ class Machine(RuleBasedStateMachine):
         ),
         spelling=st.integers(0, 2),
         judged=st.booleans(),
+        held=st.sampled_from([False, False, True]),
+        again=st.booleans(),
     )
-    def go(self, who: int, steps: list[int | str], spelling: int, judged: bool) -> None:
-        """Opens blocks (numbers), goes into modules and jitted functions (letters)."""
+    def go(
+        self,
+        who: int,
+        steps: list[int | str],
+        spelling: int,
+        judged: bool,
+        held: bool = False,
+        again: bool = False,
+    ) -> None:
+        """Opens blocks (numbers), goes into modules and jitted functions (letters).
+
+        Some blocks are held by generators, some are of a value that is open already.
+        """
         worker, stack = self._choose(who, Stack.has_room)
         for step in steps:
             if len(stack) >= DEEPEST:
                 return
             if isinstance(step, int):
                 what = self.palette[step % len(self.palette)]
-                self._open(worker, stack, what, spelling, judged)
+                self._open(worker, stack, what, spelling, judged, held, again)
             elif step in 'ab':
                 if stack.is_in('pair'):
                     self._enter(worker, stack, 'part', (step,))
@@ -122,15 +158,42 @@ class Machine(RuleBasedStateMachine):
                     self._enter(worker, stack, 'pair', (), mutable=step == 'm')
 
     def _open(
-        self, worker: Any, stack: Stack, name: str, spelling: int, judged: bool
+        self,
+        worker: Any,
+        stack: Stack,
+        name: str,
+        spelling: int,
+        judged: bool,
+        held: bool,
+        again: bool,
     ) -> None:
         what = WHATS[name]
-        make = what.spellings[spelling % len(what.spellings)]
-        judged = judged and what.anywhere
-        block = make(unused='raise' if judged else 'ignore')
-        assert worker.tell('open', block) is None
-        stack.append(Open(name, stack.module, judged))
+        entry = Open(name, stack.module, judged and what.anywhere)
+        entry.spelling = spelling % len(what.spellings)
+        make = what.spellings[entry.spelling]
+        entry.block = make(unused='raise' if entry.judged else 'ignore')
+        for other in stack.blocks if again else ():
+            if other.what == name:
+                entry.block, entry.spelling = other.block, other.spelling
+                entry.judged = other.judged
+        assert worker.tell('open', entry.block, held) is None
+        stack.append(entry)
         self.caches.opened(stack)
+
+    @precondition(
+        lambda self: (
+            not any(
+                WHATS[block.what].changing
+                for stack in self.stacks
+                for block in stack.blocks
+            )
+        )
+    )
+    @rule()
+    def switch(self) -> None:
+        """Changes what a filter reads, while no block of it is open."""
+        names = sequences.SWITCH.names
+        sequences.SWITCH.names = ('head',) if names == ('enc',) else ('enc',)
 
     def _enter(
         self, worker: Any, stack: Stack, kind: str, path: Any, mutable: bool = False
@@ -139,8 +202,6 @@ class Machine(RuleBasedStateMachine):
         args = {'pair': (self.names, mutable), 'part': path}.get(kind, ())
         assert worker.tell(kind, *args) is None
         stack.append(Frame(kind, path, self.names, mutable))
-        if kind == 'pair':
-            self._meets(stack)
 
     @some(Stack.__len__)
     @rule(who=workers, levels=st.sampled_from([0, 0, 0, 0, 1, 2]))
@@ -154,7 +215,7 @@ class Machine(RuleBasedStateMachine):
             return
         answer = worker.tell('leave')
         if isinstance(stack[-1], Open):
-            assert type(answer) is self._close(stack), f'closed with {answer!r}'
+            assert isinstance(answer, self._close(stack)), f'closed with {answer!r}'
         else:
             self._left(stack, answer)
 
@@ -203,10 +264,7 @@ class Machine(RuleBasedStateMachine):
         name = self._name()
         stopped = stack.stopped(in_pair=False)
         answer = worker.tell('call', kind, name, failing)
-        ran = self._ran(stack, kind, KINDS[kind].cached, failing)
-        if ran or KINDS[kind].eager:
-            self._meets(stack)
-        if ran and failing is not None:
+        if self._ran(stack, kind, KINDS[kind], answer, stopped):
             if not KINDS[kind].recovers:
                 self.functions.renew(kind)
                 self.caches.renewed[kind] += 1
@@ -221,13 +279,11 @@ class Machine(RuleBasedStateMachine):
         """Calls a compiled step of training: where it is cached, C++ alone runs."""
         stopped = stack.stopped(in_pair=False)
         answer = worker.tell('step', failing)
-        ran = self._ran(stack, 'step', True, failing)
-        if ran:
-            self._meets(stack)
-        if ran and failing is not None:
+        if self._ran(stack, 'step', KINDS['jit'], answer, stopped):
             self._thrown(stack, answer, failing)
         else:
             oracle.assert_same(answer, BY_HAND.step(stopped))
+            self.loops[tuple(block.label for block in stack.blocks)] = stack.blocks
 
     def _call_child(
         self, worker: Any, stack: Stack, child: str, part: str, failing: Any
@@ -240,10 +296,10 @@ class Machine(RuleBasedStateMachine):
         # a jitted body may write is rewritten in its trace, by the names it has there.
         named = (part, stack.owners) if stack.pair.mutable and stack.blocks else None
         key = (child, here in self.traced_in, stack.pair.mutable, named)
-        if self._ran(stack, child, CHILDREN[child].cached, failing, key):
-            if failing is not None:
-                return self._thrown(stack, answer, failing)
-            self.traced_in.add(here)
+        kind = dataclasses.replace(CHILDREN[child], eager=True)
+        if self._ran(stack, child, kind, answer, None, key):
+            return self._thrown(stack, answer, failing)
+        self.traced_in.add(here)
         self._note(stack, name, BY_HAND.child(part, child))
 
     def _call_raw(
@@ -253,11 +309,15 @@ class Machine(RuleBasedStateMachine):
         name = self._name()
         answer = worker.tell('raw', wrap, part, name, failing)
         key = (wrap, part, stack.pair.number)
-        if self._ran(stack, wrap, True, failing, key):
-            if failing is not None:
-                self.caches.renewed[key] += 1
-                return self._thrown(stack, answer, failing)
-            self.caches.tell_apart(stack)
+        stopped = frozenset(
+            path
+            for path in stack.stopped(in_pair=True)
+            if path.startswith(f'{part}/net/')
+        )
+        self.caches.note_raw()
+        if self._ran(stack, wrap, KINDS['jit'], answer, stopped, key):
+            self.caches.renewed[key] += 1
+            return self._thrown(stack, answer, failing)
         self._note(stack, name, BY_HAND.raw(wrap, part))
 
     # What has to be.
@@ -271,34 +331,55 @@ class Machine(RuleBasedStateMachine):
         stack.frames[-1].calls.append(call)
 
     def _ran(
-        self, stack: Stack, name: str, cached: bool, failing: Any, key: Any = None
+        self,
+        stack: Stack,
+        name: str,
+        kind: sequences.Kind,
+        answer: Any,
+        stopped: Any,
+        key: Any = None,
     ) -> bool:
-        """Whether Python had to run; checks that it did so as often as it must."""
-        key = key or name
-        key = (key, self.caches.renewed[key], self.caches.context(stack))
-        due = not cached or key not in self.caches.traced
-        if due and failing is None:
-            self.caches.traced.add(key)
-        self.runs[name] += due
-        assert self.functions.runs == self.runs, f'traced: {self.functions.runs}'
-        return due
+        """Checks how often Python ran; returns whether it raised, as it was told to.
 
-    def _meets(self, stack: Stack) -> None:
-        """All that is read is read in all open blocks."""
-        for block in stack.blocks:
-            block.met = True
+        Args:
+            stack: where the function was called.
+            name: what it is counted under.
+            kind: how it is cached.
+            answer: what the worker has answered.
+            stopped: which of the parameters that it reads are stopped.
+            key: tells it apart from others that are counted together.
+        """
+        key = key or name
+        key = (key, self.caches.renewed[key])
+        count = self.functions.runs[name] - self.runs[name]
+        self.runs[name] += count
+        others = self.functions.runs.keys() - self.runs.keys() - {None}
+        assert not others, f'traced: {others} beside {name}'
+        raised = isinstance(answer, sequences.LeaveError)
+        if not kind.cached:
+            assert count == 1, f'traced: {name} ran {count} times'
+        elif not kind.late:
+            assert count <= 1, f'traced: {name} ran {count} times'
+            if self.caches.must_find(key, stack):
+                assert not count, f'traced: {name} again in {stack.blocks}'
+            if not kind.eager and self.caches.must_trace(key, stopped):
+                assert count, f'traced: {name} not at all in {stack.blocks}'
+        assert count or not raised
+        if not raised:
+            self.caches.note(key, stack, stopped)
+            for block in stack.blocks:
+                block.called = True
+        return raised
 
     def _close(self, stack: Stack, raised: bool = False) -> Any:
-        """Closes the innermost block; returns the type of its answer."""
-        context = self.caches.context(stack)
+        """Closes the innermost block; returns the types that its answer may have."""
         block = stack.pop()
-        met = block.met or block.owner is not None
-        if met:
-            self.caches.passed.add(context)
-        quiet = raised or not block.judged or WHATS[block.what].constant
-        if quiet or met or context in self.caches.passed:
+        fine = raised or not block.judged or WHATS[block.what].constant or block.called
+        if fine:
             return type(None)
-        return errors.NothingReadError
+        # Nothing was called in it that reads what it selects; something may have read a
+        # variable all the same.
+        return type(None), errors.UnusedFilterError, UserWarning
 
     def _left(self, stack: Stack, answer: Any) -> None:
         """The innermost frame has come to its end."""

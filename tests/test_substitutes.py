@@ -676,23 +676,23 @@ def test_threads_with_other_values() -> None:
 
 
 def test_a_function_that_reads_something_else_is_another_one() -> None:
+    """By identity, as in JAX: a function that is made anew is traced anew."""
     step = Traced(exact)
-    setting = {'factor': 2.0}
 
-    def times(path: Any, value: Any) -> Any:
-        return value * setting['factor']
+    def times(factor: float) -> Any:
+        return lambda path, value: value * factor
 
+    kept = {factor: times(factor) for factor in (2.0, 3.0)}
     for factor in (2.0, 3.0, 2.0, 3.0):
-        setting['factor'] = factor
-        with nn.substitute(times):
+        with nn.substitute(kept[factor]):
             actual = step(ONES)
         by_hand = jax.tree.map(lambda leaf, f=factor: leaf * f, ONES)
         assert jnp.allclose(actual, exact(by_hand), 1e-5)
     assert step.count == 2
-    for _ in range(2):  # A fresh, equal function.
-        with nn.substitute(lambda path, value: value * 2.0):
+    for _ in range(2):
+        with nn.substitute(times(2.0)):
             step(ONES)
-    assert step.count == 3
+    assert step.count == 4
 
 
 def test_values_do_not_live_longer_than_the_block() -> None:

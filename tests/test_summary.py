@@ -1,5 +1,6 @@
 """`sg.tabulate`: sizes and flops of programs as they are, stops and all."""
 
+import re
 from typing import Any
 
 import jax
@@ -21,11 +22,9 @@ WIDE = {'width': 200, 'force_terminal': False}
 
 
 def summary_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any):
-    options = {'depth': None, 'show_repeated': False, 'flops': True}
+    options = {'show_repeated': False, 'flops': True}
     given = {name: kwargs.pop(name, value) for name, value in options.items()}
-    table = _private.module_rows(
-        module, given['depth'], given['show_repeated'], rngs, *args, **kwargs
-    )
+    table = _private.module_rows(module, given['show_repeated'], rngs, *args, **kwargs)
     program = programs.program_of(module, rngs, DenyList('intermediates'), args, kwargs)
     return rows.collect(table, program, given['flops'], given['flops'])
 
@@ -409,6 +408,124 @@ def test_the_total_and_the_options():
     assert '…' not in forward  # Lines are broken, and nothing is cut off.
     assert 'flops' in cells(forward)[0]
     assert 'backward_flops' not in forward
+
+
+class Stack(linen.Module):
+    """Blocks in blocks, each with parameters of its own."""
+
+    depth: int
+    width: int = 2
+
+    @linen.compact
+    def __call__(self, x):
+        x = x * self.param('scale', linen.initializers.ones, (1, 1))
+        for n in range(self.width if self.depth else 0):
+            x = Stack(self.depth - 1, self.width, name=f'block_{n}')(x)
+        return linen.Dense(4, name='dense')(x)
+
+
+PLAIN = {'compute_flops': False, 'compute_vjp_flops': False}
+
+
+def shown(text: str) -> list[str]:
+    """The paths of the rows; their parts where they are broken are joined."""
+    return [row[0] for row in cells(text)[1:] if len(row) > 2 and row[2]]
+
+
+def test_a_large_model_is_shown_as_deep_as_can_be_read():
+    model = Stack(5)
+
+    def lines(**options):
+        show = sg.tabulate(model, KEY, console_kwargs=WIDE, **PLAIN, **options)
+        return show(X).splitlines()
+
+    whole, fitting = lines(depth=None), lines()
+    assert len(whole) > 500
+    assert 50 < len(fitting) <= 150
+    said = re.fullmatch(
+        'Modules deeper than ([0-9]+) are counted in those that they belong to; '
+        'depth=None shows all.',
+        fitting[-2],
+    )
+    assert said is not None
+    deepest = int(said[1])
+    assert lines(depth=deepest) == fitting
+    assert len(lines(depth=deepest + 1)) > 150
+    # All that is left out is counted.
+    for depth in (0, 1, deepest, 4, 50, None):
+        assert lines(depth=depth)[-1] == whole[-1]
+        assert 'Total Parameters: 1,323 (5.3 KB)' in '\n'.join(lines(depth=depth))
+    for depth in (6, 50, None):
+        assert 'Modules deeper' not in ''.join(lines(depth=depth))
+
+
+def test_sizes_of_modules_that_are_left_out_are_those_of_the_module_around():
+    found = summary_of(Stack(2), X, flops=False)
+    for depth in range(3):
+        part = rows.collapsed(found, depth)
+        sizes = {'/'.join(r.path): r.size_and_bytes(['params']) for r in part.rows}
+        deeper = [path for path in sizes if path.count('/') == depth - 1 and path]
+        assert all(len(row.path) <= depth for row in part.rows)
+        of_block = {0: None, 1: 1 + 20 + 2 * 21, 2: 21}[depth]
+        for path in deeper:
+            assert sizes[path]['params'][0] == (20 if 'dense' in path else of_block)
+        assert sum(size['params'][0] for size in sizes.values()) == 7 * 21
+    assert rows.collapsed(found, None) is found
+
+
+def test_a_model_with_many_modules_at_its_top_is_shown_one_deep():
+    show = sg.tabulate(Stack(2, 30), KEY, console_kwargs=WIDE, **PLAIN)
+    text = show(X)
+    assert len(shown(text)) == 32
+    assert 'Modules deeper than 1 are' in text
+
+
+def test_modules_below_one_that_is_not_called_are_counted():
+    class Uncalled(linen.Module):
+        def setup(self):
+            self.net = Net()
+
+        def __call__(self, x):
+            return self.net.body(x)
+
+    class Net(linen.Module):
+        def setup(self):
+            self.dense = linen.Dense(4)
+
+        @linen.nowrap
+        def body(self, x):
+            return self.dense(x)
+
+    def total(depth):
+        show = sg.tabulate(Uncalled(), KEY, depth=depth, console_kwargs=WIDE, **PLAIN)
+        return re.findall('Total Parameters: .*', show(X))
+
+    # nn.tabulate counts them in the module around as well.
+    assert total(0) == total(1) == total(None)
+
+
+def test_numbers_in_names_of_parameters_are_in_order():
+    class Many(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for n in range(12):
+                x = x * self.param(f'w_{n}', linen.initializers.ones, (1, 4))
+            return x
+
+    text = sg.tabulate(Many(), KEY, console_kwargs=WIDE, **PLAIN)(X)
+    assert re.findall('w_[0-9]+', text) == [f'w_{n}' for n in range(12)]
+
+
+@pytest.mark.parametrize('lift', [linen.jit, lambda cls: linen.jit(linen.remat(cls))])
+def test_the_table_is_whole_after_a_trace_of_the_same_shapes(lift):
+    cls = lift(Net)
+    plain = shown(sg.tabulate(Net(), KEY, console_kwargs=WIDE, **PLAIN)(X))
+    for _ in range(2):
+        cls().init(KEY, X)
+        jax.eval_shape(cls().init, KEY, X)
+        text = sg.tabulate(cls(), KEY, console_kwargs=WIDE, **PLAIN)(X)
+        assert shown(text) == plain
+        assert text.endswith('\nTrainable: 67 (268 B)   Frozen: 0\n')
 
 
 @pytest.mark.every_case

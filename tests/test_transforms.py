@@ -866,8 +866,8 @@ class Jitted(nn.Module):
         parts = {'a': self.cls(name='a'), 'b': self.cls(name='b')}
         out = {}
         for i, use in enumerate(self.uses):
-            # 'A' and 'B' are uses in the block.
-            with block('a/**', self.stops and use.isupper()):
+            # 'A' and 'B' are uses in the block, which stops nothing of 'B'.
+            with block('a/**', self.stops and use.isupper(), unused='ignore'):
                 out[f'{i}{use}'] = flat(parts[use.lower()](x))
         return out
 

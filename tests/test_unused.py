@@ -1,7 +1,7 @@
 """A filter that selected nothing raises, and one that selected something never does."""
 
-import collections
 import re
+import warnings
 from typing import Any
 
 import flax.core
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import flax_sg
-from flax_sg import errors, unused
+import sequences
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
 
@@ -162,6 +163,9 @@ EXTENTS = {
     )
 }
 
+# What exists and is not read: no error, and a warning.
+NOTHING_READ = pytest.warns(errors.NothingStoppedWarning, match='had no effect')
+
 UNMATCHED: dict[str, Any] = {
     'an and of two that share nothing': flax_sg.filters.as_filter('gln_0/**')
     & 'gln_1/**',
@@ -288,11 +292,12 @@ def test_variables_count_read_or_not():
             with nn.stop_gradient('gln_1/**'):
                 return self.gln_0(x)
 
-    Half().apply(VARIABLES, X)
-    with nn.stop_gradient('gln_1/**'):
+    with NOTHING_READ:
+        Half().apply(VARIABLES, X)
+    with NOTHING_READ, nn.stop_gradient('gln_1/**'):
         MODEL.apply(VARIABLES, X, method=lambda model, x: model.gln_0(x))
     bound = MODEL.bind(VARIABLES)
-    with nn.stop_gradient('gln_1/**'):
+    with NOTHING_READ, nn.stop_gradient('gln_1/**'):
         bound.gln_0(X)
 
 
@@ -321,7 +326,8 @@ def test_variables_that_are_written_in_the_block_count():
                 self.sow('intermediates', 'seen', x)
             return x
 
-    Sows().apply({}, X, mutable=['intermediates'])
+    with NOTHING_READ:
+        Sows().apply({}, X, mutable=['intermediates'])
 
 
 def _body_of_a_block(raised):
@@ -407,6 +413,7 @@ def test_a_block_in_which_nothing_is_read_raises():
 
 
 def test_a_block_around_what_was_made_before_raises():
+    sequences.forget_contexts()
     _, vjp = jax.vjp(lambda v: MODEL.apply(v, X), VARIABLES)
     with pytest.raises(errors.NothingReadError), nn.stop_gradient('gln_0/dense/**'):
         vjp(X)
@@ -453,16 +460,6 @@ def test_a_compiled_step_is_read_once():
             step(VARIABLES)
 
 
-def test_a_compiled_step_is_remembered_beside_as_many_as_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(unused, '_passed', collections.OrderedDict())
-    monkeypatch.setattr(unused, '_PASSED_SIZE', 1)
-    step = compiled_step()
-    for where in ('gln_1/**', 'gln_0/**', 'gln_0/**'):
-        with nn.stop_gradient(where):
-            step(VARIABLES)
-        assert len(unused._passed) == 1
-
-
 def test_a_compiled_step_with_a_typo_raises_when_it_is_traced():
     step = compiled_step()
     with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('gln_3/**'):
@@ -494,18 +491,6 @@ def test_a_compiled_step_after_a_call_that_ignored():
         step(VARIABLES)
     with nn.stop_gradient('gln_0/*/bias'):
         step(VARIABLES)
-
-
-def test_what_passed_longest_ago_is_forgotten_first(monkeypatch):
-    passed = collections.OrderedDict[int, Any]()
-    monkeypatch.setattr(unused, '_passed', passed)
-    monkeypatch.setattr(unused, '_PASSED_SIZE', 2)
-    contexts: dict[str, int] = {}
-    for where in 'abac':
-        with nn.stop_gradient({'kernel': where == 'a', 'bias': where == 'b'}):
-            fnn.Dense(2).apply({'params': {'kernel': X.T, 'bias': X[0, :2]}}, X)
-        contexts[where] = next(reversed(passed))
-    assert list(passed) == [contexts['a'], contexts['c']]
 
 
 def test_a_compiled_step_in_nested_blocks():
@@ -576,8 +561,7 @@ def test_collections():
         run(True, collections=['params', 'batch_stats'])
 
 
-def test_a_module_without_parameters_lacks_no_collection(monkeypatch):
-    monkeypatch.setattr(unused, '_passed', collections.OrderedDict())
+def test_a_module_without_parameters_lacks_no_collection():
     with nn.stop_gradient(True):
         fnn.LayerNorm(use_bias=False, use_scale=False).apply({}, X)
     with nn.stop_gradient(True):
@@ -593,7 +577,7 @@ def test_a_collection_that_is_unknown_raises_under_true():
 
 def test_a_collection_that_nobody_reads_exists_all_the_same():
     variables = {**VARIABLES, 'cache': {'gln_0': {'key': X}}}
-    with nn.stop_gradient('gln_0/key', collections='cache'):
+    with NOTHING_READ, nn.stop_gradient('gln_0/key', collections='cache'):
         MODEL.apply(variables, X)
 
     class Blocked(Model):
@@ -601,7 +585,8 @@ def test_a_collection_that_nobody_reads_exists_all_the_same():
             with nn.stop_gradient('gln_0/key', collections='cache'):
                 return super().__call__(x)
 
-    Blocked().apply(variables, X)
+    with NOTHING_READ:
+        Blocked().apply(variables, X)
 
 
 def test_a_module_without_parameters_is_nothing_out_of_the_ordinary():
@@ -651,9 +636,8 @@ OF_ALL = {
 
 @pytest.mark.parametrize('name', OF_ALL)
 @pytest.mark.parametrize('at', ['top', 'in a module'])
-def test_a_filter_of_all_for_what_a_part_of_the_model_reads(name, at, monkeypatch):
+def test_a_filter_of_all_for_what_a_part_of_the_model_reads(name, at):
     """It is judged by all variables that there are, read or not."""
-    monkeypatch.setattr(unused, '_passed', collections.OrderedDict())
     make, where = OF_ALL[name]
 
     def reads(model, x):
@@ -664,8 +648,10 @@ def test_a_filter_of_all_for_what_a_part_of_the_model_reads(name, at, monkeypatc
             with make(where):
                 return reads(self, x)
 
-    if at == 'top':
-        with make(where):
-            MODEL.apply(VARIABLES, X, method=reads)
-    else:
-        Reads().apply(VARIABLES, X)
+    with warnings.catch_warnings():  # Nothing of the last one is read.
+        warnings.simplefilter('ignore', errors.NothingStoppedWarning)
+        if at == 'top':
+            with make(where):
+                MODEL.apply(VARIABLES, X, method=reads)
+        else:
+            Reads().apply(VARIABLES, X)

@@ -16,7 +16,7 @@ import pytest
 
 import oracle
 import witness
-from flax_sg import blocks
+from flax_sg.engine import blocks
 
 ROOT = Path(__file__).parents[1]
 

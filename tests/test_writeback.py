@@ -18,7 +18,7 @@ import pytest
 from flax.typing import In, Out
 
 from flax_sg import linen as nn
-from flax_sg import writeback
+from flax_sg.engine import writeback
 from oracle import assert_same, is_zero, stopped
 from stepwise import evaluate, outputs_and_grads
 

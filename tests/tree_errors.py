@@ -11,9 +11,11 @@ import optax
 
 import flax_sg as sg
 from flax_sg import errors
+from flax_sg import linen as nn
 
 PARAMS = {'head': {'w': 1.0}, 'body': {'w': 2.0}}
 HEAD = {'head': {'w': 1.0}}
+BOUND = nn.Dense(1).bind({'params': {'kernel': jnp.ones((1, 1)), 'bias': jnp.ones(1)}})
 
 
 def product(params: Any) -> Any:
@@ -136,6 +138,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'with has_aux=True the function has to return a pair (outputs, aux), '
         'got float32[]',
     ),
+    'an argument beside a module': (
+        lambda: sg.grad(lambda: 1.0, argnums=1, of=nn.Dense(1)),
+        errors.ChoiceError,
+        'with of=, argnums=1 is none of the choices:\n  0: the variables of the module',
+    ),
     'an attribute of an absent leaf': (
         lambda: sg.ABSENT.shape,
         errors.AbsentLeafError,
@@ -186,6 +193,10 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'outputs without others': lambda: sg.gradient_flow(
         lambda params: (product(params), 'aux'), PARAMS, has_aux=True
     ),
+    'an argument beside a module': lambda: [
+        sg.grad(lambda: jnp.sum(BOUND(jnp.ones(1))), of=BOUND, **options)()
+        for options in ({}, {'argnums': 0})
+    ],
     'an attribute of an absent leaf': lambda: (
         sg.grad(product, wrt='head/w', absent='zeros')(PARAMS)['body']['w'].shape
     ),

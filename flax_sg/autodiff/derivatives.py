@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from flax_sg import _private, filters
+from flax_sg import errors
 from flax_sg.autodiff.forms import Request, Split
 from flax_sg.autodiff.scripts import as_function_of, variables_of
 from flax_sg.filters import Where
 
 Argnums = int | Sequence[int]
+# What ``argnums`` may be for a module in the closure.
+_OF_MODULE = {0: 'the variables of the module'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """A function, and what of it is differentiated with respect to what.
-
-    Two of one value are one object (``_memo``): a derivative that is written in a
-    training loop is compiled once.
-    """
+    """A function, and what of it is differentiated with respect to what."""
 
     kind: Callable[..., Any]
     fun: Callable[..., Any]
@@ -38,15 +34,12 @@ class Derivative:
         """The derivative at these arguments."""
         numbers = _positions(self.argnums, len(args))
         split = self.request.split([args[number] for number in numbers])
-        # What a filter was derived from is a program already.
-        wrt = self.request.wrt
-        run = self.fun if kwargs else filters.program_of(wrt, self.fun, args)
 
         def fun_of_live(live: Sequence[Any]) -> Any:
             all_args = list(args)
             for number, arg in zip(numbers, split.join(live), strict=True):
                 all_args[number] = arg
-            return run(*all_args, **kwargs)
+            return self.fun(*all_args, **kwargs)
 
         return self.kind(self, fun_of_live, split)
 
@@ -80,52 +73,17 @@ def derivative(
     holomorphic: bool,
     of: Any = None,
 ) -> Callable[..., Any]:
-    """A function that computes a derivative; the same one for the same arguments."""
+    """A function that computes a derivative."""
     numbers: Any = argnums if isinstance(argnums, int) else tuple(argnums)
     if of is not None:
+        if numbers != 0:
+            raise errors.ChoiceError('with of=, argnums', argnums, _OF_MODULE)
         variables_of(of)
         lifted = Derivative(
             kind, as_function_of(fun, of), 0, request, has_aux, holomorphic
         )
         return lambda *args, **kwargs: lifted(variables_of(of), *args, **kwargs)
-    parts = (kind, fun, numbers, request, has_aux, holomorphic)
-    # What is made within a trace may hold its tracers, and is not kept beyond it.
-    if not _private.is_tracing() and _is_hashable(fun):
-        return _remembered(Derivative(*parts))
-    return _named(Derivative(*parts))
-
-
-def _is_hashable(fun: Any) -> bool:
-    try:
-        hash(fun)
-    except TypeError:
-        return False
-    return True
-
-
-# The derivatives that were asked for last, with the functions that compute them.
-_memo: collections.OrderedDict[Derivative, tuple[Derivative, Callable[..., Any]]] = (
-    collections.OrderedDict()
-)
-_MEMO_SIZE = 128
-_lock = threading.Lock()
-
-
-def _remembered(asked: Derivative) -> Callable[..., Any]:
-    """The same function for the same value, so that ``jax.jit`` compiles it once."""
-    with _lock:
-        known, call = _memo.pop(asked, (asked, None))
-        wrt = known.request.wrt
-        # What the function in a filter reads may have changed since: the one that is
-        # asked for is as it was then.
-        if call is None or (wrt is not None and wrt.changed()):
-            known, call = asked, _named(asked)
-        elif wrt is not None and asked.request.wrt is not None:
-            filters.take_programs(wrt, asked.request.wrt)
-        _memo[known] = known, call
-        if len(_memo) > _MEMO_SIZE:
-            _memo.popitem(last=False)
-    return call
+    return _named(Derivative(kind, fun, numbers, request, has_aux, holomorphic))
 
 
 def _named(derivative: Derivative) -> Callable[..., Any]:
@@ -191,16 +149,15 @@ def value_and_grad(
         wrt: which leaves of them are differentiated, as for ``sg.vjp``.
         absent: what stands for the others in the result, as for ``sg.vjp``.
         of: a bound module that ``fun`` reads from its closure. The result is then
-            for its variables, and ``argnums`` has no meaning. The replaced values hold
+            for its variables, and ``argnums`` is left out. The replaced values hold
             where a block ``with nn.stop_gradient`` would hold. What ``fun`` writes to a
             mutable collection of it is traced, as in any function that is
             differentiated: return it, or use ``model.apply``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
-        A function with the arguments of ``fun``. For the same function, filter (by
-        value) and options it is the same object, for the last 128 of them, so that
-        ``jax.jit`` of it, written in a loop, compiles once.
+        A function with the arguments of ``fun``. Write ``jax.jit`` of it outside of a
+        loop, as for ``jax.grad``: each call of ``sg.grad`` makes another function.
 
     Raises:
         UnboundModuleError: if ``of`` is no bound module.

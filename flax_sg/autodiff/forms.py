@@ -176,7 +176,7 @@ class Request:
         masks = chosen(leaves, self.wrt, self.unused)
         pairs = list(zip(leaves, masks, strict=True))
         form = Form(tuple(Tree.of(tree, live) for tree, live in pairs), self.absent)
-        return Split(tuple(args), tuple(leaves), form, self.wrt)
+        return Split(tuple(args), tuple(leaves), form)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,13 +187,11 @@ class Split:
         args: the arguments.
         leaves: the same, taken apart.
         form: what results for them look like.
-        wrt: the filter that says which are differentiated.
     """
 
     args: tuple[Any, ...]
     leaves: tuple[Leaves, ...]
     form: Form
-    wrt: filters.Filter | None
 
     @property
     def live(self) -> list[Any]:
@@ -221,11 +219,9 @@ class Split:
 
     def bind(self, fun: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
         """The function of the leaves that are differentiated, named as ``fun`` is."""
-        # What a filter was derived from is a program already.
-        run = filters.program_of(self.wrt, fun, self.args)
 
         @functools.wraps(fun, updated=())
         def fun_of_live(live: Sequence[Any]) -> Any:
-            return run(*self.join(live))
+            return fun(*self.join(live))
 
         return fun_of_live

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from flax import linen
 from flax.core.scope import Scope
 
-from flax_sg import _private, blocks, errors, extents, filters, rewrites, rules, views
+from flax_sg import _private, errors, filters, rewrites, rules
+from flax_sg.engine import blocks, extents, views
 from flax_sg.leaves import Leaves, leaves_of
 from flax_sg.paths import Path
 
@@ -63,7 +64,7 @@ def variables_of(module: Any) -> Any:
 def _open_blocks() -> tuple[tuple[blocks.Block, ...], tuple[blocks.Block, ...]]:
     """The open blocks as far as the last one that replaces values, and those in it."""
     found = blocks.active()
-    replacing = [isinstance(b.rewrite_value.rule, Replaced) for b in found]
+    replacing = [isinstance(b.rewrite.rule, Replaced) for b in found]
     count = max((n for n, yes in enumerate(replacing, start=1) if yes), default=0)
     return found[:count], found[count:]
 
@@ -94,7 +95,7 @@ def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..
         rule = Replaced(scope.path, leaves_of(_read(module)), new.values)
         every = rewrites.Rewrite(filters.Constant(True), rule, True, 'ignore')
         try:
-            with extents.opened(every, scope):
+            with extents.Extent(every, scope, extents.NOTHING):
                 return fun(*args, **kwargs)
         finally:
             rule.clear()

@@ -15,7 +15,6 @@ from flax_sg.errors.cotangents import CopyCycleError as CopyCycleError
 from flax_sg.errors.cotangents import CotangentShapeError as CotangentShapeError
 from flax_sg.errors.cotangents import CotangentValueError as CotangentValueError
 from flax_sg.errors.cotangents import ForwardModeError as ForwardModeError
-from flax_sg.errors.cotangents import FunctionChangedError as FunctionChangedError
 from flax_sg.errors.cotangents import MissingVariableError as MissingVariableError
 from flax_sg.errors.cotangents import NoCotangentError as NoCotangentError
 from flax_sg.errors.cotangents import SplitSelectionError as SplitSelectionError
@@ -27,7 +26,6 @@ from flax_sg.errors.flow import NotTracedError as NotTracedError
 from flax_sg.errors.flow import ValueNeededError as ValueNeededError
 from flax_sg.errors.parts import FrozenLayersError as FrozenLayersError
 from flax_sg.errors.parts import PartError as PartError
-from flax_sg.errors.selection import FilterChangedError as FilterChangedError
 from flax_sg.errors.selection import FilterTypeError as FilterTypeError
 from flax_sg.errors.selection import FilterValueError as FilterValueError
 from flax_sg.errors.selection import TracerInFilterError as TracerInFilterError
@@ -46,13 +44,16 @@ from flax_sg.errors.trees import UnclassifiedLeafError as UnclassifiedLeafError
 from flax_sg.errors.use import BlockLeakError as BlockLeakError
 from flax_sg.errors.use import BlockOrderError as BlockOrderError
 from flax_sg.errors.use import KeptValueError as KeptValueError
+from flax_sg.errors.use import LateReadError as LateReadError
 from flax_sg.errors.use import LiftTargetError as LiftTargetError
 from flax_sg.errors.use import NothingReadError as NothingReadError
+from flax_sg.errors.use import NothingStoppedWarning as NothingStoppedWarning
 from flax_sg.errors.use import OverwriteWithGradientError as OverwriteWithGradientError
 from flax_sg.errors.use import ReloadError as ReloadError
 from flax_sg.errors.use import SummaryTargetError as SummaryTargetError
 from flax_sg.errors.use import UnknownCollectionError as UnknownCollectionError
 from flax_sg.errors.use import UnknownMethodError as UnknownMethodError
+from flax_sg.errors.use import warn_without_effect as warn_without_effect
 from flax_sg.errors.wrap import ChoiceError as ChoiceError
 from flax_sg.errors.wrap import MirrorVariablesError as MirrorVariablesError
 from flax_sg.errors.wrap import ScanMemoryWarning as ScanMemoryWarning

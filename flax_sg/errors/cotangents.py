@@ -132,25 +132,6 @@ class TracerInRuleError(FlaxSGError, TypeError):
         )
 
 
-class FunctionChangedError(FlaxSGError, RuntimeError):
-    """What a function of cotangents reads has changed since its block was opened.
-
-    JAX keeps compiled programs by what the function was then::
-
-        bounds = [1.0]
-        with nn.map_cotangent('w', lambda path, ct: jnp.clip(ct, -1, bounds[0])):
-            bounds[0] = 2.0  # wrong
-            grads = jax.grad(loss)(params)  # raises
-    """
-
-    def __init__(self, fn: str) -> None:
-        super().__init__(
-            f'{fn} reads something that has changed since its block was opened.\n'
-            'Change it before the block, or hand it over: nn.map_cotangent(where, fn, '
-            'value) calls fn(path, cotangent, value).'
-        )
-
-
 class SplitSelectionError(FlaxSGError, RuntimeError):
     """Parameters that a rule takes together are not known at one place.
 

@@ -97,44 +97,6 @@ class TracerInFilterError(FlaxSGError, TypeError):
     """
 
 
-class FilterChangedError(FlaxSGError, RuntimeError):
-    """What a filter reads has changed since its block was opened.
-
-    JAX keeps compiled programs by what the filter was when the block opened::
-
-        names = ['encoder']
-        with nn.stop_gradient(lambda path: path.parts[0] in names):
-            names.append('head')  # wrong
-            y = model.apply(variables, x)  # raises
-
-    Change it before the block::
-
-        names.append('head')
-        with nn.stop_gradient(lambda path: path.parts[0] in names):
-            y = model.apply(variables, x)
-    """
-
-    def __init__(self, rewrite: object) -> None:
-        super().__init__(
-            f'what the filter of {rewrite!r} reads has changed between the opening of '
-            'its block and the first variable in it, so it cannot be told which of the '
-            'two is meant.\n'
-            'Change it before the block is opened.'
-        )
-
-    @classmethod
-    def since_made(cls, where: object) -> FilterChangedError:
-        """The error for a filter of a function that was made before the change."""
-        error = cls.__new__(cls)
-        RuntimeError.__init__(
-            error,
-            f'what {where!r} reads has changed since it was given, so it cannot be '
-            'told which of the two is meant.\n'
-            'Give the filter anew after the change.',
-        )
-        return error
-
-
 class UnusedFilterError(FlaxSGError, ValueError):
     """A filter, or one of its patterns, selected no variable.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from flax_sg.errors.base import FlaxSGError
 from flax_sg.errors.selection import UnusedFilterError
@@ -189,37 +191,87 @@ class BlockOrderError(FlaxSGError, RuntimeError):
         with a, b: ...
     """
 
-    def __init__(self, rewrite: object, reason: str) -> None:
+    def __init__(self, rewrite: object, place: object, reason: str) -> None:
+        opened = '' if place is None else f', opened at {place},'
         super().__init__(
-            f'the block of {rewrite!r} cannot be closed: {reason}.\n'
+            f'the block of {rewrite!r}{opened} cannot be closed: {reason}.\n'
             'Blocks close in the thread and task that opened them, the last one '
             'first: use a with statement around the code that it is for.'
         )
 
 
 class BlockLeakError(FlaxSGError, RuntimeError):
-    """A block is open that the running code does not lie in.
+    """A variable is read in another asyncio task than the one that opened a block.
 
-    A generator or coroutine was suspended inside a block, and other code of the same
-    thread goes on::
+    A task was suspended inside a block, and other tasks of the thread go on::
 
-        def batches():
+        async def evaluate():
             with nn.stop_gradient('encoder/**'):
-                yield 1                    # wrong: the block stays open meanwhile
+                await queue.get()              # wrong: the block stays open meanwhile
+                y = model.apply(variables, x)
 
-        def batches():
+        async def evaluate():
+            await queue.get()
             with nn.stop_gradient('encoder/**'):
                 y = model.apply(variables, x)
-            yield y
     """
 
-    def __init__(self, rewrite: object, holder: str) -> None:
+    def __init__(self, rewrite: object, place: object) -> None:
         super().__init__(
-            f'the block of {rewrite!r} is held open by another {holder}, which was '
-            'suspended inside it, so what is read here cannot be told to belong to '
-            'it or not.\n'
-            'Leave the block before yield or await.'
+            f'the block of {rewrite!r}, opened at {place}, belongs to another asyncio '
+            'task, which was suspended inside it.\n'
+            'Leave the block before await.'
         )
+
+
+class LateReadError(FlaxSGError, RuntimeError):
+    """A rule of ``jax.custom_vjp`` reads a variable that two blocks see differently.
+
+    Such a rule runs after its block has closed. By then another block may have found
+    the function that JAX had compiled in the first one, and the rule belongs to both::
+
+        @jax.jit
+        def loss(x):
+            return with_rule(x)                # only its backward rule reads 'w'
+
+        with nn.stop_gradient('w'):
+            y, back = jax.vjp(loss, x)
+        with nn.stop_gradient('v'):
+            z, other_back = jax.vjp(loss, x)   # the same compiled function
+        back(ct)                               # raises
+
+    Read the variable in the function too, or open the block inside of ``jax.jit``.
+    """
+
+    def __init__(self, rewrite: object) -> None:
+        super().__init__(
+            f'a rule of a function that was compiled in the block of {rewrite!r} reads '
+            'a variable after the block has closed, and another block that has used '
+            'the same compiled function answers differently.\n'
+            'Read the variable in the function as well, or open the block inside of '
+            'the function that jax.jit compiles.'
+        )
+
+
+class NothingStoppedWarning(UserWarning):
+    """A block had no effect: nothing that was read in it is selected.
+
+    ::
+
+        h = self.encoder(x)
+        with nn.stop_gradient('encoder/**'):  # warns: the encoder was read before
+            y = self.head(h)
+    """
+
+
+def warn_without_effect(text: str, place: Any) -> None:
+    """Warns of a block without an effect, once for each line where one is opened."""
+    warnings.warn_explicit(
+        text, NothingStoppedWarning, place.file, place.line, registry=_warned
+    )
+
+
+_warned: dict[Any, Any] = {}  # Where Python notes what it has said already.
 
 
 class ReloadError(FlaxSGError, ImportError):
@@ -228,7 +280,7 @@ class ReloadError(FlaxSGError, ImportError):
     Open blocks and the caches of JAX rest on it: what is compiled under one filter
     would be found under another one::
 
-        importlib.reload(flax_sg.contexts)  # raises
+        importlib.reload(flax_sg.engine.blocks)  # raises
         importlib.reload(flax_sg.linen)     # holds nothing
     """
 

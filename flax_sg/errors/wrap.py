@@ -11,7 +11,7 @@ from flax_sg.errors.base import FlaxSGError
 
 
 class WrappedModuleError(FlaxSGError, TypeError):
-    """Something that is no module was wrapped.
+    """Something that is no module was wrapped, or one that cannot be wrapped so.
 
     ::
 
@@ -43,6 +43,22 @@ class WrappedModuleError(FlaxSGError, TypeError):
             fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
         lines = [f'nn.{wrapper} wraps a Module instance, and was given {what}.', fix]
         super().__init__('\n'.join(filter(None, lines)))
+
+    @classmethod
+    def for_method(cls, wrapper: Any, method: str) -> WrappedModuleError:
+        """The error for a module that overrides ``apply`` or ``init``."""
+        call = {'Mirror': 'mirror'}.get(type(wrapper).__name__, 'Frozen')
+        name = type(wrapper.module).__name__
+        error = cls.__new__(cls)
+        TypeError.__init__(
+            error,
+            f'nn.{call}({name}(...), state={wrapper.state!r}): {name} defines its own '
+            f'{method}, which the wrapper calls in a block.\n'
+            'A block stops gradients; it does not hold state or show other variables.\n'
+            f'Open the block yourself: with nn.stop_gradient(where): '
+            f'{name}(...).{method}(...).',
+        )
+        return error
 
 
 class WrapperNameError(FlaxSGError, ValueError):

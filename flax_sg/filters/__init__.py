@@ -16,7 +16,7 @@ import numpy as np
 from flax_sg.errors import FilterTypeError
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
-from flax_sg.filters.derived import Derived, program_of, take_programs
+from flax_sg.filters.derived import Derived
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
 from flax_sg.filters.names import Names
@@ -46,7 +46,9 @@ def as_filter(where: Where) -> Filter:
     Args:
         where: one of
 
-            * a str: a glob on whole path components, see ``Glob``;
+            * a str: a glob on whole path components, see ``Glob``; one that is the path
+              of a variable means that variable;
+            * a ``sg.Path``: the variables at this path, in any collection;
             * a ``re.Pattern`` that has to match the whole path, see ``Regex``;
             * a function of the path that returns a bool, see ``Predicate``;
             * True or False: every variable, or none;
@@ -61,6 +63,8 @@ def as_filter(where: Where) -> Filter:
     """
     if isinstance(where, Filter):
         return where
+    if isinstance(where, Path):
+        return Glob.of_path(str(where))
     if isinstance(where, str):
         return Glob(str(where))
     if isinstance(where, re.Pattern):
@@ -104,6 +108,4 @@ __all__ = [
     'at',
     'merged',
     'negated',
-    'program_of',
-    'take_programs',
 ]

@@ -10,14 +10,22 @@ import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
-from flax_sg import functions
-from flax_sg.errors import FilterTypeError
+from flax_sg.errors import FilterTypeError, FilterValueError, TracerInFilterError
+from flax_sg.filters import functions
 from flax_sg.filters.expressions import Atom, Filter, Owner
-from flax_sg.filters.hints import TextHints
+from flax_sg.filters.hints import TextHints, separated_by_slashes
 from flax_sg.filters.refusals import EXAMPLE, RESULT_FIXES, brief
-from flax_sg.paths import Path, glob_regex
+from flax_sg.paths import (
+    Path,
+    check_glob,
+    escaped,
+    glob_regex,
+    with_literal_brackets,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,6 +36,9 @@ class Glob(Atom):
     ``**`` alone between slashes stands for any number of components: none or more at
     the start and in the middle, one or more at the end (everything inside). ``\``
     takes the next character literally.
+
+    A pattern that is the path of a variable fits that variable too, whatever characters
+    are in it: ``'w[0,0] 1x0e'``. A ``sg.Path`` in place of a str fits nothing else.
 
     A variable outside the module that opened the block has a path with a leading '/':
     a pattern fits it only if it begins with '/' or with ``**``.
@@ -41,7 +52,15 @@ class Glob(Atom):
     pattern: str
 
     def __post_init__(self) -> None:
-        glob_regex(self.pattern)
+        check_glob(self.pattern)
+
+    @classmethod
+    def of_path(cls, path: str) -> Filter:
+        """The filter for one path: no character in it stands for others."""
+        try:
+            return cls(escaped(path))
+        except FilterValueError:  # A name that is empty: '' or 'a//b'.
+            return Regex(re.compile(re.escape(path)))
 
     @functools.cached_property
     def _value(self) -> Hashable:
@@ -49,10 +68,13 @@ class Glob(Atom):
 
     @functools.cached_property
     def _fullmatch(self) -> Callable[[str], object]:
-        return glob_regex(self.pattern).fullmatch
+        try:
+            return glob_regex(self.pattern).fullmatch
+        except FilterValueError:  # Then it can be the path of a variable only.
+            return lambda path: None
 
     def _matches(self, path: Path) -> bool:
-        return self._fullmatch(path) is not None
+        return path == self.pattern or self._fullmatch(path) is not None
 
     def __repr__(self) -> str:
         return f'Glob({self.pattern!r})'
@@ -62,14 +84,31 @@ class Glob(Atom):
 
     def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
         hints = TextHints(glob_regex, repr, '**', paths, owner)
+        try:
+            glob_regex(self.pattern)
+        except FilterValueError as error:
+            problem = (
+                str(error)
+                .partition('\n')[0]
+                .removeprefix(f'The glob {self.pattern!r} ')
+            )
+            found = hints.inside(with_literal_brackets(self.pattern))
+            return f'it {problem}' + (f' Write {found!r}.' if found else '')
         deeper = '**/' + self.pattern
-        return hints.find(
-            self.pattern, separated=re.sub(r'\.|::|\\+', '/', self.pattern)
-        ) or (
-            f'it matches at another depth. Write {deeper!r}.'
-            if hints.first(deeper)
-            else None
-        )
+        literal = self.pattern.replace('[', '[[]')
+        separated = separated_by_slashes(self.pattern)
+        if found := hints.find(self.pattern, separated):
+            return found
+        if hints.first(deeper):
+            return f'it matches at another depth. Write {deeper!r}.'
+        if separated != self.pattern and (found := hints.inside('**/' + separated)):
+            return f"names are joined by '/'. Write {found!r}."
+        if hints.first(literal):
+            return f"'[' begins a set of characters. Write {literal!r}."
+        if found := hints.alternatives(self.pattern):
+            write = found if len(found) > 1 else found[0]
+            return f'braces stand for themselves. Write {write!r}.'
+        return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,15 +173,13 @@ class Regex(Atom):
 class Predicate(Atom):
     """The variables for which a function of the path returns True.
 
-    Two predicates are equal when their functions are: in code and in all that the
-    code reads (``functions.function_key``), so that a fresh lambda on every step is
-    no new filter. What the code reads may change: the key is taken when the predicate
-    is made, and taken anew by ``snapshot``.
+    The function may read anything: a config, a table, a file. It is asked when a block
+    opens and when a variable is read, and what it *answers* decides whether JAX finds
+    a program again. Two predicates are equal if their functions are the same object.
 
-    >>> def named(name):
-    ...     return Predicate(lambda path: path.name == name)
-    >>> named('bias') == named('bias'), named('bias') == named('kernel')
-    (True, False)
+    >>> bias = Predicate(lambda path: path.name == 'bias')
+    >>> [bias(Path.of('params', ('dense', name))) for name in ('bias', 'kernel')]
+    [True, False]
 
     Raises:
         FilterTypeError: if the function is async or a generator, takes anything but
@@ -151,10 +188,9 @@ class Predicate(Atom):
     """
 
     fn: Callable[[Path], Any]
-    _key: Hashable
 
     # No dataclass: where a filter stands in a field of a module, ``nn.jit`` would look
-    # at the fields of the dataclass and take each fresh lambda for another module.
+    # at the fields of the dataclass.
     def __init__(self, fn: Callable[[Path], Any]) -> None:
         object.__setattr__(self, 'fn', fn)
         for fn in (self.fn, type(self.fn).__call__):
@@ -170,7 +206,10 @@ class Predicate(Atom):
                 'Fix: to lift a function of a module, write nn.stop_gradient(fn, '
                 'where); as a decorator, @nn.stop_gradient(where).'
             )
-        object.__setattr__(self, '_key', functions.function_key(self.fn))
+        traced = functions.tracer_in(self.fn)
+        if traced is not None:
+            name, value = traced
+            raise self._tracer_error(f'reads {brief(value)} as {name!r}')
 
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
@@ -180,27 +219,38 @@ class Predicate(Atom):
 
     @functools.cached_property
     def _value(self) -> Hashable:
-        return self._key
+        try:
+            hash(self.fn)
+        except TypeError:
+            return id(self.fn)
+        return self.fn
 
-    def snapshot(self) -> Filter:
-        """The same function, with what it reads as it is now."""
-        now = Predicate(self.fn)
-        return self if now == self else now
+    @property
+    def has_functions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Always."""
+        return True
 
-    def changed(self) -> bool:
-        """Whether what it reads is not what it was when the key was taken."""
-        key = functions.function_key(self.fn)
-        # One that cannot be compared is equal to no other in the first place.
-        return key != self._key and not isinstance(key, functions.Incomparable)
+    @functools.cached_property
+    def shape(self) -> Hashable:
+        """Equal for functions made by the same code."""
+        return functions.shape_of(self.fn)
+
+    def as_function(self) -> tuple[Callable[[Path], Any], bool]:
+        """The function itself."""
+        return self.fn, False
 
     def _matches(self, path: Path) -> bool:
         try:
             result = self.fn(path)
+        except jax.errors.ConcretizationTypeError as error:
+            raise self._tracer_error('reads a traced value') from error
         except Exception as error:
             error.add_note(f'raised by {self!r} for the path {str(path)!r}')
             raise
         if isinstance(result, (bool, np.bool_)):
             return bool(result)
+        if isinstance(result, Tracer):
+            raise self._tracer_error(f'returned {brief(result)}')
         raise self._type_error(
             f'returned {brief(result)} for the path {str(path)!r}',
             RESULT_FIXES.get(type(result)),
@@ -213,6 +263,13 @@ class Predicate(Atom):
             f'Fix: {fix or f"write {EXAMPLE}"}.'
         )
 
+    def _tracer_error(self, problem: str) -> TracerInFilterError:
+        return TracerInFilterError(
+            f'{self!r} {problem}.\n'
+            'Which variables are meant has to be known while the program is traced.\n'
+            'Fix: make the choice static, by static_argnames of jax.jit for example.'
+        )
+
     def __repr__(self) -> str:
         return f'Predicate({functions.describe(self.fn)})'
 
@@ -221,32 +278,6 @@ class Predicate(Atom):
         constants = code.co_consts if isinstance(code, types.CodeType) else ()
         doc = self.fn.__doc__
         return next((c for c in constants if isinstance(c, str) and c != doc), None)
-
-    def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
-        for path in paths:
-            if self._accepts(Path.of(path.collection, (path.collection, *path.parts))):
-                longer = f'{path.collection}/{path}'
-                return (
-                    f'it is True for {longer!r}, and paths do not start with the '
-                    'collection. Ask for path.collection beside the path.'
-                )
-            if self._accepts(path.parts):
-                return (
-                    f'it is True for the tuple {path.parts!r}, and a path is a str. '
-                    'Ask for path.parts.'
-                )
-            if self._accepts(path.from_root()):
-                return (
-                    f'it is True for the absolute path {path.absolute!r}, which is '
-                    f'{str(path)!r} here. Ask for path.absolute.'
-                )
-        return None
-
-    def _accepts(self, path: Any) -> bool:
-        try:
-            return bool(self.fn(path))
-        except Exception:  # It was not made for such a path.
-            return False
 
 
 def _takes_a_path(fn: Callable[..., Any]) -> bool:

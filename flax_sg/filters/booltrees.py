@@ -61,6 +61,11 @@ class BoolTree(Atom):
         # Below the path are the leaves of one variable, if its value is a dict.
         return _agreed((take for _, take in _iter_leaves(node, ())), path.parts)
 
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether no leaf of the tree is True."""
+        return not any(self._leaves.values())
+
     def missing(self, paths: Iterable[Path]) -> list[str]:
         """The leaves of the tree that belong to none of these variables."""
         variables = {path.parts for path in paths if not path.outside}
@@ -103,7 +108,7 @@ class BoolTree(Atom):
         return next(('/'.join(n) for n, take in self._leaves.items() if take), None)
 
     def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
-        if any(self._leaves.values()):
+        if not self.takes_nothing:
             return None
         return 'no leaf of the tree is True: True selects, False leaves out.'
 

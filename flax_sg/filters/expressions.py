@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -44,9 +43,6 @@ class Filter(abc.ABC):
     def _parts(self) -> tuple[Filter, ...]:
         return ()
 
-    def _with_parts(self, parts: tuple[Filter, ...]) -> Filter:
-        raise NotImplementedError
-
     def __call__(self, path: Path) -> Any:
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""
         return self._evaluate(lambda atom: atom(path))
@@ -57,6 +53,37 @@ class Filter(abc.ABC):
         With it a caller asks every atom once, and learns which of them matched.
         """
         return self._evaluate(results.__getitem__)
+
+    def decide(self, path: Path, matched: set[Filter]) -> Any:
+        """Whether a variable is meant; adds the elementary filters that take it.
+
+        Each elementary filter is asked once.
+        """
+        if len(self.atoms) == 1:
+            [atom] = self.atoms
+            took = atom(path)
+            if took:
+                matched.add(atom)
+            return self._evaluate(lambda _: took)
+        results = {atom: atom(path) for atom in self.atoms}
+        matched.update(atom for atom, took in results.items() if took)
+        return self.combine(results)
+
+    @functools.cached_property
+    def has_functions(self) -> bool:
+        """Whether it asks functions, whose answers may change."""
+        return any(part.has_functions for part in self._parts)
+
+    @functools.cached_property
+    def shape(self) -> Hashable:
+        """Equal for filters that are spelled alike: functions made by the same code."""
+        if not self.has_functions:
+            return self
+        return type(self), tuple(part.shape for part in self._parts)
+
+    def as_function(self) -> tuple[Callable[[Path], Any], bool] | None:
+        """The one function that it asks, and whether it says the opposite."""
+        return None
 
     @functools.cached_property
     def atoms(self) -> tuple[Filter, ...]:
@@ -70,16 +97,6 @@ class Filter(abc.ABC):
     def may_be_empty(self) -> bool:
         """Whether it is no mistake if it matches nothing: what was derived may."""
         return any(part.may_be_empty for part in self._parts)
-
-    def snapshot(self) -> Filter:
-        """The filter with its functions as they are now; see ``Predicate``."""
-        parts = tuple(part.snapshot() for part in self._parts)
-        same = all(map(operator.is_, parts, self._parts))
-        return self if same else self._with_parts(parts)
-
-    def changed(self) -> bool:
-        """Whether what its functions read has changed; see ``Predicate``."""
-        return any(part.changed() for part in self._parts)
 
     def explain(self, paths: Sequence[Path], owner: Owner) -> list[str]:
         """Says in lines why the filter may match none of these paths.
@@ -199,12 +216,14 @@ class Not(Filter):
     def _parts(self) -> tuple[Filter, ...]:
         return (self.filter,)
 
-    def _with_parts(self, parts: tuple[Filter, ...]) -> Filter:
-        return Not(*parts)
-
     def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
         said = self.filter._evaluate(ask)
         return not said if isinstance(said, bool) else ~said
+
+    def as_function(self) -> tuple[Callable[[Path], Any], bool] | None:
+        """The function of the other filter."""
+        simple = self.filter.as_function()
+        return None if simple is None else (simple[0], not simple[1])
 
     def __invert__(self) -> Filter:
         return self.filter
@@ -232,9 +251,6 @@ class _Several(Filter):
     @property
     def _parts(self) -> tuple[Filter, ...]:
         return self.filters
-
-    def _with_parts(self, parts: tuple[Filter, ...]) -> Filter:
-        return type(self)(parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

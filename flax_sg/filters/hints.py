@@ -3,12 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 
 from flax_sg.errors import FilterValueError
 from flax_sg.paths import Path
+
+# A brace expression, or a range in one, as shells take them; the innermost ones.
+_BRACES = re.compile(r'\{([^{}]+)\}')
+_RANGE = re.compile(r'([0-9]{1,4})\.\.([0-9]{1,4})')
+_MOST = 64  # How many patterns braces may stand for, to be worth a hint.
+
+
+def separated_by_slashes(pattern: str) -> str:
+    """A glob with '/' in place of what separates names elsewhere."""
+    return re.sub(r'\.|::|\\+', '/', pattern)
+
+
+def expanded(pattern: str) -> list[str]:
+    """The patterns that one with braces stands for in a shell; none if too many.
+
+    >>> expanded('enc_{0..1}/{w,b}')
+    ['enc_0/w', 'enc_0/b', 'enc_1/w', 'enc_1/b']
+    """
+    found = [pattern]
+    while any(map(_BRACES.search, found)):
+        found = list(itertools.chain.from_iterable(map(_one_expanded, found)))
+        if len(found) > _MOST:
+            return []
+    return list(dict.fromkeys(found))
+
+
+def _one_expanded(pattern: str) -> list[str]:
+    braces = _BRACES.search(pattern)
+    if braces is None:
+        return [pattern]
+    inside = braces[1].split(',')
+    if ends := _RANGE.fullmatch(braces[1]):
+        first, last = int(ends[1]), int(ends[2])
+        inside = list(map(str, range(first, last + 1)))
+    return [
+        pattern[: braces.start()] + name + pattern[braces.end() :] for name in inside
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +76,27 @@ class TextHints:
         paths = self.paths if paths is None else paths
         return next((path for path in paths if fullmatch(path)), None)
 
+    def inside(self, pattern: str) -> str | None:
+        """The pattern if it matches something, or that for all inside of what it names.
+
+        ``encoder.*`` means all that is in it where names are joined by dots.
+        """
+        module = pattern.removesuffix('/*')
+        for found in (pattern, f'{module}/{self.everything}'):
+            if self.first(found):
+                return found
+        return None
+
+    def alternatives(self, pattern: str) -> list[str]:
+        """The patterns that braces stand for in a shell, as far as they match."""
+        if '{' not in pattern:
+            return []
+        found = (
+            self.inside(text) or self.inside(separated_by_slashes(text))
+            for text in expanded(pattern)
+        )
+        return [text for text in found if text is not None]
+
     def find(self, pattern: str, separated: str) -> str | None:
         """The first hint that holds.
 
@@ -47,11 +106,11 @@ class TextHints:
         """
         head, _, rest = separated.lstrip('/').partition('/')
         if head in {'params', *(path.collection for path in self.paths)}:
-            rest = rest or self.everything
-            write = f' Write {self.written(rest)}.' if self.first(rest) else ''
+            found = self.inside(rest or self.everything)
+            write = f' Write {self.written(found)}.' if found else ''
             return f'paths do not start with the collection {head!r}.{write}'
-        if separated != pattern and self.first(separated):
-            return f"names are joined by '/'. Write {self.written(separated)}."
+        if separated != pattern and (found := self.inside(separated)):
+            return f"names are joined by '/'. Write {self.written(found)}."
         for form in ('NFC', 'NFD'):
             same = unicodedata.normalize(form, pattern)
             if same != pattern and self.first(same):

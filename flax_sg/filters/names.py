@@ -29,6 +29,11 @@ class Names(Atom):
     def _value(self) -> Hashable:
         return self.names
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether there are no names: at initialization nothing has a value yet."""
+        return not self.names
+
     def _matches(self, path: Path) -> bool:
         return not path.outside and (path.collection, path.parts) in self.names
 

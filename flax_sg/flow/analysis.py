@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from flax_sg import _private, errors, filters, functions
+from flax_sg import _private, errors, filters
 from flax_sg.declared import chosen
 from flax_sg.errors.trees import shown
+from flax_sg.filters import functions
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
 from flax_sg.flow.programs import Program

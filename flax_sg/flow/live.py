@@ -35,13 +35,7 @@ def live(
     >>> sg.frozen_mask(params, ~live)
     {'body': True, 'head': False}
 
-    The function runs once in all: the filter keeps its program, and ``sg.grad`` and its
-    relatives take that in place of the function, as ``jax.jit`` would: if the function
-    is the very same object, and its arguments have the types that they had. They run
-    it again if what it reads has changed (``functions.reads_key``), or a block is open
-    that was not. A function with ``**kwargs`` in the call is run again too. Outside of
-    ``jax.jit`` one call goes on from the program, and the next one runs the function,
-    which may draw other numbers, or fetch the next batch.
+    The function is traced once here, on shapes, and again where it is differentiated.
 
     Args:
         fun: a function of pytrees, of which any output may train; or an unbound
@@ -67,4 +61,4 @@ def live(
     return filters.Derived(
         frozenset((path.collection, path.absolute) for path, take in pairs if take),
         frozenset((path.collection, path.absolute) for path in analysis.trees[0].paths),
-    ).with_program(analysis.program)
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from flax_sg import errors
+from flax_sg import errors, paths
 from flax_sg.rendering import html, pictures, tables
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
@@ -131,7 +131,9 @@ class GradientFlow:
         return tuple(FLOWS in column for column in columns)
 
     def by_module(self, depth: int | None = None) -> tuple[ModuleFlow, ...]:
-        """The parameters in groups, one for each module, in the order they come in.
+        """The parameters in groups, one for each module.
+
+        They come in the order of the parameters, but ``layer_2`` before ``layer_10``.
 
         Args:
             depth: how many names of the path of a module count; all of them by default.
@@ -155,8 +157,8 @@ class GradientFlow:
     def members(self, depth: int | None = None) -> dict[str, list[int]]:
         """The numbers of the parameters of each group of ``by_module``, by its path."""
         groups: dict[str, list[int]] = {}
-        for number, path in enumerate(self.parameters):
-            module = '/'.join(path.split('/')[:-1][:depth])
+        for number in paths.in_natural_order(self.parameters):
+            module = '/'.join(self.parameters[number].split('/')[:-1][:depth])
             groups.setdefault(module, []).append(number)
         return groups
 

@@ -32,6 +32,7 @@ def save(
         for status, meaning in tables.LEGEND.items()
         if any(status in row.status for row in rows)
     ]
+    legend += tables.hidden(flow, depth)
     cell = max(0.8, _width(outputs) + 0.2)
     width = _width([row.name for row in rows]) + cell * len(outputs) + 0.3
     height = _ROW * (len(rows) + 3) + 0.17 * len(legend)

@@ -28,6 +28,9 @@ LEGEND = {
 }
 
 
+NO_MODULE = '(no module)'
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line of the matrix.
@@ -60,7 +63,7 @@ class FlowTable:
     def __init__(self, flow: GradientFlow, depth: int | None = None) -> None:
         self.outputs = output_names(flow)
         self.rows = rows(flow, depth)
-        self.notes = notes(flow)
+        self.notes = notes(flow, depth)
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -106,20 +109,29 @@ class FlowTable:
             yield Text()
 
     def _names(self, number: int, status: str) -> list[str]:
-        """Modules that have a status for one output, with what flows where in part."""
+        """Modules with a status for one output, and which parameters it is true of."""
         names: list[str] = []
-        found = False
-        for row in self.rows:
-            if not row.parameter:
-                found = row.status[number] == status
-                names += [row.name] * found
-            elif (
-                found
-                and status == 'partly'
-                and row.status[number] in ('flows', 'partly')
-            ):
-                names[-1] += f' ({row.name})'
+        rows = iter([*self.rows, None])
+        row = next(rows)
+        while row is not None:
+            module, members = row, list[Row]()
+            while (row := next(rows)) is not None and row.parameter:
+                members.append(row)
+            if module.status[number] == status:
+                inside = [m for m in members if m.status[number] in _INSIDE[status]]
+                some = inside and (status == 'partly' or len(inside) < len(members))
+                said = f' ({", ".join(m.name for m in inside)})' if some else ''
+                names.append(module.name + said)
         return names
+
+
+# Of which parameters the word for a module is true.
+_INSIDE = {
+    'flows': ('flows',),
+    'partly': ('flows', 'partly'),
+    'stopped': ('stopped',),
+    'unused': ('unused',),
+}
 
 
 def text(flow: GradientFlow, depth: int | None = None, width: int | None = None) -> str:
@@ -139,7 +151,7 @@ def output_names(flow: GradientFlow) -> list[str]:
 
 
 def rows(flow: GradientFlow, depth: int | None = None) -> list[Row]:
-    """A row for each module, and below one that flows in part for its parameters.
+    """A row for each module; below it, where they differ, one for each parameter.
 
     Args:
         flow: the report.
@@ -149,22 +161,47 @@ def rows(flow: GradientFlow, depth: int | None = None) -> list[Row]:
     groups = zip(flow.by_module(depth), flow.members(depth).values(), strict=True)
     for group, members in groups:
         uses = [use for n in members for use in flow.uses[n]]
-        found.append(_row(group.module or '(no module)', False, group.status, uses))
-        if depth is None and 'partly' in group.status:
-            for n in members:
-                status = tuple(flow.shown(row, n) for row in flow.status)
+        found.append(_row(group.module or NO_MODULE, False, group.status, uses))
+        statuses = [tuple(flow.shown(row, n) for row in flow.status) for n in members]
+        differ = 'partly' in group.status or len(set(statuses)) > 1
+        if depth is None and differ:
+            for n, status in zip(members, statuses, strict=True):
                 name = flow.parameters[n].rpartition('/')[2]
                 found.append(_row(name, True, status, flow.uses[n]))
     return found
 
 
-def notes(flow: GradientFlow) -> list[str]:
-    """What there is to say of what the stops cost, a line each."""
+def notes(flow: GradientFlow, depth: int | None = None) -> list[str]:
+    """What the matrix does not show: hidden parameters, and what stops cost."""
     return [
-        f'{copy.source} stops in the body of a scan, which keeps {copy.size:,} bytes '
-        'more for the way back than a stop around the scan.'
-        for copy in flow.copies
+        *hidden(flow, depth),
+        *(
+            f'{copy.source} stops in the body of a scan, which keeps {copy.size:,} '
+            'bytes more for the way back than a stop around the scan.'
+            for copy in flow.copies
+        ),
     ]
+
+
+def hidden(flow: GradientFlow, depth: int | None) -> list[str]:
+    """Says of which parameters the word 'stopped' of their row is not true."""
+    if depth is None:  # They have rows of their own.
+        return []
+    found: list[str] = []
+    for module, members in flow.members(depth).items():
+        unused = {
+            n
+            for row in flow.status
+            if 'stopped' in (of_row := {row[n] for n in members})
+            and 'flows' not in of_row
+            for n in members
+            if row[n] == 'unused'
+        }
+        if unused:
+            count = f'{len(unused)} parameter{"s" * (len(unused) > 1)}'
+            found.append(f'{count} of {module or NO_MODULE}')
+    said = f'Not used in rows with the word {WORDS["stopped"]}: {", ".join(found)}.'
+    return [said] if found else []
 
 
 def _row(

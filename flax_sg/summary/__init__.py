@@ -12,11 +12,19 @@ from flax.core.scope import CollectionFilter
 from flax_sg import _private, errors
 from flax_sg.summary import programs, rows, text
 
+FIT = 'fit'
+_LINES = 150
+_DEPTHS = {
+    FIT: f'as deep as fits into {_LINES} lines',
+    'an int': 'so many submodules deep',
+    None: 'all submodules',
+}
+
 
 def tabulate(
     module: linen.Module,
     rngs: Any,
-    depth: int | None = None,
+    depth: int | str | None = FIT,
     show_repeated: bool = False,
     mutable: CollectionFilter = programs.MUTABLE,
     console_kwargs: Mapping[str, Any] | None = None,
@@ -53,7 +61,9 @@ def tabulate(
     Args:
         module: the module.
         rngs: random keys, as for ``init``.
-        depth: how many submodules deep the table goes; all of them by default.
+        depth: how many submodules deep the table goes: an int, ``None`` for all of
+            them, or ``'fit'``, the default: as deep as fits into 150 lines, at least
+            one. Modules that are left out are counted in those around them.
         show_repeated: whether to show each call of a module; flops of all of them are
             in the first row.
         mutable: the collections that are written.
@@ -73,6 +83,7 @@ def tabulate(
 
     Raises:
         SummaryTargetError: if ``module`` is none.
+        ChoiceError: if ``depth`` is none of these.
         TypeError: if something that is differentiated cannot be, as JAX says it; pass
             ``compute_vjp_flops=False``.
 
@@ -83,6 +94,8 @@ def tabulate(
     """
     if not isinstance(module, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.SummaryTargetError(module)
+    if depth not in (FIT, None) and not isinstance(depth, int):
+        raise errors.ChoiceError('depth', depth, _DEPTHS)
     columns = [
         'gradient',
         *['flops'] * compute_flops,
@@ -92,11 +105,29 @@ def tabulate(
     def show(*args: Any, **call_kwargs: Any) -> str:
         given = {**call_kwargs, **kwargs}
         options = {**given, **programs.init_options(mutable)}
-        table = _private.module_rows(
-            module, depth, show_repeated, rngs, *args, **options
-        )
+        table = _private.module_rows(module, show_repeated, rngs, *args, **options)
         program = programs.program_of(module, rngs, mutable, args, given)
         found = rows.collect(table, program, compute_flops, compute_vjp_flops)
-        return text.render(found, columns, console_kwargs, table_kwargs, column_kwargs)
+
+        def as_text(depth: int | None) -> str:
+            part = rows.collapsed(found, depth)
+            return text.render(
+                part, columns, console_kwargs, table_kwargs, column_kwargs
+            )
+
+        return (
+            as_text(depth) if not isinstance(depth, str) else _fitting(as_text, found)
+        )
 
     return show
+
+
+def _fitting(as_text: Callable[[int | None], str], found: rows.Summary) -> str:
+    """The text of the deepest table that is short enough to be read."""
+    shown = as_text(1)
+    for depth in range(2, 1 + max((len(row.path) for row in found.rows), default=0)):
+        deeper = as_text(depth)
+        if deeper.count('\n') > _LINES:
+            break
+        shown = deeper
+    return shown

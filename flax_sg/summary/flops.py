@@ -8,7 +8,6 @@ does is known for each module.
 from __future__ import annotations
 
 import collections
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -24,7 +23,6 @@ from flax_sg import _private
 Modules: TypeAlias = tuple[str, ...]
 
 _MARK = re.compile(r'flax_sg\[(.*?)\]')
-_numbers = itertools.count(1)
 # Equations that run a jaxpr once, with the operands and results that they have.
 _CALLS = {
     'jit',
@@ -56,7 +54,7 @@ def of(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
         with jax.named_scope(f'flax_sg[{"/".join(context.module.path)}]'):
             return next_fun(*args, **kwargs)
 
-    with _private.summary_context(next(_numbers)), linen.intercept_methods(mark):
+    with _private.traced_anew(), linen.intercept_methods(mark):
         jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     # As XLA does, before it counts.
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

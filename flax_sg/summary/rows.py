@@ -61,12 +61,15 @@ class Summary:
         rows: one for each module that is called, in the order of the calls.
         trainable: the parameters that the outputs train.
         frozen: the others.
+        depth: how many names the path of a module in ``rows`` may have, if modules are
+            left out.
     """
 
     table: summary.Table
     rows: list[Row]
     trainable: Size
     frozen: Size
+    depth: int | None = None
 
 
 def collect(
@@ -114,3 +117,35 @@ def collect(
         added = max(0, trained.get(path, 0) - count)
         rows.append(Row(**known, **parts, backward_flops=added))
     return Summary(table, rows, *sizes(()))
+
+
+def collapsed(found: Summary, depth: int | None) -> Summary:
+    """The summary without the rows of deep modules; other rows count their variables.
+
+    Args:
+        found: a summary with a row for each module.
+        depth: how many names of a path there may be; None for any number.
+    """
+    if depth is None or all(len(row.path) <= depth for row in found.rows):
+        return found
+    kept: list[Row] = []
+    counted: dict[tuple[str, ...], dict[str, list[Any]]] = {}
+    for row in found.rows:
+        path = row.path[:depth]
+        if path == row.path:
+            # Repeated calls count nothing; the first one of a module has the sizes.
+            counted.setdefault(path, {})
+            kept.append(row)
+    for row in found.rows:
+        path = row.path[:depth]
+        while path not in counted and path:
+            path = path[:-1]  # A module that is not called has no row.
+        of_path = counted.setdefault(path, {})
+        for collection, variables in row.counted_variables.items():
+            of_path.setdefault(collection, []).append(variables)
+    # Of several rows of one module the first has all.
+    rows = [
+        dataclasses.replace(row, counted_variables=counted.pop(row.path, {}))
+        for row in kept
+    ]
+    return dataclasses.replace(found, rows=rows, depth=depth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,31 @@ class _Cells(rows.Row):
             if size.values
         }
         return {_styled(rows.PARTLY): sizes} if self.state == rows.PARTLY else sizes
+
+
+class _Name(str):
+    """A name that is sorted by the numbers in it: JAX sorts the keys of dicts."""
+
+    __slots__ = ()
+
+    def __lt__(self, other: str) -> bool:
+        return _parts(self) < _parts(other)
+
+
+_private.written_as_text(_Name)
+
+
+def _parts(name: str) -> list[str | int]:
+    # Text and numbers in turns, so that like is compared with like.
+    parts = enumerate(re.split('([0-9]{1,99})', name))
+    return [int(part) if n % 2 else part for n, part in parts]
+
+
+def _named(tree: Any) -> Any:
+    """Nested dicts with such names."""
+    if isinstance(tree, Mapping):
+        return {_Name(name): _named(value) for name, value in tree.items()}
+    return tree
 
 
 class _Markup:
@@ -65,7 +91,10 @@ def render(
     table = summary.Table(
         found.table.module,
         sorted(found.table.collections),
-        [_Cells(**vars(row)) for row in found.rows],
+        [
+            _Cells(**{**vars(row), 'module_variables': _named(row.module_variables)})
+            for row in found.rows
+        ],
     )
     names = ['path', 'module', 'inputs', 'outputs', *columns]
     # More columns than those of nn.tabulate have to fit, and nothing is cut off.
@@ -76,6 +105,12 @@ def render(
         {'overflow': 'fold', **column_kwargs},
         names,
     )
+    if found.depth is not None:
+        note = (
+            f'Modules deeper than {found.depth} are counted in those that they belong '
+            'to; depth=None shows all.'
+        )
+        text += _private.render_with(Text(note), console_kwargs)
     total = Text.from_markup(
         f'Trainable: {_private.size_text(*found.trainable) or 0}   '
         f'Frozen: {_private.size_text(*found.frozen) or 0}',

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from flax_sg import _private, blocks, errors
+from flax_sg import _private, errors
+from flax_sg.engine import blocks
 from flax_sg.errors.trees import shown
 
 _F = TypeVar('_F', bound=Callable[..., Any])
@@ -69,7 +70,7 @@ def assert_traces_once(fn: _F) -> _F:
 
 def _described(args: Any, kwargs: Any) -> dict[str, Any]:
     """What a trace depends on, by what it is called in a message."""
-    open_now = tuple(block.rewrite_value for block in blocks.active())
+    open_now = tuple(block.rewrite for block in blocks.active())
     seen: dict[str, Any] = {'open blocks': open_now}
     for name, tree in (('args', args), ('kwargs', kwargs)):
         for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):

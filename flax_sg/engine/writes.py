@@ -8,11 +8,14 @@ from typing import Any
 import jax
 from flax.core.scope import Scope
 
-from flax_sg import _private, blocks, errors, views
+from flax_sg import _private, errors
+from flax_sg.engine import blocks, selection
+from flax_sg.engine.variables import Key, find, iter_variables
+from flax_sg.rules import AS_IT_IS
 
 
 def check(
-    scope: Scope, open_blocks: Sequence[blocks.Block], key: views.Key, value: Any
+    scope: Scope, open_blocks: Sequence[blocks.Block], key: Key, value: Any
 ) -> None:
     """Raises if a variable, or one in a subtree, is about to be changed.
 
@@ -31,7 +34,7 @@ def check(
     refusing = [
         block
         for block in open_blocks
-        if block.rewrite_value.rule.refuses_writes and block.wants(key[0])
+        if block.rewrite.rule.refuses_writes and selection.wants(block, key[0])
     ]
     if not refusing:
         return
@@ -39,15 +42,17 @@ def check(
     if root.scratch:  # A second run of a ``setup``: nothing is kept of it.
         return
     stored = _private.stored(scope)
-    for (collection, names), new in views.iter_variables(key, value):
-        old = views.find(stored, collection, names[len(scope.path) :])
-        if old is views.AS_IT_IS and root.initializing:
+    for (collection, names), new in iter_variables(key, value):
+        old = find(stored, collection, names[len(scope.path) :])
+        if old is AS_IT_IS and root.initializing:
             continue  # That is what initialization is for.
         for block in refusing:
-            if block.selects(root, (collection, names)) and not _same(old, new):
-                path = block.path(root, (collection, names))
+            if selection.selects(
+                block, root, (collection, names), read=False, noted=True
+            ) and not _same(old, new):
+                path = selection.path_of(block, root, (collection, names))
                 raise errors.ReadOnlyError(
-                    block.rewrite_value, path, _writer(), old is not views.AS_IT_IS
+                    block.rewrite, path, _writer(), old is not AS_IT_IS
                 )
 
 

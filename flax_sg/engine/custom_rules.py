@@ -12,10 +12,12 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
-from flax_sg import _private, blocks
+from flax_sg import _private
+from flax_sg.engine import blocks, cache_keys, selection
+from flax_sg.engine.variables import iter_variables
 
 
-def custom_rules(*names: str) -> Callable[[Any], Any]:
+def hook_for(*names: str) -> Callable[[Any], Any]:
     """The hook for ``__call__`` of a class whose instances keep rules in ``names``."""
 
     def make_hook(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,6 +27,7 @@ def custom_rules(*names: str) -> Callable[[Any], Any]:
             # Functions of JAX itself (relu, softmax, ...) and ours read no variables.
             if open_blocks and not _of_jax(self):
                 self = _copy(self)
+                _note_all(open_blocks)
                 for name in names:
                     rule = getattr(self, name)
                     if rule is not None:
@@ -34,6 +37,21 @@ def custom_rules(*names: str) -> Callable[[Any], Any]:
         return hook
 
     return make_hook
+
+
+def _note_all(open_blocks: tuple[blocks.Block, ...]) -> None:
+    """Asks now what the rules may ask when others may have found the trace."""
+    now = _private.kept_trace()
+    for block in open_blocks:
+        if block.kept_trace == now:
+            continue
+        block.number.expect_late_questions()
+        block.number.brought = block.rewrite.rule.values()
+        for root, path, variables in list(blocks.thread.roots.values()):
+            for collection, tree in variables.items():
+                if selection.wants(block, collection):
+                    for key, _ in iter_variables((collection, path), tree):
+                        selection.selects(block, root, key, read=False, noted=True)
 
 
 def _copy(function: Any) -> Any:
@@ -62,12 +80,25 @@ def _resuming(
     return functools.update_wrapper(wrapper, rule)
 
 
+def _set_aside() -> Any:
+    return blocks.thread.only(())
+
+
 @contextlib.contextmanager
 def _resumed(open_blocks: tuple[blocks.Block, ...]) -> Generator[None]:
-    """Opens blocks again, as they were, for code that belongs into them."""
+    """Opens blocks again, as they were, for code that belongs into them.
+
+    Their numbers may belong to others by now: what the rule traces must be found by
+    blocks with the same answers alone. So they take numbers anew.
+    """
     thread, user = blocks.thread, object()
+    closed = [block for block in open_blocks if not block.is_open]
 
     def leave() -> None:
+        for block in closed:
+            block.number.give_back(block.asker)
+            block.number, block.home = block.home or block.number, None
+            block.is_open = False
         for block in open_blocks:
             if not any(block is other for other in thread.blocks):
                 thread.forget(block)
@@ -75,9 +106,15 @@ def _resumed(open_blocks: tuple[blocks.Block, ...]) -> Generator[None]:
 
     try:
         _private.acquire_hooks(user)
+        around = cache_keys.NONE
+        for block in open_blocks:
+            if block in closed:
+                block.home, block.is_open = block.number, True
+                block.number = cache_keys.lease(around, block.asker, _set_aside)
+            around = block.number
         with thread.only(open_blocks):
             for block in open_blocks:
-                block.reopen()
+                blocks.reopen(block)
             yield
     finally:
         try:

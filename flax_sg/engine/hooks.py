@@ -8,14 +8,13 @@ from typing import Any
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
-from flax_sg import (
-    _private,
+from flax_sg import _private
+from flax_sg.engine import (
     blocks,
-    kept,
-    replays,
-    resumed,
-    statistics,
-    unused,
+    custom_rules,
+    judgement,
+    setup_runs,
+    setup_values,
     views,
     writeback,
     writes,
@@ -34,7 +33,6 @@ def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
             return default
         if blocks.thread.replay is not None:
             blocks.thread.replay.reads(self, col)
-        blocks.note_trace(self)
         key = (col, (*self.path, name))
         return views.view(blocks.root_of(self), open_blocks, key, value)
 
@@ -47,7 +45,6 @@ def _variables(original: Callable[..., Any]) -> Callable[..., Any]:
         open_blocks = blocks.active()
         if not open_blocks:
             return variables
-        blocks.note_trace(self)
         root = blocks.root_of(self)
         viewed = {
             col: views.view(root, open_blocks, (col, self.path), tree)
@@ -81,7 +78,6 @@ def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         open_blocks = blocks.active()
         if open_blocks:
             key = (col, (*self.path, name))
-            blocks.note_trace(self)
             value = views.stored(blocks.root_of(self), open_blocks, key, value)
             writes.check(self, open_blocks, key, value)
         original(self, col, name, value)
@@ -94,7 +90,7 @@ def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             original(self)
             if blocks.thread.roots:
-                unused.settle(self)
+                judgement.settle(self)
         finally:
             # An ``apply`` may end here. Nobody else says so, if an exception comes.
             try:
@@ -106,18 +102,27 @@ def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
     return end
 
 
+def _sow(original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.scope is not None and blocks.thread.blocks:
+            blocks.root_of(self.scope).sown.add((col, (*self.scope.path, name)))
+        return original(self, col, name, *args, **kwargs)
+
+    return hook
+
+
 HOOKS: dict[str, Callable[[Any], Any]] = {
     'get_variable': _get_variable,
     'variables': _variables,
     'param': _param,
     'put_variable': _put_variable,
-    'make_rng': replays.make_rng,
+    'make_rng': setup_runs.make_rng,
     'invalidate': _invalidate,
     'partial_pack': writeback.partial_pack,
-    'has_variable': replays.has_variable,
-    'sow': statistics.sow,
-    'try_setup': kept.try_setup,
-    'getattribute': kept.getattribute,
-    'getattr': kept.getattr_,
-    **{name: resumed.custom_rules(*_private.RULES[name]) for name in _private.RULES},
+    'has_variable': setup_runs.has_variable,
+    'sow': _sow,
+    'try_setup': setup_values.try_setup,
+    'getattribute': setup_values.getattribute,
+    'getattr': setup_values.getattr_,
+    **{name: custom_rules.hook_for(*_private.RULES[name]) for name in _private.RULES},
 }

@@ -12,7 +12,7 @@ This is judged inside each trace of the body, since a transform such as ``nn.jit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
-from flax_sg import _private, blocks, nodes, views
+from flax_sg import _private
+from flax_sg.engine import blocks, placing, selection, unwritten, views
+from flax_sg.engine.variables import Key, iter_variables, map_variables
 
 _JIT = 'jit'
 _LOOPS = ('scan', 'while_loop')
@@ -42,8 +44,6 @@ def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
         if not open_blocks and blocks.thread.replay is None:
             return packed
         scopes = _private.minimal_scopes(scope_tree)
-        for scope in scopes:
-            blocks.note_trace(scope)
         lift = _Lift(
             scopes=scopes,
             open_blocks=open_blocks,
@@ -74,10 +74,10 @@ class _Lift:
         self.has_branches = name in _BRANCHES
         self.axes = axes
         self.trace = _private.current_trace()
-        self.stored: list[dict[views.Key, Any]] = [{} for _ in scopes]
+        self.stored: list[dict[Key, Any]] = [{} for _ in scopes]
         # For each variable the stored leaf that each of its leaves is, None if it was
         # written; as far as all traces of the body agree.
-        self.origins: list[dict[views.Key, _Origin]] = [{} for _ in scopes]
+        self.origins: list[dict[Key, _Origin]] = [{} for _ in scopes]
 
     def wrap(
         self,
@@ -90,27 +90,35 @@ class _Lift:
         """The five values of ``_partial_pack``, with views in and stored values out."""
 
         def viewed_scope_fn(groups: Groups, *args: Any, **kwargs: Any) -> Any:
-            scope_tree = scope_fn(self._without_names(groups), *args, **kwargs)
+            scope_tree = scope_fn(self._without_marks(groups), *args, **kwargs)
             self._note_handed(_private.minimal_scopes(scope_tree))
             return scope_tree
 
         def judged_repack_fn(scope_tree: Any) -> Any:
-            origins = self._judge(_private.minimal_scopes(scope_tree))
+            inner_scopes = _private.minimal_scopes(scope_tree)
+            origins = self._judge(inner_scopes)
+            sown = {key for s in inner_scopes for key in blocks.root_of(s).sown}
+            self._note_sown(sown)
             out = repack_fn(scope_tree)
             if self.is_jit:
-                return self._map_leaves(
-                    out, origins, lambda _, k, *__: nodes.Unwritten(k)
+                out = self._map_leaves(
+                    out, origins, lambda _, k, *__: unwritten.Unwritten(k)
                 )
+                return _marked(out, unwritten.Sown(frozenset(sown))) if sown else out
             if self.has_branches:
                 # Another branch may write: then this one's value is selected by data.
                 return self._map_leaves(out, origins, leaf_stored)
             return out
 
-        def leaf_stored(value: Any, origin: int, leaf: Any, key: views.Key) -> Any:
+        def leaf_stored(value: Any, origin: int, leaf: Any, key: Key) -> Any:
             stored = jax.tree_util.tree_leaves(value)[origin]
             return _moved(stored, *self.axes(key[0]), leaf)
 
         def stored_publish_fn(groups: Groups) -> None:
+            for group in groups[0] if groups else ():
+                if _MARK in group:
+                    self._note_sown(group[_MARK].keys)
+            groups = self._without_marks(groups)
             publish_fn(self._map_leaves(groups, self.origins, leaf_stored))
 
         return (
@@ -129,7 +137,7 @@ class _Lift:
                 key = (col, scope.path)
                 out[col] = views.view(root, self.open_blocks, key, tree)
                 if self._wanted(col):
-                    self.stored[index].update(views.iter_variables(key, tree))
+                    self.stored[index].update(iter_variables(key, tree))
             return out
 
         return tuple(
@@ -138,41 +146,41 @@ class _Lift:
         )
 
     def _wanted(self, collection: str) -> bool:
-        return any(block.wants(collection) for block in self.open_blocks)
+        return any(selection.wants(block, collection) for block in self.open_blocks)
 
-    def _selected(self, index: int, key: views.Key) -> bool:
+    def _selected(self, inner: blocks.Root, index: int, key: Key) -> bool:
         root = self.roots[index]
         return key in root.selected or any(
-            block.wants(key[0]) and block.selects(root, key)
+            selection.wants(block, key[0])
+            and selection.selects(block, inner, key, read=False, noted=True)
             for block in self.open_blocks
         )
 
     def _note_handed(self, inner_scopes: Sequence[Scope]) -> None:
-        inner_roots: dict[int, views.Root] = {}
+        inner_roots: dict[int, blocks.Root] = {}
         for index, inner in enumerate(inner_scopes):
-            handed: dict[views.Key, Any] = {}
+            outer = self.roots[index]
+            root = inner_roots.get(id(outer))
+            if root is None:
+                root = inner_roots[id(outer)] = outer.within(self.open_blocks, inner)
+            handed: dict[Key, Any] = {}
             for col, tree in _private.variables_of(inner).items():
                 if self._wanted(col):
-                    handed.update(views.iter_variables((col, inner.path), tree))
+                    handed.update(iter_variables((col, inner.path), tree))
             selected = frozenset(
                 key
                 for key in handed
                 # A name that does not exist outside: ``nn.map_variables`` made it.
-                if key not in self.stored[index] or self._selected(index, key)
+                if key not in self.stored[index] or self._selected(root, index, key)
             )
-            outer = self.roots[index]
-            root = inner_roots.get(id(outer))
-            if root is None:
-                root = inner_roots[id(outer)] = outer.within(self.open_blocks)
-                root.level = inner.trace_level
             root.begin(inner.path, _private.variables_of(inner), handed, selected)
             for block in self.open_blocks:
-                block.made.note_handed(block, root, handed)
+                placing.note_handed(block, root, handed)
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
 
-    def _judge(self, inner_scopes: Sequence[Scope]) -> list[dict[views.Key, _Origin]]:
+    def _judge(self, inner_scopes: Sequence[Scope]) -> list[dict[Key, _Origin]]:
         """Notes for each selected variable which leaves one trace left as they were."""
-        found: list[dict[views.Key, _Origin]] = [{} for _ in inner_scopes]
+        found: list[dict[Key, _Origin]] = [{} for _ in inner_scopes]
         # In the trace of the caller (``nn.map_variables``, ``jax.disable_jit``) the
         # leaves themselves come out, and storing them finds the way back. A scan cuts
         # them to pieces and puts them together again even there.
@@ -183,7 +191,7 @@ class _Lift:
             for col, tree in _private.variables_of(inner).items():
                 if not inner.is_mutable_collection(col):
                     continue
-                for key, value in views.iter_variables((col, inner.path), tree):
+                for key, value in iter_variables((col, inner.path), tree):
                     if key in root.selected and key in self.stored[index]:
                         origin = _origin(root.handed[key], value)
                         if self.is_loop:
@@ -197,29 +205,29 @@ class _Lift:
     def _map_leaves(
         self,
         groups: Groups,
-        origins: Sequence[dict[views.Key, _Origin]],
-        fn: Callable[[Any, int, Any, views.Key], Any],
+        origins: Sequence[dict[Key, _Origin]],
+        fn: Callable[[Any, int, Any, Key], Any],
     ) -> Groups:
         """Maps the leaves that were not written, in groups of a transform's results."""
 
-        def mapped(index: int, key: views.Key, value: Any) -> Any:
+        def mapped(index: int, key: Key, value: Any) -> Any:
             stored = self.stored[index].get(key)
             leaves, treedef = jax.tree_util.tree_flatten(
-                value, is_leaf=lambda x: isinstance(x, nodes.Unwritten)
+                value, is_leaf=lambda x: isinstance(x, unwritten.Unwritten)
             )
             origin = origins[index].get(key, ())
             if len(origin) != len(leaves):  # Nobody knows, or traces do not agree.
                 origin = (None,) * len(leaves)
             out: list[Any] = []
             for leaf, before in zip(leaves, origin, strict=True):
-                at = leaf.leaf if isinstance(leaf, nodes.Unwritten) else before
+                at = leaf.leaf if isinstance(leaf, unwritten.Unwritten) else before
                 out.append(leaf if at is None else fn(stored, at, leaf, key))
             return jax.tree_util.tree_unflatten(treedef, out)
 
         return tuple(
             tuple(
                 {
-                    col: views.map_variables(
+                    col: map_variables(
                         lambda key, value, index=index: mapped(index, key, value),
                         (col, self.scopes[index].path),
                         tree,
@@ -236,23 +244,26 @@ class _Lift:
         # What may be written need not be there yet.
         writable = any(
             not is_filter_empty(
-                intersect_filters(scope.mutable, block.rewrite_value.collections)
+                intersect_filters(scope.mutable, block.rewrite.collections)
             )
             for scope in self.scopes
             for block in asking
         )
         if not (self.is_jit and writable and groups and groups[0]):
             return groups
-        names = nodes.Names(
+        names = unwritten.Names(
             tuple(
-                tuple(block.names(root, scope.path) for block in asking)
+                tuple(_names(block, root, scope.path) for block in asking)
                 for scope, root in zip(self.scopes, self.roots, strict=True)
             )
         )
-        first, *rest = groups[0]
-        return (({**first, _MARK: names}, *rest), *groups[1:])
+        return _marked(groups, names)
 
-    def _without_names(self, groups: Groups) -> Groups:
+    def _note_sown(self, keys: Iterable[Key]) -> None:
+        for root in self.roots:
+            root.sown.update(keys)
+
+    def _without_marks(self, groups: Groups) -> Groups:
         if not self.is_jit:
             return groups
         return tuple(
@@ -261,9 +272,24 @@ class _Lift:
         )
 
 
+def _marked(groups: Groups, mark: Any) -> Groups:
+    """Groups with a node in their structure that Flax does not see."""
+    if not (groups and groups[0]):
+        return groups
+    first, *rest = groups[0]
+    return (({**first, _MARK: mark}, *rest), *groups[1:])
+
+
 def _asks_names(block: blocks.Block) -> bool:
     """Whether a block may show two variables of different names differently."""
-    return bool(block.where.atoms) or block.rewrite_value.rule.asks_path
+    return bool(block.rewrite.where.atoms) or block.rewrite.rule.asks_path
+
+
+def _names(
+    block: blocks.Block, root: blocks.Root, path: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """All that tells the block's names for a module at ``path`` from others."""
+    return root.tree is block.tree, block.owner_path, path
 
 
 def _origin(handed: Any, value: Any) -> _Origin:

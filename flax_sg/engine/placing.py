@@ -11,35 +11,25 @@ where the leaf is younger.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 
-from flax_sg import _private, errors, filters, paths, rules, views
+from flax_sg import _private, errors, filters, paths, rules
+from flax_sg.engine import selection
+from flax_sg.engine.blocks import Block, Root, thread
+from flax_sg.engine.selection import path_of
+from flax_sg.engine.variables import Key, find, iter_variables, leaves_of
+from flax_sg.rules import AS_IT_IS
+
+# What the blocks around another one show of a variable.
+Outside = Callable[[Key, Any], Any]
 
 
-class Block(views.Block, Protocol):
-    """What has to be known of an open block."""
-
-    rewrite_value: rules.Rewrite
-    level: Any
-    made: Made
-    tree: object
-    owner_path: tuple[str, ...]
-
-    @property
-    def outer(self) -> Sequence[views.Block]:
-        """The blocks that were open when it opened, outermost first."""
-        ...
-
-    def path(self, root: views.Root, key: views.Key) -> paths.Path:
-        """The variable, as the filter and the rule see it."""
-        ...
-
-
-def _owner(block: Block, root: views.Root) -> tuple[str, ...]:
+def _owner(block: Block, root: Root) -> tuple[str, ...]:
     return block.owner_path if root.tree is block.tree else ()
 
 
@@ -55,7 +45,7 @@ class Made:
             weakref.WeakValueDictionary()
         )
         # For each tree the root whose leaves a joint rule has taken.
-        self.together: weakref.WeakValueDictionary[object, views.Root] = (
+        self.together: weakref.WeakValueDictionary[object, Root] = (
             weakref.WeakValueDictionary()
         )
 
@@ -64,74 +54,89 @@ class Made:
         if isinstance(leaf, _private.Tracer):
             self._leaves[id(leaf)] = leaf
 
-    def note_handed(
-        self, block: Block, root: views.Root, handed: Mapping[views.Key, Any]
-    ) -> None:
-        """Notes what the body of a transform in the block begins with."""
-        if block.rewrite_value.rule.in_extent:
-            for key in handed.keys() & root.selected:
-                for leaf in jax.tree.leaves(handed[key]):
-                    self.note(leaf)
-
     def __contains__(self, leaf: Any) -> bool:
         return self._leaves.get(id(leaf)) is leaf
 
 
-def rewritten(block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
-    """What a reader sees in a block instead of one leaf."""
-    rule = block.rewrite_value.rule
+def made_by(block: Block) -> Made:
+    """The leaves that a block has rewritten."""
+    if block.made is None:
+        block.made = Made()
+    return block.made
+
+
+def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
+    """Notes what the body of a transform in a block begins with."""
+    if block.rewrite.rule.in_extent:
+        for key in handed.keys() & root.selected:
+            for leaf in leaves_of(handed[key]):
+                made_by(block).note(leaf)
+
+
+def rewritten(block: Block, root: Root, key: Key, leaf: Any, outside: Outside) -> Any:
+    """What a reader sees in a block instead of one leaf of a selected variable."""
+    rule = block.rewrite.rule
     if root.initializing and not rule.at_init:
         return leaf
     if not rule.in_extent:
         trace = _private.in_trace_of(leaf)
         if rule.brings:
             trace = _private.in_innermost_trace((block.level,), leaf)
-        with trace:
+        with trace, _seeing_outside(block):
             return _applied(block, root, key, leaf)
-    path = block.path(root, key)
-    if leaf in block.made or not has_cotangent(block.rewrite_value, path, leaf):
+    path = path_of(block, root, key)
+    made = made_by(block)
+    if leaf in made or not has_cotangent(block.rewrite, path, leaf):
         return leaf
     if rule.jointly:
-        new = _of_all(block, root, key, leaf)
+        selection.note_all(block, root)
+        new = _of_all(block, root, key, leaf, outside)
     else:
-        with _begin(block, root, [leaf]):
+        with _seeing_outside(block), _begin(block, root, [leaf]):
             new = _applied(block, root, key, leaf)
     if new is not leaf:
-        block.made.note(new)
+        made.note(new)
     return new
 
 
-def _applied(block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
+def _seeing_outside(block: Block) -> Any:
+    """A function of the user sees what is outside of the block."""
+    if block.rewrite.rule.runs_code:
+        return thread.only(block.outer)
+    return contextlib.nullcontext()
+
+
+def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
     """The rule, applied to a leaf or to the part of it that is meant."""
-    path = block.path(root, key)
-    new = block.rewrite_value.rule(path, leaf)
-    return filters.merged(block.selects(root, key), new, leaf, path)
+    path, said = block.decisions[root.tree is block.tree, key]
+    new = block.rewrite.rule(path, leaf)
+    return filters.merged(said, new, leaf, path)
 
 
-def _begin(block: Block, root: views.Root, leaves: Sequence[Any]) -> Any:
+def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     """The trace in which the extent begins, and the tree in it."""
-    used = (*leaves, *block.rewrite_value.rule.brought)
+    used = (*leaves, *block.rewrite.rule.brought)
     levels = (block.level, root.level)
     return _private.in_innermost_trace(levels, *used, examples=False)
 
 
-def instead(block: Block, root: views.Root, key: views.Key, value: Any) -> Any:
+def instead(block: Block, root: Root, key: Key, value: Any, outside: Outside) -> Any:
     """What a reader sees in a block instead of a whole variable."""
-    rule = block.rewrite_value.rule
+    rule = block.rewrite.rule
     if root.initializing and not rule.at_init:
-        return views.AS_IT_IS
+        return AS_IT_IS
 
-    def find(collection: str) -> Any:
+    def find_beside(collection: str) -> Any:
         for above, variables in root.parts:
             if key[1][: len(above)] == above:
-                found = views.find(variables, collection, key[1][len(above) :])
-                if found is not views.AS_IT_IS:
-                    return views.view(root, block.outer, (collection, key[1]), found)
-        return views.AS_IT_IS
+                found = find(variables, collection, key[1][len(above) :])
+                if found is not AS_IT_IS:
+                    return outside((collection, key[1]), found)
+        return AS_IT_IS
 
-    path = block.path(root, key)
-    new, said = rule.instead(path, value, find), block.selects(root, key)
-    if new is views.AS_IT_IS or not isinstance(said, filters.Part):
+    path, said = block.decisions[root.tree is block.tree, key]
+    new = rule.instead(path, value, find_beside)
+    if new is AS_IT_IS or not isinstance(said, filters.Part):
         return new
     return jax.tree.map(lambda a, b: said.merge(a, b, path), new, value)
 
@@ -151,10 +156,10 @@ def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
     return isinstance(leaf, _private.Tracer)
 
 
-_Leaf = tuple[views.Key, int]
+_Leaf = tuple[Key, int]
 
 
-def _of_all(block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
+def _of_all(block: Block, root: Root, key: Key, leaf: Any, outside: Outside) -> Any:
     """What a reader sees of one leaf of those that are rewritten together.
 
     These are the ones that the tree holds when the first of them is read. What is
@@ -162,37 +167,43 @@ def _of_all(block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
     """
     joint = root.joint.get(block)
     if joint is None:
-        joint = root.joint[block] = _Joint(block, root)
+        joint = root.joint[block] = _Joint(block, root, outside)
     return joint.seen(block, root, key, leaf)
 
 
 class _Joint:
     """The leaves that a block rewrites together in one tree."""
 
-    def __init__(self, block: Block, root: views.Root) -> None:
+    def __init__(self, block: Block, root: Root, outside: Outside) -> None:
         self.parts = len(root.parts)
         self.is_split = False
         self._seen: dict[_Leaf, tuple[Any, Any]] = {}
         if any(block is other for other in root.covered):
             return  # They were rewritten outside.
         # A block in a body may meet its tree on both sides of the transform.
-        self.is_split = block.made.together.setdefault(root.tree, root) is not root
+        self.is_split = made_by(block).together.setdefault(root.tree, root) is not root
         if self.is_split:
             return
-        keys: list[views.Key] = []
+        keys: list[Key] = []
         selected: list[tuple[paths.Path, list[Any]]] = []
         for key, value in _variables(root):
-            if not (block.wants(key[0]) and block.selects(root, key)):
+            if not (
+                selection.wants(block, key[0]) and selection.selects(block, root, key)
+            ):
                 continue
-            leaves = jax.tree.leaves(views.view(root, block.outer, key, value))
+            leaves = leaves_of(outside(key, value))
             if all(map(rules.is_differentiable, leaves)):
                 keys.append(key)
-                selected.append((block.path(root, key), leaves))
+                selected.append((path_of(block, root, key), leaves))
         reader = Reader(dict(_variables(root)), _owner(block, root))
         with _begin(block, root, [leaf for _, leaves in selected for leaf in leaves]):
-            together = block.rewrite_value.rule.together(selected, reader)
+            together = block.rewrite.rule.together(selected, reader)
             seen = [
-                (key, old, filters.merged(block.selects(root, key), new, old, path))
+                (
+                    key,
+                    old,
+                    filters.merged(selection.selects(block, root, key), new, old, path),
+                )
                 for key, (path, leaves), others in zip(
                     keys, selected, together, strict=True
                 )
@@ -200,23 +211,23 @@ class _Joint:
             ]
         for key, old, new in seen:
             self._seen[key, id(old)] = old, new
-            block.made.note(new)
+            made_by(block).note(new)
 
-    def seen(self, block: Block, root: views.Root, key: views.Key, leaf: Any) -> Any:
+    def seen(self, block: Block, root: Root, key: Key, leaf: Any) -> Any:
         if (key, id(leaf)) in self._seen:
             return self._seen[key, id(leaf)][1]
         if self.is_split or len(root.parts) > self.parts:
-            path = block.path(root, key)
-            raise errors.SplitSelectionError(block.rewrite_value, path)
+            path = path_of(block, root, key)
+            raise errors.SplitSelectionError(block.rewrite, path)
         return leaf
 
 
-def _variables(root: views.Root) -> list[tuple[views.Key, Any]]:
+def _variables(root: Root) -> list[tuple[Key, Any]]:
     return [
         found
         for path, collections in root.parts
         for collection, tree in collections.items()
-        for found in views.iter_variables((collection, path), tree)
+        for found in iter_variables((collection, path), tree)
     ]
 
 
@@ -228,9 +239,7 @@ class Reader:
         owner: the names of the module that paths are relative to.
     """
 
-    def __init__(
-        self, variables: Mapping[views.Key, Any], owner: tuple[str, ...]
-    ) -> None:
+    def __init__(self, variables: Mapping[Key, Any], owner: tuple[str, ...]) -> None:
         self._variables, self._owner = variables, owner
 
     def __call__(self, path: str, collection: str) -> list[Any]:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from flax.core.scope import Scope
 
-from flax_sg import _private, blocks, errors, reach, rules
+from flax_sg import _private, errors, rules
+from flax_sg.engine import blocks, contents
 
 
 class _UnfaithfulError(Exception):
@@ -78,7 +79,9 @@ class _Replay:
         if block is None:
             return
         # Values that are computed anew are other values of the same kind.
-        if (rewrite.key(), path) == (block.source.key(), block.owner_path):
+        mine, wanted = rewrite.rule.key(), block.rewrite.rule.key()
+        same = (rewrite.where, mine) == (block.rewrite.where, wanted)
+        if same and path == block.owner_path:
             raise _Reached
 
     def reads(self, scope: Scope, collection: str) -> None:
@@ -208,13 +211,13 @@ def _derive(
         _check_streams((tops[s], s) for s in unseen)
     for copied in tops.values():
         copied.invalidate()
-    back = reach.Back(_pairs(scratch, module))
+    back = contents.Back(_pairs(scratch, module))
     return {name: _put_back(back, module, name, derived) for name in kept}
 
 
 def _home_of(scope: Scope, open_blocks: tuple[blocks.Block, ...]) -> Any:
     """The trace to which belongs what ``setup`` derives under these blocks."""
-    levels = [block.level for block in open_blocks if block.rewrite_value.rule.brings]
+    levels = [block.level for block in open_blocks if block.rewrite.rule.brings]
     if not levels:
         return _private.in_trace_of_scope(scope)
     return _private.in_innermost_trace([*levels, scope.trace_level])
@@ -259,7 +262,7 @@ def _check_counters(used: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
 
 
 def _put_back(
-    back: reach.Back, module: Any, name: str, derived: Mapping[str, Any]
+    back: contents.Back, module: Any, name: str, derived: Mapping[str, Any]
 ) -> Any:
     if name not in derived:
         raise errors.KeptValueError(module, name, 'setup did not make it again')

@@ -21,6 +21,14 @@ class Unwritten:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
+class Sown:
+    """The variables that a jitted body has sown."""
+
+    keys: frozenset[tuple[str, tuple[str, ...]]]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class Names:
     """How the open blocks name the variables that a jitted body may write.
 

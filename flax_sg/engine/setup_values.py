@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_sg import _private, blocks, reach, replays, values, views
+from flax_sg import _private, rules
+from flax_sg.engine import blocks, contents, selection, setup_runs
 
 _Values = dict[str, Any]
 
@@ -65,7 +66,7 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
             with blocks.thread.only(()):
                 return original(self, shallow)
         root = blocks.root_of(self.scope)
-        setup = _Setup(weakref.ref(self), open_blocks, replays.Start.of(self.scope))
+        setup = _Setup(weakref.ref(self), open_blocks, setup_runs.Start.of(self.scope))
         root.setups[id(self)] = setup
         before = blocks.thread.rewritten
         try:
@@ -74,7 +75,7 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
                 return None
             if blocks.thread.rewritten != before:
                 viewed = _kept_arrays(self, open_blocks)
-                plain = replays.derive(self, (), viewed, setup.start)
+                plain = setup_runs.derive(self, (), viewed, setup.start)
                 for name, value in plain.items():
                     object.__setattr__(self, name, value)
                 _known(root, open_blocks[-1], self).viewed = viewed
@@ -100,7 +101,7 @@ class _Setup(NamedTuple):
 
     module: weakref.ref[Any]
     made_in: tuple[blocks.Block, ...] = ()
-    start: replays.Start | None = None
+    start: setup_runs.Start | None = None
 
 
 _STATE = frozenset(
@@ -149,14 +150,14 @@ def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
 
 def _is_derived(module: Any, value: Any, open_blocks: tuple[blocks.Block, ...]) -> bool:
     """Whether a kept value is another one under blocks, or may come to be."""
-    if reach.holds_arrays(value) or reach.keeps_what_it_reads(value):
+    if contents.holds_arrays(value) or contents.keeps_what_it_reads(value):
         return True
     # A stop changes nothing that is not traced; other values are other numbers. The
     # factor of a rewrite is none that was made of variables.
-    brings = any(block.rewrite_value.rule.brings for block in open_blocks)
-    if not brings or isinstance(value, values.Value):
+    brings = any(block.rewrite.rule.brings for block in open_blocks)
+    if not brings or isinstance(value, rules.Rewrite):
         return False
-    return reach.holds_arrays(value, numbers=True) and _has_numbers(module)
+    return contents.holds_arrays(value, numbers=True) and _has_numbers(module)
 
 
 def _has_numbers(module: Any) -> bool:
@@ -186,8 +187,8 @@ class _Known:
     without_arrays: _Values = dataclasses.field(default_factory=dict)
 
 
-def _known(root: views.Root, block: blocks.Block, module: Any) -> _Known:
-    of_block = root.kept.setdefault(block, {})
+def _known(root: blocks.Root, block: blocks.Block, module: Any) -> _Known:
+    of_block = root.setup_values.setdefault(block, {})
     known = of_block.get(id(module))
     if known is None or known.module() is not module:
         known = of_block[id(module)] = _Known(weakref.ref(module))
@@ -196,16 +197,12 @@ def _known(root: views.Root, block: blocks.Block, module: Any) -> _Known:
 
 def _seen(module: Any, name: str, value: Any) -> Any:
     """What a reader in the open blocks sees of one kept value."""
-    if isinstance(value, reach.CLOSED):
+    if isinstance(value, contents.CLOSED):
         return value
     scope = object.__getattribute__(module, 'scope')
     open_blocks = blocks.active()
     if scope is None or not open_blocks:
         return value
-    valued = [block for block in open_blocks if block.values is not None]
-    if valued and _private.kept_trace(scope) != _private.kept_trace():
-        for block in valued:  # A trace of its own reads what was made outside of it.
-            block.note_values()
     root = blocks.root_of(scope)
     setup = root.setups.get(id(module))
     if setup is None or setup.module() is not module:
@@ -218,12 +215,22 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if not _is_derived(module, value, open_blocks):
         known.without_arrays[name] = value
         return value
-    blocks.note_trace(scope)
     if not _private.is_set_up(module):  # In a block in ``setup`` itself.
         kept, until = {name: value}, open_blocks[-1]
-        return replays.derive(module, open_blocks, kept, setup.start, until)[name]
+        derived = setup_runs.derive(module, open_blocks, kept, setup.start, until)
+        _note_all(open_blocks, root)
+        return derived[name]
     viewed = known.viewed
     if viewed is None:
         kept = _kept_arrays(module, open_blocks)
-        viewed = known.viewed = replays.derive(module, open_blocks, kept, setup.start)
+        viewed = known.viewed = setup_runs.derive(
+            module, open_blocks, kept, setup.start
+        )
+    _note_all(open_blocks, root)
     return viewed.get(name, value)
+
+
+def _note_all(open_blocks: tuple[blocks.Block, ...], root: blocks.Root) -> None:
+    """Notes what a kept value depends on, where it was derived before."""
+    for block in open_blocks:
+        selection.note_all(block, root)

@@ -1,0 +1,163 @@
+"""Opening and closing a block, in the right order or with an error."""
+
+from __future__ import annotations
+
+import types
+import weakref
+
+from flax.core.scope import Scope
+
+from flax_sg import _private, errors, rules
+from flax_sg.engine import blocks, cache_keys, hooks, judgement
+from flax_sg.engine.askers import Asker
+from flax_sg.engine.blocks import Block, thread
+from flax_sg.engine.places import Place
+
+# What is judged at the end of an extent: that what is read in it is rewritten, that
+# what is named exists, or nothing.
+READS, EXISTENCE, NOTHING = 'reads', 'existence', 'nothing'
+
+
+def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
+    """Opens a block in this thread.
+
+    Args:
+        rewrite: what holds in the block.
+        owner: the scope that paths are relative to; None for the root of each tree.
+    """
+    outer = blocks.active()
+    if thread.replay is not None:
+        thread.replay.opens(rewrite, owner)
+    around = outer[-1].number if outer else cache_keys.NONE
+    block: Block | None = None
+    try:
+        block = _new_block(rewrite, owner, outer)
+        block.number = cache_keys.lease(around, block.asker, lambda: thread.only(()))
+        _private.acquire_hooks(block, hooks.HOOKS)
+        thread.set_blocks((*outer, block))
+    except BaseException:
+        blocks.remove(block)
+        raise
+    return block
+
+
+def _new_block(
+    rewrite: rules.Rewrite, owner: Scope | None, outer: tuple[Block, ...]
+) -> Block:
+    path = () if owner is None else owner.path
+    tree = None if owner is None else blocks.root_of(owner).tree
+    return Block(
+        rewrite=rewrite,
+        outer=outer,
+        owner=owner,
+        owner_path=path,
+        tree=tree,
+        asker=Asker(rewrite, path, weakref.ref(tree) if path else None),
+        number=cache_keys.NONE,
+        level=_private.current_trace(),
+        kept_trace=_private.kept_trace(),
+        place=Place.here(),
+    )
+
+
+def open_now() -> tuple[Block, ...]:
+    """The open blocks of this thread; another object when they have changed."""
+    return thread.blocks
+
+
+def close_block(block: Block, judged: str = NOTHING) -> None:
+    """Closes a block of this thread.
+
+    Args:
+        block: an open block. If it cannot be closed here and now that is an error, and
+            it is closed all the same.
+        judged: what is judged, if the body has come to its end.
+    """
+    before = thread.blocks
+    try:
+        in_order = before[-1] is block and block.place.is_in_this_task()
+        if judged != NOTHING and in_order:
+            judgement.judge(block, reads=judged == READS)
+    finally:
+        try:
+            blocks.remove(block)
+        except BaseException:  # Ctrl-C may come in between.
+            blocks.remove(block)
+            raise
+    if judged != NOTHING and not in_order:
+        inner = before[-1]
+        reason = f'the one opened at {inner.place} ({inner.rewrite!r}) is still open'
+        if inner is block:
+            reason = 'it was opened in another asyncio task'
+        raise errors.BlockOrderError(block.rewrite, block.place, reason)
+
+
+def close_last(
+    rewrite: rules.Rewrite, exc_type: type[BaseException] | None = None
+) -> None:
+    """Closes the innermost block of this thread that was opened with a rewrite.
+
+    Args:
+        rewrite: the rewrite.
+        exc_type: the type of the exception that ends the block, if any.
+    """
+    here = Place.here()
+    mine = [b for b in thread.blocks if b.rewrite is rewrite and not b.ended]
+    # One value may be open in a suspended generator and around it.
+    mine = [block for block in mine if block.place.frame == here.frame] or mine
+    if mine:
+        close_block(mine[-1], READS if exc_type is None else NOTHING)
+        return
+    elsewhere = [
+        user
+        for user in _private.users_of_hooks()
+        if isinstance(user, Block) and user.rewrite is rewrite
+    ]
+    for block in elsewhere:
+        # A generator that was suspended in it goes on, or ends, in this thread.
+        if block.place.frame == here.frame:
+            block.ended = True  # Its own thread takes it away.
+            if not block.place.thread.is_alive():
+                block.number.give_back(block.asker)
+                _private.release_hooks(block)
+    if exc_type not in (None, GeneratorExit):
+        return  # The exception of the body goes first.
+    reason = f'it is not open in this thread, {here.thread.name}'
+    if elsewhere:
+        reason += (
+            f', which closes it at {here}, but in {elsewhere[-1].place.thread.name}'
+        )
+    place = elsewhere[-1].place if elsewhere else None
+    raise errors.BlockOrderError(rewrite, place, reason)
+
+
+class Extent:
+    """A block around a call.
+
+    Args:
+        rewrite: what holds in the block.
+        owner: the scope that paths are relative to.
+        judged: what is judged at its end.
+    """
+
+    def __init__(
+        self, rewrite: rules.Rewrite, owner: Scope | None, judged: str = EXISTENCE
+    ) -> None:
+        self._rewrite, self._owner, self._judged = rewrite, owner, judged
+
+    def __enter__(self) -> Block:
+        self._block = open_block(self._rewrite, self._owner)
+        return self._block
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: types.TracebackType | None,
+    ) -> None:
+        try:
+            close_block(self._block, self._judged if exc_type is None else NOTHING)
+        except BaseException:
+            if self._block in thread.blocks:
+                close_block(self._block)
+            raise

@@ -1,0 +1,230 @@
+"""What is judged at the end of an extent: that its filter means something there.
+
+Each pattern has to match a variable that exists under the extent, read or not: or it
+is a typo. At initialization variables come one by one, so that is judged when the tree
+is complete. A ``with`` block in which nothing was rewritten that was read warns: what
+it names was computed a line before, perhaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flax.core.scope import Scope
+
+from flax_sg import _private, errors, filters
+from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
+from flax_sg.engine.selection import selects, wants
+from flax_sg.engine.variables import iter_variables
+from flax_sg.paths import Path
+
+_MOST_PASSED = 256
+_TREES = (filters.BoolTree, filters.Names)
+
+
+def judge(block: Block, reads: bool) -> None:
+    """Raises if a part of a block's filter matches no variable that exists.
+
+    Args:
+        block: a block that is about to close.
+        reads: whether to warn if nothing that was read is rewritten.
+    """
+    if block.rewrite.unused == 'ignore':
+        return
+    _meet_the_rest(block)
+    _check_existence(block)
+    if reads:
+        _check_reads(block)
+
+
+def _check_existence(block: Block) -> None:
+    where, number = block.rewrite.where, block.number
+    nothing_met = not block.decisions and not block.collections
+    if nothing_met and (where in number.passed or block.asker.matched_in_table):
+        return
+    try:
+        if block.collections:
+            _check_collections(block)
+        _check_atoms(block, lambda: _compiled(block))
+    except (errors.UnusedFilterError, errors.TreeFilterError) as error:
+        is_unknown = block.asker.is_new or not _compiled(block)
+        if nothing_met and block.owner is None and where.atoms and is_unknown:
+            raise errors.NothingReadError(block.rewrite) from None
+        _later_or_now(block, error)
+    else:
+        met = (path for path, _ in block.decisions.values())
+        number.existing.update((path.key, path) for path in met)
+        if nothing_met and not where.has_functions:
+            if len(number.passed) > _MOST_PASSED:
+                number.passed.clear()
+            number.passed.add(where)
+
+
+def _later_or_now(block: Block, error: Exception) -> None:
+    """Raises an error, at initialization when the tree is complete."""
+    root = None if block.owner is None else root_of(block.owner)
+    if root is None or not root.initializing or root.scratch:
+        raise error
+    root.pending.append(_Pending(block, error.__context__))
+
+
+def _meet_the_rest(block: Block) -> None:
+    """Lets the filter see the variables under the extent that nobody has read."""
+    if block.owner is None:
+        for known in list(thread.roots.values()):
+            _meet(block, *known)
+        return
+    root = root_of(block.owner)
+    _meet(block, root, block.owner.path, _private.stored(block.owner))
+    block.collections.update(_private.stored(block.owner.root))
+
+
+def _check_collections(block: Block) -> None:
+    named = block.rewrite.collections
+    if isinstance(named, str):
+        named = (named,)
+    for name in named if isinstance(named, Iterable) else ():
+        # A module without parameters is nothing out of the ordinary.
+        if name not in block.collections and name != 'params':
+            raise errors.UnknownCollectionError(name, sorted(block.collections))
+
+
+def _check_atoms(
+    block: Block, find_compiled: Callable[[], Sequence[Path]] = tuple
+) -> None:
+    where = block.rewrite.where
+    unmatched = [atom for atom in _unmatched(block) if not atom.may_be_empty]
+    trees = [atom for atom in where.atoms if isinstance(atom, _TREES)]
+    both = isinstance(where, filters.And) and not where.may_be_empty
+    if not (unmatched or trees or both):
+        return
+    compiled = find_compiled()
+    everything = [*(path for path, _ in block.decisions.values()), *compiled]
+    owner = None if block.tree is None else block.owner_path
+    for atom in unmatched:
+        if atom in trees or any(_takes(block, atom, path) for path in compiled):
+            continue
+        raise errors.UnusedFilterError(atom, everything, owner)
+    for atom in trees:
+        if missing := atom.missing(everything):
+            raise atom.misfit(missing, everything)
+    if both and not any(map(block.asker.ask, everything)):
+        raise errors.UnusedFilterError(where, everything, owner)
+
+
+def _takes(block: Block, atom: filters.Filter, path: Path) -> bool:
+    if atom.has_functions:
+        return block.asker.is_matched_by(atom, path)
+    return atom(path)
+
+
+def _unmatched(block: Block) -> list[filters.Filter]:
+    """The elementary filters that have taken no variable yet."""
+    matched = block.asker.matched
+    return [atom for atom in block.rewrite.where.atoms if atom not in matched]
+
+
+def _compiled(block: Block) -> Sequence[Path]:
+    """The variables in programs that JAX has compiled, and may have run in the block.
+
+    In these no Python runs, and nothing is met. A block that has met others has run
+    something else, and is judged by that.
+    """
+    number = block.number
+    if number.is_blank:
+        return ()  # Nothing was compiled.
+    known = {path.key: path for path in number.answers.paths}
+    if block.owner is None and not block.asker.is_new:
+        known |= number.existing  # An owner has met all variables of its own.
+    for tree, key in list(number.in_older_trees):
+        path = block.asker.path_in(tree, key)
+        if path is not None:
+            known[path.key] = path
+    met = (d[0].key for (_, key), d in block.decisions.items() if key in block.reads)
+    return list(known.values()) if known.keys() >= set(met) else ()
+
+
+def _check_reads(block: Block) -> None:
+    where, number = block.rewrite.where, block.number
+    if block.rewrite.rule.refuses_writes or not where.atoms or where.may_be_empty:
+        return
+    if block.took or number.took or thread.replay is not None:
+        return
+    if _is_pending(block):
+        return
+    if all(isinstance(a, filters.BoolTree) and a.takes_nothing for a in where.atoms):
+        return
+    # What ``train_only`` names may be all that is read.
+    if isinstance(where, filters.Not) and (block.reads or number.read):
+        return
+    errors.warn_without_effect(
+        f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: it '
+        'selects nothing that was read in it.\n'
+        'Open the block around the code that reads these variables, or pass '
+        "unused='ignore'.",
+        block.place,
+    )
+
+
+def _is_pending(block: Block) -> bool:
+    if block.owner is None:
+        return False
+    return any(waiting.block is block for waiting in root_of(block.owner).pending)
+
+
+@dataclasses.dataclass
+class _Pending:
+    """What is judged when a tree is complete.
+
+    Attributes:
+        block: a block that is closed, and has not found all that it names.
+        handled: the exception that was being handled then.
+    """
+
+    block: Block
+    handled: BaseException | None
+
+
+def settle(scope: Scope) -> None:
+    """Forgets a tree whose scope has become invalid, and judges what has waited."""
+    if scope.parent is not None or ROOT_FLAG in scope.flags:
+        return
+    known = thread.roots.pop(id(_private.variables_of(scope)), None)
+    if known is None:
+        return
+    for block in thread.blocks:
+        _meet(block, *known)
+    root, path, variables = known
+    pending, root.pending[:] = list(root.pending), []
+    for waiting in pending:
+        # An exception in the body goes first.
+        if sys.exception() is waiting.handled:
+            _meet(waiting.block, root, path, variables)
+            _check_collections(waiting.block)
+            _check_atoms(waiting.block)
+
+
+def _meet(
+    block: Block, root: Root, path: tuple[str, ...], variables: dict[str, Any]
+) -> None:
+    """Lets the filter see variables that nobody read, if it may have missed them."""
+    block.collections.update(variables)
+    where = block.rewrite.where
+    # Of some filters more is judged than that each part of them took something.
+    of_all = isinstance(where, filters.And) or any(
+        isinstance(atom, _TREES) for atom in where.atoms
+    )
+    if not of_all and not _unmatched(block):
+        return
+    for collection, tree in variables.items():
+        if wants(block, collection):
+            for key, _ in iter_variables((collection, path), tree):
+                if block.tree is not root.tree or _is_below(key[1], block.owner_path):
+                    selects(block, root, key, read=False)
+
+
+def _is_below(names: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    return names[: len(path)] == path

@@ -1,0 +1,124 @@
+"""Which variables a block means: its filter is asked, and what it says is noted."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from flax.core.scope import in_filter
+
+from flax_sg import _private
+from flax_sg.engine.blocks import Block, Root, thread
+from flax_sg.engine.variables import Key
+from flax_sg.paths import Path
+from flax_sg.rules import OVERWRITE_WITH_GRADIENT
+
+
+def wants(block: Block, collection: str) -> bool:
+    """Whether a block looks at variables of this collection at all."""
+    named = block.rewrite.collections
+    if named == 'params':  # Nearly always.
+        return collection == 'params'
+    return collection != OVERWRITE_WITH_GRADIENT and in_filter(named, collection)
+
+
+def path_of(block: Block, root: Root, key: Key) -> Path:
+    """A variable, as the filter and the rule of a block see it."""
+    found = block.decisions.get((root.tree is block.tree, key))
+    if found is not None:
+        return found[0]
+    return Path.of(*key, block.owner_path if root.tree is block.tree else ())
+
+
+def selects(
+    block: Block,
+    root: Root,
+    key: Key,
+    read: bool = True,
+    noted: bool | None = None,
+) -> Any:
+    """What the filter of a block says of a variable: a bool, or a ``Part``.
+
+    It is asked once for each variable. What is read in a trace that JAX may keep, of
+    a block that was opened outside of this trace, goes into the table of answers.
+
+    Args:
+        block: an open block, or one that was opened again.
+        root: the tree of the variable.
+        key: the variable.
+        read: whether somebody reads it; False to find out whether it is meant.
+        noted: whether the running trace may depend on the answer, as on that for what
+            is read.
+    """
+    inside = root.tree is block.tree
+    found = block.decisions.get((inside, key))
+    if found is None:
+        found = block.decisions[inside, key] = _decide(block, inside, key)
+    path, said = found
+    if read:
+        block.reads.add(key)
+        block.took = block.took or bool(said)
+    if block.kept_trace != _private.kept_trace():
+        if read if noted is None else noted:
+            _note(block, root, key, path, said)
+        else:
+            block.number.existing.setdefault(path.key, path)
+        if read:
+            block.number.read = True
+        if read and said:
+            block.number.took = True
+            block.number.brought = block.rewrite.rule.values()
+    return said
+
+
+def _decide(block: Block, inside: bool, key: Key) -> tuple[Path, Any]:
+    path = Path.of(*key, block.owner_path if inside else ())
+    block.collections.add(path.collection)
+    if not block.rewrite.where.has_functions:
+        return path, block.asker.meet(path)
+    # What is meant cannot depend on what the block shows of it.
+    try:
+        with thread.only(()):
+            return path, block.asker.meet(path)
+    except Exception as error:
+        if thread.replay is not None:
+            thread.replay.of_filter = error
+        raise
+
+
+def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:
+    is_inside = _is_made_inside(block, root)
+    # What a rule asks late belongs to the trace in which the block was open, too.
+    for number in (block.number, block.home):
+        if number is None:
+            continue
+        late = number is block.home
+        if is_inside:
+            number.note(block.asker, path, said, late)
+        else:
+            number.note_older(block.asker, key, weakref.ref(root.tree), path, late)
+
+
+def _is_made_inside(block: Block, root: Root) -> bool:
+    """Whether a tree was made in a trace that began after the block was opened."""
+    traces = _private.kept_traces()
+    if root.kept_trace not in traces or block.kept_trace not in traces:
+        return False
+    return traces.index(root.kept_trace) < traces.index(block.kept_trace)
+
+
+def note_all(block: Block, root: Root) -> None:
+    """Notes all that a block has decided, where something that depends on it is read.
+
+    Args:
+        block: an open block.
+        root: the tree of what is read; it keeps what was made of several variables,
+            in this trace or in one around it.
+    """
+    if _private.kept_trace() in (block.kept_trace, root.kept_trace):
+        return
+    for (inside, key), (path, said) in list(block.decisions.items()):
+        tree = weakref.ref(block.tree) if inside and block.tree is not None else None
+        block.number.note_older(block.asker, key, tree, path)
+        if said:
+            block.number.brought = block.rewrite.rule.values()

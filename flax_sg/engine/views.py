@@ -1,0 +1,139 @@
+"""What readers in a block are given, and the way back for what they write.
+
+The dicts that Flax keeps variables in are never changed. A reader gets the value with
+the rules of the open blocks applied, a writer's value goes where it would have gone,
+and closing a block leaves nothing to undo.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from flax_sg.engine import placing
+from flax_sg.engine.blocks import Block, Root, thread
+from flax_sg.engine.selection import selects, wants
+from flax_sg.engine.variables import Key, leaves_of, map_leaves, map_variables
+from flax_sg.rules import AS_IT_IS
+
+
+class Seen:
+    """The leaves of one variable that one block has rewritten, and what for.
+
+    By identity, and one of these for each variable: two variables may well hold the
+    same array, and one array may stand for several rewritten ones.
+    """
+
+    def __init__(self) -> None:
+        self.views: dict[int, tuple[Any, Any]] = {}
+        self._stored: dict[int, tuple[Any, Any]] = {}
+        # The variable as it was last, and as it was shown.
+        self._last: tuple[Any, Any] = (None, None)
+
+    def note(self, leaf: Any, viewed: Any) -> None:
+        """Notes what a reader sees instead of a leaf."""
+        self._stored[id(viewed)] = (viewed, leaf)
+
+    def note_variable(self, value: Any, viewed: Any) -> None:
+        """Notes the variable as a whole."""
+        self._last = value, viewed
+
+    def stored_value(self, value: Any) -> Any:
+        """What to store when a reader writes ``value``."""
+        # A rule may show one object for several leaves: first compare by position.
+        stored, seen = map(leaves_of, self._last)
+        leaves, treedef = jax.tree_util.tree_flatten(value)
+        if len(leaves) == len(seen) and all(map(operator.is_, leaves, seen)):
+            return treedef.unflatten(stored)
+        return map_leaves(self._stored_leaf, value)
+
+    def _stored_leaf(self, leaf: Any) -> Any:
+        return self._stored.get(id(leaf), (None, leaf))[1]
+
+
+def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+    """Returns what a reader sees instead of a variable or a subtree of variables.
+
+    Args:
+        root: the tree that is read.
+        blocks: the open blocks, outermost first; their rules apply in this order,
+            the outermost one last, nearest to the stored value first.
+        key: where ``value`` stands.
+        value: the stored value. A mapping is a subtree, its keys are names. Leaves
+            inside anything else (a tuple, a box) share the variable's path.
+
+    Returns:
+        The same structure with the same types. ``value`` itself if no block wants the
+        collection.
+    """
+    wanted = [block for block in blocks if wants(block, key[0])]
+    if not wanted:
+        return value
+    return map_variables(functools.partial(_view_variable, root, wanted), key, value)
+
+
+def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+    for block in blocks:
+        # What begins a lifted body was rewritten outside. It is selected or not by the
+        # name that it has there: ``nn.map_variables`` gives other names in here.
+        if not root.begins_with(block, key, value) and selects(block, root, key):
+            value = _rewritten(root, block, key, value)
+    return value
+
+
+def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
+    of_block = root.seen.get(block)
+    if of_block is None:
+        of_block = root.seen[block] = {}
+    seen = of_block.get(key)
+    if seen is None:
+        seen = of_block[key] = Seen()
+    outside = functools.partial(view, root, block.outer)
+    viewed = placing.instead(block, root, key, value, outside)
+    if viewed is AS_IT_IS:
+        leaf = functools.partial(_view_leaf, root, block, key, seen, outside)
+        viewed = map_leaves(leaf, value)
+    else:
+        for old, new in zip(leaves_of(value), leaves_of(viewed), strict=True):
+            seen.note(old, new)
+        thread.rewritten += 1
+    seen.note_variable(value, viewed)
+    return viewed
+
+
+def _view_leaf(
+    root: Root, block: Block, key: Key, seen: Seen, outside: placing.Outside, leaf: Any
+) -> Any:
+    found = seen.views.get(id(leaf))
+    if found is None:
+        if root.begins_with(block, key, leaf):
+            return leaf
+        found = (leaf, placing.rewritten(block, root, key, leaf, outside))
+        seen.views[id(leaf)] = found
+        seen.note(leaf, found[1])
+    if found[1] is not leaf:
+        thread.rewritten += 1
+    return found[1]
+
+
+def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+    """Returns what to store when a reader writes ``value``: the way back of ``view``.
+
+    Read-modify-write (``sow`` appending to a tuple) writes back what was read. Leaves
+    that are what a reader saw of the same variable become the stored ones again.
+    """
+
+    def back(key: Key, value: Any) -> Any:
+        for block in reversed(blocks):
+            seen = root.seen.get(block, {}).get(key)
+            if seen is not None:
+                value = seen.stored_value(value)
+        return value
+
+    if not root.seen:
+        return value
+    return map_variables(back, key, value)

@@ -1,0 +1,1328 @@
+"""A block asks its filter: JAX finds a program again where the answers are the same.
+
+What a predicate reads may be anything: a config, a file, a clock. Each program here has
+a filter that means module 'a' at first, module 'b' after a change, and 'a' again after
+the change is taken back. Gradients are compared with those of weights that were stopped
+by hand, to the last bit, and Python in the model counts how often JAX traces it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import operator
+import os
+import re
+import threading
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import omegaconf
+import pytest
+from absl import flags
+
+import flax_sg as sg
+import oracle
+import sequences
+from flax_sg import errors, filters
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
+TRACES: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_traces_yet() -> Iterator[None]:
+    TRACES.clear()
+    sequences.forget_contexts()  # No filter is asked for what other tests have read.
+    yield
+    TRACES.clear()
+
+
+class Net(fnn.Module):
+    """Two modules of two parameters each, and a record of each time Python runs."""
+
+    names: tuple[str, ...] = ('a', 'b')
+    times: int = 1
+
+    @fnn.compact
+    def __call__(self, x):
+        if not self.is_initializing():
+            TRACES.append(None)
+        layers = [fnn.Dense(2, name=name) for name in self.names]
+        for layer in layers * self.times:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+NET = Net()
+PARAMS = NET.init(jax.random.key(0), X)['params']
+PATHS = ('a/bias', 'a/kernel', 'b/bias', 'b/kernel')
+
+
+def loss(params: Any, model: Any = NET) -> Any:
+    return jnp.sum(model.apply({'params': params}, X))
+
+
+def make_step(model: Any = NET) -> Callable[[Any], Any]:
+    """A compiled step that gives gradients; JAX has cached nothing of it yet."""
+    return jax.jit(lambda params: jax.grad(loss)(params, model))
+
+
+def by_hand(*paths: str) -> Any:
+    """The gradients of a compiled step on weights that were stopped by hand."""
+    return _by_hand(frozenset(paths))
+
+
+@functools.cache
+def _by_hand(paths: frozenset[str]) -> Any:
+    def of_copy(params: Any) -> Any:
+        return loss(oracle.stopped(params, lambda path: path in paths))
+
+    before = len(TRACES)
+    found = jax.jit(jax.grad(of_copy))(PARAMS)
+    del TRACES[before:]
+    return found
+
+
+def inside(name: str) -> tuple[str, ...]:
+    """The paths of the parameters of one module."""
+    return tuple(path for path in PATHS if path.startswith(name))
+
+
+# What predicates read.
+
+
+@dataclasses.dataclass
+class Reads:
+    """A predicate and what changes its answers.
+
+    Attributes:
+        fresh: makes the predicate, anew for each step.
+        change: makes predicates select 'b' instead of 'a'.
+        change_back: makes predicates select 'a' again.
+    """
+
+    fresh: Callable[[], Any]
+    change: Callable[[], Any]
+    change_back: Callable[[], Any]
+
+    @classmethod
+    def named_by(cls, put: Callable[[str], Any], fresh: Callable[[], Any]) -> 'Reads':
+        """Reads the name of the frozen module, which ``put`` writes."""
+        put('a')
+        return cls(fresh, lambda: put('b'), lambda: put('a'))
+
+
+@dataclasses.dataclass
+class At:
+    """Where a case runs: what it changes is taken back after the test."""
+
+    patch: pytest.MonkeyPatch
+    folder: Path
+    stack: contextlib.ExitStack
+
+
+CASES: dict[str, Callable[[At], Reads]] = {}
+
+
+def case(fn: Callable[[At], Reads]) -> Callable[[At], Reads]:
+    """Notes a factory under its name."""
+    CASES[fn.__name__.strip('_').replace('_', ' ')] = fn
+    return fn
+
+
+@dataclasses.dataclass
+class Config:
+    frozen: str = 'a'
+
+
+def absl_flags() -> Any:
+    values = flags.FlagValues()
+    flags.DEFINE_string('frozen', 'a', 'The frozen module.', flag_values=values)
+    values(['train.py'])
+    return values
+
+
+# Configs with an attribute that names the frozen module.
+CONFIGS: dict[str, Callable[[], Any]] = {
+    'OmegaConf': lambda: omegaconf.OmegaConf.create({'frozen': 'a', 'lr': 0.1}),
+    'ml_collections': lambda: ml_collections.ConfigDict({'frozen': 'a', 'lr': 0.1}),
+    'absl flags': absl_flags,
+    'SimpleNamespace': lambda: types.SimpleNamespace(frozen='a'),
+    'dataclass': Config,
+    'argparse': lambda: argparse.Namespace(frozen='a'),
+}
+
+
+def of_config(make: Callable[[], Any]) -> Reads:
+    config = make()
+    return Reads.named_by(
+        lambda name: setattr(config, 'frozen', name),
+        lambda: lambda path: path.startswith(config.frozen),
+    )
+
+
+CASES |= {name: lambda at, make=make: of_config(make) for name, make in CONFIGS.items()}
+
+
+@case
+def _a_nested_config(at):
+    config = omegaconf.OmegaConf.create({'train': {'modules': [{'frozen': 'a'}]}})
+    return Reads.named_by(
+        lambda name: setattr(config.train.modules[0], 'frozen', name),
+        lambda: lambda path: path.startswith(config.train.modules[0].frozen),
+    )
+
+
+class Bar:
+    """A progress bar, as tqdm's: a property over a count that goes on."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.RLock()
+
+    @property
+    def n(self) -> int:
+        with self._lock:
+            return self._count
+
+    def reset(self, count: int) -> None:
+        self._count = count
+
+
+@case
+def _a_progress_bar(at):
+    bar = Bar()
+    return Reads(
+        lambda: lambda path: path.startswith('a' if bar.n < 5 else 'b'),
+        lambda: bar.reset(7),
+        lambda: bar.reset(2),
+    )
+
+
+@case
+def _a_value_of_jax_config(at):
+    before = jax.config.jax_pprint_use_color
+
+    def put(value: bool) -> None:
+        jax.config.update('jax_pprint_use_color', value)
+
+    at.stack.callback(put, before)
+    return Reads(
+        lambda: lambda path: path.startswith('a') == jax.config.jax_pprint_use_color,
+        lambda: put(False),
+        lambda: put(True),
+    )
+
+
+@case
+def _a_mask_of_numpy(at):
+    mask, names = np.array([True, False]), ['a', 'b']
+
+    def put(name: str) -> None:
+        mask[:] = [name == other for other in names]
+
+    return Reads.named_by(put, lambda: lambda path: mask[names.index(path.parts[0])])
+
+
+@case
+def _a_view_of_a_dict(at):
+    frozen: dict[str, None] = {}
+    names = frozen.keys()
+
+    def put(name: str) -> None:
+        frozen.clear()
+        frozen[name] = None
+
+    return Reads.named_by(put, lambda: lambda path: path.parts[0] in names)
+
+
+@case
+def _the_text_of_a_file(at):
+    file = at.folder / 'frozen.txt'
+    return Reads.named_by(
+        file.write_text, lambda: lambda path: path.startswith(file.read_text())
+    )
+
+
+@case
+def _whether_a_file_exists(at):
+    marker = at.folder / 'second-phase'
+    return Reads(
+        lambda: lambda path: path.startswith('b' if marker.exists() else 'a'),
+        marker.touch,
+        marker.unlink,
+    )
+
+
+class Table:
+    """A table that cannot be compared, hashed or taken for a bool, as in pandas."""
+
+    def __init__(self) -> None:
+        self.frozen: dict[str, bool] = {}
+
+    def at(self, name: str) -> bool:
+        return self.frozen[name]
+
+    def __eq__(self, other: object) -> Any:
+        raise TypeError('tables of other labels cannot be compared')
+
+    def __hash__(self) -> int:
+        raise TypeError("unhashable type: 'Table'")
+
+    def __bool__(self) -> bool:
+        raise ValueError('the truth value of a table is ambiguous')
+
+
+@case
+def _a_table(at):
+    table = Table()
+    return Reads.named_by(
+        lambda name: table.frozen.update({n: n == name for n in 'ab'}),
+        lambda: lambda path: table.at(path.parts[0]),
+    )
+
+
+@case
+def _the_environment(at):
+    return Reads.named_by(
+        lambda name: at.patch.setenv('FLAX_SG_FROZEN', name),
+        lambda: lambda path: path.startswith(os.environ['FLAX_SG_FROZEN']),
+    )
+
+
+@case
+def _a_clock(at):
+    def put(seconds: float) -> None:
+        at.patch.setattr(time, 'process_time', lambda: seconds)
+
+    put(1.0)
+    return Reads(
+        lambda: lambda path: path.startswith('a' if time.process_time() < 5 else 'b'),
+        lambda: put(10.0),
+        lambda: put(2.0),
+    )
+
+
+def full_paths() -> tuple[set[str], Callable[[str], None]]:
+    """A set of whole paths, and what makes it those of one module."""
+    names: set[str] = set()
+
+    def put(name: str) -> None:
+        names.clear()
+        names.update(inside(name))
+
+    return names, put
+
+
+@case
+def _a_partial_of_a_C_function(at):  # noqa: N802
+    names, put = full_paths()
+    return Reads.named_by(put, lambda: functools.partial(operator.contains, names))
+
+
+@case
+def _a_method_of_a_set(at):
+    names, put = full_paths()
+    return Reads.named_by(put, lambda: names.__contains__)
+
+
+@case
+def _a_method_of_a_frozenset(at):
+    config = types.SimpleNamespace()
+    return Reads.named_by(
+        lambda name: setattr(config, 'names', frozenset(inside(name))),
+        lambda: config.names.__contains__,
+    )
+
+
+class Chooser:
+    """An object whose method, or which itself, is the predicate."""
+
+    def __init__(self) -> None:
+        self.frozen = 'a'
+
+    def is_frozen(self, path: str) -> bool:
+        return path.startswith(self.frozen)
+
+    __call__ = is_frozen
+
+
+@case
+def _a_bound_method(at):
+    chooser = Chooser()
+    return Reads.named_by(
+        lambda name: setattr(chooser, 'frozen', name), lambda: chooser.is_frozen
+    )
+
+
+@case
+def _an_instance_with_call(at):
+    chooser = Chooser()
+    return Reads.named_by(
+        lambda name: setattr(chooser, 'frozen', name), lambda: chooser
+    )
+
+
+@case
+def _a_cached_function(at):
+    config = Config()
+    return Reads.named_by(
+        lambda name: setattr(config, 'frozen', name),
+        lambda: functools.lru_cache(lambda path: path.startswith(config.frozen)),
+    )
+
+
+FROZEN = 'a'
+
+
+@case
+def _a_global(at):
+    return Reads.named_by(
+        lambda name: at.patch.setitem(globals(), 'FROZEN', name),
+        lambda: lambda path: path.startswith(FROZEN),
+    )
+
+
+@case
+def _a_nonlocal(at):
+    frozen = 'a'
+
+    def put(name: str) -> None:
+        nonlocal frozen
+        frozen = name
+
+    return Reads.named_by(put, lambda: lambda path: path.startswith(frozen))
+
+
+# Predicates that do something beside answering: their answers are the same.
+
+
+def with_effect(effect: Callable[[Any], Any]) -> Reads:
+    config = Config()
+
+    def fresh() -> Callable[[Any], bool]:
+        def where(path: Any) -> bool:
+            effect(path)
+            return path.startswith(config.frozen)
+
+        return where
+
+    return Reads.named_by(lambda name: setattr(config, 'frozen', name), fresh)
+
+
+@case
+def _a_predicate_that_prints(at):
+    return with_effect(print)
+
+
+@case
+def _a_predicate_that_logs(at):
+    return with_effect(lambda path: logging.getLogger('train').warning('%s', path))
+
+
+@case
+def _a_predicate_that_counts(at):
+    calls: Counter[str] = Counter()
+    return with_effect(lambda path: calls.update([path]))
+
+
+@case
+def _a_predicate_that_collects_paths(at):
+    seen: list[str] = []
+    return with_effect(seen.append)
+
+
+@case
+def _a_predicate_with_a_memory(at):
+    config, memory = Config(), dict[str, bool]()
+
+    def put(name: str) -> None:
+        config.frozen = name
+        memory.clear()
+
+    def fresh() -> Callable[[Any], bool]:
+        return lambda path: memory.setdefault(path, path.startswith(config.frozen))
+
+    return Reads.named_by(put, fresh)
+
+
+@case
+def _a_predicate_that_knows_no_other_path(at):
+    frozen: dict[str, bool] = {}
+    return Reads.named_by(
+        lambda name: frozen.update({path: path[0] == name for path in PATHS}),
+        lambda: lambda path: frozen[path],
+    )
+
+
+@pytest.fixture
+def reads(request, monkeypatch, tmp_path) -> Iterator[Reads]:
+    """The predicate of a case, by its name."""
+    with contextlib.ExitStack() as stack:
+        yield CASES[request.param](At(monkeypatch, tmp_path, stack))
+
+
+every_case = pytest.mark.parametrize('reads', CASES, indirect=True)
+a_config = pytest.mark.parametrize('reads', ['SimpleNamespace'], indirect=True)
+
+
+def phases(reads: Reads) -> Iterator[tuple[str, int]]:
+    """Which module is frozen, and how often a step has been traced by then."""
+    yield 'a', 1
+    reads.change()
+    yield 'b', 2
+    reads.change_back()  # The first program is found again.
+    yield 'a', 2
+    reads.change()
+    yield 'b', 2
+
+
+@every_case
+def test_a_predicate_may_read_anything(reads):
+    step = make_step()
+    for frozen, traces in phases(reads):
+        for _ in range(3):
+            with nn.stop_gradient(reads.fresh()):
+                found = step(PARAMS)
+            oracle.assert_same(found, by_hand(*inside(frozen)))
+            assert len(TRACES) == traces
+
+
+@pytest.mark.parametrize(
+    'reads',
+    ['OmegaConf', 'the text of a file', 'a predicate that counts', 'a bound method'],
+    indirect=True,
+)
+def test_a_predicate_may_read_anything_in_eager_steps(reads):
+    expected = {
+        name: jax.grad(
+            lambda p, n=name: loss(oracle.stopped(p, inside(n).__contains__))
+        )(PARAMS)
+        for name in 'ab'
+    }
+    for frozen, _ in phases(reads):
+        with nn.stop_gradient(reads.fresh()):
+            found = jax.grad(loss)(PARAMS)
+        oracle.assert_same(found, expected[frozen])
+
+
+# What is put around a step, and which of the parameters that stops.
+
+AROUND: dict[str, tuple[Callable[[Any], list[Any]], Callable[[str], Any]]] = {
+    'a predicate in a changing block': (
+        lambda fresh: [nn.stop_gradient(fresh()), nn.stop_gradient('*/bias')],
+        lambda name: {*inside(name), 'a/bias', 'b/bias'},
+    ),
+    'a predicate in a fixed block': (
+        lambda fresh: [nn.stop_gradient('*/bias'), nn.stop_gradient(fresh())],
+        lambda name: {*inside(name), 'a/bias', 'b/bias'},
+    ),
+    'two fresh predicates': (
+        lambda fresh: [nn.stop_gradient(fresh()), nn.stop_gradient(fresh())],
+        inside,
+    ),
+    'one value twice': (lambda fresh: [nn.stop_gradient(fresh())] * 2, inside),
+    'train_only': (
+        lambda fresh: [nn.train_only(fresh())],
+        lambda name: set(PATHS) - {*inside(name)},
+    ),
+    'not a predicate, and a glob': (
+        lambda fresh: [nn.stop_gradient(~filters.as_filter(fresh()) & '*/kernel')],
+        lambda name: {'a/kernel', 'b/kernel'} - {*inside(name)},
+    ),
+    'a predicate or a glob': (
+        lambda fresh: [nn.stop_gradient(filters.as_filter(fresh()) | 'a/bias')],
+        lambda name: {*inside(name), 'a/bias'},
+    ),
+    'a sequence': (
+        lambda fresh: [nn.stop_gradient(['a/bias', fresh(), re.compile('b/bias')])],
+        lambda name: {*inside(name), 'a/bias', 'b/bias'},
+    ),
+    'stopped in two ways': (
+        lambda fresh: [nn.train_only(~filters.as_filter(fresh()))],
+        inside,
+    ),
+    'another collection': (
+        lambda fresh: [nn.stop_gradient(fresh(), collections=['params'])],
+        inside,
+    ),
+    'a block that may be unused': (
+        lambda fresh: [nn.stop_gradient(fresh(), unused='ignore')],
+        inside,
+    ),
+}
+
+
+@pytest.mark.parametrize('around', AROUND)
+@a_config
+def test_blocks_around_a_compiled_step(reads, around):
+    blocks, stopped = AROUND[around]
+    expected = {name: by_hand(*stopped(name)) for name in 'ab'}
+    step = make_step()
+    for frozen, traces in phases(reads):
+        for _ in range(3):
+            with contextlib.ExitStack() as stack:
+                for block in blocks(reads.fresh):
+                    stack.enter_context(block)
+                found = step(PARAMS)
+            oracle.assert_same(found, expected[frozen])
+            assert len(TRACES) == traces
+
+
+@a_config
+def test_one_value_that_is_opened_again_and_again(reads):
+    step, block = make_step(), nn.stop_gradient(reads.fresh())
+    for frozen, traces in phases(reads):
+        for _ in range(3):
+            with block:
+                found = step(PARAMS)
+            oracle.assert_same(found, by_hand(*inside(frozen)))
+            assert len(TRACES) == traces
+
+
+@a_config
+def test_a_step_called_in_an_outer_and_an_inner_block(reads):
+    step = make_step()
+    both = {name: by_hand(*inside(name), 'a/bias') for name in 'ab'}
+    for (frozen, _), traces in zip(phases(reads), [2, 4, 4, 4], strict=True):
+        for _ in range(2):
+            with nn.stop_gradient(reads.fresh()):
+                oracle.assert_same(step(PARAMS), by_hand(*inside(frozen)))
+                with nn.stop_gradient('a/bias'):
+                    oracle.assert_same(step(PARAMS), both[frozen])
+                oracle.assert_same(step(PARAMS), by_hand(*inside(frozen)))
+            assert len(TRACES) == traces
+
+
+def test_predicates_of_other_code_have_traces_of_their_own():
+    # No function is asked for the variables that another function was asked for.
+    spellings: dict[str, list[Any]] = {
+        name: [
+            lambda path, name=name: path.startswith(name),
+            lambda path, name=name: path.parts[0] == name,
+            frozenset(inside(name)).__contains__,
+        ]
+        for name in 'ab'
+    }
+    step = make_step()
+    for _ in range(2):
+        for name, wheres in spellings.items():
+            for where in wheres:
+                with nn.stop_gradient(where):
+                    oracle.assert_same(step(PARAMS), by_hand(*inside(name)))
+    assert len(TRACES) == 6
+
+
+def test_two_predicates_that_log_into_one_dict():
+    log: dict[str, str] = {}
+
+    def logged(name: str) -> Callable[[Any], bool]:
+        def where(path: Any) -> bool:
+            log[path] = name
+            return path.startswith(name)
+
+        return where
+
+    step, both, one = make_step(), by_hand(*PATHS), by_hand(*inside('b'))
+    for _ in range(3):
+        with nn.stop_gradient(logged('a')), nn.stop_gradient(logged('b')):
+            oracle.assert_same(step(PARAMS), both)
+        with nn.stop_gradient(logged('b')):
+            oracle.assert_same(step(PARAMS), one)
+    assert len(TRACES) == 2
+    assert set(log) == set(PATHS)
+
+
+# Blocks inside of what is compiled.
+
+
+class Holds(fnn.Module):
+    """Hands a tree of parameters to a compiled function that applies another model."""
+
+    def setup(self):
+        self.param('net', lambda key: PARAMS)
+
+    def __call__(self, compiled):
+        return compiled(self.get_variable('params', 'net'))
+
+
+class Blocked(Holds):
+    where: Any = None
+
+    def __call__(self, compiled):
+        with nn.stop_gradient(self.where, unused='ignore'):
+            return super().__call__(compiled)
+
+
+def method(where: Any) -> Any:
+    class Decorated(Holds):
+        @nn.stop_gradient(where, unused='ignore')
+        def __call__(self, compiled):
+            return super().__call__(compiled)
+
+    return Decorated()
+
+
+EXTENTS: dict[str, Callable[[Any], fnn.Module]] = {
+    'block': lambda where: Blocked(where=where),
+    'method': method,
+    'class': lambda where: nn.stop_gradient(Holds, where, unused='ignore')(),
+    'nn.Frozen': lambda where: nn.Frozen(Holds(), where, unused='ignore'),
+    'a rule on a module': lambda where: nn.stop_gradient(where, unused='ignore')(
+        Holds()
+    ),
+}
+
+
+@pytest.mark.parametrize('extent', EXTENTS)
+@a_config
+def test_an_extent_inside_of_a_compiled_function(reads, extent):
+    """What is compiled further inside is shared by all programs around it."""
+    inner = jax.jit(lambda params: loss(params))
+    for frozen, traces in phases(reads):
+        for _ in range(2):
+            model = EXTENTS[extent](reads.fresh())
+
+            def of_model(params, model=model):
+                return model.apply({'params': {'net': params}}, inner)
+
+            step = jax.jit(jax.grad(of_model))
+            found = step(PARAMS)
+            assert len(TRACES) == traces
+            oracle.assert_same(found, by_hand(*inside(frozen)))
+            # As for any Python in it: a compiled program is asked for no second time.
+            reads.change()
+            oracle.assert_same(step(PARAMS), found)
+            if frozen == 'a':
+                reads.change_back()
+            assert len(TRACES) == traces
+
+
+def test_a_predicate_that_reads_its_module():
+    class Prefixed(fnn.Module):
+        prefix: str
+
+        @fnn.compact
+        def __call__(self, compiled):
+            params = self.param('net', lambda key: PARAMS)
+            with nn.stop_gradient(lambda path: path.startswith(self.prefix)):
+                return compiled(params)
+
+    inner = jax.jit(lambda params: loss(params))
+    for prefix, traces in [('a', 1), ('b', 2), ('a', 2), ('b', 2)]:
+        model = Prefixed(prefix)
+        step = jax.jit(jax.grad(lambda p, m=model: m.apply({'params': p}, inner)))
+        found = step({'net': PARAMS})['net']
+        oracle.assert_same(found, by_hand(*inside(prefix)))
+        assert len(TRACES) == traces
+
+
+# Other rules.
+
+
+def scaled(grads: Any, name: str) -> Any:
+    """Gradients of which those of one module are halved."""
+    return {
+        n: jax.tree.map(lambda g: g * 0.5, grads[n]) if n == name else grads[n]
+        for n in grads
+    }
+
+
+def plus_one(path: Any, value: Any) -> Any:
+    return value + 1.0
+
+
+def half(path: Any, cotangent: Any) -> Any:
+    return cotangent * 0.5
+
+
+def other_values(name: str) -> Any:
+    """The gradients with 1 added to the parameters of one module."""
+
+    def of_copy(params: Any) -> Any:
+        return loss({**params, name: jax.tree.map(lambda p: p + 1.0, params[name])})
+
+    return jax.jit(jax.grad(of_copy))(PARAMS)
+
+
+OTHER_RULES: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
+    'scale_gradient': (
+        lambda where: nn.scale_gradient(where, 0.5),
+        lambda name: scaled(by_hand(), name),
+    ),
+    'map_cotangent': (
+        lambda where: nn.map_cotangent(where, half),
+        lambda name: scaled(by_hand(), name),
+    ),
+    'substitute': (
+        lambda where: nn.substitute(plus_one, where=where),
+        other_values,
+    ),
+    'one level': (
+        lambda where: nn.stop_gradient(where, levels=1),
+        lambda name: by_hand(*inside(name)),
+    ),
+}
+
+
+@pytest.mark.parametrize('rule', OTHER_RULES)
+@a_config
+def test_other_rules_ask_their_filter_too(reads, rule):
+    block, expected = OTHER_RULES[rule]
+    by_name = {name: expected(name) for name in 'ab'}
+    TRACES.clear()
+    step = make_step()
+    for frozen, traces in phases(reads):
+        for _ in range(3):
+            with block(reads.fresh()):
+                found = step(PARAMS)
+            oracle.assert_same(found, by_name[frozen])
+            assert len(TRACES) == traces
+
+
+class Writes(fnn.Module):
+    """Writes the state of 'a' in every call, and reads that of 'b'."""
+
+    @fnn.compact
+    def __call__(self):
+        TRACES.append(None)
+        states = [self.variable('state', name, jnp.zeros, ()) for name in 'ab']
+        states[0].value = states[1].value + 1.0
+
+
+@a_config
+def test_read_only_asks_its_filter_too(reads):
+    step = jax.jit(lambda state: Writes().apply({'state': state}, mutable='state')[1])
+    state = {name: jnp.zeros(()) for name in 'ab'}
+    for frozen, _ in phases(reads):
+        for _ in range(3):
+            with nn.read_only(reads.fresh(), collections='state'):
+                if frozen == 'a':
+                    with pytest.raises(errors.ReadOnlyError):
+                        step(state)
+                else:
+                    step(state)
+    # Three times two programs that raised, which are not kept, and the one that is.
+    assert len(TRACES) == 7
+
+
+# What is asked.
+
+
+def alone() -> Any:
+    """A block in which no program of another test, and so no variable of it, is found.
+
+    It selects nothing, by a rule that is equal to no other one.
+    """
+    mine = object()
+    return nn.map_cotangent(False, lambda path, cotangent, _=mine: cotangent)
+
+
+class Asked:
+    """A predicate that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.paths: list[Any] = []
+        self.frozen = 'a'
+
+    def __call__(self, path: Any) -> bool:
+        self.paths.append(path)
+        return path.startswith(self.frozen)
+
+
+def _typo(asked: Any) -> None:
+    asked.frozen = 'params/a'
+    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient(asked):
+        jax.grad(loss)(PARAMS)
+
+
+def _a_typo_beside_it(asked: Any) -> None:
+    where = nn.stop_gradient([asked, 'aa/kernel'])
+    with pytest.raises(errors.UnusedFilterError), where:
+        jax.grad(loss)(PARAMS)
+
+
+def _a_typo_in_a_module(asked: Any) -> None:
+    class Blocks(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient(asked):
+                return fnn.Dense(2, name='b')(fnn.Dense(2, name='a')(x))
+
+    class Mounts(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Blocks(name='net')(x)
+
+    asked.frozen = 'net/a'
+    with pytest.raises(errors.UnusedFilterError):
+        Mounts().apply({'params': {'net': PARAMS}}, X)
+
+
+def _ignored(asked: Any) -> None:
+    nowhere = filters.as_filter(asked) & 'nothing/**'
+    with nn.stop_gradient(nowhere, unused='ignore'):
+        jax.grad(loss)(PARAMS)
+    asked.frozen = 'params/a'
+    with nn.stop_gradient(asked, unused='ignore'):
+        jax.grad(loss)(PARAMS)
+        make_step()(PARAMS)
+
+
+def _other_extents(asked: Any) -> None:
+    jax.grad(loss)(PARAMS, nn.Frozen(NET, asked))
+    jax.grad(loss)(PARAMS, nn.stop_gradient(Net, asked)())
+    with nn.train_only(asked), nn.scale_gradient(asked, 0.5):
+        jax.grad(loss)(PARAMS)
+
+
+def _values(asked: Any) -> None:
+    block = nn.stop_gradient(asked)
+    assert block == block and str(block) and hash(block)
+    with block:
+        loss(PARAMS)
+
+
+def _trees(asked: Any) -> None:
+    sg.stop_gradient(PARAMS, asked)
+    sg.partition(PARAMS, asked)
+    sg.grad(loss, wrt=asked)(PARAMS)
+    sg.frozen_mask(PARAMS, asked)
+
+
+def _init(asked: Any) -> None:
+    with nn.stop_gradient(asked):
+        NET.init(jax.random.key(0), X)
+        jax.jit(NET.init)(jax.random.key(0), X)
+
+
+ASKING = [
+    _typo,
+    _a_typo_beside_it,
+    _a_typo_in_a_module,
+    _ignored,
+    _other_extents,
+    _values,
+    _trees,
+    _init,
+]
+
+
+@pytest.mark.parametrize('program', ASKING, ids=lambda fn: fn.__name__.strip('_'))
+def test_a_filter_is_asked_about_variables_that_exist_and_nothing_else(program):
+    asked = Asked()
+    with alone():
+        program(asked)
+    assert asked.paths
+    assert {type(path) for path in asked.paths} == {sg.Path}
+    assert {(*path.parts, path.collection) for path in asked.paths} <= {
+        (*path.split('/'), 'params') for path in PATHS
+    }
+
+
+def test_a_variable_is_asked_about_once_in_a_block():
+    step, asked, outer = make_step(), Asked(), alone()
+    for _ in range(3):  # The first opening has nothing to ask.
+        asked.paths.clear()
+        with outer, nn.stop_gradient(asked):
+            for _ in range(2):
+                step(PARAMS)
+                jax.grad(loss)(PARAMS)
+                jax.jit(lambda p: loss(p))(PARAMS)
+        assert Counter(asked.paths) == dict.fromkeys(PATHS, 1)
+
+
+def test_an_opening_asks_about_the_variables_of_programs_alone():
+    step, outer = make_step(), alone()
+    dense = fnn.Dense(2)
+    for _ in range(3):
+        asked = Asked()
+        with outer, nn.stop_gradient(asked):
+            at_opening = list(asked.paths)
+            step(PARAMS)
+            # Read where the block is open, in no program that JAX may find again.
+            dense.apply({'params': PARAMS['b']}, X)
+        assert Counter(at_opening) <= Counter(PATHS)
+        assert sorted(asked.paths) == sorted([*PATHS, 'bias', 'kernel'])
+
+
+@a_config
+def test_an_opening_asks_no_more_than_is_known_of_its_programs(reads):
+    """Two sets of answers are known: at worst a variable is asked about for each."""
+    step, outer = make_step(), alone()
+    for frozen, _ in phases(reads):
+        for _ in range(3):
+            asked, where = list[Any](), reads.fresh()
+            counted = functools.partial(_asking, asked, where)
+            with outer, nn.stop_gradient(counted):
+                found = step(PARAMS)
+            oracle.assert_same(found, by_hand(*inside(frozen)))
+            assert Counter(asked) <= Counter([*PATHS, *PATHS])
+    assert len(TRACES) == 2
+
+
+def _asking(asked: list[Any], where: Any, path: Any) -> bool:
+    asked.append(path)
+    return where(path)
+
+
+class Counted:
+    """A config that counts all that is done with it while no predicate runs."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, 'frozen', 'a')
+
+    def __getattribute__(self, name: str) -> Any:
+        _touched(name)
+        return object.__getattribute__(self, name)
+
+
+ASKING_NOW: list[None] = []
+TOUCHED: list[str] = []
+
+
+def _touched(name: str) -> None:
+    if not ASKING_NOW:
+        TOUCHED.append(name)
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        _touched(name)
+        return getattr(object, name)(self, *args)
+
+    return method
+
+
+# Python finds these on the class, without __getattribute__.
+for _name in ('__eq__', '__ne__', '__hash__', '__repr__', '__str__', '__format__',
+              '__dir__', '__sizeof__', '__reduce__', '__reduce_ex__'):  # fmt: skip
+    setattr(Counted, _name, _counted(_name))
+for _name in ('__bool__', '__len__', '__iter__', '__contains__', '__getitem__',
+              '__call__', '__copy__', '__deepcopy__', '__getstate__'):  # fmt: skip
+    setattr(Counted, _name, lambda self, *args, name=_name: _touched(name) or 0)
+
+
+def test_what_a_predicate_reads_is_read_by_the_predicate_alone():
+    config, step = Counted(), make_step()
+
+    def fresh() -> Callable[[Any], bool]:
+        def where(path: Any) -> bool:
+            ASKING_NOW.append(None)
+            try:
+                return path.startswith(config.frozen)
+            finally:
+                ASKING_NOW.pop()
+
+        return where
+
+    TOUCHED.clear()
+    for _ in range(3):
+        with nn.stop_gradient(fresh()):
+            oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+        with nn.train_only(fresh()), nn.stop_gradient(['b/bias', fresh()]):
+            loss(PARAMS)
+    assert TOUCHED == []
+
+
+@pytest.mark.parametrize(
+    'where',
+    [
+        re.compile('a/.*').match,
+        lambda path: re.match('a/', path),
+        functools.partial(operator.getitem, dict.fromkeys(PATHS, 1)),
+        len,
+    ],
+)
+def test_a_predicate_that_returns_no_bool_is_refused(where):
+    step = make_step()
+    for fn in (loss, step):
+        with (
+            pytest.raises(errors.FilterTypeError, match='returned'),
+            nn.stop_gradient(where),
+        ):
+            fn(PARAMS)
+    with nn.stop_gradient('a/**'):  # And nothing of it is left.
+        oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+
+
+# Answers that change where nobody expects it.
+
+
+@pytest.fixture
+def eager() -> Any:
+    """The gradients of an eager step on weights of which those of 'a' were stopped."""
+
+    def of_copy(params: Any) -> Any:
+        return loss(oracle.stopped(params, inside('a').__contains__))
+
+    found = jax.grad(of_copy)(PARAMS)
+    TRACES.clear()
+    return found
+
+
+def test_answers_that_change_while_the_block_is_open(eager):
+    """What has been asked keeps its answer until the block closes."""
+    reads, step = CASES['SimpleNamespace'](None), make_step()
+    with nn.stop_gradient(reads.fresh()):
+        oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+        reads.change()
+        oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+        oracle.assert_same(make_step()(PARAMS), by_hand(*inside('a')))
+        oracle.assert_same(jax.grad(loss)(PARAMS), eager)
+    TRACES.clear()
+    for _ in range(2):
+        with nn.stop_gradient(reads.fresh()):
+            oracle.assert_same(step(PARAMS), by_hand(*inside('b')))
+    reads.change_back()
+    with nn.stop_gradient(reads.fresh()):
+        oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+    assert len(TRACES) == 1
+
+
+def test_answers_that_change_after_an_opening_that_asked(eager):
+    """A block that finds a program's number holds the answers it gave to get it."""
+    reads, step = CASES['SimpleNamespace'](None), make_step()
+    for _ in range(2):
+        with nn.stop_gradient(reads.fresh()):
+            oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+    with nn.stop_gradient(reads.fresh()):
+        reads.change()
+        oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+        oracle.assert_same(make_step()(PARAMS), by_hand(*inside('a')))
+        oracle.assert_same(jax.grad(loss)(PARAMS), eager)
+    for _ in range(2):
+        with nn.stop_gradient(reads.fresh()):
+            oracle.assert_same(step(PARAMS), by_hand(*inside('b')))
+
+
+def test_a_predicate_that_answers_by_chance_is_never_stale():
+    """A block that opens may ask for several programs: its last answers hold."""
+    step, numbers = make_step(), itertools.count()
+    for _ in range(20):
+        said: dict[str, bool] = {}
+
+        def where(path: Any, said: Any = said) -> bool:
+            said[path] = next(numbers) % 3 == 0
+            return said[path]
+
+        with nn.stop_gradient(where, unused='ignore'):
+            found = step(PARAMS)
+        frozen = [path for path, answer in said.items() if answer]
+        oracle.assert_same(found, by_hand(*frozen))
+
+
+@a_config
+@pytest.mark.parametrize('when', ['before', 'in the trace', 'after'])
+def test_an_exception_in_the_body_leaves_nothing(reads, when):
+    fails = [False]
+
+    @jax.jit
+    def step(params):
+        found = jax.grad(loss)(params)
+        if fails[0]:
+            raise ValueError('on purpose')
+        return found
+
+    def failing() -> None:
+        with nn.stop_gradient(reads.fresh()):
+            if when == 'before':
+                raise ValueError('on purpose')
+            step(PARAMS)
+            raise ValueError('on purpose')
+
+    for frozen, _ in phases(reads):
+        fails[0] = when == 'in the trace'
+        with pytest.raises(ValueError, match='on purpose'):
+            failing()
+        fails[0] = False
+        for _ in range(2):
+            before = len(TRACES)
+            with nn.stop_gradient(reads.fresh()):
+                oracle.assert_same(step(PARAMS), by_hand(*inside(frozen)))
+        assert len(TRACES) == before
+    # What was traced to its end is found again, whatever came after it.
+    wasted = 2 if when == 'in the trace' else 0
+    assert len(TRACES) == 2 + wasted
+
+
+# Several models under one filter.
+
+TWICE = Net(times=2)
+OTHERS = Net(('c', 'd'))
+
+
+@a_config
+def test_two_models_with_the_same_paths(reads):
+    steps = [make_step(), make_step(TWICE)]
+    expected = {
+        (name, model): jax.jit(
+            jax.grad(
+                lambda p, n=name, m=model: loss(
+                    oracle.stopped(p, inside(n).__contains__), m
+                )
+            )
+        )(PARAMS)
+        for name in 'ab'
+        for model in (NET, TWICE)
+    }
+    TRACES.clear()
+    for (frozen, traces), together in zip(phases(reads), [1, 1, 0, 0], strict=True):
+        for _ in range(3):
+            if together:
+                with nn.stop_gradient(reads.fresh()):
+                    found = [step(PARAMS) for step in steps]
+            else:
+                found = []
+                for step in steps:
+                    with nn.stop_gradient(reads.fresh()):
+                        found.append(step(PARAMS))
+            oracle.assert_same(
+                found, [expected[frozen, model] for model in (NET, TWICE)]
+            )
+            assert len(TRACES) == 2 * traces
+
+
+def test_a_filter_that_knows_one_of_two_models():
+    """It raises for the paths of the other model: it was not made for these."""
+    theirs = {'c': PARAMS['a'], 'd': PARAMS['b']}
+    tables = [
+        {f'{name}/{leaf}': name == names[0] for name in names for leaf in PARAMS['a']}
+        for names in (NET.names, OTHERS.names)
+    ]
+    steps = [make_step(), make_step(OTHERS)]
+    for _ in range(3):
+        for step, params, table in zip(steps, (PARAMS, theirs), tables, strict=True):
+            with nn.stop_gradient(lambda path, table=table: table[path]):
+                found = step(params)
+            expected = by_hand(*inside('a'))
+            oracle.assert_same(list(found.values()), list(expected.values()))
+    assert len(TRACES) == 2
+    # Where the model does read such a variable, the filter's own error comes out.
+    with pytest.raises(KeyError), nn.stop_gradient(lambda path: tables[0][path]):
+        steps[1](theirs)
+    with pytest.raises(KeyError), nn.stop_gradient(lambda path: tables[0][path]):
+        loss(theirs, OTHERS)
+
+
+@a_config
+def test_init_and_apply_in_one_loop(reads):
+    """The paths become known one by one: first those of init, then those of a step."""
+    makes: list[None] = []
+
+    @jax.jit
+    def init(key):
+        makes.append(None)
+        return NET.init(key, X)['params']
+
+    step = make_step()
+    for frozen, traces in phases(reads):
+        for _ in range(3):
+            with nn.stop_gradient(reads.fresh()):
+                params = init(jax.random.key(0))
+                found = step(params)
+            oracle.assert_same(found, by_hand(*inside(frozen)))
+            with nn.stop_gradient(reads.fresh()):
+                oracle.assert_same(step(params), found)
+        assert len(TRACES) == traces
+    assert len(makes) <= 2
+
+
+@a_config
+def test_a_model_that_grows(reads):
+    """Longer programs ask about more variables: what is known stays known."""
+    nets = [Net(('a',)), NET, TWICE]
+    params = [{'a': PARAMS['a']}, PARAMS, PARAMS]
+    steps = [make_step(net) for net in nets]
+    for frozen, traces in phases(reads):
+        for step, of_net, net in zip(steps, params, nets, strict=True):
+            for _ in range(2):
+                with nn.stop_gradient(reads.fresh(), unused='ignore'):
+                    found = step(of_net)
+                for name, grads in found.items():
+                    assert oracle.is_zero(grads) == (name == frozen), net.names
+        assert len(TRACES) == 3 * traces
+
+
+# Threads.
+
+
+def by_threads(count: int, rounds: int, work: Callable[[int], Any]) -> None:
+    """Runs work of (number of thread), all threads at a time in each round."""
+    barrier, found = threading.Barrier(count), list[BaseException]()
+
+    def run(i: int) -> None:
+        try:
+            for _ in range(rounds):
+                barrier.wait(60)
+                work(i)
+        except BaseException as error:
+            barrier.abort()
+            if not isinstance(error, threading.BrokenBarrierError):
+                found.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if found:
+        raise found[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_threads_with_fresh_predicates_of_the_same_code():
+    step = make_step()
+    configs = [Config('ab'[i % 2]) for i in range(16)]
+
+    def work(i: int) -> None:
+        config = configs[i]
+        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
+            found = step(PARAMS)
+        oracle.assert_same(found, by_hand(*inside(config.frozen)))
+        config.frozen = 'b' if config.frozen == 'a' else 'a'
+
+    # The threads of each round are eight of each answer, in turns.
+    by_threads(16, 20, work)
+    assert len(TRACES) <= 16
+
+
+def test_threads_with_equal_globs_share_one_program():
+    step = make_step()
+
+    def work(i: int) -> None:
+        with nn.stop_gradient(['a/kernel', f'{PATHS[0]}']):
+            oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+
+    work(0)  # JAX itself traces a program in each thread that finds none.
+    by_threads(16, 20, work)
+    assert len(TRACES) == 1
+
+
+def test_a_thread_by_itself_finds_what_others_have_traced():
+    step, config = make_step(), Config()
+
+    def work(i: int) -> None:
+        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
+            oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
+
+    by_threads(4, 3, work)
+    traces = len(TRACES)
+    assert traces <= 4
+    for i in range(4):
+        work(i)
+        by_threads(1, 1, work)
+    assert len(TRACES) == traces

@@ -1,0 +1,287 @@
+"""Long loops: nothing is kept of a step, and nothing is traced that was traced before.
+
+What is kept is counted in two ways: all objects of the library's own types that exist,
+and all that can be reached from the globals of its modules. Both are counted after
+1,000 steps, when caches are warm, and after 10,000.
+"""
+
+import gc
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import pytest
+
+import oracle
+from flax_sg import linen as nn
+
+WARM, STEPS = 1_000, 10_000
+SLACK = 50  # Objects: a leak of one in each hundred steps would be more.
+
+TRACES: list[None] = []
+W = jnp.asarray([0.5, 2.0])
+VARIABLES = {'params': {'a': {'w': W}, 'b': {'w': W + 1.0}}}
+
+
+def read(variables: Any, names: tuple[str, ...] = ('a', 'b')) -> list[Any]:
+    """Reads some variables as a model does, and computes nothing."""
+
+    def fn(scope: Any) -> list[Any]:
+        return [scope.push(name).get_variable('params', 'w') for name in names]
+
+    return flax.core.apply(fn)(variables)
+
+
+@jax.jit
+def step(variables: Any) -> Any:
+    """The gradient of a model: compiled by the first call under each set of answers."""
+    TRACES.append(None)
+
+    def loss(variables: Any) -> Any:
+        a, b = read(variables)
+        return jnp.sum(a * b)
+
+    return jax.grad(loss)(variables)['params']
+
+
+def by_hand(frozen: str) -> Any:
+    """What ``step`` has to give where one module is stopped."""
+    a, b = (VARIABLES['params'][name]['w'] for name in 'ab')
+    found = {'a': {'w': b}, 'b': {'w': a}}
+    return {**found, frozen: {'w': jnp.zeros_like(W)}}
+
+
+@pytest.fixture(autouse=True)
+def _known_to_nobody() -> Iterator[None]:
+    """Each test compiles the step anew; the garbage collector looks at its objects."""
+    step.clear_cache()
+    TRACES.clear()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    step.clear_cache()
+
+
+# What is passed through: what a module, a class or a function holds was there before.
+_DEFINITIONS = (types.ModuleType, type, types.FunctionType, types.CodeType)
+_OUR_OWN = 'flax_sg'
+
+
+def _is_ours(obj: Any) -> bool:
+    # Of some types it is no str.
+    return str(type(obj).__module__).partition('.')[0] == _OUR_OWN
+
+
+def _holds(obj: Any) -> bool:
+    """Whether what the library keeps may be in it."""
+    kinds = (dict, list, tuple, set, frozenset, weakref.ref, threading.local)
+    return isinstance(obj, kinds) or _is_ours(obj)
+
+
+def kept() -> dict[str, int]:
+    """How many objects the library keeps, counted in two ways."""
+    gc.collect()
+    seen: dict[int, Any] = {}
+    modules = [m for n, m in sys.modules.items() if n.partition('.')[0] == _OUR_OWN]
+    left = [value for module in modules for value in vars(module).values()]
+    while left:
+        obj = left.pop()
+        if id(obj) in seen or isinstance(obj, _DEFINITIONS):
+            continue
+        seen[id(obj)] = obj
+        if _holds(obj):
+            left += gc.get_referents(obj)
+    ours = sum(map(_is_ours, gc.get_objects()))
+    return {'reached from globals': len(seen), 'of our own types': ours}
+
+
+def assert_nothing_is_kept(
+    body: Callable[[int], Any], warm: int = WARM, steps: int = STEPS
+) -> None:
+    """Runs steps by their number; what is kept does not grow once caches are warm."""
+    before: dict[str, int] = {}
+    for i in range(steps):
+        if i == warm:
+            before = kept()
+        body(i)
+    for name, count in kept().items():
+        assert count <= before[name] + SLACK, f'{name}: {before[name]} -> {count}'
+
+
+class Config:
+    """What a predicate reads; its life is watched by a weak reference."""
+
+    def __init__(self, frozen: str = 'a') -> None:
+        self.frozen = frozen
+
+
+class Watched:
+    """Notes the objects that predicates captured, and sees that they die."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def capture(self, i: int, config: Config) -> Config:
+        """Called in each step; looks after those of 20 steps ago every 500 steps."""
+        self._alive[i] = weakref.ref(config)
+        if i % 500 == 20:
+            gc.collect()
+            alive = [n for n, ref in self._alive.items() if ref() is not None]
+            assert min(alive) > i - 20, f'captured in step {min(alive)}, alive in {i}'
+            self._alive = {n: self._alive[n] for n in alive}
+        return config
+
+
+def test_a_fresh_lambda_in_each_step():
+    watched, expected = Watched(), by_hand('a')
+
+    def body(i: int) -> None:
+        config = watched.capture(i, Config())
+        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
+            found = step(VARIABLES)
+        if i % 1000 == 0:
+            oracle.assert_same(found, expected)
+
+    assert_nothing_is_kept(body)
+    assert len(TRACES) == 1
+
+
+def test_a_config_that_changes_in_each_step():
+    expected, watched = [by_hand(name) for name in 'ab'], Watched()
+
+    def body(i: int) -> None:
+        config = watched.capture(i, Config('ab'[i % 2]))
+        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
+            found = step(VARIABLES)
+        if i % 1000 < 2:
+            oracle.assert_same(found, expected[i % 2])
+
+    assert_nothing_is_kept(body)
+    assert len(TRACES) == 2
+
+
+def test_two_globs_that_alternate():
+    expected = [by_hand(name) for name in 'ab']
+
+    def body(i: int) -> None:
+        with nn.stop_gradient(f'{"ab"[i % 2]}/**'):
+            found = step(VARIABLES)
+        if i % 1000 < 2:
+            oracle.assert_same(found, expected[i % 2])
+
+    assert_nothing_is_kept(body)
+    assert len(TRACES) == 2
+
+
+def test_a_block_in_another_in_each_step():
+    def body(i: int) -> None:
+        config = Config()
+        with (
+            nn.stop_gradient(lambda path: path.startswith(config.frozen)),
+            nn.scale_gradient('b/**', 1.0),
+            nn.stop_gradient(lambda path: not path.startswith(config.frozen)),
+        ):
+            step(VARIABLES)
+
+    # Three blocks to open and close, one after another: fewer steps.
+    assert_nothing_is_kept(body, steps=2_500)
+    assert len(TRACES) == 1
+
+
+def test_predicates_of_other_code():
+    """Nothing is compiled, or the test would take minutes if each were traced."""
+
+    def body(i: int) -> None:
+        where = eval(f'lambda path: path.startswith("a") and {i} >= 0')
+        with nn.stop_gradient(where):
+            step.trace(VARIABLES)
+
+    # Each of them may be traced: fewer steps.
+    assert_nothing_is_kept(body, warm=300, steps=800)
+
+
+def test_globs_that_come_once():
+    def body(i: int) -> None:
+        with nn.stop_gradient(['a/**', f'name-{i}'], unused='ignore'):
+            step.trace(VARIABLES)
+
+    assert_nothing_is_kept(body, steps=3_000)
+    assert len(TRACES) == 1
+
+
+def test_predicates_with_answers_that_come_once():
+    """Each of them is traced, which takes time: fewer steps. Nothing is compiled.
+
+    A bounded number of them is known: half of the steps make the caches warm.
+    """
+    names = tuple(f'v{bit}' for bit in range(10))
+    variables = {'params': {name: {'w': W} for name in names}}
+
+    @jax.jit
+    def program(variables: Any) -> None:
+        TRACES.append(None)
+        read(variables, names)
+
+    def body(i: int) -> None:
+        with nn.stop_gradient(
+            lambda path: bool(i >> int(path.parts[0][1:]) & 1), unused='ignore'
+        ):
+            program.trace(variables)
+
+    assert_nothing_is_kept(body, warm=500, steps=1_000)
+    assert len(TRACES) == 1_000
+
+
+def test_eager_applies():
+    watched = Watched()
+
+    def body(i: int) -> None:
+        config = watched.capture(i, Config())
+        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
+            read(VARIABLES)
+
+    assert_nothing_is_kept(body)
+
+
+def test_bound_modules_that_come_and_go():
+    """A program that reads a module of the closure is kept as long as the module."""
+    dense = nn.Dense(2)
+    params = {'params': {'kernel': jnp.eye(2), 'bias': W}}
+    watched = Watched()
+
+    def body(i: int) -> None:
+        module = watched.capture(i, dense.bind(params))
+        reads = jax.jit(lambda x: x + module.get_variable('params', 'bias'))
+        with nn.stop_gradient(lambda path: path == 'bias'):
+            reads.trace(W)
+
+    # Each module is another closure, which JAX has to trace: fewer steps.
+    assert_nothing_is_kept(body, warm=300, steps=900)
+
+
+def test_threads_that_come_and_go():
+    expected = by_hand('a')
+
+    def body(i: int) -> None:
+        def work() -> None:
+            config = Config()
+            with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
+                found.append(step(VARIABLES))
+
+        found: list[Any] = []
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if i % 500 == 0:
+            oracle.assert_same(found, [expected])
+
+    # A thread takes longer to start than a step: fewer steps.
+    assert_nothing_is_kept(body, warm=300, steps=1_500)
+    assert len(TRACES) == 1

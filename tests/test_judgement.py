@@ -1,0 +1,977 @@
+"""What a block judges at its end, and where blocks may be opened and closed.
+
+A pattern has to match a variable that exists; that is judged when the tree is complete.
+A ``with`` block has to stop something that is read in it, or it warns.
+"""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import operator
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_sg as sg
+import oracle
+from flax_sg import errors
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
+KEY = jax.random.key(0)
+HERE = Path(__file__).name
+
+
+class Two(fnn.Module):
+    """Two modules; subclasses say which of them is called, and in which block."""
+
+    def setup(self):
+        self.a, self.b = fnn.Dense(2), fnn.Dense(2)
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+    def first(self, x):
+        return self.a(x)
+
+
+MODEL = Two()
+VARIABLES = MODEL.init(KEY, X)
+PARAMS = VARIABLES['params']
+
+
+def by_hand(stopped: str, fn: Callable[[Any], Any]) -> Any:
+    """The gradient of a function of parameters on weights stopped by hand."""
+    return jax.grad(
+        lambda params: fn(oracle.stopped(params, lambda p: p.startswith(stopped)))
+    )(PARAMS)
+
+
+def loss(params: Any) -> Any:
+    return jnp.sum(MODEL.apply({'params': params}, X))
+
+
+def nothing_stopped() -> type[UserWarning]:
+    """The class is looked up when a test runs: each test fails by itself."""
+    return errors.NothingStoppedWarning
+
+
+def alone() -> Any:
+    """A block in which no program of another test is found: what it read counts too.
+
+    It selects nothing, by a rule that is equal to no other one.
+    """
+    mine = object()
+    return nn.map_cotangent(False, lambda path, cotangent, _=mine: cotangent)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Nothing may warn in here."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        yield
+    assert [str(warning.message) for warning in caught] == []
+
+
+@contextlib.contextmanager
+def warned(line: int, outer: Any = None) -> Iterator[None]:
+    """One warning that a block stopped nothing, which names a line of this file."""
+    with warnings.catch_warnings(record=True) as caught, outer or alone():
+        warnings.simplefilter('always')
+        yield
+    assert [warning.category for warning in caught] == [nothing_stopped()]
+    assert f'{HERE}:{line}' in str(caught[0].message)
+
+
+def line_of(mark: str) -> int:
+    """The number of the line of this file that ends in a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    [number] = [i for i, line in enumerate(lines, 1) if line.endswith(f'  # {mark}')]
+    return number
+
+
+# What exists when the tree is complete.
+
+
+class Later(fnn.Module):
+    """A block that names what is made after it."""
+
+    where: Any
+    stop: Any = nn.train_only
+    reached: Any = lambda: None
+
+    @fnn.compact
+    def __call__(self, x):
+        with self.stop(self.where):
+            h = fnn.Dense(2, name='a')(x)
+        h = fnn.Dense(2, name='b')(h)
+        self.reached()
+        return h
+
+
+class Mounted(fnn.Module):
+    """The same below another module."""
+
+    where: Any
+    stop: Any = nn.train_only
+    reached: Any = lambda: None
+
+    @fnn.compact
+    def __call__(self, x):
+        return Later(self.where, self.stop, self.reached, name='net')(x)
+
+
+def run_init(model: Any) -> None:
+    model.init(KEY, X)
+
+
+def run_apply(model: Any) -> None:
+    params = {'net': PARAMS} if isinstance(model, Mounted) else PARAMS
+    model.apply({'params': params}, X)
+
+
+RUNS: dict[str, Callable[[Any], None]] = {
+    'init': run_init,
+    'init_with_output': lambda model: model.init_with_output(KEY, X),
+    'lazy_init': lambda model: model.lazy_init(KEY, X),
+    'jitted init': lambda model: jax.jit(model.init)(KEY, X),
+    'init without values': lambda model: jax.eval_shape(model.init, KEY, X),
+    'apply': run_apply,
+    'jitted apply': lambda model: jax.jit(lambda: run_apply(model))(),
+}
+every_run = pytest.mark.parametrize('run', RUNS)
+mounted = pytest.mark.parametrize('make', [Later, Mounted])
+
+
+@every_run
+@mounted
+def test_what_is_made_after_the_block_exists(make, run):
+    with silent():
+        RUNS[run](make('b/**'))
+        RUNS[run](make(['a/kernel', 'b/bias']))
+
+
+@every_run
+@mounted
+def test_a_typo_raises_when_the_tree_is_complete(make, run):
+    reached: list[None] = []
+    model = make(['a/**', 'bb/**'], reached=lambda: reached.append(None))
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        RUNS[run](model)
+    assert "'bb/**'" in str(caught.value)
+    if 'init' in run:
+        # Not at the end of the block: the nearest path is one that was made later.
+        assert reached
+        assert "'b/" in str(caught.value)
+
+
+def test_a_filter_is_judged_at_init_as_it_is_in_apply():
+    for where, passes in [('b/**', True), ('*/kernel', True), ('c/**', False)]:
+        expected = contextlib.nullcontext()
+        if not passes:
+            expected = pytest.raises(errors.UnusedFilterError)
+        for run in (run_init, run_apply):
+            with expected:
+                run(Later(where))
+
+
+def test_a_block_around_init_judges_the_complete_tree():
+    with silent(), nn.train_only('b/**'):
+        MODEL.init(KEY, X)
+    with pytest.raises(errors.UnusedFilterError), nn.train_only('c/**'):
+        MODEL.init(KEY, X)
+
+
+def test_init_of_a_module_within_the_init_of_another():
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            inner = Later('b/**', parent=None)
+            self.param('inner', lambda key: inner.init(key, x)['params'])
+            return Later('b/**', name='later')(x)
+
+    with silent():
+        variables = Outer().init(KEY, X)
+        Outer().apply(variables, X)
+
+
+# Exceptions of the body.
+
+
+class OfTheBodyError(Exception):
+    pass
+
+
+def _fails_in_the_block(x):
+    with nn.stop_gradient('nothing'):
+        raise OfTheBodyError
+
+
+def _fails_after_the_block(x):
+    with nn.stop_gradient('nothing', unused='raise'):
+        h = fnn.Dense(2, name='a')(x)
+    raise OfTheBodyError(h.shape)
+
+
+@pytest.mark.parametrize('fails', [_fails_in_the_block, _fails_after_the_block])
+@pytest.mark.parametrize('handled', [False, True])
+def test_init_fails_with_its_own_exception(fails, handled):
+    class Fails(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return fails(x)
+
+    def init() -> None:
+        with pytest.raises(OfTheBodyError) as caught:
+            Fails().init(KEY, X)
+        assert not isinstance(caught.value.__cause__, errors.FlaxSGError)
+        assert not isinstance(caught.value.__context__, errors.FlaxSGError)
+
+    if handled:
+        try:
+            raise ValueError('an earlier attempt')
+        except ValueError:
+            init()
+    else:
+        init()
+    # Nothing of that is judged later.
+    with silent():
+        run_init(Later('b/**'))
+        run_apply(Later('b/**'))
+
+
+def test_init_within_a_handler_is_judged():
+    """That an exception is being handled does not mean that init has failed."""
+    try:
+        raise ValueError('an earlier attempt')
+    except ValueError:
+        run_init(Later('b/**'))
+        with pytest.raises(errors.UnusedFilterError):
+            run_init(Later('typo/**'))
+        with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('typo/**'):
+            loss(PARAMS)
+
+
+def test_an_exception_after_reads_comes_alone():
+    for where in ('typo/**', 'b/**'):
+        block = nn.stop_gradient(where)
+        with silent(), pytest.raises(OfTheBodyError) as caught, block:
+            MODEL.apply(VARIABLES, X, method='first')
+            raise OfTheBodyError
+        assert caught.value.__context__ is None
+
+
+# A block that stopped nothing that was read in it.
+
+
+class Missed(Two):
+    """What the block names was computed a line before."""
+
+    def __call__(self, x):
+        h = self.a(x)
+        with nn.stop_gradient('a/**'):  # missed
+            return self.b(h)
+
+
+def test_a_block_behind_the_read_warns():
+    with warned(line_of('missed')):
+        found = jax.grad(lambda p: jnp.sum(Missed().apply({'params': p}, X)))(PARAMS)
+    oracle.assert_same(found, by_hand('nothing', loss))
+
+
+def test_a_block_at_top_level_that_stopped_nothing_warns():
+    with warned(line_of('top level')), nn.stop_gradient('b/**'):  # top level
+        MODEL.apply(VARIABLES, X, method='first')
+    bound = MODEL.bind(VARIABLES)
+    h = bound.a(X)
+    with warned(line_of('bound')), nn.stop_gradient('a/**'):  # bound
+        bound.b(h)
+
+
+def test_the_warning_is_one_of_the_user_and_names_the_filter():
+    assert issubclass(nothing_stopped(), UserWarning)
+    expected = pytest.warns(nothing_stopped(), match=re.escape("'b/**'"))
+    with expected, alone(), nn.stop_gradient('b/**'):
+        MODEL.apply(VARIABLES, X, method='first')
+
+
+def test_each_of_two_blocks_is_judged_by_itself():
+    with warned(line_of('inner')), nn.stop_gradient('a/**'):
+        with nn.stop_gradient('b/**'):  # inner
+            MODEL.apply(VARIABLES, X, method='first')
+        MODEL.apply(VARIABLES, X)
+    # Both stop it: neither of them did nothing.
+    with silent(), nn.stop_gradient('a/**'), nn.stop_gradient('a/kernel'):
+        MODEL.apply(VARIABLES, X)
+
+
+def test_a_block_that_stopped_something_is_silent():
+    for where in ('a/**', 'a/kernel', ['a/bias', 'b/**'], lambda path: path[0] == 'a'):
+        with silent(), nn.stop_gradient(where):
+            MODEL.apply(VARIABLES, X, method='first')
+
+
+def test_a_compiled_step_counts_at_each_call():
+    step = jax.jit(lambda params: jax.grad(loss)(params))
+    expected = jax.jit(lambda params: by_hand('a', loss))(PARAMS)
+    for _ in range(3):
+        with silent(), nn.stop_gradient('a/**'):
+            oracle.assert_same(step(PARAMS), expected)
+    for _ in range(3):  # An equal answer of another filter.
+        with silent(), nn.stop_gradient(lambda path: path.startswith('a')):
+            oracle.assert_same(step(PARAMS), expected)
+
+
+def test_a_compiled_step_that_reads_none_of_it_warns_at_each_call():
+    step, outer = jax.jit(lambda v: MODEL.apply(v, X, method='first')), alone()
+    for _ in range(3):
+        with warned(line_of('compiled'), outer), nn.stop_gradient('b/**'):  # compiled
+            step(VARIABLES)
+
+
+def test_programs_of_which_one_stops_something():
+    stops = jax.jit(lambda v: MODEL.apply(v, X))
+    misses = jax.jit(lambda v: MODEL.apply(v, X, method='first'))
+    outer = alone()
+    for _ in range(2):
+        with silent(), outer, nn.stop_gradient('b/**'):
+            misses(VARIABLES)
+            stops(VARIABLES)
+
+
+def nothing_in_it() -> None:
+    """What a block may be around that stops nothing."""
+    MODEL.apply(VARIABLES, X, method='first')
+
+
+def live_nothing() -> Any:
+    """A derived filter of no variable."""
+    return sg.live(lambda params: jnp.sum(X), PARAMS)
+
+
+SILENT: dict[str, Callable[[], Any]] = {
+    'ignored': lambda: nn.stop_gradient('b/**', unused='ignore'),
+    'ignored typo': lambda: nn.stop_gradient('c/**', unused='ignore'),
+    'ignored train_only': lambda: nn.train_only('c/**', unused='ignore'),
+    'False': lambda: nn.stop_gradient(False),
+    'True': lambda: nn.stop_gradient(True),
+    'train_only of all': lambda: nn.train_only(True),
+    'nothing': lambda: nn.stop_gradient([]),
+    'live': lambda: nn.stop_gradient(live_nothing()),
+    'not live': lambda: nn.train_only(live_nothing()),
+    'read_only': lambda: nn.read_only('b/**'),
+    'train_only of what is read': lambda: nn.train_only('a/**'),
+    'train_only of the rest': lambda: nn.train_only('b/**'),
+}
+
+
+@pytest.mark.parametrize('name', SILENT)
+def test_a_block_that_may_stop_nothing_is_silent(name):
+    with silent(), SILENT[name]():
+        nothing_in_it()
+    step = jax.jit(lambda v: MODEL.apply(v, X, method='first'))
+    for _ in range(2):
+        with silent(), SILENT[name]():
+            step(VARIABLES)
+
+    class Blocks(Two):
+        def __call__(self, x):
+            with SILENT[name]():
+                return self.a(x)
+
+    with silent():
+        Blocks().apply(VARIABLES, X)
+
+
+@pytest.mark.parametrize('where', [True, False])
+def test_a_plain_bool_is_silent_where_nothing_is_read(where):
+    for make in (nn.stop_gradient, nn.train_only, nn.read_only):
+        with silent(), make(where):
+            jnp.sum(X)
+
+
+def test_train_only_warns_where_nothing_is_read():
+    class Blocks(Two):
+        def __call__(self, x):
+            h = self.b(self.a(x))
+            with nn.train_only('b/**'):  # unread
+                return jnp.tanh(h)
+
+    with warned(line_of('unread')):
+        Blocks().apply(VARIABLES, X)
+
+
+def test_read_only_judges_what_exists_alone():
+    with silent(), nn.read_only('b/**'):
+        nothing_in_it()
+    with pytest.raises(errors.UnusedFilterError), nn.read_only('c/**'):
+        nothing_in_it()
+
+
+class First(Two):
+    """Reads one of two modules in its call."""
+
+    def __call__(self, x):
+        return self.a(x)
+
+
+def _decorated(where: Any) -> fnn.Module:
+    class Decorated(Two):
+        @nn.stop_gradient(where)
+        def __call__(self, x):
+            return self.a(x)
+
+    return Decorated()
+
+
+def _mirrored(where: Any) -> fnn.Module:
+    class Mirrors(Two):
+        def __call__(self, x):
+            return nn.mirror(self, where).first(x)
+
+    return Mirrors()
+
+
+WRAPPERS: dict[str, Callable[[Any], fnn.Module]] = {
+    'nn.Frozen': lambda where: nn.Frozen(First(), where),
+    'a rule on a module': lambda where: nn.stop_gradient(where)(First()),
+    'a rule on a class': lambda where: nn.stop_gradient(First, where)(),
+    'a rule on a method': _decorated,
+    'nn.mirror': _mirrored,
+}
+
+
+@pytest.mark.parametrize('wrapper', WRAPPERS)
+def test_wrappers_judge_what_exists_and_not_what_is_read(wrapper):
+    make = WRAPPERS[wrapper]
+
+    def fn(params: Any, where: Any) -> Any:
+        return jnp.sum(make(where).apply({'params': params}, X))
+
+    for _ in range(2):
+        with silent():
+            found = jax.grad(fn)(PARAMS, 'b/**')
+        oracle.assert_same(
+            found, jax.grad(lambda p: jnp.sum(First().apply({'params': p}, X)))(PARAMS)
+        )
+    with pytest.raises(errors.UnusedFilterError):
+        fn(PARAMS, 'c/**')
+
+
+# A value that nobody opens.
+
+
+def collected(fn: Callable[[], Any]) -> list[Any]:
+    """The warnings that come while a function runs, and what it leaves is collected."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        fn()
+        gc.collect()
+    return caught
+
+
+def _bare() -> None:
+    nn.stop_gradient('a/**')  # dropped
+
+
+def _bare_train_only() -> None:
+    nn.train_only('a/**')
+
+
+def _bare_in_a_method() -> None:
+    class Bare(Two):
+        def __call__(self, x):
+            nn.stop_gradient('a/**')
+            return super().__call__(x)
+
+    Bare().apply(VARIABLES, X)
+
+
+@pytest.mark.parametrize('fn', [_bare, _bare_train_only, _bare_in_a_method])
+def test_a_statement_whose_value_is_dropped_warns(fn):
+    caught = collected(fn)
+    assert [warning.category for warning in caught] == [nothing_stopped()]
+    assert 'with' in str(caught[0].message)
+    if fn is _bare:
+        place = f'{Path(caught[0].filename).name}:{caught[0].lineno}'
+        assert place == f'{HERE}:{line_of("dropped")}'
+
+
+def _assigned() -> None:
+    block = nn.stop_gradient('a/**')
+    del block
+
+
+def _never_used() -> None:
+    block = nn.stop_gradient('a/**')  # noqa: F841
+    jnp.sum(X)
+
+
+def _kept_in_a_list() -> None:
+    blocks = [nn.stop_gradient(name) for name in ('a/**', 'b/**')]
+    assert len(blocks) == 2
+
+
+def _opened_and_closed() -> None:
+    with nn.stop_gradient('a/**'):
+        loss(PARAMS)
+
+
+def _lifted() -> None:
+    nn.stop_gradient('a/**')(Two)
+    nn.stop_gradient('a/**')(Two())
+    nn.stop_gradient('a/**')(lambda module, x: module(x))
+
+
+def _target_first() -> None:
+    nn.stop_gradient(Two, 'a/**')
+    nn.stop_gradient(lambda module, x: module(x), 'a/**')
+
+
+def _decorates() -> None:
+    _decorated('a/**')
+
+
+def _entered_in_a_stack() -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(nn.stop_gradient('a/**'))
+        loss(PARAMS)
+
+
+def _as_a_field() -> None:
+    class Holds(fnn.Module):
+        block: Any
+
+        @fnn.compact
+        def __call__(self, x):
+            with self.block:
+                return Two(name='net')(x)
+
+    Holds(nn.stop_gradient('net/a/**')).apply({'params': {'net': PARAMS}}, X)
+
+
+def _fails_to_be_made() -> None:
+    with pytest.raises(errors.FilterValueError):
+        nn.stop_gradient('a/')
+
+
+USED = [
+    _assigned,
+    _never_used,
+    _kept_in_a_list,
+    _opened_and_closed,
+    _lifted,
+    _target_first,
+    _decorates,
+    _entered_in_a_stack,
+    _as_a_field,
+    _fails_to_be_made,
+]
+
+
+@pytest.mark.parametrize('fn', USED, ids=lambda fn: fn.__name__.strip('_'))
+def test_a_value_that_is_kept_or_used_is_silent(fn):
+    assert [str(warning.message) for warning in collected(fn)] == []
+
+
+# Blocks are open from enter to exit.
+
+
+def in_thread(fn: Callable[[], Any]) -> Any:
+    """What a function returns in a thread of its own, or raises."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(fn())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+def in_a_thread_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test where a block that it cannot close is in the way of no other test."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        error = in_thread(lambda: test(*args, **kwargs))
+        if error is not None:
+            raise error
+
+    return run
+
+
+def stopped_now() -> str:
+    """Which modules get no gradient in the running code."""
+    grads = jax.grad(loss)(PARAMS)
+    return ''.join(name for name in 'ab' if oracle.is_zero(grads[name]))
+
+
+def _yields() -> Iterator[None]:
+    with nn.stop_gradient('a/**'):
+        yield
+
+
+def _yields_in_a_stack() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(nn.stop_gradient('a/**'))
+        yield
+
+
+def _yields_from() -> Iterator[None]:
+    yield from _yields()
+
+
+def _enters_a_context_manager() -> Iterator[None]:
+    with contextlib.contextmanager(_yields)():
+        yield
+
+
+GENERATORS = [_yields, _yields_in_a_stack, _yields_from, _enters_a_context_manager]
+every_generator = pytest.mark.parametrize('make', GENERATORS)
+
+
+@pytest.fixture
+def frozen_a() -> Iterator[None]:
+    with nn.stop_gradient('a/**'):
+        yield
+
+
+def test_a_fixture_holds_a_block_for_its_test(frozen_a):
+    expected = by_hand('a', loss)  # In the block, and twice stopped is stopped.
+    oracle.assert_same(jax.grad(loss)(PARAMS), expected)
+    with nn.stop_gradient('b/**'):
+        assert stopped_now() == 'ab'
+    assert stopped_now() == 'a'
+
+
+@every_generator
+@in_a_thread_of_its_own
+def test_a_generator_holds_a_block_for_its_caller(make):
+    generator = make()
+    next(generator)
+    assert stopped_now() == 'a'
+    with nn.stop_gradient('b/**'):
+        assert stopped_now() == 'ab'
+    step = jax.jit(lambda params: jax.grad(loss)(params))
+    assert oracle.is_zero(step(PARAMS)['a'])
+    assert list(generator) == []
+    assert stopped_now() == ''
+    assert not oracle.is_zero(step(PARAMS)['a'])
+
+
+@every_generator
+@pytest.mark.parametrize('how', ['close', 'throw', 'drop'])
+@in_a_thread_of_its_own
+def test_a_generator_that_is_closed_closes_its_block(make, how):
+    generator = make()
+    next(generator)
+    assert stopped_now() == 'a'
+    if how == 'close':
+        generator.close()
+    elif how == 'throw':
+        with pytest.raises(OfTheBodyError):
+            generator.throw(OfTheBodyError())
+    else:
+        del generator
+        gc.collect()
+    assert stopped_now() == ''
+
+
+@in_a_thread_of_its_own
+def test_generators_that_end_in_turn():
+    first, second = _yields(), _yields_from()
+    next(first)
+    next(second)
+    assert stopped_now() == 'a'
+    assert list(second) == []
+    assert stopped_now() == 'a'
+    assert list(first) == []
+    assert stopped_now() == ''
+
+
+def assert_names_two_places(error: BaseException, *marks: str) -> None:
+    """The message names two lines of this file, the marked ones among them."""
+    found = set(re.findall(rf'{re.escape(HERE)}:(\d+)', str(error)))
+    assert len(found) >= 2, str(error)
+    assert {str(line_of(mark)) for mark in marks} <= found, str(error)
+
+
+@in_a_thread_of_its_own
+def test_blocks_closed_in_another_order():
+    first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
+    first.__enter__()  # opened first
+    second.__enter__()  # opened second
+    assert stopped_now() == 'ab'
+    with pytest.raises(errors.BlockOrderError) as caught:
+        first.__exit__(None, None, None)
+    assert_names_two_places(caught.value, 'opened first', 'opened second')
+    with contextlib.suppress(errors.BlockOrderError):
+        second.__exit__(None, None, None)
+    assert stopped_now() == ''
+
+
+@in_a_thread_of_its_own
+def test_a_block_closed_in_another_thread():
+    block = nn.stop_gradient('a/**')
+    block.__enter__()  # opened here
+    error = in_thread(lambda: block.__exit__(None, None, None))  # closed there
+    assert isinstance(error, errors.BlockOrderError)
+    assert_names_two_places(error, 'opened here', 'closed there')
+    # Here it is open until it is closed here.
+    assert stopped_now() == 'a'
+    assert in_thread(stopped_now) == ''
+    block.__exit__(None, None, None)
+    assert stopped_now() == ''
+
+
+@in_a_thread_of_its_own
+def test_a_generator_run_on_by_another_thread():
+    generator = _yields()
+    next(generator)
+    error = in_thread(lambda: list(generator))
+    assert isinstance(error, errors.BlockOrderError)
+    assert in_thread(stopped_now) == ''
+
+
+# asyncio.
+
+
+async def read() -> str:
+    return stopped_now()
+
+
+async def read_in_a_block() -> str:
+    with nn.stop_gradient('b/**'):
+        await asyncio.sleep(0)
+        return await read()
+
+
+def test_a_read_in_the_task_that_opened_the_block():
+    async def main() -> list[str]:
+        with nn.stop_gradient('a/**'):
+            found = [await read()]
+            await asyncio.sleep(0)
+            found.append(stopped_now())
+            found.append(await read_in_a_block())
+        return [*found, stopped_now()]
+
+    assert asyncio.run(main()) == ['a', 'a', 'ab', '']
+
+
+def test_a_read_in_another_task_than_the_one_that_opened_the_block():
+    async def main() -> None:
+        with nn.stop_gradient('a/**', unused='ignore'):
+            with pytest.raises(errors.BlockLeakError):
+                await asyncio.create_task(read())
+            assert stopped_now() == 'a'
+        assert await asyncio.create_task(read()) == ''
+
+    asyncio.run(main())
+
+
+def test_two_tasks_that_take_turns():
+    async def holds(opened: asyncio.Event, leave: asyncio.Event) -> str:
+        with nn.stop_gradient('a/**'):
+            opened.set()
+            await leave.wait()
+            return stopped_now()
+
+    async def main() -> list[Any]:
+        opened, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(holds(opened, leave))
+        await opened.wait()
+        with pytest.raises(errors.BlockLeakError) as caught:
+            stopped_now()
+        leave.set()
+        return [str(caught.value), await task, stopped_now()]
+
+    message, in_task, after = asyncio.run(main())
+    assert 'task' in message
+    assert (in_task, after) == ('a', '')
+
+
+def test_a_block_opened_outside_of_any_loop_covers_its_tasks():
+    async def main() -> list[str]:
+        found = await asyncio.gather(read(), asyncio.create_task(read()))
+        return [*found, await read_in_a_block()]
+
+    with nn.stop_gradient('a/**'):
+        assert asyncio.run(main()) == ['a', 'a', 'ab']
+        assert stopped_now() == 'a'
+    assert asyncio.run(main()) == ['', '', 'b']
+
+
+def test_a_thread_of_a_task_is_in_none_of_its_blocks():
+    async def main() -> str:
+        with nn.stop_gradient('a/**', unused='ignore'):
+            return await asyncio.to_thread(stopped_now)
+
+    assert asyncio.run(main()) == ''
+
+
+# Faults of what is remembered for the whole process.
+
+
+class Sows(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        self.sow('stats', 'count', jnp.sum(x))
+        return fnn.Dense(2, name='dense')(x)
+
+
+class Counts(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        count = self.variable('stats', 'count', jnp.zeros, ())
+        count.value = count.value + 1.0
+        return x
+
+
+def test_state_is_held_whatever_another_module_has_sown():
+    dense = {'dense': PARAMS['a']}
+    with nn.stop_gradient('dense/**'):
+        Sows().apply({'params': dense}, X, mutable=['stats'])
+    nn.Frozen(Sows(), state='hold').apply({'params': dense}, X, mutable=['stats'])
+    stats = {'stats': {'count': jnp.asarray(3.0)}}
+    for make in (Counts, lambda: nn.Frozen(Counts(), state='update')):
+        _, written = make().apply(stats, X, mutable=['stats'])
+        assert written['stats']['count'] == 4.0
+    _, written = nn.Frozen(Counts(), state='hold').apply(stats, X, mutable=['stats'])
+    assert written['stats']['count'] == 3.0
+
+    class Mirrors(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return nn.mirror(Counts(name='counts'))(x)
+
+    stats = {'stats': {'counts': stats['stats']}}
+    _, written = Mirrors().apply(stats, X, mutable=['stats'])
+    assert written['stats']['counts']['count'] == 3.0
+
+
+@pytest.mark.parametrize('argnums', [1, (1,), (0, 1)])
+def test_argnums_of_a_gradient_of_a_module_are_not_ignored(argnums):
+    """The gradient has what argnums asks for, or there is an error about it."""
+    module = MODEL.bind(VARIABLES)
+
+    def fn(x: Any, scale: Any) -> Any:
+        return jnp.sum(module(x) * scale)
+
+    scale = jnp.asarray(2.0)
+    expected = jax.grad(fn, argnums)(X, scale)
+    try:
+        found = sg.grad(fn, argnums, of=module)(X, scale)
+    except (TypeError, ValueError) as error:
+        assert isinstance(error, errors.FlaxSGError)
+        assert 'argnums' in str(error)
+        return
+    given = jax.tree.leaves(found)
+    for wanted in jax.tree.leaves(expected):
+        assert any(g.shape == wanted.shape and jnp.all(g == wanted) for g in given)
+
+
+def test_a_step_is_never_judged_unused_after_thousands_of_other_blocks():
+    """What is kept of a compiled program is kept as long as JAX finds it."""
+    names = [f'v{bit}' for bit in range(12)]
+
+    class Reads(fnn.Module):
+        @fnn.compact
+        def __call__(self):
+            return [self.get_variable('params', name) for name in names]
+
+    variables = {'params': dict.fromkeys(names, jnp.ones(()))}
+    step = jax.jit(lambda params: jax.grad(loss)(params))
+    expected = jax.jit(lambda params: by_hand('a', loss))(PARAMS)
+
+    def call() -> None:
+        for where in ('a/**', lambda path: path.startswith('a')):
+            with silent(), nn.stop_gradient(where):
+                oracle.assert_same(step(PARAMS), expected)
+
+    call()
+    for i in range(1, 2000):
+        # Another selection each time, of which every part matches.
+        chosen = [name for bit, name in enumerate(names) if i >> bit & 1]
+        with nn.stop_gradient(re.compile('|'.join(chosen))):
+            # A trace takes most of the time: each eighth block is around one.
+            fn = operator.call if i % 8 else jax.eval_shape
+            fn(lambda v: Reads().apply(v), variables)
+    call()
+
+
+COLLECTED = """
+    import gc, sys, threading, time
+    import jax, jax.numpy as jnp
+    from flax_sg import linen as nn
+
+    model, x = nn.Dense(2), jnp.ones((1, 2))
+    variables = model.init(jax.random.key(0), x)
+
+    def holds(where, cycle):
+        block = nn.stop_gradient(where, unused='ignore')
+        with block:
+            yield
+        cycle.append(cycle)
+
+    def make_garbage():
+        cycle = []
+        generator = holds(lambda path: path.startswith('k'), cycle)
+        next(generator)
+        # Only the garbage collector closes it, at any moment, in any thread.
+        cycle.append(generator)
+
+    end = time.monotonic() + 4
+    done = []
+
+    def opens(i):
+        left = 20  # A block that another thread has to close may stay open here.
+        while time.monotonic() < end:
+            for where in ('kernel', lambda path: path == 'bias', True):
+                with nn.stop_gradient(where, unused='ignore'):
+                    model.apply(variables, x)
+            if i == 0 and left:
+                left -= 1
+                make_garbage()
+        done.append(i)
+
+    sys.unraisablehook = lambda unraisable: None  # It is closed out of order.
+    gc.freeze()
+    gc.set_threshold(1)
+    threads = [threading.Thread(target=opens, args=(i,), daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    gc.set_threshold(700)
+    gc.collect()
+    assert sorted(done) == [0, 1, 2], done
+    print('ended')
+"""
+
+
+def test_a_generator_collected_at_any_moment_locks_nothing():
+    found = subprocess.run(
+        [sys.executable, '-c', textwrap.dedent(COLLECTED)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert found.stdout.splitlines()[-1:] == ['ended'], found.stderr[-2000:]

@@ -1,0 +1,373 @@
+"""What other libraries look up on a wrapper: signatures, interceptors, protocols.
+
+They are represented by the few lines of theirs that look something up. Keras is the
+real one.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+
+import oracle
+from flax_sg import errors, wrappers
+from flax_sg import linen as nn
+from oracle import assert_same, stopped
+
+KEY = jax.random.key(7)
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+class Net(linen.Module):
+    """A backbone and a head, with one more method."""
+
+    @linen.compact
+    def __call__(self, x: Any, *, training: bool = False) -> Any:
+        x = linen.Dense(3, name='backbone')(x)
+        return linen.Dense(2, name='head')(jnp.tanh(x) * (2.0 if training else 1.0))
+
+    def encode(self, x: Any, scale: float = 1.0) -> Any:
+        return scale * self(x)
+
+
+PARAMS = Net().init(KEY, X)['params']
+BY_HAND = {'frozen': lambda path: True, 'backbone': lambda p: p.startswith('backbone')}
+WRAPPED = {
+    'frozen': nn.Frozen(Net()),
+    'backbone': nn.Frozen(Net(), 'backbone/**'),
+}
+
+
+def grads_of(model: Any, params: Any = PARAMS, **kwargs: Any) -> Any:
+    return oracle.grads(lambda p, x: model.apply({'params': p}, x, **kwargs), params, X)
+
+
+def grads_by_hand(selects: Any, **kwargs: Any) -> Any:
+    def fn(params: Any, x: Any) -> Any:
+        return Net().apply({'params': stopped(params, selects)}, x, **kwargs)
+
+    return oracle.grads(fn, PARAMS, X)
+
+
+# Signatures.
+
+
+class Positional(linen.Module):
+    def __call__(self, first, second=2, *rest, flag=True):
+        return first
+
+
+class NoCall(linen.Module):
+    def encode(self, x):
+        return x
+
+
+class Calls(linen.Module):
+    """Its call is a field: a function, and no method."""
+
+    __call__ = staticmethod(lambda x: x)
+
+
+class OfItsOwn(nn.Frozen):
+    def __call__(self, x, extra=None):
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize('view', [nn.Frozen, nn.mirror, nn.stop_gradient(True)])
+@pytest.mark.parametrize('module', [Net(), Positional(), linen.Dense(2)])
+def test_a_call_has_the_signature_of_the_module(view: Any, module: Any) -> None:
+    expected = inspect.signature(module.__call__)
+    wrapper = view(module)
+    assert inspect.signature(wrapper.__call__) == expected
+    assert inspect.signature(view(wrapper).__call__) == expected
+    assert wrapper.__call__.__doc__ == module.__call__.__doc__
+    assert wrapper.__call__.__self__ is wrapper
+    bound = module.bind(module.init(KEY, X))
+    assert inspect.signature(view(bound).__call__) == expected
+
+
+def test_the_signature_of_a_class_of_wrappers_and_of_no_call() -> None:
+    anything = inspect.signature(lambda self, *args, **kwargs: None).parameters
+    for cls in (nn.Frozen, wrappers.Wrapper):
+        assert inspect.signature(cls.__call__).parameters.keys() == anything.keys()
+    assert inspect.signature(OfItsOwn(Net()).__call__).parameters.keys() == {
+        'x',
+        'extra',
+    }
+    own = OfItsOwn(Net()).__call__
+    found = inspect.signature(nn.Frozen(OfItsOwn(Net())).__call__)
+    assert found == inspect.signature(own)
+    for module in (NoCall(), Calls()):
+        found = inspect.signature(nn.Frozen(module).__call__).parameters
+        assert list(found) == ['args', 'kwargs']
+
+
+def test_a_method_that_was_taken_is_that_of_the_wrapper() -> None:
+    for name, model in WRAPPED.items():
+        found = oracle.grads(
+            lambda p, x, m=model: m.bind({'params': p}).__call__(x), PARAMS, X
+        )
+        assert_same(found, grads_by_hand(BY_HAND[name]))
+        for method in (model.__call__, model.encode):
+            assert_same(grads_of(model, method=method), grads_by_hand(BY_HAND[name]))
+
+
+def test_keras_trains_it_in_training_mode() -> None:
+    """A process of its own; what it compares stands in keras_layer.py."""
+    tests = Path(__file__).parent
+    found = os.pathsep.join([str(tests.parent), str(tests)])
+    done = subprocess.run(
+        [sys.executable, '-m', 'keras_layer'],
+        env={**os.environ, 'PYTHONPATH': found},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {'dropped': True, 'statistics': True}
+
+
+# Interceptors.
+
+
+def unflaxified(module: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    """What penzai's `unflaxify_apply` keeps: a clone of the module called first."""
+    calls: list[Any] = []
+
+    def reify(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name != 'setup' and not calls:
+            calls.append((context.module.clone(), context.method_name))
+        return next_fun(*args, **kwargs)
+
+    with linen.intercept_methods(reify):
+        jax.eval_shape(lambda: module.apply(variables, *args, **kwargs))
+    ((kept, name),) = calls
+    return lambda params, x: kept.apply({'params': params}, x, method=name)
+
+
+@pytest.mark.parametrize('name', WRAPPED)
+@pytest.mark.parametrize('method', [None, 'encode', linen.Module.__call__])
+def test_what_a_library_keeps_of_the_first_call_is_frozen(
+    name: str, method: Any
+) -> None:
+    if callable(method):
+        method = Net.__call__
+    fn = unflaxified(WRAPPED[name], {'params': PARAMS}, X, method=method)
+    assert_same(oracle.grads(fn, PARAMS, X), grads_by_hand(BY_HAND[name]))
+
+
+def seen_by_interceptors(model: Any, use: Any) -> list[tuple[str, str]]:
+    seen: list[tuple[str, str]] = []
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name != 'setup':
+            assert context.orig_method.func.__name__ == context.method_name
+            seen.append((type(context.module).__name__, context.method_name))
+        return next_fun(*args, **kwargs)
+
+    with linen.intercept_methods(note):
+        use(model)
+    return seen
+
+
+USES: dict[str, Any] = {
+    'apply': lambda m: m.apply({'params': PARAMS}, X),
+    'init': lambda m: m.init(KEY, X),
+    'bind': lambda m: m.bind({'params': PARAMS})(X),
+    'encode': lambda m: m.apply({'params': PARAMS}, X, method='encode'),
+    'in a function': lambda m: m.apply(
+        {'params': PARAMS}, X, method=lambda m, x: m.encode(x)
+    ),
+}
+
+
+@pytest.mark.parametrize('use', USES)
+def test_a_wrapper_that_is_the_whole_model_is_seen_around_the_module(use: str) -> None:
+    plain = seen_by_interceptors(Net(), USES[use])
+    first = plain[0][1]
+    for view, name in ((nn.Frozen, 'Frozen'), (nn.mirror, 'Mirror')):
+        found = seen_by_interceptors(view(Net()), USES[use])
+        assert found == [(name, first), *plain]
+    twice = seen_by_interceptors(nn.Frozen(nn.mirror(Net())), USES[use])
+    assert twice == [('Frozen', first), ('Mirror', first), *plain]
+
+
+def test_inside_a_model_interceptors_see_what_they_see_without_a_wrapper() -> None:
+    class Holds(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            inner = self.wrap(Net(name='net'))
+            x = inner(x) + linen.remat(lambda m, x: m(x))(inner, x)
+            return x + inner.encode(X)
+
+    def use(model: Any) -> Any:
+        return model.apply({'params': {'net': PARAMS}}, X)
+
+    def calls(wrap: Any) -> Any:
+        seen = seen_by_interceptors(Holds(wrap), use)
+        # Flax makes a method of what is lifted, of the module that it is handed.
+        return [call for call in seen if call[1] != '<lambda>']
+
+    assert calls(nn.Frozen) == calls(lambda module: module)
+
+
+def test_attributes_and_helpers_are_no_calls() -> None:
+    class Helps(linen.Module):
+        def setup(self):
+            self.w = self.param('w', linen.initializers.ones, (2, 2))
+
+        @linen.nowrap
+        def helper(self):
+            return self.w
+
+        def __call__(self):
+            return self.w
+
+    def use(model: Any) -> Any:
+        bound = model.bind({'params': {'w': jnp.ones((2, 2))}})
+        return bound.helper(), bound.w, bound.get_variable('params', 'w')
+
+    assert seen_by_interceptors(nn.Frozen(Helps()), use) == []
+
+
+def test_interceptors_change_what_goes_through_a_wrapper() -> None:
+    def shift(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if isinstance(context.module, nn.Frozen):
+            return next_fun(args[0] + 1.0) * 3.0
+        return next_fun(*args, **kwargs)
+
+    def fn(params: Any, x: Any) -> Any:
+        with linen.intercept_methods(shift):
+            return WRAPPED['backbone'].apply({'params': params}, x)
+
+    def by_hand(params: Any, x: Any) -> Any:
+        params = stopped(params, BY_HAND['backbone'])
+        return Net().apply({'params': params}, x + 1.0) * 3.0
+
+    assert_same(oracle.grads(fn, PARAMS, X), oracle.grads(by_hand, PARAMS, X))
+
+
+@pytest.mark.parametrize('capture', [True, lambda module, name: True])
+def test_captured_results_are_those_of_the_module_alone(capture: Any) -> None:
+    def captured(model: Any, around: Any) -> Any:
+        with linen.intercept_methods(around):
+            return model.apply(
+                {'params': PARAMS},
+                X,
+                capture_intermediates=capture,
+                mutable=['intermediates'],
+                method='encode',
+            )
+
+    through = lambda next_fun, args, kwargs, context: next_fun(*args, **kwargs)  # noqa: E731
+    for model in WRAPPED.values():
+        assert_same(captured(model, through), captured(Net(), through))
+
+
+# Methods that a module overrides.
+
+
+class Modes(linen.Module):
+    """As in MaxText: ``init`` and ``apply`` take an argument for a field."""
+
+    mode: str = 'train'
+
+    @linen.compact
+    def __call__(self, x):
+        factor = 2.0 if self.mode == 'train' else 5.0
+        y = Net(name='net')(x)
+        return factor * (y + self.param('shift', linen.initializers.ones, (1, 2)))
+
+    def encode(self, x):
+        return -self(x)
+
+    def init(self, *args, mode='train', **kwargs):
+        return linen.Module.init(self.clone(mode=mode), *args, **kwargs)
+
+    def apply(self, *args, mode='train', **kwargs):
+        return linen.Module.apply(self.clone(mode=mode), *args, **kwargs)
+
+
+@pytest.mark.parametrize('method', [None, 'encode', 'taken', Modes.encode])
+@pytest.mark.parametrize('mode', ['train', 'test'])
+def test_apply_and_init_of_the_module_are_called(mode: str, method: Any) -> None:
+    def view(module: Any) -> Any:
+        return nn.Frozen(nn.Frozen(module, 'net/backbone/**'), 'shift')
+
+    model = view(Modes())
+    of_plain = Modes().encode if method == 'taken' else method
+    method = model.encode if method == 'taken' else method
+    variables = Modes().init(KEY, X, mode=mode, method=of_plain)
+    assert_same(model.init(KEY, X, mode=mode, method=method), variables)
+    params = variables['params']
+
+    def by_hand(params: Any, x: Any) -> Any:
+        chosen = ('net/backbone', 'shift')
+        params = stopped(params, lambda path: path.startswith(chosen))
+        return Modes().apply({'params': params}, x, mode=mode, method=of_plain)
+
+    def fn(params: Any, x: Any) -> Any:
+        return model.apply({'params': params}, x, mode=mode, method=method)
+
+    assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+    assert inspect.signature(model.apply) == inspect.signature(Modes().apply)
+
+
+def test_a_filter_that_takes_nothing_raises_in_apply_and_init_of_the_module() -> None:
+    model = nn.Frozen(Modes(), 'nett/**')
+    with pytest.raises(errors.UnusedFilterError):
+        model.init(KEY, X)
+    with pytest.raises(errors.UnusedFilterError):
+        model.apply(Modes().init(KEY, X), X)
+    # With another method a part of the variables may be all that there is yet.
+    model.init(KEY, X, method='encode')
+
+
+def test_without_methods_of_their_own_they_are_those_of_flax() -> None:
+    frozen = nn.Frozen(Net())
+    for name in ('apply', 'init', 'init_with_output', 'lazy_init'):
+        assert getattr(frozen, name).__func__ is getattr(linen.Module, name)
+        assert getattr(nn.Frozen, name) is getattr(linen.Module, name)
+
+
+# Kauldron.
+
+
+class Keyed(linen.Module):
+    """Says by a method which keys of a batch are its arguments."""
+
+    image: str = 'batch.image'
+
+    def __call__(self, image):
+        return linen.Dense(2)(image)
+
+    def __kontext_keys__(self):
+        return {'image': self.image}
+
+
+@pytest.mark.parametrize('view', [nn.Frozen, nn.mirror])
+def test_the_keys_of_a_module_are_found(view: Any, monkeypatch: Any) -> None:
+    def get_keypaths(keyed: Any) -> dict[str, str]:
+        if hasattr(type(keyed), '__kontext_keys__'):
+            return type(keyed).__kontext_keys__(keyed)
+        return {'x': 'annotated'}
+
+    kontext = types.ModuleType('kauldron.kontext')
+    kontext.get_keypaths = get_keypaths
+    monkeypatch.setitem(sys.modules, 'kauldron', types.ModuleType('kauldron'))
+    monkeypatch.setitem(sys.modules, 'kauldron.kontext', kontext)
+    for module in (Keyed(), Keyed('batch.other'), Net()):
+        wrapper = view(view(module))
+        assert get_keypaths(wrapper) == get_keypaths(module)
