@@ -5,7 +5,6 @@ from flax_sg import errors as errors
 from flax_sg import filters as filters
 from flax_sg import linen as linen
 from flax_sg import testing as testing
-from flax_sg.absent import ABSENT as ABSENT
 from flax_sg.autodiff import grad as grad
 from flax_sg.autodiff import hessian as hessian
 from flax_sg.autodiff import jacfwd as jacfwd
@@ -14,11 +13,13 @@ from flax_sg.autodiff import jvp as jvp
 from flax_sg.autodiff import linearize as linearize
 from flax_sg.autodiff import value_and_grad as value_and_grad
 from flax_sg.autodiff import vjp as vjp
-from flax_sg.declared import trainable as trainable
 from flax_sg.filters import at as at
+from flax_sg.filters.paths import Path as Path
 from flax_sg.flow import gradient_flow as gradient_flow
 from flax_sg.flow import live as live
-from flax_sg.nondifferentiable import NonDifferentiable as NonDifferentiable
+from flax_sg.forms.on_trees import rewrite as rewrite
+from flax_sg.forms.on_trees import stop_gradient as stop_gradient
+from flax_sg.forms.on_trees import substitute as substitute
 from flax_sg.optim import TrainState as TrainState
 from flax_sg.optim import apply_updates as apply_updates
 from flax_sg.optim import freeze as freeze
@@ -26,13 +27,12 @@ from flax_sg.optim import frozen_mask as frozen_mask
 from flax_sg.optim import labels as labels
 from flax_sg.optim import thaw as thaw
 from flax_sg.optim import trainable_mask as trainable_mask
-from flax_sg.paths import Path as Path
 from flax_sg.summary import tabulate as tabulate
-from flax_sg.tree_rewrites import rewrite as rewrite
-from flax_sg.tree_rewrites import stop_gradient as stop_gradient
-from flax_sg.trees import combine as combine
-from flax_sg.trees import partition as partition
-from flax_sg.trees import partition_n as partition_n
-from flax_sg.trees import substitute as substitute
+from flax_sg.trees.absent import ABSENT as ABSENT
+from flax_sg.trees.nondifferentiable import NonDifferentiable as NonDifferentiable
+from flax_sg.trees.partition import combine as combine
+from flax_sg.trees.partition import partition as partition
+from flax_sg.trees.partition import partition_n as partition_n
+from flax_sg.trees.trainable import trainable as trainable
 
 __version__ = '0.1.0'

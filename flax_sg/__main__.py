@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 import flax_sg
-from flax_sg import commandline
+from flax_sg.commandline import flow
 
 USAGE = """\
 python -m flax_sg                           this text
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == 'demo':
         return _demo(rest)
     if command == 'flow':
-        return commandline.main(rest)
+        return flow.main(rest)
     print(_about())
     if command in ('help', '-h', '--help'):
         return 0

@@ -14,9 +14,12 @@ from typing import Any
 from flax.core import lift
 from flax.core.scope import CollectionFilter, Scope
 
-from flax_sg import filters, rewrites, rules, substitutes
-from flax_sg import read_only as read_only_
+from flax_sg import filters
 from flax_sg.engine import extents
+from flax_sg.forms import read_only as read_only_
+from flax_sg.forms import rewrites
+from flax_sg.forms import substitute as substitute_
+from flax_sg.rules import rules
 
 
 def rewrite(fn: Callable[..., Any], rewrite: rules.Rewrite) -> Callable[..., Any]:
@@ -99,7 +102,7 @@ def stop_gradient(
 
 def substitute(
     fn: Callable[..., Any],
-    values: substitutes.Values,
+    values: substitute_.Values,
     where: Any = None,
     collections: CollectionFilter = 'params',
     *,
@@ -127,7 +130,7 @@ def substitute(
     Returns:
         A function with the signature of ``fn``.
     """
-    value = substitutes.substitute(
+    value = substitute_.substitute(
         values, where=where, collections=collections, unused=unused
     )
     return rewrite(fn, value)

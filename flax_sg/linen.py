@@ -16,20 +16,20 @@ import typing as _typing
 from flax import linen as _linen
 from flax.linen import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
-from flax_sg.exchanges import copy_cotangent as copy_cotangent
-from flax_sg.exchanges import replace_cotangent as replace_cotangent
-from flax_sg.frozen import Frozen as Frozen
-from flax_sg.layers import scan as scan
-from flax_sg.maps import clip_gradient as clip_gradient
-from flax_sg.maps import map_cotangent as map_cotangent
-from flax_sg.maps import print_cotangent as print_cotangent
-from flax_sg.maps import reverse_gradient as reverse_gradient
-from flax_sg.maps import scale_gradient as scale_gradient
-from flax_sg.mirror import mirror as mirror
-from flax_sg.read_only import read_only as read_only
-from flax_sg.stops import stop_gradient as stop_gradient
-from flax_sg.stops import train_only as train_only
-from flax_sg.substitutes import substitute as substitute
+from flax_sg.forms.cotangents import clip_gradient as clip_gradient
+from flax_sg.forms.cotangents import map_cotangent as map_cotangent
+from flax_sg.forms.cotangents import print_cotangent as print_cotangent
+from flax_sg.forms.cotangents import reverse_gradient as reverse_gradient
+from flax_sg.forms.cotangents import scale_gradient as scale_gradient
+from flax_sg.forms.exchanges import copy_cotangent as copy_cotangent
+from flax_sg.forms.exchanges import replace_cotangent as replace_cotangent
+from flax_sg.forms.frozen import Frozen as Frozen
+from flax_sg.forms.mirror import mirror as mirror
+from flax_sg.forms.read_only import read_only as read_only
+from flax_sg.forms.stops import stop_gradient as stop_gradient
+from flax_sg.forms.stops import train_only as train_only
+from flax_sg.forms.substitute import substitute as substitute
+from flax_sg.scans.layers import scan as scan
 
 if _typing.TYPE_CHECKING:
     # Submodules are among the names of a star import for Python, and not for mypy.

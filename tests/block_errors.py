@@ -17,8 +17,9 @@ from flax.core import DenyList
 
 import flax_sg as sg
 import sequences
-from flax_sg import errors, extras, testing
+from flax_sg import errors, testing
 from flax_sg import linen as nn
+from flax_sg.internals import optional
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 ONES = fnn.initializers.ones
@@ -580,7 +581,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "module 'flax_sg.linen' has no attribute 'Densse'",
     ),
     'a package that is not installed': (
-        lambda: extras.optional('no_such_package.part', 'Drawing', 'plot'),
+        lambda: optional.optional('no_such_package.part', 'Drawing', 'plot'),
         ModuleNotFoundError,
         'Drawing needs no_such_package, which is not installed. Install what '
         "it needs with: pip install 'flax_sg[plot]'",
@@ -788,7 +789,7 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         testing.assert_traces_once(jnp.negative)
     )(X),
     'no name of flax.linen': lambda: nn.Dense,
-    'a package that is not installed': lambda: extras.optional('json', 'It', 'plot'),
+    'a package that is not installed': lambda: optional.optional('json', 'It', 'plot'),
     'a reload of what holds state': lambda: [
         reload('flax_sg.linen'),
         reload('flax_sg'),

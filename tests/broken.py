@@ -11,7 +11,6 @@ import jax
 import pytest
 from jax.interpreters import ad
 
-from flax_sg import _private, identities, paths, rewrites, sources
 from flax_sg.engine import (
     askers,
     blocks,
@@ -25,7 +24,11 @@ from flax_sg.engine import (
     writeback,
     writes,
 )
+from flax_sg.filters import paths
 from flax_sg.flow import analysis, dependence, derivatives
+from flax_sg.forms import rewrites
+from flax_sg.internals import _private
+from flax_sg.rules import custom_gradients, substitutes
 
 Patch = pytest.MonkeyPatch
 
@@ -146,13 +149,13 @@ def absolute_questions(patch: Patch) -> None:
 
 def values_never_told_apart(patch: Patch) -> None:
     """Other values have one number, also where a trace has read them."""
-    patch.setattr(sources.Substitute, 'values', lambda self: None)
+    patch.setattr(substitutes.Substitute, 'values', lambda self: None)
 
 
 def values_in_the_key(patch: Patch) -> None:
     """Other values have another number, also where they are arguments."""
-    key, values = sources.Substitute.key, sources.Substitute.values
-    patch.setattr(sources.Substitute, 'key', lambda self: (key(self), values(self)))
+    key, values = substitutes.Substitute.key, substitutes.Substitute.values
+    patch.setattr(substitutes.Substitute, 'key', lambda self: (key(self), values(self)))
 
 
 def computed_where_the_leaf_is(patch: Patch) -> None:
@@ -247,12 +250,12 @@ def higher_orders_mapped_too(patch: Patch) -> None:
     def again(x: Any, factor: Any) -> Any:
         return factor * x + jax.lax.stop_gradient(x - factor * x)
 
-    patch.setattr(identities, 'scale', again)
+    patch.setattr(custom_gradients, 'scale', again)
 
 
 def what_is_not_differentiated_counts(patch: Patch) -> None:
     """The norm of a selection is that of all of it, frozen parts too."""
-    transpose = ad.primitive_transposes[identities._mapped_p]
+    transpose = ad.primitive_transposes[custom_gradients._mapped_p]
 
     def all_count(cotangents: Any, *args: Any, fn: Any, **more: Any) -> Any:
         def counts(cotangents: Any, given: Any, *operands: Any) -> Any:
@@ -260,4 +263,4 @@ def what_is_not_differentiated_counts(patch: Patch) -> None:
 
         return transpose(cotangents, *args, fn=counts, **more)
 
-    patch.setitem(ad.primitive_transposes, identities._mapped_p, all_count)
+    patch.setitem(ad.primitive_transposes, custom_gradients._mapped_p, all_count)

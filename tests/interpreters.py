@@ -22,8 +22,8 @@ from flax import linen
 from flax.core import FrozenDict
 
 import specs
-from flax_sg import _private
 from flax_sg import linen as nn
+from flax_sg.internals import _private
 
 
 class StopError(Exception):

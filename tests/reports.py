@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from flax_sg.filters.paths import Path
 from flax_sg.flow import GradientFlow, Use
-from flax_sg.paths import Path
 
 
 def report(

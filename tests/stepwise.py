@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from flax_sg import _private
+from flax_sg.internals import _private
 
 
 def evaluate(fn: Callable[..., Any], *args: Any) -> Any:

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import pytest
 
 import oracle
-from flax_sg import _private, errors, filters, rules
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents, selection
+from flax_sg.internals import _private
+from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -203,7 +205,7 @@ def test_modules_open_blocks_in_each_other():
     ],
 )
 def test_the_collections_that_a_block_looks_at(chosen, wanted):
-    every = 'params', 'state', rules.OVERWRITE_WITH_GRADIENT
+    every = 'params', 'state', OVERWRITE_WITH_GRADIENT
     with nn.stop_gradient('a/**', collections=chosen, unused='ignore'):
         [block] = blocks.active()
         for _ in range(2):

@@ -25,9 +25,10 @@ import test_programs
 import test_read_only
 import test_stateful
 import test_substitutes
-from flax_sg import _private, errors
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
+from flax_sg.internals import _private
 
 # How checks fail: a gradient that is not the one by hand, to the last bit.
 GRADIENT = r'(?s)\[.*\]:\n.*\nis not\n'

@@ -21,9 +21,11 @@ from jax import lax
 import oracle
 import sequences
 import stepwise
-from flax_sg import errors, filters, rewrites, rules
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
+from flax_sg.forms import rewrites
+from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

@@ -12,8 +12,10 @@ from flax.core import nn as core_nn
 from flax.core.scope import DenyList
 
 import oracle
-from flax_sg import core, errors, filters, rewrites, rules
+from flax_sg import core, errors, filters
 from flax_sg import linen as nn
+from flax_sg.forms import rewrites
+from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 KEY = jax.random.key(0)

@@ -11,8 +11,9 @@ import pytest
 
 import flax_sg as sg
 import oracle
-from flax_sg import declared, errors
-from flax_sg.leaves import leaves_of
+from flax_sg import errors
+from flax_sg.trees import trainable
+from flax_sg.trees.leaves import leaves_of
 
 
 @sg.trainable('kernel', 'bias')
@@ -79,8 +80,8 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
 
 
 def test_nothing_is_declared_where_no_class_is(monkeypatch):
-    monkeypatch.setattr(declared, '_declared', {})
-    assert declared.declared({'a': layer(), 'w': 1.0}) == [True] * 4
+    monkeypatch.setattr(trainable, '_declared', {})
+    assert trainable.declared({'a': layer(), 'w': 1.0}) == [True] * 4
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -88,7 +89,7 @@ def test_everything_follows_the_declaration(name):
     model, trained = MODELS[name]
     names = leaves_of(model).paths
     expected = [path in trained for path in names]
-    assert declared.declared(model) == [p in trained or p == 'n' for p in names]
+    assert trainable.declared(model) == [p in trained or p == 'n' for p in names]
     mask = sg.trainable_mask(model)
     assert jax.tree.leaves(mask) == expected
     assert jax.tree.leaves(sg.frozen_mask(model)) == [not e for e in expected]
@@ -170,15 +171,15 @@ def test_bad_declarations():
 def test_a_declaration_dies_with_its_class():
     import gc
 
-    before = len(declared._declared)
+    before = len(trainable._declared)
 
     def make():
         @sg.trainable('w')
         class Local(NamedTuple):
             w: Any
 
-        return len(declared._declared)
+        return len(trainable._declared)
 
     assert make() == before + 1
     gc.collect()
-    assert len(declared._declared) == before
+    assert len(trainable._declared) == before

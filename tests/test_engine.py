@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from flax_sg import errors, filters, rules
+from flax_sg import errors, filters
 from flax_sg.engine import cache_keys
 from flax_sg.engine.askers import Asker
 from flax_sg.engine.blocks import Tree
 from flax_sg.engine.cache_keys import Number
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
+from flax_sg.rules import rules
 
 STOP = rules.StopGradient()
 

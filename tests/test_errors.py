@@ -33,8 +33,9 @@ import flax_sg as sg
 import oracle
 import report_errors
 import tree_errors
-from flax_sg import errors, versions
+from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.internals import versions
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

@@ -17,9 +17,12 @@ import pytest
 from flax.core import Scope, lift
 
 import oracle
-from flax_sg import _private, core, errors, filters, rewrites, rules
+from flax_sg import core, errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
+from flax_sg.forms import rewrites
+from flax_sg.internals import _private
+from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 MODEL = fnn.Dense(3)

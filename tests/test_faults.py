@@ -28,9 +28,10 @@ from flax.core import Scope
 import flax_sg
 import flax_sg as sg
 import oracle
-from flax_sg import _private, errors
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, cache_keys, extents, hooks
+from flax_sg.internals import _private
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 OWNERS = [owner for owner, _ in _private._HOOKED.values()]

@@ -38,8 +38,8 @@ from flax_sg.filters import (
     as_filter,
 )
 from flax_sg.filters.names import Names
+from flax_sg.filters.paths import Path
 from flax_sg.linen import Frozen, stop_gradient
-from flax_sg.paths import Path
 from oracle import stopped
 
 pytestmark = pytest.mark.every_case

@@ -1141,7 +1141,8 @@ def test_a_rewrite_called_on_a_module() -> None:
 
 
 def test_any_rule_may_be_wrapped_around_a_module() -> None:
-    from flax_sg import rewrites, rules
+    from flax_sg.forms import rewrites
+    from flax_sg.rules import rules
 
     @dataclasses.dataclass(frozen=True)
     class Twice(rules.Rule):

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 import oracle
 import programs
 import stepwise
-from flax_sg import errors, layers, testing
+from flax_sg import errors, testing
 from flax_sg import linen as nn
+from flax_sg.scans import layers
 
 DEPTH, WIDTH = 5, 4
 X = jax.random.normal(jax.random.key(0), (3, WIDTH))

@@ -14,38 +14,32 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Modules without a test file of their own stem, and the one that tests them instead.
+# Packages, each of which imports only from those before it, and the public names.
+STACK = [
+    'errors',
+    'internals',
+    'rendering',
+    'filters',
+    'trees',
+    'rules',
+    'engine',
+    'scans',
+    'forms',
+    'core',
+    'linen',
+    'optim',
+    'autodiff',
+    'flow',
+    'summary',
+    'testing',
+    'demo',
+    'commandline',
+]
+
 LONG = {
     # Everything private of Flax and JAX is in one file, so that one look tells what a
     # new release may break.
-    '_private.py',
-}
-TESTED_ELSEWHERE = {
-    # Functions behind a name of their own each; there is nothing in it but Flax.
-    '_private.py': 'test_hooks.py',
-    # What a missing package is answered with; pictures and the demo ask for one.
-    'extras.py': 'test_rendering.py',
-    # What assertions and the command line have in common.
-    'expectations.py': 'test_testing.py',
-    'sources.py': 'test_substitutes.py',
-    'fits.py': 'test_substitutes.py',
-    'operands.py': 'test_substitutes.py',
-    'forms.py': 'test_stops.py',
-    'leaves.py': 'test_trees.py',
-    'absent.py': 'test_trees.py',
-    'encodings.py': 'test_nondifferentiable.py',
-    # One subject: rules for cotangents.
-    'exchanges.py': 'test_cotangents.py',
-    'joint.py': 'test_cotangents.py',
-    'maps.py': 'test_cotangents.py',
-    'identities.py': 'test_cotangents.py',
-    'tree_rewrites.py': 'test_cotangents.py',
-    # What Frozen and mirror have in common, and their options.
-    'wrappers.py': 'test_frozen.py',
-    'statistics.py': 'test_frozen.py',
-    'draws.py': 'test_mirror.py',
-    # Holds no code: the version and the names that importing the package gives.
-    '__init__.py': 'test_packaging.py',
+    'internals/_private.py',
 }
 
 Check = Callable[[Path], list[str]]
@@ -203,19 +197,29 @@ def long_files(package: Path) -> list[str]:
     ]
 
 
-def untested_modules(package: Path) -> list[str]:
-    """Subpackages are tested as a whole, by the file named after them."""
-    tests = package.parent / 'tests'
-    names = [
-        path.name
-        for path in sorted(package.iterdir())
-        if path.suffix == '.py' or (path / '__init__.py').is_file()
-    ]
-    return [
-        name
-        for name in names
-        if name not in TESTED_ELSEWHERE
-        and not (tests / f'test_{name.removesuffix(".py").strip("_")}.py').is_file()
+def upward_imports(package: Path) -> list[str]:
+    """Imports for type checkers count: a reader follows them too."""
+    faults = []
+    for module, tree in modules(package).items():
+        room = module.split('.')[1] if '.' in module else ''
+        if room not in STACK:
+            continue
+        for name in imported_names(tree):
+            own, _, rest = name.partition('.')
+            other = rest.split('.')[0]
+            if own != package.name or other == room:
+                continue
+            if other not in STACK or STACK.index(other) > STACK.index(room):
+                faults.append(f'{module} imports {name}')
+    return faults
+
+
+def modules_at_top(package: Path) -> list[str]:
+    """Five: the public names, and what `python -m` runs. Packages stand in STACK."""
+    found = sorted(path.name for path in package.glob('*.py'))
+    rooms = {path.parent.name for path in package.glob('*/__init__.py')}
+    return ([f'at the top: {", ".join(found)}'] if len(found) > 5 else []) + [
+        f'{name}/ is not in the stack' for name in sorted(rooms - set(STACK))
     ]
 
 
@@ -238,9 +242,16 @@ CHECKS: list[tuple[Check, str, str, str]] = [
     (incomplete_all, 'a.py', '__all__ = ["f"]\ndef f(): ...\nx = 1', 'pkg.a lacks x'),
     (incomplete_all, 'a.py', '__all__ = ["f", "g"]\ndef f(): ...', 'pkg.a has no g'),
     (long_files, 'a.py', '\n' * 401, 'a.py has 401 lines'),
-    (untested_modules, 'c.py', '', 'c.py'),
-    (untested_modules, '_c.py', '', '_c.py'),
-    (untested_modules, 'sub/__init__.py', '', 'sub'),
+    (upward_imports, 'errors/a.py', 'from pkg import filters', 'pkg.filters'),
+    (upward_imports, 'rules/a.py', 'from pkg.engine.x import y', 'pkg.engine.x.y'),
+    (
+        upward_imports,
+        'trees/a.py',
+        'if TYPE_CHECKING:\n    import pkg.rules.rules',
+        'pkg.trees.a imports pkg.rules.rules',
+    ),
+    (modules_at_top, 'c.py', '', 'at the top: __init__.py'),
+    (modules_at_top, 'sub/__init__.py', '', 'sub/ is not in the stack'),
 ]
 
 
@@ -255,9 +266,7 @@ def package(tmp_path: Path) -> Path:
             '__all__ = ["f"]\nT = TypeVar("T")\ndef f(): ...\ndef _g(): ...\n'
         ),
         'pkg/_private.py': 'from jax._src import core\n\ncore._x\n',
-        'tests/test_a.py': '',
-        'tests/test_b.py': '',
-        'tests/test_private.py': '',
+        'pkg/linen.py': '',
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -296,9 +305,3 @@ def test_a_fault_is_reported(
     (package / file).write_text(text)
     faults = check(package)
     assert any(said in fault for fault in faults), faults
-
-
-def test_what_is_excused_exists():
-    for module, test in TESTED_ELSEWHERE.items():
-        assert (ROOT / 'flax_sg' / module).exists()
-        assert (ROOT / 'tests' / test).is_file()

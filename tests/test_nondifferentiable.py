@@ -14,7 +14,8 @@ import pytest
 
 import flax_sg as sg
 import oracle
-from flax_sg import encodings, errors, testing
+from flax_sg import errors, testing
+from flax_sg.trees import encodings
 
 ND = sg.NonDifferentiable
 

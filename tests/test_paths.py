@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_sg.errors import FilterValueError
-from flax_sg.paths import Path, glob_regex, nearest
+from flax_sg.filters.paths import Path, glob_regex, nearest
 
 pytestmark = pytest.mark.every_case
 

@@ -19,8 +19,9 @@ import pytest
 from flax import linen
 
 import oracle
-from flax_sg import errors, wrappers
+from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.forms import wrappers
 from oracle import assert_same, stopped
 
 KEY = jax.random.key(7)

@@ -12,8 +12,9 @@ import flax_sg as sg
 import oracle
 import programs
 import stepwise
-from flax_sg import errors, residuals
+from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.scans import residuals
 
 WIDTH, DEPTH, RANK = 64, 8, 2
 STACK = 4 * DEPTH * WIDTH * WIDTH

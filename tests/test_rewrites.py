@@ -16,8 +16,10 @@ import pytest
 
 import flax_sg
 import oracle
-from flax_sg import errors, filters, rewrites, rules, sources
+from flax_sg import errors, filters
 from flax_sg import linen as nn
+from flax_sg.forms import rewrites
+from flax_sg.rules import rules, substitutes
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -113,12 +115,14 @@ def other(path: str, x: Any) -> Any:
     return OTHERS['enc']['kernel'] if path == 'enc/kernel' else OTHERS[path]
 
 
-TREE = sources.Tree(sources.entries_of(OTHERS, 'params'))
+TREE = substitutes.Tree(substitutes.entries_of(OTHERS, 'params'))
 RULES: dict[str, tuple[rules.Rule, Any]] = {
-    'tree': (sources.Substitute(TREE), other),
-    'collection': (sources.Substitute(sources.Twin('ema')), other),
+    'tree': (substitutes.Substitute(TREE), other),
+    'collection': (substitutes.Substitute(substitutes.Twin('ema')), other),
     'function': (
-        sources.Substitute(sources.Function(lambda path, x: jnp.sin(x) * len(path))),
+        substitutes.Substitute(
+            substitutes.Function(lambda path, x: jnp.sin(x) * len(path))
+        ),
         lambda path, x: jnp.sin(x) * len(path),
     ),
     'read only': (rules.ReadOnly(), lambda path, x: x),

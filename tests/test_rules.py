@@ -13,8 +13,10 @@ import pytest
 
 import flax_sg
 import oracle
-from flax_sg import filters, rewrites, rules
+from flax_sg import filters
 from flax_sg import linen as nn
+from flax_sg.forms import rewrites
+from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 PATH = flax_sg.Path.of('params', ('enc', 'kernel'))

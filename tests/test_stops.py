@@ -11,8 +11,9 @@ import pytest
 
 import flax_sg
 import oracle
-from flax_sg import errors, filters, rewrites, stops
+from flax_sg import errors, filters
 from flax_sg import linen as nn
+from flax_sg.forms import rewrites, stops
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

@@ -20,8 +20,9 @@ import flax_sg as sg
 import interpreters
 import oracle
 import stepwise
-from flax_sg import core, errors, rewrites
+from flax_sg import core, errors
 from flax_sg import linen as nn
+from flax_sg.forms import rewrites
 from flax_sg.testing import optimized_hlo
 from oracle import assert_same
 

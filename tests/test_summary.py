@@ -12,8 +12,9 @@ from flax.linen import summary as flax_summary
 
 import flax_sg as sg
 from benchmarks import models
-from flax_sg import _private, errors
+from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.internals import _private
 from flax_sg.summary import programs, rows
 
 KEY = jax.random.key(0)

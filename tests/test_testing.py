@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import linen as fnn
 
-from flax_sg import _private, errors, testing
+from flax_sg import errors, testing
 from flax_sg import linen as nn
+from flax_sg.internals import _private
 from reports import LIVE, LOSSES, STOPPED, report
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)

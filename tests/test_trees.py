@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import flax_sg as sg
 import oracle
-from flax_sg import absent, errors, leaves, linen
+from flax_sg import errors, linen
+from flax_sg.trees import absent, leaves
 
 pytestmark = pytest.mark.every_case
 

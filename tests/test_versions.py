@@ -16,8 +16,9 @@ import pytest
 from flax.core import scope
 from packaging.specifiers import SpecifierSet
 
-from flax_sg import _private, errors, versions
+from flax_sg import errors
 from flax_sg.errors import base
+from flax_sg.internals import _private, versions
 
 pytestmark = pytest.mark.every_case
 

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 import flax_sg as sg
-from flax_sg import filters, rewrites, testing
+from flax_sg import filters, testing
 from flax_sg import linen as nn
+from flax_sg.forms import rewrites
 
 # Names of Flax: classes with their fields, functions, submodules.
 

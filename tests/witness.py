@@ -30,8 +30,9 @@ import numpy as np
 import pytest
 
 from flax_sg import linen as nn
-from flax_sg import paths, rewrites, rules
-from flax_sg.filters import as_filter
+from flax_sg.filters import as_filter, paths
+from flax_sg.forms import rewrites
+from flax_sg.rules import rules
 
 # By extent. The tests of flax.core have no modules, so no methods are called.
 FOLDERS = {

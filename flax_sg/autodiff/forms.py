@@ -13,11 +13,11 @@ import numpy as np
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.absent import ABSENT, is_absent
-from flax_sg.declared import chosen
-from flax_sg.leaves import Leaves, leaves_of
-from flax_sg.nondifferentiable import NonDifferentiable
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
+from flax_sg.trees.absent import ABSENT, is_absent
+from flax_sg.trees.leaves import Leaves, leaves_of
+from flax_sg.trees.nondifferentiable import NonDifferentiable
+from flax_sg.trees.trainable import chosen
 
 Shape: TypeAlias = tuple[int, ...]
 _ABSENT: dict[str, Callable[[], Any]] = {

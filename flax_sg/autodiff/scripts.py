@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 from flax import linen
 from flax.core.scope import Scope
 
-from flax_sg import _private, errors, filters, rewrites, rules
+from flax_sg import errors, filters
 from flax_sg.engine import blocks, extents, views
-from flax_sg.leaves import Leaves, leaves_of
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
+from flax_sg.forms import rewrites
+from flax_sg.internals import _private
+from flax_sg.rules import rules
+from flax_sg.trees.leaves import Leaves, leaves_of
 
 
 class Replaced(rules.Rule):

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-from flax_sg import extras
+from flax_sg.internals import optional as optional_
 
 HELD_OUT = 360
 PIXELS = 64
@@ -65,4 +65,4 @@ def optional(module: str) -> ModuleType:
     Raises:
         ModuleNotFoundError: if it is not installed; the message says what to install.
     """
-    return extras.optional(module, 'The demo', 'demo')
+    return optional_.optional(module, 'The demo', 'demo')

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from flax_sg import filters, rules
+from flax_sg import filters
 from flax_sg.engine.variables import Key
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
+from flax_sg.rules import rules
 
 # A tree that is older than the trace that reads it. None stands for any tree, where
 # the answer does not depend on it.

@@ -11,11 +11,13 @@ from typing import Any
 
 from flax.core.scope import Scope
 
-from flax_sg import _private, errors, rules
+from flax_sg import errors
 from flax_sg.engine import askers, cache_keys
 from flax_sg.engine.places import Place
 from flax_sg.engine.variables import Key, leaves_of
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
+from flax_sg.internals import _private
+from flax_sg.rules import rules
 
 if 'ROOT_FLAG' in globals():  # It was loaded before.
     raise errors.ReloadError(__name__)

@@ -26,7 +26,7 @@ from typing import Any
 from flax_sg import errors, filters
 from flax_sg.engine.askers import Answers, Asker, TreeRef
 from flax_sg.engine.variables import Key
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
 
 if 'Number' in globals():  # It was loaded before.
     raise errors.ReloadError(__name__)

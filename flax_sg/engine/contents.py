@@ -17,7 +17,7 @@ import numpy as np
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
-from flax_sg import _private
+from flax_sg.internals import _private
 
 # Not those of numpy: they are made of no parameter that is traced.
 _ARRAYS = (_private.Tracer, jax.Array)

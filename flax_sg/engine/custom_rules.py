@@ -12,9 +12,9 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
-from flax_sg import _private
 from flax_sg.engine import blocks, cache_keys, selection
 from flax_sg.engine.variables import iter_variables
+from flax_sg.internals import _private
 
 
 def hook_for(*names: str) -> Callable[[Any], Any]:

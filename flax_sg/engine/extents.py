@@ -7,11 +7,13 @@ import weakref
 
 from flax.core.scope import Scope
 
-from flax_sg import _private, errors, rules
+from flax_sg import errors
 from flax_sg.engine import blocks, cache_keys, hooks, judgement
 from flax_sg.engine.askers import Asker
 from flax_sg.engine.blocks import Block, thread
 from flax_sg.engine.places import Place
+from flax_sg.internals import _private
+from flax_sg.rules import rules
 
 # What is judged at the end of an extent: that what is read in it is rewritten, that
 # what is named exists, or nothing.

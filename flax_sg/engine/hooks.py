@@ -8,7 +8,6 @@ from typing import Any
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
-from flax_sg import _private
 from flax_sg.engine import (
     blocks,
     custom_rules,
@@ -19,6 +18,7 @@ from flax_sg.engine import (
     writeback,
     writes,
 )
+from flax_sg.internals import _private
 
 _MISSING = object()
 

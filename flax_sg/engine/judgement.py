@@ -15,11 +15,12 @@ from typing import Any
 
 from flax.core.scope import Scope
 
-from flax_sg import _private, errors, filters
+from flax_sg import errors, filters
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
 from flax_sg.engine.selection import selects, wants
 from flax_sg.engine.variables import iter_variables
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
+from flax_sg.internals import _private
 
 _MOST_PASSED = 256
 _TREES = (filters.BoolTree, filters.Names)

@@ -9,7 +9,7 @@ import os
 import threading
 from typing import Any
 
-from flax_sg import _private
+from flax_sg.internals import _private
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,12 +18,16 @@ from typing import Any
 
 import jax
 
-from flax_sg import _private, errors, filters, paths, rules
+from flax_sg import errors, filters
 from flax_sg.engine import selection
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import path_of
 from flax_sg.engine.variables import Key, find, iter_variables, leaves_of
-from flax_sg.rules import AS_IT_IS
+from flax_sg.filters import paths
+from flax_sg.internals import _private
+from flax_sg.rules import rules
+from flax_sg.rules.rules import AS_IT_IS
+from flax_sg.trees.leaves import is_differentiable
 
 # What the blocks around another one show of a variable.
 Outside = Callable[[Key, Any], Any]
@@ -147,7 +151,7 @@ def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
     Raises:
         NoCotangentError: if it cannot have, and was selected by name.
     """
-    if not rules.is_differentiable(leaf):
+    if not is_differentiable(leaf):
         # As everywhere: True takes what there is to take, a name means what it says.
         if rewrite.where.atoms:
             raise errors.NoCotangentError(path, leaf, rewrite)
@@ -192,7 +196,7 @@ class _Joint:
             ):
                 continue
             leaves = leaves_of(outside(key, value))
-            if all(map(rules.is_differentiable, leaves)):
+            if all(map(is_differentiable, leaves)):
                 keys.append(key)
                 selected.append((path_of(block, root, key), leaves))
         reader = Reader(dict(_variables(root)), _owner(block, root))

@@ -7,11 +7,11 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg import _private
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.variables import Key
-from flax_sg.paths import Path
-from flax_sg.rules import OVERWRITE_WITH_GRADIENT
+from flax_sg.filters.paths import Path
+from flax_sg.internals import _private
+from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
 
 
 def wants(block: Block, collection: str) -> bool:

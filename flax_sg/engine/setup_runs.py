@@ -15,8 +15,10 @@ from typing import Any
 import jax
 from flax.core.scope import Scope
 
-from flax_sg import _private, errors, rules
+from flax_sg import errors
 from flax_sg.engine import blocks, contents
+from flax_sg.internals import _private
+from flax_sg.rules import rules
 
 
 class _UnfaithfulError(Exception):

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_sg import _private, rules
 from flax_sg.engine import blocks, contents, selection, setup_runs
+from flax_sg.internals import _private
+from flax_sg.rules import rules
 
 _Values = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 from flax.core.frozen_dict import FrozenDict
 
-from flax_sg.rules import AS_IT_IS
+from flax_sg.rules.rules import AS_IT_IS
 
 # A variable's collection, and its names from the root of the tree.
 Key: TypeAlias = tuple[str, tuple[str, ...]]

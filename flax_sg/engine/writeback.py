@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
-from flax_sg import _private
 from flax_sg.engine import blocks, placing, selection, unwritten, views
 from flax_sg.engine.variables import Key, iter_variables, map_variables
+from flax_sg.internals import _private
 
 _JIT = 'jit'
 _LOOPS = ('scan', 'while_loop')

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 from flax.core.scope import Scope
 
-from flax_sg import _private, errors
+from flax_sg import errors
 from flax_sg.engine import blocks, selection
 from flax_sg.engine.variables import Key, find, iter_variables
-from flax_sg.rules import AS_IT_IS
+from flax_sg.internals import _private
+from flax_sg.rules.rules import AS_IT_IS
 
 
 def check(

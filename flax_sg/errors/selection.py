@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 from flax_sg.errors.base import FlaxSGError
-
-if TYPE_CHECKING:
-    from flax_sg.filters import Filter
-    from flax_sg.paths import Path
 
 
 class FilterTypeError(FlaxSGError, TypeError):
@@ -121,7 +117,7 @@ class UnusedFilterError(FlaxSGError, ValueError):
     """
 
     def __init__(
-        self, atom: Filter, paths: Sequence[Path], owner: tuple[str, ...] | None
+        self, atom: Any, paths: Sequence[Any], owner: tuple[str, ...] | None
     ) -> None:
         count = 'variable' if len(paths) == 1 else 'variables'
         looked = f'it matches none of the {len(paths)} {count}'

@@ -20,8 +20,8 @@ from flax_sg.filters.derived import Derived
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
 from flax_sg.filters.names import Names
+from flax_sg.filters.paths import Path
 from flax_sg.filters.refusals import KINDS, brief, fix_of, refuse_target
-from flax_sg.paths import Path
 
 # What stands for a filter; as_filter explains the members.
 Where: TypeAlias = (

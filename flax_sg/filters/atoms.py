@@ -18,14 +18,14 @@ from flax_sg.errors import FilterTypeError, FilterValueError, TracerInFilterErro
 from flax_sg.filters import functions
 from flax_sg.filters.expressions import Atom, Filter, Owner
 from flax_sg.filters.hints import TextHints, separated_by_slashes
-from flax_sg.filters.refusals import EXAMPLE, RESULT_FIXES, brief
-from flax_sg.paths import (
+from flax_sg.filters.paths import (
     Path,
     check_glob,
     escaped,
     glob_regex,
     with_literal_brackets,
 )
+from flax_sg.filters.refusals import EXAMPLE, RESULT_FIXES, brief
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

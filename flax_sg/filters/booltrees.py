@@ -13,8 +13,8 @@ import numpy as np
 
 from flax_sg.errors import FilterTypeError, TreeFilterError
 from flax_sg.filters.expressions import Atom, Owner
+from flax_sg.filters.paths import Path, nearest
 from flax_sg.filters.refusals import brief
-from flax_sg.paths import Path, nearest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

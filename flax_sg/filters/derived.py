@@ -8,7 +8,7 @@ from collections.abc import Hashable
 
 from flax_sg.errors import DerivedFilterError
 from flax_sg.filters.expressions import Atom
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

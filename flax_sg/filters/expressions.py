@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from flax_sg.errors import FilterTypeError
-from flax_sg.paths import Path, nearest
+from flax_sg.filters.paths import Path, nearest
 
 Owner: TypeAlias = tuple[str, ...] | None
 

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 
 from flax_sg.errors import FilterValueError
-from flax_sg.paths import Path
+from flax_sg.filters.paths import Path
 
 # A brace expression, or a range in one, as shells take them; the innermost ones.
 _BRACES = re.compile(r'\{([^{}]+)\}')

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from flax_sg import _private
 from flax_sg.errors import PartError, TracerInFilterError
 from flax_sg.filters.expressions import And, Filter, Not, Or
 from flax_sg.filters.refusals import brief
+from flax_sg.internals import _private
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,18 +9,19 @@ from typing import Any
 
 import jax
 
-from flax_sg import _private, errors, filters
-from flax_sg.declared import chosen
+from flax_sg import errors, filters
 from flax_sg.errors.trees import shown
 from flax_sg.filters import functions
+from flax_sg.filters.paths import Path
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
 from flax_sg.flow.programs import Program
 from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
 from flax_sg.flow.stacks import stack_copies
 from flax_sg.flow.uses import UNKNOWN, Uses
-from flax_sg.leaves import Leaves, leaves_of, path_of
-from flax_sg.paths import Path
+from flax_sg.internals import _private
+from flax_sg.trees.leaves import Leaves, leaves_of, path_of
+from flax_sg.trees.trainable import chosen
 
 
 def gradient_flow(

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
-from flax_sg import _private
+from flax_sg.internals import _private
 
 Rows: TypeAlias = list[int]
 

@@ -16,7 +16,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from flax_sg import _private
 from flax_sg.flow.dependence import (
     FROM_NOTHING,
     REFUSED,
@@ -26,6 +25,7 @@ from flax_sg.flow.dependence import (
     every,
     opened,
 )
+from flax_sg.internals import _private
 
 # What hands on zeros as zeros; enough for the zeros that people write in a rule.
 _SHAPES_ONLY = frozenset(

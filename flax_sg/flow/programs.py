@@ -12,7 +12,7 @@ from flax import linen
 
 from flax_sg import errors
 from flax_sg.filters import functions
-from flax_sg.leaves import is_differentiable
+from flax_sg.trees.leaves import is_differentiable
 
 # What JAX raises where a program asks for a value that it does not know yet.
 _ASKED_FOR_A_VALUE = (

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from flax_sg import errors, paths
+from flax_sg import errors
+from flax_sg.filters import paths
 from flax_sg.rendering import html, pictures, tables
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 
-from flax_sg import _private
 from flax_sg.flow.dependence import BEYOND, CALLS, Dependence, body_of, opened
 from flax_sg.flow.derivatives import has_tangent, shape_of
 from flax_sg.flow.report import StackCopy
 from flax_sg.flow.uses import HANDS_ON, JITTED, UNKNOWN
+from flax_sg.internals import _private
 
 # What these run is run again on the way back, whatever is stopped in there.
 _REMAT = frozenset(('remat', 'remat2', 'checkpoint'))

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
-from flax_sg import _private
 from flax_sg.flow.dependence import BEYOND, CALLS, Dependence, body_of, gathered, opened
 from flax_sg.flow.report import Use
+from flax_sg.internals import _private
 
 # A parameter by its number, and whether it is stopped already.
 Alias: TypeAlias = tuple[int, bool]

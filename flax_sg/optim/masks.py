@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from flax_sg import errors, filters
-from flax_sg.absent import is_absent
-from flax_sg.declared import chosen, overwritten
-from flax_sg.leaves import Leaves, is_differentiable, leaves_of, selected, whole
-from flax_sg.paths import Path
-from flax_sg.trees import classified
+from flax_sg.filters.paths import Path
+from flax_sg.trees.absent import is_absent
+from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, selected, whole
+from flax_sg.trees.partition import classified
+from flax_sg.trees.trainable import chosen, overwritten
 
 
 def trainable_mask(

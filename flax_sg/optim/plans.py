@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.absent import ABSENT, is_absent
-from flax_sg.leaves import Keys, Leaves, is_differentiable, is_whole
-from flax_sg.nondifferentiable import NonDifferentiable
 from flax_sg.optim.masks import live_leaves, parameters_of
+from flax_sg.trees.absent import ABSENT, is_absent
+from flax_sg.trees.leaves import Keys, Leaves, is_differentiable, is_whole
+from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
 class FreezeState(NamedTuple):

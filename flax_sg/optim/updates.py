@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training import train_state
 
-from flax_sg import errors, rules
-from flax_sg.absent import is_absent
-from flax_sg.leaves import leaves_of
-from flax_sg.nondifferentiable import NonDifferentiable
+from flax_sg import errors
 from flax_sg.optim.freezing import Freeze
+from flax_sg.trees.absent import is_absent
+from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, leaves_of
+from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -102,7 +102,7 @@ class TrainState(train_state.TrainState):
             StructureError: if ``grads`` do not fit the parameters.
             MissingLeafError: if something is absent that is trained.
         """
-        overwrite = rules.OVERWRITE_WITH_GRADIENT
+        overwrite = OVERWRITE_WITH_GRADIENT
         split = overwrite in grads
         seen = grads['params'] if split else grads
         params = self.params['params'] if split else self.params

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flax_sg.rendering import colors, tables
-
-if TYPE_CHECKING:
-    from flax_sg.flow import GradientFlow
 
 _CELL = 'padding:2px 10px;text-align:left'
 
 
-def table(flow: GradientFlow) -> str:
+def table(flow: Any) -> str:
     """The matrix as an HTML table that needs no style sheet; names are escaped."""
     head = ['', *tables.output_names(flow), 'uses stopped']
     lines = [

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flax_sg import extras
+from flax_sg.internals import optional
 from flax_sg.rendering import colors, tables
-
-if TYPE_CHECKING:
-    from flax_sg.flow import GradientFlow
 
 # In inches: the height of a row, and the width of a letter.
 _ROW, _LETTER = 0.3, 0.09
@@ -18,7 +15,7 @@ _INK, _PALE = '#333333', '#767676'
 
 
 def save(
-    flow: GradientFlow,
+    flow: Any,
     path: str | os.PathLike[str],
     depth: int | None,
     title: str,
@@ -46,7 +43,7 @@ def save(
     figure.savefig(path, dpi=150)
 
 
-def draw(axes: Any, flow: GradientFlow, depth: int | None = None) -> None:
+def draw(axes: Any, flow: Any, depth: int | None = None) -> None:
     """Does what ``GradientFlow.draw`` says."""
     rectangle = load('matplotlib.patches').Rectangle
     rows, outputs = tables.rows(flow, depth), tables.output_names(flow)
@@ -70,7 +67,7 @@ def draw(axes: Any, flow: GradientFlow, depth: int | None = None) -> None:
 
 def load(module: str) -> Any:
     """A module of matplotlib, which comes with the extra ``plot``."""
-    return extras.optional(module, 'The picture', 'plot')
+    return optional.optional(module, 'The picture', 'plot')
 
 
 def _width(texts: Iterable[str]) -> float:

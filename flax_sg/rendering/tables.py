@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from flax_sg.flow import GradientFlow, Use
 
 # For each status of a report what a reader is told, and how it looks. The words say it
 # all: colours only help the eye.
@@ -60,7 +57,7 @@ class FlowTable:
         depth: how many names of a module's path count; all of them by default.
     """
 
-    def __init__(self, flow: GradientFlow, depth: int | None = None) -> None:
+    def __init__(self, flow: Any, depth: int | None = None) -> None:
         self.outputs = output_names(flow)
         self.rows = rows(flow, depth)
         self.notes = notes(flow, depth)
@@ -134,7 +131,7 @@ _INSIDE = {
 }
 
 
-def text(flow: GradientFlow, depth: int | None = None, width: int | None = None) -> str:
+def text(flow: Any, depth: int | None = None, width: int | None = None) -> str:
     """What ``GradientFlow.table`` returns: no colours."""
     file = io.StringIO()
     # Without a colour system there are no styles either: the kernel of a notebook asks
@@ -145,12 +142,12 @@ def text(flow: GradientFlow, depth: int | None = None, width: int | None = None)
     return '\n'.join(lines).strip('\n')
 
 
-def output_names(flow: GradientFlow) -> list[str]:
+def output_names(flow: Any) -> list[str]:
     """What the outputs are called in a heading: a single one has no name."""
     return [name or 'output' for name in flow.outputs]
 
 
-def rows(flow: GradientFlow, depth: int | None = None) -> list[Row]:
+def rows(flow: Any, depth: int | None = None) -> list[Row]:
     """A row for each module; below it, where they differ, one for each parameter.
 
     Args:
@@ -171,7 +168,7 @@ def rows(flow: GradientFlow, depth: int | None = None) -> list[Row]:
     return found
 
 
-def notes(flow: GradientFlow, depth: int | None = None) -> list[str]:
+def notes(flow: Any, depth: int | None = None) -> list[str]:
     """What the matrix does not show: hidden parameters, and what stops cost."""
     return [
         *hidden(flow, depth),
@@ -183,7 +180,7 @@ def notes(flow: GradientFlow, depth: int | None = None) -> list[str]:
     ]
 
 
-def hidden(flow: GradientFlow, depth: int | None) -> list[str]:
+def hidden(flow: Any, depth: int | None) -> list[str]:
     """Says of which parameters the word 'stopped' of their row is not true."""
     if depth is None:  # They have rows of their own.
         return []
@@ -205,7 +202,7 @@ def hidden(flow: GradientFlow, depth: int | None) -> list[str]:
 
 
 def _row(
-    name: str, parameter: bool, status: tuple[str, ...], uses: Sequence[Use]
+    name: str, parameter: bool, status: tuple[str, ...], uses: Sequence[Any]
 ) -> Row:
     stopped = sum(use.stopped for use in uses)
     return Row(name, parameter, status, stopped, len(uses))

@@ -9,7 +9,8 @@ from typing import Any
 from flax import linen
 from flax.core.scope import CollectionFilter
 
-from flax_sg import _private, errors
+from flax_sg import errors
+from flax_sg.internals import _private
 from flax_sg.summary import programs, rows, text
 
 FIT = 'fit'

@@ -17,7 +17,7 @@ from flax import linen
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from flax_sg import _private
+from flax_sg.internals import _private
 
 # The paths of the modules that an equation runs in, the outermost first.
 Modules: TypeAlias = tuple[str, ...]

@@ -11,7 +11,8 @@ import numpy as np
 from flax import linen
 from flax.core.scope import CollectionFilter, DenyList, subtract_filters
 
-from flax_sg import flow, leaves
+from flax_sg import flow
+from flax_sg.trees import leaves
 
 # What ``init`` and ``nn.tabulate`` write when nothing is said.
 MUTABLE = DenyList('intermediates')

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from flax.linen import summary
 
-from flax_sg import leaves
 from flax_sg.summary import flops, programs
+from flax_sg.trees import leaves
 
 TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
 

@@ -9,7 +9,7 @@ from typing import Any
 from flax.linen import summary
 from rich.text import Text
 
-from flax_sg import _private
+from flax_sg.internals import _private
 from flax_sg.summary import rows
 
 STYLES = {rows.TRAINABLE: 'green', rows.PARTLY: 'yellow', rows.FROZEN: 'dim'}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import errors, filters, flow
-from flax_sg.expectations import Expectation
+from flax_sg.testing.expectations import Expectation
 
 
 def assert_flows(

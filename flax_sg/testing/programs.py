@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from flax_sg import _private, errors
+from flax_sg import errors
+from flax_sg.internals import _private
 
 _TABLES = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
 _OPERATION = re.compile(r'= \S+ ([a-z][a-z0-9-]*)\(|= \(.*?\) ([a-z][a-z0-9-]*)\(')

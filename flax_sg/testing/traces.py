@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from flax_sg import _private, errors
+from flax_sg import errors
 from flax_sg.engine import blocks
 from flax_sg.errors.trees import shown
+from flax_sg.internals import _private
 
 _F = TypeVar('_F', bound=Callable[..., Any])
 

@@ -1,0 +1,283 @@
+"""``python -m flax_sg flow``: which loss of a program trains which part of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flax_sg import errors, filters, flow
+from flax_sg.errors.trees import shown
+from flax_sg.rendering import pictures, tables
+from flax_sg.testing import expectations
+
+PROG = 'python -m flax_sg flow'
+DESCRIPTION = """\
+Prints which output of a function trains which of its parameters. Nothing is
+compiled or run, and the shapes of the arguments (jax.eval_shape) are enough."""
+EPILOG = """\
+The function is given in one of two ways, PLACE being package.module:name.
+
+  The loss itself, and where its arguments are: a tuple of them, or a function
+  without arguments that returns one. The first holds the parameters.
+
+    python -m flax_sg flow train:loss --args train:example
+
+    def loss(params, batch): ...
+    def example():
+        params = jax.eval_shape(model.init, jax.random.key(0), X)['params']
+        return params, jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+  A function without arguments that returns both, loss first; or what
+  sg.gradient_flow returned, which has argnums= and has_aux=.
+
+    python -m flax_sg flow train:check
+
+    def check():
+        return loss, *example()
+
+Expectations: 'gln: gln_*/** code/kernel' says that the output gln trains what
+these globs select and nothing else, 'gln:' that it trains nothing. The name of
+the output may be a glob, and each that it names is judged alone; without it,
+'gln_*/**', what all outputs train together counts.
+
+Status: 0 if every expectation holds, 1 if one is broken, 2 if the command is
+wrong. An exception of the program is shown as it is, with Python's status 1."""
+
+
+class UsageError(Exception):
+    """The command is wrong: what is said with status 2."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its status.
+
+    Args:
+        argv: what follows ``python -m flax_sg flow``.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        expected = list(map(_parsed, options.expect))
+        if options.plot:
+            _check_picture(options.plot)
+        # What the program prints must not get into what another program reads.
+        with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
+            report = _report(options.place, options.args)
+        broken = [_broken(expectation, report) for expectation in expected]
+    except UsageError as error:
+        parser.error(str(error))
+    if options.plot:
+        report.plot(options.plot, options.depth)
+    if options.json:
+        print(json.dumps(_as_json(report, options.expect, broken), indent=2))
+    else:
+        _show(report, options, broken)
+    return int(any(broken))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        PROG,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('place', metavar='PLACE', help='the function')
+    parser.add_argument('--args', metavar='PLACE', help='its arguments')
+    parser.add_argument(
+        '--expect',
+        metavar='TEXT',
+        action='append',
+        default=[],
+        help='what it has to train, and nothing else; any number of times',
+    )
+    parser.add_argument(
+        '--depth', metavar='N', type=_depth, help='names of a module that count'
+    )
+    parser.add_argument('--json', action='store_true', help='print the data')
+    parser.add_argument(
+        '--plot', metavar='FILE', type=Path, help='draw it (png, svg, pdf, ...)'
+    )
+    return parser
+
+
+def _depth(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'expected a number from 0, got {text!r}')
+    return int(text)
+
+
+# The program.
+
+
+def _report(place: str, args: str | None) -> flow.GradientFlow:
+    target = _load(place)
+    if args is not None:
+        given = _load(args)
+        given = _called(given, args) if callable(given) else given
+        if not isinstance(given, (tuple, list)):
+            raise UsageError(
+                f'--args {args} is {shown(given)}; expected a tuple of arguments'
+            )
+        return flow.gradient_flow(target, *given)
+    made = _called(target, place) if callable(target) else target
+    if isinstance(made, flow.GradientFlow):
+        return made
+    if isinstance(made, (tuple, list)) and made and callable(made[0]):
+        return flow.gradient_flow(*made)
+    raise UsageError(
+        f'{place} returned {shown(made)}, and should return (loss, *args); '
+        f'if it is the loss, say where its arguments are: --args package.module:name'
+    )
+
+
+def _called(function: Any, place: str) -> Any:
+    """What a function returns that takes no arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        required = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        raise UsageError(
+            f'{place} takes arguments ({", ".join(required)}): say where they are, '
+            '--args package.module:name, or name a function without arguments that '
+            'returns (loss, *args)'
+        ) from None
+    return function()
+
+
+def _load(place: str) -> Any:
+    """The object at ``package.module:name``."""
+    module, _, name = place.partition(':')
+    if not module or not name or module.endswith('.py') or '/' in module:
+        dotted = module.removesuffix('.py').strip('./').replace('/', '.')
+        raise UsageError(
+            f'{place!r} is no place: write package.module:name, such as '
+            f"'{dotted or 'train'}:{name or 'loss'}'"
+        )
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # Of the program, if it is not the module that was asked for, or one around it.
+        if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
+            raise
+        raise UsageError(f'there is no module {error.name!r} to import') from None
+    for part in name.split('.'):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), 3)
+            meant = f'; did you mean {" or ".join(map(repr, near))}?' if near else ''
+            raise UsageError(f'{module} has no {name!r}{meant}')
+        found = getattr(found, part)
+    return found
+
+
+# Expectations.
+
+
+def _parsed(text: str) -> expectations.Expectation:
+    output, colon, globs = text.rpartition(':')
+    try:
+        who = filters.as_filter(output.strip()) if colon else None
+        if not globs.split():
+            everything = filters.as_filter(True)
+            return expectations.Expectation(everything, trained=False, output=who)
+        where = filters.as_filter(globs.split())
+        return expectations.Expectation(where, only=True, output=who)
+    except errors.FlaxSGError as error:
+        raise UsageError(f'--expect {text!r}: {error}') from None
+
+
+def _broken(
+    expectation: expectations.Expectation, report: flow.GradientFlow
+) -> list[expectations.Broken]:
+    try:
+        return expectation.broken(report)
+    except errors.FlaxSGError as error:
+        raise UsageError(str(error)) from None
+
+
+# What is shown.
+
+
+def _check_picture(path: Path) -> None:
+    """Before anything takes time."""
+    try:
+        known = pictures.load('matplotlib.backend_bases').FigureCanvasBase.filetypes
+    except ModuleNotFoundError as error:
+        raise UsageError(str(error)) from None
+    if path.suffix.removeprefix('.') not in known:
+        raise UsageError(f'--plot {path}: no picture; known are {", ".join(known)}')
+    if not path.parent.is_dir():
+        raise UsageError(f'--plot {path}: there is no folder {str(path.parent)!r}')
+
+
+def _show(
+    report: flow.GradientFlow,
+    options: argparse.Namespace,
+    broken: list[list[expectations.Broken]],
+) -> None:
+    console = Console(highlight=False)
+    console.print(tables.FlowTable(report, options.depth))
+    for text, found in zip(options.expect, broken, strict=True):
+        verdict = '[bold red]BROKEN[/]' if found else '[green]ok[/]    '
+        console.print(f'\n{verdict}  ', end='')
+        console.print(text, markup=False)
+        if found:
+            print(expectations.table(found))
+
+
+def _as_json(
+    report: flow.GradientFlow,
+    texts: Sequence[str],
+    broken: list[list[expectations.Broken]],
+) -> dict[str, Any]:
+    return {
+        'outputs': report.outputs,
+        'parameters': [
+            {
+                'path': str(path),
+                'shape': shape.shape,
+                'dtype': str(shape.dtype),
+                'status': dict(zip(report.outputs, column, strict=True)),
+                'uses': list(map(dataclasses.asdict, uses)),
+            }
+            for path, shape, column, uses in zip(
+                report.parameters,
+                report.shapes,
+                zip(*report.status, strict=True),
+                report.uses,
+                strict=True,
+            )
+        ],
+        'expectations': [
+            {
+                'expect': text,
+                'holds': not found,
+                'broken': [
+                    {
+                        'output': one.output,
+                        'parameter': str(one.parameter),
+                        'expected': one.expected,
+                        'found': one.found,
+                    }
+                    for one in found
+                ],
+            }
+            for text, found in zip(texts, broken, strict=True)
+        ],
+    }

@@ -1,0 +1,1 @@
+"""What people write: blocks, lifted classes and functions, Frozen, mirror, trees."""

@@ -1,0 +1,183 @@
+"""A rewrite on a plain tree of values: the extent is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax.core.scope import in_filter
+
+from flax_sg import errors, filters
+from flax_sg.engine import placing
+from flax_sg.filters.paths import Path
+from flax_sg.forms import stops
+from flax_sg.rules import rules, substitutes
+from flax_sg.trees import shape_check
+from flax_sg.trees.absent import is_absent
+from flax_sg.trees.leaves import (
+    OVERWRITE_WITH_GRADIENT,
+    Leaves,
+    check_unused,
+    leaves_of,
+    selected,
+)
+
+
+def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
+    """A tree with the rule of a rewrite applied to the leaves that it selects.
+
+    >>> import jax, flax_sg as sg
+    >>> from flax_sg import linen as nn
+    >>> slow = nn.scale_gradient('encoder/**', 0.5)
+    >>> def loss(params):
+    ...     params = sg.rewrite(params, slow)
+    ...     return params['encoder']['w'] * params['head']['w']
+    >>> grads = jax.grad(loss)({'encoder': {'w': 2.0}, 'head': {'w': 3.0}})
+    >>> float(grads['encoder']['w']), float(grads['head']['w'])
+    (1.5, 2.0)
+
+    Args:
+        tree: any pytree. In a dict of collections (``{'params': ...}``) paths start
+            below the collection, otherwise all leaves count as parameters. Leaves in a
+            box share the path of the box.
+        rewrite: a rule and what it applies to, such as ``nn.scale_gradient`` returns.
+
+    Returns:
+        The tree with other leaves. What is computed from *it* is under the rule.
+
+    Raises:
+        UnusedFilterError: if a part of the filter matches no leaf.
+    """
+    leaves = leaves_of(tree)
+    looked_at = [i for i, path in enumerate(leaves.paths) if _looks_at(rewrite, path)]
+    paths = [leaves.paths[i] for i in looked_at]
+    [takes] = selected([paths], rewrite.where, rewrite.unused)
+    taken = {
+        i: said
+        for i, said in zip(looked_at, takes, strict=True)
+        if said and not is_absent(leaves.values[i])
+    }
+    return leaves.restore(_rewritten(rewrite, leaves, taken))
+
+
+def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> Any:
+    """A tree in which the selected leaves are behind ``jax.lax.stop_gradient``.
+
+    >>> import jax, flax_sg as sg
+    >>> def loss(params):
+    ...     params = sg.stop_gradient(params, 'encoder/**')
+    ...     return params['encoder']['w'] * params['head']['w']
+    >>> grads = jax.grad(loss)({'encoder': {'w': 2.0}, 'head': {'w': 3.0}})
+    >>> float(grads['encoder']['w']), float(grads['head']['w'])
+    (0.0, 2.0)
+
+    Args:
+        tree: any pytree, as for ``rewrite``; of a dict of collections all of them.
+        where: which leaves are stopped: any kind of filter.
+        unused: ``'ignore'`` to let a filter pass that matches nothing.
+
+    Returns:
+        The tree; what is no array of real or complex numbers is what it was.
+    """
+    return rewrite(tree, stops.stop_gradient(where, collections=True, unused=unused))
+
+
+def _looks_at(rewrite: rules.Rewrite, path: Path) -> bool:
+    fp8 = path.collection == OVERWRITE_WITH_GRADIENT
+    return not fp8 and in_filter(rewrite.collections, path.collection)
+
+
+def _rewritten(
+    rewrite: rules.Rewrite, leaves: Leaves, taken: Mapping[int, Any]
+) -> list[Any]:
+    """The leaves, of which some are meant, or a part of them."""
+    values = list(leaves.values)
+    if rewrite.rule.in_extent:
+        taken = {
+            i: said
+            for i, said in taken.items()
+            if placing.has_cotangent(rewrite, leaves.paths[i], values[i])
+        }
+    # The leaves in one box are those of one variable.
+    together: dict[tuple[str, Path], list[int]] = {}
+    for i in taken:
+        path = leaves.paths[i]
+        together.setdefault((path.collection, path), []).append(i)
+    given = [(path, [values[i] for i in i_s]) for (_, path), i_s in together.items()]
+    variables: dict[Any, list[Any]] = {}
+    for path, value in leaves:
+        key = path.collection, tuple(path.absolute.split('/'))
+        variables.setdefault(key, []).append(value)
+    made = rewrite.rule.together(given, placing.Reader(variables, ()))
+    for places, new in zip(together.values(), made, strict=True):
+        for i, leaf in zip(places, new, strict=True):
+            values[i] = filters.merged(taken[i], leaf, values[i], leaves.paths[i])
+    return values
+
+
+def substitute(
+    tree: Any,
+    values: Any,
+    *,
+    where: filters.Where | None = None,
+    unused: str = 'raise',
+) -> Any:
+    """A tree in which some leaves are other values.
+
+    What ``nn.substitute`` does to the variables of a model, done to any tree.
+
+    >>> import flax_sg as sg
+    >>> params = {'backbone': {'w': 1.0}, 'head': {'w': 2.0, 'b': 3.0}}
+    >>> sg.substitute(params, {'head': {'w': 5.0}})
+    {'backbone': {'w': 1.0}, 'head': {'b': 3.0, 'w': 5.0}}
+    >>> sg.substitute(params, lambda path, leaf: -leaf, where='**/w')
+    {'backbone': {'w': -1.0}, 'head': {'b': 3.0, 'w': -2.0}}
+
+    Args:
+        tree: any pytree, as for ``partition``.
+        values: a tree of the same structure, or a part of one, whose leaves have the
+            shapes and dtypes of those that they stand for; or a function
+            ``(path, leaf) -> leaf`` that keeps shapes.
+        where: which leaves are other values. By default those that ``values`` has; all,
+            if it is a function.
+        unused: ``'ignore'`` to let a filter or a value pass that belongs to no leaf.
+
+    Returns:
+        The tree with other leaves.
+
+    Raises:
+        SubstituteError: if a value does not fit, or a selected leaf has none.
+        UnusedSubstituteError: if a value belongs to no leaf.
+        UnusedFilterError: if a part of ``where`` matches no leaf.
+    """
+    leaves = leaves_of(tree)
+    check_unused(unused)
+    chosen = filters.as_filter(True if where is None else where)
+    if callable(values):
+        of_leaf = substitutes.Function(values).of_leaf
+        [takes] = selected([leaves.paths], chosen, unused)
+        return leaves.restore(
+            filters.merged(take, of_leaf(path, leaf), leaf, path) if take else leaf
+            for (path, leaf), take in zip(leaves, takes, strict=True)
+        )
+    given = leaves_of(values)
+    there = {
+        keys: (path, leaf)
+        for keys, (path, leaf) in zip(given.key_paths, given, strict=True)
+        if not is_absent(leaf)
+    }
+    missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
+    if missing and unused == 'raise':
+        raise errors.UnusedSubstituteError(sorted(missing), leaves.paths)
+    takes = [keys in there for keys in leaves.key_paths]
+    if where is not None:
+        [takes] = selected([leaves.paths], chosen, unused)
+    out: list[Any] = []
+    for keys, (path, leaf), take in zip(leaves.key_paths, leaves, takes, strict=True):
+        if take and keys not in there:
+            raise errors.SubstituteError.absent(path, 'the tree')
+        if take:
+            new = shape_check.fitting(path, leaf, there[keys][1])
+            leaf = filters.merged(take, new, leaf, path)
+        out.append(leaf)
+    return leaves.restore(out)

@@ -1,0 +1,135 @@
+"""What other libraries ask of a wrapper: answered as the wrapped module would.
+
+Keras reads the signature of ``__call__``. penzai opens ``nn.intercept_methods`` around
+``apply``. MaxText overrides ``apply``. Kauldron looks up a method on the class. A
+wrapper has one class for all modules, and its ``__call__`` is ``nn.nowrap``: otherwise
+``capture_intermediates`` would store each result of the module twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from flax_sg.internals import _private
+
+F = TypeVar('F', bound=Callable[..., Any])
+
+
+# The methods of Flax with which a program starts a module, and which a class may
+# override. ``Module.init`` calls ``init_with_output``.
+STARTS = ('apply', 'init', 'init_with_output', 'lazy_init')
+
+
+class _Shown:
+    """A method of a wrapper with the signature of the wrapped module's method."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.nowrap = True  # Flax leaves such an attribute of a class as it is.
+        self.__doc__ = fn.__doc__
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        if wrapper is None:
+            return self.fn
+        method = method_of(wrapper.module, self.fn.__name__)
+        fn = self.fn if method is None else forwards(self.fn.__name__, method)
+        return types.MethodType(fn, wrapper)
+
+
+def shown(fn: F) -> F:
+    """Gives a method, on each wrapper, the signature of the wrapped module's method."""
+    method: Any = _Shown(fn)
+    return method
+
+
+def method_of(module: Any, name: str) -> Callable[..., Any] | None:
+    """The function of a module's method; None if the module has no such method."""
+    # Not getattr(type(module), name): for ``__call__`` a class without one gives the
+    # function that makes instances.
+    for cls in type(module).__mro__:
+        if name in vars(cls):
+            found = vars(cls)[name]
+            bound = found.__get__(module) if hasattr(found, '__get__') else found
+            return bound.__func__ if inspect.ismethod(bound) else None
+    return None
+
+
+def forwards(
+    name: str, method: Callable[..., Any], intercept: bool = True
+) -> Callable[..., Any]:
+    """Makes a method of a wrapper that calls a method of its module.
+
+    Args:
+        name: the name of the method.
+        method: the function of the module's method; its signature is shown.
+        intercept: whether ``nn.intercept_methods`` sees a call.
+    """
+
+    @functools.wraps(method)
+    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper._run(name, args, kwargs, intercept)
+
+    return forward
+
+
+def intercepted(wrapper: Any, name: str, innermost: Any) -> Callable[..., Any] | None:
+    """Returns the method to run through Flax's interceptors; None to run it directly.
+
+    Interceptors see only a wrapper that is the whole model. Anywhere else they see the
+    module that holds the wrapper, and the wrapped module: a third call for the same
+    variables would make those that change outputs do so twice.
+
+    Args:
+        wrapper: a bound wrapper.
+        name: the name of the method that is called.
+        innermost: the module in all wrappers: of those each forwards the method.
+    """
+    inside = wrapper.scope.path or isinstance(wrapper.parent, _private.Module)
+    if inside or not _private.intercepts():
+        return None
+    method = method_of(wrapper.module, name) or method_of(innermost, name)
+    if method is None or not _private.is_handled(method):
+        return None
+    return forwards(name, method, intercept=False)
+
+
+class Start:
+    """``apply`` or ``init`` of a wrapper: the module's own one, if it overrides it.
+
+    A call of ``Module.apply`` with the wrapper would skip what the module does there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        flax = getattr(_private.Module, self.name)
+        if wrapper is None:
+            return flax
+        method = method_of(wrapper.module, self.name)
+        own = method is not None and method is not flax
+        return types.MethodType(self._of_module(method) if own else flax, wrapper)
+
+    def _of_module(self, method: Any) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def start(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            target = kwargs.get('method')
+            if inspect.ismethod(target) and target.__self__ is wrapper:
+                kwargs['method'] = getattr(wrapper.module, target.__name__)
+            # A method other than ``__call__`` may create a part of the variables.
+            whole = self.name == 'apply' or target in (None, '__call__')
+            with wrapper._around(self.name, judge=whole):
+                return getattr(wrapper.module, self.name)(*args, **kwargs)
+
+        return start
+
+
+def key_paths(module: Any) -> dict[str, str]:
+    """What Kauldron feeds to a module: for each argument the key of a batch."""
+    kontext: Any = importlib.import_module('kauldron.kontext')
+    return kontext.get_keypaths(module)

@@ -1,0 +1,156 @@
+"""``substitute``: other values are read in the place of variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, overload
+
+from flax.core.scope import CollectionFilter
+
+from flax_sg import errors, filters
+from flax_sg.filters.paths import Path
+from flax_sg.filters.refusals import brief
+from flax_sg.forms import rewrites, spelling
+from flax_sg.internals import _private
+from flax_sg.rules import substitutes
+
+T = TypeVar('T')
+# What stands for other values; ``substitute`` explains the members.
+Values: TypeAlias = (
+    Mapping[str, Any] | str | _private.Module | Callable[[Path, Any], Any]
+)
+
+
+@overload
+def substitute(
+    values: Values,
+    /,
+    *,
+    where: filters.Where | None = ...,
+    collections: CollectionFilter = ...,
+    unused: str = ...,
+) -> rewrites.Rewrite: ...
+@overload
+def substitute(
+    target: T,
+    /,
+    values: Values,
+    *,
+    where: filters.Where | None = ...,
+    methods: Sequence[str] | None = ...,
+    collections: CollectionFilter = ...,
+    unused: str = ...,
+) -> T: ...
+def substitute(
+    target: Any = spelling.LEFT_OUT,
+    /,
+    values: Any = spelling.LEFT_OUT,
+    *,
+    where: Any = None,
+    methods: Sequence[str] | None = None,
+    collections: CollectionFilter = 'params',
+    unused: str = 'raise',
+) -> Any:
+    """Lets other values be read in the place of variables.
+
+    Inside the extent the selected variables read as other values, and gradients flow
+    to these; with ``stop_gradient`` in the extent they do not. What is stored stays,
+    random numbers and all else are what they are.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> model, x = nn.Dense(2), jnp.ones((1, 3))
+    >>> params = model.init(jax.random.key(0), x)['params']
+    >>> def loss(params, ema):
+    ...     with nn.substitute({'kernel': ema}):
+    ...         return jnp.sum(model.apply({'params': params}, x))
+    >>> of_params, of_ema = jax.grad(loss, (0, 1))(params, jnp.zeros((3, 2)))
+    >>> of_params['kernel'].any().item(), of_params['bias'].any().item()
+    (False, True)
+    >>> of_ema.any().item()
+    True
+
+    A function makes the values of what is stored, once for each leaf:
+
+    >>> import zlib
+    >>> def noise(path, value):
+    ...     key = jax.random.fold_in(jax.random.key(7), zlib.crc32(path.encode()))
+    ...     return value + 0.1 * jax.random.normal(key, value.shape)
+    >>> with nn.substitute(noise, where='kernel'):
+    ...     y = model.apply({'params': params}, x)
+    >>> with nn.substitute(lambda path, value: value.astype(jnp.bfloat16)):
+    ...     model.apply({'params': params}, x.astype(jnp.bfloat16)).dtype
+    dtype(bfloat16)
+
+    Args:
+        target: what to lift, as in ``stop_gradient``. Left out for a block or a
+            decorator; a single argument is always ``values``.
+        values: what is read, one of
+
+            * a tree of values, nested as the variables are from the module on that
+              opens the block; all of it or some. Structure, boxes, shape and dtype of
+              each variable have to be those of the one that it stands for;
+            * the name of another collection, ``'ema_params'``, which has variables of
+              the same names as the selected ones;
+            * a bound module, for its variables; modules may stand in a tree, too;
+            * a function ``(path, value) -> value``, called in the trace where the block
+              was opened. Its result has the shape of ``value`` and any dtype.
+        where: the variables that are read as other values; filters as in
+            ``stop_gradient``. By default those that a tree has, else all.
+        methods: as in ``stop_gradient``.
+        collections: the collections that ``where`` looks at. If this is more than one
+            name, a tree has the collections on top.
+        unused: as in ``stop_gradient``.
+
+    Returns:
+        As ``stop_gradient``.
+
+    Raises:
+        SubstituteTypeError: for ``values`` that are none of these.
+        SubstituteError: at a read, if a value does not fit, or there is none.
+        UnusedSubstituteError: at the end of an extent, if a value belongs to no
+            variable.
+
+    Note:
+        At initialization nothing is substituted: variables are what is being made then.
+        A value that is computed from other values and then written is written; what is
+        written back as it was read leaves what is stored; the variable reads as its
+        other value before and after. Inside a block that is around
+        a function of ``jax.jit``, other values compile another program; open the block
+        in the function, or give the values as its arguments. See google/flax issue
+        #1857; dm-haiku has ``custom_getter`` for this.
+    """
+    given = target if values is spelling.LEFT_OUT else values
+    source = _source_of(given, collections)
+    if where is None:
+        is_tree = isinstance(source, substitutes.Tree)
+        where = filters.Names(frozenset(source.entries)) if is_tree else True
+    rewrite = rewrites.Rewrite(
+        filters.as_filter(where), substitutes.Substitute(source), collections, unused
+    )
+    return spelling.lifted(rewrite, target, values, methods, 'where')
+
+
+def _source_of(values: Any, collections: CollectionFilter) -> substitutes.Source:
+    if values is spelling.LEFT_OUT:
+        raise errors.SubstituteTypeError('nothing')
+    if isinstance(values, str):
+        if not isinstance(collections, str):
+            raise errors.SubstituteTypeError(
+                f'the collection {values!r} for collections={collections!r}',
+                "Fix: name one collection, such as collections='params'.",
+            )
+        return substitutes.Twin(values)
+    if isinstance(values, (Mapping, _private.Module)):
+        entries = substitutes.entries_of(values, collections)
+        if not entries and not substitutes.is_initializing(values):
+            raise errors.SubstituteTypeError('a tree without a value')
+        return substitutes.Tree(entries)
+    if callable(values) and not isinstance(values, type):
+        return substitutes.Function(values)
+    fix = ''
+    if isinstance(values, type):
+        fix = f'Fix: to lift a class write nn.substitute({values.__name__}, values).'
+    elif hasattr(values, 'shape'):
+        fix = "Fix: say of which variable: nn.substitute({'encoder': {'bias': value}})."
+    raise errors.SubstituteTypeError(brief(values), fix)

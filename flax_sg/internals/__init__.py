@@ -1,0 +1,1 @@
+"""Everything private of Flax and JAX, and what of it is required."""

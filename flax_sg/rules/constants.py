@@ -1,0 +1,91 @@
+"""Numbers and arrays that a rule brings along, as parts of JAX's cache keys."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_sg import errors
+from flax_sg.internals import _private
+
+
+class Operand:
+    """A number or an array, told apart from others.
+
+    Equal values are one: Python's and numpy's, and single numbers of JAX. Other arrays
+    of JAX are compared by identity, traced ones too, and not kept alive by a key: a
+    rule with a new array in it is a new rule.
+
+    Attributes:
+        value: the number or the array.
+        key: stands for it in cache keys.
+    """
+
+    def __init__(self, value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            value = value.copy()  # It may be written to.
+        self.value = value
+        self.key = _key_of(value)
+
+
+def _key_of(value: Any) -> Hashable:
+    traced = isinstance(value, _private.Tracer)
+    if traced or (isinstance(value, jax.Array) and value.ndim):
+        return _Identity(value)
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return value.dtype, value.shape, np.asarray(value).tobytes()
+    return type(value), value
+
+
+class _Identity:
+    """Which object it is, as long as there is one."""
+
+    def __init__(self, value: Any) -> None:
+        self._ref = weakref.ref(value)
+        self._hash = id(value)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._ref()
+        return self is other or (
+            isinstance(other, _Identity) and mine is not None and mine is other._ref()
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:  # Beside the operand, whose value is held.
+        return _Identity, (self._ref(),)
+
+
+def identity_of(fn: Any) -> Hashable:
+    """Stands for a function in cache keys: which object it is, not what it does."""
+    if isinstance(fn, types.MethodType):
+        return identity_of(fn.__self__), fn.__func__
+    try:
+        return _Identity(fn)
+    except TypeError:  # Nothing can refer to it weakly.
+        return fn if isinstance(fn, Hashable) else object()
+
+
+def array(name: str, value: Any) -> Operand:
+    """An operand, of a number or an array; raises for anything else."""
+    known = isinstance(value, (bool, int, float, complex, np.ndarray, np.generic))
+    if not known and not hasattr(value, 'aval'):
+        raise errors.CotangentValueError(
+            f'{name}={value!r}: expected a number or an array.'
+        )
+    return Operand(value)
+
+
+def number(name: str, value: Any) -> Operand:
+    """An operand, of one number; raises for anything else."""
+    if np.ndim(array(name, value).value):
+        raise errors.CotangentValueError(
+            f'{name} has the shape {np.shape(value)}: expected one number.'
+        )
+    return Operand(value)

@@ -1,0 +1,235 @@
+"""Rules that let values through as they are and change what comes back.
+
+Here are those that look at one leaf at a time, in ``joint.py`` those that look at all
+selected leaves at once. What they do to cotangents is a function of these, so that a
+derivative of a gradient is the true one.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from flax_sg import errors
+from flax_sg.filters import functions
+from flax_sg.filters.paths import Path
+from flax_sg.filters.refusals import brief
+from flax_sg.rules import constants as operands_
+from flax_sg.rules import custom_gradients, rules
+from flax_sg.rules.constants import Operand
+
+
+# No dataclasses: where a rule stands in a field of a module, ``nn.jit`` would look at
+# the fields of the dataclass, arrays and all.
+class OnCotangents(rules.Rule):
+    """A rule that lets values through.
+
+    Args:
+        *parts: what tells it from others of its class.
+    """
+
+    in_extent: ClassVar[bool] = True
+
+    def __init__(self, *parts: Hashable) -> None:
+        keys = (part.key if isinstance(part, Operand) else part for part in parts)
+        self._key = (type(self), *keys)
+        self.brought = [part.value for part in parts if isinstance(part, Operand)]
+
+    def key(self) -> Hashable:
+        """All that tells it from others, without arrays."""
+        return self._key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OnCotangents) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+class Scale(OnCotangents):
+    """Tangents and cotangents are multiplied by a number."""
+
+    name: ClassVar[str] = 'scale_gradient'
+    asks_path: ClassVar[bool] = False
+
+    def __init__(self, factor: Operand) -> None:
+        super().__init__(factor)
+        self.factor = factor
+
+    def __call__(self, path: Path, leaf: Any) -> Any:
+        """Returns the leaf, behind an identity that scales."""
+        factor = jnp.asarray(self.factor.value).astype(leaf.dtype)
+        return custom_gradients.scale(leaf, factor)
+
+
+class Each(OnCotangents):
+    """The cotangent of each leaf goes through a function of its own.
+
+    Args:
+        *operands: numbers and arrays that ``mapped`` is handed.
+        parts: what else tells the rule from others of its class.
+    """
+
+    def __init__(self, *operands: Operand, parts: tuple[Hashable, ...] = ()) -> None:
+        super().__init__(*operands, *parts)
+        self._operands = operands
+
+    @abc.abstractmethod
+    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+        """Returns the cotangent to go on with."""
+
+    def __call__(self, path: Path, leaf: Any) -> Any:
+        """Returns the leaf, behind an identity with this way back."""
+
+        def fn(cotangents: Sequence[Any], _: Any, *operands: Any) -> list[Any]:
+            return [self.mapped(path, cotangents[0], *operands)]
+
+        operands = [jnp.asarray(operand.value) for operand in self._operands]
+        return mapped_by(fn, self, [path], [leaf], operands)[0]
+
+
+class Map(Each):
+    """A function of the user."""
+
+    name: ClassVar[str] = 'map_cotangent'
+
+    def __init__(self, fn: Callable[..., Any], operands: tuple[Operand, ...]) -> None:
+        self._fn = fn
+        traced = functions.tracer_in(fn)
+        if traced is not None:
+            found = f'{brief(traced[1])} as {traced[0]!r}.'
+            raise errors.TracerInRuleError(functions.describe(fn), found)
+        super().__init__(*operands, parts=(operands_.identity_of(fn),))
+
+    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+        """Returns what the function does."""
+        described = functions.describe(self._fn)
+        try:
+            out = self._fn(path, cotangent, *operands)
+        except Exception as error:
+            error.add_note(f'raised by {described} for the cotangent of {str(path)!r}')
+            raise
+        return checked(path, f'what {described} returns', cotangent, out)
+
+
+class ClipValue(Each):
+    """Each number is clipped."""
+
+    name: ClassVar[str] = 'clip_gradient'
+    asks_path: ClassVar[bool] = False
+
+    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+        """Returns the cotangent between plus and minus the bound."""
+        del path
+        bound = operands[0].astype(cotangent.real.dtype)
+        if jnp.iscomplexobj(cotangent):
+            parts = (
+                jnp.clip(p, -bound, bound) for p in (cotangent.real, cotangent.imag)
+            )
+            return jax.lax.complex(*parts)
+        return jnp.clip(cotangent, -bound, bound)
+
+
+class ClipNorm(Each):
+    """Each leaf is scaled down to a norm."""
+
+    name: ClassVar[str] = 'clip_gradient'
+    asks_path: ClassVar[bool] = False
+
+    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+        """Returns the cotangent with a norm of at most the bound."""
+        del path
+        return scaled_down([cotangent], [cotangent], operands[0])[0]
+
+
+class Fill(Each):
+    """A value takes the place of the cotangent."""
+
+    name: ClassVar[str] = 'replace_cotangent'
+    asks_path: ClassVar[bool] = False
+
+    def __call__(self, path: Path, leaf: Any) -> Any:
+        """Checks the value before anything is differentiated."""
+        value = self._operands[0].value
+        if jnp.ndim(value):
+            checked(path, 'the value', leaf, value)
+        return super().__call__(path, leaf)
+
+    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+        """Returns the value; a single number is repeated."""
+        del path
+        value = operands[0].astype(cotangent.dtype)
+        return jnp.broadcast_to(value, cotangent.shape)
+
+
+class Print(Each):
+    """The cotangent is printed."""
+
+    name: ClassVar[str] = 'print_cotangent'
+
+    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+        """Returns the cotangent."""
+        jax.debug.callback(functools.partial(_print, str(path)), cotangent)
+        return cotangent
+
+
+def mapped_by(
+    fn: Callable[..., list[Any]],
+    rule: rules.Rule,
+    paths: Sequence[Path],
+    leaves: Sequence[Any],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """Leaves behind one identity, with ``fn`` on the way back.
+
+    Args:
+        fn: as for ``identities.map_cotangents``.
+        rule: whose it is, for errors.
+        paths: the variables of the leaves, for errors.
+        leaves: the leaves.
+        operands: arrays that ``fn`` needs.
+    """
+    names = ', '.join(repr(str(path)) for path in paths[:3])
+    more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
+    what = f'nn.{rule.name} of {names}{more}'
+    return custom_gradients.map_cotangents(fn, what, leaves, operands)
+
+
+def checked(path: str, what: str, expected: Any, found: Any) -> Any:
+    """What was found, if it can be the cotangent of a leaf like ``expected``."""
+    if not hasattr(found, 'dtype') or (
+        (expected.shape, expected.dtype) != (found.shape, found.dtype)
+    ):
+        raise errors.CotangentShapeError(path, what, expected, found)
+    return found
+
+
+def scaled_down(
+    cotangents: Sequence[Any], counted: Sequence[Any], bound: Any
+) -> list[Any]:
+    """Cotangents, times what brings the norm of some of them down to the bound."""
+    square = functools.reduce(operator.add, map(_square, counted))
+    bound = bound.astype(square.dtype)
+    over = square > bound * bound
+    # At zero the root has no derivative, and is not needed.
+    factor = jnp.where(over, bound / jnp.sqrt(jnp.where(over, square, 1)), 1)
+    return [ct * factor.astype(ct.dtype) for ct in cotangents]
+
+
+def _square(x: Any) -> Any:
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    dtype = parts[0].dtype
+    wide = dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
+    return functools.reduce(
+        operator.add, (jnp.sum(jnp.square(part.astype(wide))) for part in parts)
+    )
+
+
+def _print(path: str, cotangent: Any) -> None:
+    print(f'cotangent of {path}: {cotangent}')

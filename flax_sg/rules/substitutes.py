@@ -1,0 +1,227 @@
+"""Where other values for variables come from, and whether they fit.
+
+A rule is part of JAX's cache keys, and a tree of values is not: it would be compared
+number by number, and kept alive. What stands for it there are the names of the
+variables. Values are arguments to what is traced, so that other ones find the same
+trace; which they are matters only where a trace has read one (``cache_keys.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+from flax.core.scope import CollectionFilter, in_filter
+
+from flax_sg import errors
+from flax_sg.filters.paths import Path
+from flax_sg.internals import _private
+from flax_sg.rules import constants, rules
+from flax_sg.trees import shape_check
+from flax_sg.trees.absent import is_absent
+
+# The collection of a variable, and its names from the module on that opens the block.
+Entry = tuple[str, tuple[str, ...]]
+
+
+class Source:
+    """Where other values come from.
+
+    Attributes:
+        key: what kind of values they are, for JAX's cache keys.
+        values: which they are, where ``key`` does not say so; else None.
+        runs_code: whether a function of the user makes them.
+    """
+
+    key: Hashable
+    values: Hashable = None
+    runs_code: bool = False
+
+    def of_variable(self, path: Path, value: Any, find: rules.Find) -> Any:
+        """What is read instead of a variable; ``AS_IT_IS`` to ask leaf by leaf."""
+        del path, value, find
+        return rules.AS_IT_IS
+
+    def of_leaf(self, path: Path, leaf: Any) -> Any:
+        """What is read instead of one leaf."""
+        raise NotImplementedError
+
+
+class Tree(Source):
+    """Values that are given."""
+
+    def __init__(self, entries: Mapping[Entry, Any]) -> None:
+        self.entries = {
+            entry: jax.tree_util.tree_map(shape_check.as_array, value)
+            for entry, value in entries.items()
+        }
+        self.key = frozenset(self.entries)
+        leaves = jax.tree_util.tree_leaves(list(self.entries.values()))
+        self.values = tuple(map(_which, leaves))
+
+    def of_variable(self, path: Path, value: Any, find: rules.Find) -> Any:
+        """The given value."""
+        del find
+        entry = (path.collection, path.parts)
+        if path.outside or entry not in self.entries:
+            raise errors.SubstituteError.absent(path, 'the tree')
+        return shape_check.fitting(path, value, self.entries[entry])
+
+    def __reduce__(self) -> Any:
+        return Tree, (self.entries,)
+
+
+class Twin(Source):
+    """The variables of the same names in another collection."""
+
+    def __init__(self, collection: str) -> None:
+        self.collection = collection
+        self.key = collection
+
+    def of_variable(self, path: Path, value: Any, find: rules.Find) -> Any:
+        """The variable in the other collection."""
+        other = find(self.collection)
+        if other is rules.AS_IT_IS:
+            where = f'the collection {self.collection!r}'
+            raise errors.SubstituteError.absent(path, where)
+        return shape_check.fitting(path, value, other)
+
+
+class Function(Source):
+    """What a function makes of the values."""
+
+    runs_code = True
+
+    def __init__(self, fn: Callable[[Path, Any], Any]) -> None:
+        self.fn = fn
+        self.key = constants.identity_of(fn)
+
+    def of_leaf(self, path: Path, leaf: Any) -> Any:
+        """What the function returns: of any dtype, and of the shape of the leaf."""
+        new = self.fn(path, leaf)
+        if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(new)):
+            new = shape_check.as_array(new) if isinstance(leaf, jax.Array) else new
+            if shape_check.shape_of(new) == shape_check.shape_of(leaf):
+                return new
+        raise errors.SubstituteError(
+            path,
+            f'a value of shape {shape_check.shape_of(leaf)}',
+            shape_check.described(new),
+        )
+
+    def __reduce__(self) -> Any:
+        return Function, (self.fn,)
+
+
+def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
+    """The values in a tree, or in those of modules in it, by the names of variables.
+
+    Args:
+        values: nested as the variables are; the collections on top unless
+            ``collections`` is a single name.
+        collections: the collections that may be in it.
+
+    Raises:
+        SubstituteTypeError: for what is no tree of values.
+    """
+    found: dict[Entry, Any] = {}
+    if isinstance(collections, str):
+        _collect(found, collections, (), values)
+        return found
+    if isinstance(values, _private.Module):
+        values = {c: t for c, t in _of_module(values).items() if _in(collections, c)}
+    for collection, tree in values.items():
+        if not _in(collections, collection):
+            raise errors.SubstituteTypeError(
+                f'values for the collection {collection!r}, and '
+                f'collections={collections!r} leaves it out'
+            )
+        _collect(found, collection, (), tree)
+    return found
+
+
+def _in(collections: CollectionFilter, collection: str) -> bool:
+    return in_filter(collections, collection)
+
+
+def _collect(
+    found: dict[Entry, Any], collection: str, names: tuple[str, ...], node: Any
+) -> None:
+    if isinstance(node, _private.Module):
+        node = _of_module(node).get(collection, {})
+    if isinstance(node, Mapping):
+        for name, below in node.items():
+            _collect(found, collection, (*names, str(name)), below)
+    elif not names:
+        raise errors.SubstituteTypeError(
+            f'{shape_check.described(node)} for the collection {collection!r}'
+        )
+    elif not is_absent(node):
+        found[collection, names] = node
+
+
+def _of_module(module: Any) -> Mapping[str, Any]:
+    if module.scope is None:
+        raise errors.SubstituteTypeError(
+            f'a {type(module).__name__} that is not bound, and so has no variables',
+            'Fix: in a method write self.module; at top level module.bind(variables).',
+        )
+    return module.variables
+
+
+def is_initializing(values: Any) -> bool:
+    """Whether values are missing because their module is still being made."""
+    if isinstance(values, Mapping):
+        return any(map(is_initializing, values.values()))
+    return isinstance(values, _private.Module) and values.is_initializing()
+
+
+def _which(leaf: Any) -> Hashable:
+    if isinstance(leaf, jax.Array):
+        return constants.Operand(leaf).key
+    try:
+        hash(leaf)
+    except TypeError:
+        return object()
+    return leaf
+
+
+class Substitute(rules.Rule):
+    """Reads are seen as other values.
+
+    No dataclass: where it stands in a field of a module, ``nn.jit`` would look at the
+    fields of the dataclass, and read each number of each array.
+    """
+
+    name = 'substitute'
+    brings = True
+    at_init = False  # The variables are what is being made then.
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.runs_code = source.runs_code
+
+    def __call__(self, path: Path, leaf: Any) -> Any:
+        """Returns the value that stands for one leaf."""
+        return self.source.of_leaf(path, leaf)
+
+    def instead(self, path: Path, value: Any, find: rules.Find) -> Any:
+        """Returns the value that stands for a variable."""
+        return self.source.of_variable(path, value, find)
+
+    def key(self) -> Hashable:
+        """The kind of the values."""
+        return (Substitute, type(self.source), self.source.key)
+
+    def values(self) -> Hashable:
+        """Which values they are."""
+        return self.source.values
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Substitute):
+            return NotImplemented
+        return (self.key(), self.values()) == (other.key(), other.values())
+
+    def __hash__(self) -> int:
+        return hash((self.key(), self.values()))

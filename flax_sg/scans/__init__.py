@@ -1,0 +1,1 @@
+"""Frozen layers of a scan, and stops in the body of a scan."""

@@ -1,0 +1,285 @@
+"""Layers of a scanned stack that are not trained, at the price of the split scan.
+
+All layers of ``nn.scan`` share a path and lie in one array, so a mask on the array is
+the only stop that a program written with one scan can have, and the backward pass of
+every layer is computed all the same. A person who needs the price writes two scans.
+Here the loop alone is split: variables, names, initial values and random numbers are
+those of the one scan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+from jax.extend import core
+from numpy.typing import NDArray
+
+from flax_sg import errors
+from flax_sg.internals import _private
+from flax_sg.scans import residuals
+from flax_sg.trees.leaves import Keys, name_of, path_of
+
+T = TypeVar('T')
+# An int, a slice, a sequence or array of ints, or of as many bools as there are layers.
+Layers = Any
+# More runs than these are compiled as one loop with a mask.
+MAX_RUNS = 4
+
+
+def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> T:
+    """``flax.linen.scan`` in which the parameters of some layers are not trained.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> class Layer(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x, _):
+    ...         return nn.tanh(nn.Dense(3)(x)), None
+    >>> Stack = nn.scan(
+    ...     Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=4,
+    ...     frozen_layers=slice(0, 3),
+    ... )
+    >>> x = jnp.ones(3)
+    >>> v = Stack().init(jax.random.key(0), x, None)
+    >>> grads = jax.grad(lambda v: jnp.sum(Stack().apply(v, x, None)[0]))(v)
+    >>> [bool(layer.any()) for layer in grads['params']['Dense_0']['kernel']]
+    [False, False, False, True]
+
+    The loop is run in parts. Layers that are frozen read their parameters from the
+    whole stack, one by one; if nothing below them is trained they have no backward pass
+    and keep nothing for one. Everything else is as in ``flax.linen.scan``, which this
+    is if ``frozen_layers`` is not given.
+
+    Args:
+        target: what is scanned: a Module class, or a function of a module.
+        *args: as for ``flax.linen.scan``.
+        frozen_layers: which layers, by their index along the scan: an int, a slice, a
+            sequence of ints, or a bool for each layer. Negative ones count from the
+            end. A few runs of neighbours are fast; layers here and there are masked.
+        **kwargs: as for ``flax.linen.scan``.
+
+    Returns:
+        What ``flax.linen.scan`` returns.
+
+    Raises:
+        FrozenLayersError: when it is called, if there are no such layers; or if
+            parameters are mutable and a layer writes some, or hands them to another
+            lifted transform, which may.
+
+    Note:
+        ``nn.stop_gradient(sg.at('layers/**', np.s_[:12]))`` around a plain scan stops
+        the same gradients, and computes them first.
+    """
+    if frozen_layers is None:
+        return linen.scan(target, *args, **kwargs)  # pyright: ignore
+
+    def loop(body: Any, init: Any, xs: Any, **options: Any) -> Any:
+        return split_scan(frozen_layers, body, init, xs, **options)
+
+    return _private.scan_with(loop)(target, *args, **kwargs)
+
+
+def split_scan(
+    frozen: Layers,
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any,
+    *,
+    length: int | None,
+    reverse: bool,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """``jax.lax.scan`` over the variables of layers, of which some are frozen.
+
+    Args:
+        frozen: which layers.
+        body: the body of the loop.
+        init: what it carries.
+        xs: what is scanned; the first of it are the groups of variables.
+        length: how many layers there are, or None to take it from ``xs``.
+        reverse: whether the last layer is the first to run.
+        **options: others of ``jax.lax.scan``.
+    """
+    stack = _Stack.of(xs)
+    length = len(stack.leaves[0]) if length is None else length
+    mask = chosen(frozen, length)
+    if not any(stack.params):  # They are being made.
+        return jax.lax.scan(body, init, xs, length=length, reverse=reverse, **options)
+    runs = [(a, b, bool(mask[a])) for a, b in itertools.pairwise(_cuts(mask))]
+    if len(runs) > MAX_RUNS:
+        runs, stack = [(0, length, False)], stack.stopped_where(mask)
+    layer = _Layer.of(body, init, xs, stack.params)
+    carry, parts = init, []
+    for run in reversed(runs) if reverse else runs:
+        carry, ys = stack.scan(layer, carry, *run, reverse=reverse, **options)
+        parts.append(ys)
+    parts = parts[::-1] if reverse else parts
+    return carry, jax.tree.map(lambda *ys: _joined(ys), *parts)
+
+
+def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
+    """For each of some layers whether it is meant.
+
+    >>> chosen(slice(-2, None), 4).tolist()
+    [False, False, True, True]
+    """
+    mask = np.zeros(length, bool)
+    index = layers if isinstance(layers, (slice, int)) else np.asarray(layers)
+    if isinstance(index, np.ndarray) and not index.size:
+        index = slice(0)
+    try:
+        mask[index] = True
+    except IndexError as error:
+        raise errors.FrozenLayersError(layers, length, str(error)) from None
+    if not mask.any():
+        raise errors.FrozenLayersError(layers, length, 'it takes none of them')
+    return mask
+
+
+def _cuts(mask: NDArray[np.bool_]) -> list[int]:
+    """Where the runs of neighbours begin, and where the last one ends."""
+    return [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The body of a loop, traced.
+
+    Once for all parts of the loop: each trace would draw other random numbers.
+
+    Attributes:
+        program: the body, of leaves.
+        carry: the structure of what it carries.
+        out: the structure of what it gives out.
+        handed_on: for each leaf of that the scanned leaf that it is, if it is one.
+            Parameters come out of a body that may write them.
+    """
+
+    program: core.ClosedJaxpr
+    carry: Any
+    out: Any
+    handed_on: list[int | None]
+
+    @classmethod
+    def of(cls, body: Any, carry: Any, xs: Any, params: list[bool]) -> _Layer:
+        """Traces the body on the first layer."""
+        first = jax.eval_shape(lambda xs: jax.tree.map(lambda x: x[0], xs), xs)
+        program, (carry, out) = jax.make_jaxpr(body, return_shape=True)(carry, first)
+        start = len(jax.tree.leaves(carry))
+        variables = program.jaxpr.invars[start:]
+        known = {v: n for n, v in enumerate(variables) if params[n]}
+        handed_on = [
+            None if isinstance(v, core.Literal) else known.get(v)
+            for v in program.jaxpr.outvars[start:]
+        ]
+        pairs = jax.tree_util.tree_leaves_with_path(out)
+        for (keys, _), number in zip(pairs, handed_on, strict=True):
+            if keys[0].idx == 1 and _is_param(keys) and number is None:
+                raise errors.FrozenLayersError.written(path_of(keys[4:]))
+        treedef = jax.tree.structure
+        return cls(program, treedef(carry), treedef(out), handed_on)
+
+    def __call__(self, carry: Any, leaves: list[Any]) -> tuple[Any, list[Any]]:
+        """Runs one layer.
+
+        Returns:
+            What it carries, and the leaves of what it gives out, without those that it
+            hands on: they are handed on as they are stored, not as they are seen.
+        """
+        carry = jax.tree.leaves(carry)
+        results = residuals.evaluate(self.program, [*carry, *leaves])
+        out = zip(self.handed_on, results[len(carry) :], strict=True)
+        made = [result for number, result in out if number is None]
+        return self.carry.unflatten(results[: len(carry)]), made
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """What a loop scans.
+
+    Attributes:
+        leaves: the arrays, layers along the first axis.
+        params: for each whether it holds parameters.
+        seen: what the layers see of each.
+    """
+
+    leaves: list[Any]
+    params: list[bool]
+    seen: list[Any]
+
+    @classmethod
+    def of(cls, xs: Any) -> _Stack:
+        """The stack of a loop of Flax: first of all variables by group and scope."""
+        pairs = jax.tree_util.tree_leaves_with_path(xs)
+        leaves = [leaf for _, leaf in pairs]
+        params = [keys[0].idx == 0 and _is_param(keys) for keys, _ in pairs]
+        return cls(leaves, params, leaves)
+
+    def stopped_where(self, mask: NDArray[np.bool_]) -> _Stack:
+        """The stack as it is seen through a mask on its parameters."""
+
+        def masked(leaf: Any) -> Any:
+            over = mask.reshape(-1, *(1 for _ in leaf.shape[1:]))
+            return jnp.where(over, jax.lax.stop_gradient(leaf), leaf)
+
+        pairs = zip(self.leaves, self.params, strict=True)
+        seen = [masked(leaf) if of_param else leaf for leaf, of_param in pairs]
+        return dataclasses.replace(self, seen=seen)
+
+    def scan(
+        self,
+        layer: _Layer,
+        init: Any,
+        first: int,
+        last: int,
+        frozen: bool,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        """Scans some neighbours.
+
+        A frozen layer reads its parameters from the whole stack: a slice of the stack
+        would be a copy of it.
+        """
+        whole = [frozen and of_param for of_param in self.params]
+        sliced = [
+            seen[first:last]
+            for seen, is_whole in zip(self.seen, whole, strict=True)
+            if not is_whole
+        ]
+
+        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+            number, rest = xs[0], iter(xs[1])
+            leaves = [
+                residuals.Again(_slice, (stack, number)) if is_whole else next(rest)
+                for stack, is_whole in zip(self.seen, whole, strict=True)
+            ]
+            return layer(carry, leaves)
+
+        numbers = jnp.arange(first, last, dtype=jnp.uint32)
+        carry, made = jax.lax.scan(step, init, (numbers, sliced), **options)
+        rest = iter(made)
+        return carry, layer.out.unflatten(
+            next(rest) if n is None else self.leaves[n][first:last]
+            for n in layer.handed_on
+        )
+
+
+def _is_param(keys: Keys) -> bool:
+    """Whether a leaf of Flax's variables, by group and scope, is a parameter."""
+    return name_of(keys[3]) == 'params'
+
+
+def _slice(stack: Any, number: Any) -> Any:
+    stopped = jax.lax.stop_gradient(stack)
+    return jax.lax.dynamic_index_in_dim(stopped, number, keepdims=False)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

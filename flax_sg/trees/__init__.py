@@ -1,0 +1,1 @@
+"""Pytrees by path: leaves, parts, absent leaves, what is trainable."""

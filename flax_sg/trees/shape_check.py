@@ -1,0 +1,60 @@
+"""Whether a value can be read in the place of another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core.frozen_dict import FrozenDict
+
+from flax_sg import errors
+from flax_sg.errors.trees import shown
+from flax_sg.filters.paths import Path
+from flax_sg.internals import _private
+
+
+def fitting(path: Path, value: Any, other: Any) -> Any:
+    """A value that is read instead of another one; raises if it does not fit."""
+    expected, treedef = jax.tree_util.tree_flatten(value)
+    found, other_treedef = jax.tree_util.tree_flatten(other)
+    if treedef != other_treedef:
+        fix = ''
+        if jax.tree_util.tree_structure(_private.unbox(value)) == other_treedef:
+            fix = 'keep the box: map over the tree with jax.tree.map.'
+        raise errors.SubstituteError(path, described(value), described(other), fix)
+    for old, new in zip(expected, found, strict=True):
+        if (dtype_of(old), shape_of(old)) != (dtype_of(new), shape_of(new)):
+            same_shape = shape_of(old) == shape_of(new)
+            fix = f'convert it with .astype({dtype_of(old)})' if same_shape else ''
+            raise errors.SubstituteError(path, described(value), described(other), fix)
+    return other
+
+
+def as_array(leaf: Any) -> Any:
+    """Numbers and arrays of NumPy as JAX takes them."""
+    if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
+        return jnp.asarray(leaf)
+    return leaf
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of a leaf; its type if it is no array."""
+    return getattr(leaf, 'dtype', type(leaf))
+
+
+def shape_of(leaf: Any) -> Any:
+    """The shape of a leaf."""
+    return getattr(leaf, 'shape', ())
+
+
+def described(value: Any) -> str:
+    """A value by the types in it."""
+    leaves, treedef = jax.tree_util.tree_flatten(value)
+    texts = [shown(leaf) for leaf in leaves]
+    if jax.tree_util.treedef_is_leaf(treedef) and texts:
+        return texts[0]
+    if isinstance(value, (dict, FrozenDict)):
+        return f'a tree of {len(value)} names'
+    return str(treedef.unflatten(texts))

@@ -1,0 +1,165 @@
+"""Which leaves are trained: by a filter, or as the classes in a tree declare it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from flax_sg import errors, filters
+from flax_sg.filters.paths import Path
+from flax_sg.trees.leaves import (
+    OVERWRITE_WITH_GRADIENT,
+    Leaves,
+    is_differentiable,
+    is_whole,
+    name_of,
+    selected,
+)
+
+T = TypeVar('T', bound=type)
+
+_declared: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def trainable(*fields: str) -> Callable[[T], T]:
+    """Declares which fields of a pytree class are trained; the others are not.
+
+    The other fields stay what they were in every other respect: leaves that are moved
+    to a device, traced, cast and saved. ``sg.grad`` and its relatives, the masks and
+    ``sg.freeze`` follow the declaration, wherever in a tree an instance is; a filter
+    that is given to them takes its place.
+
+    >>> import jax, flax.struct, flax_sg as sg
+    >>> @sg.trainable('kernel', 'bias')
+    ... class Whitened(flax.struct.PyTreeNode):
+    ...     kernel: jax.Array
+    ...     bias: jax.Array
+    ...     mean: jax.Array
+    >>> layer = Whitened(2.0, 1.0, 0.5)
+    >>> def loss(layer, x):
+    ...     return layer.kernel * (x - layer.mean) + layer.bias
+    >>> sg.grad(loss)(layer, 3.0).mean
+    ABSENT
+    >>> float(sg.grad(loss, wrt='mean')(layer, 3.0).mean)
+    -2.0
+
+    Args:
+        *fields: the names of the trained fields, as they are in key paths; none, if
+            nothing in the class is trained.
+
+    Returns:
+        A decorator for a class that is, or will be, registered as a pytree with keys:
+        ``flax.struct``, ``jax.tree_util.register_dataclass``, a NamedTuple. Subclasses
+        inherit the declaration, or make their own.
+
+    Raises:
+        DeclarationError: if the class, or later an instance, has no such field.
+
+    Note:
+        ``Flux.trainable`` and the fields of ``Functors.functor`` draw the same line.
+    """
+
+    def declare(cls: T) -> T:
+        given: Any = (cls, *fields)
+        if not isinstance(given[0], type) or not all(
+            isinstance(name, str) for name in given[1:]
+        ):
+            raise errors.DeclarationError.no_class(cls, fields)
+        known: Any = getattr(cls, '__dataclass_fields__', None) or getattr(
+            cls, '_fields', None
+        )
+        if known is not None:
+            _check_fields(cls, fields, list(known))
+        _declared[cls] = frozenset(fields)
+        return cls
+
+    return declare
+
+
+def _check_fields(cls: type, fields: Sequence[str], known: Sequence[str]) -> None:
+    for name in fields:
+        if name not in known:
+            raise errors.DeclarationError(cls, name, known)
+
+
+def _fields_of(node: Any) -> frozenset[str] | None:
+    for cls in type(node).__mro__:
+        if cls in _declared:
+            return _declared[cls]
+    return None
+
+
+def declared(tree: Any) -> list[bool]:
+    """For each leaf whether no class on the way to it declares it as not trained."""
+    if not _declared:
+        return [True] * len(jax.tree.leaves(tree, is_leaf=is_whole))
+    nodes = jax.tree.leaves(
+        tree, is_leaf=lambda node: is_whole(node) or _fields_of(node) is not None
+    )
+    out: list[bool] = []
+    for node in nodes:
+        fields = None if is_whole(node) else _fields_of(node)
+        out.extend([True] if fields is None else _declared_in(node, fields))
+    return out
+
+
+def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
+    children, _ = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda other: other is not node
+    )
+    names = [name_of(keys[0]) for keys, _ in children]
+    _check_fields(type(node), sorted(fields), names)
+    out: list[bool] = []
+    for name, (_, child) in zip(names, children, strict=True):
+        out.extend(took and name in fields for took in declared(child))
+    return out
+
+
+def chosen(
+    trees: Sequence[Leaves], where: filters.Where | None, unused: str = 'raise'
+) -> list[list[Any]]:
+    """Which leaves of some trees, or which parts of them, are trained.
+
+    Args:
+        trees: the trees; they are judged together.
+        where: a filter, or None for what the classes in the trees declare.
+        unused: ``'raise'`` or ``'ignore'`` if a part of the filter matches nothing.
+
+    Returns:
+        For each leaf whether it is meant and can be differentiated. The leaves of
+        ``_overwrite_with_gradient`` always are: their gradient is their new value.
+
+    Raises:
+        UnusedFilterError: if a part of the filter matches nothing.
+        NotDifferentiableError: if what one selects can nowhere be differentiated.
+    """
+    if where is None:
+        meant: list[list[Any]] = [declared(tree.restore(tree.values)) for tree in trees]
+    else:
+        where = filters.as_filter(where)
+        meant = selected([tree.paths for tree in trees], where, unused)
+        for part in where.filters if isinstance(where, filters.Or) else (where,):
+            _check_differentiable(trees, part)
+    return [
+        [
+            is_differentiable(leaf) and (take or overwritten(path))
+            for take, (path, leaf) in zip(takes, tree, strict=True)
+        ]
+        for tree, takes in zip(trees, meant, strict=True)
+    ]
+
+
+def overwritten(path: Path) -> bool:
+    """Whether the gradient of a leaf is its new value."""
+    return path.collection == OVERWRITE_WITH_GRADIENT
+
+
+def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None:
+    if isinstance(part, filters.Constant):
+        return
+    taken = [(path, leaf) for tree in trees for path, leaf in tree if part(path)]
+    if taken and not any(is_differentiable(leaf) for _, leaf in taken):
+        raise errors.NotDifferentiableError(part, dict(taken))
