@@ -378,7 +378,7 @@ def reload(name: str) -> None:
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'no values at all': (
         lambda: nn.substitute(),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'nn.substitute was given nothing.\n'
         'Expected: a tree of values, nested as the variables are; the name of '
         'another collection; a bound module; or a function (path, value) -> '
@@ -386,7 +386,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'the twin of several collections': (
         lambda: nn.substitute('ema', collections=['params', 'batch_stats']),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         "nn.substitute was given the collection 'ema' for "
         "collections=['params', 'batch_stats'].\n"
         'Expected: a tree of values, nested as the variables are; the name of '
@@ -396,7 +396,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'an empty tree of values': (
         lambda: nn.substitute({}),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'nn.substitute was given a tree without a value.\n'
         'Expected: a tree of values, nested as the variables are; the name of '
         'another collection; a bound module; or a function (path, value) -> '
@@ -404,7 +404,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'an array of values': (
         lambda: nn.substitute(X),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'nn.substitute was given an array (float32[2, 2]).\n'
         'Expected: a tree of values, nested as the variables are; the name of '
         'another collection; a bound module; or a function (path, value) -> '
@@ -414,7 +414,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'an array for a collection': (
         lambda: nn.substitute({'params': X}, collections=['params']),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         "nn.substitute was given float32[2, 2] for the collection 'params'.\n"
         'Expected: a tree of values, nested as the variables are; the name of '
         'another collection; a bound module; or a function (path, value) -> '
@@ -422,7 +422,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'values of a collection that is left out': (
         lambda: nn.substitute({'ema': {'bias': X}}, collections=['params', 'stats']),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         "nn.substitute was given values for the collection 'ema', and "
         "collections=['params', 'stats'] leaves it out.\n"
         'Expected: a tree of values, nested as the variables are; the name of '
@@ -431,7 +431,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'values of a module that is not bound': (
         lambda: nn.substitute(MODEL),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'nn.substitute was given a Model that is not bound, and so has no '
         'variables.\n'
         'Expected: a tree of values, nested as the variables are; the name of '
@@ -442,14 +442,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a selected variable without a value': (
         lambda: run(nn.substitute({'bias': 2.0 * PARAMS['bias']}, where='*')),
-        errors.SubstituteError,
+        errors.StructureError,
         "nn.substitute: there is no value for 'kernel' of the collection "
         "'params' in the tree.\n"
         'Fix: select with where= the variables that have one.',
     ),
     'a value without its box': (
         lambda: run(nn.substitute({'kernel': X}), Boxed(), BOXED),
-        errors.SubstituteError,
+        errors.StructureError,
         "nn.substitute: the value for 'kernel' of the collection 'params' does "
         'not fit.\n'
         "Expected: Partitioned(value='float32[2, 2]', names=(None, 'x'), "
@@ -459,20 +459,20 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'values and a filter': (
         lambda: nn.substitute({'bias': X}, 'bias'),
-        errors.LiftTargetError,
+        errors.ArgumentTypeError,
         'cannot lift a dict: expected a Module class, a method, a function '
         'whose first argument is a bound module, or a module.\n'
         "To say which variables write where='bias'.",
     ),
     'a number that is lifted': (
         lambda: nn.stop_gradient('kernel')(3),
-        errors.LiftTargetError,
+        errors.ArgumentTypeError,
         'cannot lift 3 of type int: expected a Module class, a method, a '
         'function whose first argument is a bound module, or a module.',
     ),
     'an array that is lifted': (
         lambda: nn.stop_gradient('kernel')(X),
-        errors.LiftTargetError,
+        errors.ArgumentTypeError,
         'cannot lift float32[2, 2] of type ArrayImpl: expected a Module class, '
         'a method, a function whose first argument is a bound module, or a '
         'module.\n'
@@ -480,18 +480,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'methods of a function': (
         lambda: nn.stop_gradient('kernel').lift(reload, methods=['encode']),
-        errors.UnknownMethodError,
+        errors.UnknownNameError,
         "methods=['encode'] was given, but no Module class to lift.\n"
         'Write nn.stop_gradient(Model, where, methods=[...]).',
     ),
     'levels': (
         lambda: nn.stop_gradient('kernel', levels=2),
-        errors.ChoiceError,
+        errors.ArgumentValueError,
         'levels=2 is none of the choices:\n  None: all of them\n  1: the innermost one',
     ),
     'rngs': (
         lambda: mirrored(rngs='other'),
-        errors.ChoiceError,
+        errors.ArgumentValueError,
         "rngs='other' is none of the choices:\n"
         "  'same': the n-th call draws what the n-th call of the module does, "
         'and leaves the draws of the module alone\n'
@@ -500,7 +500,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'an update of other variables': (
         lambda: mirrored(variables=VARIABLES, state='update'),
-        errors.ChoiceError,
+        errors.ArgumentValueError,
         "with variables=, state='update' is none of the choices:\n"
         "  'hold': a call works on a copy that is dropped when it ends\n"
         "  'use_running_average': held, and normalization layers use what is "
@@ -508,7 +508,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'variables of other shapes': (
         lambda: mirrored(variables={'params': {**PARAMS, 'bias': X}}),
-        errors.MirrorVariablesError,
+        errors.ArgumentValueError,
         'nn.mirror(Model(...), variables=...): it has other shapes than the '
         'module\n'
         '  params/bias: (2, 2) for (1, 2)\n'
@@ -517,7 +517,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'variables that the module does not have': (
         lambda: mirrored(variables={'params': {**PARAMS, 'scale': X}}),
-        errors.MirrorVariablesError,
+        errors.ArgumentValueError,
         'nn.mirror(Model(...), variables=...): the module has no\n'
         '  params/scale\n'
         "The tree is that of the module at 'm', with collections on top, such "
@@ -525,7 +525,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'variables of no such collection': (
         lambda: mirrored(variables={**VARIABLES, 'cache': {'n': X}}),
-        errors.MirrorVariablesError,
+        errors.ArgumentValueError,
         'nn.mirror(Model(...), variables=...): the module has no collection\n'
         "  'cache'\n"
         "The tree is that of the module at 'm', with collections on top, such "
@@ -547,7 +547,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a layer that there is not': (
         lambda: stacked(7),
-        errors.FrozenLayersError,
+        errors.PartError,
         'frozen_layers=7 does not fit a scan of 4 layers: index 7 is out of '
         'bounds for axis 0 with size 4.\n'
         'Write indices from 0 to 3, such as frozen_layers=slice(0, 2), or a '
@@ -555,7 +555,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a frozen stack that is written': (
         lambda: stacked(slice(0, 2), True, ['params']),
-        errors.FrozenLayersError,
+        errors.PartError,
         "the parameter 'w' of layers of which some are frozen is written, or "
         'handed to a lifted transform that may write it.\n'
         "Take 'params' out of mutable=, or use nn.stop_gradient(sg.at(...)) "
@@ -563,14 +563,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'copies of other leaves': (
         lambda: copied({'x': X, 'y': X}),
-        errors.CotangentShapeError,
+        errors.CotangentError,
         "the cotangent of 'a' is [float32[2, 2]], and that of 'b' is "
         '[float32[2, 2], float32[2, 2]].\n'
         'A cotangent has the shape and the dtype of its parameter.',
     ),
     'counted outside of a trace': (
         lambda: testing.assert_traces_once(reload)('x'),
-        errors.NeverTracedError,
+        errors.ArgumentTypeError,
         'assert_traces_once(reload) counts no traces: the function is called '
         'outside of any.\n'
         'Write jax.jit(assert_traces_once(reload)), not the other way round.',
@@ -588,7 +588,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a reload of what holds state': (
         lambda: reload('flax_sg.engine.blocks'),
-        errors.ReloadError,
+        errors.UnsupportedVersionError,
         'flax_sg.engine.blocks cannot be reloaded: open blocks, and what JAX '
         'keeps of compiled programs, rest on what it holds.\n'
         'Start Python anew; flax_sg and flax_sg.linen can be reloaded.',
@@ -611,7 +611,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'read by a rule after the block': (
         read_late,
-        errors.LateReadError,
+        errors.BlockError,
         'a rule of a function that was compiled in the block of '
         "stop_gradient(Glob('kernel')) reads a variable after the block has closed, "
         'and another block that has used the same compiled function answers '
@@ -621,7 +621,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a draw that is kept': (
         kept,
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the values that setup of Draws (at '') keeps cannot be seen under the "
         'open block: setup would have to run again, and it draws from the '
         "random stream 'noise', which has been used since, and the block was "
@@ -631,7 +631,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a state that is kept': (
         lambda: kept('state'),
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the values that setup of Draws (at '') keeps cannot be seen under the "
         "open block: setup would have to run again, and it reads 'state', "
         'which may be written since.\n'
@@ -640,7 +640,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a state that is asked for': (
         lambda: kept('asked'),
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the values that setup of Draws (at '') keeps cannot be seen under the "
         'open block: setup would have to run again, and it asks what is in '
         "'state'.\n"
@@ -649,7 +649,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a setup that fails': (
         lambda: kept('fails'),
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the values that setup of Draws (at '') keeps cannot be seen under the "
         'open block: setup would have to run again, and that raises '
         "ArithmeticError('called twice').\n"
@@ -658,7 +658,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a draw elsewhere': (
         lambda: elsewhere('draw'),
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the values that setup of Others (at 'kid') keeps cannot be seen under "
         'the open block: setup would have to run again, and it lets a module '
         'elsewhere draw random numbers.\n'
@@ -667,7 +667,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a write elsewhere': (
         lambda: elsewhere('write'),
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the values that setup of Others (at 'kid') keeps cannot be seen under "
         'the open block: setup would have to run again, and it lets a module '
         "elsewhere write 'state'.\n"
@@ -676,7 +676,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a module that is hidden': (
         lambda: traced(Hides(), {'params': {'w': X}}),
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the value self.kept that setup of Hides (at '') keeps cannot be seen "
         'under the open block: it hides a module where it cannot be replaced.\n'
         'Compute it in the method that uses it, or open the block before the '
@@ -684,7 +684,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a value that is not made again': (
         lambda: forgets(False),
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the value self.kept that setup of Forgets (at '') keeps cannot be "
         'seen under the open block: setup did not make it again.\n'
         'Compute it in the method that uses it, or open the block before the '
@@ -692,7 +692,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a block that is not opened again': (
         lambda: opens(False),
-        errors.KeptValueError,
+        errors.SetupValueError,
         "the values that setup of OpensOnce (at '') keeps cannot be seen under "
         'the open block: setup would have to run again, and it does not come '
         'to the block again.\n'
@@ -701,7 +701,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'state of a module with an apply of its own': (
         lambda: nn.Frozen(StartsItself(), state='hold').apply(VARIABLES, X),
-        errors.WrappedModuleError,
+        errors.ArgumentTypeError,
         "nn.Frozen(StartsItself(...), state='hold'): StartsItself defines its own "
         'apply, which the wrapper calls in a block.\n'
         'A block stops gradients; it does not hold state or show other variables.\n'
@@ -710,7 +710,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a mirror of a module with an apply of its own': (
         lambda: nn.mirror(StartsItself()).apply(VARIABLES, X),
-        errors.WrappedModuleError,
+        errors.ArgumentTypeError,
         "nn.mirror(StartsItself(...), state='hold'): StartsItself defines its own "
         'apply, which the wrapper calls in a block.\n'
         'A block stops gradients; it does not hold state or show other variables.\n'

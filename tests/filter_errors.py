@@ -175,7 +175,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a traced index': (
         lambda: jax.jit(lambda i: sg.at('w', i))(1),
-        errors.TracerInFilterError,
+        errors.FilterTypeError,
         'the index of sg.at is a traced value (int32[]), and which elements '
         'are meant has to be known while the program is traced.\n'
         'Fix: give numbers or numpy arrays.',
@@ -374,7 +374,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a tree without an answer': (
         lambda: split({'head': True}),
-        errors.TreeFilterError,
+        errors.FilterValueError,
         "A tree of bools has no answer for the variable 'body/w' of the "
         "collection 'params'.\n"
         "Nearest in the tree: 'head'.\n"
@@ -382,7 +382,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a tree with the collection': (
         lambda: in_block({'params': TREE}),
-        errors.TreeFilterError,
+        errors.FilterValueError,
         "A tree of bools has no answer for the variable 'head/w' of the "
         "collection 'params'.\n"
         "Nearest in the tree: 'params/head', 'params/body'.\n"
@@ -404,32 +404,32 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a tree that splits a variable': (
         lambda: sg.partition(BOXED, {'w': {'a': True, 'b': False}}),
-        errors.TreeFilterError,
+        errors.FilterValueError,
         "A tree of bools has both True and False within the variable 'w', "
         'whose leaves share one path.\n'
         'Fix: give the variable one bool.',
     ),
     'a tree with too much': (
         lambda: split({**TREE, 'tail': True}),
-        errors.TreeFilterError,
+        errors.FilterValueError,
         'A tree of bools has 1 leaf without a variable:\n'
         "  'tail', nearest 'head/w'\n"
         'Fix: take them out of the tree, or spell them as the variables.',
     ),
     'a predicate that reads a tracer': (
         lambda: jax.jit(decided)(True),
-        errors.TracerInFilterError,
+        errors.FilterTypeError,
         'Predicate(<lambda> at filter_errors.py:LINE) reads a traced value (bool[]) '
         f"as 'flag'.\n{STATIC}",
     ),
     'a predicate that finds a tracer': (
         lambda: jax.jit(found)(True),
-        errors.TracerInFilterError,
+        errors.FilterTypeError,
         f'Predicate(<lambda> at filter_errors.py:LINE) reads a traced value.\n{STATIC}',
     ),
     'a predicate that returns a tracer': (
         lambda: jax.jit(returned)(True),
-        errors.TracerInFilterError,
+        errors.FilterTypeError,
         'Predicate(<lambda> at filter_errors.py:LINE) returned a traced value '
         f'(bool[]).\n{STATIC}',
     ),
@@ -480,7 +480,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'an output that there is not': (
         lambda: testing.assert_flows(loss, 'head/*', PARAMS, output='los'),
-        errors.FlowNameError,
+        errors.UnknownNameError,
         "there is no output 'los' among the 1 of the report.\nNearest: 'loss'.",
     ),
 }

@@ -743,7 +743,7 @@ def test_generators_in_two_blocks_closed_in_another_order():
     first, second = _directly(), _in_two_blocks()
     assert (next(first), next(second)) == ('a', 'ab')
     assert next(first) == 'ab'
-    with pytest.raises(errors.BlockOrderError, match='still open'):
+    with pytest.raises(errors.BlockError, match='still open'):
         next(first)
     # The first is closed all the same, and the others are still open.
     assert frozen() == 'ab'
@@ -753,7 +753,7 @@ def test_generators_in_two_blocks_closed_in_another_order():
 
 def test_a_block_that_ends_before_a_generator_inside_it():
     generator = _directly()
-    with pytest.raises(errors.BlockOrderError), nn.stop_gradient('b/**'):
+    with pytest.raises(errors.BlockError), nn.stop_gradient('b/**'):
         next(generator)
     assert frozen() == 'a'
     generator.close()
@@ -768,7 +768,7 @@ def test_one_value_open_in_a_generator_and_around_it():
             yield
 
     generator = opens()
-    with pytest.raises(errors.BlockOrderError), where:
+    with pytest.raises(errors.BlockError), where:
         next(generator)
     # The one around is closed; the generator's is open.
     assert frozen() == 'a'
@@ -803,7 +803,7 @@ def test_a_generator_closed_by_another_thread(make):
     generator = make()
     next(generator)
     error = in_another_thread(generator.close)
-    assert isinstance(error, errors.BlockOrderError)
+    assert isinstance(error, errors.BlockError)
     # The generator is gone, and with it what was between its `with` and its end.
     assert_no_block_is_left()
 
@@ -814,7 +814,7 @@ def test_a_generator_run_on_by_another_thread():
     # In that thread the block is not open: what it reads there is not stopped, and
     # nobody may learn of it too late.
     error = in_another_thread(lambda: list(generator))
-    assert isinstance(error, errors.BlockOrderError)
+    assert isinstance(error, errors.BlockError)
     assert_no_block_is_left()
 
 
@@ -835,7 +835,7 @@ def test_another_thread_closes_no_more_than_it_leaves():
 
     def opens(inner):
         with where:
-            with contextlib.suppress(errors.BlockOrderError), inner:
+            with contextlib.suppress(errors.BlockError), inner:
                 yield
             yield
             yield frozen()
@@ -863,7 +863,7 @@ def test_blocks_closed_in_another_order():
     first.__enter__()
     second.__enter__()
     assert frozen() == 'ab'
-    with pytest.raises(errors.BlockOrderError):
+    with pytest.raises(errors.BlockError):
         first.__exit__(None, None, None)
     # It is closed all the same, and the other one is still open.
     assert frozen() == 'b'
@@ -883,11 +883,11 @@ def test_blocks_closed_in_another_order_after_an_exception():
 
 def test_a_block_closed_twice_or_never_opened():
     where = nn.stop_gradient('a/**')
-    with pytest.raises(errors.BlockOrderError):
+    with pytest.raises(errors.BlockError):
         where.__exit__(None, None, None)
     with where:
         apply(PARAMS)
-    with pytest.raises(errors.BlockOrderError):
+    with pytest.raises(errors.BlockError):
         where.__exit__(None, None, None)
     assert_no_block_is_left()
 
@@ -906,7 +906,7 @@ def test_a_block_closed_by_another_thread():
         thread = threading.Thread(target=close)
         thread.start()
         thread.join()
-        assert [type(error) for error in box] == [errors.BlockOrderError]
+        assert [type(error) for error in box] == [errors.BlockError]
         assert frozen() == 'a'
 
 
@@ -1006,7 +1006,7 @@ def test_a_read_by_another_task_while_a_block_is_open():
         ):
             try:
                 read()
-            except errors.BlockLeakError:
+            except errors.BlockError:
                 out.append('leak')
         done.set()
         return out
@@ -1028,7 +1028,7 @@ def test_a_block_opened_by_another_task_while_one_is_open():
         try:
             with nn.stop_gradient('b/**'):
                 return frozen()
-        except errors.BlockLeakError:
+        except errors.BlockError:
             return 'leak'
         finally:
             done.set()
@@ -1051,7 +1051,7 @@ def test_a_block_closed_by_another_task():
 
     async def main():
         await asyncio.create_task(opens())
-        with pytest.raises(errors.BlockOrderError):
+        with pytest.raises(errors.BlockError):
             await asyncio.create_task(closes())
         return frozen()
 
@@ -1065,7 +1065,7 @@ def test_a_callback_of_the_loop_while_a_block_is_open():
     def callback():
         try:
             apply(PARAMS)
-        except errors.BlockLeakError as error:
+        except errors.BlockError as error:
             box.append(error)
 
     async def main():

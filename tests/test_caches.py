@@ -1602,5 +1602,5 @@ def test_a_late_question_that_is_answered_otherwise_raises(uses):
 
     for _ in range(uses):
         loss(PARAMS, 'kernel')
-    with pytest.raises(errors.LateReadError, match='answers differently'):
+    with pytest.raises(errors.BlockError, match='answers differently'):
         jax.grad(loss)(PARAMS, 'bias')

@@ -270,7 +270,7 @@ def test_collections():
         lifted = core.stop_gradient(fn, 'v', collections)
         grads = jax.grad(lambda v, f=lifted: jnp.sum(apply(f)(v, X)))(variables)
         assert {k for k in 'ab' if oracle.is_zero(grads[k])} == set(names)
-    with pytest.raises(errors.UnknownCollectionError):
+    with pytest.raises(errors.UnusedFilterError):
         apply(core.stop_gradient(fn, 'v', 'c'))(variables, X)
     apply(core.stop_gradient(fn, 'v', 'c', unused='ignore'))(variables, X)
 

@@ -152,19 +152,19 @@ class Keyless:
 
 
 def test_bad_declarations():
-    with pytest.raises(errors.DeclarationError, match="Did you mean 'kernel'"):
+    with pytest.raises(errors.ArgumentTypeError, match="Did you mean 'kernel'"):
 
         @sg.trainable('kernal')
         class _Typo(flax.struct.PyTreeNode):
             kernel: Any
 
-    with pytest.raises(errors.DeclarationError, match='above a pytree class'):
+    with pytest.raises(errors.ArgumentTypeError, match='above a pytree class'):
         sg.trainable(Whitened)(Whitened)
-    with pytest.raises(errors.DeclarationError, match='above a pytree class'):
+    with pytest.raises(errors.ArgumentTypeError, match='above a pytree class'):
         sg.trainable('w')(layer())
     # Without names JAX numbers the children: found out when there is an instance.
     sg.trainable('w')(Keyless)
-    with pytest.raises(errors.DeclarationError, match="its fields are '0'"):
+    with pytest.raises(errors.ArgumentTypeError, match="its fields are '0'"):
         sg.grad(loss)(Keyless(1.0))
 
 

@@ -278,7 +278,7 @@ def test_a_late_question_is_asked_of_all_who_have_used_the_number(around):
     with leased(around, asker(named('a', 'b'))) as found:
         assert found is number
     b, c = (Path.of('params', (name,)) for name in 'bc')
-    with pytest.raises(errors.LateReadError):
+    with pytest.raises(errors.BlockError):
         number.note(first, b, first.ask(b), late=True)
     number.note(first, c, first.ask(c), late=True)  # Both say no.
     assert opened(around, named('a', 'c')) is not number

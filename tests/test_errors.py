@@ -35,6 +35,7 @@ import report_errors
 import tree_errors
 from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.engine import setup_runs
 from flax_sg.internals import versions
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -236,7 +237,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: nn.stop_gradient(
             True, collections=['params', '_overwrite_with_gradient']
         ),
-        errors.OverwriteWithGradientError,
+        errors.ArgumentValueError,
         "collections=('params', '_overwrite_with_gradient') selects "
         '"_overwrite_with_gradient": its variables receive their new value as a '
         'gradient, and no rule may touch them.\n'
@@ -265,21 +266,21 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'unknown collection': (
         lambda: run(nn.stop_gradient('norm/mean', collections='batch_stat')),
-        errors.UnknownCollectionError,
+        errors.UnusedFilterError,
         "no collection 'batch_stat' exists under this extent; there are "
         "'batch_stats', 'params'.\n"
         "Name one of these, or pass unused='ignore' if it may be absent.",
     ),
     'tree with too much': (
         lambda: run(nn.stop_gradient({'encoder': True, 'norm': True, 'decoder': True})),
-        errors.TreeFilterError,
+        errors.FilterValueError,
         'A tree of bools has 1 leaf without a variable:\n'
         "  'decoder', nearest 'encoder/bias'\n"
         'Fix: take them out of the tree, or spell them as the variables.',
     ),
     'nothing read': (
         nothing_read,
-        errors.NothingReadError,
+        errors.UnusedFilterError,
         "stop_gradient(Glob('encoder/nothing')) held for a block in which no variable "
         'of a Flax module was read, so it did nothing.\n'
         'Open the block around the code that calls the model (jax.grad or '
@@ -288,36 +289,36 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'unknown method': (
         lambda: nn.stop_gradient(Model, 'encoder/**', methods=['encodee']),
-        errors.UnknownMethodError,
+        errors.UnknownNameError,
         "Model has no method 'encodee'. Did you mean 'encode'?",
     ),
     'methods that are no names': (
         lambda: nn.stop_gradient(Model, 'encoder/**', methods=[Model.encode, 'encode']),
-        errors.UnknownMethodError,
+        errors.UnknownNameError,
         f'methods={[Model.encode, "encode"]} names no methods: expected their names, '
         "such as methods=['encode'].",
     ),
     'a number of methods': (
         lambda: nn.stop_gradient(Model, 'encoder/**', methods=3),
-        errors.UnknownMethodError,
+        errors.UnknownNameError,
         "methods=3 names no methods: expected their names, such as methods=['encode'].",
     ),
     'methods without a class': (
         lambda: nn.stop_gradient('encoder/**', methods=['encode']),
-        errors.UnknownMethodError,
+        errors.UnknownNameError,
         "methods=['encode'] was given, but no Module class to lift.\n"
         'Write nn.stop_gradient(Model, where, methods=[...]).',
     ),
     'target': (
         lambda: nn.stop_gradient('kernel', 'encoder/**'),
-        errors.LiftTargetError,
+        errors.ArgumentTypeError,
         "cannot lift 'kernel' of type str: expected a Module class, a method, a "
         'function whose first argument is a bound module, or a module.\n'
         "For several filters write ['kernel', 'encoder/**'].",
     ),
     'no values': (
         lambda: nn.substitute(Model),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'nn.substitute was given the class Model.\n'
         'Expected: a tree of values, nested as the variables are; the name of another '
         'collection; a bound module; or a function (path, value) -> value.\n'
@@ -325,7 +326,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a value that does not fit': (
         lambda: run(nn.substitute({'encoder': {'bias': jnp.zeros(3, jnp.bfloat16)}})),
-        errors.SubstituteError,
+        errors.StructureError,
         "nn.substitute: the value for 'encoder/bias' of the collection 'params' does "
         'not fit.\n'
         'Expected: float32[3]\n'
@@ -334,7 +335,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a result that does not fit': (
         lambda: run(nn.substitute(lambda path, value: value[0], where='norm/bias')),
-        errors.SubstituteError,
+        errors.StructureError,
         "nn.substitute: the value for 'norm/bias' of the collection 'params' does "
         'not fit.\n'
         'Expected: a value of shape (3,)\n'
@@ -342,14 +343,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'no value for a variable': (
         lambda: run(nn.substitute('ema', where='encoder/bias')),
-        errors.SubstituteError,
+        errors.StructureError,
         "nn.substitute: there is no value for 'encoder/bias' of the collection "
         "'params' in the collection 'ema'.\n"
         'Fix: select with where= the variables that have one.',
     ),
     'no variable for a value': (
         lambda: run(nn.substitute({'encoder': {'bais': jnp.zeros(3)}})),
-        errors.UnusedSubstituteError,
+        errors.UnusedFilterError,
         'nn.substitute: 1 value without a variable:\n'
         "  'encoder/bais', nearest 'encoder/bias'\n"
         'Fix: spell them as the variables, or take them out. If they may be missing, '
@@ -357,7 +358,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'values with the collection': (
         lambda: run(nn.substitute({'params': {'encoder': {'bias': jnp.zeros(3)}}})),
-        errors.UnusedSubstituteError,
+        errors.UnusedFilterError,
         'nn.substitute: 1 value without a variable:\n'
         "  'params/encoder/bias', nearest 'encoder/bias'\n"
         "Fix: give values['params'] in place of values.",
@@ -373,13 +374,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'called without a module': (
         lambda: nn.stop_gradient(lifted, 'encoder/**')(X),
-        errors.LiftTargetError,
+        errors.ArgumentTypeError,
         'the lifted function lifted was called with ArrayImpl as its first argument, '
         'which has to be a bound module: write lifted(module, ...).',
     ),
     'closed before an inner one': (
         close_first,
-        errors.BlockOrderError,
+        errors.BlockError,
         f'the block of {REWRITE}, opened at test_errors.py:LINE, cannot be closed: the '
         "one opened at test_errors.py:LINE (stop_gradient(Glob('norm/*'))) is still "
         'open.\n'
@@ -388,7 +389,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'closed and not open': (
         lambda: nn.stop_gradient('encoder/**').__exit__(None, None, None),
-        errors.BlockOrderError,
+        errors.BlockError,
         f'the block of {REWRITE} cannot be closed: it is not open in this thread, '
         'MainThread.\n'
         'Blocks close in the thread and task that opened them, the last one '
@@ -396,7 +397,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'closed in another thread': (
         close_in_another_thread,
-        errors.BlockOrderError,
+        errors.BlockError,
         f'the block of {REWRITE}, opened at test_errors.py:LINE, cannot be closed: it '
         'is not open in this thread, MainThread, which closes it at '
         'test_errors.py:LINE, but in opener.\n'
@@ -405,7 +406,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'closed in another task': (
         close_in_another_task,
-        errors.BlockOrderError,
+        errors.BlockError,
         f'the block of {REWRITE}, opened at test_errors.py:LINE, cannot be closed: it '
         'was opened in another asyncio task.\n'
         'Blocks close in the thread and task that opened them, the last one '
@@ -413,7 +414,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'suspended task': (
         awaited,
-        errors.BlockLeakError,
+        errors.BlockError,
         f'the block of {REWRITE}, opened at test_errors.py:LINE, belongs to another '
         'asyncio task, which was suspended inside it.\n'
         'Leave the block before await.',
@@ -427,7 +428,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'overlapping parts': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'w': 1.0}}),
-        errors.OverlapError,
+        errors.StructureError,
         "two parts have a leaf at 'a/w': float32[2, 3] and 1.0.\n"
         'Each leaf has to be in one part, and ABSENT in the others, as sg.partition '
         'makes them.',
@@ -448,19 +449,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'an unclassified leaf': (
         lambda: sg.partition_n({'gln': 1.0, 'dec': 2.0}, {'gln': 'gln'}),
-        errors.UnclassifiedLeafError,
+        errors.StructureError,
         "the leaf at 'dec' has no label: none of 'gln' takes it.\n"
         'Give a filter for it, such as the complement (~) of the others.',
     ),
     'a leaf with two labels': (
         lambda: sg.partition_n({'gln': 1.0}, {'gln': 'gln', 'all': True}),
-        errors.UnclassifiedLeafError,
+        errors.StructureError,
         "the leaf at 'gln' has 2 labels: 'gln', 'all'.\n"
         'Let the filters exclude each other, with & and ~.',
     ),
     'a function that knows no label': (
         lambda: sg.partition_n({'gln': 1.0}, lambda path: None),
-        errors.UnclassifiedLeafError,
+        errors.StructureError,
         "the leaf at 'gln' has no label: the function returned None.\n"
         'Return a label for it.',
     ),
@@ -478,7 +479,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a gradient that lacks a leaf': (
         lambda: sg.freeze(optax.sgd(0.1), 'a').update({'a': X}, None, {'a': X, 'b': X}),
-        errors.MissingLeafError,
+        errors.StructureError,
         "there is nothing at 'b' in the gradient, and it is not frozen.\n"
         'Use one filter for both: what is differentiated is what is not frozen.',
     ),
@@ -492,51 +493,51 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a field that is not there': (
         lambda: sg.trainable('kernal')(Declared),
-        errors.DeclarationError,
+        errors.ArgumentTypeError,
         "Declared declares the field 'kernal' as trained; its fields are 'kernel', "
         "'mean'. Did you mean 'kernel'?",
     ),
     'a declaration of no class': (
         lambda: sg.trainable('kernel')(3),
-        errors.DeclarationError,
+        errors.ArgumentTypeError,
         "trainable('kernel',) cannot be applied to 3.\n"
         "Write @sg.trainable('kernel', ...) above a pytree class.",
     ),
     'a module that is not bound': (
         lambda: sg.grad(lambda: 1.0, of=MODEL),
-        errors.UnboundModuleError,
+        errors.ArgumentTypeError,
         'of=Model(...) has no variables: expected a bound module, such as '
         'model.bind(variables).',
     ),
     'thawing what is not frozen': (
         lambda: sg.thaw(optax.sgd(0.1), None, {}, 'a'),
-        errors.NotFrozenError,
+        errors.ArgumentTypeError,
         'thaw() takes what sg.freeze returned, got GradientTransformationExtraArgs.\n'
         'Put sg.freeze outermost: sg.freeze(optax.chain(...), where).',
     ),
     'freezing no optimizer': (
         lambda: sg.freeze('adam', 'a'),
-        errors.NotFrozenError,
+        errors.ArgumentTypeError,
         'freeze() takes an optax transformation, got str.\n'
         "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
     ),
     'an optimizer for values that are gradients': (
         lambda: sg.frozen_mask({'_overwrite_with_gradient': {'s': 1.0}}),
-        errors.OverwriteWithGradientError,
+        errors.ArgumentValueError,
         'the variables hold "_overwrite_with_gradient": they receive their new value '
         'as a gradient, and no optimizer may see them.\n'
         "Give it variables['params']; sg.TrainState takes both and does so.",
     ),
     'wrapped class': (
         lambda: nn.Frozen(fnn.Dense),
-        errors.WrappedModuleError,
+        errors.ArgumentTypeError,
         'nn.Frozen wraps a Module instance, and was given the class Dense.\n'
         'Make the module, nn.Frozen(Dense(...)), or lift the class, '
         'nn.stop_gradient(Dense, where).',
     ),
     'wrapped function': (
         lambda: nn.Frozen(jnp.tanh),
-        errors.WrappedModuleError,
+        errors.ArgumentTypeError,
         'nn.Frozen wraps a Module instance, and was given the function tanh.\n'
         'A function has no parameters of its own: write nn.stop_gradient(fn, where) '
         'for a function of a module, and open a block, '
@@ -544,20 +545,20 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'wrapped None': (
         lambda: nn.mirror(None),
-        errors.WrappedModuleError,
+        errors.ArgumentTypeError,
         'nn.mirror wraps a Module instance, and was given None.\n'
         'Has the module been made? setup assigns attributes.',
     ),
     'wrapper with a second name': (
         renames,
-        errors.WrapperNameError,
+        errors.ArgumentValueError,
         "nn.Frozen(Dense(...), name='base'): the module is at 'Dense_0' already, and "
         'the wrapper has no place of its own.\n'
         "Name the module: nn.Frozen(Dense(..., name='base')).",
     ),
     'state': (
         lambda: nn.Frozen(MODEL, state='eval'),
-        errors.ChoiceError,
+        errors.ArgumentValueError,
         "state='eval' is none of the choices:\n"
         "  'update': it is updated, as without the wrapper\n"
         "  'hold': a call works on a copy that is dropped when it ends\n"
@@ -568,7 +569,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: nn.mirror(
             MODEL.bind(VARIABLES), variables={'params': {'norm': {}}}
         ).encode(X),
-        errors.MirrorVariablesError,
+        errors.ArgumentValueError,
         'nn.mirror(Model(...), variables=...): it lacks\n'
         '  params/encoder/bias\n'
         '  params/encoder/kernel\n'
@@ -579,7 +580,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'output': (
         lambda: sg.gradient_flow(by_place, {'w': X, 'steps': 3}),
-        errors.NoOutputError,
+        errors.ArgumentTypeError,
         'the outputs of by_place at test_errors.py:LINE cannot be differentiated:\n'
         "  'best': int32\n"
         'Return real or complex arrays, and all else beside them: return outputs, aux '
@@ -587,7 +588,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'callback': (
         lambda: sg.live(called_back, {'w': X, 'b': X}),
-        errors.NotTracedError,
+        errors.ArgumentTypeError,
         "'b', 'w' goes where no report can follow it (a host callback, a mutable "
         'array, what has no derivative):\n'
         '  pure_callback, at test_errors.py:LINE (called_back)\n'
@@ -597,7 +598,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'values': (
         lambda: sg.gradient_flow(branches, {'w': X}),
-        errors.ValueNeededError,
+        errors.ArgumentTypeError,
         'branches at test_errors.py:LINE needs the values of its arguments, and is run '
         'on their shapes.\n'
         'What JAX says of it stands above. Numbers in arguments that are not '
@@ -606,12 +607,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'names of a report': (
         lambda: sg.gradient_flow(jnp.sum, {'w': X}['w']).status_of('los', ''),
-        errors.FlowNameError,
+        errors.UnknownNameError,
         "there is no output 'los' among the 1 of the report.\nNearest: ''.",
     ),
     'another tree': (
         lambda: sg.frozen_mask({'v': X}, ~sg.live(lambda p: p['w'], {'w': X})),
-        errors.DerivedFilterError,
+        errors.UnknownNameError,
         "there was no 'v' in the parameters that this filter was derived from by "
         'sg.live.\n'
         "Nearest: 'w'.\n"
@@ -923,18 +924,24 @@ LIBRARY = str(Path(flax_sg.__file__).parent) + os.sep
 ELSEWHERE = {
     **dict.fromkeys(
         [
-            (file, 'errors.ReloadError(__name__)')
-            for file in ('_private.py', 'engine/cache_keys.py')
+            (file, 'reloaded(__name__)')
+            for file in ('internals/_private.py', 'engine/cache_keys.py')
         ],
         'as in engine/blocks.py; each in test_faults.py',
     ),
     **dict.fromkeys(
-        [(file, 'NotImplementedError') for file in ('joint.py', 'sources.py')],
-        'as in wrappers.py',
+        [
+            (file, 'NotImplementedError')
+            for file in ('rules/joint.py', 'rules/substitutes.py')
+        ],
+        'as in forms/wrappers.py',
     ),
-    ('wrappers.py', 'NotImplementedError'): 'abstract: a subclass defines it',
+    ('forms/wrappers.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('engine/setup_runs.py', '_Reached'): 'ends a second run of setup, and is caught',
-    ('joint.py', 'missing'): 'raised where it was kept until then, see placing.py',
+    (
+        'rules/joint.py',
+        'missing',
+    ): 'raised where it was kept until then',
     ('engine/judgement.py', 'error'): 'raised again: it may wait for the end of init',
     (
         'engine/judgement.py',
@@ -948,7 +955,7 @@ def _raises() -> Iterator[tuple[str, str, range]]:
     for file in sorted(Path(LIBRARY).rglob('*.py')):
         name = file.relative_to(LIBRARY).as_posix()
         # What commands print is tested line by line with them.
-        if name.startswith('demo/') or name == 'commandline.py':
+        if name.startswith(('demo/', 'commandline/')):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             lines = range(node.lineno, node.end_lineno + 1) if _is_stmt(node) else None
@@ -989,7 +996,7 @@ def test_three_leaves_are_named_and_the_others_counted():
 
 
 def test_the_error_for_a_kept_value():
-    error = errors.KeptValueError(MODEL, 'w2', 'for a reason')
+    error = setup_runs._cannot_copy(MODEL, 'w2', 'for a reason')
     assert str(error) == (
         "the value self.w2 that setup of Model (at '') keeps cannot be seen under the "
         'open block: for a reason.\n'
@@ -1051,7 +1058,7 @@ def test_the_fix_of_nothing_read():
 
     params = VARIABLES['params']
     y, before = jax.vjp(loss, params)
-    with pytest.raises(errors.NothingReadError), nn.stop_gradient('encoder/?*'):
+    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('encoder/?*'):
         before(jnp.ones_like(y))
     with nn.stop_gradient('encoder/?*'):
         y, vjp_fn = jax.vjp(loss, params)
@@ -1128,7 +1135,7 @@ def test_the_fix_of_a_kept_value():
     # It is stopped or it raises: the gradient never flows.
     try:
         hidden = jax.grad(lambda v: jnp.sum(Hides().apply(v, X)))(params)
-    except errors.KeptValueError as error:
+    except errors.SetupValueError as error:
         assert 'self.step' in str(error)
     else:
         assert oracle.is_zero(hidden)
@@ -1159,58 +1166,20 @@ CLASSES = [
 BUILTIN = {
     'FilterTypeError': TypeError,
     'FilterValueError': ValueError,
-    'TreeFilterError': ValueError,
-    'TracerInFilterError': TypeError,
     'UnusedFilterError': ValueError,
-    'OverwriteWithGradientError': ValueError,
-    'UnknownCollectionError': ValueError,
-    'NothingReadError': ValueError,
-    'UnknownMethodError': AttributeError,
-    'LiftTargetError': TypeError,
-    'BlockOrderError': RuntimeError,
-    'BlockLeakError': RuntimeError,
-    'LateReadError': RuntimeError,
-    'KeptValueError': RuntimeError,
+    'ArgumentValueError': ValueError,
+    'ArgumentTypeError': TypeError,
+    'BlockError': RuntimeError,
+    'SetupValueError': RuntimeError,
     'AbsentLeafError': AttributeError,
-    'OverlapError': ValueError,
     'StructureError': ValueError,
-    'UnclassifiedLeafError': ValueError,
     'NotDifferentiableError': TypeError,
-    'MissingLeafError': ValueError,
     'ChangedValueError': ValueError,
-    'DeclarationError': TypeError,
-    'UnboundModuleError': TypeError,
-    'NotFrozenError': TypeError,
     'UnsupportedVersionError': ImportError,
-    'ReloadError': ImportError,
-    'WrappedModuleError': TypeError,
-    'WrapperNameError': ValueError,
-    'ChoiceError': ValueError,
-    'MirrorVariablesError': ValueError,
-    'FlowNameError': LookupError,
-    'DerivedFilterError': LookupError,
-    'NoOutputError': TypeError,
-    'DifferentProgramError': AssertionError,
-    'TracedAgainError': AssertionError,
-    'NeverTracedError': TypeError,
-    'FlowExpectationError': AssertionError,
-    'ReportArgumentsError': TypeError,
-    'SummaryTargetError': TypeError,
-    'FrozenLayersError': IndexError,
+    'UnknownNameError': LookupError,
+    'ExpectationError': AssertionError,
     'PartError': IndexError,
-    'NotTracedError': NotImplementedError,
-    'ValueNeededError': TypeError,
-    'CopyCycleError': ValueError,
-    'CotangentShapeError': TypeError,
-    'CotangentValueError': ValueError,
-    'ForwardModeError': TypeError,
-    'MissingVariableError': KeyError,
-    'NoCotangentError': TypeError,
-    'SplitSelectionError': RuntimeError,
-    'TracerInRuleError': TypeError,
-    'SubstituteTypeError': TypeError,
-    'SubstituteError': ValueError,
-    'UnusedSubstituteError': ValueError,
+    'CotangentError': TypeError,
     'ReadOnlyError': ValueError,
 }
 
@@ -1234,7 +1203,11 @@ def test_every_class_shows_a_program():
 
 def test_every_class_has_a_row():
     classes = {*CLASSES, errors.ScanMemoryWarning, errors.NothingStoppedWarning}
-    public = {c for _, c in inspect.getmembers(errors, inspect.isclass)}
+    public = {
+        cls
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if cls.__module__ == errors.__name__
+    }
     assert public == classes | {errors.FlaxSGError}
     assert classes <= {cls for _, cls, _ in CASES.values()}
 
@@ -1275,7 +1248,7 @@ def test_programs_of_filter_errors():
         with pytest.raises(errors.FilterValueError):
             nn.stop_gradient(wrong)
         run(nn.stop_gradient(right))
-    with pytest.raises(errors.TreeFilterError):
+    with pytest.raises(errors.FilterValueError):
         run(nn.stop_gradient({'encoder': True}))
     run(nn.stop_gradient({'encoder': True, 'norm': False}))
 
@@ -1287,7 +1260,7 @@ def test_programs_of_a_tracer_in_a_filter():
         with nn.stop_gradient(lambda path: freeze):
             return jnp.sum(MODEL.apply({**VARIABLES, 'params': params}, X))
 
-    with pytest.raises(errors.TracerInFilterError):
+    with pytest.raises(errors.FilterTypeError):
         jax.jit(loss)(VARIABLES['params'], True)
     static = functools.partial(jax.jit, static_argnames='freeze')(loss)
     assert oracle.is_zero(jax.grad(static)(VARIABLES['params'], freeze=True))
@@ -1301,13 +1274,13 @@ def test_programs_of_trees_in_parts():
         return p['head']['w'] * p['head']['b'] * p['backbone']['w']
 
     a, b = sg.partition(params, 'head/**')
-    with pytest.raises(errors.OverlapError):
+    with pytest.raises(errors.StructureError):
         sg.combine(a, params)
     assert sg.combine(a, b) == params
     with pytest.raises(errors.StructureError):
         sg.combine(a, {})
     head, rest = sg.filters.as_filter('head/**'), ~sg.filters.as_filter('head/**')
-    with pytest.raises(errors.UnclassifiedLeafError):
+    with pytest.raises(errors.StructureError):
         sg.partition_n(params, {'head': head})
     sg.partition_n(params, {'head': head, 'rest': rest})
     grads = sg.grad(loss, wrt='head/**')(params)
@@ -1320,18 +1293,18 @@ def test_programs_of_trees_in_parts():
         assert more(params)['backbone']['w'] + 1.0
     tx = sg.freeze(optax.sgd(0.1), 'backbone/**')
     state = tx.init(params)
-    with pytest.raises(errors.MissingLeafError):
+    with pytest.raises(errors.StructureError):
         tx.update(sg.grad(loss, wrt='head/b')(params), state, params)
     tx.update(grads, state, params)
     with pytest.raises(errors.StructureError):
         tx.update(grads, state, {'head': {'b': 1.0}})
     tx = optax.chain(optax.clip(1.0), sg.freeze(optax.sgd(0.1), 'backbone/**'))
-    with pytest.raises(errors.NotFrozenError):
+    with pytest.raises(errors.ArgumentTypeError):
         sg.thaw(tx, tx.init(params), params, 'backbone/**')
     tx = sg.freeze(optax.chain(optax.clip(1.0), optax.sgd(0.1)), 'backbone/**')
     sg.thaw(tx, tx.init(params), params, 'backbone/**')
     m = MODEL.bind(VARIABLES)
-    with pytest.raises(errors.UnboundModuleError):
+    with pytest.raises(errors.ArgumentTypeError):
         sg.grad(lambda: jnp.sum(m(X)), of=MODEL)
     sg.grad(lambda: jnp.sum(m(X)), of=m)()
 
@@ -1339,15 +1312,15 @@ def test_programs_of_trees_in_parts():
 def test_programs_of_values():
     zeros = jnp.zeros(3)
     for wrong in (fnn.Dense, zeros):
-        with pytest.raises(errors.SubstituteTypeError):
+        with pytest.raises(errors.ArgumentTypeError):
             nn.substitute(wrong)
     run(nn.substitute({'encoder': {'bias': zeros}}))
-    with pytest.raises(errors.UnusedSubstituteError):
+    with pytest.raises(errors.UnusedFilterError):
         run(nn.substitute({'params': {'encoder': {'bias': zeros}}}))
     dense = fnn.Dense(3)
     variables = dense.init(jax.random.key(0), X)
     kernel = variables['params']['kernel'].astype(jnp.bfloat16)
-    with pytest.raises(errors.SubstituteError), nn.substitute({'kernel': kernel}):
+    with pytest.raises(errors.StructureError), nn.substitute({'kernel': kernel}):
         dense.apply(variables, X)
     with nn.substitute(lambda path, value: value.astype(jnp.bfloat16)):
         y = dense.apply(variables, X.astype(jnp.bfloat16))
@@ -1364,7 +1337,7 @@ def test_programs_of_values():
 def test_programs_of_lift_targets():
     with pytest.raises(errors.FlaxSGError):
         nn.stop_gradient('kernel')(3)
-    with pytest.raises(errors.LiftTargetError):
+    with pytest.raises(errors.ArgumentTypeError):
         nn.stop_gradient(lambda x: x, 'kernel')(X)
     dense = fnn.Dense(3)
     bound = dense.bind(dense.init(jax.random.key(0), X))

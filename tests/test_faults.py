@@ -664,10 +664,10 @@ def test_what_holds_state_cannot_be_reloaded(name):
     variables = {'params': {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}}
     module = importlib.import_module(f'flax_sg.{name}')
     before = {name: v for name, v in vars(module).items() if callable(v)}
-    with pytest.raises(errors.ReloadError):
+    with pytest.raises(errors.UnsupportedVersionError):
         importlib.reload(module)
     with nn.stop_gradient('a/*'):
-        with pytest.raises(errors.ReloadError):
+        with pytest.raises(errors.UnsupportedVersionError):
             importlib.reload(module)
         assert stopped_in_model(variables) == 'a w'  # w is stopped by the model.
     assert stopped_in_model(variables) == 'w'
@@ -759,7 +759,7 @@ def test_a_copy_of_an_open_rewrite_is_not_open():
     block = nn.stop_gradient('a/*')
     with block:
         twin = copy.deepcopy(block)
-        with pytest.raises(errors.BlockOrderError, match='is not open'):
+        with pytest.raises(errors.BlockError, match='is not open'):
             twin.__exit__(None, None, None)
         with twin:
             Model().apply({'params': PARAMS}, X)

@@ -891,7 +891,7 @@ def test_a_predicate_that_computes_under_jit():
     def traced():
         chosen(path('gln/kernel'))
 
-    with pytest.raises(errors.TracerInFilterError, match=r'traced value \(bool\[\]\)'):
+    with pytest.raises(errors.FilterTypeError, match=r'traced value \(bool\[\]\)'):
         traced()
 
 
@@ -935,7 +935,7 @@ def test_leaves_of_a_box_share_a_path():
     ],
 )
 def test_leaves_of_a_variable_agree(build):
-    with pytest.raises(errors.TreeFilterError) as caught:
+    with pytest.raises(errors.FilterValueError) as caught:
         build()
     assert str(caught.value) == (
         "A tree of bools has both True and False within the variable 'a/stats', whose "
@@ -983,7 +983,7 @@ MISFITS: dict[str, tuple[dict[str, Any], Path, str]] = {
 @pytest.mark.parametrize('row', MISFITS.values(), ids=MISFITS)
 def test_a_tree_that_has_no_answer(row):
     tree, where, message = row
-    with pytest.raises(errors.TreeFilterError) as caught:
+    with pytest.raises(errors.FilterValueError) as caught:
         BoolTree(tree)(where)
     assert str(caught.value) == message
     assert isinstance(caught.value, ValueError)
@@ -1013,7 +1013,7 @@ def test_missing(row):
 def test_missing_message():
     tree = BoolTree({'gln': {'kernl': True}, **dict.fromkeys('abc', False)})
     missing = tree.missing(PATHS)
-    error = errors.TreeFilterError.for_missing(missing, PATHS)
+    error = errors.FilterValueError.for_missing(missing, PATHS)
     lines = str(error).splitlines()
     assert lines[0] == 'A tree of bools has 4 leaves without a variable:'
     assert lines[1] == "  'gln/kernl', nearest 'gln/kernel'"
@@ -1021,7 +1021,7 @@ def test_missing_message():
         '  and 1 more',
         'Fix: take them out of the tree, or spell them as the variables.',
     ]
-    assert str(errors.TreeFilterError.for_missing(['a'], [])) == (
+    assert str(errors.FilterValueError.for_missing(['a'], [])) == (
         "A tree of bools has 1 leaf without a variable:\n  'a'\n"
         'Fix: take them out of the tree, or spell them as the variables.'
     )
@@ -1437,10 +1437,10 @@ def test_same_names_in_two_collections_are_two_variables():
     'error',
     [
         errors.UnusedFilterError(as_filter('glm'), TOP, None),
-        errors.TreeFilterError.for_missing(['a'], TOP),
+        errors.FilterValueError.for_missing(['a'], TOP),
         errors.FilterTypeError('x'),
         errors.FilterValueError('x'),
-        errors.TracerInFilterError('x'),
+        errors.FilterTypeError('x'),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -817,7 +817,7 @@ def test_a_second_name_is_refused() -> None:
         def __call__(self, x):
             return nn.Frozen(linen.Dense(4), name='base')(x)
 
-    with pytest.raises(errors.WrapperNameError) as caught:
+    with pytest.raises(errors.ArgumentValueError) as caught:
         Model().init(KEY, X)
     assert "it is 'Dense_0'" not in str(caught.value)
     assert "nn.Frozen(Dense(..., name='base'))" in str(caught.value)
@@ -1119,7 +1119,7 @@ def test_held_state_comes_back_after_an_exception() -> None:
 
 
 def test_an_unknown_state() -> None:
-    with pytest.raises(errors.ChoiceError) as caught:
+    with pytest.raises(errors.ArgumentValueError) as caught:
         nn.Frozen(linen.Dense(4), state='eval')
     for choice in ("state='eval'", "'update'", "'hold'", "'use_running_average'"):
         assert choice in str(caught.value)
@@ -1245,7 +1245,7 @@ def test_inheritance() -> None:
     ],
 )
 def test_what_is_no_module(target: Any, said: str) -> None:
-    with pytest.raises(errors.WrappedModuleError) as caught:
+    with pytest.raises(errors.ArgumentTypeError) as caught:
         nn.Frozen(target)
     assert said in str(caught.value)
     assert 'nn.Frozen wraps a Module instance' in str(caught.value)
@@ -1257,7 +1257,7 @@ def test_a_filter_that_is_none_and_options_that_are_not_there() -> None:
         nn.Frozen(dense, 3)
     with pytest.raises(errors.FilterTypeError):
         nn.Frozen(dense, linen.Dense(4))
-    with pytest.raises(errors.OverwriteWithGradientError):
+    with pytest.raises(errors.ArgumentValueError):
         nn.Frozen(dense, collections='_overwrite_with_gradient')
     with pytest.raises(errors.FilterValueError):
         nn.Frozen(dense, unused='maybe')

@@ -171,7 +171,7 @@ def test_a_block_that_cannot_open_leaves_no_hooks():
             pass
 
     before = snapshot()
-    with pytest.raises(errors.TracerInFilterError):
+    with pytest.raises(errors.FilterTypeError):
         jax.jit(try_it)(X)
     assert snapshot() == before
 

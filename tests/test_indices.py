@@ -471,7 +471,7 @@ def test_elements_are_no_other_filters():
 
 
 def test_a_traced_index():
-    with pytest.raises(errors.TracerInFilterError) as caught:
+    with pytest.raises(errors.FilterTypeError) as caught:
         jax.jit(lambda n: sg.at(TABLE, np.s_[0, n]))(3)
     assert str(caught.value) == (
         'the index of sg.at is a traced value (int32[]), and which elements are meant '

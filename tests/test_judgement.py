@@ -720,10 +720,10 @@ def test_blocks_closed_in_another_order():
     first.__enter__()  # opened first
     second.__enter__()  # opened second
     assert stopped_now() == 'ab'
-    with pytest.raises(errors.BlockOrderError) as caught:
+    with pytest.raises(errors.BlockError) as caught:
         first.__exit__(None, None, None)
     assert_names_two_places(caught.value, 'opened first', 'opened second')
-    with contextlib.suppress(errors.BlockOrderError):
+    with contextlib.suppress(errors.BlockError):
         second.__exit__(None, None, None)
     assert stopped_now() == ''
 
@@ -733,7 +733,7 @@ def test_a_block_closed_in_another_thread():
     block = nn.stop_gradient('a/**')
     block.__enter__()  # opened here
     error = in_thread(lambda: block.__exit__(None, None, None))  # closed there
-    assert isinstance(error, errors.BlockOrderError)
+    assert isinstance(error, errors.BlockError)
     assert_names_two_places(error, 'opened here', 'closed there')
     # Here it is open until it is closed here.
     assert stopped_now() == 'a'
@@ -747,7 +747,7 @@ def test_a_generator_run_on_by_another_thread():
     generator = _yields()
     next(generator)
     error = in_thread(lambda: list(generator))
-    assert isinstance(error, errors.BlockOrderError)
+    assert isinstance(error, errors.BlockError)
     assert in_thread(stopped_now) == ''
 
 
@@ -779,7 +779,7 @@ def test_a_read_in_the_task_that_opened_the_block():
 def test_a_read_in_another_task_than_the_one_that_opened_the_block():
     async def main() -> None:
         with nn.stop_gradient('a/**', unused='ignore'):
-            with pytest.raises(errors.BlockLeakError):
+            with pytest.raises(errors.BlockError):
                 await asyncio.create_task(read())
             assert stopped_now() == 'a'
         assert await asyncio.create_task(read()) == ''
@@ -798,7 +798,7 @@ def test_two_tasks_that_take_turns():
         opened, leave = asyncio.Event(), asyncio.Event()
         task = asyncio.create_task(holds(opened, leave))
         await opened.wait()
-        with pytest.raises(errors.BlockLeakError) as caught:
+        with pytest.raises(errors.BlockError) as caught:
             stopped_now()
         leave.set()
         return [str(caught.value), await task, stopped_now()]

@@ -900,14 +900,14 @@ def test_set_up_in_a_block(make):
 @pytest.mark.parametrize('mutable', [False, True])
 def test_right_or_an_error(make, mutable):
     for program in (PROGRAMS['around'], PROGRAMS['first in it']):
-        with contextlib.suppress(errors.KeptValueError):
+        with contextlib.suppress(errors.SetupValueError):
             check(make, program, mutable)
 
 
 @doubtful
 def test_set_up_in_a_block_right_or_an_error(make):
     for program in (PROGRAMS['first in it'], PROGRAMS['nested, first in it']):
-        with contextlib.suppress(errors.KeptValueError):
+        with contextlib.suppress(errors.SetupValueError):
             check(outer(make), program, True)
 
 
@@ -1176,9 +1176,9 @@ def test_initialization_is_that_without_blocks(make):
 @pytest.mark.every_case
 @doubtful
 def test_initialization_is_right_or_an_error(make):
-    with contextlib.suppress(errors.KeptValueError):
+    with contextlib.suppress(errors.SetupValueError):
         initialization_is_that_without_blocks(make)
-    with contextlib.suppress(errors.KeptValueError):
+    with contextlib.suppress(errors.SetupValueError):
         initialization_is_that_without_blocks(outer(make))
 
 
@@ -1246,7 +1246,7 @@ def test_an_error_of_ours_in_a_second_run_is_the_one_that_is_raised():
             with nn.substitute({'keeps': {'w': jnp.zeros(3)}}):
                 return y + keeps(x)
 
-    with pytest.raises(errors.SubstituteError, match=r"'keeps/w' .* does not fit"):
+    with pytest.raises(errors.StructureError, match=r"'keeps/w' .* does not fit"):
         Uses().apply({'params': {'keeps': {'w': jnp.ones(())}}}, jnp.ones(3))
 
 
@@ -1539,7 +1539,7 @@ class FailsInSetup(nn.Module):
         (lambda: FailsInSetup(name='kid'), ArithmeticError),
         (
             lambda: Once(types.SimpleNamespace(before=False), name='kid'),
-            errors.KeptValueError,
+            errors.SetupValueError,
         ),
     ],
 )
@@ -1575,7 +1575,7 @@ def test_the_error_names_module_path_reason_and_mend():
     def fn(params):
         return Parent().apply({'params': {'kid': params}}, X, rngs=RNGS)
 
-    with pytest.raises(errors.KeptValueError) as info:
+    with pytest.raises(errors.SetupValueError) as info:
         jax.vjp(fn, {'w': X, 'b': X})
     first, *others = str(info.value).splitlines()
     for part in ('DrawnSince', "'kid'", "'noise'"):
@@ -1586,5 +1586,5 @@ def test_the_error_names_module_path_reason_and_mend():
 def test_a_setup_that_cannot_run_twice_is_said_to():
     params = {'kid': {'w': X}}
     module = RunsOnce(PROGRAMS['around'])
-    with pytest.raises(errors.KeptValueError, match='ran before'):
+    with pytest.raises(errors.SetupValueError, match='ran before'):
         jax.vjp(lambda params: module.apply({'params': params}, X), params)

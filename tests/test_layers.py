@@ -230,7 +230,7 @@ def test_parameters_that_are_handed_through_keep_their_gradient(frozen):
 def test_parameters_that_may_be_written_are_refused():
     params = variables_of('nested')['params']
     penalty(params, Net('nested'))
-    with pytest.raises(errors.FrozenLayersError, match=r"'inner/w.*\n.*mutable="):
+    with pytest.raises(errors.PartError, match=r"'inner/w.*\n.*mutable="):
         penalty(params, Net('nested', slice(0, 3)))
 
 
@@ -436,7 +436,7 @@ def test_the_partition_of_a_stack_stays():
     ],
 )
 def test_layers_that_there_are_not(frozen, problem):
-    with pytest.raises(errors.FrozenLayersError, match=problem) as caught:
+    with pytest.raises(errors.PartError, match=problem) as caught:
         layers.chosen(frozen, 5)
     text = str(caught.value)
     assert text.startswith(f'frozen_layers={frozen!r} does not fit a scan of 5 layers')
@@ -445,5 +445,5 @@ def test_layers_that_there_are_not(frozen, problem):
 
 
 def test_layers_that_a_scan_has_not():
-    with pytest.raises(errors.FrozenLayersError, match='scan of 5 layers'):
+    with pytest.raises(errors.PartError, match='scan of 5 layers'):
         jax.eval_shape(functools.partial(Net('boxes', 7).init, RNGS), X)

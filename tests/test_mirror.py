@@ -427,7 +427,7 @@ def test_unknown_choices(option, value) -> None:
 @pytest.mark.every_case
 @pytest.mark.parametrize('target', [None, jnp.tanh, linen.Dense, 3, X])
 def test_what_is_no_module(target) -> None:
-    with pytest.raises(errors.WrappedModuleError, match=r'nn\.mirror wraps a Module'):
+    with pytest.raises(errors.ArgumentTypeError, match=r'nn\.mirror wraps a Module'):
         nn.mirror(target)
 
 
@@ -722,7 +722,7 @@ BAD_TREES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize('name', BAD_TREES)
 def test_a_tree_that_does_not_fit(name) -> None:
     tree, said = BAD_TREES[name]
-    with pytest.raises(errors.MirrorVariablesError) as caught:
+    with pytest.raises(errors.ArgumentValueError) as caught:
         bad(tree)
     assert said in str(caught.value)
     assert "module at 'inner'" in str(caught.value)
@@ -734,7 +734,7 @@ def test_other_values_print_as_the_names_of_their_collections() -> None:
 
 
 def test_other_values_are_not_updated() -> None:
-    with pytest.raises(errors.ChoiceError, match='with variables='):
+    with pytest.raises(errors.ArgumentValueError, match='with variables='):
         nn.mirror(linen.Dense(4), variables={'params': {}}, state='update')
 
 

@@ -341,9 +341,9 @@ def test_masks_and_labels_drive_optax():
     assert updates['head']['w'].tolist() == [-1.0, -1.0]
     named = sg.labels(params, lambda path: path.parts[0], rest='none')
     assert named == {'body': {'w': 'body'}, 'head': {'w': 'head', 'n': 'none'}}
-    with pytest.raises(errors.UnclassifiedLeafError, match="'head/w'"):
+    with pytest.raises(errors.StructureError, match="'head/w'"):
         sg.labels(params, {'slow': 'body/**'})
-    with pytest.raises(errors.UnclassifiedLeafError, match='2 labels'):
+    with pytest.raises(errors.StructureError, match='2 labels'):
         sg.labels(params, {'slow': 'body/**', 'all': '**', 'fast': 'head/w'})
 
 
@@ -480,7 +480,7 @@ def test_thaw_without_kept_state_starts_anew():
     assert int(state.inner_state[0].count) == 1
     full = optax.adam(0.1).init(PARAMS)
     assert jax.tree.structure(state.inner_state) == jax.tree.structure(full)
-    with pytest.raises(errors.NotFrozenError):
+    with pytest.raises(errors.ArgumentTypeError):
         sg.thaw(optax.adam(0.1), full, PARAMS, 'head/**')
     with pytest.raises(errors.UnusedFilterError):
         sg.thaw(tx, state, PARAMS, 'haed/**')
@@ -590,9 +590,9 @@ def test_fp8_values_are_replaced_by_their_gradient():
         again.apply_gradients(grads=grads).params,
     )
     for call in (sg.frozen_mask, sg.trainable_mask):
-        with pytest.raises(errors.OverwriteWithGradientError):
+        with pytest.raises(errors.ArgumentValueError):
             call(params, 'head/**')
-    with pytest.raises(errors.OverwriteWithGradientError):
+    with pytest.raises(errors.ArgumentValueError):
         sg.freeze(optax.sgd(0.1), 'head/**').init(params)
 
 
@@ -679,7 +679,7 @@ def test_what_the_optimizer_is_given():
     assert seen == {'updates': pruned, 'params': None, **shown}
     tx.update(grads, state, params, value_fn=5)
     assert seen['value_fn'] == 5
-    with pytest.raises(errors.MissingLeafError, match="'head'"):
+    with pytest.raises(errors.StructureError, match="'head'"):
         tx.update({'body': 2.0}, state, params)
     with pytest.raises(errors.PartError, match="does not fit 'head', an array"):
         sg.freeze(spy, sg.at('head', 0)).update(grads, state, params)
@@ -799,11 +799,11 @@ def test_bad_input():
         sg.freeze(optax.adam(0.1), 3.5)
     for nothing in 'adam', NET, types.SimpleNamespace(update=None):
         with pytest.raises(
-            errors.NotFrozenError, match=f'got {type(nothing).__name__}'
+            errors.ArgumentTypeError, match=f'got {type(nothing).__name__}'
         ):
             sg.freeze(nothing, 'layer_*/**')
     # A gradient that lacks what is trained.
-    with pytest.raises(errors.MissingLeafError, match="'head/kernel'"):
+    with pytest.raises(errors.StructureError, match="'head/kernel'"):
         tx.update(sg.grad(loss, wrt='head/bias')(PARAMS), state, PARAMS)
     # Trees that changed between the calls.
     more = {**PARAMS, 'new': {'w': jnp.ones(2)}}
@@ -823,10 +823,10 @@ def test_bad_input():
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
     # A mask of another tree.
     mask = sg.frozen_mask({'layer_0': PARAMS['layer_0']}, True)
-    with pytest.raises(errors.TreeFilterError, match='head'):
+    with pytest.raises(errors.FilterValueError, match='head'):
         sg.freeze(optax.adam(0.1), mask).init(PARAMS)
     mask = sg.frozen_mask(more, 'new/w')
-    with pytest.raises(errors.TreeFilterError, match='new/w'):
+    with pytest.raises(errors.FilterValueError, match='new/w'):
         sg.freeze(optax.adam(0.1), mask).init(PARAMS)
 
 

@@ -607,7 +607,7 @@ def test_a_block_in_a_body_takes_nothing_from_both_sides_together(lift, outer_fi
             return fnn.remat(Closure)(name='part')(x)
 
     params = variables(Model())
-    with pytest.raises(errors.SplitSelectionError, match='by another way'):
+    with pytest.raises(errors.BlockError, match='by another way'):
         jax.eval_shape(
             jax.grad(lambda p: jnp.sum(Model().apply({'params': p}, X))), params
         )

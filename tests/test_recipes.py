@@ -96,7 +96,7 @@ def test_one_level_stops_the_first_derivative_in_either_direction():
 
 @pytest.mark.parametrize('levels', [0, 2, True, '1'])
 def test_other_levels_are_refused(levels):
-    with pytest.raises(errors.ChoiceError, match='levels='):
+    with pytest.raises(errors.ArgumentValueError, match='levels='):
         nn.stop_gradient('features/**', levels=levels)
 
 

@@ -563,11 +563,11 @@ def test_what_is_no_collection_filter(collections):
 )
 def test_the_collection_that_no_rule_may_touch(collections):
     for make in (nn.stop_gradient, nn.train_only):
-        with pytest.raises(errors.OverwriteWithGradientError):
+        with pytest.raises(errors.ArgumentValueError):
             make(True, collections=collections)
-    with pytest.raises(errors.OverwriteWithGradientError):
+    with pytest.raises(errors.ArgumentValueError):
         flax_sg.core.stop_gradient(lambda scope: None, True, collections=collections)
-    with pytest.raises(errors.OverwriteWithGradientError):
+    with pytest.raises(errors.ArgumentValueError):
         rewrites.Rewrite(filters.as_filter(True), Zeros(), collections)
 
 

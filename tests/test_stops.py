@@ -114,7 +114,7 @@ def test_options_reach_what_is_lifted(make):
         make(Model, 'nothing', collections='cache', unused='ignore'),
     ):
         lifted().apply(variables, X)
-    with pytest.raises(errors.UnknownCollectionError):
+    with pytest.raises(errors.UnusedFilterError):
         make(Model, 'enc/kernel', collections='cache')().apply(variables, X)
 
 
@@ -174,9 +174,9 @@ def test_several_filters_in_a_row(make):
 @BOTH
 def test_methods_without_a_class(make):
     text = _raises(make, 'enc/**', methods=['encode'])
-    assert text.startswith("UnknownMethodError: methods=['encode'] was given")
+    assert text.startswith("UnknownNameError: methods=['encode'] was given")
     text = _raises(make, lambda mdl: None, 'enc/**', methods=['encode'])
-    assert text.startswith("UnknownMethodError: methods=['encode'] was given")
+    assert text.startswith("UnknownNameError: methods=['encode'] was given")
 
 
 @BOTH

@@ -806,7 +806,7 @@ def test_boxes_and_several_leaves() -> None:
         return Boxed().apply({'params': others}, X), {'params': params}
 
     assert_reads(fn, by_hand, params, others)
-    with pytest.raises(errors.SubstituteError, match='keep the box'):
+    with pytest.raises(errors.StructureError, match='keep the box'):
         fn(params, {'kernel': others['kernel'].value})
 
 
@@ -996,103 +996,103 @@ def _apply(rewrite: Any) -> Any:
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'shape': (
         lambda: _apply(nn.substitute({'dense': {'bias': jnp.zeros(4)}})),
-        errors.SubstituteError,
+        errors.StructureError,
         r"'dense/bias' .* does not fit.\nExpected: float32\[3\]\nFound:    float32\[4",
     ),
     'dtype': (
         lambda: _apply(nn.substitute({'w': jnp.zeros((1, 3), jnp.int32)})),
-        errors.SubstituteError,
+        errors.StructureError,
         r"'w' .*\n.*float32\[1, 3\]\n.*int32\[1, 3\]\nFix: .*astype\(float32\)",
     ),
     'structure': (
         lambda: _apply(nn.substitute({'w': (jnp.zeros(3), jnp.zeros(3))})),
-        errors.SubstituteError,
+        errors.StructureError,
         r"'w' .*\n.*\nFound:    \('float32\[3\]', 'float32\[3\]'\)",
     ),
     'no array': (
         lambda: _apply(nn.substitute({'w': 'text'})),
-        errors.SubstituteError,
+        errors.StructureError,
         "Found:    'text'",
     ),
     'shape of a result': (
         lambda: _apply(nn.substitute(lambda path, value: jnp.sum(value))),
-        errors.SubstituteError,
+        errors.StructureError,
         r'Expected: a value of shape \(1, 3\)',
     ),
     'structure of a result': (
         lambda: _apply(nn.substitute(lambda path, value: (value, value))),
-        errors.SubstituteError,
+        errors.StructureError,
         'Expected: a value of shape',
     ),
     'a tree as a result': (
         lambda: _apply(nn.substitute(lambda path, value: {'a': value})),
-        errors.SubstituteError,
+        errors.StructureError,
         'Found:    a tree of 1 names',
     ),
     'none for what is selected': (
         lambda: _apply(nn.substitute({'w': PARAMS['w']}, where=True)),
-        errors.SubstituteError,
+        errors.StructureError,
         "no value for '(b|dense/bias|dense/kernel)' .* in the tree",
     ),
     'no collection': (
         lambda: _apply(nn.substitute('emma')),
-        errors.SubstituteError,
+        errors.StructureError,
         "no value for .* in the collection 'emma'",
     ),
     'no variable': (
         lambda: _apply(nn.substitute({'dense': {'bais': jnp.zeros(3)}})),
-        errors.UnusedSubstituteError,
+        errors.UnusedFilterError,
         "1 value without a variable:\n  'dense/bais', nearest 'dense/bias'",
     ),
     'with the collection': (
         lambda: _apply(nn.substitute({'params': OTHERS})),
-        errors.UnusedSubstituteError,
+        errors.UnusedFilterError,
         "4 values without.*\n.*\n.*\n.*\n  and 1 more\nFix: give values\\['params'\\]",
     ),
     'another collection': (
         lambda: nn.substitute({'state': OTHERS}, collections=['params', 'stats']),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         "values for the collection 'state', and collections=.*'stats'",
     ),
     'a name for several collections': (
         lambda: nn.substitute('ema', collections=True),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         "the collection 'ema' for collections=True",
     ),
-    'nothing': (lambda: nn.substitute(), errors.SubstituteTypeError, 'given nothing'),
+    'nothing': (lambda: nn.substitute(), errors.ArgumentTypeError, 'given nothing'),
     'an empty tree': (
         lambda: nn.substitute({'dense': {}}),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'a tree without a value',
     ),
     'a number': (
         lambda: nn.substitute(3.0),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'Expected: a tree of values',
     ),
     'an array': (
         lambda: nn.substitute(jnp.zeros(3)),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'Expected: a tree of values',
     ),
     'a class': (
         lambda: nn.substitute(Layer),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         r'write nn.substitute\(Layer, values\)',
     ),
     'an unbound module': (
         lambda: nn.substitute(Layer()),
-        errors.SubstituteTypeError,
+        errors.ArgumentTypeError,
         'a Layer that is not bound',
     ),
     'a filter in place of values': (
         lambda: nn.substitute(OTHERS, 'dense/**'),
-        errors.LiftTargetError,
+        errors.ArgumentTypeError,
         "write where='dense/",
     ),
     'methods without a class': (
         lambda: nn.substitute(OTHERS, methods=['encode']),
-        errors.UnknownMethodError,
+        errors.UnknownNameError,
         'no Module class',
     ),
 }

@@ -536,7 +536,7 @@ def test_the_table_is_whole_after_a_trace_of_the_same_shapes(lift):
     [(linen.Dense, 'the class Dense'), (3, '3 of type int')],
 )
 def test_what_is_no_module_is_refused(target, what):
-    with pytest.raises(errors.SummaryTargetError) as info:
+    with pytest.raises(errors.ArgumentTypeError) as info:
         sg.tabulate(target, KEY)
     assert str(info.value).splitlines() == [
         f'tabulate() takes a Module instance, and was given {what}.',

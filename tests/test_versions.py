@@ -17,7 +17,6 @@ from flax.core import scope
 from packaging.specifiers import SpecifierSet
 
 from flax_sg import errors
-from flax_sg.errors import base
 from flax_sg.internals import _private, versions
 
 pytestmark = pytest.mark.every_case
@@ -152,7 +151,7 @@ def bounds() -> dict[str, str]:
 
 def test_the_message_says_what_pyproject_states():
     newest = PYPROJECT['tool']['flax_sg']['newest']
-    for name, (oldest, latest) in base.SUPPORTED.items():
+    for name, (oldest, latest) in versions.SUPPORTED.items():
         assert (oldest, latest) == (bounds()[name], newest[name])
     assert newest.keys() == {'python', *bounds()}
 
@@ -174,7 +173,7 @@ def test_what_the_message_installs_is_what_runs_these_tests():
     text = str(errors.UnsupportedVersionError(['x']))
     [command] = [line for line in text.splitlines() if line.startswith('Fix: ')]
     pins = dict(re.findall(r"'(\w+)([^']*)'", command))
-    for name, old, new in ((n, *ends) for n, ends in base.SUPPORTED.items()):
+    for name, old, new in ((n, *ends) for n, ends in versions.SUPPORTED.items()):
         assert {old, new} <= set(SpecifierSet(pins[name]).filter([old, new, '0.1.0']))
     oldest = SpecifierSet(f'>={bounds()["jax"]}')
     assert oldest.contains(jax.__version__)

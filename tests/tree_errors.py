@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'no parts': (sg.combine, TypeError, 'combine() takes at least one part'),
     'a value without a leaf': (
         lambda: sg.substitute(PARAMS, {'head': {'v': 3.0}}),
-        errors.UnusedSubstituteError,
+        errors.UnusedFilterError,
         'nn.substitute: 1 value without a variable:\n'
         "  'head/v', nearest 'head/w'\n"
         'Fix: spell them as the variables, or take them out. If they may be '
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a leaf without a value': (
         lambda: sg.substitute(PARAMS, HEAD, where='**'),
-        errors.SubstituteError,
+        errors.StructureError,
         "nn.substitute: there is no value for 'body/w' of the collection "
         "'params' in the tree.\n"
         'Fix: select with where= the variables that have one.',
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a tangent that is absent': (
         lambda: jvp(({**HEAD, 'body': {'w': sg.ABSENT}},)),
-        errors.MissingLeafError,
+        errors.StructureError,
         "there is nothing at 'body/w' in the tangents, and it is "
         'differentiated.\n'
         'Give an array there, or leave the path out of wrt=.',
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'an argument beside a module': (
         lambda: sg.grad(lambda: 1.0, argnums=1, of=nn.Dense(1)),
-        errors.ChoiceError,
+        errors.ArgumentValueError,
         'with of=, argnums=1 is none of the choices:\n  0: the variables of the module',
     ),
     'an attribute of an absent leaf': (

@@ -125,7 +125,7 @@ def jvp(
 
     Raises:
         StructureError: if a tangent has another structure than its argument.
-        MissingLeafError: if there is no tangent for a leaf that is selected.
+        StructureError: if there is no tangent for a leaf that is selected.
     """
     split = Request.of(wrt, 'drop', unused).split(primals)
     given = split.form.pick(tangents, 'the tangents')

@@ -77,7 +77,7 @@ def derivative(
     numbers: Any = argnums if isinstance(argnums, int) else tuple(argnums)
     if of is not None:
         if numbers != 0:
-            raise errors.ChoiceError('with of=, argnums', argnums, _OF_MODULE)
+            raise errors.unknown_choice('with of=, argnums', argnums, _OF_MODULE)
         variables_of(of)
         lifted = Derivative(
             kind, as_function_of(fun, of), 0, request, has_aux, holomorphic
@@ -160,7 +160,7 @@ def value_and_grad(
         loop, as for ``jax.grad``: each call of ``sg.grad`` makes another function.
 
     Raises:
-        UnboundModuleError: if ``of`` is no bound module.
+        ArgumentTypeError: if ``of`` is no bound module.
         UnusedFilterError: at the call, if a part of ``wrt`` matches no leaf.
         NotDifferentiableError: at the call, if all it matches has no gradient.
     """

@@ -14,8 +14,8 @@ import optax
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
-from flax_sg.trees.absent import ABSENT, is_absent
-from flax_sg.trees.leaves import Leaves, leaves_of
+from flax_sg.trees.absent import ABSENT, is_absent, missing_leaf
+from flax_sg.trees.leaves import Leaves, different_structures, leaves_of
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.trainable import chosen
 
@@ -88,14 +88,14 @@ class Tree:
 
         Raises:
             StructureError: if it is no tree of this form.
-            MissingLeafError: if something is absent that is differentiated.
+            StructureError: if something is absent that is differentiated.
         """
         try:
             found = self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError):
             given = leaves_of(tree)
             named = dict(zip(self.paths, self.paths, strict=True))
-            raise errors.StructureError(
+            raise different_structures(
                 'the argument',
                 what,
                 named,
@@ -106,7 +106,7 @@ class Tree:
         picked: list[Any] = []
         for live, path, leaf in zip(self.live, self.paths, found, strict=True):
             if live and stands_for_nothing(leaf):
-                raise errors.MissingLeafError(
+                raise missing_leaf(
                     what,
                     path,
                     'is differentiated',

@@ -58,7 +58,7 @@ def variables_of(module: Any) -> Any:
     They are as they are stored, or as a derivative that is being taken replaces them.
     """
     if not isinstance(module, linen.Module) or module.scope is None:
-        raise errors.UnboundModuleError(module)
+        raise _unbound(module)
     replacing, _ = _open_blocks()
     with blocks.thread.only(replacing):
         return _read(module)
@@ -104,3 +104,11 @@ def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..
             rule.clear()
 
     return fun_of_variables
+
+
+def _unbound(target: object) -> errors.ArgumentTypeError:
+    """``of=`` is given something whose variables cannot be found."""
+    return errors.ArgumentTypeError(
+        f'of={type(target).__name__}(...) has no variables: expected a bound '
+        'module, such as model.bind(variables).'
+    )

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from flax_sg import errors, filters, flow
-from flax_sg.errors.trees import shown
+from flax_sg.errors.texts import shown
 from flax_sg.rendering import pictures, tables
 from flax_sg.testing import expectations
 

@@ -17,10 +17,11 @@ from flax_sg.engine.places import Place
 from flax_sg.engine.variables import Key, leaves_of
 from flax_sg.filters.paths import Path
 from flax_sg.internals import _private
+from flax_sg.internals.versions import reloaded
 from flax_sg.rules import rules
 
 if 'ROOT_FLAG' in globals():  # It was loaded before.
-    raise errors.ReloadError(__name__)
+    raise reloaded(__name__)
 
 ROOT_FLAG = 'flax_sg'
 
@@ -252,7 +253,7 @@ def active() -> tuple[Block, ...]:
     """The blocks that hold for the running code, outermost first.
 
     Raises:
-        BlockLeakError: if another asyncio task has opened one of them.
+        BlockError: if another asyncio task has opened one of them.
     """
     blocks = thread.blocks
     for block in blocks:
@@ -260,7 +261,7 @@ def active() -> tuple[Block, ...]:
             remove(block)
             return active()
         if not block.place.is_in_this_task():
-            raise errors.BlockLeakError(block.rewrite, block.place)
+            raise _other_task(block.rewrite, block.place)
     return blocks
 
 
@@ -324,3 +325,12 @@ def _known(tree: object, top: Scope, beside: Iterable[Root] = ()) -> _KnownRoot:
     root.initializing = top.get_flag('initializing', False)
     root.parts.append((top.path, variables))
     return root, top.path, variables
+
+
+def _other_task(rewrite: object, place: object) -> errors.BlockError:
+    """A variable is read in another asyncio task than the one that opened a block."""
+    return errors.BlockError(
+        f'the block of {rewrite!r}, opened at {place}, belongs to another asyncio '
+        'task, which was suspended inside it.\n'
+        'Leave the block before await.'
+    )

@@ -27,9 +27,10 @@ from flax_sg import errors, filters
 from flax_sg.engine.askers import Answers, Asker, TreeRef
 from flax_sg.engine.variables import Key
 from flax_sg.filters.paths import Path
+from flax_sg.internals.versions import reloaded
 
 if 'Number' in globals():  # It was loaded before.
-    raise errors.ReloadError(__name__)
+    raise reloaded(__name__)
 
 
 class Number:
@@ -211,7 +212,7 @@ class Number:
         others = [other for other in self._past if other is not asker]
         too_many = len(self._past) > _MOST_PAST
         if too_many or any(ask(other) != answer for other in others):
-            raise errors.LateReadError(asker.rewrite)
+            raise _late_read(asker.rewrite)
 
 
 def _remember(past: list[Asker], asker: Asker) -> None:
@@ -302,3 +303,14 @@ def _put_last(
     mapping.move_to_end(key)
     if len(mapping) > most:
         mapping.popitem(last=False)
+
+
+def _late_read(rewrite: object) -> errors.BlockError:
+    """A rule of ``jax.custom_vjp`` reads a variable that two blocks see differently."""
+    return errors.BlockError(
+        f'a rule of a function that was compiled in the block of {rewrite!r} reads '
+        'a variable after the block has closed, and another block that has used '
+        'the same compiled function answers differently.\n'
+        'Read the variable in the function as well, or open the block inside of '
+        'the function that jax.jit compiles.'
+    )

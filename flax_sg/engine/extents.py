@@ -91,7 +91,7 @@ def close_block(block: Block, judged: str = NOTHING) -> None:
         reason = f'the one opened at {inner.place} ({inner.rewrite!r}) is still open'
         if inner is block:
             reason = 'it was opened in another asyncio task'
-        raise errors.BlockOrderError(block.rewrite, block.place, reason)
+        raise _wrong_order(block.rewrite, block.place, reason)
 
 
 def close_last(
@@ -130,7 +130,7 @@ def close_last(
             f', which closes it at {here}, but in {elsewhere[-1].place.thread.name}'
         )
     place = elsewhere[-1].place if elsewhere else None
-    raise errors.BlockOrderError(rewrite, place, reason)
+    raise _wrong_order(rewrite, place, reason)
 
 
 class Extent:
@@ -163,3 +163,13 @@ class Extent:
             if self._block in thread.blocks:
                 close_block(self._block)
             raise
+
+
+def _wrong_order(rewrite: object, place: object, reason: str) -> errors.BlockError:
+    """A block was closed in another order, thread or task than it was opened in."""
+    opened = '' if place is None else f', opened at {place},'
+    return errors.BlockError(
+        f'the block of {rewrite!r}{opened} cannot be closed: {reason}.\n'
+        'Blocks close in the thread and task that opened them, the last one '
+        'first: use a with statement around the code that it is for.'
+    )

@@ -16,9 +16,11 @@ from typing import Any
 from flax.core.scope import Scope
 
 from flax_sg import errors, filters
+from flax_sg.engine import places
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
 from flax_sg.engine.selection import selects, wants
 from flax_sg.engine.variables import iter_variables
+from flax_sg.filters.hints import unused_filter
 from flax_sg.filters.paths import Path
 from flax_sg.internals import _private
 
@@ -50,10 +52,10 @@ def _check_existence(block: Block) -> None:
         if block.collections:
             _check_collections(block)
         _check_atoms(block, lambda: _compiled(block))
-    except (errors.UnusedFilterError, errors.TreeFilterError) as error:
+    except (errors.UnusedFilterError, errors.FilterValueError) as error:
         is_unknown = block.asker.is_new or not _compiled(block)
         if nothing_met and block.owner is None and where.atoms and is_unknown:
-            raise errors.NothingReadError(block.rewrite) from None
+            raise _nothing_read(block.rewrite) from None
         _later_or_now(block, error)
     else:
         met = (path for path, _ in block.decisions.values())
@@ -90,7 +92,7 @@ def _check_collections(block: Block) -> None:
     for name in named if isinstance(named, Iterable) else ():
         # A module without parameters is nothing out of the ordinary.
         if name not in block.collections and name != 'params':
-            raise errors.UnknownCollectionError(name, sorted(block.collections))
+            raise _unknown_collection(name, sorted(block.collections))
 
 
 def _check_atoms(
@@ -108,12 +110,12 @@ def _check_atoms(
     for atom in unmatched:
         if atom in trees or any(_takes(block, atom, path) for path in compiled):
             continue
-        raise errors.UnusedFilterError(atom, everything, owner)
+        raise unused_filter(atom, everything, owner)
     for atom in trees:
         if missing := atom.missing(everything):
             raise atom.misfit(missing, everything)
     if both and not any(map(block.asker.ask, everything)):
-        raise errors.UnusedFilterError(where, everything, owner)
+        raise unused_filter(where, everything, owner)
 
 
 def _takes(block: Block, atom: filters.Filter, path: Path) -> bool:
@@ -161,7 +163,7 @@ def _check_reads(block: Block) -> None:
     # What ``train_only`` names may be all that is read.
     if isinstance(where, filters.Not) and (block.reads or number.read):
         return
-    errors.warn_without_effect(
+    places.warn_without_effect(
         f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: it '
         'selects nothing that was read in it.\n'
         'Open the block around the code that reads these variables, or pass '
@@ -229,3 +231,23 @@ def _meet(
 
 def _is_below(names: tuple[str, ...], path: tuple[str, ...]) -> bool:
     return names[: len(path)] == path
+
+
+def _unknown_collection(name: str, known: Sequence[str]) -> errors.UnusedFilterError:
+    """A collection was named that does not exist under the extent."""
+    return errors.UnusedFilterError(
+        f'no collection {name!r} exists under this extent; there are '
+        f'{", ".join(map(repr, known)) or "none"}.\n'
+        "Name one of these, or pass unused='ignore' if it may be absent.",
+    )
+
+
+def _nothing_read(rewrite: object) -> errors.UnusedFilterError:
+    """No variable was read in a block at top level."""
+    return errors.UnusedFilterError(
+        f'{rewrite!r} held for a block in which no variable of a Flax module was '
+        'read, so it did nothing.\n'
+        'Open the block around the code that calls the model (jax.grad or '
+        'model.apply): results of jax.vjp and compiled programs made before it are '
+        "out of its reach. If nothing may be read here, pass unused='ignore'.",
+    )

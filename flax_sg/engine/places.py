@@ -7,8 +7,10 @@ import dataclasses
 import dis
 import os
 import threading
+import warnings
 from typing import Any
 
+from flax_sg import errors
 from flax_sg.internals import _private
 
 
@@ -71,3 +73,17 @@ def _task() -> Any:
         return asyncio.current_task()
     except RuntimeError:  # No loop is running in this thread.
         return None
+
+
+def warn_without_effect(text: str, place: Place) -> None:
+    """Warns of a block without an effect, once for each line where one is opened."""
+    warnings.warn_explicit(
+        text,
+        errors.NothingStoppedWarning,
+        place.file,
+        place.line,
+        registry=_warned,
+    )
+
+
+_warned: dict[Any, Any] = {}  # Where Python notes what it has said already.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from flax_sg.engine import selection
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import path_of
 from flax_sg.engine.variables import Key, find, iter_variables, leaves_of
+from flax_sg.errors.texts import shown
 from flax_sg.filters import paths
 from flax_sg.internals import _private
 from flax_sg.rules import rules
@@ -149,12 +150,12 @@ def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
     """Whether a rule for cotangents has anything to do for a leaf.
 
     Raises:
-        NoCotangentError: if it cannot have, and was selected by name.
+        CotangentError: if it cannot have, and was selected by name.
     """
     if not is_differentiable(leaf):
         # As everywhere: True takes what there is to take, a name means what it says.
         if rewrite.where.atoms:
-            raise errors.NoCotangentError(path, leaf, rewrite)
+            raise _no_cotangent(path, leaf, rewrite)
         return False
     # What is no tracer is a constant to every derivative in progress.
     return isinstance(leaf, _private.Tracer)
@@ -222,7 +223,7 @@ class _Joint:
             return self._seen[key, id(leaf)][1]
         if self.is_split or len(root.parts) > self.parts:
             path = path_of(block, root, key)
-            raise errors.SplitSelectionError(block.rewrite, path)
+            raise _split_selection(block.rewrite, path)
         return leaf
 
 
@@ -259,4 +260,32 @@ class Reader:
                 if key[0] == collection
             ]
             nearest = paths.nearest(path, known)
-            raise errors.MissingVariableError(path, collection, nearest) from None
+            raise _missing_variable(path, collection, nearest) from None
+
+
+def _no_cotangent(path: str, leaf: Any, rule: object) -> errors.CotangentError:
+    """A rule for cotangents was asked for on a variable that has none."""
+    return errors.CotangentError(
+        f'{rule} selects {str(path)!r}, which has no cotangent: it holds '
+        f'{shown(leaf)}.\n'
+        'Select real or complex variables; True takes those and no others.'
+    )
+
+
+def _missing_variable(
+    path: str, collection: str, known: Iterable[str]
+) -> errors.UnknownNameError:
+    """A variable whose value shall be a cotangent is not there."""
+    return errors.UnknownNameError(
+        f'there is no variable {path!r} in the collection {collection!r}, whose '
+        f'value was to be a cotangent; nearest: {", ".join(map(repr, known))}.'
+    )
+
+
+def _split_selection(rewrite: object, path: str) -> errors.BlockError:
+    """Parameters that a rule takes together are not known at one place."""
+    return errors.BlockError(
+        f'{rewrite!r} takes its parameters together, and {str(path)!r} lies in a '
+        'module that came into the transform around the block by another way.\n'
+        'Open the block around the transform, or leave that module out.'
+    )

@@ -158,7 +158,7 @@ def derive(
         until: the block in ``setup`` up to whose opening it is run.
 
     Raises:
-        KeptValueError: if the second run may not be like the first one.
+        SetupValueError: if the second run may not be like the first one.
     """
     try:
         return _derive(module, open_blocks, kept, start, until)
@@ -172,7 +172,7 @@ def derive(
         except _UnfaithfulError as error:
             fault = error
     reason = f'setup would have to run again, and {fault}'
-    raise errors.KeptValueError(module, None, reason) from fault
+    raise _cannot_copy(module, None, reason) from fault
 
 
 def _derive(
@@ -267,11 +267,11 @@ def _put_back(
     back: contents.Back, module: Any, name: str, derived: Mapping[str, Any]
 ) -> Any:
     if name not in derived:
-        raise errors.KeptValueError(module, name, 'setup did not make it again')
+        raise _cannot_copy(module, name, 'setup did not make it again')
     value = back(derived[name])
     if back.is_reached_from(value):
         reason = 'it hides a module where it cannot be replaced'
-        raise errors.KeptValueError(module, name, reason)
+        raise _cannot_copy(module, name, reason)
     return value
 
 
@@ -298,3 +298,17 @@ def _pairs(scratch: Any, module: Any) -> dict[int, tuple[Any, Any]]:
 
     pair(scratch, module)
     return pairs
+
+
+def _cannot_copy(
+    module: object, name: str | None, reason: str
+) -> errors.SetupValueError:
+    """A value that ``setup`` keeps cannot be derived again under a block."""
+    what = 'the values' if name is None else f'the value self.{name}'
+    path = '/'.join(getattr(getattr(module, 'scope', None), 'path', ()))
+    return errors.SetupValueError(
+        f'{what} that setup of {type(module).__name__} (at {path!r}) keeps cannot '
+        f'be seen under the open block: {reason}.\n'
+        'Compute it in the method that uses it, or open the block before the '
+        'module is first used.'
+    )

@@ -52,9 +52,7 @@ def check(
                 block, root, (collection, names), read=False, noted=True
             ) and not _same(old, new):
                 path = selection.path_of(block, root, (collection, names))
-                raise errors.ReadOnlyError(
-                    block.rewrite, path, _writer(), old is not AS_IT_IS
-                )
+                raise _read_only(block.rewrite, path, _writer(), old is not AS_IT_IS)
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -73,3 +71,15 @@ def _writer() -> str:
     module, method = running
     path = '/'.join(getattr(module.scope, 'path', ()))
     return f'{type(module).__name__}.{method} (at {path!r})'
+
+
+def _read_only(rewrite: Any, path: Any, by: str, exists: bool) -> errors.ReadOnlyError:
+    """A variable was written where ``nn.read_only`` holds."""
+    done = 'wrote' if exists else 'created'
+    return errors.ReadOnlyError(
+        f'{by} {done} the variable {path.name!r} of the collection '
+        f'{path.collection!r} in the module at {path.from_root().module!r}, which '
+        f'is read only under {rewrite!r}.\n'
+        'Fix: leave the block for the write, or leave the variable out with where= '
+        'or collections=.'
+    )

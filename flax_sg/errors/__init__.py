@@ -1,65 +1,287 @@
-"""Every exception of the library, each with a program that fails and its fix.
+"""Every exception of the library, each with programs that fail and their fixes.
 
 Each class is a :class:`FlaxSGError` and also the built-in exception that a reader
 would expect, so ``except ValueError`` works as well as ``except FlaxSGError``.
 """
 
-from flax_sg.errors.asserts import DifferentProgramError as DifferentProgramError
-from flax_sg.errors.asserts import FlowExpectationError as FlowExpectationError
-from flax_sg.errors.asserts import NeverTracedError as NeverTracedError
-from flax_sg.errors.asserts import ReportArgumentsError as ReportArgumentsError
-from flax_sg.errors.asserts import TracedAgainError as TracedAgainError
-from flax_sg.errors.base import FlaxSGError as FlaxSGError
-from flax_sg.errors.base import UnsupportedVersionError as UnsupportedVersionError
-from flax_sg.errors.cotangents import CopyCycleError as CopyCycleError
-from flax_sg.errors.cotangents import CotangentShapeError as CotangentShapeError
-from flax_sg.errors.cotangents import CotangentValueError as CotangentValueError
-from flax_sg.errors.cotangents import ForwardModeError as ForwardModeError
-from flax_sg.errors.cotangents import MissingVariableError as MissingVariableError
-from flax_sg.errors.cotangents import NoCotangentError as NoCotangentError
-from flax_sg.errors.cotangents import SplitSelectionError as SplitSelectionError
-from flax_sg.errors.cotangents import TracerInRuleError as TracerInRuleError
-from flax_sg.errors.flow import DerivedFilterError as DerivedFilterError
-from flax_sg.errors.flow import FlowNameError as FlowNameError
-from flax_sg.errors.flow import NoOutputError as NoOutputError
-from flax_sg.errors.flow import NotTracedError as NotTracedError
-from flax_sg.errors.flow import ValueNeededError as ValueNeededError
-from flax_sg.errors.parts import FrozenLayersError as FrozenLayersError
-from flax_sg.errors.parts import PartError as PartError
-from flax_sg.errors.selection import FilterTypeError as FilterTypeError
-from flax_sg.errors.selection import FilterValueError as FilterValueError
-from flax_sg.errors.selection import TracerInFilterError as TracerInFilterError
-from flax_sg.errors.selection import TreeFilterError as TreeFilterError
-from flax_sg.errors.selection import UnusedFilterError as UnusedFilterError
-from flax_sg.errors.trees import AbsentLeafError as AbsentLeafError
-from flax_sg.errors.trees import ChangedValueError as ChangedValueError
-from flax_sg.errors.trees import DeclarationError as DeclarationError
-from flax_sg.errors.trees import MissingLeafError as MissingLeafError
-from flax_sg.errors.trees import NotDifferentiableError as NotDifferentiableError
-from flax_sg.errors.trees import NotFrozenError as NotFrozenError
-from flax_sg.errors.trees import OverlapError as OverlapError
-from flax_sg.errors.trees import StructureError as StructureError
-from flax_sg.errors.trees import UnboundModuleError as UnboundModuleError
-from flax_sg.errors.trees import UnclassifiedLeafError as UnclassifiedLeafError
-from flax_sg.errors.use import BlockLeakError as BlockLeakError
-from flax_sg.errors.use import BlockOrderError as BlockOrderError
-from flax_sg.errors.use import KeptValueError as KeptValueError
-from flax_sg.errors.use import LateReadError as LateReadError
-from flax_sg.errors.use import LiftTargetError as LiftTargetError
-from flax_sg.errors.use import NothingReadError as NothingReadError
-from flax_sg.errors.use import NothingStoppedWarning as NothingStoppedWarning
-from flax_sg.errors.use import OverwriteWithGradientError as OverwriteWithGradientError
-from flax_sg.errors.use import ReloadError as ReloadError
-from flax_sg.errors.use import SummaryTargetError as SummaryTargetError
-from flax_sg.errors.use import UnknownCollectionError as UnknownCollectionError
-from flax_sg.errors.use import UnknownMethodError as UnknownMethodError
-from flax_sg.errors.use import warn_without_effect as warn_without_effect
-from flax_sg.errors.wrap import ChoiceError as ChoiceError
-from flax_sg.errors.wrap import MirrorVariablesError as MirrorVariablesError
-from flax_sg.errors.wrap import ScanMemoryWarning as ScanMemoryWarning
-from flax_sg.errors.wrap import WrappedModuleError as WrappedModuleError
-from flax_sg.errors.wrap import WrapperNameError as WrapperNameError
-from flax_sg.errors.writes import ReadOnlyError as ReadOnlyError
-from flax_sg.errors.writes import SubstituteError as SubstituteError
-from flax_sg.errors.writes import SubstituteTypeError as SubstituteTypeError
-from flax_sg.errors.writes import UnusedSubstituteError as UnusedSubstituteError
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class FlaxSGError(Exception):
+    """Base of every exception that flax_sg raises."""
+
+
+class UnsupportedVersionError(FlaxSGError, ImportError):
+    """Flax or JAX lack a name that the library needs, or it means something else.
+
+    Raised by the import, with the versions that are supported; and by
+    ``importlib.reload`` of a module that holds the open blocks.
+    """
+
+
+class FilterTypeError(FlaxSGError, TypeError):
+    """A filter is expected, and something else was given.
+
+    A filter says *which variables*; a module, an array or a value cannot::
+
+        nn.stop_gradient(self.encoder)  # raises: a module says no paths
+
+        with nn.stop_gradient('encoder/**'):  # right
+            y = self.encoder(x)
+
+    Also raised when a predicate returns anything but a bool, or reads a traced value::
+
+        nn.stop_gradient(lambda path: re.match('gln', path))  # a Match, or None
+        nn.stop_gradient(lambda path: path.startswith('gln'))  # a bool
+    """
+
+
+class FilterValueError(FlaxSGError, ValueError):
+    """A filter has the right type and a value that can mean nothing.
+
+    A glob describes whole path components::
+
+        nn.stop_gradient('gln/')  # raises: a path never ends in '/'
+        nn.stop_gradient('gln**')  # raises: '**' stands alone between slashes
+        nn.stop_gradient('gln*/**')  # everything inside gln, gln_0, gln2, ...
+
+    A tree of bools has to answer for every variable::
+
+        nn.stop_gradient({'gln': True})  # raises if there is also a 'dec'
+        nn.stop_gradient({'gln': True, 'dec': False})
+    """
+
+
+class UnusedFilterError(FlaxSGError, ValueError):
+    """A filter, or one of its patterns, selected no variable.
+
+    Such a program looks frozen and is not::
+
+        with nn.stop_gradient('params/gln/**'):  # raises: paths start below 'params'
+            y = self.gln(x)
+
+        with nn.stop_gradient('gln/**'):  # right
+            y = self.gln(x)
+
+    The message shows the pattern, how many variables were looked at, the nearest
+    paths and, where one is found, what was probably meant. It is raised too for a
+    collection that does not exist, for a value of ``substitute`` that belongs to no
+    variable, and for a block at top level in which no variable was read::
+
+        grads = vjp_fn(ct)                      # made by jax.vjp before the block
+        with nn.stop_gradient('encoder/**'):    # wrong: nothing is read in here
+            grads = vjp_fn(ct)
+
+        with nn.stop_gradient('encoder/**'):    # right
+            y, vjp_fn = jax.vjp(loss, params)
+
+    Where an empty selection is fine, say so with ``unused='ignore'``.
+    """
+
+
+class ArgumentTypeError(FlaxSGError, TypeError):
+    """A function of the library was given something of the wrong kind.
+
+    ::
+
+        nn.stop_gradient(lambda x: x, 'kernel')(x)       # wrong: no module to read
+        nn.stop_gradient(lambda module, x: module(x), 'kernel')(module, x)
+
+        sg.tabulate(nn.Dense, rngs)(x)                   # wrong: a class
+        sg.tabulate(nn.Dense(4), rngs)(x)
+    """
+
+
+class ArgumentValueError(FlaxSGError, ValueError):
+    """An argument has the right type and a value that can mean nothing.
+
+    ::
+
+        nn.stop_gradient('a/**', order='second')  # wrong: no such order
+        nn.stop_gradient('a/**', order='first')
+    """
+
+
+class UnknownNameError(FlaxSGError, LookupError):
+    """A method, an output, a field or a variable is named that does not exist.
+
+    ::
+
+        nn.stop_gradient(Model, 'encoder/**', methods=['encodee'])  # wrong
+        nn.stop_gradient(Model, 'encoder/**', methods=['encode'])
+    """
+
+
+class BlockError(FlaxSGError, RuntimeError):
+    """A block was opened, left or read in a way that no ``with`` statement does.
+
+    Blocks close in the thread and task that opened them, the last one first::
+
+        a.__enter__(); b.__enter__(); a.__exit__(None, None, None)  # wrong
+        with a, b: ...
+
+    A task that is suspended inside a block leaves it open for all other tasks::
+
+        async def evaluate():
+            with nn.stop_gradient('encoder/**'):
+                await queue.get()              # wrong
+
+        async def evaluate():
+            await queue.get()
+            with nn.stop_gradient('encoder/**'):
+                y = model.apply(variables, x)
+
+    The backward rule of a ``jax.custom_vjp`` runs after its block has closed. A
+    variable that it reads, and that two blocks see differently, has to be read in the
+    function too.
+    """
+
+
+class SetupValueError(FlaxSGError, RuntimeError):
+    """A value that ``setup`` derives from a parameter cannot be derived under a block.
+
+    ``self.w2 = f(self.w)`` in ``setup`` is no read of a variable when a method uses
+    it, so ``setup`` is run again to find it under the block. Where that need not give
+    the same thing, it raises::
+
+        def setup(self):
+            self.w2 = self.param('w', init) + next(numbers)
+
+        def __call__(self, x):
+            with nn.stop_gradient('w'):
+                return x * self.w2  # raises
+
+    Derive the value in the method, under the block.
+    """
+
+
+class ReadOnlyError(FlaxSGError, ValueError):
+    """A variable was written that ``read_only`` protects.
+
+    ::
+
+        with nn.read_only('**', collections='batch_stats'):
+            y = self.norm(x, use_running_average=False)  # raises
+            y = self.norm(x, use_running_average=True)
+    """
+
+
+class CotangentError(FlaxSGError, TypeError):
+    """A rule for cotangents cannot be applied.
+
+    Its function returned another shape, the selected leaf has no cotangent, or the
+    program is differentiated in forward mode, in which there is none::
+
+        nn.map_cotangent(lambda ct: ct.sum(), 'w')  # raises: another shape
+        nn.map_cotangent(lambda ct: ct / ct.size, 'w')
+    """
+
+
+class AbsentLeafError(FlaxSGError, AttributeError, TypeError):
+    """A leaf was used that is not in this part of the tree.
+
+    It was not selected, so nothing was computed for it::
+
+        grads = sg.grad(loss, wrt='head/**')(params)
+        grads['backbone']['w'] + 1.0  # raises
+
+    Select it, or ask for zeros in its place::
+
+        sg.grad(loss, wrt=['head/**', 'backbone/w'])(params)
+        sg.grad(loss, wrt='head/**', absent='zeros')(params)
+    """
+
+
+class StructureError(FlaxSGError, ValueError):
+    """Trees or values that belong together do not fit.
+
+    They differ in structure, shape or dtype, a leaf is in two parts, or it is missing::
+
+        head, rest = sg.partition(params, 'head/**')
+        sg.combine(head, params)  # raises: two parts have the head
+        sg.combine(head, rest)
+    """
+
+
+class NotDifferentiableError(FlaxSGError, TypeError):
+    """What was selected by name cannot be differentiated.
+
+    ::
+
+        params = {'w': jnp.ones(3), 'step': jnp.array(3)}
+        sg.grad(loss, wrt='step')(params)  # raises: an integer
+        sg.grad(loss, wrt=True)(params)  # takes 'w' alone
+
+    Only real and complex arrays and numbers have a gradient. A ``NonDifferentiable``
+    has none by its type.
+    """
+
+
+class ChangedValueError(FlaxSGError, ValueError):
+    """A ``NonDifferentiable`` has been changed, most likely by an optimizer's decay.
+
+    ::
+
+        params = {'w': jnp.ones(3), 'n': sg.NonDifferentiable(100)}
+        tx = optax.adamw(1e-3)  # wrong: decays every parameter
+        tx = sg.freeze(optax.adamw(1e-3))  # skips it
+    """
+
+
+class PartError(FlaxSGError, IndexError):
+    """A part of an array is meant, or some layers of a scan, that do not exist.
+
+    ::
+
+        sg.freeze(tx, sg.at('embed/embedding', np.s_[:100]))  # raises for 50 rows
+        nn.scan(Layer, length=4, frozen_layers=[7])  # raises
+    """
+
+
+class ExpectationError(FlaxSGError, AssertionError):
+    """An assertion of :mod:`flax_sg.testing` does not hold.
+
+    ::
+
+        def loss(params, x):
+            with nn.stop_gradient('encoder/**'):
+                return jnp.mean(model.apply({'params': params}, x) ** 2)
+
+        assert_flows(loss, 'encoder/**', params, x)  # raises
+        assert_stopped(loss, 'encoder/**', params, x)
+    """
+
+
+class NothingStoppedWarning(UserWarning):
+    """A block had no effect: nothing that was read in it is selected.
+
+    ::
+
+        h = self.encoder(x)
+        with nn.stop_gradient('encoder/**'):  # warns: the encoder was read before
+            y = self.head(h)
+    """
+
+
+class ScanMemoryWarning(UserWarning):
+    """In the body of a scan, stopped parameters are saved as residuals of each step.
+
+    Gradients are right. A call that uses other modules of the body has to stay in the
+    trace of the body::
+
+        nn.Frozen(nn.Sequential([nn.Dense(4), lambda x: self.head(x)]))(x)  # more
+        self.head(nn.Frozen(nn.Dense(4))(x))
+    """
+
+
+def unknown_choice(
+    option: str, value: Any, choices: Mapping[Any, str]
+) -> ArgumentValueError:
+    """The error for an option with a value that it does not have."""
+    lines = [f'  {name!r}: {what}' for name, what in choices.items()]
+    return ArgumentValueError(
+        f'{option}={value!r} is none of the choices:\n' + '\n'.join(lines)
+    )

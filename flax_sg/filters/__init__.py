@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flax_sg.errors import FilterTypeError
+from flax_sg import errors
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
 from flax_sg.filters.derived import Derived
@@ -59,7 +59,7 @@ def as_filter(where: Where) -> Filter:
     Raises:
         FilterTypeError: for anything else, with what to write instead.
         FilterValueError: for a glob that can mean nothing.
-        TracerInFilterError: for a function that reads a traced value.
+        FilterTypeError: for a function that reads a traced value.
     """
     if isinstance(where, Filter):
         return where
@@ -82,7 +82,9 @@ def as_filter(where: Where) -> Filter:
         return any_of if len(any_of.filters) > 1 else (*parts, Constant(False))[0]
     if callable(where):
         return Predicate(where)
-    raise FilterTypeError(f'{brief(where)} is no filter.\n{KINDS}{fix_of(where)}')
+    raise errors.FilterTypeError(
+        f'{brief(where)} is no filter.\n{KINDS}{fix_of(where)}'
+    )
 
 
 _NO_SEQUENCES = (bytes, bytearray, memoryview)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from flax_sg.errors import FilterTypeError, FilterValueError, TracerInFilterError
+from flax_sg import errors
 from flax_sg.filters import functions
 from flax_sg.filters.expressions import Atom, Filter, Owner
 from flax_sg.filters.hints import TextHints, separated_by_slashes
@@ -59,7 +59,7 @@ class Glob(Atom):
         """The filter for one path: no character in it stands for others."""
         try:
             return cls(escaped(path))
-        except FilterValueError:  # A name that is empty: '' or 'a//b'.
+        except errors.FilterValueError:  # A name that is empty: '' or 'a//b'.
             return Regex(re.compile(re.escape(path)))
 
     @functools.cached_property
@@ -70,7 +70,7 @@ class Glob(Atom):
     def _fullmatch(self) -> Callable[[str], object]:
         try:
             return glob_regex(self.pattern).fullmatch
-        except FilterValueError:  # Then it can be the path of a variable only.
+        except errors.FilterValueError:  # Then it can be the path of a variable only.
             return lambda path: None
 
     def _matches(self, path: Path) -> bool:
@@ -86,7 +86,7 @@ class Glob(Atom):
         hints = TextHints(glob_regex, repr, '**', paths, owner)
         try:
             glob_regex(self.pattern)
-        except FilterValueError as error:
+        except errors.FilterValueError as error:
             problem = (
                 str(error)
                 .partition('\n')[0]
@@ -130,7 +130,7 @@ class Regex(Atom):
     def __post_init__(self) -> None:
         text: Any = self.pattern.pattern
         if not isinstance(text, str):
-            raise FilterTypeError(
+            raise errors.FilterTypeError(
                 f'{self.pattern!r} is a pattern on bytes; paths are str.\n'
                 f'Fix: write re.compile({text.decode(errors="replace")!r}).'
             )
@@ -184,7 +184,7 @@ class Predicate(Atom):
     Raises:
         FilterTypeError: if the function is async or a generator, takes anything but
             one path, or, when called, returns anything but a bool.
-        TracerInFilterError: if it reads a traced value.
+        FilterTypeError: if it reads a traced value.
     """
 
     fn: Callable[[Path], Any]
@@ -199,7 +199,7 @@ class Predicate(Atom):
             if inspect.isgeneratorfunction(fn):
                 raise self._type_error('is a generator function: it returns no bool')
         if not _takes_a_path(self.fn):
-            raise FilterTypeError(
+            raise errors.FilterTypeError(
                 f'{self!r} cannot be called with a path: it is '
                 f'{inspect.signature(self.fn)}.\n'
                 f'Expected: a function of the path alone, such as {EXAMPLE}.\n'
@@ -256,15 +256,17 @@ class Predicate(Atom):
             RESULT_FIXES.get(type(result)),
         )
 
-    def _type_error(self, problem: str, fix: str | None = None) -> FilterTypeError:
-        return FilterTypeError(
+    def _type_error(
+        self, problem: str, fix: str | None = None
+    ) -> errors.FilterTypeError:
+        return errors.FilterTypeError(
             f'{self!r} {problem}.\n'
             'Expected: True or False for every path, known without running JAX.\n'
             f'Fix: {fix or f"write {EXAMPLE}"}.'
         )
 
-    def _tracer_error(self, problem: str) -> TracerInFilterError:
-        return TracerInFilterError(
+    def _tracer_error(self, problem: str) -> errors.FilterTypeError:
+        return errors.FilterTypeError(
             f'{self!r} {problem}.\n'
             'Which variables are meant has to be known while the program is traced.\n'
             'Fix: make the choice static, by static_argnames of jax.jit for example.'

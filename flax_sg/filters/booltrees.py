@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_sg.errors import FilterTypeError, TreeFilterError
+from flax_sg import errors
 from flax_sg.filters.expressions import Atom, Owner
 from flax_sg.filters.paths import Path, nearest
 from flax_sg.filters.refusals import brief
@@ -32,7 +33,7 @@ class BoolTree(Atom):
 
     Raises:
         FilterTypeError: if a leaf is no bool.
-        TreeFilterError: when called, if the tree has no answer for the path.
+        FilterValueError: when called, if the tree has no answer for the path.
     """
 
     tree: Mapping[str, Any]
@@ -76,11 +77,13 @@ class BoolTree(Atom):
             if names not in modules and names not in variables
         ]
 
-    def misfit(self, missing: Sequence[str], paths: Iterable[str]) -> TreeFilterError:
+    def misfit(
+        self, missing: Sequence[str], paths: Iterable[str]
+    ) -> errors.FilterValueError:
         """The error for leaves of the tree that are ``missing``."""
-        return TreeFilterError.for_missing(missing, paths)
+        return _without_variable(missing, paths)
 
-    def _misfit(self, path: Path, depth: int) -> TreeFilterError:
+    def _misfit(self, path: Path, depth: int) -> errors.FilterValueError:
         lines = [
             f'A tree of bools has no answer for the variable {str(path)!r} '
             f'of the collection {path.collection!r}.'
@@ -96,7 +99,7 @@ class BoolTree(Atom):
         else:
             branch = '/'.join(path.parts[: depth + 1])
             lines.append(f'Fix: give {branch!r} the value True or False in the tree.')
-        return TreeFilterError('\n'.join(lines))
+        return errors.FilterValueError('\n'.join(lines))
 
     def __reduce__(self) -> Any:
         return BoolTree, (_plain(self.tree),)
@@ -118,7 +121,7 @@ def _bool_tree(tree: Any, names: tuple[str, ...]) -> Any:
     if isinstance(tree, Mapping):
         odd = next((name for name in tree if not isinstance(name, str)), None)
         if odd is not None:
-            raise FilterTypeError(
+            raise errors.FilterTypeError(
                 f'A tree of bools has the key {odd!r} ({type(odd).__name__})'
                 f'{_at(names)}.\n'
                 'Expected: the names of modules and variables, which are str.'
@@ -131,7 +134,7 @@ def _bool_tree(tree: Any, names: tuple[str, ...]) -> Any:
     wrong = [leaf for leaf in leaves if not isinstance(leaf, (bool, np.bool_))]
     if leaves and not wrong:
         return _agreed(map(bool, leaves), names)
-    raise FilterTypeError(
+    raise errors.FilterTypeError(
         f'A tree of bools has {brief((*wrong, tree)[0])}{_at(names)}.\n'
         'Expected: True or False at every leaf, such as '
         "{'gln': True, 'dec': {'kernel': False, 'bias': True}}."
@@ -146,7 +149,7 @@ def _agreed(leaves: Iterable[bool], names: Sequence[str]) -> bool:
     """The one value of the leaves of one variable."""
     values = set(leaves)
     if len(values) > 1:
-        raise TreeFilterError(
+        raise errors.FilterValueError(
             f'A tree of bools has both True and False within the variable '
             f'{"/".join(names)!r}, whose leaves share one path.\n'
             'Fix: give the variable one bool.'
@@ -168,3 +171,19 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, bool):
         return tree
     return {name: _plain(below) for name, below in tree.items()}
+
+
+def _without_variable(
+    missing: Sequence[str], paths: Iterable[str]
+) -> errors.FilterValueError:
+    """The error for leaves of the tree that belong to no variable."""
+    known = list(dict.fromkeys(map(str, paths)))
+    leaves = 'leaf' if len(missing) == 1 else 'leaves'
+    lines = [f'A tree of bools has {len(missing)} {leaves} without a variable:']
+    for name in missing[:3]:
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.0)
+        lines.append(f'  {name!r}' + (f', nearest {near[0]!r}' if near else ''))
+    if len(missing) > 3:
+        lines.append(f'  and {len(missing) - 3} more')
+    lines.append('Fix: take them out of the tree, or spell them as the variables.')
+    return errors.FilterValueError('\n'.join(lines))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
-from flax_sg.errors import DerivedFilterError
+from flax_sg import errors
 from flax_sg.filters.expressions import Atom
 from flax_sg.filters.paths import Path
 
@@ -37,10 +38,20 @@ class Derived(Atom):
     def _matches(self, path: Path) -> bool:
         key = path.collection, path.absolute
         if key not in self.known:
-            raise DerivedFilterError(path.absolute, [name for _, name in self.known])
+            raise _not_declared(path.absolute, [name for _, name in self.known])
         return key in self.selected
 
     def __repr__(self) -> str:
         names = sorted(name for _, name in self.selected)
         shown = [repr(name) for name in names[:3]] + ['...'] * (len(names) > 3)
         return f'<live: {", ".join(shown) or "nothing"}>'
+
+
+def _not_declared(path: str, known: Sequence[str]) -> errors.UnknownNameError:
+    """A filter from ``sg.live`` is asked for a variable that it has not seen."""
+    near = difflib.get_close_matches(path, known, 3, cutoff=0.0)
+    return errors.UnknownNameError(
+        f'there was no {path!r} in the parameters that this filter was derived '
+        f'from by sg.live.\nNearest: {", ".join(map(repr, near)) or "none"}.\n'
+        'Derive it again, from the tree that it is used for.'
+    )

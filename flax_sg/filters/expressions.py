@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from flax_sg.errors import FilterTypeError
+from flax_sg import errors
 from flax_sg.filters.paths import Path, nearest
 
 Owner: TypeAlias = tuple[str, ...] | None
@@ -156,7 +156,7 @@ class Filter(abc.ABC):
         return Or((Filter.convert(other), self))
 
     def __bool__(self) -> bool:
-        raise FilterTypeError(
+        raise errors.FilterTypeError(
             f'{self!r} is neither true nor false: `not`, `and` and `or` would drop a '
             'part of a filter.\nFix: write ~a, a & b, a | b.'
         )

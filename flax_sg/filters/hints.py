@@ -7,8 +7,9 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from flax_sg.errors import FilterValueError
+from flax_sg import errors
 from flax_sg.filters.paths import Path
 
 # A brace expression, or a range in one, as shells take them; the innermost ones.
@@ -71,7 +72,7 @@ class TextHints:
         """The first path that a pattern matches."""
         try:
             fullmatch = self.compiled(pattern).fullmatch
-        except (FilterValueError, re.error):
+        except (errors.FilterValueError, re.error):
             return None
         paths = self.paths if paths is None else paths
         return next((path for path in paths if fullmatch(path)), None)
@@ -138,3 +139,19 @@ class TextHints:
             f'{path.absolute!r} is an absolute path; the block was opened by the '
             f'module at {"/".join(self.owner)!r}, and there it is {str(path)!r}.'
         )
+
+
+def unused_filter(
+    atom: Any, paths: Sequence[Any], owner: tuple[str, ...] | None
+) -> errors.UnusedFilterError:
+    """A filter, or one of its patterns, selected no variable."""
+    count = 'variable' if len(paths) == 1 else 'variables'
+    looked = f'it matches none of the {len(paths)} {count}'
+    if not paths:
+        looked = 'there are no variables'
+    lines = [f'{atom!r} selected nothing: {looked}.']
+    if owner:
+        lines.append(f'Paths are relative to the module at {"/".join(owner)!r}.')
+    lines.extend(atom.explain(paths, owner))
+    lines.append("If an empty selection is meant, pass unused='ignore'.")
+    return errors.UnusedFilterError('\n'.join(lines))

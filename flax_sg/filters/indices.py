@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from flax_sg.errors import PartError, TracerInFilterError
+from flax_sg import errors
 from flax_sg.filters.expressions import And, Filter, Not, Or
 from flax_sg.filters.refusals import brief
 from flax_sg.internals import _private
@@ -160,7 +160,7 @@ def _plain(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(map(_plain, index))
     if isinstance(index, _private.Tracer):
-        raise TracerInFilterError(
+        raise errors.FilterTypeError(
             f'the index of sg.at is {brief(index)}, and which elements are meant has '
             'to be known while the program is traced.\n'
             'Fix: give numbers or numpy arrays.'
@@ -172,7 +172,7 @@ def _plain(index: Any) -> Any:
         return index
     array = np.array(index)
     if array.dtype != bool and not np.issubdtype(array.dtype, np.integer):
-        raise PartError.no_index(index)
+        raise _no_index(index)
     if array.dtype != bool:
         array = array.astype(np.int64)
         if array.ndim == 0:
@@ -185,7 +185,7 @@ def _int(part: Any) -> int:
     try:
         return part.__index__()
     except AttributeError:
-        raise PartError.no_index(part) from None
+        raise _no_index(part) from None
 
 
 def _key(index: Any) -> Hashable:
@@ -228,9 +228,9 @@ def _mask_of(index: Index, shape: tuple[int, ...], path: str) -> NDArray[np.bool
             mask = np.zeros(shape, bool)
             mask[index.index] = True
     except IndexError as error:
-        raise PartError(index, path, shape, str(error)) from None
+        raise wrong_part(index, path, shape, str(error)) from None
     if not mask.any():
-        raise PartError(index, path, shape, 'it takes nothing')
+        raise wrong_part(index, path, shape, 'it takes nothing')
     return mask
 
 
@@ -255,3 +255,31 @@ def _small_mask(
         along[entry] = True
         out = out & np.expand_dims(along, [n for n in range(len(shape)) if n != axis])
     return out
+
+
+def wrong_part(
+    index: Any, path: str, shape: tuple[int, ...], problem: str
+) -> errors.PartError:
+    """A part of an array is meant that there is not, or that cannot be told apart."""
+    return errors.PartError(
+        f'{index!r} does not fit {path!r}, an array of shape {shape}: {problem}.\n'
+        'Give the elements of that array, or name other variables in sg.at.'
+    )
+
+
+def _no_index(index: Any) -> errors.PartError:
+    """What was given is no index."""
+    return errors.PartError(
+        f'{index!r} is no index: expected ints, slices, ..., arrays of ints or of '
+        'bools, or a tuple of these.\n'
+        "Write it as numpy does: sg.at('embed/embedding', np.s_[:100]).",
+    )
+
+
+def whole_only(what: str, path: str) -> errors.PartError:
+    """A leaf cannot be split here."""
+    return errors.PartError(
+        f'{what} takes a leaf or leaves it, and the filter means a part of '
+        f'{path!r}.\n'
+        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
+    )

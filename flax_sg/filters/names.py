@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 
-from flax_sg.errors import UnusedSubstituteError
+from flax_sg import errors
 from flax_sg.filters.expressions import Atom
 from flax_sg.filters.paths import Path
 
@@ -44,11 +45,34 @@ class Names(Atom):
 
     def misfit(
         self, missing: Sequence[str], paths: Iterable[str]
-    ) -> UnusedSubstituteError:
+    ) -> errors.UnusedFilterError:
         """The error for names that are ``missing``."""
-        return UnusedSubstituteError(missing, paths)
+        return unused_value(missing, paths)
 
     def __repr__(self) -> str:
         names = sorted('/'.join(parts) for _, parts in self.names)
         more = f', and {len(names) - 3} more' if len(names) > 3 else ''
         return f'<{", ".join(names[:3])}{more}>'
+
+
+def unused_value(
+    missing: Sequence[str], paths: Iterable[str]
+) -> errors.UnusedFilterError:
+    """A value was given that belongs to no variable."""
+    known = list(dict.fromkeys(map(str, paths)))
+    values = 'value' if len(missing) == 1 else 'values'
+    lines = [f'nn.substitute: {len(missing)} {values} without a variable:']
+    for name in missing[:3]:
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.0)
+        lines.append(f'  {name!r}' + (f', nearest {near[0]!r}' if near else ''))
+    if len(missing) > 3:
+        lines.append(f'  and {len(missing) - 3} more')
+    first = missing[0].partition('/')
+    if first[2] in known:
+        lines.append(f'Fix: give values[{first[0]!r}] in place of values.')
+    else:
+        lines.append(
+            'Fix: spell them as the variables, or take them out. If they may be '
+            "missing, pass unused='ignore'."
+        )
+    return errors.UnusedFilterError('\n'.join(lines))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from flax_sg.errors import FilterValueError
+from flax_sg import errors
 
 _S = TypeVar('_S', bound=str)
 
@@ -189,9 +189,9 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
         raise _glob_error(pattern, f'has a bad [...]: {error.msg}') from None
 
 
-def _glob_error(pattern: str, problem: str, fix: str = '') -> FilterValueError:
+def _glob_error(pattern: str, problem: str, fix: str = '') -> errors.FilterValueError:
     fix = f'\nFix: {fix}.' if fix else ''
-    return FilterValueError(f'The glob {pattern!r} {problem}.{fix}')
+    return errors.FilterValueError(f'The glob {pattern!r} {problem}.{fix}')
 
 
 def check_glob(pattern: str) -> None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from flax_sg.errors import FilterTypeError
+from flax_sg import errors
 
 EXAMPLE = "lambda path: path.startswith('gln')"
 RESULT_FIXES: dict[type, str] = {
@@ -37,15 +37,17 @@ def refuse_target(where: Any) -> None:
     if isinstance(target, type) and issubclass(target, nn.Module):
         name = target.__name__
         spelled = f'nn.{name}' if getattr(nn, name, None) is target else name
-        raise FilterTypeError(
+        raise errors.FilterTypeError(
             f'The Module class {name} is no filter: a filter says which variables.\n'
             f'Fix: to lift the class, write nn.stop_gradient({spelled}, where), with '
             "where such as '**'."
         )
     if isinstance(target, type):
-        raise FilterTypeError(f'The class {target.__name__} is no filter.\n{KINDS}')
+        raise errors.FilterTypeError(
+            f'The class {target.__name__} is no filter.\n{KINDS}'
+        )
     if isinstance(where, nn.Module):
-        raise FilterTypeError(
+        raise errors.FilterTypeError(
             f'The module {type(where).__name__}(...) is no filter: a filter says which '
             'variables.\n'
             'Fix: open a block around the call:\n'
@@ -55,7 +57,7 @@ def refuse_target(where: Any) -> None:
             '  nn.Frozen(module, where)'
         )
     if isinstance(where, (jax.Array, np.ndarray, np.generic)):
-        raise FilterTypeError(
+        raise errors.FilterTypeError(
             f'{brief(where)} is no filter: a filter says which variables.\n'
             'Fix: to stop the gradient of a value, write jax.lax.stop_gradient(x).'
         )

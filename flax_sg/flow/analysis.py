@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from flax_sg import errors, filters
-from flax_sg.errors.trees import shown
+from flax_sg.errors.texts import shown
 from flax_sg.filters import functions
 from flax_sg.filters.paths import Path
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
@@ -74,10 +74,10 @@ def gradient_flow(
         Plain data. What is no array is no parameter; integers and keys are stopped.
 
     Raises:
-        NoOutputError: if nothing that is returned could be differentiated, or if it is
-            no array.
-        ValueNeededError: if the function needs values where there are shapes.
-        NotTracedError: if a parameter goes into a host callback, a mutable array, or
+        ArgumentTypeError: if nothing that is returned could be differentiated, or
+            if it is no array.
+        ArgumentTypeError: if the function needs values where there are shapes.
+        ArgumentTypeError: if a parameter goes into a host callback, a mutable array, or
             anything that JAX cannot differentiate.
         UnusedFilterError: if a part of ``wrt`` matches no leaf.
 
@@ -246,7 +246,7 @@ class Analysis:
                 for eqn, _ in flow.leaf.refused
             ]
             cause = next((error for _, error in flow.leaf.refused if error), None)
-            raise errors.NotTracedError(met, list(dict.fromkeys(found))) from cause
+            raise _not_traced(met, list(dict.fromkeys(found))) from cause
 
 
 def _status(live: int, used: int, out: int | None) -> str:
@@ -261,7 +261,7 @@ def _outputs_of(program: Program, has_aux: bool) -> list[tuple[str, int | None]]
     """The path of each output leaf, and its number among those of the program.
 
     Raises:
-        NoOutputError: if one is no array, or none has a derivative.
+        ArgumentTypeError: if one is no array, or none has a derivative.
     """
     out = program.output
     if has_aux:
@@ -284,9 +284,38 @@ def _outputs_of(program: Program, has_aux: bool) -> list[tuple[str, int | None]]
             (path, str(getattr(leaf, 'dtype', type(leaf).__name__)))
             for path, leaf in named
         ]
-        raise errors.NoOutputError(functions.describe(program.fun), said)
+        raise _no_output(functions.describe(program.fun), said)
     numbers = itertools.count()
     return [
         (path, next(numbers) if isinstance(leaf, jax.ShapeDtypeStruct) else None)
         for path, leaf in named
     ]
+
+
+def _no_output(
+    name: str, outputs: Sequence[tuple[str, str]]
+) -> errors.ArgumentTypeError:
+    """A function has no output to differentiate, or one that is no array."""
+    found = [f'  {path!r}: {what}' for path, what in outputs] or ['  none at all']
+    return errors.ArgumentTypeError(
+        f'the outputs of {name} cannot be differentiated:\n'
+        + '\n'.join(found)
+        + '\nReturn real or complex arrays, and all else beside them: '
+        'return outputs, aux with has_aux=True.'
+    )
+
+
+def _not_traced(
+    parameters: Sequence[str], equations: Sequence[tuple[str, str]]
+) -> errors.ArgumentTypeError:
+    """A parameter goes where it cannot be followed."""
+    places = [f'  {name}, at {source}' for name, source in equations]
+    return errors.ArgumentTypeError(
+        f'{", ".join(map(repr, parameters[:3]))}'
+        f'{" and others" * (len(parameters) > 3)} goes where no report can follow '
+        'it (a host callback, a mutable array, what has no derivative):\n'
+        + '\n'.join(places)
+        + '\nIf no gradient comes back from there, stop it '
+        'before, with jax.lax.stop_gradient. Otherwise give that part a rule: '
+        'jax.custom_jvp, jax.custom_vjp.'
+    )

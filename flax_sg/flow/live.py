@@ -53,8 +53,8 @@ def live(
         selected together. It raises for variables that were not in ``params``.
 
     Raises:
-        DerivedFilterError: when it is asked for a variable that it has not seen.
-        NoOutputError, ValueNeededError, NotTracedError: as ``sg.gradient_flow``.
+        UnknownNameError: when it is asked for a variable that it has not seen.
+        ArgumentTypeError: as ``sg.gradient_flow``.
     """
     analysis = Analysis.of(fun, (params, *args), [0], has_aux, wrt)
     pairs = zip(analysis.paths, analysis.trained(), strict=True)

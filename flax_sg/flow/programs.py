@@ -52,7 +52,7 @@ class Program:
                 traced, in the others they are what they are.
 
         Raises:
-            ValueNeededError: if the function needs values where there are shapes.
+            ArgumentTypeError: if the function needs values where there are shapes.
         """
         run = fun.apply if isinstance(fun, linen.Module) else fun
         leaves, treedef = jax.tree.flatten(tuple(args))
@@ -80,7 +80,7 @@ class Program:
         try:
             closed = jax.make_jaxpr(fun_of_arrays)(*(leaves[n] for n in inputs))
         except _ASKED_FOR_A_VALUE as error:
-            raise errors.ValueNeededError(functions.describe(run)) from error
+            raise _value_needed(functions.describe(run)) from error
         return cls(closed, run, inputs, results[0])
 
 
@@ -104,3 +104,13 @@ def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind in 'biufcV'
     return isinstance(leaf, jax.Array) or _is_shape(leaf)
+
+
+def _value_needed(name: str) -> errors.ArgumentTypeError:
+    """A function needs values to run, and the analysis has shapes alone."""
+    return errors.ArgumentTypeError(
+        f'{name} needs the values of its arguments, and is run on their shapes.\n'
+        'What JAX says of it stands above. Numbers in arguments that are not '
+        'differentiated stay what they are; or bind the value, as a number or an '
+        'array of numpy: functools.partial(fun, ...).'
+    )

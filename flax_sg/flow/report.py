@@ -6,6 +6,7 @@ How it is shown is the business of ``flax_sg.rendering``.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -102,7 +103,7 @@ class GradientFlow:
         """``'flows'``, ``'stopped'`` or ``'unused'``.
 
         Raises:
-            FlowNameError: if there is no such output or parameter.
+            UnknownNameError: if there is no such output or parameter.
         """
         row = self.status[_index('output', output, self.outputs)]
         return row[_index('parameter', parameter, self.parameters)]
@@ -111,7 +112,7 @@ class GradientFlow:
         """The places where a parameter is used.
 
         Raises:
-            FlowNameError: if there is no such parameter.
+            UnknownNameError: if there is no such parameter.
         """
         return self.uses[_index('parameter', parameter, self.parameters)]
 
@@ -249,4 +250,14 @@ def _index(kind: str, name: str, names: Sequence[str]) -> int:
     try:
         return names.index(name)
     except ValueError:
-        raise errors.FlowNameError(kind, name, names) from None
+        raise unknown_name(kind, name, names) from None
+
+
+def unknown_name(kind: str, name: str, names: Sequence[str]) -> errors.UnknownNameError:
+    """A report is asked for an output or a parameter that is not in it."""
+    near = difflib.get_close_matches(name, list(map(str, names)), 3, cutoff=0.0)
+    shown = ', '.join(map(repr, near)) or 'none at all'
+    return errors.UnknownNameError(
+        f'there is no {kind} {name!r} among the {len(names)} of the report.\n'
+        f'Nearest: {shown}.'
+    )

@@ -62,11 +62,11 @@ def map_cotangent(
         A value for ``with``, for ``@`` and for calling on a target.
 
     Raises:
-        NoCotangentError: if a variable that is selected by name is no real or complex
+        CotangentError: if a variable that is selected by name is no real or complex
             array.
-        CotangentShapeError: on the way back, if ``fn`` changes the shape or the dtype.
-        ForwardModeError: for derivatives forwards, ``jax.jvp`` or ``jax.jacfwd``.
-        TracerInRuleError: if ``fn`` reads a traced value that it was not handed.
+        CotangentError: on the way back, if ``fn`` changes the shape or the dtype.
+        CotangentError: for derivatives forwards, ``jax.jvp`` or ``jax.jacfwd``.
+        ArgumentTypeError: if ``fn`` reads a traced value that it was not handed.
 
     Note:
         The innermost level that differentiates a parameter maps its cotangent. A
@@ -111,7 +111,7 @@ def scale_gradient(
         As ``map_cotangent``.
 
     Raises:
-        CotangentValueError: if ``factor`` is not one number.
+        ArgumentValueError: if ``factor`` is not one number.
     """
     rule = cotangents.Scale(constants.number('factor', factor))
     return rewrites.Rewrite(filters.as_filter(where), rule, collections, unused)
@@ -192,8 +192,8 @@ def clip_gradient(
         As ``map_cotangent``.
 
     Raises:
-        CotangentValueError: unless exactly one bound is given, one number, not below 0.
-        SplitSelectionError: for ``global_norm`` in the body of a transform, if the
+        ArgumentValueError: unless exactly one bound is given, one number, not below 0.
+        BlockError: for ``global_norm`` in the body of a transform, if the
             selected modules come there by different ways.
     """
     made: dict[str, Callable[[Operand], rules.Rule]] = {
@@ -204,7 +204,7 @@ def clip_gradient(
     bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     if len(given) != 1:
-        raise errors.CotangentValueError(
+        raise errors.ArgumentValueError(
             f'clip_gradient() was given {" and ".join(given) or "no bound"}: expected '
             'one of value=, norm= and global_norm=.\n'
             'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
@@ -212,9 +212,7 @@ def clip_gradient(
     [(name, bound)] = given.items()
     number = constants.number(name, bound)
     if not isinstance(bound, _private.Tracer) and not bound >= 0:
-        raise errors.CotangentValueError(
-            f'{name}={bound}: expected a number from 0 on.'
-        )
+        raise errors.ArgumentValueError(f'{name}={bound}: expected a number from 0 on.')
     return rewrites.Rewrite(
         filters.as_filter(where), made[name](number), collections, unused
     )

@@ -51,13 +51,13 @@ def replace_cotangent(
         As ``map_cotangent``. A parameter that no output depends on keeps its zeros.
 
     Raises:
-        CotangentShapeError: if the value has another shape or dtype.
-        MissingVariableError: on the way back, if there is no such variable.
-        CotangentValueError: unless there is either a value or a variable.
+        CotangentError: if the value has another shape or dtype.
+        UnknownNameError: on the way back, if there is no such variable.
+        ArgumentValueError: unless there is either a value or a variable.
     """
     named = variable is not None or collection is not None
     if named == (value is not None):
-        raise errors.CotangentValueError(
+        raise errors.ArgumentValueError(
             'replace_cotangent() takes either a value or a variable.\n'
             "Write nn.replace_cotangent(where, value), or variable='path', or "
             "collection='name'."
@@ -101,14 +101,14 @@ def copy_cotangent(
         As ``map_cotangent``.
 
     Raises:
-        CopyCycleError: if a parameter gets its own gradient in a roundabout way.
-        CotangentShapeError: if two parameters differ in shape or dtype.
+        ArgumentValueError: if a parameter gets its own gradient in a roundabout way.
+        CotangentError: if two parameters differ in shape or dtype.
     """
     given: Any = sources
     if not isinstance(given, Mapping) or not all(
         isinstance(path, str) for path in (*given, *given.values())
     ):
-        raise errors.CotangentValueError(
+        raise errors.ArgumentValueError(
             f'copy_cotangent({sources!r}): expected the paths of parameters, each with '
             "the one that it gets its cotangent from, such as {'a/kernel': 'b/kernel'}."
         )

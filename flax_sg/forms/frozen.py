@@ -68,7 +68,7 @@ class Rewritten(wrappers.Wrapper):
     def _around(self, name: str, judge: bool) -> wrappers.Extent:
         """A block: the module is not bound yet, so it is the root of its tree."""
         if self.state != state_policy.UPDATE:
-            raise errors.WrappedModuleError.for_method(self, name)
+            raise _bound_method(self, name)
         return self._block(None, judge)
 
     @nowrap
@@ -138,10 +138,10 @@ class Frozen(Rewritten):
             by default; ``rewrite(module)`` makes a wrapper with the rewrite's rule.
 
     Raises:
-        WrappedModuleError: if ``module`` is no module: None, a function, a class. When
+        ArgumentTypeError: if ``module`` is no module: None, a function, a class. When
             ``apply`` or ``init`` is called that the module overrides, if ``state`` is
             not ``'update'``.
-        WrapperNameError: if it is given another name than the module has already.
+        ArgumentValueError: if it is given another name than the module has already.
         UnusedFilterError: at the end of a call, if a part of ``where`` took nothing.
 
     Note:
@@ -150,3 +150,16 @@ class Frozen(Rewritten):
         function that uses other modules of the body warns (``ScanMemoryWarning``).
         Flux.jl #1931 asks for the same in Julia.
     """
+
+
+def _bound_method(wrapper: Any, method: str) -> errors.ArgumentTypeError:
+    """The error for a module that overrides ``apply`` or ``init``."""
+    call = {'Mirror': 'mirror'}.get(type(wrapper).__name__, 'Frozen')
+    name = type(wrapper.module).__name__
+    return errors.ArgumentTypeError(
+        f'nn.{call}({name}(...), state={wrapper.state!r}): {name} defines its own '
+        f'{method}, which the wrapper calls in a block.\n'
+        'A block stops gradients; it does not hold state or show other variables.\n'
+        f'Open the block yourself: with nn.stop_gradient(where): '
+        f'{name}(...).{method}(...).',
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax_sg import errors, filters
 from flax_sg.engine import blocks
 from flax_sg.engine.variables import iter_variables
 from flax_sg.forms import frozen, rng_policy, state_policy, substitute
+from flax_sg.forms.wrappers import wrong_target
 from flax_sg.internals import _private
 
 _serial = itertools.count()
@@ -163,20 +164,20 @@ def mirror(
         ``module``.
 
     Raises:
-        WrappedModuleError: if ``module`` is no module.
-        MirrorVariablesError: if ``variables`` cannot be those of the module.
-        SubstituteError: at a read, if other values do not fit.
-        ChoiceError: for another ``rngs`` or ``state``.
+        ArgumentTypeError: if ``module`` is no module.
+        ArgumentValueError: if ``variables`` cannot be those of the module.
+        StructureError: at a read, if other values do not fit.
+        ArgumentValueError: for another ``rngs`` or ``state``.
 
     Note:
         Asked for at the end of google/flax issue #1857. BYOL (Grill et al., 2020) and
         deep Q-learning (Mnih et al., 2015) have targets like these.
     """
     if not isinstance(module, _private.Module):
-        raise errors.WrappedModuleError('mirror', module)
+        raise wrong_target('mirror', module)
     if variables is not None and state == state_policy.UPDATE:
         choices = {k: v for k, v in state_policy.CHOICES.items() if k != state}
-        raise errors.ChoiceError('with variables=, state', state, choices)
+        raise errors.unknown_choice('with variables=, state', state, choices)
     is_tree = isinstance(variables, Mapping)
     view = Mirror(
         module,
@@ -210,7 +211,7 @@ def _check_fits(module: Any, variables: Mapping[str, Any]) -> None:
     }
     for problem, names in problems.items():
         if names:
-            raise errors.MirrorVariablesError(module, problem, names)
+            raise _wrong_variables(module, problem, names)
 
 
 def _variables_in(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,3 +221,18 @@ def _variables_in(variables: Mapping[str, Any]) -> dict[str, Any]:
         for collection, tree in variables.items()
         for (_, path), value in iter_variables((collection, ()), tree)
     }
+
+
+def _wrong_variables(
+    module: Any, problem: str, names: Iterable[str] = ()
+) -> errors.ArgumentValueError:
+    """What a mirror should read does not fit the module that it shows."""
+    path = '/'.join(module.scope.path)
+    place = repr(path) if path else 'the root'
+    lines = [
+        f'nn.mirror({type(module).__name__}(...), variables=...): {problem}',
+        *(f'  {name}' for name in names),
+        f'The tree is that of the module at {place}, with collections on top, '
+        "such as {'params': ...}.",
+    ]
+    return errors.ArgumentValueError('\n'.join(lines))

@@ -7,8 +7,9 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg import errors, filters
+from flax_sg import filters
 from flax_sg.engine import placing
+from flax_sg.filters.names import unused_value
 from flax_sg.filters.paths import Path
 from flax_sg.forms import stops
 from flax_sg.rules import rules, substitutes
@@ -21,6 +22,7 @@ from flax_sg.trees.leaves import (
     leaves_of,
     selected,
 )
+from flax_sg.trees.shape_check import no_value
 
 
 def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
@@ -146,8 +148,8 @@ def substitute(
         The tree with other leaves.
 
     Raises:
-        SubstituteError: if a value does not fit, or a selected leaf has none.
-        UnusedSubstituteError: if a value belongs to no leaf.
+        StructureError: if a value does not fit, or a selected leaf has none.
+        UnusedFilterError: if a value belongs to no leaf.
         UnusedFilterError: if a part of ``where`` matches no leaf.
     """
     leaves = leaves_of(tree)
@@ -168,14 +170,14 @@ def substitute(
     }
     missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
     if missing and unused == 'raise':
-        raise errors.UnusedSubstituteError(sorted(missing), leaves.paths)
+        raise unused_value(sorted(missing), leaves.paths)
     takes = [keys in there for keys in leaves.key_paths]
     if where is not None:
         [takes] = selected([leaves.paths], chosen, unused)
     out: list[Any] = []
     for keys, (path, leaf), take in zip(leaves.key_paths, leaves, takes, strict=True):
         if take and keys not in there:
-            raise errors.SubstituteError.absent(path, 'the tree')
+            raise no_value(path, 'the tree')
         if take:
             new = shape_check.fitting(path, leaf, there[keys][1])
             leaf = filters.merged(take, new, leaf, path)

@@ -8,7 +8,6 @@ import types
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar
 
-from flax_sg import errors
 from flax_sg.engine import extents, places
 from flax_sg.forms import lifted
 from flax_sg.internals import _private
@@ -67,7 +66,7 @@ class Rewrite(rules.Rewrite):
             return
         if places.is_dropped_at(self._call):
             place = places.Place.here()
-            errors.warn_without_effect(
+            places.warn_without_effect(
                 f'{self!r} is made at {place} and dropped, so it has no effect.\n'
                 f'Write with nn.{self.rule.name}(...): and the code below it.',
                 place,

@@ -28,7 +28,7 @@ _OF_VIEWS: Any = _OfViews()
 def check(choice: Any) -> None:
     """Raises for what is no choice."""
     if choice not in CHOICES:
-        raise errors.ChoiceError('rngs', choice, CHOICES)
+        raise errors.unknown_choice('rngs', choice, CHOICES)
 
 
 @contextlib.contextmanager

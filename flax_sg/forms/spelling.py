@@ -8,6 +8,7 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.forms import rewrites
+from flax_sg.forms.lifted import methods_without_class, not_liftable
 
 
 class _LeftOut:
@@ -51,8 +52,8 @@ def lifted(
                 fix = f'To say which variables write {name}={argument!r}.'
             else:
                 fix = f'For several filters write [{target!r}, {argument!r}].'
-            raise errors.LiftTargetError(target, fix)
+            raise not_liftable(target, fix)
         return rewrite.lift(target, methods)
     if methods is not None:
-        raise errors.UnknownMethodError.without_class(methods)
+        raise methods_without_class(methods)
     return rewrite

@@ -35,7 +35,7 @@ _RESULTS = ('intermediates', 'perturbations')
 def check(choice: Any) -> None:
     """Raises for what is no choice."""
     if choice not in CHOICES:
-        raise errors.ChoiceError('state', choice, CHOICES)
+        raise errors.unknown_choice('state', choice, CHOICES)
 
 
 @contextlib.contextmanager

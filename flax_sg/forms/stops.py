@@ -121,7 +121,7 @@ def stop_gradient(
     Raises:
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: at the end of an extent, if a part of ``where`` took nothing.
-        ChoiceError: for other ``levels``.
+        ArgumentValueError: for other ``levels``.
 
     Note:
         A block belongs to its thread. It is part of JAX's trace cache keys, so jitted
@@ -137,7 +137,7 @@ def _rule_of(levels: int | None) -> rules.Rule:
     if levels is None:
         return rules.StopGradient()
     if isinstance(levels, bool) or levels != 1:
-        raise errors.ChoiceError('levels', levels, _LEVELS)
+        raise errors.unknown_choice('levels', levels, _LEVELS)
     return rules.StopOneLevel()
 
 

@@ -7,12 +7,13 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 from flax.core.scope import CollectionFilter
 
-from flax_sg import errors, filters
+from flax_sg import filters
 from flax_sg.filters.paths import Path
 from flax_sg.filters.refusals import brief
 from flax_sg.forms import rewrites, spelling
 from flax_sg.internals import _private
 from flax_sg.rules import substitutes
+from flax_sg.rules.substitutes import no_values
 
 T = TypeVar('T')
 # What stands for other values; ``substitute`` explains the members.
@@ -106,9 +107,9 @@ def substitute(
         As ``stop_gradient``.
 
     Raises:
-        SubstituteTypeError: for ``values`` that are none of these.
-        SubstituteError: at a read, if a value does not fit, or there is none.
-        UnusedSubstituteError: at the end of an extent, if a value belongs to no
+        ArgumentTypeError: for ``values`` that are none of these.
+        StructureError: at a read, if a value does not fit, or there is none.
+        UnusedFilterError: at the end of an extent, if a value belongs to no
             variable.
 
     Note:
@@ -133,10 +134,10 @@ def substitute(
 
 def _source_of(values: Any, collections: CollectionFilter) -> substitutes.Source:
     if values is spelling.LEFT_OUT:
-        raise errors.SubstituteTypeError('nothing')
+        raise no_values('nothing')
     if isinstance(values, str):
         if not isinstance(collections, str):
-            raise errors.SubstituteTypeError(
+            raise no_values(
                 f'the collection {values!r} for collections={collections!r}',
                 "Fix: name one collection, such as collections='params'.",
             )
@@ -144,7 +145,7 @@ def _source_of(values: Any, collections: CollectionFilter) -> substitutes.Source
     if isinstance(values, (Mapping, _private.Module)):
         entries = substitutes.entries_of(values, collections)
         if not entries and not substitutes.is_initializing(values):
-            raise errors.SubstituteTypeError('a tree without a value')
+            raise no_values('a tree without a value')
         return substitutes.Tree(entries)
     if callable(values) and not isinstance(values, type):
         return substitutes.Function(values)
@@ -153,4 +154,4 @@ def _source_of(values: Any, collections: CollectionFilter) -> substitutes.Source
         fix = f'Fix: to lift a class write nn.substitute({values.__name__}, values).'
     elif hasattr(values, 'shape'):
         fix = "Fix: say of which variable: nn.substitute({'encoder': {'bias': value}})."
-    raise errors.SubstituteTypeError(brief(values), fix)
+    raise no_values(brief(values), fix)

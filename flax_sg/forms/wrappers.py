@@ -96,7 +96,7 @@ class Wrapper(_private.Module):
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, _private.Module):
-            raise errors.WrappedModuleError(type(self).__name__, self.module)
+            raise wrong_target(type(self).__name__, self.module)
         place = _private.place_of(self)
         scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
         module = self.module if scope is None else _attached(self.module, scope)
@@ -114,7 +114,7 @@ class Wrapper(_private.Module):
         new = '_id' not in vars(self)
         names = {self.name, module.name} - {None}
         if new and len(names) > 1:
-            raise errors.WrapperNameError(type(self).__name__, str(self.name), module)
+            raise _named(type(self).__name__, str(self.name), module)
         _private.start(self)
         object.__setattr__(self, 'module', module)
         _private.stand_in(self, module)
@@ -300,3 +300,40 @@ class _Variable(_private.Variable[Any]):
         self._in_extent(_variable_value.fset)(self, value)
 
     value: Any = property(_value, _set_value)
+
+
+def wrong_target(wrapper: str, target: Any) -> errors.ArgumentTypeError:
+    """Something that is no module was wrapped, or one that cannot be wrapped so."""
+    what, fix = f'{target!r}, of type {type(target).__name__}', ''
+    if target is None:
+        what, fix = 'None', 'Has the module been made? setup assigns attributes.'
+    elif isinstance(target, type) and issubclass(target, _private.Module):
+        name = target.__name__
+        what = f'the class {name}'
+        fix = (
+            f'Make the module, nn.{wrapper}({name}(...)), or lift the class, '
+            f'nn.stop_gradient({name}, where).'
+        )
+    elif callable(target):
+        name = getattr(target, '__qualname__', type(target).__name__)
+        what = f'the function {name}'
+        fix = (
+            'A function has no parameters of its own: write '
+            'nn.stop_gradient(fn, where) for a function of a module, and open a '
+            'block, with nn.stop_gradient(where):, around other code.'
+        )
+    elif hasattr(target, 'shape'):
+        fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
+    lines = [f'nn.{wrapper} wraps a Module instance, and was given {what}.', fix]
+    return errors.ArgumentTypeError('\n'.join(filter(None, lines)))
+
+
+def _named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:
+    """A wrapper was given another name than the module that it stands for."""
+    cls = type(module).__name__
+    return errors.ArgumentValueError(
+        f'nn.{wrapper}({cls}(...), name={name!r}): the module is at '
+        f'{"/".join(module.scope.path)!r} already, and the wrapper has no place of '
+        'its own.\n'
+        f'Name the module: nn.{wrapper}({cls}(..., name={name!r})).'
+    )

@@ -23,11 +23,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flax_sg import errors
 from flax_sg.internals import versions
+from flax_sg.internals.versions import reloaded
 
 if 'Module' in globals():  # It was loaded before.
-    raise errors.ReloadError(__name__)
+    raise reloaded(__name__)
 versions.check()  # Before the names are asked for: it says which versions have them.
 
 import flax
@@ -786,7 +786,7 @@ def carried_by(scan: Any) -> range:
 # Frames in these are not of the user's program.
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (__file__, flax.__file__)
+    for file in (os.path.dirname(__file__), flax.__file__)
 )
 _DEMO = os.path.join(_LIBRARIES[0], 'demo') + os.sep
 

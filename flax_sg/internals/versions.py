@@ -9,10 +9,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import flax
+import jax
+
 from flax_sg import errors
+
+# The oldest and newest that the tests have run on, by ``python3 dev.py versions``.
+SUPPORTED = {'flax': ('0.12.0', '0.12.12'), 'jax': ('0.7.2', '0.12.0.1')}
 
 # Where a name is, and for a function its parameters: hooks are called as what they
 # stand for.
@@ -130,7 +136,7 @@ def check() -> None:
     """Raises if what the library rests on is gone, or is something else."""
     faults = list(dict.fromkeys(_faults()))
     if faults:
-        raise errors.UnsupportedVersionError(faults)
+        raise unsupported(faults)
 
 
 def _faults() -> Iterator[str]:
@@ -171,3 +177,26 @@ def _names_in(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= _names_in(constant)
     return names
+
+
+def unsupported(faults: Sequence[str]) -> errors.UnsupportedVersionError:
+    """Flax or JAX lack a name that the library rests on, or it means something else."""
+    found = f'flax {flax.__version__} and jax {jax.__version__}'
+    ranges = [f'{name} {old} to {new}' for name, (old, new) in SUPPORTED.items()]
+    pins = [f"'{name}>={old},<={new}'" for name, (old, new) in SUPPORTED.items()]
+    lines = [
+        'flax_sg needs what this installation does not have:',
+        *(f'  {fault}' for fault in faults),
+        f'Found {found}; supported are {" with ".join(ranges)}.',
+        f'Fix: pip install {" ".join(pins)}',
+    ]
+    return errors.UnsupportedVersionError('\n'.join(lines))
+
+
+def reloaded(name: str) -> errors.UnsupportedVersionError:
+    """A module was loaded anew that holds what cannot be made a second time."""
+    return errors.UnsupportedVersionError(
+        f'{name} cannot be reloaded: open blocks, and what JAX keeps of compiled '
+        'programs, rest on what it holds.\n'
+        'Start Python anew; flax_sg and flax_sg.linen can be reloaded.'
+    )

@@ -98,12 +98,12 @@ def freeze(
         and no number (XLA may flush denormals); ``sg.apply_updates`` does not add it.
 
     Raises:
-        NotFrozenError: if ``tx`` is no optax transformation.
+        ArgumentTypeError: if ``tx`` is no optax transformation.
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: at ``init``, if a part of ``where`` matches no parameter.
-        MissingLeafError: at ``update``, if a gradient lacks something that is trained.
+        StructureError: at ``update``, if a gradient lacks something that is trained.
         StructureError: at ``update``, if trees do not belong together.
-        OverwriteWithGradientError: if it is given fp8 values that no optimizer may see.
+        ArgumentValueError: if it is given fp8 values that no optimizer may see.
     """
     chosen = None if where is None else filters.as_filter(where)
     return _made(Plan(_with_extra_args(tx), chosen, (), keep_state, unused))
@@ -144,11 +144,11 @@ def thaw(
         larger updates. ``optax.tree_utils.tree_set(state, count=0)`` counts anew.
 
     Raises:
-        NotFrozenError: if ``tx`` is not from ``freeze``.
+        ArgumentTypeError: if ``tx`` is not from ``freeze``.
         UnusedFilterError: if a part of ``where`` matches no parameter.
     """
     if not isinstance(tx, Freeze):
-        raise errors.NotFrozenError(tx)
+        raise _not_frozen(tx)
     added = (*tx.plan.thawed, (filters.as_filter(where), unused))
     thawed = _made(dataclasses.replace(tx.plan, thawed=added))
     return thawed, thawed.adopt(state, params)
@@ -165,5 +165,21 @@ def _with_extra_args(tx: Any) -> Any:
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not (hasattr(tx, 'init') and hasattr(tx, 'update')):
-        raise errors.NotFrozenError.no_optimizer(tx)
+        raise _no_optimizer(tx)
     return optax.with_extra_args_support(tx)
+
+
+def _not_frozen(tx: object) -> errors.ArgumentTypeError:
+    """Something is thawed or frozen that is no optimizer for it."""
+    return errors.ArgumentTypeError(
+        f'thaw() takes what sg.freeze returned, got {type(tx).__name__}.\n'
+        'Put sg.freeze outermost: sg.freeze(optax.chain(...), where).'
+    )
+
+
+def _no_optimizer(tx: object) -> errors.ArgumentTypeError:
+    """The error for something that is no optax transformation."""
+    return errors.ArgumentTypeError(
+        f'freeze() takes an optax transformation, got {type(tx).__name__}.\n'
+        "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
+    )

@@ -39,7 +39,7 @@ def trainable_mask(
         UnusedFilterError: if a part of ``where`` matches no leaf.
         NotDifferentiableError: if what it matches has no gradient.
         PartError: if it means a part of a leaf.
-        OverwriteWithGradientError: if there is a collection that no optimizer may see.
+        ArgumentValueError: if there is a collection that no optimizer may see.
     """
     leaves = parameters_of(tree)
     said = chosen([leaves], where, unused)[0]
@@ -68,7 +68,7 @@ def frozen_mask(
 
     Raises:
         UnusedFilterError: if a part of ``where`` matches no leaf.
-        OverwriteWithGradientError: if there is a collection that no optimizer may see.
+        ArgumentValueError: if there is a collection that no optimizer may see.
     """
     leaves = parameters_of(tree)
     live = whole(live_leaves(leaves, where, unused), leaves.paths, 'a mask')
@@ -97,9 +97,9 @@ def labels(
         The tree with a label at each leaf.
 
     Raises:
-        UnclassifiedLeafError: if a leaf has no label, or two.
+        StructureError: if a leaf has no label, or two.
         UnusedFilterError: if one of the filters matches nothing.
-        OverwriteWithGradientError: if there is a collection that no optimizer may see.
+        ArgumentValueError: if there is a collection that no optimizer may see.
     """
     leaves = parameters_of(tree)
     asked = list(map(is_differentiable, leaves.values))
@@ -128,5 +128,14 @@ def parameters_of(tree: Any) -> Leaves:
     """The leaves of a tree that an optimizer is given."""
     leaves = leaves_of(tree)
     if any(map(overwritten, leaves.paths)):
-        raise errors.OverwriteWithGradientError.for_optimizer()
+        raise _overwrites()
     return leaves
+
+
+def _overwrites() -> errors.ArgumentValueError:
+    """The error for variables that are given to an optimizer."""
+    return errors.ArgumentValueError(
+        'the variables hold "_overwrite_with_gradient": they receive their new '
+        'value as a gradient, and no optimizer may see them.\n'
+        "Give it variables['params']; sg.TrainState takes both and does so.",
+    )

@@ -11,10 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flax_sg import errors, filters
+from flax_sg import filters
 from flax_sg.optim.masks import live_leaves, parameters_of
-from flax_sg.trees.absent import ABSENT, is_absent
-from flax_sg.trees.leaves import Keys, Leaves, is_differentiable, is_whole
+from flax_sg.trees.absent import ABSENT, is_absent, missing_leaf
+from flax_sg.trees.leaves import (
+    Keys,
+    Leaves,
+    different_structures,
+    is_differentiable,
+    is_whole,
+)
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
@@ -118,7 +124,7 @@ class Plan:
         for keys, path, takes in zip(leaves.key_paths, leaves.paths, live, strict=True):
             leaf: Any = found.get(keys, ABSENT) if takes else ABSENT
             if takes and is_absent(leaf):
-                raise errors.MissingLeafError(
+                raise missing_leaf(
                     'the gradient',
                     path,
                     'is not frozen',
@@ -168,7 +174,7 @@ class Plan:
         expected = jax.eval_shape(self.tx.init, _pruned(leaves, live))
         if jax.tree.structure(expected) == jax.tree.structure(state.inner_state):
             return
-        raise errors.StructureError(
+        raise different_structures(
             'the state for what is trained',
             'the state that was given',
             _named(expected),
@@ -256,7 +262,7 @@ def _check_belong(leaves: Leaves, given: Leaves) -> None:
     known = set(leaves.key_paths)
     if all(keys in known for keys in given.key_paths):
         return
-    raise errors.StructureError(
+    raise different_structures(
         'the parameters',
         'the gradient',
         leaves.by_path(),

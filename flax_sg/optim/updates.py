@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training import train_state
 
-from flax_sg import errors
 from flax_sg.optim.freezing import Freeze
 from flax_sg.trees.absent import is_absent
-from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, leaves_of
+from flax_sg.trees.leaves import (
+    OVERWRITE_WITH_GRADIENT,
+    different_structures,
+    leaves_of,
+)
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
@@ -41,7 +44,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     old, new = leaves_of(params), leaves_of(updates)
     found = dict(zip(new.key_paths, new.values, strict=True))
     if not found.keys() <= set(old.key_paths):
-        raise errors.StructureError(
+        raise different_structures(
             'the parameters',
             'the updates',
             old.by_path(),
@@ -100,7 +103,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
             StructureError: if ``grads`` do not fit the parameters.
-            MissingLeafError: if something is absent that is trained.
+            StructureError: if something is absent that is trained.
         """
         overwrite = OVERWRITE_WITH_GRADIENT
         split = overwrite in grads
@@ -119,7 +122,7 @@ class TrainState(train_state.TrainState):
 
 def _check_full(params: Any, grads: Any) -> None:
     if jax.tree.structure(params) != jax.tree.structure(grads):
-        raise errors.StructureError(
+        raise different_structures(
             'the parameters that an optimizer without sg.freeze is for',
             'the gradient',
             leaves_of(params).by_path(),

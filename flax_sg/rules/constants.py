@@ -76,7 +76,7 @@ def array(name: str, value: Any) -> Operand:
     """An operand, of a number or an array; raises for anything else."""
     known = isinstance(value, (bool, int, float, complex, np.ndarray, np.generic))
     if not known and not hasattr(value, 'aval'):
-        raise errors.CotangentValueError(
+        raise errors.ArgumentValueError(
             f'{name}={value!r}: expected a number or an array.'
         )
     return Operand(value)
@@ -85,7 +85,7 @@ def array(name: str, value: Any) -> Operand:
 def number(name: str, value: Any) -> Operand:
     """An operand, of one number; raises for anything else."""
     if np.ndim(array(name, value).value):
-        raise errors.CotangentValueError(
+        raise errors.ArgumentValueError(
             f'{name} has the shape {np.shape(value)}: expected one number.'
         )
     return Operand(value)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_sg import errors
+from flax_sg.errors.texts import shown
 from flax_sg.filters import functions
 from flax_sg.filters.paths import Path
 from flax_sg.filters.refusals import brief
@@ -104,7 +105,7 @@ class Map(Each):
         traced = functions.tracer_in(fn)
         if traced is not None:
             found = f'{brief(traced[1])} as {traced[0]!r}.'
-            raise errors.TracerInRuleError(functions.describe(fn), found)
+            raise _reads_tracer(functions.describe(fn), found)
         super().__init__(*operands, parts=(operands_.identity_of(fn),))
 
     def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
@@ -206,7 +207,7 @@ def checked(path: str, what: str, expected: Any, found: Any) -> Any:
     if not hasattr(found, 'dtype') or (
         (expected.shape, expected.dtype) != (found.shape, found.dtype)
     ):
-        raise errors.CotangentShapeError(path, what, expected, found)
+        raise wrong_cotangent(path, what, expected, found)
     return found
 
 
@@ -233,3 +234,23 @@ def _square(x: Any) -> Any:
 
 def _print(path: str, cotangent: Any) -> None:
     print(f'cotangent of {path}: {cotangent}')
+
+
+def wrong_cotangent(
+    path: str, what: str, expected: Any, found: Any
+) -> errors.CotangentError:
+    """What takes the place of a cotangent has another shape or dtype than that."""
+    return errors.CotangentError(
+        f'the cotangent of {str(path)!r} is {shown(expected)}, and {what} is '
+        f'{shown(found)}.\n'
+        'A cotangent has the shape and the dtype of its parameter.'
+    )
+
+
+def _reads_tracer(fn: str, problem: str) -> errors.ArgumentTypeError:
+    """A function of cotangents reads a traced value that it was not handed."""
+    return errors.ArgumentTypeError(
+        f'{fn} reads {problem}\n'
+        'Hand it over: nn.map_cotangent(where, fn, value) calls '
+        'fn(path, cotangent, value).'
+    )

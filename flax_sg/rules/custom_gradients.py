@@ -108,7 +108,7 @@ _mapped_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
 
 
 def _refuse(*_: Any, what: str, **__: Any) -> NoReturn:
-    raise errors.ForwardModeError(what)
+    raise _forward_mode(what)
 
 
 _mapped_p.def_impl(_refuse)
@@ -173,3 +173,14 @@ def _batch(
 
 
 batching.fancy_primitive_batchers[_mapped_p] = _batch
+
+
+def _forward_mode(what: str) -> errors.CotangentError:
+    """A derivative forwards was asked for of a parameter whose cotangent is mapped."""
+    return errors.CotangentError(
+        f'{what} has no derivative forwards (jax.jvp, jax.jacfwd, jax.linearize): '
+        'what is to happen is known for cotangents, on the way back.\n'
+        'Use jax.grad, jax.vjp or jax.jacrev (for a Hessian jax.jacrev twice, or '
+        'jax.jacfwd of jax.grad), or leave the parameter out of what is '
+        'differentiated forwards.'
+    )

@@ -12,6 +12,7 @@ from flax_sg import errors
 from flax_sg.filters.paths import Path
 from flax_sg.rules import cotangents, rules
 from flax_sg.rules.constants import Operand
+from flax_sg.rules.cotangents import wrong_cotangent
 
 
 class Joint(cotangents.OnCotangents):
@@ -67,7 +68,7 @@ class Copy(Joint):
         try:
             in_order = tuple(order.static_order())
         except graphlib.CycleError as error:
-            raise errors.CopyCycleError(error.args[1][:0:-1]) from None
+            raise _cycle(error.args[1][:0:-1]) from None
         self._targets = [path for path in in_order if path in sources]
 
     def together(self, selected: rules.Selected, read: rules.Read) -> list[list[Any]]:
@@ -128,7 +129,7 @@ class Replace(Joint):
         variable = str(path) if self._variable is None else self._variable
         try:
             values = read(variable, self._collection)
-        except errors.MissingVariableError as error:
+        except errors.UnknownNameError as error:
             # At initialization it may come later, and nobody differentiates that.
             missing, operands = error, []
         else:
@@ -154,6 +155,15 @@ def _check_fits(
     what = f'that of {source!r}'
     if len(to) != len(of):
         boxes = [leaves[i] for i in to], [leaves[i] for i in of]
-        raise errors.CotangentShapeError(target, what, *boxes)
+        raise wrong_cotangent(target, what, *boxes)
     for one, other in zip(to, of, strict=True):
         cotangents.checked(target, what, leaves[one], leaves[other])
+
+
+def _cycle(cycle: Sequence[str]) -> errors.ArgumentValueError:
+    """Cotangents are to be copied in a circle."""
+    return errors.ArgumentValueError(
+        'cotangents are copied in a circle: '
+        f'{" <- ".join(map(repr, [*cycle, cycle[0]]))}.\n'
+        'Each target is given with its source, {target: source}; leave one out.'
+    )

@@ -213,5 +213,15 @@ def _collections(collections: Any) -> CollectionFilter:
             'a sequence of names, True, or flax.core.DenyList.'
         )
     if OVERWRITE_WITH_GRADIENT in names:
-        raise errors.OverwriteWithGradientError(names)
+        raise _overwrites(names)
     return out
+
+
+def _overwrites(collections: Sequence[str]) -> errors.ArgumentValueError:
+    """A rule was asked for on the collection ``_overwrite_with_gradient``."""
+    return errors.ArgumentValueError(
+        f'collections={tuple(collections)!r} selects "_overwrite_with_gradient": '
+        'its variables receive their new value as a gradient, and no rule may '
+        'touch them.\n'
+        'Leave it out; collections=True leaves it out by itself.'
+    )

@@ -20,6 +20,7 @@ from flax_sg.internals import _private
 from flax_sg.rules import constants, rules
 from flax_sg.trees import shape_check
 from flax_sg.trees.absent import is_absent
+from flax_sg.trees.shape_check import misfit, no_value
 
 # The collection of a variable, and its names from the module on that opens the block.
 Entry = tuple[str, tuple[str, ...]]
@@ -65,7 +66,7 @@ class Tree(Source):
         del find
         entry = (path.collection, path.parts)
         if path.outside or entry not in self.entries:
-            raise errors.SubstituteError.absent(path, 'the tree')
+            raise no_value(path, 'the tree')
         return shape_check.fitting(path, value, self.entries[entry])
 
     def __reduce__(self) -> Any:
@@ -84,7 +85,7 @@ class Twin(Source):
         other = find(self.collection)
         if other is rules.AS_IT_IS:
             where = f'the collection {self.collection!r}'
-            raise errors.SubstituteError.absent(path, where)
+            raise no_value(path, where)
         return shape_check.fitting(path, value, other)
 
 
@@ -104,7 +105,7 @@ class Function(Source):
             new = shape_check.as_array(new) if isinstance(leaf, jax.Array) else new
             if shape_check.shape_of(new) == shape_check.shape_of(leaf):
                 return new
-        raise errors.SubstituteError(
+        raise misfit(
             path,
             f'a value of shape {shape_check.shape_of(leaf)}',
             shape_check.described(new),
@@ -123,7 +124,7 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
         collections: the collections that may be in it.
 
     Raises:
-        SubstituteTypeError: for what is no tree of values.
+        ArgumentTypeError: for what is no tree of values.
     """
     found: dict[Entry, Any] = {}
     if isinstance(collections, str):
@@ -133,7 +134,7 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
         values = {c: t for c, t in _of_module(values).items() if _in(collections, c)}
     for collection, tree in values.items():
         if not _in(collections, collection):
-            raise errors.SubstituteTypeError(
+            raise no_values(
                 f'values for the collection {collection!r}, and '
                 f'collections={collections!r} leaves it out'
             )
@@ -154,7 +155,7 @@ def _collect(
         for name, below in node.items():
             _collect(found, collection, (*names, str(name)), below)
     elif not names:
-        raise errors.SubstituteTypeError(
+        raise no_values(
             f'{shape_check.described(node)} for the collection {collection!r}'
         )
     elif not is_absent(node):
@@ -163,7 +164,7 @@ def _collect(
 
 def _of_module(module: Any) -> Mapping[str, Any]:
     if module.scope is None:
-        raise errors.SubstituteTypeError(
+        raise no_values(
             f'a {type(module).__name__} that is not bound, and so has no variables',
             'Fix: in a method write self.module; at top level module.bind(variables).',
         )
@@ -225,3 +226,14 @@ class Substitute(rules.Rule):
 
     def __hash__(self) -> int:
         return hash((self.key(), self.values()))
+
+
+def no_values(what: str, fix: str = '') -> errors.ArgumentTypeError:
+    """Something was given as values that can be read in the place of no variable."""
+    lines = [
+        f'nn.substitute was given {what}.',
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> value.',
+        fix,
+    ]
+    return errors.ArgumentTypeError('\n'.join(filter(None, lines)))

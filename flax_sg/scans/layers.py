@@ -69,7 +69,7 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
         What ``flax.linen.scan`` returns.
 
     Raises:
-        FrozenLayersError: when it is called, if there are no such layers; or if
+        PartError: when it is called, if there are no such layers; or if
             parameters are mutable and a layer writes some, or hands them to another
             lifted transform, which may.
 
@@ -137,9 +137,9 @@ def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
     try:
         mask[index] = True
     except IndexError as error:
-        raise errors.FrozenLayersError(layers, length, str(error)) from None
+        raise _wrong_layers(layers, length, str(error)) from None
     if not mask.any():
-        raise errors.FrozenLayersError(layers, length, 'it takes none of them')
+        raise _wrong_layers(layers, length, 'it takes none of them')
     return mask
 
 
@@ -182,7 +182,7 @@ class _Layer:
         pairs = jax.tree_util.tree_leaves_with_path(out)
         for (keys, _), number in zip(pairs, handed_on, strict=True):
             if keys[0].idx == 1 and _is_param(keys) and number is None:
-                raise errors.FrozenLayersError.written(path_of(keys[4:]))
+                raise _layers_written(path_of(keys[4:]))
         treedef = jax.tree.structure
         return cls(program, treedef(carry), treedef(out), handed_on)
 
@@ -283,3 +283,23 @@ def _slice(stack: Any, number: Any) -> Any:
 
 def _joined(parts: Sequence[Any]) -> Any:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _layers_written(path: str) -> errors.PartError:
+    """A parameter of a layer comes out of its body as another one."""
+    return errors.PartError(
+        f'the parameter {path!r} of layers of which some are frozen is written, or '
+        'handed to a lifted transform that may write it.\n'
+        "Take 'params' out of mutable=, or use nn.stop_gradient(sg.at(...)) around "
+        'a scan without frozen_layers=.',
+    )
+
+
+def _wrong_layers(layers: Any, length: int, problem: str) -> errors.PartError:
+    """``frozen_layers=`` names layers that a scan does not have."""
+    return errors.PartError(
+        f'frozen_layers={layers!r} does not fit a scan of {length} layers: '
+        f'{problem}.\n'
+        f'Write indices from 0 to {length - 1}, such as '
+        f'frozen_layers=slice(0, {max(1, length // 2)}), or a bool for each layer.'
+    )

@@ -54,7 +54,7 @@ def warn(wrapper: str, module: Any) -> None:
     params = jax.tree.leaves(trees)
     if params and not module.is_initializing():
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
-        warning = errors.ScanMemoryWarning(wrapper, module, size)
+        warning = _scan_memory(wrapper, module, size)
         # At the call: of this function, of the wrapper's method, of the wrapper.
         warnings.warn(warning, stacklevel=4)
 
@@ -178,3 +178,16 @@ def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return _private.bind(equation, made)
 
     return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*parts)
+
+
+def _scan_memory(wrapper: str, module: Any, size: int) -> errors.ScanMemoryWarning:
+    """In the body of a scan, what is stopped is kept for the way back at each step."""
+    name, path = type(module).__name__, '/'.join(module.scope.path)
+    return errors.ScanMemoryWarning(
+        f'nn.{wrapper}({name}(...)) at {path!r} is called in the body of a scan '
+        'with a function that uses other modules of the body.\n'
+        'Gradients are right, but the stopped parameters are kept for the way back '
+        f'at each step: at least {size:,} bytes times the length of the scan.\n'
+        'Call the other modules outside of the wrapper, or open a block around the '
+        "scan: with nn.stop_gradient('layers/...'): layers(x)."
+    )

@@ -83,8 +83,8 @@ def tabulate(
         Nothing is compiled or run.
 
     Raises:
-        SummaryTargetError: if ``module`` is none.
-        ChoiceError: if ``depth`` is none of these.
+        ArgumentTypeError: if ``module`` is none.
+        ArgumentValueError: if ``depth`` is none of these.
         TypeError: if something that is differentiated cannot be, as JAX says it; pass
             ``compute_vjp_flops=False``.
 
@@ -94,9 +94,9 @@ def tabulate(
         flops go to the first call.
     """
     if not isinstance(module, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise errors.SummaryTargetError(module)
+        raise _no_module(module)
     if depth not in (FIT, None) and not isinstance(depth, int):
-        raise errors.ChoiceError('depth', depth, _DEPTHS)
+        raise errors.unknown_choice('depth', depth, _DEPTHS)
     columns = [
         'gradient',
         *['flops'] * compute_flops,
@@ -132,3 +132,14 @@ def _fitting(as_text: Callable[[int | None], str], found: rows.Summary) -> str:
             break
         shown = deeper
     return shown
+
+
+def _no_module(target: object) -> errors.ArgumentTypeError:
+    """Something that is no module is to be shown as a table."""
+    what = f'{target!r} of type {type(target).__name__}'
+    if isinstance(target, type):
+        what = f'the class {target.__name__}'
+    return errors.ArgumentTypeError(
+        f'tabulate() takes a Module instance, and was given {what}.\n'
+        'Make the module: sg.tabulate(Model(...), rngs)(x).'
+    )

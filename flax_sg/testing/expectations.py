@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from flax_sg import errors, filters
-from flax_sg.errors import asserts
+from flax_sg.errors import texts
 from flax_sg.filters.paths import Path
 from flax_sg.flow import GradientFlow, Use
+from flax_sg.flow.report import unknown_name
 from flax_sg.rendering import tables
 from flax_sg.trees import leaves
+from flax_sg.trees.trainable import not_differentiable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Expectation:
 
         Raises:
             UnusedFilterError: if a part of the filter selects no parameter.
-            FlowNameError: if there is no output that a part of ``output`` names.
+            UnknownNameError: if there is no output that a part of ``output`` names.
             NotDifferentiableError: if all that has to be trained is integers, keys and
                 the like.
         """
@@ -69,7 +71,7 @@ class Expectation:
         trainable = [n for n, takes in enumerate(named) if takes and not free[n]]
         if self.trained and any(named) and not trainable:
             pairs = zip(flow.parameters, flow.shapes, named, strict=True)
-            raise errors.NotDifferentiableError(
+            raise not_differentiable(
                 self.where, {path: shape for path, shape, takes in pairs if takes}
             )
         found: list[Broken] = []
@@ -85,9 +87,9 @@ class Expectation:
         return found
 
     def check(self, flow: GradientFlow) -> None:
-        """Raises ``FlowExpectationError`` where a report is not as it is expected."""
+        """Raises ``ExpectationError`` where a report is not as it is expected."""
         if broken := self.broken(flow):
-            raise errors.FlowExpectationError(str(self), table(broken))
+            raise _not_as_expected(str(self), table(broken))
 
     def _columns(self, flow: GradientFlow) -> Sequence[tuple[str, Sequence[str]]]:
         """The outputs to judge: a name, and a status for each parameter."""
@@ -99,7 +101,7 @@ class Expectation:
         for part in (*self.output.atoms, self.output):
             if not any(map(part, paths)):
                 said = part.pattern if isinstance(part, filters.Glob) else repr(part)
-                raise errors.FlowNameError('output', said, names)
+                raise unknown_name('output', said, names)
         rows = zip(names, flow.status, map(self.output, paths), strict=True)
         return [(name, row) for name, row, takes in rows if takes]
 
@@ -118,7 +120,7 @@ def _paths(names: Sequence[str]) -> list[Path]:
 def table(broken: Sequence[Broken]) -> str:
     """Where it is otherwise, as a table; only the first rows of a long one."""
     head = ['output', 'parameter', 'expected', 'found', 'at']
-    return asserts.table(head, _rows(broken))
+    return texts.table(head, _rows(broken))
 
 
 def _rows(broken: Sequence[Broken]) -> Iterator[tuple[str, ...]]:
@@ -145,3 +147,8 @@ def _place(one: Broken) -> str:
 
 def _word(status: str) -> str:
     return {'unused': 'not used'}.get(status, tables.WORDS[status])
+
+
+def _not_as_expected(expected: str, broken: str) -> errors.ExpectationError:
+    """A function trains something else than it is expected to."""
+    return errors.ExpectationError(f'{expected}: this does not hold.\n{broken}')

@@ -41,11 +41,11 @@ def assert_flows(
         has_aux: whether the function returns ``(outputs, aux)``.
 
     Raises:
-        FlowExpectationError: an ``AssertionError`` with a table of what is not so.
+        ExpectationError: an ``AssertionError`` with a table of what is not so.
         UnusedFilterError: if a part of ``where`` selects no parameter.
-        FlowNameError: if there is no such output.
+        UnknownNameError: if there is no such output.
         NotDifferentiableError: if ``where`` selects nothing that can be trained.
-        ReportArgumentsError: if arguments are given with a report.
+        ArgumentTypeError: if arguments are given with a report.
     """
     expected = Expectation(filters.as_filter(where), output=_filter(output))
     expected.check(_report(loss, args, argnums, has_aux))
@@ -120,5 +120,15 @@ def _report(
     if not isinstance(loss, flow.GradientFlow):
         return flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
     if args:
-        raise errors.ReportArgumentsError(len(args))
+        raise _missing_arguments(len(args))
     return loss
+
+
+def _missing_arguments(count: int) -> errors.ArgumentTypeError:
+    """Arguments are given together with a report, which has its own."""
+    several = '1 argument' if count == 1 else f'{count} arguments'
+    return errors.ArgumentTypeError(
+        f'a report was given with {several}; it says what it says of the arguments '
+        'that it was made with.\n'
+        'Leave them out, or give the function in place of the report.'
+    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from flax_sg import errors
+from flax_sg.errors.texts import table
 from flax_sg.internals import _private
 
 _TABLES = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
@@ -45,7 +46,7 @@ def assert_same_program(
         **kwargs: their keyword arguments.
 
     Raises:
-        DifferentProgramError: an ``AssertionError`` that counts what differs.
+        ExpectationError: an ``AssertionError`` that counts what differs.
 
     Note:
         How results are put into trees is no part of a program: functions that return
@@ -56,7 +57,7 @@ def assert_same_program(
     if one != other:
         lines = zip(_padded(one, other), _padded(other, one), strict=True)
         different = next((a, b) for a, b in lines if a != b)
-        raise errors.DifferentProgramError(_rows(first, second), different)
+        raise _different_programs(_rows(first, second), different)
 
 
 def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> str:
@@ -119,3 +120,20 @@ def _counts(compiled: Any) -> dict[str, int]:
         'temporary bytes': getattr(memory, 'temp_size_in_bytes', 0),
         **dict(sorted(operations.items())),
     }
+
+
+def _different_programs(
+    rows: Sequence[tuple[str, str, str]], lines: tuple[str, str]
+) -> errors.ExpectationError:
+    """Two functions are compiled to different programs."""
+    counts = table(['', 'first', 'second'], rows) if rows else ''
+    parts = [
+        'the two functions are compiled to different programs.',
+        counts or '  As many of each operation.',
+        'The first line that differs:',
+        *(
+            f'  {name}  {" ".join(line.split())[:120]}'
+            for name, line in zip(('first ', 'second'), lines, strict=True)
+        ),
+    ]
+    return errors.ExpectationError('\n'.join(parts))

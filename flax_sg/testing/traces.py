@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from flax_sg import errors
 from flax_sg.engine import blocks
-from flax_sg.errors.trees import shown
+from flax_sg.errors.texts import shown, table
 from flax_sg.internals import _private
 
 _F = TypeVar('_F', bound=Callable[..., Any])
@@ -41,9 +41,9 @@ def assert_traces_once(fn: _F) -> _F:
         does not count.
 
     Raises:
-        NeverTracedError: if ``fn`` is jitted already, or when it is called outside of
+        ArgumentTypeError: if ``fn`` is jitted already, or when it is called outside of
             any trace: nothing would be counted.
-        TracedAgainError: an ``AssertionError``, from the second trace on; it shows
+        ExpectationError: an ``AssertionError``, from the second trace on; it shows
             what is not as it was in the first one.
 
     Note:
@@ -52,16 +52,16 @@ def assert_traces_once(fn: _F) -> _F:
     """
     name = getattr(fn, '__name__', type(fn).__name__)
     if hasattr(fn, 'lower'):
-        raise errors.NeverTracedError(name)
+        raise _never_traced(name)
     first: list[dict[str, Any]] = []
 
     @functools.wraps(fn)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if not _private.is_tracing():
-            raise errors.NeverTracedError(name)
+            raise _never_traced(name)
         seen = _described(args, kwargs)
         if first:
-            raise errors.TracedAgainError(name, _difference(first[0], seen))
+            raise _traced_again(name, _difference(first[0], seen))
         out = fn(*args, **kwargs)
         first.append(seen)
         return out
@@ -89,3 +89,27 @@ def _text(seen: Any) -> str:
     if isinstance(seen, tuple):
         return ', '.join(map(repr, seen)) or 'none'
     return '-' if seen is None else seen
+
+
+def _traced_again(
+    name: str, rows: Sequence[tuple[str, str, str]]
+) -> errors.ExpectationError:
+    """A function that should be traced once was traced again."""
+    if rows:
+        text = table(['', 'first trace', 'this trace'], rows)
+    else:
+        text = (
+            '  Its arguments and the open blocks are what they were. JAX keeps '
+            'traces by the\n  function, the devices and its settings: is the '
+            'function made, or jitted, anew for each call?'
+        )
+    return errors.ExpectationError(f'{name} is traced a second time.\n{text}')
+
+
+def _never_traced(name: str) -> errors.ArgumentTypeError:
+    """A function whose traces are to be counted runs without being traced."""
+    return errors.ArgumentTypeError(
+        f'assert_traces_once({name}) counts no traces: the function is called '
+        'outside of any.\n'
+        f'Write jax.jit(assert_traces_once({name})), not the other way round.'
+    )

@@ -12,7 +12,7 @@ from flax_sg import errors
 
 
 def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise errors.AbsentLeafError
+    raise _no_leaf()
 
 
 class Absent:
@@ -27,7 +27,7 @@ class Absent:
     >>> sg.ABSENT + 1.0
     Traceback (most recent call last):
         ...
-    flax_sg.errors.trees.AbsentLeafError: there is no leaf here: ...
+    flax_sg.errors.AbsentLeafError: there is no leaf here: ...
 
     Raises:
         AbsentLeafError: whatever is asked of it.
@@ -58,7 +58,7 @@ class Absent:
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):  # Python, numpy and JAX ask what an object can do.
             raise AttributeError(name)
-        raise errors.AbsentLeafError
+        raise _no_leaf()
 
     __call__: Callable[..., Any] = _refuse
     __array__ = __jax_array__ = __bool__ = __float__ = __int__ = __complex__ = (
@@ -80,3 +80,19 @@ serialization.register_serialization_state(Absent, lambda _: {}, lambda *_: ABSE
 def is_absent(leaf: Any) -> bool:
     """Whether it is the sentinel; an ``is_leaf`` that keeps its place in a tree."""
     return leaf is ABSENT
+
+
+def _no_leaf() -> errors.AbsentLeafError:
+    """A leaf was asked for that is not in this part of the tree."""
+    return errors.AbsentLeafError(
+        'there is no leaf here: ABSENT stands for one that is in another part of '
+        'the tree, or that was not selected, so that no gradient was computed.\n'
+        "Select it in where= or wrt=, or pass absent='zeros' to the gradient call."
+    )
+
+
+def missing_leaf(what: str, path: str, why: str, fix: str) -> errors.StructureError:
+    """A leaf is needed, and ``ABSENT`` (or None, or a ``MaskedNode``) stands there."""
+    return errors.StructureError(
+        f'there is nothing at {str(path)!r} in {what}, and it {why}.\n{fix}'
+    )

@@ -9,6 +9,7 @@ name is the collection.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
@@ -18,6 +19,8 @@ import numpy as np
 from flax.core.meta import AxisMetadata
 
 from flax_sg import errors, filters
+from flax_sg.filters.hints import unused_filter
+from flax_sg.filters.indices import whole_only
 from flax_sg.filters.paths import Path
 from flax_sg.trees.absent import is_absent
 from flax_sg.trees.nondifferentiable import NonDifferentiable
@@ -144,7 +147,7 @@ def selected(
 
     Raises:
         UnusedFilterError: if a part of the filter matched no leaf.
-        TreeFilterError: if a tree of bools does not fit.
+        FilterValueError: if a tree of bools does not fit.
     """
     check_unused(unused)
     atoms = where.atoms
@@ -164,7 +167,7 @@ def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
     """What a filter says of leaves that cannot be split; raises if it means a part."""
     for takes, path in zip(said, paths, strict=True):
         if isinstance(takes, filters.Part):
-            raise errors.PartError.whole_only(what, path)
+            raise whole_only(what, path)
     return list(said)
 
 
@@ -187,6 +190,38 @@ def _check_used(
             if missing := atom.missing(paths):
                 raise atom.misfit(missing, paths)
         elif atom not in matched and not atom.may_be_empty:
-            raise errors.UnusedFilterError(atom, paths, None)
+            raise unused_filter(atom, paths, None)
     if isinstance(where, filters.And) and not any_taken and not where.may_be_empty:
-        raise errors.UnusedFilterError(where, paths, None)
+        raise unused_filter(where, paths, None)
+
+
+def different_structures(
+    name_a: str,
+    name_b: str,
+    a: Mapping[Any, Any],
+    b: Mapping[Any, Any],
+    structure_a: str = '',
+    structure_b: str = '',
+    pruned: bool = False,
+) -> errors.StructureError:
+    """Two trees that belong together have different structures."""
+    lines = [f'{name_a} and {name_b} have different structures.']
+    if not pruned:
+        lines.extend(_only_in(a, b, name_a, name_b))
+    lines.extend(_only_in(b, a, name_b, name_a))
+    if len(lines) == 1:
+        lines.append(f'  {name_a}: {structure_a}')
+        lines.append(f'  {name_b}: {structure_b}')
+    return errors.StructureError('\n'.join(lines))
+
+
+def _only_in(
+    here: Mapping[Any, Any], there: Mapping[Any, Any], one: str, other: str
+) -> list[str]:
+    paths = [str(path) for path in here if path not in there]
+    if not paths:
+        return []
+    near = difflib.get_close_matches(paths[0], list(map(str, there)), 1, cutoff=0.0)
+    more = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
+    hint = f'; nearest there: {near[0]!r}' if near else ''
+    return [f'  {paths[0]!r}{more}: in {one}, not in {other}{hint}']

@@ -227,7 +227,7 @@ def _decoded(kind: encodings.Encoding | encodings.Static, arrays: Iterator[Any])
         return kind.value
     mine = [next(arrays) for _ in range(kind.arrays)]
     if encodings.is_refused(mine, kind):
-        raise errors.ChangedValueError(mine[-1])
+        raise _changed(mine[-1])
     return encodings.decode([jnp.asarray(array) for array in mine], kind)
 
 
@@ -244,3 +244,13 @@ def _from_state_dict(x: NonDifferentiable, state: dict[str, Any]) -> NonDifferen
 serialization.register_serialization_state(
     NonDifferentiable, _to_state_dict, _from_state_dict
 )
+
+
+def _changed(witness: object) -> errors.ChangedValueError:
+    """A ``NonDifferentiable`` has been changed, most likely by an optimizer's decay."""
+    return errors.ChangedValueError(
+        'the value of a NonDifferentiable has been changed: what travels with it, '
+        f'and is always 1.0, is {witness}.\n'
+        'Weight decay, averaging and scaling change parameters that have no '
+        'gradient. Wrap the optimizer: sg.freeze(tx).'
+    )

@@ -6,9 +6,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import shown
 from flax_sg.filters.paths import Path
 from flax_sg.trees.absent import ABSENT, is_absent
-from flax_sg.trees.leaves import Leaves, leaves_of, selected, whole
+from flax_sg.trees.leaves import (
+    Leaves,
+    different_structures,
+    leaves_of,
+    selected,
+    whole,
+)
 
 
 def partition(
@@ -73,7 +80,7 @@ def combine(*parts: Any) -> Any:
 
     Raises:
         StructureError: if the structures differ, with the first path that does.
-        OverlapError: if two parts have a leaf at one path.
+        StructureError: if two parts have a leaf at one path.
         TypeError: if there are no parts.
     """
     if not parts:
@@ -86,7 +93,7 @@ def combine(*parts: Any) -> Any:
             if is_absent(leaf):
                 continue
             if not is_absent(values[index]):
-                raise errors.OverlapError(first.paths[index], values[index], leaf)
+                raise _overlap(first.paths[index], values[index], leaf)
             values[index] = leaf
     return first.restore(values)
 
@@ -115,7 +122,7 @@ def partition_n(
         their order, for a function those that occur, in the order of the leaves.
 
     Raises:
-        UnclassifiedLeafError: if a leaf has no label, or two.
+        StructureError: if a leaf has no label, or two.
         UnusedFilterError: if one of the filters matches nothing.
 
     Note:
@@ -146,7 +153,7 @@ def classified(
         found = [classify(path) for path in paths]
         for path, label in zip(paths, found, strict=True):
             if label is None:
-                raise errors.UnclassifiedLeafError(path, [], None)
+                raise _unclassified(path, [], None)
         return found, list(dict.fromkeys(found))
     labels: list[list[Any]] = [[] for _ in paths]
     for label, where in classify.items():
@@ -156,7 +163,7 @@ def classified(
                 labels[index].append(label)
     for path, several in zip(paths, labels, strict=True):
         if len(several) != 1:
-            raise errors.UnclassifiedLeafError(path, several, list(classify))
+            raise _unclassified(path, several, list(classify))
     return [label for [label] in labels], list(classify)
 
 
@@ -164,6 +171,32 @@ def check_same_structure(a: Leaves, b: Leaves, name_a: str, name_b: str) -> None
     """Raises if two trees differ in structure, naming the first path that does."""
     if a.treedef == b.treedef:
         return
-    raise errors.StructureError(
+    raise different_structures(
         name_a, name_b, a.by_path(), b.by_path(), str(a.treedef), str(b.treedef)
     )
+
+
+def _overlap(path: str, one: Any, other: Any) -> errors.StructureError:
+    """Two parts of a tree have a leaf at the same place."""
+    return errors.StructureError(
+        f'two parts have a leaf at {str(path)!r}: '
+        f'{shown(one)} and {shown(other)}.\n'
+        'Each leaf has to be in one part, and ABSENT in the others, as '
+        'sg.partition makes them.'
+    )
+
+
+def _unclassified(
+    path: str, labels: Sequence[Any], known: Sequence[Any] | None
+) -> errors.StructureError:
+    """A leaf has no label, or more than one."""
+    if labels:
+        found = f'has {len(labels)} labels: {", ".join(map(repr, labels))}'
+        fix = 'Let the filters exclude each other, with & and ~.'
+    elif known is None:
+        found = 'has no label: the function returned None'
+        fix = 'Return a label for it.'
+    else:
+        found = f'has no label: none of {", ".join(map(repr, known))} takes it'
+        fix = 'Give a filter for it, such as the complement (~) of the others.'
+    return errors.StructureError(f'the leaf at {str(path)!r} {found}.\n{fix}')

@@ -10,7 +10,7 @@ import numpy as np
 from flax.core.frozen_dict import FrozenDict
 
 from flax_sg import errors
-from flax_sg.errors.trees import shown
+from flax_sg.errors.texts import shown
 from flax_sg.filters.paths import Path
 from flax_sg.internals import _private
 
@@ -23,12 +23,12 @@ def fitting(path: Path, value: Any, other: Any) -> Any:
         fix = ''
         if jax.tree_util.tree_structure(_private.unbox(value)) == other_treedef:
             fix = 'keep the box: map over the tree with jax.tree.map.'
-        raise errors.SubstituteError(path, described(value), described(other), fix)
+        raise misfit(path, described(value), described(other), fix)
     for old, new in zip(expected, found, strict=True):
         if (dtype_of(old), shape_of(old)) != (dtype_of(new), shape_of(new)):
             same_shape = shape_of(old) == shape_of(new)
             fix = f'convert it with .astype({dtype_of(old)})' if same_shape else ''
-            raise errors.SubstituteError(path, described(value), described(other), fix)
+            raise misfit(path, described(value), described(other), fix)
     return other
 
 
@@ -58,3 +58,26 @@ def described(value: Any) -> str:
     if isinstance(value, (dict, FrozenDict)):
         return f'a tree of {len(value)} names'
     return str(treedef.unflatten(texts))
+
+
+def misfit(
+    path: Any, expected: str, found: str, fix: str = ''
+) -> errors.StructureError:
+    """A value does not fit the variable that it should be read in place of."""
+    lines = [
+        f'nn.substitute: the value for {str(path)!r} of the collection '
+        f'{path.collection!r} does not fit.',
+        f'Expected: {expected}',
+        f'Found:    {found}',
+        f'Fix: {fix}' if fix else '',
+    ]
+    return errors.StructureError('\n'.join(filter(None, lines)))
+
+
+def no_value(path: Any, where: str) -> errors.StructureError:
+    """The error for a selected variable that has no other value."""
+    return errors.StructureError(
+        f'nn.substitute: there is no value for {str(path)!r} of the collection '
+        f'{path.collection!r} in {where}.\n'
+        'Fix: select with where= the variables that have one.',
+    )

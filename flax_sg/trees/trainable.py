@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import shown
 from flax_sg.filters.paths import Path
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
@@ -56,7 +58,7 @@ def trainable(*fields: str) -> Callable[[T], T]:
         inherit the declaration, or make their own.
 
     Raises:
-        DeclarationError: if the class, or later an instance, has no such field.
+        ArgumentTypeError: if the class, or later an instance, has no such field.
 
     Note:
         ``Flux.trainable`` and the fields of ``Functors.functor`` draw the same line.
@@ -67,7 +69,7 @@ def trainable(*fields: str) -> Callable[[T], T]:
         if not isinstance(given[0], type) or not all(
             isinstance(name, str) for name in given[1:]
         ):
-            raise errors.DeclarationError.no_class(cls, fields)
+            raise _no_class(cls, fields)
         known: Any = getattr(cls, '__dataclass_fields__', None) or getattr(
             cls, '_fields', None
         )
@@ -82,7 +84,7 @@ def trainable(*fields: str) -> Callable[[T], T]:
 def _check_fields(cls: type, fields: Sequence[str], known: Sequence[str]) -> None:
     for name in fields:
         if name not in known:
-            raise errors.DeclarationError(cls, name, known)
+            raise _unknown_field(cls, name, known)
 
 
 def _fields_of(node: Any) -> frozenset[str] | None:
@@ -162,4 +164,37 @@ def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None
         return
     taken = [(path, leaf) for tree in trees for path, leaf in tree if part(path)]
     if taken and not any(is_differentiable(leaf) for _, leaf in taken):
-        raise errors.NotDifferentiableError(part, dict(taken))
+        raise not_differentiable(part, dict(taken))
+
+
+def not_differentiable(
+    where: object, leaves: Mapping[Any, Any]
+) -> errors.NotDifferentiableError:
+    """What was selected by name cannot be differentiated."""
+    lines = [f'{where!r} selects only what cannot be differentiated:']
+    for path, leaf in list(leaves.items())[:3]:
+        lines.append(f'  {str(path)!r}: {shown(leaf)}')
+    if len(leaves) > 3:
+        lines.append(f'  and {len(leaves) - 3} more')
+    lines.append('Select real or complex leaves; True takes those and no others.')
+    return errors.NotDifferentiableError('\n'.join(lines))
+
+
+def _unknown_field(
+    cls: type, name: str, known: Sequence[str]
+) -> errors.ArgumentTypeError:
+    """A class declares a field as trained that it does not have."""
+    close = difflib.get_close_matches(name, known, 1)
+    meant = f' Did you mean {close[0]!r}?' if close else ''
+    return errors.ArgumentTypeError(
+        f'{cls.__name__} declares the field {name!r} as trained; its fields are '
+        f'{", ".join(map(repr, known)) or "none"}.{meant}'
+    )
+
+
+def _no_class(target: object, fields: Sequence[object]) -> errors.ArgumentTypeError:
+    """The error for a decorator without names, or of no class."""
+    return errors.ArgumentTypeError(
+        f'trainable{tuple(fields)!r} cannot be applied to {target!r}.\n'
+        "Write @sg.trainable('kernel', ...) above a pytree class.",
+    )

@@ -1,0 +1,39 @@
+"""What messages are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+SHOWN = 12  # Rows of a table in a message: enough to see what is wrong.
+
+
+def shown(leaf: Any) -> str:
+    """A leaf in a few words."""
+    if hasattr(leaf, 'dtype') and hasattr(leaf, 'shape'):
+        return f'{leaf.dtype}{list(leaf.shape)}'
+    if isinstance(leaf, list):
+        return f'[{", ".join(map(shown, leaf))}]'
+    text = repr(leaf)
+    return text if len(text) <= 40 else f'{type(leaf).__name__} object'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lines in columns, indented; of many rows the first ones and how many more.
+
+    >>> print(table(['', 'first', 'second'], [['dot', '6', '4'], ['add', '1', '2']]))
+           first  second
+      dot  6      4
+      add  1      2
+
+    Args:
+        head: the heading of each column.
+        rows: the cells of each row.
+    """
+    rows = list(rows)
+    shown = [head, *rows[:SHOWN]]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = ['  ' + '  '.join(map(str.ljust, row, widths)) for row in shown]
+    if len(rows) > SHOWN:
+        lines.append(f'  and {len(rows) - SHOWN} more')
+    return '\n'.join(line.rstrip() for line in lines)
