@@ -27,7 +27,7 @@ from flax_sg.engine import (
 from flax_sg.filters import paths
 from flax_sg.flow import analysis, dependence, derivatives
 from flax_sg.forms import rewrites
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 from flax_sg.rules import custom_gradients, substitutes
 
 Patch = pytest.MonkeyPatch
@@ -35,7 +35,7 @@ Patch = pytest.MonkeyPatch
 
 def no_cache_key(patch: Patch) -> None:
     """JAX's caches know nothing of blocks: the first call decides for all others."""
-    patch.setattr(_private, 'user_context', lambda number: contextlib.nullcontext())
+    patch.setattr(tracing, 'user_context', lambda number: contextlib.nullcontext())
 
 
 def stop_inside_the_body(patch: Patch) -> None:
@@ -162,9 +162,9 @@ def computed_where_the_leaf_is(patch: Patch) -> None:
     """A function of the user runs in the trace of the leaf, wherever it was made."""
 
     def in_trace_of_leaf(levels: Any, leaf: Any = None) -> Any:
-        return _private.in_trace_of(leaf)
+        return tracing.in_trace_of(leaf)
 
-    patch.setattr(_private, 'in_innermost_trace', in_trace_of_leaf)
+    patch.setattr(tracing, 'in_innermost_trace', in_trace_of_leaf)
 
 
 def everything_published_is_a_write(patch: Patch) -> None:
@@ -214,16 +214,16 @@ def rules_are_not_read(patch: Patch) -> None:
 def rules_stand_at_the_leaf(patch: Patch) -> None:
     """Cotangents are mapped where the leaf comes from, not where the extent begins."""
     patch.setattr(
-        _private,
+        tracing,
         'in_innermost_trace',
-        lambda levels, *leaves, **_: _private.in_trace_of(leaves[0]),
+        lambda levels, *leaves, **_: tracing.in_trace_of(leaves[0]),
     )
 
 
 def rules_stand_where_they_are_read(patch: Patch) -> None:
     """Cotangents are mapped in whatever trace reads a leaf first."""
     patch.setattr(
-        _private, 'in_innermost_trace', lambda *_, **__: contextlib.nullcontext()
+        tracing, 'in_innermost_trace', lambda *_, **__: contextlib.nullcontext()
     )
 
 

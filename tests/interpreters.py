@@ -23,7 +23,7 @@ from flax.core import FrozenDict
 
 import specs
 from flax_sg import linen as nn
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, modules, tracing
 
 
 class StopError(Exception):
@@ -131,7 +131,7 @@ class _Hand:
         key = (fn, where, id(module), *map(id, values))
         known = self._derived.setdefault(key, [])
         # ``nn.cond`` and ``nn.switch`` close over variables, in each of the branches.
-        now = _private.current_trace()
+        now = tracing.current_trace()
         for trace, _, result in known:
             if trace == now:
                 return result
@@ -145,7 +145,7 @@ class _Hand:
             with self._only((), around=self.stops):
                 yield
             return
-        scopes = _private.scopes_of(module)
+        scopes = modules.scopes_of(module)
         replaced = self._replaced(module, scopes, self.stop)
         with replaced, self._only((), around=self.stops):
             yield
@@ -165,7 +165,7 @@ class _Hand:
         known = {id(s._variables): s for s in scopes}
         _forget(module, known)
         for scope in known.values():
-            stored = _private.stored(scope)
+            stored = core_scopes.stored(scope)
             if 'params' in stored:
                 replaced.append((stored, stored['params']))
                 copy = fn(scope.path, stored['params'], stored['ema'])
@@ -192,7 +192,7 @@ class _Hand:
             if mirror.rngs == 'same':
                 stack.enter_context(_draws_apart(scope.rng_counters, begins))
             if mirror.state != 'update':
-                stack.enter_context(_kept_state(_private.stored(scope)))
+                stack.enter_context(_kept_state(core_scopes.stored(scope)))
             if mirror.state == 'use_running_average' and not begins:
                 stack.enter_context(averages(True))
             stack.enter_context(self.block(module, mirror.where, 'stop'))
@@ -215,7 +215,7 @@ def _draws_apart(counts: Any, begins: bool) -> Generator[None]:
     But initial values are drawn as ever.
     """
     of_views = counts.pop(_OF_VIEWS, {})
-    of_module = _private.copied(counts)
+    of_module = core_scopes.copied(counts)
 
     def put(counts: Any, values: Any) -> None:
         for name, count in counts.items():
@@ -228,7 +228,7 @@ def _draws_apart(counts: Any, begins: bool) -> Generator[None]:
     try:
         yield
     finally:
-        seen = _private.copied(counts)
+        seen = core_scopes.copied(counts)
         put(counts, of_module)
         counts[_OF_VIEWS] = seen
 
@@ -244,7 +244,7 @@ _OF_VIEWS: Any = _Views()
 def _kept_state(stored: Any) -> Generator[None]:
     """Undoes what is written into state; what is created stays."""
     before = {
-        collection: _private.copied(stored[collection])
+        collection: core_scopes.copied(stored[collection])
         for collection in ('batch_stats', 'state')
         if isinstance(stored.get(collection), dict)
     }
@@ -264,7 +264,7 @@ def _kept_state(stored: Any) -> Generator[None]:
 
 def _forget(module: linen.Module, scopes: Mapping[int, Any]) -> None:
     """Lets submodules that are bound already look for their weights once more."""
-    for child in _private.children_of(module).values():
+    for child in modules.children_of(module).values():
         if isinstance(child, linen.Module) and child.scope is not None:
             if id(child.scope._variables) not in scopes:
                 child.scope._variables.pop('params', None)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs
 
 
 def evaluate(fn: Callable[..., Any], *args: Any) -> Any:
@@ -90,7 +90,7 @@ def _bind(eqn: Any, args: list[Any]) -> Sequence[Any]:
 
 
 def _scan(eqn: Any, args: list[Any]) -> list[Any]:
-    turning = _private.carried_by(eqn)
+    turning = jaxprs.carried_by(eqn)
     consts, xs = args[: turning.start], args[turning.stop :]
     carry = args[turning.start : turning.stop]
     steps, backwards = range(eqn.params['length']), eqn.params['reverse']

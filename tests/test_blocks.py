@@ -17,7 +17,7 @@ import oracle
 from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents, selection
-from flax_sg.internals import _private
+from flax_sg.internals import hooking
 from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -66,7 +66,7 @@ def assert_no_block_is_left() -> None:
     assert frozen() == ''
     assert blocks.thread.blocks == ()
     assert blocks.thread.roots == {}
-    assert _private._users == set()
+    assert hooking._users == set()
 
 
 @pytest.fixture(autouse=True)

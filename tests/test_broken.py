@@ -28,7 +28,7 @@ import test_substitutes
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
-from flax_sg.internals import _private
+from flax_sg.internals import hooking
 
 # How checks fail: a gradient that is not the one by hand, to the last bit.
 GRADIENT = r'(?s)\[.*\]:\n.*\nis not\n'
@@ -364,8 +364,8 @@ def put_in() -> Iterator[Callable[[Any], None]]:
         for block in blocks.thread.blocks[::-1]:
             extents.close_block(block)
         blocks.thread.set_blocks(())
-        for user in _private.users_of_hooks():  # Of threads that were left.
-            _private.release_hooks(user)
+        for user in hooking.users_of_hooks():  # Of threads that were left.
+            hooking.release_hooks(user)
     sequences.forget_contexts()
 
 

@@ -925,7 +925,11 @@ ELSEWHERE = {
     **dict.fromkeys(
         [
             (file, 'reloaded(__name__)')
-            for file in ('internals/_private.py', 'engine/cache_keys.py')
+            for file in (
+                'internals/hooking.py',
+                'internals/tracing.py',
+                'engine/cache_keys.py',
+            )
         ],
         'as in engine/blocks.py; each in test_faults.py',
     ),

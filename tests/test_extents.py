@@ -21,7 +21,7 @@ from flax_sg import core, errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
 from flax_sg.forms import rewrites
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -82,7 +82,7 @@ def _as_before():
             extents.close_block(block)
     thread.blocks = ()
     assert left == ()
-    assert (_private.user_context.value, thread.roots) == (0, {})
+    assert (tracing.user_context.value, thread.roots) == (0, {})
     assert_unpatched()
 
 

@@ -31,10 +31,10 @@ import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, cache_keys, extents, hooks
-from flax_sg.internals import _private
+from flax_sg.internals import hooking, tracing
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
-OWNERS = [owner for owner, _ in _private._HOOKED.values()]
+OWNERS = [owner for owner, _ in hooking._HOOKED.values()]
 FLAX = [dict(vars(owner)) for owner in OWNERS]
 
 
@@ -53,8 +53,8 @@ def assert_nothing_is_left() -> None:
     assert (thread.blocks, thread.roots, thread.replay) == ((), {}, None)
     assert thread._aside == 0
     assert not list(held_numbers(cache_keys.NONE))
-    assert _private.user_context.value == 0
-    assert _private._users == set()
+    assert tracing.user_context.value == 0
+    assert hooking._users == set()
     assert [dict(vars(owner)) for owner in OWNERS] == FLAX
 
 
@@ -67,8 +67,8 @@ def _clean() -> Iterator[None]:
         for block in blocks.thread.blocks[::-1]:
             extents.close_block(block)
         blocks.thread.set_blocks(())
-        for user in (*_private._users, None):
-            _private.release_hooks(user)
+        for user in (*hooking._users, None):
+            hooking.release_hooks(user)
 
 
 # An exception at any point.
@@ -309,8 +309,8 @@ def test_what_is_interrupted_as_it_ends_ends_all_the_same(monkeypatch):
         assert thread.blocks == open_blocks
     # An ``apply``.
     with pytest.raises(Ctrl), monkeypatch.context() as patch:
-        release = interrupted_once(_private.release_hooks, Scope)
-        patch.setattr(_private, 'release_hooks', release)
+        release = interrupted_once(hooking.release_hooks, Scope)
+        patch.setattr(hooking, 'release_hooks', release)
         nn.Frozen(fnn.Dense(2)).init(jax.random.key(0), X)
     assert_nothing_is_left()
     # A rule that runs when its block is closed.
@@ -329,16 +329,16 @@ def test_hooks_that_are_half_installed(at):
         raise Ctrl
 
     def installed():
-        return _private.acquire_hooks(user, {**hooks.HOOKS, at: interrupted})
+        return hooking.acquire_hooks(user, {**hooks.HOOKS, at: interrupted})
 
     for goes_on in (True, False):
         with pytest.raises(Ctrl):
             installed()
         if goes_on:
-            _private.acquire_hooks(user, hooks.HOOKS)
-            assert _private._before.keys() == _private._HOOKED.keys()
+            hooking.acquire_hooks(user, hooks.HOOKS)
+            assert hooking._before.keys() == hooking._HOOKED.keys()
             assert [dict(vars(owner)) for owner in OWNERS] != FLAX
-        _private.release_hooks(user)
+        hooking.release_hooks(user)
         assert_nothing_is_left()
 
 
@@ -644,7 +644,12 @@ def test_a_name_in_other_code_points():
 
 # Modules that are loaded anew.
 
-STATEFUL = ['_private', 'engine.blocks', 'engine.cache_keys']
+STATEFUL = [
+    'internals.hooking',
+    'internals.tracing',
+    'engine.blocks',
+    'engine.cache_keys',
+]
 
 
 def stopped_in_model(variables: Any) -> str:

@@ -36,6 +36,7 @@ from flax_sg.filters import (
     Predicate,
     Regex,
     as_filter,
+    hints,
 )
 from flax_sg.filters.names import Names
 from flax_sg.filters.paths import Path
@@ -592,7 +593,7 @@ def test_a_function_that_finds_nothing_is_asked_for_nothing_else():
         asked.append(path)
         return False
 
-    message = str(errors.UnusedFilterError(as_filter(spy), MET, ENC))
+    message = str(hints.unused_filter(as_filter(spy), MET, ENC))
     assert 'selected nothing' in message and 'Hint' not in message
     assert asked == []
 
@@ -1318,9 +1319,9 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
 @pytest.mark.parametrize('row', HINTS.values(), ids=HINTS)
 def test_hint(row):
     where, met, owner, hint = row
-    message = str(errors.UnusedFilterError(as_filter(where), met, owner))
-    hints = [line for line in message.splitlines() if line.startswith('Hint: ')]
-    assert hints == ([] if hint is None else [f'Hint: {hint}'])
+    message = str(hints.unused_filter(as_filter(where), met, owner))
+    found = [line for line in message.splitlines() if line.startswith('Hint: ')]
+    assert found == ([] if hint is None else [f'Hint: {hint}'])
 
 
 @pytest.mark.parametrize('row', HINTS.values(), ids=HINTS)
@@ -1415,7 +1416,7 @@ UNUSED: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str]] = {
 @pytest.mark.parametrize('row', UNUSED.values(), ids=UNUSED)
 def test_unused_message(row):
     where, met, owner, message = row
-    error = errors.UnusedFilterError(as_filter(where), met, owner)
+    error = hints.unused_filter(as_filter(where), met, owner)
     assert str(error) == message
     assert isinstance(error, ValueError)
 
@@ -1428,7 +1429,7 @@ def test_a_tree_looks_for_what_is_true():
 
 def test_same_names_in_two_collections_are_two_variables():
     met = [path('norm/scale'), path('norm/scale', 'batch_stats')]
-    lines = str(errors.UnusedFilterError(as_filter('glm'), met, None)).splitlines()
+    lines = str(hints.unused_filter(as_filter('glm'), met, None)).splitlines()
     assert lines[0].endswith('none of the 2 variables.')
     assert lines[2:-1] == ["  'norm/scale'"]
 
@@ -1436,9 +1437,7 @@ def test_same_names_in_two_collections_are_two_variables():
 @pytest.mark.parametrize(
     'error',
     [
-        errors.UnusedFilterError(as_filter('glm'), TOP, None),
-        errors.FilterValueError.for_missing(['a'], TOP),
-        errors.FilterTypeError('x'),
+        hints.unused_filter(as_filter('glm'), TOP, None),
         errors.FilterValueError('x'),
         errors.FilterTypeError('x'),
     ],

@@ -14,7 +14,7 @@ import flax_sg as sg
 from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.internals import _private
+from flax_sg.internals import tables
 from flax_sg.summary import programs, rows
 
 KEY = jax.random.key(0)
@@ -25,7 +25,7 @@ WIDE = {'width': 200, 'force_terminal': False}
 def summary_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any):
     options = {'show_repeated': False, 'flops': True}
     given = {name: kwargs.pop(name, value) for name, value in options.items()}
-    table = _private.module_rows(module, given['show_repeated'], rngs, *args, **kwargs)
+    table = tables.module_rows(module, given['show_repeated'], rngs, *args, **kwargs)
     program = programs.program_of(module, rngs, DenyList('intermediates'), args, kwargs)
     return rows.collect(table, program, given['flops'], given['flops'])
 

@@ -10,7 +10,7 @@ from flax import linen as fnn
 
 from flax_sg import errors, testing
 from flax_sg import linen as nn
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs
 from reports import LIVE, LOSSES, STOPPED, report
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -41,7 +41,7 @@ def test_tables_of_places_are_left_out(monkeypatch):
     texts = []
     for tables in ([], ['FileNames', '1 "a.py"', '', 'StackFrames', '1 {2}', '']):
         text = '\n'.join([*lines[:2], *tables, *lines[2:]])
-        monkeypatch.setattr(_private, 'program_text', lambda _, text=text: text)
+        monkeypatch.setattr(jaxprs, 'program_text', lambda _, text=text: text)
         texts.append(testing.optimized_hlo(compiled).split())
     assert texts[0] == texts[1]
     assert 'a.py' not in str(texts)

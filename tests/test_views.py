@@ -18,7 +18,7 @@ from flax_sg.engine import askers, cache_keys, places, variables, views
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.variables import Key
 from flax_sg.filters.paths import Path
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 from flax_sg.rules import rules
 from flax_sg.rules.rules import AS_IT_IS
 
@@ -86,8 +86,8 @@ def new_block(
         tree=None,
         asker=askers.Asker(rewrite, (), None),
         number=cache_keys.fresh(),
-        level=_private.current_trace(),
-        kept_trace=_private.kept_trace(),
+        level=tracing.current_trace(),
+        kept_trace=tracing.kept_trace(),
         place=places.Place.here(),
     )
 

@@ -17,7 +17,7 @@ from flax_sg import errors, filters
 from flax_sg.engine import blocks, extents, views
 from flax_sg.filters.paths import Path
 from flax_sg.forms import rewrites
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 from flax_sg.rules import rules
 from flax_sg.trees.leaves import Leaves, leaves_of
 
@@ -36,7 +36,7 @@ class Replaced(rules.Rule):
         for (path, leaf), other in zip(old, new, strict=True):
             entry = (path.collection, (*prefix, *path.parts), leaf, other)
             self._new.setdefault(id(leaf), []).append(entry)
-        self.brings = any(isinstance(leaf, _private.Tracer) for leaf in new)
+        self.brings = any(isinstance(leaf, tracing.Tracer) for leaf in new)
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """The leaf that stands for a leaf of the module."""

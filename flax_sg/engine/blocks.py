@@ -16,7 +16,7 @@ from flax_sg.engine import askers, cache_keys
 from flax_sg.engine.places import Place
 from flax_sg.engine.variables import Key, leaves_of
 from flax_sg.filters.paths import Path
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, hooking, tracing
 from flax_sg.internals.versions import reloaded
 from flax_sg.rules import rules
 
@@ -148,7 +148,7 @@ class Root:
         inner.level, inner.kept_trace = self.level, self.kept_trace
         if scope is not None:
             inner.level = scope.trace_level
-            inner.kept_trace = _private.kept_trace(scope)
+            inner.kept_trace = tracing.kept_trace(scope)
         return inner
 
     def begin(
@@ -197,7 +197,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.blocks: tuple[Block, ...] = ()
         self.roots: dict[int, _KnownRoot] = {}
-        self._no_context = _private.user_context(0)
+        self._no_context = tracing.user_context(0)
         with self._no_context:
             pass
         self.rewritten = 0  # How often a reader saw something rewritten.
@@ -211,7 +211,7 @@ class _Thread(threading.local):
         exception may come between any two lines (Ctrl-C): a second call completes it.
         """
         number = blocks[-1].number if blocks else cache_keys.NONE
-        context = _private.user_context(number.value)
+        context = tracing.user_context(number.value)
         self.blocks = blocks
         self._no_context.__exit__(None, None, None)  # As it was before it was entered.
         if blocks:
@@ -284,7 +284,7 @@ def remove(block: Block | None) -> None:
         # tracers.
         block.closed_root = weakref.ref(block.owner.root)
         block.owner = None
-    _private.release_hooks(block)
+    hooking.release_hooks(block)
 
 
 def root_of(scope: Scope) -> Root:
@@ -293,7 +293,7 @@ def root_of(scope: Scope) -> Root:
     root: Any = top.flags.get(ROOT_FLAG)
     if root is not None:
         return root
-    variables = _private.variables_of(top)
+    variables = core_scopes.variables_of(top)
     known = thread.roots.get(id(variables))
     if known is None:
         # The body of a transform that was entered before any block opened has roots
@@ -320,8 +320,8 @@ def reopen(block: Block) -> None:
 def _known(tree: object, top: Scope, beside: Iterable[Root] = ()) -> _KnownRoot:
     same = (root for root in beside if root.level == top.trace_level)
     root = next(same, Root(tree))
-    variables, root.level = _private.variables_of(top), top.trace_level
-    root.kept_trace = _private.kept_trace(top)
+    variables, root.level = core_scopes.variables_of(top), top.trace_level
+    root.kept_trace = tracing.kept_trace(top)
     root.initializing = top.get_flag('initializing', False)
     root.parts.append((top.path, variables))
     return root, top.path, variables

@@ -17,15 +17,15 @@ import numpy as np
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
-from flax_sg.internals import _private
+from flax_sg.internals import modules, tracing
 
 # Not those of numpy: they are made of no parameter that is traced.
-_ARRAYS = (_private.Tracer, jax.Array)
+_ARRAYS = (tracing.Tracer, jax.Array)
 # What may be made of parameters that are not.
 _NUMBERS = (*_ARRAYS, np.ndarray, np.generic, float, complex)
 _PLAIN = (str, bytes, int, type(None), types.ModuleType, types.CodeType)
 # What is looked at as a whole, not into.
-CLOSED = (_private.Module, _private.Variable, Scope, *_PLAIN)
+CLOSED = (modules.Module, modules.Variable, Scope, *_PLAIN)
 # A value of more parts is one that nobody can look through.
 _MOST = 20_000
 
@@ -43,7 +43,7 @@ def holds_arrays(value: Any, numbers: bool = False) -> bool:
 
 def holds_modules(value: Any) -> bool:
     """Whether a module can be reached from a value; True if that cannot be told."""
-    kinds = (_private.Module, _private.Variable)
+    kinds = (modules.Module, modules.Variable)
     return _search(value, lambda part: isinstance(part, kinds))
 
 
@@ -169,7 +169,7 @@ class Back:
 
     def __call__(self, value: Any) -> Any:
         """The value with modules replaced; itself if none can be reached from it."""
-        if isinstance(value, _private.Variable):
+        if isinstance(value, modules.Variable):
             scope = self._scopes.get(value.scope, value.scope)
             return type(value)(scope, value.collection, value.name, value.unbox)
         if id(value) in self._pairs:
@@ -183,7 +183,7 @@ class Back:
     def _reaches(self, value: Any) -> bool:
         return _search(
             value,
-            lambda part: id(part) in self._pairs or isinstance(part, _private.Variable),
+            lambda part: id(part) in self._pairs or isinstance(part, modules.Variable),
         )
 
     def _copy(self, value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from flax_sg.engine import blocks, cache_keys, selection
 from flax_sg.engine.variables import iter_variables
-from flax_sg.internals import _private
+from flax_sg.internals import hooking, tracing
 
 
 def hook_for(*names: str) -> Callable[[Any], Any]:
@@ -41,7 +41,7 @@ def hook_for(*names: str) -> Callable[[Any], Any]:
 
 def _note_all(open_blocks: tuple[blocks.Block, ...]) -> None:
     """Asks now what the rules may ask when others may have found the trace."""
-    now = _private.kept_trace()
+    now = tracing.kept_trace()
     for block in open_blocks:
         if block.kept_trace == now:
             continue
@@ -102,10 +102,10 @@ def _resumed(open_blocks: tuple[blocks.Block, ...]) -> Generator[None]:
         for block in open_blocks:
             if not any(block is other for other in thread.blocks):
                 thread.forget(block)
-        _private.release_hooks(user)
+        hooking.release_hooks(user)
 
     try:
-        _private.acquire_hooks(user)
+        hooking.acquire_hooks(user)
         around = cache_keys.NONE
         for block in open_blocks:
             if block in closed:

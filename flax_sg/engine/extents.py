@@ -12,7 +12,7 @@ from flax_sg.engine import blocks, cache_keys, hooks, judgement
 from flax_sg.engine.askers import Asker
 from flax_sg.engine.blocks import Block, thread
 from flax_sg.engine.places import Place
-from flax_sg.internals import _private
+from flax_sg.internals import hooking, tracing
 from flax_sg.rules import rules
 
 # What is judged at the end of an extent: that what is read in it is rewritten, that
@@ -35,7 +35,7 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
     try:
         block = _new_block(rewrite, owner, outer)
         block.number = cache_keys.lease(around, block.asker, lambda: thread.only(()))
-        _private.acquire_hooks(block, hooks.HOOKS)
+        hooking.acquire_hooks(block, hooks.HOOKS)
         thread.set_blocks((*outer, block))
     except BaseException:
         blocks.remove(block)
@@ -56,8 +56,8 @@ def _new_block(
         tree=tree,
         asker=Asker(rewrite, path, weakref.ref(tree) if path else None),
         number=cache_keys.NONE,
-        level=_private.current_trace(),
-        kept_trace=_private.kept_trace(),
+        level=tracing.current_trace(),
+        kept_trace=tracing.kept_trace(),
         place=Place.here(),
     )
 
@@ -112,7 +112,7 @@ def close_last(
         return
     elsewhere = [
         user
-        for user in _private.users_of_hooks()
+        for user in hooking.users_of_hooks()
         if isinstance(user, Block) and user.rewrite is rewrite
     ]
     for block in elsewhere:
@@ -121,7 +121,7 @@ def close_last(
             block.ended = True  # Its own thread takes it away.
             if not block.place.thread.is_alive():
                 block.number.give_back(block.asker)
-                _private.release_hooks(block)
+                hooking.release_hooks(block)
     if exc_type not in (None, GeneratorExit):
         return  # The exception of the body goes first.
     reason = f'it is not open in this thread, {here.thread.name}'

@@ -18,7 +18,7 @@ from flax_sg.engine import (
     writeback,
     writes,
 )
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, hooking
 
 _MISSING = object()
 
@@ -65,7 +65,7 @@ def _param(original: Callable[..., Any]) -> Callable[..., Any]:
             return value
         # A parameter that is created is returned without being read.
         value = self.get_variable('params', name)
-        return _private.unbox(value) if unbox else value
+        return core_scopes.unbox(value) if unbox else value
 
     return hook
 
@@ -94,9 +94,9 @@ def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             # An ``apply`` may end here. Nobody else says so, if an exception comes.
             try:
-                _private.release_hooks(self)
+                hooking.release_hooks(self)
             except BaseException:
-                _private.release_hooks(self)
+                hooking.release_hooks(self)
                 raise
 
     return end
@@ -124,5 +124,5 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     'try_setup': setup_values.try_setup,
     'getattribute': setup_values.getattribute,
     'getattr': setup_values.getattr_,
-    **{name: custom_rules.hook_for(*_private.RULES[name]) for name in _private.RULES},
+    **{name: custom_rules.hook_for(*hooking.RULES[name]) for name in hooking.RULES},
 }

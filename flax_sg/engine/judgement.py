@@ -22,7 +22,7 @@ from flax_sg.engine.selection import selects, wants
 from flax_sg.engine.variables import iter_variables
 from flax_sg.filters.hints import unused_filter
 from flax_sg.filters.paths import Path
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes
 
 _MOST_PASSED = 256
 _TREES = (filters.BoolTree, filters.Names)
@@ -81,8 +81,8 @@ def _meet_the_rest(block: Block) -> None:
             _meet(block, *known)
         return
     root = root_of(block.owner)
-    _meet(block, root, block.owner.path, _private.stored(block.owner))
-    block.collections.update(_private.stored(block.owner.root))
+    _meet(block, root, block.owner.path, core_scopes.stored(block.owner))
+    block.collections.update(core_scopes.stored(block.owner.root))
 
 
 def _check_collections(block: Block) -> None:
@@ -195,7 +195,7 @@ def settle(scope: Scope) -> None:
     """Forgets a tree whose scope has become invalid, and judges what has waited."""
     if scope.parent is not None or ROOT_FLAG in scope.flags:
         return
-    known = thread.roots.pop(id(_private.variables_of(scope)), None)
+    known = thread.roots.pop(id(core_scopes.variables_of(scope)), None)
     if known is None:
         return
     for block in thread.blocks:

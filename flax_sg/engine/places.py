@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 from flax_sg import errors
-from flax_sg.internals import _private
+from flax_sg.internals import frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Place:
     @classmethod
     def here(cls) -> Place:
         """Where the running code is."""
-        frame = _private.frame_of_user(2)
+        frame = frames.frame_of_user(2)
         return cls(
             frame.f_code.co_filename,
             frame.f_lineno,
@@ -53,13 +53,13 @@ class Place:
 
 def call_of_user() -> tuple[int, int]:
     """Which frame of the user's program has called, and where in its code."""
-    frame = _private.frame_of_user(2)
+    frame = frames.frame_of_user(2)
     return id(frame), frame.f_lasti
 
 
 def is_dropped_at(call: tuple[int, int]) -> bool:
     """Whether a ``__del__`` runs because a statement drops what a call returns."""
-    frame, last = _private.frame(2), call[1]
+    frame, last = frames.frame(2), call[1]
     if id(frame) != call[0] or not last < frame.f_lasti <= last + _LONGEST_CALL:
         return False
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == 'POP_TOP'

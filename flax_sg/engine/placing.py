@@ -25,7 +25,7 @@ from flax_sg.engine.selection import path_of
 from flax_sg.engine.variables import Key, find, iter_variables, leaves_of
 from flax_sg.errors.texts import shown
 from flax_sg.filters import paths
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 from flax_sg.rules import rules
 from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_differentiable
@@ -56,7 +56,7 @@ class Made:
 
     def note(self, leaf: Any) -> None:
         """Notes a leaf as rewritten."""
-        if isinstance(leaf, _private.Tracer):
+        if isinstance(leaf, tracing.Tracer):
             self._leaves[id(leaf)] = leaf
 
     def __contains__(self, leaf: Any) -> bool:
@@ -84,9 +84,9 @@ def rewritten(block: Block, root: Root, key: Key, leaf: Any, outside: Outside) -
     if root.initializing and not rule.at_init:
         return leaf
     if not rule.in_extent:
-        trace = _private.in_trace_of(leaf)
+        trace = tracing.in_trace_of(leaf)
         if rule.brings:
-            trace = _private.in_innermost_trace((block.level,), leaf)
+            trace = tracing.in_innermost_trace((block.level,), leaf)
         with trace, _seeing_outside(block):
             return _applied(block, root, key, leaf)
     path = path_of(block, root, key)
@@ -122,7 +122,7 @@ def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     """The trace in which the extent begins, and the tree in it."""
     used = (*leaves, *block.rewrite.rule.brought)
     levels = (block.level, root.level)
-    return _private.in_innermost_trace(levels, *used, examples=False)
+    return tracing.in_innermost_trace(levels, *used, examples=False)
 
 
 def instead(block: Block, root: Root, key: Key, value: Any, outside: Outside) -> Any:
@@ -158,7 +158,7 @@ def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
             raise _no_cotangent(path, leaf, rewrite)
         return False
     # What is no tracer is a constant to every derivative in progress.
-    return isinstance(leaf, _private.Tracer)
+    return isinstance(leaf, tracing.Tracer)
 
 
 _Leaf = tuple[Key, int]

@@ -10,7 +10,7 @@ from flax.core.scope import in_filter
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.variables import Key
 from flax_sg.filters.paths import Path
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
 
 
@@ -58,7 +58,7 @@ def selects(
     if read:
         block.reads.add(key)
         block.took = block.took or bool(said)
-    if block.kept_trace != _private.kept_trace():
+    if block.kept_trace != tracing.kept_trace():
         if read if noted is None else noted:
             _note(block, root, key, path, said)
         else:
@@ -101,7 +101,7 @@ def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:
 
 def _is_made_inside(block: Block, root: Root) -> bool:
     """Whether a tree was made in a trace that began after the block was opened."""
-    traces = _private.kept_traces()
+    traces = tracing.kept_traces()
     if root.kept_trace not in traces or block.kept_trace not in traces:
         return False
     return traces.index(root.kept_trace) < traces.index(block.kept_trace)
@@ -115,7 +115,7 @@ def note_all(block: Block, root: Root) -> None:
         root: the tree of what is read; it keeps what was made of several variables,
             in this trace or in one around it.
     """
-    if _private.kept_trace() in (block.kept_trace, root.kept_trace):
+    if tracing.kept_trace() in (block.kept_trace, root.kept_trace):
         return
     for (inside, key), (path, said) in list(block.decisions.items()):
         tree = weakref.ref(block.tree) if inside and block.tree is not None else None

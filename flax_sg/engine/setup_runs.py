@@ -17,7 +17,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, contents
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
 
 
@@ -48,8 +48,8 @@ class Start:
     @classmethod
     def of(cls, scope: Scope) -> Start:
         """What a ``setup`` that runs now begins with."""
-        counters = _private.copied(scope.rng_counters)
-        return cls(scope, dict(scope.rngs), counters, _private.copied_mutable(scope))
+        counters = core_scopes.copied(scope.rng_counters)
+        return cls(scope, dict(scope.rngs), counters, core_scopes.copied_mutable(scope))
 
     @classmethod
     def of_nothing(cls, scope: Scope) -> Start:
@@ -58,7 +58,7 @@ class Start:
 
     def is_of(self, scope: Scope) -> bool:
         """Whether ``scope`` is the one that it tells of, or a rewound copy of that."""
-        return _private.variables_of(scope) is _private.variables_of(self.scope)
+        return core_scopes.variables_of(scope) is core_scopes.variables_of(self.scope)
 
 
 class _Replay:
@@ -190,16 +190,16 @@ def _derive(
         root = blocks.root_of(copied).as_scratch(start_is_known=known)
         flags = {blocks.ROOT_FLAG: root}
         if start is None or not known:
-            return _private.scratch_scope(copied, flags)
-        return _private.scratch_scope(
+            return core_scopes.scratch_scope(copied, flags)
+        return core_scopes.scratch_scope(
             copied, flags, start.rngs, start.counters, start.variables
         )
 
     home = _home_of(scope, open_blocks)
     with home, blocks.thread.only(open_blocks):
-        tops, scopes = _private.copy_scopes(_private.scopes_of(module), scratch_of)
+        tops, scopes = core_scopes.copy_scopes(modules.scopes_of(module), scratch_of)
         before = blocks.thread.rewritten
-        scratch = _private.clone_on(module, scopes)
+        scratch = modules.clone_on(module, scopes)
         doubts = _run_setup(scratch, until)
         derived = dict(vars(scratch))
         # Arrays made again are other arrays: take only what a rule has reached.
@@ -221,8 +221,8 @@ def _home_of(scope: Scope, open_blocks: tuple[blocks.Block, ...]) -> Any:
     """The trace to which belongs what ``setup`` derives under these blocks."""
     levels = [block.level for block in open_blocks if block.rewrite.rule.brings]
     if not levels:
-        return _private.in_trace_of_scope(scope)
-    return _private.in_innermost_trace([*levels, scope.trace_level])
+        return tracing.in_trace_of_scope(scope)
+    return tracing.in_innermost_trace([*levels, scope.trace_level])
 
 
 def _run_setup(scratch: Any, until: blocks.Block | None) -> list[str]:
@@ -230,7 +230,7 @@ def _run_setup(scratch: Any, until: blocks.Block | None) -> list[str]:
     replay = _Replay(until)
     try:
         blocks.thread.replay = replay
-        _private.run_setup(scratch)
+        modules.run_setup(scratch)
     except _Reached:
         return replay.doubts
     except errors.FlaxSGError:
@@ -280,7 +280,7 @@ def _pairs(scratch: Any, module: Any) -> dict[int, tuple[Any, Any]]:
     pairs: dict[int, tuple[Any, Any]] = {}
 
     def pair(a: Any, b: Any) -> None:
-        if not (isinstance(a, _private.Module) and isinstance(b, _private.Module)):
+        if not (isinstance(a, modules.Module) and isinstance(b, modules.Module)):
             return
         if a is b or id(a) in pairs:
             return
@@ -292,8 +292,8 @@ def _pairs(scratch: Any, module: Any) -> dict[int, tuple[Any, Any]]:
                     jax.tree.leaves(of_a), jax.tree.leaves(of_b), strict=False
                 ):
                     pair(one, other)
-        children = _private.children_of(b)
-        for name, child in _private.children_of(a).items():
+        children = modules.children_of(b)
+        for name, child in modules.children_of(a).items():
             pair(child, children.get(name))
 
     pair(scratch, module)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_sg.engine import blocks, contents, selection, setup_runs
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
 
 _Values = dict[str, Any]
@@ -61,7 +61,7 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     def hook(self: Any, shallow: bool = False) -> None:
         open_blocks = blocks.active()
         watched = open_blocks or blocks.thread.replay is not None
-        if not watched or not _private.starts_setup(self):
+        if not watched or not modules.starts_setup(self):
             return original(self, shallow)
         if shallow:  # Flax runs setup for its checks, on a scope that is none.
             with blocks.thread.only(()):
@@ -107,7 +107,7 @@ class _Setup(NamedTuple):
 
 _STATE = frozenset(
     {'scope', 'name', 'parent', '_state', '_id', '_compact_name_scope_modules'}
-    | {name for name in dir(_private.Module) if name.startswith('_')}
+    | {name for name in dir(modules.Module) if name.startswith('_')}
 )
 
 
@@ -133,7 +133,7 @@ def _names_of(cls: type) -> _Names:
         if hasattr(type(attribute), '__set__')
     }
     made = {field.name for field in fields if not field.init}
-    cached = _private.cached_properties(cls)
+    cached = modules.cached_properties(cls)
     others = _STATE | {field.name for field in fields} | properties | cached
     return _Names(others - made, cached)
 
@@ -164,8 +164,8 @@ def _is_derived(module: Any, value: Any, open_blocks: tuple[blocks.Block, ...]) 
 def _has_numbers(module: Any) -> bool:
     """Whether a variable that ``setup`` may have read, of any module, is not traced."""
     scope = object.__getattribute__(module, 'scope')
-    leaves = jax.tree_util.tree_leaves(_private.stored(scope.root))
-    return not all(isinstance(leaf, _private.Tracer) for leaf in leaves)
+    leaves = jax.tree_util.tree_leaves(core_scopes.stored(scope.root))
+    return not all(isinstance(leaf, tracing.Tracer) for leaf in leaves)
 
 
 def _kept_arrays(module: Any, open_blocks: tuple[blocks.Block, ...]) -> _Values:
@@ -216,7 +216,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if not _is_derived(module, value, open_blocks):
         known.without_arrays[name] = value
         return value
-    if not _private.is_set_up(module):  # In a block in ``setup`` itself.
+    if not modules.is_set_up(module):  # In a block in ``setup`` itself.
         kept, until = {name: value}, open_blocks[-1]
         derived = setup_runs.derive(module, open_blocks, kept, setup.start, until)
         _note_all(open_blocks, root)

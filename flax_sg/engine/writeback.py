@@ -22,7 +22,7 @@ from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg.engine import blocks, placing, selection, unwritten, views
 from flax_sg.engine.variables import Key, iter_variables, map_variables
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, lifting, tracing
 
 _JIT = 'jit'
 _LOOPS = ('scan', 'while_loop')
@@ -43,12 +43,12 @@ def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
         open_blocks = blocks.active()
         if not open_blocks and blocks.thread.replay is None:
             return packed
-        scopes = _private.minimal_scopes(scope_tree)
+        scopes = core_scopes.minimal_scopes(scope_tree)
         lift = _Lift(
             scopes=scopes,
             open_blocks=open_blocks,
             name=name,
-            axes=_private.axes_of_caller(),
+            axes=lifting.axes_of_caller(),
         )
         return lift.wrap(*packed)
 
@@ -73,7 +73,7 @@ class _Lift:
         self.is_scan = name == _SCAN
         self.has_branches = name in _BRANCHES
         self.axes = axes
-        self.trace = _private.current_trace()
+        self.trace = tracing.current_trace()
         self.stored: list[dict[Key, Any]] = [{} for _ in scopes]
         # For each variable the stored leaf that each of its leaves is, None if it was
         # written; as far as all traces of the body agree.
@@ -91,11 +91,11 @@ class _Lift:
 
         def viewed_scope_fn(groups: Groups, *args: Any, **kwargs: Any) -> Any:
             scope_tree = scope_fn(self._without_marks(groups), *args, **kwargs)
-            self._note_handed(_private.minimal_scopes(scope_tree))
+            self._note_handed(core_scopes.minimal_scopes(scope_tree))
             return scope_tree
 
         def judged_repack_fn(scope_tree: Any) -> Any:
-            inner_scopes = _private.minimal_scopes(scope_tree)
+            inner_scopes = core_scopes.minimal_scopes(scope_tree)
             origins = self._judge(inner_scopes)
             sown = {key for s in inner_scopes for key in blocks.root_of(s).sown}
             self._note_sown(sown)
@@ -164,7 +164,7 @@ class _Lift:
             if root is None:
                 root = inner_roots[id(outer)] = outer.within(self.open_blocks, inner)
             handed: dict[Key, Any] = {}
-            for col, tree in _private.variables_of(inner).items():
+            for col, tree in core_scopes.variables_of(inner).items():
                 if self._wanted(col):
                     handed.update(iter_variables((col, inner.path), tree))
             selected = frozenset(
@@ -173,7 +173,7 @@ class _Lift:
                 # A name that does not exist outside: ``nn.map_variables`` made it.
                 if key not in self.stored[index] or self._selected(root, index, key)
             )
-            root.begin(inner.path, _private.variables_of(inner), handed, selected)
+            root.begin(inner.path, core_scopes.variables_of(inner), handed, selected)
             for block in self.open_blocks:
                 placing.note_handed(block, root, handed)
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
@@ -184,11 +184,11 @@ class _Lift:
         # In the trace of the caller (``nn.map_variables``, ``jax.disable_jit``) the
         # leaves themselves come out, and storing them finds the way back. A scan cuts
         # them to pieces and puts them together again even there.
-        if _private.current_trace() == self.trace and not self.is_scan:
+        if tracing.current_trace() == self.trace and not self.is_scan:
             return found
         for index, inner in enumerate(inner_scopes):
             root = blocks.root_of(inner)
-            for col, tree in _private.variables_of(inner).items():
+            for col, tree in core_scopes.variables_of(inner).items():
                 if not inner.is_mutable_collection(col):
                     continue
                 for key, value in iter_variables((col, inner.path), tree):

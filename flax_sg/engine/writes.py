@@ -11,7 +11,7 @@ from flax.core.scope import Scope
 from flax_sg import errors
 from flax_sg.engine import blocks, selection
 from flax_sg.engine.variables import Key, find, iter_variables
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, modules
 from flax_sg.rules.rules import AS_IT_IS
 
 
@@ -42,7 +42,7 @@ def check(
     root = blocks.root_of(scope)
     if root.scratch:  # A second run of a ``setup``: nothing is kept of it.
         return
-    stored = _private.stored(scope)
+    stored = core_scopes.stored(scope)
     for (collection, names), new in iter_variables(key, value):
         old = find(stored, collection, names[len(scope.path) :])
         if old is AS_IT_IS and root.initializing:
@@ -65,7 +65,7 @@ def _same(old: Any, new: Any) -> bool:
 
 def _writer() -> str:
     """Who is running."""
-    running = _private.running_method()
+    running = modules.running_method()
     if running is None:
         return 'A function of a scope'
     module, method = running

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flax_sg import errors
 from flax_sg.filters.expressions import And, Filter, Not, Or
 from flax_sg.filters.refusals import brief
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,7 +159,7 @@ def at(where: Any, index: Any) -> Filter:
 def _plain(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(map(_plain, index))
-    if isinstance(index, _private.Tracer):
+    if isinstance(index, tracing.Tracer):
         raise errors.FilterTypeError(
             f'the index of sg.at is {brief(index)}, and which elements are meant has '
             'to be known while the program is traced.\n'

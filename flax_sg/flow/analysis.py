@@ -19,7 +19,7 @@ from flax_sg.flow.programs import Program
 from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
 from flax_sg.flow.stacks import stack_copies
 from flax_sg.flow.uses import UNKNOWN, Uses
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, leaves_of, path_of
 from flax_sg.trees.trainable import chosen
 
@@ -242,7 +242,7 @@ class Analysis:
         if met:
             assert isinstance(flow.leaf, Derivatives)
             found = [
-                (eqn.primitive.name, _private.source_of(eqn) or UNKNOWN)
+                (eqn.primitive.name, jaxprs.source_of(eqn) or UNKNOWN)
                 for eqn, _ in flow.leaf.refused
             ]
             cause = next((error for _, error in flow.leaf.refused if error), None)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs
 
 Rows: TypeAlias = list[int]
 
@@ -136,7 +136,7 @@ def every(eqn: JaxprEqn) -> Rows:
 
 
 def _scan(kind: Dependence, eqn: JaxprEqn) -> Rows:
-    return _around(kind.of(eqn.params['jaxpr']), _private.carried_by(eqn))
+    return _around(kind.of(eqn.params['jaxpr']), jaxprs.carried_by(eqn))
 
 
 def _while(kind: Dependence, eqn: JaxprEqn) -> Rows:

@@ -25,7 +25,7 @@ from flax_sg.flow.dependence import (
     every,
     opened,
 )
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs
 
 # What hands on zeros as zeros; enough for the zeros that people write in a rule.
 _SHAPES_ONLY = frozenset(
@@ -154,7 +154,7 @@ class _Function:
         self._vars: list[Any] = list(
             dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
         )
-        self._run = _private.function_of(eqn, self._vars)
+        self._run = jaxprs.function_of(eqn, self._vars)
         self.inputs = list(map(shape_of, self._vars))
         self.takes = [n for n, v in enumerate(self._vars) if has_tangent(v.aval)]
         self.gives = [n for n, v in enumerate(eqn.outvars) if has_tangent(v.aval)]

@@ -18,7 +18,7 @@ from flax_sg.flow.dependence import BEYOND, CALLS, Dependence, body_of, opened
 from flax_sg.flow.derivatives import has_tangent, shape_of
 from flax_sg.flow.report import StackCopy
 from flax_sg.flow.uses import HANDS_ON, JITTED, UNKNOWN
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs
 
 # What these run is run again on the way back, whatever is stopped in there.
 _REMAT = frozenset(('remat', 'remat2', 'checkpoint'))
@@ -70,7 +70,7 @@ class _Copies:
             moved: for each input whether it depends differentiably on what is trained.
             asked: for each output whether it is differentiated.
             turns: how often it is run in scans around it.
-            within: the jitted function that it is, see ``_private.source_of``.
+            within: the jitted function that it is, see ``jaxprs.source_of``.
         """
         jaxpr = opened(jaxpr)
         live = self.flow.within(jaxpr, [*map(int, asked), *[0] * BEYOND])
@@ -91,7 +91,7 @@ class _Copies:
             if name == 'scan':
                 self._scan(eqn, ins, outs, out_moves, turns, within)
             elif name in CALLS - _REMAT:
-                inside = _private.function_in(eqn) if name in JITTED else within
+                inside = jaxprs.function_in(eqn) if name in JITTED else within
                 self.walk(body_of(eqn), ins, outs, turns, inside)
             elif name == 'cond':
                 for branch in eqn.params['branches']:
@@ -107,14 +107,14 @@ class _Copies:
         within: str,
     ) -> None:
         body, turns = eqn.params['jaxpr'], turns * eqn.params['length']
-        turning = _private.carried_by(eqn)
+        turning = jaxprs.carried_by(eqn)
         carries = len(turning)
         moved = list(ins)
         for number, moves in zip(turning, out_moves, strict=False):
             moved[number] |= moves  # What one turn gives, the next one takes.
         for stop, size in _kept(body, moved, range(turning.stop, len(ins))):
-            source = _private.source_of(stop, within) or UNKNOWN
-            place = _private.name_stack_of(eqn) or UNKNOWN
+            source = jaxprs.source_of(stop, within) or UNKNOWN
+            place = jaxprs.name_stack_of(eqn) or UNKNOWN
             self.found.append(StackCopy(place, source, turns * size))
         self.walk(body, moved, [any(outs)] * carries + list(outs[carries:]), turns)
 

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from flax_sg.flow.dependence import BEYOND, CALLS, Dependence, body_of, gathered, opened
 from flax_sg.flow.report import Use
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs
 
 # A parameter by its number, and whether it is stopped already.
 Alias: TypeAlias = tuple[int, bool]
@@ -117,8 +117,8 @@ class Uses:
             ]
             if not met or not any(below_needed):
                 continue
-            place = '/'.join(filter(None, (prefix, _private.name_stack_of(eqn))))
-            here = _private.source_of(eqn, within) or source
+            place = '/'.join(filter(None, (prefix, jaxprs.name_stack_of(eqn))))
+            here = jaxprs.source_of(eqn, within) or source
             rest = self._into_bodies(
                 self._bodies(
                     eqn, [*below, *self._beyond], [*below_needed, *self._beyond]
@@ -169,7 +169,7 @@ class Uses:
         """
         rest = set(met)
         if eqn.primitive.name in JITTED:
-            within = _private.function_in(eqn)
+            within = jaxprs.function_in(eqn)
         for body in bodies:
             inner: Aliases = {}
             for number in met:
@@ -220,7 +220,7 @@ class Uses:
             return []
         if name == 'scan':
             before, jaxpr = 0, opened(eqn.params['jaxpr'])
-            turning = _private.carried_by(eqn)
+            turning = jaxprs.carried_by(eqn)
         else:
             before, jaxpr = eqn.params['cond_nconsts'], opened(eqn.params['body_jaxpr'])
             first = before + eqn.params['body_nconsts']

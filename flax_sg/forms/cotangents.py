@@ -9,7 +9,7 @@ from flax.core.scope import CollectionFilter
 
 from flax_sg import errors, filters
 from flax_sg.forms import rewrites
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 from flax_sg.rules import constants, cotangents, joint, rules
 from flax_sg.rules.constants import Operand
 
@@ -211,7 +211,7 @@ def clip_gradient(
         )
     [(name, bound)] = given.items()
     number = constants.number(name, bound)
-    if not isinstance(bound, _private.Tracer) and not bound >= 0:
+    if not isinstance(bound, tracing.Tracer) and not bound >= 0:
         raise errors.ArgumentValueError(f'{name}={bound}: expected a number from 0 on.')
     return rewrites.Rewrite(
         filters.as_filter(where), made[name](number), collections, unused

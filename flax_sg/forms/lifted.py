@@ -13,17 +13,17 @@ from flax_sg import errors, filters
 from flax_sg.engine import extents
 from flax_sg.errors.texts import shown
 from flax_sg.forms import frozen
-from flax_sg.internals import _private
+from flax_sg.internals import modules
 from flax_sg.rules import rules
 
 
 def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
     """Returns ``target`` with a block of ``rewrite`` around each of its calls."""
-    if _private.is_module_class(target):
+    if modules.is_module_class(target):
         return _lift_class(rewrite, target, methods)
     if methods is not None:
         raise methods_without_class(methods)
-    if isinstance(target, _private.Module):
+    if isinstance(target, modules.Module):
         stops = isinstance(rewrite.rule, rules.StopGradient)
         return (frozen.Frozen if stops else frozen.Rewritten)(
             target,
@@ -37,7 +37,7 @@ def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         is_array = hasattr(target, 'shape')
         fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
         raise not_liftable(target, fix if is_array else '')
-    if inspect.ismethod(target) and isinstance(target.__self__, _private.Module):
+    if inspect.ismethod(target) and isinstance(target.__self__, modules.Module):
         lifted = _lift_function(rewrite, target.__func__)
         return types.MethodType(lifted, target.__self__)
     return _lift_function(rewrite, cast('Callable[..., Any]', target))
@@ -76,13 +76,13 @@ def _lift_method(rewrite: rules.Rewrite, method: Callable[..., Any]) -> Any:
 
 def _lift_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
     """A method in the body of its class, or a function of a module."""
-    as_method = _private.as_method(fn)
+    as_method = modules.as_method(fn)
 
     @functools.wraps(fn)
     def wrapper(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(module, _private.Module):
+        if not isinstance(module, modules.Module):
             raise _called_with(fn, module)
-        running = _private.current_module() is module
+        running = modules.current_module() is module
         with extents.Extent(rewrite, module.scope):
             return (fn if running else as_method)(module, *args, **kwargs)
 

@@ -17,7 +17,7 @@ from flax_sg.engine import blocks
 from flax_sg.engine.variables import iter_variables
 from flax_sg.forms import frozen, rng_policy, state_policy, substitute
 from flax_sg.forms.wrappers import wrong_target
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, modules
 
 _serial = itertools.count()
 
@@ -66,7 +66,7 @@ class Mirror(frozen.Rewritten):
         if self.shown is not None and self.origin is None:
             _check_fits(module, self.shown.variables)
             root = blocks.root_of(module.scope)
-            module = _private.on_variables(module, self.shown.variables)
+            module = modules.on_variables(module, self.shown.variables)
             # The other values are those of the module, whoever reads them.
             blocks.root_of(module.scope).kept_trace = root.kept_trace
         with (
@@ -173,7 +173,7 @@ def mirror(
         Asked for at the end of google/flax issue #1857. BYOL (Grill et al., 2020) and
         deep Q-learning (Mnih et al., 2015) have targets like these.
     """
-    if not isinstance(module, _private.Module):
+    if not isinstance(module, modules.Module):
         raise wrong_target('mirror', module)
     if variables is not None and state == state_policy.UPDATE:
         choices = {k: v for k, v in state_policy.CHOICES.items() if k != state}
@@ -195,7 +195,7 @@ def mirror(
 
 def _check_fits(module: Any, variables: Mapping[str, Any]) -> None:
     """Raises if a tree cannot be that of the variables of a bound module."""
-    stored = _private.stored(module.scope)
+    stored = core_scopes.stored(module.scope)
     there = _variables_in({c: t for c, t in stored.items() if c in variables})
     given = _variables_in(variables)
     absent = sorted(repr(c) for c in variables if c not in stored)
@@ -217,7 +217,7 @@ def _check_fits(module: Any, variables: Mapping[str, Any]) -> None:
 def _variables_in(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The shapes of the leaves of each variable, by its name."""
     return {
-        '/'.join((collection, *path)): jax.tree.map(jnp.shape, _private.unbox(value))
+        '/'.join((collection, *path)): jax.tree.map(jnp.shape, core_scopes.unbox(value))
         for collection, tree in variables.items()
         for (_, path), value in iter_variables((collection, ()), tree)
     }

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from flax_sg.internals import _private
+from flax_sg.internals import modules
 
 F = TypeVar('F', bound=Callable[..., Any])
 
@@ -89,11 +89,11 @@ def intercepted(wrapper: Any, name: str, innermost: Any) -> Callable[..., Any] |
         name: the name of the method that is called.
         innermost: the module in all wrappers: of those each forwards the method.
     """
-    inside = wrapper.scope.path or isinstance(wrapper.parent, _private.Module)
-    if inside or not _private.intercepts():
+    inside = wrapper.scope.path or isinstance(wrapper.parent, modules.Module)
+    if inside or not modules.intercepts():
         return None
     method = method_of(wrapper.module, name) or method_of(innermost, name)
-    if method is None or not _private.is_handled(method):
+    if method is None or not modules.is_handled(method):
         return None
     return forwards(name, method, intercept=False)
 
@@ -108,7 +108,7 @@ class Start:
         self.name = name
 
     def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
-        flax = getattr(_private.Module, self.name)
+        flax = getattr(modules.Module, self.name)
         if wrapper is None:
             return flax
         method = method_of(wrapper.module, self.name)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from flax_sg.engine import extents, places
 from flax_sg.forms import lifted
-from flax_sg.internals import _private
+from flax_sg.internals import modules
 from flax_sg.rules import rules
 
 T = TypeVar('T')
@@ -38,7 +38,7 @@ class Rewrite(rules.Rewrite):
 
     def __enter__(self) -> Self:
         self._use()
-        owner = _private.current_module()
+        owner = modules.current_module()
         extents.open_block(self, None if owner is None else owner.scope)
         return self
 

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from flax_sg import errors
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, modules
 
 SAME = 'same'
 FRESH = 'fresh'
@@ -36,7 +36,7 @@ def handled(module: Any, choice: str) -> Generator[None]:
     """Lets a bound module draw as the choice says, in the body."""
     with contextlib.ExitStack() as stack:
         if choice == SAME:
-            for scope in _private.own_scopes(module):
+            for scope in modules.own_scopes(module):
                 # What initializers draw has to differ from parameter to parameter.
                 kept = 'params' if scope.get_flag('initializing', False) else None
                 stack.enter_context(_counted_apart(scope.rng_counters, kept))
@@ -47,12 +47,12 @@ def handled(module: Any, choice: str) -> Generator[None]:
 def _counted_apart(counts: dict[Any, Any], kept: str | None) -> Generator[None]:
     # In the scope's own dict: there Flax carries it through its transforms.
     of_views = counts.pop(_OF_VIEWS, {})
-    of_module = _private.copied(counts)
+    of_module = core_scopes.copied(counts)
     _set(counts, of_views, kept)
     try:
         yield
     finally:
-        of_views = _private.copied(counts)
+        of_views = core_scopes.copied(counts)
         counts.pop(_OF_VIEWS, None)
         _set(counts, of_module, kept)
         if _any(of_views):

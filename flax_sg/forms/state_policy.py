@@ -14,7 +14,7 @@ from flax.core.scope import Scope
 from flax_sg import errors
 from flax_sg.engine import blocks
 from flax_sg.engine.variables import Key
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, modules, tracing
 
 UPDATE = 'update'
 HOLD = 'hold'
@@ -48,15 +48,15 @@ def handled(module: Any, choice: str) -> Generator[None]:
         begins = module.scope.get_flag('initializing', False)
         if choice == USE_RUNNING_AVERAGE and not begins:
             # Part of JAX's cache keys: what ``nn.jit`` has traced is not found here.
-            stack.enter_context(_private.running_averages(True))
+            stack.enter_context(tracing.running_averages(True))
             stack.enter_context(linen.intercept_methods(_use_running_average))
         yield
 
 
 @contextlib.contextmanager
 def _held(module: Any) -> Generator[None]:
-    scopes = _private.own_scopes(module)
-    before = [_private.copied_mutable(scope) for scope in scopes]
+    scopes = modules.own_scopes(module)
+    before = [core_scopes.copied_mutable(scope) for scope in scopes]
     roots: list[blocks.Root] = []
     try:
         roots += [blocks.root_of(scope) for scope in scopes]
@@ -66,7 +66,7 @@ def _held(module: Any) -> Generator[None]:
         for scope, root, variables in zip(scopes, roots, before, strict=False):
             for collection, tree in variables.items():
                 if collection != 'params':
-                    now = _private.stored(scope)[collection]
+                    now = core_scopes.stored(scope)[collection]
                     _put_back(root.sown, (collection, scope.path), now, tree)
 
 
@@ -103,14 +103,14 @@ def results_handed_over(
         sown = roots[0].sown | roots[1].sown
         return _results(sown, (collection, of.path), tree)
 
-    for collection, tree in _private.stored(of).items():
+    for collection, tree in core_scopes.stored(of).items():
         if collection != 'params' and to.is_mutable_collection(collection):
             # What is sown may be known by then only.
             given_too = collection in given
-            found = results(collection, tree) if given_too else _private.copied(tree)
+            found = results(collection, tree) if given_too else core_scopes.copied(tree)
             _put(to, collection, found)
     yield
-    for collection, tree in _private.stored(to).items():
+    for collection, tree in core_scopes.stored(to).items():
         if of.is_mutable_collection(collection):
             _put(of, collection, results(collection, tree))
 

@@ -11,14 +11,14 @@ from flax_sg import filters
 from flax_sg.filters.paths import Path
 from flax_sg.filters.refusals import brief
 from flax_sg.forms import rewrites, spelling
-from flax_sg.internals import _private
+from flax_sg.internals import modules
 from flax_sg.rules import substitutes
 from flax_sg.rules.substitutes import no_values
 
 T = TypeVar('T')
 # What stands for other values; ``substitute`` explains the members.
 Values: TypeAlias = (
-    Mapping[str, Any] | str | _private.Module | Callable[[Path, Any], Any]
+    Mapping[str, Any] | str | modules.Module | Callable[[Path, Any], Any]
 )
 
 
@@ -142,7 +142,7 @@ def _source_of(values: Any, collections: CollectionFilter) -> substitutes.Source
                 "Fix: name one collection, such as collections='params'.",
             )
         return substitutes.Twin(values)
-    if isinstance(values, (Mapping, _private.Module)):
+    if isinstance(values, (Mapping, modules.Module)):
         entries = substitutes.entries_of(values, collections)
         if not entries and not substitutes.is_initializing(values):
             raise no_values('a tree without a value')

@@ -26,7 +26,7 @@ from flax.linen import nowrap
 from flax_sg import errors
 from flax_sg.engine import contents
 from flax_sg.forms import protocols
-from flax_sg.internals import _private
+from flax_sg.internals import modules
 from flax_sg.scans import residuals
 
 Extent = contextlib.AbstractContextManager[Any]
@@ -54,7 +54,7 @@ class _ScopeOfModule:
             object.__setattr__(attributes['module'], 'scope', scope)
 
 
-class Wrapper(_private.Module):
+class Wrapper(modules.Module):
     """Stands for ``module``, at its place in the tree, and forwards to it.
 
     Attributes:
@@ -95,17 +95,17 @@ class Wrapper(_private.Module):
     # Where it stands.
 
     def __post_init__(self) -> None:
-        if not isinstance(self.module, _private.Module):
+        if not isinstance(self.module, modules.Module):
             raise wrong_target(type(self).__name__, self.module)
-        place = _private.place_of(self)
+        place = modules.place_of(self)
         scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
         module = self.module if scope is None else _attached(self.module, scope)
         if module.scope is not None:
             self._stand_for(module)
             return
         object.__setattr__(self, 'module', module)
-        if self.name is None and _private.names_at_once(place):
-            name = _private.autoname(place, type(innermost(module)))
+        if self.name is None and modules.names_at_once(place):
+            name = modules.autoname(place, type(innermost(module)))
             object.__setattr__(self, 'name', name)
         super().__post_init__()
 
@@ -115,18 +115,18 @@ class Wrapper(_private.Module):
         names = {self.name, module.name} - {None}
         if new and len(names) > 1:
             raise _named(type(self).__name__, str(self.name), module)
-        _private.start(self)
+        modules.start(self)
         object.__setattr__(self, 'module', module)
-        _private.stand_in(self, module)
+        modules.stand_in(self, module)
 
     @nowrap
     def _register_submodules(self, name: str, val: Any) -> None:
         if name not in ('module', 'within', 'origin'):
             super()._register_submodules(name, val)
         elif name == 'module' and val.scope is None and self.scope is not None:
-            module = _private.bind_at(val, self.scope, self.name)
+            module = modules.bind_at(val, self.scope, self.name)
             object.__setattr__(self, 'module', module)
-            _private.stand_in(self, module)
+            modules.stand_in(self, module)
 
     # What is asked of it.
 
@@ -144,7 +144,7 @@ class Wrapper(_private.Module):
         if intercept:
             method = protocols.intercepted(self, name, innermost(self.module))
             if method is not None:
-                return _private.run_interceptors(method, self, args, kwargs)
+                return modules.run_interceptors(method, self, args, kwargs)
         # A part of the model may be all that there is yet.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
         use = functools.partial(_use, name=name, judge=judge, args=args, kwargs=kwargs)
@@ -158,7 +158,7 @@ class Wrapper(_private.Module):
     def _borrows(self, *args: Any) -> bool:
         """Whether a call may use modules that belong to another trace."""
         functions = [
-            leaf for leaf in _private.field_leaves(self) if isinstance(leaf, _FUNCTIONS)
+            leaf for leaf in modules.field_leaves(self) if isinstance(leaf, _FUNCTIONS)
         ]
         return contents.holds_modules((args, functions))
 
@@ -166,12 +166,12 @@ class Wrapper(_private.Module):
     def _try_setup(self, shallow: bool = False) -> None:
         # A lifted function sets up what it is handed, outside of transforms of its
         # class: that decides from which random streams ``setup`` draws.
-        begins = not shallow and _private.starts_setup(self)
+        begins = not shallow and modules.starts_setup(self)
         super()._try_setup(shallow)
         if begins:
             with self._extent(judge=False) as module:
                 if module is self.module:
-                    _private.run_setup(module)
+                    modules.run_setup(module)
 
     @nowrap
     def _validate_setup(self) -> None:
@@ -180,8 +180,8 @@ class Wrapper(_private.Module):
     @nowrap
     def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
         # ``apply(variables, x, method=nn.Embed.attend)`` calls it with the wrapper.
-        of_module = _private.is_method_of(fun, type(innermost(self.module)))
-        if of_module and not _private.is_method_of(fun, type(self)):
+        of_module = modules.is_method_of(fun, type(innermost(self.module)))
+        if of_module and not modules.is_method_of(fun, type(self)):
             return self._run(fun.__name__, args, kwargs)
         return super()._call_wrapped_method(fun, args, kwargs)
 
@@ -225,9 +225,9 @@ class Wrapper(_private.Module):
             return types.MethodType(protocols.forwards(name, value.__func__), self)
         if self.scope is None:
             return value
-        if isinstance(value, _private.Module):
+        if isinstance(value, modules.Module):
             return self._part(value, module)
-        if isinstance(value, _private.Variable):
+        if isinstance(value, modules.Variable):
             return _Variable(self._part(module, module)._in_extent, value)
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._seen(name, item, module) for item in value)
@@ -266,7 +266,7 @@ def _attached(module: Any, scope: Scope) -> Any:
         return module
     if module.parent is not None:
         return module
-    there = _private.adopted(scope).get(_private.id_of(module))
+    there = modules.adopted(scope).get(modules.id_of(module))
     if there is not None:
         return there
     if isinstance(module, Wrapper):
@@ -281,10 +281,10 @@ def _use(wrapper: Any, name: str, judge: bool, args: Any, kwargs: Any) -> Any:
         return getattr(module, name)(*args, **kwargs)
 
 
-_variable_value: Any = _private.Variable.value
+_variable_value: Any = modules.Variable.value
 
 
-class _Variable(_private.Variable[Any]):
+class _Variable(modules.Variable[Any]):
     """A variable that setup keeps on a module, read in the extent of a wrapper."""
 
     def __init__(self, in_extent: Callable[[Any], Any], variable: Any) -> None:
@@ -307,7 +307,7 @@ def wrong_target(wrapper: str, target: Any) -> errors.ArgumentTypeError:
     what, fix = f'{target!r}, of type {type(target).__name__}', ''
     if target is None:
         what, fix = 'None', 'Has the module been made? setup assigns attributes.'
-    elif isinstance(target, type) and issubclass(target, _private.Module):
+    elif isinstance(target, type) and issubclass(target, modules.Module):
         name = target.__name__
         what = f'the class {name}'
         fix = (

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from flax_sg import errors
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 
 
 class Operand:
@@ -34,7 +34,7 @@ class Operand:
 
 
 def _key_of(value: Any) -> Hashable:
-    traced = isinstance(value, _private.Tracer)
+    traced = isinstance(value, tracing.Tracer)
     if traced or (isinstance(value, jax.Array) and value.ndim):
         return _Identity(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):

@@ -16,7 +16,7 @@ from flax.core.scope import CollectionFilter, DenyList
 
 from flax_sg import errors, filters
 from flax_sg.filters import paths
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 from flax_sg.rules import custom_gradients
 from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, is_differentiable
 
@@ -126,9 +126,9 @@ class StopGradient(Rule):
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
         # An array that is no tracer is a constant to every derivative in progress,
         # and arrays of other types (integers, keys) carry no gradient.
-        if not isinstance(leaf, _private.Tracer):
+        if not isinstance(leaf, tracing.Tracer):
             return leaf
-        return _private.stopped(leaf) if is_differentiable(leaf) else leaf
+        return tracing.stopped(leaf) if is_differentiable(leaf) else leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class StopOneLevel(Rule):
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns the leaf behind a stop for one level of differentiation."""
-        if not (isinstance(leaf, _private.Tracer) and is_differentiable(leaf)):
+        if not (isinstance(leaf, tracing.Tracer) and is_differentiable(leaf)):
             return leaf
         return custom_gradients.stop_one_level(leaf)
 

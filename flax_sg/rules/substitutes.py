@@ -16,7 +16,7 @@ from flax.core.scope import CollectionFilter, in_filter
 
 from flax_sg import errors
 from flax_sg.filters.paths import Path
-from flax_sg.internals import _private
+from flax_sg.internals import modules
 from flax_sg.rules import constants, rules
 from flax_sg.trees import shape_check
 from flax_sg.trees.absent import is_absent
@@ -130,7 +130,7 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
     if isinstance(collections, str):
         _collect(found, collections, (), values)
         return found
-    if isinstance(values, _private.Module):
+    if isinstance(values, modules.Module):
         values = {c: t for c, t in _of_module(values).items() if _in(collections, c)}
     for collection, tree in values.items():
         if not _in(collections, collection):
@@ -149,7 +149,7 @@ def _in(collections: CollectionFilter, collection: str) -> bool:
 def _collect(
     found: dict[Entry, Any], collection: str, names: tuple[str, ...], node: Any
 ) -> None:
-    if isinstance(node, _private.Module):
+    if isinstance(node, modules.Module):
         node = _of_module(node).get(collection, {})
     if isinstance(node, Mapping):
         for name, below in node.items():
@@ -175,7 +175,7 @@ def is_initializing(values: Any) -> bool:
     """Whether values are missing because their module is still being made."""
     if isinstance(values, Mapping):
         return any(map(is_initializing, values.values()))
-    return isinstance(values, _private.Module) and values.is_initializing()
+    return isinstance(values, modules.Module) and values.is_initializing()
 
 
 def _which(leaf: Any) -> Hashable:

@@ -22,7 +22,7 @@ from jax.extend import core
 from numpy.typing import NDArray
 
 from flax_sg import errors
-from flax_sg.internals import _private
+from flax_sg.internals import lifting
 from flax_sg.scans import residuals
 from flax_sg.trees.leaves import Keys, name_of, path_of
 
@@ -83,7 +83,7 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
     def loop(body: Any, init: Any, xs: Any, **options: Any) -> Any:
         return split_scan(frozen_layers, body, init, xs, **options)
 
-    return _private.scan_with(loop)(target, *args, **kwargs)
+    return lifting.scan_with(loop)(target, *args, **kwargs)
 
 
 def split_scan(

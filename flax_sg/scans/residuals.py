@@ -24,7 +24,7 @@ from flax.core.scope import Scope
 from jax.extend import core
 
 from flax_sg import errors
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes, jaxprs, modules
 
 _LIFTS = re.compile(r'(scan|remat)\(')
 _STOP = 'stop_gradient'
@@ -49,8 +49,8 @@ def warn(wrapper: str, module: Any) -> None:
         wrapper: the name of what stops.
         module: a bound module.
     """
-    scopes = _private.own_scopes(module)
-    trees = [_private.stored(scope).get('params', {}) for scope in scopes]
+    scopes = modules.own_scopes(module)
+    trees = [core_scopes.stored(scope).get('params', {}) for scope in scopes]
     params = jax.tree.leaves(trees)
     if params and not module.is_initializing():
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
@@ -76,7 +76,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
     ) -> Any:
         def body(variable_groups: Any, rng_groups: Any) -> Any:
             scopes = scope_fn(variable_groups, rng_groups)
-            arrays, others[:] = _split(fn(_private.clone_on(module, scopes)))
+            arrays, others[:] = _split(fn(modules.clone_on(module, scopes)))
             return arrays, repack_fn(scopes)
 
         closed, shapes = jax.make_jaxpr(body, return_shape=True)(
@@ -88,7 +88,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
         )
 
     packed = lift.pack(inner, (True,), (True,), (True,), name='stop_again')
-    return _joined(packed(_private.scopes_of(module)), *others)
+    return _joined(packed(modules.scopes_of(module)), *others)
 
 
 def _split(tree: Any) -> tuple[list[Any], list[Any]]:
@@ -143,7 +143,7 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         elif any(isinstance(x, Again) for x in operands):
             results = _bind_again(equation, operands)
         else:
-            results = _private.bind(equation, operands)
+            results = jaxprs.bind(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
     out = map(read, jaxpr.outvars)
     return [x.make(*x.operands) if isinstance(x, Again) else x for x in out]
@@ -175,7 +175,7 @@ def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         ]
         if inner:
             return core.jaxpr_as_fun(core.ClosedJaxpr(inner['jaxpr'], ()))(*made)
-        return _private.bind(equation, made)
+        return jaxprs.bind(equation, made)
 
     return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*parts)
 

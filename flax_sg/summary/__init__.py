@@ -10,7 +10,7 @@ from flax import linen
 from flax.core.scope import CollectionFilter
 
 from flax_sg import errors
-from flax_sg.internals import _private
+from flax_sg.internals import tables
 from flax_sg.summary import programs, rows, text
 
 FIT = 'fit'
@@ -106,7 +106,7 @@ def tabulate(
     def show(*args: Any, **call_kwargs: Any) -> str:
         given = {**call_kwargs, **kwargs}
         options = {**given, **programs.init_options(mutable)}
-        table = _private.module_rows(module, show_repeated, rngs, *args, **options)
+        table = tables.module_rows(module, show_repeated, rngs, *args, **options)
         program = programs.program_of(module, rngs, mutable, args, given)
         found = rows.collect(table, program, compute_flops, compute_vjp_flops)
 

@@ -17,7 +17,7 @@ from flax import linen
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs, tracing
 
 # The paths of the modules that an equation runs in, the outermost first.
 Modules: TypeAlias = tuple[str, ...]
@@ -54,7 +54,7 @@ def of(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
         with jax.named_scope(f'flax_sg[{"/".join(context.module.path)}]'):
             return next_fun(*args, **kwargs)
 
-    with _private.traced_anew(), linen.intercept_methods(mark):
+    with tracing.traced_anew(), linen.intercept_methods(mark):
         jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
     # As XLA does, before it counts.
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -71,7 +71,7 @@ def _count(
     """Flops by the modules that equations run in."""
     counts: collections.Counter[Modules] = collections.Counter()
     for equation in jaxpr.eqns:
-        marks = _MARK.findall(_private.name_stack_of(equation))
+        marks = _MARK.findall(jaxprs.name_stack_of(equation))
         modules = tuple(dict.fromkeys([*outside, *marks]))
         inner = list(_inner(equation))
         if not inner:
@@ -119,7 +119,7 @@ def _flops(equation: Any, known: dict[Any, int]) -> int:
             given = iter(values)
             slots = range(len(shapes))
             operands = [literal[n] if n in literal else next(given) for n in slots]
-            return _private.bind(equation, operands)
+            return jaxprs.bind(equation, operands)
 
         arrays = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 from flax.linen import summary
 from rich.text import Text
 
-from flax_sg.internals import _private
+from flax_sg.internals import tables
 from flax_sg.summary import rows
 
 STYLES = {rows.TRAINABLE: 'green', rows.PARTLY: 'yellow', rows.FROZEN: 'dim'}
@@ -22,7 +22,7 @@ class _Cells(rows.Row):
     def gradient(self) -> Any:
         """The state and the sizes, as nn.tabulate writes nested dicts."""
         sizes = {
-            _styled(state): _Markup(_private.size_text(*size))
+            _styled(state): _Markup(tables.size_text(*size))
             for state, size in (
                 (rows.TRAINABLE, self.trainable),
                 (rows.FROZEN, self.frozen),
@@ -41,7 +41,7 @@ class _Name(str):
         return _parts(self) < _parts(other)
 
 
-_private.written_as_text(_Name)
+tables.written_as_text(_Name)
 
 
 def _parts(name: str) -> list[str | int]:
@@ -98,7 +98,7 @@ def render(
     )
     names = ['path', 'module', 'inputs', 'outputs', *columns]
     # More columns than those of nn.tabulate have to fit, and nothing is cut off.
-    text = _private.render_rows(
+    text = tables.render_rows(
         table,
         console_kwargs,
         {'padding': 0, **table_kwargs},
@@ -110,10 +110,10 @@ def render(
             f'Modules deeper than {found.depth} are counted in those that they belong '
             'to; depth=None shows all.'
         )
-        text += _private.render_with(Text(note), console_kwargs)
+        text += tables.render_with(Text(note), console_kwargs)
     total = Text.from_markup(
-        f'Trainable: {_private.size_text(*found.trainable) or 0}   '
-        f'Frozen: {_private.size_text(*found.frozen) or 0}',
+        f'Trainable: {tables.size_text(*found.trainable) or 0}   '
+        f'Frozen: {tables.size_text(*found.frozen) or 0}',
         style='bold',
     )
-    return text + _private.render_with(total, console_kwargs)
+    return text + tables.render_with(total, console_kwargs)

@@ -11,7 +11,7 @@ import jax
 
 from flax_sg import errors
 from flax_sg.errors.texts import table
-from flax_sg.internals import _private
+from flax_sg.internals import jaxprs
 
 _TABLES = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
 _OPERATION = re.compile(r'= \S+ ([a-z][a-z0-9-]*)\(|= \(.*?\) ([a-z][a-z0-9-]*)\(')
@@ -71,7 +71,7 @@ def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> st
         *args: the arguments that it is compiled for.
         **kwargs: its keyword arguments.
     """
-    text = _private.program_text(_compiled(fn, *args, **kwargs))
+    text = jaxprs.program_text(_compiled(fn, *args, **kwargs))
     lines: list[str] = []
     skipping = False
     for line in text.splitlines():

@@ -11,7 +11,7 @@ import jax
 from flax_sg import errors
 from flax_sg.engine import blocks
 from flax_sg.errors.texts import shown, table
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 
 _F = TypeVar('_F', bound=Callable[..., Any])
 
@@ -57,7 +57,7 @@ def assert_traces_once(fn: _F) -> _F:
 
     @functools.wraps(fn)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if not _private.is_tracing():
+        if not tracing.is_tracing():
             raise _never_traced(name)
         seen = _described(args, kwargs)
         if first:

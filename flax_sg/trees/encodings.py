@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_sg.internals import _private
+from flax_sg.internals import tracing
 
 Array: TypeAlias = Any
 _HALF = 16
@@ -152,7 +152,7 @@ def decode(arrays: list[Array], how: Encoding) -> Array:
     value = jnp.where(kept, value, jnp.broadcast_to(refused, value.shape))
     if how.key is not None:
         return jax.random.wrap_key_data(value, impl=how.key)
-    return _private.as_weak(value) if how.weak else value
+    return tracing.as_weak(value) if how.weak else value
 
 
 def _integer(pieces: list[Array], dtype: Any) -> Array:
@@ -173,7 +173,7 @@ def _farthest(dtype: Any) -> Array:
 def is_refused(arrays: list[Array], how: Encoding) -> bool:
     """Whether it is known here that a value is refused: not of a tracer."""
     witness = arrays[-1]
-    if not how.witness or isinstance(witness, _private.Tracer):
+    if not how.witness or isinstance(witness, tracing.Tracer):
         return False
     found = np.asarray(witness)
     return not np.all((found == 1) | (found == 0))

@@ -12,7 +12,7 @@ from flax.core.frozen_dict import FrozenDict
 from flax_sg import errors
 from flax_sg.errors.texts import shown
 from flax_sg.filters.paths import Path
-from flax_sg.internals import _private
+from flax_sg.internals import core_scopes
 
 
 def fitting(path: Path, value: Any, other: Any) -> Any:
@@ -21,7 +21,7 @@ def fitting(path: Path, value: Any, other: Any) -> Any:
     found, other_treedef = jax.tree_util.tree_flatten(other)
     if treedef != other_treedef:
         fix = ''
-        if jax.tree_util.tree_structure(_private.unbox(value)) == other_treedef:
+        if jax.tree_util.tree_structure(core_scopes.unbox(value)) == other_treedef:
             fix = 'keep the box: map over the tree with jax.tree.map.'
         raise misfit(path, described(value), described(other), fix)
     for old, new in zip(expected, found, strict=True):

@@ -1,0 +1,98 @@
+"""Private names of ``flax.core`` scopes."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax.core import lift, meta
+from flax.core.frozen_dict import FrozenDict
+from flax.core.scope import Scope
+
+
+def stored(scope: Scope) -> dict[str, Any]:
+    """The collections that ``scope`` really holds, not copies."""
+    scope._populate_collections()
+    return scope._variables
+
+
+def variables_of(scope: Scope) -> dict[str, Any]:
+    """The dict that ``scope`` keeps its collections in; ``rewound`` copies share it."""
+    return scope._variables
+
+
+def minimal_scopes(scope_tree: Any) -> tuple[Scope, ...]:
+    """The scopes of a tree without those inside another one, in the order of pack."""
+    return lift._dedup_scopes(jax.tree_util.tree_leaves(scope_tree))[0]
+
+
+def unbox(value: Any) -> Any:
+    """The value without its ``AxisMetadata`` boxes, as ``Module.param`` returns it."""
+    return meta.unbox(value)
+
+
+def copied(tree: Any) -> Any:
+    """A copy of nested dicts, their leaves as they are."""
+    if isinstance(tree, Mapping):
+        return {key: copied(value) for key, value in tree.items()}
+    return tree
+
+
+def copied_mutable(scope: Scope) -> dict[str, Any]:
+    """Copies of the mutable collections of a scope."""
+    return {
+        col: copied(tree)
+        for col, tree in stored(scope).items()
+        if scope.is_mutable_collection(col)
+    }
+
+
+def scratch_scope(
+    scope: Scope,
+    flags: Mapping[str, Any],
+    rngs: Mapping[str, Any] | None = None,
+    counters: Mapping[Any, Any] | None = None,
+    mutable: Mapping[str, Any] | None = None,
+) -> Scope:
+    """A scope of its own that reads as ``scope`` does and into which nothing is lost.
+
+    Args:
+        scope: the scope to copy.
+        flags: flags to add.
+        rngs: the random streams; None for those that it has now.
+        counters: how often they were used; None for never.
+        mutable: the mutable collections; None for what they are now.
+    """
+    kept = {
+        c: t for c, t in stored(scope).items() if not scope.is_mutable_collection(c)
+    }
+    written = copied_mutable(scope) if mutable is None else copied(mutable)
+    out = Scope(
+        {**kept, **written},
+        rngs=dict(scope.rngs if rngs is None else rngs),
+        name=scope.name,
+        mutable=scope.mutable,
+        path=scope.path,
+        debug_path=scope.debug_path,
+        flags=FrozenDict({**scope.flags, **flags}),
+    )
+    if counters is not None:
+        out.rng_counters = copied(counters)
+    return out
+
+
+def copy_scopes(
+    scopes: list[Scope], copy: Callable[[Scope], Scope]
+) -> tuple[dict[Scope, Scope], list[Scope]]:
+    """Copies the outermost of some scopes, and with them all.
+
+    Returns:
+        The outermost scopes with their copies, and for each in ``scopes`` the scope at
+        its place under one of the copies.
+    """
+    tops, paths = lift._dedup_scopes(scopes)
+    copies = {top: copy(top) for top in tops}
+    return copies, lift._dup_scopes(tops, list(copies.values()), paths)

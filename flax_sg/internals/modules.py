@@ -1,0 +1,263 @@
+"""Private names of ``flax.linen`` modules."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax.core.scope import Scope
+from flax.linen import module as linen_module
+from flax.linen import transforms as linen_transforms
+
+from flax_sg.internals import core_scopes
+
+Module = linen_module.Module
+
+Variable = linen_module.Variable
+
+
+def current_module() -> Module | None:
+    """The bound module whose method is running; the owner of a block opened now.
+
+    In a method under ``nn.compact_name_scope`` Flax runs a helper module, but ``self``
+    is the module that the method was written for, and that one counts.
+    """
+    module = linen_module._context.module_stack[-1]
+    while isinstance(module, linen_module.CompactNameScope):
+        module = module.module_fn()
+    return module if module is not None and module.scope is not None else None
+
+
+def running_method() -> tuple[Module, str] | None:
+    """The module whose method is running, and the name of the method.
+
+    Flax keeps a stack of modules, without the methods.
+    """
+    user_frame: Any = sys._getframe(1)
+    while user_frame is not None:
+        if user_frame.f_code is Module._call_wrapped_method.__code__:
+            return user_frame.f_locals['self'], user_frame.f_locals['fun'].__name__
+        user_frame = user_frame.f_back
+    return None
+
+
+def is_set_up(module: Module) -> bool:
+    """Whether ``setup`` has run to its end."""
+    state = module._state
+    return state.setup_called == linen_module.SetupState.DONE and not state.in_setup
+
+
+def starts_setup(module: Module) -> bool:
+    """Whether the next call of ``_try_setup`` runs the user's ``setup``."""
+    state = module._state
+    return (
+        module.scope is not None
+        and not state.in_setup
+        and state.setup_called != linen_module.SetupState.DONE
+    )
+
+
+def run_setup(module: Module) -> None:
+    """Runs ``setup`` of a bound module, if it has not run yet."""
+    module._try_setup()
+
+
+def as_method(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a function of a module what Flax gives a method: setup, naming, state."""
+    return linen_module.wrap_method_once(fn)
+
+
+def is_module_class(target: Any) -> bool:
+    """Whether ``target`` is a Module class or a ``functools.partial`` of one."""
+    return linen_transforms._is_module_class(target)
+
+
+def scopes_of(module: Module) -> list[Scope]:
+    """The scopes of a module and of the modules in its fields, in Flax's order."""
+    return linen_transforms.get_module_scopes(module)[0]
+
+
+def cached_properties(cls: type) -> frozenset[str]:
+    """The names of the ``functools.cached_property`` of a Module class.
+
+    Flax wraps descriptors, to run ``setup`` before they are read.
+    """
+    found: set[str] = set()
+    for base in cls.__mro__:
+        for name, attribute in vars(base).items():
+            wrapped = getattr(attribute, '__dict__', {}).get('wrapped', attribute)
+            if isinstance(wrapped, functools.cached_property):
+                found.add(name)
+    return frozenset(found)
+
+
+def clone_on(module: Module, scopes: list[Scope]) -> Module:
+    """A clone of a bound module on other scopes, before its ``setup``."""
+    clone, _, _ = linen_transforms.set_module_scopes(module, (), {}, scopes)
+    state = module._state.export()
+    state.in_setup = False
+    object.__setattr__(clone, '_state', state)
+    if isinstance(module.parent, Module):
+        object.__setattr__(clone, 'parent', module.parent)
+    for field in dataclasses.fields(module):
+        if field.init and field.name != 'parent':
+            value = _in_order_of(
+                getattr(module, field.name), getattr(clone, field.name)
+            )
+            object.__setattr__(clone, field.name, value)
+    return clone
+
+
+def _in_order_of(value: Any, copy: Any) -> Any:
+    """A copy of a field, its dicts in the order of the original: Flax sorts them."""
+    if isinstance(value, Mapping) and isinstance(copy, Mapping):
+        items = {key: _in_order_of(item, copy[key]) for key, item in value.items()}
+        make: Any = type(copy)
+        return make(items)
+    if isinstance(value, (list, tuple)) and type(copy) is type(value) in (list, tuple):
+        return type(value)(map(_in_order_of, value, copy))
+    return copy
+
+
+def intercepts() -> bool:
+    """Whether an ``nn.intercept_methods`` is open in this thread."""
+    return bool(linen_module._global_interceptor_stack)
+
+
+def is_handled(fn: Any) -> bool:
+    """Whether a function is a method that Flax runs, and shows to interceptors."""
+    return hasattr(fn, 'method_handler_wrapped')
+
+
+def run_interceptors(fn: Any, module: Module, args: Any, kwargs: Any) -> Any:
+    """Calls a method by way of the interceptors that are open, and of nothing else.
+
+    What Flax does besides for a method of its own (names, state, captured results) has
+    been done for the module that a wrapper forwards to.
+    """
+    return linen_module.run_interceptors(fn, module, *args, **kwargs)
+
+
+def children_of(module: Module) -> dict[str, Any]:
+    """The submodules of a module by name; names of variables are in there too."""
+    return module._state.children
+
+
+def start(module: Module) -> None:
+    """Gives a module its identity and state, as ``__post_init__`` does first."""
+    object.__setattr__(module, '_id', linen_module.uuid())
+    object.__setattr__(module, '_state', linen_module._ModuleInternalState())
+
+
+def stand_in(wrapper: Module, module: Module) -> None:
+    """Makes a wrapper take the place of a bound module, its children and all."""
+    object.__setattr__(wrapper, 'parent', module.parent)
+    object.__setattr__(wrapper, 'name', module.name)
+    wrapper._state.children = module._state.children
+    wrapper._state.is_initialized = True
+
+
+def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
+    """Binds a module to a scope that somebody else has made for it.
+
+    Flax may have queued the module for attachment, and then attaches it once more: with
+    a scope as its parent that ends at the same place.
+    """
+    if module.parent is None:  # From outside: Flax clones these, once for each tree.
+        outside, module = module, module.clone(name=None)
+        adopted(scope)[outside._id] = module
+    object.__setattr__(module, 'name', name)
+    object.__setattr__(module, 'parent', scope)
+    module.__post_init__()
+    return module
+
+
+def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
+    """The modules from outside that were attached somewhere in the tree of a scope."""
+    cache: weakref.WeakValueDictionary[Any, Module] = weakref.WeakValueDictionary()
+    root: Any = scope.root
+    if hasattr(linen_module, '_caches'):
+        return linen_module._caches.setdefault(root, cache)
+    # From flax 0.12.9 on.
+    return vars(root).setdefault('_submodule_adoption_cache', cache)  # pragma: no cover
+
+
+def id_of(module: Module) -> Any:
+    """The identity of a module, by which it is found among those ``adopted``."""
+    return module._id
+
+
+def place_of(module: Module) -> Any:
+    """The module, the scope or None that a module being made will belong to."""
+    if module.parent is linen_module._unspecified_parent:
+        return linen_module._context.module_stack[-1]
+    return module.parent
+
+
+def names_at_once(place: Any) -> bool:
+    """Whether a module made there is named now, and not when ``setup`` assigns it."""
+    return isinstance(place, Module) and not place._state.in_setup
+
+
+def autoname(parent: Any, cls: type) -> str:
+    """The name that Flax gives to the next module of a class without a name."""
+    cursor = parent._state.autoname_cursor.get(cls.__name__, 0)
+    parent._state.autoname_cursor[cls.__name__] = cursor + 1
+    return f'{cls.__name__}_{cursor}'
+
+
+def is_method_of(fn: Any, cls: type) -> bool:
+    """Whether ``fn`` is what Flax has wrapped as a method of a Module class."""
+    for base in cls.__mro__:
+        method = vars(base).get(getattr(fn, '__name__', ''))
+        if method is not None and fn in (method, getattr(method, '__wrapped__', None)):
+            return True
+    return False
+
+
+def own_scopes(module: Module) -> tuple[Scope, ...]:
+    """The outermost scopes of a bound module and the modules in its fields."""
+    modules = [module, *(m for m in field_leaves(module) if isinstance(m, Module))]
+    return core_scopes.minimal_scopes([m.scope for m in modules if m.scope is not None])
+
+
+def field_leaves(module: Module) -> list[Any]:
+    """What is in the fields of a module, and in those of the modules there."""
+    found: list[Any] = []
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        fields = [f.name for f in dataclasses.fields(part) if f.init]
+        values = [getattr(part, name) for name in fields if name != 'parent']
+        for leaf in jax.tree_util.tree_leaves(values):
+            if not any(leaf is other for other in found):
+                found.append(leaf)
+                waiting += [leaf] if isinstance(leaf, Module) else []
+    return found
+
+
+def on_variables(module: Module, variables: Mapping[str, Any]) -> Any:
+    """A clone of a bound module whose own scope holds other variables.
+
+    It draws from the same random streams, and what it writes goes nowhere.
+    """
+
+    def copy(scope: Scope) -> Scope:
+        if scope != module.scope:  # Of a module that lies elsewhere.
+            return scope.rewound()  # The clone takes names there once more.
+        out = core_scopes.scratch_scope(scope, {})
+        out.rng_counters = scope.rng_counters
+        out._variables.update(core_scopes.copied(variables))
+        return out
+
+    _, scopes = core_scopes.copy_scopes(scopes_of(module), copy)
+    clone = clone_on(module, scopes)
+    clone._state.reset()  # The module may be running right now.
+    return clone
