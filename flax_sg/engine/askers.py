@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Hashable
-from typing import Any, TypeAlias, cast
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,40 +21,6 @@ from flax_sg.rules import rules
 TreeRef: TypeAlias = 'weakref.ref[Any] | None'
 
 
-class Answers:
-    """The answers of a filter, in the order in which it was asked.
-
-    Attributes:
-        paths: the variables, as the filter saw them.
-        said: the answers.
-    """
-
-    def __init__(self) -> None:
-        self.paths: list[Path] = []
-        self.said: list[Any] = []
-        self._positions: dict[Hashable, int] = {}
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __contains__(self, path: Path) -> bool:
-        return path.key in self._positions
-
-    def known(self, path: Path, among: int | None = None) -> Any:
-        """The answer for a path, among the first ones; None if there is none."""
-        position = self._positions.get(path.key)
-        if position is None or (among is not None and position >= among):
-            return None
-        return self.said[position]
-
-    def add(self, path: Path, said: Any) -> None:
-        """Adds an answer; the order is that in which readers may find it."""
-        if path not in self:
-            self.said.append(said)
-            self.paths.append(path)
-            self._positions[path.key] = len(self.paths) - 1
-
-
 @dataclasses.dataclass(eq=False)
 class Asker:
     """What a block answers questions with.
@@ -63,23 +29,15 @@ class Asker:
         rewrite: the rewrite of the block.
         owner_path: the path of the module that opened it, () at top level.
         tree: the tree of this module; None where paths do not depend on it.
-        matched: the elementary filters in ``where`` that took a variable so far.
-        is_new: whether no filter of this shape has used the number before.
-        matched_in_table: whether the one function of the filter takes a variable in
-            the table of the number.
     """
 
     rewrite: rules.Rewrite
     owner_path: tuple[str, ...]
     tree: TreeRef
-    matched: set[filters.Filter] = dataclasses.field(default_factory=set)
-    is_new: bool = True
-    matched_in_table: bool = False
-    # What functions have said, and the table in which it stands.
-    _said: dict[Hashable, tuple[Any, set[filters.Filter]]] = dataclasses.field(
+    # What functions have said of paths.
+    _said: dict[filters.Filter, dict[Hashable, bool]] = dataclasses.field(
         default_factory=dict
     )
-    _agreed_with: tuple[Answers, int] | None = None
 
     @functools.cached_property
     def sure(self) -> Hashable:
@@ -90,68 +48,47 @@ class Asker:
         return where, self.rewrite.rule.values(), self.owner_path, self.tree
 
     def ask(self, path: Path) -> Any:
-        """Whether the filter takes a variable: a bool, or a part of it.
+        """Whether the filter takes a variable: a bool, or a part of it."""
+        where = self.rewrite.where
+        if not where.has_functions:
+            return where(path)
+        return where.combine({atom: self.takes(atom, path) for atom in where.atoms})
+
+    def takes(self, atom: filters.Filter, path: Path) -> bool:
+        """Whether an elementary filter takes a variable.
 
         A function is asked once for each variable; what it says holds for the block.
         """
-        if self.sure is not None:
-            return self.rewrite.where(path)
-        return self._said_of(path)[0]
-
-    def meet(self, path: Path) -> Any:
-        """The same for a variable that exists in the block."""
-        if self.sure is not None:
-            return self.rewrite.where.decide(path, self.matched)
-        said, matched = self._said_of(path)
-        self.matched |= matched
-        return said
-
-    def is_matched_by(self, atom: filters.Filter, path: Path) -> bool:
-        """Whether an elementary filter, one that asks a function, takes a variable."""
-        return atom in self._said_of(path)[1]
-
-    def _said_of(self, path: Path) -> tuple[Any, set[filters.Filter]]:
-        found = self._said.get(path.key)
-        if found is None and self._agreed_with is not None:
-            table, count = self._agreed_with  # Others may have gone on with it.
-            found = self._of_function(table.known(path, count))
+        if not atom.has_functions:
+            return atom(path)
+        said = self._said.setdefault(atom, {})
+        found = said.get(path.key)
         if found is None:
-            matched: set[filters.Filter] = set()
-            said = self.rewrite.where.decide(path, matched)
-            found = self._said[path.key] = said, matched
+            found = said[path.key] = atom(path)
         return found
 
-    def _of_function(self, said: Any) -> tuple[Any, set[filters.Filter]] | None:
-        """What the filter says, and which part of it takes the variable."""
+    def agrees_with(
+        self, paths: Sequence[Path], answers: Mapping[Hashable, Any]
+    ) -> bool:
+        """Whether the functions of the filter give these answers for some paths."""
         where = self.rewrite.where
         function = where.as_function()
-        if said is None or function is None:
-            return None
-        return said, set(where.atoms) if said != function[1] else set()
-
-    def agrees_with(self, table: Answers) -> bool:
-        """Whether the functions of the filter give the answers of a table."""
-        function = self.rewrite.where.as_function()
-        if function is None or self._said:
-            pairs = zip(table.paths, table.said, strict=False)
-            return all(self.ask(path) == said for path, said in pairs)
-        # Nothing of ours is between one question and the next.
+        if function is None:
+            pairs = zip(paths, answers.values(), strict=False)
+            return all(self.ask(path) == answer for path, answer in pairs)
         fn, opposite = function
-        expected = list(map(operator.not_, table.said)) if opposite else table.said
+        said = self._said.setdefault(where.atoms[0], {})
+        new = [path for path in paths if path.key not in said] if said else paths
         results: list[Any] = []
         try:
-            results.extend(map(fn, table.paths))
-            if results == expected:
-                self._agreed_with = table, len(results)
-                self.matched_in_table = True in results
-                return True
-        finally:
-            if self._agreed_with is None:  # What it has said holds all the same.
-                for path, took in zip(table.paths, results, strict=False):
-                    if isinstance(took, (bool, np.bool_)):
-                        said = self._of_function(bool(took) != opposite)
-                        self._said[path.key] = cast(Any, said)
-        return False
+            results.extend(map(fn, new))  # Nothing of ours is between two questions.
+        finally:  # What it has said holds, whether it agrees or raises.
+            for path, result in zip(new, results, strict=False):
+                if isinstance(result, _BOOLS):
+                    said[path.key] = bool(result)
+        found = list(map(said.get, answers))
+        expected = list(answers.values())
+        return found == (list(map(operator.not_, expected)) if opposite else expected)
 
     def answer_in_older_tree(self, path: Path) -> Any:
         """What tells what a reader in a trace sees of a variable outside of it."""
@@ -171,3 +108,6 @@ class Asker:
         if self.owner_path and (tree is None or tree() is None):
             return None
         return Path.of(*key, self.owner_path if tree == self.tree else ())
+
+
+_BOOLS = (bool, np.bool_)

@@ -20,11 +20,11 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
 
 from flax_sg import errors, filters
-from flax_sg.engine.askers import Answers, Asker, TreeRef
+from flax_sg.engine.askers import Asker, TreeRef
 from flax_sg.engine.variables import Key
 from flax_sg.filters.paths import Path
 from flax_sg.internals.versions import reloaded
@@ -33,50 +33,57 @@ if 'Number' in globals():  # It was loaded before.
     raise reloaded(__name__)
 
 
+_Ordered: TypeAlias = collections.OrderedDict[Hashable, Any]
+
+
 class Number:
     """A number, and the answers under which JAX may have traced something.
 
     Attributes:
         value: the number in JAX's cache keys.
-        answers: those for variables of trees that were made inside of a trace.
+        paths, answers: the variables of trees that were made inside of a trace, and the
+            answers for them, in the order of the questions.
         in_older_trees: the answers for variables of trees that are older than the
             trace, by tree and variable.
+        existing: the variables of blocks that were judged right under the number.
         brought: which values the rule brings, if a trace has read one of them.
-        existing: the paths of other variables that exist there.
-        read, took: whether a variable was read there, and one that the filter takes.
-        passed: filters of which every part matches a variable there.
         inside: the numbers of blocks that were opened inside of this one, by rule and
             collections; those that were found last come last.
     """
 
     def __init__(self, value: int) -> None:
         self.value = value
-        self.answers = Answers()
+        self.paths: list[Path] = []
+        self.answers: dict[Hashable, Any] = {}
         self.in_older_trees: dict[tuple[TreeRef, Key], Any] = {}
-        self.brought: Hashable = None
         self.existing: dict[Hashable, Path] = {}
-        self.read = self.took = False
-        self.passed: set[filters.Filter] = set()
-        self.inside: collections.OrderedDict[Hashable, list[Number]] = (
-            collections.OrderedDict()
-        )
+        self.brought: Hashable = None
+        self.inside: _Ordered = collections.OrderedDict()
         # Weakly: an exception may come before a number is given back.
         self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
         # How many questions were asked that need not be asked again, of a filter or an
-        # owner that is sure of its answers; None if one of them was answered otherwise.
-        self._agreed: dict[Hashable, int | None] = {}
-        # The shapes of filters that have used the number.
-        self._shapes: collections.OrderedDict[Hashable, None] = (
-            collections.OrderedDict()
-        )
+        # owner that is sure of its answers; -1 if one of them was answered otherwise.
+        self._agreed: _Ordered = collections.OrderedDict()
+        # The shapes of filters that have used it, and whether they were judged right.
+        self._shapes: _Ordered = collections.OrderedDict()
         # Who has used it since a rule of ``jax.custom_vjp`` may run late.
         self._past: list[Asker] | None = None
 
     # Leases.
 
-    def is_for(self, shape: Hashable) -> bool:
+    def is_known_to(self, where: filters.Filter) -> bool:
         """Whether a filter of this shape has used the number."""
-        return shape in self._shapes
+        return where.shape in self._shapes
+
+    def was_right(self, where: filters.Filter) -> bool:
+        """Whether such a filter was judged, and every part of it means something."""
+        return self._shapes.get(where.shape, False)
+
+    def use(self, where: filters.Filter, is_right: bool = False) -> None:
+        """Notes a filter that uses the number, and whether it was judged right."""
+        with _lock:
+            is_right = is_right or self.was_right(where)
+            _put_last(self._shapes, where.shape, is_right, _MOST_SHAPES)
 
     def take(self, asker: Asker) -> bool:
         """Holds the number, if nobody holds it who may give other answers."""
@@ -86,13 +93,6 @@ class Number:
                     return False
             self._holders.add(asker)
         return True
-
-    def use(self, asker: Asker) -> None:
-        """Notes that a holder goes on to use the number."""
-        with _lock:
-            _put_last(self._shapes, asker.rewrite.where.shape, None, _MOST_SHAPES)
-            if self._past is not None:
-                _remember(self._past, asker)
 
     def give_back(self, asker: Asker) -> None:
         """Lets go of the number, if it was held."""
@@ -111,6 +111,11 @@ class Number:
         """Whether nothing was asked yet."""
         return not (self.answers or self.in_older_trees)
 
+    @property
+    def takes_any(self) -> bool:
+        """Whether the filter takes a variable that was asked about."""
+        return any(self.answers.values()) or any(self.in_older_trees.values())
+
     def agrees(self, asker: Asker, aside: Callable[[], Any]) -> bool:
         """Whether a filter gives the answers in the table.
 
@@ -120,44 +125,37 @@ class Number:
         """
         if self.brought is not None and self.brought != asker.rewrite.rule.values():
             return False
-        if self.is_blank:
-            return True
+        where = asker.rewrite.where
         try:
-            if asker.sure is not None:
-                return self._values_agree(asker)
-            with aside():
-                return asker.agrees_with(self.answers) and self._older_agree(asker, 0)
+            if asker.sure is None:
+                with aside():
+                    return asker.agrees_with(
+                        self.paths, self.answers
+                    ) and self._older_agree(asker, 0)
+            return self._agree_now(
+                where, len(self.answers), functools.partial(self._plain_agree, where)
+            ) and self._agree_now(
+                asker.sure,
+                len(self.in_older_trees),
+                functools.partial(self._older_agree, asker),
+            )
         except Exception:  # The filter was not made for a variable of this table.
             return False
-
-    def _values_agree(self, asker: Asker) -> bool:
-        where, answers = asker.rewrite.where, self.answers
-
-        def agree_from(start: int) -> bool:
-            asked = zip(answers.paths[start:], answers.said[start:], strict=False)
-            return all(where(path) == said for path, said in asked)
-
-        older = functools.partial(self._older_agree, asker)
-        return self._agree_now(where, len(answers), agree_from) and self._agree_now(
-            asker.sure, len(self.in_older_trees), older
-        )
 
     def _agree_now(
         self, who: Hashable, count: int, agree_from: Callable[[int], bool]
     ) -> bool:
         """Whether somebody gives ``count`` answers; asks for the new ones alone."""
         known = self._agreed.get(who, 0)
-        if known is None or known == count:
-            return known is not None
-        same = False
-        try:
-            same = agree_from(known)
-        finally:
+        if known not in (-1, count):
+            known = count if agree_from(known) else -1
             with _lock:
-                if len(self._agreed) >= _MOST_AGREED:
-                    self._agreed.clear()
-                self._agreed[who] = count if same else None
-        return same
+                _put_last(self._agreed, who, known, _MOST_AGREED)
+        return known == count
+
+    def _plain_agree(self, where: filters.Filter, start: int) -> bool:
+        asked = zip(self.paths, self.answers.values(), strict=False)
+        return all(where(p) == said for p, said in itertools.islice(asked, start, None))
 
     def _older_agree(self, asker: Asker, start: int) -> bool:
         for (tree, key), answer in list(self.in_older_trees.items())[start:]:
@@ -168,13 +166,14 @@ class Number:
 
     def note(self, asker: Asker, path: Path, said: Any, late: bool = False) -> None:
         """Notes an answer for a variable of a tree that was made inside of a trace."""
-        if path not in self.answers:
+        if path.key not in self.answers:
             if late:
                 self._check_late(asker, lambda other: other.ask(path), said)
             with _lock:
-                self.answers.add(path, said)
-        elif late and self.answers.known(path) != said:  # Another block was asked.
-            self._check_late(asker, lambda _: self.answers.known(path), said)
+                self.paths.append(path)
+                self.answers[path.key] = said
+        elif late and self.answers[path.key] != said:  # Another block was asked.
+            self._check_late(asker, lambda _: self.answers[path.key], said)
 
     def note_older(
         self, asker: Asker, key: Key, tree: TreeRef, path: Path, late: bool = False
@@ -202,7 +201,15 @@ class Number:
             if self._past is None:
                 self._past = []
                 for asker in self._holders:
-                    _remember(self._past, asker)
+                    self.remember(asker)
+
+    def remember(self, asker: Asker) -> None:
+        """Notes who uses the number, if that is asked for."""
+        past = self._past
+        if past is None or len(past) > _MOST_PAST:
+            return
+        if asker.sure is None or all(other.sure != asker.sure for other in past):
+            past.append(asker)
 
     def _check_late(
         self, asker: Asker, ask: Callable[[Asker], Any], answer: Any
@@ -215,18 +222,12 @@ class Number:
             raise _late_read(asker.rewrite)
 
 
-def _remember(past: list[Asker], asker: Asker) -> None:
-    known = asker.sure is not None and any(a.sure == asker.sure for a in past)
-    if not known and len(past) <= _MOST_PAST:
-        past.append(asker)
-
-
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
 _values = itertools.count(1)
 _MOST_NUMBERS = 64  # For blocks of one rule in one place.
 _MOST_RULES = 256
 _MOST_OTHERS = 8  # Of other filters, when a filter is first used.
-_MOST_SHAPES = 16
+_MOST_SHAPES = 256
 _MOST_AGREED = 256
 _MOST_PAST = 64
 
@@ -257,9 +258,9 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
     else:
         number = fresh()
         number.take(asker)
-    asker.is_new = not number.is_for(asker.rewrite.where.shape)
-    number.use(asker)
+    number.use(asker.rewrite.where)
     with _lock:
+        number.remember(asker)
         known = around.inside.get(kind, [])
         known = [other for other in known if other is not number]
         for other in list(known):
@@ -276,7 +277,7 @@ def fresh() -> Number:
     return Number(next(_values))
 
 
-def _candidates(around: Number, kind: Hashable, asker: Asker) -> Iterator[Number]:
+def _candidates(around: Number, kind: Hashable, asker: Asker) -> list[Number]:
     """The numbers that may be found again, in the order in which they are tried.
 
     First those that filters of the same shape have used, the last one first. A number
@@ -286,19 +287,19 @@ def _candidates(around: Number, kind: Hashable, asker: Asker) -> Iterator[Number
     """
     with _lock:
         known = around.inside.get(kind, [])[::-1]
-    shape = asker.rewrite.where.shape
-    mine = [number for number in known if number.is_for(shape)]
-    others = [number for number in known if not number.is_for(shape)]
-    if asker.sure is None:
-        others = [number for number in others if number.is_blank]
+    mine: list[Number] = []
+    others: list[Number] = []
+    for number in known:
+        if number.is_known_to(asker.rewrite.where):
+            mine.append(number)
+        elif asker.sure is not None or number.is_blank:
+            others.append(number)
     mine.sort(key=lambda number: (number.is_blank, not number.is_held))
     others.sort(key=lambda number: number.is_blank)
-    return itertools.chain(mine, others[:_MOST_OTHERS])
+    return [*mine, *others[:_MOST_OTHERS]]
 
 
-def _put_last(
-    mapping: collections.OrderedDict[Any, Any], key: Any, value: Any, most: int
-) -> None:
+def _put_last(mapping: _Ordered, key: Hashable, value: Any, most: int) -> None:
     mapping[key] = value
     mapping.move_to_end(key)
     if len(mapping) > most:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flax.core.scope import Scope
@@ -24,12 +24,14 @@ from flax_sg.filters.hints import unused_filter
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes
 
-_MOST_PASSED = 256
 _TREES = (filters.BoolTree, filters.Names)
 
 
 def judge(block: Block, reads: bool) -> None:
     """Raises if a part of a block's filter matches no variable that exists.
+
+    A filter that was judged right under the same number is right again where the block
+    has met no variable: a program that was compiled then has run.
 
     Args:
         block: a block that is about to close.
@@ -38,40 +40,31 @@ def judge(block: Block, reads: bool) -> None:
     if block.rewrite.unused == 'ignore':
         return
     _meet_the_rest(block)
-    _check_existence(block)
+    met = block.decisions or block.collections
+    if met or not block.number.was_right(block.rewrite.where):
+        _check_existence(block)
+    block.number.use(block.rewrite.where, is_right=True)
     if reads:
         _check_reads(block)
 
 
 def _check_existence(block: Block) -> None:
-    where, number = block.rewrite.where, block.number
-    nothing_met = not block.decisions and not block.collections
-    if nothing_met and (where in number.passed or block.asker.matched_in_table):
-        return
     try:
         if block.collections:
             _check_collections(block)
-        _check_atoms(block, lambda: _compiled(block))
+        _check_atoms(block, _compiled(block))
     except (errors.UnusedFilterError, errors.FilterValueError) as error:
-        is_unknown = block.asker.is_new or not _compiled(block)
-        if nothing_met and block.owner is None and where.atoms and is_unknown:
+        nothing_met = not block.decisions and not block.collections
+        if nothing_met and block.owner is None and block.rewrite.where.atoms:
             raise _nothing_read(block.rewrite) from None
-        _later_or_now(block, error)
+        root = None if block.owner is None else root_of(block.owner)
+        if root is None or not root.initializing or root.scratch:
+            raise
+        # At initialization it is judged when the tree is complete.
+        root.pending.append(_Pending(block, error.__context__))
     else:
         met = (path for path, _ in block.decisions.values())
-        number.existing.update((path.key, path) for path in met)
-        if nothing_met and not where.has_functions:
-            if len(number.passed) > _MOST_PASSED:
-                number.passed.clear()
-            number.passed.add(where)
-
-
-def _later_or_now(block: Block, error: Exception) -> None:
-    """Raises an error, at initialization when the tree is complete."""
-    root = None if block.owner is None else root_of(block.owner)
-    if root is None or not root.initializing or root.scratch:
-        raise error
-    root.pending.append(_Pending(block, error.__context__))
+        block.number.existing.update((path.key, path) for path in met)
 
 
 def _meet_the_rest(block: Block) -> None:
@@ -95,39 +88,23 @@ def _check_collections(block: Block) -> None:
             raise _unknown_collection(name, sorted(block.collections))
 
 
-def _check_atoms(
-    block: Block, find_compiled: Callable[[], Sequence[Path]] = tuple
-) -> None:
-    where = block.rewrite.where
-    unmatched = [atom for atom in _unmatched(block) if not atom.may_be_empty]
-    trees = [atom for atom in where.atoms if isinstance(atom, _TREES)]
-    both = isinstance(where, filters.And) and not where.may_be_empty
-    if not (unmatched or trees or both):
-        return
-    compiled = find_compiled()
+def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
+    where, ask = block.rewrite.where, block.asker
     everything = [*(path for path, _ in block.decisions.values()), *compiled]
     owner = None if block.tree is None else block.owner_path
-    for atom in unmatched:
-        if atom in trees or any(_takes(block, atom, path) for path in compiled):
-            continue
-        raise unused_filter(atom, everything, owner)
-    for atom in trees:
-        if missing := atom.missing(everything):
-            raise atom.misfit(missing, everything)
-    if both and not any(map(block.asker.ask, everything)):
+    for atom in where.atoms:
+        if isinstance(atom, _TREES):
+            if missing := atom.missing(everything):
+                raise atom.misfit(missing, everything)
+        elif not (atom.may_be_empty or _takes_one(block, atom, everything)):
+            raise unused_filter(atom, everything, owner)
+    both = isinstance(where, filters.And) and not where.may_be_empty
+    if both and not any(map(ask.ask, everything)):
         raise unused_filter(where, everything, owner)
 
 
-def _takes(block: Block, atom: filters.Filter, path: Path) -> bool:
-    if atom.has_functions:
-        return block.asker.is_matched_by(atom, path)
-    return atom(path)
-
-
-def _unmatched(block: Block) -> list[filters.Filter]:
-    """The elementary filters that have taken no variable yet."""
-    matched = block.asker.matched
-    return [atom for atom in block.rewrite.where.atoms if atom not in matched]
+def _takes_one(block: Block, atom: filters.Filter, paths: Iterable[Path]) -> bool:
+    return any(block.asker.takes(atom, path) for path in paths)
 
 
 def _compiled(block: Block) -> Sequence[Path]:
@@ -136,13 +113,10 @@ def _compiled(block: Block) -> Sequence[Path]:
     In these no Python runs, and nothing is met. A block that has met others has run
     something else, and is judged by that.
     """
-    number = block.number
-    if number.is_blank:
-        return ()  # Nothing was compiled.
-    known = {path.key: path for path in number.answers.paths}
-    if block.owner is None and not block.asker.is_new:
-        known |= number.existing  # An owner has met all variables of its own.
-    for tree, key in list(number.in_older_trees):
+    known = {path.key: path for path in block.number.paths}
+    if block.owner is None and block.number.was_right(block.rewrite.where):
+        known |= block.number.existing  # An owner has met all variables of its own.
+    for tree, key in list(block.number.in_older_trees):
         path = block.asker.path_in(tree, key)
         if path is not None:
             known[path.key] = path
@@ -154,14 +128,14 @@ def _check_reads(block: Block) -> None:
     where, number = block.rewrite.where, block.number
     if block.rewrite.rule.refuses_writes or not where.atoms or where.may_be_empty:
         return
-    if block.took or number.took or thread.replay is not None:
+    if block.took or number.takes_any or thread.replay is not None:
         return
     if _is_pending(block):
         return
     if all(isinstance(a, filters.BoolTree) and a.takes_nothing for a in where.atoms):
         return
     # What ``train_only`` names may be all that is read.
-    if isinstance(where, filters.Not) and (block.reads or number.read):
+    if isinstance(where, filters.Not) and (block.reads or not number.is_blank):
         return
     places.warn_without_effect(
         f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: it '
@@ -220,7 +194,8 @@ def _meet(
     of_all = isinstance(where, filters.And) or any(
         isinstance(atom, _TREES) for atom in where.atoms
     )
-    if not of_all and not _unmatched(block):
+    paths = [path for path, _ in block.decisions.values()]
+    if not of_all and all(_takes_one(block, atom, paths) for atom in where.atoms):
         return
     for collection, tree in variables.items():
         if wants(block, collection):

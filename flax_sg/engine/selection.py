@@ -35,7 +35,7 @@ def selects(
     root: Root,
     key: Key,
     read: bool = True,
-    noted: bool | None = None,
+    noted: bool = False,
 ) -> Any:
     """What the filter of a block says of a variable: a bool, or a ``Part``.
 
@@ -47,8 +47,7 @@ def selects(
         root: the tree of the variable.
         key: the variable.
         read: whether somebody reads it; False to find out whether it is meant.
-        noted: whether the running trace may depend on the answer, as on that for what
-            is read.
+        noted: whether the running trace may depend on the answer nevertheless.
     """
     inside = root.tree is block.tree
     found = block.decisions.get((inside, key))
@@ -58,15 +57,9 @@ def selects(
     if read:
         block.reads.add(key)
         block.took = block.took or bool(said)
-    if block.kept_trace != tracing.kept_trace():
-        if read if noted is None else noted:
-            _note(block, root, key, path, said)
-        else:
-            block.number.existing.setdefault(path.key, path)
-        if read:
-            block.number.read = True
+    if (read or noted) and block.kept_trace != tracing.kept_trace():
+        _note(block, root, key, path, said)
         if read and said:
-            block.number.took = True
             block.number.brought = block.rewrite.rule.values()
     return said
 
@@ -75,11 +68,11 @@ def _decide(block: Block, inside: bool, key: Key) -> tuple[Path, Any]:
     path = Path.of(*key, block.owner_path if inside else ())
     block.collections.add(path.collection)
     if not block.rewrite.where.has_functions:
-        return path, block.asker.meet(path)
+        return path, block.asker.ask(path)
     # What is meant cannot depend on what the block shows of it.
     try:
         with thread.only(()):
-            return path, block.asker.meet(path)
+            return path, block.asker.ask(path)
     except Exception as error:
         if thread.replay is not None:
             thread.replay.of_filter = error
