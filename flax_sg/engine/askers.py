@@ -78,14 +78,18 @@ class Asker:
             return all(self.ask(path) == answer for path, answer in pairs)
         fn, opposite = function
         said = self._said.setdefault(where.atoms[0], {})
-        new = [path for path in paths if path.key not in said] if said else paths
+        new = dict(zip(answers, paths, strict=False))
+        if said:
+            new = {key: path for key, path in new.items() if key not in said}
         results: list[Any] = []
         try:
-            results.extend(map(fn, new))  # Nothing of ours is between two questions.
+            # Nothing of ours is between one question and the next.
+            results.extend(map(fn, new.values()))
         finally:  # What it has said holds, whether it agrees or raises.
-            for path, result in zip(new, results, strict=False):
-                if isinstance(result, _BOOLS):
-                    said[path.key] = bool(result)
+            pairs = zip(new, results, strict=False)
+            if not set(map(type, results)) <= {bool}:
+                pairs = ((key, bool(r)) for key, r in pairs if isinstance(r, _BOOLS))
+            said.update(pairs)
         found = list(map(said.get, answers))
         expected = list(answers.values())
         return found == (list(map(operator.not_, expected)) if opposite else expected)
