@@ -1604,3 +1604,94 @@ def test_a_late_question_that_is_answered_otherwise_raises(uses):
         loss(PARAMS, 'kernel')
     with pytest.raises(errors.BlockError, match='answers differently'):
         jax.grad(loss)(PARAMS, 'bias')
+
+
+# Blocks of several rules share a number until something is read.
+
+
+def test_a_late_rule_keeps_the_rule_of_its_block():
+    """The same variables are meant by a stop and by a factor."""
+    sequences.forget_contexts()
+    fn = jax.jit(late(summed))
+    plain = jax.grad(summed)(PARAMS)['dense']
+
+    def loss(params: Any, rewrite: Any) -> Any:
+        with rewrite:
+            return fn(params)
+
+    stop = nn.stop_gradient('dense/kernel', unused='ignore')
+    scale = nn.scale_gradient('dense/kernel', 2.0, unused='ignore')
+    for rewrite in (stop, scale):
+        loss(PARAMS, rewrite)  # Traced, but not its backward rule.
+    for rewrite, factor in ((scale, 2.0), (stop, 0.0), (scale, 2.0)):
+        found = jax.grad(loss)(PARAMS, rewrite)['dense']
+        assert jnp.allclose(found['kernel'], factor * plain['kernel'])
+        assert jnp.allclose(found['bias'], plain['bias'])
+
+
+@pytest.mark.parametrize('first', ['params', True])
+def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
+    """Each block hands its own collections in, and has them written back."""
+    sequences.forget_contexts()
+
+    class Counts(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            self.variable('state', 'n', lambda: jnp.float32(1.0))
+            return x
+
+    jitted = fnn.jit(Counts)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, collections):
+            state = self.variable('state', 'scale', lambda: jnp.float32(2.0))
+            with nn.stop_gradient(True, collections=collections):
+                x = jitted(name='counts')(x)
+            return x * state.value
+
+    variables = Model().init(jax.random.key(0), jnp.ones(2), 'params')
+
+    def loss(state: Any, collections: Any) -> Any:
+        y, out = Model().apply(
+            {'state': state}, jnp.ones(2), collections, mutable=['state']
+        )
+        return jnp.sum(y) + out['state']['counts']['n']
+
+    for collections in (first, 'params', True, 'params'):
+        found = jax.grad(loss)(variables['state'], collections)
+        assert found == {'scale': 2.0, 'counts': {'n': 1.0}}
+
+
+def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
+    sequences.forget_contexts()
+
+    class Layer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return counted(fnn.Dense(3)(x))
+
+    @jax.jit
+    def counted(x):
+        TRACES.append(None)
+        return jnp.tanh(x)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            a, b = Layer(name='a'), Layer(name='b')
+            with nn.stop_gradient('a/**'):
+                x = b(a(x))
+            with nn.scale_gradient(lambda path: path.startswith('b/'), 2.0):
+                x = b(a(x))
+            with nn.clip_gradient('a/**', norm=1.0):
+                x = b(a(x))
+            with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
+                return jnp.sum(b(a(x)))
+
+    variables = Model().init(jax.random.key(0), X)
+    jax.clear_caches()
+    TRACES.clear()
+    jax.jit(jax.grad(lambda v: Model().apply(v, X))).trace(variables)
+    # A block in another one has a number of its own.
+    assert len(TRACES) == 2

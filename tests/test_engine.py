@@ -274,7 +274,7 @@ def test_a_late_question_is_asked_of_all_who_have_used_the_number(around):
     first = asker(named('a'))
     with leased(around, first) as number:
         reads(number, first, 'a')
-        number.expect_late_questions()
+        number.expect_late_questions(first)
     with leased(around, asker(named('a', 'b'))) as found:
         assert found is number
     b, c = (Path.of('params', (name,)) for name in 'bc')

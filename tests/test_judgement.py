@@ -26,6 +26,7 @@ import pytest
 
 import flax_sg as sg
 import oracle
+import sequences
 from flax_sg import errors
 from flax_sg import linen as nn
 
@@ -975,3 +976,16 @@ def test_a_generator_collected_at_any_moment_locks_nothing():
         timeout=100,
     )
     assert found.stdout.splitlines()[-1:] == ['ended'], found.stderr[-2000:]
+
+
+def test_a_block_that_reads_nothing_raises_after_one_that_was_right():
+    """The same filter was judged right in another block, in which no program ran."""
+    sequences.forget_contexts()
+    model, x = fnn.Dense(2), jnp.ones((1, 3))
+    variables = model.init(jax.random.key(0), x)
+    for where in ('kernel', lambda path: path == 'kernel'):
+        with nn.stop_gradient(where):
+            model.apply(variables, x)
+        nothing = pytest.raises(errors.UnusedFilterError, match='no variable of a Flax')
+        with nothing, nn.stop_gradient(where):
+            pass

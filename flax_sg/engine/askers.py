@@ -47,6 +47,20 @@ class Asker:
             return None
         return where, self.rewrite.rule.values(), self.owner_path, self.tree
 
+    @property
+    def kind(self) -> Hashable:
+        """What the answers are for: others mean something else by the same ones."""
+        return self.rewrite.rule.key(), self.rewrite.collections
+
+    @property
+    def blank_kind(self) -> Hashable:
+        """Equal for blocks that do the same as long as nothing is asked.
+
+        A write is no question where it is allowed. A lifted transform writes back what
+        it is handed, of the collections that a block looks at.
+        """
+        return self.rewrite.rule.refuses_writes, self.rewrite.collections
+
     def ask(self, path: Path) -> Any:
         """Whether the filter takes a variable: a bool, or a part of it."""
         where = self.rewrite.where

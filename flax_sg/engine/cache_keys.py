@@ -47,12 +47,15 @@ class Number:
             trace, by tree and variable.
         existing: the variables of blocks that were judged right under the number.
         brought: which values the rule brings, if a trace has read one of them.
-        inside: the numbers of blocks that were opened inside of this one, by rule and
-            collections; those that were found last come last.
+        kind: the rule and the collections of the blocks whose filters gave the answers;
+            None while there are none.
+        inside: the numbers of blocks that were opened inside of this one, by kind;
+            those that were found last come last.
     """
 
     def __init__(self, value: int) -> None:
         self.value = value
+        self.kind: Hashable = None
         self.paths: list[Path] = []
         self.answers: dict[Hashable, Any] = {}
         self.in_older_trees: dict[tuple[TreeRef, Key], Any] = {}
@@ -170,6 +173,7 @@ class Number:
             if late:
                 self._check_late(asker, lambda other: other.ask(path), said)
             with _lock:
+                self.kind = asker.kind
                 self.paths.append(path)
                 self.answers[path.key] = said
         elif late and self.answers[path.key] != said:  # Another block was asked.
@@ -191,17 +195,19 @@ class Number:
         if late:
             self._check_late(asker, other_answer, answer)
         with _lock:
+            self.kind = asker.kind
             self.in_older_trees[tree, key] = answer
 
     # Rules of ``jax.custom_vjp`` and its kin, which run after their block has closed.
 
-    def expect_late_questions(self) -> None:
+    def expect_late_questions(self, asker: Asker) -> None:
         """Remembers from now on who uses the number."""
         with _lock:
+            self.kind = asker.kind
             if self._past is None:
                 self._past = []
-                for asker in self._holders:
-                    self.remember(asker)
+                for holder in self._holders:
+                    self.remember(holder)
 
     def remember(self, asker: Asker) -> None:
         """Notes who uses the number, if that is asked for."""
@@ -243,8 +249,7 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
         asker: what the block answers with.
         aside: gives the context in which functions of the user are asked.
     """
-    kind = asker.rewrite.rule.key(), asker.rewrite.collections
-    for number in _candidates(around, kind, asker):
+    for number in _candidates(around, asker):
         if not number.take(asker):
             continue
         agrees = False
@@ -261,8 +266,8 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
     number.use(asker.rewrite.where)
     with _lock:
         number.remember(asker)
-        known = around.inside.get(kind, [])
-        known = [other for other in known if other is not number]
+        kind = number.kind or asker.blank_kind
+        known = [n for n in around.inside.get(kind, []) if n is not number]
         for other in list(known):
             if len(known) < _MOST_NUMBERS:
                 break
@@ -277,19 +282,23 @@ def fresh() -> Number:
     return Number(next(_values))
 
 
-def _candidates(around: Number, kind: Hashable, asker: Asker) -> list[Number]:
+def _candidates(around: Number, asker: Asker) -> list[Number]:
     """The numbers that may be found again, in the order in which they are tried.
 
     First those that filters of the same shape have used, the last one first. A number
-    without answers agrees with everything, so it comes after those that have some. A
+    without answers agrees with everything, whatever the rule, so it comes after those
+    that have some. A
     function is not asked for variables that other functions were asked for: it may
     print them, or raise.
     """
     with _lock:
-        known = around.inside.get(kind, [])[::-1]
+        blank = around.inside.get(asker.blank_kind, [])
+        known = [*blank, *around.inside.get(asker.kind, [])]
     mine: list[Number] = []
     others: list[Number] = []
-    for number in known:
+    for number in reversed(known):
+        if number.kind not in (None, asker.kind):
+            continue
         if number.is_known_to(asker.rewrite.where):
             mine.append(number)
         elif asker.sure is not None or number.is_blank:

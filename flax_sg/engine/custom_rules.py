@@ -45,7 +45,7 @@ def _note_all(open_blocks: tuple[blocks.Block, ...]) -> None:
     for block in open_blocks:
         if block.kept_trace == now:
             continue
-        block.number.expect_late_questions()
+        block.number.expect_late_questions(block.asker)
         block.number.brought = block.rewrite.rule.values()
         for root, path, variables in list(blocks.thread.roots.values()):
             for collection, tree in variables.items():

@@ -30,8 +30,8 @@ _TREES = (filters.BoolTree, filters.Names)
 def judge(block: Block, reads: bool) -> None:
     """Raises if a part of a block's filter matches no variable that exists.
 
-    A filter that was judged right under the same number is right again where the block
-    has met no variable: a program that was compiled then has run.
+    Where the block has met no variable, a program has run that JAX compiled before. A
+    filter that was judged right then is right again.
 
     Args:
         block: a block that is about to close.
@@ -40,10 +40,11 @@ def judge(block: Block, reads: bool) -> None:
     if block.rewrite.unused == 'ignore':
         return
     _meet_the_rest(block)
+    where, number = block.rewrite.where, block.number
     met = block.decisions or block.collections
-    if met or not block.number.was_right(block.rewrite.where):
+    if met or number.is_blank or not number.was_right(where):
         _check_existence(block)
-    block.number.use(block.rewrite.where, is_right=True)
+    number.use(where, is_right=True)
     if reads:
         _check_reads(block)
 
@@ -113,6 +114,8 @@ def _compiled(block: Block) -> Sequence[Path]:
     In these no Python runs, and nothing is met. A block that has met others has run
     something else, and is judged by that.
     """
+    if block.number.is_blank:
+        return ()  # Nothing was compiled.
     known = {path.key: path for path in block.number.paths}
     if block.owner is None and block.number.was_right(block.rewrite.where):
         known |= block.number.existing  # An owner has met all variables of its own.
