@@ -50,7 +50,8 @@ class Block:
         closed_root: the top scope of the owner, once the block is closed.
         ended: set by another thread, in which the code of the block has ended.
         is_open: whether the code of the block runs, or a rule that belongs into it.
-        home: its number when it was open, while such a rule runs.
+        home: while such a rule runs, the number under which it was compiled, if the
+            block was opened outside of what was compiled.
     """
 
     rewrite: rules.Rewrite

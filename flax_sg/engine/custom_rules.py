@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax_sg.engine import blocks, cache_keys, selection
 from flax_sg.engine.variables import iter_variables
 from flax_sg.internals import hooking, tracing
+
+_Blocks: TypeAlias = tuple[blocks.Block, ...]
 
 
 def hook_for(*names: str) -> Callable[[Any], Any]:
@@ -27,11 +29,12 @@ def hook_for(*names: str) -> Callable[[Any], Any]:
             # Functions of JAX itself (relu, softmax, ...) and ours read no variables.
             if open_blocks and not _of_jax(self):
                 self = _copy(self)
-                _note_all(open_blocks)
+                around = _around_trace(open_blocks)
+                _note_all(around)
                 for name in names:
                     rule = getattr(self, name)
                     if rule is not None:
-                        setattr(self, name, _resuming(rule, open_blocks))
+                        setattr(self, name, _resuming(rule, open_blocks, around))
             return original(self, *args, **kwargs)
 
         return hook
@@ -39,12 +42,15 @@ def hook_for(*names: str) -> Callable[[Any], Any]:
     return make_hook
 
 
-def _note_all(open_blocks: tuple[blocks.Block, ...]) -> None:
-    """Asks now what the rules may ask when others may have found the trace."""
+def _around_trace(open_blocks: _Blocks) -> _Blocks:
+    """The blocks that were opened outside of the trace; others are a part of it."""
     now = tracing.kept_trace()
-    for block in open_blocks:
-        if block.kept_trace == now:
-            continue
+    return tuple(block for block in open_blocks if block.kept_trace != now)
+
+
+def _note_all(around: _Blocks) -> None:
+    """Asks now what the rules may ask when others may have found the trace."""
+    for block in around:
         block.number.expect_late_questions(block.asker)
         block.number.brought = block.rewrite.rule.values()
         for root, path, variables in list(blocks.thread.roots.values()):
@@ -71,10 +77,10 @@ def _of_jax(function: Any) -> bool:
 
 
 def _resuming(
-    rule: Callable[..., Any], open_blocks: tuple[blocks.Block, ...]
+    rule: Callable[..., Any], open_blocks: _Blocks, around: _Blocks
 ) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _resumed(open_blocks):
+        with _resumed(open_blocks, around):
             return rule(*args, **kwargs)
 
     return functools.update_wrapper(wrapper, rule)
@@ -85,19 +91,19 @@ def _set_aside() -> Any:
 
 
 @contextlib.contextmanager
-def _resumed(open_blocks: tuple[blocks.Block, ...]) -> Generator[None]:
+def _resumed(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
     """Opens blocks again, as they were, for code that belongs into them.
 
     Their numbers may belong to others by now: what the rule traces must be found by
     blocks with the same answers alone. So they take numbers anew.
     """
     thread, user = blocks.thread, object()
-    closed = [block for block in open_blocks if not block.is_open]
+    closed = {block: block.number for block in open_blocks if not block.is_open}
 
     def leave() -> None:
-        for block in closed:
+        for block, number in closed.items():
             block.number.give_back(block.asker)
-            block.number, block.home = block.home or block.number, None
+            block.number, block.home = number, None
             block.is_open = False
         for block in open_blocks:
             if not any(block is other for other in thread.blocks):
@@ -109,7 +115,8 @@ def _resumed(open_blocks: tuple[blocks.Block, ...]) -> Generator[None]:
         around = cache_keys.NONE
         for block in open_blocks:
             if block in closed:
-                block.home, block.is_open = block.number, True
+                block.home = block.number if block in around_trace else None
+                block.is_open = True
                 block.number = cache_keys.lease(around, block.asker, _set_aside)
             around = block.number
         with thread.only(open_blocks):
