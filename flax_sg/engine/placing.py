@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -30,8 +30,8 @@ from flax_sg.rules import rules
 from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_differentiable
 
-# What the blocks around another one show of a variable.
-Outside = Callable[[Key, Any], Any]
+# What some blocks show of a variable, ``views.view``.
+View: TypeAlias = Callable[[Root, Sequence[Block], Key, Any], Any]
 
 
 def _owner(block: Block, root: Root) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
                 made_by(block).note(leaf)
 
 
-def rewritten(block: Block, root: Root, key: Key, leaf: Any, outside: Outside) -> Any:
+def rewritten(block: Block, root: Root, key: Key, leaf: Any, view: View) -> Any:
     """What a reader sees in a block instead of one leaf of a selected variable."""
     rule = block.rewrite.rule
     if root.initializing and not rule.at_init:
@@ -95,7 +95,7 @@ def rewritten(block: Block, root: Root, key: Key, leaf: Any, outside: Outside) -
         return leaf
     if rule.jointly:
         selection.note_all(block, root)
-        new = _of_all(block, root, key, leaf, outside)
+        new = _of_all(block, root, key, leaf, view)
     else:
         with _seeing_outside(block), _begin(block, root, [leaf]):
             new = _applied(block, root, key, leaf)
@@ -125,7 +125,7 @@ def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     return tracing.in_innermost_trace(levels, *used, examples=False)
 
 
-def instead(block: Block, root: Root, key: Key, value: Any, outside: Outside) -> Any:
+def instead(block: Block, root: Root, key: Key, value: Any, view: View) -> Any:
     """What a reader sees in a block instead of a whole variable."""
     rule = block.rewrite.rule
     if root.initializing and not rule.at_init:
@@ -136,7 +136,7 @@ def instead(block: Block, root: Root, key: Key, value: Any, outside: Outside) ->
             if key[1][: len(above)] == above:
                 found = find(variables, collection, key[1][len(above) :])
                 if found is not AS_IT_IS:
-                    return outside((collection, key[1]), found)
+                    return view(root, block.outer, (collection, key[1]), found)
         return AS_IT_IS
 
     path, said = block.decisions[root.tree is block.tree, key]
@@ -164,7 +164,7 @@ def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
 _Leaf = tuple[Key, int]
 
 
-def _of_all(block: Block, root: Root, key: Key, leaf: Any, outside: Outside) -> Any:
+def _of_all(block: Block, root: Root, key: Key, leaf: Any, view: View) -> Any:
     """What a reader sees of one leaf of those that are rewritten together.
 
     These are the ones that the tree holds when the first of them is read. What is
@@ -172,14 +172,14 @@ def _of_all(block: Block, root: Root, key: Key, leaf: Any, outside: Outside) -> 
     """
     joint = root.joint.get(block)
     if joint is None:
-        joint = root.joint[block] = _Joint(block, root, outside)
+        joint = root.joint[block] = _Joint(block, root, view)
     return joint.seen(block, root, key, leaf)
 
 
 class _Joint:
     """The leaves that a block rewrites together in one tree."""
 
-    def __init__(self, block: Block, root: Root, outside: Outside) -> None:
+    def __init__(self, block: Block, root: Root, view: View) -> None:
         self.parts = len(root.parts)
         self.is_split = False
         self._seen: dict[_Leaf, tuple[Any, Any]] = {}
@@ -196,7 +196,7 @@ class _Joint:
                 selection.wants(block, key[0]) and selection.selects(block, root, key)
             ):
                 continue
-            leaves = leaves_of(outside(key, value))
+            leaves = leaves_of(view(root, block.outer, key, value))
             if all(map(is_differentiable, leaves)):
                 keys.append(key)
                 selected.append((path_of(block, root, key), leaves))

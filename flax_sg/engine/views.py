@@ -92,11 +92,11 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
     seen = of_block.get(key)
     if seen is None:
         seen = of_block[key] = Seen()
-    outside = functools.partial(view, root, block.outer)
-    viewed = placing.instead(block, root, key, value, outside)
+    viewed = AS_IT_IS
+    if block.rewrite.rule.brings:
+        viewed = placing.instead(block, root, key, value, view)
     if viewed is AS_IT_IS:
-        leaf = functools.partial(_view_leaf, root, block, key, seen, outside)
-        viewed = map_leaves(leaf, value)
+        viewed = map_leaves(lambda x: _view_leaf(root, block, key, seen, x), value)
     else:
         for old, new in zip(leaves_of(value), leaves_of(viewed), strict=True):
             seen.note(old, new)
@@ -105,14 +105,12 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
     return viewed
 
 
-def _view_leaf(
-    root: Root, block: Block, key: Key, seen: Seen, outside: placing.Outside, leaf: Any
-) -> Any:
+def _view_leaf(root: Root, block: Block, key: Key, seen: Seen, leaf: Any) -> Any:
     found = seen.views.get(id(leaf))
     if found is None:
         if root.begins_with(block, key, leaf):
             return leaf
-        found = (leaf, placing.rewritten(block, root, key, leaf, outside))
+        found = (leaf, placing.rewritten(block, root, key, leaf, view))
         seen.views[id(leaf)] = found
         seen.note(leaf, found[1])
     if found[1] is not leaf:
