@@ -43,6 +43,7 @@ class Wraps(rules.Rule):
     of_leaf: Callable[[Any, str], Any]
     of_variable: Callable[[Any], Any]
     name: ClassVar[str] = 'wraps'
+    brings: ClassVar[bool] = True
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         return self.of_leaf(leaf, self.by)
