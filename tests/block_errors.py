@@ -325,7 +325,7 @@ def read_late(read: bool = False, inside: bool = False) -> None:
         return (ct * MODEL.apply(VARIABLES, X),)
 
     def stopped(where: str) -> Any:
-        return nn.stop_gradient(where, unused='ignore')
+        return nn.stop_gradient(lambda path: path == where, unused='ignore')
 
     def blocked(where: str, x: Any) -> Any:
         with stopped(where) if inside else contextlib.nullcontext():
@@ -612,11 +612,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         read_late,
         errors.BlockError,
         'a rule of a function that was compiled in the block of '
-        "stop_gradient(Glob('kernel')) reads a variable after the block has closed, "
-        'and another block that has used the same compiled function answers '
-        'differently.\n'
-        'Read the variable in the function as well, or open the block inside of the '
-        'function that jax.jit compiles.',
+        'stop_gradient(Predicate(<lambda> at block_errors.py:LINE)) reads a variable '
+        'after the block has closed, and a block of another function has used the '
+        'same compiled function.\n'
+        'Read the variable in the function as well, open the block inside of the '
+        'function that jax.jit compiles, or select by a glob.',
     ),
     'a draw that is kept': (
         kept,

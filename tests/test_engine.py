@@ -270,18 +270,30 @@ def test_what_is_held_is_not_forgotten(around):
         assert opened(around, 'held') is number
 
 
-def test_a_late_question_is_asked_of_all_who_have_used_the_number(around):
+def test_a_late_question_raises_where_another_function_has_used_the_number(around):
     first = asker(named('a'))
     with leased(around, first) as number:
         reads(number, first, 'a')
         number.expect_late_questions(first)
-    with leased(around, asker(named('a', 'b'))) as found:
-        assert found is number
     b, c = (Path.of('params', (name,)) for name in 'bc')
+    number.note(first, b, first.ask(b), late=True)  # Nobody else.
+    with leased(around, asker(named('a'))) as found:
+        assert found is number
+    number.note(first, b, first.ask(b), late=True)  # It was known.
     with pytest.raises(errors.BlockError):
-        number.note(first, b, first.ask(b), late=True)
-    number.note(first, c, first.ask(c), late=True)  # Both say no.
-    assert opened(around, named('a', 'c')) is not number
+        number.note(first, c, first.ask(c), late=True)
+
+
+def test_a_number_with_late_questions_is_for_those_who_surely_say_the_same(around):
+    first = asker('a')
+    with leased(around, first) as number:
+        reads(number, first, 'a')
+        number.expect_late_questions(first)
+    assert opened(around, named('a')) is not number
+    assert opened(around, ['a', 'b']) is not number
+    assert opened(around, 'a') is number
+    b = Path.of('params', ('b',))
+    number.note(first, b, first.ask(b), late=True)
 
 
 def test_nothing_is_asked_late_where_no_rule_runs_late(around):

@@ -16,6 +16,7 @@ or by several that surely give the same answers: equal globs of one module, for 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import threading
@@ -69,8 +70,7 @@ class Number:
         self._agreed: _Ordered = collections.OrderedDict()
         # The shapes of filters that have used it, and whether they were judged right.
         self._shapes: _Ordered = collections.OrderedDict()
-        # Who has used it since a rule of ``jax.custom_vjp`` may run late.
-        self._past: list[Asker] | None = None
+        self._late: _Late | None = None
 
     # Leases.
 
@@ -94,6 +94,8 @@ class Number:
             for other in self._holders:
                 if asker.sure is None or asker.sure != other.sure:
                     return False
+            if self._late is not None and asker.sure != self._late.sure:
+                return False
             self._holders.add(asker)
         return True
 
@@ -171,13 +173,13 @@ class Number:
         """Notes an answer for a variable of a tree that was made inside of a trace."""
         if path.key not in self.answers:
             if late:
-                self._check_late(asker, lambda other: other.ask(path), said)
+                self._check_late(asker)
             with _lock:
                 self.kind = asker.kind
                 self.paths.append(path)
                 self.answers[path.key] = said
         elif late and self.answers[path.key] != said:  # Another block was asked.
-            self._check_late(asker, lambda _: self.answers[path.key], said)
+            self._check_late(asker)
 
     def note_older(
         self, asker: Asker, key: Key, tree: TreeRef, path: Path, late: bool = False
@@ -186,14 +188,9 @@ class Number:
         tree = tree if asker.owner_path else None
         if (tree, key) in self.in_older_trees:
             return
-        answer = asker.answer_in_older_tree(path)
-
-        def other_answer(other: Asker) -> Any:
-            path = other.path_in(tree, key)
-            return None if path is None else other.answer_in_older_tree(path)
-
         if late:
-            self._check_late(asker, other_answer, answer)
+            self._check_late(asker)
+        answer = asker.answer_in_older_tree(path)
         with _lock:
             self.kind = asker.kind
             self.in_older_trees[tree, key] = answer
@@ -201,31 +198,29 @@ class Number:
     # Rules of ``jax.custom_vjp`` and its kin, which run after their block has closed.
 
     def expect_late_questions(self, asker: Asker) -> None:
-        """Remembers from now on who uses the number."""
+        """Lets those use the number who surely give the same answers."""
         with _lock:
             self.kind = asker.kind
-            if self._past is None:
-                self._past = []
-                for holder in self._holders:
-                    self.remember(holder)
+            if self._late is None:
+                self._late = _Late(asker.sure)
 
-    def remember(self, asker: Asker) -> None:
-        """Notes who uses the number, if that is asked for."""
-        past = self._past
-        if past is None or len(past) > _MOST_PAST:
-            return
-        if asker.sure is None or all(other.sure != asker.sure for other in past):
-            past.append(asker)
-
-    def _check_late(
-        self, asker: Asker, ask: Callable[[Asker], Any], answer: Any
-    ) -> None:
-        if self._past is None:
-            return
-        others = [other for other in self._past if other is not asker]
-        too_many = len(self._past) > _MOST_PAST
-        if too_many or any(ask(other) != answer for other in others):
+    def _check_late(self, asker: Asker) -> None:
+        """Raises for a new question, if others have used the number since."""
+        if self._late is not None and self._late.sure is None and self._late.others:
             raise _late_read(asker.rewrite)
+
+
+@dataclasses.dataclass
+class _Late:
+    """Who may use a number under which rules were compiled that run late.
+
+    Attributes:
+        sure: equal for those who give the same answers; None if nobody knows.
+        others: whether somebody else has used it since.
+    """
+
+    sure: Hashable
+    others: bool = False
 
 
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
@@ -235,7 +230,6 @@ _MOST_RULES = 256
 _MOST_OTHERS = 8  # Of other filters, when a filter is first used.
 _MOST_SHAPES = 256
 _MOST_AGREED = 256
-_MOST_PAST = 64
 
 # Where no block is open.
 NONE = Number(0)
@@ -265,7 +259,8 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
         number.take(asker)
     number.use(asker.rewrite.where)
     with _lock:
-        number.remember(asker)
+        if number._late is not None:
+            number._late.others = True
         kind = number.kind or asker.blank_kind
         known = [n for n in around.inside.get(kind, []) if n is not number]
         for other in list(known):
@@ -319,8 +314,8 @@ def _late_read(rewrite: object) -> errors.BlockError:
     """A rule of ``jax.custom_vjp`` reads a variable that two blocks see differently."""
     return errors.BlockError(
         f'a rule of a function that was compiled in the block of {rewrite!r} reads '
-        'a variable after the block has closed, and another block that has used '
-        'the same compiled function answers differently.\n'
-        'Read the variable in the function as well, or open the block inside of '
-        'the function that jax.jit compiles.'
+        'a variable after the block has closed, and a block of another function has '
+        'used the same compiled function.\n'
+        'Read the variable in the function as well, open the block inside of the '
+        'function that jax.jit compiles, or select by a glob.'
     )
