@@ -936,6 +936,7 @@ ELSEWHERE = {
         'as in forms/wrappers.py',
     ),
     ('forms/wrappers.py', 'NotImplementedError'): 'abstract: a subclass defines it',
+    ('internals/required.py', '_Called'): 'ends a program, and is caught',
     ('engine/setup_runs.py', '_Reached'): 'ends a second run of setup, and is caught',
     (
         'rules/joint.py',

@@ -198,19 +198,6 @@ class _Layer:
         treedef = jax.tree.structure
         return cls(program, treedef(carry), treedef(out), handed_on)
 
-    def __call__(self, carry: Any, leaves: list[Any]) -> tuple[Any, list[Any]]:
-        """Runs one layer.
-
-        Returns:
-            What it carries, and the leaves of what it gives out, without those that it
-            hands on: they are handed on as they are stored, not as they are seen.
-        """
-        carry = jax.tree.leaves(carry)
-        results = residuals.evaluate(self.program, [*carry, *leaves])
-        out = zip(self.handed_on, results[len(carry) :], strict=True)
-        made = [result for number, result in out if number is None]
-        return self.carry.unflatten(results[: len(carry)]), made
-
     def steps(
         self, seen: list[Any], whole: list[bool], start: int, end: int
     ) -> tuple[Callable[[Any, Any], Any], Any]:
@@ -227,11 +214,16 @@ class _Layer:
 
         def step(carry: Any, xs: Any) -> tuple[Any, Any]:
             number, rest = xs[0], iter(xs[1])
+            carry = jax.tree.leaves(carry)
             leaves = [
                 residuals.Again(_slice, (stack, number)) if is_whole else next(rest)
                 for stack, is_whole in pairs
             ]
-            return self(carry, leaves)
+            results = residuals.evaluate(self.program, [*carry, *leaves])
+            out = zip(self.handed_on, results[len(carry) :], strict=True)
+            # What a layer hands on comes out as it is stored, not as it is seen.
+            made = [result for known, result in out if known is None]
+            return self.carry.unflatten(results[: len(carry)]), made
 
         sliced = [stack[start:end] for stack, is_whole in pairs if not is_whole]
         return step, (jnp.arange(start, end, dtype=jnp.uint32), sliced)

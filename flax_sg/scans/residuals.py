@@ -13,6 +13,7 @@ So it is put around each operation that reads a stopped value, and around no mor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,6 +87,9 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=['operands'], meta_fields=['make']
+)
 @dataclasses.dataclass(frozen=True)
 class Again:
     """A stopped value that the backward pass makes again, and that nothing keeps.
@@ -97,6 +101,10 @@ class Again:
 
     make: Callable[..., Any]
     operands: tuple[Any, ...]
+
+
+def _value_of(x: Any) -> Any:
+    return x.make(*x.operands) if isinstance(x, Again) else x
 
 
 def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
@@ -127,8 +135,7 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         else:
             results = jaxprs.bind(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
-    out = map(read, jaxpr.outvars)
-    return [x.make(*x.operands) if isinstance(x, Again) else x for x in out]
+    return [_value_of(read(variable)) for variable in jaxpr.outvars]
 
 
 def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -146,19 +153,14 @@ def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
             return True
         return inner.policy is not None and inner.policy(primitive, *args, **params)
 
-    parts = [x.operands if isinstance(x, Again) else (x,) for x in operands]
-
-    def again(*parts: Sequence[Any]) -> Sequence[Any]:
-        made = [
-            x.make(*part) if isinstance(x, Again) else part[0]
-            for x, part in zip(operands, parts, strict=True)
-        ]
+    def again(*operands: Any) -> Sequence[Any]:
+        made = list(map(_value_of, operands))
         if inner is None:
             return jaxprs.bind(equation, made)
         return core.jaxpr_as_fun(core.ClosedJaxpr(inner.jaxpr, ()))(*made)
 
     cse = inner is not None and inner.prevent_cse
-    return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*parts)
+    return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*operands)
 
 
 def _scan_memory(wrapper: str, module: Any, size: int) -> errors.ScanMemoryWarning:
