@@ -36,7 +36,7 @@ import tree_errors
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import setup_runs
-from flax_sg.internals import versions
+from flax_sg.internals import required, versions
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -181,12 +181,12 @@ def awaited() -> None:
 
 
 def lacks_a_name() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(versions.NAMES, 'flax.linen:Module.no_such_name', '')
-        patch.setitem(versions.NAMES, 'flax.linen:Module.sow', 'self value')
-        patch.setitem(versions.NAMES, 'jax.no_such_module:name', '')
-        patch.setitem(versions.WITHIN, 'flax.linen:Module.sow', 'no_such_variable')
-        versions.check()
+    programs = {
+        **required.PROGRAMS,
+        'Module.sow has to call put_variable': lambda: False,
+        'attributes of a scope': lambda: required._has(flax.core.Scope({}), '_none'),
+    }
+    versions.check(programs)
 
 
 def lifted(x):
@@ -622,11 +622,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lacks_a_name,
         errors.UnsupportedVersionError,
         'flax_sg needs what this installation does not have:\n'
-        '  flax.linen.Module.no_such_name\n'
-        '  flax.linen.Module.sow(self, value), which takes '
-        '(self, col, name, value, reduce_fn, init_fn)\n'
-        '  no_such_variable in flax.linen.Module.sow\n'
-        '  jax.no_such_module.name\n'
+        '  Module.sow has to call put_variable\n'
+        "  attributes of a scope (AttributeError: 'Scope' object has no attribute "
+        "'_none')\n"
         f'Found flax {flax.__version__} and jax {jax.__version__}; supported are '
         'flax 0.12.0 to 0.12.12 with jax 0.7.2 to 0.12.0.1.\n'
         "Fix: pip install 'flax>=0.12.0,<=0.12.12' 'jax>=0.7.2,<=0.12.0.1'",
@@ -841,7 +839,7 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'another tree': lambda: sg.frozen_mask(
         {'w': X}, ~sg.live(lambda p: p['w'], {'w': X})
     ),
-    'versions': versions.check,
+    'versions': lambda: versions.check(required.PROGRAMS),
 }
 
 
@@ -922,17 +920,14 @@ def test_every_row_has_its_fix():
 # What is raised and is not among the rows: for each file, the source and the reason.
 LIBRARY = str(Path(flax_sg.__file__).parent) + os.sep
 ELSEWHERE = {
-    **dict.fromkeys(
-        [
-            (file, 'reloaded(__name__)')
-            for file in (
-                'internals/hooking.py',
-                'internals/tracing.py',
-                'engine/cache_keys.py',
-            )
-        ],
-        'as in engine/blocks.py; each in test_faults.py',
-    ),
+    (
+        'internals/__init__.py',
+        'versions.unsupported([str(error)])',
+    ): 'in other processes, see test_versions.py',
+    (
+        'internals/versions.py',
+        "unsupported([f'{place} ({error})'], who)",
+    ): 'as in the same file; each name in test_versions.py',
     **dict.fromkeys(
         [
             (file, 'NotImplementedError')
@@ -941,6 +936,7 @@ ELSEWHERE = {
         'as in forms/wrappers.py',
     ),
     ('forms/wrappers.py', 'NotImplementedError'): 'abstract: a subclass defines it',
+    ('internals/required.py', '_Called'): 'ends a program, and is caught',
     ('engine/setup_runs.py', '_Reached'): 'ends a second run of setup, and is caught',
     (
         'rules/joint.py',

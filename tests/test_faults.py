@@ -34,7 +34,7 @@ from flax_sg.engine import blocks, cache_keys, extents, hooks
 from flax_sg.internals import hooking, tracing
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
-OWNERS = [owner for owner, _ in hooking._HOOKED.values()]
+OWNERS = [owner for owner, _ in hooking.HOOKED.values()]
 FLAX = [dict(vars(owner)) for owner in OWNERS]
 
 
@@ -230,8 +230,8 @@ IN_AND_OUT = frozenset(
         '_run_setup',
         'acquire_hooks',
         'release_hooks',
-        '_running_apply',
-        '_goes_on',
+        'running_apply',
+        'goes_on',
         'lease',
         'take',
         'use',
@@ -336,7 +336,7 @@ def test_hooks_that_are_half_installed(at):
             installed()
         if goes_on:
             hooking.acquire_hooks(user, hooks.HOOKS)
-            assert hooking._before.keys() == hooking._HOOKED.keys()
+            assert hooking._before.keys() == hooking.HOOKED.keys()
             assert [dict(vars(owner)) for owner in OWNERS] != FLAX
         hooking.release_hooks(user)
         assert_nothing_is_left()

@@ -11,6 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from flax import linen
+from flax.core import Scope
+
+from flax_sg.internals import jaxprs
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,10 +110,22 @@ def import_cycles(package: Path) -> list[str]:
     return []
 
 
+def is_private(name: str) -> bool:
+    return any(
+        part.startswith('_') and not part.startswith('__') for part in name.split('.')
+    )
+
+
 def private_names(package: Path) -> list[str]:
-    """Private names of Flax, JAX and others, which only internals/ may use."""
+    """Private names of Flax, JAX and others, which only internals/ may use.
+
+    Imports, attributes of what is imported, attributes of any object that no class of
+    the package has, methods that take the place of Flax's, and names in strings.
+    """
     faults = []
-    for module, tree in modules(package).items():
+    trees = modules(package)
+    own = {name for tree in trees.values() for name in names_defined(tree)}
+    for module, tree in trees.items():
         if '.internals.' in module:
             continue
         faults += [
@@ -118,33 +134,91 @@ def private_names(package: Path) -> list[str]:
             if is_private(name) and not name.startswith(package.name)
         ]
         outside = names_bound_to_outside(tree, package.name)
+        standard = names_bound_to_outside(tree, package.name, standard=True)
+        overrides = OVERRIDES.get(module, ())
         for node in ast.walk(tree):
+            place = f'{module}:{getattr(node, "lineno", 0)}'
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 base = node.value
                 while isinstance(base, ast.Attribute):
                     base = base.value
-                if isinstance(base, ast.Name) and base.id in outside:
-                    faults.append(f'{module}:{node.lineno} reads {ast.unparse(node)}')
+                name = base.id if isinstance(base, ast.Name) else ''
+                of_others = node.attr not in own | OF_PYTHON and name not in standard
+                if name in outside or of_others:
+                    faults.append(f'{place} reads {ast.unparse(node)}')
+            elif isinstance(node, ast.Attribute) and node.attr == 'debug_path':
+                faults.append(f'{place} reads {ast.unparse(node)}')
+            elif isinstance(node, ast.ClassDef):
+                methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
+                faults += [
+                    f'{place} has {method.name}'
+                    for method in methods
+                    if method.name in OF_FLAX and method.name not in overrides
+                ]
+            elif isinstance(node, ast.Constant) and node.value in OF_FLAX | OF_JAX:
+                faults.append(f'{place} says {node.value!r}')
     return faults
 
 
-def is_private(name: str) -> bool:
-    return any(
-        part.startswith('_') and not part.startswith('__') for part in name.split('.')
+def _names_of_flax() -> frozenset[str]:
+    names = {*dir(Scope({})), *dir(linen.Dense(1))}
+    private = filter(is_private, names)
+    return frozenset({*private, 'method_handler_wrapped', 'while_loop', 'switch'})
+
+
+# What Flax calls its private attributes and methods, and its transforms.
+OF_FLAX = _names_of_flax()
+# Primitives, and parameters of equations, that have other names in other versions.
+OF_JAX = (jaxprs.CALLS | jaxprs.CUSTOM_CALLS) - {'jit', 'shard_map', 'checkpoint'}
+OF_JAX |= {'call_jaxpr', 'fun_jaxpr', 'num_consts', 'num_carry', 'ft_in'}
+OF_PYTHON = frozenset(['_asdict', '_fields', '_replace'])
+# Methods of Flax that a module takes the place of, where that is its task.
+OVERRIDES = {
+    'flax_sg.forms.wrappers': (
+        '_call_wrapped_method',
+        '_register_submodules',
+        '_try_setup',
+        '_validate_setup',
     )
+}
 
 
-def names_bound_to_outside(tree: ast.Module, package: str) -> set[str]:
-    """What a file calls the things that it imports from other distributions."""
-    own = {package, *sys.stdlib_module_names}
+def names_defined(tree: ast.Module) -> set[str]:
+    """The functions, classes, variables and attributes that a file makes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            of_self = isinstance(node, ast.Name) or ast.unparse(node.value) == 'self'
+            names |= {name} if isinstance(node.ctx, ast.Store) and of_self else set()
+    return names
+
+
+def names_bound_to_outside(
+    tree: ast.Module, package: str, standard: bool = False
+) -> set[str]:
+    """What a file calls the things that it imports from other distributions.
+
+    Args:
+        tree: the file.
+        package: what is not outside.
+        standard: to ask for the things of Python's own library.
+    """
+
+    def is_meant(name: str) -> bool:
+        top = name.split('.')[0]
+        return top != package and (top in sys.stdlib_module_names) == standard
+
     bound = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            outside = [a for a in node.names if a.name.split('.')[0] not in own]
-            bound |= {a.asname or a.name.split('.')[0] for a in outside}
+            meant = [a for a in node.names if is_meant(a.name)]
+            bound |= {a.asname or a.name.split('.')[0] for a in meant}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            outside = node.names if node.module.split('.')[0] not in own else []
-            bound |= {a.asname or a.name for a in outside}
+            meant = node.names if is_meant(node.module) else []
+            bound |= {a.asname or a.name for a in meant}
     return bound
 
 
@@ -231,6 +305,17 @@ CHECKS: list[tuple[Check, str, str, str]] = [
     (private_names, 'a.py', 'from flax.core.lift import _x', 'flax.core.lift._x'),
     (private_names, 'a.py', 'import jax\njax._src.core', 'pkg.a:2 reads jax._src'),
     (private_names, 'a.py', 'from flax.core import Scope as S\nS._x()', 'reads S._x'),
+    (private_names, 'a.py', 'def f(scope):\n    scope._x', 'pkg.a:2 reads scope._x'),
+    (
+        private_names,
+        'a.py',
+        'class M:\n def _try_setup(self): 0',
+        'has _try_setup',
+    ),
+    (private_names, 'a.py', 'def f(m): m.scope.debug_path', 'm.scope.debug_path'),
+    (private_names, 'a.py', 'x = ("_state",)', "pkg.a:1 says '_state'"),
+    (private_names, 'a.py', 'y = eqn.params["call_jaxpr"]', "says 'call_jaxpr'"),
+    (private_names, 'a.py', 'if name == "remat2": ...', "pkg.a:1 says 'remat2'"),
     (incomplete_all, 'a.py', '__all__ = ["f"]\ndef f(): ...\nx = 1', 'pkg.a lacks x'),
     (incomplete_all, 'a.py', '__all__ = ["f", "g"]\ndef f(): ...', 'pkg.a has no g'),
     (long_files, 'a.py', '\n' * 401, 'a.py has 401 lines'),

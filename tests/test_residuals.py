@@ -14,7 +14,7 @@ import programs
 import stepwise
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.scans import residuals
+from flax_sg.internals import lifting
 
 WIDTH, DEPTH, RANK = 64, 8, 2
 STACK = 4 * DEPTH * WIDTH * WIDTH
@@ -370,7 +370,7 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
     ],
 )
 def test_where_a_scope_lies(path: tuple[str, ...], inside: bool) -> None:
-    assert residuals.is_in_scan(linen.Module and Scope(path)) is inside
+    assert lifting.is_in_scan(linen.Module and Scope(path)) is inside
 
 
 class Scope:

@@ -1,23 +1,31 @@
-"""Which versions are supported, and what is said of others when they are imported."""
+"""Which versions are supported, and what is said of others.
+
+Each name that the library needs is broken on purpose. What gradients depend on stops
+the import; any other name stops the one feature that needs it.
+"""
 
 import ast
-import functools
-import importlib
+import contextlib
 import re
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 from typing import Any
 
 import flax.linen as fnn
 import jax
+import jax.numpy as jnp
 import pytest
-from flax.core import scope
+from flax.core import Scope, axes_scan, lift
+from flax.linen import summary
 from packaging.specifiers import SpecifierSet
 
+import flax_sg as sg
 from flax_sg import errors
-from flax_sg.internals import hooking, versions
+from flax_sg import linen as nn
+from flax_sg.internals import hooking, lifting, required, tables, tracing, versions
 
 pytestmark = pytest.mark.every_case
 
@@ -25,85 +33,220 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 
 
+def faults() -> list[str]:
+    """The lines of the message that say what is missing."""
+    with pytest.raises(errors.UnsupportedVersionError) as caught:
+        versions.check(required.PROGRAMS)
+    return str(caught.value).splitlines()[1:-2]
+
+
 def test_all_that_is_needed_is_here():
-    versions.check()
+    versions.check(required.PROGRAMS)
 
 
-def owner_of(place: str) -> tuple[Any, str]:
-    """What holds a name, and the last part of the name."""
-    module, _, names = place.partition(':')
-    *owners, name = names.split('.')
-    return functools.reduce(getattr, owners, importlib.import_module(module)), name
+# What gradients depend on.
 
 
-@pytest.mark.parametrize('place', versions.NAMES)
-def test_a_name_that_is_gone(place):
-    module, _, names = place.partition(':')
-    first, *rest = names.split('.')
+@pytest.mark.parametrize('name', required._READS)
+def test_a_read_or_write_that_goes_another_way(name, monkeypatch):
+    owner, attribute = name.split('.')
+    cls = {'Scope': Scope, 'Module': fnn.Module, 'Variable': fnn.Variable}[owner]
+    is_property = isinstance(vars(cls)[attribute], property)
+
+    def other(self, *args, **kwargs):
+        return None
+
+    monkeypatch.setattr(cls, attribute, property(other) if is_property else other)
+    method = required._READS[name][1]
+    assert f'  {name} has to call {method}' in faults()
+
+
+TRACES = 'traces have to tell which one is around them'
+PACK = 'lifted transforms have to call flax.core.lift._partial_pack'
+
+
+def nothing(*args: Any, **kwargs: Any) -> Any:
+    return contextlib.nullcontext()
+
+
+class Other:
+    """What a name may come to mean."""
+
+
+# Where a name is, what it is instead, and what is said of that.
+OTHERWISE: list[tuple[Any, str, Any, str]] = [
+    (fnn.Module, '__getattr__', nothing, 'Module.__getattr__ has to call _try_setup'),
+    (tracing, 'summary_context', nothing, 'jit has to trace anew'),
+    (tracing.jax_core, 'set_current_trace', nothing, TRACES),
+    (tracing.jax_core, 'trace_ctx', types.SimpleNamespace(trace=None), TRACES),
+    (tracing.jax_core.Tracer, '_trace', None, TRACES),
+    (tracing.tracers, 'current_trace', nothing, TRACES),
+    (tracing.jax_ad, 'JVPTracer', Other, TRACES),
+    (tracing.jax_ad, 'LinearizeTracer', Other, TRACES),
+    (tracing.jax_ad.JVPTracer, 'primal', None, TRACES),
+    (tracing.jax_ad.JVPTrace, 'parent_trace', None, TRACES),
+    (tracing.partial_eval, 'DynamicJaxprTrace', Other, TRACES),
+    (lift, 'pack', nothing, PACK),
+    (lift, 'jit', lift.remat, PACK),
+    (lift, 'cond', lift.switch, PACK),
+    (lifting, 'axes_of_caller', lambda: lambda col: (None, None), PACK),
+]
+
+
+@pytest.mark.parametrize(('owner', 'name', 'other', 'said'), OTHERWISE)
+def test_a_name_that_means_something_else(owner, name, other, said):
     with pytest.MonkeyPatch.context() as patch:
-        if rest:  # Some objects keep what they have: take another one.
-            patch.setattr(importlib.import_module(module), first, object())
-        else:
-            patch.delattr(importlib.import_module(module), first)
-        with pytest.raises(errors.UnsupportedVersionError) as caught:
-            versions.check()
-    assert f'  {place.replace(":", ".")}' in str(caught.value).splitlines()
+        # Where objects have the attribute: nobody can set it or read it.
+        patch.setattr(owner, name, other or property(), raising=False)
+        assert any(said in fault for fault in faults())
 
 
-@pytest.mark.parametrize('place', [p for p, takes in versions.NAMES.items() if takes])
-def test_a_function_that_takes_something_else(place):
-    owner, name = owner_of(place)
+ATTRIBUTES = [
+    (thing, name)
+    for thing, (_, names) in required._ATTRIBUTES.items()
+    for name in names.split()
+]
 
-    def other(something, else_):
+
+@pytest.mark.parametrize(('thing', 'name'), ATTRIBUTES)
+def test_an_attribute_that_is_gone(thing, name, monkeypatch):
+    owner = required._ATTRIBUTES[thing][0]()
+    first, _, rest = name.partition('.')
+    if isinstance(owner, types.ModuleType):
+        monkeypatch.delattr(owner, first)
+    else:
+        of_part = first in ('_state', 'trace_level')
+        cls = type(getattr(owner, first) if of_part else owner)
+        monkeypatch.setattr(cls, rest if of_part else first, property(), raising=False)
+    assert any(fault.startswith(f'  attributes of {thing} (') for fault in faults())
+
+
+def imported(code: str) -> subprocess.CompletedProcess[str]:
+    code += '\nimport sys; before = set(sys.modules); import flax_sg'
+    code += '\nprint({name.split(".")[0] for name in set(sys.modules) - before})'
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ('code', 'said'),
+    [
+        (
+            'import flax.core.lift as lift; del lift._partial_pack',
+            "module 'flax.core.lift' has no attribute '_partial_pack'",
+        ),
+        (
+            'del flax.core.tracers; sys.modules["flax.core.tracers"] = None',
+            'import of flax.core.tracers halted',
+        ),
+        (
+            'import jax._src.core as c; del c.set_current_trace',
+            f'{TRACES} (AttributeError: ',
+        ),
+    ],
+)
+def test_the_import_says_what_gradients_need(code, said):
+    text = imported(f'import sys, flax.linen, optax; {code}').stderr
+    assert 'UnsupportedVersionError: flax_sg needs what this installation' in text
+    assert said in text
+    assert 'supported are flax' in text
+
+
+# What only one feature needs.
+
+
+class Model(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        return fnn.Dense(2)(x)
+
+
+def scanned() -> Any:
+    lifting._check_loop.cache_clear()
+    model = nn.scan(
+        Model,
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        frozen_layers=0,
+        length=2,
+    )
+    return model
+
+
+ONE = jnp.float32(1)
+
+
+def weakly_typed() -> Any:
+    return tracing.as_weak(ONE).weak_type
+
+
+def tabulated() -> Any:
+    return sg.tabulate(Model(), jax.random.key(0))(jnp.ones(2))
+
+
+# Flax calls some of them too, and would fail: these are called alone.
+SUMMARY: list[tuple[Any, Any, str, str]] = [
+    (tabulated, summary, '_get_module_table', 'sg.tabulate'),
+    (tabulated, summary, '_render_table', 'sg.tabulate'),
+    (lambda: tables.render_with('a', None), summary, '_get_rich_repr', 'sg.tabulate'),
+    (lambda: tables.size_text(1, 4), summary, '_size_and_bytes_repr', 'sg.tabulate'),
+]
+FEATURES: list[tuple[Any, Any, str, str]] = [
+    *SUMMARY,
+    (weakly_typed, tracing.jax_lax, '_convert_element_type', 'NonDifferentiable'),
+    (scanned, axes_scan, 'scan', 'scan(frozen_layers=)'),
+]
+
+
+@pytest.mark.parametrize(('use', 'owner', 'name', 'feature'), FEATURES)
+def test_a_feature_without_its_name(use, owner, name, feature, monkeypatch):
+    def other():
         raise NotImplementedError
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, other)
-        with pytest.raises(errors.UnsupportedVersionError) as caught:
-            versions.check()
-    expected = ', '.join(versions.NAMES[place].split())
-    line = f'  {place.replace(":", ".")}({expected}), which takes (something, else_)'
-    assert line in str(caught.value).splitlines()
-    versions.check()
+    for is_gone in (False, True):
+        with monkeypatch.context() as patch:
+            if is_gone:
+                patch.delattr(owner, name)
+            else:
+                patch.setattr(owner, name, other)
+            versions.check(required.PROGRAMS)  # The import goes on.
+            with pytest.raises(errors.UnsupportedVersionError) as caught:
+                use()
+        first, second, *_ = str(caught.value).splitlines()
+        assert first == f'{feature} needs what this installation does not have:'
+        assert second.startswith(f'  {owner.__name__}.{name} (')
+    use()
 
 
-def test_a_function_that_is_something_else(monkeypatch):
-    place = next(place for place, takes in versions.NAMES.items() if takes)
-    monkeypatch.setattr(*owner_of(place), functools.partial(print))
-    assert place.replace(':', '.') in list(versions._faults())
+@pytest.mark.parametrize(('use', 'owner', 'name', 'feature'), SUMMARY)
+def test_one_more_keyword_changes_nothing(use, owner, name, feature, monkeypatch):
+    original = getattr(owner, name)
+    expected = use()
+
+    def newer(*args, more=None, **kwargs):
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, newer)
+    assert use() == expected
 
 
-@pytest.mark.parametrize('place', versions.WITHIN)
-def test_code_that_names_something_else(place):
-    owner, name = owner_of(place)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, lambda *args, **kwargs: None)
-        faults = list(versions._faults())
-    for inner in versions.WITHIN[place].split():
-        assert f'{inner} in {place.replace(":", ".")}' in faults
-    versions.check()
+def test_variables_that_a_loop_gives_in_another_order(monkeypatch):
+    monkeypatch.setattr(lifting, 'param_path', lambda keys, side: None)
+    with pytest.raises(errors.UnsupportedVersionError, match=r'axes_scan\.scan'):
+        scanned()
+    monkeypatch.undo()
+    scanned()
 
 
-def test_an_installation_of_another_flax_is_refused_by_the_import():
-    code = """
-import {module} as owner
-del owner.{name}
-import flax_sg
-"""
-    for module, name in (
-        ('flax.core.lift', '_partial_pack'),  # Asked for by attribute.
-        ('flax.core', 'tracers'),  # Imported by name.
-    ):
-        if name == 'tracers':
-            text = 'import sys, flax.core\nsys.modules["flax.core.tracers"] = None\n'
-            text += 'import flax_sg'
-        else:
-            text = code.format(module=module, name=name)
-        done = subprocess.run([sys.executable, '-c', text], capture_output=True)
-        said = done.stderr.decode()
-        assert 'UnsupportedVersionError: flax_sg needs what this installation' in said
-        assert f'  {module}.{name}' in said
-        assert 'supported are flax' in said
+def test_the_import_goes_on_without_a_feature_and_brings_nothing_slow():
+    code = 'import flax.linen, optax, chex, numpy.typing, flax.training.train_state\n'
+    code += 'import flax.linen.summary as s; del s._render_table, s.yaml'
+    done = imported(code)
+    assert done.returncode == 0, done.stderr
+    new = ast.literal_eval(done.stdout)
+    assert new - set(sys.stdlib_module_names) <= {'flax_sg', 'flax', 'jax'}
+
+
+# Nothing private is used that is not checked.
 
 
 def private_attributes(tree: ast.Module) -> set[str]:
@@ -111,9 +254,8 @@ def private_attributes(tree: ast.Module) -> set[str]:
     modules = {
         alias.asname or alias.name
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module
-        if node.module in ('flax.core', 'flax.linen')
-        or node.module.startswith('jax._src')
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or '').startswith('jax._src')
         for alias in node.names
     }
     return {
@@ -125,25 +267,18 @@ def private_attributes(tree: ast.Module) -> set[str]:
     }
 
 
-FUTURE = 'from __future__ import annotations'
-
-
 def test_every_private_name_is_checked():
     folder = Path(versions.__file__).parent
-    files = [path for path in folder.glob('*.py') if path.stem != 'versions']
-    tree = ast.parse('\n'.join(path.read_text().replace(FUTURE, '') for path in files))
-    listed = [*versions.NAMES, *versions.WITHIN, *versions.WITHIN.values()]
-    known = set(re.findall(r'\w+', ' '.join(listed)))
-    known.add('_getframe')  # Python's.
-    known.add('broadcast')  # Public: nn.broadcast.
-    assert private_attributes(tree) - known == set()
-    assert {'_state', '_id'} <= vars(fnn.Dense(1)).keys()
-    names = set(vars(scope.Scope({})))
-    assert set(versions.WITHIN['flax.core.scope:Scope.__init__'].split()) <= names
-    for owner, name in hooking._HOOKED.values():
-        path = f'{owner.__name__}.{name}'
-        in_list = any(re.split('[:.]', p)[-1] == name for p in versions.NAMES)
-        assert in_list or name == '__getattribute__', path  # Which every object has.
+    used = set[str]()
+    for path in folder.glob('*.py'):
+        used |= private_attributes(ast.parse(path.read_text()))
+    known = {name for _, name, *_ in OTHERWISE} | {name for _, _, name, _ in FEATURES}
+    known |= set(re.findall(r'\w+', ' '.join(name for _, name in ATTRIBUTES)))
+    known |= {name for _, name in hooking.HOOKED.values()}
+    known |= {'_getframe', '_user'}  # Python's, and our own.
+    # Other classes of JAX, which are gone with an AttributeError.
+    known |= {'BatchTrace', 'trace_state_clean', '_caches', '_submodule_adoption_cache'}
+    assert used - known == set()
 
 
 # What pyproject.toml states.

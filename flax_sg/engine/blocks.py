@@ -16,12 +16,10 @@ from flax_sg.engine import askers, cache_keys
 from flax_sg.engine.places import Place
 from flax_sg.engine.variables import Key, leaves_of
 from flax_sg.filters.paths import Path
-from flax_sg.internals import core_scopes, hooking, tracing
-from flax_sg.internals.versions import reloaded
+from flax_sg.internals import core_scopes, hooking, tracing, versions
 from flax_sg.rules import rules
 
-if 'ROOT_FLAG' in globals():  # It was loaded before.
-    raise reloaded(__name__)
+versions.load_once(globals())
 
 ROOT_FLAG = 'flax_sg'
 

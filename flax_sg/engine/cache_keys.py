@@ -28,10 +28,9 @@ from flax_sg import errors, filters
 from flax_sg.engine.askers import Asker, TreeRef
 from flax_sg.engine.variables import Key
 from flax_sg.filters.paths import Path
-from flax_sg.internals.versions import reloaded
+from flax_sg.internals import versions
 
-if 'Number' in globals():  # It was loaded before.
-    raise reloaded(__name__)
+versions.load_once(globals())
 
 
 _Ordered: TypeAlias = collections.OrderedDict[Hashable, Any]

@@ -87,17 +87,11 @@ def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
     def end(self: Scope) -> None:
-        try:
+        # An ``apply`` may end here. Nobody else says so, if an exception comes.
+        with hooking.released(self):
             original(self)
             if blocks.thread.roots:
                 judgement.settle(self)
-        finally:
-            # An ``apply`` may end here. Nobody else says so, if an exception comes.
-            try:
-                hooking.release_hooks(self)
-            except BaseException:
-                hooking.release_hooks(self)
-                raise
 
     return end
 

@@ -105,10 +105,7 @@ class _Setup(NamedTuple):
     start: setup_runs.Start | None = None
 
 
-_STATE = frozenset(
-    {'scope', 'name', 'parent', '_state', '_id', '_compact_name_scope_modules'}
-    | {name for name in dir(modules.Module) if name.startswith('_')}
-)
+_STATE = frozenset({'scope', 'name', 'parent'} | modules.private_attributes())
 
 
 class _Names(NamedTuple):

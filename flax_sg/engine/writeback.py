@@ -24,10 +24,6 @@ from flax_sg.engine import blocks, placing, selection, unwritten, views
 from flax_sg.engine.variables import Key, iter_variables, map_variables
 from flax_sg.internals import core_scopes, lifting, tracing
 
-_JIT = 'jit'
-_LOOPS = ('scan', 'while_loop')
-_SCAN = 'scan'
-_BRANCHES = ('cond', 'switch')
 _Origin: TypeAlias = tuple[int | None, ...]
 _MARK = '\0flax_sg'  # No collection has this name: it would not be a str to type.
 
@@ -68,10 +64,10 @@ class _Lift:
         self.scopes = scopes
         self.roots = [blocks.root_of(scope) for scope in scopes]
         self.open_blocks = open_blocks
-        self.is_jit = name == _JIT
-        self.is_loop = name in _LOOPS
-        self.is_scan = name == _SCAN
-        self.has_branches = name in _BRANCHES
+        self.is_jit = name == lifting.JIT
+        self.is_loop = name in lifting.LOOPS
+        self.is_scan = name == lifting.SCAN
+        self.has_branches = name in lifting.BRANCHES
         self.axes = axes
         self.trace = tracing.current_trace()
         self.stored: list[dict[Key, Any]] = [{} for _ in scopes]

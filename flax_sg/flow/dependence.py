@@ -13,31 +13,13 @@ from typing import Any, TypeAlias
 from jax.extend.core import JaxprEqn, Var
 
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import CALLS, body_of, opened
 
 Rows: TypeAlias = list[int]
 
 # What comes after the outputs in a row.
 REFUSED, FROM_NOTHING = range(2)
 BEYOND = 2
-
-# Equations that run a jaxpr of the same inputs and outputs, once.
-CALLS = frozenset(
-    (
-        *('jit', 'pjit', 'closed_call', 'core_call', 'core_closed_call'),
-        *('remat', 'remat2', 'checkpoint', 'shard_map', 'custom_vmap_call'),
-    )
-)
-_BODY = ('jaxpr', 'call_jaxpr', 'call')
-
-
-def opened(jaxpr: Any) -> Any:
-    """A jaxpr, without the constants that may come with it."""
-    return getattr(jaxpr, 'jaxpr', jaxpr)
-
-
-def body_of(eqn: JaxprEqn) -> Any:
-    """The jaxpr that an equation of ``CALLS`` runs."""
-    return opened(next(eqn.params[name] for name in _BODY if name in eqn.params))
 
 
 def gathered(row: int, masks: Sequence[int]) -> int:

@@ -255,7 +255,7 @@ def _zeros(jaxpr: Any, consts: Sequence[bool]) -> list[bool]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _SHAPES_ONLY:
             known[eqn.outvars[0]] = zero(eqn.invars[0])
-        elif eqn.primitive.name in ('jit', 'pjit'):
+        elif eqn.primitive.name in jaxprs.JITTED:
             body = eqn.params['jaxpr']
             inner = _zeros(body.jaxpr, list(map(_is_zero, body.consts)))
             known.update(zip(eqn.outvars, inner, strict=True))

@@ -14,14 +14,12 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 
-from flax_sg.flow.dependence import BEYOND, CALLS, Dependence, body_of, opened
+from flax_sg.flow.dependence import BEYOND, Dependence
 from flax_sg.flow.derivatives import has_tangent, shape_of
 from flax_sg.flow.report import StackCopy
-from flax_sg.flow.uses import HANDS_ON, JITTED, UNKNOWN
+from flax_sg.flow.uses import HANDS_ON, UNKNOWN
 from flax_sg.internals import jaxprs
-
-# What these run is run again on the way back, whatever is stopped in there.
-_REMAT = frozenset(('remat', 'remat2', 'checkpoint'))
+from flax_sg.internals.jaxprs import CALLS, JITTED, body_of, opened
 
 
 def stack_copies(
@@ -90,7 +88,8 @@ class _Copies:
             name = eqn.primitive.name
             if name == 'scan':
                 self._scan(eqn, ins, outs, out_moves, turns, within)
-            elif name in CALLS - _REMAT:
+            # A checkpoint is run again on the way back, whatever is stopped in there.
+            elif name in CALLS - jaxprs.CHECKPOINTS:
                 inside = jaxprs.function_in(eqn) if name in JITTED else within
                 self.walk(body_of(eqn), ins, outs, turns, inside)
             elif name == 'cond':

@@ -13,16 +13,16 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
-from flax_sg.flow.dependence import BEYOND, CALLS, Dependence, body_of, gathered, opened
+from flax_sg.flow.dependence import BEYOND, Dependence, gathered
 from flax_sg.flow.report import Use
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import CALLS, JITTED, body_of, opened
 
 # A parameter by its number, and whether it is stopped already.
 Alias: TypeAlias = tuple[int, bool]
 Aliases: TypeAlias = dict[Any, set[Alias]]
 
 UNKNOWN = 'unknown'
-JITTED = frozenset(('jit', 'pjit'))
 # What makes no use of a value, but hands it on.
 HANDS_ON = frozenset(
     (
@@ -260,4 +260,4 @@ def _label(eqn: JaxprEqn) -> str:
     name = eqn.primitive.name
     if name in JITTED:
         return f'jit({eqn.params.get("name", "")})'
-    return 'checkpoint' if name == 'remat2' else name
+    return 'checkpoint' if jaxprs.checkpoint_of(eqn) else name

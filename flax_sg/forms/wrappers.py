@@ -26,7 +26,7 @@ from flax.linen import nowrap
 from flax_sg import errors
 from flax_sg.engine import contents
 from flax_sg.forms import protocols
-from flax_sg.internals import modules
+from flax_sg.internals import lifting, modules
 from flax_sg.scans import residuals
 
 Extent = contextlib.AbstractContextManager[Any]
@@ -111,7 +111,7 @@ class Wrapper(modules.Module):
 
     @nowrap
     def _stand_for(self, module: Any) -> None:
-        new = '_id' not in vars(self)
+        new = not modules.is_started(self)
         names = {self.name, module.name} - {None}
         if new and len(names) > 1:
             raise _named(type(self).__name__, str(self.name), module)
@@ -148,7 +148,7 @@ class Wrapper(modules.Module):
         # A part of the model may be all that there is yet.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
         use = functools.partial(_use, name=name, judge=judge, args=args, kwargs=kwargs)
-        if residuals.is_in_scan(scope):
+        if lifting.is_in_scan(scope):
             if not self._borrows(args, kwargs):
                 return residuals.stop_again(self, use)
             residuals.warn(type(self).__name__, innermost(self.module))

@@ -1,4 +1,4 @@
-"""Frames of the stack: which are the user's."""
+"""Frames of the stack: which are the user's, and what their files are called."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -6,18 +6,29 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import types
 
 import flax
 import jax
 
-# Frames in these are not of the user's program.
-LIBRARIES = tuple(
+_OURS, _FLAX, _JAX = (
     os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (os.path.dirname(__file__), flax.__file__)
+    for file in (os.path.dirname(__file__), flax.__file__, jax.__file__)
 )
+# ``<string>``: the constructors of dataclasses.
+_NOT_OF_USERS = (_OURS, _FLAX, _JAX, '<string>')
+_DEMO = os.path.join(_OURS, 'demo') + os.sep
+_STANDARD = sysconfig.get_path('stdlib') + os.sep
 
-DEMO = os.path.join(LIBRARIES[0], 'demo') + os.sep
+
+def is_of_user(code: types.CodeType) -> bool:
+    """Whether code is of the user's program, or of the demo."""
+    file = code.co_filename
+    if file.startswith(_NOT_OF_USERS):
+        return file.startswith(_DEMO)
+    # Packages may be installed in there.
+    return not file.startswith(_STANDARD) or 'site-packages' in file
 
 
 def frame(depth: int) -> types.FrameType:
@@ -25,19 +36,21 @@ def frame(depth: int) -> types.FrameType:
     return sys._getframe(depth + 1)
 
 
-# Files of this library, of Flax and JAX, and of the constructors of dataclasses.
-_NOT_OF_USERS = (
-    *LIBRARIES,
-    os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
-    '<string>',
-)
-
-
 def frame_of_user(depth: int) -> types.FrameType:
     """The innermost frame of the user's program, from a depth on."""
     found = sys._getframe(depth + 1)
-    while found.f_back is not None and found.f_code.co_filename.startswith(
-        _NOT_OF_USERS
-    ):
+    while found.f_back is not None and not is_of_user(found.f_code):
         found = found.f_back
     return found
+
+
+def file_name(file: str) -> str:
+    """What a reader calls a file of source.
+
+    A cell of a notebook is compiled as a file that nobody has seen; IPython knows what
+    its own tracebacks call it, ``'In[3]'``.
+    """
+    ipython = sys.modules.get('IPython')
+    shell = ipython and ipython.get_ipython()
+    cell = shell and shell.compile.format_code_name(file)
+    return cell[1] if cell else os.path.basename(file)

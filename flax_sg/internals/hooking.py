@@ -18,12 +18,11 @@ from jax import custom_batching
 
 from flax_sg.internals import modules, versions
 
-if 'acquire_hooks' in globals():  # It was loaded before.
-    raise versions.reloaded(__name__)
+versions.load_once(globals())
 
 # What the hooks replace, by (owner, name). All of them are read by Flax at call time,
 # so replacing the attribute reaches code that was written and lifted before.
-_HOOKED: dict[str, tuple[Any, str]] = {
+HOOKED: dict[str, tuple[Any, str]] = {
     'get_variable': (Scope, 'get_variable'),
     'variables': (Scope, 'variables'),
     'param': (Scope, 'param'),
@@ -58,7 +57,7 @@ _make: Mapping[str, Callable[[Any], Any]] = {}
 
 _made: dict[str, tuple[Any, Any]] = {}  # The last hooks, and what they are made of.
 
-_before: dict[str, Any] = {}
+_before: dict[str, Any] = {}  # What is to be put back.
 
 _INHERITED = object()
 
@@ -70,22 +69,22 @@ def acquire_hooks(
 
     Args:
         user: who needs them, an object that tells it from others.
-        make: for each name in ``_HOOKED`` a function from the original to its hook; by
+        make: for each name in ``HOOKED`` a function from the original to its hook; by
             default those of the last time.
     """
     global _make
     with _lock:
-        _make = _make if make is None else make
+        _make = make or _make
         _users.add(user)
-        if len(_before) == len(_HOOKED):
+        if len(_before) == len(HOOKED):
             return
-        root = _running_apply()
-        for key, (owner, name) in _HOOKED.items():
+        root = running_apply()
+        for key, (owner, name) in HOOKED.items():
             if key not in _before:
                 _before[key] = vars(owner).get(name, _INHERITED)
-                of = _make[key], getattr(owner, name)
-                if key not in _made or _made[key][0] != of:
-                    _made[key] = of, of[0](of[1])
+                parts = _make[key], getattr(owner, name)
+                if key not in _made or _made[key][0] != parts:
+                    _made[key] = parts, _make[key](parts[1])
                 setattr(owner, name, _made[key][1])
         # To change Module is to change all its subclasses, which may be hundreds: once
         # will do for all blocks in an ``apply``.
@@ -107,35 +106,51 @@ def release_hooks(user: object) -> None:
     """
     with _lock:
         _users.discard(user)
-        _applies[:] = [ref for ref in _applies if _goes_on(ref())]
+        _applies[:] = [ref for ref in _applies if goes_on(ref())]
         for key in () if _users or _applies else tuple(_before):
             if key not in _before:  # The garbage collector has come in between.
                 continue
-            owner, name = _HOOKED[key]
-            before = _before[key]
-            if before is not _INHERITED:
-                setattr(owner, name, before)
+            owner, name = HOOKED[key]
+            if _before[key] is not _INHERITED:
+                setattr(owner, name, _before[key])
             elif name in vars(owner):
                 delattr(owner, name)
             _before.pop(key, None)
 
 
-_APPLY = next(
+class released:  # noqa: N801 (read as ``with released(user)``)
+    """Releases the hooks of a user when the body ends, whatever comes (Ctrl-C)."""
+
+    def __init__(self, user: object) -> None:
+        self._user = user
+
+    def __enter__(self) -> None:
+        """The body may use the hooks."""
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            release_hooks(self._user)
+        except BaseException:
+            release_hooks(self._user)
+            raise
+
+
+_APPLY = [
     code
     for code in flax_scope.apply.__code__.co_consts
     if getattr(code, 'co_name', '') == 'wrapper'
-)
+]
 
 
-def _goes_on(root: Scope | None) -> bool:
+def goes_on(root: Scope | None) -> bool:
     """Whether the ``apply`` with this root is running; Flax says so to the root."""
     return root is not None and not root._invalid
 
 
-def _running_apply() -> Scope | None:
+def running_apply() -> Scope | None:
     """The root of the outermost ``apply`` or ``init`` that is running, if any."""
     user_frame, found = sys._getframe(1), None
     while user_frame is not None:
-        found = user_frame if user_frame.f_code is _APPLY else found
+        found = user_frame if user_frame.f_code in _APPLY else found
         user_frame = user_frame.f_back
     return None if found is None else found.f_locals.get('root')

@@ -5,14 +5,57 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jax._src import core as jax_core
-from jax._src import linear_util, source_info_util
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import Literal
 
-from flax_sg.internals import frames, optional
+from flax_sg.internals import frames, versions
+
+# Equations that run a jaxpr of the same inputs and outputs, once. Versions of JAX have
+# other names for them.
+JITTED = frozenset(('jit', 'pjit'))
+CHECKPOINTS = frozenset(('remat', 'remat2', 'checkpoint'))
+CALLS = frozenset(
+    (
+        *JITTED,
+        *CHECKPOINTS,
+        *('closed_call', 'core_call', 'core_closed_call', 'shard_map'),
+        'custom_vmap_call',
+    )
+)
+# They run one too, and have rules of their own for the derivative.
+CUSTOM_CALLS = frozenset(
+    ('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr')
+)
+_BODY = ('jaxpr', 'call_jaxpr', 'call', 'fun_jaxpr')
+
+
+def opened(jaxpr: Any) -> Any:
+    """A jaxpr, without the constants that may come with it."""
+    return getattr(jaxpr, 'jaxpr', jaxpr)
+
+
+def body_of(eqn: Any) -> Any:
+    """The jaxpr that an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs."""
+    return opened(next(eqn.params[name] for name in _BODY if name in eqn.params))
+
+
+class Checkpoint(NamedTuple):
+    """What ``jax.checkpoint`` was told."""
+
+    jaxpr: Any
+    policy: Callable[..., Any] | None
+    prevent_cse: bool
+
+
+def checkpoint_of(eqn: Any) -> Checkpoint | None:
+    """What an equation says of ``jax.checkpoint``, None if it is of another kind."""
+    if eqn.primitive.name not in CHECKPOINTS:
+        return None
+    params = eqn.params
+    return Checkpoint(params['jaxpr'], params['policy'], params['prevent_cse'])
 
 
 def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -24,6 +67,18 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return out if equation.primitive.multiple_results else [out]
 
 
+def function_of(eqn: Any, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    """One equation of a jaxpr as a function of some variables."""
+
+    def run(*values: Any) -> Sequence[Any]:
+        known = dict(zip(inputs, values, strict=True))
+        return bind(
+            eqn, [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
+        )
+
+    return run
+
+
 def program_text(compiled: Any) -> str:
     """Optimized HLO with all constants, and without places in the source.
 
@@ -31,22 +86,11 @@ def program_text(compiled: Any) -> str:
     have one text. The class of the options has moved within jaxlib.
     """
     [module] = compiled.runtime_executable().hlo_modules()
-    home: Any = importlib.import_module(type(module).__module__)
-    options = home.HloPrintOptions()
+    home = importlib.import_module(type(module).__module__)
+    options = versions.call('assert_same_program', home, 'HloPrintOptions')
     options.print_large_constants = True
     options.print_metadata = False
     return module.to_string(options)
-
-
-def function_of(eqn: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """One equation of a jaxpr as a function of some variables.
-
-    JAX has a public constructor of a jaxpr, and deprecates its use without a DebugInfo,
-    which is public in the latest releases only.
-    """
-    info = linear_util.DebugInfo('jaxpr', eqn.primitive.name, None, None)
-    jaxpr = jax_core.Jaxpr((), inputs, eqn.outvars, [eqn], eqn.effects, debug_info=info)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
 
 
 def name_stack_of(eqn: Any) -> str:
@@ -77,16 +121,12 @@ def source_of(eqn: Any, within: str = '') -> str:
             are those of the first call, which jax 0.7.2 notes and 0.10.2 does not.
     """
     traceback = eqn.source_info.traceback
-    for code, place in zip(*traceback.raw_frames(), strict=True) if traceback else ():
-        file = code.co_filename
-        if file.startswith(frames.DEMO) or (
-            source_info_util.is_user_filename(file)
-            and not file.startswith(frames.LIBRARIES)
-        ):
-            user_frame = source_info_util.raw_frame_to_frame(code, place)
-            name = optional.file_name(file)
-            return f'{name}:{user_frame.start_line} ({user_frame.function_name})'
-        if within == f'{code.co_name} at {file}:{code.co_firstlineno}':
+    for code, last in zip(*traceback.raw_frames(), strict=True) if traceback else ():
+        if frames.is_of_user(code):
+            # For each instruction, of two bytes.
+            line = next(itertools.islice(code.co_positions(), last // 2, None))[0]
+            return f'{frames.file_name(code.co_filename)}:{line} ({code.co_qualname})'
+        if within == f'{code.co_name} at {code.co_filename}:{code.co_firstlineno}':
             return ''
     return ''
 

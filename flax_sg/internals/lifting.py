@@ -1,17 +1,46 @@
-"""Private names of Flax's lifted transforms."""
+"""Private names of Flax's lifted transforms.
+
+Of ``nn.scan``: its loop, ``axes_scan.scan`` (:func:`scan_with`); the order in which the
+loop is given variables (:func:`param_path`); along which axes, from the frame of
+``lift.pack`` (:func:`axes_of_caller`); its name in ``debug_path`` (:func:`is_in_scan`).
+"""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
+import functools
+import re
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 from flax.core import axes_scan, lift
-from flax.core.scope import in_filter
+from flax.core.scope import Scope, in_filter
 from flax.linen import transforms as linen_transforms
+
+from flax_sg.internals import versions
+
+# What Flax calls its transforms; of some the body runs several times, others run one of
+# several bodies.
+JIT, SCAN, REMAT = 'jit', 'scan', 'remat'
+LOOPS = (SCAN, 'while_loop')
+BRANCHES = ('cond', 'switch')
+
+# ``debug_path`` notes the transforms around each module: ``remat(scan(layers))``.
+_SCAN_OR_REMAT = re.compile(rf'({SCAN}|{REMAT})\(')
+
+
+def is_in_scan(scope: Scope) -> bool:
+    """Whether a scope lies in the body of a lifted scan, not of a remat in there."""
+    for component in reversed(tuple(scope.debug_path)):
+        lifts = _SCAN_OR_REMAT.findall(component)
+        if lifts:
+            return lifts[0] == SCAN
+    return False
 
 
 def axes_of_caller() -> Callable[[str], tuple[int | None, int | None]]:
@@ -46,15 +75,61 @@ def scan_with(loop: Callable[..., Any]) -> Callable[..., Any]:
     Flax takes no function in its place. Its own code with other names for the loop is
     Flax's in all that is done around it, and nothing of Flax is replaced for others.
     """
-    in_axes = _with_names(axes_scan.scan, lax=types.SimpleNamespace(scan=loop))
+    _check_loop()
+    names = types.SimpleNamespace(scan=_core_scan_with(loop))
+    return with_names(linen_transforms.scan, lift=names)
+
+
+def _core_scan_with(loop: Callable[..., Any]) -> Callable[..., Any]:
+    in_axes = with_names(axes_scan.scan, lax=types.SimpleNamespace(scan=loop))
     names = types.SimpleNamespace(scan=in_axes, broadcast=axes_scan.broadcast)
-    in_scopes = _with_names(lift.scan, axes_scan=names)
-    return _with_names(
-        linen_transforms.scan, lift=types.SimpleNamespace(scan=in_scopes)
-    )
+    return with_names(lift.scan, axes_scan=names)
 
 
-def _with_names(fn: Any, **names: Any) -> Any:
+def param_path(keys: Any, side: str) -> tuple[Any, ...] | None:
+    """The path of a parameter among what a loop of Flax scans.
+
+    Args:
+        keys: the place of a leaf in what goes ``'in'``, which is (variables, random
+            keys, arguments), or comes ``'out'``, which is (results, variables).
+            Variables are given by group and scope.
+        side: ``'in'`` or ``'out'``.
+
+    Returns:
+        The path within the collection; None for another leaf.
+    """
+    if keys[0].idx != ('in', 'out').index(side) or keys[3].key != 'params':
+        return None
+    return keys[4:]
+
+
+@functools.cache
+def _check_loop() -> None:
+    """Raises unless Flax hands its loop to ours, and variables at these places."""
+    names: list[Any] = []
+
+    def loop(body: Any, init: Any, xs: Any, **_: Any) -> Any:
+        _, out = body(init, xs)
+        for side, tree in (('in', xs), ('out', out)):
+            for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+                names.extend(param_path(keys, side) or ())
+        return init, out
+
+    def hands_over() -> bool:
+        scan = _core_scan_with(loop)(
+            lambda scope, carry: (carry, None),
+            variable_axes={'params': 0},
+            split_rngs={'params': False},
+            length=1,
+            check_constancy_invariants=False,
+        )
+        scan(Scope({'params': {'w': np.ones(1)}}, mutable=True), ())
+        return [key.key for key in names] == ['w', 'w']
+
+    versions.check({'flax.core.axes_scan.scan': hands_over}, 'scan(frozen_layers=)')
+
+
+def with_names(fn: Any, **names: Any) -> Any:
     """A function with other objects for some names of its module."""
     copy = types.FunctionType(
         fn.__code__,

@@ -150,10 +150,21 @@ def children_of(module: Module) -> dict[str, Any]:
     return module._state.children
 
 
+def private_attributes() -> frozenset[str]:
+    """The attributes of any module that Flax keeps for itself."""
+    of_class = {name for name in dir(Module) if name.startswith('_')}
+    return frozenset(of_class | {'_state', '_id', '_compact_name_scope_modules'})
+
+
 def start(module: Module) -> None:
     """Gives a module its identity and state, as ``__post_init__`` does first."""
     object.__setattr__(module, '_id', linen_module.uuid())
     object.__setattr__(module, '_state', linen_module._ModuleInternalState())
+
+
+def is_started(module: Module) -> bool:
+    """Whether a module has its identity already."""
+    return '_id' in vars(module)
 
 
 def stand_in(wrapper: Module, module: Module) -> None:

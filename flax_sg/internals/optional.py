@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from types import ModuleType
 
 
@@ -28,15 +26,3 @@ def optional(module: str, who: str, extra: str) -> ModuleType:
             f"Install what it needs with: pip install 'flax_sg[{extra}]'",
             name=missing,
         ) from error
-
-
-def file_name(file: str) -> str:
-    """What a reader calls a file of source.
-
-    A cell of a notebook is compiled as a file that nobody has seen; IPython knows what
-    its own tracebacks call it, ``'In[3]'``.
-    """
-    ipython = sys.modules.get('IPython')
-    shell = ipython and ipython.get_ipython()
-    cell = shell and shell.compile.format_code_name(file)
-    return cell[1] if cell else os.path.basename(file)

@@ -5,27 +5,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from flax.core import tracers
 from flax.core.scope import Scope
-from jax._src import config as jax_config
 from jax._src import core as jax_core
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
+from jax.core import Tracer as Tracer
 
 from flax_sg.internals import versions
 
-if 'user_context' in globals():  # It was loaded before.
-    raise versions.reloaded(__name__)
-
-Tracer = jax_core.Tracer
+versions.load_once(globals())
 
 # Part of every trace cache key of JAX (jit, scan, cond, checkpoint, ...) and local to
 # the thread: what makes a cached trace belong to the blocks it was traced under.
@@ -65,6 +63,13 @@ def stopped(leaf: Any) -> Any:
         return jax.lax.stop_gradient(leaf)
 
 
+def _outwards(trace: Any) -> Iterator[Any]:
+    """A trace and those around it, from the inside out."""
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, 'parent_trace', None)
+
+
 def in_innermost_trace(
     levels: Sequence[Any], *leaves: Any, examples: bool = True
 ) -> contextlib.AbstractContextManager[Any]:
@@ -81,59 +86,42 @@ def in_innermost_trace(
     """
     used = [leaf._trace for leaf in leaves if isinstance(leaf, Tracer)]
     wanted = [level._trace_ref() for level in levels if level is not None]
-    trace: Any = jax_core.trace_ctx.trace
     found = False
-    while trace is not None:
+    for trace in _outwards(jax_core.trace_ctx.trace):
         found = found or any(trace is other for other in wanted)
         counts = examples or not isinstance(trace, jax_batching.BatchTrace)
         if any(trace is other for other in used) or (found and counts):
             return jax_core.set_current_trace(trace)
-        trace = getattr(trace, 'parent_trace', None)
     return in_trace_of(leaves[0]) if leaves else contextlib.nullcontext()
 
 
 def in_trace_of_scope(scope: Scope) -> contextlib.AbstractContextManager[Any]:
     """Makes the trace that ``scope`` was created in the current one."""
-    trace_level: Any = scope.trace_level
-    trace = trace_level._trace_ref()
-    if trace is None:
-        return contextlib.nullcontext()
-    return jax_core.set_current_trace(trace)
+    return in_innermost_trace([scope.trace_level])
 
 
-def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
-    """The innermost trace here that JAX may keep and run again on other arguments.
+def kept_traces(scope: Scope | None = None) -> list[weakref.ref[Any]]:
+    """The traces that JAX may keep and run again on other arguments, inside out.
 
-    Derivatives and batching in progress are none: their traces are made each time.
+    Derivatives and batching in progress are none: their traces are made each time. The
+    last one is that in which nothing is traced.
 
     Args:
-        scope: to ask for the trace in which it was created, None if that is over.
+        scope: to ask for the traces around it; there are none if its own is over.
     """
     level: Any = None if scope is None else scope.trace_level
     trace: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
-    if trace is None:
-        return None
-    while not isinstance(trace, partial_eval.DynamicJaxprTrace):
-        outer = getattr(trace, 'parent_trace', None)
-        if outer is None:
-            break
-        trace = outer
-    return weakref.ref(trace)
+    return [
+        weakref.ref(trace)
+        for trace in _outwards(trace)
+        if isinstance(trace, partial_eval.DynamicJaxprTrace)
+        or getattr(trace, 'parent_trace', None) is None
+    ]
 
 
-def kept_traces() -> list[weakref.ref[Any]]:
-    """The traces around the running code that JAX may keep, from the inside out.
-
-    The last one is that in which nothing is traced.
-    """
-    found: list[weakref.ref[Any]] = []
-    trace: Any = jax_core.trace_ctx.trace
-    while trace is not None:
-        outer = getattr(trace, 'parent_trace', None)
-        if outer is None or isinstance(trace, partial_eval.DynamicJaxprTrace):
-            found.append(weakref.ref(trace))
-        trace = outer
-    return found
+def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
+    """The innermost of ``kept_traces``."""
+    return next(iter(kept_traces(scope)), None)
 
 
 def is_tracing() -> bool:
@@ -147,7 +135,8 @@ def as_weak(x: Any) -> Any:
     JAX makes weak types of Python's numbers only; what is computed to stand for one
     has to promote as it does.
     """
-    return jax_lax._convert_element_type(x, x.dtype, weak_type=True)
+    as_type = functools.partial(versions.call, 'NonDifferentiable', jax_lax)
+    return as_type('_convert_element_type', x, x.dtype, weak_type=True)
 
 
 # Part of the keys of trace caches: a number of its own for each summary of a module, so
@@ -160,8 +149,3 @@ _summaries = itertools.count(1)
 def traced_anew() -> contextlib.AbstractContextManager[Any]:
     """Makes JAX trace what is called in the body, whatever has been traced before."""
     return summary_context(next(_summaries))
-
-
-def trace_context() -> Any:
-    """All settings of JAX that a trace depends on, the user contexts among them."""
-    return jax_config.trace_context()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from flax_sg import errors
 from flax_sg.internals import lifting
 from flax_sg.scans import residuals
-from flax_sg.trees.leaves import Keys, name_of, path_of
+from flax_sg.trees.leaves import path_of
 
 T = TypeVar('T')
 # An int, a slice, a sequence or array of ints, or of as many bools as there are layers.
@@ -107,21 +107,32 @@ def split_scan(
         reverse: whether the last layer is the first to run.
         **options: others of ``jax.lax.scan``.
     """
-    stack = _Stack.of(xs)
-    length = len(stack.leaves[0]) if length is None else length
-    mask = chosen(frozen, length)
-    if not any(stack.params):  # They are being made.
+    pairs = jax.tree_util.tree_leaves_with_path(xs)
+    stack = [leaf for _, leaf in pairs]
+    params = [lifting.param_path(keys, 'in') is not None for keys, _ in pairs]
+    count: int = stack[0].shape[0] if length is None else length
+    mask = chosen(frozen, count)
+    if not any(params):  # They are being made.
         return jax.lax.scan(body, init, xs, length=length, reverse=reverse, **options)
+    layer = _Layer.of(body, init, xs, params)
     runs = [(a, b, bool(mask[a])) for a, b in itertools.pairwise(_cuts(mask))]
+    seen = stack
     if len(runs) > MAX_RUNS:
-        runs, stack = [(0, length, False)], stack.stopped_where(mask)
-    layer = _Layer.of(body, init, xs, stack.params)
+        runs = [(0, count, False)]
+        seen = [
+            _masked(leaf, mask) if of_param else leaf
+            for leaf, of_param in zip(stack, params, strict=True)
+        ]
     carry, parts = init, []
-    for run in reversed(runs) if reverse else runs:
-        carry, ys = stack.scan(layer, carry, *run, reverse=reverse, **options)
-        parts.append(ys)
-    parts = parts[::-1] if reverse else parts
-    return carry, jax.tree.map(lambda *ys: _joined(ys), *parts)
+    for start, end, is_frozen in reversed(runs) if reverse else runs:
+        whole = [is_frozen and of_param for of_param in params]
+        step, scanned = layer.steps(seen, whole, start, end)
+        carry, made = jax.lax.scan(step, carry, scanned, reverse=reverse, **options)
+        parts.append(made)
+    made = map(_joined, zip(*(parts[::-1] if reverse else parts), strict=True))
+    return carry, layer.out.unflatten(
+        next(made) if number is None else stack[number] for number in layer.handed_on
+    )
 
 
 def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
@@ -181,99 +192,47 @@ class _Layer:
         ]
         pairs = jax.tree_util.tree_leaves_with_path(out)
         for (keys, _), number in zip(pairs, handed_on, strict=True):
-            if keys[0].idx == 1 and _is_param(keys) and number is None:
-                raise _layers_written(path_of(keys[4:]))
+            path = lifting.param_path(keys, 'out')
+            if path is not None and number is None:
+                raise _layers_written(path_of(path))
         treedef = jax.tree.structure
         return cls(program, treedef(carry), treedef(out), handed_on)
 
-    def __call__(self, carry: Any, leaves: list[Any]) -> tuple[Any, list[Any]]:
-        """Runs one layer.
+    def steps(
+        self, seen: list[Any], whole: list[bool], start: int, end: int
+    ) -> tuple[Callable[[Any, Any], Any], Any]:
+        """The body of a loop over some neighbours, and what that loop scans.
 
-        Returns:
-            What it carries, and the leaves of what it gives out, without those that it
-            hands on: they are handed on as they are stored, not as they are seen.
+        Args:
+            seen: what the layers see, stacked.
+            whole: which of these a layer reads from the whole stack: a slice of the
+                stack would be a copy of it. They are stopped.
+            start: the number of the first layer.
+            end: the number after that of the last one.
         """
-        carry = jax.tree.leaves(carry)
-        results = residuals.evaluate(self.program, [*carry, *leaves])
-        out = zip(self.handed_on, results[len(carry) :], strict=True)
-        made = [result for number, result in out if number is None]
-        return self.carry.unflatten(results[: len(carry)]), made
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stack:
-    """What a loop scans.
-
-    Attributes:
-        leaves: the arrays, layers along the first axis.
-        params: for each whether it holds parameters.
-        seen: what the layers see of each.
-    """
-
-    leaves: list[Any]
-    params: list[bool]
-    seen: list[Any]
-
-    @classmethod
-    def of(cls, xs: Any) -> _Stack:
-        """The stack of a loop of Flax: first of all variables by group and scope."""
-        pairs = jax.tree_util.tree_leaves_with_path(xs)
-        leaves = [leaf for _, leaf in pairs]
-        params = [keys[0].idx == 0 and _is_param(keys) for keys, _ in pairs]
-        return cls(leaves, params, leaves)
-
-    def stopped_where(self, mask: NDArray[np.bool_]) -> _Stack:
-        """The stack as it is seen through a mask on its parameters."""
-
-        def masked(leaf: Any) -> Any:
-            over = mask.reshape(-1, *(1 for _ in leaf.shape[1:]))
-            return jnp.where(over, jax.lax.stop_gradient(leaf), leaf)
-
-        pairs = zip(self.leaves, self.params, strict=True)
-        seen = [masked(leaf) if of_param else leaf for leaf, of_param in pairs]
-        return dataclasses.replace(self, seen=seen)
-
-    def scan(
-        self,
-        layer: _Layer,
-        init: Any,
-        first: int,
-        last: int,
-        frozen: bool,
-        **options: Any,
-    ) -> tuple[Any, Any]:
-        """Scans some neighbours.
-
-        A frozen layer reads its parameters from the whole stack: a slice of the stack
-        would be a copy of it.
-        """
-        whole = [frozen and of_param for of_param in self.params]
-        sliced = [
-            seen[first:last]
-            for seen, is_whole in zip(self.seen, whole, strict=True)
-            if not is_whole
-        ]
+        pairs = list(zip(seen, whole, strict=True))
 
         def step(carry: Any, xs: Any) -> tuple[Any, Any]:
             number, rest = xs[0], iter(xs[1])
+            carry = jax.tree.leaves(carry)
             leaves = [
                 residuals.Again(_slice, (stack, number)) if is_whole else next(rest)
-                for stack, is_whole in zip(self.seen, whole, strict=True)
+                for stack, is_whole in pairs
             ]
-            return layer(carry, leaves)
+            results = residuals.evaluate(self.program, [*carry, *leaves])
+            out = zip(self.handed_on, results[len(carry) :], strict=True)
+            # What a layer hands on comes out as it is stored, not as it is seen.
+            made = [result for known, result in out if known is None]
+            return self.carry.unflatten(results[: len(carry)]), made
 
-        numbers = jnp.arange(first, last, dtype=jnp.uint32)
-        carry, made = jax.lax.scan(step, init, (numbers, sliced), **options)
-        rest = iter(made)
-        return carry, layer.out.unflatten(
-            next(rest) if n is None else self.leaves[n][first:last]
-            for n in layer.handed_on
-        )
+        sliced = [stack[start:end] for stack, is_whole in pairs if not is_whole]
+        return step, (jnp.arange(start, end, dtype=jnp.uint32), sliced)
 
 
-def _is_param(keys: Keys) -> bool:
-    """Whether a leaf of Flax's variables, by group and scope, is a parameter."""
-    return name_of(keys[3]) == 'params'
+def _masked(leaf: Any, mask: NDArray[np.bool_]) -> Any:
+    """A stack of which some layers are stopped."""
+    over = mask.reshape(-1, *(1 for _ in leaf.shape[1:]))
+    return jnp.where(over, jax.lax.stop_gradient(leaf), leaf)
 
 
 def _slice(stack: Any, number: Any) -> Any:

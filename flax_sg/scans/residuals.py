@@ -13,33 +13,22 @@ So it is put around each operation that reads a stopped value, and around no mor
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax.core import lift
-from flax.core.scope import Scope
 from jax.extend import core
 
 from flax_sg import errors
 from flax_sg.internals import core_scopes, jaxprs, modules
 
-_LIFTS = re.compile(r'(scan|remat)\(')
 _STOP = 'stop_gradient'
-_REMAT = ('remat2', 'checkpoint')  # In newer versions of JAX, and in older ones.
 # What makes such a value: a stop, or the slice of one layer of a stopped stack.
 _MADE_AGAIN = {_STOP, 'dynamic_slice', 'squeeze'}
-
-
-def is_in_scan(scope: Scope) -> bool:
-    """Whether a scope lies in the body of a lifted scan, not of a remat in there."""
-    for component in reversed(tuple(scope.debug_path)):
-        lifts = _LIFTS.findall(component)
-        if lifts:
-            return lifts[0] == 'scan'
-    return False
+_ARRAY = object()
 
 
 def warn(wrapper: str, module: Any) -> None:
@@ -76,8 +65,10 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
     ) -> Any:
         def body(variable_groups: Any, rng_groups: Any) -> Any:
             scopes = scope_fn(variable_groups, rng_groups)
-            arrays, others[:] = _split(fn(modules.clone_on(module, scopes)))
-            return arrays, repack_fn(scopes)
+            out = fn(modules.clone_on(module, scopes))
+            # What is no array does not come out of a program.
+            others.append(jax.tree.map(lambda x: _ARRAY if _is_array(x) else x, out))
+            return list(filter(_is_array, jax.tree.leaves(out))), repack_fn(scopes)
 
         closed, shapes = jax.make_jaxpr(body, return_shape=True)(
             variable_groups, rng_groups
@@ -88,22 +79,17 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
         )
 
     packed = lift.pack(inner, (True,), (True,), (True,), name='stop_again')
-    return _joined(packed(modules.scopes_of(module)), *others)
+    arrays = iter(packed(modules.scopes_of(module)))
+    return jax.tree.map(lambda x: next(arrays) if x is _ARRAY else x, others[-1])
 
 
-def _split(tree: Any) -> tuple[list[Any], list[Any]]:
-    """The arrays in a tree, and what ``_joined`` needs to put them back."""
-    leaves, treedef = jax.tree.flatten(tree)
-    others = [None if isinstance(leaf, jax.Array) else (leaf,) for leaf in leaves]
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    return arrays, [treedef, others]
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
 
 
-def _joined(arrays: Sequence[Any], treedef: Any, others: Sequence[Any]) -> Any:
-    rest = iter(arrays)
-    return treedef.unflatten(next(rest) if o is None else o[0] for o in others)
-
-
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=['operands'], meta_fields=['make']
+)
 @dataclasses.dataclass(frozen=True)
 class Again:
     """A stopped value that the backward pass makes again, and that nothing keeps.
@@ -115,6 +101,10 @@ class Again:
 
     make: Callable[..., Any]
     operands: tuple[Any, ...]
+
+
+def _value_of(x: Any) -> Any:
+    return x.make(*x.operands) if isinstance(x, Again) else x
 
 
 def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
@@ -145,8 +135,7 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         else:
             results = jaxprs.bind(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
-    out = map(read, jaxpr.outvars)
-    return [x.make(*x.operands) if isinstance(x, Again) else x for x in out]
+    return [_value_of(read(variable)) for variable in jaxpr.outvars]
 
 
 def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -155,29 +144,23 @@ def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     A checkpoint of the user makes them within: around it, another one would keep what
     the user's does not.
     """
-    inner = equation.params if equation.primitive.name in _REMAT else None
-    cse = inner['prevent_cse'] if inner else False
+    inner = jaxprs.checkpoint_of(equation)
 
     def saves(primitive: Any, *args: Any, **params: Any) -> Any:
         if primitive.name in _MADE_AGAIN:
             return False
-        if inner:
-            policy = inner['policy']
-            return policy is not None and policy(primitive, *args, **params)
-        return True
+        if inner is None:
+            return True
+        return inner.policy is not None and inner.policy(primitive, *args, **params)
 
-    parts = [x.operands if isinstance(x, Again) else (x,) for x in operands]
+    def again(*operands: Any) -> Sequence[Any]:
+        made = list(map(_value_of, operands))
+        if inner is None:
+            return jaxprs.bind(equation, made)
+        return core.jaxpr_as_fun(core.ClosedJaxpr(inner.jaxpr, ()))(*made)
 
-    def again(*parts: Sequence[Any]) -> Sequence[Any]:
-        made = [
-            x.make(*part) if isinstance(x, Again) else part[0]
-            for x, part in zip(operands, parts, strict=True)
-        ]
-        if inner:
-            return core.jaxpr_as_fun(core.ClosedJaxpr(inner['jaxpr'], ()))(*made)
-        return jaxprs.bind(equation, made)
-
-    return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*parts)
+    cse = inner is not None and inner.prevent_cse
+    return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*operands)
 
 
 def _scan_memory(wrapper: str, module: Any, size: int) -> errors.ScanMemoryWarning:

@@ -23,19 +23,6 @@ from flax_sg.internals import jaxprs, tracing
 Modules: TypeAlias = tuple[str, ...]
 
 _MARK = re.compile(r'flax_sg\[(.*?)\]')
-# Equations that run a jaxpr once, with the operands and results that they have.
-_CALLS = {
-    'jit',
-    'pjit',
-    'closed_call',
-    'core_call',
-    'remat',
-    'remat2',
-    'checkpoint',
-    'custom_jvp_call',
-    'custom_vjp_call',
-    'custom_vjp_call_jaxpr',
-}
 
 
 def of(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
@@ -97,9 +84,8 @@ def _inner(equation: Any) -> Iterator[tuple[Any, int]]:
     elif name == 'cond':
         for branch in params['branches']:
             yield branch.jaxpr, 1
-    elif name in _CALLS:
-        jaxpr = params.get('call_jaxpr', params.get('jaxpr', params.get('fun_jaxpr')))
-        yield getattr(jaxpr, 'jaxpr', jaxpr), 1
+    elif name in jaxprs.CALLS | jaxprs.CUSTOM_CALLS:
+        yield jaxprs.body_of(equation), 1
 
 
 def _flops(equation: Any, known: dict[Any, int]) -> int:

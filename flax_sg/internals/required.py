@@ -1,0 +1,196 @@
+"""What gradients rest on in Flax and JAX: a program for each, which the import runs.
+
+Were one of them otherwise, a gradient would flow without a word. The programs compute
+nothing and change nothing of Flax, so they take milliseconds, start no device and
+disturb no other thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax.core import lift
+from flax.core.scope import Scope
+from flax.linen import module as linen_module
+from flax.linen import transforms as linen_transforms
+from jax.custom_batching import custom_vmap
+
+from flax_sg.internals import lifting, modules, tracing
+
+
+class _Called(BaseException):
+    """Ends a program that has called what it should."""
+
+
+def _called(*_: Any, **__: Any) -> Any:
+    raise _Called
+
+
+def _ends(program: Callable[[], Any]) -> bool:
+    """Whether a program has called ``_called``."""
+    try:
+        program()
+    except _Called:
+        return True
+    return False
+
+
+class _Probe(modules.Module):
+    """Does something in ``setup``."""
+
+    use: Any = None
+
+    def setup(self) -> None:
+        self.used = self.use(self)
+
+
+def _probe(use: Any = None) -> Any:
+    parent: Any = Scope({'params': {'w': 1.0}}, mutable=True)
+    return _Probe(use, parent=parent)
+
+
+def _asks(use: Callable[[Any], Any], method: str) -> bool:
+    """Whether what a module does in ``setup`` calls a method of its scope."""
+    probe = _probe(use)
+    setattr(probe.scope, method, _called)  # On the object: Flax stays as it is.
+    return _ends(lambda: modules.run_setup(probe))
+
+
+def _sets_up() -> bool:
+    """Whether an attribute that ``setup`` makes is made by way of ``_try_setup``."""
+    probe = _probe()
+    object.__setattr__(probe, '_try_setup', _called)
+    return _ends(lambda: probe.used)
+
+
+def _has(thing: Any, names: str) -> bool:
+    """Raises if a thing lacks one of some attributes."""
+    return bool(operator.attrgetter(*names.split())(thing)) or True
+
+
+def _traces_anew() -> bool:
+    traces: list[None] = []
+    fn = jax.jit(lambda _: traces.append(None))
+    x = jax.ShapeDtypeStruct((), 'float32')
+    jax.eval_shape(fn, x)
+    before = len(traces)
+    with tracing.traced_anew():
+        jax.eval_shape(fn, x)
+    return len(traces) > before
+
+
+def _tells_traces_apart() -> bool:
+    found: list[bool] = []
+    outside = tracing.kept_trace()
+
+    def traced(x: Any) -> Any:
+        level, kept = tracing.current_trace(), tracing.kept_trace()
+
+        def differentiated(y: Any) -> Any:
+            for place in (tracing.in_trace_of(x), tracing.in_innermost_trace([level])):
+                with place:
+                    found.append(tracing.current_trace() == level)
+            found.append(tracing.current_trace() != level)
+            found.append(tracing.kept_trace() == kept != outside)
+            found.append(not isinstance(tracing.stopped(y), type(y)))
+            return y
+
+        jax.jvp(differentiated, (x,), (x,))
+        jax.linearize(differentiated, x)
+        return x
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((), 'float32'))
+    return all(found)
+
+
+def _packs() -> bool:
+    """Whether transforms pack their scopes under these names, and along these axes."""
+    found: list[Any] = []
+
+    def partial_pack(tree: Any, ins: Any, outs: Any, rngs: Any, name: Any) -> Any:
+        found.append((name, lifting.axes_of_caller()))
+        raise _Called
+
+    pack = lifting.with_names(lift.pack, _partial_pack=partial_pack)
+
+    def of(transform: Any) -> Any:
+        return lifting.with_names(transform, pack=pack)
+
+    scope = _probe().scope
+    axes = {'variable_axes': {'params': 1}, 'split_rngs': {'params': False}}
+    programs: dict[str, Callable[[], Any]] = {
+        'vmap': lambda: of(lift.vmap)(id, **axes)(scope),
+        lifting.SCAN: lambda: of(lift.scan)(id, **axes)(scope),
+        lifting.JIT: lambda: of(lift.jit)(id)(scope),
+        lifting.REMAT: lambda: of(lift.remat)(id)(scope),
+        lifting.LOOPS[1]: lambda: of(lift.while_loop)(id, id, scope, 0),
+        lifting.BRANCHES[0]: lambda: of(lift.cond)(True, id, id, scope),
+        lifting.BRANCHES[1]: lambda: of(lift.switch)(0, [id], scope),
+    }
+    for program in programs.values():
+        with contextlib.suppress(_Called):
+            program()
+    mapped = [axes_of('params') for _, axes_of in found[:2]]
+    return [name for name, _ in found] == [*programs] and mapped == [(1, 1)] * 2
+
+
+# What a module does, and the method of its scope that has to be called for it.
+_READS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    'Module.param': (lambda m: m.param('w', None), 'param'),
+    'Scope.param': (lambda m: m.scope.param('w', None), 'get_variable'),
+    'Module.get_variable': (lambda m: m.get_variable('params', 'w'), 'get_variable'),
+    'Variable.value': (lambda m: m.variable('params', 'w').value, 'get_variable'),
+    'Module.variables': (lambda m: m.variables, 'variables'),
+    'Module.put_variable': (lambda m: m.put_variable('params', 'w', 0), 'put_variable'),
+    'Module.sow': (lambda m: m.sow('params', 'new', 0), 'put_variable'),
+    'Module.make_rng': (lambda m: m.make_rng('params'), 'make_rng'),
+}
+
+# Attributes that have to be there.
+_ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
+    'a scope': (
+        lambda: _probe().scope,
+        '_invalid _populate_collections _variables debug_path flags rng_counters rngs '
+        'trace_level._trace_ref',
+    ),
+    'a module': (
+        _probe,
+        '_call_wrapped_method.__code__ _id _register_submodules _state.autoname_cursor '
+        '_state.children _state.export _state.in_setup _state.is_initialized '
+        '_state.reset _state.setup_called',
+    ),
+    'flax.core.lift': (lambda: lift, '_dedup_scopes _dup_scopes _partial_pack'),
+    'flax.linen.module': (
+        lambda: linen_module,
+        'CompactNameScope SetupState.DONE _ModuleInternalState _context.module_stack '
+        '_global_interceptor_stack _unspecified_parent run_interceptors uuid '
+        'wrap_method_once',
+    ),
+    'flax.linen.transforms': (
+        lambda: linen_transforms,
+        '_is_module_class get_module_scopes set_module_scopes',
+    ),
+    'custom_jvp': (lambda: jax.custom_jvp(id), 'fun jvp'),
+    'custom_vjp': (lambda: jax.custom_vjp(id), 'fun fwd bwd'),
+    'custom_vmap': (lambda: custom_vmap(lambda x: x), 'fun vmap_rule'),
+}
+
+PROGRAMS: dict[str, Callable[[], bool]] = {
+    **{
+        f'{name} has to call {method}': functools.partial(_asks, use, method)
+        for name, (use, method) in _READS.items()
+    },
+    'Module.__getattr__ has to call _try_setup': _sets_up,
+    'jit has to trace anew in another jax.make_user_context': _traces_anew,
+    'traces have to tell which one is around them': _tells_traces_apart,
+    'lifted transforms have to call flax.core.lift._partial_pack': _packs,
+    **{
+        f'attributes of {name}': lambda thing=thing, names=names: _has(thing(), names)
+        for name, (thing, names) in _ATTRIBUTES.items()
+    },
+}
