@@ -1151,7 +1151,7 @@ def test_any_rule_may_be_wrapped_around_a_module() -> None:
         def __call__(self, path, leaf):
             return 2 * leaf
 
-    twice = rewrites.Rewrite(filters.as_filter('kernel'), Twice())
+    twice = rewrites.BlockDecorator(filters.as_filter('kernel'), Twice())
     doubled = twice(linen.Dense(4))
     params = linen.Dense(4).init(KEY, X)['params']
     by_hand = {**params, 'kernel': 2 * params['kernel']}

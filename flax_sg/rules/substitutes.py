@@ -156,7 +156,8 @@ def _collect(
             _collect(found, collection, (*names, str(name)), below)
     elif not names:
         raise no_values(
-            f'{shape_check.described(node)} for the collection {collection!r}'
+            f'{shape_check.described(node)} for the collection {collection!r}',
+            "Fix: nest them as {'params': {'kernel': value}}.",
         )
     elif not is_absent(node):
         found[collection, names] = node
