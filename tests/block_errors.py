@@ -473,7 +473,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.ArgumentTypeError,
         'nn.substitute cannot decorate a dict of 1 array: expected a function, a '
         'method, a Module class or a module.\n'
-        'For a tree of parameters write sg.substitute(tree, values).',
+        "To say which variables write where='bias'.",
     ),
     'a number that is lifted': (
         lambda: nn.stop_gradient('kernel')(3),
@@ -502,6 +502,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'method, a Module class or a module.\n'
         'For a tree of parameters write sg.rewrite(tree, nn.train_only(...)).',
     ),
+    'values by name for a tree': (
+        lambda: sg.rewrite(PARAMS, nn.substitute({'bias': 2.0 * PARAMS['bias']})),
+        errors.ArgumentTypeError,
+        'sg.rewrite was given nn.substitute with values by name: only variables of a '
+        'model have these names.\n'
+        'For a tree write sg.substitute(tree, values).',
+    ),
     'a tree that is wrapped': (
         lambda: nn.Frozen(PARAMS),
         errors.ArgumentTypeError,
@@ -511,15 +518,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a generator function that is decorated': (
         lambda: nn.stop_gradient(in_steps, 'kernel'),
         errors.ArgumentTypeError,
-        'in_steps returns a generator, whose body runs when the call is over and its '
-        'block is closed.\n'
+        'in_steps returns a generator or a coroutine, whose body runs when the call is '
+        'over and its block is closed.\n'
         'Open the block in the body: with nn.stop_gradient(where):',
     ),
     'a decorated function that returns a generator': (
         lambda: nn.stop_gradient(later, 'kernel')(MODEL.bind(VARIABLES)),
         errors.ArgumentTypeError,
-        'later returns a generator, whose body runs when the call is over and its '
-        'block is closed.\n'
+        'later returns a generator or a coroutine, whose body runs when the call is '
+        'over and its block is closed.\n'
         'Open the block in the body: with nn.stop_gradient(where):',
     ),
     'methods of a function': (
@@ -796,6 +803,10 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'a tree that is decorated with another rule': lambda: sg.rewrite(
         PARAMS, nn.train_only('kernel')
     ),
+    'values by name for a tree': lambda: [
+        sg.rewrite(PARAMS, nn.substitute(lambda path, value: 2.0 * value)),
+        sg.substitute(PARAMS, {'bias': 2.0 * PARAMS['bias']}),
+    ],
     'a tree that is wrapped': lambda: sg.stop_gradient(PARAMS, 'kernel'),
     'a generator function that is decorated': lambda: list(in_steps(MODEL)),
     'a decorated function that returns a generator': lambda: list(later(MODEL)),

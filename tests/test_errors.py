@@ -912,7 +912,6 @@ ELSEWHERE = {
             for file in (
                 'engine/extents.py',
                 'rules/joint.py',
-                'rules/substitutes.py',
             )
         ],
         'as in forms/wrappers.py',

@@ -21,17 +21,13 @@ from flax_sg.forms import frozen, targets
 from flax_sg.internals import modules
 from flax_sg.rules import rules
 
-# What returns before its body has run.
-_KINDS_OF_FUNCTIONS: dict[Callable[[object], bool], str] = {
-    inspect.isgeneratorfunction: 'generator',
-    inspect.iscoroutinefunction: 'coroutine',
-    inspect.isasyncgenfunction: 'generator',
-}
-_RESULTS_THAT_RUN: dict[type, str] = {
-    types.GeneratorType: 'generator',
-    types.CoroutineType: 'coroutine',
-    types.AsyncGeneratorType: 'generator',
-}
+# What returns before its body has run, and what it returns.
+_RUN_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+_NOT_RUN = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
@@ -93,9 +89,8 @@ def _lift_function(
         fn: a method in the body of its class, or any function.
         of_module: what is called for a module whose methods are not running.
     """
-    for is_kind, kind in _KINDS_OF_FUNCTIONS.items():
-        if is_kind(fn):
-            raise targets.runs_later(fn, kind)
+    if any(is_kind(fn) for is_kind in _RUN_LATER):
+        raise targets.runs_later(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +104,8 @@ def _lift_function(
             owner, judged = running_scope(), extents.READS
         with extents.Extent(rewrite, owner, judged):
             y = called(*args, **kwargs)
-        if type(y) in _RESULTS_THAT_RUN:
-            raise targets.runs_later(fn, _RESULTS_THAT_RUN[type(y)])
+        if isinstance(y, _NOT_RUN):
+            raise targets.runs_later(fn)
         return y
 
     return wrapper

@@ -29,11 +29,11 @@ def not_liftable(
         argument: what was given with it, as in ``nn.stop_gradient(target, argument)``.
     """
     fix = _VALUE if hasattr(target, 'shape') else ''
-    if _arrays_in(target):
+    if name == 'substitute' and isinstance(argument, str):
+        fix = f'To say which variables write where={argument!r}.'
+    elif _arrays_in(target):
         tree_form = _TREE_FORMS.get(name, f'sg.rewrite(tree, nn.{name}(...))')
         fix = f'For a tree of parameters write {tree_form}.'
-    elif argument is not None and name == 'substitute':
-        fix = f'To say which variables write where={argument!r}.'
     elif argument is not None:
         fix = f'For several filters write [{target!r}, {argument!r}].'
     lines = [
@@ -110,11 +110,11 @@ def methods_without_names(methods: object) -> errors.UnknownNameError:
     )
 
 
-def runs_later(fn: object, kind: str) -> errors.ArgumentTypeError:
+def runs_later(fn: object) -> errors.ArgumentTypeError:
     """A generator or a coroutine was decorated: a block around the call is no help."""
     name = getattr(fn, '__qualname__', type(fn).__name__)
     return errors.ArgumentTypeError(
-        f'{name} returns a {kind}, whose body runs when the call is over and its block '
-        'is closed.\n'
+        f'{name} returns a generator or a coroutine, whose body runs when the call is '
+        'over and its block is closed.\n'
         'Open the block in the body: with nn.stop_gradient(where):'
     )

@@ -248,7 +248,7 @@ class Wrapper(modules.Module):
 
 
 for _name in protocols.STARTS:
-    setattr(Wrapper, _name, protocols.Start(_name))
+    setattr(Wrapper, _name, protocols.starts(_name))
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 

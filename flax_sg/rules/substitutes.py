@@ -46,7 +46,11 @@ class Source:
 
     def of_leaf(self, path: Path, leaf: Any) -> Any:
         """What is read instead of one leaf."""
-        raise NotImplementedError
+        raise errors.ArgumentTypeError(
+            'sg.rewrite was given nn.substitute with values by name: only variables of '
+            'a model have these names.\n'
+            'For a tree write sg.substitute(tree, values).'
+        )
 
 
 class Tree(Source):
