@@ -533,7 +533,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: nn.Frozen(jnp.tanh),
         errors.ArgumentTypeError,
         'nn.Frozen wraps a Module instance, and was given the function tanh.\n'
-        'For a function write nn.stop_gradient(tanh, where).',
+        'For a function write nn.stop_gradient(fn, where).',
     ),
     'wrapped None': (
         lambda: nn.mirror(None),

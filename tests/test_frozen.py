@@ -1237,11 +1237,11 @@ def test_inheritance() -> None:
     ('target', 'said'),
     [
         (None, 'was given None'),
-        (jnp.tanh, 'A function has no parameters of its own'),
-        (lambda x: x, 'open a block'),
+        (jnp.tanh, 'For a function write nn.stop_gradient(fn, where)'),
+        (lambda x: x, 'For a function write nn.stop_gradient(fn, where)'),
         (linen.Dense, 'nn.Frozen(Dense(...))'),
         (X, 'jax.lax.stop_gradient(x)'),
-        ('encoder', "'encoder', of type str"),
+        ('encoder', "'encoder' (str)"),
     ],
 )
 def test_what_is_no_module(target: Any, said: str) -> None:

@@ -58,7 +58,7 @@ def not_wrappable(wrapper: str, target: Any) -> errors.ArgumentTypeError:
     elif callable(target):
         name = getattr(target, '__qualname__', type(target).__name__)
         what = f'the function {name}'
-        fix = f'For a function write nn.stop_gradient({name}, where).'
+        fix = 'For a function write nn.stop_gradient(fn, where).'
     elif hasattr(target, 'shape'):
         fix = _VALUE
     elif _arrays_in(target):
