@@ -17,12 +17,12 @@ from flax import linen as _linen
 from flax.linen import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
 from flax_sg.forms.cotangents import clip_gradient as clip_gradient
+from flax_sg.forms.cotangents import copy_cotangent as copy_cotangent
 from flax_sg.forms.cotangents import map_cotangent as map_cotangent
 from flax_sg.forms.cotangents import print_cotangent as print_cotangent
+from flax_sg.forms.cotangents import replace_cotangent as replace_cotangent
 from flax_sg.forms.cotangents import reverse_gradient as reverse_gradient
 from flax_sg.forms.cotangents import scale_gradient as scale_gradient
-from flax_sg.forms.exchanges import copy_cotangent as copy_cotangent
-from flax_sg.forms.exchanges import replace_cotangent as replace_cotangent
 from flax_sg.forms.frozen import Frozen as Frozen
 from flax_sg.forms.mirror import mirror as mirror
 from flax_sg.forms.read_only import read_only as read_only

@@ -58,6 +58,16 @@ def changed(values: Any) -> None:
     assert (run(values) != MODEL.apply(VARIABLES, X)).any()
 
 
+def in_steps(module: Any) -> Any:
+    """A generator function."""
+    yield module.name
+
+
+def later(module: Any) -> Any:
+    """Returns before its body has run."""
+    return in_steps(module)
+
+
 def mirrored(**options: Any) -> Any:
     class Shows(fnn.Module):
         @fnn.compact
@@ -417,7 +427,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "nn.substitute was given float32[2, 2] for the collection 'params'.\n"
         'Expected: a tree of values, nested as the variables are; the name of '
         'another collection; a bound module; or a function (path, value) -> '
-        'value.',
+        'value.\n'
+        "Fix: nest them as {'params': {'kernel': value}}.",
     ),
     'values of a collection that is left out': (
         lambda: nn.substitute({'ema': {'bias': X}}, collections=['params', 'stats']),
@@ -444,7 +455,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.StructureError,
         "nn.substitute: there is no value for 'kernel' of the collection "
         "'params' in the tree.\n"
-        'Fix: select with where= the variables that have one.',
+        'Fix: give one, or leave the variable out with substitute(..., where=).',
     ),
     'a value without its box': (
         lambda: run(nn.substitute({'kernel': X}), Boxed(), BOXED),
@@ -459,23 +470,63 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'values and a filter': (
         lambda: nn.substitute({'bias': X}, 'bias'),
         errors.ArgumentTypeError,
-        'cannot lift a dict: expected a Module class, a method, a function '
-        'whose first argument is a bound module, or a module.\n'
+        'nn.substitute cannot decorate a dict of 1 array: expected a function, a '
+        'method, a Module class or a module.\n'
         "To say which variables write where='bias'.",
     ),
     'a number that is lifted': (
         lambda: nn.stop_gradient('kernel')(3),
         errors.ArgumentTypeError,
-        'cannot lift 3 of type int: expected a Module class, a method, a '
-        'function whose first argument is a bound module, or a module.',
+        'nn.stop_gradient cannot decorate 3 (int): expected a function, a method, a '
+        'Module class or a module.',
     ),
     'an array that is lifted': (
         lambda: nn.stop_gradient('kernel')(X),
         errors.ArgumentTypeError,
-        'cannot lift float32[2, 2] of type ArrayImpl: expected a Module class, '
-        'a method, a function whose first argument is a bound module, or a '
-        'module.\n'
+        'nn.stop_gradient cannot decorate an array (float32[2, 2]): expected a '
+        'function, a method, a Module class or a module.\n'
         'To stop the gradient of a value write jax.lax.stop_gradient(x).',
+    ),
+    'a tree that is decorated': (
+        lambda: nn.stop_gradient(VARIABLES, 'kernel'),
+        errors.ArgumentTypeError,
+        'nn.stop_gradient cannot decorate a dict of 2 arrays: expected a function, a '
+        'method, a Module class or a module.\n'
+        'For a tree of parameters write sg.stop_gradient(tree, where).',
+    ),
+    'a tree that is decorated with another rule': (
+        lambda: nn.train_only(PARAMS, 'kernel'),
+        errors.ArgumentTypeError,
+        'nn.train_only cannot decorate a dict of 2 arrays: expected a function, a '
+        'method, a Module class or a module.\n'
+        'For a tree of parameters write sg.rewrite(tree, nn.train_only(...)).',
+    ),
+    'values by name for a tree': (
+        lambda: sg.rewrite(PARAMS, nn.substitute({'bias': 2.0 * PARAMS['bias']})),
+        errors.ArgumentTypeError,
+        'sg.rewrite was given nn.substitute with values by name: only variables of a '
+        'model have these names.\n'
+        'For a tree write sg.substitute(tree, values).',
+    ),
+    'a tree that is wrapped': (
+        lambda: nn.Frozen(PARAMS),
+        errors.ArgumentTypeError,
+        'nn.Frozen wraps a Module instance, and was given a dict of 2 arrays.\n'
+        'For a tree of parameters write sg.stop_gradient(tree, where).',
+    ),
+    'a generator function that is decorated': (
+        lambda: nn.stop_gradient(in_steps, 'kernel'),
+        errors.ArgumentTypeError,
+        'in_steps returns a generator or a coroutine, whose body runs when the call is '
+        'over and its block is closed.\n'
+        'Open the block in the body: with nn.stop_gradient(where):',
+    ),
+    'a decorated function that returns a generator': (
+        lambda: nn.stop_gradient(later, 'kernel')(MODEL.bind(VARIABLES)),
+        errors.ArgumentTypeError,
+        'later returns a generator or a coroutine, whose body runs when the call is '
+        'over and its block is closed.\n'
+        'Open the block in the body: with nn.stop_gradient(where):',
     ),
     'methods of a function': (
         lambda: nn.stop_gradient('kernel').lift(reload, methods=['encode']),
@@ -505,30 +556,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "  'use_running_average': held, and normalization layers use what is "
         'stored, not the batch',
     ),
-    'variables of other shapes': (
-        lambda: mirrored(variables={'params': {**PARAMS, 'bias': X}}),
-        errors.ArgumentValueError,
-        'nn.mirror(Model(...), variables=...): it has other shapes than the '
-        'module\n'
-        '  params/bias: (2, 2) for (1, 2)\n'
-        "The tree is that of the module at 'm', with collections on top, such "
-        "as {'params': ...}.",
-    ),
-    'variables that the module does not have': (
-        lambda: mirrored(variables={'params': {**PARAMS, 'scale': X}}),
-        errors.ArgumentValueError,
-        'nn.mirror(Model(...), variables=...): the module has no\n'
-        '  params/scale\n'
-        "The tree is that of the module at 'm', with collections on top, such "
-        "as {'params': ...}.",
-    ),
-    'variables of no such collection': (
-        lambda: mirrored(variables={**VARIABLES, 'cache': {'n': X}}),
-        errors.ArgumentValueError,
-        'nn.mirror(Model(...), variables=...): the module has no collection\n'
-        "  'cache'\n"
-        "The tree is that of the module at 'm', with collections on top, such "
-        "as {'params': ...}.",
+    'variables without their collection': (
+        lambda: mirrored(variables=PARAMS),
+        errors.ArgumentTypeError,
+        "nn.substitute was given float32[2, 2] for the collection 'kernel'.\n"
+        'Expected: a tree of values, nested as the variables are; the name of '
+        'another collection; a bound module; or a function (path, value) -> value.\n'
+        "Fix: nest them as {'params': {'kernel': value}}.",
     ),
     'created and read only': (
         created,
@@ -761,6 +795,20 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     ),
     'a number that is lifted': lambda: nn.stop_gradient('kernel')(Model),
     'an array that is lifted': 'jax.lax.stop_gradient(x)',
+    'a tree that is decorated': lambda: [
+        sg.stop_gradient(VARIABLES, 'kernel'),
+        sg.stop_gradient(PARAMS, 'kernel'),
+    ],
+    'a tree that is decorated with another rule': lambda: sg.rewrite(
+        PARAMS, nn.train_only('kernel')
+    ),
+    'values by name for a tree': lambda: [
+        sg.rewrite(PARAMS, nn.substitute(lambda path, value: 2.0 * value)),
+        sg.substitute(PARAMS, {'bias': 2.0 * PARAMS['bias']}),
+    ],
+    'a tree that is wrapped': lambda: sg.stop_gradient(PARAMS, 'kernel'),
+    'a generator function that is decorated': lambda: list(in_steps(MODEL)),
+    'a decorated function that returns a generator': lambda: list(later(MODEL)),
     'methods of a function': lambda: nn.stop_gradient(
         Model, 'kernel', methods=['encode']
     ),
@@ -770,9 +818,7 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         mirrored(variables=VARIABLES, state=choice)
         for choice in ('hold', 'use_running_average')
     ],
-    'variables of other shapes': lambda: mirrored(variables={'params': PARAMS}),
-    'variables that the module does not have': lambda: mirrored(variables=VARIABLES),
-    'variables of no such collection': lambda: mirrored(variables=VARIABLES),
+    'variables without their collection': lambda: mirrored(variables=VARIABLES),
     'created and read only': lambda: created(collections=DenyList('cache')),
     'what Python asks of a wrapper': lambda: nn.Frozen(MODEL).module,
     'a layer that there is not': lambda: [

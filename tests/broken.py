@@ -65,13 +65,13 @@ def absolute_paths(patch: Patch) -> None:
 
 def open_after_an_exception(patch: Patch) -> None:
     """The block is closed where its body ends, not where an exception leaves it."""
-    close = rewrites.Rewrite.__exit__
+    close = rewrites.BlockDecorator.__exit__
 
     def close_at_the_end(self: Any, exc_type: Any, *rest: Any) -> None:
         if exc_type is None:
             close(self, exc_type, *rest)
 
-    patch.setattr(rewrites.Rewrite, '__exit__', close_at_the_end)
+    patch.setattr(rewrites.BlockDecorator, '__exit__', close_at_the_end)
 
 
 def kept_values_ignored(patch: Patch) -> None:

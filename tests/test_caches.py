@@ -990,7 +990,7 @@ def test_a_rule_that_asks_for_the_path_tells_jitted_modules_apart():
         def __call__(self, x):
             return [jitted(name=name)(x) for name in 'ab']
 
-    with rewrites.Rewrite(filters.as_filter(True), FirstIsZero()):
+    with rewrites.BlockDecorator(filters.as_filter(True), FirstIsZero()):
         found, _ = Model().init_with_output(jax.random.key(0), X)
     oracle.assert_same(found, [X, X + 2.0 * X])
 
@@ -1244,8 +1244,8 @@ class Zeros(rules.Rule):
         return jnp.zeros_like(leaf)
 
 
-def zeros(where: Any, **kwargs: Any) -> rewrites.Rewrite:
-    return rewrites.Rewrite(filters.as_filter(where), Zeros(), **kwargs)
+def zeros(where: Any, **kwargs: Any) -> rewrites.BlockDecorator:
+    return rewrites.BlockDecorator(filters.as_filter(where), Zeros(), **kwargs)
 
 
 class Layer(fnn.Module):

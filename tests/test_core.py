@@ -1,4 +1,4 @@
-"""The lift on scopes: ``core.stop_gradient`` and ``core.rewrite``."""
+"""The lift on scopes: ``core.stop_gradient`` and ``core.lift``."""
 
 import dataclasses
 import functools
@@ -310,8 +310,10 @@ class Twice(rules.Rule):
         return 2.0 * leaf
 
 
-def test_rewrite_takes_any_rule():
-    lifted = core.rewrite(layer, rewrites.Rewrite(filters.as_filter('kernel'), Twice()))
+def test_lift_takes_any_rule():
+    lifted = core.lift(
+        layer, rewrites.BlockDecorator(filters.as_filter('kernel'), Twice())
+    )
     variables = {
         'params': VARIABLES['params']['enc'],
         'state': VARIABLES['state']['enc'],
@@ -334,6 +336,6 @@ def test_rewrite_takes_any_rule():
     oracle.assert_same(stored, init(layer)(RNGS, X)[1]['params'])
 
 
-def test_rewrite_takes_the_value_of_the_linen_form():
-    lifted = core.rewrite(layer, nn.train_only('bias'))
+def test_lift_takes_the_value_of_the_linen_form():
+    lifted = core.lift(layer, nn.train_only('bias'))
     assert_stops(lifted, layer, 'kernel')

@@ -177,7 +177,7 @@ def on_scopes(rule: Any, params: Any, x: Any) -> Any:
     def call(scope: Any, x: Any) -> Any:
         return Cell(parent=scope)(x)
 
-    return apply(sg.core.rewrite(call, rule('')))({'params': params}, x)
+    return apply(sg.core.lift(call, rule('')))({'params': params}, x)
 
 
 def on_a_tree(rule: Any, params: Any, x: Any) -> Any:

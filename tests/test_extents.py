@@ -252,7 +252,7 @@ class Fails(rules.StopGradient):
 @pytest.mark.parametrize('inside', [False, True])
 def test_an_error_while_a_block_opens(error, inside):
     raised = error('on purpose')
-    block = rewrites.Rewrite(filters.as_filter('bias'), Fails(raised))
+    block = rewrites.BlockDecorator(filters.as_filter('bias'), Fails(raised))
     outer = nn.stop_gradient('kernel') if inside else contextlib.nullcontext()
     with outer:
         with pytest.raises(error) as caught, block:
@@ -277,7 +277,7 @@ class Unhashable(rules.Rule):
 def test_a_rule_without_a_hash(inside):
     outer = nn.stop_gradient('kernel') if inside else contextlib.nullcontext()
     with outer:
-        block = rewrites.Rewrite(filters.as_filter('bias'), Unhashable())
+        block = rewrites.BlockDecorator(filters.as_filter('bias'), Unhashable())
         with pytest.raises(TypeError, match='Unhashable'), block:
             pytest.fail('the body must not run')
         grads = jax.grad(lambda p: jnp.sum(apply(p)))(PARAMS)
@@ -308,7 +308,9 @@ class Broken(rules.Rule):
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
 def test_a_rule_that_raises(error):
-    block = rewrites.Rewrite(filters.as_filter('kernel'), Broken(error('on purpose')))
+    block = rewrites.BlockDecorator(
+        filters.as_filter('kernel'), Broken(error('on purpose'))
+    )
     with pytest.raises(error, match='on purpose'), block:
         apply(PARAMS)
     bound = MODEL.bind({'params': PARAMS})

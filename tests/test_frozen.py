@@ -1151,7 +1151,7 @@ def test_any_rule_may_be_wrapped_around_a_module() -> None:
         def __call__(self, path, leaf):
             return 2 * leaf
 
-    twice = rewrites.Rewrite(filters.as_filter('kernel'), Twice())
+    twice = rewrites.BlockDecorator(filters.as_filter('kernel'), Twice())
     doubled = twice(linen.Dense(4))
     params = linen.Dense(4).init(KEY, X)['params']
     by_hand = {**params, 'kernel': 2 * params['kernel']}
@@ -1237,11 +1237,11 @@ def test_inheritance() -> None:
     ('target', 'said'),
     [
         (None, 'was given None'),
-        (jnp.tanh, 'A function has no parameters of its own'),
-        (lambda x: x, 'open a block'),
+        (jnp.tanh, 'For a function write nn.stop_gradient(fn, where)'),
+        (lambda x: x, 'For a function write nn.stop_gradient(fn, where)'),
         (linen.Dense, 'nn.Frozen(Dense(...))'),
         (X, 'jax.lax.stop_gradient(x)'),
-        ('encoder', "'encoder', of type str"),
+        ('encoder', "'encoder' (str)"),
     ],
 )
 def test_what_is_no_module(target: Any, said: str) -> None:

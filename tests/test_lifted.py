@@ -1,6 +1,9 @@
 """Module classes, methods and functions of a module, lifted by a rewrite."""
 
+import concurrent.futures
 import functools
+import inspect
+import threading
 from typing import Any
 
 import flax.linen as fnn
@@ -11,6 +14,7 @@ import pytest
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.forms import rewrites
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 KEY = jax.random.key(0)
@@ -471,11 +475,245 @@ def test_what_cannot_be_lifted():
             pytest.fail(f'{nn.stop_gradient(target, "enc/**")} from {target}')
         with pytest.raises(errors.ArgumentTypeError):
             pytest.fail(f'{nn.stop_gradient("enc/**")(target)} from {target}')
-    lifted = nn.stop_gradient(lambda x: x, 'kernel')
-    with pytest.raises(errors.ArgumentTypeError):
-        lifted(X)
-    with pytest.raises(TypeError):
-        lifted()
+
+
+# Any function: the block is that of a ``with`` statement in its first line.
+
+
+MODEL = Two()
+PARAMS = MODEL.init(KEY, X)['params']
+
+
+def call(params: Any, x: Any) -> Any:
+    return MODEL.apply({'params': params}, x)
+
+
+def stopped_call(*paths: str) -> Any:
+    """``call`` with these parameters stopped by hand."""
+    return lambda p, x: MODEL.apply(stopped({'params': p}, *paths), x)
+
+
+class Trainer:
+    """No Module: its methods are functions like any other."""
+
+    factor = 1.0
+
+    @nn.stop_gradient('enc/**')
+    def method(self, params, x):
+        return call(params, x) * self.factor
+
+    @nn.stop_gradient('enc/**')
+    @staticmethod
+    def static(params, x):
+        return call(params, x)
+
+    @staticmethod
+    @nn.stop_gradient('enc/**')
+    def decorated_first(params, x):
+        return call(params, x)
+
+    @nn.stop_gradient('enc/**')
+    @classmethod
+    def of_class(cls, params, x):
+        return call(params, x) * cls.factor
+
+    def __call__(self, params, x):
+        return call(params, x)
+
+
+@nn.train_only('dec/**')
+def decorated(params, x):
+    """Words."""
+    return call(params, x)
+
+
+def nested(params, x):
+    @nn.stop_gradient('enc/**')
+    def countdown(n):
+        return countdown(n - 1) if n else call(params, x)
+
+    return countdown(3)
+
+
+STOP = nn.stop_gradient('enc/**')
+JITTED = jax.jit(call)
+ANY_FUNCTION: dict[str, Any] = {
+    'a decorator': decorated,
+    'target first': nn.stop_gradient(call, 'enc/**'),
+    'a predicate': nn.stop_gradient(call, lambda path: path.startswith('enc')),
+    'a lambda': STOP(lambda p, x: call(p, x)),
+    'a bound method of an unbound module': lambda p, x: STOP(MODEL.apply)(
+        {'params': p}, x
+    ),
+    'apply of a bound module': lambda p, x: STOP(MODEL.bind({'params': p}).apply)(
+        {'params': p}, x
+    ),
+    'a partial of apply': lambda p, x: STOP(functools.partial(MODEL.apply, x=x))(
+        {'params': p}
+    ),
+    'a partial': lambda p, x: STOP(functools.partial(call, p))(x),
+    'keywords alone': lambda p, x: STOP(call)(params=p, x=x),
+    'an unbound module first': lambda p, x: STOP(lambda m: m.apply({'params': p}, x))(
+        MODEL
+    ),
+    'a module made in it': lambda p, x: STOP(lambda _: Two().apply({'params': p}, x))(
+        MODEL
+    ),
+    'a method': Trainer().method,
+    'a bound method': STOP(functools.partial(Trainer.__call__, Trainer())),
+    'an object that is called': STOP(Trainer()),
+    'a static method': Trainer.static,
+    'a static method, decorated first': Trainer.decorated_first,
+    'a class method': Trainer.of_class,
+    'a class method of an instance': Trainer().of_class,
+    'a jitted function': STOP(JITTED),
+    'in jit': jax.jit(STOP(call)),
+    'in jit and of a jitted function': jax.jit(STOP(JITTED)),
+    'a gradient': lambda p, x: jax.vjp(STOP(call), p, x)[0],
+    'vmap': lambda p, x: jax.vmap(STOP(call), (None, 0))(p, x),
+    'checkpoint': jax.checkpoint(STOP(call)),
+    'recursion': nested,
+    'twice': STOP(nn.stop_gradient('enc/kernel')(call)),
+}
+
+
+@pytest.mark.parametrize('case', ANY_FUNCTION)
+def test_any_function(case):
+    for _ in range(2):
+        oracle.assert_same(
+            oracle.grads(ANY_FUNCTION[case], PARAMS, X),
+            oracle.grads(stopped_call('enc'), PARAMS, X),
+        )
+    # Nothing outside of the call, and no cache, has taken it over.
+    for fn in (call, JITTED):
+        oracle.assert_same(oracle.grads(fn, PARAMS, X), oracle.grads(call, PARAMS, X))
+
+
+def test_two_decorated_versions_of_one_jitted_function():
+    of_enc, of_dec = nn.stop_gradient(JITTED, 'enc/**'), nn.train_only(JITTED, 'enc/**')
+    for fn, path in 2 * [(of_enc, 'enc'), (of_dec, 'dec')]:
+        oracle.assert_same(
+            oracle.grads(fn, PARAMS, X), oracle.grads(stopped_call(path), PARAMS, X)
+        )
+
+
+def test_a_decorated_function_is_traced_once():
+    traces = []
+
+    @jax.jit
+    def step(params):
+        traces.append(1)
+        return jnp.sum(call(params, X))
+
+    for _ in range(3):
+        jax.grad(nn.stop_gradient(step, lambda path: path.name == 'bias'))(PARAMS)
+    assert len(traces) == 1
+
+
+def test_a_decorated_function_looks_like_the_function():
+    assert (decorated.__name__, decorated.__doc__) == ('decorated', 'Words.')
+    assert str(inspect.signature(decorated)) == '(params, x)'
+    for fn in (functools.partial(call, PARAMS), Trainer()):
+        assert inspect.signature(STOP(fn)) == inspect.signature(fn)
+    jitted = jax.jit(nn.stop_gradient(MODEL.apply, 'enc/**'), static_argnames='method')
+    oracle.assert_same(
+        jitted({'params': PARAMS}, X, method='encode'),
+        MODEL.apply({'params': PARAMS}, X, method='encode'),
+    )
+
+
+def test_a_decorated_function_is_called_in_several_threads():
+    """Each call has a block of its own, also while another thread is in one."""
+    count = 8
+    barrier = threading.Barrier(count)
+
+    @nn.stop_gradient('enc/**')
+    def loss(params, depth):
+        barrier.wait(60)
+        inner = loss(params, depth - 1) if depth else 0.0
+        barrier.wait(60)
+        return inner + jnp.sum(call(params, X))
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        grads = list(pool.map(lambda _: jax.grad(loss)(PARAMS, 2), range(count)))
+    by_hand = stopped_call('enc')
+    expected = jax.grad(lambda p: sum(jnp.sum(by_hand(p, X)) for _ in range(3)))
+    for grad in grads:
+        oracle.assert_same(grad, expected(PARAMS))
+
+
+def test_a_decorated_function_in_a_method():
+    """As with a block there, paths begin at the module whose method is running."""
+
+    class Uses(Two):
+        def __call__(self, x):
+            encode = nn.stop_gradient(lambda x: self.enc(x), 'enc/**')
+            return encode(x) + self.enc(x)
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Uses(name='uses')(x)
+
+    variables = Outer().init(KEY, X)
+
+    def expected(v, x):
+        enc = {'params': v['params']['uses']['enc']}
+        return sum(fnn.Dense(3).apply(e, x) for e in (jax.lax.stop_gradient(enc), enc))
+
+    oracle.assert_same(
+        grads_of(Outer(), variables), oracle.grads(expected, variables, X)
+    )
+
+
+def test_a_decorated_function_that_stops_nothing():
+    with pytest.raises(errors.UnusedFilterError, match='no variable of a Flax module'):
+        nn.stop_gradient(lambda x: 2 * x, 'nothing/**')(X)
+    with pytest.raises(errors.UnusedFilterError, match='encoder'):
+        nn.stop_gradient(call, 'encoder/**')(PARAMS, X)
+    encode = functools.partial(MODEL.apply, {'params': PARAMS}, method='encode')
+    with pytest.warns(errors.NothingStoppedWarning):
+        nn.stop_gradient(encode, 'd?c/kernel')(X)
+
+
+async def coroutine(params):
+    return call(params, X)
+
+
+async def in_turn(params):
+    yield call(params, X)
+
+
+def steps(params):
+    yield call(params, X)
+
+
+@pytest.mark.parametrize('fn', [coroutine, in_turn, steps], ids=lambda fn: fn.__name__)
+def test_a_function_whose_body_runs_later_is_refused(fn):
+    """A block around the call would be closed when the body reads its parameters."""
+
+    def refused():
+        return pytest.raises(errors.ArgumentTypeError, match='runs when the call')
+
+    for target in (fn, functools.partial(fn, PARAMS), staticmethod(fn)):
+        with refused():
+            nn.stop_gradient(target, 'enc/**')
+    returned = fn(PARAMS)
+    for module in (None, MODEL.bind({'params': PARAMS})):
+        with refused():
+            nn.stop_gradient(lambda module: returned, True)(module)
+    if fn is coroutine:
+        returned.close()
+
+
+def test_a_single_function_is_a_filter():
+    rewrite = nn.stop_gradient(lambda path: path.startswith('enc'))
+    assert isinstance(rewrite, rewrites.BlockDecorator)
+    for fn in (rewrite(call), rewrite(MODEL.apply)):
+        assert callable(fn)
+    # A function that takes more than a path is no filter, and nothing to decorate.
+    with pytest.raises(errors.FilterTypeError, match='cannot be called with a path'):
+        nn.stop_gradient(call)
 
 
 # With Flax's own transforms, over and under.

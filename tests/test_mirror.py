@@ -678,12 +678,11 @@ def test_other_values_in_jit_are_new_each_time() -> None:
             return self.view(x)
 
     class Outer(linen.Module):
-        def setup(self):
-            self.inner = linen.Dense(4)
-
+        @linen.compact
         def __call__(self, x, other):
-            view = nn.mirror(self.inner, variables=other)
-            return self.inner(x), Holds(view, parent=None).bind({})(x)
+            inner = linen.Dense(4, name='inner')
+            view = nn.mirror(inner, variables=other)
+            return inner(x), Holds(view)(x)
 
     for model in (Model(), Outer()):
         params = linen.Dense(4).init(RNGS, X)
@@ -701,36 +700,52 @@ def bad(tree: Any) -> Any:
     return model.apply({'params': params}, X, tree(params['inner']))
 
 
-BAD_TREES: dict[str, tuple[Any, str]] = {
-    'no collection': (lambda p: p, "the module has no collection\n  'layers_0'"),
+BAD_TREES: dict[str, tuple[Any, type[Exception], str]] = {
+    'no collection': (
+        lambda p: p,
+        errors.ArgumentTypeError,
+        "the collection 'scale'.+Fix: nest them as",
+    ),
+    'layers in place of collections': (
+        lambda p: {k: v for k, v in p.items() if k != 'scale'},
+        errors.UnusedFilterError,
+        "no collection 'layers_0' exists",
+    ),
     'of the parent': (
         lambda p: {'params': {'inner': p}},
-        'it lacks\n  params/layers_0/bias',
+        errors.StructureError,
+        "no value for '(scale|layers_0/bias)' of the collection 'params'",
     ),
     'lacks': (
         lambda p: {'params': {k: v for k, v in p.items() if k != 'scale'}},
-        'it lacks\n  params/scale',
+        errors.StructureError,
+        "no value for 'scale' of the collection 'params' in the tree",
     ),
-    'has more': (lambda p: {'params': {**p, 'w': X}}, 'the module has no\n  params/w'),
+    'has more': (
+        lambda p: {'params': {**p, 'w': X}},
+        errors.UnusedFilterError,
+        "1 value without a variable:.  'w'",
+    ),
     'other shape': (
         lambda p: {'params': {**p, 'scale': jnp.ones((4,))}},
-        'it has other shapes than the module\n  params/scale: (4,) for (1, 4)',
+        errors.StructureError,
+        r"value for 'scale' .+ does not fit.+float32\[1, 4\].+float32\[4\]",
     ),
 }
 
 
 @pytest.mark.parametrize('name', BAD_TREES)
 def test_a_tree_that_does_not_fit(name) -> None:
-    tree, said = BAD_TREES[name]
-    with pytest.raises(errors.ArgumentValueError) as caught:
+    tree, error, said = BAD_TREES[name]
+    with pytest.raises(error, match=f'(?s){said}'):
         bad(tree)
-    assert said in str(caught.value)
-    assert "module at 'inner'" in str(caught.value)
 
 
-def test_other_values_print_as_the_names_of_their_collections() -> None:
-    dense = linen.Dense(2).bind({'params': {}})
-    assert 'shown = <params>' in repr(nn.mirror(dense, variables={'params': {}}))
+def test_a_view_of_other_values_prints_none_of_them() -> None:
+    tree = {'params': Dense2().init(RNGS, X)['params']}
+    text = repr(nn.mirror(Dense2(), variables=tree))
+    assert 'layers_0/kernel' in text
+    assert 'Array' not in text
 
 
 def test_other_values_are_not_updated() -> None:
@@ -745,7 +760,7 @@ def test_no_values_are_those_of_the_module() -> None:
 
 
 def test_blocks_around_a_mirror() -> None:
-    """What a block stops is stopped in other values too, under the same names."""
+    """They rewrite what the module stores, and other values stand in place of it."""
 
     class Model(linen.Module):
         where: Any
@@ -767,13 +782,31 @@ def test_blocks_around_a_mirror() -> None:
         def expected(params: Any, other: Any, where: Any = where) -> Any:
             start = where.removeprefix('inner/').rstrip('*')
             selects = lambda path: path.startswith(start)  # noqa: E731
-            trees = other, params['inner']
-            return tuple(
-                Dense2().apply({'params': stopped(t, selects)}, X) for t in trees
-            )
+            trees = other, stopped(params['inner'], selects)
+            return tuple(Dense2().apply({'params': tree}, X) for tree in trees)
 
         args = params, other
         assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
+
+
+def test_a_collection_of_other_values_that_is_written_reads_as_they_are() -> None:
+    """In each call anew: what a call writes is dropped, as with ``state='hold'``."""
+
+    class Counts(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            count = self.variable('counts', 'n', lambda: jnp.zeros(()))
+            seen = count.value
+            count.value = seen + 1.0
+            return x + self.param('w', linen.initializers.ones, ()) * seen
+
+    model = Uses(Counts, 'oom')
+    variables = {'params': {'inner': {'w': 2.0}}, 'counts': {'inner': {'n': 5.0}}}
+    other = {'params': {'w': jnp.array(3.0)}, 'counts': {'n': jnp.array(7.0)}}
+    variables = jax.tree.map(jnp.array, variables)
+    seen, written = model.apply(variables, 0.0, other, mutable='counts')
+    assert [float(y) for y in seen] == [21.0, 21.0, 10.0]
+    assert float(written['counts']['inner']['n']) == 6.0
 
 
 @pytest.mark.usefixtures('leaks')

@@ -274,7 +274,7 @@ def _scopes(fail):
     def fn(scope: Any, x: Any) -> Any:
         return Model('jit', 'value', parent=scope)(x)
 
-    return apply(core.read_only(fn, 'writer/*'), mutable=True)(VARIABLES, X)
+    return apply(core.lift(fn, nn.read_only('writer/*')), mutable=True)(VARIABLES, X)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,9 @@ def test_each_leaf_of_each_variable_counts() -> None:
         def fn(scope: Any) -> None:
             scope.put_variable('state', 'm', value)
 
-        fn = core.read_only(core.read_only(fn, where), 'none/**', unused='ignore')
+        fn = core.lift(
+            core.lift(fn, nn.read_only(where)), nn.read_only('none/**', unused='ignore')
+        )
         return apply(fn, mutable=True)({'state': {'m': stored}})[1]
 
     for name, value in [*writes.items(), *others.items()]:
@@ -383,7 +385,7 @@ def test_a_function_of_a_scope_has_no_method() -> None:
     def fn(scope: Any) -> None:
         scope.put_variable('state', 'a', 2.0)
 
-    lifted = core.read_only(fn, 'a')
+    lifted = core.lift(fn, nn.read_only('a'))
     with pytest.raises(errors.ReadOnlyError, match='A function of a scope wrote'):
         apply(lifted, mutable=True)({'state': {'a': 1.0}})
 

@@ -208,7 +208,7 @@ def _core(rewrite, params, x, mutable):
     def fn(scope, x):
         return Model(parent=scope)(x)
 
-    lifted = flax_sg.core.rewrite(fn, rewrite)
+    lifted = flax_sg.core.lift(fn, rewrite)
     variables = {**VARIABLES, 'params': params}
     rngs = {'dropout': RNGS['dropout']}
     return flax.core.apply(lifted, mutable=mutable)(variables, x, rngs=rngs)
@@ -224,7 +224,7 @@ EXTENTS = {
 @pytest.mark.parametrize('extent', EXTENTS)
 def test_every_rule_at_every_extent(extent, rule):
     value, by = RULES[rule]
-    rewrite = rewrites.Rewrite(filters.as_filter(WHERE), value)
+    rewrite = rewrites.BlockDecorator(filters.as_filter(WHERE), value)
 
     def actual(params, x):
         return EXTENTS[extent](rewrite, params, x, MUTABLE)
@@ -242,7 +242,7 @@ def test_every_rule_at_every_extent(extent, rule):
 @pytest.mark.parametrize('extent', ['block', 'class', 'core'])
 def test_what_is_given_back_is_what_is_stored(extent, rule):
     value, by = RULES[rule]
-    rewrite = rewrites.Rewrite(filters.as_filter(WHERE), value)
+    rewrite = rewrites.BlockDecorator(filters.as_filter(WHERE), value)
 
     def actual(params, x):
         y, updates = EXTENTS[extent](rewrite, params, x, True)
@@ -272,12 +272,12 @@ def _init_core(rewrite):
     def fn(scope, x):
         return Model(parent=scope)(x)
 
-    return flax.core.init(flax_sg.core.rewrite(fn, rewrite))(RNGS, X)
+    return flax.core.init(flax_sg.core.lift(fn, rewrite))(RNGS, X)
 
 
 @pytest.mark.parametrize('rule', RULES)
 def test_init_is_identical(rule):
-    rewrite = rewrites.Rewrite(filters.as_filter(WHERE), RULES[rule][0])
+    rewrite = rewrites.BlockDecorator(filters.as_filter(WHERE), RULES[rule][0])
     y, variables = MODEL.init_with_output(RNGS, X)
     for init in (
         _init_block,
@@ -300,8 +300,8 @@ def test_init_is_identical(rule):
 
 def test_rules_nest_the_inner_one_nearest_to_the_reader():
     # What is stored passes the outermost block first.
-    zeros = rewrites.Rewrite(filters.as_filter('scale'), Zeros())
-    more = rewrites.Rewrite(filters.as_filter('scale'), ByPath())
+    zeros = rewrites.BlockDecorator(filters.as_filter('scale'), Zeros())
+    more = rewrites.BlockDecorator(filters.as_filter('scale'), ByPath())
     for outer, inner, scale in ((zeros, more, 7.5), (more, zeros, 0.0)):
         with outer, inner:
             seen = MODEL.bind(VARIABLES).variables['params']['scale']
@@ -324,7 +324,7 @@ def test_a_rule_sees_each_leaf_once_in_a_block():
 
     def fn(variables):
         bound = MODEL.bind(variables, rngs=RNGS, mutable=MUTABLE)
-        with rewrites.Rewrite(filters.as_filter(True), Counts()):
+        with rewrites.BlockDecorator(filters.as_filter(True), Counts()):
             for _ in range(3):
                 bound(X)
                 _ = bound.enc.variables
@@ -352,7 +352,7 @@ def test_a_rule_is_given_the_leaves_in_a_variable():
             seen.append((str(path), leaf.shape))
             return leaf
 
-    with rewrites.Rewrite(filters.as_filter('**'), Looks()):
+    with rewrites.BlockDecorator(filters.as_filter('**'), Looks()):
         Boxed().apply(variables, X)
     assert sorted(seen) == [('kernel', (3, 3)), ('pair', (1, 3)), ('pair', (3, 3))]
 
@@ -390,7 +390,7 @@ def _named(path):
     return path.name == 'kernel'
 
 
-VALUES: dict[str, tuple[rewrites.Rewrite, str]] = {
+VALUES: dict[str, tuple[rewrites.BlockDecorator, str]] = {
     'glob': (nn.stop_gradient('enc/**'), "stop_gradient(Glob('enc/**'))"),
     'regex': (
         nn.stop_gradient(re.compile('enc/.*')),
@@ -416,7 +416,7 @@ VALUES: dict[str, tuple[rewrites.Rewrite, str]] = {
         f'{_named.__code__.co_firstlineno}))',
     ),
     'rule': (
-        rewrites.Rewrite(filters.as_filter('a'), Scale(2.0)),
+        rewrites.BlockDecorator(filters.as_filter('a'), Scale(2.0)),
         "scale[2.0](Glob('a'))",
     ),
 }
@@ -471,7 +471,7 @@ def test_equality_looks_at_filter_rule_and_collections():
     assert one == nn.stop_gradient('a', unused='ignore')
     assert one != nn.stop_gradient('b')
     assert one != nn.stop_gradient('a', collections=True)
-    assert one != rewrites.Rewrite(filters.as_filter('a'), Zeros())
+    assert one != rewrites.BlockDecorator(filters.as_filter('a'), Zeros())
     assert one != filters.as_filter('a')
     assert nn.stop_gradient('a', collections=['x', 'y']) == nn.stop_gradient(
         'a', collections=('x', 'y')
@@ -568,7 +568,7 @@ def test_the_collection_that_no_rule_may_touch(collections):
     with pytest.raises(errors.ArgumentValueError):
         flax_sg.core.stop_gradient(lambda scope: None, True, collections=collections)
     with pytest.raises(errors.ArgumentValueError):
-        rewrites.Rewrite(filters.as_filter(True), Zeros(), collections)
+        rewrites.BlockDecorator(filters.as_filter(True), Zeros(), collections)
 
 
 @pytest.mark.parametrize('collections', [True, flax.core.DenyList('params')])

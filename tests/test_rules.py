@@ -213,7 +213,7 @@ def test_a_rule_is_told_the_variable():
         @fnn.compact
         def __call__(self, x):
             norm = fnn.BatchNorm(use_running_average=True, name='norm')
-            rewrite = rewrites.Rewrite(
+            rewrite = rewrites.BlockDecorator(
                 filters.as_filter('norm/*'), Looks(), ['params', 'batch_stats']
             )
             with rewrite:

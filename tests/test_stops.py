@@ -101,7 +101,7 @@ def test_spellings_that_say_the_same(make):
 @BOTH
 def test_options_reach_the_rewrite(make):
     rewrite = make('a', collections=['cache', 'params'], unused='ignore')
-    assert isinstance(rewrite, rewrites.Rewrite)
+    assert isinstance(rewrite, rewrites.BlockDecorator)
     assert rewrite.collections == ('cache', 'params')
     assert rewrite.unused == 'ignore'
 

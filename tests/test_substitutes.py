@@ -129,7 +129,7 @@ def _wrapper(model, values, x):
 
 
 def _core(model, values, x):
-    fn = core.substitute(lambda scope, x: Layer(parent=scope)(x), values)
+    fn = core.lift(lambda scope, x: Layer(parent=scope)(x), nn.substitute(values))
     return fn(model.student.scope, x)
 
 
@@ -715,7 +715,7 @@ def test_a_rewrite_is_a_value() -> None:
     assert one != nn.substitute(some(OTHERS))
     assert nn.substitute('ema') == nn.substitute('ema') != nn.substitute('ema2')
     assert nn.substitute(warped) == nn.substitute(warped) != one
-    assert nn.substitute('ema') != rewrites.Rewrite(one.where, one.rule)
+    assert nn.substitute('ema') != rewrites.BlockDecorator(one.where, one.rule)
     assert nn.substitute('ema') != nn.stop_gradient(True)
     names = nn.substitute({'names': {'a', 'b'}})  # It cannot be hashed.
     assert names == names != nn.substitute({'names': {'a', 'b'}})

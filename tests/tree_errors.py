@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.StructureError,
         "nn.substitute: there is no value for 'body/w' of the collection "
         "'params' in the tree.\n"
-        'Fix: select with where= the variables that have one.',
+        'Fix: give one, or leave the variable out with substitute(..., where=).',
     ),
     'labels that are none': (
         lambda: sg.partition_n(PARAMS, 'head/**'),

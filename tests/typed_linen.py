@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import flax_sg as sg
 from flax_sg import filters, testing
 from flax_sg import linen as nn
-from flax_sg.forms import rewrites
+from flax_sg.forms.rewrites import BlockDecorator
 
 # Names of Flax: classes with their fields, functions, submodules.
 
@@ -49,18 +49,18 @@ Model('3')  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 # Ours: with one argument a value, with a target the same kind of target.
 
-assert_type(nn.stop_gradient('dense/**'), rewrites.Rewrite)
-assert_type(nn.stop_gradient(lambda path: path.startswith('a')), rewrites.Rewrite)
+assert_type(nn.stop_gradient('dense/**'), BlockDecorator)
+assert_type(nn.stop_gradient(lambda path: path.startswith('a')), BlockDecorator)
 assert_type(nn.stop_gradient(nn.Dense, 'kernel'), type[nn.Dense])
 assert_type(nn.train_only(nn.Dense, 'kernel')(3), nn.Dense)
-assert_type(nn.substitute('ema_params', where='dense/**'), rewrites.Rewrite)
+assert_type(nn.substitute('ema_params', where='dense/**'), BlockDecorator)
 assert_type(nn.substitute(nn.Dense, lambda path, value: value), type[nn.Dense])
-assert_type(nn.read_only('dense/**'), rewrites.Rewrite)
+assert_type(nn.read_only('dense/**'), BlockDecorator)
 nn.substitute(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 nn.stop_gradient(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 half = nn.scale_gradient('dense/**', 0.5)
-assert_type(half, rewrites.Rewrite)
+assert_type(half, BlockDecorator)
 assert_type(half(nn.Dense(3)), flax.linen.Dense)
 assert_type(half(nn.Dense), type[flax.linen.Dense])
 with (

@@ -61,7 +61,7 @@ class Copy(rules.Rule):
 BLOCKS = {
     'false': nn.stop_gradient(False, unused='ignore'),
     'never': nn.stop_gradient(lambda path: False, collections=True, unused='ignore'),
-    'copy': rewrites.Rewrite(as_filter(True), Copy(), True, 'ignore'),
+    'copy': rewrites.BlockDecorator(as_filter(True), Copy(), True, 'ignore'),
     'stop': nn.stop_gradient(True, collections=True, unused='ignore'),
 }
 # One block around each test, or one in each call of a module's method.

@@ -96,7 +96,7 @@ def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..
         # The block below is the innermost one: what others do, they have done by then.
         new = leaves_of(_in_open_blocks(scope, variables))
         rule = Replaced(scope.path, leaves_of(_read(module)), new.values)
-        every = rewrites.Rewrite(filters.Constant(True), rule, True, 'ignore')
+        every = rewrites.BlockDecorator(filters.Constant(True), rule, True, 'ignore')
         try:
             with extents.Extent(every, scope, extents.NOTHING):
                 return fun(*args, **kwargs)

@@ -69,7 +69,7 @@ class Number:
         self._agreed: _Ordered = collections.OrderedDict()
         # The shapes of filters that have used it, and whether they were judged right.
         self._shapes: _Ordered = collections.OrderedDict()
-        self._late: _Late | None = None
+        self.late: _Late | None = None
 
     # Leases.
 
@@ -93,7 +93,7 @@ class Number:
             for other in self._holders:
                 if asker.sure is None or asker.sure != other.sure:
                     return False
-            if self._late is not None and asker.sure != self._late.sure:
+            if self.late is not None and asker.sure != self.late.sure:
                 return False
             self._holders.add(asker)
         return True
@@ -200,12 +200,12 @@ class Number:
         """Lets those use the number who surely give the same answers."""
         with _lock:
             self.kind = asker.kind
-            if self._late is None:
-                self._late = _Late(asker.sure)
+            if self.late is None:
+                self.late = _Late(asker.sure)
 
     def _check_late(self, asker: Asker) -> None:
         """Raises for a new question, if others have used the number since."""
-        if self._late is not None and self._late.sure is None and self._late.others:
+        if self.late is not None and self.late.sure is None and self.late.others:
             raise _late_read(asker.rewrite)
 
 
@@ -258,8 +258,8 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
         number.take(asker)
     number.use(asker.rewrite.where)
     with _lock:
-        if number._late is not None:
-            number._late.others = True
+        if number.late is not None:
+            number.late.others = True
         kind = number.kind or asker.blank_kind
         known = [n for n in around.inside.get(kind, []) if n is not number]
         for other in list(known):

@@ -62,11 +62,6 @@ def _new_block(
     )
 
 
-def open_now() -> tuple[Block, ...]:
-    """The open blocks of this thread; another object when they have changed."""
-    return thread.blocks
-
-
 def close_block(block: Block, judged: str = NOTHING) -> None:
     """Closes a block of this thread.
 
@@ -133,7 +128,28 @@ def close_last(
     raise _wrong_order(rewrite, place, reason)
 
 
-class Extent:
+class Guarded:
+    """A context manager that closes its block even if Ctrl-C comes in between."""
+
+    def _close(self, exc_type: type[BaseException] | None) -> None:
+        raise NotImplementedError
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: types.TracebackType | None,
+    ) -> None:
+        before = thread.blocks
+        try:
+            self._close(exc_type)
+        except BaseException:
+            if thread.blocks is before:
+                self._close(BaseException)
+            raise
+
+
+class Extent(Guarded):
     """A block around a call.
 
     Args:
@@ -151,18 +167,8 @@ class Extent:
         self._block = open_block(self._rewrite, self._owner)
         return self._block
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: types.TracebackType | None,
-    ) -> None:
-        try:
-            close_block(self._block, self._judged if exc_type is None else NOTHING)
-        except BaseException:
-            if self._block in thread.blocks:
-                close_block(self._block)
-            raise
+    def _close(self, exc_type: type[BaseException] | None) -> None:
+        close_block(self._block, self._judged if exc_type is None else NOTHING)
 
 
 def _wrong_order(rewrite: object, place: object, reason: str) -> errors.BlockError:

@@ -1,8 +1,9 @@
-"""``map_cotangent`` and the forms that change what a parameter gets: public names."""
+"""Rules that change the cotangent of a parameter: scale, clip, replace, copy, print."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax.core.scope import CollectionFilter
@@ -20,7 +21,7 @@ def map_cotangent(
     *values: Any,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.Rewrite:
+) -> rewrites.BlockDecorator:
     """The cotangent of each selected parameter goes through a function, once.
 
     Values are those of the program without it, to the last bit. On the way back, what
@@ -45,7 +46,7 @@ def map_cotangent(
 
     The value is for all extents, as that of ``nn.stop_gradient``: a block, a Module
     class, a method or a function of a module, a module (each call of the wrapper is an
-    extent), ``flax_sg.core.rewrite`` on scopes, ``flax_sg.rewrite`` on trees.
+    extent), ``flax_sg.core.lift`` on scopes, ``flax_sg.rewrite`` on trees.
 
     Args:
         where: the parameters whose cotangents are mapped, by any kind of filter, see
@@ -75,7 +76,7 @@ def map_cotangent(
         called. Asked for at the end of google/flax issue #1857.
     """
     rule = cotangents.Map(fn, tuple(map(Operand, values)))
-    return rewrites.Rewrite(filters.as_filter(where), rule, collections, unused)
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def scale_gradient(
@@ -84,7 +85,7 @@ def scale_gradient(
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.Rewrite:
+) -> rewrites.BlockDecorator:
     """The gradient of the selected parameters is multiplied by a number.
 
     It is linear, so derivatives forwards are right too: their tangents are multiplied.
@@ -114,7 +115,7 @@ def scale_gradient(
         ArgumentValueError: if ``factor`` is not one number.
     """
     rule = cotangents.Scale(constants.number('factor', factor))
-    return rewrites.Rewrite(filters.as_filter(where), rule, collections, unused)
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def reverse_gradient(
@@ -123,7 +124,7 @@ def reverse_gradient(
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.Rewrite:
+) -> rewrites.BlockDecorator:
     """The gradient of the selected parameters is reversed: they make the loss larger.
 
     It is ``scale_gradient(where, -factor)``. One loss then trains a discriminator and,
@@ -151,7 +152,7 @@ def reverse_gradient(
     """
     signed = constants.number('factor', factor).value
     rule = cotangents.Scale(Operand(-signed))
-    return rewrites.Rewrite(filters.as_filter(where), rule, collections, unused)
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def clip_gradient(
@@ -162,7 +163,7 @@ def clip_gradient(
     global_norm: Any = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.Rewrite:
+) -> rewrites.BlockDecorator:
     """The gradient of the selected parameters is clipped, as the extent adds it up.
 
     >>> import jax, jax.numpy as jnp
@@ -213,7 +214,7 @@ def clip_gradient(
     number = constants.number(name, bound)
     if not isinstance(bound, tracing.Tracer) and not bound >= 0:
         raise errors.ArgumentValueError(f'{name}={bound}: expected a number from 0 on.')
-    return rewrites.Rewrite(
+    return rewrites.BlockDecorator(
         filters.as_filter(where), made[name](number), collections, unused
     )
 
@@ -223,7 +224,7 @@ def print_cotangent(
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.Rewrite:
+) -> rewrites.BlockDecorator:
     """The cotangent of each selected parameter is printed, with its path.
 
     >>> import jax, jax.numpy as jnp
@@ -245,6 +246,112 @@ def print_cotangent(
         As ``map_cotangent``. It is ``jax.debug.callback`` that prints: compiled
         programs print too, in no fixed order.
     """
-    return rewrites.Rewrite(
+    return rewrites.BlockDecorator(
         filters.as_filter(where), cotangents.Print(), collections, unused
+    )
+
+
+def replace_cotangent(
+    where: filters.Where,
+    value: Any = None,
+    *,
+    variable: str | None = None,
+    collection: str | None = None,
+    collections: CollectionFilter = 'params',
+    unused: str = 'raise',
+) -> rewrites.BlockDecorator:
+    """Another value takes the place of the gradient of the selected parameters.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> dense, x = nn.Dense(1), jnp.ones((4, 2))
+    >>> params = dense.init(jax.random.key(0), x)['params']
+    >>> synthetic = {'kernel': jnp.full((2, 1), 7.0)}
+    >>> def loss(params):
+    ...     variables = {'params': params, 'synthetic': synthetic}
+    ...     with nn.replace_cotangent('kernel', collection='synthetic'):
+    ...         return jnp.sum(dense.apply(variables, x))
+    >>> jax.grad(loss)(params)['kernel'].tolist()
+    [[7.0], [7.0]]
+
+    Args:
+        where: the parameters, as for ``map_cotangent``.
+        value: a number, or an array of the shape and the dtype of the parameters,
+            traced or not.
+        variable: in its place, the path of a variable whose stored value it is, by the
+            same rules as paths in ``where``.
+        collection: the collection of that variable, ``'params'`` by default. Alone: the
+            variable of the same path in this collection.
+        collections: as for ``map_cotangent``.
+        unused: as for ``map_cotangent``.
+
+    Returns:
+        As ``map_cotangent``. A parameter that no output depends on keeps its zeros.
+
+    Raises:
+        CotangentError: if the value has another shape or dtype.
+        UnknownNameError: on the way back, if there is no such variable.
+        ArgumentValueError: unless there is either a value or a variable.
+    """
+    named = variable is not None or collection is not None
+    if named == (value is not None):
+        raise errors.ArgumentValueError(
+            'replace_cotangent() takes either a value or a variable.\n'
+            "Write nn.replace_cotangent(where, value), or variable='path', or "
+            "collection='name'."
+        )
+    rule: rules.Rule = (
+        joint.Replace(variable, collection or 'params')
+        if named
+        else cotangents.Fill(constants.array('value', value))
+    )
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+
+
+def copy_cotangent(
+    sources: Mapping[str, str],
+    *,
+    add: bool = False,
+    collections: CollectionFilter = 'params',
+    unused: str = 'raise',
+) -> rewrites.BlockDecorator:
+    """Parameters get the gradient of another parameter, or that one too.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> model, x = nn.Sequential([nn.Dense(2), nn.Dense(2)]), jnp.ones((4, 2))
+    >>> params = model.init(jax.random.key(0), x)['params']
+    >>> def loss(params):
+    ...     with nn.copy_cotangent({'layers_0/bias': 'layers_1/bias'}):
+    ...         return jnp.sum(model.apply({'params': params}, x))
+    >>> jax.grad(loss)(params)['layers_0']['bias'].tolist()
+    [4.0, 4.0]
+
+    Args:
+        sources: for each parameter that gets a gradient the one whose it is, by their
+            paths: ``{target: source}``, no patterns. A source that is a target itself
+            hands on what it was given. The target need not be read in the extent.
+        add: whether a target keeps its own gradient as well.
+        collections: as for ``map_cotangent``.
+        unused: as for ``map_cotangent``, of all these paths.
+
+    Returns:
+        As ``map_cotangent``.
+
+    Raises:
+        ArgumentValueError: if a parameter gets its own gradient in a roundabout way.
+        CotangentError: if two parameters differ in shape or dtype.
+    """
+    given: Any = sources
+    if not isinstance(given, Mapping) or not all(
+        isinstance(path, str) for path in (*given, *given.values())
+    ):
+        raise errors.ArgumentValueError(
+            f'copy_cotangent({sources!r}): expected the paths of parameters, each with '
+            "the one that it gets its cotangent from, such as {'a/kernel': 'b/kernel'}."
+        )
+    named = dict.fromkeys([*sources, *sources.values()])
+    where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
+    return rewrites.BlockDecorator(
+        filters.as_filter(where), joint.Copy(sources, add), collections, unused
     )

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Generator
 from typing import Any
 
-from flax.core.scope import Scope
 from flax.linen import nowrap
 
 from flax_sg import errors, filters
@@ -46,30 +45,24 @@ class Rewritten(wrappers.Wrapper):
     @contextlib.contextmanager
     def _extent(self, judge: bool) -> Generator[Any]:
         """The rewrite holds, and state is treated as ``state`` says."""
-        with self._opened(self.module, judge):
+        with (
+            state_policy.handled(self.module, self.state),
+            self._block(self._rewrite, judge),
+        ):
             yield self.module
 
     @nowrap
-    @contextlib.contextmanager
-    def _opened(self, module: Any, judge: bool) -> Generator[None]:
-        owner = module if self.within is None else self.within
-        with (
-            state_policy.handled(module, self.state),
-            self._block(owner.scope, judge),
-        ):
-            yield
-
-    @nowrap
-    def _block(self, scope: Scope | None, judge: bool) -> extents.Extent:
+    def _block(self, rewrite: rules.Rewrite, judge: bool) -> extents.Extent:
+        owner = self.module if self.within is None else self.within
         judged = extents.EXISTENCE if judge else extents.NOTHING
-        return extents.Extent(self._rewrite, scope, judged)
+        return extents.Extent(rewrite, owner.scope, judged)
 
     @nowrap
     def _around(self, name: str, judge: bool) -> wrappers.Extent:
         """A block: the module is not bound yet, so it is the root of its tree."""
         if self.state != state_policy.UPDATE:
             raise _bound_method(self, name)
-        return self._block(None, judge)
+        return self._block(self._rewrite, judge)
 
     @nowrap
     def _part(self, part: Any, module: Any) -> Any:

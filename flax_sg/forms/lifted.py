@@ -1,20 +1,33 @@
-"""Rewrites around the calls of modules, their classes, methods and functions."""
+"""Blocks around the calls of functions, methods, modules and their classes.
+
+The naive attempt for functions: open one block when the function is decorated. Calls
+nest and run in several threads, so each call opens a block of its own. A generator
+function has returned before its body runs: a block around the call stops nothing.
+"""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
-from flax_sg import errors, filters
+from flax.core.scope import Scope
+
+from flax_sg import filters
 from flax_sg.engine import extents
-from flax_sg.errors.texts import shown
-from flax_sg.forms import frozen
+from flax_sg.forms import frozen, targets
 from flax_sg.internals import modules
 from flax_sg.rules import rules
+
+# What returns before its body has run, and what it returns.
+_RUN_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+_NOT_RUN = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
@@ -22,7 +35,7 @@ def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
     if modules.is_module_class(target):
         return _lift_class(rewrite, target, methods)
     if methods is not None:
-        raise methods_without_class(methods)
+        raise targets.methods_without_class(methods)
     if isinstance(target, modules.Module):
         stops = isinstance(rewrite.rule, rules.StopGradient)
         return (frozen.Frozen if stops else frozen.Rewritten)(
@@ -32,15 +45,16 @@ def lift(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
             unused=rewrite.unused,
             rule=rewrite.rule,
         )
-    no_targets = (type, filters.Filter)
-    if isinstance(target, no_targets) or not callable(target):
-        is_array = hasattr(target, 'shape')
-        fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
-        raise not_liftable(target, fix if is_array else '')
+    if isinstance(target, (staticmethod, classmethod)):
+        return type(target)(lift(rewrite, target.__func__))
+    if isinstance(target, (type, filters.Filter)) or not callable(target):
+        raise targets.not_liftable(rewrite.rule.name, target)
     if inspect.ismethod(target) and isinstance(target.__self__, modules.Module):
-        lifted = _lift_function(rewrite, target.__func__)
+        method = target.__func__
+        lifted = _lift_function(rewrite, method, method)
         return types.MethodType(lifted, target.__self__)
-    return _lift_function(rewrite, cast('Callable[..., Any]', target))
+    fn: Callable[..., Any] = target
+    return _lift_function(rewrite, fn, modules.as_method(fn))
 
 
 def _lift_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
@@ -51,11 +65,13 @@ def _lift_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     several = isinstance(methods, Iterable) and not isinstance(methods, str)
     names: tuple[Any, ...] = tuple(methods) if several else (methods,)
     if not all(isinstance(name, str) for name in names):
-        raise _methods_without_names(methods)
+        raise targets.methods_without_names(methods)
     for name in names:
         if not callable(getattr(target, name, None)):
-            raise _unknown_method(name, target)
-    lifted = {name: _lift_method(rewrite, getattr(target, name)) for name in names}
+            raise targets.unknown_method(name, target)
+    # The methods are as Flax has wrapped them: the block is around setup and all.
+    methods = {name: getattr(target, name) for name in names}
+    lifted = {name: _lift_function(rewrite, fn, fn) for name, fn in methods.items()}
     # The name is what Flax calls the module by: with another one its parameters
     # would have other paths.
     kept = ('__doc__', '__module__', '__qualname__')
@@ -63,78 +79,39 @@ def _lift_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     return type(target)(target.__name__, (target,), {**same, **lifted})
 
 
-def _lift_method(rewrite: rules.Rewrite, method: Callable[..., Any]) -> Any:
-    """A method that Flax has wrapped: the block is around setup and all."""
+def _lift_function(
+    rewrite: rules.Rewrite, fn: Callable[..., Any], of_module: Callable[..., Any]
+) -> Any:
+    """A function with a block around each call.
 
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with extents.Extent(rewrite, self.scope):
-            return method(self, *args, **kwargs)
-
-    return wrapper
-
-
-def _lift_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
-    """A method in the body of its class, or a function of a module."""
-    as_method = modules.as_method(fn)
+    Args:
+        rewrite: what holds in the blocks.
+        fn: a method in the body of its class, or any function.
+        of_module: what is called for a module whose methods are not running.
+    """
+    if any(is_kind(fn) for is_kind in _RUN_LATER):
+        raise targets.runs_later(fn)
 
     @functools.wraps(fn)
-    def wrapper(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(module, modules.Module):
-            raise _called_with(fn, module)
-        running = modules.current_module() is module
-        with extents.Extent(rewrite, module.scope):
-            return (fn if running else as_method)(module, *args, **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        module: Any = args[0] if args else None
+        called = fn
+        if isinstance(module, modules.Module) and module.scope is not None:
+            owner, judged = module.scope, extents.EXISTENCE
+            if modules.current_module() is not module:
+                called = of_module
+        else:
+            owner, judged = running_scope(), extents.READS
+        with extents.Extent(rewrite, owner, judged):
+            y = called(*args, **kwargs)
+        if isinstance(y, _NOT_RUN):
+            raise targets.runs_later(fn)
+        return y
 
     return wrapper
 
 
-def _unknown_method(name: str, cls: type) -> errors.UnknownNameError:
-    """``methods=`` names a method that the class does not have."""
-    known = [
-        name
-        for name in dir(cls)
-        if callable(getattr(cls, name))
-        and (not name.startswith('__') or name == '__call__')
-    ]
-    close = difflib.get_close_matches(name, known, 3)
-    meant = f' Did you mean {" or ".join(map(repr, close))}?' if close else ''
-    return errors.UnknownNameError(f'{cls.__name__} has no method {name!r}.{meant}')
-
-
-def methods_without_class(methods: object) -> errors.UnknownNameError:
-    """The error for ``methods=`` where no class is lifted."""
-    return errors.UnknownNameError(
-        f'methods={methods!r} was given, but no Module class to lift.\n'
-        'Write nn.stop_gradient(Model, where, methods=[...]).',
-    )
-
-
-def _methods_without_names(methods: object) -> errors.UnknownNameError:
-    """The error for ``methods=`` that is no sequence of names."""
-    return errors.UnknownNameError(
-        f'methods={methods!r} names no methods: expected their names, such as '
-        "methods=['encode'].",
-    )
-
-
-def not_liftable(target: object, fix: str = '') -> errors.ArgumentTypeError:
-    """Something was lifted that is no Module class, method or function of a module."""
-    hint = f'\n{fix}' if fix else ''
-    cls = type(target).__name__
-    what = shown(target)
-    what = f'a {cls}' if what == f'{cls} object' else f'{what} of type {cls}'
-    return errors.ArgumentTypeError(
-        f'cannot lift {what}: expected a Module class, a method, a function whose '
-        f'first argument is a bound module, or a module.{hint}'
-    )
-
-
-def _called_with(fn: object, first: object) -> errors.ArgumentTypeError:
-    """The error for a lifted function called without a module."""
-    name = getattr(fn, '__qualname__', repr(fn))
-    return errors.ArgumentTypeError(
-        f'the lifted function {name} was called with '
-        f'{type(first).__name__} as its first argument, which has to be a bound '
-        f'module: write {name}(module, ...).',
-    )
+def running_scope() -> Scope | None:
+    """The scope of the module whose method is running: of a block that opens now."""
+    module = modules.current_module()
+    return None if module is None else module.scope

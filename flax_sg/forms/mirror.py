@@ -3,56 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Generator, Iterable, Mapping
+import dataclasses
+from collections.abc import Generator, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax.core.scope import CollectionFilter
 from flax.linen import nowrap
 
 from flax_sg import errors, filters
-from flax_sg.engine import blocks
-from flax_sg.engine.variables import iter_variables
-from flax_sg.forms import frozen, rng_policy, state_policy, substitute
-from flax_sg.forms.wrappers import wrong_target
-from flax_sg.internals import core_scopes, modules
-
-_serial = itertools.count()
-
-
-class _Shown:
-    """The variables that a mirror shows.
-
-    Never taken for another one: ``nn.jit`` tells modules apart by what is in their
-    fields, and arrays in there would be read number by number.
-    """
-
-    def __init__(self, variables: Mapping[str, Any]) -> None:
-        self.variables = variables
-        self._number = next(_serial)
-
-    def __hash__(self) -> int:
-        return hash((_Shown, self._number))
-
-    def __repr__(self) -> str:
-        return f'<{", ".join(self.variables)}>'
+from flax_sg.filters.paths import Path
+from flax_sg.forms import frozen, rng_policy, state_policy, substitute, targets
+from flax_sg.internals import modules
+from flax_sg.rules import rules
 
 
 class Mirror(frozen.Rewritten):
     """What ``mirror`` returns.
 
     Attributes:
+        values: a rewrite that brings other values; None for those of the module.
         rngs: which random numbers it draws.
-        shown: the variables that it shows; None for those of the module.
-        origin: for a part of a module on such variables, the module as it is.
     """
 
     state: str = state_policy.HOLD
+    values: rules.Rewrite | None = None
     rngs: str = rng_policy.SAME
-    shown: Any = None
-    origin: Any = None
 
     def __post_init__(self) -> None:
         rng_policy.check(self.rngs)
@@ -61,37 +36,12 @@ class Mirror(frozen.Rewritten):
     @nowrap
     @contextlib.contextmanager
     def _extent(self, judge: bool) -> Generator[Any]:
-        """As of every wrapper; with the draws and the values that it was made for."""
-        module: Any = self.module
-        if self.shown is not None and self.origin is None:
-            _check_fits(module, self.shown.variables)
-            root = blocks.root_of(module.scope)
-            module = modules.on_variables(module, self.shown.variables)
-            # The other values are those of the module, whoever reads them.
-            blocks.root_of(module.scope).kept_trace = root.kept_trace
-        with (
-            rng_policy.handled(self.module, self.rngs),
-            self._handing_over(module),
-            self._opened(module, judge),
-        ):
-            yield module
-
-    @nowrap
-    def _handing_over(self, module: Any) -> Any:
-        """What is sown on a copy of the module's scope goes to the scope itself."""
-        if self.shown is None:
-            return contextlib.nullcontext()
-        pair = (module, self.module)
-        if self.origin is not None:
-            pair = (self.within, self.origin)
-        return state_policy.results_handed_over(*pair, self.shown.variables)
-
-    @nowrap
-    def _part(self, part: Any, module: Any) -> Any:
-        """A view of a part of the module in use, which is on what is shown."""
-        within = module if self.within is None else self.within
-        origin = self.origin if module is self.module else self.module
-        return self.clone(module=part, within=within, name=None, origin=origin)
+        """As of every wrapper, with the random numbers and values of the view."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(rng_policy.handled(self.module, self.rngs))
+            if self.values is not None:
+                stack.enter_context(self._block(self.values, judge))
+            yield stack.enter_context(super()._extent(judge))
 
 
 def mirror(
@@ -139,11 +89,12 @@ def mirror(
         module: a Module instance, in ``setup``, in a compact or any other method, or
             bound at top level. A module may mirror itself.
         where: the parameters to stop, by paths relative to ``module``; all by default.
-        variables: what to read instead of the module's own variables: a tree like
-            these, with collections on top. Collections that are not in it, and modules
+        variables: what to read instead of the module's own variables, by
+            ``nn.substitute``. A tree like these, with collections on top, and all
+            variables of a collection. Collections that are not in it, and modules
             that lie elsewhere, are read as they are. Or the name of a collection of
-            such parameters, a bound module, or a function of the module's own, as in
-            ``nn.substitute``. None for the module's own.
+            such parameters, a bound module, or a function of the module's own. None
+            for the module's own.
         rngs: which random numbers a call draws:
 
             * ``'same'``: the n-th call of a view draws what the n-th call of the
@@ -155,7 +106,8 @@ def mirror(
             * ``'fresh'``: new ones, as another call of the module would.
         state: what happens to batch statistics and other state, as in ``nn.Frozen``.
             ``'hold'`` by default: they are updated once, by the module itself. The
-            values given as ``variables`` belong to the caller and are not updated.
+            values given as ``variables`` are not updated: a call reads them as they
+            are given, also after it has written such a variable.
         collections: the collections that ``where`` looks at.
         unused: as in ``nn.Frozen``.
 
@@ -165,8 +117,8 @@ def mirror(
 
     Raises:
         ArgumentTypeError: if ``module`` is no module.
-        ArgumentValueError: if ``variables`` cannot be those of the module.
-        StructureError: at a read, if other values do not fit.
+        StructureError: at a read, if there is no other value, or it does not fit.
+        UnusedFilterError: at the end of a call, if a value belongs to no variable.
         ArgumentValueError: for another ``rngs`` or ``state``.
 
     Note:
@@ -174,65 +126,27 @@ def mirror(
         deep Q-learning (Mnih et al., 2015) have targets like these.
     """
     if not isinstance(module, modules.Module):
-        raise wrong_target('mirror', module)
+        raise targets.not_wrappable('mirror', module)
     if variables is not None and state == state_policy.UPDATE:
         choices = {k: v for k, v in state_policy.CHOICES.items() if k != state}
         raise errors.unknown_choice('with variables=, state', state, choices)
-    is_tree = isinstance(variables, Mapping)
-    view = Mirror(
+    values = None
+    if isinstance(variables, Mapping):
+        values = substitute.substitute(variables, collections=[*variables])
+        # One that the tree lacks is a mistake, and not read as it is.
+        values = dataclasses.replace(values, where=values.where | _is_own)
+    elif variables is not None:
+        values = substitute.substitute(variables)
+    return Mirror(
         module,
         where,
         collections=collections,
         state=state,
         unused=unused,
+        values=values,
         rngs=rngs,
-        shown=_Shown(variables) if is_tree else None,
     )
-    if variables is None or is_tree:
-        return view
-    return substitute.substitute(variables)(view)
 
 
-def _check_fits(module: Any, variables: Mapping[str, Any]) -> None:
-    """Raises if a tree cannot be that of the variables of a bound module."""
-    stored = core_scopes.stored(module.scope)
-    there = _variables_in({c: t for c, t in stored.items() if c in variables})
-    given = _variables_in(variables)
-    absent = sorted(repr(c) for c in variables if c not in stored)
-    problems = {
-        'the module has no collection': absent if any(stored.values()) else [],
-        'it lacks': sorted(there.keys() - given.keys()),
-        'the module has no': sorted(given.keys() - there.keys()) if there else [],
-        'it has other shapes than the module': [
-            f'{name}: {given[name]} for {shapes}'
-            for name, shapes in there.items()
-            if name in given and shapes != given[name]
-        ],
-    }
-    for problem, names in problems.items():
-        if names:
-            raise _wrong_variables(module, problem, names)
-
-
-def _variables_in(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The shapes of the leaves of each variable, by its name."""
-    return {
-        '/'.join((collection, *path)): jax.tree.map(jnp.shape, core_scopes.unbox(value))
-        for collection, tree in variables.items()
-        for (_, path), value in iter_variables((collection, ()), tree)
-    }
-
-
-def _wrong_variables(
-    module: Any, problem: str, names: Iterable[str] = ()
-) -> errors.ArgumentValueError:
-    """What a mirror should read does not fit the module that it shows."""
-    path = '/'.join(module.scope.path)
-    place = repr(path) if path else 'the root'
-    lines = [
-        f'nn.mirror({type(module).__name__}(...), variables=...): {problem}',
-        *(f'  {name}' for name in names),
-        f'The tree is that of the module at {place}, with collections on top, '
-        "such as {'params': ...}.",
-    ]
-    return errors.ArgumentValueError('\n'.join(lines))
+def _is_own(path: Path) -> bool:
+    return not path.outside

@@ -25,25 +25,31 @@ F = TypeVar('F', bound=Callable[..., Any])
 STARTS = ('apply', 'init', 'init_with_output', 'lazy_init')
 
 
-class _Shown:
-    """A method of a wrapper with the signature of the wrapped module's method."""
+class OfModule:
+    """A method of a wrapper that is, on each wrapper, made of its module's method.
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
+    Args:
+        fn: the method of a wrapper whose module has no such method of its own.
+        made: makes a method of a wrapper, from its name and the module's method.
+    """
+
+    def __init__(self, fn: Callable[..., Any], made: Callable[..., Any]) -> None:
+        self.fn, self.made = fn, made
         self.nowrap = True  # Flax leaves such an attribute of a class as it is.
         self.__doc__ = fn.__doc__
 
     def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
         if wrapper is None:
             return self.fn
-        method = method_of(wrapper.module, self.fn.__name__)
-        fn = self.fn if method is None else forwards(self.fn.__name__, method)
-        return types.MethodType(fn, wrapper)
+        name = self.fn.__name__
+        method = method_of(wrapper.module, name)
+        own = method is not None and method is not self.fn
+        return types.MethodType(self.made(name, method) if own else self.fn, wrapper)
 
 
 def shown(fn: F) -> F:
     """Gives a method, on each wrapper, the signature of the wrapped module's method."""
-    method: Any = _Shown(fn)
+    method: Any = OfModule(fn, forwards)
     return method
 
 
@@ -98,35 +104,26 @@ def intercepted(wrapper: Any, name: str, innermost: Any) -> Callable[..., Any] |
     return forwards(name, method, intercept=False)
 
 
-class Start:
+def starts(name: str) -> OfModule:
     """``apply`` or ``init`` of a wrapper: the module's own one, if it overrides it.
 
     A call of ``Module.apply`` with the wrapper would skip what the module does there.
     """
+    return OfModule(getattr(modules.Module, name), _start)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
 
-    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
-        flax = getattr(modules.Module, self.name)
-        if wrapper is None:
-            return flax
-        method = method_of(wrapper.module, self.name)
-        own = method is not None and method is not flax
-        return types.MethodType(self._of_module(method) if own else flax, wrapper)
+def _start(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def start(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        target = kwargs.get('method')
+        if inspect.ismethod(target) and target.__self__ is wrapper:
+            kwargs['method'] = getattr(wrapper.module, target.__name__)
+        # A method other than ``__call__`` may create a part of the variables.
+        whole = name == 'apply' or target in (None, '__call__')
+        with wrapper._around(name, judge=whole):
+            return getattr(wrapper.module, name)(*args, **kwargs)
 
-    def _of_module(self, method: Any) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def start(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            target = kwargs.get('method')
-            if inspect.ismethod(target) and target.__self__ is wrapper:
-                kwargs['method'] = getattr(wrapper.module, target.__name__)
-            # A method other than ``__call__`` may create a part of the variables.
-            whole = self.name == 'apply' or target in (None, '__call__')
-            with wrapper._around(self.name, judge=whole):
-                return getattr(wrapper.module, self.name)(*args, **kwargs)
-
-        return start
+    return start
 
 
 def key_paths(module: Any) -> dict[str, str]:

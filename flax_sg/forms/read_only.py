@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from flax.core.scope import CollectionFilter
 
 from flax_sg import filters
-from flax_sg.forms import rewrites, spelling
+from flax_sg.forms import rewrites
 from flax_sg.rules import rules
 
 T = TypeVar('T')
@@ -21,14 +21,14 @@ def read_only(
     *,
     collections: CollectionFilter = ...,
     unused: str = ...,
-) -> rewrites.Rewrite: ...
+) -> rewrites.BlockDecorator: ...
 @overload
 def read_only(
     *,
     where: filters.Where,
     collections: CollectionFilter = ...,
     unused: str = ...,
-) -> rewrites.Rewrite: ...
+) -> rewrites.BlockDecorator: ...
 @overload
 def read_only(
     target: T,
@@ -40,9 +40,9 @@ def read_only(
     unused: str = ...,
 ) -> T: ...
 def read_only(
-    target: Any = spelling.LEFT_OUT,
+    target: Any = rewrites.LEFT_OUT,
     /,
-    where: Any = spelling.LEFT_OUT,
+    where: Any = rewrites.LEFT_OUT,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = True,
@@ -93,6 +93,6 @@ def read_only(
         The last of the wishes at the end of google/flax issue #1857: parameters that
         are constant within a block.
     """
-    chosen = spelling.filter_of('read_only', target, where)
-    rewrite = rewrites.Rewrite(chosen, rules.ReadOnly(), collections, unused)
-    return spelling.lifted(rewrite, target, where, methods)
+    chosen = rewrites.filter_of('read_only', target, where)
+    rewrite = rewrites.BlockDecorator(chosen, rules.ReadOnly(), collections, unused)
+    return rewrites.decorated('read_only', rewrite, target, where, methods)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 from flax import linen
-from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks
@@ -83,54 +82,6 @@ def _put_back(sown: Collection[Key], key: Key, now: Any, before: Any) -> None:
             _put_back(sown, below, now[name], value)
         elif not _is_result(sown, below):
             now[name] = value
-
-
-@contextlib.contextmanager
-def results_handed_over(
-    copy: Any, module: Any, given: Collection[str]
-) -> Generator[None]:
-    """Lets what a module on a copy of a scope sows go on in the scope itself.
-
-    Args:
-        copy: the module on the copy.
-        module: the module that it was copied from, and may have been called since.
-        given: the collections that have other values in the copy.
-    """
-    of, to = module.scope, copy.scope
-    roots = blocks.root_of(of), blocks.root_of(to)
-
-    def results(collection: str, tree: Any) -> dict[str, Any]:
-        sown = roots[0].sown | roots[1].sown
-        return _results(sown, (collection, of.path), tree)
-
-    for collection, tree in core_scopes.stored(of).items():
-        if collection != 'params' and to.is_mutable_collection(collection):
-            # What is sown may be known by then only.
-            given_too = collection in given
-            found = results(collection, tree) if given_too else core_scopes.copied(tree)
-            _put(to, collection, found)
-    yield
-    for collection, tree in core_scopes.stored(to).items():
-        if of.is_mutable_collection(collection):
-            _put(of, collection, results(collection, tree))
-
-
-def _put(scope: Scope, collection: str, tree: Mapping[str, Any]) -> None:
-    for name, value in tree.items():
-        scope.put_variable(collection, name, value)
-
-
-def _results(sown: Collection[Key], key: Key, tree: Any) -> dict[str, Any]:
-    collection, path = key
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        below = (collection, (*path, name))
-        if isinstance(value, Mapping):
-            if inner := _results(sown, below, value):
-                found[name] = inner
-        elif _is_result(sown, below):
-            found[name] = value
-    return found
 
 
 def _use_running_average(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from flax.core.scope import CollectionFilter
 
 from flax_sg import errors, filters
-from flax_sg.forms import rewrites, spelling
+from flax_sg.forms import rewrites
 from flax_sg.rules import rules
 
 T = TypeVar('T')
@@ -23,7 +23,7 @@ def stop_gradient(
     collections: CollectionFilter = ...,
     unused: str = ...,
     levels: int | None = ...,
-) -> rewrites.Rewrite: ...
+) -> rewrites.BlockDecorator: ...
 @overload
 def stop_gradient(
     *,
@@ -31,7 +31,7 @@ def stop_gradient(
     collections: CollectionFilter = ...,
     unused: str = ...,
     levels: int | None = ...,
-) -> rewrites.Rewrite: ...
+) -> rewrites.BlockDecorator: ...
 @overload
 def stop_gradient(
     target: T,
@@ -44,9 +44,9 @@ def stop_gradient(
     levels: int | None = ...,
 ) -> T: ...
 def stop_gradient(
-    target: Any = spelling.LEFT_OUT,
+    target: Any = rewrites.LEFT_OUT,
     /,
-    where: Any = spelling.LEFT_OUT,
+    where: Any = rewrites.LEFT_OUT,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
@@ -82,7 +82,16 @@ def stop_gradient(
     >>> jax.tree.map(lambda g: bool(jnp.any(g != 0)), grads)['head']
     {'bias': True, 'kernel': True}
 
-    As a lifted class, method or function of a module, target first or as a decorator:
+    As a decorator, or with the target first, around each call of a function, a method
+    or a Module class:
+
+    >>> @nn.train_only('head/**')
+    ... def head_loss(params):
+    ...     return jnp.sum(model.apply({'params': params}, x))
+    >>> grads = jax.grad(head_loss)(variables['params'])
+    >>> jax.tree.map(lambda g: bool(jnp.any(g != 0)), grads)['backbone']
+    {'bias': False, 'kernel': False}
+    >>> frozen_apply = nn.stop_gradient(model.apply, 'backbone/**')
 
     >>> FrozenKernel = nn.stop_gradient(nn.Dense, 'kernel')
     >>> FrozenKernel.__name__  # parameters keep their paths
@@ -94,12 +103,14 @@ def stop_gradient(
     ...         return nn.Dense(1, name='dense')(x)
 
     Args:
-        target: what to lift: a Module class (or ``functools.partial`` of one), a
-            method, or a function ``(module, *args, **kwargs)``. Left out for a block
-            or a decorator; a single argument is always the filter.
+        target: what to decorate: any function or method, a Module class (or
+            ``functools.partial`` of one), or a module, see ``nn.Frozen``. Each call
+            opens a block of its own. Left out for a block or a decorator; a single
+            argument is always the filter, a function as well.
         where: the variables to stop, by paths relative to the module that opens the
-            block, or to which the lifted thing belongs; at top level relative to the
-            root of the tree. A glob on whole path components (``'gln_*/**'``: ``*``
+            block, to the bound module that is the first argument of a decorated
+            function, or to the instance of a decorated class; elsewhere relative to
+            the root of the tree. A glob on whole path components (``'gln_*/**'``: ``*``
             within one, ``**`` any depth), ``re.Pattern`` (``fullmatch``), a predicate
             ``(path) -> bool``, ``True`` or ``False``, a tree of bools, a sequence of
             these (any of), and ``~ & |`` on ``flax_sg.filters`` values.
@@ -120,6 +131,8 @@ def stop_gradient(
 
     Raises:
         FilterTypeError: if ``where`` is no filter.
+        ArgumentTypeError: if ``target`` has no calls, such as a tree of parameters
+            (``sg.stop_gradient(tree, where)``), or is a generator function.
         UnusedFilterError: at the end of an extent, if a part of ``where`` took nothing.
         ArgumentValueError: for other ``levels``.
 
@@ -128,9 +141,9 @@ def stop_gradient(
         functions may be called inside and outside of it; a fresh but equal filter
         does not retrace. See google/flax issue #1857, where the idea comes from.
     """
-    chosen = spelling.filter_of('stop_gradient', target, where)
-    rewrite = rewrites.Rewrite(chosen, _rule_of(levels), collections, unused)
-    return spelling.lifted(rewrite, target, where, methods)
+    chosen = rewrites.filter_of('stop_gradient', target, where)
+    rewrite = rewrites.BlockDecorator(chosen, _rule_of(levels), collections, unused)
+    return rewrites.decorated('stop_gradient', rewrite, target, where, methods)
 
 
 def _rule_of(levels: int | None) -> rules.Rule:
@@ -148,14 +161,14 @@ def train_only(
     *,
     collections: CollectionFilter = ...,
     unused: str = ...,
-) -> rewrites.Rewrite: ...
+) -> rewrites.BlockDecorator: ...
 @overload
 def train_only(
     *,
     where: filters.Where,
     collections: CollectionFilter = ...,
     unused: str = ...,
-) -> rewrites.Rewrite: ...
+) -> rewrites.BlockDecorator: ...
 @overload
 def train_only(
     target: T,
@@ -167,9 +180,9 @@ def train_only(
     unused: str = ...,
 ) -> T: ...
 def train_only(
-    target: Any = spelling.LEFT_OUT,
+    target: Any = rewrites.LEFT_OUT,
     /,
-    where: Any = spelling.LEFT_OUT,
+    where: Any = rewrites.LEFT_OUT,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
@@ -203,6 +216,8 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    stopped = ~spelling.filter_of('train_only', target, where)
-    rewrite = rewrites.Rewrite(stopped, rules.StopGradient(), collections, unused)
-    return spelling.lifted(rewrite, target, where, methods)
+    stopped = ~rewrites.filter_of('train_only', target, where)
+    rewrite = rewrites.BlockDecorator(
+        stopped, rules.StopGradient(), collections, unused
+    )
+    return rewrites.decorated('train_only', rewrite, target, where, methods)

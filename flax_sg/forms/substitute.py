@@ -10,7 +10,7 @@ from flax.core.scope import CollectionFilter
 from flax_sg import filters
 from flax_sg.filters.paths import Path
 from flax_sg.filters.refusals import brief
-from flax_sg.forms import rewrites, spelling
+from flax_sg.forms import rewrites
 from flax_sg.internals import modules
 from flax_sg.rules import substitutes
 from flax_sg.rules.substitutes import no_values
@@ -30,7 +30,7 @@ def substitute(
     where: filters.Where | None = ...,
     collections: CollectionFilter = ...,
     unused: str = ...,
-) -> rewrites.Rewrite: ...
+) -> rewrites.BlockDecorator: ...
 @overload
 def substitute(
     target: T,
@@ -43,9 +43,9 @@ def substitute(
     unused: str = ...,
 ) -> T: ...
 def substitute(
-    target: Any = spelling.LEFT_OUT,
+    target: Any = rewrites.LEFT_OUT,
     /,
-    values: Any = spelling.LEFT_OUT,
+    values: Any = rewrites.LEFT_OUT,
     *,
     where: Any = None,
     methods: Sequence[str] | None = None,
@@ -121,19 +121,19 @@ def substitute(
         in the function, or give the values as its arguments. See google/flax issue
         #1857; dm-haiku has ``custom_getter`` for this.
     """
-    given = target if values is spelling.LEFT_OUT else values
+    given = target if values is rewrites.LEFT_OUT else values
     source = _source_of(given, collections)
     if where is None:
         is_tree = isinstance(source, substitutes.Tree)
         where = filters.Names(frozenset(source.entries)) if is_tree else True
-    rewrite = rewrites.Rewrite(
+    rewrite = rewrites.BlockDecorator(
         filters.as_filter(where), substitutes.Substitute(source), collections, unused
     )
-    return spelling.lifted(rewrite, target, values, methods, 'where')
+    return rewrites.decorated('substitute', rewrite, target, values, methods)
 
 
 def _source_of(values: Any, collections: CollectionFilter) -> substitutes.Source:
-    if values is spelling.LEFT_OUT:
+    if values is rewrites.LEFT_OUT:
         raise no_values('nothing')
     if isinstance(values, str):
         if not isinstance(collections, str):

@@ -25,7 +25,7 @@ from flax.linen import nowrap
 
 from flax_sg import errors
 from flax_sg.engine import contents
-from flax_sg.forms import protocols
+from flax_sg.forms import protocols, targets
 from flax_sg.internals import lifting, modules
 from flax_sg.scans import residuals
 
@@ -96,7 +96,7 @@ class Wrapper(modules.Module):
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, modules.Module):
-            raise wrong_target(type(self).__name__, self.module)
+            raise targets.not_wrappable(type(self).__name__, self.module)
         place = modules.place_of(self)
         scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
         module = self.module if scope is None else _attached(self.module, scope)
@@ -248,7 +248,7 @@ class Wrapper(modules.Module):
 
 
 for _name in protocols.STARTS:
-    setattr(Wrapper, _name, protocols.Start(_name))
+    setattr(Wrapper, _name, protocols.starts(_name))
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -300,32 +300,6 @@ class _Variable(modules.Variable[Any]):
         self._in_extent(_variable_value.fset)(self, value)
 
     value: Any = property(_value, _set_value)
-
-
-def wrong_target(wrapper: str, target: Any) -> errors.ArgumentTypeError:
-    """Something that is no module was wrapped, or one that cannot be wrapped so."""
-    what, fix = f'{target!r}, of type {type(target).__name__}', ''
-    if target is None:
-        what, fix = 'None', 'Has the module been made? setup assigns attributes.'
-    elif isinstance(target, type) and issubclass(target, modules.Module):
-        name = target.__name__
-        what = f'the class {name}'
-        fix = (
-            f'Make the module, nn.{wrapper}({name}(...)), or lift the class, '
-            f'nn.stop_gradient({name}, where).'
-        )
-    elif callable(target):
-        name = getattr(target, '__qualname__', type(target).__name__)
-        what = f'the function {name}'
-        fix = (
-            'A function has no parameters of its own: write '
-            'nn.stop_gradient(fn, where) for a function of a module, and open a '
-            'block, with nn.stop_gradient(where):, around other code.'
-        )
-    elif hasattr(target, 'shape'):
-        fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
-    lines = [f'nn.{wrapper} wraps a Module instance, and was given {what}.', fix]
-    return errors.ArgumentTypeError('\n'.join(filter(None, lines)))
 
 
 def _named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:

@@ -252,23 +252,3 @@ def field_leaves(module: Module) -> list[Any]:
                 found.append(leaf)
                 waiting += [leaf] if isinstance(leaf, Module) else []
     return found
-
-
-def on_variables(module: Module, variables: Mapping[str, Any]) -> Any:
-    """A clone of a bound module whose own scope holds other variables.
-
-    It draws from the same random streams, and what it writes goes nowhere.
-    """
-
-    def copy(scope: Scope) -> Scope:
-        if scope != module.scope:  # Of a module that lies elsewhere.
-            return scope.rewound()  # The clone takes names there once more.
-        out = core_scopes.scratch_scope(scope, {})
-        out.rng_counters = scope.rng_counters
-        out._variables.update(core_scopes.copied(variables))
-        return out
-
-    _, scopes = core_scopes.copy_scopes(scopes_of(module), copy)
-    clone = clone_on(module, scopes)
-    clone._state.reset()  # The module may be running right now.
-    return clone

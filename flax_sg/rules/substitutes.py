@@ -46,7 +46,11 @@ class Source:
 
     def of_leaf(self, path: Path, leaf: Any) -> Any:
         """What is read instead of one leaf."""
-        raise NotImplementedError
+        raise errors.ArgumentTypeError(
+            'sg.rewrite was given nn.substitute with values by name: only variables of '
+            'a model have these names.\n'
+            'For a tree write sg.substitute(tree, values).'
+        )
 
 
 class Tree(Source):
@@ -156,7 +160,8 @@ def _collect(
             _collect(found, collection, (*names, str(name)), below)
     elif not names:
         raise no_values(
-            f'{shape_check.described(node)} for the collection {collection!r}'
+            f'{shape_check.described(node)} for the collection {collection!r}',
+            "Fix: nest them as {'params': {'kernel': value}}.",
         )
     elif not is_absent(node):
         found[collection, names] = node

@@ -79,5 +79,5 @@ def no_value(path: Any, where: str) -> errors.StructureError:
     return errors.StructureError(
         f'nn.substitute: there is no value for {str(path)!r} of the collection '
         f'{path.collection!r} in {where}.\n'
-        'Fix: select with where= the variables that have one.',
+        'Fix: give one, or leave the variable out with substitute(..., where=).',
     )
