@@ -17,7 +17,6 @@ from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
 from flax_sg.flow.programs import Program
 from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
-from flax_sg.flow.stacks import stack_copies
 from flax_sg.flow.uses import UNKNOWN, Uses
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, leaves_of, path_of
@@ -181,8 +180,6 @@ class Analysis:
         ends = [out for _, out in self.outputs if out is not None]
         uses = Uses(flow, read, len(self.parameters)).of(jaxpr, owners, ends)
         avals = [jaxpr.invars[slots[0]].aval for _, _, slots in self.parameters]
-        trained = zip(self.parameters, masks, strict=True)
-        moved = {slot for (_, _, slots), (live, _) in trained if live for slot in slots}
         paths = self.paths
         if several:
             tops = [str(self.numbers[which]) for which, _, _ in self.parameters]
@@ -205,7 +202,6 @@ class Analysis:
                 )
                 for found, take in zip(uses, self.taken, strict=True)
             ),
-            stack_copies(jaxpr, moved, ends, flow),
         )
 
     def _masks(self, flow: Dependence, read: Dependence) -> list[tuple[int, int]]:

@@ -42,23 +42,6 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True)
-class StackCopy:
-    """A stop in the body of a scan that keeps a copy of a stack for the way back.
-
-    The stop around the scan keeps none, and the gradients are the same.
-
-    Attributes:
-        place: JAX's name stack where the scan is, ``'unknown'`` if it has none.
-        source: the line of the user's program that stops, as in ``Use``.
-        size: in bytes, of all steps.
-    """
-
-    place: str
-    source: str
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
 class ModuleFlow:
     """What holds for all parameters of one module.
 
@@ -89,7 +72,6 @@ class GradientFlow:
         status: for each output, and in it for each parameter, ``'flows'``,
             ``'stopped'`` or ``'unused'``.
         uses: for each parameter the places where it is used.
-        copies: the stops in bodies of scans that cost memory.
     """
 
     outputs: tuple[str, ...]
@@ -97,7 +79,6 @@ class GradientFlow:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     status: tuple[tuple[str, ...], ...]
     uses: tuple[tuple[Use, ...], ...]
-    copies: tuple[StackCopy, ...] = ()
 
     def status_of(self, output: str, parameter: str) -> str:
         """``'flows'``, ``'stopped'`` or ``'unused'``.

@@ -25,7 +25,7 @@ def table(flow: Any) -> str:
             _cell(f'{row.stopped} of {row.uses}'),
         ]
         lines.append(f'<tr>{"".join(cells)}</tr>')
-    notes = [f'<p>{html.escape(note)}</p>' for note in tables.notes(flow)]
+    notes = [f'<p>{html.escape(note)}</p>' for note in tables.hidden(flow, None)]
     return '\n'.join([*lines, '</table>', *notes])
 
 

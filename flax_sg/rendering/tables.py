@@ -60,7 +60,7 @@ class FlowTable:
     def __init__(self, flow: Any, depth: int | None = None) -> None:
         self.outputs = output_names(flow)
         self.rows = rows(flow, depth)
-        self.notes = notes(flow, depth)
+        self.notes = hidden(flow, depth)
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -166,18 +166,6 @@ def rows(flow: Any, depth: int | None = None) -> list[Row]:
                 name = flow.parameters[n].rpartition('/')[2]
                 found.append(_row(name, True, status, flow.uses[n]))
     return found
-
-
-def notes(flow: Any, depth: int | None = None) -> list[str]:
-    """What the matrix does not show: hidden parameters, and what stops cost."""
-    return [
-        *hidden(flow, depth),
-        *(
-            f'{copy.source} stops in the body of a scan, which keeps {copy.size:,} '
-            'bytes more for the way back than a stop around the scan.'
-            for copy in flow.copies
-        ),
-    ]
 
 
 def hidden(flow: Any, depth: int | None) -> list[str]:
