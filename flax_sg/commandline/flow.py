@@ -18,7 +18,7 @@ from rich.console import Console
 
 from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import shown
-from flax_sg.rendering import pictures, tables
+from flax_sg.rendering import pictures, text
 from flax_sg.testing import expectations
 
 PROG = 'python -m flax_sg flow'
@@ -232,11 +232,11 @@ def _show(
     broken: list[list[expectations.Broken]],
 ) -> None:
     console = Console(highlight=False)
-    console.print(tables.FlowTable(report, options.depth))
-    for text, found in zip(options.expect, broken, strict=True):
+    console.print(text.MatrixText(report.matrix(options.depth)))
+    for expected, found in zip(options.expect, broken, strict=True):
         verdict = '[bold red]BROKEN[/]' if found else '[green]ok[/]    '
         console.print(f'\n{verdict}  ', end='')
-        console.print(text, markup=False)
+        console.print(expected, markup=False)
         if found:
             print(expectations.table(found))
 

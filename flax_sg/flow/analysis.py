@@ -16,7 +16,8 @@ from flax_sg.filters.paths import Path
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
 from flax_sg.flow.programs import Program
-from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
+from flax_sg.flow.report import GradientFlow
+from flax_sg.flow.statuses import FLOWS, STOPPED, UNUSED
 from flax_sg.flow.uses import UNKNOWN, Uses
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, leaves_of, path_of
