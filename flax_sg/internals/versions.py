@@ -56,17 +56,6 @@ NAMES: dict[str, str] = {
     'flax.linen.module:run_interceptors': 'orig_method module args kwargs',
     'flax.linen.module:uuid': '',
     'flax.linen.module:wrap_method_once': 'fun',
-    'flax.linen.summary:Table': '',
-    'flax.linen.summary:_get_module_table': (
-        'module depth show_repeated compute_flops compute_vjp_flops'
-    ),
-    'flax.linen.summary:_get_rich_repr': 'obj console_kwargs',
-    'flax.linen.summary:_render_table': (
-        'table console_extras table_kwargs column_kwargs non_params_cols'
-    ),
-    'flax.linen.summary:_size_and_bytes_repr': 'size num_bytes',
-    'flax.linen.summary:yaml.SafeDumper.add_representer': '',
-    'flax.linen.summary:yaml.SafeDumper.yaml_representers': '',
     'flax.linen.transforms:_is_module_class': 'target',
     'flax.linen.transforms:get_module_scopes': 'module args kwargs',
     'flax.linen.transforms:set_module_scopes': 'module args kwargs scopes',

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -32,16 +33,13 @@ class MatrixText:
     ) -> Iterator[Any]:
         """Yields the matrix, or a list for each column, then the legend."""
         matrix = self.matrix
-        rows = [
-            (
-                '  ' * row.is_part + row.name,
-                *(_styled(matrix.words[cell]) for cell in row.cells),
-                row.note,
-            )
-            for row in matrix.rows
-        ]
-        head = ['', *matrix.columns, matrix.notes]
-        grid = table(head, rows, right=[len(head) - 1])
+        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ('', *matrix.columns):
+            grid.add_column(Text(name), no_wrap=True)
+        grid.add_column(matrix.notes, justify='right', no_wrap=True)
+        for row in matrix.rows:
+            words = (_styled(matrix.words[cell]) for cell in row.cells)
+            grid.add_row(Text('  ' * row.is_part + row.name), *words, row.note)
         unlimited = options.update(width=10_000)
         if Measurement.get(console, unlimited, grid).maximum <= options.max_width:
             yield grid
@@ -72,29 +70,40 @@ def _styled(word: Word) -> Text:
 
 def table(
     head: Sequence[str],
-    rows: Iterable[Sequence[str | Text]],
+    rows: Sequence[Sequence[str]],
     right: Sequence[int] = (),
-    shrinks: int | None = None,
-) -> Table:
-    """A table with a line below its head, for rich to print.
+    shrinks: int = 0,
+    width: int | None = None,
+) -> str:
+    """Lines of text in columns, below a heading.
+
+    >>> print(table(['module', 'class', 'size'], [['head', 'Dense', '8']], right=[2]))
+    module   class   size
+    ─────────────────────
+    head     Dense      8
 
     Args:
         head: the heading of each column.
-        rows: the cells of each row; a str is not read as markup.
+        rows: the cells of each row.
         right: the columns with numbers, aligned on the right.
-        shrinks: the column whose cells end in an ellipsis if there is little room.
+        shrinks: the column whose cells are cut where there is too little room, to the
+            width of its heading.
+        width: in characters; that of the terminal by default.
     """
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(head):
-        out.add_column(
-            Text(name),
-            justify='right' if number in right else 'left',
-            no_wrap=number != shrinks,
-            overflow='ellipsis',
-        )
-    for row in rows:
-        out.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return out
+    gap = '   '
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    room = shutil.get_terminal_size().columns if width is None else width
+    excess = max(0, sum(widths) + len(gap) * (len(head) - 1) - room)
+    widths[shrinks] = max(len(head[shrinks]), widths[shrinks] - excess)
+
+    def cell(number: int, text: str) -> str:
+        size = widths[number]
+        text = text if len(text) <= size else f'{text[: size - 1]}…'
+        return text.rjust(size) if number in right else text.ljust(size)
+
+    lines = [gap.join(cell(*pair) for pair in enumerate(row)) for row in (head, *rows)]
+    lines.insert(1, '─' * max(map(len, lines)))
+    return '\n'.join(line.rstrip() for line in lines)
 
 
 def plain(printed: Any, width: int | None = None) -> str:
