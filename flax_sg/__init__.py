@@ -27,6 +27,7 @@ from flax_sg.optim import frozen_mask as frozen_mask
 from flax_sg.optim import labels as labels
 from flax_sg.optim import thaw as thaw
 from flax_sg.optim import trainable_mask as trainable_mask
+from flax_sg.summary import paths as paths
 from flax_sg.summary import tabulate as tabulate
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.nondifferentiable import NonDifferentiable as NonDifferentiable

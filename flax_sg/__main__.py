@@ -1,11 +1,11 @@
-"""``python -m flax_sg``: what is installed, the demo, and the report of a program."""
+"""``python -m flax_sg``: the commands, and what is installed."""
 
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
 import flax_sg
-from flax_sg.commandline import flow
+from flax_sg.commandline import env, flow, paths
 
 USAGE = """\
 python -m flax_sg                           this text
@@ -14,7 +14,12 @@ python -m flax_sg demo [--out DIR] [--steps N] [--processes N]
                                             losses trains only its part
 python -m flax_sg flow PLACE [--args PLACE] [--expect TEXT] [--json] [--plot FILE]
                                             which loss of your program trains which
-                                            part of it; more with flow --help"""
+                                            part of it; more with flow --help
+python -m flax_sg paths PLACE [--args PLACE] [--where GLOB]
+                                            the paths that filters can name in your
+                                            model; more with paths --help
+python -m flax_sg env                       versions, devices and flags, for reports
+                                            of bugs"""
 
 # What the demo needs beyond the library, by the name that an import fails with.
 DEMO_PACKAGES = ('sklearn', 'matplotlib', 'rich')
@@ -31,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _demo(rest)
     if command == 'flow':
         return flow.main(rest)
+    if command == 'paths':
+        return paths.main(rest)
+    if command == 'env':
+        return env.main(flax_sg.__version__)
     print(_about())
     if command in ('help', '-h', '--help'):
         return 0

@@ -565,18 +565,11 @@ print('moments of the reader:  ', moments['reader'])
 print('what has changed:       ', [part for part in changed if changed[part]])
 
 # %% [markdown]
-# `sg.tabulate` is the table of `nn.tabulate` with what is trainable, and with the flops
-# of the program as it is: of a call in which only the reader learns, only the reader
-# has a backward pass.
+# `sg.tabulate` says which modules are trained: in a call in which only the reader
+# learns, the reader alone.
 
 # %%
-show = sg.tabulate(
-    Codes(),
-    jax.random.key(0),
-    method='reading_loss',
-    depth=1,
-    console_kwargs={'width': 132, 'force_terminal': False},
-)
+show = sg.tabulate(Codes(), jax.random.key(0), method='reading_loss', width=80)
 print(show(x, labels))
 
 # %% [markdown]

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
         errors.ArgumentValueError,
         "depth='all' is none of the choices:\n"
-        "  'fit': as deep as fits into 150 lines\n"
+        "  'fit': as deep as fits into 50 lines\n"
         "  'an int': so many submodules deep\n"
         '  None: all submodules',
     ),

@@ -2,12 +2,14 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import flax_sg
 from flax_sg.__main__ import main
 
 pytestmark = pytest.mark.every_case
@@ -35,6 +37,8 @@ class Model(nn.Module):
 
 MODEL = Model()
 X = jax.ShapeDtypeStruct((3, 2), jnp.float32)
+ARGS = (X,)
+PAIR = MODEL, X
 
 def losses(params, x):
     return MODEL.apply({'params': params}, x)
@@ -56,6 +60,7 @@ def report(factor=1.0):
 
 EXAMPLE = example()
 CHECK = losses, *EXAMPLE
+PARAMS = EXAMPLE[0]
 
 class Holder:
     check = staticmethod(check)
@@ -202,13 +207,13 @@ def test_a_picture(tmp_path, capsys):
     capsys.readouterr()
 
 
-def said(argv: list[str], capsys) -> str:
+def said(argv: list[str], capsys, command: str = 'flow') -> str:
     """What is printed of a wrong command, in one line."""
     with pytest.raises(SystemExit) as info:
-        main(['flow', *argv])
+        main([command, *argv])
     assert info.value.code == 2
-    usage, _, error = capsys.readouterr().err.partition('flow: error: ')
-    assert usage.startswith('usage: python -m flax_sg flow')
+    usage, _, error = capsys.readouterr().err.partition(f'{command}: error: ')
+    assert usage.startswith(f'usage: python -m flax_sg {command}')
     return ' '.join(error.split())
 
 
@@ -300,6 +305,70 @@ def test_help_says_all_there_is_to_know(capsys):
     for word in ('--args', '--expect', '--json', '--plot', '--depth', 'Status: 0'):
         assert word in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+PATHS = """\
+selected   path           module   shape
+─────────────────────────────────────────────
+-          code/bias      Dense    float32[2]
+yes        code/kernel    Dense    float32[2, 2]
+yes        gln_0/bias     Dense    float32[2]
+yes        gln_0/kernel   Dense    float32[2, 2]
+
+The filter selects 3 of 4 variables.
+"""
+
+
+@pytest.mark.parametrize(
+    'argv',
+    [
+        ['mine.train:MODEL', '--args', 'mine.train:ARGS'],
+        ['mine.train:PAIR'],
+    ],
+)
+def test_paths_of_a_model(argv, capsys):
+    assert main(['paths', *argv, '--where', 'gln_*/**', 'code/kernel']) == 0
+    out = capsys.readouterr().out.replace('a program that prints\n', '')
+    assert [line.rstrip('─') for line in out.splitlines()] == [
+        line.rstrip('─') for line in PATHS.splitlines()
+    ]
+
+
+def test_paths_of_a_tree_without_a_filter(capsys):
+    assert main(['paths', 'mine.train:PARAMS']) == 0
+    assert 'gln_0/kernel            float32[2, 2]' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('argv', 'text'),
+    [
+        (['mine.train:MODEL'], 'mine.train:MODEL is a module: say where its arguments'),
+        (['mine.train:MODLE'], "did you mean 'MODEL'?"),
+        (['mine.train:PAIR', '--where', 'gln/**'], "Glob('gln/**') selected nothing"),
+        (['mine.train:MODEL', '--args', 'mine.train:X'], 'expected a tuple'),
+    ],
+)
+def test_paths_of_what_there_is_not(argv, text, capsys):
+    assert text in said(argv, capsys, 'paths')
+
+
+def test_a_report_for_bugs_has_versions_devices_and_changed_flags(capsys):
+    import jax
+
+    with jax.numpy_rank_promotion('warn'):
+        assert main(['env']) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    found = dict(reversed(rows))
+    assert found['flax_sg'] == flax_sg.__version__
+    assert found['jax'] == jax.__version__
+    assert found['Python'] == platform.python_version()
+    assert 'Cpu' in found['devices'] or 'CPU' in found['devices'].upper()
+    flags = [value for name, value in rows if name == 'flag']
+    # What this process has set, and what the test suite has; no flag as it is made.
+    changed = {name: value for name, value in (flag.split(' = ') for flag in flags)}
+    assert 'warn' in changed['jax_numpy_rank_promotion']
+    assert 'strict' in changed['jax_numpy_dtype_promotion']
+    assert 'jax_enable_checks' not in changed
 
 
 def test_as_a_process(program: Path):

@@ -17,7 +17,6 @@ import pytest
 from flax_sg import demo
 from flax_sg.demo import by_hand, checks, data, report, train
 from flax_sg.demo import model as models
-from flax_sg.rendering import tables
 
 SMALL = models.DigitModel(code_size=3, hidden=8, sampler_steps=4)
 
@@ -95,8 +94,8 @@ def test_equals_four_weight_copies_to_the_last_bit(measured, params):
 
 
 def test_the_report_says_what_is_so(measured):
-    rows = tables.rows(measured.flow, depth=1)
-    assert {row.name: row.status for row in rows} == {
+    rows = measured.flow.matrix(depth=1).rows
+    assert {row.name: row.cells for row in rows} == {
         'code_message': ('stopped', 'flows', 'stopped'),
         'code_step': ('stopped', 'flows', 'stopped'),
         'explanation': ('stopped', 'stopped', 'flows'),

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flax_sg.flow import report as flow
-from flax_sg.rendering import colors, pictures, tables
+from flax_sg.flow import statuses
+from flax_sg.flow.statuses import WORDS
+from flax_sg.rendering import pictures
+from flax_sg.rendering.groups import repeated
 from reports import LIVE, LOSSES, STOPPED, report
 
 MATRIX = """\
@@ -31,10 +33,9 @@ stopped  it uses them, and their gradient is exactly zero
 
 PARAGRAPHS = """\
 gln
-trains   gln_0/dense, (no
-         module)
-partly   head (bias)
-stopped  code
+trains   gln_0/dense, head
+         (bias), (no module)
+stopped  code, head (kernel)
 
 code
 trains   code, (no module)
@@ -47,10 +48,10 @@ stopped  gln_0/dense, code"""
 
 
 def test_every_status_has_its_word_colour_and_meaning():
-    known = {flow.FLOWS, flow.PARTLY, flow.STOPPED, flow.UNUSED}
-    for by_status in (tables.WORDS, tables.STYLES, tables.LEGEND, colors.CELLS):
-        assert set(by_status) == known
-    assert len(set(tables.WORDS.values())) == 4
+    known = [statuses.FLOWS, statuses.PARTLY, statuses.STOPPED, statuses.UNUSED]
+    assert list(WORDS) == known
+    for shown in ('text', 'meaning', 'style', 'light', 'dark'):
+        assert len({getattr(word, shown) for word in WORDS.values()}) == 4
 
 
 def test_the_matrix():
@@ -75,7 +76,7 @@ def test_where_the_matrix_does_not_fit_each_output_has_a_paragraph():
         lines = LOSSES.table(width=width).splitlines()
         assert max(map(len, lines)) <= width
         assert '…' not in ''.join(lines)
-    assert LOSSES.table(width=30).splitlines()[:14] == PARAGRAPHS.splitlines()
+    assert LOSSES.table(width=30).splitlines()[:13] == PARAGRAPHS.splitlines()
 
 
 def test_many_outputs_fit_nowhere_beside_each_other():
@@ -86,10 +87,10 @@ def test_many_outputs_fit_nowhere_beside_each_other():
 
 
 def test_groups_by_the_first_names():
-    names = [row.name for row in tables.rows(LOSSES, 1)]
+    names = [row.name for row in LOSSES.matrix(1).rows]
     assert names == ['gln_0', 'code', 'head', '(no module)']
-    assert [row.name for row in tables.rows(LOSSES, 0)] == ['(no module)']
-    assert tables.rows(LOSSES, 0)[0].status == ('partly',) * 3
+    [row] = LOSSES.matrix(0).rows
+    assert (row.name, row.cells) == ('(no module)', ('partly',) * 3)
 
 
 def printed(**settings) -> str:
@@ -144,9 +145,9 @@ def test_numbers_in_names_are_in_order(tmp_path):
         'enc/layer/10/mlp',
         '(no module)',
     ]
-    found = tables.rows(LAYERS)
-    assert [row.name for row in found if not row.parameter] == modules
-    assert [row.name for row in found if row.parameter] == ['b_9', 'b_10']
+    found = LAYERS.matrix().rows
+    assert [row.name for row in found if not row.is_part] == modules
+    assert [row.name for row in found if row.is_part] == ['b_9', 'b_10']
     text = LAYERS.table(width=80)
     assert sorted(modules, key=text.index) == modules
     text = LAYERS._repr_html_()
@@ -179,7 +180,7 @@ HIDING = report(
 
 
 def test_a_row_hides_no_unused_member():
-    assert [(row.name, row.status) for row in tables.rows(HIDING)] == [
+    assert [(row.name, row.cells) for row in HIDING.matrix().rows] == [
         ('enc', ('stopped', 'stopped')),
         ('bias', ('stopped', 'stopped')),
         ('kernel', ('unused', 'stopped')),
@@ -189,7 +190,8 @@ def test_a_row_hides_no_unused_member():
     ]
     lines = HIDING.table(width=30).splitlines()
     assert lines[1] == 'stopped  enc (bias), head'
-    assert lines[4] == 'stopped  enc, head (kernel)'
+    assert lines[2] == '-        enc (kernel)'
+    assert lines[5] == 'stopped  enc, head (kernel)'
 
 
 def test_where_parameters_have_no_rows_a_note_says_what_is_hidden(
@@ -207,6 +209,73 @@ def test_where_parameters_have_no_rows_a_note_says_what_is_hidden(
     assert HIDING.table(depth=0, width=100).splitlines()[-1] == (
         'Not used in rows with the word stopped: 2 parameters of (no module).'
     )
+
+
+# Repeated layers.
+
+
+def test_equal_rows_of_repeated_layers_are_one_row():
+    names = {
+        **{f'net/layers/{n}/{m}/w': [LIVE, STOPPED] for n in range(12) for m in 'ab'},
+        **{f'net/out_{n}/w': [LIVE] for n in (0, 1, 3)},
+    }
+    # The first six layers are frozen, and of out_0 and out_1 one is not used.
+    frozen = ['stopped'] * 12 + ['flows'] * 12 + ['unused', 'flows', 'flows']
+    found = report({'loss': frozen}, names).matrix()
+    assert [(row.name, row.cells[0], row.note) for row in found.rows] == [
+        ('net/layers/0..5/a', 'stopped', '6 of 12'),
+        ('net/layers/0..5/b', 'stopped', '6 of 12'),
+        ('net/layers/6..11/a', 'flows', '6 of 12'),
+        ('net/layers/6..11/b', 'flows', '6 of 12'),
+        ('net/out_0', 'unused', '0 of 1'),
+        ('net/out_1', 'flows', '0 of 1'),
+        ('net/out_3', 'flows', '0 of 1'),
+    ]
+
+
+def test_parameters_of_repeated_layers_are_one_row_each():
+    names = {f'layer_{n}/{m}': [LIVE] for n in range(3) for m in ('bias', 'kernel')}
+    found = report({'loss': ['stopped', 'flows'] * 3}, names).matrix()
+    assert [(row.name, row.cells[0], row.note) for row in found.rows] == [
+        ('layer_0..2', 'partly', '0 of 6'),
+        ('bias', 'stopped', '0 of 3'),
+        ('kernel', 'flows', '0 of 3'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ('paths', 'joined'),
+    [
+        ('a_1 a_2 a_3', 'a_1..3'),
+        ('a_1 a_3 a_4', 'a_1 a_3..4'),
+        ('a_1 b_2', 'a_1 b_2'),
+        ('a_9 a_10 a_10b', 'a_9..10 a_10b'),
+        ('x1y x2y x3z', 'x1..2y x3z'),
+        # A module with a parameter of its own, and one without.
+        ('a_1 a_1/b a_2 a_2/b a_3/b', 'a_1..2 a_1..2/b a_3/b'),
+        ('a_1/b_0 a_1/b_1 a_2/b_0 a_2/b_1', 'a_1..2/b_0..1'),
+        ('a_1/b_0 a_1/b_1 a_2/b_0', 'a_1/b_0..1 a_2/b_0'),
+        ('a_1/c a_2/d a_3/d', 'a_1/c a_2..3/d'),
+        ('p/a_1 q/a_2', 'p/a_1 q/a_2'),
+    ],
+)
+def test_what_is_repeated(paths, joined):
+    paths = [tuple(path.split('/')) for path in paths.split()]
+    found = repeated(paths, [None] * len(paths))
+    assert ' '.join('/'.join(names) for names, _ in found) == joined
+    assert sorted(n for _, members in found for n in members) == [*range(len(paths))]
+
+
+def test_the_order_of_the_outputs_in_a_picture_shows_the_diagonal():
+    rows = {
+        'z': ['flows', 'flows', 'unused', 'unused'],
+        'y': ['unused', 'unused', 'unused', 'unused'],
+        'x': ['flows', 'unused', 'flows', 'unused'],
+    }
+    names = {f'{name}/w': [LIVE] for name in ('all', 'body', 'code', 'dec')}
+    matrix = report(rows, names).matrix().diagonal()
+    assert matrix.columns == ('z', 'x', 'y')
+    assert matrix.rows[1].cells == ('flows', 'unused', 'unused')
 
 
 def test_rows_are_plain_data():
@@ -229,7 +298,8 @@ def test_rows_are_plain_data():
 
 def test_html_has_a_cell_for_each_module_and_output():
     text = LOSSES._repr_html_()
-    rows = re.findall(r'<tr>(.*)</tr>', text)
+    table, legend = text.split('</table>')[:2]
+    rows = re.findall(r'<tr>(.*)</tr>', table)
     cells = [re.findall(r'<t[dh] style="([^"]*)">([^<]*)</t[dh]>', row) for row in rows]
     assert [cell for _, cell in cells[0]] == [
         '',
@@ -240,15 +310,14 @@ def test_html_has_a_cell_for_each_module_and_output():
     ]
     shown = [[html.unescape(cell) for _, cell in row] for row in cells[1:]]
     assert shown == [
-        [
-            row.name,
-            *(tables.WORDS[s] for s in row.status),
-            f'{row.stopped} of {row.uses}',
-        ]
-        for row in tables.rows(LOSSES)
+        [row.name, *(WORDS[cell].text for cell in row.cells), row.note]
+        for row in LOSSES.matrix().rows
     ]
-    assert colors.CELLS['flows'][0] in cells[1][1][0]
-    assert colors.CELLS['stopped'][0] in cells[1][2][0]
+    assert 'background:#0072b2' in cells[1][1][0]
+    assert 'background:#e8e8e8' in cells[1][2][0]
+    # In a dark notebook a cell without a colour is no white hole.
+    assert 'background' not in cells[3][2][0]
+    assert all(word.meaning in legend for word in WORDS.values())
 
 
 def test_html_escapes_names():
@@ -263,7 +332,8 @@ def test_html_escapes_names():
 # Pictures.
 
 
-def test_the_picture_has_the_matrix_in_its_cells(monkeypatch, tmp_path):
+@pytest.mark.parametrize('dark', [False, True])
+def test_the_picture_has_the_matrix_in_its_cells(dark, monkeypatch, tmp_path):
     from matplotlib import colors as mcolors
     from matplotlib import image
 
@@ -272,29 +342,35 @@ def test_the_picture_has_the_matrix_in_its_cells(monkeypatch, tmp_path):
     monkeypatch.setattr(
         pictures, 'draw', lambda axes, *rest: draw(axes, *rest) or drawn.append(axes)
     )
-    LOSSES.plot(tmp_path / 'flow.png', title='Who trains whom')
+    LOSSES.plot(tmp_path / 'flow.png', title='Who trains whom', dark=dark)
     pixels = image.imread(tmp_path / 'flow.png')
     (axes,) = drawn
     words = {text.get_position(): text.get_text() for text in axes.texts}
-    statuses = [row.status for row in tables.rows(LOSSES)]
+    rows = LOSSES.matrix().rows
     height = len(pixels)
-    for y, row in enumerate(statuses):
-        for x, status in enumerate(row):
-            assert words[x + 0.5, y + 0.5] == tables.WORDS[status]
+    for y, row in enumerate(rows):
+        for x, status in enumerate(row.cells):
+            assert words[x + 0.5, y + 0.5] == WORDS[status].text
             # The corner of the cell, where no letters are.
             place = axes.transData.transform((x + 0.05, y + 0.15))
             right, up = place * 150 / axes.figure.dpi
-            expected = mcolors.to_rgba(colors.CELLS[status][0])
+            word = WORDS[status]
+            paper = pictures.DARK if dark else pictures.LIGHT
+            expected = mcolors.to_rgba(
+                ((word.dark if dark else word.light) or paper)[0]
+            )
             at = pixels[height - 1 - round(up), round(right)]
             assert np.allclose(at, expected, atol=0.01), (x, y)
     shown = [label.get_text() for label in axes.get_xticklabels()]
     assert shown == list(LOSSES.outputs)
     shown = [label.get_text() for label in axes.get_yticklabels()]
-    assert shown == [row.name for row in tables.rows(LOSSES)]
+    assert shown == [row.name for row in rows]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ('output', 'trained parameters')
     assert axes.figure.get_suptitle() == 'Who trains whom'
     # All that is written lies inside: the margin is empty.
     for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
-        assert np.all(edge == 1.0)
+        assert np.all(edge == pixels[0, 0])
+    assert (pixels[0, 0, :3].mean() < 0.1) == dark
 
 
 def test_the_matrix_beside_other_plots():
@@ -302,9 +378,9 @@ def test_the_matrix_beside_other_plots():
 
     _, axes = Figure().subplots(1, 2)
     LOSSES.draw(axes, depth=1)
-    found = [row.status for row in tables.rows(LOSSES, depth=1)]
+    found = [row.cells for row in LOSSES.matrix(depth=1).rows]
     words = [text.get_text() for text in axes.texts]
-    assert words == [tables.WORDS[status] for row in found for status in row]
+    assert words == [WORDS[status].text for row in found for status in row]
     assert axes.get_xlim() == (0, len(LOSSES.outputs))
     assert axes.get_ylim() == (len(found), 0)
 
@@ -315,11 +391,14 @@ def test_colours_can_be_told_apart_in_grey():
         linear = [((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    for ground, ink in colors.CELLS.values():
-        high, low = sorted([lightness(ground), lightness(ink)], reverse=True)
-        assert (high + 0.05) / (low + 0.05) >= 4.5  # What WCAG asks of texts.
-    grounds = [lightness(ground) for ground, _ in colors.CELLS.values()]
-    assert np.all(np.diff(grounds) > 0.1)
+    for mode in ('light', 'dark'):
+        paper, _, pale = getattr(pictures, mode.upper())
+        pairs = [getattr(word, mode) or (paper, pale) for word in WORDS.values()]
+        for ground, ink in pairs:
+            high, low = sorted([lightness(ground), lightness(ink)], reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 4.5  # What WCAG asks of texts.
+        steps = np.diff([lightness(ground) for ground, _ in pairs])
+        assert np.all(steps > 0.1) if mode == 'light' else np.all(steps < -0.01)
 
 
 def test_another_kind_of_file(tmp_path):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-import flax_sg as sg
 import oracle
 import programs
 import stepwise
@@ -133,84 +132,6 @@ def test_nested_scans() -> None:
     found = temporary_bytes(base=Inner)
     assert found['frozen'] <= found['hoisted'], found
     assert found['frozen'] + 3 * STACK <= found['in the body']
-
-
-class Jitted(linen.Module):
-    """A block in the body of a scan, around a jitted layer."""
-
-    name: str | None = None
-
-    @linen.compact
-    def __call__(self, x):
-        with nn.stop_gradient(True):
-            return linen.jit(linen.Dense)(WIDTH)(x)
-
-
-def copies(model: Any, wrt: Any = None, has_aux: bool = False) -> Any:
-    def loss(params: Any) -> Any:
-        out = jnp.sum(model.apply({'params': params}, X))
-        return (jnp.sum(params['layers']['A']), out) if has_aux else out
-
-    return sg.gradient_flow(loss, params_of(model), wrt=wrt, has_aux=has_aux)
-
-
-IN_BODY = {
-    'by hand': (Stack(InBlock), STACK),
-    'a block': (Stack(base=Jitted), STACK),
-    'nested scans': (Stack(InBlock, base=Inner), 3 * STACK),
-    'a scan of remat': (Stack(InBlock, remat), None),
-    'Frozen': (Stack(nn.Frozen), None),
-    'no stop': (Stack(), None),
-}
-
-
-@pytest.mark.parametrize('kind', IN_BODY)
-def test_a_report_says_what_a_stop_in_the_body_costs(kind: str) -> None:
-    model, size = IN_BODY[kind]
-    report = copies(model)
-    assert [copy.size for copy in report.copies] == [size] * (size is not None)
-    said = f'which keeps {size or 0:,} bytes more'
-    assert (said in report.table(width=200)) == bool(size)
-    assert (said in report._repr_html_()) == bool(size)
-
-
-def test_what_no_derivative_goes_through_keeps_nothing() -> None:
-    assert copies(Stack(InBlock)).copies
-    # The input of a frozen layer depends on nothing that is trained.
-    assert not copies(Stack(InBlock), wrt='layers/base/**').copies
-    # Nobody differentiates what comes out of the scan.
-    assert not copies(Stack(InBlock), has_aux=True).copies
-
-
-def sizes_of_copies(turn: Any) -> list[int]:
-    """What a report says of a scan over three small matrices, on one device."""
-
-    def loss(params: Any) -> Any:
-        return jnp.sum(jax.lax.scan(turn, params['x'], params['w'])[0])
-
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ('i',))
-    spec = jax.sharding.PartitionSpec()
-    sharded = jax.shard_map(
-        loss, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
-    params = {'x': jnp.ones(2), 'w': jnp.ones((3, 2, 2))}
-    return [copy.size for copy in sg.gradient_flow(sharded, params).copies]
-
-
-def test_copies_that_jitted_functions_in_the_body_keep() -> None:
-    @jax.jit
-    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ jax.jit(jax.lax.stop_gradient)(w)) * jax.jit(lambda: 2.0)()
-
-    assert sizes_of_copies(lambda x, w: (layer(x, w), None)) == [3 * 4 * 4]
-
-
-def test_what_cannot_be_asked_alone_is_left_out_of_the_report() -> None:
-    def turn(x: jax.Array, w: jax.Array) -> Any:
-        # There is no axis of the mesh in the body alone.
-        return jax.lax.psum(x, 'i') @ jax.lax.stop_gradient(w), None
-
-    assert sizes_of_copies(turn) == []
 
 
 @pytest.mark.parametrize('lift', [bare, remat, linen.jit])

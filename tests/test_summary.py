@@ -1,37 +1,28 @@
-"""`sg.tabulate`: sizes and flops of programs as they are, stops and all."""
+"""`sg.tabulate` and `sg.paths`: what a model consists of, and what is trained of it."""
 
-import re
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen
-from flax.core import DenyList
-from flax.linen import summary as flax_summary
 
 import flax_sg as sg
 from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.internals import tables
-from flax_sg.summary import programs, rows
+from flax_sg.summary import modules, programs
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
-WIDE = {'width': 200, 'force_terminal': False}
 
 
-def summary_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any):
-    options = {'show_repeated': False, 'flops': True}
-    given = {name: kwargs.pop(name, value) for name, value in options.items()}
-    table = tables.module_rows(module, given['show_repeated'], rngs, *args, **kwargs)
-    program = programs.program_of(module, rngs, DenyList('intermediates'), args, kwargs)
-    return rows.collect(table, program, given['flops'], given['flops'])
-
-
-def by_path(found: rows.Summary) -> dict[str, rows.Row]:
-    return {'/'.join(row.path): row for row in reversed(found.rows)}
+def rows_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any) -> Any:
+    """The rows by path."""
+    rows = modules.sizes(programs.program_of(module, rngs, args, kwargs))
+    return {'/'.join(row.names): row for row in rows}
 
 
 class Net(linen.Module):
@@ -46,160 +37,6 @@ class Net(linen.Module):
             for name in ('body_0', 'body_1'):
                 x = jnp.tanh(linen.Dense(5, name=name)(x))
         return linen.Dense(2, name='head')(x)
-
-
-def xla_flops(fun: Any, *args: Any) -> int:
-    return int(jax.jit(fun).lower(*args).cost_analysis()['flops'])
-
-
-def total_by_hand(module: linen.Module, live: Any) -> int:
-    """What XLA counts in the program written by hand: gradients of `live` alone."""
-    params = jax.eval_shape(module.init, KEY, X)['params']
-    trained = {name: params[name] for name in params if name.startswith(live)}
-    others = {name: params[name] for name in params if not name.startswith(live)}
-
-    def step(trained, others, x, seed):
-        def forward(trained):
-            return module.apply({'params': {**trained, **others}}, x)
-
-        out, pull_back = jax.vjp(forward, trained)
-        return out, pull_back(seed)
-
-    out = jax.eval_shape(module.apply, {'params': params}, X)
-    return xla_flops(step, trained, others, X, out)
-
-
-# Flops.
-
-
-@pytest.mark.parametrize(
-    ('frozen', 'live'), [('body_*/**', 'head'), ('head/**', 'body'), ('body_0/**', '')]
-)
-def test_flops_of_the_whole_are_those_of_the_program_by_hand(frozen, live):
-    live = live or ('body_1', 'head')
-    model = (
-        nn.stop_gradient(Net, 'head/**')()
-        if live == 'body'
-        else Net(nn.stop_gradient, frozen)
-    )
-    found = by_path(summary_of(model, X))
-    total = found[''].flops + found[''].backward_flops
-    assert total == total_by_hand(Net(), live)
-    assert total < total_by_hand(Net(), '')
-
-
-class Repeats(linen.Module):
-    prints: bool
-
-    @linen.compact
-    def __call__(self, x):
-        w = self.param('w', linen.initializers.ones, (8, 8))
-        if self.prints:
-            jax.debug.print('{}', x)
-        w = jax.lax.stop_gradient(w)  # Such a loop has no way back.
-        step = lambda carry: (carry[0] + 1, jnp.sin(carry[1] @ w))  # noqa: E731
-        return jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, x))[1]
-
-
-def test_a_loop_without_an_end_counts_once_and_printing_nothing():
-    x = jnp.ones((2, 8))
-    params = {'params': {'w': jnp.ones((8, 8))}}
-    expected = xla_flops(Repeats(prints=False).apply, params, x)
-    assert by_path(summary_of(Repeats(prints=True), x))[''].flops == expected
-
-
-def test_forward_flops_are_those_of_flax():
-    layer = models.Layer(8)
-    x = jnp.ones((2, 3, 8))
-    with jax.numpy_rank_promotion('allow'):
-        table = flax_summary._get_module_table(layer, None, False, True, False)(KEY, x)
-        found = summary_of(layer, x)
-    expected = {row.path: row.flops for row in table}
-    assert {row.path: row.flops for row in found.rows} == expected
-
-
-def test_a_frozen_backbone_has_no_backward_pass():
-    free = by_path(summary_of(Net(), X))
-    found = by_path(summary_of(Net(nn.stop_gradient, 'body_*/**'), X))
-    assert [row.flops for row in found.values()] == [row.flops for row in free.values()]
-    assert found['body_0'].backward_flops == found['body_1'].backward_flops == 0
-    assert found['head'].backward_flops > 0
-    # Of what the whole program does backwards, all is done in the head.
-    assert found[''].backward_flops == found['head'].backward_flops
-    # nn.tabulate counts each module alone, every one with a backward pass.
-    table = flax_summary._get_module_table(
-        Net(nn.stop_gradient, 'body_*/**'), None, False, True, True
-    )(KEY, X)
-    assert all(row.vjp_flops > row.flops for row in table if row.path)
-
-
-def test_a_gradient_that_passes_a_frozen_module_costs_its_half():
-    free = by_path(summary_of(Net(), X))['head']
-    found = by_path(summary_of(nn.stop_gradient(Net, 'head/**')(), X))['head']
-    assert found.state == 'frozen'
-    # Dense: 2 * 3 * 5 * 2 for the input; as much again, and the bias, for its weights.
-    assert found.backward_flops == 60
-    assert free.backward_flops > 2 * found.backward_flops
-
-
-class Scanned(linen.Module):
-    length: int
-    stop: models.Stop = models.no_stop
-    remat: bool = False
-
-    @linen.compact
-    def __call__(self, x):
-        cell = linen.remat(Cell) if self.remat else Cell
-        layers = linen.scan(
-            cell,
-            variable_axes={'params': 0},
-            split_rngs={'params': True},
-            length=self.length,
-        )
-        with self.stop('layers/**'):
-            x, _ = layers(name='layers')(x, None)
-        return linen.Dense(2, name='head')(x)
-
-
-class Cell(linen.Module):
-    @linen.compact
-    def __call__(self, x, _):
-        return jnp.tanh(linen.Dense(4, name='dense')(x)), None
-
-
-def test_a_scan_counts_as_often_as_it_runs():
-    once, five = (by_path(summary_of(Scanned(n), X)) for n in (1, 5))
-    for path in ('layers', 'layers/dense'):
-        assert five[path].flops == 5 * once[path].flops > 0
-        assert five[path].backward_flops == 5 * once[path].backward_flops > 0
-    stopped = by_path(summary_of(Scanned(5, nn.stop_gradient), X))
-    assert stopped['layers'].flops == five['layers'].flops
-    assert stopped['layers/dense'].backward_flops == 0
-    again = by_path(summary_of(Scanned(5, remat=True), X))['layers/dense']
-    # What is computed a second time belongs to the backward pass.
-    first = five['layers/dense']
-    assert again.backward_flops == first.backward_flops + first.flops
-
-
-class Branches(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        small, large = linen.Dense(2, name='small'), linen.Dense(2, name='large')
-        if self.is_initializing():
-            small(x), large(x)
-        return linen.cond(
-            x[0, 0] > 0,
-            lambda module, x: large(jnp.concatenate([x] * 1)) + large(x),
-            lambda module, x: small(x),
-            self,
-            x,
-        )
-
-
-def test_of_branches_the_dearest_counts():
-    found = by_path(summary_of(Branches(), X))
-    assert found['large'].flops > 0
-    assert found['small'].flops == 0
 
 
 # Sizes.
@@ -219,24 +56,38 @@ class Kinds(linen.Module):
 
 
 def test_sizes_are_told_apart_and_add_up():
-    found = summary_of(Kinds(), X, flops=False)
-    assert found.trainable == rows.Size(4, 8)
-    assert found.frozen == rows.Size(4 + 3 + 4, 16 + 12 + 16)
-    assert found.rows[0].state == 'partly'
+    row = rows_of(Kinds(), X)['']
+    assert row.trainable == modules.Size(4, 8)
+    assert row.frozen == modules.Size(4 + 3 + 4, 16 + 12 + 16)
+    assert row.gradient == 'partly'
+
+
+@pytest.mark.parametrize(
+    ('size', 'text'),
+    [
+        (modules.Size(), '0'),
+        (modules.Size(1, 4), '1 (4 B)'),
+        (modules.Size(300, 1200), '300 (1.2 KB)'),
+        (modules.Size(10**13, 10**16), '10,000,000,000,000 (10000.0 TB)'),
+    ],
+)
+def test_sizes_as_text(size, text):
+    assert str(size) == text
 
 
 def test_states_of_modules_with_all_that_is_in_them():
-    found = by_path(summary_of(Nested(), X, flops=False))
-    assert {path: row.state for path, row in found.items()} == {
+    found = rows_of(Nested(), X)
+    # A module without parameters has no row.
+    assert {path: row.gradient for path, row in found.items()} == {
         '': 'partly',
         'net': 'partly',
         'net/body_0': 'frozen',
         'net/body_1': 'frozen',
         'net/head': 'trainable',
-        'relu': '',
     }
-    assert found[''].trainable == found['net/head'].trainable == rows.Size(12, 48)
+    assert found[''].trainable == found['net/head'].trainable == modules.Size(12, 48)
     assert found['net'].frozen.values == 25 + 30
+    assert [row.cls for row in found.values()] == ['Nested', 'Net', *['Dense'] * 3]
 
 
 class Relu(linen.Module):
@@ -261,15 +112,8 @@ class Nested(linen.Module):
 
 
 def test_another_method_and_arguments_that_are_no_arrays():
-    found = summary_of(Nested(), X, train=True, method='doubled', show_repeated=True)
-    assert [row.path for row in found.rows].count(('net', 'head')) == 2
-    once = by_path(summary_of(Nested(), X))
-    twice = by_path(found)
-    # Flops of all calls are in the row of each.
-    assert twice['net/head'].flops == 2 * once['net/head'].flops
-    # Between the calls the gradient passes the frozen body.
-    assert twice['net/body_0'].backward_flops > 0
-    assert twice['net/body_0'].state == 'frozen'
+    once = rows_of(Nested(), X)
+    assert rows_of(Nested(), X, train=True, method='doubled') == once
 
 
 def test_a_function_as_the_method():
@@ -277,15 +121,14 @@ def test_a_function_as_the_method():
         with nn.stop_gradient('net/head/**'):
             return jnp.sum(module(x))
 
-    found = by_path(summary_of(Nested(), X, method=loss, flops=False))
-    assert found['net/head'].state == 'frozen'
+    assert rows_of(Nested(), X, method=loss)['net/head'].gradient == 'frozen'
 
 
 def test_a_block_around_the_table_counts():
     with nn.stop_gradient('head/**'):
-        found = by_path(summary_of(Net(), X))
-    assert found['head'].state == 'frozen'
-    assert found['body_0'].state == 'trainable'
+        found = rows_of(Net(), X)
+    assert found['head'].gradient == 'frozen'
+    assert found['body_0'].gradient == 'trainable'
 
 
 class Stateful(linen.Module):
@@ -299,11 +142,11 @@ class Stateful(linen.Module):
 
 def test_state_is_written_and_trains_nothing():
     rngs = {'params': KEY, 'dropout': KEY}
-    found = by_path(summary_of(Stateful(), X, rngs=rngs))
+    found = rows_of(Stateful(), X, rngs=rngs)
     # What is stopped flows into running averages, which no loss differentiates.
-    assert found['before'].state == found['norm'].state == 'frozen'
-    assert found['after'].state == 'trainable'
-    assert summary_of(Stateful(), X, rngs=KEY, flops=False).trainable.values == 10
+    assert found['before'].gradient == found['norm'].gradient == 'frozen'
+    assert found['after'].gradient == 'trainable'
+    assert rows_of(Stateful(), X, rngs=KEY)[''].trainable.values == 10
 
 
 class AsInTraining(linen.Module):
@@ -316,8 +159,8 @@ class AsInTraining(linen.Module):
 
 
 def test_the_program_is_the_one_that_is_trained():
-    found = by_path(summary_of(AsInTraining(), X, flops=False))
-    assert found['a'].trainable == found['ab'].trainable == rows.Size(10, 40)
+    found = rows_of(AsInTraining(), X)
+    assert found['a'].trainable == found['ab'].trainable == modules.Size(10, 40)
     assert found[''].trainable.values == 20
 
 
@@ -327,158 +170,56 @@ def test_outputs_without_a_gradient_train_nothing():
         def __call__(self, x):
             return jnp.argmax(linen.Dense(2)(x), axis=-1)
 
-    found = summary_of(Best(), X)
-    assert found.rows[0].state == 'frozen'
-    assert found.rows[0].backward_flops == 0
-    assert found.rows[0].flops > 0
+    assert rows_of(Best(), X)[''].gradient == 'frozen'
 
 
 def test_a_module_without_parameters():
-    found = summary_of(Relu(), X)
-    assert (found.trainable, found.frozen) == (rows.Size(), rows.Size())
-    assert found.rows[0].state == ''
+    assert rows_of(Relu(), X) == {'': modules.Row((), 'Relu')}
+    assert sg.tabulate(Relu(), KEY)(X).endswith('\n\nTrainable: 0   Frozen: 0')
 
 
-def test_shapes_stay_shapes_under_jit_twice():
-    """A trace that an earlier program left in a cache has no marks."""
-
-    class Jitted(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return linen.jit(linen.Dense)(2, name='a')(x)
-
-    variables = Jitted().init(KEY, X)
-    jax.jit(Jitted().apply).lower(variables, X)
-    for _ in range(2):
-        found = by_path(summary_of(Jitted(), X))
-        assert found['a'].flops == found[''].flops > 0
-        assert found['a'].backward_flops == found[''].backward_flops > 0
+class Cell(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return linen.Dense(4, name='dense')(x), None
 
 
-# The table.
-
-
-def cells(text: str) -> list[list[str]]:
-    lines = [line for line in text.splitlines() if line[:1] in ('┃', '│')]
-    return [
-        [cell.strip() for cell in line[1:-1].replace('┃', '│').split('│')]
-        for line in lines
-    ]
-
-
-def test_the_table_is_that_of_flax_and_more():
-    model = Nested()
-    ours = cells(sg.tabulate(model, KEY, console_kwargs=WIDE)(X))
-    theirs = cells(nn.tabulate(model, KEY, console_kwargs=WIDE)(X))
-    assert ours[0] == [
-        *('path', 'module', 'inputs', 'outputs', 'gradient'),
-        *('flops', 'backward_flops', 'params'),
-    ]
-    added = {4, 5, 6}
-
-    def without_blank_lines(rows):
-        return [row for row in rows if any(row)]
-
-    same = [[c for n, c in enumerate(row) if n not in added] for row in ours]
-    same, theirs = without_blank_lines(same), without_blank_lines(theirs)
-    # The word Total stands in the last column before the variables.
-    assert same[:-1] == theirs[:-1]
-    gradient = {row[0]: row[4:7] for row in ours if row[0]}
-    assert gradient['net/body_0'] == ['frozen: 25 (100 B)', '135', '0']
-    assert gradient['net/head'][0] == 'trainable: 12 (48 B)'
-    assert gradient['net'][0] == 'partly:'
-    assert gradient['relu'][0] == ''
-
-
-def test_the_total_and_the_options():
-    show = sg.tabulate(
-        Net(nn.stop_gradient, 'body_*/**'),
-        KEY,
-        depth=0,
-        console_kwargs=WIDE,
-        compute_flops=False,
-        compute_vjp_flops=False,
-    )
-    text = show(X)
-    assert text.endswith('\nTrainable: 12 (48 B)   Frozen: 55 (220 B)\n')
-    assert 'Total Parameters: 67 (268 B)' in text
-    assert 'flops' not in text
-    assert 'body_0' not in {row[0] for row in cells(text)}
-    narrow = {**WIDE, 'width': 60}
-    forward = sg.tabulate(Net(), KEY, compute_vjp_flops=False, console_kwargs=narrow)(X)
-    assert '…' not in forward  # Lines are broken, and nothing is cut off.
-    assert 'flops' in cells(forward)[0]
-    assert 'backward_flops' not in forward
-
-
-class Stack(linen.Module):
-    """Blocks in blocks, each with parameters of its own."""
-
-    depth: int
-    width: int = 2
+class Lifted(linen.Module):
+    """Every way in which a class is wrapped."""
 
     @linen.compact
     def __call__(self, x):
-        x = x * self.param('scale', linen.initializers.ones, (1, 1))
-        for n in range(self.width if self.depth else 0):
-            x = Stack(self.depth - 1, self.width, name=f'block_{n}')(x)
-        return linen.Dense(4, name='dense')(x)
+        x = nn.Frozen(Net(name='frozen'))(x)
+        x = nn.stop_gradient(linen.Dense, True)(4, name='stopped')(x)
+        x = linen.remat(linen.Dense)(4, name='remat')(x)
+        x = linen.jit(linen.Dense)(4, name='jit')(x)
+        scan = linen.scan(
+            Cell, variable_axes={'params': 0}, split_rngs={'params': True}, length=3
+        )
+        x, _ = scan(name='scan')(x, None)
+        return linen.WeightNorm(linen.Dense(2, name='dense'), name='norm')(x)
 
 
-PLAIN = {'compute_flops': False, 'compute_vjp_flops': False}
-
-
-def shown(text: str) -> list[str]:
-    """The paths of the rows; their parts where they are broken are joined."""
-    return [row[0] for row in cells(text)[1:] if len(row) > 2 and row[2]]
-
-
-def test_a_large_model_is_shown_as_deep_as_can_be_read():
-    model = Stack(5)
-
-    def lines(**options):
-        show = sg.tabulate(model, KEY, console_kwargs=WIDE, **PLAIN, **options)
-        return show(X).splitlines()
-
-    whole, fitting = lines(depth=None), lines()
-    assert len(whole) > 500
-    assert 50 < len(fitting) <= 150
-    said = re.fullmatch(
-        'Modules deeper than ([0-9]+) are counted in those that they belong to; '
-        'depth=None shows all.',
-        fitting[-2],
-    )
-    assert said is not None
-    deepest = int(said[1])
-    assert lines(depth=deepest) == fitting
-    assert len(lines(depth=deepest + 1)) > 150
-    # All that is left out is counted.
-    for depth in (0, 1, deepest, 4, 50, None):
-        assert lines(depth=depth)[-1] == whole[-1]
-        assert 'Total Parameters: 1,323 (5.3 KB)' in '\n'.join(lines(depth=depth))
-    for depth in (6, 50, None):
-        assert 'Modules deeper' not in ''.join(lines(depth=depth))
-
-
-def test_sizes_of_modules_that_are_left_out_are_those_of_the_module_around():
-    found = summary_of(Stack(2), X, flops=False)
-    for depth in range(3):
-        part = rows.collapsed(found, depth)
-        sizes = {'/'.join(r.path): r.size_and_bytes(['params']) for r in part.rows}
-        deeper = [path for path in sizes if path.count('/') == depth - 1 and path]
-        assert all(len(row.path) <= depth for row in part.rows)
-        of_block = {0: None, 1: 1 + 20 + 2 * 21, 2: 21}[depth]
-        for path in deeper:
-            assert sizes[path]['params'][0] == (20 if 'dense' in path else of_block)
-        assert sum(size['params'][0] for size in sizes.values()) == 7 * 21
-    assert rows.collapsed(found, None) is found
-
-
-def test_a_model_with_many_modules_at_its_top_is_shown_one_deep():
-    show = sg.tabulate(Stack(2, 30), KEY, console_kwargs=WIDE, **PLAIN)
-    text = show(X)
-    assert len(shown(text)) == 32
-    assert 'Modules deeper than 1 are' in text
+@pytest.mark.parametrize('wrap', [lambda cls: cls, linen.jit, linen.remat])
+def test_classes_are_those_that_were_written(wrap):
+    model = wrap(Lifted)()
+    for _ in range(2):  # A trace of the same shapes hides no module.
+        jax.eval_shape(model.init, KEY, X)
+        found = rows_of(model, X)
+    assert {path: row.cls for path, row in found.items() if path} == {
+        'frozen': 'Net',
+        'frozen/body_0': 'Dense',
+        'frozen/body_1': 'Dense',
+        'frozen/head': 'Dense',
+        'stopped': 'Dense',
+        'remat': 'Dense',
+        'jit': 'Dense',
+        'scan': 'Cell',
+        'scan/dense': 'Dense',
+        'norm': 'WeightNorm',
+        'dense': 'Dense',  # Where the wrapped layer is made.
+    }
+    assert found['scan'].trainable.values == 3 * 20
 
 
 def test_modules_below_one_that_is_not_called_are_counted():
@@ -497,37 +238,169 @@ def test_modules_below_one_that_is_not_called_are_counted():
         def body(self, x):
             return self.dense(x)
 
-    def total(depth):
-        show = sg.tabulate(Uncalled(), KEY, depth=depth, console_kwargs=WIDE, **PLAIN)
-        # How far the line is padded depends on the table around.
-        return re.findall(r'Total Parameters: .*\S', show(X))
-
-    # nn.tabulate counts them in the module around as well.
-    assert total(0) == total(1) == total(None)
+    found = rows_of(Uncalled(), X)
+    assert list(found) == ['', 'net', 'net/dense']
+    assert {row.trainable.values for row in found.values()} == {20}
 
 
-def test_numbers_in_names_of_parameters_are_in_order():
-    class Many(linen.Module):
+# The table.
+
+
+class Block(linen.Module):
+    """Blocks in blocks, each with parameters of its own."""
+
+    depth: int
+    width: int = 2
+    differ: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        x = x * self.param('scale', linen.initializers.ones, (1, 1))
+        for n in range(self.width if self.depth else 0):
+            child = Block(self.depth - 1, self.width, self.differ, name=f'block_{n}')
+            x = child(x)
+        size = 4 + self.differ * (self.scope.path[-1:] == ('block_0',))
+        return linen.Dense(4, name='dense')(linen.Dense(size, name='up')(x))
+
+
+def shown(model: linen.Module, **options: Any) -> list[str]:
+    return sg.tabulate(model, KEY, width=80, **options)(X).splitlines()
+
+
+def test_a_large_model_is_shown_as_deep_as_can_be_read():
+    model = Block(6, differ=True)
+    whole, fitting = shown(model, depth=None), shown(model)
+    assert len(whole) > 300
+    assert 30 < len(fitting) <= 50 + 5
+    assert fitting[-2] == 'Deeper than 3 nothing is shown; depth=None shows all.'
+    assert shown(model, depth=3) == fitting
+    assert len(shown(model, depth=4)) > 55
+    # What is not shown is counted.
+    for depth in (0, 1, 3, 50, None):
+        lines = shown(model, depth=depth)
+        assert lines[2].split() == whole[2].split()
+        assert lines[-1] == whole[-1]
+    for depth in (7, 50, None):
+        assert not any('Deeper' in line for line in shown(model, depth=depth))
+
+
+def test_a_model_with_many_modules_at_its_top_is_shown_one_deep():
+    class Wide(linen.Module):
         @linen.compact
         def __call__(self, x):
-            for n in range(12):
-                x = x * self.param(f'w_{n}', linen.initializers.ones, (1, 4))
+            for n in range(60):
+                x = linen.Dense(n + 1)(x)
             return x
 
-    text = sg.tabulate(Many(), KEY, console_kwargs=WIDE, **PLAIN)(X)
-    assert re.findall('w_[0-9]+', text) == [f'w_{n}' for n in range(12)]
+    assert len(shown(Wide())) == 1 + 60 + 4
 
 
-@pytest.mark.parametrize('lift', [linen.jit, lambda cls: linen.jit(linen.remat(cls))])
-def test_the_table_is_whole_after_a_trace_of_the_same_shapes(lift):
-    cls = lift(Net)
-    plain = shown(sg.tabulate(Net(), KEY, console_kwargs=WIDE, **PLAIN)(X))
-    for _ in range(2):
-        cls().init(KEY, X)
-        jax.eval_shape(cls().init, KEY, X)
-        text = sg.tabulate(cls(), KEY, console_kwargs=WIDE, **PLAIN)(X)
-        assert shown(text) == plain
-        assert text.endswith('\nTrainable: 67 (268 B)   Frozen: 0\n')
+def test_repeated_layers_are_one_row_and_add_up():
+    lines = shown(Block(2, 3), depth=None)
+    assert [line.split()[0] for line in lines[2:-2]] == [
+        *('(model)', 'block_0..2', 'block_0..2', 'up', 'dense', 'up', 'dense', 'up'),
+        'dense',
+    ]
+    # Of thirteen blocks with a scale and two layers of 20 parameters each.
+    assert [line.split()[2] for line in lines[2:7]] == [
+        '533',
+        '492',
+        '369',
+        '180',
+        '180',
+    ]
+
+
+def test_layers_that_are_trained_and_not_are_two_rows():
+    class Deep(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            with nn.stop_gradient('layer_[0-4]/**'):
+                for n in range(12):
+                    x = linen.Dense(4, name=f'layer_{n}')(x)
+            return x
+
+    assert shown(Deep()) == [
+        'module          class   parameters   trainable   gradient',
+        '─' * 58,
+        '(model)         Deep           240         140   partly',
+        '  layer_0..4    Dense          100           0   frozen',
+        '  layer_5..11   Dense          140         140   trainable',
+        '',
+        'Trainable: 140 (560 B)   Frozen: 100 (400 B)',
+    ]
+
+
+class Attention(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        names = 'query', 'key', 'value'
+        q, k, v = (linen.DenseGeneral((12, 64), name=name)(x) for name in names)
+        x = linen.dot_product_attention(q, k, v)
+        return linen.DenseGeneral(768, axis=(-2, -1), name='output_projection')(x)
+
+
+class AVeryLongNameOfAFeedForwardModuleAsOthersWriteThem(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.gelu(linen.Dense(3072, name='intermediate_projection')(x))
+        return linen.Dense(768, name='output_projection')(x)
+
+
+class Layer(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        norms = [linen.LayerNorm(name=f'norm_{n}') for n in range(2)]
+        x = x + Attention(name='attention')(norms[0](x))
+        mlp = AVeryLongNameOfAFeedForwardModuleAsOthersWriteThem(name='feed_forward')
+        return x + mlp(norms[1](x))
+
+
+class Stack(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for n in range(12):
+            x = Layer(name=str(n))(x)
+        return x
+
+
+class Bert(linen.Module):
+    """As deep and wide as BERT."""
+
+    @linen.compact
+    def __call__(self, tokens):
+        with nn.stop_gradient('embeddings/**'):
+            x = linen.Embed(30522, 768, name='embeddings')(tokens)
+        with nn.stop_gradient([f'layers/{n}/**' for n in range(6)]):
+            x = Stack(name='layers')(x)
+        return linen.Dense(2, name='classifier')(x[:, 0])
+
+
+TOKENS = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+
+def test_a_model_like_bert_in_two_seconds_and_80_columns():
+    start = time.process_time()
+    with jax.numpy_rank_promotion('allow'):
+        text = sg.tabulate(Bert(), KEY, width=80)(TOKENS)
+    assert time.process_time() - start < 2.0
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[2:-2]] == [
+        *('(model)', 'embeddings', 'layers'),
+        *('0..5', *LAYER, '6..11', *LAYER),
+        'classifier',
+    ]
+    # Only the name of a class is cut, and no word is broken.
+    long = [line for line in lines if 'feed_forward' in line]
+    assert [line.split()[1] for line in long] == ['AVeryL…'] * 2
+    assert 'Trainable: 42,528,770' in lines[-1]
+
+
+LAYER = [
+    *('norm_0', 'attention', 'query', 'key', 'value', 'output_projection'),
+    *('norm_1', 'feed_forward', 'intermediate_projection', 'output_projection'),
+]
 
 
 @pytest.mark.every_case
@@ -544,10 +417,80 @@ def test_what_is_no_module_is_refused(target, what):
     ]
 
 
-def test_colours_unless_told_otherwise(monkeypatch):
-    monkeypatch.setenv('TERM', 'xterm-256color')
-    options = {'compute_flops': False, 'compute_vjp_flops': False}
-    monkeypatch.delenv('NO_COLOR', raising=False)
-    assert '\x1b[32mtrainable' in sg.tabulate(Net(), KEY, **options)(X)
-    monkeypatch.setenv('NO_COLOR', '1')
-    assert '\x1b[32m' not in sg.tabulate(Net(), KEY, **options)(X)
+# Paths.
+
+
+def test_paths_of_a_model_are_plain_data():
+    found = sg.paths(Stateful(), X, where='before/**')
+    assert [(one.path, one.path.collection, one.module) for one in found] == [
+        ('after/bias', 'params', 'Dense'),
+        ('after/kernel', 'params', 'Dense'),
+        ('before/bias', 'params', 'Dense'),
+        ('before/kernel', 'params', 'Dense'),
+        ('norm/bias', 'params', 'BatchNorm'),
+        ('norm/scale', 'params', 'BatchNorm'),
+        ('norm/mean', 'batch_stats', 'BatchNorm'),
+        ('norm/var', 'batch_stats', 'BatchNorm'),
+    ]
+    assert found[1].shape == 'float32[4, 2]'
+    assert [one.selected for one in found] == [False] * 2 + [True] * 2 + [False] * 4
+    assert {one.selected for one in sg.paths(Stateful(), X)} == {None}
+
+
+def test_paths_as_a_table():
+    where = ['**/mean', sg.at('after/kernel', np.s_[:2]), 'before/**']
+    assert sg.paths(Stateful(), X, where=where).table(width=80).splitlines() == [
+        'selected   path            module      shape           collection',
+        '─' * 66,
+        '-          after/bias      Dense       float32[2]      params',
+        'partly     after/kernel    Dense       float32[4, 2]   params',
+        'yes        before/bias     Dense       float32[4]      params',
+        'yes        before/kernel   Dense       float32[4, 4]   params',
+        '-          norm/bias       BatchNorm   float32[4]      params',
+        '-          norm/scale      BatchNorm   float32[4]      params',
+        'yes        norm/mean       BatchNorm   float32[4]      batch_stats',
+        '-          norm/var        BatchNorm   float32[4]      batch_stats',
+        '',
+        'The filter selects 4 of 8 variables.',
+    ]
+
+
+def test_rows_of_repeated_layers_that_a_filter_takes_alike_are_one_row(monkeypatch):
+    monkeypatch.setenv('COLUMNS', '40')
+    with jax.numpy_rank_promotion('allow'):
+        found = sg.paths(Stack(), jnp.ones((1, 2, 768)), where='[0-4]/norm_*/bias')
+    lines = repr(found).splitlines()
+    assert len(found) == 12 * 16
+    # Each of the runs 0..4 and 5..11 has all its paths, and none is cut.
+    assert len(lines) == 2 + 2 * 14 + 2
+    text = str(found)
+    assert 'yes        0..4/norm_0..1/bias' in text
+    assert '-          5..11/feed_forward/intermediate_projection/kernel' in text
+    assert lines[-1] == 'The filter selects 10 of 192 variables.'
+
+
+def test_paths_of_a_tree_and_of_other_arguments():
+    tree = {'a': [np.ones(3), 2], 'b': KEY}
+    assert [(one.path, one.module) for one in sg.paths(tree)] == [
+        *(('a/0', ''), ('a/1', '')),
+        ('b', ''),
+    ]
+    rngs = {'params': KEY, 'dropout': KEY}
+    found = sg.paths(Nested(), X, rngs=rngs, train=True, method='doubled')
+    assert len(found) == 6
+    with pytest.raises(errors.UnusedFilterError, match='nett'):
+        sg.paths(Nested(), X, where='nett/**')
+
+
+def test_paths_of_a_thousand_parameters_are_quick():
+    class Deep(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for n in range(500):
+                x = linen.Dense(4, name=f'layer_{n}')(x)
+            return x
+
+    start = time.process_time()
+    text = sg.paths(Deep(), X, where='layer_1*/kernel').table()
+    assert time.process_time() - start < 3.0
+    assert 'layer_10..19/kernel' in text

@@ -19,13 +19,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax.core import Scope, axes_scan, lift
-from flax.linen import summary
 from packaging.specifiers import SpecifierSet
 
-import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.internals import hooking, lifting, required, tables, tracing, versions
+from flax_sg.internals import hooking, lifting, required, tracing, versions
 
 pytestmark = pytest.mark.every_case
 
@@ -179,19 +177,7 @@ def weakly_typed() -> Any:
     return tracing.as_weak(ONE).weak_type
 
 
-def tabulated() -> Any:
-    return sg.tabulate(Model(), jax.random.key(0))(jnp.ones(2))
-
-
-# Flax calls some of them too, and would fail: these are called alone.
-SUMMARY: list[tuple[Any, Any, str, str]] = [
-    (tabulated, summary, '_get_module_table', 'sg.tabulate'),
-    (tabulated, summary, '_render_table', 'sg.tabulate'),
-    (lambda: tables.render_with('a', None), summary, '_get_rich_repr', 'sg.tabulate'),
-    (lambda: tables.size_text(1, 4), summary, '_size_and_bytes_repr', 'sg.tabulate'),
-]
 FEATURES: list[tuple[Any, Any, str, str]] = [
-    *SUMMARY,
     (weakly_typed, tracing.jax_lax, '_convert_element_type', 'NonDifferentiable'),
     (scanned, axes_scan, 'scan', 'scan(frozen_layers=)'),
 ]
@@ -217,7 +203,7 @@ def test_a_feature_without_its_name(use, owner, name, feature, monkeypatch):
     use()
 
 
-@pytest.mark.parametrize(('use', 'owner', 'name', 'feature'), SUMMARY)
+@pytest.mark.parametrize(('use', 'owner', 'name', 'feature'), FEATURES[:1])
 def test_one_more_keyword_changes_nothing(use, owner, name, feature, monkeypatch):
     original = getattr(owner, name)
     expected = use()
@@ -237,9 +223,8 @@ def test_variables_that_a_loop_gives_in_another_order(monkeypatch):
     scanned()
 
 
-def test_the_import_goes_on_without_a_feature_and_brings_nothing_slow():
-    code = 'import flax.linen, optax, chex, numpy.typing, flax.training.train_state\n'
-    code += 'import flax.linen.summary as s; del s._render_table, s.yaml'
+def test_the_import_brings_nothing_slow():
+    code = 'import flax.linen, optax, chex, numpy.typing, flax.training.train_state'
     done = imported(code)
     assert done.returncode == 0, done.stderr
     new = ast.literal_eval(done.stdout)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
-import importlib
-import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -17,8 +14,10 @@ from typing import Any
 from rich.console import Console
 
 from flax_sg import errors, filters, flow
+from flax_sg.commandline import places
+from flax_sg.commandline.places import UsageError
 from flax_sg.errors.texts import shown
-from flax_sg.rendering import pictures, tables
+from flax_sg.rendering import pictures, text
 from flax_sg.testing import expectations
 
 PROG = 'python -m flax_sg flow'
@@ -53,10 +52,6 @@ the output may be a glob, and each that it names is judged alone; without it,
 
 Status: 0 if every expectation holds, 1 if one is broken, 2 if the command is
 wrong. An exception of the program is shown as it is, with Python's status 1."""
-
-
-class UsageError(Exception):
-    """The command is wrong: what is said with status 2."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,16 +117,10 @@ def _depth(text: str) -> int:
 
 
 def _report(place: str, args: str | None) -> flow.GradientFlow:
-    target = _load(place)
+    target = places.load(place)
     if args is not None:
-        given = _load(args)
-        given = _called(given, args) if callable(given) else given
-        if not isinstance(given, (tuple, list)):
-            raise UsageError(
-                f'--args {args} is {shown(given)}; expected a tuple of arguments'
-            )
-        return flow.gradient_flow(target, *given)
-    made = _called(target, place) if callable(target) else target
+        return flow.gradient_flow(target, *places.example(args))
+    made = places.called(target, place) if callable(target) else target
     if isinstance(made, flow.GradientFlow):
         return made
     if isinstance(made, (tuple, list)) and made and callable(made[0]):
@@ -140,50 +129,6 @@ def _report(place: str, args: str | None) -> flow.GradientFlow:
         f'{place} returned {shown(made)}, and should return (loss, *args); '
         f'if it is the loss, say where its arguments are: --args package.module:name'
     )
-
-
-def _called(function: Any, place: str) -> Any:
-    """What a function returns that takes no arguments."""
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        required = [
-            parameter.name
-            for parameter in inspect.signature(function).parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        raise UsageError(
-            f'{place} takes arguments ({", ".join(required)}): say where they are, '
-            '--args package.module:name, or name a function without arguments that '
-            'returns (loss, *args)'
-        ) from None
-    return function()
-
-
-def _load(place: str) -> Any:
-    """The object at ``package.module:name``."""
-    module, _, name = place.partition(':')
-    if not module or not name or module.endswith('.py') or '/' in module:
-        dotted = module.removesuffix('.py').strip('./').replace('/', '.')
-        raise UsageError(
-            f'{place!r} is no place: write package.module:name, such as '
-            f"'{dotted or 'train'}:{name or 'loss'}'"
-        )
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # Of the program, if it is not the module that was asked for, or one around it.
-        if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
-            raise
-        raise UsageError(f'there is no module {error.name!r} to import') from None
-    for part in name.split('.'):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), 3)
-            meant = f'; did you mean {" or ".join(map(repr, near))}?' if near else ''
-            raise UsageError(f'{module} has no {name!r}{meant}')
-        found = getattr(found, part)
-    return found
 
 
 # Expectations.
@@ -232,11 +177,11 @@ def _show(
     broken: list[list[expectations.Broken]],
 ) -> None:
     console = Console(highlight=False)
-    console.print(tables.FlowTable(report, options.depth))
-    for text, found in zip(options.expect, broken, strict=True):
+    console.print(text.MatrixText(report.matrix(options.depth)))
+    for expected, found in zip(options.expect, broken, strict=True):
         verdict = '[bold red]BROKEN[/]' if found else '[green]ok[/]    '
         console.print(f'\n{verdict}  ', end='')
-        console.print(text, markup=False)
+        console.print(expected, markup=False)
         if found:
             print(expectations.table(found))
 
@@ -246,38 +191,31 @@ def _as_json(
     texts: Sequence[str],
     broken: list[list[expectations.Broken]],
 ) -> dict[str, Any]:
+    parameters = [
+        {
+            'path': str(path),
+            'shape': shape.shape,
+            'dtype': str(shape.dtype),
+            'status': {
+                output: report.status_of(output, path) for output in report.outputs
+            },
+            'uses': list(map(dataclasses.asdict, uses)),
+        }
+        for path, shape, uses in zip(
+            report.parameters, report.shapes, report.uses, strict=True
+        )
+    ]
+    fields = 'output', 'parameter', 'expected', 'found'
+    judged = [
+        {
+            'expect': text,
+            'holds': not found,
+            'broken': [{name: getattr(one, name) for name in fields} for one in found],
+        }
+        for text, found in zip(texts, broken, strict=True)
+    ]
     return {
         'outputs': report.outputs,
-        'parameters': [
-            {
-                'path': str(path),
-                'shape': shape.shape,
-                'dtype': str(shape.dtype),
-                'status': dict(zip(report.outputs, column, strict=True)),
-                'uses': list(map(dataclasses.asdict, uses)),
-            }
-            for path, shape, column, uses in zip(
-                report.parameters,
-                report.shapes,
-                zip(*report.status, strict=True),
-                report.uses,
-                strict=True,
-            )
-        ],
-        'expectations': [
-            {
-                'expect': text,
-                'holds': not found,
-                'broken': [
-                    {
-                        'output': one.output,
-                        'parameter': str(one.parameter),
-                        'expected': one.expected,
-                        'found': one.found,
-                    }
-                    for one in found
-                ],
-            }
-            for text, found in zip(texts, broken, strict=True)
-        ],
+        'parameters': parameters,
+        'expectations': judged,
     }

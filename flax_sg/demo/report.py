@@ -12,7 +12,7 @@ from rich.text import Text
 from flax_sg.demo import checks, train
 from flax_sg.demo import model as models
 from flax_sg.flow import GradientFlow
-from flax_sg.rendering import tables
+from flax_sg.rendering import text
 
 ACCURACY = 0.9
 
@@ -91,7 +91,7 @@ def show_flow(console: Console, flow: GradientFlow) -> None:
     console.print(
         '[bold]Which loss trains which module[/]: sg.gradient_flow, on shapes'
     )
-    console.print(tables.FlowTable(flow, depth=1))
+    console.print(text.MatrixText(flow.matrix(depth=1)))
     console.print()
 
 

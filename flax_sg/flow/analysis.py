@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,11 @@ from flax_sg.filters.paths import Path
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
 from flax_sg.flow.programs import Program
-from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
-from flax_sg.flow.stacks import stack_copies
+from flax_sg.flow.report import GradientFlow
+from flax_sg.flow.statuses import FLOWS, STOPPED, UNUSED
 from flax_sg.flow.uses import UNKNOWN, Uses
 from flax_sg.internals import jaxprs
-from flax_sg.trees.leaves import Leaves, leaves_of, path_of
+from flax_sg.trees.leaves import leaves_of, path_of
 from flax_sg.trees.trainable import chosen
 
 
@@ -85,9 +85,24 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` looks at programs in this way; the
         dependences are those of symbolic zeros in ``jax.jvp``.
     """
-    several = not isinstance(argnums, int)
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    return Analysis.of(fun, args, numbers, has_aux, wrt).report(several)
+    analysis = Analysis.of(fun, args, argnums, has_aux, wrt)
+    analysis.check_outputs()
+    return analysis.report()
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One leaf of the arguments that are differentiated.
+
+    Attributes:
+        path: its path.
+        slots: the numbers of its arrays among the inputs of the program.
+        is_wanted: whether the caller differentiates by it.
+    """
+
+    path: Path
+    slots: tuple[int, ...]
+    is_wanted: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,116 +111,107 @@ class Analysis:
 
     Attributes:
         program: the program.
-        outputs: the path of each output leaf that is looked at, with its number among
-            the outputs of the program; None for a number of Python.
-        trees: the leaves of the arguments that are differentiated.
-        numbers: which arguments these are.
-        parameters: for each parameter the tree that it is in, its number there, and
-            those of its arrays among the inputs of the program.
-        taken: for each parameter whether it is differentiated.
+        outputs: each output leaf that is looked at: its path, what it is, and its
+            number among the outputs of the program, None if it is no array.
+        parameters: the parameters.
     """
 
     program: Program
-    outputs: tuple[tuple[str, int | None], ...]
-    trees: tuple[Leaves, ...]
-    numbers: tuple[int, ...]
-    parameters: tuple[tuple[int, int, tuple[int, ...]], ...]
-    taken: tuple[bool, ...]
+    outputs: tuple[tuple[str, Any, int | None], ...]
+    parameters: tuple[Parameter, ...]
 
     @classmethod
     def of(
         cls,
         fun: Callable[..., Any],
         args: Sequence[Any],
-        numbers: Sequence[int],
-        has_aux: bool,
-        wrt: filters.Where | None,
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        wrt: filters.Where | None = None,
     ) -> Analysis:
-        """Traces a function and finds its parameters."""
-        for number in numbers:
+        """Traces a function and finds its parameters; see ``gradient_flow``."""
+        given = [argnums] if isinstance(argnums, int) else list(argnums)
+        for number in given:
             if not -len(args) <= number < len(args):
                 raise TypeError(
                     f'argnums={number}: arguments are counted from 0, and '
                     f'{len(args)} were given'
                 )
-        numbers = [number % len(args) for number in numbers]
+        numbers = [number % len(args) for number in given]
         program = Program.of(fun, args, numbers)
         trees = [leaves_of(args[number]) for number in numbers]
-        masks = chosen(trees, wrt)
         slots = {leaf: slot for slot, leaf in enumerate(program.inputs)}
-        parameters: list[tuple[int, int, tuple[int, ...]]] = []
-        taken: list[bool] = []
-        for which, (number, tree) in enumerate(zip(numbers, trees, strict=True)):
+        parameters: list[Parameter] = []
+        masks = chosen(trees, wrt)
+        for number, tree, mask in zip(numbers, trees, masks, strict=True):
             start = sum(len(jax.tree.leaves(arg)) for arg in args[:number])
-            for place, leaf in enumerate(tree.values):
+            for (path, leaf), is_wanted in zip(tree, mask, strict=True):
                 stop = start + len(jax.tree.leaves(leaf))
                 mine = tuple(slots[n] for n in range(start, stop) if n in slots)
                 start = stop
+                if not isinstance(argnums, int):
+                    parts = str(number), *filter(None, path.parts)
+                    path = Path.of(path.collection, parts)
                 if mine:
-                    parameters.append((which, place, mine))
-                    taken.append(masks[which][place])
+                    parameters.append(Parameter(path, mine, is_wanted))
         outputs = tuple(_outputs_of(program, has_aux))
-        return cls(
-            program,
-            outputs,
-            tuple(trees),
-            tuple(numbers),
-            tuple(parameters),
-            tuple(taken),
-        )
+        return cls(program, outputs, tuple(parameters))
 
-    @property
-    def paths(self) -> list[Path]:
-        """The path of each parameter within its argument."""
-        return [self.trees[which].paths[place] for which, place, _ in self.parameters]
+    def check_outputs(self) -> None:
+        """Raises if an output is no array, or none has a derivative.
+
+        Raises:
+            ArgumentTypeError: if it is so.
+        """
+        numbers = (jax.ShapeDtypeStruct, bool, int, float, complex)
+        wrong = [
+            (path, f'{type(leaf).__name__} object')
+            for path, leaf, _ in self.outputs
+            if not isinstance(leaf, numbers)
+        ]
+        leaves = [leaf for _, leaf, _ in self.outputs]
+        if wrong or not any(isinstance(x, float) or has_tangent(x) for x in leaves):
+            found = wrong or [
+                (path, str(getattr(leaf, 'dtype', type(leaf).__name__)))
+                for path, leaf, _ in self.outputs
+            ]
+            raise _no_output(functions.describe(self.program.fun), found)
 
     def trained(self) -> list[bool]:
         """For each parameter whether it flows to any output that is looked at."""
         flow, read = self.dependences()
-        asked = sum(1 << out for _, out in self.outputs if out is not None)
+        asked = sum(1 << out for *_, out in self.outputs if out is not None)
         return [bool(live & asked) for live, _ in self._masks(flow, read)]
 
-    def report(self, several: bool = False) -> GradientFlow:
-        """What there is to say.
-
-        Args:
-            several: whether paths begin with the number of the argument.
-        """
+    def report(self) -> GradientFlow:
+        """What there is to say."""
         jaxpr = self.program.closed.jaxpr
         flow, read = self.dependences()
         masks = self._masks(flow, read)
         owners: list[int | None] = [None] * len(jaxpr.invars)
-        for index, (_, _, slots) in enumerate(self.parameters):
-            for slot in slots:
+        for index, parameter in enumerate(self.parameters):
+            for slot in parameter.slots:
                 owners[slot] = index
-        ends = [out for _, out in self.outputs if out is not None]
+        ends = [out for *_, out in self.outputs if out is not None]
         uses = Uses(flow, read, len(self.parameters)).of(jaxpr, owners, ends)
-        avals = [jaxpr.invars[slots[0]].aval for _, _, slots in self.parameters]
-        trained = zip(self.parameters, masks, strict=True)
-        moved = {slot for (_, _, slots), (live, _) in trained if live for slot in slots}
-        paths = self.paths
-        if several:
-            tops = [str(self.numbers[which]) for which, _, _ in self.parameters]
-            paths = [
-                Path.of(path.collection, (top, *filter(None, path.parts)))
-                for top, path in zip(tops, paths, strict=True)
-            ]
+        avals = [jaxpr.invars[parameter.slots[0]].aval for parameter in self.parameters]
         return GradientFlow(
-            tuple(path for path, _ in self.outputs),
-            tuple(paths),
+            tuple(path for path, *_ in self.outputs),
+            tuple(parameter.path for parameter in self.parameters),
             tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
             tuple(
                 tuple(_status(live, used, out) for live, used in masks)
-                for _, out in self.outputs
+                for *_, out in self.outputs
             ),
             tuple(
                 tuple(
-                    use if take else dataclasses.replace(use, stopped=True)
+                    dataclasses.replace(
+                        use, stopped=use.stopped or not parameter.is_wanted
+                    )
                     for use in found
                 )
-                for found, take in zip(uses, self.taken, strict=True)
+                for found, parameter in zip(uses, self.parameters, strict=True)
             ),
-            stack_copies(jaxpr, moved, ends, flow),
         )
 
     def _masks(self, flow: Dependence, read: Dependence) -> list[tuple[int, int]]:
@@ -215,15 +221,15 @@ class Analysis:
         count = len(jaxpr.outvars)
         self._check_refused(flow, [row >> count + REFUSED & 1 for row in flows])
         out: list[tuple[int, int]] = []
-        for (_, _, slots), take in zip(self.parameters, self.taken, strict=True):
+        for parameter in self.parameters:
             live = used = 0
-            for slot in slots:
+            for slot in parameter.slots:
                 made = flows[slot] >> count + FROM_NOTHING & 1
                 # A rule that makes one is run if its outputs are used in any way, as
                 # zeros may be handed back to it.
                 live |= flows[slot] | (reads[slot] if made else 0)
                 used |= reads[slot] | live
-            out.append((live if take else 0, used))
+            out.append((live if parameter.is_wanted else 0, used))
         return out
 
     @staticmethod
@@ -233,11 +239,10 @@ class Analysis:
 
     def _check_refused(self, flow: Dependence, refused: Sequence[int]) -> None:
         """Raises if a parameter goes into what JAX cannot differentiate."""
-        pairs = zip(self.paths, self.parameters, self.taken, strict=True)
         met = [
-            path
-            for path, (_, _, slots), take in pairs
-            if take and any(refused[slot] for slot in slots)
+            parameter.path
+            for parameter in self.parameters
+            if parameter.is_wanted and any(refused[slot] for slot in parameter.slots)
         ]
         if met:
             assert isinstance(flow.leaf, Derivatives)
@@ -257,12 +262,10 @@ def _status(live: int, used: int, out: int | None) -> str:
     return STOPPED if used >> out & 1 else UNUSED
 
 
-def _outputs_of(program: Program, has_aux: bool) -> list[tuple[str, int | None]]:
-    """The path of each output leaf, and its number among those of the program.
-
-    Raises:
-        ArgumentTypeError: if one is no array, or none has a derivative.
-    """
+def _outputs_of(
+    program: Program, has_aux: bool
+) -> Iterator[tuple[str, Any, int | None]]:
+    """The path of each output leaf, the leaf, and its number among the arrays."""
     out = program.output
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -271,25 +274,10 @@ def _outputs_of(program: Program, has_aux: bool) -> list[tuple[str, int | None]]
                 f'got {shown(out)}'
             )
         out = out[0]
-    pairs = jax.tree_util.tree_leaves_with_path(out)
-    named = [(str(path_of(keys)), leaf) for keys, leaf in pairs]
-    wrong = [
-        (path, f'{type(leaf).__name__} object')
-        for path, leaf in named
-        if not isinstance(leaf, (jax.ShapeDtypeStruct, bool, int, float, complex))
-    ]
-    able = any(has_tangent(leaf) or isinstance(leaf, float) for _, leaf in named)
-    if wrong or not able:
-        said = wrong or [
-            (path, str(getattr(leaf, 'dtype', type(leaf).__name__)))
-            for path, leaf in named
-        ]
-        raise _no_output(functions.describe(program.fun), said)
     numbers = itertools.count()
-    return [
-        (path, next(numbers) if isinstance(leaf, jax.ShapeDtypeStruct) else None)
-        for path, leaf in named
-    ]
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(out):
+        is_array = isinstance(leaf, jax.ShapeDtypeStruct)
+        yield str(path_of(keys)), leaf, next(numbers) if is_array else None
 
 
 def _no_output(

@@ -7,6 +7,7 @@ from typing import Any
 
 from flax_sg import filters
 from flax_sg.flow.analysis import Analysis
+from flax_sg.trees.leaves import leaves_of
 
 
 def live(
@@ -56,9 +57,12 @@ def live(
         UnknownNameError: when it is asked for a variable that it has not seen.
         ArgumentTypeError: as ``sg.gradient_flow``.
     """
-    analysis = Analysis.of(fun, (params, *args), [0], has_aux, wrt)
-    pairs = zip(analysis.paths, analysis.trained(), strict=True)
+    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt)
+    analysis.check_outputs()
+    pairs = zip(analysis.parameters, analysis.trained(), strict=True)
+    paths = [parameter.path for parameter, is_trained in pairs if is_trained]
+    known = leaves_of(params).paths
     return filters.Derived(
-        frozenset((path.collection, path.absolute) for path, take in pairs if take),
-        frozenset((path.collection, path.absolute) for path in analysis.trees[0].paths),
+        frozenset((path.collection, path.absolute) for path in paths),
+        frozenset((path.collection, path.absolute) for path in known),
     )

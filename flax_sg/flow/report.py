@@ -1,23 +1,24 @@
-"""What the analysis of a function found: plain data, and questions about it.
-
-How it is shown is the business of ``flax_sg.rendering``.
-"""
+"""What the analysis of a function found: plain data, and questions about it."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from flax_sg import errors
 from flax_sg.filters import paths
-from flax_sg.rendering import html, pictures, tables
+from flax_sg.flow.statuses import FLOWS, PARTLY, STOPPED, UNUSED, WORDS, together
+from flax_sg.rendering import groups, html, pictures, text
+from flax_sg.rendering.matrix import Matrix, Row
 
-FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
+NO_MODULE = '(no module)'
+# What the rows and the columns of a picture are.
+_NAMES = 'trained parameters', 'output'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,23 +40,6 @@ class Use:
     source: str
     stopped: bool
     part: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class StackCopy:
-    """A stop in the body of a scan that keeps a copy of a stack for the way back.
-
-    The stop around the scan keeps none, and the gradients are the same.
-
-    Attributes:
-        place: JAX's name stack where the scan is, ``'unknown'`` if it has none.
-        source: the line of the user's program that stops, as in ``Use``.
-        size: in bytes, of all steps.
-    """
-
-    place: str
-    source: str
-    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +73,6 @@ class GradientFlow:
         status: for each output, and in it for each parameter, ``'flows'``,
             ``'stopped'`` or ``'unused'``.
         uses: for each parameter the places where it is used.
-        copies: the stops in bodies of scans that cost memory.
     """
 
     outputs: tuple[str, ...]
@@ -97,7 +80,6 @@ class GradientFlow:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     status: tuple[tuple[str, ...], ...]
     uses: tuple[tuple[Use, ...], ...]
-    copies: tuple[StackCopy, ...] = ()
 
     def status_of(self, output: str, parameter: str) -> str:
         """``'flows'``, ``'stopped'`` or ``'unused'``.
@@ -127,6 +109,11 @@ class GradientFlow:
         return bool(flowing) and all(use.part for use in flowing)
 
     @property
+    def output_names(self) -> tuple[str, ...]:
+        """What the outputs are called in a heading: a single one has no name."""
+        return tuple(name or 'output' for name in self.outputs)
+
+    @property
     def live(self) -> tuple[bool, ...]:
         """For each parameter whether it flows to some output."""
         columns = zip(*self.status, strict=True)
@@ -145,7 +132,7 @@ class GradientFlow:
                 module,
                 len(members),
                 tuple(
-                    summary(self.shown(row, n) for n in members) for row in self.status
+                    together(self.shown(row, n) for n in members) for row in self.status
                 ),
             )
             for module, members in self.members(depth).items()
@@ -182,6 +169,74 @@ class GradientFlow:
             )
         ]
 
+    def matrix(self, depth: int | None = None) -> Matrix:
+        """The report as rows of words: modules down, outputs across.
+
+        Repeated modules with the same words are one row, ``layers_0..11``. Where the
+        parameters of a module differ, a row for each follows that of the module.
+
+        Args:
+            depth: how many names of the path of a module count; all of them by default.
+                With a number, no parameter has a row of its own.
+        """
+        modules = list(self.by_module(depth))
+        members = list(self.members(depth).values())
+        parts = [self._parts(numbers) if depth is None else {} for numbers in members]
+        joined = groups.repeated(
+            [tuple(filter(None, module.module.split('/'))) for module in modules],
+            [
+                (module.status, tuple((key, None) for key in part))
+                for module, part in zip(modules, parts, strict=True)
+            ],
+        )
+        rows: list[Row] = []
+        for names, same in joined:
+            inside = [n for group in same for n in members[group]]
+            name = '/'.join(names) or NO_MODULE
+            rows.append(Row(name, modules[same[0]].status, self._stopped_of(inside)))
+            for name, status in parts[same[0]]:
+                numbers = [n for group in same for n in parts[group][name, status]]
+                rows.append(Row(name, status, self._stopped_of(numbers), is_part=True))
+        return Matrix(
+            self.output_names,
+            tuple(rows),
+            WORDS,
+            'uses stopped',
+            () if depth is None else self._hidden(depth),
+        )
+
+    def _parts(self, members: Sequence[int]) -> dict[tuple[str, Any], list[int]]:
+        """The parameters of a module by name and status, if their statuses differ."""
+        parts: dict[tuple[str, Any], list[int]] = {}
+        for n in members:
+            status = tuple(self.shown(row, n) for row in self.status)
+            name = self.parameters[n].rpartition('/')[2]
+            parts.setdefault((name, status), []).append(n)
+        statuses = {status for _, status in parts}
+        differ = len(statuses) > 1 or any(PARTLY in status for status in statuses)
+        return parts if differ else {}
+
+    def _stopped_of(self, members: Sequence[int]) -> str:
+        uses = [use for n in members for use in self.uses[n]]
+        return f'{sum(use.stopped for use in uses)} of {len(uses)}'
+
+    def _hidden(self, depth: int) -> tuple[str, ...]:
+        """Says of which parameters the word 'stopped' of their row is not true."""
+        found: list[str] = []
+        for module, members in self.members(depth).items():
+            unused = {
+                n
+                for row in self.status
+                if together(row[n] for n in members) == STOPPED
+                for n in members
+                if row[n] == UNUSED
+            }
+            if unused:
+                count = f'{len(unused)} parameter{"s" * (len(unused) > 1)}'
+                found.append(f'{count} of {module or NO_MODULE}')
+        said = f'Not used in rows with the word {WORDS[STOPPED].text}: '
+        return (f'{said}{", ".join(found)}.',) if found else ()
+
     def table(self, depth: int | None = None, width: int | None = None) -> str:
         """The report as text: modules down, outputs across; ``str`` gives the same.
 
@@ -189,26 +244,30 @@ class GradientFlow:
             depth: how many names of the path of a module count; all of them by default.
             width: in characters; that of the terminal by default.
         """
-        return tables.text(self, depth, width)
+        return text.plain(text.MatrixText(self.matrix(depth)), width)
 
     def plot(
         self,
         path: str | os.PathLike[str],
         depth: int | None = None,
         title: str = 'Which output trains which part',
+        dark: bool = False,
     ) -> None:
         """Draws the table as a picture into a file; needs the extra ``plot``.
+
+        Outputs are sorted by the first modules that they train.
 
         Args:
             path: the file; its name says of which kind (png, svg, pdf, ...).
             depth: how many names of the path of a module count; all of them by default.
             title: stands above it.
+            dark: whether it is drawn for pages in dark mode.
 
         Raises:
             ModuleNotFoundError: if matplotlib is not installed.
             ValueError: if matplotlib does not know the kind of file.
         """
-        pictures.save(self, path, depth, title)
+        pictures.save(self.matrix(depth), path, title, _NAMES, dark)
 
     def draw(self, axes: Any, depth: int | None = None) -> None:
         """Draws the table into axes of matplotlib, beside other plots; no legend.
@@ -220,30 +279,22 @@ class GradientFlow:
         Raises:
             ModuleNotFoundError: if matplotlib is not installed.
         """
-        pictures.draw(axes, self, depth)
+        pictures.draw(axes, self.matrix(depth), _NAMES)
 
     def __str__(self) -> str:
         return self.table()
 
-    def __rich__(self) -> tables.FlowTable:
-        return tables.FlowTable(self)
+    def __rich__(self) -> text.MatrixText:
+        return text.MatrixText(self.matrix())
 
     def _repr_html_(self) -> str:
-        return html.table(self)
+        return html.table(self.matrix())
 
     def __repr__(self) -> str:
         return (
             f'GradientFlow({len(self.outputs)} outputs, '
             f'{len(self.parameters)} parameters, {sum(self.live)} live)'
         )
-
-
-def summary(statuses: Iterable[str]) -> str:
-    """The status of several parameters together."""
-    found = set(statuses)
-    if found & {FLOWS, PARTLY}:
-        return FLOWS if found == {FLOWS} else PARTLY
-    return STOPPED if STOPPED in found else UNUSED
 
 
 def _index(kind: str, name: str, names: Sequence[str]) -> int:

@@ -1,1 +1,1 @@
-"""How reports are shown: as text, HTML and pictures. They are collected elsewhere."""
+"""Tables of plain data as text, HTML and pictures; others decide what they say."""

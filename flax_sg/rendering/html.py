@@ -1,37 +1,43 @@
-"""The matrix of a gradient flow in a notebook."""
+"""A matrix in a notebook."""
 
 from __future__ import annotations
 
 import html
-from typing import Any
 
-from flax_sg.rendering import colors, tables
+from flax_sg.rendering.matrix import Matrix, Word
 
 _CELL = 'padding:2px 10px;text-align:left'
 
 
-def table(flow: Any) -> str:
-    """The matrix as an HTML table that needs no style sheet; names are escaped."""
-    head = ['', *tables.output_names(flow), 'uses stopped']
+def table(matrix: Matrix) -> str:
+    """The matrix as an HTML table that needs no style sheet; names are escaped.
+
+    Cells without a colour of their own have none in a dark notebook either.
+    """
+    head = ['', *matrix.columns, matrix.notes]
     lines = [
         '<table style="border-collapse:collapse">',
         f'<tr>{"".join(_cell(name, tag="th") for name in head)}</tr>',
     ]
-    for row in tables.rows(flow):
-        indent = 'padding-left:2em' if row.parameter else ''
+    for row in matrix.rows:
         cells = [
-            _cell(row.name, indent),
-            *(_cell(tables.WORDS[status], _style(status)) for status in row.status),
-            _cell(f'{row.stopped} of {row.uses}'),
+            _cell(row.name, 'padding-left:2em' if row.is_part else ''),
+            *(_word(matrix.words[cell]) for cell in row.cells),
+            _cell(row.note),
         ]
         lines.append(f'<tr>{"".join(cells)}</tr>')
-    notes = [f'<p>{html.escape(note)}</p>' for note in tables.notes(flow)]
-    return '\n'.join([*lines, '</table>', *notes])
+    legend = (
+        f'<tr>{_word(word)}{_cell(word.meaning)}</tr>' for word in matrix.used_words()
+    )
+    remarks = (f'<p>{html.escape(remark)}</p>' for remark in matrix.remarks)
+    return '\n'.join([*lines, '</table>', '<table>', *legend, '</table>', *remarks])
 
 
-def _style(status: str) -> str:
-    background, ink = colors.CELLS[status]
-    return f'background:{background};color:{ink}'
+def _word(word: Word) -> str:
+    if word.light is None:
+        return _cell(word.text, 'opacity:0.7')
+    background, ink = word.light
+    return _cell(word.text, f'background:{background};color:{ink}')
 
 
 def _cell(text: str, style: str = '', tag: str = 'td') -> str:

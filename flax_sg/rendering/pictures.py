@@ -1,67 +1,98 @@
-"""The matrix of a gradient flow as a picture: modules down, outputs across."""
+"""A matrix as a picture."""
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from flax_sg.internals import optional
-from flax_sg.rendering import colors, tables
+from flax_sg.rendering.matrix import Matrix
 
-# In inches: the height of a row, and the width of a letter.
+# In inches: the height of a row, and the width of a letter of 10 points.
 _ROW, _LETTER = 0.3, 0.09
-_INK, _PALE = '#333333', '#767676'
+_LINE = 0.2
+# Paper, ink, and the ink of what matters less.
+LIGHT = ('#ffffff', '#333333', '#666666')
+DARK = ('#0d1117', '#e6edf3', '#9da7b3')
 
 
 def save(
-    flow: Any,
+    matrix: Matrix,
     path: str | os.PathLike[str],
-    depth: int | None,
     title: str,
+    names: tuple[str, str],
+    dark: bool = False,
 ) -> None:
-    """Does what ``GradientFlow.plot`` says."""
+    """Draws a matrix into a file.
+
+    Args:
+        matrix: the matrix.
+        path: the file; its name says of which kind (png, svg, pdf, ...).
+        title: stands above it.
+        names: what the rows are and what the columns are.
+        dark: whether it is drawn on black paper.
+    """
     # Without pyplot there is no display to be found, and no global state.
     figure_type = load('matplotlib.figure').Figure
-    rows, outputs = tables.rows(flow, depth), tables.output_names(flow)
-    legend = [
-        f'{tables.WORDS[status]}: {meaning}'
-        for status, meaning in tables.LEGEND.items()
-        if any(status in row.status for row in rows)
+    paper, ink, _ = DARK if dark else LIGHT
+    cell = max(0.8, _width([*matrix.columns]) + 0.2)
+    beside = _width([names[0], *(row.name for row in matrix.rows)]) + 0.5
+    width = max(beside + cell * len(matrix.columns), _width([title]) + 0.3, 3.2)
+    legend = [f'{word.text}: {word.meaning}' for word in matrix.used_words()]
+    # Wrapped, so that a long sentence makes no wide picture with small letters.
+    room = int(width / (0.9 * _LETTER))
+    lines = [
+        line
+        for sentence in [*legend, *matrix.remarks]
+        for line in textwrap.wrap(sentence, room, subsequent_indent='   ')
     ]
-    legend += tables.hidden(flow, depth)
-    cell = max(0.8, _width(outputs) + 0.2)
-    width = _width([row.name for row in rows]) + cell * len(outputs) + 0.3
-    height = _ROW * (len(rows) + 3) + 0.17 * len(legend)
-    figure = figure_type(
-        figsize=(max(width, _width([title]), 0.8 * _width(legend)), height),
-        layout='constrained',
-    )
-    draw(figure.subplots(), flow, depth)
-    figure.suptitle(title, x=0.02, ha='left', weight='bold', color=_INK, fontsize=11)
-    figure.supxlabel('\n'.join(legend), x=0.02, ha='left', color=_INK, fontsize=8)
+    height = _ROW * (len(matrix.rows) + 4) + _LINE * len(lines)
+    figure = figure_type(figsize=(width, height), layout='constrained', facecolor=paper)
+    draw(figure.subplots(), matrix, names, dark)
+    figure.suptitle(title, x=0.02, ha='left', weight='bold', color=ink, fontsize=12)
+    figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
     figure.savefig(path, dpi=150)
 
 
-def draw(axes: Any, flow: Any, depth: int | None = None) -> None:
-    """Does what ``GradientFlow.draw`` says."""
+def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) -> None:
+    """Draws a matrix into axes of matplotlib, a cell one unit wide and high.
+
+    Args:
+        axes: the axes, with nothing in them.
+        matrix: the matrix.
+        names: what the rows are and what the columns are.
+        dark: whether it is drawn on black paper.
+    """
     rectangle = load('matplotlib.patches').Rectangle
-    rows, outputs = tables.rows(flow, depth), tables.output_names(flow)
+    paper, ink, pale = DARK if dark else LIGHT
+    matrix = matrix.diagonal()
+    rows, columns = matrix.rows, matrix.columns
     for y, row in enumerate(rows):
-        for x, status in enumerate(row.status):
-            background, ink = colors.CELLS[status]
-            # White lines between cells, of one colour too.
-            style = {'facecolor': background, 'edgecolor': 'white', 'linewidth': 1.5}
+        for x, key in enumerate(row.cells):
+            word = matrix.words[key]
+            own = word.dark if dark else word.light
+            ground, letters = own or (paper, pale)
+            # Lines of the paper's colour between cells, of one colour too.
+            style = {'facecolor': ground, 'edgecolor': paper, 'linewidth': 1.5}
             axes.add_patch(rectangle((x, y), 1, 1, **style))
-            style = {'color': ink, 'ha': 'center', 'va': 'center', 'fontsize': 9}
-            axes.text(x + 0.5, y + 0.5, tables.WORDS[status], **style)
-    axes.set(xlim=(0, len(outputs)), ylim=(max(1, len(rows)), 0))
-    axes.set_xticks([x + 0.5 for x in range(len(outputs))], outputs, parse_math=False)
-    names = [row.name for row in rows]
-    axes.set_yticks([y + 0.5 for y in range(len(rows))], names, parse_math=False)
+            style = {'color': letters, 'ha': 'center', 'va': 'center', 'fontsize': 11}
+            axes.text(x + 0.5, y + 0.5, word.text, **style)
+    axes.set(xlim=(0, len(columns)), ylim=(max(1, len(rows)), 0), facecolor=paper)
+    axes.set_xticks([x + 0.5 for x in range(len(columns))], columns, parse_math=False)
+    axes.set_yticks(
+        [y + 0.5 for y in range(len(rows))],
+        [row.name for row in rows],
+        parse_math=False,
+    )
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-        label.set_color(_PALE if row.parameter else _INK)
-    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+        label.set_color(pale if row.is_part else ink)
+    axes.set_ylabel(names[0], color=pale, fontsize=10)
+    axes.set_xlabel(names[1], color=pale, fontsize=10)
+    axes.xaxis.set_label_position('top')
+    axes.tick_params(length=0, labelsize=11, labeltop=True, labelbottom=False)
+    axes.tick_params(axis='x', labelcolor=ink)
     axes.spines[:].set_visible(False)
 
 

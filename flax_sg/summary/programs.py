@@ -1,21 +1,23 @@
-"""A call of a module as functions of its parameters, to be traced and not run."""
+"""A call of a module on shapes: its variables, its modules, and what it trains."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from flax import linen
-from flax.core.scope import CollectionFilter, DenyList, subtract_filters
+from flax.core.scope import DenyList
 
-from flax_sg import flow
+from flax_sg.filters.paths import Path
+from flax_sg.flow.analysis import Analysis
+from flax_sg.internals import tracing
 from flax_sg.trees import leaves
 
-# What ``init`` and ``nn.tabulate`` write when nothing is said.
-MUTABLE = DenyList('intermediates')
+# Parameters are not written: what is written is no output.
+_STATE = DenyList(('params', 'intermediates'))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,104 +25,74 @@ class Program:
     """A module's method on some arguments.
 
     Attributes:
+        variables: the shapes of the variables, as ``init`` makes them.
+        classes: for each module that is called the name of its class, by the names of
+            its path, in the order of the first calls.
         forward: from parameters and ``rest`` to the outputs and the written state.
-        params: the shapes of the parameters.
         rest: all other arrays: state, random keys, arguments.
     """
 
+    variables: dict[str, Any]
+    classes: Mapping[tuple[str, ...], str]
     forward: Callable[[Any, Any], tuple[Any, Any]]
-    params: Any
     rest: Any
 
-    def flow(self) -> flow.GradientFlow | None:
-        """Which parameters the outputs train; None if no output has a gradient."""
-        outputs, _ = jax.eval_shape(self.forward, self.params, self.rest)
-        if not any(map(leaves.is_differentiable, jax.tree.leaves(outputs))):
-            return None
-        return flow.gradient_flow(self.forward, self.params, self.rest, has_aux=True)
-
-    def train(self, live: Sequence[bool]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The program with its backward pass, and its arguments.
-
-        Args:
-            live: for each leaf of the parameters whether it is differentiated.
-        """
-        shapes, treedef = jax.tree.flatten(self.params)
-        outputs, _ = jax.eval_shape(self.forward, self.params, self.rest)
-
-        def train(trained: Any, others: Any, rest: Any, cotangents: Any) -> Any:
-            def forward(trained: Any) -> tuple[Any, Any]:
-                a, b = iter(trained), iter(others)
-                params = treedef.unflatten([next(a if t else b) for t in live])
-                return self.forward(params, rest)
-
-            out, pull_back, aux = jax.vjp(forward, trained, has_aux=True)
-            floating = iter(cotangents)
-            seeds = jax.tree.map(
-                lambda leaf: (
-                    next(floating)
-                    if leaves.is_differentiable(leaf)
-                    else np.zeros(leaf.shape, jax.dtypes.float0)
-                ),
-                outputs,
-            )
-            return out, aux, pull_back(seeds)
-
-        pairs = list(zip(shapes, live, strict=True))
-        trained = [shape for shape, takes in pairs if takes]
-        others = [shape for shape, takes in pairs if not takes]
-        cotangents = filter(leaves.is_differentiable, jax.tree.leaves(outputs))
-        return train, (trained, others, self.rest, list(cotangents))
+    def parameters(self) -> list[tuple[Path, Any, bool]]:
+        """For each parameter its path, its shape, and whether the outputs train it."""
+        params = self.variables.get('params', {})
+        analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
+        pairs = zip(analysis.parameters, analysis.trained(), strict=True)
+        live = {parameter.path for parameter, is_trained in pairs if is_trained}
+        return [(path, leaf, path in live) for path, leaf in leaves.leaves_of(params)]
 
 
 def program_of(
-    module: linen.Module,
-    rngs: Any,
-    mutable: CollectionFilter,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    module: linen.Module, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Program:
     """The program of ``module.apply`` on variables as ``init`` makes them.
 
+    Nothing is compiled or run.
+
     Args:
         module: the module.
-        rngs: as for ``init``.
-        mutable: the collections that are written; parameters never are.
+        rngs: as for ``init``, or their shapes.
         args: as for ``init``. Arrays are traced, all else is as it is.
         kwargs: as for ``init``, ``method=`` among them.
     """
     flat, treedef = jax.tree.flatten((args, dict(kwargs)))
     arrays = [leaf for leaf in flat if _is_array(leaf)]
-    written = subtract_filters(mutable, 'params')
 
-    def call(run: Callable[..., Any], arrays: Any, **options: Any) -> Any:
+    def call(run: Callable[..., Any], arrays: Any, *first: Any, **options: Any) -> Any:
         given = iter(arrays)
         values = [next(given) if _is_array(leaf) else leaf for leaf in flat]
         args, kwargs = treedef.unflatten(values)
-        return run(*args, **kwargs, **options)
+        return run(*first, *args, **kwargs, **options)
+
+    classes: dict[tuple[str, ...], str] = {}
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        called = context.module
+        if called.scope is not None:
+            # A lifted class calls its methods on a clone, last on one of the bare
+            # class. Some of the clones are at the root.
+            bare = type(called if called.path else module)
+            classes[called.path] = bare.__name__
+        return next_fun(*args, **kwargs)
 
     def init(rngs: Any, arrays: Any) -> Any:
-        options = init_options(mutable)
-        return call(lambda *a, **k: module.init(rngs, *a, **k), arrays, **options)
+        return call(module.init, arrays, rngs)
+
+    # A function of nn.jit that has been traced before would call no modules.
+    with tracing.traced_anew(), linen.intercept_methods(note):
+        variables = dict(jax.eval_shape(init, rngs, arrays))
 
     def forward(params: Any, rest: Any) -> tuple[Any, Any]:
         state, rngs, arrays = rest
         variables = {**state, 'params': params}
-        return call(
-            lambda *a, **k: module.apply(variables, *a, **k),
-            arrays,
-            rngs=rngs,
-            mutable=written,
-        )
+        return call(module.apply, arrays, variables, rngs=rngs, mutable=_STATE)
 
-    state = dict(jax.eval_shape(init, rngs, arrays))
-    params = state.pop('params', {})
-    return Program(forward, params, (state, rngs, arrays))
-
-
-def init_options(mutable: CollectionFilter) -> dict[str, Any]:
-    """How ``init`` is told what to write: a module's own ``init`` need not know it."""
-    return {} if mutable == MUTABLE else {'mutable': mutable}
+    state = {name: tree for name, tree in variables.items() if name != 'params'}
+    return Program(variables, classes, forward, (state, rngs, arrays))
 
 
 def _is_array(leaf: Any) -> bool:

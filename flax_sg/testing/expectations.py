@@ -10,7 +10,7 @@ from flax_sg.errors import texts
 from flax_sg.filters.paths import Path
 from flax_sg.flow import GradientFlow, Use
 from flax_sg.flow.report import unknown_name
-from flax_sg.rendering import tables
+from flax_sg.flow.statuses import UNUSED, WORDS
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
 
@@ -93,7 +93,7 @@ class Expectation:
 
     def _columns(self, flow: GradientFlow) -> Sequence[tuple[str, Sequence[str]]]:
         """The outputs to judge: a name, and a status for each parameter."""
-        names = tables.output_names(flow)
+        names = flow.output_names
         if self.output is None:
             together = [_together(column) for column in zip(*flow.status, strict=True)]
             return [(names[0] if len(names) == 1 else 'together', together)]
@@ -146,7 +146,7 @@ def _place(one: Broken) -> str:
 
 
 def _word(status: str) -> str:
-    return {'unused': 'not used'}.get(status, tables.WORDS[status])
+    return 'not used' if status == UNUSED else WORDS[status].text
 
 
 def _not_as_expected(expected: str, broken: str) -> errors.ExpectationError:

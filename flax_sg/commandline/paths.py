@@ -1,0 +1,73 @@
+"""``python -m flax_sg paths``: the paths of a model, and which a filter selects."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from flax import linen
+
+from flax_sg import errors, summary
+from flax_sg.commandline import places
+
+PROG = 'python -m flax_sg paths'
+DESCRIPTION = """\
+Prints the paths of a model's variables with the class of their module and their
+shape: what filters can name. Nothing is compiled or run."""
+EPILOG = """\
+PLACE is package.module:name. There is
+
+  a module, with its arguments in --args: a tuple of arrays or of their shapes
+  (jax.ShapeDtypeStruct), or a function without arguments that returns one;
+  a tuple (module, *args), or a function without arguments that returns one;
+  a tree of parameters.
+
+    python -m flax_sg paths train:model --args train:example --where 'head/**'
+
+Status: 0; 2 if the command is wrong, or a filter selects nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its status.
+
+    Args:
+        argv: what follows ``python -m flax_sg paths``.
+    """
+    parser = argparse.ArgumentParser(
+        PROG,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('place', metavar='PLACE', help='the model')
+    parser.add_argument('--args', metavar='PLACE', help='its arguments')
+    parser.add_argument(
+        '--where',
+        metavar='GLOB',
+        nargs='+',
+        help='say of each variable whether these globs select it',
+    )
+    options = parser.parse_args(argv)
+    try:
+        model, *args = _model(options.place, options.args)
+        print(summary.paths(model, *args, where=options.where))
+    except (places.UsageError, errors.UnusedFilterError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _model(place: str, args: str | None) -> tuple[object, ...]:
+    """The model or tree at a place, and its arguments."""
+    found = places.load(place)
+    if callable(found) and not isinstance(found, linen.Module):
+        found = places.called(found, place)
+    if args is not None:
+        return found, *places.example(args)
+    if isinstance(found, tuple) and found and isinstance(found[0], linen.Module):
+        return found
+    if isinstance(found, linen.Module):
+        raise places.UsageError(
+            f'{place} is a module: say where its arguments are, --args '
+            'package.module:name, or name a tuple (module, *args)'
+        )
+    return (found,)

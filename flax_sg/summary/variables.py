@@ -1,0 +1,148 @@
+"""``sg.paths``: the paths that filters can name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import linen
+
+from flax_sg import filters
+from flax_sg.errors.texts import shown
+from flax_sg.filters.paths import Path, in_natural_order
+from flax_sg.rendering import groups, text
+from flax_sg.summary import programs
+from flax_sg.trees import leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """One variable of a model, or one leaf of a tree.
+
+    Attributes:
+        path: its path; ``path.collection`` is the name of its collection.
+        module: the name of the class of its module, ``''`` if it is not known.
+        shape: its shape and type, such as ``'float32[3, 4]'``.
+        selected: what the filter says: a bool, a part of it (see ``sg.at``), or None
+            without a filter.
+    """
+
+    path: Path
+    module: str
+    shape: str
+    selected: Any = None
+
+
+class Paths(tuple[Variable, ...]):
+    """The variables of a model; printed, a table of them."""
+
+    __slots__ = ()
+
+    def table(self, width: int | None = None) -> str:
+        """The paths as text; equal rows of repeated layers are one row.
+
+        Args:
+            width: in characters; that of the terminal by default.
+        """
+        collections = {one.path.collection for one in self}
+        is_filtered = any(one.selected is not None for one in self)
+        rows = groups.repeated(
+            [(one.path.collection, *one.path.parts) for one in self],
+            [(one.module, one.shape, str(one.selected)) for one in self],
+        )
+        cells = [
+            (
+                *[_word(self[same[0]].selected)] * is_filtered,
+                '/'.join(names[1:]),
+                self[same[0]].module,
+                self[same[0]].shape,
+                *[names[0]] * (len(collections) > 1),
+            )
+            for names, same in rows
+        ]
+        head = ['selected'] * is_filtered + ['path', 'module', 'shape']
+        head += ['collection'] * (len(collections) > 1)
+        lines = [text.table(head, cells, shrinks=head.index('module'), width=width)]
+        if is_filtered:
+            count = sum(bool(one.selected) for one in self)
+            lines += ['', f'The filter selects {count} of {len(self)} variables.']
+        return '\n'.join(lines)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    __str__ = __repr__
+
+
+def paths(
+    model: Any,
+    *args: Any,
+    where: filters.Where | None = None,
+    rngs: Any = None,
+    **kwargs: Any,
+) -> Paths:
+    """Shows the paths that a filter can name, and which of them it selects.
+
+    >>> import jax, jax.numpy as jnp, flax_sg as sg
+    >>> from flax_sg import linen as nn
+    >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8), nn.Dense(2)])
+    >>> print(sg.paths(model, jnp.ones((4, 8)), where='*/kernel'))
+    selected   path                 module   shape
+    ──────────────────────────────────────────────────────
+    -          layers_0..1/bias     Dense    float32[8]
+    yes        layers_0..1/kernel   Dense    float32[8, 8]
+    -          layers_2/bias        Dense    float32[2]
+    yes        layers_2/kernel      Dense    float32[8, 2]
+    <BLANKLINE>
+    The filter selects 3 of 6 variables.
+    >>> sg.paths(model, jnp.ones((4, 8)))[0].path
+    'layers_0/bias'
+
+    Args:
+        model: a module, or a tree of parameters or variables, which has no classes.
+        *args: the arguments of the module, arrays or their shapes; none for a tree.
+        where: a filter of any kind.
+        rngs: random keys, as for ``init``, or their shapes; one key by default.
+        **kwargs: further arguments of ``init``; ``method=`` says what is called.
+
+    Returns:
+        A tuple with a ``Variable`` for each path, which prints as a table. Nothing is
+        compiled or run.
+
+    Raises:
+        UnusedFilterError: if a part of the filter matches no variable.
+    """
+    tree, classes = model, {}
+    if isinstance(model, linen.Module):
+        rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
+        program = programs.program_of(model, rngs, args, kwargs)
+        tree, classes = program.variables, program.classes
+    found = list(leaves.leaves_of(tree))
+    names = [path for path, _ in found]
+    selected = [None] * len(found)
+    if where is not None:
+        [selected] = leaves.selected([names], filters.as_filter(where))
+    out = [
+        Variable(path, _class_of(path, classes), shown(leaf), takes)
+        for (path, leaf), takes in zip(found, selected, strict=True)
+    ]
+    # Parameters first, and each collection as a tree of its own.
+    order = in_natural_order([f'{path.collection}/{path}' for path in names])
+    return Paths(sorted((out[n] for n in order), key=_is_not_parameter))
+
+
+def _is_not_parameter(variable: Variable) -> bool:
+    return variable.path.collection != 'params'
+
+
+def _class_of(path: Path, classes: Any) -> str:
+    """The class of the innermost module around a variable."""
+    prefixes = (path.parts[:n] for n in reversed(range(len(path.parts))))
+    return next((classes[names] for names in prefixes if names in classes), '')
+
+
+def _word(selected: Any) -> str:
+    if isinstance(selected, filters.Part):
+        return 'partly'
+    return 'yes' if selected else '-'
