@@ -99,6 +99,18 @@ def witness(*args):
     return run(development_env(), ROOT / 'tests/witness.py', *args, cwd=None)
 
 
+def clients(*args):
+    """Fine-tune models of other packages, compare with by hand: [brax_ppo ...]."""
+    folder = ROOT / 'tests' / 'clients'
+    pins = (folder / 'requirements.txt').read_text().split()
+    python = ensure_env(ROOT / '.venv-clients', None, '-e', '.', *pins)
+    files = [f for f in sorted(folder.glob('*_*.py')) if not args or f.stem in args]
+    results = {file.stem: run(python, file) for file in files}
+    for name, status in results.items():
+        print('failed' if status else 'passed', name)
+    return int(any(results.values()) or not results)
+
+
 def notebooks(*args):
     """Run the notebooks and keep what they show, or [--check] them: [01 02 ...]."""
     return run(development_env(), ROOT / 'tests/run_notebooks.py', *args)
@@ -280,7 +292,10 @@ def package_index():
 
 COMMANDS = {
     f.__name__: f
-    for f in (demo, test, lint, notebooks, docs, package, bench, ci, versions, witness)
+    for f in (
+        *(demo, test, lint, notebooks, docs, package, bench, ci),
+        *(versions, witness, clients),
+    )
 }
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ from flax_sg.commandline import env, flow, paths
 
 USAGE = """\
 python -m flax_sg                           this text
-python -m flax_sg demo [--out DIR] [--steps N] [--processes N]
+python -m flax_sg demo [--out DIR] [--steps N]
                                             train a model in which each of three
                                             losses trains only its part
 python -m flax_sg flow PLACE [--args PLACE] [--expect TEXT] [--json] [--plot FILE]
@@ -22,7 +22,7 @@ python -m flax_sg env                       versions, devices and flags, for rep
                                             of bugs"""
 
 # What the demo needs beyond the library, by the name that an import fails with.
-DEMO_PACKAGES = ('sklearn', 'matplotlib', 'rich')
+DEMO_PACKAGES = ('sklearn', 'matplotlib')
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -469,11 +469,13 @@ assert_same(
 # ## optax, and the things that move frozen weights
 #
 # Stops and filters are about gradients. Between a gradient and a weight stands the
-# optimizer, and most accidents happen there. Here the encoder is to be frozen, in five
-# ways that are in use, and we measure how far it moves.
+# optimizer, and most accidents happen there. Here the encoder is to be frozen and the
+# head trained, in five ways that are in use, and we measure how far both move. (A mask
+# is easily the wrong way round: `optax.masked(tx, mask)` applies `tx` where the mask is
+# True, `optax.freeze(mask)` freezes there.)
 
 # %%
-trainable = sg.trainable_mask(params, 'encoder/**')
+trainable = sg.trainable_mask(params, 'head/**')
 frozen = sg.frozen_mask(params, 'encoder/**')
 adamw = optax.adamw(3e-3, weight_decay=0.1)
 to_zero = optax.masked(optax.set_to_zero(), frozen)
@@ -491,7 +493,7 @@ WAYS = {
 
 
 def distances(frozen_loss, tx, warmup):
-    """How far the encoder is from where it was frozen, after each step."""
+    """How far encoder and head are from where they were, after each step."""
 
     @partial(jax.jit, static_argnums=0)
     def step(loss, params, state):
@@ -501,10 +503,12 @@ def distances(frozen_loss, tx, warmup):
     now, state = params, tx.init(params)
     for _ in range(warmup):
         now, state = step(loss, now, state)
-    then, found = now['encoder'], []
+    then, found = now, {'encoder': [], 'head': []}
     for _ in range(STEPS):
         now, state = step(frozen_loss, now, state)
-        found.append(float(optax.tree.norm(optax.tree.sub(now['encoder'], then))))
+        for part, distance in found.items():
+            change = optax.tree.sub(now[part], then[part])
+            distance.append(float(optax.tree.norm(change)))
     return found
 
 
@@ -515,13 +519,22 @@ figure, axes = plt.subplots(figsize=(8.5, 3.6))
 colors, styles = (BLUE, ORANGE, GREEN, GREY, BLACK), ('-', '--', '-.', '-', ':')
 for (name, found), color, style in zip(moved.items(), colors, styles, strict=True):
     width = 5 if color == GREY else 2
-    axes.plot(range(1, STEPS + 1), found, style, color=color, lw=width, label=name)
+    axes.plot(
+        range(1, STEPS + 1), found['encoder'], style, color=color, lw=width, label=name
+    )
 axes.set_yscale('symlog', linthresh=1e-3)
 axes.set(xlabel='step', ylabel='distance of the encoder', xlim=(1, STEPS))
-axes.set_ylim(-2e-4, None)
+axes.set_ylim(-2e-4, 30)
 axes.set_title('How far a frozen encoder moves')
 axes.legend(loc='center left', bbox_to_anchor=(1, 0.5))
 plt.show()
+far = {
+    name: {part: distance[9] for part, distance in found.items()}
+    for name, found in moved.items()
+}
+print(f'{"after ten steps":28}      encoder   head')
+for name, found in far.items():
+    print(f'{name:28} {found["encoder"]:12.3f} {found["head"]:6.3f}')
 
 # %% [markdown]
 # - **Stopped, AdamW**: the gradient is zero, and the weights decay. Weight decay reads
@@ -531,9 +544,10 @@ plt.show()
 #   momentum goes on for a while. PyTorch does the same where `zero_grad` sets gradients
 #   to zero and not, as is the default today, to None.
 # - **`optax.masked`** alone: where the mask is False it hands on the *raw gradient*,
-#   and `apply_updates` adds it. That is gradient ascent with a rate of one.
-# - **`set_to_zero`** behind it (or `optax.freeze`) keeps the encoder where it is. Its
-#   gradient is computed all the same, and a clip by the global norm in front counts it.
+#   and `apply_updates` adds it. That is gradient ascent with a rate of one: the curve
+#   leaves the picture at once, and some steps later the weights are no numbers.
+# - **`set_to_zero`** behind it (or `optax.freeze`) keeps the encoder where it is. But
+#   nothing has stopped its gradient, and a clip by the global norm in front counts it.
 # - **`sg.freeze`**, outermost, never shows it to the optimizer: no decay, no moments,
 #   no share in the norm.
 #
@@ -588,10 +602,25 @@ assert_same(after['head']['kernel'], before)
 assert with_moments == ['head'] and sorted(after) == ['encoder', 'head']
 assert not any(leaf.any() for leaf in jax.tree.leaves(after['encoder']))
 
-# Of five ways to freeze, three move what is frozen.
-far = {name: found[-1] for name, found in moved.items()}
-assert far['sg.freeze(AdamW)'] == far['masked, then set_to_zero'] == 0.0
-assert min(far['stopped, AdamW'], far['stopped after 10 steps, Adam']) > 0.001
-assert far['optax.masked(AdamW)'] > 1.0
+# The masks are what their names say.
+assert trainable == {
+    'encoder': {name: {'bias': False, 'kernel': False} for name in params['encoder']},
+    'head': {'bias': True, 'kernel': True},
+}
+assert frozen == jax.tree.map(lambda is_trained: not is_trained, trainable)
+# Of five ways to freeze, three move what is frozen. All of them train the head.
+encoder = {name: found['encoder'] for name, found in far.items()}
+assert encoder['sg.freeze(AdamW)'] == encoder['masked, then set_to_zero'] == 0.0
+assert min(encoder['stopped, AdamW'], encoder['stopped after 10 steps, Adam']) > 0.001
+assert encoder['optax.masked(AdamW)'] > 1000
+assert min(found['head'] for found in far.values()) > 0.1
+# Where the encoder stays, the head takes the very same steps.
+assert moved['sg.freeze(AdamW)']['head'] == moved['masked, then set_to_zero']['head']
+# Where it does not stay, the first update adds its raw gradient: ascent.
+tx = WAYS['optax.masked(AdamW)'][1]
+grads = jax.grad(loss)(params)
+updates, _ = tx.update(grads, tx.init(params), params)
+assert_same(updates['encoder'], grads['encoder'])
+assert not np.array_equal(updates['head']['kernel'], grads['head']['kernel'])
 assert abs(clips['sg.freeze(clip)'] - 0.1) < 1e-6
 assert clips['clip, then set_to_zero'] < 0.05

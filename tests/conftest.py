@@ -8,8 +8,9 @@ import jax
 import pytest
 
 # Doctests would import the first, which has errors on purpose for pyright to read, and
-# the second, a program, which imports what only the extra `notebooks` brings.
-collect_ignore = ['typed_linen.py', 'run_notebooks.py']
+# the second, a program, which imports what only the extra `notebooks` brings, and those
+# in `clients`, programs that import what only `dev.py clients` installs.
+collect_ignore = ['typed_linen.py', 'run_notebooks.py', 'clients']
 
 # The same examples on every run and machine; no limit of time, since JAX compiles.
 hypothesis.settings.register_profile(

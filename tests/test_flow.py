@@ -27,8 +27,6 @@ import test_random_models as random_models
 import uses
 from benchmarks import models
 from flax_sg import linen as nn
-from flax_sg.demo import by_hand, checks, data
-from flax_sg.demo import model as demo
 from flax_sg.flow.analysis import Analysis
 from flax_sg.flow.derivatives import Derivatives
 from flax_sg.flow.report import ModuleFlow, Use
@@ -823,35 +821,6 @@ def test_an_optimizer_mask_is_not_a_stop():
 
     said = statuses(loss, {'body': A, 'head': B})
     assert said == {'body': 'flows', 'head': 'flows'}
-
-
-# The demo
-
-
-def test_the_demo_trains_each_part_by_its_loss():
-    model = demo.DigitModel(code_size=3, hidden=4, sampler_steps=2)
-    batch = data.load()[0].take(np.arange(4))
-    rngs = {'params': jax.random.key(0), 'sampler': jax.random.key(1)}
-    params = jax.jit(model.init)(rngs, batch.images)['params']
-    infer = checks.programs(model, batch).with_blocks
-
-    def losses(params, observation):
-        return infer(params, observation)[1]
-
-    args = params, jnp.asarray(batch.images)
-    report = flow_of(losses, *jax.eval_shape(lambda *args: args, *args))
-    assert report.outputs == demo.Losses._fields
-    groups = {row.module: row.status for row in report.by_module(1)}
-    for which, part in enumerate(demo.PARTS):
-        for name in by_hand.MODULES[part]:
-            expected = ['flows' if n == which else 'not' for n in range(3)]
-            found = [s if s == 'flows' else 'not' for s in groups.pop(name)]
-            assert found == expected, name
-    assert not groups
-    gradients = checks.gradients(infer, *args)
-    assert_promise_kept(report, [of for of, _ in gradients.losses.values()])
-    trains = checks.largest_by_part(gradients) > 0
-    np.testing.assert_array_equal(trains, np.eye(3, dtype=bool))
 
 
 # Bad input

@@ -3,8 +3,8 @@
 1797 images of 8 x 8 pixels, shipped with scikit-learn: nothing is downloaded.
 """
 
-import dataclasses
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 from flax_sg.internals import optional as optional_
 
 HELD_OUT = 360
-PIXELS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Digits:
+class Digits(NamedTuple):
     """Images with their labels.
 
     Attributes:
@@ -27,13 +25,6 @@ class Digits:
     images: NDArray[np.float32]
     labels: NDArray[np.int32]
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, indices: NDArray[np.integer]) -> 'Digits':
-        """The digits at these indices, in their order."""
-        return Digits(self.images[indices], self.labels[indices])
-
 
 def load(seed: int = 0) -> tuple[Digits, Digits]:
     """Returns the digits to learn from and the held-out ones.
@@ -41,8 +32,8 @@ def load(seed: int = 0) -> tuple[Digits, Digits]:
     The same seed gives the same split:
 
     >>> train, held_out = load()
-    >>> len(train), len(held_out), train.images.shape
-    (1437, 360, (1437, 64))
+    >>> train.images.shape, held_out.images.shape
+    ((1437, 64), (360, 64))
 
     Args:
         seed: chooses which digits are held out.
@@ -51,12 +42,13 @@ def load(seed: int = 0) -> tuple[Digits, Digits]:
         ModuleNotFoundError: if scikit-learn is not installed.
     """
     bunch = optional('sklearn.datasets').load_digits()
-    digits = Digits(
-        images=(bunch.data / 16).astype(np.float32),
-        labels=bunch.target.astype(np.int32),
+    order = np.random.default_rng(seed).permutation(len(bunch.target))
+    images = (bunch.data[order] / 16).astype(np.float32)
+    labels = bunch.target[order].astype(np.int32)
+    return (
+        Digits(images[HELD_OUT:], labels[HELD_OUT:]),
+        Digits(images[:HELD_OUT], labels[:HELD_OUT]),
     )
-    order = np.random.default_rng(seed).permutation(len(digits))
-    return digits.take(order[HELD_OUT:]), digits.take(order[:HELD_OUT])
 
 
 def optional(module: str) -> ModuleType:

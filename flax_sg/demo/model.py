@@ -1,5 +1,8 @@
 """The model of google/flax issue #1857: one ``infer``, three losses, three parts.
 
+``DigitModel.infer`` freezes with blocks. ``infer_by_hand`` is the same program without
+flax_sg: it stops copies of the weights, as the program had to be written before.
+
 A digit is understood here if the model can explain it. It is squeezed into a short
 code, a noisy sampler improves that code step by step, the code alone is drawn as an
 image again, and a gated linear network has to recognise the drawing::
@@ -14,7 +17,8 @@ So a digit is recognised only if all three parts have learned: ``gln_*`` to read
 the value of each loss depends on all three parts.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +26,17 @@ import optax
 
 from flax_sg import linen as nn
 
+Params = Mapping[str, Any]
+
 # The loss of each part trains what its filter selects, and nothing else.
 PARTS = {'gln': 'gln_*/**', 'code': 'code_*/**', 'explanation': 'explanation/**'}
+# The modules of each part, written out: a pattern that is wrong in ``infer`` must not
+# be wrong in the program by hand as well.
+MODULES = {
+    'gln': ('gln_0', 'gln_1'),
+    'code': ('code_message', 'code_step'),
+    'explanation': ('explanation',),
+}
 
 
 class Losses(NamedTuple):
@@ -32,18 +45,6 @@ class Losses(NamedTuple):
     gln: jax.Array
     code: jax.Array
     explanation: jax.Array
-
-
-class Reading(NamedTuple):
-    """What the model makes of an observation.
-
-    Attributes:
-        logits: ``[n, 10]``, the label that it reads in its own explanation.
-        explained: ``[n, 64]``, the observation as the model draws it from the code.
-    """
-
-    logits: jax.Array
-    explained: jax.Array
 
 
 class GatedLinear(nn.Module):
@@ -58,17 +59,9 @@ class GatedLinear(nn.Module):
         return gate * nn.Dense(self.features, name='linear')(inputs)
 
 
-class TwoLayers(nn.Module):
+def two_layers(hidden: int, features: int) -> nn.Module:
     """Two dense layers."""
-
-    hidden: int
-    features: int
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns the second layer's outputs."""
-        hidden = nn.tanh(nn.Dense(self.hidden, name='hidden')(inputs))
-        return nn.Dense(self.features, name='out')(hidden)
+    return nn.Sequential([nn.Dense(hidden), nn.tanh, nn.Dense(features)])
 
 
 class DigitModel(nn.Module):
@@ -88,16 +81,16 @@ class DigitModel(nn.Module):
 
     def setup(self) -> None:
         """Names the modules so that each part is one pattern."""
-        self.code_message = TwoLayers(self.hidden, self.code_size)
-        self.code_step = TwoLayers(self.hidden, self.code_size)
-        self.explanation = TwoLayers(self.hidden, 64)
+        self.code_message = two_layers(self.hidden, self.code_size)
+        self.code_step = two_layers(self.hidden, self.code_size)
+        self.explanation = two_layers(self.hidden, 64)
         self.gln_0 = GatedLinear(self.hidden)
         self.gln_1 = GatedLinear(10)
 
-    def __call__(self, observation: jax.Array) -> Reading:
-        """Reads digits from their explanations alone."""
+    def __call__(self, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns logits ``[n, 10]``, read from the explanations ``[n, 64]`` alone."""
         explained = self.explanation(self.sample(observation))
-        return Reading(self.read(explained, explained)[1], explained)
+        return self.read(explained, explained)[1], explained
 
     def infer(
         self, observation: jax.Array, label: jax.Array
@@ -175,3 +168,46 @@ class DigitModel(nn.Module):
         expected, _ = self.read(observation, observation)
         pixels = jnp.mean((explained - observation) ** 2)
         return pixels + 0.1 * jnp.mean((seen - expected) ** 2)
+
+
+def infer(
+    model: DigitModel, params: Params, observation: Any, label: Any, key: jax.Array
+) -> Any:
+    """Calls ``model.infer``; ``key`` is for the sampler."""
+    args = {'params': params}, observation, label
+    return model.apply(*args, rngs={'sampler': key}, method='infer')
+
+
+def infer_by_hand(
+    model: DigitModel,
+    params: Params,
+    observation: Any,
+    label: Any,
+    key: jax.Array,
+    stop: Callable[[jax.Array], jax.Array] = jax.lax.stop_gradient,
+) -> tuple[jax.Array, Losses]:
+    """Computes what ``infer`` returns, with four copies of the weights.
+
+    Args:
+        model: the model; only methods that open no block are called.
+        params: its parameters, as ``init`` returns them.
+        observation: ``[n, 64]``, images.
+        label: ``int32[n]``.
+        key: for the sampler.
+        stop: applied to every weight that a call does not train; the identity gives
+            the program without any stop.
+    """
+
+    def call(trained: tuple[str, ...], method: str, *args: Any, **kwargs: Any) -> Any:
+        weights = {
+            name: module if name in trained else jax.tree.map(stop, module)
+            for name, module in params.items()
+        }
+        return model.apply({'params': weights}, *args, method=method, **kwargs)
+
+    code = call((), 'sample', observation, rngs={'sampler': key})
+    return code, Losses(
+        call(MODULES['gln'], 'gln_loss', code, observation, label),
+        call(MODULES['code'], 'code_loss', code, observation),
+        call(MODULES['explanation'], 'explanation_loss', code, observation),
+    )

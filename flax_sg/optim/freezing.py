@@ -46,8 +46,9 @@ def freeze(
     """Freezes parameters in an optimizer: it never sees them.
 
     No state, no update, no decay, no momentum for what is frozen, no share in the norm
-    that a clip *inside* ``tx`` looks at. A zero gradient is no such thing: AdamW
-    decays, momentum moves, clipping counts.
+    that a clip *inside* ``tx`` looks at. A gradient that is stopped in the model alone
+    is zero, and AdamW still decays the weight, momentum still moves it. If nothing
+    stops the gradient, it is not zero, and a clip before ``freeze`` counts it.
 
     >>> import jax, jax.numpy as jnp, optax, flax_sg as sg
     >>> params = {'body': jnp.array([3.0, 4.0]), 'head': jnp.array([0.0])}

@@ -1,0 +1,134 @@
+"""The demo's training as one of several processes, and a function that starts them.
+
+Each process has its own devices and its part of every batch. JAX's multi-controller
+runtime (``jax.distributed``) joins the processes, and XLA puts the all-reduce of the
+gradients into the step.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flax_sg import demo
+from flax_sg.demo import data
+
+CHECKPOINT = 'checkpoint'
+DATA = 'data'  # the axis of the mesh along which a batch is cut
+
+
+def trained(processes: int, devices: int, steps: int, out: Path) -> list[Any]:
+    """Trains in new processes.
+
+    Args:
+        processes: how many.
+        devices: how many each of them has.
+        steps: of training.
+        out: a new folder, for the checkpoint that all write and for what they print.
+
+    Returns:
+        The losses and the parameters that each process holds at the end, by name.
+
+    Raises:
+        RuntimeError: if a process fails, with what it printed.
+    """
+    with socket.socket() as free:
+        free.bind(('localhost', 0))
+        address = f'localhost:{free.getsockname()[1]}'
+    environment = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
+    out.mkdir()
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for number in range(processes):
+            log = stack.enter_context((out / f'{number}.log').open('w'))
+            args = [address, *map(str, (processes, number, steps, out))]
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, *args],
+                    env={**os.environ, **environment},
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+        wait(workers, out)
+    return [dict(np.load(out / f'{number}.npz')) for number in range(processes)]
+
+
+def wait(workers: Sequence[subprocess.Popen[bytes]], out: Path) -> None:
+    """Waits for all processes, or for the first that fails."""
+    try:
+        while None in (codes := [worker.poll() for worker in workers]):
+            if any(codes):
+                break
+            time.sleep(0.1)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for number, code in enumerate(codes):
+        if code:
+            printed = (out / f'{number}.log').read_text()
+            raise RuntimeError(
+                f'process {number} of {len(workers)} ended with {code}:\n{printed}'
+            )
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree by their key paths."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(keys): np.asarray(leaf) for keys, leaf in pairs}
+
+
+def work(address: str, processes: int, number: int, steps: int, out: Path) -> None:
+    """Trains as one of several processes, and saves what it holds at the end."""
+    if processes > 1:
+        jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+        jax.distributed.initialize(address, processes, number)
+    mesh = Mesh(np.array(jax.devices()), (DATA,))
+
+    def placed(tree: Any, *spec: str) -> Any:
+        """Arrays that every process has, on the devices of all."""
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+
+        def put(leaf: Any) -> jax.Array:
+            whole = np.asarray(leaf)
+            return jax.make_array_from_callback(
+                whole.shape, sharding, lambda index: whole[index]
+            )
+
+        return jax.tree.map(put, tree)
+
+    model, (digits, _) = demo.DigitModel(), data.load()
+    tx = optax.adam(1e-2)
+    params = demo.initial(model)
+    state = placed((params, tx.init(params)))
+    step = jax.jit(demo.step_of(model, tx))
+    draw, losses = np.random.default_rng(2), []
+    for index in range(steps):
+        chosen = draw.integers(len(digits.labels), size=demo.BATCH_SIZE)
+        batch = placed((digits.images[chosen], digits.labels[chosen]), DATA)
+        # The batch is cut: each device has its part, and no more.
+        parts = {part.data.shape for part in batch[0].addressable_shards}
+        assert parts == {(demo.BATCH_SIZE // len(jax.devices()), 64)}
+        state, loss = step(state, (*batch, index))
+        losses.append(loss)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(out / CHECKPOINT, state[0])
+    results = by_name({'losses': np.array(losses), 'params': state[0]})
+    np.savez(out / f'{number}.npz', **results)
+
+
+if __name__ == '__main__':
+    where, *counts, folder = sys.argv[1:]
+    work(where, *map(int, counts), Path(folder))
