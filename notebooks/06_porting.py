@@ -473,8 +473,8 @@ assert_same(
 # ways that are in use, and we measure how far it moves.
 
 # %%
-trainable = sg.trainable_mask(params, 'encoder/**')
-frozen = sg.frozen_mask(params, 'encoder/**')
+trainable = sg.mask(params, trained='encoder/**')
+frozen = sg.mask(params, frozen='encoder/**')
 adamw = optax.adamw(3e-3, weight_decay=0.1)
 to_zero = optax.masked(optax.set_to_zero(), frozen)
 WAYS = {

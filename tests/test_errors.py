@@ -522,7 +522,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
     ),
     'an optimizer for values that are gradients': (
-        lambda: sg.frozen_mask({'_overwrite_with_gradient': {'s': 1.0}}),
+        lambda: sg.mask({'_overwrite_with_gradient': {'s': 1.0}}, frozen=None),
         errors.ArgumentValueError,
         'the variables hold "_overwrite_with_gradient": they receive their new value '
         'as a gradient, and no optimizer may see them.\n'
@@ -611,7 +611,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "there is no output 'los' among the 1 of the report.\nNearest: ''.",
     ),
     'another tree': (
-        lambda: sg.frozen_mask({'v': X}, ~sg.live(lambda p: p['w'], {'w': X})),
+        lambda: sg.mask({'v': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})),
         errors.UnknownNameError,
         "there was no 'v' in the parameters that this filter was derived from by "
         'sg.live.\n'
@@ -807,8 +807,9 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         'a',
     ),
     'freezing no optimizer': "sg.freeze(optax.adam(1e-3), 'backbone/**')",
-    'an optimizer for values that are gradients': lambda: sg.frozen_mask(
-        {'_overwrite_with_gradient': {'s': 1.0}, 'params': {'w': 1.0}}['params']
+    'an optimizer for values that are gradients': lambda: sg.mask(
+        {'_overwrite_with_gradient': {'s': 1.0}, 'params': {'w': 1.0}}['params'],
+        frozen=None,
     ),
     'wrapped class': lambda: [
         nn.Frozen(fnn.Dense(3)),
@@ -838,8 +839,8 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         sg.gradient_flow(functools.partial(decided, flag=np.float32(1)), {'w': X}),
     ],
     'names of a report': lambda: sg.gradient_flow(jnp.sum, X).status_of('', ''),
-    'another tree': lambda: sg.frozen_mask(
-        {'w': X}, ~sg.live(lambda p: p['w'], {'w': X})
+    'another tree': lambda: sg.mask(
+        {'w': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})
     ),
     'versions': versions.check,
 }

@@ -27,11 +27,14 @@ class Answers:
     Attributes:
         paths: the variables, as the filter saw them.
         said: the answers.
+        has_inner: whether a path is that of a leaf within a variable, for which a
+            filter may be asked twice.
     """
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
         self.said: list[Any] = []
+        self.has_inner = False
         self._positions: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
@@ -52,6 +55,7 @@ class Answers:
         if path not in self:
             self.said.append(said)
             self.paths.append(path)
+            self.has_inner = self.has_inner or path.is_inner
             self._positions[path.key] = len(self.paths) - 1
 
 
@@ -132,7 +136,7 @@ class Asker:
     def agrees_with(self, table: Answers) -> bool:
         """Whether the functions of the filter give the answers of a table."""
         function = self.rewrite.where.as_function()
-        if function is None or self._said:
+        if function is None or self._said or table.has_inner:
             pairs = zip(table.paths, table.said, strict=False)
             return all(self.ask(path) == said for path, said in pairs)
         # Nothing of ours is between one question and the next.

@@ -78,7 +78,9 @@ class Copy(Joint):
         leaves: list[Any] = []
         for path, of_path in selected:
             numbers = range(len(leaves), len(leaves) + len(of_path))
-            places[path.collection, str(path)] = list(numbers)
+            # A name is that of a variable, or of a leaf within one.
+            for name in {str(path), str(path.variable)}:
+                places.setdefault((path.collection, name), []).extend(numbers)
             leaves += of_path
         pairs: list[tuple[int, int]] = []
         for target in self._targets:
@@ -128,7 +130,7 @@ class Replace(Joint):
     def _behind(self, path: Path, leaf: Any, index: int, read: rules.Read) -> Any:
         variable = str(path) if self._variable is None else self._variable
         try:
-            values = read(variable, self._collection)
+            values = self._values(variable, path, read)
         except errors.UnknownNameError as error:
             # At initialization it may come later, and nobody differentiates that.
             missing, operands = error, []
@@ -143,6 +145,15 @@ class Replace(Joint):
             return list(operands)
 
         return cotangents.mapped_by(fn, self, [path], [leaf], operands)[0]
+
+    def _values(self, variable: str, path: Path, read: rules.Read) -> Sequence[Any]:
+        try:
+            return read(variable, self._collection)
+        except errors.UnknownNameError:
+            if self._variable is None or not path.is_inner:
+                raise
+        # A tuple for a tuple, leaf by leaf.
+        return read(variable + path[len(path.variable) :], self._collection)
 
 
 def _check_fits(
