@@ -422,9 +422,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an absent leaf': (
         lambda: sg.ABSENT + 1.0,
         errors.AbsentLeafError,
-        'there is no leaf here: ABSENT stands for one that is in another part of the '
-        'tree, or that was not selected, so that no gradient was computed.\n'
-        "Select it in where= or wrt=, or pass absent='zeros' to the gradient call.",
+        'ABSENT is no array: it stands for a leaf that was not selected, or that is in '
+        'another part of the tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx and sg.apply_updates for '
+        'optax.apply_updates: they pass it by.\n'
+        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to the "
+        'gradient call.',
     ),
     'overlapping parts': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'w': 1.0}}),
@@ -478,10 +481,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "absent='zero': expected 'drop', 'none', 'zeros' or 'masked'.",
     ),
     'a gradient that lacks a leaf': (
-        lambda: sg.freeze(optax.sgd(0.1), 'a').update({'a': X}, None, {'a': X, 'b': X}),
+        lambda: sg.freeze(optax.sgd(0.1), 'a').update(
+            {'c': X}, None, {'a': X, 'b': X, 'c': X}
+        ),
         errors.StructureError,
         "there is nothing at 'b' in the gradient, and it is not frozen.\n"
-        'Use one filter for both: what is differentiated is what is not frozen.',
+        'Differentiate what is not frozen: sg.grad(loss, wrt=~where) beside '
+        'sg.freeze(tx, where).',
     ),
     'a changed value': (
         lambda: jax.tree.map(lambda x: 0.5 * x, sg.NonDifferentiable(3)).value,
