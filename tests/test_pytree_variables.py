@@ -358,3 +358,11 @@ def test_what_is_shifted_in_a_block_is_stored_as_it_was():
     state = Queue().init({}, ones(1))['state']
     grads = jax.grad(loss)(state)['q']
     assert [grad.tolist() for grad in grads] == [[5.0, 5.0], [4.0, 4.0]]
+
+
+def test_a_path_that_is_written_is_that_of_a_variable():
+    params = Model('tuple').init(jax.random.key(0))['params']
+    taken, _ = sg.partition(params, sg.Path('w'))
+    assert there(taken) == {"['w'][0]", "['w'][1]"}
+    assert not sg.Path('w').is_inner
+    assert not sg.filters.as_filter('v')(sg.Path('w'))

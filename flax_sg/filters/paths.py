@@ -50,6 +50,8 @@ class Path(str):
     """The names of the path; of the absolute one where it lies outside the owner."""
     collection: str
     """The collection of the variable, such as 'params'."""
+    is_inner: bool = False
+    """Whether it is the path of a leaf within the value of a variable."""
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]
     _depth: int
@@ -78,12 +80,8 @@ class Path(str):
         self._absolute = absolute
         self._owner = owner
         self._depth = names
+        self.is_inner = names < len(absolute)
         return self
-
-    @property
-    def is_inner(self) -> bool:
-        """Whether it is the path of a leaf within the value of a variable."""
-        return self._depth < len(self._absolute)
 
     @property
     def variable(self) -> Path:
