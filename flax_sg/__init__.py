@@ -23,10 +23,9 @@ from flax_sg.forms.on_trees import substitute as substitute
 from flax_sg.optim import TrainState as TrainState
 from flax_sg.optim import apply_updates as apply_updates
 from flax_sg.optim import freeze as freeze
-from flax_sg.optim import frozen_mask as frozen_mask
 from flax_sg.optim import labels as labels
+from flax_sg.optim import mask as mask
 from flax_sg.optim import thaw as thaw
-from flax_sg.optim import trainable_mask as trainable_mask
 from flax_sg.summary import paths as paths
 from flax_sg.summary import tabulate as tabulate
 from flax_sg.trees.absent import ABSENT as ABSENT

@@ -541,7 +541,7 @@ def equal(one, other):
 
 # One checkpoint serves both models, and only the head is live.
 assert same_tree
-mask = sg.trainable_mask(params, live)
+mask = sg.mask(params, trained=live)
 assert all(jax.tree.leaves(mask['head'])) and not any(jax.tree.leaves(mask['backbone']))
 
 # Frozen is frozen to the last bit; a zero gradient under AdamW is not: it decays.

@@ -464,7 +464,7 @@ def clipped(tx):
 
 
 def masked_adamw(params):
-    frozen = sg.frozen_mask(params, ~TRAINED)
+    frozen = sg.mask(params, frozen=~TRAINED)
     trained = jax.tree.map(lambda is_frozen: not is_frozen, frozen)
     adamw = optax.masked(optax.adamw(1e-3), trained)
     return clipped(optax.chain(adamw, optax.masked(optax.set_to_zero(), frozen)))

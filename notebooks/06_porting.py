@@ -475,8 +475,8 @@ assert_same(
 # True, `optax.freeze(mask)` freezes there.)
 
 # %%
-trainable = sg.trainable_mask(params, 'head/**')
-frozen = sg.frozen_mask(params, 'encoder/**')
+trainable = sg.mask(params, trained='head/**')
+frozen = sg.mask(params, frozen='encoder/**')
 adamw = optax.adamw(3e-3, weight_decay=0.1)
 to_zero = optax.masked(optax.set_to_zero(), frozen)
 WAYS = {

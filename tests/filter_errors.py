@@ -405,9 +405,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a tree that splits a variable': (
         lambda: sg.partition(BOXED, {'w': {'a': True, 'b': False}}),
         errors.FilterValueError,
-        "A tree of bools has both True and False within the variable 'w', "
+        "A tree of bools has both True and False within 'w', "
         'whose leaves share one path.\n'
-        'Fix: give the variable one bool.',
+        'Fix: give it one bool.',
     ),
     'a tree with too much': (
         lambda: split({**TREE, 'tail': True}),

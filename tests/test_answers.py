@@ -900,7 +900,7 @@ def _trees(asked: Any) -> None:
     sg.stop_gradient(PARAMS, asked)
     sg.partition(PARAMS, asked)
     sg.grad(loss, wrt=asked)(PARAMS)
-    sg.frozen_mask(PARAMS, asked)
+    sg.mask(PARAMS, frozen=asked)
 
 
 def _init(asked: Any) -> None:

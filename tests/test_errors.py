@@ -416,9 +416,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an absent leaf': (
         lambda: sg.ABSENT + 1.0,
         errors.AbsentLeafError,
-        'there is no leaf here: ABSENT stands for one that is in another part of the '
-        'tree, or that was not selected, so that no gradient was computed.\n'
-        "Select it in where= or wrt=, or pass absent='zeros' to the gradient call.",
+        'ABSENT is no array: it stands for a leaf that was not selected, or that is in '
+        'another part of the tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx and sg.apply_updates for '
+        'optax.apply_updates: they pass it by.\n'
+        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to the "
+        'gradient call.',
     ),
     'overlapping parts': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'w': 1.0}}),
@@ -472,10 +475,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "absent='zero': expected 'drop', 'none', 'zeros' or 'masked'.",
     ),
     'a gradient that lacks a leaf': (
-        lambda: sg.freeze(optax.sgd(0.1), 'a').update({'a': X}, None, {'a': X, 'b': X}),
+        lambda: sg.freeze(optax.sgd(0.1), 'a').update(
+            {'c': X}, None, {'a': X, 'b': X, 'c': X}
+        ),
         errors.StructureError,
         "there is nothing at 'b' in the gradient, and it is not frozen.\n"
-        'Use one filter for both: what is differentiated is what is not frozen.',
+        'Differentiate what is not frozen: sg.grad(loss, wrt=~where) beside '
+        'sg.freeze(tx, where).',
     ),
     'a changed value': (
         lambda: jax.tree.map(lambda x: 0.5 * x, sg.NonDifferentiable(3)).value,
@@ -516,7 +522,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
     ),
     'an optimizer for values that are gradients': (
-        lambda: sg.frozen_mask({'_overwrite_with_gradient': {'s': 1.0}}),
+        lambda: sg.mask({'_overwrite_with_gradient': {'s': 1.0}}, frozen=None),
         errors.ArgumentValueError,
         'the variables hold "_overwrite_with_gradient": they receive their new value '
         'as a gradient, and no optimizer may see them.\n'
@@ -590,7 +596,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "there is no output 'los' among the 1 of the report.\nNearest: ''.",
     ),
     'another tree': (
-        lambda: sg.frozen_mask({'v': X}, ~sg.live(lambda p: p['w'], {'w': X})),
+        lambda: sg.mask({'v': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})),
         errors.UnknownNameError,
         "there was no 'v' in the parameters that this filter was derived from by "
         'sg.live.\n'
@@ -781,8 +787,9 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         'a',
     ),
     'freezing no optimizer': "sg.freeze(optax.adam(1e-3), 'backbone/**')",
-    'an optimizer for values that are gradients': lambda: sg.frozen_mask(
-        {'_overwrite_with_gradient': {'s': 1.0}, 'params': {'w': 1.0}}['params']
+    'an optimizer for values that are gradients': lambda: sg.mask(
+        {'_overwrite_with_gradient': {'s': 1.0}, 'params': {'w': 1.0}}['params'],
+        frozen=None,
     ),
     'wrapped class': lambda: [
         nn.Frozen(fnn.Dense(3)),
@@ -809,8 +816,8 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         sg.gradient_flow(functools.partial(decided, flag=np.float32(1)), {'w': X}),
     ],
     'names of a report': lambda: sg.gradient_flow(jnp.sum, X).status_of('', ''),
-    'another tree': lambda: sg.frozen_mask(
-        {'w': X}, ~sg.live(lambda p: p['w'], {'w': X})
+    'another tree': lambda: sg.mask(
+        {'w': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})
     ),
     'versions': lambda: versions.check(required.PROGRAMS),
 }

@@ -142,7 +142,7 @@ def test_a_literal_path_is_the_same_in_every_extent(text, kind):
     with stop_gradient(where):
         oracle.assert_same(grads(Irreps(names)), expected)
     tree = {name: name == text for name in names}
-    assert sg.frozen_mask(params, where) == tree
+    assert sg.mask(params, frozen=where) == tree
     assert jax.tree.leaves(sg.partition(params, where)[0]) == [params[text]]
     only = sg.grad(lambda p: jnp.sum(Irreps(names).apply({'params': p}, x)), wrt=where)
     found = only(params)
@@ -931,7 +931,7 @@ def test_leaves_of_a_box_share_a_path():
 @pytest.mark.parametrize(
     'build',
     [
-        lambda: BoolTree({'a': {'stats': (True, False)}}),
+        lambda: BoolTree({'a': {'stats': nn.Partitioned((True, False), ())}}),
         lambda: BoolTree({'a': {'stats': {'m': True, 'v': False}}})(path('a/stats')),
     ],
 )
@@ -939,9 +939,9 @@ def test_leaves_of_a_variable_agree(build):
     with pytest.raises(errors.FilterValueError) as caught:
         build()
     assert str(caught.value) == (
-        "A tree of bools has both True and False within the variable 'a/stats', whose "
-        'leaves share one path.\n'
-        'Fix: give the variable one bool.'
+        "A tree of bools has both True and False within 'a/stats', whose leaves share "
+        'one path.\n'
+        'Fix: give it one bool.'
     )
 
 

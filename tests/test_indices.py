@@ -486,8 +486,8 @@ def test_a_traced_index():
     [
         ('partition', lambda where: sg.partition(PARAMS, where)),
         ('a label', lambda where: sg.partition_n(PARAMS, {'a': where, 'b': '**'})),
-        ('a mask', lambda where: sg.trainable_mask(PARAMS, where)),
-        ('a mask', lambda where: sg.frozen_mask(PARAMS, where)),
+        ('a mask', lambda where: sg.mask(PARAMS, trained=where)),
+        ('a mask', lambda where: sg.mask(PARAMS, frozen=where)),
         ('a label', lambda where: sg.labels(PARAMS, {'a': where, 'b': 'dense/**'})),
     ],
 )

@@ -53,7 +53,7 @@ def traces():
 
 
 def selected(where: Any, params: Any = PARAMS) -> list[str]:
-    mask = sg.trainable_mask(params, where)
+    mask = sg.mask(params, trained=where)
     return [str(path) for path, take in sg.flow.analysis.leaves_of(mask) if take]
 
 
@@ -203,7 +203,7 @@ def test_another_function_may_take_it():
 
 def test_masks_labels_partitions_and_optimizers_follow():
     live = sg.live(loss, PARAMS, X)
-    assert sg.frozen_mask(PARAMS, ~live)['body'] == {'b': True, 'w': True}
+    assert sg.mask(PARAMS, frozen=~live)['body'] == {'b': True, 'w': True}
     labels = sg.labels(PARAMS, {'trained': live, 'frozen': ~live})
     assert labels['head'] == {'w': 'trained'}
     trained, rest = sg.partition(PARAMS, live)
@@ -351,7 +351,7 @@ def test_masks_follow_the_frozen_parts_of_a_module():
         'head/bias',
         'head/kernel',
     ]
-    mask = sg.frozen_mask(params, ~live)
+    mask = sg.mask(params, frozen=~live)
     assert mask['encoder'] == jax.tree.map(lambda _: True, params['encoder'])
     assert mask['adapter'] == {
         'a': False,

@@ -298,7 +298,7 @@ def test_what_is_differentiated_and_what_flows():
             return loss(params)
 
     params = variables['params']
-    assert sg.trainable_mask(params, sg.live(blocked, params)) == {
+    assert sg.mask(params, trained=sg.live(blocked, params)) == {
         name: jax.tree.map(lambda _, name=name: name == 'inner', tree)
         for name, tree in params.items()
     }

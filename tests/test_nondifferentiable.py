@@ -417,7 +417,7 @@ def train(tx: Any, steps: int = 5) -> Any:
         optax.chain(optax.clip_by_global_norm(1.0), optax.rmsprop(0.1)),
         sg.freeze(optax.adamw(0.1, weight_decay=0.5)),
         optax.masked(
-            optax.adamw(0.1, weight_decay=0.5), lambda p: sg.trainable_mask(p)
+            optax.adamw(0.1, weight_decay=0.5), lambda p: sg.mask(p, trained=None)
         ),
     ],
 )

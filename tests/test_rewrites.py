@@ -115,14 +115,12 @@ def other(path: str, x: Any) -> Any:
     return OTHERS['enc']['kernel'] if path == 'enc/kernel' else OTHERS[path]
 
 
-TREE = substitutes.Tree(substitutes.entries_of(OTHERS, 'params'))
+TREE = substitutes.FromTree(substitutes.entries_of(OTHERS, 'params'))
 RULES: dict[str, tuple[rules.Rule, Any]] = {
-    'tree': (substitutes.Substitute(TREE), other),
-    'collection': (substitutes.Substitute(substitutes.Twin('ema')), other),
+    'tree': (TREE, other),
+    'collection': (substitutes.FromCollection('ema'), other),
     'function': (
-        substitutes.Substitute(
-            substitutes.Function(lambda path, x: jnp.sin(x) * len(path))
-        ),
+        substitutes.FromFunction(lambda path, x: jnp.sin(x) * len(path)),
         lambda path, x: jnp.sin(x) * len(path),
     ),
     'read only': (rules.ReadOnly(), lambda path, x: x),
@@ -354,7 +352,8 @@ def test_a_rule_is_given_the_leaves_in_a_variable():
 
     with rewrites.BlockDecorator(filters.as_filter('**'), Looks()):
         Boxed().apply(variables, X)
-    assert sorted(seen) == [('kernel', (3, 3)), ('pair', (1, 3)), ('pair', (3, 3))]
+    paths = [('kernel', (3, 3)), ('pair/0', (3, 3)), ('pair/1', (1, 3))]
+    assert sorted(seen) == paths
 
 
 # Values.

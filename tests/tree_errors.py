@@ -40,6 +40,7 @@ def stepped(tx: Any, grads: Any) -> None:
     state.apply_gradients(grads=grads)
 
 
+adam = optax.adam(0.1)
 jvp = functools.partial(sg.jvp, product, (PARAMS,))
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -146,11 +147,72 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an attribute of an absent leaf': (
         lambda: sg.ABSENT.shape,
         errors.AbsentLeafError,
-        'there is no leaf here: ABSENT stands for one that is in another part '
-        'of the tree, or that was not selected, so that no gradient was '
-        'computed.\n'
-        "Select it in where= or wrt=, or pass absent='zeros' to the gradient "
-        'call.',
+        'ABSENT is no array: it stands for a leaf that was not selected, or '
+        'that is in another part of the tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx and sg.apply_updates for '
+        'optax.apply_updates: they pass it by.\n'
+        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' "
+        'to the gradient call.',
+    ),
+    'pruned gradients for an optimizer of optax': (
+        lambda: adam.update(
+            sg.grad(product, wrt='head/w')(PARAMS), adam.init(PARAMS), PARAMS
+        ),
+        ValueError,
+        'pytree structure error: different types at key path\n'
+        "    tree_map tree['body']['w']\n"
+        'At that key path, the prefix pytree tree_map tree has a subtree of type\n'
+        '    ABSENT: no gradient was computed for this leaf. Wrap the optimizer, '
+        'sg.freeze(tx, where), and use sg.apply_updates\n'
+        'but at the same key path the full pytree has a subtree of different type\n'
+        "    <class 'jaxlib._jax.ArrayImpl'>.",
+    ),
+    'a filter in the place of argnums': (
+        lambda: sg.grad(product, 'head/**'),
+        errors.ArgumentTypeError,
+        "argnums='head/**' names no positions of arguments.\n"
+        "Name leaves with wrt=: sg.grad(fun, wrt='head/**').",
+    ),
+    'a function in the place of argnums': (
+        lambda: sg.jacrev(product, product),
+        errors.ArgumentTypeError,
+        'argnums=product names no positions of arguments.\n'
+        'Name leaves with wrt=: sg.grad(fun, wrt=product).',
+    ),
+    'nothing to differentiate': (
+        lambda: sg.grad(product, wrt=False),
+        errors.UnusedFilterError,
+        'wrt=False differentiates nothing: wrt= names what has a gradient.\n'
+        'Name the trained leaves, such as wrt=~where for those that '
+        "sg.freeze(tx, where) leaves, or pass unused='ignore'.",
+    ),
+    'one filter for what is trained and what is frozen': (
+        lambda: gradients(sg.grad(product, wrt='head/w')(PARAMS)),
+        errors.StructureError,
+        "there is a gradient for what sg.freeze(tx, Glob('head/w')) freezes, "
+        "'head/w', and none for what it trains, 'body/w'.\n"
+        'wrt= names what has a gradient, sg.freeze what is frozen: one filter '
+        'means opposite things there.\n'
+        'Write sg.freeze(tx, ~where), with where = '
+        'sg.filters.as_filter(...) of the filter that wrt= has.',
+    ),
+    'a mask of neither side': (
+        lambda: sg.mask(PARAMS),
+        errors.ArgumentValueError,
+        'mask() got neither of trained= and frozen=.\n'
+        'A mask is True at what you name, and the other way round it freezes '
+        'what should be trained.\n'
+        "Write sg.mask(params, trained='head/**') or sg.mask(params, "
+        "frozen='backbone/**').",
+    ),
+    'a mask of both sides': (
+        lambda: sg.mask(PARAMS, trained='head/w', frozen='body/w'),
+        errors.ArgumentValueError,
+        'mask() got both of trained= and frozen=.\n'
+        'A mask is True at what you name, and the other way round it freezes '
+        'what should be trained.\n'
+        "Write sg.mask(params, trained='head/**') or sg.mask(params, "
+        "frozen='backbone/**').",
     ),
     'what Python asks of an absent leaf': (
         lambda: sg.ABSENT.__wrapped__,
@@ -200,6 +262,22 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'an attribute of an absent leaf': lambda: (
         sg.grad(product, wrt='head/w', absent='zeros')(PARAMS)['body']['w'].shape
     ),
+    'pruned gradients for an optimizer of optax': lambda: stepped(
+        sg.freeze(optax.sgd(0.1), 'body/w'), HEAD
+    ),
+    'a filter in the place of argnums': lambda: sg.grad(product, wrt='head/**')(PARAMS),
+    'a function in the place of argnums': lambda: sg.jacrev(
+        product, wrt=lambda path: path.startswith('head')
+    )(PARAMS),
+    'nothing to differentiate': lambda: (
+        sg.grad(product, wrt=~sg.filters.as_filter('head/**'))(PARAMS),
+        sg.grad(product, wrt=False, unused='ignore')(PARAMS),
+    ),
+    'one filter for what is trained and what is frozen': lambda: stepped(
+        sg.freeze(optax.sgd(0.1), ~sg.filters.as_filter('head/w')), HEAD
+    ),
+    'a mask of neither side': lambda: sg.mask(PARAMS, trained='head/**'),
+    'a mask of both sides': lambda: sg.mask(PARAMS, frozen='body/**'),
     'what Python asks of an absent leaf': lambda: repr(sg.ABSENT),
     'what Python asks of a leaf without gradient': lambda: (
         sg.NonDifferentiable(3).value

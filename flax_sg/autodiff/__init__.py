@@ -4,11 +4,11 @@ The selected leaves are taken out, JAX differentiates a function of these alone,
 the result is put into trees of the form of the arguments.
 """
 
-from flax_sg.autodiff.calls import jvp as jvp
-from flax_sg.autodiff.calls import linearize as linearize
-from flax_sg.autodiff.calls import vjp as vjp
-from flax_sg.autodiff.derivatives import grad as grad
-from flax_sg.autodiff.derivatives import value_and_grad as value_and_grad
+from flax_sg.autodiff.gradients import grad as grad
+from flax_sg.autodiff.gradients import value_and_grad as value_and_grad
 from flax_sg.autodiff.jacobians import hessian as hessian
 from flax_sg.autodiff.jacobians import jacfwd as jacfwd
 from flax_sg.autodiff.jacobians import jacrev as jacrev
+from flax_sg.autodiff.linear_maps import jvp as jvp
+from flax_sg.autodiff.linear_maps import linearize as linearize
+from flax_sg.autodiff.linear_maps import vjp as vjp

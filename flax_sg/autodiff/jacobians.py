@@ -8,35 +8,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_sg.autodiff.derivatives import Argnums, Derivative, derivative
-from flax_sg.autodiff.forms import Request, Split
+from flax_sg.autodiff.arguments import splitter
+from flax_sg.autodiff.gradients import Argnums, Take, derivative
 from flax_sg.filters import Where
 
 
-def _jacobian(jac: Callable[..., Any]) -> Callable[..., Any]:
-    def kind(self: Derivative, fun: Any, split: Split) -> Any:
+def _taking(jac: Callable[..., Any], has_aux: bool, holomorphic: bool) -> Take:
+    def take(fun: Any, live: Any, shaped: Callable[..., Any]) -> Any:
         noted: list[Any] = []
 
         def noting(live: Sequence[Any]) -> Any:
             out = fun(live)
-            leaves, treedef = jax.tree.flatten(out[0] if self.has_aux else out)
+            leaves, treedef = jax.tree.flatten(out[0] if has_aux else out)
             noted[:] = [treedef, [jnp.shape(leaf) for leaf in leaves]]
             return out
 
-        got = jac(noting, **self.options())(split.live)
-        rows, *aux = got if self.has_aux else (got,)
+        got = jac(noting, has_aux=has_aux, holomorphic=holomorphic)(live)
+        rows, *aux = got if has_aux else (got,)
         treedef, shapes = noted
-        out = [
-            self.shaped(split.form.fill(row, shape))
-            for row, shape in zip(treedef.flatten_up_to(rows), shapes, strict=True)
-        ]
-        result = treedef.unflatten(out)
-        return (result, *aux) if self.has_aux else result
+        pairs = zip(treedef.flatten_up_to(rows), shapes, strict=True)
+        result = treedef.unflatten([shaped(row, shape) for row, shape in pairs])
+        return (result, *aux) if has_aux else result
 
-    return kind
-
-
-_jacrev, _jacfwd = _jacobian(jax.jacrev), _jacobian(jax.jacfwd)
+    return take
 
 
 def jacrev(
@@ -59,8 +53,8 @@ def jacrev(
     Args and errors are those of ``sg.value_and_grad``; ``fun`` returns a pytree. At
     each leaf of the output stands a tree of the form of the argument.
     """
-    request = Request.of(wrt, absent, unused)
-    return derivative(_jacrev, fun, argnums, request, has_aux, holomorphic)
+    take = _taking(jax.jacrev, has_aux, holomorphic)
+    return derivative(take, fun, argnums, splitter(wrt, absent, unused))
 
 
 def jacfwd(
@@ -82,8 +76,8 @@ def jacfwd(
 
     Args, result and errors are those of ``sg.jacrev``.
     """
-    request = Request.of(wrt, absent, unused)
-    return derivative(_jacfwd, fun, argnums, request, has_aux, holomorphic)
+    take = _taking(jax.jacfwd, has_aux, holomorphic)
+    return derivative(take, fun, argnums, splitter(wrt, absent, unused))
 
 
 def hessian(

@@ -87,7 +87,7 @@ class Asker:
         """Whether the functions of the filter give these answers for some paths."""
         where = self.rewrite.where
         function = where.as_function()
-        if function is None:
+        if function is None or any(path.is_inner for path in paths):
             pairs = zip(paths, answers.values(), strict=False)
             return all(self.ask(path) == answer for path, answer in pairs)
         fn, opposite = function

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
 from flax_sg.engine import blocks, cache_keys, selection
-from flax_sg.engine.variables import iter_variables
+from flax_sg.engine.variables import iter_leaf_keys
 from flax_sg.internals import hooking, tracing
 
 _Blocks: TypeAlias = tuple[blocks.Block, ...]
@@ -56,7 +56,7 @@ def _note_all(around: _Blocks) -> None:
         for root, path, variables in list(blocks.thread.roots.values()):
             for collection, tree in variables.items():
                 if selection.wants(block, collection):
-                    for key, _ in iter_variables((collection, path), tree):
+                    for key in iter_leaf_keys((collection, path), tree):
                         selection.selects(block, root, key, read=False, noted=True)
 
 

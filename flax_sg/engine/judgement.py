@@ -19,7 +19,7 @@ from flax_sg import errors, filters
 from flax_sg.engine import places
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
 from flax_sg.engine.selection import selects, wants
-from flax_sg.engine.variables import iter_variables
+from flax_sg.engine.variables import iter_leaf_keys
 from flax_sg.filters.hints import unused_filter
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes
@@ -202,7 +202,7 @@ def _meet(
         return
     for collection, tree in variables.items():
         if wants(block, collection):
-            for key, _ in iter_variables((collection, path), tree):
+            for key in iter_leaf_keys((collection, path), tree):
                 if block.tree is not root.tree or _is_below(key[1], block.owner_path):
                     selects(block, root, key, read=False)
 

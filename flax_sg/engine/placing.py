@@ -22,7 +22,7 @@ from flax_sg import errors, filters
 from flax_sg.engine import selection
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import path_of
-from flax_sg.engine.variables import Key, find, iter_variables, leaves_of
+from flax_sg.engine.variables import Key, find, iter_variables, leaf_keys, leaves_of
 from flax_sg.errors.texts import shown
 from flax_sg.filters import paths
 from flax_sg.internals import tracing
@@ -139,11 +139,19 @@ def instead(block: Block, root: Root, key: Key, value: Any, view: View) -> Any:
                     return view(root, block.outer, (collection, key[1]), found)
         return AS_IT_IS
 
-    path, said = block.decisions[root.tree is block.tree, key]
-    new = rule.instead(path, value, find_beside)
-    if new is AS_IT_IS or not isinstance(said, filters.Part):
+    new = rule.instead(path_of(block, root, key), value, find_beside)
+    if new is AS_IT_IS:
         return new
-    return jax.tree.map(lambda a, b: said.merge(a, b, path), new, value)
+    keys = leaf_keys(key, value)
+    asked = [block.decisions[root.tree is block.tree, leaf_key] for leaf_key in keys]
+    if all(said is True for _, said in asked):
+        return new
+    olds, treedef = jax.tree.flatten(value)
+    leaves = zip(asked, leaves_of(new), olds, strict=True)
+    return treedef.unflatten(
+        filters.merged(said, meant, old, path) if said else old
+        for (path, said), meant, old in leaves
+    )
 
 
 def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
@@ -189,18 +197,26 @@ class _Joint:
         self.is_split = made_by(block).together.setdefault(root.tree, root) is not root
         if self.is_split:
             return
-        keys: list[Key] = []
-        selected: list[tuple[paths.Path, list[Any]]] = []
+        of_key: dict[Key, list[Any]] = {}
         for key, value in _variables(root):
-            if not (
-                selection.wants(block, key[0]) and selection.selects(block, root, key)
-            ):
+            if not selection.wants(block, key[0]):
                 continue
-            leaves = leaves_of(view(root, block.outer, key, value))
-            if all(map(is_differentiable, leaves)):
-                keys.append(key)
-                selected.append((path_of(block, root, key), leaves))
-        reader = Reader(dict(_variables(root)), _owner(block, root))
+            keys = leaf_keys(key, value)
+            took = [selection.selects(block, root, leaf_key) for leaf_key in keys]
+            if not any(took):
+                continue
+            shown = leaves_of(view(root, block.outer, key, value))
+            for leaf_key, take, leaf in zip(keys, took, shown, strict=True):
+                if take and is_differentiable(leaf):
+                    of_key.setdefault(leaf_key, []).append(leaf)
+        selected = [(path_of(block, root, key), of_key[key]) for key in of_key]
+        stored: dict[Key, list[Any]] = {}
+        for key, value in _variables(root):
+            for leaf_key, leaf in zip(
+                leaf_keys(key, value), leaves_of(value), strict=True
+            ):
+                stored.setdefault(leaf_key, []).append(leaf)
+        reader = Reader(stored, _owner(block, root))
         with _begin(block, root, [leaf for _, leaves in selected for leaf in leaves]):
             together = block.rewrite.rule.together(selected, reader)
             seen = [
@@ -210,7 +226,7 @@ class _Joint:
                     filters.merged(selection.selects(block, root, key), new, old, path),
                 )
                 for key, (path, leaves), others in zip(
-                    keys, selected, together, strict=True
+                    of_key, selected, together, strict=True
                 )
                 for old, new in zip(leaves, others, strict=True)
             ]
@@ -240,11 +256,13 @@ class Reader:
     """Finds the leaves of any variable in a tree.
 
     Args:
-        variables: by collection and names.
+        variables: the leaves at each path, by collection and names.
         owner: the names of the module that paths are relative to.
     """
 
-    def __init__(self, variables: Mapping[Key, Any], owner: tuple[str, ...]) -> None:
+    def __init__(
+        self, variables: Mapping[Key, list[Any]], owner: tuple[str, ...]
+    ) -> None:
         self._variables, self._owner = variables, owner
 
     def __call__(self, path: str, collection: str) -> list[Any]:
@@ -252,7 +270,7 @@ class Reader:
         names = tuple(path.strip('/').split('/'))
         absolute = names if path.startswith('/') else (*self._owner, *names)
         try:
-            return jax.tree.leaves(self._variables[collection, absolute])
+            return self._variables[collection, absolute]
         except KeyError:
             known = [
                 paths.Path.of(*key, self._owner)

@@ -9,13 +9,12 @@ from typing import Any, TypeAlias
 import jax
 from flax.core.frozen_dict import FrozenDict
 
+from flax_sg.filters.paths import SUBTREES, Inner, names_within
 from flax_sg.rules.rules import AS_IT_IS
+from flax_sg.trees.leaves import is_whole
 
 # A variable's collection, and its names from the root of the tree.
 Key: TypeAlias = tuple[str, tuple[str, ...]]
-
-# What Flax nests variables in. Not any Mapping: those that JAX takes for leaves are.
-_SUBTREES = (dict, FrozenDict)
 
 
 def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
@@ -27,7 +26,7 @@ def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
         value: a variable, or a tree of them. Leaves inside anything but a mapping (a
             tuple, a box) belong to one variable.
     """
-    if not isinstance(value, _SUBTREES):
+    if not isinstance(value, SUBTREES):
         return fn(key, value)
     collection, path = key
     mapped = {
@@ -43,7 +42,7 @@ def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
 
 def iter_variables(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
     """Yields the variables in a tree of nested mappings with their keys."""
-    if isinstance(value, _SUBTREES):
+    if isinstance(value, SUBTREES):
         collection, path = key
         for name, child in value.items():
             yield from iter_variables((collection, (*path, str(name))), child)
@@ -55,21 +54,59 @@ def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) 
     """The variable of these names, or the subtree; ``AS_IT_IS`` if there is none."""
     node = collections.get(collection, AS_IT_IS)
     for name in names:
-        if not isinstance(node, _SUBTREES) or name not in node:
+        if not isinstance(node, SUBTREES) or name not in node:
             return AS_IT_IS
         node = node[name]
     return node
 
 
-def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
-    """``jax.tree.map`` that leaves the order of dicts as it is."""
+def leaf_keys(key: Key, value: Any) -> list[Key]:
+    """The key of each leaf of a variable, which ends in its names within the value.
+
+    A filter is asked for each leaf. Leaves in one box have one key.
+    """
     if isinstance(value, jax.Array):  # Nearly always.
-        return fn(value)
+        return [key]
+    collection, path = key
+    return [
+        (collection, (*path, *inner))
+        for inner, node in names_within(value, is_whole)
+        for _ in leaves_of(node)
+    ]
+
+
+def iter_leaf_keys(key: Key, value: Any) -> Iterator[Key]:
+    """Yields the key of each leaf in a tree of variables."""
+    for variable, of_variable in iter_variables(key, value):
+        yield from leaf_keys(variable, of_variable)
+
+
+def map_leaves(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
+    """Maps over the leaves of one variable; leaves the order of dicts as it is.
+
+    Args:
+        fn: called with the key of each leaf, see ``leaf_keys``, and the leaf.
+        key: the variable.
+        value: its value.
+    """
+    if isinstance(value, jax.Array):  # Nearly always.
+        return fn(key, value)
     if type(value) is dict:
-        return {name: map_leaves(fn, item) for name, item in value.items()}
+        return {
+            name: map_leaves(fn, _within(key, name), item)
+            for name, item in value.items()
+        }
     if type(value) in (list, tuple):
-        return type(value)(map_leaves(fn, item) for item in value)
-    return jax.tree_util.tree_map(fn, value)
+        return type(value)(
+            map_leaves(fn, _within(key, index), item)
+            for index, item in enumerate(value)
+        )
+    leaves, treedef = jax.tree_util.tree_flatten(value)
+    return treedef.unflatten(map(fn, leaf_keys(key, value), leaves))
+
+
+def _within(key: Key, name: Any) -> Key:
+    return key[0], (*key[1], Inner(name))
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -17,7 +17,13 @@ import jax
 from flax_sg.engine import placing
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import selects, wants
-from flax_sg.engine.variables import Key, leaves_of, map_leaves, map_variables
+from flax_sg.engine.variables import (
+    Key,
+    leaf_keys,
+    leaves_of,
+    map_leaves,
+    map_variables,
+)
 from flax_sg.rules.rules import AS_IT_IS
 
 
@@ -29,7 +35,7 @@ class Seen:
     """
 
     def __init__(self) -> None:
-        self.views: dict[int, tuple[Any, Any]] = {}
+        self.views: dict[tuple[Key, int], tuple[Any, Any]] = {}
         self._stored: dict[int, tuple[Any, Any]] = {}
         # The variable as it was last, and as it was shown.
         self._last: tuple[Any, Any] = (None, None)
@@ -49,9 +55,9 @@ class Seen:
         leaves, treedef = jax.tree_util.tree_flatten(value)
         if len(leaves) == len(seen) and all(map(operator.is_, leaves, seen)):
             return treedef.unflatten(stored)
-        return map_leaves(self._stored_leaf, value)
+        return map_leaves(self._stored_leaf, ('', ()), value)
 
-    def _stored_leaf(self, leaf: Any) -> Any:
+    def _stored_leaf(self, _: Key, leaf: Any) -> Any:
         return self._stored.get(id(leaf), (None, leaf))[1]
 
 
@@ -64,7 +70,7 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
             the outermost one last, nearest to the stored value first.
         key: where ``value`` stands.
         value: the stored value. A mapping is a subtree, its keys are names. Leaves
-            inside anything else (a tuple, a box) share the variable's path.
+            inside anything else (a tuple, a box) belong to one variable.
 
     Returns:
         The same structure with the same types. ``value`` itself if no block wants the
@@ -77,10 +83,13 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
 
 
 def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+    keys = leaf_keys(key, value)
     for block in blocks:
         # What begins a lifted body was rewritten outside. It is selected or not by the
         # name that it has there: ``nn.map_variables`` gives other names in here.
-        if not root.begins_with(block, key, value) and selects(block, root, key):
+        if root.begins_with(block, key, value):
+            continue
+        if any([selects(block, root, leaf_key) for leaf_key in keys]):
             value = _rewritten(root, block, key, value)
     return value
 
@@ -96,7 +105,8 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
     if block.rewrite.rule.brings:
         viewed = placing.instead(block, root, key, value, view)
     if viewed is AS_IT_IS:
-        viewed = map_leaves(lambda x: _view_leaf(root, block, key, seen, x), value)
+        leaf = functools.partial(_view_leaf, root, block, key, seen)
+        viewed = map_leaves(leaf, key, value)
     else:
         for old, new in zip(leaves_of(value), leaves_of(viewed), strict=True):
             seen.note(old, new)
@@ -105,13 +115,15 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
     return viewed
 
 
-def _view_leaf(root: Root, block: Block, key: Key, seen: Seen, leaf: Any) -> Any:
-    found = seen.views.get(id(leaf))
+def _view_leaf(
+    root: Root, block: Block, variable: Key, seen: Seen, key: Key, leaf: Any
+) -> Any:
+    found = seen.views.get((key, id(leaf)))
     if found is None:
-        if root.begins_with(block, key, leaf):
+        if root.begins_with(block, variable, leaf) or not selects(block, root, key):
             return leaf
         found = (leaf, placing.rewritten(block, root, key, leaf, view))
-        seen.views[id(leaf)] = found
+        seen.views[key, id(leaf)] = found
         seen.note(leaf, found[1])
     if found[1] is not leaf:
         thread.rewritten += 1

@@ -21,7 +21,12 @@ from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg.engine import blocks, placing, selection, unwritten, views
-from flax_sg.engine.variables import Key, iter_variables, map_variables
+from flax_sg.engine.variables import (
+    Key,
+    iter_variables,
+    leaf_keys,
+    map_variables,
+)
 from flax_sg.internals import core_scopes, lifting, tracing
 
 _Origin: TypeAlias = tuple[int | None, ...]
@@ -144,12 +149,13 @@ class _Lift:
     def _wanted(self, collection: str) -> bool:
         return any(selection.wants(block, collection) for block in self.open_blocks)
 
-    def _selected(self, inner: blocks.Root, index: int, key: Key) -> bool:
+    def _selected(self, inner: blocks.Root, index: int, key: Key, value: Any) -> bool:
         root = self.roots[index]
         return key in root.selected or any(
-            selection.wants(block, key[0])
-            and selection.selects(block, inner, key, read=False, noted=True)
+            selection.selects(block, inner, leaf_key, read=False, noted=True)
             for block in self.open_blocks
+            if selection.wants(block, key[0])
+            for leaf_key in leaf_keys(key, value)
         )
 
     def _note_handed(self, inner_scopes: Sequence[Scope]) -> None:
@@ -165,9 +171,10 @@ class _Lift:
                     handed.update(iter_variables((col, inner.path), tree))
             selected = frozenset(
                 key
-                for key in handed
+                for key, value in handed.items()
                 # A name that does not exist outside: ``nn.map_variables`` made it.
-                if key not in self.stored[index] or self._selected(root, index, key)
+                if key not in self.stored[index]
+                or self._selected(root, index, key, value)
             )
             root.begin(inner.path, core_scopes.variables_of(inner), handed, selected)
             for block in self.open_blocks:

@@ -10,7 +10,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, selection
-from flax_sg.engine.variables import Key, find, iter_variables
+from flax_sg.engine.variables import Key, find, iter_variables, leaf_keys
 from flax_sg.internals import core_scopes, modules
 from flax_sg.rules.rules import AS_IT_IS
 
@@ -47,20 +47,27 @@ def check(
         old = find(stored, collection, names[len(scope.path) :])
         if old is AS_IT_IS and root.initializing:
             continue  # That is what initialization is for.
+        key = collection, names
         for block in refusing:
-            if selection.selects(
-                block, root, (collection, names), read=False, noted=True
-            ) and not _same(old, new):
-                path = selection.path_of(block, root, (collection, names))
+            changed = [
+                leaf_key
+                for leaf_key in _changed(key, old, new)
+                if selection.selects(block, root, leaf_key, read=False, noted=True)
+            ]
+            if changed:
+                path = selection.path_of(block, root, changed[0]).variable
                 raise _read_only(block.rewrite, path, _writer(), old is not AS_IT_IS)
 
 
-def _same(old: Any, new: Any) -> bool:
+def _changed(key: Key, old: Any, new: Any) -> list[Key]:
+    """The leaves of a variable that are written; all, if its structure changes."""
     before, treedef = jax.tree_util.tree_flatten(old)
     after, treedef_after = jax.tree_util.tree_flatten(new)
-    return treedef == treedef_after and all(
-        a is b for a, b in zip(before, after, strict=True)
-    )
+    if treedef != treedef_after:
+        known = [] if old is AS_IT_IS else leaf_keys(key, old)
+        return [*known, *leaf_keys(key, new)]
+    pairs = zip(leaf_keys(key, new), before, after, strict=True)
+    return [leaf_key for leaf_key, a, b in pairs if a is not b]
 
 
 def _writer() -> str:

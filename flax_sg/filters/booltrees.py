@@ -7,14 +7,14 @@ import difflib
 import functools
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Atom, Owner
-from flax_sg.filters.paths import Path, nearest
+from flax_sg.filters.paths import Inner, Path, names_within, nearest
 from flax_sg.filters.refusals import brief
 
 
@@ -24,8 +24,8 @@ class BoolTree(Atom):
 
     A bool stands for everything below it, so a prefix of the tree will do. Every
     variable has to be in the tree; one outside the module that opened the block is
-    not, and is not meant. Leaves within one variable, such as a box, share its path
-    and therefore have to agree.
+    not, and is not meant. Leaves in one box (``nn.Partitioned``) share its path, and
+    therefore have to agree.
 
     >>> tree = BoolTree({'gln': True, 'dec': {'kernel': False}})
     >>> tree(Path.of('params', ('gln', 'dense', 'kernel')))
@@ -36,6 +36,7 @@ class BoolTree(Atom):
         FilterValueError: when called, if the tree has no answer for the path.
     """
 
+    names_leaves: ClassVar[bool] = True
     tree: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -133,12 +134,26 @@ def _bool_tree(tree: Any, names: tuple[str, ...]) -> Any:
     leaves = jax.tree_util.tree_leaves(tree)
     wrong = [leaf for leaf in leaves if not isinstance(leaf, (bool, np.bool_))]
     if leaves and not wrong:
-        return _agreed(map(bool, leaves), names)
+        parts = dict(names_within(tree))
+        if () in parts or len(set(leaves)) == 1:  # A bool, or a box of them.
+            return _agreed(map(bool, leaves), names)
+        return _bool_tree(_nested(parts), names)
     raise errors.FilterTypeError(
         f'A tree of bools has {brief((*wrong, tree)[0])}{_at(names)}.\n'
         'Expected: True or False at every leaf, such as '
         "{'gln': True, 'dec': {'kernel': False, 'bias': True}}."
     )
+
+
+def _nested(parts: Mapping[tuple[Inner, ...], Any]) -> dict[str, Any]:
+    """A tuple or a dataclass of bools as a dict of the names in it."""
+    out: dict[str, Any] = {}
+    for names, below in parts.items():
+        node = out
+        for name in names[:-1]:
+            node = node.setdefault(name, {})
+        node[names[-1]] = below
+    return out
 
 
 def _at(names: Sequence[str]) -> str:
@@ -150,9 +165,9 @@ def _agreed(leaves: Iterable[bool], names: Sequence[str]) -> bool:
     values = set(leaves)
     if len(values) > 1:
         raise errors.FilterValueError(
-            f'A tree of bools has both True and False within the variable '
-            f'{"/".join(names)!r}, whose leaves share one path.\n'
-            'Fix: give the variable one bool.'
+            f'A tree of bools has both True and False within {"/".join(names)!r}, '
+            'whose leaves share one path.\n'
+            'Fix: give it one bool.'
         )
     return True in values
 

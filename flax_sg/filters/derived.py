@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Hashable, Sequence
+from typing import ClassVar
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Atom
@@ -24,6 +25,7 @@ class Derived(Atom):
     """
 
     selected: frozenset[tuple[str, str]]
+    names_leaves: ClassVar[bool] = True
     known: frozenset[tuple[str, str]]
 
     @functools.cached_property

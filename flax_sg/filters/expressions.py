@@ -163,15 +163,23 @@ class Filter(abc.ABC):
 
 
 class Atom(Filter):
-    """A filter that is no expression of others."""
+    """A filter that is no expression of others.
+
+    One that takes a variable takes all leaves of its value.
+    """
+
+    names_leaves: ClassVar[bool] = False
+    """Whether it has an answer for each leaf, and is not asked for the variable."""
 
     @abc.abstractmethod
     def _matches(self, path: Path) -> bool:
         """Whether the variable at this path is meant."""
 
     def __call__(self, path: Path) -> bool:
-        """Whether the variable at this path is meant."""
-        return self._matches(path)
+        """Whether the variable, or the leaf of one, at this path is meant."""
+        if self._matches(path):
+            return True
+        return path.is_inner and not self.names_leaves and self._matches(path.variable)
 
     def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
         return ask(self)

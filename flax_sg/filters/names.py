@@ -40,7 +40,8 @@ class Names(Atom):
 
     def missing(self, paths: Iterable[Path]) -> list[str]:
         """The names that belong to none of these variables."""
-        met = {(path.collection, path.parts) for path in paths if not path.outside}
+        variables = [path.variable for path in paths if not path.outside]
+        met = {(path.collection, path.parts) for path in variables}
         return sorted('/'.join(parts) for _, parts in self.names - met)
 
     def misfit(

@@ -5,12 +5,23 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+
+import jax
+from flax.core.frozen_dict import FrozenDict
+from flax.core.meta import AxisMetadata
 
 from flax_sg import errors
 
 _S = TypeVar('_S', bound=str)
+
+# What Flax nests variables in: modules, collections.
+SUBTREES = (dict, FrozenDict)
+
+
+class Inner(str):
+    """A name within the value of a variable: a field of a dataclass, an index."""
 
 
 class Path(str):
@@ -20,6 +31,9 @@ class Path(str):
     lies outside of it is seen under its absolute path with a leading '/'. Being a
     str, it compares, hashes and slices like one: two variables of the same name in
     two collections have equal paths and differ in ``collection`` only.
+
+    A variable may hold a tuple or a dataclass. Each leaf of such a variable has a path
+    of its own, which begins with that of the variable: ``path.variable``.
 
     >>> path = Path.of('params', ('enc', 'gln_0', 'dense', 'kernel'), owner=('enc',))
     >>> path
@@ -36,8 +50,11 @@ class Path(str):
     """The names of the path; of the absolute one where it lies outside the owner."""
     collection: str
     """The collection of the variable, such as 'params'."""
+    is_inner: bool = False
+    """Whether it is the path of a leaf within the value of a variable."""
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]
+    _depth: int
 
     @classmethod
     def of(
@@ -47,30 +64,42 @@ class Path(str):
 
         Args:
             collection: the collection it is in.
-            absolute: its names from the root of the variables tree, its own last.
+            absolute: its names from the root of the variables tree, its own last; then
+                those within its value, each an ``Inner``.
             owner: the names of the module that the path is relative to.
         """
         depth = len(owner)
         # A variable may have the name of a module (in another collection): the
         # variable at the owner's own path is not inside the owner.
-        inside = len(absolute) > depth and absolute[:depth] == owner
+        names = _names_of_variable(absolute)
+        inside = names > depth and absolute[:depth] == owner
         parts = absolute[depth:] if inside else absolute
         self = str.__new__(cls, '/'.join(parts) if inside else '/' + '/'.join(parts))
         self.parts = parts
         self.collection = collection
         self._absolute = absolute
         self._owner = owner
+        self._depth = names
+        self.is_inner = names < len(absolute)
         return self
+
+    @property
+    def variable(self) -> Path:
+        """The path of the variable that the leaf belongs to; most often the same."""
+        if not self.is_inner:
+            return self
+        return Path.of(self.collection, self._absolute[: self._depth], self._owner)
 
     @property
     def name(self) -> str:
         """The variable's own name, such as 'kernel'."""
-        return self.parts[-1]
+        return self._absolute[self._depth - 1]
 
     @property
     def module(self) -> str:
         """The module that holds the variable, '' for the owner itself."""
-        return self[: -len(self.name) - 1] or ('/' if self.outside else '')
+        variable = self.variable
+        return variable[: -len(self.name) - 1] or ('/' if self.outside else '')
 
     @property
     def absolute(self) -> str:
@@ -83,9 +112,9 @@ class Path(str):
         return self.parts is self._absolute and bool(self._owner)
 
     @property
-    def key(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    def key(self) -> tuple[Any, ...]:
         """All that tells it from others: paths of equal text may mean two variables."""
-        return self.collection, self._absolute, self._owner
+        return self.collection, self._absolute, self._owner, self._depth
 
     def from_root(self) -> Path:
         """The path of the same variable as it is seen at top level."""
@@ -93,6 +122,47 @@ class Path(str):
 
     def __reduce__(self) -> Any:
         return Path.of, (self.collection, self._absolute, self._owner)
+
+
+def _names_of_variable(absolute: tuple[str, ...]) -> int:
+    """How many names lead to the variable; all, in a tree that is no dict of them."""
+    inner = (n for n, name in enumerate(absolute) if type(name) is Inner)
+    return next(inner, 0) or len(absolute)
+
+
+def names_within(
+    value: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Iterator[tuple[tuple[Inner, ...], Any]]:
+    """Yields the leaves of a variable's value, with their names within it.
+
+    A box (``nn.Partitioned``) is one leaf, whatever is in it.
+
+    >>> list(names_within((1.0, {'u': 2.0}))), list(names_within(3.0))
+    ([(('0',), 1.0), (('1', 'u'), 2.0)], [((), 3.0)])
+
+    Args:
+        value: any pytree.
+        is_leaf: what else is one leaf.
+    """
+    if isinstance(value, jax.Array):  # Nearly always.
+        yield (), value
+        return
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        value,
+        is_leaf=lambda node: (
+            isinstance(node, AxisMetadata) or (is_leaf is not None and is_leaf(node))
+        ),
+    )
+    for keys, leaf in pairs:
+        yield tuple(Inner(name_of(key)) for key in keys), leaf
+
+
+def name_of(key: Any) -> str:
+    """The name that one key of a key path of JAX has in a path."""
+    for attribute in ('name', 'idx', 'key'):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
 
 
 def nearest(pattern: str, paths: Iterable[_S], n: int = 3) -> list[_S]:

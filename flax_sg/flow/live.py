@@ -33,7 +33,7 @@ def live(
     >>> value, grads = sg.value_and_grad(loss, wrt=live)(params, x)
     >>> grads
     {'body': ABSENT, 'head': Array([6., 6.], dtype=float32)}
-    >>> sg.frozen_mask(params, ~live)
+    >>> sg.mask(params, frozen=~live)
     {'body': True, 'head': False}
 
     The function is traced once here, on shapes, and again where it is differentiated.

@@ -12,7 +12,6 @@ from flax_sg import errors, filters
 from flax_sg.forms import rewrites
 from flax_sg.internals import tracing
 from flax_sg.rules import constants, cotangents, joint, rules
-from flax_sg.rules.constants import Operand
 
 
 def map_cotangent(
@@ -75,7 +74,7 @@ def map_cotangent(
         parameters. What no output depends on has no cotangent, and ``fn`` is not
         called. Asked for at the end of google/flax issue #1857.
     """
-    rule = cotangents.Map(fn, tuple(map(Operand, values)))
+    rule = cotangents.Map(fn, tuple(map(constants.owned, values)))
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -150,8 +149,8 @@ def reverse_gradient(
     Note:
         Domain-adversarial training (Ganin and Lempitsky, 2015).
     """
-    signed = constants.number('factor', factor).value
-    rule = cotangents.Scale(Operand(-signed))
+    signed = constants.number('factor', factor)
+    rule = cotangents.Scale(-signed)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -197,7 +196,7 @@ def clip_gradient(
         BlockError: for ``global_norm`` in the body of a transform, if the
             selected modules come there by different ways.
     """
-    made: dict[str, Callable[[Operand], rules.Rule]] = {
+    made: dict[str, Callable[[Any], rules.Rule]] = {
         'value': cotangents.ClipValue,
         'norm': cotangents.ClipNorm,
         'global_norm': joint.ClipGlobalNorm,

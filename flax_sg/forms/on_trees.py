@@ -156,7 +156,7 @@ def substitute(
     check_unused(unused)
     chosen = filters.as_filter(True if where is None else where)
     if callable(values):
-        of_leaf = substitutes.Function(values).of_leaf
+        of_leaf = substitutes.FromFunction(values)
         [takes] = selected([leaves.paths], chosen, unused)
         return leaves.restore(
             filters.merged(take, of_leaf(path, leaf), leaf, path) if take else leaf

@@ -122,17 +122,17 @@ def substitute(
         #1857; dm-haiku has ``custom_getter`` for this.
     """
     given = target if values is rewrites.LEFT_OUT else values
-    source = _source_of(given, collections)
+    rule = _rule_of(given, collections)
     if where is None:
-        is_tree = isinstance(source, substitutes.Tree)
-        where = filters.Names(frozenset(source.entries)) if is_tree else True
+        is_tree = isinstance(rule, substitutes.FromTree)
+        where = filters.Names(frozenset(rule.entries)) if is_tree else True
     rewrite = rewrites.BlockDecorator(
-        filters.as_filter(where), substitutes.Substitute(source), collections, unused
+        filters.as_filter(where), rule, collections, unused
     )
     return rewrites.decorated('substitute', rewrite, target, values, methods)
 
 
-def _source_of(values: Any, collections: CollectionFilter) -> substitutes.Source:
+def _rule_of(values: Any, collections: CollectionFilter) -> substitutes.Substitute:
     if values is rewrites.LEFT_OUT:
         raise no_values('nothing')
     if isinstance(values, str):
@@ -141,14 +141,14 @@ def _source_of(values: Any, collections: CollectionFilter) -> substitutes.Source
                 f'the collection {values!r} for collections={collections!r}',
                 "Fix: name one collection, such as collections='params'.",
             )
-        return substitutes.Twin(values)
+        return substitutes.FromCollection(values)
     if isinstance(values, (Mapping, modules.Module)):
         entries = substitutes.entries_of(values, collections)
         if not entries and not substitutes.is_initializing(values):
             raise no_values('a tree without a value')
-        return substitutes.Tree(entries)
+        return substitutes.FromTree(entries)
     if callable(values) and not isinstance(values, type):
-        return substitutes.Function(values)
+        return substitutes.FromFunction(values)
     fix = ''
     if isinstance(values, type):
         fix = f'Fix: to lift a class write nn.substitute({values.__name__}, values).'

@@ -3,9 +3,8 @@
 from flax_sg.optim.freezing import Freeze as Freeze
 from flax_sg.optim.freezing import freeze as freeze
 from flax_sg.optim.freezing import thaw as thaw
-from flax_sg.optim.masks import frozen_mask as frozen_mask
 from flax_sg.optim.masks import labels as labels
-from flax_sg.optim.masks import trainable_mask as trainable_mask
-from flax_sg.optim.plans import FreezeState as FreezeState
+from flax_sg.optim.masks import mask as mask
 from flax_sg.optim.updates import TrainState as TrainState
 from flax_sg.optim.updates import apply_updates as apply_updates
+from flax_sg.optim.wrapped import FreezeState as FreezeState

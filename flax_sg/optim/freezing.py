@@ -8,17 +8,17 @@ from typing import Any
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.optim.plans import FreezeState, Plan
+from flax_sg.optim.wrapped import FreezeState, Wrapped
 
 
 class Freeze(optax.GradientTransformationExtraArgs):
     """What ``freeze`` returns: an optax transformation that can be thawed.
 
     Attributes:
-        plan: what it was made of.
+        wrapped: the transformation that it was made of, and what of it is frozen.
     """
 
-    plan: Plan
+    wrapped: Wrapped
 
     def adopt(self, state: Any, params: Any) -> FreezeState:
         """The state of this transformation, taken from that of another selection.
@@ -33,7 +33,7 @@ class Freeze(optax.GradientTransformationExtraArgs):
             not know is as ``init`` makes it. What is frozen now is dropped, unless
             ``keep_state``.
         """
-        return self.plan.adopt(state, params)
+        return self.wrapped.adopt(state, params)
 
 
 def freeze(
@@ -107,7 +107,7 @@ def freeze(
         ArgumentValueError: if it is given fp8 values that no optimizer may see.
     """
     chosen = None if where is None else filters.as_filter(where)
-    return _made(Plan(_with_extra_args(tx), chosen, (), keep_state, unused))
+    return _made(Wrapped(_with_extra_args(tx), chosen, (), keep_state, unused))
 
 
 def thaw(
@@ -150,15 +150,15 @@ def thaw(
     """
     if not isinstance(tx, Freeze):
         raise _not_frozen(tx)
-    added = (*tx.plan.thawed, (filters.as_filter(where), unused))
-    thawed = _made(dataclasses.replace(tx.plan, thawed=added))
+    added = (*tx.wrapped.thawed, (filters.as_filter(where), unused))
+    thawed = _made(dataclasses.replace(tx.wrapped, thawed=added))
     return thawed, thawed.adopt(state, params)
 
 
-def _made(plan: Plan) -> Freeze:
-    update: Any = plan.update
-    tx = Freeze(plan.init, update)
-    tx.plan = plan
+def _made(wrapped: Wrapped) -> Freeze:
+    update: Any = wrapped.update
+    tx = Freeze(wrapped.init, update)
+    tx.wrapped = wrapped
     return tx
 
 

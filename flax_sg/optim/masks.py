@@ -7,72 +7,70 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
-from flax_sg.trees.absent import is_absent
+from flax_sg.trees.absent import ABSENT, Absent, is_absent
 from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, selected, whole
 from flax_sg.trees.partition import classified
 from flax_sg.trees.trainable import chosen, overwritten
 
 
-def trainable_mask(
-    tree: Any, where: filters.Where | None = None, *, unused: str = 'raise'
+def mask(
+    tree: Any,
+    *,
+    trained: filters.Where | Absent | None = ABSENT,
+    frozen: filters.Where | Absent | None = ABSENT,
+    unused: str = 'raise',
 ) -> Any:
-    """A tree of bools, True at the parameters that are trained: those of ``where``.
+    """A tree of bools for optax, True at the parameters that you name.
 
-    >>> import flax_sg as sg
+    ``optax.masked(tx, mask)`` applies ``tx`` where the mask is True, and passes raw
+    gradients on where it is False: give it ``trained=`` for an optimizer, and
+    ``frozen=`` for ``optax.set_to_zero()``.
+
+    >>> import optax, flax_sg as sg
     >>> params = {'body': {'w': 1.0}, 'head': {'w': 2.0, 'steps': 3}}
-    >>> sg.trainable_mask(params, 'head/**')
+    >>> sg.mask(params, trained='head/**')
     {'body': {'w': False}, 'head': {'steps': False, 'w': True}}
+    >>> sg.mask(params, frozen='body/**')
+    {'body': {'w': True}, 'head': {'steps': True, 'w': False}}
+    >>> tx = optax.chain(
+    ...     optax.masked(optax.adam(0.1), sg.mask(params, trained='head/**')),
+    ...     optax.masked(optax.set_to_zero(), sg.mask(params, frozen='body/**')),
+    ... )
+
+    ``optax.multi_transform`` takes labels: see ``sg.labels``. ``sg.freeze`` needs no
+    mask.
 
     Args:
         tree: parameters, or their shapes (``jax.eval_shape``).
-        where: what is **trained**: any kind of filter. By default what the classes in
-            the tree declare, see ``sg.trainable``; everything, if none does. What a
-            module freezes, ``Frozen`` parts and blocks, is said by
-            ``sg.live(module, variables, *args)``.
+        trained: the parameters that are True: any kind of filter. What has no gradient
+            (integers, keys, ``NonDifferentiable``) is False.
+        frozen: in its place, these are True, and what has no gradient. The mask is the
+            opposite of ``trained=~filter``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
+    ``trained=None`` means what the classes in the tree declare, see ``sg.trainable``,
+    and ``frozen=None`` the rest. What a module trains, given its ``Frozen`` parts and
+    blocks, says ``trained=sg.live(module, variables, *args)``.
+
     Returns:
-        The tree with a bool at each leaf, and at each ``NonDifferentiable``. What has
-        no gradient (integers, keys, ``NonDifferentiable``) is False.
+        The tree with a bool at each leaf, and at each ``NonDifferentiable``.
 
     Raises:
-        UnusedFilterError: if a part of ``where`` matches no leaf.
-        NotDifferentiableError: if what it matches has no gradient.
-        PartError: if it means a part of a leaf.
+        ArgumentValueError: unless either ``trained`` or ``frozen`` is given.
+        UnusedFilterError: if a part of the filter matches no leaf.
+        NotDifferentiableError: if what ``trained`` matches has no gradient.
+        PartError: if the filter means a part of a leaf.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
+    if is_absent(trained) == is_absent(frozen):
+        raise _one_of_two(is_absent(trained))
     leaves = parameters_of(tree)
-    said = chosen([leaves], where, unused)[0]
+    if is_absent(frozen):
+        said = chosen([leaves], trained, unused)[0]
+    else:
+        live = live_leaves(leaves, frozen, unused)
+        said = [filters.negated(takes) for takes in live]
     return _beside(leaves, whole(said, leaves.paths, 'a mask'))
-
-
-def frozen_mask(
-    tree: Any, where: filters.Where | None = None, *, unused: str = 'raise'
-) -> Any:
-    """A tree of bools, True at the parameters that are frozen: those of ``where``.
-
-    >>> import flax_sg as sg
-    >>> params = {'body': {'w': 1.0}, 'head': {'w': 2.0, 'steps': 3}}
-    >>> sg.frozen_mask(params, 'body/**')
-    {'body': {'w': True}, 'head': {'steps': True, 'w': False}}
-
-    Args:
-        tree: parameters, as for ``trainable_mask``.
-        where: what is **frozen**: any kind of filter. By default what the classes in
-            the tree declare as not trained. From the ``Frozen`` parts of a module:
-            ``~sg.live(module, variables, *args)``.
-        unused: ``'ignore'`` to let a filter pass that matches nothing.
-
-    Returns:
-        The tree with a bool at each leaf. What has no gradient is True.
-
-    Raises:
-        UnusedFilterError: if a part of ``where`` matches no leaf.
-        ArgumentValueError: if there is a collection that no optimizer may see.
-    """
-    leaves = parameters_of(tree)
-    live = whole(live_leaves(leaves, where, unused), leaves.paths, 'a mask')
-    return _beside(leaves, (not takes for takes in live))
 
 
 def labels(
@@ -88,7 +86,7 @@ def labels(
     {'body': {'w': 'slow'}, 'head': {'steps': 'frozen', 'w': 'fast'}}
 
     Args:
-        tree: parameters, as for ``trainable_mask``.
+        tree: parameters, as for ``sg.mask``.
         groups: filters by label, or a function that returns the label of a path. They
             are asked for what has a gradient; each such leaf has to get one label.
         rest: the label of everything else: integers, keys, ``NonDifferentiable``.
@@ -130,6 +128,17 @@ def parameters_of(tree: Any) -> Leaves:
     if any(map(overwritten, leaves.paths)):
         raise _overwrites()
     return leaves
+
+
+def _one_of_two(neither: bool) -> errors.ArgumentValueError:
+    """A mask was asked for without saying what is True in it, or in two ways."""
+    return errors.ArgumentValueError(
+        f'mask() got {"neither" if neither else "both"} of trained= and frozen=.\n'
+        'A mask is True at what you name, and the other way round it freezes what '
+        'should be trained.\n'
+        "Write sg.mask(params, trained='head/**') or sg.mask(params, "
+        "frozen='backbone/**')."
+    )
 
 
 def _overwrites() -> errors.ArgumentValueError:

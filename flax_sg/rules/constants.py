@@ -14,26 +14,18 @@ from flax_sg import errors
 from flax_sg.internals import tracing
 
 
-class Operand:
-    """A number or an array, told apart from others.
+def owned(value: Any) -> Any:
+    """A value that nobody else writes to."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def key_of(value: Any) -> Hashable:
+    """Stands for a number or an array in cache keys.
 
     Equal values are one: Python's and numpy's, and single numbers of JAX. Other arrays
     of JAX are compared by identity, traced ones too, and not kept alive by a key: a
     rule with a new array in it is a new rule.
-
-    Attributes:
-        value: the number or the array.
-        key: stands for it in cache keys.
     """
-
-    def __init__(self, value: Any) -> None:
-        if isinstance(value, np.ndarray):
-            value = value.copy()  # It may be written to.
-        self.value = value
-        self.key = _key_of(value)
-
-
-def _key_of(value: Any) -> Hashable:
     traced = isinstance(value, tracing.Tracer)
     if traced or (isinstance(value, jax.Array) and value.ndim):
         return _Identity(value)
@@ -58,7 +50,7 @@ class _Identity:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> Any:  # Beside the operand, whose value is held.
+    def __reduce__(self) -> Any:  # Beside the rule, which holds the value.
         return _Identity, (self._ref(),)
 
 
@@ -72,20 +64,20 @@ def identity_of(fn: Any) -> Hashable:
         return fn if isinstance(fn, Hashable) else object()
 
 
-def array(name: str, value: Any) -> Operand:
-    """An operand, of a number or an array; raises for anything else."""
+def array(name: str, value: Any) -> Any:
+    """A number or an array; raises for anything else."""
     known = isinstance(value, (bool, int, float, complex, np.ndarray, np.generic))
     if not known and not hasattr(value, 'aval'):
         raise errors.ArgumentValueError(
             f'{name}={value!r}: expected a number or an array.'
         )
-    return Operand(value)
+    return owned(value)
 
 
-def number(name: str, value: Any) -> Operand:
-    """An operand, of one number; raises for anything else."""
-    if np.ndim(array(name, value).value):
+def number(name: str, value: Any) -> Any:
+    """One number; raises for anything else."""
+    if np.ndim(array(name, value)):
         raise errors.ArgumentValueError(
             f'{name} has the shape {np.shape(value)}: expected one number.'
         )
-    return Operand(value)
+    return owned(value)

@@ -21,9 +21,7 @@ from flax_sg.errors.texts import shown
 from flax_sg.filters import functions
 from flax_sg.filters.paths import Path
 from flax_sg.filters.refusals import brief
-from flax_sg.rules import constants as operands_
-from flax_sg.rules import custom_gradients, rules
-from flax_sg.rules.constants import Operand
+from flax_sg.rules import constants, custom_gradients, rules
 
 
 # No dataclasses: where a rule stands in a field of a module, ``nn.jit`` would look at
@@ -32,15 +30,15 @@ class OnCotangents(rules.Rule):
     """A rule that lets values through.
 
     Args:
-        *parts: what tells it from others of its class.
+        *brought: numbers and arrays that it needs.
+        parts: what else tells it from others of its class.
     """
 
     in_extent: ClassVar[bool] = True
 
-    def __init__(self, *parts: Hashable) -> None:
-        keys = (part.key if isinstance(part, Operand) else part for part in parts)
-        self._key = (type(self), *keys)
-        self.brought = [part.value for part in parts if isinstance(part, Operand)]
+    def __init__(self, *brought: Any, parts: tuple[Hashable, ...] = ()) -> None:
+        self._key = (type(self), *map(constants.key_of, brought), *parts)
+        self.brought = brought
 
     def key(self) -> Hashable:
         """All that tells it from others, without arrays."""
@@ -59,40 +57,27 @@ class Scale(OnCotangents):
     name: ClassVar[str] = 'scale_gradient'
     asks_path: ClassVar[bool] = False
 
-    def __init__(self, factor: Operand) -> None:
-        super().__init__(factor)
-        self.factor = factor
-
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity that scales."""
-        factor = jnp.asarray(self.factor.value).astype(leaf.dtype)
-        return custom_gradients.scale(leaf, factor)
+        [factor] = self.brought
+        return custom_gradients.scale(leaf, jnp.asarray(factor).astype(leaf.dtype))
 
 
 class Each(OnCotangents):
-    """The cotangent of each leaf goes through a function of its own.
-
-    Args:
-        *operands: numbers and arrays that ``mapped`` is handed.
-        parts: what else tells the rule from others of its class.
-    """
-
-    def __init__(self, *operands: Operand, parts: tuple[Hashable, ...] = ()) -> None:
-        super().__init__(*operands, *parts)
-        self._operands = operands
+    """The cotangent of each leaf goes through a function of its own."""
 
     @abc.abstractmethod
-    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+    def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
         """Returns the cotangent to go on with."""
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity with this way back."""
 
-        def fn(cotangents: Sequence[Any], _: Any, *operands: Any) -> list[Any]:
-            return [self.mapped(path, cotangents[0], *operands)]
+        def fn(cotangents: Sequence[Any], _: Any, *brought: Any) -> list[Any]:
+            return [self.mapped(path, cotangents[0], *brought)]
 
-        operands = [jnp.asarray(operand.value) for operand in self._operands]
-        return mapped_by(fn, self, [path], [leaf], operands)[0]
+        brought = list(map(jnp.asarray, self.brought))
+        return mapped_by(fn, self, [path], [leaf], brought)[0]
 
 
 class Map(Each):
@@ -100,19 +85,19 @@ class Map(Each):
 
     name: ClassVar[str] = 'map_cotangent'
 
-    def __init__(self, fn: Callable[..., Any], operands: tuple[Operand, ...]) -> None:
+    def __init__(self, fn: Callable[..., Any], values: tuple[Any, ...]) -> None:
         self._fn = fn
         traced = functions.tracer_in(fn)
         if traced is not None:
             found = f'{brief(traced[1])} as {traced[0]!r}.'
             raise _reads_tracer(functions.describe(fn), found)
-        super().__init__(*operands, parts=(operands_.identity_of(fn),))
+        super().__init__(*values, parts=(constants.identity_of(fn),))
 
-    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+    def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
         """Returns what the function does."""
         described = functions.describe(self._fn)
         try:
-            out = self._fn(path, cotangent, *operands)
+            out = self._fn(path, cotangent, *brought)
         except Exception as error:
             error.add_note(f'raised by {described} for the cotangent of {str(path)!r}')
             raise
@@ -125,10 +110,10 @@ class ClipValue(Each):
     name: ClassVar[str] = 'clip_gradient'
     asks_path: ClassVar[bool] = False
 
-    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+    def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
         """Returns the cotangent between plus and minus the bound."""
         del path
-        bound = operands[0].astype(cotangent.real.dtype)
+        bound = brought[0].astype(cotangent.real.dtype)
         if jnp.iscomplexobj(cotangent):
             parts = (
                 jnp.clip(p, -bound, bound) for p in (cotangent.real, cotangent.imag)
@@ -143,10 +128,10 @@ class ClipNorm(Each):
     name: ClassVar[str] = 'clip_gradient'
     asks_path: ClassVar[bool] = False
 
-    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+    def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
         """Returns the cotangent with a norm of at most the bound."""
         del path
-        return scaled_down([cotangent], [cotangent], operands[0])[0]
+        return scaled_down([cotangent], [cotangent], brought[0])[0]
 
 
 class Fill(Each):
@@ -157,15 +142,15 @@ class Fill(Each):
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Checks the value before anything is differentiated."""
-        value = self._operands[0].value
+        [value] = self.brought
         if jnp.ndim(value):
             checked(path, 'the value', leaf, value)
         return super().__call__(path, leaf)
 
-    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+    def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
         """Returns the value; a single number is repeated."""
         del path
-        value = operands[0].astype(cotangent.dtype)
+        value = brought[0].astype(cotangent.dtype)
         return jnp.broadcast_to(value, cotangent.shape)
 
 
@@ -174,7 +159,7 @@ class Print(Each):
 
     name: ClassVar[str] = 'print_cotangent'
 
-    def mapped(self, path: Path, cotangent: Any, *operands: Any) -> Any:
+    def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
         """Returns the cotangent."""
         jax.debug.callback(functools.partial(_print, str(path)), cotangent)
         return cotangent
@@ -185,21 +170,21 @@ def mapped_by(
     rule: rules.Rule,
     paths: Sequence[Path],
     leaves: Sequence[Any],
-    operands: Sequence[Any],
+    brought: Sequence[Any],
 ) -> list[Any]:
     """Leaves behind one identity, with ``fn`` on the way back.
 
     Args:
-        fn: as for ``identities.map_cotangents``.
+        fn: as for ``custom_gradients.map_cotangents``.
         rule: whose it is, for errors.
         paths: the variables of the leaves, for errors.
         leaves: the leaves.
-        operands: arrays that ``fn`` needs.
+        brought: arrays that ``fn`` needs.
     """
     names = ', '.join(repr(str(path)) for path in paths[:3])
     more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
     what = f'nn.{rule.name} of {names}{more}'
-    return custom_gradients.map_cotangents(fn, what, leaves, operands)
+    return custom_gradients.map_cotangents(fn, what, leaves, brought)
 
 
 def checked(path: str, what: str, expected: Any, found: Any) -> Any:

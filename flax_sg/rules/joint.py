@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax_sg import errors
 from flax_sg.filters.paths import Path
 from flax_sg.rules import cotangents, rules
-from flax_sg.rules.constants import Operand
 from flax_sg.rules.cotangents import wrong_cotangent
 
 
@@ -31,10 +30,6 @@ class ClipGlobalNorm(Joint):
     name: ClassVar[str] = 'clip_gradient'
     asks_path: ClassVar[bool] = False
 
-    def __init__(self, bound: Operand) -> None:
-        super().__init__(bound)
-        self._bound = bound
-
     def together(self, selected: rules.Selected, read: rules.Read) -> list[list[Any]]:
         """Returns the leaves behind one identity."""
         del read
@@ -46,8 +41,8 @@ class ClipGlobalNorm(Joint):
 
         leaves = [leaf for _, leaves in selected for leaf in leaves]
         paths = [path for path, _ in selected]
-        bound = jnp.asarray(self._bound.value)
-        new = iter(cotangents.mapped_by(fn, self, paths, leaves, [bound]))
+        brought = list(map(jnp.asarray, self.brought))
+        new = iter(cotangents.mapped_by(fn, self, paths, leaves, brought))
         return [[next(new) for _ in leaves] for _, leaves in selected]
 
 
@@ -62,7 +57,7 @@ class Copy(Joint):
     name: ClassVar[str] = 'copy_cotangent'
 
     def __init__(self, sources: Mapping[str, str], add: bool) -> None:
-        super().__init__(tuple(sources.items()), add)
+        super().__init__(parts=(tuple(sources.items()), add))
         self._sources, self._add = dict(sources), add
         order = graphlib.TopologicalSorter({t: [s] for t, s in sources.items()})
         try:
@@ -78,7 +73,9 @@ class Copy(Joint):
         leaves: list[Any] = []
         for path, of_path in selected:
             numbers = range(len(leaves), len(leaves) + len(of_path))
-            places[path.collection, str(path)] = list(numbers)
+            # A name is that of a variable, or of a leaf within one.
+            for name in {str(path), str(path.variable)}:
+                places.setdefault((path.collection, name), []).extend(numbers)
             leaves += of_path
         pairs: list[tuple[int, int]] = []
         for target in self._targets:
@@ -112,7 +109,7 @@ class Replace(Joint):
     name: ClassVar[str] = 'replace_cotangent'
 
     def __init__(self, variable: str | None, collection: str) -> None:
-        super().__init__(variable, collection)
+        super().__init__(parts=(variable, collection))
         self._variable, self._collection = variable, collection
 
     def together(self, selected: rules.Selected, read: rules.Read) -> list[list[Any]]:
@@ -128,21 +125,30 @@ class Replace(Joint):
     def _behind(self, path: Path, leaf: Any, index: int, read: rules.Read) -> Any:
         variable = str(path) if self._variable is None else self._variable
         try:
-            values = read(variable, self._collection)
+            values = self._values(variable, path, read)
         except errors.UnknownNameError as error:
             # At initialization it may come later, and nobody differentiates that.
-            missing, operands = error, []
+            missing, brought = error, []
         else:
-            missing, operands = None, list(values[index : index + 1])
+            missing, brought = None, list(values[index : index + 1])
             what = f'the value of {variable!r}'
-            cotangents.checked(path, what, leaf, operands[0] if operands else None)
+            cotangents.checked(path, what, leaf, brought[0] if brought else None)
 
-        def fn(_given_back: Any, _: Any, *operands: Any) -> list[Any]:
+        def fn(_given_back: Any, _: Any, *brought: Any) -> list[Any]:
             if missing is not None:
                 raise missing
-            return list(operands)
+            return list(brought)
 
-        return cotangents.mapped_by(fn, self, [path], [leaf], operands)[0]
+        return cotangents.mapped_by(fn, self, [path], [leaf], brought)[0]
+
+    def _values(self, variable: str, path: Path, read: rules.Read) -> Sequence[Any]:
+        try:
+            return read(variable, self._collection)
+        except errors.UnknownNameError:
+            if self._variable is None or not path.is_inner:
+                raise
+        # A tuple for a tuple, leaf by leaf.
+        return read(variable + path[len(path.variable) :], self._collection)
 
 
 def _check_fits(

@@ -26,25 +26,25 @@ from flax_sg.trees.shape_check import misfit, no_value
 Entry = tuple[str, tuple[str, ...]]
 
 
-class Source:
-    """Where other values come from.
+class Substitute(rules.Rule):
+    """Reads are seen as other values.
 
-    Attributes:
-        key: what kind of values they are, for JAX's cache keys.
-        values: which they are, where ``key`` does not say so; else None.
-        runs_code: whether a function of the user makes them.
+    No dataclass: where it stands in a field of a module, ``nn.jit`` would look at the
+    fields of the dataclass, and read each number of each array.
+
+    Args:
+        kind: what kind of values they are, for JAX's cache keys.
+        which: which they are, where ``kind`` does not say so.
     """
 
-    key: Hashable
-    values: Hashable = None
-    runs_code: bool = False
+    name = 'substitute'
+    brings = True
+    at_init = False  # The variables are what is being made then.
 
-    def of_variable(self, path: Path, value: Any, find: rules.Find) -> Any:
-        """What is read instead of a variable; ``AS_IT_IS`` to ask leaf by leaf."""
-        del path, value, find
-        return rules.AS_IT_IS
+    def __init__(self, kind: Hashable, which: Hashable = None) -> None:
+        self._kind, self._which = kind, which
 
-    def of_leaf(self, path: Path, leaf: Any) -> Any:
+    def __call__(self, path: Path, leaf: Any) -> Any:
         """What is read instead of one leaf."""
         raise errors.ArgumentTypeError(
             'sg.rewrite was given nn.substitute with values by name: only variables of '
@@ -52,21 +52,36 @@ class Source:
             'For a tree write sg.substitute(tree, values).'
         )
 
+    def key(self) -> Hashable:
+        """The kind of the values."""
+        return (type(self), self._kind)
 
-class Tree(Source):
-    """Values that are given."""
+    def values(self) -> Hashable:
+        """Which values they are."""
+        return self._which
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Substitute):
+            return NotImplemented
+        return (self.key(), self.values()) == (other.key(), other.values())
+
+    def __hash__(self) -> int:
+        return hash((self.key(), self.values()))
+
+
+class FromTree(Substitute):
+    """Reads are seen as values that are given."""
 
     def __init__(self, entries: Mapping[Entry, Any]) -> None:
         self.entries = {
             entry: jax.tree_util.tree_map(shape_check.as_array, value)
             for entry, value in entries.items()
         }
-        self.key = frozenset(self.entries)
         leaves = jax.tree_util.tree_leaves(list(self.entries.values()))
-        self.values = tuple(map(_which, leaves))
+        super().__init__(frozenset(self.entries), tuple(map(_which, leaves)))
 
-    def of_variable(self, path: Path, value: Any, find: rules.Find) -> Any:
-        """The given value."""
+    def instead(self, path: Path, value: Any, find: rules.Find) -> Any:
+        """Returns the given value."""
         del find
         entry = (path.collection, path.parts)
         if path.outside or entry not in self.entries:
@@ -74,35 +89,34 @@ class Tree(Source):
         return shape_check.fitting(path, value, self.entries[entry])
 
     def __reduce__(self) -> Any:
-        return Tree, (self.entries,)
+        return FromTree, (self.entries,)
 
 
-class Twin(Source):
-    """The variables of the same names in another collection."""
+class FromCollection(Substitute):
+    """Reads are seen as the variables of the same names in another collection."""
 
     def __init__(self, collection: str) -> None:
+        super().__init__(collection)
         self.collection = collection
-        self.key = collection
 
-    def of_variable(self, path: Path, value: Any, find: rules.Find) -> Any:
-        """The variable in the other collection."""
+    def instead(self, path: Path, value: Any, find: rules.Find) -> Any:
+        """Returns the variable in the other collection."""
         other = find(self.collection)
         if other is rules.AS_IT_IS:
-            where = f'the collection {self.collection!r}'
-            raise no_value(path, where)
+            raise no_value(path, f'the collection {self.collection!r}')
         return shape_check.fitting(path, value, other)
 
 
-class Function(Source):
-    """What a function makes of the values."""
+class FromFunction(Substitute):
+    """Reads are seen as what a function makes of the values."""
 
     runs_code = True
 
     def __init__(self, fn: Callable[[Path, Any], Any]) -> None:
+        super().__init__(constants.identity_of(fn))
         self.fn = fn
-        self.key = constants.identity_of(fn)
 
-    def of_leaf(self, path: Path, leaf: Any) -> Any:
+    def __call__(self, path: Path, leaf: Any) -> Any:
         """What the function returns: of any dtype, and of the shape of the leaf."""
         new = self.fn(path, leaf)
         if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(new)):
@@ -116,7 +130,7 @@ class Function(Source):
         )
 
     def __reduce__(self) -> Any:
-        return Function, (self.fn,)
+        return FromFunction, (self.fn,)
 
 
 def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
@@ -185,52 +199,12 @@ def is_initializing(values: Any) -> bool:
 
 def _which(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array):
-        return constants.Operand(leaf).key
+        return constants.key_of(leaf)
     try:
         hash(leaf)
     except TypeError:
         return object()
     return leaf
-
-
-class Substitute(rules.Rule):
-    """Reads are seen as other values.
-
-    No dataclass: where it stands in a field of a module, ``nn.jit`` would look at the
-    fields of the dataclass, and read each number of each array.
-    """
-
-    name = 'substitute'
-    brings = True
-    at_init = False  # The variables are what is being made then.
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.runs_code = source.runs_code
-
-    def __call__(self, path: Path, leaf: Any) -> Any:
-        """Returns the value that stands for one leaf."""
-        return self.source.of_leaf(path, leaf)
-
-    def instead(self, path: Path, value: Any, find: rules.Find) -> Any:
-        """Returns the value that stands for a variable."""
-        return self.source.of_variable(path, value, find)
-
-    def key(self) -> Hashable:
-        """The kind of the values."""
-        return (Substitute, type(self.source), self.source.key)
-
-    def values(self) -> Hashable:
-        """Which values they are."""
-        return self.source.values
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Substitute):
-            return NotImplemented
-        return (self.key(), self.values()) == (other.key(), other.values())
-
-    def __hash__(self) -> int:
-        return hash((self.key(), self.values()))
 
 
 def no_values(what: str, fix: str = '') -> errors.ArgumentTypeError:

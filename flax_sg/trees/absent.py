@@ -15,7 +15,17 @@ def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise _no_leaf()
 
 
-class Absent:
+class _NamedInErrors(type):
+    """The type of a class that JAX names where two trees do not fit each other."""
+
+    def __repr__(cls) -> str:
+        return (
+            'ABSENT: no gradient was computed for this leaf. Wrap the optimizer, '
+            'sg.freeze(tx, where), and use sg.apply_updates'
+        )
+
+
+class Absent(metaclass=_NamedInErrors):
     """The type of ``ABSENT``: a pytree node without leaves, of which there is one.
 
     It is not None, which many trees hold for reasons of their own, and it cannot be
@@ -27,7 +37,7 @@ class Absent:
     >>> sg.ABSENT + 1.0
     Traceback (most recent call last):
         ...
-    flax_sg.errors.AbsentLeafError: there is no leaf here: ...
+    flax_sg.errors.AbsentLeafError: ABSENT is no array: ...
 
     Raises:
         AbsentLeafError: whatever is asked of it.
@@ -85,9 +95,12 @@ def is_absent(leaf: Any) -> bool:
 def _no_leaf() -> errors.AbsentLeafError:
     """A leaf was asked for that is not in this part of the tree."""
     return errors.AbsentLeafError(
-        'there is no leaf here: ABSENT stands for one that is in another part of '
-        'the tree, or that was not selected, so that no gradient was computed.\n'
-        "Select it in where= or wrt=, or pass absent='zeros' to the gradient call."
+        'ABSENT is no array: it stands for a leaf that was not selected, or that is '
+        'in another part of the tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx and sg.apply_updates for '
+        'optax.apply_updates: they pass it by.\n'
+        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to "
+        'the gradient call.'
     )
 
 

@@ -1,27 +1,27 @@
 """The leaves of any pytree, with the paths by which filters know them.
 
-Where a leaf is in a tree says JAX, as a key path; ``Path`` is what a filter sees of
-it. The two differ in three things: names are joined by '/', leaves inside a box
-(``nn.Partitioned``) share the path of the box, and in a dict of collections the first
-name is the collection.
+JAX names a leaf by a key path; a filter sees a ``Path``. The two differ in four things:
+names are joined by '/', leaves inside a box (``nn.Partitioned``) share the path of the
+box, in a dict of collections the first name is the collection, and what a filter takes
+it takes with all that is in it where dicts end: as a block does, for which the names of
+nested dicts are those of modules and variables, and all below belongs to one variable.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core.meta import AxisMetadata
 
 from flax_sg import errors, filters
 from flax_sg.filters.hints import unused_filter
 from flax_sg.filters.indices import whole_only
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import SUBTREES, Path, name_of, names_within
 from flax_sg.trees.absent import is_absent
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
@@ -78,30 +78,25 @@ def is_whole(node: Any) -> bool:
 def leaves_of(tree: Any) -> Leaves:
     """Takes a tree apart."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_whole)
-    boxes = _boxes_in(tree)
     collections = _is_variables(tree)
-    paths = [path_of(_outside(keys, boxes), collections) for keys, _ in pairs]
-    leaves = [leaf for _, leaf in pairs]
-    return Leaves(leaves, paths, [keys for keys, _ in pairs], treedef)
+    paths = [_path_of(names, collections) for names in _names_in(tree)]
+    return Leaves([x for _, x in pairs], paths, [keys for keys, _ in pairs], treedef)
 
 
-def _boxes_in(tree: Any) -> frozenset[Keys]:
-    """The key path of every box in a tree."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: is_whole(node) or isinstance(node, AxisMetadata)
+def _names_in(tree: Any) -> Iterator[tuple[str, ...]]:
+    """The names of each leaf: of modules, of the variable, and within its value."""
+    variables, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: not isinstance(node, SUBTREES)
     )
-    return frozenset(keys for keys, leaf in pairs if isinstance(leaf, AxisMetadata))
+    for keys, value in variables:
+        outer = tuple(map(name_of, keys))
+        for inner, node in names_within(value, is_whole):
+            # A box is one name for all that is in it.
+            for _ in jax.tree.leaves(node, is_leaf=is_whole):
+                yield (*outer, *inner)
 
 
-def _outside(keys: Keys, boxes: Set[Keys]) -> Keys:
-    """A key path as far as the box that it leads into, if there is one."""
-    if not boxes:
-        return keys
-    ends = (n for n in range(len(keys) + 1) if keys[:n] in boxes)
-    return keys[: next(ends, len(keys))]
-
-
-def path_of(keys: Keys, collections: bool = False) -> Path:
+def path_of(keys: Keys) -> Path:
     """The path that a filter sees for a key path of JAX.
 
     >>> import jax
@@ -111,20 +106,14 @@ def path_of(keys: Keys, collections: bool = False) -> Path:
 
     Args:
         keys: a key path, of any kind of keys.
-        collections: whether the first key is the name of a collection.
     """
-    names = tuple(map(name_of, keys))
+    return _path_of(tuple(map(name_of, keys)), False)
+
+
+def _path_of(names: tuple[str, ...], collections: bool) -> Path:
     if collections and len(names) > 1:
         return Path.of(names[0], names[1:])
     return Path.of('params', names or ('',))
-
-
-def name_of(key: Any) -> str:
-    """The name that one key of a key path has in a path."""
-    for attribute in ('name', 'idx', 'key'):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def _is_variables(tree: Any) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from flax_sg import errors
-from flax_sg.autodiff.forms import Request, Split
-from flax_sg.autodiff.scripts import as_function_of, variables_of
+from flax_sg.autodiff.arguments import Split, fill, splitter
+from flax_sg.autodiff.bound_modules import as_function_of, variables_of
 from flax_sg.filters import Where
 
 Argnums = int | Sequence[int]
@@ -19,41 +18,62 @@ Argnums = int | Sequence[int]
 _OF_MODULE = {0: 'the variables of the module'}
 
 
-@dataclasses.dataclass(frozen=True)
-class Derivative:
-    """A function, and what of it is differentiated with respect to what."""
+# Given a function of the live leaves, these, and what makes a result of their values.
+Take: TypeAlias = Callable[[Callable[..., Any], list[Any], Callable[..., Any]], Any]
 
-    kind: Callable[..., Any]
-    fun: Callable[..., Any]
-    argnums: int | tuple[int, ...]
-    request: Request
-    has_aux: bool
-    holomorphic: bool
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The derivative at these arguments."""
-        numbers = _positions(self.argnums, len(args))
-        split = self.request.split([args[number] for number in numbers])
+def derivative(
+    take: Take,
+    fun: Callable[..., Any],
+    argnums: Argnums,
+    split: Callable[[Sequence[Any]], Split],
+    of: Any = None,
+) -> Callable[..., Any]:
+    """A function that computes a derivative, with the name of the one it is of.
+
+    Args:
+        take: computes it, given a function of the live leaves alone.
+        fun: the function.
+        argnums: with respect to which arguments.
+        split: takes these apart, see ``splitter``.
+        of: a bound module in whose place its variables are the argument.
+    """
+    if of is not None:
+        if argnums != 0:
+            raise errors.unknown_choice('with of=, argnums', argnums, _OF_MODULE)
+        variables_of(of)
+        lifted = derivative(take, as_function_of(fun, of), 0, split)
+        return lambda *args, **kwargs: lifted(variables_of(of), *args, **kwargs)
+    numbers = _numbers(argnums)
+
+    @functools.wraps(fun, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        positions = _positions(argnums, numbers, len(args))
+        parts = split([args[n] for n in positions])
 
         def fun_of_live(live: Sequence[Any]) -> Any:
-            all_args = list(args)
-            for number, arg in zip(numbers, split.join(live), strict=True):
-                all_args[number] = arg
-            return self.fun(*all_args, **kwargs)
+            new = dict(zip(positions, parts.join(live), strict=True))
+            return fun(*(new.get(n, arg) for n, arg in enumerate(args)), **kwargs)
 
-        return self.kind(self, fun_of_live, split)
+        def shaped(values: Sequence[Any], prefix: tuple[int, ...] = ()) -> Any:
+            trees = fill(parts.forms, values, prefix)
+            return trees[0] if isinstance(argnums, int) else trees
 
-    def options(self) -> dict[str, Any]:
-        """What JAX is asked beside the function."""
-        return {'has_aux': self.has_aux, 'holomorphic': self.holomorphic}
+        return take(fun_of_live, parts.live, shaped)
 
-    def shaped(self, trees: Sequence[Any]) -> Any:
-        """One tree for ``argnums=0``, a tuple of them for several."""
-        return trees[0] if isinstance(self.argnums, int) else tuple(trees)
+    return call
 
 
-def _positions(argnums: int | tuple[int, ...], count: int) -> list[int]:
-    numbers = (argnums,) if isinstance(argnums, int) else argnums
+def _numbers(argnums: Any) -> tuple[int, ...]:
+    if isinstance(argnums, int):
+        return (argnums,)
+    is_sequence = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    if is_sequence and all(hasattr(number, '__index__') for number in argnums):
+        return tuple(argnums)
+    raise _no_positions(argnums)
+
+
+def _positions(argnums: Argnums, numbers: tuple[int, ...], count: int) -> list[int]:
     for number in numbers:
         if not -count <= number < count:
             raise TypeError(
@@ -64,46 +84,21 @@ def _positions(argnums: int | tuple[int, ...], count: int) -> list[int]:
     return [number % count for number in numbers]
 
 
-def derivative(
-    kind: Callable[..., Any],
-    fun: Callable[..., Any],
-    argnums: Argnums,
-    request: Request,
-    has_aux: bool,
-    holomorphic: bool,
-    of: Any = None,
-) -> Callable[..., Any]:
-    """A function that computes a derivative."""
-    numbers: Any = argnums if isinstance(argnums, int) else tuple(argnums)
-    if of is not None:
-        if numbers != 0:
-            raise errors.unknown_choice('with of=, argnums', argnums, _OF_MODULE)
-        variables_of(of)
-        lifted = Derivative(
-            kind, as_function_of(fun, of), 0, request, has_aux, holomorphic
-        )
-        return lambda *args, **kwargs: lifted(variables_of(of), *args, **kwargs)
-    return _named(Derivative(kind, fun, numbers, request, has_aux, holomorphic))
+def _no_positions(argnums: object) -> errors.ArgumentTypeError:
+    """Something else was given as ``argnums``: a filter, most likely."""
+    name = getattr(argnums, '__name__', None) or repr(argnums)
+    return errors.ArgumentTypeError(
+        f'argnums={name} names no positions of arguments.\n'
+        f'Name leaves with wrt=: sg.grad(fun, wrt={name}).'
+    )
 
 
-def _named(derivative: Derivative) -> Callable[..., Any]:
-    """A plain function with the name of the one that is differentiated."""
+def _taking_value_and_grad(**options: Any) -> Take:
+    def take(fun: Any, live: Any, shaped: Callable[..., Any]) -> Any:
+        value, grads = jax.value_and_grad(fun, **options)(live)
+        return value, shaped(grads)
 
-    @functools.wraps(derivative.fun, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return derivative(*args, **kwargs)
-
-    return call
-
-
-def _value_and_grad(self: Derivative, fun: Any, split: Split) -> Any:
-    value, live = jax.value_and_grad(fun, **self.options())(split.live)
-    return value, self.shaped(split.form.fill(live))
-
-
-def _grad(self: Derivative, fun: Any, split: Split) -> Any:
-    value, grads = _value_and_grad(self, fun, split)
-    return (grads, value[1]) if self.has_aux else grads
+    return take
 
 
 def value_and_grad(
@@ -160,12 +155,13 @@ def value_and_grad(
         loop, as for ``jax.grad``: each call of ``sg.grad`` makes another function.
 
     Raises:
-        ArgumentTypeError: if ``of`` is no bound module.
-        UnusedFilterError: at the call, if a part of ``wrt`` matches no leaf.
+        ArgumentTypeError: if ``of`` is no bound module, ``argnums`` no positions.
+        UnusedFilterError: if ``wrt`` is False; at the call, if a part of ``wrt``
+            matches no leaf.
         NotDifferentiableError: at the call, if all it matches has no gradient.
     """
-    request = Request.of(wrt, absent, unused)
-    return derivative(_value_and_grad, fun, argnums, request, has_aux, holomorphic, of)
+    take = _taking_value_and_grad(has_aux=has_aux, holomorphic=holomorphic)
+    return derivative(take, fun, argnums, splitter(wrt, absent, unused), of)
 
 
 def grad(
@@ -190,5 +186,10 @@ def grad(
 
     Args and errors are those of ``sg.value_and_grad``.
     """
-    request = Request.of(wrt, absent, unused)
-    return derivative(_grad, fun, argnums, request, has_aux, holomorphic, of)
+    both = _taking_value_and_grad(has_aux=has_aux, holomorphic=holomorphic)
+
+    def take(fun: Any, live: Any, shaped: Callable[..., Any]) -> Any:
+        value, grads = both(fun, live, shaped)
+        return (grads, value[1]) if has_aux else grads
+
+    return derivative(take, fun, argnums, splitter(wrt, absent, unused), of)

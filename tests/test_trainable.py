@@ -90,9 +90,9 @@ def test_everything_follows_the_declaration(name):
     names = leaves_of(model).paths
     expected = [path in trained for path in names]
     assert trainable.declared(model) == [p in trained or p == 'n' for p in names]
-    mask = sg.trainable_mask(model)
+    mask = sg.mask(model, trained=None)
     assert jax.tree.leaves(mask) == expected
-    assert jax.tree.leaves(sg.frozen_mask(model)) == [not e for e in expected]
+    assert jax.tree.leaves(sg.mask(model, frozen=None)) == [not e for e in expected]
     grads = jax.tree.leaves(
         sg.grad(loss, absent='drop')(model), is_leaf=lambda x: x is sg.ABSENT
     )
@@ -113,7 +113,7 @@ def test_a_filter_at_the_call_overrides_it():
     assert only['a'].kernel is sg.ABSENT
     everything = sg.grad(loss, wrt=True)(model)
     oracle.assert_same(everything, jax.grad(loss)(model))
-    assert jax.tree.leaves(sg.trainable_mask(model, True)) == [True] * 4
+    assert jax.tree.leaves(sg.mask(model, trained=True)) == [True] * 4
     tx = sg.freeze(optax.sgd(0.1, momentum=0.9), 'w')
     assert len(jax.tree.leaves(tx.init(model))) == 3
 

@@ -1,14 +1,15 @@
-"""``vjp``, ``jvp`` and ``linearize``: the calls that take their arguments at once."""
+"""``vjp``, ``jvp`` and ``linearize``: derivatives as linear maps."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from flax_sg.autodiff.forms import Form, Request
+from flax_sg.autodiff.arguments import Form, Split, fill, pick, splitter
 from flax_sg.filters import Where
 
 
@@ -21,19 +22,29 @@ class Linear:
 
     Attributes:
         fn: JAX's function of the live leaves.
-        form: what the arguments look like.
+        forms: what the arguments look like.
         transposed: whether it is the one that ``vjp`` returns.
     """
 
     fn: Any
-    form: Form = dataclasses.field(metadata={'static': True})
+    forms: tuple[Form, ...] = dataclasses.field(metadata={'static': True})
     transposed: bool = dataclasses.field(metadata={'static': True})
 
     def __call__(self, *args: Any) -> Any:
         """Cotangents of the output to those of the arguments, or tangents forward."""
         if self.transposed:
-            return self.form.fill(self.fn(*args)[0])
-        return self.fn(self.form.pick(args, 'the tangents'))
+            return fill(self.forms, self.fn(*args)[0])
+        return self.fn(pick(self.forms, args, 'the tangents'))
+
+
+def _of_live(fun: Callable[..., Any], split: Split) -> Callable[[Sequence[Any]], Any]:
+    """The function of the leaves that are differentiated, named as ``fun`` is."""
+
+    @functools.wraps(fun, updated=())
+    def fun_of_live(live: Sequence[Any]) -> Any:
+        return fun(*split.join(live))
+
+    return fun_of_live
 
 
 def vjp(
@@ -64,8 +75,7 @@ def vjp(
         wrt: which leaves are differentiated: any kind of filter, on the paths within
             each argument; in a dict of collections they start below the collection,
             which is ``path.collection``, and leaves of ``_overwrite_with_gradient``
-            have a gradient in any case. One from ``sg.live`` brings the program of
-            ``fun`` along, so that it is not traced again. By default every leaf that
+            have a gradient in any case. By default every leaf that
             can be differentiated and that no class in the tree declares as not trained,
             see ``sg.trainable``; ``True`` is every one that can be.
         absent: what stands in the result for the others: ``'drop'`` is ``ABSENT``,
@@ -80,16 +90,16 @@ def vjp(
         may be called any number of times, and may leave a ``jit``.
 
     Raises:
-        UnusedFilterError: if a part of ``wrt`` matches no leaf.
+        UnusedFilterError: if a part of ``wrt`` matches no leaf, or it is False.
         NotDifferentiableError: if all that it matches cannot be differentiated.
 
     Note:
         The gradient call of google/flax#1857's neighbours: Zygote's and Flux's
         structural gradients, ``equinox.filter_vjp``.
     """
-    split = Request.of(wrt, absent, unused).split(primals)
-    y, back, *aux = jax.vjp(split.bind(fun), split.live, has_aux=has_aux)
-    return (y, Linear(back, split.form, transposed=True), *aux)
+    split = splitter(wrt, absent, unused)(primals)
+    y, back, *aux = jax.vjp(_of_live(fun, split), split.live, has_aux=has_aux)
+    return (y, Linear(back, split.forms, transposed=True), *aux)
 
 
 def jvp(
@@ -127,9 +137,9 @@ def jvp(
         StructureError: if a tangent has another structure than its argument.
         StructureError: if there is no tangent for a leaf that is selected.
     """
-    split = Request.of(wrt, 'drop', unused).split(primals)
-    given = split.form.pick(tangents, 'the tangents')
-    return jax.jvp(split.bind(fun), (split.live,), (given,), has_aux=has_aux)
+    split = splitter(wrt, 'drop', unused)(primals)
+    given = pick(split.forms, tangents, 'the tangents')
+    return jax.jvp(_of_live(fun, split), (split.live,), (given,), has_aux=has_aux)
 
 
 def linearize(
@@ -158,6 +168,6 @@ def linearize(
         The output and the function from tangents, a tree for each argument, to that
         of the output; it may be called any number of times.
     """
-    split = Request.of(wrt, 'drop', unused).split(primals)
-    y, push, *aux = jax.linearize(split.bind(fun), split.live, has_aux=has_aux)
-    return (y, Linear(push, split.form, transposed=False), *aux)
+    split = splitter(wrt, 'drop', unused)(primals)
+    y, push, *aux = jax.linearize(_of_live(fun, split), split.live, has_aux=has_aux)
+    return (y, Linear(push, split.forms, transposed=False), *aux)

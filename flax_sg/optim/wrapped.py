@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flax_sg import filters
+from flax_sg import errors, filters
+from flax_sg.filters.paths import Path
 from flax_sg.optim.masks import live_leaves, parameters_of
 from flax_sg.trees.absent import ABSENT, is_absent, missing_leaf
 from flax_sg.trees.leaves import (
@@ -38,8 +39,8 @@ class FreezeState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A transformation, and what of it is frozen.
+class Wrapped:
+    """A transformation that is given what is trained alone.
 
     Attributes:
         tx: the wrapped transformation.
@@ -118,30 +119,18 @@ class Plan:
         given = parameters_of(updates)
         leaves = parameters_of(_unmasked(updates) if params is None else params)
         live = self.live(leaves, judge=False)
-        found = _by_keys(given)
         _check_belong(leaves, given)
-        grads: list[Any] = []
-        for keys, path, takes in zip(leaves.key_paths, leaves.paths, live, strict=True):
-            leaf: Any = found.get(keys, ABSENT) if takes else ABSENT
-            if takes and is_absent(leaf):
-                raise missing_leaf(
-                    'the gradient',
-                    path,
-                    'is not frozen',
-                    'Use one filter for both: what is differentiated is what is not '
-                    'frozen.',
-                )
-            if isinstance(takes, filters.Part):
-                leaf = takes.merge(leaf, jnp.zeros_like(leaf), path)
-            grads.append(leaf)
-        live_keys = {
-            k for k, takes in zip(leaves.key_paths, live, strict=True) if takes
-        }
+        grads_of = dict(zip(given.key_paths, given.values, strict=True))
+        rows = list(zip(leaves.key_paths, leaves.paths, live, strict=True))
+        self._check_gradients(rows, grads_of)
         pruned_params = None if params is None else _pruned(leaves, live)
         rest = _Rest(leaves, live, params is not None)
         try:
             new, inner_state = self.tx.update(
-                leaves.restore(grads),
+                leaves.restore(
+                    _only(takes, grads_of[keys], 0.0, path) if takes else ABSENT
+                    for keys, path, takes in rows
+                ),
                 state.inner_state,
                 pruned_params,
                 **{name: rest.prune(name, value) for name, value in extra.items()},
@@ -149,23 +138,39 @@ class Plan:
         except (ValueError, TypeError, KeyError):
             self._check_state(state, leaves, live)
             raise
+        new_leaves = leaves.treedef.flatten_up_to(new)
         made = {
-            keys: takes.merge(leaf, jnp.full_like(leaf, -0.0), path)
-            if isinstance(takes, filters.Part)
-            else leaf
-            for keys, path, takes, leaf in zip(
-                leaves.key_paths,
-                leaves.paths,
-                live,
-                leaves.treedef.flatten_up_to(new),
-                strict=True,
-            )
+            keys: _only(takes, leaf, -0.0, path)
+            for (keys, path, takes), leaf in zip(rows, new_leaves, strict=True)
+            if takes
         }
         out = given.restore(
-            made[keys] if keys in live_keys else _nothing(leaf)
+            made[keys] if keys in made else _nothing(leaf)
             for keys, leaf in zip(given.key_paths, given.values, strict=True)
         )
         return out, FreezeState(inner_state, state.kept_state)
+
+    def _check_gradients(
+        self, rows: Sequence[tuple[Keys, Path, Any]], grads_of: Mapping[Keys, Any]
+    ) -> None:
+        """Raises if what is trained has no gradient."""
+        is_there = {
+            keys: not is_absent(grads_of.get(keys, ABSENT)) for keys, *_ in rows
+        }
+        lacking = [path for keys, path, takes in rows if takes and not is_there[keys]]
+        if not lacking:
+            return
+        trained = [path for keys, path, takes in rows if takes and is_there[keys]]
+        frozen = [path for keys, path, takes in rows if not takes and is_there[keys]]
+        if frozen and not trained:
+            raise _opposite(self.where, frozen[0], lacking[0])
+        raise missing_leaf(
+            'the gradient',
+            lacking[0],
+            'is not frozen',
+            'Differentiate what is not frozen: sg.grad(loss, wrt=~where) beside '
+            'sg.freeze(tx, where).',
+        )
 
     def _check_state(
         self, state: FreezeState, leaves: Leaves, live: Sequence[bool]
@@ -229,8 +234,11 @@ def _pruned(leaves: Leaves, live: Sequence[bool]) -> Any:
     return leaves.restore(leaf if takes else ABSENT for leaf, takes in pairs)
 
 
-def _by_keys(leaves: Leaves) -> dict[Keys, Any]:
-    return dict(zip(leaves.key_paths, leaves.values, strict=True))
+def _only(takes: Any, leaf: Any, rest: float, path: Path) -> Any:
+    """A leaf, with a number in place of the elements that are frozen."""
+    if isinstance(takes, filters.Part):
+        return takes.merge(leaf, jnp.full_like(leaf, rest), path)
+    return leaf
 
 
 def _nothing(leaf: Any) -> Any:
@@ -268,6 +276,19 @@ def _check_belong(leaves: Leaves, given: Leaves) -> None:
         leaves.by_path(),
         given.by_path(),
         pruned=True,
+    )
+
+
+def _opposite(where: object, frozen: str, trained: str) -> errors.StructureError:
+    """One filter says what is differentiated, and what is frozen."""
+    of = 'tx' if where is None else f'tx, {where!r}'
+    return errors.StructureError(
+        f'there is a gradient for what sg.freeze({of}) freezes, {str(frozen)!r}, and '
+        f'none for what it trains, {str(trained)!r}.\n'
+        'wrt= names what has a gradient, sg.freeze what is frozen: one filter means '
+        'opposite things there.\n'
+        'Write sg.freeze(tx, ~where), with where = sg.filters.as_filter(...) of the '
+        'filter that wrt= has.'
     )
 
 

@@ -1,0 +1,368 @@
+"""Variables that hold pytrees: one filter selects the same leaves everywhere."""
+
+import re
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core import FrozenDict
+from flax.core.meta import Partitioned
+
+import flax_sg as sg
+from flax_sg import errors
+from flax_sg import linen as nn
+
+pytestmark = pytest.mark.every_case
+
+
+class Quantized(flax.struct.PyTreeNode):
+    """As a QArray is: numbers that are not differentiated, and their scale."""
+
+    q: Any
+    scale: Any
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def ones(number):
+    return jnp.full(2, float(number))
+
+
+def box(x):
+    return Partitioned(x, (None,))
+
+
+VALUES: dict[str, Any] = {
+    'tuple': (ones(2), ones(3)),
+    'named tuple': Pair(ones(2), Pair(ones(3), ones(4))),
+    'dataclass': Quantized(jnp.arange(2, dtype=jnp.int8), ones(3)),
+    'dict': {'u': ones(2), 'v': {'x': ones(3)}},
+    'frozen dict': FrozenDict(u=ones(2), v=ones(3)),
+    'box': box(ones(2)),
+    'box of a tuple': box((ones(2), ones(3))),
+    'boxes in a tuple': (box(ones(2)), ones(3)),
+    'dict in a tuple': (ones(2), {'z': ones(3), 'a': ones(4)}),
+}
+
+
+def total(module):
+    w = module.param('w', lambda _: VALUES[module.kind])
+    b = module.param('b', lambda _: ones(9))
+    leaves = jax.tree.leaves((w, b))
+    return sum(jnp.sum(leaf.astype(float) ** 2) for leaf in leaves)
+
+
+class Model(nn.Module):
+    kind: str
+
+    @nn.compact
+    def __call__(self):
+        return total(self)
+
+
+class Inside(nn.Module):
+    kind: str
+    where: Any
+
+    @nn.compact
+    def __call__(self):
+        with nn.stop_gradient(self.where, unused='ignore'):
+            return total(self)
+
+
+class InFrozen(nn.Module):
+    kind: str
+    where: Any
+
+    @nn.compact
+    def __call__(self):
+        return nn.Frozen(Model(self.kind), where=self.where, unused='ignore')()
+
+
+def differentiable(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(keys): leaf
+        for keys, leaf in leaves
+        if getattr(leaf, 'dtype', None) == jnp.float32
+    }
+
+
+def zeros(tree):
+    found = differentiable(tree)
+    return {name for name, leaf in found.items() if not np.any(leaf)}
+
+
+def there(tree):
+    return set(differentiable(tree))
+
+
+def grads_of(loss, params):
+    return jax.grad(loss, allow_int=True)(params)
+
+
+def in_block(params, kind, where):
+    def loss(params):
+        with nn.stop_gradient(where, unused='ignore'):
+            return Model(kind).apply({'params': params})
+
+    return zeros(grads_of(loss, params))
+
+
+def in_block_of_module(params, kind, where):
+    model = Inside(kind, where)
+    return zeros(grads_of(lambda p: model.apply({'params': p}), params))
+
+
+def in_jit(params, kind, where):
+    fn = jax.jit(lambda params: Model(kind).apply({'params': params}))
+    fn(params)
+
+    def loss(params):
+        with nn.stop_gradient(where, unused='ignore'):
+            return fn(params)
+
+    return zeros(grads_of(loss, params))
+
+
+def in_lifted_class(params, kind, where):
+    model = nn.stop_gradient(where, unused='ignore')(Model)(kind)
+    return zeros(grads_of(lambda p: model.apply({'params': p}), params))
+
+
+def in_frozen(params, kind, where):
+    tree = InFrozen(kind, where)
+    variables = tree.init(jax.random.key(0))['params']
+    [name] = variables
+    grads = grads_of(lambda p: tree.apply({'params': {name: p}}), params)
+    return zeros(grads)
+
+
+def loss_of(kind):
+    return lambda params: Model(kind).apply({'params': params})
+
+
+def on_tree(params, kind, where):
+    def loss(params):
+        return loss_of(kind)(sg.stop_gradient(params, where, unused='ignore'))
+
+    return zeros(grads_of(loss, params))
+
+
+def in_grad(params, kind, where):
+    grads = sg.grad(loss_of(kind), wrt=where, unused='ignore')(params)
+    return there(grads)
+
+
+def in_freeze(params, kind, where):
+    tx = sg.freeze(optax.sgd(1.0), where, unused='ignore')
+    grads = sg.grad(loss_of(kind))(params)
+    state = tx.init(params)
+    return zeros(tx.update(grads, state, params)[0])
+
+
+def in_partition(params, kind, where):
+    del kind
+    return there(sg.partition(params, where, unused='ignore')[0])
+
+
+def in_mask(params, kind, where):
+    del kind
+    mask = sg.mask(params, frozen=where, unused='ignore')
+    both = jax.tree.map(lambda leaf, take: leaf if take else None, params, mask)
+    return there(both)
+
+
+def in_flow(params, kind, where):
+    """What a loss does not train: its gradient is stopped on the way."""
+
+    def loss(params):
+        with nn.stop_gradient(where, unused='ignore'):
+            return Model(kind).apply({'params': params})
+
+    return there(sg.partition(params, ~sg.live(loss, params))[0])
+
+
+SURFACES = [
+    in_block,
+    in_block_of_module,
+    in_jit,
+    in_lifted_class,
+    in_frozen,
+    on_tree,
+    in_grad,
+    in_freeze,
+    in_partition,
+    in_mask,
+    in_flow,
+]
+
+B = "['b']"
+CASES: list[tuple[str, Any, set[str]]] = [
+    ('tuple', 'w', {"['w'][0]", "['w'][1]"}),
+    ('tuple', '*', {"['w'][0]", "['w'][1]", B}),
+    ('tuple', 'w/0', {"['w'][0]"}),
+    ('tuple', 'w/**', {"['w'][0]", "['w'][1]"}),
+    ('tuple', '**/1', {"['w'][1]"}),
+    ('tuple', re.compile('w'), {"['w'][0]", "['w'][1]"}),
+    ('tuple', lambda path: path == 'w/1', {"['w'][1]"}),
+    ('tuple', lambda path: path.name == 'w', {"['w'][0]", "['w'][1]"}),
+    ('tuple', lambda path: path.name != 'w', {B}),
+    ('tuple', {'w': (True, False), 'b': False}, {"['w'][0]"}),
+    ('tuple', {'w': True, 'b': False}, {"['w'][0]", "['w'][1]"}),
+    ('tuple', ~sg.filters.as_filter('w'), {B}),
+    ('tuple', ~sg.filters.as_filter('w/0'), {"['w'][1]", B}),
+    ('named tuple', 'w/right', set()),
+    ('named tuple', 'w/right/*', {"['w'].right.left", "['w'].right.right"}),
+    ('named tuple', 'w', {f"['w'].{n}" for n in ('left', 'right.left', 'right.right')}),
+    ('dataclass', 'w', {"['w'].scale"}),
+    ('dataclass', 'w/scale', {"['w'].scale"}),
+    ('dataclass', '*', {"['w'].scale", B}),
+    # What is nested in dicts may as well be a module: an entry is a variable.
+    ('dict', 'w', set()),
+    ('dict', 'w/u', {"['w']['u']"}),
+    ('dict', 'w/**', {"['w']['u']", "['w']['v']['x']"}),
+    ('frozen dict', 'w/*', {"['w']['u']", "['w']['v']"}),
+    ('box', 'w', {"['w'].value"}),
+    ('box', 'w/value', set()),
+    ('box of a tuple', 'w', {"['w'].value[0]", "['w'].value[1]"}),
+    ('box of a tuple', 'w/0', set()),
+    ('boxes in a tuple', 'w/0', {"['w'][0].value"}),
+    ('boxes in a tuple', 'w', {"['w'][0].value", "['w'][1]"}),
+    ('dict in a tuple', 'w/1/a', {"['w'][1]['a']"}),
+    ('dict in a tuple', 'w', {"['w'][0]", "['w'][1]['a']", "['w'][1]['z']"}),
+]
+
+
+@pytest.mark.parametrize('surface', SURFACES)
+def test_one_rule(surface):
+    for kind, where, expected in CASES:
+        params = Model(kind).init(jax.random.key(0))['params']
+        assert surface(params, kind, where) == expected, (kind, where)
+
+
+def test_what_names_nothing_raises_everywhere():
+    params = Model('tuple').init(jax.random.key(0))['params']
+    for where in ('w/2', 'w/*/*'):
+        with pytest.raises(errors.UnusedFilterError):
+            sg.partition(params, where)
+        with pytest.raises(errors.UnusedFilterError), nn.stop_gradient(where):
+            Model('tuple').apply({'params': params})
+
+
+def test_a_trace_is_found_by_the_leaves_that_a_filter_takes():
+    params = Model('tuple').init(jax.random.key(0))['params']
+    traces = []
+
+    @jax.jit
+    def fn(params):
+        traces.append(1)
+        return Model('tuple').apply({'params': params})
+
+    def stopped(*names):
+        def loss(params):
+            with nn.stop_gradient(lambda path: path in names):
+                return fn(params)
+
+        return zeros(jax.grad(loss)(params))
+
+    whole = {"['w'][0]", "['w'][1]"}
+    for _ in range(2):
+        assert stopped('w') == whole
+        assert stopped('w/0', 'w/1') == whole  # The same answers.
+        assert stopped('w/0') == {"['w'][0]"}
+    assert len(traces) == 2
+
+
+def test_rules_for_cotangents():
+    params = Model('tuple').init(jax.random.key(0))['params']
+    plain = jax.grad(loss_of('tuple'))(params)
+
+    def grads(rewrite):
+        def loss(params):
+            with rewrite:
+                return loss_of('tuple')(params)
+
+        return jax.tree.map(
+            lambda a, b: float((a / b)[0]), jax.grad(loss)(params), plain
+        )
+
+    assert grads(nn.scale_gradient('w/0', 0.5)) == {'w': (0.5, 1.0), 'b': 1.0}
+    assert grads(nn.scale_gradient('w', 0.5)) == {'w': (0.5, 0.5), 'b': 1.0}
+    copied = grads(nn.copy_cotangent({'w/0': 'w/1'}))
+    assert copied == {'w': (1.5, 1.0), 'b': 1.0}
+    assert grads(nn.copy_cotangent({'w/1': 'b'})) == {'w': (1.0, 3.0), 'b': 1.0}
+    # The value of the parameter is half of its gradient here.
+    replaced = grads(nn.replace_cotangent('w/1', variable='w/1'))
+    assert replaced == {'w': (1.0, 0.5), 'b': 1.0}
+    replaced = grads(nn.replace_cotangent('w', variable='w'))
+    assert replaced == {'w': (0.5, 0.5), 'b': 1.0}
+    norm = np.sqrt(2 * 6.0**2)
+    clipped = grads(nn.clip_gradient('w/1', norm=float(norm) / 2))
+    assert clipped == {'w': (1.0, pytest.approx(0.5)), 'b': 1.0}
+
+
+def test_other_values():
+    params = Model('tuple').init(jax.random.key(0))['params']
+    with nn.substitute({'w': (ones(0), ones(5))}, where='w/0'):
+        assert loss_of('tuple')(params) == 2 * (0 + 9 + 81)
+    with nn.substitute({'w': (ones(0), ones(5))}):
+        assert loss_of('tuple')(params) == 2 * (0 + 25 + 81)
+
+
+def test_writes():
+    class Writes(nn.Module):
+        index: int
+
+        @nn.compact
+        def __call__(self):
+            state = self.variable('state', 's', lambda: (ones(1), ones(2)))
+            if not self.is_initializing():
+                new = list(state.value)
+                new[self.index] = ones(7)
+                state.value = tuple(new)
+
+    variables = Writes(0).init({})
+    for index in range(2):
+        model = Writes(index)
+        with nn.read_only('s/0', collections='state'):
+            if index == 0:
+                with pytest.raises(errors.ReadOnlyError, match="the variable 's'"):
+                    model.apply(variables, mutable='state')
+            else:
+                _, new = model.apply(variables, mutable='state')
+                assert new['state']['s'][1].tolist() == [7.0, 7.0]
+
+
+def test_what_is_shifted_in_a_block_is_stored_as_it_was():
+    class Queue(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            queue = self.variable('state', 'q', lambda: (x, 2 * x))
+            with nn.stop_gradient('q/1', collections='state'):
+                first, second = queue.value
+                queue.value = (second, first)
+            return queue.value
+
+    def loss(state):
+        out, new = Queue().apply({'state': state}, ones(1), mutable='state')
+        return jnp.sum(out[0] * 3 + out[1] * 5) + jnp.sum(new['state']['q'][0])
+
+    state = Queue().init({}, ones(1))['state']
+    grads = jax.grad(loss)(state)['q']
+    assert [grad.tolist() for grad in grads] == [[5.0, 5.0], [4.0, 4.0]]
+
+
+def test_a_path_that_is_written_is_that_of_a_variable():
+    params = Model('tuple').init(jax.random.key(0))['params']
+    taken, _ = sg.partition(params, sg.Path('w'))
+    assert there(taken) == {"['w'][0]", "['w'][1]"}
+    assert not sg.Path('w').is_inner
+    assert not sg.filters.as_filter('v')(sg.Path('w'))
