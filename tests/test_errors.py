@@ -925,7 +925,6 @@ ELSEWHERE = {
         'rules/joint.py',
         'missing',
     ): 'raised where it was kept until then',
-    ('engine/judgement.py', 'error'): 'raised again: it may wait for the end of init',
     (
         'engine/judgement.py',
         'atom.misfit(missing, everything)',
