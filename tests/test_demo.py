@@ -18,7 +18,6 @@ import oracle
 from flax_sg import demo
 from flax_sg.demo import data
 from flax_sg.demo import model as models
-from flax_sg.rendering import tables
 
 SIZE = {'code_size': 3, 'hidden': 8, 'sampler_steps': 4}
 SMALL = models.DigitModel(**SIZE)
@@ -121,7 +120,7 @@ def test_the_picture_is_saved_and_its_path_printed(whole):
 
 def test_the_report_names_what_each_loss_trains(params, batch):
     flow, trains, claims = demo.measure(SMALL, params, batch)
-    assert {row.name: row.status for row in tables.rows(flow, depth=1)} == {
+    assert {row.name: row.cells for row in flow.matrix(depth=1).rows} == {
         'code_message': ('stopped', 'flows', 'stopped'),
         'code_step': ('stopped', 'flows', 'stopped'),
         'explanation': ('stopped', 'stopped', 'flows'),
