@@ -118,6 +118,20 @@ def test_what_is_cited_is_this_version():
     assert f'\nversion: {flax_sg.__version__}\n' in (ROOT / 'CITATION.cff').read_text()
 
 
+def test_ruff_is_the_same_before_a_commit():
+    [pinned] = re.findall(r'"ruff==([\d.]+)"', (ROOT / 'pyproject.toml').read_text())
+    assert f'rev: v{pinned}\n' in (ROOT / '.pre-commit-config.yaml').read_text()
+
+
+def test_the_workflows_call_commands_that_exist():
+    done = subprocess.run([sys.executable, ROOT / 'dev.py'], capture_output=True)
+    commands = set(re.findall(r'^    (\w+) ', done.stderr.decode(), re.M))
+    for workflow in (ROOT / '.github/workflows').iterdir():
+        called = re.findall(r'run: python3 dev.py (\w+)', workflow.read_text())
+        assert called
+        assert set(called) <= commands
+
+
 def test_the_library_imports_only_what_it_requires():
     # numpy comes with jax, which takes and returns its arrays; rich with flax, whose
     # tables are rendered with it.
