@@ -156,11 +156,6 @@ class Draws(fnn.Module):
             self.kept = self.w + self.count.value
         elif self.drawn == 'asked':
             self.kept = self.w * float(self.has_variable('state', 'count'))
-        elif self.drawn == 'fails':
-            self.kept = 2.0 * self.w
-            calls.append(1)
-            if len(calls) > 1:
-                raise ArithmeticError('called twice')
         else:
             self.kept = self.w + jax.random.normal(self.make_rng('noise'), (2, 2))
 
@@ -169,7 +164,7 @@ class Draws(fnn.Module):
             return self.kept * x
 
         if self.drawn:
-            if self.drawn != 'fails' and self.is_mutable_collection('state'):
+            if self.is_mutable_collection('state'):
                 self.put_variable('state', 'count', x)
         else:
             x = x + jax.random.normal(self.make_rng('noise'), (2, 2))
@@ -258,46 +253,57 @@ class Holder:
 
 
 class Forgets(fnn.Module):
-    """Makes an attribute on its first run only."""
+    """Makes another attribute on its second run, or none."""
 
-    always: bool = False
+    again: str
 
     def setup(self) -> None:
         self.w = self.param('w', ONES, (2, 2))
-        self.again = 2.0 * self.w
-        if self.always or not calls:
-            self.kept = 3.0 * self.w
+        self.twice = 2.0 * self.w
+        if self.again == 'always' or not calls:
+            self.kept = (self.twice, None)
+        elif self.again == 'other':
+            self.kept = {'module': Hides(), 'w': self.twice}
         calls.append(1)
 
     def __call__(self, x: Any) -> Any:
         with nn.stop_gradient('w'):
-            return self.kept * x
+            return self.kept[0] * x
 
 
-def forgets(always: bool) -> Any:
+def forgets(again: str) -> Any:
     calls.clear()
-    return traced(Forgets(always), {'params': {'w': X}})
+    return traced(Forgets(again), {'params': {'w': X}})
 
 
-class OpensOnce(fnn.Module):
-    """Opens a block in ``setup``, on its first run only."""
+class Fills(fnn.Module):
+    """Keeps a function that remembers what it has read."""
 
-    always: bool = False
+    by_hand: bool = False
 
     def setup(self) -> None:
         self.w = self.param('w', ONES, (2, 2))
-        if self.always or not calls:
-            calls.append(1)
-            with nn.stop_gradient('w'):
-                self.kept = 2.0 * self.w
+        memo: dict[str, Any] = {}
+        self.kept = lambda: memo.setdefault('w', 2.0 * self.w)
 
     def __call__(self, x: Any) -> Any:
-        return self.kept * x
+        with nn.stop_gradient('w'):
+            return x * (2.0 * self.w if self.by_hand else self.kept())
 
 
-def opens(always: bool) -> Any:
-    calls.clear()
-    return traced(OpensOnce(always), {'params': {'w': X}})
+class OpensAfter(fnn.Module):
+    """Opens a block in ``setup``, and reads in it what was computed before."""
+
+    inside: bool = False
+
+    def setup(self) -> None:
+        self.w = self.param('w', ONES, (2, 2))
+        self.kept = 2.0 * self.w
+        with nn.stop_gradient('w'):
+            self.used = (2.0 * self.w if self.inside else self.kept) + 1.0
+
+    def __call__(self, x: Any) -> Any:
+        return self.used * x
 
 
 class Body(fnn.Module):
@@ -382,6 +388,21 @@ def dropped() -> None:
 
 def reload(name: str) -> None:
     importlib.reload(importlib.import_module(name))
+
+
+WRITTEN_SINCE = (
+    "setup would have to run again, and it asks for 'state', which may have been "
+    'written since'
+)
+
+
+def made_by_setup(name: str, who: str, reason: str) -> str:
+    return (
+        f'self.{name}, which setup of {who} makes, cannot be computed again for the '
+        f'open block: {reason}.\n'
+        'Keep parameters and modules in setup (self.w = self.param(...)), and compute '
+        f'self.{name} in the method that uses it.'
+    )
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -655,82 +676,79 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a draw that is kept': (
         kept,
         errors.SetupValueError,
-        "the values that setup of Draws (at '') keeps cannot be seen under the "
-        'open block: setup would have to run again, and it draws from the '
-        "random stream 'noise', which has been used since, and the block was "
-        'opened later.\n'
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
+        made_by_setup(
+            'kept',
+            "Draws (at '')",
+            'setup would have to run again, and it draws from the random stream '
+            "'noise', which others use too",
+        ),
     ),
     'a state that is kept': (
         lambda: kept('state'),
         errors.SetupValueError,
-        "the values that setup of Draws (at '') keeps cannot be seen under the "
-        "open block: setup would have to run again, and it reads 'state', "
-        'which may be written since.\n'
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
+        made_by_setup('kept', "Draws (at '')", WRITTEN_SINCE),
     ),
     'a state that is asked for': (
         lambda: kept('asked'),
         errors.SetupValueError,
-        "the values that setup of Draws (at '') keeps cannot be seen under the "
-        'open block: setup would have to run again, and it asks what is in '
-        "'state'.\n"
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
-    ),
-    'a setup that fails': (
-        lambda: kept('fails'),
-        errors.SetupValueError,
-        "the values that setup of Draws (at '') keeps cannot be seen under the "
-        'open block: setup would have to run again, and that raises '
-        "ArithmeticError('called twice').\n"
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
+        made_by_setup('kept', "Draws (at '')", WRITTEN_SINCE),
     ),
     'a draw elsewhere': (
         lambda: elsewhere('draw'),
         errors.SetupValueError,
-        "the values that setup of Others (at 'kid') keeps cannot be seen under "
-        'the open block: setup would have to run again, and it lets a module '
-        'elsewhere draw random numbers.\n'
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
+        made_by_setup(
+            'kept',
+            "Others (at 'kid')",
+            'setup would have to run again, and it lets a module elsewhere draw '
+            'random numbers',
+        ),
     ),
     'a write elsewhere': (
         lambda: elsewhere('write'),
         errors.SetupValueError,
-        "the values that setup of Others (at 'kid') keeps cannot be seen under "
-        'the open block: setup would have to run again, and it lets a module '
-        "elsewhere write 'state'.\n"
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
+        made_by_setup(
+            'kept',
+            "Others (at 'kid')",
+            'setup would have to run again, and it lets a module elsewhere write '
+            "'state'",
+        ),
     ),
-    'a module that is hidden': (
+    'a module beside an array': (
         lambda: traced(Hides(), {'params': {'w': X}}),
         errors.SetupValueError,
-        "the value self.kept that setup of Hides (at '') keeps cannot be seen "
-        'under the open block: it hides a module where it cannot be replaced.\n'
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
+        made_by_setup('kept', "Hides (at '')", 'it holds a module as well as an array'),
     ),
     'a value that is not made again': (
-        lambda: forgets(False),
+        lambda: forgets('never'),
         errors.SetupValueError,
-        "the value self.kept that setup of Forgets (at '') keeps cannot be "
-        'seen under the open block: setup did not make it again.\n'
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
+        made_by_setup('kept', "Forgets (at '')", 'setup did not make it again'),
     ),
-    'a block that is not opened again': (
-        lambda: opens(False),
+    'a value of another type': (
+        lambda: forgets('other'),
         errors.SetupValueError,
-        "the values that setup of OpensOnce (at '') keeps cannot be seen under "
-        'the open block: setup would have to run again, and it does not come '
-        'to the block again.\n'
-        'Compute it in the method that uses it, or open the block before the '
-        'module is first used.',
+        made_by_setup(
+            'kept',
+            "Forgets (at '')",
+            'setup made another type of value when it ran again',
+        ),
+    ),
+    'a memo that is filled in a block': (
+        lambda: traced(Fills(), {'params': {'w': X}}),
+        errors.SetupValueError,
+        made_by_setup(
+            'kept',
+            "Fills (at '')",
+            'it keeps what it has read of a module in the block',
+        ),
+    ),
+    'a value that is read in setup': (
+        lambda: traced(OpensAfter(), {'params': {'w': X}}),
+        errors.SetupValueError,
+        made_by_setup(
+            'kept',
+            "OpensAfter (at '')",
+            'the block is in setup, after the line that makes the value',
+        ),
     ),
     'state of a module with an apply of its own': (
         lambda: nn.Frozen(StartsItself(), state='hold').apply(VARIABLES, X),
@@ -846,16 +864,19 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         read_late(inside=True),
     ],
     'a draw that is kept': lambda: kept(inside=True),
-    'a state that is kept': lambda: kept('state', inside=True),
-    'a state that is asked for': lambda: kept('asked', inside=True),
-    'a setup that fails': lambda: run(
-        nn.stop_gradient('w'), OpensOnce(True), {'params': {'w': X}}
-    ),
+    'a state that is kept': lambda: traced(Fills(True), {'params': {'w': X}}),
+    'a state that is asked for': lambda: traced(Fills(True), {'params': {'w': X}}),
     'a draw elsewhere': lambda: elsewhere('read'),
     'a write elsewhere': lambda: elsewhere('read'),
-    'a module that is hidden': lambda: traced(Hides(True), {'params': {'w': X}}),
-    'a value that is not made again': lambda: forgets(True),
-    'a block that is not opened again': lambda: opens(True),
+    'a module beside an array': lambda: traced(Hides(True), {'params': {'w': X}}),
+    'a value that is not made again': lambda: forgets('always'),
+    'a value of another type': lambda: forgets('always'),
+    'a memo that is filled in a block': lambda: traced(
+        Fills(True), {'params': {'w': X}}
+    ),
+    'a value that is read in setup': lambda: traced(
+        OpensAfter(True), {'params': {'w': X}}
+    ),
     'state of a module with an apply of its own': lambda: run(
         nn.stop_gradient('kernel'), StartsItself()
     ),

@@ -19,10 +19,10 @@ import test_blocks
 import test_caches
 import test_cotangents
 import test_flow
-import test_kept
 import test_placing
 import test_programs
 import test_read_only
+import test_setup_values
 import test_stateful
 import test_substitutes
 from flax_sg import errors
@@ -139,8 +139,8 @@ CAUGHT = [
     ),
     Caught(
         broken.kept_values_ignored,
-        lambda: test_kept.test_before_in_and_after(
-            next(iter(test_kept.ROUTES.values()))
+        lambda: test_setup_values.test_before_in_and_after(
+            next(iter(test_setup_values.ROUTES.values()))
         ),
         AssertionError,
         GRADIENT,

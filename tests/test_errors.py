@@ -35,7 +35,6 @@ import report_errors
 import tree_errors
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.engine import setup_runs
 from flax_sg.internals import required, versions
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -920,7 +919,6 @@ ELSEWHERE = {
     ),
     ('forms/wrappers.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
-    ('engine/setup_runs.py', '_Reached'): 'ends a second run of setup, and is caught',
     (
         'rules/joint.py',
         'missing',
@@ -975,16 +973,6 @@ def test_three_leaves_are_named_and_the_others_counted():
         "  'n/2': int32[]",
         '  and 2 more',
     ]
-
-
-def test_the_error_for_a_kept_value():
-    error = setup_runs._cannot_copy(MODEL, 'w2', 'for a reason')
-    assert str(error) == (
-        "the value self.w2 that setup of Model (at '') keeps cannot be seen under the "
-        'open block: for a reason.\n'
-        'Compute it in the method that uses it, or open the block before the module is '
-        'first used.'
-    )
 
 
 # The fixes, run.

@@ -292,7 +292,7 @@ def test_of_what_came_in_the_leaves_that_were_written_are_rewritten():
 def test_a_body_of_several_modules_begins_with_the_variables_of_all():
     block, leaves, tree = new_block(), [Leaf(), Leaf()], object()
     outer = Root(tree)
-    outer.initializing = outer.scratch = outer.start_is_known = True
+    outer.initializing = outer.scratch = outer.from_nothing = True
     outer.level, outer.kept_trace = object(), object()
     root = outer.within((block,))
     keys = [('params', (name, 'w')) for name in 'ab']
@@ -303,7 +303,7 @@ def test_a_body_of_several_modules_begins_with_the_variables_of_all():
     for key, (path, held), leaf in zip(keys, parts, leaves, strict=True):
         root.begin(path, held, {key: leaf}, frozenset([key]))
     assert root.tree is outer.tree is tree
-    assert root.initializing and root.scratch and root.start_is_known
+    assert root.initializing and root.scratch and root.from_nothing
     assert root.level is outer.level and root.kept_trace is outer.kept_trace
     assert root.pending is outer.pending, 'judged when the whole tree is complete'
     assert root.parts == parts and root.selected == set(keys)
@@ -416,21 +416,21 @@ def test_a_scratch_tree_shares_views_and_nothing_that_is_kept(root):
     root.setup_values[block] = {}
     assert not root.initializing
     root.initializing, root.level, root.kept_trace = True, object(), object()
-    scratch = root.as_scratch(start_is_known=True)
+    scratch = root.as_scratch(from_nothing=True)
     assert scratch.tree is root.tree
     assert views.view(scratch, [block], key, leaf) is seen
     assert scratch.setup_values == {}
     assert scratch.level is root.level and scratch.kept_trace is root.kept_trace
     assert scratch.parts is root.parts and scratch.joint is root.joint
-    assert scratch.scratch and scratch.start_is_known and scratch.initializing
-    assert not (root.scratch or root.start_is_known)
+    assert scratch.scratch and scratch.from_nothing and scratch.initializing
+    assert not (root.scratch or root.from_nothing)
 
 
 def test_a_scratch_tree_of_a_body_begins_with_the_same():
     block, key, leaf = new_block(), ('params', ('a',)), Leaf()
-    scratch = body(block, {key: leaf}).as_scratch(start_is_known=False)
+    scratch = body(block, {key: leaf}).as_scratch(from_nothing=False)
     assert views.view(scratch, [block], key, leaf) is leaf
-    assert scratch.selected == {key} and not scratch.start_is_known
+    assert scratch.selected == {key} and not scratch.from_nothing
 
 
 # What is where.

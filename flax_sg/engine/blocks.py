@@ -50,6 +50,8 @@ class Block:
         is_open: whether the code of the block runs, or a rule that belongs into it.
         home: while such a rule runs, the number under which it was compiled, if the
             block was opened outside of what was compiled.
+        lent: modules of which a helper that reads them was seen, by their id and the
+            name of the helper.
     """
 
     rewrite: rules.Rewrite
@@ -73,6 +75,9 @@ class Block:
     ended: bool = False
     is_open: bool = True
     home: cache_keys.Number | None = None
+    lent: weakref.WeakValueDictionary[tuple[int, str], Any] = dataclasses.field(
+        default_factory=weakref.WeakValueDictionary
+    )
 
 
 class Root:
@@ -95,9 +100,10 @@ class Root:
             body of a transform of several modules.
         joint: what readers see of leaves that a block rewrites together.
         setup_values: values kept by ``setup``, seen under a block.
-        setups: what is known of runs of ``setup``; see ``setup_values.py``.
+        set_up_in: by id a module whose ``setup`` runs, or has run on scratch scopes,
+            and the blocks that were open then.
         scratch: whether the tree serves a second run of a ``setup``.
-        start_is_known: whether such a tree holds what the first run began with.
+        from_nothing: whether all its variables are made in that run.
         pending: what is judged when the tree is complete; see ``judgement.py``.
         sown: the variables that ``Module.sow`` has written in a block.
     """
@@ -120,13 +126,13 @@ class Root:
         self.parts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
         self.joint: dict[Block, Any] = {}
         self.setup_values: dict[Block, dict[int, Any]] = {}
-        self.setups: dict[int, Any] = {}
+        self.set_up_in: dict[int, tuple[weakref.ref[Any], tuple[Block, ...]]] = {}
         self.scratch = False
-        self.start_is_known = False
+        self.from_nothing = False
         self.pending: list[Any] = []
         self.sown: set[tuple[str, tuple[str, ...]]] = set()
 
-    def as_scratch(self, start_is_known: bool) -> Root:
+    def as_scratch(self, from_nothing: bool = False) -> Root:
         """The same tree for code that runs a second time."""
         scratch = Root(self.tree, self.covered, self.handed, self.selected)
         scratch.seen = self.seen
@@ -134,7 +140,7 @@ class Root:
         scratch.parts, scratch.joint = self.parts, self.joint
         scratch.initializing = self.initializing
         scratch.scratch = True
-        scratch.start_is_known = start_is_known
+        scratch.from_nothing = from_nothing
         return scratch
 
     def within(self, covered: tuple[Block, ...], scope: Scope | None = None) -> Root:
@@ -142,7 +148,7 @@ class Root:
         inner = Root(self.tree, covered)
         inner.initializing = self.initializing
         inner.scratch = self.scratch
-        inner.start_is_known = self.start_is_known
+        inner.from_nothing = self.from_nothing
         inner.pending = self.pending
         inner.level, inner.kept_trace = self.level, self.kept_trace
         if scope is not None:
@@ -201,7 +207,8 @@ class _Thread(threading.local):
             pass
         self.rewritten = 0  # How often a reader saw something rewritten.
         self._aside = 0  # How often blocks are set aside that will be open again.
-        self.replay: Any = None  # Watches a second run of a ``setup``.
+        # Why a second run of a ``setup`` may differ; None if there is no such run.
+        self.doubts: list[str] | None = None
 
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
         """Makes these the open blocks, for the hooks and for JAX's trace caches.

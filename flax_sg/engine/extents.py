@@ -8,7 +8,7 @@ import weakref
 from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import blocks, cache_keys, hooks, judgement
+from flax_sg.engine import blocks, cache_keys, hooks, judgement, setup_values
 from flax_sg.engine.askers import Asker
 from flax_sg.engine.blocks import Block, thread
 from flax_sg.engine.places import Place
@@ -28,8 +28,6 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         owner: the scope that paths are relative to; None for the root of each tree.
     """
     outer = blocks.active()
-    if thread.replay is not None:
-        thread.replay.opens(rewrite, owner)
     around = outer[-1].number if outer else cache_keys.NONE
     block: Block | None = None
     try:
@@ -75,6 +73,7 @@ def close_block(block: Block, judged: str = NOTHING) -> None:
         in_order = before[-1] is block and block.place.is_in_this_task()
         if judged != NOTHING and in_order:
             judgement.judge(block, reads=judged == READS)
+            setup_values.judge(block)
     finally:
         try:
             blocks.remove(block)

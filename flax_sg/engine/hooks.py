@@ -26,13 +26,12 @@ _MISSING = object()
 def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     def hook(self: Scope, col: str, name: str, default: Any = None) -> Any:
         open_blocks = blocks.active()
-        if not open_blocks and blocks.thread.replay is None:
+        if not open_blocks and blocks.thread.doubts is None:
             return original(self, col, name, default)
         value = original(self, col, name, _MISSING)
         if value is _MISSING:
             return default
-        if blocks.thread.replay is not None:
-            blocks.thread.replay.reads(self, col)
+        setup_runs.reads(self, col)
         key = (col, (*self.path, name))
         return views.view(blocks.root_of(self), open_blocks, key, value)
 
@@ -72,8 +71,7 @@ def _param(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     def hook(self: Scope, col: str, name: str, value: Any) -> None:
-        replay = blocks.thread.replay
-        if replay is not None and not replay.writes(self, col):
+        if setup_runs.writes_elsewhere(self, col):
             return
         open_blocks = blocks.active()
         if open_blocks:

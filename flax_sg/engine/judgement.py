@@ -131,7 +131,7 @@ def _check_reads(block: Block) -> None:
     where, number = block.rewrite.where, block.number
     if block.rewrite.rule.refuses_writes or not where.atoms or where.may_be_empty:
         return
-    if block.took or number.takes_any or thread.replay is not None:
+    if block.took or number.takes_any or thread.doubts is not None:
         return
     if _is_pending(block):
         return

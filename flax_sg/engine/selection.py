@@ -70,13 +70,8 @@ def _decide(block: Block, inside: bool, key: Key) -> tuple[Path, Any]:
     if not block.rewrite.where.has_functions:
         return path, block.asker.ask(path)
     # What is meant cannot depend on what the block shows of it.
-    try:
-        with thread.only(()):
-            return path, block.asker.ask(path)
-    except Exception as error:
-        if thread.replay is not None:
-            thread.replay.of_filter = error
-        raise
+    with thread.only(()):
+        return path, block.asker.ask(path)
 
 
 def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:

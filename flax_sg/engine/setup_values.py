@@ -1,11 +1,15 @@
 """Values that ``setup`` keeps on a module, as seen under a block.
 
 ``self.w = self.param(...)`` and ``self.w2 = jnp.tanh(self.w)`` are plain attributes:
-no read of a scope happens when a method uses them. What a module keeps is therefore
-always the value of a program without blocks, and a reader in a block is given what
-``setup`` would have kept under the block: it is run again on scratch scopes. Modules in
-what it makes there are replaced by those that they stand for, since they would draw
-from other random streams and lose what is written.
+no read of a scope happens when a method uses them. A module keeps what it would keep in
+a program without blocks. A reader in a block is given what ``setup`` would have kept
+under the block:
+
+1. A parameter is recognized by identity, and read again.
+2. If a value was computed from variables, ``setup`` runs once more, under the block.
+3. Modules in such a value stay as they are: others would draw other random numbers. An
+   object or a function that holds arrays *and* modules cannot be put together again,
+   which is an error.
 """
 
 from __future__ import annotations
@@ -14,33 +18,31 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+from flax.core.frozen_dict import FrozenDict
+from flax.core.scope import Scope
 
-from flax_sg.engine import blocks, contents, selection, setup_runs
+from flax_sg.engine import blocks, contents, selection, setup_runs, views
+from flax_sg.engine.setup_runs import cannot_see
+from flax_sg.engine.variables import Key, leaves_of
 from flax_sg.internals import core_scopes, modules, tracing
-from flax_sg.rules import rules
 
-_Values = dict[str, Any]
+_Blocks = tuple[blocks.Block, ...]
+_cached_properties = functools.lru_cache(4096)(modules.cached_properties)
 
 
 def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
     """The hook for ``Module.__getattribute__``: attributes that are there."""
 
-    # Every attribute of every module passes here: the first test is the common case.
     def hook(self: Any, name: str) -> Any:
-        if name in _STATE:
+        if name in _OF_FLAX or not blocks.thread.blocks:
             return original(self, name)
-        names = _names_of(type(self))
-        if name in names.cached and blocks.thread.blocks:
+        if name in _cached_properties(type(self)):
             return _computed_anew(original, self, name)
         value = original(self, name)
-        if name in names.others:
-            return value
-        if not blocks.thread.blocks or name not in original(self, '__dict__'):
-            return value
-        return _seen(self, name, value)
+        return _seen(self, name, value) if _is_kept(self, name) else value
 
     return hook
 
@@ -60,79 +62,39 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def hook(self: Any, shallow: bool = False) -> None:
         open_blocks = blocks.active()
-        watched = open_blocks or blocks.thread.replay is not None
-        if not watched or not modules.starts_setup(self):
+        if not open_blocks or not modules.starts_setup(self):
             return original(self, shallow)
         if shallow:  # Flax runs setup for its checks, on a scope that is none.
             with blocks.thread.only(()):
                 return original(self, shallow)
-        root = blocks.root_of(self.scope)
-        setup = _Setup(weakref.ref(self), open_blocks, setup_runs.Start.of(self.scope))
-        root.setups[id(self)] = setup
-        before = blocks.thread.rewritten
+        root, before = blocks.root_of(self.scope), blocks.thread.rewritten
+        root.set_up_in[id(self)] = weakref.ref(self), open_blocks
         try:
             original(self, shallow)
             if root.scratch:
                 return None
             if blocks.thread.rewritten != before:
-                viewed = _kept_arrays(self, open_blocks)
-                plain = setup_runs.derive(self, (), viewed, setup.start)
-                for name, value in plain.items():
-                    object.__setattr__(self, name, value)
-                _known(root, open_blocks[-1], self).viewed = viewed
+                _make_plain(_SetupValues.of(self, root, open_blocks))
         except BaseException:
             # Flax takes the module for set up all the same.
-            for name in () if root.scratch else _kept_arrays(self, open_blocks):
+            for name in _made_of_arrays(self):
                 object.__delattr__(self, name)
             raise
-        root.setups[id(self)] = setup._replace(made_in=())
+        del root.set_up_in[id(self)]
         return None
 
     return hook
 
 
-class _Setup(NamedTuple):
-    """A run of ``setup``.
-
-    Attributes:
-        module: whose.
-        made_in: the blocks under which the module's attributes were made.
-        start: what it began with; None if nobody was there to see.
-    """
-
-    module: weakref.ref[Any]
-    made_in: tuple[blocks.Block, ...] = ()
-    start: setup_runs.Start | None = None
+_OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.private_attributes())
 
 
-_STATE = frozenset({'scope', 'name', 'parent'} | modules.private_attributes())
-
-
-class _Names(NamedTuple):
-    """Names of a class's attributes.
-
-    Attributes:
-        others: those that ``setup`` does not make.
-        cached: those that are computed when first read, and kept.
-    """
-
-    others: frozenset[str]
-    cached: frozenset[str]
-
-
-@functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
-def _names_of(cls: type) -> _Names:
-    fields = dataclasses.fields(cls)
-    properties = {
-        name
-        for base in cls.__mro__
-        for name, attribute in vars(base).items()
-        if hasattr(type(attribute), '__set__')
-    }
-    made = {field.name for field in fields if not field.init}
-    cached = modules.cached_properties(cls)
-    others = _STATE | {field.name for field in fields} | properties | cached
-    return _Names(others - made, cached)
+def _is_kept(module: Any, name: str) -> bool:
+    """Whether an attribute is a value on the module that is no argument of it."""
+    if name not in object.__getattribute__(module, '__dict__') or name in _OF_FLAX:
+        return False
+    field = type(module).__dataclass_fields__.get(name)
+    return field is None or not field.init
 
 
 def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
@@ -146,89 +108,151 @@ def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
         attributes.update(cached)
 
 
-def _is_derived(module: Any, value: Any, open_blocks: tuple[blocks.Block, ...]) -> bool:
-    """Whether a kept value is another one under blocks, or may come to be."""
-    if contents.holds_arrays(value) or contents.keeps_what_it_reads(value):
-        return True
-    # A stop changes nothing that is not traced; other values are other numbers. The
-    # factor of a rewrite is none that was made of variables.
-    brings = any(block.rewrite.rule.brings for block in open_blocks)
-    if not brings or isinstance(value, rules.Rewrite):
-        return False
-    return contents.holds_arrays(value, numbers=True) and _has_numbers(module)
+def _make_plain(viewed: _SetupValues) -> None:
+    """Leaves on a module what its ``setup`` makes without the blocks it has run in."""
+    plain = _SetupValues(viewed.module, viewed.root, ())
+    for name, value in _made_of_arrays(viewed.module).items():
+        new = plain.convert(name, value, viewed.blocks)
+        viewed.seen[name] = new, value, True
+        object.__setattr__(viewed.module, name, new)
 
 
-def _has_numbers(module: Any) -> bool:
-    """Whether a variable that ``setup`` may have read, of any module, is not traced."""
-    scope = object.__getattribute__(module, 'scope')
-    leaves = jax.tree_util.tree_leaves(core_scopes.stored(scope.root))
-    return not all(isinstance(leaf, tracing.Tracer) for leaf in leaves)
-
-
-def _kept_arrays(module: Any, open_blocks: tuple[blocks.Block, ...]) -> _Values:
-    """What ``setup`` has kept on a module and arrays are, or may be, reached from."""
-    others = _names_of(type(module)).others
-    attributes = object.__getattribute__(module, '__dict__')
+def _made_of_arrays(module: Any) -> dict[str, Any]:
+    """What ``setup`` has kept on a module that arrays can be reached from."""
     return {
         name: value
-        for name, value in attributes.items()
-        if name not in others and _is_derived(module, value, open_blocks)
+        for name, value in vars(module).items()
+        if _is_kept(module, name) and contents.holds(value, contents.NUMBERS)
     }
-
-
-@dataclasses.dataclass
-class _Known:
-    """What is known of the values that one module keeps, under one block."""
-
-    module: weakref.ref[Any]
-    viewed: Mapping[str, Any] | None = None
-    without_arrays: _Values = dataclasses.field(default_factory=dict)
-
-
-def _known(root: blocks.Root, block: blocks.Block, module: Any) -> _Known:
-    of_block = root.setup_values.setdefault(block, {})
-    known = of_block.get(id(module))
-    if known is None or known.module() is not module:
-        known = of_block[id(module)] = _Known(weakref.ref(module))
-    return known
 
 
 def _seen(module: Any, name: str, value: Any) -> Any:
     """What a reader in the open blocks sees of one kept value."""
-    if isinstance(value, contents.CLOSED):
+    if isinstance(value, contents.CLOSED):  # Most attributes are modules.
         return value
     scope = object.__getattribute__(module, 'scope')
     open_blocks = blocks.active()
     if scope is None or not open_blocks:
         return value
     root = blocks.root_of(scope)
-    setup = root.setups.get(id(module))
-    if setup is None or setup.module() is not module:
-        setup = _Setup(weakref.ref(module))
-    if setup.made_in == open_blocks:
+    of_module, made_in = root.set_up_in.get(id(module), (None, ()))
+    made_in = made_in if of_module is not None and of_module() is module else ()
+    if made_in == open_blocks:
         return value
-    known = _known(root, open_blocks[-1], module)
-    if known.without_arrays.get(name, known) is value:
-        return value
-    if not _is_derived(module, value, open_blocks):
-        known.without_arrays[name] = value
-        return value
-    if not modules.is_set_up(module):  # In a block in ``setup`` itself.
-        kept, until = {name: value}, open_blocks[-1]
-        derived = setup_runs.derive(module, open_blocks, kept, setup.start, until)
-        _note_all(open_blocks, root)
-        return derived[name]
-    viewed = known.viewed
-    if viewed is None:
-        kept = _kept_arrays(module, open_blocks)
-        viewed = known.viewed = setup_runs.derive(
-            module, open_blocks, kept, setup.start
-        )
-    _note_all(open_blocks, root)
-    return viewed.get(name, value)
+    values = _SetupValues.of(module, root, open_blocks)
+    found = values.seen.get(name)
+    if found is None or found[0] is not value:
+        viewed = values.convert(name, value, made_in)
+        has_arrays = contents.holds(value, contents.ARRAYS)
+        found = values.seen[name] = value, viewed, has_arrays or viewed is not value
+        if not has_arrays and contents.holds_modules(value):
+            open_blocks[-1].lent[id(module), name] = module
+    if found[2]:  # It may have been found outside of this trace.
+        for block in open_blocks:
+            selection.note_all(block, root)
+    return found[1]
 
 
-def _note_all(open_blocks: tuple[blocks.Block, ...], root: blocks.Root) -> None:
-    """Notes what a kept value depends on, where it was derived before."""
-    for block in open_blocks:
-        selection.note_all(block, root)
+def judge(block: blocks.Block) -> None:
+    """Raises if a helper keeps what it has read of a module in a block that ends."""
+    for (_, name), module in list(block.lent.items()):
+        if contents.holds(vars(module).get(name), contents.ARRAYS):
+            reason = 'it keeps what it has read of a module in the block'
+            raise cannot_see(module, name, reason)
+
+
+@dataclasses.dataclass
+class _SetupValues:
+    """The values of one module, under some blocks.
+
+    Attributes:
+        module: which module.
+        root: what is known of its tree.
+        blocks: the blocks that hold.
+        seen: by name a value, what a reader sees of it, and whether this depends on
+            what the blocks select.
+    """
+
+    module: Any
+    root: blocks.Root
+    blocks: _Blocks
+    seen: dict[str, tuple[Any, Any, bool]] = dataclasses.field(default_factory=dict)
+    _again: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, module: Any, root: blocks.Root, open_blocks: _Blocks) -> _SetupValues:
+        """What is known under some blocks, until the last of them closes."""
+        of_block = root.setup_values.setdefault(open_blocks[-1], {})
+        if id(module) not in of_block:
+            of_block[id(module)] = cls(module, root, open_blocks)
+        return of_block[id(module)]
+
+    def convert(self, name: str, value: Any, made_in: _Blocks) -> Any:
+        """Returns a value that was made in other blocks as it is made in these."""
+        # A stop changes nothing that is not traced; other values are other numbers.
+        brings = any(block.rewrite.rule.brings for block in (*made_in, *self.blocks))
+        numbers = brings and _has_numbers(self.module)
+        kinds = contents.NUMBERS if numbers else contents.ARRAYS
+        if not contents.holds(value, kinds):
+            return value
+        # An array that is not traced may be a parameter, and be what a stop has made of
+        # another one. To a stop that is the same, but not where nothing is stopped.
+        same = bool(self.blocks) and not numbers
+        if isinstance(value, contents.ARRAYS if same else tracing.Tracer):
+            found = _parameter(self.module.scope, self.root, value, made_in)
+            if found is not None:
+                return views.view(self.root, self.blocks, *found)
+        if self._again is None:
+            if not modules.is_set_up(self.module):
+                reason = 'the block is in setup, after the line that makes the value'
+                raise cannot_see(self.module, name, reason)
+            self._again = setup_runs.run_again(self.module, name, self.blocks)
+        if not self._again:  # The blocks select nothing that it is made of.
+            return value
+        if name not in self._again:
+            raise cannot_see(self.module, name, 'setup did not make it again')
+        try:
+            return _joined(value, self._again[name], kinds)
+        except ValueError as error:
+            raise cannot_see(self.module, name, str(error)) from None
+
+
+def _parameter(
+    scope: Scope, root: blocks.Root, value: Any, made_in: _Blocks
+) -> tuple[Key, Any] | None:
+    """The key and the stored leaf, if a value is surely a variable of the module."""
+    stored = core_scopes.stored(scope)
+    found: list[tuple[Key, Any]] = []
+    for collection, tree in stored.items():
+        for name, variable in tree.items():
+            key = collection, (*scope.path, name)
+            leaf = views.stored(root, made_in, key, value)
+            if not isinstance(variable, Mapping):
+                found += [(key, leaf) for one in leaves_of(variable) if one is leaf]
+    if len(found) != 1:
+        return None
+    # One array may be several variables: nobody knows which one was read.
+    leaves = jax.tree_util.tree_leaves(stored)
+    return found[0] if sum(leaf is found[0][1] for leaf in leaves) == 1 else None
+
+
+def _joined(old: Any, new: Any, kinds: tuple[type, ...]) -> Any:
+    """A value that ``setup`` has made again, with the modules of the first run."""
+    if not contents.holds(old, kinds):
+        return old
+    if not contents.holds_modules(new):
+        return new
+    if type(old) is not type(new):
+        raise ValueError('setup made another type of value when it ran again')
+    if isinstance(old, (dict, FrozenDict)) and old.keys() == new.keys():
+        return type(old)({key: _joined(old[key], new[key], kinds) for key in old})
+    if isinstance(old, (tuple, list)) and len(old) == len(new):
+        items = [_joined(*pair, kinds) for pair in zip(old, new, strict=True)]
+        return type(old)(*items) if hasattr(old, '_fields') else type(old)(items)
+    raise ValueError('it holds a module as well as an array')
+
+
+def _has_numbers(module: Any) -> bool:
+    """Whether a variable that ``setup`` may have read, of any module, is not traced."""
+    leaves = jax.tree_util.tree_leaves(core_scopes.stored(module.scope.root))
+    return not all(isinstance(leaf, tracing.Tracer) for leaf in leaves)

@@ -42,7 +42,7 @@ def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
     def hook(scope_tree: Any, ins: Any, outs: Any, rngs: Any, name: Any = None) -> Any:
         packed = original(scope_tree, ins, outs, rngs, name)
         open_blocks = blocks.active()
-        if not open_blocks and blocks.thread.replay is None:
+        if not open_blocks and blocks.thread.doubts is None:
             return packed
         scopes = core_scopes.minimal_scopes(scope_tree)
         lift = _Lift(

@@ -141,20 +141,22 @@ class BlockError(FlaxSGError, RuntimeError):
 
 
 class SetupValueError(FlaxSGError, RuntimeError):
-    """A value that ``setup`` derives from a parameter cannot be derived under a block.
+    """A value that ``setup`` computes cannot be computed again under a block.
 
     ``self.w2 = f(self.w)`` in ``setup`` is no read of a variable when a method uses
-    it, so ``setup`` is run again to find it under the block. Where that need not give
-    the same thing, it raises::
+    it, so ``setup`` runs again under the block. An error says where this run may differ
+    from the first one::
 
         def setup(self):
-            self.w2 = self.param('w', init) + next(numbers)
+            noise = jax.random.normal(self.make_rng('noise'))
+            self.w2 = self.param('w', init) + noise
 
         def __call__(self, x):
+            x = x + jax.random.normal(self.make_rng('noise'))
             with nn.stop_gradient('w'):
                 return x * self.w2  # raises
 
-    Derive the value in the method, under the block.
+    Compute the value in the method, under the block.
     """
 
 
