@@ -1051,6 +1051,77 @@ def test_a_block_in_setup_draws_what_is_drawn_without():
     oracle.assert_same(actual, grads_of(NoisyInSetup(by_hand=True), params))
 
 
+# One array may be several variables, and what a stop has made of another one.
+
+
+def test_a_parameter_of_a_child_that_is_tied_to_one_of_the_module():
+    class Tied(nn.Module):
+        def setup(self):
+            self.v = param(self, 'v')
+            self.kid = Kid()
+            self.h = self.kid.w
+
+        def __call__(self, x, where):
+            with nn.stop_gradient(where):
+                return x * self.h
+
+    def fn(w, where):
+        params = {'v': w, 'kid': {'w': w, 'b': X}}
+        return jnp.sum(Tied().apply({'params': params}, X, where))
+
+    oracle.assert_same(jax.grad(fn)(X, 'kid/w'), jnp.zeros(3))
+    oracle.assert_same(jax.grad(fn)(X, 'v'), X)
+
+
+def test_an_average_that_is_the_same_array_as_the_stopped_parameter():
+    class Both(nn.Module):
+        def setup(self):
+            self.w = param(self, 'w')
+            self.average = self.parent.get_variable('average', 'w')
+
+        def __call__(self, x):
+            return x * self.w, x * self.average
+
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kid = Both(name='kid')
+            with nn.stop_gradient('kid/w'):
+                inside = kid(x)
+            return *inside, *kid(x)
+
+    def fn(w):
+        variables = {'params': {'kid': {'w': w}}, 'average': {'w': X}}
+        return Parent().apply(variables, jnp.ones(3))
+
+    _, pullback = jax.vjp(fn, X)
+    slopes = [
+        pullback(tuple(jnp.full(3, float(i == j)) for i in range(4)))[0]
+        for j in range(4)
+    ]
+    zeros, ones = jnp.zeros(3), jnp.ones(3)
+    oracle.assert_same(slopes, [zeros, zeros, ones, zeros])
+
+
+def test_a_value_that_setup_stops_stays_stopped_when_it_is_substituted():
+    class Stops(nn.Module):
+        def setup(self):
+            self.h = stop(param(self, 'w'))
+
+        def __call__(self, x):
+            return x * self.h
+
+    bound = Stops().bind({'params': {'w': X}})
+    assert bound.h.shape == (3,)
+
+    def fn(w):
+        with nn.substitute({'w': w}):
+            return jnp.sum(bound(X))
+
+    wanted = jnp.sum(2 * X * X), jnp.zeros(3)
+    oracle.assert_same(jax.value_and_grad(fn)(2 * X), wanted)
+
+
 # What a reader in a block must not leave behind.
 
 
