@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from flax_sg import filters
 from flax_sg.engine.variables import Key
+from flax_sg.filters.asking import as_function, decide, kinds_of
 from flax_sg.filters.paths import Path
 from flax_sg.rules import rules
 
@@ -85,7 +86,7 @@ class Asker:
     def sure(self) -> Hashable:
         """Equal for askers that surely give the same answers; None if nobody knows."""
         where = self.rewrite.where
-        if where.has_functions:
+        if filters.Predicate in kinds_of(where):
             return None
         return where, self.rewrite.rule.values(), self.owner_path, self.tree
 
@@ -101,14 +102,20 @@ class Asker:
     def meet(self, path: Path) -> Any:
         """The same for a variable that exists in the block."""
         if self.sure is not None:
-            return self.rewrite.where.decide(path, self.matched)
+            return decide(self.rewrite.where, path, self.matched)
         said, matched = self._said_of(path)
         self.matched |= matched
         return said
 
-    def is_matched_by(self, atom: filters.Filter, path: Path) -> bool:
-        """Whether an elementary filter, one that asks a function, takes a variable."""
-        return atom in self._said_of(path)[1]
+    def matched_among(self, paths: Iterable[Path]) -> set[filters.Filter]:
+        """The elementary filters that take one of some variables."""
+        matched: set[filters.Filter] = set()
+        for path in paths:
+            if self.sure is None:
+                matched |= self._said_of(path)[1]
+            else:
+                decide(self.rewrite.where, path, matched)
+        return matched
 
     def _said_of(self, path: Path) -> tuple[Any, set[filters.Filter]]:
         found = self._said.get(path.key)
@@ -117,21 +124,21 @@ class Asker:
             found = self._of_function(table.known(path, count))
         if found is None:
             matched: set[filters.Filter] = set()
-            said = self.rewrite.where.decide(path, matched)
+            said = decide(self.rewrite.where, path, matched)
             found = self._said[path.key] = said, matched
         return found
 
     def _of_function(self, said: Any) -> tuple[Any, set[filters.Filter]] | None:
         """What the filter says, and which part of it takes the variable."""
         where = self.rewrite.where
-        function = where.as_function()
+        function = as_function(where)
         if said is None or function is None:
             return None
         return said, set(where.atoms) if said != function[1] else set()
 
     def agrees_with(self, table: Answers) -> bool:
         """Whether the functions of the filter give the answers of a table."""
-        function = self.rewrite.where.as_function()
+        function = as_function(self.rewrite.where)
         if function is None or self._said:
             pairs = zip(table.paths, table.said, strict=False)
             return all(self.ask(path) == said for path, said in pairs)

@@ -26,6 +26,7 @@ from typing import Any
 from flax_sg import errors, filters
 from flax_sg.engine.askers import Answers, Asker, TreeRef
 from flax_sg.engine.variables import Key
+from flax_sg.filters.asking import shape_of
 from flax_sg.filters.paths import Path
 from flax_sg.internals.versions import reloaded
 
@@ -90,7 +91,7 @@ class Number:
     def use(self, asker: Asker) -> None:
         """Notes that a holder goes on to use the number."""
         with _lock:
-            _put_last(self._shapes, asker.rewrite.where.shape, None, _MOST_SHAPES)
+            _put_last(self._shapes, shape_of(asker.rewrite.where), None, _MOST_SHAPES)
             if self._past is not None:
                 _remember(self._past, asker)
 
@@ -257,7 +258,7 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
     else:
         number = fresh()
         number.take(asker)
-    asker.is_new = not number.is_for(asker.rewrite.where.shape)
+    asker.is_new = not number.is_for(shape_of(asker.rewrite.where))
     number.use(asker)
     with _lock:
         known = around.inside.get(kind, [])
@@ -286,7 +287,7 @@ def _candidates(around: Number, kind: Hashable, asker: Asker) -> Iterator[Number
     """
     with _lock:
         known = around.inside.get(kind, [])[::-1]
-    shape = asker.rewrite.where.shape
+    shape = shape_of(asker.rewrite.where)
     mine = [number for number in known if number.is_for(shape)]
     others = [number for number in known if not number.is_for(shape)]
     if asker.sure is None:

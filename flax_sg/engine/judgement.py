@@ -20,12 +20,12 @@ from flax_sg.engine import places
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
 from flax_sg.engine.selection import selects, wants
 from flax_sg.engine.variables import iter_variables
-from flax_sg.filters.hints import unused_filter
+from flax_sg.filters.asking import find_unused, kinds_of, may_be_empty
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes
 
 _MOST_PASSED = 256
-_TREES = (filters.BoolTree, filters.Names)
+_TREES = {filters.BoolTree, filters.Names}
 
 
 def judge(block: Block, reads: bool) -> None:
@@ -60,7 +60,7 @@ def _check_existence(block: Block) -> None:
     else:
         met = (path for path, _ in block.decisions.values())
         number.existing.update((path.key, path) for path in met)
-        if nothing_met and not where.has_functions:
+        if nothing_met and block.asker.sure is not None:
             if len(number.passed) > _MOST_PASSED:
                 number.passed.clear()
             number.passed.add(where)
@@ -99,29 +99,21 @@ def _check_atoms(
     block: Block, find_compiled: Callable[[], Sequence[Path]] = tuple
 ) -> None:
     where = block.rewrite.where
-    unmatched = [atom for atom in _unmatched(block) if not atom.may_be_empty]
-    trees = [atom for atom in where.atoms if isinstance(atom, _TREES)]
-    both = isinstance(where, filters.And) and not where.may_be_empty
-    if not (unmatched or trees or both):
+    if not (_unmatched(block) or _judges_all(where)):
         return
     compiled = find_compiled()
     everything = [*(path for path, _ in block.decisions.values()), *compiled]
     owner = None if block.tree is None else block.owner_path
-    for atom in unmatched:
-        if atom in trees or any(_takes(block, atom, path) for path in compiled):
-            continue
-        raise unused_filter(atom, everything, owner)
-    for atom in trees:
-        if missing := atom.missing(everything):
-            raise atom.misfit(missing, everything)
-    if both and not any(map(block.asker.ask, everything)):
-        raise unused_filter(where, everything, owner)
+    matched = block.asker.matched | block.asker.matched_among(compiled)
+    both = isinstance(where, filters.And)
+    any_taken = both and any(map(block.asker.ask, everything))
+    if error := find_unused(where, matched, everything, owner, any_taken):
+        raise error
 
 
-def _takes(block: Block, atom: filters.Filter, path: Path) -> bool:
-    if atom.has_functions:
-        return block.asker.is_matched_by(atom, path)
-    return atom(path)
+def _judges_all(where: filters.Filter) -> bool:
+    """Whether more is judged than that each part of a filter took something."""
+    return isinstance(where, filters.And) or bool(kinds_of(where) & _TREES)
 
 
 def _unmatched(block: Block) -> list[filters.Filter]:
@@ -152,7 +144,7 @@ def _compiled(block: Block) -> Sequence[Path]:
 
 def _check_reads(block: Block) -> None:
     where, number = block.rewrite.where, block.number
-    if block.rewrite.rule.refuses_writes or not where.atoms or where.may_be_empty:
+    if block.rewrite.rule.refuses_writes or not where.atoms or may_be_empty(where):
         return
     if block.took or number.took or thread.replay is not None:
         return
@@ -216,11 +208,7 @@ def _meet(
     """Lets the filter see variables that nobody read, if it may have missed them."""
     block.collections.update(variables)
     where = block.rewrite.where
-    # Of some filters more is judged than that each part of them took something.
-    of_all = isinstance(where, filters.And) or any(
-        isinstance(atom, _TREES) for atom in where.atoms
-    )
-    if not of_all and not _unmatched(block):
+    if not _judges_all(where) and not _unmatched(block):
         return
     for collection, tree in variables.items():
         if wants(block, collection):

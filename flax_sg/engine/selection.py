@@ -74,7 +74,7 @@ def selects(
 def _decide(block: Block, inside: bool, key: Key) -> tuple[Path, Any]:
     path = Path.of(*key, block.owner_path if inside else ())
     block.collections.add(path.collection)
-    if not block.rewrite.where.has_functions:
+    if block.asker.sure is not None:
         return path, block.asker.meet(path)
     # What is meant cannot depend on what the block shows of it.
     try:

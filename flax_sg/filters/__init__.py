@@ -16,10 +16,9 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
-from flax_sg.filters.derived import Derived
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
-from flax_sg.filters.names import Names
+from flax_sg.filters.names import Derived, Names
 from flax_sg.filters.paths import Path
 from flax_sg.filters.refusals import KINDS, brief, fix_of, refuse_target
 

@@ -157,6 +157,21 @@ def escaped(path: str) -> str:
     return re.sub(r'[\\*?\[]|^!', r'\\\g<0>', path)
 
 
+def literal(pattern: str) -> str | None:
+    r"""Returns the one path that a glob fits, None if it may fit several.
+
+    >>> print(literal(r'w\[0,0] 1x0e'), literal('gln_*/**'))
+    w[0,0] 1x0e None
+    """
+    out: list[str] = []
+    for token in _TOKEN.finditer(pattern):
+        character = token['escaped'] or token['literal']
+        if character is None or _is_open(token):
+            return None
+        out.append(character)
+    return ''.join(out)
+
+
 @functools.lru_cache(maxsize=1024)
 def glob_regex(pattern: str) -> re.Pattern[str]:
     r"""Translates a glob on whole path components, to be used with ``fullmatch``.
