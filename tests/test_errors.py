@@ -251,6 +251,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "  'encoder/bias'\n"
         "  'encoder/kernel'\n"
         "  'norm/bias'\n"
+        "Did you mean 'encoder/**'?\n"
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'unused in a module': (
@@ -947,10 +948,7 @@ ELSEWHERE = {
         'missing',
     ): 'raised where it was kept until then',
     ('engine/judgement.py', 'error'): 'raised again: it may wait for the end of init',
-    (
-        'engine/judgement.py',
-        'atom.misfit(missing, everything)',
-    ): 'made by the filter, see booltrees.py',
+    ('trees/leaves.py', 'error'): 'made by the filter, see filters/asking.py',
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax_sg import filters
 from flax_sg.engine.variables import Key
 from flax_sg.filters.asking import as_function, decide, kinds_of
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Classes, Path
 from flax_sg.rules import rules
 
 # A tree that is older than the trace that reads it. None stands for any tree, where
@@ -173,8 +173,13 @@ class Asker:
             self if rule.in_extent else None,
         )
 
-    def path_in(self, tree: TreeRef, key: Key) -> Path | None:
+    @functools.cached_property
+    def asks_classes(self) -> bool:
+        """Whether the filter chooses by the class of the module around a variable."""
+        return filters.OfType in kinds_of(self.rewrite.where)
+
+    def path_in(self, tree: TreeRef, key: Key, classes: Classes | None) -> Path | None:
         """The path of a variable of another tree; None if nobody knows."""
         if self.owner_path and (tree is None or tree() is None):
             return None
-        return Path.of(*key, self.owner_path if tree == self.tree else ())
+        return Path.of(*key, self.owner_path if tree == self.tree else (), classes)

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from flax.core.scope import Scope
 
@@ -15,7 +15,7 @@ from flax_sg import errors
 from flax_sg.engine import askers, cache_keys
 from flax_sg.engine.places import Place
 from flax_sg.engine.variables import Key, leaves_of
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import core_scopes, hooking, tracing
 from flax_sg.internals.versions import reloaded
 from flax_sg.rules import rules
@@ -24,6 +24,10 @@ if 'ROOT_FLAG' in globals():  # It was loaded before.
     raise reloaded(__name__)
 
 ROOT_FLAG = 'flax_sg'
+
+# Whether a variable is one of the owner's tree, which one, and in which modules, where
+# a filter has to know.
+Question: TypeAlias = tuple[bool, Key, Classes | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,6 +49,7 @@ class Block:
         decisions: what the filter said of each variable met so far, with its path.
         collections: the collections met so far.
         reads: the variables that were read.
+        unsure: whether it met variables of modules whose class nobody knew.
         took: whether the filter takes one of them.
         made: what the rule has made, for rules on cotangents; see ``placing.py``.
         closed_root: the top scope of the owner, once the block is closed.
@@ -63,12 +68,13 @@ class Block:
     level: Any
     kept_trace: Any
     place: Place
-    decisions: dict[tuple[bool, Key], tuple[Path, Any]] = dataclasses.field(
+    decisions: dict[Question, tuple[Path, Any]] = dataclasses.field(
         default_factory=dict
     )
     collections: set[str] = dataclasses.field(default_factory=set)
     reads: set[Key] = dataclasses.field(default_factory=set)
     took: bool = False
+    unsure: bool = False
     made: Any = None
     closed_root: weakref.ref[Scope] | None = None
     ended: bool = False
@@ -101,6 +107,8 @@ class Root:
         start_is_known: whether such a tree holds what the first run began with.
         pending: what is judged when the tree is complete; see ``judgement.py``.
         sown: the variables that ``Module.sow`` has written in a block.
+        waiting: the variables in ``handed`` that were not rewritten outside, since
+            the class of the module that holds them was not known there.
     """
 
     def __init__(
@@ -126,11 +134,12 @@ class Root:
         self.start_is_known = False
         self.pending: list[Any] = []
         self.sown: set[tuple[str, tuple[str, ...]]] = set()
+        self.waiting: set[tuple[Block, Key]] = set()
 
     def as_scratch(self, start_is_known: bool) -> Root:
         """The same tree for code that runs a second time."""
         scratch = Root(self.tree, self.covered, self.handed, self.selected)
-        scratch.seen = self.seen
+        scratch.seen, scratch.waiting = self.seen, self.waiting
         scratch.level, scratch.kept_trace = self.level, self.kept_trace
         scratch.parts, scratch.joint = self.parts, self.joint
         scratch.initializing = self.initializing
@@ -182,13 +191,25 @@ class Root:
 
         By its leaves: what holds them may have been made anew.
         """
-        if block not in self.covered:
+        if block not in self.covered or (block, key) in self.waiting:
             return False
         begun = {id(leaf) for leaf in leaves_of(self.handed.get(key))}
         return all(id(leaf) in begun for leaf in leaves_of(value))
 
 
 _KnownRoot = tuple[Root, tuple[str, ...], dict[str, Any]]
+
+
+class Reader(NamedTuple):
+    """Who reads variables now.
+
+    Attributes:
+        path: the path of the scope that is read.
+        lifts: whether all in it is read for a transform, before its body runs.
+    """
+
+    path: tuple[str, ...]
+    lifts: bool = False
 
 
 class _Thread(threading.local):
@@ -203,6 +224,7 @@ class _Thread(threading.local):
         self.rewritten = 0  # How often a reader saw something rewritten.
         self._aside = 0  # How often blocks are set aside that will be open again.
         self.replay: Any = None  # Watches a second run of a ``setup``.
+        self.reader: Reader | None = None
 
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
         """Makes these the open blocks, for the hooks and for JAX's trace caches.
@@ -220,6 +242,15 @@ class _Thread(threading.local):
     def _set_aside(self, blocks: tuple[Block, ...], aside: int) -> None:
         self._aside = aside
         self.set_blocks(blocks)
+
+    @contextlib.contextmanager
+    def reading(self, reader: Reader) -> Generator[None]:
+        """Notes who reads, for filters that choose by the class of a module."""
+        before, self.reader = self.reader, reader
+        try:
+            yield
+        finally:
+            self.reader = before
 
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
@@ -307,6 +338,15 @@ def root_of(scope: Scope) -> Root:
 
 class Tree:
     """The identity of a tree of variables; numbers refer to it weakly."""
+
+
+def is_of_tree(scope: Scope, root: Root) -> bool | None:
+    """Whether a scope is one of the tree of a root; None if nobody has read it yet."""
+    known: Any = scope.root.flags.get(ROOT_FLAG)
+    if known is None:
+        found = thread.roots.get(id(core_scopes.variables_of(scope.root)))
+        known = None if found is None else found[0]
+    return None if known is None else known.tree is root.tree
 
 
 def reopen(block: Block) -> None:

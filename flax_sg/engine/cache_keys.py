@@ -27,7 +27,7 @@ from flax_sg import errors, filters
 from flax_sg.engine.askers import Answers, Asker, TreeRef
 from flax_sg.engine.variables import Key
 from flax_sg.filters.asking import shape_of
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals.versions import reloaded
 
 if 'Number' in globals():  # It was loaded before.
@@ -41,7 +41,7 @@ class Number:
         value: the number in JAX's cache keys.
         answers: those for variables of trees that were made inside of a trace.
         in_older_trees: the answers for variables of trees that are older than the
-            trace, by tree and variable.
+            trace, by tree, variable, and the classes of the modules around it.
         brought: which values the rule brings, if a trace has read one of them.
         existing: the paths of other variables that exist there.
         read, took: whether a variable was read there, and one that the filter takes.
@@ -53,7 +53,7 @@ class Number:
     def __init__(self, value: int) -> None:
         self.value = value
         self.answers = Answers()
-        self.in_older_trees: dict[tuple[TreeRef, Key], Any] = {}
+        self.in_older_trees: dict[tuple[TreeRef, Key, Classes | None], Any] = {}
         self.brought: Hashable = None
         self.existing: dict[Hashable, Path] = {}
         self.read = self.took = False
@@ -161,8 +161,8 @@ class Number:
         return same
 
     def _older_agree(self, asker: Asker, start: int) -> bool:
-        for (tree, key), answer in list(self.in_older_trees.items())[start:]:
-            path = asker.path_in(tree, key)
+        for (tree, key, classes), answer in list(self.in_older_trees.items())[start:]:
+            path = asker.path_in(tree, key, classes)
             if path is None or asker.answer_in_older_tree(path) != answer:
                 return False
         return True
@@ -182,18 +182,20 @@ class Number:
     ) -> None:
         """Notes an answer for a variable of a tree that is older than the trace."""
         tree = tree if asker.owner_path else None
-        if (tree, key) in self.in_older_trees:
+        if (tree, key, path.classes) in self.in_older_trees:
             return
         answer = asker.answer_in_older_tree(path)
 
         def other_answer(other: Asker) -> Any:
-            path = other.path_in(tree, key)
-            return None if path is None else other.answer_in_older_tree(path)
+            path_there = other.path_in(tree, key, path.classes)
+            if path_there is None:
+                return None
+            return other.answer_in_older_tree(path_there)
 
         if late:
             self._check_late(asker, other_answer, answer)
         with _lock:
-            self.in_older_trees[tree, key] = answer
+            self.in_older_trees[tree, key, path.classes] = answer
 
     # Rules of ``jax.custom_vjp`` and its kin, which run after their block has closed.
 

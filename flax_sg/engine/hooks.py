@@ -34,7 +34,8 @@ def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         if blocks.thread.replay is not None:
             blocks.thread.replay.reads(self, col)
         key = (col, (*self.path, name))
-        return views.view(blocks.root_of(self), open_blocks, key, value)
+        with blocks.thread.reading(blocks.Reader(self.path)):
+            return views.view(blocks.root_of(self), open_blocks, key, value)
 
     return hook
 

@@ -107,6 +107,9 @@ def _check_atoms(
     matched = block.asker.matched | block.asker.matched_among(compiled)
     both = isinstance(where, filters.And)
     any_taken = both and any(map(block.asker.ask, everything))
+    if block.unsure:  # The class may be that of a module that has not run.
+        matched |= {a for a in where.atoms if isinstance(a, filters.OfType)}
+        any_taken = True
     if error := find_unused(where, matched, everything, owner, any_taken):
         raise error
 
@@ -134,11 +137,11 @@ def _compiled(block: Block) -> Sequence[Path]:
     known = {path.key: path for path in number.answers.paths}
     if block.owner is None and not block.asker.is_new:
         known |= number.existing  # An owner has met all variables of its own.
-    for tree, key in list(number.in_older_trees):
-        path = block.asker.path_in(tree, key)
+    for tree, key, classes in list(number.in_older_trees):
+        path = block.asker.path_in(tree, key, classes)
         if path is not None:
             known[path.key] = path
-    met = (d[0].key for (_, key), d in block.decisions.items() if key in block.reads)
+    met = (d[0].key for (_, key, _), d in block.decisions.items() if key in block.reads)
     return list(known.values()) if known.keys() >= set(met) else ()
 
 

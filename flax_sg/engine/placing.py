@@ -113,7 +113,7 @@ def _seeing_outside(block: Block) -> Any:
 
 def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
     """The rule, applied to a leaf or to the part of it that is meant."""
-    path, said = block.decisions[root.tree is block.tree, key]
+    path, said = selection.answer(block, root, key)
     new = block.rewrite.rule(path, leaf)
     return filters.merged(said, new, leaf, path)
 
@@ -139,7 +139,7 @@ def instead(block: Block, root: Root, key: Key, value: Any, outside: Outside) ->
                     return outside((collection, key[1]), found)
         return AS_IT_IS
 
-    path, said = block.decisions[root.tree is block.tree, key]
+    path, said = selection.answer(block, root, key)
     new = rule.instead(path, value, find_beside)
     if new is AS_IT_IS or not isinstance(said, filters.Part):
         return new

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg.engine.blocks import Block, Root, thread
+from flax_sg import filters
+from flax_sg.engine.blocks import (
+    Block,
+    Question,
+    Reader,
+    Root,
+    is_of_tree,
+    thread,
+)
 from flax_sg.engine.variables import Key
-from flax_sg.filters.paths import Path
-from flax_sg.internals import tracing
+from flax_sg.filters.asking import kinds_of
+from flax_sg.filters.expressions import unknown_class
+from flax_sg.filters.paths import Classes, Path
+from flax_sg.internals import modules, tracing
+from flax_sg.rules import rules
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
 
 
@@ -24,10 +36,42 @@ def wants(block: Block, collection: str) -> bool:
 
 def path_of(block: Block, root: Root, key: Key) -> Path:
     """A variable, as the filter and the rule of a block see it."""
-    found = block.decisions.get((root.tree is block.tree, key))
-    if found is not None:
-        return found[0]
-    return Path.of(*key, block.owner_path if root.tree is block.tree else ())
+    question = _question(block, root, key)
+    found = block.decisions.get(question)
+    return _path(block, question) if found is None else found[0]
+
+
+def answer(block: Block, root: Root, key: Key) -> tuple[Path, Any]:
+    """A variable, and what the filter of a block has said of it."""
+    return block.decisions[_question(block, root, key)]
+
+
+def _question(block: Block, root: Root, key: Key) -> Question:
+    classes = classes_of(root, key) if block.asker.asks_classes else None
+    return root.tree is block.tree, key, classes
+
+
+def _path(block: Block, question: Question) -> Path:
+    inside, key, classes = question
+    return Path.of(*key, block.owner_path if inside else (), classes)
+
+
+def classes_of(root: Root, key: Key) -> Classes:
+    """The classes of the modules that a variable lies in.
+
+    They belong to who reads now: a module may give a name to one class in one call, and
+    to another in the next. What a transform will run in its body does not exist yet.
+    """
+    names, reader = key[1], thread.reader
+    if reader is None or names[: len(reader.path)] != reader.path:
+        reader = Reader(names[:-1])
+    found, complete = modules.classes_around(
+        reader.path,
+        names[len(reader.path)],
+        functools.partial(is_of_tree, root=root),
+    )
+    is_own = len(names) == len(reader.path) + 1
+    return Classes(found, complete and (is_own or not reader.lifts))
 
 
 def selects(
@@ -36,6 +80,7 @@ def selects(
     key: Key,
     read: bool = True,
     noted: bool | None = None,
+    waiting: set[tuple[Block, Key]] | None = None,
 ) -> Any:
     """What the filter of a block says of a variable: a bool, or a ``Part``.
 
@@ -49,11 +94,18 @@ def selects(
         read: whether somebody reads it; False to find out whether it is meant.
         noted: whether the running trace may depend on the answer, as on that for what
             is read.
+        waiting: takes the variable if the answer can wait; see ``views.py``.
     """
-    inside = root.tree is block.tree
-    found = block.decisions.get((inside, key))
+    question = _question(block, root, key)
+    found = block.decisions.get(question)
     if found is None:
-        found = block.decisions[inside, key] = _decide(block, inside, key)
+        found = _decide(block, _path(block, question))
+        if found[1] is None:
+            block.unsure = True
+            if read:
+                _wait(block, key, found[0], waiting)
+            return False
+        block.decisions[question] = found
     path, said = found
     if read:
         block.reads.add(key)
@@ -71,8 +123,19 @@ def selects(
     return said
 
 
-def _decide(block: Block, inside: bool, key: Key) -> tuple[Path, Any]:
-    path = Path.of(*key, block.owner_path if inside else ())
+def _wait(
+    block: Block, key: Key, path: Path, waiting: set[tuple[Block, Key]] | None
+) -> None:
+    """Notes a variable that a block rewrites in the body of a transform, if at all."""
+    where, rule = block.rewrite.where, block.rewrite.rule
+    # What goes through a function is another in there; so are elements of an array.
+    is_same = isinstance(rule, rules.StopGradient) or rule.refuses_writes
+    if waiting is None or not is_same or filters.Index in kinds_of(where):
+        raise unknown_class(where, path)
+    waiting.add((block, key))
+
+
+def _decide(block: Block, path: Path) -> tuple[Path, Any]:
     block.collections.add(path.collection)
     if block.asker.sure is not None:
         return path, block.asker.meet(path)
@@ -117,7 +180,7 @@ def note_all(block: Block, root: Root) -> None:
     """
     if tracing.kept_trace() in (block.kept_trace, root.kept_trace):
         return
-    for (inside, key), (path, said) in list(block.decisions.items()):
+    for (inside, key, _), (path, said) in list(block.decisions.items()):
         tree = weakref.ref(block.tree) if inside and block.tree is not None else None
         block.number.note_older(block.asker, key, tree, path)
         if said:

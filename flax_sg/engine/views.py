@@ -55,7 +55,13 @@ class Seen:
         return self._stored.get(id(leaf), (None, leaf))[1]
 
 
-def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+def view(
+    root: Root,
+    blocks: Sequence[Block],
+    key: Key,
+    value: Any,
+    waiting: set[tuple[Block, Key]] | None = None,
+) -> Any:
     """Returns what a reader sees instead of a variable or a subtree of variables.
 
     Args:
@@ -65,6 +71,8 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
         key: where ``value`` stands.
         value: the stored value. A mapping is a subtree, its keys are names. Leaves
             inside anything else (a tuple, a box) share the variable's path.
+        waiting: takes the variables that can be rewritten later, in the body of a
+            transform, where the class of the module that holds them is known.
 
     Returns:
         The same structure with the same types. ``value`` itself if no block wants the
@@ -73,14 +81,22 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     wanted = [block for block in blocks if wants(block, key[0])]
     if not wanted:
         return value
-    return map_variables(functools.partial(_view_variable, root, wanted), key, value)
+    of_variable = functools.partial(_view_variable, root, wanted, waiting)
+    return map_variables(of_variable, key, value)
 
 
-def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+def _view_variable(
+    root: Root,
+    blocks: Sequence[Block],
+    waiting: set[tuple[Block, Key]] | None,
+    key: Key,
+    value: Any,
+) -> Any:
     for block in blocks:
         # What begins a lifted body was rewritten outside. It is selected or not by the
         # name that it has there: ``nn.map_variables`` gives other names in here.
-        if not root.begins_with(block, key, value) and selects(block, root, key):
+        begins_with = root.begins_with(block, key, value)
+        if not begins_with and selects(block, root, key, waiting=waiting):
             value = _rewritten(root, block, key, value)
     return value
 

@@ -28,6 +28,9 @@ _JIT = 'jit'
 _LOOPS = ('scan', 'while_loop')
 _SCAN = 'scan'
 _BRANCHES = ('cond', 'switch')
+# In the body of these a variable has the name that it has outside, and a gradient that
+# is stopped in the body is stopped.
+_SAME_VARIABLES = (_JIT, *_LOOPS, *_BRANCHES, 'remat', 'checkpoint', 'vmap')
 _Origin: TypeAlias = tuple[int | None, ...]
 _MARK = '\0flax_sg'  # No collection has this name: it would not be a str to type.
 
@@ -75,6 +78,9 @@ class _Lift:
         self.axes = axes
         self.trace = tracing.current_trace()
         self.stored: list[dict[Key, Any]] = [{} for _ in scopes]
+        # What may be rewritten in the body, where the class of its module is known.
+        self.can_wait = name in _SAME_VARIABLES
+        self.waiting: set[tuple[blocks.Block, Key]] = set()
         # For each variable the stored leaf that each of its leaves is, None if it was
         # written; as far as all traces of the body agree.
         self.origins: list[dict[Key, _Origin]] = [{} for _ in scopes]
@@ -135,7 +141,9 @@ class _Lift:
             out = {}
             for col, tree in group.items():
                 key = (col, scope.path)
-                out[col] = views.view(root, self.open_blocks, key, tree)
+                waiting = self.waiting if self.can_wait else None
+                with blocks.thread.reading(blocks.Reader(scope.path, lifts=True)):
+                    out[col] = views.view(root, self.open_blocks, key, tree, waiting)
                 if self._wanted(col):
                     self.stored[index].update(iter_variables(key, tree))
             return out
@@ -173,6 +181,7 @@ class _Lift:
                 # A name that does not exist outside: ``nn.map_variables`` made it.
                 if key not in self.stored[index] or self._selected(root, index, key)
             )
+            root.waiting = self.waiting
             root.begin(inner.path, core_scopes.variables_of(inner), handed, selected)
             for block in self.open_blocks:
                 placing.note_handed(block, root, handed)
@@ -249,7 +258,8 @@ class _Lift:
             for scope in self.scopes
             for block in asking
         )
-        if not (self.is_jit and writable and groups and groups[0]):
+        needed = writable or self.waiting
+        if not (self.is_jit and needed and groups and groups[0]):
             return groups
         names = unwritten.Names(
             tuple(
@@ -289,7 +299,10 @@ def _names(
     block: blocks.Block, root: blocks.Root, path: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """All that tells the block's names for a module at ``path`` from others."""
-    return root.tree is block.tree, block.owner_path, path
+    classes = None
+    if block.asker.asks_classes:
+        classes = selection.classes_of(root, ('params', (*path, '')))
+    return root.tree is block.tree, block.owner_path, path, classes
 
 
 def _origin(handed: Any, value: Any) -> _Origin:

@@ -16,6 +16,7 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
+from flax_sg.filters.classes import OfType, of_type
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
 from flax_sg.filters.names import Derived, Names
@@ -100,6 +101,7 @@ __all__ = [
     'Index',
     'Names',
     'Not',
+    'OfType',
     'Or',
     'Part',
     'Predicate',
@@ -109,4 +111,5 @@ __all__ = [
     'at',
     'merged',
     'negated',
+    'of_type',
 ]

@@ -6,11 +6,23 @@ import difflib
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flax_sg import errors
 
 _S = TypeVar('_S', bound=str)
+
+
+class Classes(NamedTuple):
+    """The classes of the modules that a variable lies in.
+
+    Attributes:
+        found: those that are known, that of the module which holds it first.
+        complete: whether these are all.
+    """
+
+    found: tuple[type, ...]
+    complete: bool
 
 
 class Path(str):
@@ -36,12 +48,18 @@ class Path(str):
     """The names of the path; of the absolute one where it lies outside the owner."""
     collection: str
     """The collection of the variable, such as 'params'."""
+    classes: Classes | None = None
+    """The classes of the modules around it, where a filter has to know them."""
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]
 
     @classmethod
     def of(
-        cls, collection: str, absolute: tuple[str, ...], owner: tuple[str, ...] = ()
+        cls,
+        collection: str,
+        absolute: tuple[str, ...],
+        owner: tuple[str, ...] = (),
+        classes: Classes | None = None,
     ) -> Path:
         """Returns the path of a variable as its owner sees it.
 
@@ -49,6 +67,7 @@ class Path(str):
             collection: the collection it is in.
             absolute: its names from the root of the variables tree, its own last.
             owner: the names of the module that the path is relative to.
+            classes: the classes of the modules around the variable, if they are known.
         """
         depth = len(owner)
         # A variable may have the name of a module (in another collection): the
@@ -58,6 +77,7 @@ class Path(str):
         self = str.__new__(cls, '/'.join(parts) if inside else '/' + '/'.join(parts))
         self.parts = parts
         self.collection = collection
+        self.classes = classes
         self._absolute = absolute
         self._owner = owner
         return self
@@ -83,9 +103,9 @@ class Path(str):
         return self.parts is self._absolute and bool(self._owner)
 
     @property
-    def key(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    def key(self) -> tuple[Any, ...]:
         """All that tells it from others: paths of equal text may mean two variables."""
-        return self.collection, self._absolute, self._owner
+        return self.collection, self._absolute, self._owner, self.classes
 
     def from_root(self) -> Path:
         """The path of the same variable as it is seen at top level."""
