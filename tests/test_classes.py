@@ -154,14 +154,7 @@ def is_in_norm(path: str) -> bool:
     return '/norm/' in f'/{path}' or path.startswith('top/')
 
 
-def is_held_by_base(path: str) -> bool:
-    """What is inside of a ``Block``, and not merely in its scope."""
-    return path.startswith(('a/', 'b/')) and path not in ('a/scale', 'b/scale')
-
-
 CHOSEN: dict[str, tuple[Any, Any]] = {
-    'LayerNorm': (of_type(fnn.LayerNorm), is_in_norm),
-    'the others': (~of_type(fnn.LayerNorm), lambda p: not is_in_norm(p)),
     'LayerNorm and biases': (
         ~(of_type(fnn.LayerNorm) | '**/bias'),
         lambda p: not (is_in_norm(p) or p.endswith('/bias')),
@@ -170,12 +163,6 @@ CHOSEN: dict[str, tuple[Any, Any]] = {
         of_type(fnn.LayerNorm) & 'a/**',
         lambda p: is_in_norm(p) and p.startswith('a/'),
     ),
-    'several': (
-        of_type((fnn.Dense, fnn.Embed)),
-        lambda p: '/dense/' in p or '/embed/' in p,
-    ),
-    'everything': (of_type(fnn.Module), lambda p: True),
-    'the model': (of_type(Model), lambda p: True),
 }
 
 
@@ -200,8 +187,7 @@ def test_in_every_extent(kind):
     params = jax.tree.map(lambda leaf: leaf + 0.3, Model(kind).init(KEY, X)['params'])
     names = trained(Model(kind), params)
     assert all(names.values())
-    for chosen in ('LayerNorm', 'LayerNorm and biases', 'of one child', 'the model'):
-        where, is_meant = CHOSEN[chosen]
+    for chosen, (where, is_meant) in CHOSEN.items():
         expected = {name: not is_meant(name) for name in names}
         assert trained(Model(kind, where), params) == expected
         with nn.stop_gradient(where, unused='ignore'):
@@ -218,10 +204,8 @@ def where_of(kind: str, chosen: str) -> Any:
     """The same filter, with the model."""
     norms = of_type(fnn.LayerNorm, Model(kind), X)
     return {
-        'LayerNorm': norms,
         'LayerNorm and biases': ~(norms | '**/bias'),
         'of one child': norms & 'a/**',
-        'the model': of_type(Model, Model(kind), jax.typeof(X)),
     }[chosen]
 
 

@@ -591,6 +591,19 @@ def test_a_function_that_finds_nothing_is_asked_for_nothing_else():
     assert asked == []
 
 
+def test_a_list_of_thousands_of_paths_is_looked_up(monkeypatch):
+    names = [f'layer_{n}/w[{n}]' if n % 2 else f'layer_{n}/w' for n in range(2000)]
+    paths = [path(name) for name in names]
+    asked: list[Path] = []
+    monkeypatch.setattr(Glob, '_matches', lambda self, p: asked.append(p))
+    for where in (names[::2], paths):
+        chosen, matched = as_filter(where), set()
+        said = [decide(~~chosen, p, matched) for p in paths]
+        assert said == [str(p) in where for p in paths]
+        assert matched == set(chosen.atoms)
+    assert asked == []
+
+
 # What is refused
 
 KINDS = """\

@@ -178,7 +178,9 @@ class Asker:
         """Whether the filter chooses by the class of the module around a variable."""
         return filters.OfType in kinds_of(self.rewrite.where)
 
-    def path_in(self, tree: TreeRef, key: Key, classes: Classes | None) -> Path | None:
+    def path_in(
+        self, tree: TreeRef, key: Key, classes: Classes | None = None
+    ) -> Path | None:
         """The path of a variable of another tree; None if nobody knows."""
         if self.owner_path and (tree is None or tree() is None):
             return None

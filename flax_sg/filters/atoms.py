@@ -220,9 +220,6 @@ class Predicate(Atom):
             name, value = traced
             raise self._tracer_error(f'reads {brief(value)} as {name!r}')
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
-
     def __reduce__(self) -> Any:
         return Predicate, (self.fn,)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, cast
@@ -26,9 +25,6 @@ class OfType(Atom):
     # No dataclass: see ``Predicate``.
     def __init__(self, *classes: type) -> None:
         object.__setattr__(self, 'classes', classes)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
 
     def __reduce__(self) -> Any:
         return OfType, self.classes

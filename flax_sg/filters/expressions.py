@@ -177,6 +177,9 @@ class Filter(abc.ABC):
 class Atom(Filter):
     """A filter that is no expression of others."""
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
+
     @abc.abstractmethod
     def _matches(self, path: Path) -> bool | None:
         """Whether the variable at this path is meant; None if that is not known."""
