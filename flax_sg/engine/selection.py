@@ -53,7 +53,7 @@ def classes_of(root: Root, key: Key) -> Classes:
     to another in the next.
     """
     names, scope = Path.of(*key).variable.parts, thread.reader
-    if scope is None or names[: len(scope)] != scope:
+    if scope is None or names[:-1][: len(scope)] != scope:
         scope = names[:-1]
     in_tree = functools.partial(is_of_tree, root=root)
     return Classes(*modules.classes_around(scope, names[len(scope)], in_tree))
