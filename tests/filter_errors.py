@@ -15,7 +15,7 @@ import numpy as np
 import flax_sg as sg
 from flax_sg import errors, testing
 from flax_sg import linen as nn
-from flax_sg.filters import Part, as_filter
+from flax_sg.filters import Part, as_filter, of_type
 
 PARAMS = {'head': {'w': 1.0}, 'body': {'w': 2.0}}
 TREE = {'head': True, 'body': False}
@@ -93,11 +93,63 @@ STATIC = (
     'Fix: make the choice static, by static_argnames of jax.jit for example.'
 )
 
+
+def in_remat(where: Any) -> Any:
+    model = fnn.remat(fnn.Dense)(2, use_bias=False)
+    with nn.scale_gradient(where, 0.5, unused='ignore'):
+        return model.apply({'params': {'kernel': jnp.eye(2)}}, jnp.ones((2, 2)))
+
+
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a bad range': (
         lambda: as_filter('[z-a]*'),
         errors.FilterValueError,
         "The glob '[z-a]*' has a bad [...]: bad character range z-a.",
+    ),
+    'a class, and no model': (
+        lambda: split(of_type(fnn.Dense)),
+        errors.FilterTypeError,
+        "OfType(Dense) has to know the class of the module that holds 'body/w', "
+        'which is not known here.\n'
+        'Fix: give the model and example inputs, such as '
+        'filters.of_type(nn.BatchNorm, model, x).',
+    ),
+    'a class, asked for a path': (
+        lambda: of_type(fnn.Dense)(sg.Path('head/w')),
+        errors.FilterTypeError,
+        "OfType(Dense) has to know the class of the module that holds 'head/w', "
+        'which is not known here.\n'
+        'Fix: give the model and example inputs, such as '
+        'filters.of_type(nn.BatchNorm, model, x).',
+    ),
+    'a class in a block that reads a whole tree': (
+        lambda: in_block(~of_type(fnn.Dense)),
+        errors.FilterTypeError,
+        "~OfType(Dense) has to know the class of the module that holds 'head/w', "
+        'which is not known here.\n'
+        'Fix: give the model and example inputs, such as '
+        'filters.of_type(nn.BatchNorm, model, x).',
+    ),
+    'a class in the body of a transform': (
+        lambda: in_remat(of_type(fnn.Dense)),
+        errors.FilterTypeError,
+        "OfType(Dense) has to know the class of the module that holds 'kernel', "
+        'which is not known here.\n'
+        'Fix: give the model and example inputs, such as '
+        'filters.of_type(nn.BatchNorm, model, x).',
+    ),
+    'a class that is none': (
+        lambda: of_type(fnn.Dense(1)),
+        errors.FilterTypeError,
+        'filters.of_type was given a Dense, and expects a Module class.\n'
+        'Fix: write filters.of_type(nn.BatchNorm), or a tuple of classes.',
+    ),
+    'a model that is none': (
+        lambda: of_type(fnn.Dense, PARAMS),
+        errors.FilterTypeError,
+        'filters.of_type was given a dict as the model.\n'
+        'Fix: give the module and example inputs, such as '
+        'filters.of_type(nn.BatchNorm, model, x).',
     ),
     'an empty glob': (
         lambda: as_filter(''),
@@ -445,6 +497,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'Nearest paths:\n'
         "  'head/w'\n"
         "  'body/w'\n"
+        "Did you mean 'head/w'?\n"
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'parts that exclude each other': (
@@ -487,8 +540,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 x, module, value, where = jnp.ones((2, 2)), fnn.Dense(2), jnp.ones(2), '**'
 
+OF = fnn.Dense(2), jnp.ones((2, 2))
+DENSE = {'kernel': 1.0, 'bias': 2.0}
+
 FIXES: dict[str, str | Callable[[], Any]] = {
     'a bad range': lambda: as_filter('[a-z]*'),
+    'a class, and no model': lambda: sg.partition(DENSE, of_type(fnn.Dense, *OF)),
+    'a class, asked for a path': lambda: of_type(fnn.Dense, *OF)(
+        sg.Path.of('params', ('bias',))
+    ),
+    'a class in a block that reads a whole tree': lambda: of_type(fnn.Dense, *OF),
+    'a class in the body of a transform': lambda: in_remat(of_type(fnn.Dense, *OF)),
+    'a class that is none': lambda: of_type(fnn.BatchNorm),
+    'a model that is none': lambda: of_type(fnn.Dense, *OF),
     'an empty glob': lambda: as_filter('**'),
     'a negated glob': lambda: split(eval("~as_filter('body/**')")),
     'a slash at the end': lambda: split('head/**'),

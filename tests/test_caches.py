@@ -1131,7 +1131,10 @@ RAW_READS: dict[str, Callable[[Any, Any], Any]] = {
     'kept': lambda m, x: x * m.w2,
     'lifted': lambda m, x: fnn.remat(lambda m, x: m(x))(m, x),
     'in a block of its own': in_a_block_of_its_own,
-    'other values': lambda m, x: nn.mirror(m, False, variables={'params': {'w': x}})(x),
+    # A block around changes what is stored, and not what is read in its place.
+    'beside other values': lambda m, x: (
+        m(x) + nn.mirror(m, False, variables={'params': {'w': x}})(x)
+    ),
 }
 
 

@@ -217,12 +217,12 @@ def test_a_value_is_judged_by_new_answers_alone(around, monkeypatch):
         return matches(self, path)
 
     monkeypatch.setattr(filters.Glob, '_matches', counted)
-    assert opened(around, 'a') is one
+    assert opened(around, '[a]') is one
     assert asked == ['a', 'b']
     reads(one, asker('**/a'), 'c')
     asked.clear()
     for _ in range(3):
-        assert opened(around, 'a') is one
+        assert opened(around, '[a]') is one
     assert asked == ['c']
 
 

@@ -250,6 +250,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "  'encoder/bias'\n"
         "  'encoder/kernel'\n"
         "  'norm/bias'\n"
+        "Did you mean 'encoder/**'?\n"
         "If an empty selection is meant, pass unused='ignore'.",
     ),
     'unused in a module': (
@@ -923,10 +924,8 @@ ELSEWHERE = {
         'rules/joint.py',
         'missing',
     ): 'raised where it was kept until then',
-    (
-        'engine/judgement.py',
-        'atom.misfit(missing, everything)',
-    ): 'made by the filter, see booltrees.py',
+    ('engine/judgement.py', 'error'): 'made by the filter, see filters/asking.py',
+    ('trees/leaves.py', 'error'): 'made by the filter, see filters/asking.py',
 }
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from flax_sg import filters
 from flax_sg.engine.variables import Key
-from flax_sg.filters.paths import Path
+from flax_sg.filters import asking
+from flax_sg.filters.paths import Classes, Path
 from flax_sg.rules import rules
 
 # A tree that is older than the trace that reads it. None stands for any tree, where
@@ -43,9 +44,19 @@ class Asker:
     def sure(self) -> Hashable:
         """Equal for askers that surely give the same answers; None if nobody knows."""
         where = self.rewrite.where
-        if where.has_functions:
+        if self.has_functions:
             return None
         return where, self.rewrite.rule.values(), self.owner_path, self.tree
+
+    @functools.cached_property
+    def has_functions(self) -> bool:
+        """Whether the filter asks a function."""
+        return filters.Predicate in asking.kinds_of(self.rewrite.where)
+
+    @functools.cached_property
+    def asks_classes(self) -> bool:
+        """Whether the filter chooses by the class of the module around a variable."""
+        return filters.OfType in asking.kinds_of(self.rewrite.where)
 
     @property
     def kind(self) -> Hashable:
@@ -62,19 +73,21 @@ class Asker:
         return self.rewrite.rule.refuses_writes, self.rewrite.collections
 
     def ask(self, path: Path) -> Any:
-        """Whether the filter takes a variable: a bool, or a part of it."""
-        where = self.rewrite.where
-        if not where.has_functions:
-            return where(path)
-        return where.combine({atom: self.takes(atom, path) for atom in where.atoms})
+        """Whether the filter takes a variable: a bool, or a part of it.
 
-    def takes(self, atom: filters.Filter, path: Path) -> bool:
+        None if that depends on the class of a module that is not known.
+        """
+        if not self.has_functions:
+            return asking.decide(self.rewrite.where, path)
+        return asking.evaluate(self.rewrite.where, path, self.takes)
+
+    def takes(self, atom: filters.Filter, path: Path) -> bool | None:
         """Whether an elementary filter takes a variable.
 
         A function is asked once for each variable; what it says holds for the block.
         """
-        if not atom.has_functions:
-            return atom(path)
+        if not isinstance(atom, filters.Predicate):
+            return asking.takes(atom, path)
         said = self._said.setdefault(atom, {})
         found = said.get(path.key)
         if found is None:
@@ -86,7 +99,7 @@ class Asker:
     ) -> bool:
         """Whether the functions of the filter give these answers for some paths."""
         where = self.rewrite.where
-        function = where.as_function()
+        function = asking.as_function(where)
         if function is None or any(path.is_inner for path in paths):
             pairs = zip(paths, answers.values(), strict=False)
             return all(self.ask(path) == answer for path, answer in pairs)
@@ -121,11 +134,13 @@ class Asker:
             self if rule.in_extent else None,
         )
 
-    def path_in(self, tree: TreeRef, key: Key) -> Path | None:
+    def path_in(
+        self, tree: TreeRef, key: Key, classes: Classes | None = None
+    ) -> Path | None:
         """The path of a variable of another tree; None if nobody knows."""
         if self.owner_path and (tree is None or tree() is None):
             return None
-        return Path.of(*key, self.owner_path if tree == self.tree else ())
+        return Path.of(*key, self.owner_path if tree == self.tree else (), classes)
 
 
 _BOOLS = (bool, np.bool_)

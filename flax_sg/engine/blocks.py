@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax.core.scope import Scope
 
@@ -15,13 +15,17 @@ from flax_sg import errors
 from flax_sg.engine import askers, cache_keys
 from flax_sg.engine.places import Place
 from flax_sg.engine.variables import Key, leaves_of
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import core_scopes, hooking, tracing, versions
 from flax_sg.rules import rules
 
 versions.load_once(globals())
 
 ROOT_FLAG = 'flax_sg'
+
+# Whether a variable is one of the owner's tree, which one, and in modules of which
+# classes, where a filter has to know.
+Question: TypeAlias = tuple[bool, Key, Classes | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +68,7 @@ class Block:
     level: Any
     kept_trace: Any
     place: Place
-    decisions: dict[tuple[bool, Key], tuple[Path, Any]] = dataclasses.field(
+    decisions: dict[Question, tuple[Path, Any]] = dataclasses.field(
         default_factory=dict
     )
     collections: set[str] = dataclasses.field(default_factory=set)
@@ -209,6 +213,9 @@ class _Thread(threading.local):
         self._aside = 0  # How often blocks are set aside that will be open again.
         # Why a second run of a ``setup`` may differ; None if there is no such run.
         self.doubts: list[str] | None = None
+        # Whether a block chooses by class; then, the scope that a variable is read of.
+        self.asks_classes = False
+        self.reader: tuple[str, ...] | None = None
 
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
         """Makes these the open blocks, for the hooks and for JAX's trace caches.
@@ -219,6 +226,7 @@ class _Thread(threading.local):
         number = blocks[-1].number if blocks else cache_keys.NONE
         context = tracing.user_context(number.value)
         self.blocks = blocks
+        self.asks_classes = any(block.asker.asks_classes for block in blocks)
         self._no_context.__exit__(None, None, None)  # As it was before it was entered.
         if blocks:
             context.__enter__()
@@ -226,6 +234,15 @@ class _Thread(threading.local):
     def _set_aside(self, blocks: tuple[Block, ...], aside: int) -> None:
         self._aside = aside
         self.set_blocks(blocks)
+
+    @contextlib.contextmanager
+    def reading(self, path: tuple[str, ...]) -> Generator[None]:
+        """Notes in which scope a variable is read, for filters that choose by class."""
+        before, self.reader = self.reader, path
+        try:
+            yield
+        finally:
+            self.reader = before
 
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
@@ -313,6 +330,15 @@ def root_of(scope: Scope) -> Root:
 
 class Tree:
     """The identity of a tree of variables; numbers refer to it weakly."""
+
+
+def is_of_tree(scope: Scope, root: Root) -> bool | None:
+    """Whether a scope is one of the tree of a root; None if nobody has read it yet."""
+    known: Any = scope.root.flags.get(ROOT_FLAG)
+    if known is None:
+        found = thread.roots.get(id(core_scopes.variables_of(scope.root)))
+        known = None if found is None else found[0]
+    return None if known is None else known.tree is root.tree
 
 
 def reopen(block: Block) -> None:

@@ -27,7 +27,8 @@ from typing import Any, TypeAlias
 from flax_sg import errors, filters
 from flax_sg.engine.askers import Asker, TreeRef
 from flax_sg.engine.variables import Key
-from flax_sg.filters.paths import Path
+from flax_sg.filters.asking import shape_of
+from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import versions
 
 versions.load_once(globals())
@@ -44,7 +45,7 @@ class Number:
         paths, answers: the variables of trees that were made inside of a trace, and the
             answers for them, in the order of the questions.
         in_older_trees: the answers for variables of trees that are older than the
-            trace, by tree and variable.
+            trace, by tree, variable, and the classes of the modules around it.
         existing: the variables of blocks that were judged right under the number.
         brought: which values the rule brings, if a trace has read one of them.
         kind: the rule and the collections of the blocks whose filters gave the answers;
@@ -58,7 +59,7 @@ class Number:
         self.kind: Hashable = None
         self.paths: list[Path] = []
         self.answers: dict[Hashable, Any] = {}
-        self.in_older_trees: dict[tuple[TreeRef, Key], Any] = {}
+        self.in_older_trees: dict[tuple[TreeRef, Key, Classes | None], Any] = {}
         self.existing: dict[Hashable, Path] = {}
         self.brought: Hashable = None
         self.inside: _Ordered = collections.OrderedDict()
@@ -75,17 +76,17 @@ class Number:
 
     def is_known_to(self, where: filters.Filter) -> bool:
         """Whether a filter of this shape has used the number."""
-        return where.shape in self._shapes
+        return shape_of(where) in self._shapes
 
     def was_right(self, where: filters.Filter) -> bool:
         """Whether such a filter was judged, and every part of it means something."""
-        return self._shapes.get(where.shape, False)
+        return self._shapes.get(shape_of(where), False)
 
     def use(self, where: filters.Filter, is_right: bool = False) -> None:
         """Notes a filter that uses the number, and whether it was judged right."""
         with _lock:
             is_right = is_right or self.was_right(where)
-            _put_last(self._shapes, where.shape, is_right, _MOST_SHAPES)
+            _put_last(self._shapes, shape_of(where), is_right, _MOST_SHAPES)
 
     def take(self, asker: Asker) -> bool:
         """Holds the number, if nobody holds it who may give other answers."""
@@ -162,8 +163,8 @@ class Number:
         return all(where(p) == said for p, said in itertools.islice(asked, start, None))
 
     def _older_agree(self, asker: Asker, start: int) -> bool:
-        for (tree, key), answer in list(self.in_older_trees.items())[start:]:
-            path = asker.path_in(tree, key)
+        for (tree, key, classes), answer in list(self.in_older_trees.items())[start:]:
+            path = asker.path_in(tree, key, classes)
             if path is None or asker.answer_in_older_tree(path) != answer:
                 return False
         return True
@@ -185,14 +186,14 @@ class Number:
     ) -> None:
         """Notes an answer for a variable of a tree that is older than the trace."""
         tree = tree if asker.owner_path else None
-        if (tree, key) in self.in_older_trees:
+        if (tree, key, path.classes) in self.in_older_trees:
             return
         if late:
             self._check_late(asker)
         answer = asker.answer_in_older_tree(path)
         with _lock:
             self.kind = asker.kind
-            self.in_older_trees[tree, key] = answer
+            self.in_older_trees[tree, key, path.classes] = answer
 
     # Rules of ``jax.custom_vjp`` and its kin, which run after their block has closed.
 

@@ -53,6 +53,8 @@ def _note_all(around: _Blocks) -> None:
     for block in around:
         block.number.expect_late_questions(block.asker)
         block.number.brought = block.rewrite.rule.values()
+        if block.asker.asks_classes:  # A class is known where a variable is read.
+            continue
         for root, path, variables in list(blocks.thread.roots.values()):
             for collection, tree in variables.items():
                 if selection.wants(block, collection):

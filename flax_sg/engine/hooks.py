@@ -33,7 +33,10 @@ def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
             return default
         setup_runs.reads(self, col)
         key = (col, (*self.path, name))
-        return views.view(blocks.root_of(self), open_blocks, key, value)
+        if not blocks.thread.asks_classes:
+            return views.view(blocks.root_of(self), open_blocks, key, value)
+        with blocks.thread.reading(self.path):
+            return views.view(blocks.root_of(self), open_blocks, key, value)
 
     return hook
 

@@ -20,11 +20,11 @@ from flax_sg.engine import places
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
 from flax_sg.engine.selection import selects, wants
 from flax_sg.engine.variables import iter_leaf_keys
-from flax_sg.filters.hints import unused_filter
+from flax_sg.filters.asking import find_unused, kinds_of, may_be_empty
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes
 
-_TREES = (filters.BoolTree, filters.Names)
+_TREES = {filters.BoolTree, filters.Names}
 
 
 def judge(block: Block, reads: bool) -> None:
@@ -93,19 +93,21 @@ def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
     where, ask = block.rewrite.where, block.asker
     everything = [*(path for path, _ in block.decisions.values()), *compiled]
     owner = None if block.tree is None else block.owner_path
-    for atom in where.atoms:
-        if isinstance(atom, _TREES):
-            if missing := atom.missing(everything):
-                raise atom.misfit(missing, everything)
-        elif not (atom.may_be_empty or _takes_one(block, atom, everything)):
-            raise unused_filter(atom, everything, owner)
-    both = isinstance(where, filters.And) and not where.may_be_empty
-    if both and not any(map(ask.ask, everything)):
-        raise unused_filter(where, everything, owner)
+    matched = {atom for atom in where.atoms if _takes_one(block, atom, everything)}
+    both = isinstance(where, filters.And)
+    any_taken = both and any(ask.ask(path) is not False for path in everything)
+    if error := find_unused(where, matched, everything, owner, any_taken):
+        raise error
 
 
 def _takes_one(block: Block, atom: filters.Filter, paths: Iterable[Path]) -> bool:
-    return any(block.asker.takes(atom, path) for path in paths)
+    """Whether an atom takes one of some variables, or may: it does not know a class."""
+    return any(block.asker.takes(atom, path) is not False for path in paths)
+
+
+def _judges_all(where: filters.Filter) -> bool:
+    """Whether more is judged than that each part of a filter took something."""
+    return isinstance(where, filters.And) or bool(kinds_of(where) & _TREES)
 
 
 def _compiled(block: Block) -> Sequence[Path]:
@@ -119,17 +121,17 @@ def _compiled(block: Block) -> Sequence[Path]:
     known = {path.key: path for path in block.number.paths}
     if block.owner is None and block.number.was_right(block.rewrite.where):
         known |= block.number.existing  # An owner has met all variables of its own.
-    for tree, key in list(block.number.in_older_trees):
-        path = block.asker.path_in(tree, key)
+    for tree, key, classes in list(block.number.in_older_trees):
+        path = block.asker.path_in(tree, key, classes)
         if path is not None:
             known[path.key] = path
-    met = (d[0].key for (_, key), d in block.decisions.items() if key in block.reads)
+    met = (d[0].key for (_, key, _), d in block.decisions.items() if key in block.reads)
     return list(known.values()) if known.keys() >= set(met) else ()
 
 
 def _check_reads(block: Block) -> None:
     where, number = block.rewrite.where, block.number
-    if block.rewrite.rule.refuses_writes or not where.atoms or where.may_be_empty:
+    if block.rewrite.rule.refuses_writes or not where.atoms or may_be_empty(where):
         return
     if block.took or number.takes_any or thread.doubts is not None:
         return
@@ -193,16 +195,17 @@ def _meet(
     """Lets the filter see variables that nobody read, if it may have missed them."""
     block.collections.update(variables)
     where = block.rewrite.where
-    # Of some filters more is judged than that each part of them took something.
-    of_all = isinstance(where, filters.And) or any(
-        isinstance(atom, _TREES) for atom in where.atoms
-    )
     paths = [path for path, _ in block.decisions.values()]
-    if not of_all and all(_takes_one(block, atom, paths) for atom in where.atoms):
+    if not _judges_all(where) and all(
+        _takes_one(block, atom, paths) for atom in where.atoms
+    ):
         return
     for collection, tree in variables.items():
         if wants(block, collection):
             for key in iter_leaf_keys((collection, path), tree):
+                # By then nobody knows the classes around what was read.
+                if block.asker.asks_classes and key in block.reads:
+                    continue
                 if block.tree is not root.tree or _is_below(key[1], block.owner_path):
                     selects(block, root, key, read=False)
 

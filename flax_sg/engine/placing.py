@@ -113,7 +113,7 @@ def _seeing_outside(block: Block) -> Any:
 
 def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
     """The rule, applied to a leaf or to the part of it that is meant."""
-    path, said = block.decisions[root.tree is block.tree, key]
+    path, said = selection.answer(block, root, key)
     new = block.rewrite.rule(path, leaf)
     return filters.merged(said, new, leaf, path)
 
@@ -143,7 +143,7 @@ def instead(block: Block, root: Root, key: Key, value: Any, view: View) -> Any:
     if new is AS_IT_IS:
         return new
     keys = leaf_keys(key, value)
-    asked = [block.decisions[root.tree is block.tree, leaf_key] for leaf_key in keys]
+    asked = [selection.answer(block, root, leaf_key) for leaf_key in keys]
     if all(said is True for _, said in asked):
         return new
     olds, treedef = jax.tree.flatten(value)

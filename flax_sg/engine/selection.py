@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg.engine.blocks import Block, Root, thread
+from flax_sg.engine.blocks import Block, Question, Root, is_of_tree, thread
 from flax_sg.engine.variables import Key
-from flax_sg.filters.paths import Path
-from flax_sg.internals import tracing
+from flax_sg.filters.expressions import unknown_class
+from flax_sg.filters.paths import Classes, Path
+from flax_sg.internals import modules, tracing
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
 
 
@@ -24,10 +26,37 @@ def wants(block: Block, collection: str) -> bool:
 
 def path_of(block: Block, root: Root, key: Key) -> Path:
     """A variable, as the filter and the rule of a block see it."""
-    found = block.decisions.get((root.tree is block.tree, key))
-    if found is not None:
-        return found[0]
-    return Path.of(*key, block.owner_path if root.tree is block.tree else ())
+    question = _question(block, root, key)
+    found = block.decisions.get(question)
+    return _path(block, question) if found is None else found[0]
+
+
+def answer(block: Block, root: Root, key: Key) -> tuple[Path, Any]:
+    """A variable, and what the filter of a block has said of it."""
+    return block.decisions[_question(block, root, key)]
+
+
+def _question(block: Block, root: Root, key: Key) -> Question:
+    classes = classes_of(root, key) if block.asker.asks_classes else None
+    return root.tree is block.tree, key, classes
+
+
+def _path(block: Block, question: Question) -> Path:
+    inside, key, classes = question
+    return Path.of(*key, block.owner_path if inside else (), classes)
+
+
+def classes_of(root: Root, key: Key) -> Classes:
+    """The classes of the modules that a variable lies in.
+
+    They belong to who reads now: a module may give a name to one class in one call, and
+    to another in the next.
+    """
+    names, scope = Path.of(*key).variable.parts, thread.reader
+    if scope is None or names[:-1][: len(scope)] != scope:
+        scope = names[:-1]
+    in_tree = functools.partial(is_of_tree, root=root)
+    return Classes(*modules.classes_around(scope, names[len(scope)], in_tree))
 
 
 def selects(
@@ -42,6 +71,8 @@ def selects(
     It is asked once for each variable. What is read in a trace that JAX may keep, of
     a block that was opened outside of this trace, goes into the table of answers.
 
+    None if it depends on a class that is not known, and nobody has to know.
+
     Args:
         block: an open block, or one that was opened again.
         root: the tree of the variable.
@@ -49,11 +80,13 @@ def selects(
         read: whether somebody reads it; False to find out whether it is meant.
         noted: whether the running trace may depend on the answer nevertheless.
     """
-    inside = root.tree is block.tree
-    found = block.decisions.get((inside, key))
+    question = _question(block, root, key)
+    found = block.decisions.get(question)
     if found is None:
-        found = block.decisions[inside, key] = _decide(block, inside, key)
+        found = block.decisions[question] = _decide(block, _path(block, question))
     path, said = found
+    if said is None and (read or noted):
+        raise unknown_class(block.rewrite.where, path)
     if read:
         block.reads.add(key)
         block.took = block.took or bool(said)
@@ -64,10 +97,9 @@ def selects(
     return said
 
 
-def _decide(block: Block, inside: bool, key: Key) -> tuple[Path, Any]:
-    path = Path.of(*key, block.owner_path if inside else ())
+def _decide(block: Block, path: Path) -> tuple[Path, Any]:
     block.collections.add(path.collection)
-    if not block.rewrite.where.has_functions:
+    if not block.asker.has_functions:
         return path, block.asker.ask(path)
     # What is meant cannot depend on what the block shows of it.
     with thread.only(()):
@@ -105,7 +137,7 @@ def note_all(block: Block, root: Root) -> None:
     """
     if tracing.kept_trace() in (block.kept_trace, root.kept_trace):
         return
-    for (inside, key), (path, said) in list(block.decisions.items()):
+    for (inside, key, _), (path, said) in list(block.decisions.items()):
         tree = weakref.ref(block.tree) if inside and block.tree is not None else None
         block.number.note_older(block.asker, key, tree, path)
         if said:

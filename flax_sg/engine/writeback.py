@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
+from flax_sg import filters
 from flax_sg.engine import blocks, placing, selection, unwritten, views
 from flax_sg.engine.variables import (
     Key,
@@ -27,8 +28,21 @@ from flax_sg.engine.variables import (
     leaf_keys,
     map_variables,
 )
+from flax_sg.filters.asking import kinds_of
+from flax_sg.filters.expressions import unknown_class
 from flax_sg.internals import core_scopes, lifting, tracing
+from flax_sg.rules import rules
 
+# In the body of these a variable has the name that it has outside, and a gradient that
+# is stopped in the body is stopped.
+_SAME_VARIABLES = (
+    lifting.JIT,
+    lifting.REMAT,
+    'checkpoint',
+    'vmap',
+    *lifting.LOOPS,
+    *lifting.BRANCHES,
+)
 _Origin: TypeAlias = tuple[int | None, ...]
 _MARK = '\0flax_sg'  # No collection has this name: it would not be a str to type.
 
@@ -68,6 +82,10 @@ class _Lift:
     ) -> None:
         self.scopes = scopes
         self.roots = [blocks.root_of(scope) for scope in scopes]
+        self.inside = tuple(b for b in open_blocks if b.asker.asks_classes)
+        self.outside = tuple(b for b in open_blocks if not b.asker.asks_classes)
+        # Those that choose by class rewrite in the body, where the modules are.
+        self.too_late = _too_late(open_blocks, name)
         self.open_blocks = open_blocks
         self.is_jit = name == lifting.JIT
         self.is_loop = name in lifting.LOOPS
@@ -120,7 +138,11 @@ class _Lift:
                 if _MARK in group:
                     self._note_sown(group[_MARK].keys)
             groups = self._without_marks(groups)
-            publish_fn(self._map_leaves(groups, self.origins, leaf_stored))
+            groups = self._map_leaves(groups, self.origins, leaf_stored)
+            if not self.inside:
+                return publish_fn(groups)
+            with blocks.thread.only(self.outside):  # The body has asked the others.
+                publish_fn(groups)
 
         return (
             viewed_scope_fn,
@@ -136,7 +158,8 @@ class _Lift:
             out = {}
             for col, tree in group.items():
                 key = (col, scope.path)
-                out[col] = views.view(root, self.open_blocks, key, tree)
+                self._check_late(root, key, tree)
+                out[col] = views.view(root, self.outside, key, tree)
                 if self._wanted(col):
                     self.stored[index].update(iter_variables(key, tree))
             return out
@@ -146,14 +169,22 @@ class _Lift:
             for group_of_scopes in groups
         )
 
+    def _check_late(self, root: blocks.Root, key: Key, tree: Any) -> None:
+        """Raises if a block has to know the class of a module that does not exist."""
+        block = self.too_late
+        if block is not None and selection.wants(block, key[0]):
+            for variable, _ in iter_variables(key, tree):
+                path = selection.path_of(block, root, variable)
+                raise unknown_class(block.rewrite.where, path)
+
     def _wanted(self, collection: str) -> bool:
-        return any(selection.wants(block, collection) for block in self.open_blocks)
+        return any(selection.wants(block, collection) for block in self.outside)
 
     def _selected(self, inner: blocks.Root, index: int, key: Key, value: Any) -> bool:
         root = self.roots[index]
         return key in root.selected or any(
             selection.selects(block, inner, leaf_key, read=False, noted=True)
-            for block in self.open_blocks
+            for block in self.outside
             if selection.wants(block, key[0])
             for leaf_key in leaf_keys(key, value)
         )
@@ -164,7 +195,7 @@ class _Lift:
             outer = self.roots[index]
             root = inner_roots.get(id(outer))
             if root is None:
-                root = inner_roots[id(outer)] = outer.within(self.open_blocks, inner)
+                root = inner_roots[id(outer)] = outer.within(self.outside, inner)
             handed: dict[Key, Any] = {}
             for col, tree in core_scopes.variables_of(inner).items():
                 if self._wanted(col):
@@ -177,7 +208,7 @@ class _Lift:
                 or self._selected(root, index, key, value)
             )
             root.begin(inner.path, core_scopes.variables_of(inner), handed, selected)
-            for block in self.open_blocks:
+            for block in self.outside:
                 placing.note_handed(block, root, handed)
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
 
@@ -252,7 +283,8 @@ class _Lift:
             for scope in self.scopes
             for block in asking
         )
-        if not (self.is_jit and writable and groups and groups[0]):
+        needed = writable or self.inside
+        if not (self.is_jit and needed and groups and groups[0]):
             return groups
         names = unwritten.Names(
             tuple(
@@ -292,7 +324,33 @@ def _names(
     block: blocks.Block, root: blocks.Root, path: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """All that tells the block's names for a module at ``path`` from others."""
-    return root.tree is block.tree, block.owner_path, path
+    classes = None
+    if block.asker.asks_classes:
+        classes = selection.classes_of(root, ('params', (*path, '')))
+    return root.tree is block.tree, block.owner_path, path, classes
+
+
+def _too_late(
+    open_blocks: Sequence[blocks.Block], name: str | None
+) -> blocks.Block | None:
+    """The block that chooses by class, and cannot rewrite in the body of a transform.
+
+    What goes through a function is another in there, and so are elements of an array.
+    The blocks in it, that rewrite outside, come first then: which is all the same to
+    a gradient that is stopped.
+    """
+    first = next((b for b in open_blocks if b.asker.asks_classes), None)
+    if first is None:
+        return None
+    for block in open_blocks[open_blocks.index(first) :]:
+        rule = block.rewrite.rule
+        is_same = type(rule) is rules.StopGradient or rule.refuses_writes
+        has_parts = block.asker.asks_classes and filters.Index in kinds_of(
+            block.rewrite.where
+        )
+        if name not in _SAME_VARIABLES or not is_same or has_parts:
+            return first
+    return None
 
 
 def _origin(handed: Any, value: Any) -> _Origin:

@@ -16,10 +16,10 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.filters.atoms import Glob, Predicate, Regex
 from flax_sg.filters.booltrees import BoolTree
-from flax_sg.filters.derived import Derived
+from flax_sg.filters.classes import OfType, of_type
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
-from flax_sg.filters.names import Names
+from flax_sg.filters.names import Derived, Names
 from flax_sg.filters.paths import Path
 from flax_sg.filters.refusals import KINDS, brief, fix_of, refuse_target
 
@@ -101,6 +101,7 @@ __all__ = [
     'Index',
     'Names',
     'Not',
+    'OfType',
     'Or',
     'Part',
     'Predicate',
@@ -110,4 +111,5 @@ __all__ = [
     'at',
     'merged',
     'negated',
+    'of_type',
 ]

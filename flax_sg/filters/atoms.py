@@ -23,6 +23,7 @@ from flax_sg.filters.paths import (
     check_glob,
     escaped,
     glob_regex,
+    literal,
     with_literal_brackets,
 )
 from flax_sg.filters.refusals import EXAMPLE, RESULT_FIXES, brief
@@ -73,6 +74,11 @@ class Glob(Atom):
         except errors.FilterValueError:  # Then it can be the path of a variable only.
             return lambda path: None
 
+    @functools.cached_property
+    def _only(self) -> tuple[str, ...]:
+        path = literal(self.pattern)
+        return () if path is None else tuple({path, self.pattern})
+
     def _matches(self, path: Path) -> bool:
         return path == self.pattern or self._fullmatch(path) is not None
 
@@ -109,6 +115,9 @@ class Glob(Atom):
             write = found if len(found) > 1 else found[0]
             return f'braces stand for themselves. Write {write!r}.'
         return None
+
+    def _meant(self, paths: Sequence[Path]) -> str | None:
+        return TextHints(glob_regex, repr, '**', paths, None).respelled(self.pattern)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -211,9 +220,6 @@ class Predicate(Atom):
             name, value = traced
             raise self._tracer_error(f'reads {brief(value)} as {name!r}')
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
-
     def __reduce__(self) -> Any:
         return Predicate, (self.fn,)
 
@@ -225,18 +231,11 @@ class Predicate(Atom):
             return id(self.fn)
         return self.fn
 
-    @property
-    def has_functions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Always."""
-        return True
-
     @functools.cached_property
-    def shape(self) -> Hashable:
-        """Equal for functions made by the same code."""
+    def _shape(self) -> Hashable:
         return functions.shape_of(self.fn)
 
-    def as_function(self) -> tuple[Callable[[Path], Any], bool]:
-        """The function itself."""
+    def _as_function(self) -> tuple[Callable[[Path], Any], bool]:
         return self.fn, False
 
     def _matches(self, path: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import types
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Atom, Owner
+from flax_sg.filters.names import without_variable
 from flax_sg.filters.paths import Inner, Path, names_within, nearest
 from flax_sg.filters.refusals import brief
 
@@ -68,21 +68,28 @@ class BoolTree(Atom):
         """Whether no leaf of the tree is True."""
         return not any(self._leaves.values())
 
-    def missing(self, paths: Iterable[Path]) -> list[str]:
-        """The leaves of the tree that belong to none of these variables."""
+    def _unused(
+        self, took: bool, paths: Sequence[Path], owner: Owner
+    ) -> errors.FilterValueError | None:
         variables = {path.parts for path in paths if not path.outside}
         modules = {parts[:n] for parts in variables for n in range(len(parts))}
-        return [
+        missing = [
             '/'.join(names)
             for names in self._leaves
             if names not in modules and names not in variables
         ]
-
-    def misfit(
-        self, missing: Sequence[str], paths: Iterable[str]
-    ) -> errors.FilterValueError:
-        """The error for leaves of the tree that are ``missing``."""
-        return _without_variable(missing, paths)
+        if not missing:
+            return None
+        leaves = 'leaf' if len(missing) == 1 else 'leaves'
+        return errors.FilterValueError(
+            '\n'.join(
+                [
+                    f'A tree of bools has {len(missing)} {leaves} without a variable:',
+                    *without_variable(missing, paths),
+                    'Fix: take them out of the tree, or spell them as the variables.',
+                ]
+            )
+        )
 
     def _misfit(self, path: Path, depth: int) -> errors.FilterValueError:
         lines = [
@@ -186,19 +193,3 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, bool):
         return tree
     return {name: _plain(below) for name, below in tree.items()}
-
-
-def _without_variable(
-    missing: Sequence[str], paths: Iterable[str]
-) -> errors.FilterValueError:
-    """The error for leaves of the tree that belong to no variable."""
-    known = list(dict.fromkeys(map(str, paths)))
-    leaves = 'leaf' if len(missing) == 1 else 'leaves'
-    lines = [f'A tree of bools has {len(missing)} {leaves} without a variable:']
-    for name in missing[:3]:
-        near = difflib.get_close_matches(name, known, 1, cutoff=0.0)
-        lines.append(f'  {name!r}' + (f', nearest {near[0]!r}' if near else ''))
-    if len(missing) > 3:
-        lines.append(f'  and {len(missing) - 3} more')
-    lines.append('Fix: take them out of the tree, or spell them as the variables.')
-    return errors.FilterValueError('\n'.join(lines))

@@ -1,11 +1,15 @@
 """Filters as expressions: what all of them share, and ``~ & |`` on them."""
 
+# Names with an underscore are for this package: see ``asking.py``.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any, ClassVar, TypeAlias
 
 from flax_sg import errors
@@ -17,21 +21,26 @@ Owner: TypeAlias = tuple[str, ...] | None
 class Filter(abc.ABC):
     """Which variables are meant: a value that is called with a path.
 
-    It is either an elementary filter, an *atom*, or an expression of atoms.
+    It is either an elementary filter, an *atom*, or an expression of atoms. Filters are
+    immutable, compare and hash by what they say, and combine with ``~ & |``.
     """
 
     # numpy's bools stand aside for our reflected operators.
     __array_ufunc__ = None
-    # Makes a filter of the other side of an operator; filters.py, which knows every
-    # kind of filter, sets it to as_filter.
+    # Makes a filter of the other side of an operator; it is as_filter.
     convert: ClassVar[Callable[[Any], Filter]]
 
     @abc.abstractmethod
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
-        """The value of the expression, given what to ask for that of an atom.
+    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
+        """The value of the expression for one variable.
 
-        It is a bool, or a ``Part`` if elements of the variable are meant; see
-        ``indices.py``.
+        Args:
+            took: the atoms that take the variable.
+            unknown: the atoms that cannot say.
+
+        Returns:
+            A bool; a ``Part`` if elements of the variable are meant, see
+            ``indices.py``; None if that depends on an atom that cannot say.
         """
 
     @functools.cached_property
@@ -43,48 +52,6 @@ class Filter(abc.ABC):
     def _parts(self) -> tuple[Filter, ...]:
         return ()
 
-    def __call__(self, path: Path) -> Any:
-        """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""
-        return self._evaluate(lambda atom: atom(path))
-
-    def combine(self, results: Mapping[Filter, bool]) -> Any:
-        """Whether a variable is meant, given what each of the atoms says of it.
-
-        With it a caller asks every atom once, and learns which of them matched.
-        """
-        return self._evaluate(results.__getitem__)
-
-    def decide(self, path: Path, matched: set[Filter]) -> Any:
-        """Whether a variable is meant; adds the elementary filters that take it.
-
-        Each elementary filter is asked once.
-        """
-        if len(self.atoms) == 1:
-            [atom] = self.atoms
-            took = atom(path)
-            if took:
-                matched.add(atom)
-            return self._evaluate(lambda _: took)
-        results = {atom: atom(path) for atom in self.atoms}
-        matched.update(atom for atom, took in results.items() if took)
-        return self.combine(results)
-
-    @functools.cached_property
-    def has_functions(self) -> bool:
-        """Whether it asks functions, whose answers may change."""
-        return any(part.has_functions for part in self._parts)
-
-    @functools.cached_property
-    def shape(self) -> Hashable:
-        """Equal for filters that are spelled alike: functions made by the same code."""
-        if not self.has_functions:
-            return self
-        return type(self), tuple(part.shape for part in self._parts)
-
-    def as_function(self) -> tuple[Callable[[Path], Any], bool] | None:
-        """The one function that it asks, and whether it says the opposite."""
-        return None
-
     @functools.cached_property
     def atoms(self) -> tuple[Filter, ...]:
         """The distinct elementary filters in it.
@@ -93,24 +60,66 @@ class Filter(abc.ABC):
         """
         return tuple(dict.fromkeys(a for part in self._parts for a in part.atoms))
 
+    @functools.cached_property
+    def _kinds(self) -> frozenset[type[Filter]]:
+        return frozenset({type(self)}).union(*(part._kinds for part in self._parts))
+
+    @functools.cached_property
+    def _by_path(self) -> tuple[dict[str, list[Atom]], list[Atom]]:
+        """The atoms that mean one path, by this path; and the others."""
+        exact: dict[str, list[Atom]] = {}
+        others: list[Atom] = []
+        for atom in self.atoms:
+            assert isinstance(atom, Atom)
+            if not atom._only:
+                others.append(atom)
+            for path in atom._only:
+                exact.setdefault(path, []).append(atom)
+        return exact, others
+
+    def _ask(self, path: Path) -> tuple[set[Filter], set[Filter]]:
+        """The atoms that take a variable, and those that cannot say."""
+        exact, others = self._by_path
+        took: set[Filter] = set(exact.get(path, ()))
+        if path.is_inner:
+            took.update(exact.get(path.variable, ()))
+        unknown: set[Filter] = set()
+        for atom in others:
+            if said := atom._takes(path):
+                took.add(atom)
+            elif said is None:
+                unknown.add(atom)
+        return took, unknown
+
+    def __call__(self, path: Path) -> Any:
+        """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""
+        took, unknown = self._ask(path)
+        said = self._evaluate(took, unknown)
+        if said is None:
+            raise unknown_class(self, path)
+        return said
+
+    @functools.cached_property
+    def _shape(self) -> Hashable:
+        shapes = tuple(part._shape for part in self._parts)
+        if all(map(operator.is_, shapes, self._parts)):
+            return self
+        return type(self), shapes
+
+    def _as_function(self) -> tuple[Callable[[Path], Any], bool] | None:
+        return None
+
     @property
-    def may_be_empty(self) -> bool:
-        """Whether it is no mistake if it matches nothing: what was derived may."""
-        return any(part.may_be_empty for part in self._parts)
+    def _may_be_empty(self) -> bool:
+        return any(part._may_be_empty for part in self._parts)
 
-    def explain(self, paths: Sequence[Path], owner: Owner) -> list[str]:
-        """Says in lines why the filter may match none of these paths.
-
-        Args:
-            paths: the path of every variable there is.
-            owner: path of the module that they are relative to, if one is known.
-        """
-        text = self._text()
-        near = nearest(text, paths) if text else list(dict.fromkeys(paths))[:3]
-        title = 'Nearest paths:' if text else 'Paths look like this:'
-        lines = [title, *(f'  {str(path)!r}' for path in near)] if near else []
-        hint = self._hint(paths, owner) if near else None
-        return [*lines, f'Hint: {hint}'] if hint else lines
+    def _unused(
+        self, took: bool, paths: Sequence[Path], owner: Owner
+    ) -> errors.FlaxSGError | None:
+        """The error if it means something that none of all variables is."""
+        if took or self._may_be_empty:
+            return None
+        return unused_filter(self, paths, owner)
 
     def _text(self) -> str | None:
         """What the filter looks for, to be compared with paths, if that is known."""
@@ -119,6 +128,11 @@ class Filter(abc.ABC):
     def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
         """What was probably meant."""
         del paths, owner
+        return None
+
+    def _meant(self, paths: Sequence[Path]) -> str | None:
+        """What was meant, if one of its names is spelled a little differently."""
+        del paths
         return None
 
     @functools.cached_property
@@ -171,18 +185,27 @@ class Atom(Filter):
     names_leaves: ClassVar[bool] = False
     """Whether it has an answer for each leaf, and is not asked for the variable."""
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
+
     @abc.abstractmethod
-    def _matches(self, path: Path) -> bool:
-        """Whether the variable at this path is meant."""
+    def _matches(self, path: Path) -> bool | None:
+        """Whether the variable at this path is meant; None if that is not known."""
 
-    def __call__(self, path: Path) -> bool:
-        """Whether the variable, or the leaf of one, at this path is meant."""
-        if self._matches(path):
-            return True
-        return path.is_inner and not self.names_leaves and self._matches(path.variable)
+    def _takes(self, path: Path) -> bool | None:
+        """The same for the leaf of a variable."""
+        said = self._matches(path)
+        if said or not path.is_inner or self.names_leaves:
+            return said
+        return self._matches(path.variable)
 
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
-        return ask(self)
+    @functools.cached_property
+    def _only(self) -> tuple[str, ...]:
+        """The paths that it means, if it means no others; () if it has to be asked."""
+        return ()
+
+    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> bool | None:
+        return self in took or (None if self in unknown else False)
 
     @functools.cached_property
     def atoms(self) -> tuple[Filter, ...]:
@@ -200,7 +223,7 @@ class Constant(Filter):
     def _value(self) -> Hashable:
         return self.value
 
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> bool:
+    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> bool:
         return self.value
 
     def __invert__(self) -> Filter:
@@ -224,13 +247,14 @@ class Not(Filter):
     def _parts(self) -> tuple[Filter, ...]:
         return (self.filter,)
 
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
-        said = self.filter._evaluate(ask)
-        return not said if isinstance(said, bool) else ~said
+    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
+        said = self.filter._evaluate(took, unknown)
+        if said is None or isinstance(said, bool):
+            return None if said is None else not said
+        return ~said
 
-    def as_function(self) -> tuple[Callable[[Path], Any], bool] | None:
-        """The function of the other filter."""
-        simple = self.filter.as_function()
+    def _as_function(self) -> tuple[Callable[[Path], Any], bool] | None:
+        simple = self.filter._as_function()
         return None if simple is None else (simple[0], not simple[1])
 
     def __invert__(self) -> Filter:
@@ -265,13 +289,11 @@ class _Several(Filter):
 class And(_Several):
     """The variables that all of several filters mean."""
 
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
-        said: Any = True
-        for part in self.filters:
-            said = said & part._evaluate(ask)
-            if said is False:
-                break
-        return said
+    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
+        said = [part._evaluate(took, unknown) for part in self.filters]
+        if None in said:
+            return False if False in said else None
+        return functools.reduce(operator.and_, said, True)
 
     def __repr__(self) -> str:
         return ' & '.join(map(_enclosed, self.filters)) or 'And(())'
@@ -284,13 +306,22 @@ class And(_Several):
 class Or(_Several):
     """The variables that at least one of several filters means."""
 
-    def _evaluate(self, ask: Callable[[Filter], bool]) -> Any:
-        said: Any = False
-        for part in self.filters:
-            said = said | part._evaluate(ask)
-            if said is True:
-                break
-        return said
+    @functools.cached_property
+    def _split(self) -> tuple[frozenset[Filter], list[Filter]]:
+        """The atoms among the parts, and the other parts."""
+        atoms = frozenset(part for part in self.filters if isinstance(part, Atom))
+        return atoms, [part for part in self.filters if part not in atoms]
+
+    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
+        # Of thousands of atoms few took the variable: only these are looked at.
+        atoms, others = self._split
+        if any(atom in atoms for atom in took):
+            return True
+        said = [part._evaluate(took, unknown) for part in others]
+        said.extend(None for atom in unknown if atom in atoms)
+        if None in said:
+            return True if True in said else None
+        return functools.reduce(operator.or_, said, False)
 
     def __repr__(self) -> str:
         return ' | '.join(map(_enclosed, self.filters)) or 'Or(())'
@@ -299,3 +330,37 @@ class Or(_Several):
 def _enclosed(part: Filter) -> str:
     several = isinstance(part, _Several) and len(part.filters) > 1
     return f'({part!r})' if several else repr(part)
+
+
+def unused_filter(
+    atom: Filter, paths: Sequence[Path], owner: Owner
+) -> errors.UnusedFilterError:
+    """A filter, or one of its patterns, selected no variable."""
+    count = 'variable' if len(paths) == 1 else 'variables'
+    looked = f'it matches none of the {len(paths)} {count}'
+    if not paths:
+        looked = 'there are no variables'
+    lines = [f'{atom!r} selected nothing: {looked}.']
+    if owner:
+        lines.append(f'Paths are relative to the module at {"/".join(owner)!r}.')
+    text = atom._text()
+    near = nearest(text, paths) if text else list(dict.fromkeys(paths))[:3]
+    if near:
+        lines.append('Nearest paths:' if text else 'Paths look like this:')
+        lines.extend(f'  {str(path)!r}' for path in near)
+        if hint := atom._hint(paths, owner):
+            lines.append(f'Hint: {hint}')
+        elif meant := atom._meant(paths):
+            lines.append(f'Did you mean {meant!r}?')
+    lines.append("If an empty selection is meant, pass unused='ignore'.")
+    return errors.UnusedFilterError('\n'.join(lines))
+
+
+def unknown_class(where: Filter, path: Path) -> errors.FilterTypeError:
+    """A filter chooses by the class of a module, and nobody knows the class."""
+    return errors.FilterTypeError(
+        f'{where!r} has to know the class of the module that holds {str(path)!r}, '
+        'which is not known here.\n'
+        'Fix: give the model and example inputs, such as '
+        'filters.of_type(nn.BatchNorm, model, x).'
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from flax_sg import errors
 from flax_sg.filters.paths import Path
@@ -124,6 +124,26 @@ class TextHints:
             else None
         )
 
+    def respelled(self, pattern: str) -> str | None:
+        """The pattern with other names where no path has them, if it then matches.
+
+        None where several names are as close as each other.
+        """
+        names = {name for path in self.paths for name in path.parts}
+        # 'layer_*' is close to 'layers_*', which stands for names with numbers.
+        names |= {_NUMBER.sub('*', name) for name in names}
+        out: list[str] = []
+        for name in pattern.split('/'):
+            if not name.strip('*') or any(map(self.compiled(name).fullmatch, names)):
+                out.append(name)
+                continue
+            near = difflib.get_close_matches(name, names, 2)
+            if not near or len({_likeness(name, other) for other in near}) < len(near):
+                return None
+            out.append(near[0])
+        found = '/'.join(out)
+        return self.inside(found) or self.inside(f'**/{found}')
+
     def _absolute(self, relative: str) -> str | None:
         path = next((p for p in self.paths if self.first(relative, [p.absolute])), None)
         if path is None:
@@ -141,17 +161,8 @@ class TextHints:
         )
 
 
-def unused_filter(
-    atom: Any, paths: Sequence[Any], owner: tuple[str, ...] | None
-) -> errors.UnusedFilterError:
-    """A filter, or one of its patterns, selected no variable."""
-    count = 'variable' if len(paths) == 1 else 'variables'
-    looked = f'it matches none of the {len(paths)} {count}'
-    if not paths:
-        looked = 'there are no variables'
-    lines = [f'{atom!r} selected nothing: {looked}.']
-    if owner:
-        lines.append(f'Paths are relative to the module at {"/".join(owner)!r}.')
-    lines.extend(atom.explain(paths, owner))
-    lines.append("If an empty selection is meant, pass unused='ignore'.")
-    return errors.UnusedFilterError('\n'.join(lines))
+_NUMBER = re.compile('[0-9]+')
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, other, one).ratio()

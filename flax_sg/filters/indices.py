@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,8 +40,7 @@ class Index(Filter):
     def _value(self) -> Hashable:
         return _key(self.index)
 
-    def _evaluate(self, ask: Any) -> Any:
-        del ask
+    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
         return Part(self)
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax.core.frozen_dict import FrozenDict
@@ -22,6 +22,18 @@ SUBTREES = (dict, FrozenDict)
 
 class Inner(str):
     """A name within the value of a variable: a field of a dataclass, an index."""
+
+
+class Classes(NamedTuple):
+    """The classes of the modules that a variable lies in.
+
+    Attributes:
+        found: those that are known, that of the module which holds it first.
+        complete: whether these are all.
+    """
+
+    found: tuple[type, ...]
+    complete: bool
 
 
 class Path(str):
@@ -52,13 +64,19 @@ class Path(str):
     """The collection of the variable, such as 'params'."""
     is_inner: bool = False
     """Whether it is the path of a leaf within the value of a variable."""
+    classes: Classes | None = None
+    """The classes of the modules around it, where a filter has to know them."""
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]
     _depth: int
 
     @classmethod
     def of(
-        cls, collection: str, absolute: tuple[str, ...], owner: tuple[str, ...] = ()
+        cls,
+        collection: str,
+        absolute: tuple[str, ...],
+        owner: tuple[str, ...] = (),
+        classes: Classes | None = None,
     ) -> Path:
         """Returns the path of a variable as its owner sees it.
 
@@ -67,6 +85,7 @@ class Path(str):
             absolute: its names from the root of the variables tree, its own last; then
                 those within its value, each an ``Inner``.
             owner: the names of the module that the path is relative to.
+            classes: the classes of the modules around the variable, if they are known.
         """
         depth = len(owner)
         # A variable may have the name of a module (in another collection): the
@@ -77,6 +96,7 @@ class Path(str):
         self = str.__new__(cls, '/'.join(parts) if inside else '/' + '/'.join(parts))
         self.parts = parts
         self.collection = collection
+        self.classes = classes
         self._absolute = absolute
         self._owner = owner
         self._depth = names
@@ -88,7 +108,8 @@ class Path(str):
         """The path of the variable that the leaf belongs to; most often the same."""
         if not self.is_inner:
             return self
-        return Path.of(self.collection, self._absolute[: self._depth], self._owner)
+        names = self._absolute[: self._depth]
+        return Path.of(self.collection, names, self._owner, self.classes)
 
     @property
     def name(self) -> str:
@@ -114,7 +135,7 @@ class Path(str):
     @property
     def key(self) -> tuple[Any, ...]:
         """All that tells it from others: paths of equal text may mean two variables."""
-        return self.collection, self._absolute, self._owner, self._depth
+        return self.collection, self._absolute, self._owner, self._depth, self.classes
 
     def from_root(self) -> Path:
         """The path of the same variable as it is seen at top level."""
@@ -225,6 +246,21 @@ def escaped(path: str) -> str:
     w\[0,0] 1x0e
     """
     return re.sub(r'[\\*?\[]|^!', r'\\\g<0>', path)
+
+
+def literal(pattern: str) -> str | None:
+    r"""Returns the one path that a glob fits, None if it may fit several.
+
+    >>> print(literal(r'w\[0,0] 1x0e'), literal('gln_*/**'))
+    w[0,0] 1x0e None
+    """
+    out: list[str] = []
+    for token in _TOKEN.finditer(pattern):
+        character = token['escaped'] or token['literal']
+        if character is None or _is_open(token):
+            return None
+        out.append(character)
+    return ''.join(out)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -54,6 +54,82 @@ def is_set_up(module: Module) -> bool:
     return state.setup_called == linen_module.SetupState.DONE and not state.in_setup
 
 
+def classes_around(
+    path: tuple[str, ...], name: str, is_of_tree: Callable[[Scope], bool | None]
+) -> tuple[tuple[type, ...], bool]:
+    """The classes of the module at a path and of those around it.
+
+    A scope does not know its module. So it is looked for among the modules that run,
+    and among their submodules.
+
+    Args:
+        path: the path of a scope.
+        name: the name of a variable in it: ``nn.share_scope`` may give one scope to two
+            modules, of which one declares the variable.
+        is_of_tree: whether a scope belongs to the tree that is meant; None if nobody
+            knows.
+
+    Returns:
+        The classes, the innermost first, and whether these are all.
+    """
+    running = reversed(linen_module._context.module_stack)
+    bound = [(m, m.scope) for m in running if m is not None and m.scope is not None]
+    known = [(m, is_of_tree(scope)) for m, scope in bound]
+    first = next((n for n, (_, yes) in enumerate(known) if yes), len(known))
+    stack = [m for m, yes in known[first:] if yes is not False]
+    classes: list[type] = []
+    while True:
+        module, stack = _find(stack, path)
+        if module is not None and not classes:
+            module = _that_declares(module, name)
+        if module is None:
+            return tuple(classes), False
+        while True:
+            inner = vars(module).get('module')
+            if isinstance(inner, Module) and children_of(inner) is children_of(module):
+                classes.append(type(inner))  # Another module stands for this one.
+            classes.append(type(module))
+            if not isinstance(module.parent, Module):
+                break
+            module = module.parent
+        # In the body of a transform, and in a wrapper, a module has a scope for parent.
+        path = getattr(module.scope, 'path', ())
+        if not path:
+            return tuple(dict.fromkeys(classes)), True
+
+
+def _find(
+    stack: list[Module], path: tuple[str, ...]
+) -> tuple[Module | None, list[Module]]:
+    """The module at a path, and the modules that run around the one it was found by."""
+    for index, found in enumerate(stack):
+        above = getattr(found.scope, 'path', ())
+        if path[: len(above)] != above:
+            continue
+        for name in path[len(above) :]:
+            found = children_of(found).get(name) if isinstance(found, Module) else None
+        if isinstance(found, Module) and getattr(found.scope, 'path', None) == path:
+            return found, stack[index + 1 :]
+    return None, []
+
+
+def _that_declares(module: Module, name: str) -> Module:
+    """The one that declares a variable, of the modules in one scope."""
+    around = [module.parent] if isinstance(module.parent, Module) else []
+    beside = [m for one in (module, *around) for m in children_of(one).values()]
+    fields: list[Any] = [
+        getattr(module, f.name, None) for f in dataclasses.fields(module)
+    ]
+    path = getattr(module.scope, 'path', None)
+    for other in (module, *beside, *fields):
+        is_beside = (
+            isinstance(other, Module) and getattr(other.scope, 'path', 0) == path
+        )
+        if is_beside and isinstance(children_of(other).get(name), str):
+            return other
+    return module
+
+
 def starts_setup(module: Module) -> bool:
     """Whether the next call of ``_try_setup`` runs the user's ``setup``."""
     state = module._state

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.filters.hints import unused_filter
+from flax_sg.filters.asking import decide, find_unused
+from flax_sg.filters.expressions import unknown_class
 from flax_sg.filters.indices import whole_only
 from flax_sg.filters.paths import SUBTREES, Path, name_of, names_within
 from flax_sg.trees.absent import is_absent
@@ -139,17 +140,21 @@ def selected(
         FilterValueError: if a tree of bools does not fit.
     """
     check_unused(unused)
-    atoms = where.atoms
     matched: set[filters.Filter] = set()
-    out: list[list[Any]] = []
-    for tree in trees:
-        said = [{atom: atom(path) for atom in atoms} for path in tree]
-        matched.update(a for results in said for a, took in results.items() if took)
-        out.append([where.combine(results) for results in said])
+    out = [[_decided(where, path, matched) for path in tree] for tree in trees]
     if unused == 'raise':
         paths = [path for tree in trees for path in tree]
-        _check_used(where, matched, paths, any(map(any, out)))
+        error = find_unused(where, matched, paths, None, any(map(any, out)))
+        if error is not None:
+            raise error
     return out
+
+
+def _decided(where: filters.Filter, path: Path, matched: set[filters.Filter]) -> Any:
+    said = decide(where, path, matched)
+    if said is None:
+        raise unknown_class(where, path)
+    return said
 
 
 def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
@@ -166,22 +171,6 @@ def check_unused(unused: str) -> None:
         raise errors.FilterValueError(
             f"unused={unused!r}: expected 'raise' or 'ignore'."
         )
-
-
-def _check_used(
-    where: filters.Filter,
-    matched: set[filters.Filter],
-    paths: Sequence[Path],
-    any_taken: bool,
-) -> None:
-    for atom in where.atoms:
-        if isinstance(atom, (filters.BoolTree, filters.Names)):
-            if missing := atom.missing(paths):
-                raise atom.misfit(missing, paths)
-        elif atom not in matched and not atom.may_be_empty:
-            raise unused_filter(atom, paths, None)
-    if isinstance(where, filters.And) and not any_taken and not where.may_be_empty:
-        raise unused_filter(where, paths, None)
 
 
 def different_structures(

@@ -1,0 +1,424 @@
+"""Variables chosen by the class of the module that they lie in."""
+
+import contextlib
+import pickle
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import flax_sg as sg
+import oracle
+from flax_sg import errors
+from flax_sg import linen as nn
+from flax_sg.filters import OfType, of_type
+from flax_sg.filters.paths import Path
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+KEY = jax.random.key(0)
+
+
+class MyNorm(fnn.LayerNorm):
+    """A subclass."""
+
+
+class Block(fnn.Module):
+    """A Dense and a LayerNorm, made in a compact method."""
+
+    norm: Any = fnn.LayerNorm
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        return self.norm(name='norm')(fnn.Dense(3, name='dense')(x))
+
+
+class InSetup(fnn.Module):
+    """The same in ``setup``."""
+
+    def setup(self) -> None:
+        self.dense, self.norm = fnn.Dense(3), MyNorm()
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(self.dense(x))
+
+
+class InScan(fnn.Module):
+    """A step of a scan."""
+
+    @fnn.compact
+    def __call__(self, x: Any, _: Any) -> Any:
+        return Block(name='block')(x), None
+
+
+class Adapter(fnn.Module):
+    """Has the scope of its base, and a parameter of its own."""
+
+    base: Any
+
+    def setup(self) -> None:
+        fnn.share_scope(self, self.base)
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        return self.base(x) * self.param('scale', fnn.initializers.ones, (1, 3))
+
+
+class Boxes(fnn.Module):
+    """A parameter that is a dict, and one in a box."""
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        tree = self.param(
+            'tree', lambda _: {'a': jnp.full((1, 3), 2.0), 'b': jnp.ones((1, 3))}
+        )
+        box = fnn.with_partitioning(fnn.initializers.ones, (None, 'x'))
+        return x * tree['a'] * tree['b'] * self.param('box', box, (1, 3))
+
+
+class Reads(fnn.Module):
+    """Reads parameters of its children, which it does not call."""
+
+    def setup(self) -> None:
+        self.embed = fnn.Embed(3, 3)
+        self.norm = fnn.LayerNorm()
+
+    def __call__(self, x: Any) -> Any:
+        x = self.norm(x) @ self.embed.embedding
+        return x + self.norm.get_variable('params', 'scale')[None]
+
+
+CHILDREN: dict[str, Any] = {
+    'compact': lambda name: Block(name=name),
+    'setup': lambda name: InSetup(name=name),
+    'remat': lambda name: fnn.remat(Block)(name=name),
+    'jit': lambda name: fnn.jit(Block)(name=name),
+    'remat of jit': lambda name: fnn.remat(fnn.jit(Block))(name=name),
+    'scan of remat': lambda name: (
+        lambda x: fnn.scan(
+            fnn.remat(InScan),
+            variable_axes={'params': 0},
+            split_rngs={'params': True},
+            length=2,
+        )(name=name)(x, None)[0]
+    ),
+    'vmap': lambda name: fnn.vmap(
+        Block, variable_axes={'params': None}, split_rngs={'params': False}
+    )(name=name),
+    'frozen norm': lambda name: Block(
+        lambda name: nn.Frozen(fnn.LayerNorm(name=name), False), name=name
+    ),
+    'share_scope': lambda name: Adapter(Block(name=name)),
+    'pytrees': lambda name: Boxes(name=name),
+    'reads': lambda name: Reads(name=name),
+}
+
+
+class Model(fnn.Module):
+    """Two children and an Embed of its own, in a block of its own or in none."""
+
+    kind: str
+    where: Any = None
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        block: Any = contextlib.nullcontext()
+        if self.where is not None:
+            block = nn.stop_gradient(self.where, unused='ignore')
+        with block:
+            for name in 'ab':
+                x = CHILDREN[self.kind](name)(x)
+            return fnn.LayerNorm(name='top')(x) * self.param(
+                'scale', fnn.initializers.ones, (1, 3)
+            )
+
+
+def is_in_norm(path: str) -> bool:
+    return '/norm/' in f'/{path}' or path.startswith('top/')
+
+
+CHOSEN: dict[str, tuple[Any, Any]] = {
+    'LayerNorm and biases': (
+        ~(of_type(fnn.LayerNorm) | '**/bias'),
+        lambda p: not (is_in_norm(p) or p.endswith('/bias')),
+    ),
+    'of one child': (
+        of_type(fnn.LayerNorm) & 'a/**',
+        lambda p: is_in_norm(p) and p.startswith('a/'),
+    ),
+}
+
+
+def loss_of(model: Any) -> Any:
+    return lambda params: model.apply({'params': params}, X)
+
+
+def trained(model: Any, params: Any) -> dict[str, bool]:
+    """Which parameters get a gradient."""
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(loss_of(model)(p)))))(params)
+    found = jax.tree_util.tree_leaves_with_path(
+        grads, is_leaf=lambda x: isinstance(x, nn.Partitioned)
+    )
+    return {
+        '/'.join(key.key for key in keys): not oracle.is_zero(leaf)
+        for keys, leaf in found
+    }
+
+
+@pytest.mark.parametrize('kind', CHILDREN)
+def test_in_every_extent(kind):
+    params = jax.tree.map(lambda leaf: leaf + 0.3, Model(kind).init(KEY, X)['params'])
+    names = trained(Model(kind), params)
+    assert all(names.values())
+    for chosen, (where, is_meant) in CHOSEN.items():
+        expected = {name: not is_meant(name) for name in names}
+        assert trained(Model(kind, where), params) == expected
+        with nn.stop_gradient(where, unused='ignore'):
+            assert trained(Model(kind), params) == expected
+        frozen = nn.Frozen(Model(kind), where, unused='ignore')
+        assert trained(frozen, params) == expected
+        assert trained(Model(kind), params) == names
+        told = where_of(kind, chosen)
+        paths = [Path.of('params', tuple(name.split('/'))) for name in names]
+        assert [told(path) for path in paths] == list(map(is_meant, names))
+
+
+def where_of(kind: str, chosen: str) -> Any:
+    """The same filter, with the model."""
+    norms = of_type(fnn.LayerNorm, Model(kind), X)
+    return {
+        'LayerNorm and biases': ~(norms | '**/bias'),
+        'of one child': norms & 'a/**',
+    }[chosen]
+
+
+class Named(fnn.Module):
+    """A child of some class, by one name."""
+
+    child: Any
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        return self.child(name='norm')(x)
+
+
+class Other(fnn.LayerNorm):
+    """Another class with the same parameters."""
+
+
+def test_the_same_path_in_two_models():
+    one, other = Named(fnn.LayerNorm), Named(Other)
+    params = one.init(KEY, X)['params']
+
+    def both(p: Any, q: Any) -> Any:
+        return jnp.sum(jnp.sin(loss_of(one)(p)) + jnp.sin(loss_of(other)(q)))
+
+    for where, dead in ((of_type(Other), 1), (~of_type(Other), 0)):
+        with nn.stop_gradient(where, unused='ignore'):
+            grads = jax.grad(both, (0, 1))(params, params)
+            assert [oracle.is_zero(g) for g in grads] == [dead == 0, dead == 1]
+            for model in (one, other, one):  # Each has a program that JAX keeps.
+                is_dead = model is (one, other)[dead]
+                assert set(trained(model, params).values()) == {not is_dead}
+
+
+class Switch(fnn.Module):
+    """A name for one class in one call, and for another in the next."""
+
+    @fnn.compact
+    def __call__(self, x: Any, other: bool = True) -> Any:
+        return (Other if other else fnn.LayerNorm)(name='norm')(x)
+
+
+def test_a_name_that_is_used_again_for_another_class():
+    params = Switch().init(KEY, X)['params']
+
+    def loss(params: Any, *calls: bool) -> Any:
+        def run(module: Any, x: Any) -> Any:
+            return sum(module(x, other) for other in calls)
+
+        return jnp.sum(jnp.sin(fnn.apply(run, Switch())({'params': params}, X)))
+
+    with nn.stop_gradient(of_type(Other)):
+        assert oracle.is_zero(jax.grad(loss)(params, True, True))
+        for calls in ((True, False), (False, True)):
+            assert not oracle.is_zero(jax.grad(loss)(params, *calls)['norm']['bias'])
+
+
+class Below(fnn.Module):
+    """Opens a block below the top."""
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        with nn.stop_gradient(of_type(Other)):
+            return Switch(name='switch')(x)
+
+
+class Top(fnn.Module):
+    """Has the module with a block, perhaps in a transform."""
+
+    below: Any
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        return Other(name='free')(self.below(name='below')(x))
+
+
+@pytest.mark.parametrize('cls', [Below, fnn.remat(Below), fnn.jit(Below)])
+def test_a_block_below_the_top(cls):
+    params = Top(cls).init(KEY, X)['params']
+    assert trained(Top(cls), params) == {
+        'below/switch/norm/bias': False,
+        'below/switch/norm/scale': False,
+        'free/bias': True,
+        'free/scale': True,
+    }
+
+
+def test_a_jitted_closure_over_a_bound_module():
+    params = Named(Other).init(KEY, X)['params']
+
+    def loss(params: Any, cls: Any) -> Any:
+        bound = Named(cls).bind({'params': params})
+        run = jax.jit(lambda x: bound(x))
+        run(X)
+        with nn.stop_gradient(of_type(Other), unused='ignore'):
+            return jnp.sum(jnp.sin(run(X)))
+
+    for cls in (Other, fnn.LayerNorm, Other):
+        assert oracle.is_zero(jax.grad(loss)(params, cls)) is (cls is Other)
+
+
+class OneParent(Named):
+    """One class of parents."""
+
+
+class OtherParent(Named):
+    """Another one."""
+
+
+def test_a_jitted_module_in_parents_of_two_classes():
+    where = of_type(fnn.LayerNorm) & of_type(OneParent)
+    params = OneParent(fnn.jit(Block)).init(KEY, X)['params']
+    jitted = fnn.jit(Block)
+    with nn.stop_gradient(where, unused='ignore'):
+        for cls in (OneParent, OtherParent, OneParent):
+            found = trained(cls(jitted), params)
+            assert found['norm/norm/bias'] is found['norm/norm/scale']
+            assert found['norm/norm/bias'] is (cls is OtherParent)
+            assert found['norm/dense/kernel']
+
+
+def test_it_is_a_value():
+    one, other = of_type((fnn.Dense, fnn.Embed)), OfType(fnn.Embed, fnn.Dense)
+    assert one == other and hash(one) == hash(other) and one != of_type(fnn.Dense)
+    assert repr(~one & 'a/**') == "~OfType(Dense, Embed) & Glob('a/**')"
+    assert pickle.loads(pickle.dumps(one)) == one
+    known = of_type(fnn.Dense, fnn.Dense(2), X)
+    assert known == of_type(fnn.Dense, fnn.Dense(2), X)
+    assert pickle.loads(pickle.dumps(known)) == known
+    assert repr(known) == "<of_type(Dense): 'bias', 'kernel'>"
+    with pytest.raises(AttributeError):
+        one.classes = ()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_for_trees():
+    model = Model('compact')
+    params = model.init(KEY, X)['params']
+    norms = of_type(fnn.LayerNorm, model, X)
+    mask = jax.tree.leaves(sg.mask(params, frozen=norms))
+    assert mask == list(map(is_in_norm, trained(model, params)))
+    grads = sg.grad(lambda p: jnp.sum(jnp.sin(loss_of(model)(p))), wrt=norms)(params)
+    assert len(jax.tree.leaves(grads)) == sum(mask)
+    tx = sg.freeze(optax.sgd(1.0), norms)
+    some = jax.tree.map(jnp.ones_like, params)
+    updates, _ = tx.update(some, tx.init(params), params)
+    moved = sg.apply_updates(params, updates)
+    pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True)
+    assert [not jnp.any(a != b) for a, b in pairs] == mask
+    with pytest.raises(errors.UnknownNameError, match='there was no'):
+        sg.mask({'elsewhere': 1.0}, frozen=norms)
+    with pytest.raises(errors.UnusedFilterError):
+        sg.mask(params, frozen=of_type(fnn.Conv, model, X))
+
+
+def test_what_cannot_wait_for_the_body_of_a_transform_raises():
+    model = Model('remat')
+    params = model.init(KEY, X)['params']
+    for rule in (
+        nn.scale_gradient(of_type(fnn.LayerNorm), 0.5),
+        nn.stop_gradient(sg.at(of_type(fnn.LayerNorm), 0)),
+    ):
+        with pytest.raises(errors.FilterTypeError, match='has to know the class'), rule:
+            jax.grad(lambda p: jnp.sum(loss_of(model)(p)))(params)
+    with nn.scale_gradient(of_type(fnn.LayerNorm, model, X), 0.0):
+        found = trained(model, params)
+    assert found == {name: not is_in_norm(name) for name in found}
+
+
+class Counts(fnn.Module):
+    """A BatchNorm and a Dense, of which one writes."""
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        x = fnn.BatchNorm(use_running_average=False, name='norm')(x)
+        steps = self.variable('batch_stats', 'steps', lambda: jnp.zeros(()))
+        steps.value += 1.0
+        return fnn.Dense(3, name='dense')(x)
+
+
+class Lifted(fnn.Module):
+    """Has it as a child, in a transform."""
+
+    cls: Any
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        return self.cls(name='child')(x)
+
+
+@pytest.mark.parametrize('lift', [fnn.jit, fnn.remat])
+def test_what_a_transform_writes_in_a_block(lift):
+    model = Lifted(lift(Counts))
+    variables = model.init(KEY, X)
+    kinds = 'params', 'batch_stats'
+
+    def run(params: Any) -> Any:
+        given = {**variables, 'params': params}
+        out, new = model.apply(given, X, mutable='batch_stats')
+        return jnp.sum(jnp.sin(out)), new
+
+    plain, (_, expected) = (
+        jax.grad(run, has_aux=True)(variables['params']),
+        run(variables['params']),
+    )
+    where = of_type(fnn.BatchNorm)
+    for _ in range(2):
+        with nn.stop_gradient(where, collections=kinds):
+            grads, new = jax.grad(run, has_aux=True)(variables['params'])
+        oracle.assert_same(new, expected)
+        oracle.assert_same(new, plain[1])
+        assert oracle.is_zero(grads['child']['norm'])
+        assert not oracle.is_zero(grads['child']['dense'])
+        with nn.read_only(of_type(fnn.Dense), collections=kinds):
+            oracle.assert_same(run(variables['params'])[1], expected)
+        with pytest.raises(errors.ReadOnlyError), nn.read_only(where=where):
+            run(variables['params'])
+
+
+def test_what_is_substituted_comes_after_what_is_stopped_outside():
+    """The stop is nearer to the stored value: what is brought in has a gradient."""
+    params = Model('compact').init(KEY, X)['params']
+    for kind in ('compact', 'remat'):
+
+        def loss(values: Any, kind: str = kind) -> Any:
+            with nn.stop_gradient(of_type(fnn.LayerNorm)), nn.substitute(values):
+                return jnp.sum(jnp.sin(loss_of(Model(kind))(params)))
+
+        if kind == 'compact':
+            assert not oracle.is_zero(jax.grad(loss)(params)['a']['norm']['scale'])
+            continue
+        with pytest.raises(errors.FilterTypeError, match='has to know the class'):
+            jax.grad(loss)(params)
