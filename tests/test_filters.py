@@ -1300,6 +1300,14 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         ENC,
         'it has a bad [...]: bad character range 1-0.',
     ),
+    'one of several networks': (
+        'policy/params/kernel',
+        MET,
+        ENC,
+        "the paths of each model begin at its own root, without 'policy'. Write "
+        "sg.stop_gradient(tree, 'policy/params/kernel') for a tree of several "
+        'networks, or open a block around one apply.',
+    ),
     'a typo': ('glm_0/**', MET, ENC, None),
     'a typo, regex': (re.compile('glm_0/.*'), MET, ENC, None),
     'predicate on the collection': (

@@ -106,7 +106,14 @@ class TextHints:
             separated: the pattern with '/' in place of other separators.
         """
         head, _, rest = separated.lstrip('/').partition('/')
-        if head in {'params', *(path.collection for path in self.paths)}:
+        collections = {'params', *(path.collection for path in self.paths)}
+        if head not in collections and rest.partition('/')[0] in collections:
+            return (
+                f'the paths of each model begin at its own root, without {head!r}. '
+                f'Write sg.stop_gradient(tree, {self.written(pattern)}) for a tree of '
+                'several networks, or open a block around one apply.'
+            )
+        if head in collections:
             found = self.inside(rest or self.everything)
             write = f' Write {self.written(found)}.' if found else ''
             return f'paths do not start with the collection {head!r}.{write}'
