@@ -1304,7 +1304,7 @@ HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
         'policy/params/kernel',
         MET,
         ENC,
-        "the paths of each model begin at its own root, without 'policy'. Write "
+        "the paths of each model begin at its own root, without 'policy'. Use "
         "sg.stop_gradient(tree, 'policy/params/kernel') for a tree of several "
         'networks, or open a block around one apply.',
     ),

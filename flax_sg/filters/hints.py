@@ -110,7 +110,7 @@ class TextHints:
         if head not in collections and rest.partition('/')[0] in collections:
             return (
                 f'the paths of each model begin at its own root, without {head!r}. '
-                f'Write sg.stop_gradient(tree, {self.written(pattern)}) for a tree of '
+                f'Use sg.stop_gradient(tree, {self.written(pattern)}) for a tree of '
                 'several networks, or open a block around one apply.'
             )
         if head in collections:
