@@ -57,8 +57,10 @@ def absolute_paths(patch: Patch) -> None:
 
     class Absolute:
         @staticmethod
-        def of(collection: str, names: Any, owner: Any = ()) -> paths.Path:
-            return paths.Path.of(collection, names)
+        def of(
+            collection: str, names: Any, owner: Any = (), classes: Any = None
+        ) -> paths.Path:
+            return paths.Path.of(collection, names, (), classes)
 
     patch.setattr(selection, 'Path', Absolute)
 
@@ -135,7 +137,7 @@ def absolute_questions(patch: Patch) -> None:
     """What lies outside of a trace is asked for by its path from the root."""
     note = cache_keys.Number.note_older
 
-    def path_in(self: Any, tree: Any, key: Any) -> paths.Path:
+    def path_in(self: Any, tree: Any, key: Any, classes: Any = None) -> paths.Path:
         return paths.Path.of(*key)
 
     def note_absolute(
@@ -169,7 +171,8 @@ def computed_where_the_leaf_is(patch: Patch) -> None:
 
 def everything_published_is_a_write(patch: Patch) -> None:
     """What is stored already counts as written, as a transform publishes it."""
-    patch.setattr(writes, '_same', lambda old, new: False)
+    changed = writes._changed
+    patch.setattr(writes, '_changed', lambda key, old, new: changed(key, None, new))
 
 
 def decisions_shared(patch: Patch) -> None:

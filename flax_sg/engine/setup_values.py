@@ -33,11 +33,19 @@ _Blocks = tuple[blocks.Block, ...]
 _cached_properties = functools.lru_cache(4096)(modules.cached_properties)
 
 
+@functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
+def _arguments(cls: type) -> frozenset[str]:
+    """The names of what a module is made with."""
+    return frozenset(f.name for f in dataclasses.fields(cls) if f.init)
+
+
 def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
     """The hook for ``Module.__getattribute__``: attributes that are there."""
 
     def hook(self: Any, name: str) -> Any:
         if name in _OF_FLAX or not blocks.thread.blocks:
+            return original(self, name)
+        if name in _arguments(type(self)):
             return original(self, name)
         if name in _cached_properties(type(self)):
             return _computed_anew(original, self, name)
@@ -86,15 +94,14 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-_OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.private_attributes())
+_OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
 
 
 def _is_kept(module: Any, name: str) -> bool:
     """Whether an attribute is a value on the module that is no argument of it."""
     if name not in object.__getattribute__(module, '__dict__') or name in _OF_FLAX:
         return False
-    field = type(module).__dataclass_fields__.get(name)
-    return field is None or not field.init
+    return name not in _arguments(type(module))
 
 
 def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:

@@ -226,10 +226,10 @@ def children_of(module: Module) -> dict[str, Any]:
     return module._state.children
 
 
-def private_attributes() -> frozenset[str]:
-    """The attributes of any module that Flax keeps for itself."""
-    of_class = {name for name in dir(Module) if name.startswith('_')}
-    return frozenset(of_class | {'_state', '_id', '_compact_name_scope_modules'})
+def attributes() -> frozenset[str]:
+    """The attributes of any module: its methods, and what Flax keeps for itself."""
+    kept = {'_state', '_id', '_compact_name_scope_modules'}
+    return frozenset({*dir(Module)} - {'setup'} | kept)
 
 
 def start(module: Module) -> None:
