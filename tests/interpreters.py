@@ -78,11 +78,13 @@ class _Hand:
     Attributes:
         stops: those that hold for the running code.
         around: those that held where the copies in use were made.
+        given: modules that other weights are given to, and the stops around.
     """
 
     def __init__(self) -> None:
         self.stops: tuple[_Stop, ...] = ()
         self.around: tuple[_Stop, ...] = ()
+        self.given: tuple[tuple[tuple[str, ...], tuple[_Stop, ...]], ...] = ()
         self._copies: dict[Any, tuple[Any, Any]] = {}
         self._derived: dict[Any, list[tuple[Any, Any, Any]]] = {}
 
@@ -114,7 +116,11 @@ class _Hand:
                 for name, v in value.items()
             }
         for stop in self.stops:
-            if stop.rule != 'read_only' and stop.takes(path):
+            is_around = any(
+                path[: len(module)] == module and any(stop is s for s in stops)
+                for module, stops in self.given
+            )
+            if stop.rule != 'read_only' and not is_around and stop.takes(path):
                 value = self._copy(stop, path, value, twins)
         return value
 
@@ -189,6 +195,9 @@ class _Hand:
             if mirror.other and not begins:
                 given = lambda *args: halved(self.stop(*args))  # noqa: E731
                 stack.enter_context(self._replaced(module, [scope], given))
+                # They are made of what is seen here: blocks around do no more to them.
+                self.given = (*self.given, (scope.path, self.stops))
+                stack.callback(setattr, self, 'given', self.given[:-1])
             if mirror.rngs == 'same':
                 stack.enter_context(_draws_apart(scope.rng_counters, begins))
             if mirror.state != 'update':

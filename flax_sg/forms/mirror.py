@@ -94,7 +94,8 @@ def mirror(
             variables of a collection. Collections that are not in it, and modules
             that lie elsewhere, are read as they are. Or the name of a collection of
             such parameters, a bound module, or a function of the module's own. None
-            for the module's own.
+            for the module's own. A block around the view changes the module's own,
+            and not what is read in their place.
         rngs: which random numbers a call draws:
 
             * ``'same'``: the n-th call of a view draws what the n-th call of the
