@@ -1,6 +1,5 @@
 """`sg.tabulate` and `sg.paths`: what a model consists of, and what is trained of it."""
 
-import time
 from typing import Any
 
 import jax
@@ -379,11 +378,17 @@ class Bert(linen.Module):
 TOKENS = jax.ShapeDtypeStruct((2, 128), jnp.int32)
 
 
-def test_a_model_like_bert_in_two_seconds_and_80_columns():
-    start = time.process_time()
+def test_a_model_like_bert_in_80_columns():
+    class Counted(Bert):
+        @linen.compact
+        def __call__(self, tokens):
+            runs.append(None)
+            return super().__call__(tokens)
+
+    runs: list[None] = []
     with jax.numpy_rank_promotion('allow'):
-        text = sg.tabulate(Bert(), KEY, width=80)(TOKENS)
-    assert time.process_time() - start < 2.0
+        text = sg.tabulate(Counted(), KEY, width=80)(TOKENS)
+    assert len(runs) == 2  # Traced, which is all that takes time.
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[2:-2]] == [
@@ -482,15 +487,16 @@ def test_paths_of_a_tree_and_of_other_arguments():
         sg.paths(Nested(), X, where='nett/**')
 
 
-def test_paths_of_a_thousand_parameters_are_quick():
+def test_paths_of_a_thousand_parameters_take_one_trace():
     class Deep(linen.Module):
         @linen.compact
         def __call__(self, x):
+            runs.append(None)
             for n in range(500):
                 x = linen.Dense(4, name=f'layer_{n}')(x)
             return x
 
-    start = time.process_time()
+    runs: list[None] = []
     text = sg.paths(Deep(), X, where='layer_1*/kernel').table()
-    assert time.process_time() - start < 3.0
+    assert len(runs) == 1  # Traced, which is all that takes time.
     assert 'layer_10..19/kernel' in text
