@@ -39,7 +39,6 @@ from sklearn.datasets import load_digits
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
-from flax_sg.rendering import pictures
 
 FULL = os.environ.get('FLAX_SG_NOTEBOOKS', 'full') == 'full'
 EPOCHS = 60 if FULL else 8
@@ -234,12 +233,13 @@ flows['copies, a typo'] = sg.gradient_flow(copied_with_a_typo, params, *batch)
 
 def draw(axes, name):
     flow = flows[name]
-    pictures.draw(axes, flow, depth=1)
+    flow.draw(axes, depth=1)
     axes.set_title(name)
     axes.tick_params(labelsize=9)
-    for y, part in enumerate(flow.by_module(depth=1)):
-        for x, loss in enumerate(flow.outputs):
-            if (part.status[x] == 'flows') != (part.module == loss):
+    shown = flow.matrix(depth=1).diagonal()
+    for y, row in enumerate(shown.rows):
+        for x, loss in enumerate(shown.columns):
+            if (row.cells[x] == 'flows') != (row.name == loss):
                 frame = {'fill': False, 'ec': ORANGE, 'lw': 4, 'zorder': 3}
                 axes.add_patch(plt.Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, **frame))
 
