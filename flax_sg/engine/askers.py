@@ -94,6 +94,25 @@ class Asker:
             found = said[path.key] = atom(path)
         return found
 
+    def matched_by(self, paths: Sequence[Path]) -> set[filters.Filter]:
+        """The atoms that take one of some variables, or may: they do not know a class.
+
+        Of thousands of literal paths each is found, and not compared with all.
+        """
+        where = self.rewrite.where
+        if self.has_functions:
+            return {
+                atom
+                for atom in where.atoms
+                if any(self.takes(atom, path) is not False for path in paths)
+            }
+        matched: set[filters.Filter] = set()
+        for path in paths:
+            matched |= asking.matching(where, path)
+            if len(matched) == len(where.atoms):
+                break
+        return matched
+
     def agrees_with(
         self, paths: Sequence[Path], answers: Mapping[Hashable, Any]
     ) -> bool:

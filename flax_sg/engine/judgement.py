@@ -93,16 +93,11 @@ def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
     where, ask = block.rewrite.where, block.asker
     everything = [*(path for path, _ in block.decisions.values()), *compiled]
     owner = None if block.tree is None else block.owner_path
-    matched = {atom for atom in where.atoms if _takes_one(block, atom, everything)}
+    matched = ask.matched_by(everything)
     both = isinstance(where, filters.And)
     any_taken = both and any(ask.ask(path) is not False for path in everything)
     if error := find_unused(where, matched, everything, owner, any_taken):
         raise error
-
-
-def _takes_one(block: Block, atom: filters.Filter, paths: Iterable[Path]) -> bool:
-    """Whether an atom takes one of some variables, or may: it does not know a class."""
-    return any(block.asker.takes(atom, path) is not False for path in paths)
 
 
 def _judges_all(where: filters.Filter) -> bool:
@@ -196,9 +191,8 @@ def _meet(
     block.collections.update(variables)
     where = block.rewrite.where
     paths = [path for path, _ in block.decisions.values()]
-    if not _judges_all(where) and all(
-        _takes_one(block, atom, paths) for atom in where.atoms
-    ):
+    is_met = len(block.asker.matched_by(paths)) == len(where.atoms)
+    if is_met and not _judges_all(where):
         return
     for collection, tree in variables.items():
         if wants(block, collection):

@@ -25,6 +25,12 @@ def decide(where: Filter, path: Path, matched: set[Filter] | None = None) -> Any
     return where._evaluate(took, unknown)
 
 
+def matching(where: Filter, path: Path) -> Set[Filter]:
+    """The atoms that take a variable, or may: they do not know a class."""
+    took, unknown = where._ask(path)
+    return took | unknown
+
+
 def takes(atom: Filter, path: Path) -> bool | None:
     """Whether an atom takes a variable, or the leaf of one; None if it cannot say."""
     assert isinstance(atom, Atom)
