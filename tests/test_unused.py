@@ -12,7 +12,7 @@ import pytest
 
 import flax_sg
 import sequences
-from flax_sg import errors
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
 
@@ -662,3 +662,21 @@ def test_a_filter_of_all_for_what_a_part_of_the_model_reads(name, at):
                 MODEL.apply(VARIABLES, X, method=reads)
         else:
             Reads().apply(VARIABLES, X)
+
+
+def test_many_literal_paths_are_looked_up_and_compared_with_none(monkeypatch):
+    compared: list[None] = []
+    takes = filters.Glob._takes
+
+    def counted(self, path):
+        compared.append(None)
+        return takes(self, path)
+
+    monkeypatch.setattr(filters.Glob, '_takes', counted)
+    names = [f'v{number}' for number in range(100)]
+    variables = {'params': {name: {'w': X} for name in names}}
+    with nn.stop_gradient([f'{name}/w' for name in names[::2]]):
+        flax.core.apply(
+            lambda scope: [scope.push(n).get_variable('params', 'w') for n in names]
+        )(variables)
+    assert not compared
