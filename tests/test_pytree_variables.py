@@ -13,6 +13,7 @@ from flax.core import FrozenDict
 from flax.core.meta import Partitioned
 
 import flax_sg as sg
+import sequences
 from flax_sg import errors
 from flax_sg import linen as nn
 
@@ -366,3 +367,56 @@ def test_a_path_that_is_written_is_that_of_a_variable():
     assert there(taken) == {"['w'][0]", "['w'][1]"}
     assert not sg.Path('w').is_inner
     assert not sg.filters.as_filter('v')(sg.Path('w'))
+
+
+@flax.struct.dataclass
+class Field:
+    """What another model calls a module."""
+
+    u: jax.Array
+
+
+class InModule(nn.Module):
+    """'w/u' is the parameter 'u' of the module 'w'."""
+
+    @nn.compact
+    def __call__(self):
+        class W(nn.Module):
+            @nn.compact
+            def __call__(self):
+                return self.param('u', nn.initializers.ones, (2,))
+
+        return W(name='w')()
+
+
+class InVariable(nn.Module):
+    """'w/u' is a leaf of the parameter 'w'."""
+
+    @nn.compact
+    def __call__(self):
+        return self.param('w', lambda _: Field(jnp.ones(2))).u
+
+
+@pytest.mark.parametrize('how', ['eager', 'jitted', 'bound, in a raw closure'])
+@pytest.mark.parametrize('order', [(0, 1), (1, 0)])
+def test_a_path_that_is_a_leaf_here_and_a_parameter_there(how, order):
+    sequences.forget_contexts()
+    models = InModule(), InVariable()
+    variables = [model.init(jax.random.key(0)) for model in models]
+    applies = [model.apply for model in models]
+    if how == 'jitted':
+        applies = [jax.jit(apply) for apply in applies]
+
+    def read(number, variables):
+        if how != 'bound, in a raw closure':
+            return applies[number](variables)
+        bound = models[number].bind(variables)
+        return jax.jit(lambda one: one * bound())(1.0)
+
+    def loss(variables):
+        with nn.stop_gradient('w'):
+            return sum(jnp.sum(read(n, variables[n])) for n in order)
+
+    in_module, in_variable = jax.grad(loss)(variables)
+    assert in_module['params']['w']['u'].tolist() == [1.0, 1.0]
+    assert in_variable['params']['w'].u.tolist() == [0.0, 0.0]

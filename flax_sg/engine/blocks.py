@@ -25,7 +25,8 @@ ROOT_FLAG = 'flax_sg'
 
 # Whether a variable is one of the owner's tree, which one, and in modules of which
 # classes, where a filter has to know.
-Question: TypeAlias = tuple[bool, Key, Classes | None]
+# The last is how many of its names are within the value of a variable.
+Question: TypeAlias = tuple[bool, Key, Classes | None, int]
 
 
 @dataclasses.dataclass(eq=False)

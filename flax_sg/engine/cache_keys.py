@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 from flax_sg import errors, filters
 from flax_sg.engine.askers import Asker, TreeRef
-from flax_sg.engine.variables import Key
+from flax_sg.engine.variables import Key, inner_names
 from flax_sg.filters.asking import shape_of
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import versions
@@ -34,6 +34,8 @@ from flax_sg.internals import versions
 versions.load_once(globals())
 
 
+# A tree, a variable in it, the classes around it, its names within the variable.
+_Older: TypeAlias = tuple[TreeRef, Key, Classes | None, int]
 _Ordered: TypeAlias = collections.OrderedDict[Hashable, Any]
 
 
@@ -59,7 +61,7 @@ class Number:
         self.kind: Hashable = None
         self.paths: list[Path] = []
         self.answers: dict[Hashable, Any] = {}
-        self.in_older_trees: dict[tuple[TreeRef, Key, Classes | None], Any] = {}
+        self.in_older_trees: dict[_Older, Any] = {}
         self.existing: dict[Hashable, Path] = {}
         self.brought: Hashable = None
         self.inside: _Ordered = collections.OrderedDict()
@@ -163,7 +165,8 @@ class Number:
         return all(where(p) == said for p, said in itertools.islice(asked, start, None))
 
     def _older_agree(self, asker: Asker, start: int) -> bool:
-        for (tree, key, classes), answer in list(self.in_older_trees.items())[start:]:
+        older = list(self.in_older_trees.items())[start:]
+        for (tree, key, classes, _), answer in older:
             path = asker.path_in(tree, key, classes)
             if path is None or asker.answer_in_older_tree(path) != answer:
                 return False
@@ -186,14 +189,15 @@ class Number:
     ) -> None:
         """Notes an answer for a variable of a tree that is older than the trace."""
         tree = tree if asker.owner_path else None
-        if (tree, key, path.classes) in self.in_older_trees:
+        question = tree, key, path.classes, inner_names(key)
+        if question in self.in_older_trees:
             return
         if late:
             self._check_late(asker)
         answer = asker.answer_in_older_tree(path)
         with _lock:
             self.kind = asker.kind
-            self.in_older_trees[tree, key, path.classes] = answer
+            self.in_older_trees[question] = answer
 
     # Rules of ``jax.custom_vjp`` and its kin, which run after their block has closed.
 

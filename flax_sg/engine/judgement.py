@@ -116,11 +116,13 @@ def _compiled(block: Block) -> Sequence[Path]:
     known = {path.key: path for path in block.number.paths}
     if block.owner is None and block.number.was_right(block.rewrite.where):
         known |= block.number.existing  # An owner has met all variables of its own.
-    for tree, key, classes in list(block.number.in_older_trees):
+    for tree, key, classes, _ in list(block.number.in_older_trees):
         path = block.asker.path_in(tree, key, classes)
         if path is not None:
             known[path.key] = path
-    met = (d[0].key for (_, key, _), d in block.decisions.items() if key in block.reads)
+    met = (
+        d[0].key for (_, key, *_), d in block.decisions.items() if key in block.reads
+    )
     return list(known.values()) if known.keys() >= set(met) else ()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from flax.core.scope import in_filter
 
 from flax_sg.engine.blocks import Block, Question, Root, is_of_tree, thread
-from flax_sg.engine.variables import Key
+from flax_sg.engine.variables import Key, inner_names
 from flax_sg.filters.expressions import unknown_class
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import modules, tracing
@@ -38,11 +38,11 @@ def answer(block: Block, root: Root, key: Key) -> tuple[Path, Any]:
 
 def _question(block: Block, root: Root, key: Key) -> Question:
     classes = classes_of(root, key) if block.asker.asks_classes else None
-    return root.tree is block.tree, key, classes
+    return root.tree is block.tree, key, classes, inner_names(key)
 
 
 def _path(block: Block, question: Question) -> Path:
-    inside, key, classes = question
+    inside, key, classes, _ = question
     return Path.of(*key, block.owner_path if inside else (), classes)
 
 
@@ -137,7 +137,7 @@ def note_all(block: Block, root: Root) -> None:
     """
     if tracing.kept_trace() in (block.kept_trace, root.kept_trace):
         return
-    for (inside, key, _), (path, said) in list(block.decisions.items()):
+    for (inside, key, *_), (path, said) in list(block.decisions.items()):
         tree = weakref.ref(block.tree) if inside and block.tree is not None else None
         block.number.note_older(block.asker, key, tree, path)
         if said:

@@ -17,6 +17,17 @@ from flax_sg.trees.leaves import is_whole
 Key: TypeAlias = tuple[str, tuple[str, ...]]
 
 
+def inner_names(key: Key) -> int:
+    """How many of the names are within the value of a variable.
+
+    Keys are equal by their text, and 'w/u' may be a leaf of 'w', or the parameter 'u'.
+    """
+    count = 0
+    while count < len(key[1]) and type(key[1][-count - 1]) is Inner:
+        count += 1
+    return count
+
+
 def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
     """Maps over the variables in a tree of nested mappings, keeping their types.
 
