@@ -33,7 +33,7 @@ def demo(*args):
 
 
 def test(*args):
-    """Run the tests, all or some: [tests/test_linen.py -k name]."""
+    """Run the tests, all or some: [tests/forms/test_linen.py -k name]."""
     python = development_env()
     if args:
         return pytest(python, args)

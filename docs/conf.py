@@ -1,8 +1,7 @@
 """How the site is built: guide and reference, from these pages and the docstrings.
 
-Nothing is fetched and nothing is run: the code in the pages is run by
-`tests/test_readme.py`, the examples in docstrings by pytest, the notebooks by a check
-of their own, and what they show is in them.
+Nothing is fetched and nothing is run. `tests/repository/test_readme.py` runs the code in
+the pages, pytest the examples in docstrings, and `dev.py notebooks --check` the notebooks.
 """
 
 import flax_sg

@@ -102,7 +102,7 @@ def test_another_missing_package_is_not_hidden(without):
 
 
 def test_as_a_process(tmp_path: Path):
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, '-W', 'error', '-m', 'flax_sg', 'dmeo'],
         cwd=tmp_path,

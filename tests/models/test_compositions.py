@@ -16,7 +16,7 @@ import pytest
 import stepwise
 from flax_sg import linen as nn
 
-README = Path(__file__).parents[1] / 'flax_sg' / 'README.md'
+README = Path(__file__).parents[2] / 'flax_sg' / 'README.md'
 
 # The rules in the table, and what is in its cells: the gradient g of the parameter,
 # h of the other one, a factor c, a function f, a value r, a clip k.

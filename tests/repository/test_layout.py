@@ -16,7 +16,7 @@ from flax.core import Scope
 
 from flax_sg.internals import jaxprs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # Packages, each of which imports only from those before it, and the public names.
 STACK = [

@@ -372,7 +372,7 @@ def test_a_report_for_bugs_has_versions_devices_and_changed_flags(capsys):
 
 
 def test_as_a_process(program: Path):
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, '-m', 'flax_sg', 'flow', CHECK, '--expect', 'gln: code/**'],
         cwd=program,  # Where the program is found.

@@ -18,7 +18,7 @@ import oracle
 import witness
 from flax_sg.engine import blocks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # A block changes nothing that a test should see: these look for the hooks on Flax.
 LINEN = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / 'README.md'
 # Pages that include another file, the README among them, have no text of their own.
 PAGES = [README] + [

@@ -11,7 +11,7 @@ import pytest
 import flax_sg
 from flax_sg import core, errors, filters, linen, testing
 
-REFERENCE = Path(__file__).parents[1] / 'docs/reference'
+REFERENCE = Path(__file__).parents[2] / 'docs/reference'
 
 
 def shown(page: str) -> set[str]:

@@ -124,7 +124,7 @@ def test_a_method_that_was_taken_is_that_of_the_wrapper() -> None:
 
 def test_keras_trains_it_in_training_mode() -> None:
     """A process of its own; what it compares stands in keras_layer.py."""
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     found = os.pathsep.join([str(tests.parent), str(tests)])
     done = subprocess.run(
         [sys.executable, '-m', 'keras_layer'],

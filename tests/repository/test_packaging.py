@@ -16,7 +16,7 @@ import pytest
 
 import flax_sg
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CORE = {'flax', 'jax', 'jaxlib', 'optax', 'chex'}
 
 
@@ -108,7 +108,7 @@ def test_the_sdist_holds_the_tests_and_what_they_read(tmp_path: Path):
     name = run_python('-c', build).split()[-1]
     with tarfile.open(tmp_path / name) as archive:
         files = {n.partition('/')[2] for n in archive.getnames()}
-    tests = {f'tests/{file.name}' for file in (ROOT / 'tests').glob('*.py')}
+    tests = {str(file.relative_to(ROOT)) for file in (ROOT / 'tests').rglob('*.py')}
     guide = {f'docs/{file.name}' for file in (ROOT / 'docs').glob('*.md')}
     assert tests | guide | {'dev.py', 'README.md', 'CITATION.cff'} <= files
     assert not any(n.startswith(('docs/_build', 'docs/notebooks')) for n in files)

@@ -27,7 +27,7 @@ from flax_sg.internals import hooking, lifting, required, tracing, versions
 
 pytestmark = pytest.mark.every_case
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 
 
