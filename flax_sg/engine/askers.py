@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,47 +29,33 @@ class Asker:
         rewrite: the rewrite of the block.
         owner_path: the path of the module that opened it, () at top level.
         tree: the tree of this module; None where paths do not depend on it.
+        has_functions: whether the filter asks a function.
+        asks_classes: whether it chooses by the class of the module around a variable.
+        shape: equal for filters that are spelled alike.
+        sure: equal for askers that surely give the same answers; None if nobody knows.
+        kind: what the answers are for: others mean something else by the same ones.
+        blank_kind: equal for blocks that do the same as long as nothing is asked.
     """
 
     rewrite: rules.Rewrite
     owner_path: tuple[str, ...]
     tree: TreeRef
-    # What functions have said of paths.
-    _said: dict[filters.Filter, dict[Hashable, bool]] = dataclasses.field(
-        default_factory=dict
-    )
 
-    @functools.cached_property
-    def sure(self) -> Hashable:
-        """Equal for askers that surely give the same answers; None if nobody knows."""
-        where = self.rewrite.where
-        if self.has_functions:
-            return None
-        return where, self.rewrite.rule.values(), self.owner_path, self.tree
-
-    @functools.cached_property
-    def has_functions(self) -> bool:
-        """Whether the filter asks a function."""
-        return filters.Predicate in asking.kinds_of(self.rewrite.where)
-
-    @functools.cached_property
-    def asks_classes(self) -> bool:
-        """Whether the filter chooses by the class of the module around a variable."""
-        return filters.OfType in asking.kinds_of(self.rewrite.where)
-
-    @property
-    def kind(self) -> Hashable:
-        """What the answers are for: others mean something else by the same ones."""
-        return self.rewrite.rule.key(), self.rewrite.collections
-
-    @property
-    def blank_kind(self) -> Hashable:
-        """Equal for blocks that do the same as long as nothing is asked.
-
-        A write is no question where it is allowed. A lifted transform writes back what
-        it is handed, of the collections that a block looks at.
-        """
-        return self.rewrite.rule.refuses_writes, self.rewrite.collections
+    def __post_init__(self) -> None:
+        where, rule = self.rewrite.where, self.rewrite.rule
+        kinds = asking.kinds_of(where)
+        self.has_functions = filters.Predicate in kinds
+        self.asks_classes = filters.OfType in kinds
+        self.shape = asking.shape_of(where)
+        self.sure: Hashable = None
+        if not self.has_functions:
+            self.sure = where, rule.values(), self.owner_path, self.tree
+        self.kind = rule.key(), self.rewrite.collections
+        # A write is no question where it is allowed. A lifted transform writes back
+        # what it is handed, of the collections that a block looks at.
+        self.blank_kind = rule.refuses_writes, self.rewrite.collections
+        # What functions have said of paths.
+        self._said: dict[filters.Filter, dict[Hashable, bool]] = {}
 
     def ask(self, path: Path) -> Any:
         """Whether the filter takes a variable: a bool, or a part of it.

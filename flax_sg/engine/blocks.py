@@ -56,7 +56,7 @@ class Block:
         home: while such a rule runs, the number under which it was compiled, if the
             block was opened outside of what was compiled.
         lent: modules of which a helper that reads them was seen, by their id and the
-            name of the helper.
+            name of the helper, until the block closes.
     """
 
     rewrite: rules.Rewrite
@@ -80,9 +80,7 @@ class Block:
     ended: bool = False
     is_open: bool = True
     home: cache_keys.Number | None = None
-    lent: weakref.WeakValueDictionary[tuple[int, str], Any] = dataclasses.field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    lent: dict[tuple[int, str], Any] = dataclasses.field(default_factory=dict)
 
 
 class Root:
@@ -302,6 +300,7 @@ def remove(block: Block | None) -> None:
     thread.set_blocks(rest)
     thread.forget(block)
     block.is_open = False
+    block.lent.clear()
     block.number.give_back(block.asker)
     if block.owner is not None:
         # Not the owner: Flax makes another one when a compact method ends. It may hold

@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 from flax_sg import errors, filters
 from flax_sg.engine.askers import Asker, TreeRef
 from flax_sg.engine.variables import Key, inner_names
-from flax_sg.filters.asking import shape_of
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import versions
 
@@ -76,19 +75,18 @@ class Number:
 
     # Leases.
 
-    def is_known_to(self, where: filters.Filter) -> bool:
+    def is_known_to(self, asker: Asker) -> bool:
         """Whether a filter of this shape has used the number."""
-        return shape_of(where) in self._shapes
+        return asker.shape in self._shapes
 
-    def was_right(self, where: filters.Filter) -> bool:
+    def was_right(self, asker: Asker) -> bool:
         """Whether such a filter was judged, and every part of it means something."""
-        return self._shapes.get(shape_of(where), False)
+        return self._shapes.get(asker.shape, False)
 
-    def use(self, where: filters.Filter, is_right: bool = False) -> None:
+    def use(self, asker: Asker, is_right: bool) -> None:
         """Notes a filter that uses the number, and whether it was judged right."""
         with _lock:
-            is_right = is_right or self.was_right(where)
-            _put_last(self._shapes, shape_of(where), is_right, _MOST_SHAPES)
+            _put_last(self._shapes, asker.shape, is_right, _MOST_SHAPES)
 
     def take(self, asker: Asker) -> bool:
         """Holds the number, if nobody holds it who may give other answers."""
@@ -261,12 +259,16 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
     else:
         number = fresh()
         number.take(asker)
-    number.use(asker.rewrite.where)
+    if not number.is_known_to(asker):
+        number.use(asker, is_right=False)
     with _lock:
         if number.late is not None:
             number.late.others = True
         kind = number.kind or asker.blank_kind
-        known = [n for n in around.inside.get(kind, []) if n is not number]
+        known = around.inside.get(kind, [])
+        if known and known[-1] is number:
+            return number
+        known = [n for n in known if n is not number]
         for other in list(known):
             if len(known) < _MOST_NUMBERS:
                 break
@@ -298,7 +300,7 @@ def _candidates(around: Number, asker: Asker) -> list[Number]:
     for number in reversed(known):
         if number.kind not in (None, asker.kind):
             continue
-        if number.is_known_to(asker.rewrite.where):
+        if number.is_known_to(asker):
             mine.append(number)
         elif asker.sure is not None or number.is_blank:
             others.append(number)

@@ -18,7 +18,7 @@ from flax_sg.engine import (
     writeback,
     writes,
 )
-from flax_sg.internals import core_scopes, hooking
+from flax_sg.internals import core_scopes, hooking, modules
 
 _MISSING = object()
 
@@ -81,6 +81,8 @@ def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
             key = (col, (*self.path, name))
             value = views.stored(blocks.root_of(self), open_blocks, key, value)
             writes.check(self, open_blocks, key, value)
+            if modules.is_sowing():
+                blocks.root_of(self).sown.add(key)
         original(self, col, name, value)
 
     return hook
@@ -97,11 +99,10 @@ def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
     return end
 
 
-def _sow(original: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        if self.scope is not None and blocks.thread.blocks:
-            blocks.root_of(self.scope).sown.add((col, (*self.scope.path, name)))
-        return original(self, col, name, *args, **kwargs)
+def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Any) -> None:
+        hooking.watch(self)
+        original(self)
 
     return hook
 
@@ -115,9 +116,8 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     'invalidate': _invalidate,
     'partial_pack': writeback.partial_pack,
     'has_variable': setup_runs.has_variable,
-    'sow': _sow,
+    'post_init': _post_init,
     'try_setup': setup_values.try_setup,
     'getattribute': setup_values.getattribute,
-    'getattr': setup_values.getattr_,
     **{name: custom_rules.hook_for(*hooking.RULES[name]) for name in hooking.RULES},
 }

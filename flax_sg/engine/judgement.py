@@ -40,11 +40,12 @@ def judge(block: Block, reads: bool) -> None:
     if block.rewrite.unused == 'ignore':
         return
     _meet_the_rest(block)
-    where, number = block.rewrite.where, block.number
+    number, asker = block.number, block.asker
     met = block.decisions or block.collections
-    if met or number.is_blank or not number.was_right(where):
+    if met or number.is_blank or not number.was_right(asker):
         _check_existence(block)
-    number.use(where, is_right=True)
+    if not number.was_right(asker):
+        number.use(asker, is_right=True)
     if reads:
         _check_reads(block)
 
@@ -114,7 +115,7 @@ def _compiled(block: Block) -> Sequence[Path]:
     if block.number.is_blank:
         return ()  # Nothing was compiled.
     known = {path.key: path for path in block.number.paths}
-    if block.owner is None and block.number.was_right(block.rewrite.where):
+    if block.owner is None and block.number.was_right(block.asker):
         known |= block.number.existing  # An owner has met all variables of its own.
     for tree, key, classes, _ in list(block.number.in_older_trees):
         path = block.asker.path_in(tree, key, classes)

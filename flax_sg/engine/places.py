@@ -69,10 +69,9 @@ _LONGEST_CALL = 16  # Bytes of code, caches of the interpreter among them.
 
 
 def _task() -> Any:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # No loop is running in this thread.
-        return None
+    # ``asyncio.current_task`` raises where no loop is running, which takes long.
+    loop = asyncio._get_running_loop()
+    return None if loop is None else asyncio.current_task(loop)
 
 
 def warn_without_effect(text: str, place: Place) -> None:

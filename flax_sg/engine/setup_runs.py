@@ -101,11 +101,12 @@ def reads(scope: Scope, collection: str) -> None:
 
 
 def has_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``Module.has_variable``."""
+    """The hook for ``Scope.has_variable``."""
 
-    def hook(self: Any, col: str, name: str) -> bool:
-        if blocks.thread.doubts is not None and self.scope is not None:
-            _asks(self.scope, col)
+    def hook(self: Scope, col: str, name: str) -> bool:
+        # Flax asks too, for each parameter.
+        if blocks.thread.doubts is not None and modules.asks_for_variable():
+            _asks(self, col)
         return original(self, col, name)
 
     return hook

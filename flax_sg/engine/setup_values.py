@@ -40,27 +40,21 @@ def _arguments(cls: type) -> frozenset[str]:
 
 
 def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``Module.__getattribute__``: attributes that are there."""
+    """The hook for ``__getattribute__`` of Module classes that have a ``setup``."""
 
     def hook(self: Any, name: str) -> Any:
-        if name in _OF_FLAX or not blocks.thread.blocks:
+        if name in _OF_FLAX or not blocks.thread.blocks or name[:2] == '__':
             return original(self, name)
-        if name in _arguments(type(self)):
+        cls = type(self)
+        if name in _arguments(cls):
             return original(self, name)
-        if name in _cached_properties(type(self)):
+        if name in _cached_properties(cls):
             return _computed_anew(original, self, name)
+        kept = original(self, '__dict__')
+        if name not in kept and not hasattr(cls, name):
+            self._try_setup()  # As ``Module.__getattr__`` does.
         value = original(self, name)
-        return _seen(self, name, value) if _is_kept(self, name) else value
-
-    return hook
-
-
-def getattr_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``Module.__getattr__``: attributes that ``setup`` is yet to make."""
-
-    def hook(self: Any, name: str) -> Any:
-        value = original(self, name)
-        return _seen(self, name, value) if blocks.thread.blocks else value
+        return _seen(self, name, value) if name in kept else value
 
     return hook
 
@@ -148,6 +142,8 @@ def _seen(module: Any, name: str, value: Any) -> Any:
         return value
     values = _SetupValues.of(module, root, open_blocks)
     found = values.seen.get(name)
+    if found is not None and found[1] is value:  # The hook of a base class was here.
+        return value
     if found is None or found[0] is not value:
         viewed = values.convert(name, value, made_in)
         has_arrays = contents.holds(value, contents.ARRAYS)
@@ -162,7 +158,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
 
 def judge(block: blocks.Block) -> None:
     """Raises if a helper keeps what it has read of a module in a block that ends."""
-    for (_, name), module in list(block.lent.items()):
+    for (_, name), module in block.lent.items():
         if contents.holds(vars(module).get(name), contents.ARRAYS):
             reason = 'it keeps what it has read of a module in the block'
             raise cannot_see(module, name, reason)

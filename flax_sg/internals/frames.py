@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -24,7 +25,11 @@ _STANDARD = sysconfig.get_path('stdlib') + os.sep
 
 def is_of_user(code: types.CodeType) -> bool:
     """Whether code is of the user's program, or of the demo."""
-    file = code.co_filename
+    return _is_file_of_user(code.co_filename)
+
+
+@functools.lru_cache(4096)
+def _is_file_of_user(file: str) -> bool:
     if file.startswith(_NOT_OF_USERS):
         return file.startswith(_DEMO)
     # Packages may be installed in there.

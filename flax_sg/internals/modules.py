@@ -48,6 +48,16 @@ def running_method() -> tuple[Module, str] | None:
     return None
 
 
+def is_sowing() -> bool:
+    """Whether ``Module.sow`` has called the function that calls this one."""
+    return sys._getframe(2).f_code is Module.sow.__code__
+
+
+def asks_for_variable() -> bool:
+    """Whether ``Module.has_variable`` has called the function that calls this one."""
+    return sys._getframe(2).f_code is Module.has_variable.__code__
+
+
 def is_set_up(module: Module) -> bool:
     """Whether ``setup`` has run to its end."""
     state = module._state
@@ -172,6 +182,35 @@ def cached_properties(cls: type) -> frozenset[str]:
             if isinstance(wrapped, functools.cached_property):
                 found.add(name)
     return frozenset(found)
+
+
+def classes_with_setup() -> list[weakref.ref[type]]:
+    """All Module classes of which there may be instances, and that have a ``setup``.
+
+    Flax counts the instances of modules. The list is the same object until there is a
+    new class.
+    """
+    global _known
+    count = linen_module.uuid._id
+    if _known[0] != count:
+        met: dict[type, None] = {Module: None}
+        waiting: list[type] = [Module]
+        while waiting:
+            new = [cls for cls in waiting.pop().__subclasses__() if cls not in met]
+            met.update(dict.fromkeys(new))
+            waiting += new
+        found = [weakref.ref(cls) for cls in met if has_setup(cls)]
+        _known = count, _known[1] if found == _known[1] else found
+    return _known[1]
+
+
+_known: tuple[int, list[weakref.ref[type]]] = -1, []
+
+
+@functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
+def has_setup(cls: type) -> bool:
+    """Whether a Module class has a ``setup`` or cached properties: it keeps values."""
+    return cls.setup is not Module.setup or bool(cached_properties(cls))
 
 
 def clone_on(module: Module, scopes: list[Scope]) -> Module:
