@@ -78,7 +78,7 @@ def open_after_an_exception(patch: Patch) -> None:
 
 def kept_values_ignored(patch: Patch) -> None:
     """What ``setup`` has kept on a module is read as it is."""
-    for name in ('try_setup', 'getattribute', 'getattr'):
+    for name in ('try_setup', 'getattribute'):
         patch.setitem(hooks.HOOKS, name, lambda original: original)
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flax_sg import filters
-from flax_sg.engine.variables import Key
 from flax_sg.filters import asking
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.rules import rules
+from flax_sg.trees.variables import Key
 
 # A tree that is older than the trace that reads it. None stands for any tree, where
 # the answer does not depend on it.

@@ -13,11 +13,11 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import askers, cache_keys
-from flax_sg.engine.places import Place
-from flax_sg.engine.variables import Key, leaves_of
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import core_scopes, hooking, tracing, versions
+from flax_sg.internals.places import Place
 from flax_sg.rules import rules
+from flax_sg.trees.variables import Key, leaves_of
 
 versions.load_once(globals())
 

@@ -26,9 +26,9 @@ from typing import Any, TypeAlias
 
 from flax_sg import errors, filters
 from flax_sg.engine.askers import Asker, TreeRef
-from flax_sg.engine.variables import Key, inner_names
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import versions
+from flax_sg.trees.variables import Key, inner_names
 
 versions.load_once(globals())
 

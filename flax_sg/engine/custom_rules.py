@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
 from flax_sg.engine import blocks, cache_keys, selection
-from flax_sg.engine.variables import iter_leaf_keys
 from flax_sg.internals import hooking, tracing
+from flax_sg.trees.variables import iter_leaf_keys
 
 _Blocks: TypeAlias = tuple[blocks.Block, ...]
 

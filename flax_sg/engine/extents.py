@@ -11,8 +11,8 @@ from flax_sg import errors
 from flax_sg.engine import blocks, cache_keys, hooks, judgement, setup_values
 from flax_sg.engine.askers import Asker
 from flax_sg.engine.blocks import Block, thread
-from flax_sg.engine.places import Place
 from flax_sg.internals import hooking, tracing
+from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 
 # What is judged at the end of an extent: that what is read in it is rewritten, that

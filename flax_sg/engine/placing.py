@@ -22,13 +22,13 @@ from flax_sg import errors, filters
 from flax_sg.engine import selection
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import path_of
-from flax_sg.engine.variables import Key, find, iter_variables, leaf_keys, leaves_of
 from flax_sg.errors.texts import shown
 from flax_sg.filters import paths
 from flax_sg.internals import tracing
 from flax_sg.rules import rules
 from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_differentiable
+from flax_sg.trees.variables import Key, find, iter_variables, leaf_keys, leaves_of
 
 # What some blocks show of a variable, ``views.view``.
 View: TypeAlias = Callable[[Root, Sequence[Block], Key, Any], Any]

@@ -9,11 +9,11 @@ from typing import Any
 from flax.core.scope import in_filter
 
 from flax_sg.engine.blocks import Block, Question, Root, is_of_tree, thread
-from flax_sg.engine.variables import Key, inner_names
 from flax_sg.filters.expressions import unknown_class
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import modules, tracing
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
+from flax_sg.trees.variables import Key, inner_names
 
 
 def wants(block: Block, collection: str) -> bool:

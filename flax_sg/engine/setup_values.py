@@ -26,8 +26,8 @@ from flax.core.scope import Scope
 
 from flax_sg.engine import blocks, contents, selection, setup_runs, views
 from flax_sg.engine.setup_runs import cannot_see
-from flax_sg.engine.variables import Key, leaves_of
 from flax_sg.internals import core_scopes, modules, tracing
+from flax_sg.trees.variables import Key, leaves_of
 
 _Blocks = tuple[blocks.Block, ...]
 _cached_properties = functools.lru_cache(4096)(modules.cached_properties)

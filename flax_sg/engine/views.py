@@ -17,14 +17,14 @@ import jax
 from flax_sg.engine import placing
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import selects, wants
-from flax_sg.engine.variables import (
+from flax_sg.rules.rules import AS_IT_IS
+from flax_sg.trees.variables import (
     Key,
     leaf_keys,
     leaves_of,
     map_leaves,
     map_variables,
 )
-from flax_sg.rules.rules import AS_IT_IS
 
 
 class Seen:

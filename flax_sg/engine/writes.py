@@ -10,9 +10,9 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, selection
-from flax_sg.engine.variables import Key, find, iter_variables, leaf_keys
 from flax_sg.internals import core_scopes, modules
 from flax_sg.rules.rules import AS_IT_IS
+from flax_sg.trees.variables import Key, find, iter_variables, leaf_keys
 
 
 def check(

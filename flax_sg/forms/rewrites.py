@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 from flax_sg import errors, filters
-from flax_sg.engine import extents, places
+from flax_sg.engine import extents
 from flax_sg.forms import lifted, targets
+from flax_sg.internals import places
 from flax_sg.rules import rules
 
 T = TypeVar('T')

@@ -12,8 +12,8 @@ from flax import linen
 
 from flax_sg import errors
 from flax_sg.engine import blocks
-from flax_sg.engine.variables import Key
 from flax_sg.internals import core_scopes, modules, tracing
+from flax_sg.trees.variables import Key
 
 UPDATE = 'update'
 HOLD = 'hold'

@@ -103,7 +103,7 @@ def acquire_hooks(
         _users.add(user)
         if _complete:
             return
-        root = running_apply() if modules.current_module() else None
+        root = running_apply()
         _install(_plan())
         _complete = True
         # Once will do for all blocks in an ``apply``.
@@ -192,11 +192,11 @@ class released:  # noqa: N801 (read as ``with released(user)``)
             raise
 
 
-_APPLY = [
+_APPLY = next(
     code
     for code in flax_scope.apply.__code__.co_consts
     if getattr(code, 'co_name', '') == 'wrapper'
-]
+)
 
 
 def goes_on(root: Scope | None) -> bool:
@@ -208,6 +208,6 @@ def running_apply() -> Scope | None:
     """The root of the outermost ``apply`` or ``init`` that is running, if any."""
     user_frame, found = sys._getframe(1), None
     while user_frame is not None:
-        found = user_frame if user_frame.f_code in _APPLY else found
+        found = user_frame if user_frame.f_code is _APPLY else found
         user_frame = user_frame.f_back
     return None if found is None else found.f_locals.get('root')

@@ -19,9 +19,7 @@ from flax_sg.filters import paths
 from flax_sg.internals import tracing
 from flax_sg.rules import custom_gradients
 from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, is_differentiable
-
-# Nothing stands for a variable: its leaves are looked at one by one.
-AS_IT_IS: Any = object()
+from flax_sg.trees.variables import AS_IT_IS as AS_IT_IS
 
 Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
 Read: TypeAlias = Callable[[str, str], Sequence[Any]]

@@ -230,6 +230,8 @@ IN_AND_OUT = frozenset(
         'run_again',
         'acquire_hooks',
         'release_hooks',
+        '_install',
+        '_plan',
         'running_apply',
         'goes_on',
         'lease',
@@ -336,7 +338,8 @@ def test_hooks_that_are_half_installed(at):
             installed()
         if goes_on:
             hooking.acquire_hooks(user, hooks.HOOKS)
-            assert hooking._before.keys() == hooking.HOOKED.keys()
+            hooked = {(owner, name) for owner, name in hooking.HOOKED.values()}
+            assert hooked <= hooking._before.keys()
             assert [dict(vars(owner)) for owner in OWNERS] != FLAX
         hooking.release_hooks(user)
         assert_nothing_is_left()

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_sg import filters
-from flax_sg.engine import askers, cache_keys, places, variables, views
+from flax_sg.engine import askers, cache_keys, views
 from flax_sg.engine.blocks import Block, Root, thread
-from flax_sg.engine.variables import Key
 from flax_sg.filters.paths import Path
-from flax_sg.internals import tracing
+from flax_sg.internals import places, tracing
 from flax_sg.rules import rules
 from flax_sg.rules.rules import AS_IT_IS
+from flax_sg.trees import variables
+from flax_sg.trees.variables import Key
 
 
 class Leaf:

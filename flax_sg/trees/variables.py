@@ -10,8 +10,10 @@ import jax
 from flax.core.frozen_dict import FrozenDict
 
 from flax_sg.filters.paths import SUBTREES, Inner, names_within
-from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_whole
+
+# Where no variable is found.
+AS_IT_IS: Any = object()
 
 # A variable's collection, and its names from the root of the tree.
 Key: TypeAlias = tuple[str, tuple[str, ...]]
