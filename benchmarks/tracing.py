@@ -1,12 +1,16 @@
-"""Time to trace and lower a gradient, relative to stops by hand, of this process alone.
+"""Time to trace and lower a gradient, and to open a block, beside stops by hand.
 
-    python -m benchmarks.tracing
+    python -m benchmarks.tracing [--only REGEX]
 
-Nothing is found in a cache, and no garbage is collected meanwhile. The bounds are 1.05
-for one block around a model and 1.15 for a block in each of 1,000 modules.
+Prints a table: each way to freeze relative to stops by hand, and the bound that this
+library keeps to. Nothing is found in a cache, no garbage is collected meanwhile, and
+only the processor's time counts.
 """
 
+import argparse
+import dataclasses
 import gc
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,68 +18,194 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import models, modules, spellings, timing
+from benchmarks import models, modules, spellings, timing, trainers, workloads
 from benchmarks.rivals import BY_HAND
 from benchmarks.selections import Selection
 from flax_sg import linen as nn
 
-WIDTH, NUMBER = 64, 1000
+WIDTH = 64
+CALLS = 2000
+HEADS = ('program', 'way', 'ratio', 'quartiles', 'at most')
 
 
-def compare(name: str, applies: Mapping[str, Any], shapes: Any, rounds: int) -> None:
-    """Prints the time of each way to stop, as ratios to that by hand."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program, written in several ways.
 
-    def lower(apply: Callable[..., Any]) -> Callable[[], None]:
+    Attributes:
+        ways: losses of parameters and an input, by name.
+        shapes: the shapes of their arguments.
+        bound: the largest ratio that is wanted of flax_sg.
+        rounds: how often each is traced and lowered.
+    """
+
+    ways: Mapping[str, Callable[..., jax.Array]]
+    shapes: tuple[Any, ...]
+    bound: float
+    rounds: int
+
+    def ratios(self) -> dict[str, timing.Ratio]:
+        """Times to trace and lower the gradient, relative to stops by hand."""
+
+        def lower(loss: Callable[..., jax.Array]) -> Callable[[], None]:
+            def run() -> None:
+                # Another function each time: JAX remembers those that it has traced.
+                jax.jit(jax.grad(lambda *args: loss(*args))).lower(*self.shapes)
+
+            return run
+
+        def forget() -> None:
+            jax.clear_caches()
+            gc.collect()
+
+        runs = {way: lower(loss) for way, loss in self.ways.items()}
+        times = timing.interleaved(
+            runs, self.rounds, clock=time.process_time, before=forget
+        )
+        return timing.ratios(times, BY_HAND)
+
+
+def around(model: Any, where: Any) -> spellings.Apply:
+    """A block around ``model.apply``."""
+
+    def apply(*args: Any) -> Any:
+        with nn.stop_gradient(where):
+            return model.apply(*args)
+
+    return apply
+
+
+def loss_of(apply: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """The sum of what a model returns, as a function of its parameters."""
+    return lambda params, x: jnp.sum(apply({'params': params}, x))
+
+
+def transformer(model: Any, pattern: str, glob: str, prefix: str) -> Program:
+    """A transformer with frozen layers."""
+    selection = Selection.of(pattern)
+    x = jnp.ones((2, 8, WIDTH))
+    ways = {
+        BY_HAND: spellings.by_hand(model, selection),
+        'flax_sg block, glob': around(model, glob),
+        'flax_sg block, function': around(model, lambda path: path.startswith(prefix)),
+        'flax_sg Frozen': nn.Frozen(model, glob).apply,
+        'nn.map_variables': trainers.map_variables(model, selection),
+    }
+    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+    losses = {way: loss_of(apply) for way, apply in ways.items()}
+    return Program(losses, (params, x), 1.05, 21)
+
+
+def many(number: int, bound: float, rounds: int, *ways: str) -> Program:
+    """Small modules, one after another."""
+    losses = {}
+    for way in (BY_HAND, *ways):
+        make, spelling = modules.WAYS[way]
+        model = modules.Many(number, make)
+        losses[way] = loss_of(spelling(model, modules.KERNELS))
+    return Program(losses, modules.shapes(number), bound, rounds)
+
+
+def three_losses() -> Program:
+    """Three losses of one model, each of which trains its own part."""
+    [work] = [
+        w
+        for w in workloads.workloads(
+            dataclasses.replace(workloads.Sizes(), width=WIDTH)
+        )
+        if w.name == 'three losses'
+    ]
+    params, state, inputs = work.arrays()
+    losses = {
+        BY_HAND: work.loss(spellings.by_hand),
+        'flax_sg block': work.loss(spellings.block_around),
+        'nn.map_variables': work.loss(trainers.map_variables),
+    }
+    ways = {
+        way: lambda params, *inputs, loss=loss: loss(params, state, *inputs)[0]
+        for way, loss in losses.items()
+    }
+    return Program(ways, (params, *inputs), 1.10, 21)
+
+
+EACH = ('flax_sg block in each', 'flax_sg lifted class in each')
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    'transformer of 12 layers': lambda: transformer(
+        models.Transformer(width=WIDTH), 'layer_.*', 'layer_*/**', 'layer_'
+    ),
+    'the same, scanned with remat': lambda: transformer(
+        models.ScannedTransformer(width=WIDTH, remat=True),
+        'layers/.*',
+        'layers/**',
+        'layers',
+    ),
+    '1,000 modules': lambda: many(1000, 1.08, 7, 'flax_sg block', 'nn.map_variables'),
+    '1,000 modules, each with a block': lambda: many(1000, 1.10, 7, *EACH),
+    '100 modules, each with a block': lambda: many(
+        100, 1.10, 15, *EACH, 'nn.map_variables in each'
+    ),
+    'three losses': three_losses,
+}
+
+
+def microseconds(fn: Callable[[], Any]) -> float:
+    """The shortest time of some calls, for each."""
+    best = float('inf')
+    for _ in range(20):
+        begin = time.process_time()
+        for _ in range(CALLS // 20):
+            fn()
+        best = min(best, time.process_time() - begin)
+    return best / (CALLS // 20) * 1e6
+
+
+def open_and_close() -> list[tuple[str, float, float]]:
+    """Blocks around a compiled step: what is timed, microseconds, and the bound."""
+    model = modules.Many(1)
+    shapes, x = modules.shapes(1)
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
+    x = jnp.ones(x.shape)
+    step = jax.jit(lambda params, x: model.apply({'params': params}, x))
+
+    def block(where: Any) -> Callable[[], None]:
         def run() -> None:
-            def loss(params: Any, x: jax.Array) -> jax.Array:
-                return jnp.sum(apply({'params': params}, x))
-
-            jax.jit(jax.grad(loss)).lower(*shapes)
+            with nn.stop_gradient(where):
+                step(params, x)
 
         return run
 
-    def forget() -> None:
-        jax.clear_caches()
-        gc.collect()
-
-    runs = {way: lower(apply) for way, apply in applies.items()}
-    gc.disable()
-    times = timing.interleaved(runs, rounds, clock=time.process_time, before=forget)
-    for way, ratio in timing.ratios(times, BY_HAND).items():
-        low, high = f'{ratio.low:.3f}', f'{ratio.high:.3f}'
-        print(f'{name}, {way}: {ratio.median:.3f} ({low} to {high})')
+    plain = microseconds(lambda: step(params, x))
+    glob = block('small_*/dense/kernel')
+    function = block(lambda path: path.endswith('/kernel'))
+    with nn.stop_gradient('small_*/dense/kernel'):
+        inside = microseconds(lambda: step(params, x))
+    return [
+        ('a compiled step, called in an open block', inside - plain, 20),
+        ('a block opened and closed, glob', microseconds(glob) - plain, 30),
+        ('a block opened and closed, function', microseconds(function) - plain, 60),
+    ]
 
 
 def main() -> None:
-    """Compares a transformer of twelve layers, and a thousand small modules."""
-    model = models.Transformer(width=WIDTH)
-    x = jnp.ones((2, 8, WIDTH))
-    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
-    selection = Selection.of('layer_.*')
-
-    def around(where: Any) -> Callable[..., Any]:
-        def apply(*args: Any) -> Any:
-            with nn.stop_gradient(where):
-                return model.apply(*args)
-
-        return apply
-
-    ways = {
-        BY_HAND: spellings.by_hand(model, selection),
-        'a glob': around('layer_*/**'),
-        'a function': around(lambda path: path.startswith('layer')),
-        'Frozen': nn.Frozen(model, 'layer_*/**').apply,
-    }
-    compare('transformer', ways, (params, x), 21)
-
-    many = modules.Many(NUMBER)
-    each = modules.Many(NUMBER, lambda name: modules.Small(nn.stop_gradient, name=name))
-    ways = {
-        BY_HAND: spellings.by_hand(many, modules.KERNELS),
-        'a block': spellings.block_around(many, modules.KERNELS),
-        'a block in each': each.apply,
-    }
-    compare(f'{NUMBER:,} modules', ways, modules.shapes(NUMBER), 7)
+    """Measures what is asked for, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--only', default='', help='a part of the name of a program')
+    only = parser.parse_args().only
+    gc.disable()
+    print(f'| {" | ".join(HEADS)} |\n|---|---|---|---|---|')
+    for name, make in PROGRAMS.items():
+        if not re.search(only, name):
+            continue
+        program = make()
+        for way, ratio in program.ratios().items():
+            bound = f'{program.bound:.2f}' if way.startswith('flax_sg') else ''
+            quartiles = f'{ratio.low:.2f} to {ratio.high:.2f}'
+            row = name, way, f'{ratio.median:.2f}', quartiles, bound
+            print(f'| {" | ".join(row)} |', flush=True)
+    if re.search(only, 'a block'):
+        print('\n| microseconds | measured | at most |\n|---|---|---|')
+        for what, measured, bound in open_and_close():
+            print(f'| {what} | {measured:.0f} | {bound:.0f} |')
 
 
 if __name__ == '__main__':
