@@ -170,11 +170,9 @@ CACHED = {
     'custom_jvp': _custom_jvp,
     'custom_gradient': _custom_gradient,
     'shard_map': _shard_map,
-    'jit of checkpoint': lambda: jax.jit(_checkpoint()),
     'checkpoint of jit': lambda: jax.checkpoint(_jit()),
     'vmap of jit': lambda: jax.vmap(_jit(), in_axes=(None, 0)),
 }
-
 
 # Made once, outside of every block: under each filter JAX compiles all anew.
 COTANGENT = jnp.asarray([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -221,41 +219,6 @@ def test_in_and_out_of_blocks_within_one_compiled_program(kind):
     oracle.assert_same(
         oracle.grads(actual, PARAMS, X), oracle.grads(expected, PARAMS, X)
     )
-
-
-def test_a_while_loop_called_in_and_out_of_blocks():
-    def body(carry):
-        i, params, x = carry
-        return i + 1, params, apply(params, x)
-
-    def fn(params, x):
-        return lax.while_loop(lambda c: c[0] < 2, body, (0, params, x))[2]
-
-    tangents = jax.tree.map(jnp.ones_like, PARAMS)
-    for letter in 'oijoji':
-        actual = under(letter, jax.jvp, lambda p: fn(p, X), (PARAMS,), (tangents,))
-        expected = jax.jvp(
-            lambda p, letter=letter: fn(oracle.stopped(p, SELECTS[letter]), X),
-            (PARAMS,),
-            (tangents,),
-        )
-        oracle.assert_same(actual, expected)
-
-
-def test_derivatives_made_in_a_block_keep_it():
-    with nn.stop_gradient('dense/kernel'):
-        _, vjp = jax.vjp(apply, PARAMS, X)
-        _, linear = jax.linearize(apply, PARAMS, X)
-    out, expected_vjp = jax.vjp(
-        lambda p, x: apply(oracle.stopped(p, SELECTS['i']), x), PARAMS, X
-    )
-    ct = jnp.ones_like(out)
-    oracle.assert_same(vjp(ct), expected_vjp(ct))
-    tangents = jax.tree.map(jnp.ones_like, (PARAMS, X))
-    _, expected_linear = jax.linearize(
-        lambda p, x: apply(oracle.stopped(p, SELECTS['i']), x), PARAMS, X
-    )
-    oracle.assert_same(linear(*tangents), expected_linear(*tangents))
 
 
 def test_the_rule_of_a_custom_vmap_runs_after_the_block_has_closed():
@@ -403,7 +366,6 @@ LIFTED: dict[str, tuple[Callable[[], Any], str]] = {
     'jit': (lambda: fnn.jit(Encoder), '__call__'),
     'remat': (lambda: fnn.remat(Encoder), '__call__'),
     'remat of jit': (lambda: fnn.remat(fnn.jit(Encoder)), '__call__'),
-    'jit of remat': (lambda: fnn.jit(fnn.remat(Encoder)), '__call__'),
     'jitted method': (lambda: Methods, 'jitted'),
     'rematted method': (lambda: Methods, 'rematted'),
     'remat of a jitted method': (lambda: Methods, 'both'),
@@ -523,22 +485,6 @@ def test_a_jitted_function_is_traced_once_for_each_filter():
     assert len(TRACES) == 3
 
 
-def test_the_same_filters_in_another_order_or_number():
-    fn = _jit()
-
-    def nested(*letters):
-        if not letters:
-            return jax.eval_shape(lambda p: fn(p, X), PARAMS)
-        return under(letters[0], nested, *letters[1:])
-
-    for letters in ('i', 'j', 'ij', 'ji', 'ii', 'i', 'ij', 'ji', 'ii'):
-        before = len(TRACES)
-        nested(*letters)
-        assert len(TRACES) - before <= 1
-    # 'ij' and 'ji' may share a trace and so may 'i' and 'ii'; not one may be lost.
-    assert len(TRACES) <= 5
-
-
 def plain_calls(order: str, encoder: Any) -> fnn.Module:
     """The model of ``Calls`` without blocks: a static argument tells calls apart."""
 
@@ -631,25 +577,6 @@ def test_a_step_under_a_fresh_lambda_is_traced_once():
     assert len(TRACES) == 3
 
 
-def test_a_step_under_a_fresh_lambda_of_self_is_traced_once():
-    class Trainer(fnn.Module):
-        frozen: tuple[str, ...]
-
-        def filter(self):
-            return lambda path: path.name in self.frozen
-
-    step, params = _train_step(), PARAMS
-    for _ in range(4):
-        with nn.stop_gradient(Trainer(('bias',)).filter()):
-            new = step(params, X)
-        _assert_trained(params, new, {'kernel'})
-    assert len(TRACES) == 1
-    with nn.stop_gradient(Trainer(('kernel',)).filter()):
-        new = step(params, X)
-    _assert_trained(params, new, {'bias'})
-    assert len(TRACES) == 2
-
-
 def test_a_lambda_in_a_method_sees_the_fields_of_its_module():
     class Holder(fnn.Module):
         frozen: tuple[str, ...]
@@ -689,20 +616,6 @@ def test_a_list_that_changes_retraces_and_holds():
     assert len(TRACES) == 3
 
 
-def test_a_list_that_changes_in_the_block_holds_from_the_next_block_on():
-    names = ['kernel']
-    where = nn.stop_gradient(lambda path: path.name in names)
-    with where:
-        first = jax.grad(lambda p: jnp.sum(apply(p, X)))(PARAMS)
-        names[0] = 'bias'
-    with where:
-        second = jax.grad(lambda p: jnp.sum(apply(p, X)))(PARAMS)
-    assert oracle.is_zero(first['dense']['kernel'])
-    assert not oracle.is_zero(first['dense']['bias'])
-    assert oracle.is_zero(second['dense']['bias'])
-    assert not oracle.is_zero(second['dense']['kernel'])
-
-
 def test_a_list_that_changes_before_the_first_read():
     """What a compiled program has asked holds as it was when the block opened."""
     step, names = _train_step(), ['kernel']
@@ -736,54 +649,6 @@ def test_a_program_traced_under_a_list_that_changed_is_not_found_again():
     names.remove('bias')
     with where:
         assert frozen() == {'kernel'}
-
-
-FROZEN = 'kernel'
-
-
-def test_a_global_that_is_bound_anew_retraces_and_holds(monkeypatch):
-    step = _train_step()
-
-    def where():
-        return nn.stop_gradient(lambda path: path.name == FROZEN)
-
-    for frozen, moved in (('kernel', 'bias'), ('bias', 'kernel'), ('kernel', 'bias')):
-        monkeypatch.setitem(globals(), 'FROZEN', frozen)
-        for _ in range(2):
-            with where():
-                _assert_trained(PARAMS, step(PARAMS, X), {moved})
-    assert len(TRACES) == 2
-
-
-def test_one_filter_value_whose_global_is_bound_anew(monkeypatch):
-    step = _train_step()
-    where = nn.stop_gradient(lambda path: path.name == FROZEN)
-    for frozen, moved in (('kernel', 'bias'), ('bias', 'kernel'), ('kernel', 'bias')):
-        monkeypatch.setitem(globals(), 'FROZEN', frozen)
-        with where:
-            _assert_trained(PARAMS, step(PARAMS, X), {moved})
-    assert len(TRACES) == 2
-
-
-def test_a_config_with_another_field_retraces_and_holds():
-    step, config = _train_step(), Config(['kernel'])
-    for frozen, moved in (('kernel', 'bias'), ('bias', 'kernel'), ('kernel', 'bias')):
-        config.frozen = [frozen]
-        with nn.stop_gradient(lambda path: path.name in config.frozen):
-            _assert_trained(PARAMS, step(PARAMS, X), {moved})
-    assert len(TRACES) == 2
-
-
-def test_defaults_and_constants_tell_functions_apart():
-    step = _train_step()
-    for name, moved in (('kernel', 'bias'), ('bias', 'kernel')):
-        with nn.stop_gradient(lambda path, name=name: path.name == name):
-            _assert_trained(PARAMS, step(PARAMS, X), {moved})
-    with nn.stop_gradient(lambda path: path.name == 'kernel'):
-        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
-    with nn.stop_gradient(lambda path: path.name == 'bias'):
-        _assert_trained(PARAMS, step(PARAMS, X), {'kernel'})
-    assert len(TRACES) == 4
 
 
 @pytest.mark.parametrize(('by', 'traces'), [('values', 2), ('functions', 6)])
@@ -1179,45 +1044,6 @@ def scan_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 # Threads.
 
 
-def in_thread(fn: Callable[[], Any]) -> Any:
-    """The result of a function in a thread of its own, its exception raised here."""
-    box: list[Any] = []
-
-    def run():
-        try:
-            box.append((True, fn()))
-        except BaseException as error:
-            box.append((False, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    ok, value = box[0]
-    if ok:
-        return value
-    raise value
-
-
-def test_another_thread_is_not_in_the_block():
-    fn = _jit()
-    grad = jax.grad(lambda p: jnp.sum(fn(p, X)))
-    expected = grad(PARAMS)
-    assert len(TRACES) == 1
-    with nn.stop_gradient('dense/**'):
-        grad(PARAMS)
-        assert len(TRACES) == 2
-        oracle.assert_same(in_thread(lambda: grad(PARAMS)), expected)
-        assert len(TRACES) == 2
-        fresh = _jit()
-        text = in_thread(
-            lambda: str(
-                jax.make_jaxpr(jax.grad(lambda p: jnp.sum(fresh(p, X))))(PARAMS)
-            )
-        )
-    fresh = _jit()
-    assert text == str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(fresh(p, X))))(PARAMS))
-
-
 def test_a_thread_opens_a_block_while_another_has_none():
     def frozen():
         with nn.stop_gradient('dense/**'):
@@ -1297,33 +1123,6 @@ def _by_threads(work: Callable[[int], Any], count: int = 8) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return out
-
-
-def test_eight_threads_with_filters_of_their_own_on_one_model():
-    model = Together(threading.Barrier(8))
-    params = Together(None).init(jax.random.key(0), X)['params']
-
-    def name(i):
-        return f'layers_{i % 4}/{"kernel" if i < 4 else "bias"}'
-
-    def work(i):
-        @jax.jit
-        def loss(params, x):
-            with nn.stop_gradient(name(i)):
-                return model.apply({'params': params}, x)
-
-        return jax.vjp(loss, params, X)[1](COTANGENT)
-
-    def by_hand(i):
-        @jax.jit
-        def loss(params, x):
-            copy = oracle.stopped(params, lambda path: path == name(i))
-            return Together(None).apply({'params': copy}, x)
-
-        return jax.vjp(loss, params, X)[1](COTANGENT)
-
-    for i, actual in enumerate(_by_threads(work)):
-        oracle.assert_same(actual, by_hand(i))
 
 
 def test_eight_threads_with_filters_of_their_own_on_one_bound_module():
@@ -1441,40 +1240,6 @@ def test_a_function_without_the_rule_that_it_needs_is_refused_by_jax():
     refused = pytest.raises(AttributeError, match='No VJP defined')
     with nn.stop_gradient(True, unused='ignore'), refused:
         fn(1.0)
-
-
-def test_a_rule_that_runs_when_the_block_of_a_module_has_closed():
-    class Owner(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            kid = fnn.Dense(2, name='kid')
-            kid(x)
-
-            @jax.custom_vjp
-            def fn(x):
-                return kid(x)
-
-            def backward(x, ct):
-                return (ct @ kid.variables['params']['kernel'].T,)
-
-            fn.defvjp(lambda x: (kid(x), x), backward)
-            with nn.stop_gradient('kid/**'):
-                y, pull_back = jax.vjp(fn, x)
-            return pull_back(y)[0] + kid(x)
-
-    def by_hand(params, x):
-        live, weights = params['kid'], oracle.stopped(params['kid'])
-        y = fnn.Dense(2).apply({'params': weights}, x)
-        return y @ weights['kernel'].T + fnn.Dense(2).apply({'params': live}, x)
-
-    def of_owner(params, x):
-        return Owner().apply({'params': params}, x)
-
-    x = jnp.array([[0.5, -1.0]])
-    params = {'kid': {'kernel': jnp.array([[1.0, 2.0], [-3.0, 4.0]]), 'bias': x[0]}}
-    oracle.assert_same(
-        oracle.grads(of_owner, params, x), oracle.grads(by_hand, params, x)
-    )
 
 
 def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():

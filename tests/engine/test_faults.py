@@ -597,7 +597,7 @@ def test_ten_thousand_leaves():
 
 # Names.
 
-NAMES = ['слой', '层_0', 'café', '🧊', 'ß', 'I\u0307', 'a.b', 'a b', 'x[0]', '*', '\\']
+NAMES = ['слой', '🧊', 'I\u0307', 'a.b', 'x[0]', '\\']
 
 
 @pytest.mark.parametrize('name', NAMES)

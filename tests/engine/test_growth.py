@@ -169,19 +169,6 @@ def test_a_config_that_changes_in_each_step():
     assert len(TRACES) == 2
 
 
-def test_two_globs_that_alternate():
-    expected = [by_hand(name) for name in 'ab']
-
-    def body(i: int) -> None:
-        with nn.stop_gradient(f'{"ab"[i % 2]}/**'):
-            found = step(VARIABLES)
-        if i % 100 < 2:
-            oracle.assert_same(found, expected[i % 2])
-
-    assert_nothing_is_kept(body)
-    assert len(TRACES) == 2
-
-
 def test_a_block_in_another_in_each_step():
     def body(i: int) -> None:
         config = Config()
@@ -209,15 +196,6 @@ def test_predicates_of_other_code():
     assert_nothing_is_kept(body, warm=300, steps=800)
 
 
-def test_globs_that_come_once():
-    def body(i: int) -> None:
-        with nn.stop_gradient(['a/**', f'name-{i}'], unused='ignore'):
-            step.trace(VARIABLES)
-
-    assert_nothing_is_kept(body, steps=STEPS)
-    assert len(TRACES) == 1
-
-
 def test_predicates_with_answers_that_come_once():
     """Each of them is traced, which takes time: fewer steps. Nothing is compiled.
 
@@ -239,17 +217,6 @@ def test_predicates_with_answers_that_come_once():
 
     assert_nothing_is_kept(body, warm=500, steps=1_000)
     assert len(TRACES) == 1_000
-
-
-def test_eager_applies():
-    watched = Watched()
-
-    def body(i: int) -> None:
-        config = watched.capture(i, Config())
-        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
-            read(VARIABLES)
-
-    assert_nothing_is_kept(body)
 
 
 def test_bound_modules_that_come_and_go():

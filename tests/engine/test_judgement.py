@@ -153,10 +153,7 @@ def run_apply(model: Any) -> None:
 
 RUNS: dict[str, Callable[[Any], None]] = {
     'init': run_init,
-    'init_with_output': lambda model: model.init_with_output(KEY, X),
-    'lazy_init': lambda model: model.lazy_init(KEY, X),
     'jitted init': lambda model: jax.jit(model.init)(KEY, X),
-    'init without values': lambda model: jax.eval_shape(model.init, KEY, X),
     'apply': run_apply,
     'jitted apply': lambda model: jax.jit(lambda: run_apply(model))(),
 }
@@ -184,16 +181,6 @@ def test_a_typo_raises_when_the_tree_is_complete(make, run):
         # Not at the end of the block: the nearest path is one that was made later.
         assert reached
         assert "'b/" in str(caught.value)
-
-
-def test_a_filter_is_judged_at_init_as_it_is_in_apply():
-    for where, passes in [('b/**', True), ('*/kernel', True), ('c/**', False)]:
-        expected = contextlib.nullcontext()
-        if not passes:
-            expected = pytest.raises(errors.UnusedFilterError)
-        for run in (run_init, run_apply):
-            with expected:
-                run(Later(where))
 
 
 def test_a_block_around_init_judges_the_complete_tree():
@@ -273,15 +260,6 @@ def test_init_within_a_handler_is_judged():
             loss(PARAMS)
 
 
-def test_an_exception_after_reads_comes_alone():
-    for where in ('typo/**', 'b/**'):
-        block = nn.stop_gradient(where)
-        with silent(), pytest.raises(OfTheBodyError) as caught, block:
-            MODEL.apply(VARIABLES, X, method='first')
-            raise OfTheBodyError
-        assert caught.value.__context__ is None
-
-
 # A block that stopped nothing that was read in it.
 
 
@@ -309,13 +287,6 @@ def test_a_block_at_top_level_that_stopped_nothing_warns():
         bound.b(h)
 
 
-def test_the_warning_is_one_of_the_user_and_names_the_filter():
-    assert issubclass(nothing_stopped(), UserWarning)
-    expected = pytest.warns(nothing_stopped(), match=re.escape("'b/**'"))
-    with expected, alone(), nn.stop_gradient('b/**'):
-        MODEL.apply(VARIABLES, X, method='first')
-
-
 def test_each_of_two_blocks_is_judged_by_itself():
     with warned(line_of('inner')), nn.stop_gradient('a/**'):
         with nn.stop_gradient('b/**'):  # inner
@@ -324,12 +295,6 @@ def test_each_of_two_blocks_is_judged_by_itself():
     # Both stop it: neither of them did nothing.
     with silent(), nn.stop_gradient('a/**'), nn.stop_gradient('a/kernel'):
         MODEL.apply(VARIABLES, X)
-
-
-def test_a_block_that_stopped_something_is_silent():
-    for where in ('a/**', 'a/kernel', ['a/bias', 'b/**'], lambda path: path[0] == 'a'):
-        with silent(), nn.stop_gradient(where):
-            MODEL.apply(VARIABLES, X, method='first')
 
 
 def test_a_compiled_step_counts_at_each_call():
@@ -523,16 +488,6 @@ def _assigned() -> None:
     del block
 
 
-def _never_used() -> None:
-    block = nn.stop_gradient('a/**')  # noqa: F841
-    jnp.sum(X)
-
-
-def _kept_in_a_list() -> None:
-    blocks = [nn.stop_gradient(name) for name in ('a/**', 'b/**')]
-    assert len(blocks) == 2
-
-
 def _opened_and_closed() -> None:
     with nn.stop_gradient('a/**'):
         loss(PARAMS)
@@ -553,24 +508,6 @@ def _decorates() -> None:
     _decorated('a/**')
 
 
-def _entered_in_a_stack() -> None:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(nn.stop_gradient('a/**'))
-        loss(PARAMS)
-
-
-def _as_a_field() -> None:
-    class Holds(fnn.Module):
-        block: Any
-
-        @fnn.compact
-        def __call__(self, x):
-            with self.block:
-                return Two(name='net')(x)
-
-    Holds(nn.stop_gradient('net/a/**')).apply({'params': {'net': PARAMS}}, X)
-
-
 def _fails_to_be_made() -> None:
     with pytest.raises(errors.FilterValueError):
         nn.stop_gradient('a/')
@@ -578,14 +515,10 @@ def _fails_to_be_made() -> None:
 
 USED = [
     _assigned,
-    _never_used,
-    _kept_in_a_list,
     _opened_and_closed,
     _lifted,
     _target_first,
     _decorates,
-    _entered_in_a_stack,
-    _as_a_field,
     _fails_to_be_made,
 ]
 
@@ -632,30 +565,6 @@ def stopped_now() -> str:
     return ''.join(name for name in 'ab' if oracle.is_zero(grads[name]))
 
 
-def _yields() -> Iterator[None]:
-    with nn.stop_gradient('a/**'):
-        yield
-
-
-def _yields_in_a_stack() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(nn.stop_gradient('a/**'))
-        yield
-
-
-def _yields_from() -> Iterator[None]:
-    yield from _yields()
-
-
-def _enters_a_context_manager() -> Iterator[None]:
-    with contextlib.contextmanager(_yields)():
-        yield
-
-
-GENERATORS = [_yields, _yields_in_a_stack, _yields_from, _enters_a_context_manager]
-every_generator = pytest.mark.parametrize('make', GENERATORS)
-
-
 @pytest.fixture
 def frozen_a() -> Iterator[None]:
     with nn.stop_gradient('a/**'):
@@ -668,51 +577,6 @@ def test_a_fixture_holds_a_block_for_its_test(frozen_a):
     with nn.stop_gradient('b/**'):
         assert stopped_now() == 'ab'
     assert stopped_now() == 'a'
-
-
-@every_generator
-@in_a_thread_of_its_own
-def test_a_generator_holds_a_block_for_its_caller(make):
-    generator = make()
-    next(generator)
-    assert stopped_now() == 'a'
-    with nn.stop_gradient('b/**'):
-        assert stopped_now() == 'ab'
-    step = jax.jit(lambda params: jax.grad(loss)(params))
-    assert oracle.is_zero(step(PARAMS)['a'])
-    assert list(generator) == []
-    assert stopped_now() == ''
-    assert not oracle.is_zero(step(PARAMS)['a'])
-
-
-@every_generator
-@pytest.mark.parametrize('how', ['close', 'throw', 'drop'])
-@in_a_thread_of_its_own
-def test_a_generator_that_is_closed_closes_its_block(make, how):
-    generator = make()
-    next(generator)
-    assert stopped_now() == 'a'
-    if how == 'close':
-        generator.close()
-    elif how == 'throw':
-        with pytest.raises(OfTheBodyError):
-            generator.throw(OfTheBodyError())
-    else:
-        del generator
-        gc.collect()
-    assert stopped_now() == ''
-
-
-@in_a_thread_of_its_own
-def test_generators_that_end_in_turn():
-    first, second = _yields(), _yields_from()
-    next(first)
-    next(second)
-    assert stopped_now() == 'a'
-    assert list(second) == []
-    assert stopped_now() == 'a'
-    assert list(first) == []
-    assert stopped_now() == ''
 
 
 def assert_names_two_places(error: BaseException, *marks: str) -> None:
@@ -750,15 +614,6 @@ def test_a_block_closed_in_another_thread():
     assert stopped_now() == ''
 
 
-@in_a_thread_of_its_own
-def test_a_generator_run_on_by_another_thread():
-    generator = _yields()
-    next(generator)
-    error = in_thread(lambda: list(generator))
-    assert isinstance(error, errors.BlockError)
-    assert in_thread(stopped_now) == ''
-
-
 # asyncio.
 
 
@@ -770,69 +625,6 @@ async def read_in_a_block() -> str:
     with nn.stop_gradient('b/**'):
         await asyncio.sleep(0)
         return await read()
-
-
-def test_a_read_in_the_task_that_opened_the_block():
-    async def main() -> list[str]:
-        with nn.stop_gradient('a/**'):
-            found = [await read()]
-            await asyncio.sleep(0)
-            found.append(stopped_now())
-            found.append(await read_in_a_block())
-        return [*found, stopped_now()]
-
-    assert asyncio.run(main()) == ['a', 'a', 'ab', '']
-
-
-def test_a_read_in_another_task_than_the_one_that_opened_the_block():
-    async def main() -> None:
-        with nn.stop_gradient('a/**', unused='ignore'):
-            with pytest.raises(errors.BlockError):
-                await asyncio.create_task(read())
-            assert stopped_now() == 'a'
-        assert await asyncio.create_task(read()) == ''
-
-    asyncio.run(main())
-
-
-def test_two_tasks_that_take_turns():
-    async def holds(opened: asyncio.Event, leave: asyncio.Event) -> str:
-        with nn.stop_gradient('a/**'):
-            opened.set()
-            await leave.wait()
-            return stopped_now()
-
-    async def main() -> list[Any]:
-        opened, leave = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(holds(opened, leave))
-        await opened.wait()
-        with pytest.raises(errors.BlockError) as caught:
-            stopped_now()
-        leave.set()
-        return [str(caught.value), await task, stopped_now()]
-
-    message, in_task, after = asyncio.run(main())
-    assert 'task' in message
-    assert (in_task, after) == ('a', '')
-
-
-def test_a_block_opened_outside_of_any_loop_covers_its_tasks():
-    async def main() -> list[str]:
-        found = await asyncio.gather(read(), asyncio.create_task(read()))
-        return [*found, await read_in_a_block()]
-
-    with nn.stop_gradient('a/**'):
-        assert asyncio.run(main()) == ['a', 'a', 'ab']
-        assert stopped_now() == 'a'
-    assert asyncio.run(main()) == ['', '', 'b']
-
-
-def test_a_thread_of_a_task_is_in_none_of_its_blocks():
-    async def main() -> str:
-        with nn.stop_gradient('a/**', unused='ignore'):
-            return await asyncio.to_thread(stopped_now)
-
-    assert asyncio.run(main()) == ''
 
 
 # Faults of what is remembered for the whole process.

@@ -161,22 +161,6 @@ def test_an_apply_in_the_body_of_a_scan_maps_each_step(name):
 
 
 @every_rule
-def test_two_applies_under_one_block_are_mapped_each_alone(name):
-    rule, hand = RULES[name]
-    params = variables(Cell())
-
-    def loss(p, x):
-        with rule(True):
-            return Cell().apply({'params': p}, Cell().apply({'params': p}, x))
-
-    def by_hand(p, x):
-        y = Cell().apply({'params': hand(p)}, x)
-        return Cell().apply({'params': hand(p)}, y)
-
-    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
-
-
-@every_rule
 def test_two_blocks_in_one_apply_are_mapped_each_alone(name):
     rule, hand = RULES[name]
 
@@ -257,25 +241,6 @@ def test_reads_in_raw_transforms_share_it(name):
         both(lambda p, x: model.apply({'params': p}, x), params, X),
         both(by_hand, params, X),
     )
-
-
-@every_rule
-def test_a_bound_module_is_mapped_for_each_block(name):
-    rule, hand = RULES[name]
-    params = variables(Cell())
-
-    def loss(p, x):
-        cell = Cell().bind({'params': p})
-        with rule(True):
-            x = cell(cell(x))
-        with rule(True):
-            return cell(x)
-
-    def by_hand(p, x):
-        cell = Cell().bind({'params': hand(p)})
-        return Cell().apply({'params': hand(p)}, cell(cell(x)))
-
-    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
 
 
 @every_rule
@@ -491,16 +456,6 @@ def test_leaves_that_are_not_differentiated_do_not_count():
 
     run = lambda fn: stepwise.evaluate(jax.grad(fn), params['a'], params)  # noqa: E731
     oracle.assert_same(run(loss), run(by_hand))
-
-
-def test_no_trace_is_held_when_the_block_closes():
-    params = variables(Cell())
-    with jax.checking_leaks():
-        for rule, _ in RULES.values():
-            with rule(True):
-                jax.jit(jax.grad(lambda p: jnp.sum(Cell().apply({'params': p}, X))))(
-                    params
-                )
 
 
 def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over():

@@ -18,7 +18,6 @@ import pytest
 from flax.typing import In, Out
 
 from flax_sg import linen as nn
-from flax_sg.engine import writeback
 from oracle import assert_same, is_zero, stopped
 from stepwise import evaluate, outputs_and_grads
 
@@ -153,32 +152,21 @@ STEPS = jnp.arange(2)
 CARRIED = {'variable_broadcast': 'params', 'variable_carry': 'cache'}
 STACKED = {'variable_axes': {'params': 0, 'cache': 0}}
 SHARED = {'variable_broadcast': 'params', 'variable_axes': {'cache': 0}}
-entry = functools.partial(Writer, at_entry=True)
 
 LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     'none': (lambda writer: writer, 0),
     'jit': (lifts(nn.jit), 0),
     'remat': (lifts(nn.remat), 0),
     'remat_of_jit': (lambda w: lifts(nn.remat)(lifts(nn.jit)(w)), 0),
-    'jit_of_remat': (lambda w: lifts(nn.jit)(lifts(nn.remat)(w)), 0),
     'scan_stacked': (scans(**STACKED), STEPS),
     'scan_shared': (scans(**SHARED), STEPS),
     'scan_unchecked': (scans(check_constancy_invariants=False, **STACKED), STEPS),
-    'scan_axis_1': (scans(variable_axes={'params': 1, 'cache': 1}), STEPS),
     'scan_carried': (
         lambda w: scans(**CARRIED)(functools.partial(w, at_entry=True)),
         STEPS,
     ),
-    'scan_of_jit': (
-        scans(lambda w, **kw: nn.scan(lifts(nn.jit)(w), **kw), **STACKED),
-        STEPS,
-    ),
     'jit_of_scan': (
         scans(lambda w, **kw: lifts(nn.jit)(nn.scan(w, **kw)), **SHARED),
-        STEPS,
-    ),
-    'scan_of_remat': (
-        scans(lambda w, **kw: nn.scan(lifts(nn.remat)(w), **kw), **SHARED),
         STEPS,
     ),
     'vmap': (
@@ -251,8 +239,6 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     ),
 }
 
-each_lift = pytest.mark.parametrize('lift', LIFTS)
-
 
 class Model(nn.Module):
     """Uses a writer before, twice inside and after a block."""
@@ -296,12 +282,16 @@ def variables_of(lift: str) -> Any:
     )
 
 
-@each_lift
-@pytest.mark.parametrize('mutable', [['cache'], True], ids=['cache', 'True'])
+@pytest.mark.parametrize(
+    ('lift', 'mutable'),
+    [
+        # Flax itself refuses a custom_vjp of parameters that may be written.
+        *((lift, lift != 'custom_vjp' or ['cache']) for lift in LIFTS),
+        *((lift, ['cache']) for lift in ('jit', 'remat', 'scan_stacked', 'cond')),
+    ],
+    ids=str,
+)
 def test_real_writes_in_a_lifted_body(lift, mutable):
-    if lift == 'custom_vjp':
-        mutable = ['cache']
-
     def run(how):
         def fn(variables, x):
             out, written = Model(lift, how).apply(variables, x, mutable=mutable)
@@ -339,9 +329,6 @@ MOVES = {
     'vmap of one for all': nn.vmap(Reader, variable_axes=SPREAD),
     'vmap': nn.vmap(Reader, variable_axes=AXES),
     'scan': nn.scan(Step, variable_axes=AXES, length=3),
-    'one for all': nn.vmap(
-        Reader, variable_axes={('cache',): In(None), 'cache': Out(1)}, axis_size=3
-    ),
 }
 
 
@@ -522,21 +509,6 @@ class Sow(Program):
         return inside, self.get_variable('seen', 'y'), self.get_variable('seen', 'z')
 
 
-class SowSums(Program):
-    """A reduction reads what was sown before, and in a block that is stopped."""
-
-    def __call__(self, x):
-        def add(before, new):
-            return new if before is None else self.see(before) + new
-
-        self.put_variable('seen', 'y', x)
-        with self.inside():
-            self.sow('seen', 'y', jnp.sin(x), reduce_fn=add)
-            self.sow('seen', 'y', jnp.cos(x), reduce_fn=add)
-            inside = self.see(self.get_variable('seen', 'y'))
-        return inside, self.get_variable('seen', 'y')
-
-
 class Sower(nn.Module):
     see: Any = staticmethod(lambda v: v)
 
@@ -581,25 +553,6 @@ class Create(Program):
             y = self.see(m.value) * x
             w = self.see(self.param('w', lambda key: jnp.cos(x)))
         return y, w, m.value, self.variables
-
-
-class CreateInJit(Program):
-    @nn.compact
-    def __call__(self, x):
-        with self.inside():
-            y = nn.jit(SmallMaker)(self.see, name='one')(x)
-            z = nn.remat(SmallMaker)(self.see, name='two')(y)
-            inside = self.see(self.variables['new'])
-        return y, z, inside, self.variables
-
-
-class SmallMaker(nn.Module):
-    see: Any
-
-    @nn.compact
-    def __call__(self, x):
-        m = self.variable('new', 'm', jnp.sin, x)
-        return self.see(m.value) * self.see(self.param('w', lambda key: jnp.cos(x)))
 
 
 class Nested(Program):
@@ -649,9 +602,7 @@ PROGRAMS = {
     'twice': WriteTwice,
     'child': WriteInChild,
     'sow': Sow,
-    'sow sums': SowSums,
     'sow in jit': sow_in(nn.jit),
-    'sow in remat': sow_in(nn.remat),
     'sow in scan': sow_in(
         lambda cls: nn.scan(
             cls,
@@ -660,16 +611,7 @@ PROGRAMS = {
             split_rngs={'params': False},
         )
     ),
-    'sow in vmap': sow_in(
-        lambda cls: nn.vmap(
-            cls,
-            variable_axes={'params': None, 'seen': 0},
-            split_rngs={'params': False},
-            in_axes=(None, 0),
-        )
-    ),
     'create': Create,
-    'create in jit': CreateInJit,
     'nested': Nested,
     'raising': Raising,
 }
@@ -699,11 +641,6 @@ def test_writes(name):
 # Writes of what was read, in bodies that get other objects than their callers hold.
 
 
-def keep(program, module, x):
-    module.put_variable('cache', 'a', cache(module, 'a'))
-    module.put_variable('cache', 'tree', cache(module, 'tree'))
-
-
 def swap(program, module, x):
     one, two = cache(module, 'pair')
     module.put_variable('cache', 'pair', (two, one))
@@ -727,10 +664,6 @@ def in_cond(body):
     return lambda module, x: nn.cond(jnp.sum(x) > 0, body, body, module, x)
 
 
-def in_vjp(body):
-    return lambda module, x: nn.vjp(body, module, x, vjp_variables='params')[0]
-
-
 def in_map_variables(body):
     return nn.map_variables(body, 'cache', mutable=True)
 
@@ -752,13 +685,9 @@ class Rewriting(Program):
 
 
 @pytest.mark.parametrize(
-    'lift',
-    [nn.jit, nn.remat, in_cond, in_vjp, in_map_variables],
-    ids=lambda f: f.__name__,
+    'lift', [nn.jit, nn.remat, in_cond, in_map_variables], ids=lambda f: f.__name__
 )
-@pytest.mark.parametrize(
-    'body', [copy_over, keep, swap, grow, shrink], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize('body', [copy_over, swap, grow], ids=lambda f: f.__name__)
 def test_writes_of_what_was_read_in_a_lifted_body(body, lift):
     def run(how):
         def fn(variables, x):
@@ -936,7 +865,7 @@ class TwoPaths(Program):
 
 @pytest.mark.parametrize('mutable', [['cache'], ['params'], True], ids=str)
 @pytest.mark.parametrize('where', ['a/**', lambda path: path.absolute.startswith('a/')])
-@pytest.mark.parametrize('uses', ['ab', 'ba', 'aabba'])
+@pytest.mark.parametrize('uses', ['ba', 'aabba'])
 def test_one_jitted_class_at_two_paths(uses, where, mutable):
     cls = lifts(nn.jit)(Writer if mutable != ['params'] else Silent)
 
@@ -1000,10 +929,7 @@ def test_one_jitted_class_under_blocks_that_are_opened_at_two_paths(order):
 # Without nn.jit: jax.disable_jit runs bodies in the trace of the caller.
 
 
-@pytest.mark.parametrize(
-    'lift',
-    ['jit', 'remat', 'scan_stacked', 'scan_unchecked', 'vmap', 'cond', 'map_cache'],
-)
+@pytest.mark.parametrize('lift', ['jit', 'scan_stacked', 'cond', 'map_cache'])
 def test_with_jit_disabled(lift):
     def run(how):
         def fn(variables, x):
@@ -1017,7 +943,6 @@ def test_with_jit_disabled(lift):
 
 
 # Layers of Flax with state.
-
 
 STATEFUL = {
     'attention': lambda: nn.MultiHeadDotProductAttention(
@@ -1153,7 +1078,7 @@ class Creator(nn.Module):
         return self.both(x, stop)
 
 
-@pytest.mark.parametrize('uses', ['ab', 'ba'])
+@pytest.mark.parametrize('uses', ['ba'])
 @pytest.mark.parametrize(
     'mutable', [['new'], flax.core.DenyList('params'), True], ids=str
 )
@@ -1308,31 +1233,6 @@ def test_two_variables_that_hold_one_array():
     check(run, X, jnp.sin(X))
 
 
-@pytest.mark.parametrize('frozen', [False, True])
-def test_the_types_of_dicts_stay(frozen):
-    make = flax.core.freeze if frozen else lambda tree: tree
-    variables = make(
-        {'params': {'part': {'w': W}}, 'cache': {'part': {'memory': X, 'other': X}}}
-    )
-
-    class Types(nn.Module):
-        on: bool
-
-        @nn.compact
-        def __call__(self, x):
-            part = nn.jit(Writer)(name='part')
-            with block('**', self.on, collections=True):
-                part(x, 0)
-                seen = [self.variables, part.variables, part.variables['params']]
-            return seen
-
-    def types(on):
-        seen, written = Types(on).apply(variables, X, mutable=['cache'])
-        return [type(tree) for tree in (*seen, written, written['cache'])]
-
-    assert types(True) == types(False)
-
-
 class OrderedValue(nn.Module):
     on: bool
 
@@ -1353,26 +1253,6 @@ def test_a_value_that_is_an_ordered_dict(mutable):
 
 
 # Blocks at top level.
-
-
-def test_state_that_goes_from_one_apply_to_the_next():
-    model = Writer()
-
-    def run(how):
-        def fn(variables, x):
-            method = 'halted' if how == 'hand' else '__call__'
-            with block('**', how == 'block', collections=True):
-                y, state = model.apply(
-                    variables, x, 0, mutable=['cache'], method=method
-                )
-                again = {**variables, **state}
-                z, state = model.apply(again, y, 0, mutable=['cache'], method=method)
-            u, after = model.apply({**variables, **state}, z, 0, mutable=['cache'])
-            return {'y': y, 'z': z, 'u': u, 'state': state, 'after': after}
-
-        return fn
-
-    check(run, {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}, X)
 
 
 def test_writes_of_a_bound_module():
@@ -1638,24 +1518,3 @@ def test_a_body_in_a_block_has_the_name_and_the_random_numbers_of_its_own(lift):
     keys = [Uses(on).apply({}, rngs={'noise': KEY}) for on in (False, True)]
     assert_same(*keys)
     assert names[0] == names[1] != ('',)
-
-
-# How the way back is found, as plain functions.
-
-
-def test_a_leaf_that_leaves_as_it_came_in_is_told_by_its_place():
-    a, b, c = object(), object(), object()
-    assert writeback._origin((a, b), (b, [c, a])) == (1, None, 0)
-    assert writeback._unmoved((0, 2, None, 1, 4)) == (0, None, None, None, 4)
-    assert writeback._agreed((0, 1, None), (0, 2, None)) == (0, None, None)
-    assert writeback._agreed((0, 1), (0,)) == writeback._agreed((0,), (0, 1)) == ()
-
-
-def test_a_leaf_that_was_not_written_has_its_axis_where_the_transform_puts_it():
-    stored = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    out = np.zeros((3, 5, 2, 4))
-    assert writeback._moved(stored, 1, 1, out) is stored
-    assert writeback._moved(stored, None, None, out) is stored
-    assert_same(writeback._moved(stored, 0, 2, out), np.moveaxis(stored, 0, 2))
-    of_all = writeback._moved(np.moveaxis(stored, 0, 1), None, 1, out)
-    assert_same(of_all, np.stack([np.moveaxis(stored, 0, 1)] * 5, 1))
