@@ -158,7 +158,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     'ml_collections': lambda: ml_collections.ConfigDict({'frozen': 'a', 'lr': 0.1}),
     'absl flags': absl_flags,
     'SimpleNamespace': lambda: types.SimpleNamespace(frozen='a'),
-    'dataclass': Config,
 }
 
 
@@ -171,47 +170,6 @@ def of_config(make: Callable[[], Any]) -> Reads:
 
 
 CASES |= {name: lambda at, make=make: of_config(make) for name, make in CONFIGS.items()}
-
-
-class Bar:
-    """A progress bar, as tqdm's: a property over a count that goes on."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lock = threading.RLock()
-
-    @property
-    def n(self) -> int:
-        with self._lock:
-            return self._count
-
-    def reset(self, count: int) -> None:
-        self._count = count
-
-
-@case
-def _a_progress_bar(at):
-    bar = Bar()
-    return Reads(
-        lambda: lambda path: path.startswith('a' if bar.n < 5 else 'b'),
-        lambda: bar.reset(7),
-        lambda: bar.reset(2),
-    )
-
-
-@case
-def _a_value_of_jax_config(at):
-    before = jax.config.jax_pprint_use_color
-
-    def put(value: bool) -> None:
-        jax.config.update('jax_pprint_use_color', value)
-
-    at.stack.callback(put, before)
-    return Reads(
-        lambda: lambda path: path.startswith('a') == jax.config.jax_pprint_use_color,
-        lambda: put(False),
-        lambda: put(True),
-    )
 
 
 @case
@@ -241,16 +199,6 @@ def _the_text_of_a_file(at):
     file = at.folder / 'frozen.txt'
     return Reads.named_by(
         file.write_text, lambda: lambda path: path.startswith(file.read_text())
-    )
-
-
-@case
-def _whether_a_file_exists(at):
-    marker = at.folder / 'second-phase'
-    return Reads(
-        lambda: lambda path: path.startswith('b' if marker.exists() else 'a'),
-        marker.touch,
-        marker.unlink,
     )
 
 
@@ -310,26 +258,6 @@ def full_paths() -> tuple[set[str], Callable[[str], None]]:
 def _a_partial_of_a_C_function(at):  # noqa: N802
     names, put = full_paths()
     return Reads.named_by(put, lambda: functools.partial(operator.contains, names))
-
-
-class Chooser:
-    """An object whose method, or which itself, is the predicate."""
-
-    def __init__(self) -> None:
-        self.frozen = 'a'
-
-    def is_frozen(self, path: str) -> bool:
-        return path.startswith(self.frozen)
-
-    __call__ = is_frozen
-
-
-@case
-def _an_instance_with_call(at):
-    chooser = Chooser()
-    return Reads.named_by(
-        lambda name: setattr(chooser, 'frozen', name), lambda: chooser
-    )
 
 
 FROZEN = 'a'
@@ -424,24 +352,6 @@ def test_a_predicate_may_read_anything(reads):
                 found = step(PARAMS)
             oracle.assert_same(found, by_hand(*inside(frozen)))
             assert len(TRACES) == traces
-
-
-@pytest.mark.parametrize(
-    'reads',
-    ['OmegaConf', 'the text of a file', 'a predicate that counts'],
-    indirect=True,
-)
-def test_a_predicate_may_read_anything_in_eager_steps(reads):
-    expected = {
-        name: jax.grad(
-            lambda p, n=name: loss(oracle.stopped(p, inside(n).__contains__))
-        )(PARAMS)
-        for name in 'ab'
-    }
-    for frozen, _ in phases(reads):
-        with nn.stop_gradient(reads.fresh()):
-            found = jax.grad(loss)(PARAMS)
-        oracle.assert_same(found, expected[frozen])
 
 
 # What is put around a step, and which of the parameters that stops.
@@ -814,26 +724,6 @@ def test_an_opening_asks_about_the_variables_of_programs_alone():
         assert sorted(asked.paths) == sorted([*PATHS, 'bias', 'kernel'])
 
 
-@a_config
-def test_an_opening_asks_no_more_than_is_known_of_its_programs(reads):
-    """Two sets of answers are known: at worst a variable is asked about for each."""
-    step, outer = make_step(), alone()
-    for frozen, _ in phases(reads):
-        for _ in range(3):
-            asked, where = list[Any](), reads.fresh()
-            counted = functools.partial(_asking, asked, where)
-            with outer, nn.stop_gradient(counted):
-                found = step(PARAMS)
-            oracle.assert_same(found, by_hand(*inside(frozen)))
-            assert Counter(asked) <= Counter([*PATHS, *PATHS])
-    assert len(TRACES) == 2
-
-
-def _asking(asked: list[Any], where: Any, path: Any) -> bool:
-    asked.append(path)
-    return where(path)
-
-
 class Counted:
     """A config that counts all that is done with it while no predicate runs."""
 
@@ -869,28 +759,6 @@ for _name in ('__eq__', '__ne__', '__hash__', '__repr__', '__str__', '__format__
 for _name in ('__bool__', '__len__', '__iter__', '__contains__', '__getitem__',
               '__call__', '__copy__', '__deepcopy__', '__getstate__'):  # fmt: skip
     setattr(Counted, _name, lambda self, *args, name=_name: _touched(name) or 0)
-
-
-def test_what_a_predicate_reads_is_read_by_the_predicate_alone():
-    config, step = Counted(), make_step()
-
-    def fresh() -> Callable[[Any], bool]:
-        def where(path: Any) -> bool:
-            ASKING_NOW.append(None)
-            try:
-                return path.startswith(config.frozen)
-            finally:
-                ASKING_NOW.pop()
-
-        return where
-
-    TOUCHED.clear()
-    for _ in range(3):
-        with nn.stop_gradient(fresh()):
-            oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
-        with nn.train_only(fresh()), nn.stop_gradient(['b/bias', fresh()]):
-            loss(PARAMS)
-    assert TOUCHED == []
 
 
 @pytest.mark.parametrize(
@@ -1020,37 +888,6 @@ TWICE = Net(times=2)
 OTHERS = Net(('c', 'd'))
 
 
-@a_config
-def test_two_models_with_the_same_paths(reads):
-    steps = [make_step(), make_step(TWICE)]
-    expected = {
-        (name, model): jax.jit(
-            jax.grad(
-                lambda p, n=name, m=model: loss(
-                    oracle.stopped(p, inside(n).__contains__), m
-                )
-            )
-        )(PARAMS)
-        for name in 'ab'
-        for model in (NET, TWICE)
-    }
-    TRACES.clear()
-    for (frozen, traces), together in zip(phases(reads), [1, 1, 0, 0], strict=True):
-        for _ in range(3):
-            if together:
-                with nn.stop_gradient(reads.fresh()):
-                    found = [step(PARAMS) for step in steps]
-            else:
-                found = []
-                for step in steps:
-                    with nn.stop_gradient(reads.fresh()):
-                        found.append(step(PARAMS))
-            oracle.assert_same(
-                found, [expected[frozen, model] for model in (NET, TWICE)]
-            )
-            assert len(TRACES) == 2 * traces
-
-
 def test_a_filter_that_knows_one_of_two_models():
     """It raises for the paths of the other model: it was not made for these."""
     theirs = {'c': PARAMS['a'], 'd': PARAMS['b']}
@@ -1153,19 +990,3 @@ def test_threads_with_fresh_predicates_of_the_same_code():
     # The threads of each round are eight of each answer, in turns.
     by_threads(16, 20, work)
     assert len(TRACES) <= 16
-
-
-def test_a_thread_by_itself_finds_what_others_have_traced():
-    step, config = make_step(), Config()
-
-    def work(i: int) -> None:
-        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
-            oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
-
-    by_threads(4, 3, work)
-    traces = len(TRACES)
-    assert traces <= 4
-    for i in range(4):
-        work(i)
-        by_threads(1, 1, work)
-    assert len(TRACES) == traces

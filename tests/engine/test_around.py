@@ -5,7 +5,6 @@ stopped by hand.
 """
 
 import contextlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -313,18 +312,6 @@ def test_lowered_and_compiled(fn):
         assert_same(compiled(PARAMS, X), expected(PARAMS, X))
 
 
-def test_lowered_in_a_block():
-    jitted = jax.jit(jax.grad(scalar(plain)))
-    expected = jax.jit(jax.grad(scalar(by_hand)))(PARAMS, X)
-    live = jitted.lower(PARAMS, X)
-    with nn.stop_gradient(WHERE):
-        halted = jitted.lower(PARAMS, X)
-        live = live.compile()
-    halted = halted.compile()
-    assert_same(halted(PARAMS, X), expected)
-    assert_same(live(PARAMS, X), jax.jit(jax.grad(scalar(plain)))(PARAMS, X))
-
-
 @pytest.mark.parametrize('fn', [block_around, block_within])
 def test_export(fn):
     def exported(fn):
@@ -368,31 +355,6 @@ def test_init(around):
 
 
 # Looking at a model.
-
-
-@pytest.mark.parametrize('around', [False, True], ids=['within', 'around'])
-def test_tabulate(around):
-    def table(model, **kwargs):
-        return model.tabulate(
-            KEY,
-            X,
-            compute_flops=True,
-            compute_vjp_flops=True,
-            console_kwargs={'width': 200},
-        )
-
-    expected = table(Net())
-    with nn.stop_gradient(WHERE) if around else contextlib.nullcontext():
-        actual = table(Net() if around else Net(tuple(WHERE)))
-    # The flops of the backward pass are fewer: that is what a stop is for.
-    cells = [re.split('[┃│]', line) for line in actual.splitlines()]
-    expected_cells = [re.split('[┃│]', line) for line in expected.splitlines()]
-    assert len(cells) == len(expected_cells) > 10
-    header = next(row for row in cells if any('vjp_flops' in cell for cell in row))
-    column = next(i for i, cell in enumerate(header) if 'vjp_flops' in cell)
-    for row, other in zip(cells, expected_cells, strict=True):
-        assert row[:column] == other[:column]
-        assert row[column + 1 :] == other[column + 1 :]
 
 
 class Perturbed(nn.Module):
@@ -455,48 +417,6 @@ def test_intercept_methods():
         return {'out': plain(stopped(params, lambda path: path.startswith('body/')), x)}
 
     assert_same_grads(halted, expected, PARAMS, X)
-
-
-# Bound modules.
-
-
-class Owner(nn.Module):
-    def setup(self):
-        self.net = Net()
-
-    def __call__(self, x):
-        return self.net(x)
-
-
-def test_bind_and_unbind():
-    def actual(params, x):
-        bound = Owner().bind({'params': {'net': params}})
-        before = bound(x)
-        with nn.stop_gradient([f'net/{where}' for where in WHERE]):
-            inside = bound(x), bound.net(x), bound.net.variables
-            model, variables = bound.net.unbind()
-            copy = model.apply(variables, x)
-        after = bound(x), bound.net(x), bound.net.variables
-        model, variables = bound.net.unbind()
-        return {
-            'before': before,
-            'inside': inside,
-            'copy': copy,
-            'after': after,
-            'again': model.apply(variables, x),
-        }
-
-    def expected(params, x):
-        copies = {'params': stopped(params, selected)}
-        return {
-            'before': plain(params, x),
-            'inside': (by_hand(params, x), by_hand(params, x), copies),
-            'copy': by_hand(params, x),
-            'after': (plain(params, x), plain(params, x), {'params': params}),
-            'again': plain(params, x),
-        }
-
-    assert_same_grads(actual, expected, PARAMS, X)
 
 
 # Raw transforms of JAX in a method: their functions close over the module.

@@ -89,34 +89,6 @@ def test_the_union_of_nested_blocks_stops():
     assert frozen() == ''
 
 
-def test_blocks_nest_within_one_program():
-    class Nested(Model):
-        def __call__(self, x):
-            call = super().__call__
-            out = [call(x)]
-            with nn.stop_gradient('a/**'):
-                out.append(call(x))
-                with nn.stop_gradient(['b/**', 'a/**']):
-                    out.append(call(x))
-                    with nn.stop_gradient('c/**'):
-                        out.append(call(x))
-                    out.append(call(x))
-                out.append(call(x))
-            return [*out, call(x)]
-
-    def copy(params, names):
-        return oracle.stopped(params, lambda path: path[0] in names)
-
-    def by_hand(params):
-        order = ('', 'a', 'ab', 'abc', 'ab', 'a', '')
-        return [apply(copy(params, names)) for names in order]
-
-    oracle.assert_same(
-        oracle.grads(lambda p: Nested().apply({'params': p}, X), PARAMS),
-        oracle.grads(by_hand, PARAMS),
-    )
-
-
 def test_one_value_is_entered_again_while_it_is_open():
     where = nn.stop_gradient('a/**')
     with where:
@@ -166,38 +138,6 @@ def test_modules_open_blocks_in_each_other():
         for name in ('one', 'two'):
             x = x @ p[name]['kernel'] + p[name]['bias']
         return x * p['kernel']
-
-    oracle.assert_same(
-        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
-        oracle.grads(by_hand, params),
-    )
-
-
-def test_the_outer_block_of_a_module_goes_on_when_the_inner_one_has_closed():
-    class Part(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            kernels = [fnn.Dense(3, use_bias=False, name=name) for name in 'ab']
-            with nn.stop_gradient('a/kernel'):
-                with nn.stop_gradient('b/kernel'):
-                    for kernel in kernels:
-                        x = kernel(x)
-                for kernel in kernels:
-                    x = jnp.tanh(kernel(x))
-            return x
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Part(name='part')(x)
-
-    params = Outer().init(jax.random.key(0), X)['params']
-
-    def by_hand(params):
-        a, b = (params['part'][name]['kernel'] for name in 'ab')
-        a = jax.lax.stop_gradient(a)
-        x = X @ a @ jax.lax.stop_gradient(b)
-        return jnp.tanh(jnp.tanh(x @ a) @ b)
 
     oracle.assert_same(
         oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
@@ -444,17 +384,6 @@ def test_return_break_and_continue():
     assert_no_block_is_left()
 
 
-def test_an_exit_stack():
-    with contextlib.ExitStack() as stack:
-        for name in 'ab':
-            stack.enter_context(nn.stop_gradient(LAYERS[name]))
-        assert frozen() == 'ab'
-        kept = stack.pop_all()
-    assert frozen() == 'ab'
-    kept.close()
-    assert frozen() == ''
-
-
 # Generators: a block may be held open by code that is not running.
 
 
@@ -606,31 +535,6 @@ def test_a_generator_run_on_by_another_thread():
     assert_no_block_is_left()
 
 
-def test_another_thread_closes_no_more_than_it_leaves():
-    where = nn.stop_gradient('a/**')
-
-    def opens(inner):
-        with where:
-            with contextlib.suppress(errors.BlockError), inner:
-                yield
-            yield
-            yield frozen()
-
-    generator = opens(nn.stop_gradient('b/**'))
-    next(generator)
-    in_another_thread(lambda: next(generator))
-    other = opens(contextlib.nullcontext())  # Under the same value.
-
-    def open_and_look():
-        next(other)
-        in_another_thread(other.close)
-        return frozen()
-
-    assert in_another_thread(open_and_look) == ''
-    assert list(generator) == ['a']
-    assert_no_block_is_left()
-
-
 # Order, threads.
 
 
@@ -686,28 +590,6 @@ def test_a_block_closed_by_another_thread():
         assert frozen() == 'a'
 
 
-def test_one_value_in_two_threads():
-    where, turn = nn.stop_gradient('a/**'), threading.Barrier(2)
-    box: dict[int, Any] = {}
-
-    def work(i):
-        if i:
-            turn.wait(30)
-        with where:
-            if not i:
-                turn.wait(30)
-            box[i] = frozen()
-            turn.wait(30)
-        box[i] += frozen()
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert box == {0: 'a', 1: 'a'}
-
-
 def test_a_thread_keeps_nothing_of_the_trees_in_its_blocks():
     left: list[Any] = []
 
@@ -747,23 +629,6 @@ def test_a_block_around_an_event_loop():
     with nn.stop_gradient('a/**'):
         assert asyncio.run(main()) == ('a', 'a')
     assert_no_block_is_left()
-
-
-def test_tasks_with_blocks_of_their_own():
-    async def work(name):
-        out = []
-        for _ in range(3):
-            with nn.stop_gradient(LAYERS[name]):
-                out.append(frozen())
-            await asyncio.sleep(0)
-            out.append(frozen())
-        return out
-
-    async def main():
-        return await asyncio.gather(*(work(name) for name in 'abc'))
-
-    for name, out in zip('abc', asyncio.run(main()), strict=True):
-        assert out == [name, ''] * 3
 
 
 def test_a_read_by_another_task_while_a_block_is_open():
@@ -906,23 +771,6 @@ def test_a_predicate_that_opens_a_block_of_its_own():
     params = Outer().init(jax.random.key(0), X)['params']
     grads = oracle.grads(applied(Outer()), params)[0][0]['part']
     assert oracle.is_zero(grads['v']) and oracle.is_zero(grads['w'])
-    assert_no_block_is_left()
-
-
-def test_a_predicate_that_raises_where_a_setup_runs_again():
-    class Kept(fnn.Module):
-        def setup(self):
-            self.w = self.param('w', fnn.initializers.ones, (1, 3))
-
-        def __call__(self, x):
-            with nn.stop_gradient(where):
-                return x * self.w
-
-    def where(path):
-        raise LookupError('on purpose')
-
-    with pytest.raises(LookupError, match='on purpose'):
-        oracle.grads(applied(Kept()), {'w': jnp.ones((1, 3))})
     assert_no_block_is_left()
 
 

@@ -7,7 +7,6 @@ hand (``oracle``). Traces are counted by the Python that runs when there is one.
 import contextlib
 import dataclasses
 import functools
-import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,13 +104,6 @@ def _cond() -> Callable[..., Any]:
     return lambda params, x: lax.cond(jnp.sum(x) < 5.0, true, false, params, x)
 
 
-def _fori_loop() -> Callable[..., Any]:
-    def body(_, carry):
-        return carry[0], apply(*carry)
-
-    return lambda params, x: lax.fori_loop(0, 2, body, (params, x))[1]
-
-
 def _custom_vjp() -> Callable[..., Any]:
     @jax.custom_vjp
     def fn(params, x):
@@ -127,18 +119,6 @@ def _custom_vjp() -> Callable[..., Any]:
     return fn
 
 
-def _custom_jvp() -> Callable[..., Any]:
-    @jax.custom_jvp
-    def fn(params, x):
-        return apply(params, x)
-
-    @fn.defjvp
-    def _(primals, tangents):
-        return jax.jvp(apply, primals, tangents)
-
-    return fn
-
-
 def _custom_gradient() -> Callable[..., Any]:
     @jax.custom_gradient
     def fn(params, x):
@@ -147,29 +127,13 @@ def _custom_gradient() -> Callable[..., Any]:
     return fn
 
 
-def _shard_map() -> Callable[..., Any]:
-    # A name of newer versions; of older ones it is experimental.
-    shard_map = (
-        getattr(jax, 'shard_map', None)
-        or importlib.import_module('jax.experimental.shard_map').shard_map
-    )
-    spec = jax.sharding.PartitionSpec()
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ('i',))
-    return shard_map(
-        lambda params, x: apply(params, x), mesh=mesh, in_specs=spec, out_specs=spec
-    )
-
-
 CACHED = {
     'jit': _jit,
     'checkpoint': _checkpoint,
     'scan': _scan,
     'cond': _cond,
-    'fori_loop': _fori_loop,
     'custom_vjp': _custom_vjp,
-    'custom_jvp': _custom_jvp,
     'custom_gradient': _custom_gradient,
-    'shard_map': _shard_map,
     'checkpoint of jit': lambda: jax.checkpoint(_jit()),
     'vmap of jit': lambda: jax.vmap(_jit(), in_axes=(None, 0)),
 }
@@ -200,25 +164,6 @@ def test_one_function_called_in_and_out_of_blocks(kind):
         fn = CACHED[kind]()
         for letter in order:
             oracle.assert_same(under(letter, traced, fn)(), expected[letter])
-
-
-@pytest.mark.parametrize('kind', CACHED)
-def test_in_and_out_of_blocks_within_one_compiled_program(kind):
-    # The blocks are inside of what is compiled and differentiated: what JAX does with
-    # the inner function then happens after they have closed.
-    fn, by_hand = CACHED[kind](), CACHED[kind]()
-
-    @jax.jit
-    def actual(params, x):
-        return [under(letter, fn, params, x) for letter in 'oijo']
-
-    @jax.jit
-    def expected(params, x):
-        return [by_hand(oracle.stopped(params, SELECTS[k]), x) for k in 'oijo']
-
-    oracle.assert_same(
-        oracle.grads(actual, PARAMS, X), oracle.grads(expected, PARAMS, X)
-    )
 
 
 def test_the_rule_of_a_custom_vmap_runs_after_the_block_has_closed():
@@ -280,19 +225,11 @@ class Compact(fnn.Module):
             return ruled(x, weight)
 
 
-class FromSetup(Compact):
-    def setup(self):
-        self.param('w', fnn.initializers.ones, (3, 3))
-
-    def __call__(self, x):
-        return self.opened(x)
-
-
 def mapped(how: str, name: str) -> fnn.Module:
     return fnn.map_variables(Compact, 'params', init=False)(how, name=name)
 
 
-@pytest.mark.parametrize('make', [Compact, FromSetup, mapped])
+@pytest.mark.parametrize('make', [Compact, mapped])
 def test_the_rule_of_a_custom_vjp_belongs_to_the_module_that_opened_the_block(make):
     class Outer(fnn.Module):
         how: str
@@ -389,16 +326,6 @@ def _calls(kind: str, order: str) -> tuple[Calls, Callable[..., Any]]:
 
 
 @pytest.mark.parametrize('kind', LIFTED)
-def test_one_module_called_in_and_out_of_blocks(kind):
-    model, by_hand = _calls(kind, 'oijo')
-    params = {'enc': PARAMS}
-    oracle.assert_same(
-        oracle.grads(lambda p, x: model.apply({'params': p}, x), params, X),
-        oracle.grads(by_hand, params, X),
-    )
-
-
-@pytest.mark.parametrize('kind', LIFTED)
 def test_one_module_with_mutable_parameters_in_and_out_of_blocks(kind):
     model, by_hand = _calls(kind, 'ioi')
     params = {'enc': PARAMS}
@@ -411,7 +338,7 @@ def test_one_module_with_mutable_parameters_in_and_out_of_blocks(kind):
     )
 
 
-@pytest.mark.parametrize('kind', ['jit', 'remat of jit', 'jitted method'])
+@pytest.mark.parametrize('kind', ['jit', 'jitted method'])
 def test_one_module_in_calls_of_apply_in_and_out_of_blocks(kind):
     make, by = LIFTED[kind]
     alone, params = make()(), PARAMS
@@ -425,51 +352,6 @@ def test_one_module_in_calls_of_apply_in_and_out_of_blocks(kind):
             lambda p, x, k=letter: fn(oracle.stopped(p, SELECTS[k]), x), params, X
         )
         oracle.assert_same(actual, expected)
-
-
-def test_two_instances_of_one_jitted_class():
-    jitted = fnn.jit(Encoder)
-
-    class Two(fnn.Module):
-        order: str
-
-        def setup(self):
-            self.a, self.b = jitted(), jitted()
-
-        def __call__(self, x):
-            out = []
-            for letter in self.order:
-                if letter == 'a':
-                    with nn.stop_gradient('a/**'):
-                        x = self.b(self.a(x))
-                elif letter == 'b':
-                    with nn.stop_gradient('b/**'):
-                        x = self.b(self.a(x))
-                else:
-                    x = self.b(self.a(x))
-                out.append(x)
-            return out
-
-    params = {'a': PARAMS, 'b': jax.tree.map(lambda p: p + 0.5, PARAMS)}
-
-    def actual(order, params, x):
-        return Two(order).apply({'params': params}, x)
-
-    def expected(order, params, x):
-        out = []
-        for letter in order:
-            for name in 'ab':
-                weights = params[name]
-                copy = oracle.stopped(weights) if name == letter else weights
-                x = jitted().apply({'params': copy}, x)
-            out.append(x)
-        return out
-
-    for order in ('-ab', 'ba-'):
-        oracle.assert_same(
-            oracle.grads(functools.partial(actual, order), params, X),
-            oracle.grads(functools.partial(expected, order), params, X),
-        )
 
 
 # How often things are traced.
@@ -498,16 +380,13 @@ def plain_calls(order: str, encoder: Any) -> fnn.Module:
     return Plain()
 
 
-@pytest.mark.parametrize('wrap', [fnn.jit, lambda *a, **k: fnn.remat(fnn.jit(*a, **k))])
-@pytest.mark.parametrize('order', ['o', 'oo', 'i', 'ii', 'oi', 'io', 'oio', 'ijoijo'])
-def test_a_jitted_module_is_traced_as_often_as_under_a_static_argument(wrap, order):
+@pytest.mark.parametrize('order', ['oio', 'ii', 'ijoijo'])
+def test_a_jitted_module_is_traced_as_often_as_under_a_static_argument(order):
     # Flax itself traces a module again when it has been called before in the program
     # that traced it first, and its submodules have counted their random streams: the
     # "second trace" of a program that calls it outside, inside and outside.
-    encoder, tagged = wrap(Encoder), wrap(Encoder, static_argnums=(2,))
-    if wrap is not fnn.jit:
-        tagged = fnn.remat(fnn.jit(Encoder, static_argnums=(2,)), static_argnums=(2,))
-    model, plain = Calls(order, encoder), plain_calls(order, tagged)
+    tagged = fnn.jit(Encoder, static_argnums=(2,))
+    model, plain = Calls(order, fnn.jit(Encoder)), plain_calls(order, tagged)
 
     def count(model):
         TRACES.clear()
@@ -577,28 +456,6 @@ def test_a_step_under_a_fresh_lambda_is_traced_once():
     assert len(TRACES) == 3
 
 
-def test_a_lambda_in_a_method_sees_the_fields_of_its_module():
-    class Holder(fnn.Module):
-        frozen: tuple[str, ...]
-
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient(
-                lambda path: path.name in self.frozen, unused='ignore'
-            ):
-                return jitted(name='enc')(x)
-
-    jitted = fnn.jit(Encoder)
-    params = {'params': {'enc': PARAMS}}
-    for frozen in (('kernel',), ('bias',), ('kernel',), ('bias', 'kernel'), ('bias',)):
-        grads = jax.grad(lambda p, f=frozen: jnp.sum(Holder(f).apply(p, X)))(params)[
-            'params'
-        ]['enc']['dense']
-        assert {k for k, g in grads.items() if not jnp.any(g)} == set(frozen)
-    # Once for each value of the field: what comes again finds its trace.
-    assert len(TRACES) == 3
-
-
 def test_a_list_that_changes_retraces_and_holds():
     step, names = _train_step(), ['kernel']
     where = nn.stop_gradient(lambda path: path.name in names)
@@ -652,49 +509,22 @@ def test_a_program_traced_under_a_list_that_changed_is_not_found_again():
 
 
 @pytest.mark.parametrize(('by', 'traces'), [('values', 2), ('functions', 6)])
-def test_a_filter_as_a_static_argument(by, traces):
-    # Functions are compared by identity there, as in all of JAX.
-    @functools.partial(jax.jit, static_argnums=0)
-    def grad(where, params):
-        TRACES.clear()
-        counts.append(None)
-
-        def loss(params):
-            with nn.stop_gradient(where):
-                return jnp.sum(apply(params, X))
-
-        return jax.grad(loss)(params)
-
-    counts: list[None] = []
-    for _ in range(3):
-        for name in ('kernel', 'bias'):
-            by_name = f'**/{name}' if by == 'values' else lambda p, n=name: p.name == n
-            where = filters.as_filter(by_name)
-            grads = grad(where, PARAMS)['dense']
-            assert [k for k, g in sorted(grads.items()) if oracle.is_zero(g)] == [name]
-    assert len(counts) == traces
-
-
-@pytest.mark.parametrize(('by', 'traces'), [('values', 2), ('functions', 6)])
-@pytest.mark.parametrize('value', ['filter', 'rewrite'])
-def test_a_filter_as_a_field_of_a_jitted_class(value, by, traces):
+def test_a_rewrite_as_a_field_of_a_jitted_class(by, traces):
     # Functions are compared by identity there, as in all fields of Flax.
     class Frozen(fnn.Module):
-        where: Any
+        block: Any
 
         @fnn.compact
         def __call__(self, x):
             TRACES.append(None)
-            block = self.where if value == 'rewrite' else nn.stop_gradient(self.where)
-            with block:
+            with self.block:
                 return jnp.tanh(fnn.Dense(3, name='dense')(x))
 
     jitted = fnn.jit(Frozen)
 
     def fresh(name):
         by_name = f'**/{name}' if by == 'values' else lambda path: path.name == name
-        where = filters.as_filter(by_name)
-        return nn.stop_gradient(where) if value == 'rewrite' else where
+        return nn.stop_gradient(by_name)
 
     params = {'params': PARAMS}
     for _ in range(3):
@@ -719,40 +549,6 @@ class Opens(fnn.Module):
     def __call__(self, x):
         with nn.stop_gradient(self.where):
             return self.inner(name='enc')(x)
-
-
-def _by_absolute(path) -> bool:
-    return path.absolute.startswith('a/') and path.name == 'kernel'
-
-
-@pytest.mark.parametrize('equal', [True, False])
-def test_one_jitted_class_under_filters_at_different_paths(equal):
-    jitted = fnn.jit(Encoder)
-
-    def either(path):
-        return path.absolute in ('a/enc/dense/kernel', 'b/enc/dense/bias')
-
-    class Model(fnn.Module):
-        def setup(self):
-            self.a = Opens(jitted, either if equal else _by_absolute)
-            self.b = Opens(jitted, either if equal else 'enc/dense/bias')
-
-        def __call__(self, x):
-            return self.a(self.b(self.a(x)))
-
-    def by_hand(params, x):
-        copy = oracle.stopped(
-            params, lambda p: p in ('a/enc/dense/kernel', 'b/enc/dense/bias')
-        )
-        for name in 'aba':
-            x = jitted().apply({'params': copy[name]['enc']}, x)
-        return x
-
-    params = {'a': {'enc': PARAMS}, 'b': {'enc': PARAMS}}
-    oracle.assert_same(
-        oracle.grads(lambda p, x: Model().apply({'params': p}, x), params, X),
-        oracle.grads(by_hand, params, X),
-    )
 
 
 def test_a_variable_written_and_read_in_one_jitted_class_at_different_paths():
@@ -838,55 +634,6 @@ def test_what_jitted_modules_make_shares_a_trace_unless_names_tell_it_apart(
         found = jax.grad(make)(X)
     assert len(TRACES) == traces
     oracle.assert_same(found, jnp.full_like(X, gradient))
-
-
-def test_a_rule_that_asks_for_the_path_tells_jitted_modules_apart():
-    @dataclasses.dataclass(frozen=True)
-    class FirstIsZero(rules.Rule):
-        name = 'first_is_zero'
-
-        def __call__(self, path, leaf):
-            return jnp.zeros_like(leaf) if path == 'a/w' else leaf
-
-    jitted = fnn.jit(Taps)
-
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return [jitted(name=name)(x) for name in 'ab']
-
-    with rewrites.BlockDecorator(filters.as_filter(True), FirstIsZero()):
-        found, _ = Model().init_with_output(jax.random.key(0), X)
-    oracle.assert_same(found, [X, X + 2.0 * X])
-
-
-def test_one_jitted_function_called_by_modules_at_different_paths():
-    inner = Encoder()
-    jitted = jax.jit(lambda params, x: inner.apply({'params': params}, x))
-
-    class Opener(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            params = self.param('weights', lambda key: inner.init(key, X)['params'])
-            # Relative to this module it is 'weights/dense/kernel', in the tree that
-            # the function applies 'dense/kernel'.
-            with nn.stop_gradient(lambda path: path == 'dense/kernel', unused='ignore'):
-                return jitted(params, x)
-
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return [Opener(name=name)(x) for name in 'ab']
-
-    params = Model().init(jax.random.key(0), X)['params']
-    actual = oracle.grads(lambda p: Model().apply({'params': p}, X), params)
-    assert len(TRACES) == 1  # At initialisation.
-
-    def by_hand(params):
-        copy = oracle.stopped(params, lambda path: path.endswith('dense/kernel'))
-        return [jitted(copy[name]['weights'], X) for name in 'ab']
-
-    oracle.assert_same(actual, oracle.grads(by_hand, params))
 
 
 def test_equal_filters_of_two_modules_share_what_is_traced():
@@ -1088,23 +835,6 @@ class Layer(fnn.Module):
         return x * self.kernel + self.get_variable('params', 'bias')
 
 
-class Together(fnn.Module):
-    """Waits for the other threads in front of every layer: all blocks are open."""
-
-    barrier: Any
-
-    def setup(self):
-        self.layers = [Layer() for _ in range(4)]
-        self.scale = self.param('scale', fnn.initializers.ones, (2, 3))
-
-    def __call__(self, x):
-        for layer in self.layers:
-            if self.barrier is not None:
-                self.barrier.wait(60)
-            x = layer(x)
-        return x * self.scale
-
-
 def _by_threads(work: Callable[[int], Any], count: int = 8) -> list[Any]:
     out: list[Any] = [None] * count
 
@@ -1123,34 +853,6 @@ def _by_threads(work: Callable[[int], Any], count: int = 8) -> list[Any]:
         if isinstance(result, BaseException):
             raise result
     return out
-
-
-def test_eight_threads_with_filters_of_their_own_on_one_bound_module():
-    model = Together(threading.Barrier(8))
-    variables = Together(None).init(jax.random.key(0), X)
-    bound = model.bind(variables)
-    for layer in bound.layers:  # Flax's own set-up is not safe among threads.
-        _ = layer.kernel
-
-    def selects(i, path):
-        return path == 'scale' if i == 7 else path.startswith(f'layers_{i % 4}/')
-
-    def work(i):
-        with zeros(lambda path: selects(i, path)):
-            return bound(X)
-
-    def by_hand(i):
-        def masked(path, leaf):
-            path = '/'.join(key.key for key in path)
-            return jnp.zeros_like(leaf) if selects(i, path) else leaf
-
-        params = jax.tree_util.tree_map_with_path(masked, variables['params'])
-        return Together(None).apply({'params': params}, X)
-
-    for i, actual in enumerate(_by_threads(work)):
-        oracle.assert_same(actual, by_hand(i))
-    for actual in _by_threads(lambda i: bound(X)):
-        oracle.assert_same(actual, Together(None).apply(variables, X))
 
 
 @pytest.mark.parametrize('opens', ['before the trace', 'in the trace'])
@@ -1230,16 +932,6 @@ def test_threads_in_blocks_of_many_modules_share_few_traces():
     for owner in (model.a, model.b):
         owner.run(zeros('inner/w', unused='ignore'), helper, X)
     assert len(TRACES) == before
-
-
-def test_a_function_without_the_rule_that_it_needs_is_refused_by_jax():
-    @jax.custom_vjp
-    def fn(x):
-        return x
-
-    refused = pytest.raises(AttributeError, match='No VJP defined')
-    with nn.stop_gradient(True, unused='ignore'), refused:
-        fn(1.0)
 
 
 def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():

@@ -753,14 +753,6 @@ def test_copies_of_modules_and_reports_do_the_same():
     assert twin.status_of('w', 'w') == 'flows'
 
 
-def test_an_optimizer_that_freezes_is_copied():
-    tx = sg.freeze(optax.sgd(0.5), 'a/*')
-    for twin in (copy.deepcopy(tx), cloudpickle.loads(cloudpickle.dumps(tx))):
-        updates, _ = twin.update(PARAMS, twin.init(PARAMS), PARAMS)
-        assert (updates['w'] == -0.5).all()
-        assert sg.apply_updates(PARAMS, updates)['a'] == PARAMS['a']
-
-
 def test_a_copy_of_an_open_rewrite_is_not_open():
     block = nn.stop_gradient('a/*')
     with block:

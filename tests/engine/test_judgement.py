@@ -6,14 +6,12 @@ A ``with`` block has to stop something that is read in it, or it warns.
 
 import asyncio
 import contextlib
-import functools
 import gc
 import operator
 import re
 import subprocess
 import sys
 import textwrap
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,19 +188,6 @@ def test_a_block_around_init_judges_the_complete_tree():
         MODEL.init(KEY, X)
 
 
-def test_init_of_a_module_within_the_init_of_another():
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            inner = Later('b/**', parent=None)
-            self.param('inner', lambda key: inner.init(key, x)['params'])
-            return Later('b/**', name='later')(x)
-
-    with silent():
-        variables = Outer().init(KEY, X)
-        Outer().apply(variables, X)
-
-
 # Exceptions of the body.
 
 
@@ -313,16 +298,6 @@ def test_a_compiled_step_that_reads_none_of_it_warns_at_each_call():
     for _ in range(3):
         with warned(line_of('compiled'), outer), nn.stop_gradient('b/**'):  # compiled
             step(VARIABLES)
-
-
-def test_programs_of_which_one_stops_something():
-    stops = jax.jit(lambda v: MODEL.apply(v, X))
-    misses = jax.jit(lambda v: MODEL.apply(v, X, method='first'))
-    outer = alone()
-    for _ in range(2):
-        with silent(), outer, nn.stop_gradient('b/**'):
-            misses(VARIABLES)
-            stops(VARIABLES)
 
 
 def nothing_in_it() -> None:
@@ -531,87 +506,10 @@ def test_a_value_that_is_kept_or_used_is_silent(fn):
 # Blocks are open from enter to exit.
 
 
-def in_thread(fn: Callable[[], Any]) -> Any:
-    """What a function returns in a thread of its own, or raises."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(fn())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    return found[0]
-
-
-def in_a_thread_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
-    """Runs a test where a block that it cannot close is in the way of no other test."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        error = in_thread(lambda: test(*args, **kwargs))
-        if error is not None:
-            raise error
-
-    return run
-
-
 def stopped_now() -> str:
     """Which modules get no gradient in the running code."""
     grads = jax.grad(loss)(PARAMS)
     return ''.join(name for name in 'ab' if oracle.is_zero(grads[name]))
-
-
-@pytest.fixture
-def frozen_a() -> Iterator[None]:
-    with nn.stop_gradient('a/**'):
-        yield
-
-
-def test_a_fixture_holds_a_block_for_its_test(frozen_a):
-    expected = by_hand('a', loss)  # In the block, and twice stopped is stopped.
-    oracle.assert_same(jax.grad(loss)(PARAMS), expected)
-    with nn.stop_gradient('b/**'):
-        assert stopped_now() == 'ab'
-    assert stopped_now() == 'a'
-
-
-def assert_names_two_places(error: BaseException, *marks: str) -> None:
-    """The message names two lines of this file, the marked ones among them."""
-    found = set(re.findall(rf'{re.escape(HERE)}:(\d+)', str(error)))
-    assert len(found) >= 2, str(error)
-    assert {str(line_of(mark)) for mark in marks} <= found, str(error)
-
-
-@in_a_thread_of_its_own
-def test_blocks_closed_in_another_order():
-    first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
-    first.__enter__()  # opened first
-    second.__enter__()  # opened second
-    assert stopped_now() == 'ab'
-    with pytest.raises(errors.BlockError) as caught:
-        first.__exit__(None, None, None)
-    assert_names_two_places(caught.value, 'opened first', 'opened second')
-    with contextlib.suppress(errors.BlockError):
-        second.__exit__(None, None, None)
-    assert stopped_now() == ''
-
-
-@in_a_thread_of_its_own
-def test_a_block_closed_in_another_thread():
-    block = nn.stop_gradient('a/**')
-    block.__enter__()  # opened here
-    error = in_thread(lambda: block.__exit__(None, None, None))  # closed there
-    assert isinstance(error, errors.BlockError)
-    assert_names_two_places(error, 'opened here', 'closed there')
-    # Here it is open until it is closed here.
-    assert stopped_now() == 'a'
-    assert in_thread(stopped_now) == ''
-    block.__exit__(None, None, None)
-    assert stopped_now() == ''
 
 
 # asyncio.

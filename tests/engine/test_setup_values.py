@@ -5,7 +5,6 @@ by running ``setup`` once more, which is right only if that run is what the firs
 was. Each test here is a way in which it may not be. What cannot be found again raises.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, struct
+from flax import linen
 
 import oracle
 from flax_sg import errors
@@ -42,7 +41,6 @@ from uses import (
     integers,
     param,
     plain,
-    run,
     staged,
     variables_of,
 )
@@ -99,12 +97,6 @@ class Pair(NamedTuple):
     b: Any
 
 
-@struct.dataclass
-class Struct:
-    a: Any
-    b: Any = struct.field(pytree_node=False)
-
-
 @dataclasses.dataclass
 class Record:
     a: Any
@@ -134,36 +126,10 @@ def times(w: Any) -> Callable[[Any], Any]:
     return lambda x: x * w
 
 
-def times_twice(module: Any) -> Callable[[Any], Any]:
-    inner = times(module.w * module.b)
-
-    def outer(x):
-        return inner(x) * 2.0
-
-    return outer
-
-
-def recursive(module: Any) -> Callable[[Any], Any]:
-    w = module.w
-
-    def fn(x, n=2):
-        return x if n == 0 else fn(x * w, n - 1)
-
-    return fn
-
-
 def cyclic(module: Any) -> Helper:
     helper = Helper(module.w)
     helper.me = helper
     return helper
-
-
-def local_class(w: Any) -> type:
-    class Local:
-        def times(self, x):
-            return x * w
-
-    return Local
 
 
 def in_order(kept: Any, x: Any) -> Any:
@@ -180,10 +146,6 @@ def use_pair(kept: Any, x: Any) -> Any:
     return x * kept.a * kept.b
 
 
-def box(module: Any) -> nn.Partitioned:
-    return nn.Partitioned(module.w, names=('a',))
-
-
 VALUES: dict[str, type[Route]] = {
     'raw': Raw,
     'derived': keeps(lambda m: m.w * m.w + m.b, lambda w, x: x * w),
@@ -191,44 +153,22 @@ VALUES: dict[str, type[Route]] = {
     'dict': keeps(lambda m: {'a': {'b': m.w}}, lambda d, x: x * d['a']['b']),
     'order of a dict': keeps(lambda m: {'z': m.w, 'a': m.b}, in_order),
     'named tuple': keeps(lambda m: Pair(*pairs(m)), use_pair),
-    'struct': keeps(lambda m: Struct(m.w * m.w, 'static'), lambda s, x: x * s.a),
     'dataclass': keeps(lambda m: Record(*pairs(m)), use_pair),
-    'box': keeps(box, lambda b, x: x * b.value),
     'lambda': keeps(lambda m: times(m.w * m.w), call),
-    'nested functions': keeps(times_twice, call),
     'partial': keeps(lambda m: functools.partial(jnp.multiply, m.w), call),
-    'default': keeps(lambda m: lambda x, w=m.w: x * w, call),
-    'recursive function': keeps(recursive, call),
     'checkpoint': keeps(lambda m: jax.checkpoint(times(m.w)), call),
     'helper': keeps(lambda m: Helper(m.w), call),
     'cyclic helper': keeps(cyclic, call),
     'closure over self': keeps(lambda m: lambda x: x * m.w, call),
-    'own method': keeps(lambda m: m.times_w, call),
 }
 
 # Containers that nothing has to look into: seen right, or an error.
 OPAQUE: dict[str, type[Route]] = {
     'slots': keeps(lambda m: Slots(*pairs(m)), use_pair),
-    'deque': keeps(lambda m: collections.deque([m.w]), lambda d, x: x * d[0]),
     'iterator': keeps(lambda m: iter([m.w] * 99), lambda it, x: x * next(it)),
-    'values': keeps(lambda m: {'w': m.w}.values(), lambda v, x: x * next(iter(v))),
     'method of an array': keeps(lambda m: m.w.__mul__, call),
     'jit': keeps(lambda m: jax.jit(times(m.w)), call),
-    'local instance': keeps(lambda m: local_class(m.w)(), lambda it, x: it.times(x)),
 }
-
-
-class SeveralThings(Route):
-    """Modules, variables and arrays in one list; modules stay the ones they are."""
-
-    def setup(self):
-        self.w = param(self, 'w')
-        v = self.variable('params', 'v', lambda: jnp.ones(3))
-        self.things = [nn.Dense(3), self.w * 2.0, {'kid': NoisyKid(), 'v': v}, None]
-
-    def use(self, x):
-        dense, w, others, _ = self.things
-        return others['kid'](dense(x)) * w * others['v'].value
 
 
 class FunctionOfModule(Raw):
@@ -288,20 +228,6 @@ class FromParent(Route):
         return self.kid(x)
 
 
-class FromClosure(Route):
-    def parts(self):
-        kid = Kid(name='kid')
-
-        class Inner(nn.Module):
-            def setup(self):
-                self.h = kid.w * param(self, 'w')
-
-            def __call__(self, x):
-                return x * self.h
-
-        return Inner(name='inner')
-
-
 class FromField(nn.Module):
     """Fields in an order that is not that of their names."""
 
@@ -315,12 +241,6 @@ class FromField(nn.Module):
 
     def __call__(self, x):
         return x * self.h
-
-
-class FromOwnFields(Route):
-    def parts(self):
-        kids = {'z': Kid(parent=None), 'a': CompactKid(parent=None)}
-        return FromField(kids, name='user')
 
 
 class FromFieldsOfOthers(Route):
@@ -380,34 +300,6 @@ class Lifted(Route):
         return self.kid(x) * self.kid.w2 * self.jitted(x) * self.jitted.w
 
 
-class CallOfLiftedChild(Raw):
-    """Calls lifted modules and functions in ``setup``."""
-
-    def setup(self):
-        super().setup()
-        self.kid = nn.remat(CompactKid)()
-        self.other = CompactKid()
-        scan = functools.partial(nn.scan, variable_broadcast='params', length=2)
-        step = scan(lambda kid, c, _: (kid(c), None), split_rngs={'params': False})
-        self.h, _ = step(self.other, self.kid(self.w), None)
-
-    def use(self, x):
-        return self.kid(x) * self.h
-
-
-class ConstantFields(Raw):
-    """Arrays in fields of children that have nothing to do with parameters."""
-
-    def setup(self):
-        super().setup()
-        self.kid = Holds(jnp.arange(3.0))
-        init = linen.initializers.constant(jnp.full((3, 3), 2.0))
-        self.dense = nn.Dense(3, kernel_init=init)
-
-    def use(self, x):
-        return self.dense(self.kid(x)) * self.w
-
-
 class Noisy(Raw):
     def setup(self):
         super().setup()
@@ -418,16 +310,6 @@ class Noisy(Raw):
     def use(self, x):
         mask = jax.random.bernoulli(self.key, shape=(3,)).astype(jnp.float32)
         return x * self.h + mask
-
-
-class NoisyChild(Raw):
-    def setup(self):
-        super().setup()
-        self.drop = nn.Dropout(0.5, deterministic=False)
-        self.h = self.drop(self.w)
-
-    def use(self, x):
-        return x * self.h
 
 
 class Stateful(Raw):
@@ -443,22 +325,15 @@ class Stateful(Raw):
 
 
 ROUTES: dict[str, Callable[[Program], nn.Module]] = {
-    'own fields': FromOwnFields,
     **VALUES,
-    'several things': SeveralThings,
-    'function of a module': FunctionOfModule,
     'call of a child': FromCallingChild,
     'chain of children': FromChainOfChildren,
     'parent': FromParent,
-    'closure': FromClosure,
     'fields of others': FromFieldsOfOthers,
     'share_scope': ShareScope,
     'non-init field': NonInitField,
     'lifted': Lifted,
-    'call of a lifted child': CallOfLiftedChild,
-    'constants in fields': ConstantFields,
     'random': Noisy,
-    'random child': NoisyChild,
 }
 
 # What a second run of ``setup`` does not do as the first one did. A block may not be
@@ -472,23 +347,6 @@ class DrawnSince(Noisy):
         return x * self.h * noise(self)
 
 
-class SecondCall(Route):
-    """A compact method that is called twice uses its children's streams twice."""
-
-    @nn.compact
-    def __call__(self, x):
-        twice = RunsItsProgram(name='twice')
-        twice((USE,), x)
-        return twice(self.program, x)
-
-
-class RunsItsProgram(nn.Module):
-    @nn.compact
-    def __call__(self, program, x):
-        kid = SetUpWithNoise(nn.Dropout(0.5, deterministic=False), name='kid')
-        return run(program, lambda: kid(x))
-
-
 class SetUpWithNoise(nn.Module):
     noisy: Any
 
@@ -498,15 +356,6 @@ class SetUpWithNoise(nn.Module):
 
     def __call__(self, x):
         return x * self.h
-
-
-class OtherDraws(Route):
-    """Setup lets a module draw that belongs to somebody else."""
-
-    def parts(self):
-        noisy = NoisyKid(name='noisy')
-        kid = SetUpWithNoise(noisy, name='kid')
-        return lambda x: kid(x) * noisy(x)
 
 
 class WritesState(Raw):
@@ -526,24 +375,6 @@ class StateWrittenSince(Stateful):
         if self.is_mutable_collection('state'):
             self.state.value = self.state.value * 2.0
         return x * self.h * self.state.value
-
-
-class OtherWrites(Route):
-    """Setup lets a module write its state that belongs to somebody else."""
-
-    def parts(self):
-        counter = Counter(name='counter')
-        kid = SetUpWithNoise(counter, name='kid')
-        return lambda x: kid(x) * counter(x)
-
-
-class Counter(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        count = self.variable('state', 'count', lambda: jnp.ones(3))
-        if self.is_mutable_collection('state'):
-            count.value = count.value + 1.0
-        return x * count.value * param(self, 'w')
 
 
 class Once(nn.Module):
@@ -595,11 +426,8 @@ class SetByHand(Raw):
 DOUBTFUL: dict[str, Callable[[Program], nn.Module]] = {
     'drawn since': DrawnSince,
     **OPAQUE,
-    'second call': SecondCall,
-    'other draws': OtherDraws,
     'writes state': WritesState,
     'state written since': StateWrittenSince,
-    'other writes': OtherWrites,
     'asks whether it is there': AsksWhetherItIsThere,
     'set by hand': SetByHand,
 }
@@ -636,11 +464,6 @@ def outer(make: Any) -> Callable[[Program], nn.Module]:
 @routes
 def test_before_in_and_after(make):
     check(make, PROGRAMS['all'])
-
-
-@situations
-def test_first_used_in_a_block(make):
-    check(make, PROGRAMS['twice'], ['params'])
 
 
 @situations
@@ -684,11 +507,6 @@ def test_a_block_that_takes_nothing_of_it_changes_nothing(name):
 # Blocks in ``setup`` itself, and the same modules with stops by hand.
 
 stop = jax.lax.stop_gradient
-
-
-def no_stop(where: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    del where, kwargs
-    return contextlib.nullcontext()
 
 
 class BlockInSetup(nn.Module):
@@ -782,81 +600,7 @@ class OuterOf(Outer):
         return use
 
 
-class Inner(nn.Module):
-    """A block whose paths are relative, with a module in it that has its own."""
-
-    by_hand: bool
-
-    @nn.compact
-    def __call__(self, x):
-        first, second = BlockInSetup(self.by_hand, name='a'), Kid(name='b')
-        if self.by_hand:
-            return first(x), second(x)
-        with nn.stop_gradient(['b/w', 'a/b']):
-            return first(x), second(x)
-
-
-class Mounted(nn.Module):
-    by_hand: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        return Inner(self.by_hand, name='inner')(x)
-
-
-def test_a_block_in_setup_leaves_the_paths_of_the_outer_block_as_they_are():
-    """Kept values are derived without the outer block; it is still there after."""
-    params = integers(Mounted().init(RNGS, X))['params']
-
-    def by_hand(params, x):
-        stopped = oracle.stopped(params, {'inner/b/w', 'inner/a/b'}.__contains__)
-        return Mounted(by_hand=True).apply({'params': stopped}, x), {}
-
-    actual = grads_of(Mounted(), params)
-    oracle.assert_same(actual, staged(both(by_hand))(params, X))
-
-
-class NoisyInSetup(nn.Module):
-    by_hand: bool = False
-
-    def setup(self):
-        self.w = param(self, 'w')
-        self.h = self.w * noise(self)
-        block = no_stop if self.by_hand else nn.stop_gradient
-        with block('w'):
-            self.z = stop(self.w) if self.by_hand else self.w * 1.0
-            self.mask = noise(self)
-
-    def __call__(self, x):
-        return x * self.z, x * self.h, self.mask * noise(self)
-
-
-def test_a_block_in_setup_draws_what_is_drawn_without():
-    params = integers(NoisyInSetup().init(RNGS, X))['params']
-    actual = grads_of(NoisyInSetup(), params)
-    oracle.assert_same(actual, grads_of(NoisyInSetup(by_hand=True), params))
-
-
 # One array may be several variables, and what a stop has made of another one.
-
-
-def test_a_parameter_of_a_child_that_is_tied_to_one_of_the_module():
-    class Tied(nn.Module):
-        def setup(self):
-            self.v = param(self, 'v')
-            self.kid = Kid()
-            self.h = self.kid.w
-
-        def __call__(self, x, where):
-            with nn.stop_gradient(where):
-                return x * self.h
-
-    def fn(w, where):
-        params = {'v': w, 'kid': {'w': w, 'b': X}}
-        return jnp.sum(Tied().apply({'params': params}, X, where))
-
-    oracle.assert_same(jax.grad(fn)(X, 'kid/w'), jnp.zeros(3))
-    oracle.assert_same(jax.grad(fn)(X, 'v'), X)
 
 
 def test_an_average_that_is_the_same_array_as_the_stopped_parameter():
@@ -915,25 +659,6 @@ def test_a_cached_property_is_not_kept_stopped():
     """First read in a block; and read in a block after it was cached outside."""
     check(CachedProperty, PROGRAMS['first in it'], stage=eager)
     check(CachedProperty, PROGRAMS['around'], stage=eager)
-
-
-class Table(nn.Module):
-    block: bool
-
-    def setup(self):
-        self.kid = Kid()
-        self.h = self.kid(jnp.ones(3))
-
-    def __call__(self, x):
-        with nn.stop_gradient(True) if self.block else contextlib.nullcontext():
-            return x * self.h * self.kid.w
-
-
-def test_a_second_run_is_not_in_the_table():
-    """``nn.tabulate`` lists the calls of modules."""
-    options = {'console_kwargs': {'width': 240}}
-    tables = [nn.tabulate(Table(b), RNGS, **options)(X) for b in (True, False)]
-    assert tables[0] == tables[1]
 
 
 class Intermediates(nn.Module):
@@ -1361,23 +1086,3 @@ def test_what_cannot_be_computed_again_raises(cls, program, reason):
 
     with pytest.raises(errors.SetupValueError, match=reason):
         jax.vjp(fn, params)
-
-
-def test_the_error_names_module_path_and_reason_and_says_what_to_write():
-    class Parent(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return DrawnSince(PROGRAMS['around'], name='kid')(x)
-
-    def fn(params):
-        return Parent().apply({'params': {'kid': params}}, X, rngs=RNGS)
-
-    with pytest.raises(errors.SetupValueError) as info:
-        jax.vjp(fn, {'w': X, 'b': X})
-    assert str(info.value) == (
-        "self.h, which setup of DrawnSince (at 'kid') makes, cannot be computed again "
-        'for the open block: setup would have to run again, and it draws from the '
-        "random stream 'noise', which others use too.\n"
-        'Keep parameters and modules in setup (self.w = self.param(...)), and compute '
-        'self.h in the method that uses it.'
-    )

@@ -4,7 +4,6 @@ Each program is written once with reads that may be stopped by hand (``see``), a
 with a block and no stops, or with the stops and no block.
 """
 
-import collections
 import contextlib
 import functools
 from collections.abc import Callable
@@ -157,16 +156,10 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     'none': (lambda writer: writer, 0),
     'jit': (lifts(nn.jit), 0),
     'remat': (lifts(nn.remat), 0),
-    'remat_of_jit': (lambda w: lifts(nn.remat)(lifts(nn.jit)(w)), 0),
     'scan_stacked': (scans(**STACKED), STEPS),
     'scan_shared': (scans(**SHARED), STEPS),
-    'scan_unchecked': (scans(check_constancy_invariants=False, **STACKED), STEPS),
     'scan_carried': (
         lambda w: scans(**CARRIED)(functools.partial(w, at_entry=True)),
-        STEPS,
-    ),
-    'jit_of_scan': (
-        scans(lambda w, **kw: lifts(nn.jit)(nn.scan(w, **kw)), **SHARED),
         STEPS,
     ),
     'vmap': (
@@ -174,15 +167,6 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
             nn.vmap,
             variable_axes={'params': None, 'cache': 0},
             split_rngs={'params': False},
-            in_axes=(None, 0),
-        ),
-        STEPS,
-    ),
-    'vmap_axis_1': (
-        lifts(
-            nn.vmap,
-            variable_axes={'params': 1, 'cache': 1},
-            split_rngs={'params': True},
             in_axes=(None, 0),
         ),
         STEPS,
@@ -200,24 +184,6 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
                 )
             )
         ),
-        0,
-    ),
-    'switch': (
-        calls(
-            initialized(
-                lambda method, m, x, i: nn.switch(
-                    jnp.int32(jnp.sum(x) > 0),
-                    [lambda m, x, i: x * method(m, x, i), method],
-                    m,
-                    x,
-                    i,
-                )
-            )
-        ),
-        0,
-    ),
-    'vjp': (
-        calls(lambda method, m, x, i: nn.vjp(lambda m, x: method(m, x, i), m, x)[0]),
         0,
     ),
     'map_variables': (
@@ -472,26 +438,6 @@ class WriteTwice(Program):
         return y, z, a.value
 
 
-class WriteInChild(Program):
-    """Is seen by the parent, in the block and after it."""
-
-    @nn.compact
-    def __call__(self, x):
-        child = Child(name='child')
-        _ = self.variables, child.variables
-        with self.inside('child/m', 'cache'):
-            child(x)
-            y = self.see(self.variables['cache']['child']['m'])
-            z = self.see(child.get_variable('cache', 'm'))
-        return y, z, self.variables['cache']['child']['m'], child.variables
-
-
-class Child(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        self.variable('cache', 'm', jnp.ones, (2, 3)).value = jnp.sin(x)
-
-
 class Sow(Program):
     """Appends to what was sown before; what was sown keeps its gradient."""
 
@@ -600,7 +546,6 @@ PROGRAMS = {
     'another variable': CopyToAnotherVariable,
     'params': CopyParams,
     'twice': WriteTwice,
-    'child': WriteInChild,
     'sow': Sow,
     'sow in jit': sow_in(nn.jit),
     'sow in scan': sow_in(
@@ -656,10 +601,6 @@ def grow(program, module, x):
     module.put_variable('cache', 'pair', (x, *cache(module, 'pair'), jnp.sin(x)))
 
 
-def shrink(program, module, x):
-    module.put_variable('cache', 'pair', cache(module, 'pair')[1:])
-
-
 def in_cond(body):
     return lambda module, x: nn.cond(jnp.sum(x) > 0, body, body, module, x)
 
@@ -697,24 +638,6 @@ def test_writes_of_what_was_read_in_a_lifted_body(body, lift):
         return fn
 
     check(run, {'cache': CACHE}, X)
-
-
-def test_branches_that_write_what_differs_in_structure_are_refused_by_jax():
-    class Differ(nn.Module):
-        where: Any
-
-        @nn.compact
-        def __call__(self, x):
-            with block(self.where, self.where is not None, collections='cache'):
-                return nn.cond(x[0, 0] > 0, *bodies, self, x)
-
-    bodies = [lambda module, x, fn=fn: fn(None, module, x) for fn in (grow, shrink)]
-    said = []
-    for where in (None, 'pair'):
-        with pytest.raises(TypeError) as caught:
-            Differ(where).apply({'cache': CACHE}, X, mutable=['cache'])
-        said.append(str(caught.value))
-    assert said[0] == said[1]
 
 
 # Branches and loops.
@@ -799,48 +722,6 @@ def test_writes_in_a_while_loop():
     )
 
 
-class History(Program):
-    """A variable of several leaves that move up by one at each step."""
-
-    lift: str
-
-    @nn.compact
-    def __call__(self, x):
-        def step(self, x, i):
-            now, _, first = cache(self, 'history')
-            entered = stop(now) if self.how == 'hand' and self.lift != 'scan' else now
-            if self.how == 'hand' and self.lift == 'scan':
-                entered = jnp.where(i == 0, stop(now), now)
-            self.put_variable('cache', 'history', (jnp.sin(entered * x), now, first))
-            return x, x
-
-        with self.inside('history'):
-            if self.lift == 'scan':
-                nn.scan(step, variable_carry='cache', variable_broadcast='params')(
-                    self, x, jnp.arange(3)
-                )
-            else:
-                lift = {'jit': nn.jit, 'remat': nn.remat, 'none': lambda fn: fn}[
-                    self.lift
-                ]
-                for i in range(3):
-                    lift(step)(self, x, i)
-            inside = self.see(cache(self, 'history'))
-        return inside, cache(self, 'history')
-
-
-@pytest.mark.parametrize('lift', ['none', 'jit', 'remat', 'scan'])
-def test_leaves_that_move_within_a_variable(lift):
-    def run(how):
-        def fn(variables, x):
-            out, written = History(how, lift).apply(variables, x, mutable=['cache'])
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {'cache': {'history': (X, jnp.cos(X), 3 * X)}}, X)
-
-
 # nn.jit keeps its traces: what was written has to come out of a cached call as well.
 
 
@@ -890,40 +771,6 @@ class Silent(Writer):
     def both(self, x, i, see, see_entry):
         w = self.param('w', nn.initializers.ones, (3, 3))
         return jnp.tanh(x @ see(w)) * see(self.get_variable('cache', 'other'))
-
-
-@pytest.mark.parametrize('order', ['ab', 'ba'])
-def test_one_jitted_class_under_blocks_that_are_opened_at_two_paths(order):
-    """The filters are equal, and so are the paths relative to the owners."""
-    cls = lifts(nn.jit)(Writer)
-
-    class Owner(Program):
-        @nn.compact
-        def __call__(self, x):
-            part = cls(name='part')
-            halted = part.halted if self.how == 'hand' and self.name == 'a' else part
-            with self.inside(lambda path: path.absolute.startswith('a/')):
-                y = halted(x, 0)
-            return y, dict(part.variables)
-
-    class Owners(Program):
-        @nn.compact
-        def __call__(self, x):
-            return [Owner(self.how, name=name)(x) for name in order]
-
-    def run(how):
-        def fn(variables, x):
-            out, written = Owners(how).apply(variables, x, mutable=True)
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    part = {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}
-    variables = {
-        col: {name: {'part': jax.tree.map(jnp.sin, part[col])} for name in 'ab'}
-        for col in part
-    }
-    check(run, variables, X)
 
 
 # Without nn.jit: jax.disable_jit runs bodies in the trace of the caller.
@@ -976,64 +823,7 @@ class Layers(Program):
         return before, inside, state, part(x)
 
 
-@pytest.mark.parametrize('name', ['attention', 'batch_norm', 'batch_norm_in_jit'])
-def test_layers_with_state(name):
-    x = jnp.stack([X[:1], X[1:]]) if name == 'attention' else X
-    variables = evaluate(Layers('block', name).init, KEY, x)
-    if name == 'attention':
-        cache = variables['cache']['part']
-        for key in ('cached_key', 'cached_value'):
-            # Room for the three calls of a pass.
-            cache[key] = jnp.zeros((2, 4, 1, 3))
-        cache['cache_index'] *= 0
-    integers = jax.tree.map(lambda v: v if v.dtype == jnp.int32 else None, variables)
-    reals = jax.tree.map(lambda v: v if v.dtype != jnp.int32 else None, variables)
-
-    def run(how):
-        def fn(reals, x):
-            variables = jax.tree.map(
-                lambda a, b: b if a is None else a,
-                reals,
-                integers,
-                is_leaf=lambda v: v is None,
-            )
-            mutable = [col for col in variables if col != 'params']
-            out, written = Layers(how, name).apply(variables, x, mutable=mutable)
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, reals, x)
-
-
 # What a rule must not touch: the new value of these is their gradient.
-
-
-class Scaled(Program):
-    @nn.compact
-    def __call__(self, x):
-        with block('**', collections=True):
-            scale = self.get_variable('_overwrite_with_gradient', 'scale')
-            inside = self.variables['_overwrite_with_gradient']['scale']
-            y = nn.remat(lambda self, x: self.variables)(self, x)
-            jitted = y['_overwrite_with_gradient']['scale']
-            return jnp.sum(scale + 2 * inside + 3 * jitted) + jnp.sum(
-                x @ self.get_variable('params', 'w')
-            )
-
-
-def test_overwrite_with_gradient_is_left_alone():
-    variables = {'params': {'w': W}, '_overwrite_with_gradient': {'scale': jnp.ones(2)}}
-    for mutable in (False, True):
-        grad = jax.grad(
-            lambda v, mutable=mutable: jax.tree.leaves(
-                Scaled('block').apply(v, X, mutable=mutable)
-            )[0]
-        )(variables)
-        assert is_zero(grad['params'])
-        np.testing.assert_array_equal(
-            grad['_overwrite_with_gradient']['scale'], [6.0, 6.0]
-        )
 
 
 class Fp8(nn.Module):
@@ -1063,37 +853,6 @@ def test_fp8_layers_get_the_new_values_of_their_scales():
 
 
 # Odds and ends of what variables are.
-
-
-class Creator(nn.Module):
-    @nn.compact
-    def both(self, x, see):
-        m = self.variable('new', 'm', jnp.sin, x)
-        return see(m.value) * x
-
-    def __call__(self, x, i):
-        return self.both(x, lambda v: v)
-
-    def halted(self, x, i):
-        return self.both(x, stop)
-
-
-@pytest.mark.parametrize('uses', ['ba'])
-@pytest.mark.parametrize(
-    'mutable', [['new'], flax.core.DenyList('params'), True], ids=str
-)
-def test_one_jitted_class_makes_variables_at_two_paths(uses, mutable):
-    cls = lifts(nn.jit)(Creator)
-
-    def run(how):
-        def fn(params, x):
-            model = TwoPaths(how, cls, uses, 'a/**')
-            out, written = model.apply({'params': params}, x, mutable=mutable)
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {'unused': W}, X)
 
 
 class Maker(nn.Module):
@@ -1231,25 +990,6 @@ def test_two_variables_that_hold_one_array():
         return fn
 
     check(run, X, jnp.sin(X))
-
-
-class OrderedValue(nn.Module):
-    on: bool
-
-    @nn.compact
-    def __call__(self, x):
-        value = self.variable('cache', 'value', lambda: None)
-        with block('**', self.on, collections=True):
-            y = nn.remat(lambda m, x: m.get_variable('cache', 'value')['b'])(self, x)
-            return y, value.value, self.variables
-
-
-@pytest.mark.parametrize('mutable', [False, ['cache']])
-def test_a_value_that_is_an_ordered_dict(mutable):
-    variables = {'cache': {'value': collections.OrderedDict(b=X, a=2 * X)}}
-    actual = OrderedValue(True).apply(variables, X, mutable=mutable)
-    expected = OrderedValue(False).apply(variables, X, mutable=mutable)
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
 
 
 # Blocks at top level.

@@ -674,7 +674,6 @@ def frozen_state(state: str) -> None:
 
 BOTH = {'encoder': True, 'norm': True}
 DECAYED = sg.freeze(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)))
-DENSE = fnn.Dense(3)
 GRADS = {'a': X, 'b': sg.ABSENT}
 HELD = {'n': sg.NonDifferentiable(3), 'w': 1.0}
 model, variables, where = MODEL, VARIABLES, 'encoder/**'
