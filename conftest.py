@@ -3,6 +3,7 @@
 It stands here and not in tests/ so that the doctests of flax_sg get them too.
 """
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -77,6 +78,12 @@ def pytest_collection_modifyitems(
         (runs if runs_it else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = runs
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from walking through JAX again and again."""
+    gc.freeze()
 
 
 class Measured:

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flax_sg import linen as nn
 from oracle import assert_same, stopped
-from stepwise import evaluate, outputs_and_grads
+from stepwise import assert_same_grads, evaluate, flat
 
 X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
 W = 0.1 * jnp.arange(9.0).reshape(3, 3)
@@ -30,30 +30,6 @@ WHERE = ['body/**', 'head/bias']
 
 def selected(path: str) -> bool:
     return path.startswith('body/') or path == 'head/bias'
-
-
-def flat(tree: Any) -> jax.Array:
-    """All leaves of real numbers in one vector, so that one pull-back serves them."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves] or [jnp.zeros(0)])
-
-
-def assert_same_grads(
-    actual: Callable[..., Any], expected: Callable[..., Any], *args: Any
-):
-    """The functions return dicts of trees; each tree is differentiated for itself."""
-
-    def vectors(fn):
-        def with_aux(*args):
-            out = fn(*args)
-            return {name: flat(tree) for name, tree in out.items()}, out
-
-        return with_aux
-
-    assert_same(
-        outputs_and_grads(vectors(actual), *args),
-        outputs_and_grads(vectors(expected), *args),
-    )
 
 
 class Net(nn.Module):

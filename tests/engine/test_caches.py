@@ -1022,8 +1022,7 @@ def summed(params: Any) -> Any:
     return jnp.sum(apply(params, X))
 
 
-@pytest.mark.parametrize('jitted', [True, False])
-@pytest.mark.parametrize('of_functions', [True, False])
+@pytest.mark.parametrize(('jitted', 'of_functions'), [(True, True), (False, False)])
 def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functions):
     sequences.forget_contexts()
 
@@ -1150,7 +1149,7 @@ def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
                 return jnp.sum(b(a(x)))
 
     variables = Model().init(jax.random.key(0), X)
-    jax.clear_caches()
+    counted.clear_cache()
     TRACES.clear()
     jax.jit(jax.grad(lambda v: Model().apply(v, X))).trace(variables)
     # A block in another one has a number of its own.

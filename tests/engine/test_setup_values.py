@@ -193,24 +193,6 @@ class FromCallingChild(Route):
         return self.kid(x) * self.h
 
 
-class FromChainOfChildren(Route):
-    def setup(self):
-        self.kid = Kid()
-        self.h = self.kid(X)
-        self.other = Caller(self.kid)
-        self.y = self.other(self.h)
-
-    def use(self, x):
-        return x * self.y
-
-
-class Caller(nn.Module):
-    held: Any
-
-    def __call__(self, x):
-        return self.held(x)
-
-
 class ReadsParent(nn.Module):
     def setup(self):
         self.w = param(self, 'w') * self.parent.w
@@ -327,7 +309,6 @@ class Stateful(Raw):
 ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     **VALUES,
     'call of a child': FromCallingChild,
-    'chain of children': FromChainOfChildren,
     'parent': FromParent,
     'fields of others': FromFieldsOfOthers,
     'share_scope': ShareScope,
@@ -435,7 +416,7 @@ DOUBTFUL: dict[str, Callable[[Program], nn.Module]] = {
 routes = pytest.mark.parametrize('make', ROUTES.values(), ids=list(ROUTES))
 # How a value is held matters where it is found and put back, the same at all times.
 OF_VALUES = ('raw', 'derived', 'order of a dict', 'lambda', 'closure over self')
-FEW = ['chain of children', *OF_VALUES]
+FEW = [*OF_VALUES]
 FEW += [name for name in ROUTES if name not in (*FEW, *VALUES)]
 situations = pytest.mark.parametrize('make', [ROUTES[name] for name in FEW], ids=FEW)
 doubtful = pytest.mark.parametrize('make', DOUBTFUL.values(), ids=list(DOUBTFUL))
@@ -961,16 +942,6 @@ class ClosureOverArrayAndModule(Raw):
         return self.kept(x)
 
 
-class ObjectOfArrayAndModule(Raw):
-    def setup(self):
-        super().setup()
-        kid = CompactKid(name='kid')
-        self.kept = Record(Helper(kid), self.w)
-
-    def use(self, x):
-        return self.kept.a.w(x) * self.kept.b
-
-
 class Lazy:
     """A helper that keeps what it made of a module at its first use."""
 
@@ -998,22 +969,6 @@ class MemoInClosure(Raw):
         super().setup()
         memo: dict[str, Any] = {}
         self.kept = lambda: memo.setdefault('w', 3.0 * self.w)
-
-    def use(self, x):
-        return x * self.kept()
-
-
-class MemoInCell(Raw):
-    def setup(self):
-        super().setup()
-        bound = None
-
-        def kept():
-            nonlocal bound
-            bound = 5.0 * self.w if bound is None else bound
-            return bound
-
-        self.kept = kept
 
     def use(self, x):
         return x * self.kept()
@@ -1051,9 +1006,8 @@ FILLED = 'it keeps what it has read of a module in the block'
 RAISING: list[tuple[type[Route], str, str]] = [
     (ClosureOverArrayAndModule, 'around', HOLDS_MODULE),
     (ClosureOverArrayAndModule, 'first in it', HOLDS_MODULE),
-    (ObjectOfArrayAndModule, 'around', HOLDS_MODULE),
-    *((memo, 'around', HOLDS_MODULE) for memo in (Memo, MemoInClosure, MemoInCell)),
-    *((memo, 'first in it', FILLED) for memo in (Memo, MemoInClosure, MemoInCell)),
+    *((memo, 'around', HOLDS_MODULE) for memo in (Memo, MemoInClosure)),
+    *((memo, 'first in it', FILLED) for memo in (Memo, MemoInClosure)),
     (
         BlockAfterTheValue,
         'around',

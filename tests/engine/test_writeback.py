@@ -18,7 +18,7 @@ from flax.typing import In, Out
 
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
-from stepwise import evaluate, outputs_and_grads
+from stepwise import assert_same_grads, evaluate, flat, outputs_and_grads
 
 X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
 W = 0.1 * jnp.arange(9.0).reshape(3, 3)
@@ -30,24 +30,30 @@ def block(where: Any, on: bool = True, **kwargs: Any) -> Any:
     return nn.stop_gradient(where, **kwargs) if on else contextlib.nullcontext()
 
 
-def flat(tree: Any) -> jax.Array:
-    """All leaves of real numbers in one vector, so that one pull-back serves them."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves] or [jnp.zeros(0)])
+def check(
+    make: Callable[[str], nn.Module],
+    variables: Any,
+    *args: Any,
+    x: Any = X,
+    **kwargs: Any,
+) -> None:
+    """`make('block')` and `make('hand')` have the same outputs, writes and gradients.
 
+    Keyword arguments are those of `apply`, by default with all collections mutable.
+    """
 
-def check(run: Callable[[str], Callable[..., Any]], *args: Any) -> None:
-    """``run('block')`` and ``run('hand')`` have the same outputs and gradients."""
-
-    def vectors(how):
-        def fn(*args):
-            out = run(how)(*args)
-            return {name: flat(tree) for name, tree in out.items()}, out
+    def run(how):
+        def fn(variables, x):
+            out, written = make(how).apply(
+                variables, x, *args, **{'mutable': True, **kwargs}
+            )
+            if not isinstance(out, dict):
+                out = {str(i): y for i, y in enumerate(out)}
+            return {**out, 'written': written}
 
         return fn
 
-    actual = outputs_and_grads(vectors('block'), *args)
-    assert_same(actual, outputs_and_grads(vectors('hand'), *args))
+    assert_same_grads(run('block'), run('hand'), variables, x)
 
 
 # A layer that writes what it has read, in every transform.
@@ -258,14 +264,7 @@ def variables_of(lift: str) -> Any:
     ids=str,
 )
 def test_real_writes_in_a_lifted_body(lift, mutable):
-    def run(how):
-        def fn(variables, x):
-            out, written = Model(lift, how).apply(variables, x, mutable=mutable)
-            return {**out, 'written': written}
-
-        return fn
-
-    check(run, variables_of(lift), X)
+    check(lambda how: Model(lift, how), variables_of(lift), mutable=mutable)
 
 
 # What is not written comes out as it came in, wherever its axes go.
@@ -348,7 +347,7 @@ def check_moves(lift, writes, square, shape):
     shape = shape[:1] + shape[2:] if lift == 'one for all' else shape
     cache = {'kept': 1 + jnp.arange(float(np.prod(shape))).reshape(shape)}
     cache['moved'] = jnp.cos(cache['kept'])
-    check(run, cache, x)
+    assert_same_grads(run('block'), run('hand'), cache, x)
 
 
 # One program for each way of writing: with `see` where a read is in the block, and with
@@ -566,21 +565,12 @@ PROGRAMS = {
 def test_writes(name):
     cls = PROGRAMS[name]
 
-    def run(how):
-        def fn(variables, x):
-            out, written = cls(how).apply(
-                variables, x, mutable=True, rngs={'params': KEY}
-            )
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
     variables = {'cache': CACHE}
     if name in ('params', 'sow', 'raising'):
         variables['params'] = {'dense': {'kernel': W, 'bias': W[0]}}
     if name.startswith('sow in'):
         variables['params'] = {'part': {'w': W}}
-    check(run, variables, X)
+    check(cls, variables, rngs={'params': KEY})
 
 
 # Writes of what was read, in bodies that get other objects than their callers hold.
@@ -630,14 +620,7 @@ class Rewriting(Program):
 )
 @pytest.mark.parametrize('body', [copy_over, swap, grow], ids=lambda f: f.__name__)
 def test_writes_of_what_was_read_in_a_lifted_body(body, lift):
-    def run(how):
-        def fn(variables, x):
-            out, written = Rewriting(how, body, lift).apply(variables, x, mutable=True)
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {'cache': CACHE}, X)
+    check(lambda how: Rewriting(how, body, lift), {'cache': CACHE})
 
 
 # Branches and loops.
@@ -671,17 +654,7 @@ class Branch(Program):
 @pytest.mark.parametrize('lift', ['cond', 'switch'])
 @pytest.mark.parametrize('index', [0, 1])
 def test_a_branch_that_writes_and_one_that_does_not(lift, index):
-    def run(how):
-        def fn(variables, x):
-            model = Branch(how, lift)
-            out, written = model.apply(
-                variables, x, jnp.int32(index), mutable=['cache']
-            )
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {'cache': CACHE}, X)
+    check(lambda how: Branch(how, lift), {'cache': CACHE}, jnp.int32(index))
 
 
 class Loop(Program):
@@ -750,20 +723,11 @@ class TwoPaths(Program):
 def test_one_jitted_class_at_two_paths(uses, where, mutable):
     cls = lifts(nn.jit)(Writer if mutable != ['params'] else Silent)
 
-    def run(how):
-        def fn(variables, x):
-            out, written = TwoPaths(how, cls, uses, where).apply(
-                variables, x, mutable=mutable
-            )
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
     part = {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}
     variables = {
         col: {'a': part[col], 'b': jax.tree.map(jnp.sin, part[col])} for col in part
     }
-    check(run, variables, X)
+    check(lambda how: TwoPaths(how, cls, uses, where), variables, mutable=mutable)
 
 
 class Silent(Writer):
@@ -778,15 +742,9 @@ class Silent(Writer):
 
 @pytest.mark.parametrize('lift', ['jit', 'scan_stacked', 'cond', 'map_cache'])
 def test_with_jit_disabled(lift):
-    def run(how):
-        def fn(variables, x):
-            with jax.disable_jit():
-                out, written = Model(lift, how).apply(variables, x, mutable=True)
-            return {**out, 'written': written}
-
-        return fn
-
-    check(run, variables_of(lift), X)
+    variables = variables_of(lift)
+    with jax.disable_jit():
+        check(lambda how: Model(lift, how), variables)
 
 
 # Layers of Flax with state.
@@ -904,16 +862,7 @@ class Making(Program):
 
 @pytest.mark.parametrize('lift', MAKERS)
 def test_variables_that_are_made_in_a_lifted_body(lift):
-    def run(how):
-        def fn(variables, x):
-            out, written = Making(how, lift).apply(
-                variables, x, mutable=True, rngs={'params': KEY}
-            )
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {}, X)
+    check(lambda how: Making(how, lift), {}, rngs={'params': KEY})
 
 
 class Kinds(Program):
@@ -989,7 +938,7 @@ def test_two_variables_that_hold_one_array():
 
         return fn
 
-    check(run, X, jnp.sin(X))
+    assert_same_grads(run('block'), run('hand'), X, jnp.sin(X))
 
 
 # Blocks at top level.
@@ -1013,7 +962,12 @@ def test_writes_of_a_bound_module():
 
         return fn
 
-    check(run, {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}, X)
+    assert_same_grads(
+        run('block'),
+        run('hand'),
+        {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}},
+        X,
+    )
 
 
 # nn.map_variables writes what it has computed, whether or not the body wrote anything.
@@ -1127,18 +1081,11 @@ def test_one_of_the_collections_that_may_be_written(lift, collection):
                 one = halted(0, x)[1]
             return {'one': one, 'stored': dict(part.variables), 'after': part(0, x)[1]}
 
-    def run(how):
-        def fn(variables, x):
-            out, written = Uses(how).apply(variables, x, mutable=True)
-            return {**out, 'written': written}
-
-        return fn
-
     stored = {'cache': {'memory': jnp.cos(X)}, 'params': {'w': W}}
-    args = {name: {'part': tree} for name, tree in stored.items()}, X
+    variables, x = {name: {'part': tree} for name, tree in stored.items()}, X
     if lift is nn.scan:
-        args = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), args)
-    check(run, *args)
+        variables, x = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), (variables, x))
+    check(Uses, variables, x=x)
 
 
 @pytest.mark.parametrize('lift', [nn.jit, nn.remat])

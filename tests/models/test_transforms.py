@@ -19,7 +19,7 @@ import pytest
 from flax_sg import errors
 from flax_sg import linen as nn
 from oracle import assert_same, grads, is_zero, stopped
-from stepwise import evaluate, outputs_and_grads
+from stepwise import evaluate, flat, outputs_and_grads
 
 X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
 XS = jnp.stack([X, -X, 0.5 * X])  # Something to scan or map over.
@@ -28,12 +28,6 @@ KEY = jax.random.key(7)
 
 def block(where: Any, on: bool = True, **kwargs: Any) -> Any:
     return nn.stop_gradient(where, **kwargs) if on else contextlib.nullcontext()
-
-
-def flat(tree: Any) -> jax.Array:
-    """All leaves of real numbers in one vector, so that one pull-back serves them."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves] or [jnp.zeros(0)])
 
 
 def assert_same_grads(actual: Callable[..., Any], expected: Callable[..., Any], *args):
