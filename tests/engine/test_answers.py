@@ -260,17 +260,6 @@ def _a_partial_of_a_C_function(at):  # noqa: N802
     return Reads.named_by(put, lambda: functools.partial(operator.contains, names))
 
 
-FROZEN = 'a'
-
-
-@case
-def _a_global(at):
-    return Reads.named_by(
-        lambda name: at.patch.setitem(globals(), 'FROZEN', name),
-        lambda: lambda path: path.startswith(FROZEN),
-    )
-
-
 # Predicates that do something beside answering: their answers are the same.
 
 
@@ -296,20 +285,6 @@ def _a_predicate_that_prints(at):
 def _a_predicate_that_counts(at):
     calls: Counter[str] = Counter()
     return with_effect(lambda path: calls.update([path]))
-
-
-@case
-def _a_predicate_with_a_memory(at):
-    config, memory = Config(), dict[str, bool]()
-
-    def put(name: str) -> None:
-        config.frozen = name
-        memory.clear()
-
-    def fresh() -> Callable[[Any], bool]:
-        return lambda path: memory.setdefault(path, path.startswith(config.frozen))
-
-    return Reads.named_by(put, fresh)
 
 
 @case

@@ -309,27 +309,6 @@ def test_with_jit_disabled(fn):
         assert_same(actual, jax.grad(scalar(by_hand), argnums=(0, 1))(PARAMS, X))
 
 
-# Making variables.
-
-
-@pytest.mark.parametrize('around', [False, True], ids=['within', 'around'])
-def test_init(around):
-    model = Net() if around else Net(tuple(WHERE))
-
-    def both(method, *args):
-        with nn.stop_gradient(WHERE) if around else contextlib.nullcontext():
-            actual = getattr(model, method)(*args)
-        return actual, getattr(Net(), method)(*args)
-
-    for args in (
-        ('init', KEY, X),
-        ('init_with_output', {'params': KEY}, X),
-        ('lazy_init', KEY, jax.ShapeDtypeStruct(X.shape, X.dtype)),
-    ):
-        assert_same(*both(*args))
-    assert_same(*both('init_with_output', KEY, X))
-
-
 # Looking at a model.
 
 

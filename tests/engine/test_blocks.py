@@ -323,48 +323,6 @@ def test_an_exception_leaves_everything_as_it_was(error, depth):
     oracle.assert_same(bound(X), apply(PARAMS))
 
 
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
-def test_an_exception_inside_a_module_leaves_it_usable(error):
-    # Bound modules outlive the exception, their scopes with what they cached.
-    class Fails(fnn.Module):
-        def setup(self):
-            self.a = fnn.Dense(3)
-            self.w = self.param('w', fnn.initializers.ones, (3, 3))
-            self.w2 = jnp.tanh(self.w)
-
-        def __call__(self, x, fail):
-            with nn.stop_gradient(['a/**', 'w']):
-                y = self.a(x) @ self.w2 + jnp.sum(self.variables['params']['w'])
-                if fail:
-                    raise error
-            return y
-
-        def plain(self, x):
-            return (
-                self.a(x) @ self.w2 @ self.w + self.a.variables['params']['kernel'][:2]
-            )
-
-    params = Fails().init(jax.random.key(0), X, False)['params']
-
-    def fn(params):
-        bound = Fails().bind({'params': params})
-        first = bound.plain(X)
-        with pytest.raises(error):
-            bound(X, True)
-        return first, bound.plain(X), bound(X, False), bound.plain(X)
-
-    def by_hand(params):
-        def plain(p):
-            return Fails().apply({'params': p}, X, method='plain')
-
-        y = fnn.Dense(3).apply({'params': oracle.stopped(params['a'])}, X)
-        w = jax.lax.stop_gradient(params['w'])
-        y = y @ jnp.tanh(w) + jnp.sum(w)
-        return plain(params), plain(params), y, plain(params)
-
-    oracle.assert_same(oracle.grads(fn, params), oracle.grads(by_hand, params))
-
-
 def test_return_break_and_continue():
     def leave():
         with nn.stop_gradient('a/**'):

@@ -6,7 +6,6 @@ hand (``oracle``). Traces are counted by the Python that runs when there is one.
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -407,88 +406,6 @@ def test_scan_bodies_are_traced_as_often_as_without_blocks():
         return len(TRACES)
 
     assert count(False) == count('dense/**')
-
-
-def _train_step() -> Callable[..., Any]:
-    @jax.jit
-    def step(params, x):
-        grads = jax.grad(lambda params: jnp.sum(apply(params, x)))(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-    return step
-
-
-def _assert_trained(before, after, names: set[str]) -> None:
-    moved = {
-        name
-        for name in ('kernel', 'bias')
-        if jnp.any(before['dense'][name] != after['dense'][name])
-    }
-    assert moved == names
-
-
-@dataclasses.dataclass
-class Config:
-    frozen: list[str]
-    learning_rate: float = 0.1
-
-
-def test_a_step_under_a_fresh_lambda_is_traced_once():
-    def over_a_list(names):
-        return lambda path: path.name in names
-
-    def over_an_object(config):
-        return lambda path: path.name in config.frozen
-
-    def by_arguments(name):
-        return functools.partial(lambda name, path: path.name == name, name)
-
-    step, params = _train_step(), PARAMS
-    for _ in range(5):
-        with nn.stop_gradient(over_a_list(['kernel'])):
-            new = step(params, X)
-        _assert_trained(params, new, {'bias'})
-        with nn.stop_gradient(over_an_object(Config(['kernel']))):
-            step(params, X)
-        with nn.stop_gradient(by_arguments('bias')):
-            step(params, X)
-        params = new
-    assert len(TRACES) == 3
-
-
-def test_a_list_that_changes_retraces_and_holds():
-    step, names = _train_step(), ['kernel']
-    where = nn.stop_gradient(lambda path: path.name in names)
-    with where:
-        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
-    names[0] = 'bias'
-    with where:
-        _assert_trained(PARAMS, step(PARAMS, X), {'kernel'})
-    names.append('kernel')
-    with where:
-        _assert_trained(PARAMS, step(PARAMS, X), set())
-    names[:] = ['kernel']
-    with where:
-        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
-    assert len(TRACES) == 3
-
-
-def test_a_list_that_changes_before_the_first_read():
-    """What a compiled program has asked holds as it was when the block opened."""
-    step, names = _train_step(), ['kernel']
-    where = nn.stop_gradient(lambda path: path.name in names, unused='ignore')
-    with where:
-        step(PARAMS, X)
-    with where:
-        names[0] = 'bias'
-        _assert_trained(PARAMS, _train_step()(PARAMS, X), {'bias'})
-        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
-    with where:
-        _assert_trained(PARAMS, step(PARAMS, X), {'kernel'})
-    names[0] = 'kernel'
-    with where:
-        _assert_trained(PARAMS, step(PARAMS, X), {'bias'})
-    assert len(TRACES) == 3
 
 
 def test_a_program_traced_under_a_list_that_changed_is_not_found_again():

@@ -420,49 +420,6 @@ def test_sixteen_threads_in_blocks_of_their_own():
 # Recursion, depth and size.
 
 
-class Recursive(fnn.Module):
-    """Calls its own method, in a block at each turn."""
-
-    @fnn.compact
-    def __call__(self, x, turns):
-        layer = fnn.Dense(2, name='layer')
-        out = fnn.Dense(2, name='out')
-        return self._turn(layer, out, x, turns)
-
-    def _turn(self, layer, out, x, turns):
-        if not turns:
-            return out(x)
-        with nn.stop_gradient('layer/*' if turns % 2 else 'layer/bias'):
-            return self._turn(layer, out, jnp.tanh(layer(x)), turns - 1) + layer(x)
-
-
-def test_a_module_that_calls_itself_in_blocks():
-    def by_hand(params: Any, x: Any, turns: int, stopped: frozenset[str]) -> Any:
-        def dense(name: str, stop: frozenset[str]) -> Any:
-            copy = oracle.stopped(params[name], lambda path: path in stop)
-            return lambda x: fnn.Dense(2).apply({'params': copy}, x)
-
-        if not turns:
-            return dense('out', frozenset())(x)
-        stopped = stopped | ({'kernel', 'bias'} if turns % 2 else {'bias'})
-        layer = dense('layer', stopped)
-        return by_hand(params, jnp.tanh(layer(x)), turns - 1, stopped) + layer(x)
-
-    def grads(params: Any) -> Any:
-        def loss(params: Any) -> Any:
-            return jnp.sum(Recursive().apply({'params': params}, X, 4))
-
-        hand = jax.grad(lambda p: jnp.sum(by_hand(p, X, 4, frozenset())))(params)
-        return jax.grad(loss)(params), hand
-
-    params = Recursive().init(jax.random.key(0), X, 1)['params']
-    actual, expected = jax.jit(grads)(params)
-    oracle.assert_same(actual, expected)
-    # The outermost of the four blocks leaves the kernel alone, for its own turn.
-    assert oracle.is_zero(actual['layer']['bias'])
-    assert not oracle.is_zero(actual['layer']['kernel'])
-
-
 class Nest(fnn.Module):
     """A module in a module in a module, and so on."""
 

@@ -397,54 +397,6 @@ def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over
             assert np.all(np.isfinite(actual[0])), name
 
 
-class Handed(fnn.Module):
-    """Uses a layer of its own, and one that was handed in, in a scan."""
-
-    inside: Extent = none
-    around: Extent = none
-
-    @fnn.compact
-    def __call__(self, x):
-        scan = fnn.scan(
-            HandedBody,
-            variable_broadcast='params',
-            split_rngs={'params': False},
-            length=2,
-        )
-        shared = fnn.Dense(3, name='shared')
-        with self.around():
-            return scan(shared, self.inside, name='body')(x, None)[0]
-
-
-class HandedBody(fnn.Module):
-    shared: fnn.Module
-    inside: Extent = none
-
-    @fnn.compact
-    def __call__(self, x, _):
-        own = fnn.Dense(3, name='own')
-        with self.inside():
-            return x + own(self.shared(x)), None
-
-
-def test_a_block_in_a_body_takes_a_module_that_was_handed_in_together_with_its_own():
-    def by_hand(p, x):
-        def step(x, _):
-            clipped = backward.clipped_together(0.5, p)
-            y = fnn.Dense(3).apply({'params': clipped['shared']}, x)
-            return x + fnn.Dense(3).apply({'params': clipped['body']['own']}, y), None
-
-        return jax.lax.scan(step, x, None, length=2)[0]
-
-    params = variables(Handed())
-    expected = both(by_hand, params, X)
-    clip = lambda: nn.clip_gradient(True, global_norm=0.5)  # noqa: E731
-    for around in none, lambda: nn.stop_gradient(False):
-        model = Handed(clip, around)
-        loss = lambda p, x, model=model: model.apply({'params': p}, x)  # noqa: E731
-        oracle.assert_same(both(loss, params, X), expected)
-
-
 # Where a body is in the trace of its caller, both are known when the outer is read.
 @pytest.mark.parametrize(
     ('lift', 'outer_first'),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen, nnx
+from flax import linen
 from flax.core import lift
 
 import oracle
@@ -192,18 +192,6 @@ class SharedByTwo(Route):
         return lambda x: a(x) * b(x)
 
 
-class SetUpByWhoeverIsFirst(Route):
-    """Adopted through two fields: one module by the identity of what was passed."""
-
-    def setup(self):
-        kid = Kid()
-        self.a = Holder(kid)
-        self.b = Holder(kid)
-
-    def use(self, x):
-        return self.a(x) + self.b(x)
-
-
 class LoraAround(nn.Module):
     """The first form of ``share_scope``: the base module is made by somebody else."""
 
@@ -218,32 +206,11 @@ class LoraAround(nn.Module):
         return self.base(x) + x @ a
 
 
-class LoraChild(nn.Module):
-    """The second form: the base module is a child."""
-
-    def setup(self):
-        self.child = nn.Dense(3)
-        nn.share_scope(self, self.child)
-
-    @nn.compact
-    def __call__(self, x):
-        a = self.param('A', linen.initializers.normal(), (3, 3))
-        return self.child(x) + x @ a
-
-
 class ShareScope(Route):
     def parts(self):
         base = nn.Dense(3, name='base')
         lora = LoraAround(base)
         return lambda x: lora(x) + base(x)
-
-
-class ShareScopeChild(Route):
-    def setup(self):
-        self.lora = LoraChild()
-
-    def use(self, x):
-        return self.lora(x) * self.lora.child(x)
 
 
 class CompactNameScope(Route):
@@ -459,35 +426,12 @@ class SpecialMethods(InSetup):
         return y * self.kid[1] * Kid.other(self.kid, x)
 
 
-class Delegates(nn.Module):
-    inner: Any
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, 'inner'), name)
-
-
-class Delegation(InSetup):
-    def setup(self):
-        self.kid = Delegates(Kid())
-
-    def use(self, x):
-        return x * self.kid.w2 * self.kid.other(x)
-
-
 class PullBack(InSetup):
     """A derivative with respect to the input, taken inside."""
 
     def use(self, x):
         y, pull_back = jax.vjp(lambda x: self.kid(x) * self.kid.w2, x)
         return y * pull_back(x)[0]
-
-
-class Bridged(Route):
-    def parts(self):
-        return nnx.bridge.to_linen(nnx.Linear, 3, 3, name='kid')
 
 
 ROUTES: dict[str, Callable[[Program], nn.Module]] = {
@@ -505,9 +449,7 @@ ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     'plain helper in setup': PlainHelperInSetup,
     'shared by the parent': SharedByParent,
     'shared by two': SharedByTwo,
-    'shared by adoption': SetUpByWhoeverIsFirst,
     'share_scope': ShareScope,
-    'share_scope with a child': ShareScopeChild,
     'compact_name_scope': CompactNameScope,
     'in a compact_name_scope': ProgramInNameScope,
     'property': OwnProperty,
@@ -525,9 +467,7 @@ ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     'another apply': Scratch,
     'core function': CoreFunction,
     'special methods': SpecialMethods,
-    'delegation': Delegation,
     'pull-back': PullBack,
-    'bridged': Bridged,
 }
 
 routes = pytest.mark.parametrize('make', ROUTES.values(), ids=list(ROUTES))
