@@ -212,9 +212,7 @@ class Compact(fnn.Module):
     @fnn.compact
     def __call__(self, x):
         self.param('w', fnn.initializers.ones, (3, 3))
-        return self.opened(x)
 
-    def opened(self, x):
         def weight():
             w = self.get_variable('params', 'w')
             return lax.stop_gradient(w) if self.how == 'hand' else w
@@ -276,79 +274,58 @@ class Calls(fnn.Module):
 
 
 class Methods(fnn.Module):
-    """A module with one compiled method and one that is not."""
+    """A module with a compiled method."""
 
     def setup(self):
         self.dense = fnn.Dense(3)
 
     @fnn.jit
     def jitted(self, x):
-        TRACES.append(None)
-        return jnp.tanh(self.dense(x))
-
-    @fnn.remat
-    def rematted(self, x):
-        TRACES.append(None)
-        return jnp.tanh(self.dense(x))
-
-    @fnn.remat
-    @fnn.jit
-    def both(self, x):
-        TRACES.append(None)
         return jnp.tanh(self.dense(x))
 
 
 LIFTED: dict[str, tuple[Callable[[], Any], str]] = {
     'jit': (lambda: fnn.jit(Encoder), '__call__'),
-    'remat': (lambda: fnn.remat(Encoder), '__call__'),
     'remat of jit': (lambda: fnn.remat(fnn.jit(Encoder)), '__call__'),
     'jitted method': (lambda: Methods, 'jitted'),
-    'rematted method': (lambda: Methods, 'rematted'),
-    'remat of a jitted method': (lambda: Methods, 'both'),
 }
-
-
-def _calls(kind: str, order: str) -> tuple[Calls, Callable[..., Any]]:
-    """The model, and the same program with explicit copies of the weights."""
-    make, by = LIFTED[kind]
-    encoder = make()
-    model, alone = Calls(order, encoder, by), encoder()
-
-    def by_hand(params, x, **kwargs):
-        def call(letter):
-            stopped = oracle.stopped(params['enc'], SELECTS[letter])
-            return alone.apply({'params': stopped}, x, method=by, **kwargs)
-
-        return [call(letter) for letter in order]
-
-    return model, by_hand
 
 
 @pytest.mark.parametrize('kind', LIFTED)
 def test_one_module_with_mutable_parameters_in_and_out_of_blocks(kind):
-    model, by_hand = _calls(kind, 'ioi')
+    make, by = LIFTED[kind]
+    encoder = make()
+
+    def in_blocks(params, x):
+        model = Calls('ioi', encoder, by)
+        return model.apply({'params': params}, x, mutable=['params'])
+
+    def by_hand(params, x):
+        def call(letter):
+            stopped = oracle.stopped(params['enc'], SELECTS[letter])
+            return encoder().apply({'params': stopped}, x, method=by)
+
+        # What an apply gives back is what it was given, unless it was written.
+        return [call(letter) for letter in 'ioi'], {'params': params}
+
     params = {'enc': PARAMS}
-    # What an apply gives back is what it was given, unless it was written.
     oracle.assert_same(
-        oracle.grads(
-            lambda p, x: model.apply({'params': p}, x, mutable=['params']), params, X
-        ),
-        oracle.grads(lambda p, x: (by_hand(p, x), {'params': p}), params, X),
+        oracle.grads(in_blocks, params, X), oracle.grads(by_hand, params, X)
     )
 
 
 @pytest.mark.parametrize('kind', ['jit', 'jitted method'])
 def test_one_module_in_calls_of_apply_in_and_out_of_blocks(kind):
     make, by = LIFTED[kind]
-    alone, params = make()(), PARAMS
+    alone = make()()
 
     def fn(params, x):
         return alone.apply({'params': params}, x, method=by)
 
     for letter in 'oijoij':
-        actual = under(letter, oracle.grads, fn, params, X)
+        actual = under(letter, oracle.grads, fn, PARAMS, X)
         expected = oracle.grads(
-            lambda p, x, k=letter: fn(oracle.stopped(p, SELECTS[k]), x), params, X
+            lambda p, x, k=letter: fn(oracle.stopped(p, SELECTS[k]), x), PARAMS, X
         )
         oracle.assert_same(actual, expected)
 
