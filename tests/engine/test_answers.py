@@ -13,7 +13,6 @@ import itertools
 import operator
 import re
 import threading
-import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -103,46 +102,39 @@ def inside(name: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class Reads:
-    """A predicate and what changes its answers.
+    """A predicate, and what says which module it selects.
 
     Attributes:
+        put: writes the name of the module where predicates read it.
         fresh: makes the predicate, anew for each step.
-        change: makes predicates select 'b' instead of 'a'.
-        change_back: makes predicates select 'a' again.
     """
 
+    put: Callable[[str], Any]
     fresh: Callable[[], Any]
-    change: Callable[[], Any]
-    change_back: Callable[[], Any]
 
-    @classmethod
-    def named_by(cls, put: Callable[[str], Any], fresh: Callable[[], Any]) -> 'Reads':
-        """Reads the name of the frozen module, which ``put`` writes."""
-        put('a')
-        return cls(fresh, lambda: put('b'), lambda: put('a'))
+    def __post_init__(self) -> None:
+        self.put('a')
 
+    def change(self) -> None:
+        """Predicates select 'b' instead of 'a'."""
+        self.put('b')
 
-@dataclasses.dataclass
-class At:
-    """Where a case runs: what it changes is taken back after the test."""
-
-    patch: pytest.MonkeyPatch
-    folder: Path
-    stack: contextlib.ExitStack
+    def change_back(self) -> None:
+        """Predicates select 'a' again."""
+        self.put('a')
 
 
-CASES: dict[str, Callable[[At], Reads]] = {}
+def of_config(config: Any, effect: Callable[[Any], Any] = lambda path: None) -> Reads:
+    """An attribute names the module; the predicate may do more than answer."""
 
+    def fresh() -> Callable[[Any], bool]:
+        def where(path: Any) -> bool:
+            effect(path)
+            return path.startswith(config.frozen)
 
-def case(fn: Callable[[At], Reads]) -> Callable[[At], Reads]:
-    """Notes a factory under its name."""
-    CASES[fn.__name__.strip('_').replace('_', ' ')] = fn
-    return fn
+        return where
 
-
-@dataclasses.dataclass
-class Config:
-    frozen: str = 'a'
+    return Reads(lambda name: setattr(config, 'frozen', name), fresh)
 
 
 def absl_flags() -> Any:
@@ -152,38 +144,16 @@ def absl_flags() -> Any:
     return values
 
 
-# Configs with an attribute that names the frozen module.
-CONFIGS: dict[str, Callable[[], Any]] = {
-    'OmegaConf': lambda: omegaconf.OmegaConf.create({'frozen': 'a', 'lr': 0.1}),
-    'ml_collections': lambda: ml_collections.ConfigDict({'frozen': 'a', 'lr': 0.1}),
-    'absl flags': absl_flags,
-    'SimpleNamespace': lambda: types.SimpleNamespace(frozen='a'),
-}
-
-
-def of_config(make: Callable[[], Any]) -> Reads:
-    config = make()
-    return Reads.named_by(
-        lambda name: setattr(config, 'frozen', name),
-        lambda: lambda path: path.startswith(config.frozen),
-    )
-
-
-CASES |= {name: lambda at, make=make: of_config(make) for name, make in CONFIGS.items()}
-
-
-@case
-def _a_mask_of_numpy(at):
+def a_mask_of_numpy() -> Reads:
     mask, names = np.array([True, False]), ['a', 'b']
 
     def put(name: str) -> None:
         mask[:] = [name == other for other in names]
 
-    return Reads.named_by(put, lambda: lambda path: mask[names.index(path.parts[0])])
+    return Reads(put, lambda: lambda path: mask[names.index(path.parts[0])])
 
 
-@case
-def _a_view_of_a_dict(at):
+def a_view_of_a_dict() -> Reads:
     frozen: dict[str, None] = {}
     names = frozen.keys()
 
@@ -191,25 +161,20 @@ def _a_view_of_a_dict(at):
         frozen.clear()
         frozen[name] = None
 
-    return Reads.named_by(put, lambda: lambda path: path.parts[0] in names)
+    return Reads(put, lambda: lambda path: path.parts[0] in names)
 
 
-@case
-def _the_text_of_a_file(at):
-    file = at.folder / 'frozen.txt'
-    return Reads.named_by(
-        file.write_text, lambda: lambda path: path.startswith(file.read_text())
-    )
+def the_text_of_a_file() -> Reads:
+    file = Path('frozen.txt')
+
+    def where(path: Any) -> bool:
+        return path.startswith(file.read_text())
+
+    return Reads(file.write_text, lambda: where)
 
 
-class Table:
+class Table(dict[str, bool]):
     """A table that cannot be compared, hashed or taken for a bool, as in pandas."""
-
-    def __init__(self) -> None:
-        self.frozen: dict[str, bool] = {}
-
-    def at(self, name: str) -> bool:
-        return self.frozen[name]
 
     def __eq__(self, other: object) -> Any:
         raise TypeError('tables of other labels cannot be compared')
@@ -221,86 +186,55 @@ class Table:
         raise ValueError('the truth value of a table is ambiguous')
 
 
-@case
-def _a_table(at):
+def a_table() -> Reads:
     table = Table()
-    return Reads.named_by(
-        lambda name: table.frozen.update({n: n == name for n in 'ab'}),
-        lambda: lambda path: table.at(path.parts[0]),
-    )
-
-
-@case
-def _a_clock(at):
-    def put(seconds: float) -> None:
-        at.patch.setattr(time, 'process_time', lambda: seconds)
-
-    put(1.0)
     return Reads(
-        lambda: lambda path: path.startswith('a' if time.process_time() < 5 else 'b'),
-        lambda: put(10.0),
-        lambda: put(2.0),
+        lambda name: table.update({n: n == name for n in 'ab'}),
+        lambda: lambda path: table[path.parts[0]],
     )
 
 
-def full_paths() -> tuple[set[str], Callable[[str], None]]:
-    """A set of whole paths, and what makes it those of one module."""
+def a_partial_of_a_function_in_c() -> Reads:
     names: set[str] = set()
 
     def put(name: str) -> None:
         names.clear()
         names.update(inside(name))
 
-    return names, put
+    return Reads(put, lambda: functools.partial(operator.contains, names))
 
 
-@case
-def _a_partial_of_a_C_function(at):  # noqa: N802
-    names, put = full_paths()
-    return Reads.named_by(put, lambda: functools.partial(operator.contains, names))
-
-
-# Predicates that do something beside answering: their answers are the same.
-
-
-def with_effect(effect: Callable[[Any], Any]) -> Reads:
-    config = Config()
-
-    def fresh() -> Callable[[Any], bool]:
-        def where(path: Any) -> bool:
-            effect(path)
-            return path.startswith(config.frozen)
-
-        return where
-
-    return Reads.named_by(lambda name: setattr(config, 'frozen', name), fresh)
-
-
-@case
-def _a_predicate_that_prints(at):
-    return with_effect(print)
-
-
-@case
-def _a_predicate_that_counts(at):
-    calls: Counter[str] = Counter()
-    return with_effect(lambda path: calls.update([path]))
-
-
-@case
-def _a_predicate_that_knows_no_other_path(at):
+def a_predicate_that_knows_no_other_path() -> Reads:
     frozen: dict[str, bool] = {}
-    return Reads.named_by(
+    return Reads(
         lambda name: frozen.update({path: path[0] == name for path in PATHS}),
         lambda: lambda path: frozen[path],
     )
 
 
+CASES: dict[str, Callable[[], Reads]] = {
+    'OmegaConf': lambda: of_config(omegaconf.OmegaConf.create({'frozen': 'a'})),
+    'ml_collections': lambda: of_config(ml_collections.ConfigDict({'frozen': 'a'})),
+    'absl flags': lambda: of_config(absl_flags()),
+    'SimpleNamespace': lambda: of_config(types.SimpleNamespace()),
+    # Their answers are the same, so nothing is compiled again.
+    'prints': lambda: of_config(types.SimpleNamespace(), print),
+    'counts': lambda: of_config(types.SimpleNamespace(), Counter[str]().update),
+    **{
+        fn.__name__: fn
+        for fn in (
+            *(a_mask_of_numpy, a_view_of_a_dict, the_text_of_a_file, a_table),
+            *(a_partial_of_a_function_in_c, a_predicate_that_knows_no_other_path),
+        )
+    },
+}
+
+
 @pytest.fixture
-def reads(request, monkeypatch, tmp_path) -> Iterator[Reads]:
+def reads(request, tmp_path, monkeypatch) -> Reads:
     """The predicate of a case, by its name."""
-    with contextlib.ExitStack() as stack:
-        yield CASES[request.param](At(monkeypatch, tmp_path, stack))
+    monkeypatch.chdir(tmp_path)
+    return CASES[request.param]()
 
 
 every_case = pytest.mark.parametrize('reads', CASES, indirect=True)
@@ -774,7 +708,7 @@ def eager() -> Any:
 
 def test_answers_that_change_while_the_block_is_open(eager):
     """What has been asked keeps its answer until the block closes."""
-    reads, step = CASES['SimpleNamespace'](None), make_step()
+    reads, step = CASES['SimpleNamespace'](), make_step()
     with nn.stop_gradient(reads.fresh()):
         oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
         reads.change()
@@ -793,7 +727,7 @@ def test_answers_that_change_while_the_block_is_open(eager):
 
 def test_answers_that_change_after_an_opening_that_asked(eager):
     """A block that finds a program's number holds the answers it gave to get it."""
-    reads, step = CASES['SimpleNamespace'](None), make_step()
+    reads, step = CASES['SimpleNamespace'](), make_step()
     for _ in range(2):
         with nn.stop_gradient(reads.fresh()):
             oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
@@ -953,7 +887,7 @@ def by_threads(count: int, rounds: int, work: Callable[[int], Any]) -> None:
 
 def test_threads_with_fresh_predicates_of_the_same_code():
     step = make_step()
-    configs = [Config('ab'[i % 2]) for i in range(16)]
+    configs = [types.SimpleNamespace(frozen='ab'[i % 2]) for i in range(16)]
 
     def work(i: int) -> None:
         config = configs[i]
