@@ -36,7 +36,8 @@ def test(*args):
     """Run the tests: as CI does, [--quick], [--long], or some: [FILES -k name]."""
     python = development_env()
     if args == ('--quick',):
-        return pytest(python, (), '--quick')
+        slow = [f'--ignore=tests/{name}' for name in ('demo', 'models', 'repository')]
+        return pytest(python, (), 'tests', '--quick', *slow)
     if args == ('--long',):
         return pytest(python, (), '--hypothesis-profile=long')
     if args:

@@ -1016,6 +1016,7 @@ def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
         assert found == {'scale': 2.0, 'counts': {'n': 1.0}}
 
 
+@pytest.mark.slow
 def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
     sequences.forget_contexts()
 

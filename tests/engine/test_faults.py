@@ -241,6 +241,7 @@ IN_AND_OUT = frozenset(
 
 
 # Python drops what is raised in a generator that it throws away.
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('within', [frozenset(), IN_AND_OUT], ids=['all', 'in and out'])
 @pytest.mark.parametrize('name', PROGRAMS)
@@ -366,6 +367,7 @@ def test_no_tracer_leaks(name):
 # Many threads.
 
 
+@pytest.mark.slow
 def test_sixteen_threads_in_blocks_of_their_own():
     """Each opens, nests and leaves blocks of four filters while the others do."""
     names = 'abcd'
@@ -455,6 +457,7 @@ def deepest(call: Callable[[int], Any], least: int, most: int) -> int:
     return least
 
 
+@pytest.mark.slow
 def test_models_may_be_as_deep_as_without_blocks():
     shapes(2)  # What is imported and cached at first takes more of the stack.
     limit = deepest(shapes, 20, 400)
@@ -523,6 +526,7 @@ def test_setup_may_keep_what_is_deeper_than_the_stack():
     assert oracle.is_zero(jax.grad(loss)(params))
 
 
+@pytest.mark.slow
 def test_ten_thousand_leaves():
     params = {
         f'm{i}': {f'w{j}': np.float32(i + j) for j in range(10)} for i in range(1000)

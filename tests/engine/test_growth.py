@@ -23,6 +23,8 @@ import oracle
 from flax_sg import linen as nn
 from test_random_models import LONG
 
+pytestmark = pytest.mark.slow
+
 WARM, STEPS = (1_000, 10_000) if LONG else (150, 500)
 SLACK = 50 if LONG else 10  # Objects: a leak of one in 20 steps would be more.
 

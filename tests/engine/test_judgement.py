@@ -586,6 +586,7 @@ def test_argnums_of_a_gradient_of_a_module_are_not_ignored(argnums):
         assert any(g.shape == wanted.shape and jnp.all(g == wanted) for g in given)
 
 
+@pytest.mark.slow
 def test_a_step_is_never_judged_unused_after_thousands_of_other_blocks():
     """What is kept of a compiled program is kept as long as JAX finds it."""
     names = [f'v{bit}' for bit in range(12)]
@@ -665,6 +666,7 @@ COLLECTED = """
 """
 
 
+@pytest.mark.slow
 def test_a_generator_collected_at_any_moment_locks_nothing():
     found = subprocess.run(
         [sys.executable, '-c', textwrap.dedent(COLLECTED)],

@@ -794,6 +794,7 @@ class Fp8(nn.Module):
             return part(x)
 
 
+@pytest.mark.slow
 def test_fp8_layers_get_the_new_values_of_their_scales():
     x = jnp.linspace(-1.0, 1.0, 16 * 16).reshape(16, 16)
     variables = Fp8(None).init(KEY, x)
