@@ -747,40 +747,6 @@ def test_with_jit_disabled(lift):
         check(lambda how: Model(lift, how), variables)
 
 
-# Layers of Flax with state.
-
-STATEFUL = {
-    'attention': lambda: nn.MultiHeadDotProductAttention(
-        1, qkv_features=3, decode=True, name='part'
-    ),
-    'batch_norm': lambda: nn.BatchNorm(use_running_average=False, name='part'),
-    'batch_norm_in_jit': lambda: nn.jit(nn.BatchNorm)(
-        use_running_average=False, name='part'
-    ),
-}
-
-
-class Layers(Program):
-    name_of_layer: str
-
-    @nn.compact
-    def __call__(self, x):
-        part = STATEFUL[self.name_of_layer]()
-        before = part(x)
-        if self.how == 'hand' and not self.is_initializing():
-            mutable = [col for col in self.variables if col != 'params']
-            free = part.clone(parent=None, name=None)
-            inside, written = free.apply(stop(part.variables), x, mutable=mutable)
-            for col, tree in written.items():
-                for name, value in tree.items():
-                    part.put_variable(col, name, value)
-        else:
-            with self.inside():
-                inside = part(x)
-        state = {col: tree for col, tree in part.variables.items() if col != 'params'}
-        return before, inside, state, part(x)
-
-
 # What a rule must not touch: the new value of these is their gradient.
 
 

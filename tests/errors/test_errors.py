@@ -30,7 +30,6 @@ import cotangent_errors
 import filter_errors
 import flax_sg
 import flax_sg as sg
-import oracle
 import report_errors
 import tree_errors
 from flax_sg import errors
@@ -186,10 +185,6 @@ def lacks_a_name() -> None:
         'attributes of a scope': lambda: required._has(flax.core.Scope({}), '_none'),
     }
     versions.check(programs)
-
-
-def lifted(x):
-    return x
 
 
 class Declared(NamedTuple):
@@ -974,14 +969,6 @@ def test_three_leaves_are_named_and_the_others_counted():
 
 
 # The fixes, run.
-
-
-def stops(fn: Callable[[Any], Any]) -> set[str]:
-    """The modules without a gradient."""
-    grads = jax.grad(lambda p: jnp.sum(fn({**VARIABLES, 'params': p})))(
-        VARIABLES['params']
-    )
-    return {name for name in grads if oracle.is_zero(grads[name])}
 
 
 def test_what_a_filter_raises_is_not_put_on_setup():

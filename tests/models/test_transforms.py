@@ -198,23 +198,6 @@ def custom_vjp(module: Any, body: Any, x: Any) -> Any:
     return nn.custom_vjp(fn, forward, backward)(body, x)
 
 
-def vjp(module: Any, body: Any, x: Any) -> Any:
-    y, pull_back = nn.vjp(lambda inner, x: inner(x), body, x)
-    params, x = pull_back(jnp.cos(y))
-    return y, flat(params), x
-
-
-def jvp(module: Any, body: Any, x: Any) -> Any:
-    tangents = jax.tree.map(jnp.cos, jax.lax.stop_gradient(body.variables['params']))
-    return nn.jvp(
-        lambda inner, x: inner(x), body, (x,), (jnp.sin(x),), {'params': tangents}
-    )
-
-
-def value_and_grad(module: Any, body: Any, x: Any) -> Any:
-    return nn.value_and_grad(lambda inner, x: jnp.sum(inner(x)), body, x)
-
-
 def transposed(tree: Any) -> Any:
     return jax.tree.map(jnp.transpose, tree)
 
@@ -299,20 +282,7 @@ TRANSFORMS = [
             )
         ),
     ),
-    Row(
-        'switch',
-        calls(
-            lambda _, body, x: nn.switch(
-                jnp.int32(jnp.sum(x) > 0),
-                [lambda m, x: x + m(x), lambda m, x: m(m(x)), lambda m, x: x],
-                body,
-                x,
-            )
-        ),
-    ),
     Row('custom_vjp', calls(custom_vjp), keeps_params=False),
-    Row('vjp', calls(vjp)),
-    Row('jvp', calls(jvp)),
     Row(
         'map_variables',
         lifts(nn.map_variables, mapped_collections='params'),
