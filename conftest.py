@@ -3,9 +3,10 @@
 It stands here and not in tests/ so that the doctests of flax_sg get them too.
 """
 
+import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import coverage
@@ -36,7 +37,12 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option that `dev.py test` gives, for all tests."""
+    """Adds the options that `dev.py test` gives."""
+    parser.addoption(
+        '--quick',
+        action='store_true',
+        help='run the first case of each test, without those marked slow or long',
+    )
     parser.addoption(
         '--measure',
         action='store_true',
@@ -48,6 +54,36 @@ def pytest_configure(config: pytest.Config) -> None:
     """Begins before the first import of flax_sg, in each process that runs tests."""
     if config.getoption('--measure') and config.getoption('dist', 'no') == 'no':
         config.pluginmanager.register(Measured())
+
+
+def first_cases(items: Iterable[pytest.Item]) -> set[str]:
+    """The names of the first case of each test."""
+    first: dict[str, str] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition('[')[0], item.nodeid)
+    return set(first.values())
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves out what takes long, with `--quick`."""
+    if not config.getoption('--quick'):
+        return
+    chosen = first_cases(items)
+    runs, left_out = [], []
+    for item in items:
+        takes_long = any(map(item.get_closest_marker, ('slow', 'long')))
+        runs_it = item.nodeid in chosen and not takes_long
+        (runs if runs_it else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = runs
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from walking through JAX again and again."""
+    gc.freeze()
 
 
 class Measured:
@@ -70,11 +106,8 @@ class Measured:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Ends with the imports, and chooses the cases."""
         self.coverage.stop()
-        first: dict[str, str] = {}
-        for item in session.items:
-            case = first.setdefault(item.nodeid.partition('[')[0], item.nodeid)
-            if case == item.nodeid or item.get_closest_marker('every_case'):
-                self.cases.add(item.nodeid)
+        every = [i for i in session.items if i.get_closest_marker('every_case')]
+        self.cases = first_cases(session.items) | {item.nodeid for item in every}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:

@@ -33,15 +33,19 @@ def demo(*args):
 
 
 def test(*args):
-    """Run the tests, all or some: [tests/forms/test_linen.py -k name]."""
+    """Run the tests: as CI does, [--quick], [--long], or some: [FILES -k name]."""
     python = development_env()
+    if args == ('--quick',):
+        slow = [f'--ignore=tests/{name}' for name in ('demo', 'models', 'repository')]
+        return pytest(python, (), 'tests', '--quick', *slow)
+    if args == ('--long',):
+        return pytest(python, (), '--hypothesis-profile=long')
     if args:
         return pytest(python, args)
-    # All tests: what they run of flax_sg is measured, and pyproject.toml says how much
-    # that has to be.
+    # As CI does: pyproject.toml says how much of flax_sg the tests have to run.
     coverage = ['-m', 'coverage']
     run(python, *coverage, 'erase')
-    status = pytest(python, (), '--measure')
+    status = pytest(python, (), '-m', 'not long', '--measure')
     run(python, *coverage, 'combine', '--quiet')
     return status or run(python, *coverage, 'report')
 

@@ -38,7 +38,6 @@ def leaks() -> Iterator[None]:
     gc.freeze()  # What is there already is not walked.
     with jax.checking_leaks():
         yield
-    gc.unfreeze()
 
 
 @pytest.fixture

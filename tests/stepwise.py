@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+import oracle
 from flax_sg.internals import jaxprs
 
 
@@ -57,6 +58,30 @@ def trace_outputs_and_grads(fn: Callable[..., Any], *args: Any) -> Callable[[], 
         return out, grads, rest
 
     return trace(both, *args)
+
+
+def flat(tree: Any) -> jax.Array:
+    """All leaves of real numbers in one vector, so that one pull-back serves them."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves] or [jnp.zeros(0)])
+
+
+def assert_same_grads(
+    actual: Callable[..., Any], expected: Callable[..., Any], *args: Any
+) -> None:
+    """The functions return dicts of trees; each tree is differentiated for itself."""
+
+    def vectors(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def with_aux(*args: Any) -> Any:
+            out = fn(*args)
+            return {name: flat(tree) for name, tree in out.items()}, out
+
+        return with_aux
+
+    oracle.assert_same(
+        outputs_and_grads(vectors(actual), *args),
+        outputs_and_grads(vectors(expected), *args),
+    )
 
 
 def _run_closed(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:

@@ -4,12 +4,9 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
-import threading
 import types
-from collections.abc import Callable
 from typing import Any
 
-import flax
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
@@ -17,7 +14,7 @@ import pytest
 from flax.core import Scope, lift
 
 import oracle
-from flax_sg import core, errors, filters
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
 from flax_sg.forms import rewrites
@@ -86,46 +83,6 @@ def _as_before():
     assert_unpatched()
 
 
-def outcome(exit: str, fn: Callable[[], Any]) -> Any:
-    """Leaves a block in one of the ways there are."""
-    block = nn.stop_gradient('kernel')
-    if exit == 'normal':
-        with block:
-            return fn()
-    if exit == 'lifted':
-        return nn.stop_gradient(lambda mdl: fn(), 'kernel')(
-            MODEL.bind({'params': PARAMS})
-        )
-    if exit == 'opened':
-        with extents.Extent(block, None):
-            return fn()
-    kind = {'error': ValueError, 'interrupt': KeyboardInterrupt, 'exit': SystemExit}[
-        exit
-    ]
-    with pytest.raises(kind), block:
-        fn()
-        raise kind
-    return None
-
-
-@pytest.mark.parametrize(
-    'exit', ['normal', 'lifted', 'opened', 'error', 'interrupt', 'exit']
-)
-def test_flax_is_patched_inside_only(exit):
-    def inside():
-        assert flax_now() != FLAX
-        apply(PARAMS)
-
-    assert_unpatched()
-    outcome(exit, inside)
-    assert_unpatched()
-    with nn.stop_gradient('bias'):
-        outcome(exit, inside)
-        assert flax_now() != FLAX
-        apply(PARAMS)
-    assert_unpatched()
-
-
 def test_importing_patches_nothing():
     program = """
 from flax.core import Scope, lift
@@ -140,61 +97,6 @@ nn.stop_gradient('kernel')(nn.Dense)
 assert {k: v for k, v in vars(linen.Module).items()} == before[2]
 """
     subprocess.run([sys.executable, '-c', program], check=True, timeout=120)
-
-
-def test_code_imported_before_the_block_runs_unchanged_after_it():
-    method = fnn.Module.__getattribute__
-    read = Scope.get_variable
-    with nn.stop_gradient('kernel'):
-        apply(PARAMS)
-    assert fnn.Module.__getattribute__ is method
-    assert '__getattribute__' not in vars(fnn.Module)
-    assert Scope.get_variable is read
-
-
-def test_hooks_stay_while_any_thread_has_a_block():
-    entered, leave = threading.Event(), threading.Event()
-
-    def holds():
-        with nn.stop_gradient('kernel'):
-            entered.set()
-            assert leave.wait(30)
-            apply(PARAMS)
-
-    thread = threading.Thread(target=holds)
-    thread.start()
-    assert entered.wait(30)
-    assert flax_now() != FLAX
-    with nn.stop_gradient('bias'):
-        apply(PARAMS)
-    assert flax_now() != FLAX  # Theirs is still open.
-    grads = oracle.grads(apply, PARAMS)[0][0]
-    assert not oracle.is_zero(grads['kernel'])
-    assert not oracle.is_zero(grads['bias'])
-    leave.set()
-    thread.join()
-    assert_unpatched()
-
-
-def test_many_threads_open_and_close_at_once():
-    failed: list[BaseException] = []
-
-    def work(i):
-        try:
-            name = ('kernel', 'bias')[i % 2]
-            for _ in range(20):
-                with nn.stop_gradient(name):
-                    grads = jax.grad(lambda p: jnp.sum(apply(p)))(PARAMS)
-                assert [k for k in sorted(grads) if not jnp.any(grads[k])] == [name]
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
 
 
 def test_the_context_of_jax_is_that_of_the_open_blocks():
@@ -285,15 +187,6 @@ def test_a_rule_without_a_hash(inside):
         assert not oracle.is_zero(grads['bias'])
 
 
-def test_a_traced_value_in_a_closure():
-    def loss(params, flag):
-        with nn.stop_gradient(lambda path: flag):
-            pytest.fail('the body must not run')
-
-    with pytest.raises(errors.FilterTypeError):
-        jax.jit(loss)(PARAMS, True)
-
-
 class Broken(rules.Rule):
     """A rule that raises when a variable is read."""
 
@@ -352,54 +245,6 @@ def test_a_long_block_frees_the_trees_it_has_seen():
         gc.collect()
         assert [ref() for ref in refs] == [None] * 3
         assert blocks.thread.roots == {}
-
-
-@pytest.mark.usefixtures('leaks')
-def test_no_tracer_outlives_its_trace():
-    def twice(params):
-        with nn.stop_gradient('kernel'):
-            return apply(params) + apply(params)
-
-    jax.jit(jax.grad(lambda p: jnp.sum(twice(p))))(PARAMS)
-    with nn.stop_gradient('kernel'):
-        jax.jit(jax.grad(lambda p: jnp.sum(apply(p))))(PARAMS)
-        bound = MODEL.bind({'params': PARAMS})
-        jax.jit(lambda x: bound(x))(X)
-
-
-def test_a_block_in_a_lifted_function_has_the_owner_of_the_module():
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            dense = fnn.Dense(3, name='inner')
-            return nn.stop_gradient(lambda mdl, x: mdl(x), 'kernel')(dense, x)
-
-    variables = Outer().init(jax.random.key(0), X)
-    grads = oracle.grads(lambda v: Outer().apply(v, X), variables)[0][0]['params']
-    assert oracle.is_zero(grads['inner']['kernel'])
-    assert not oracle.is_zero(grads['inner']['bias'])
-
-
-def test_extents_close_in_order_whatever_they_are():
-    class Inner(fnn.Module):
-        @nn.stop_gradient('kernel')
-        @fnn.compact
-        def __call__(self, x):
-            counts.append(len(blocks.active()))
-            with nn.stop_gradient('bias'):
-                counts.append(len(blocks.active()))
-                bias = self.param('bias', fnn.initializers.ones, (1, 3))
-            counts.append(len(blocks.active()))
-            return x @ self.param('kernel', fnn.initializers.ones, (3, 3)) + bias
-
-    def fn(scope, x):
-        return Inner(parent=scope)(x)
-
-    counts: list[int] = []
-    variables = Inner().init(jax.random.key(0), X)
-    counts.clear()
-    flax.core.apply(core.stop_gradient(fn, 'bias'))(variables, X)
-    assert counts == [2, 3, 2]
 
 
 def test_a_block_that_closes_too_early_names_the_innermost():

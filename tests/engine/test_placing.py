@@ -161,22 +161,6 @@ def test_an_apply_in_the_body_of_a_scan_maps_each_step(name):
 
 
 @every_rule
-def test_two_applies_under_one_block_are_mapped_each_alone(name):
-    rule, hand = RULES[name]
-    params = variables(Cell())
-
-    def loss(p, x):
-        with rule(True):
-            return Cell().apply({'params': p}, Cell().apply({'params': p}, x))
-
-    def by_hand(p, x):
-        y = Cell().apply({'params': hand(p)}, x)
-        return Cell().apply({'params': hand(p)}, y)
-
-    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
-
-
-@every_rule
 def test_two_blocks_in_one_apply_are_mapped_each_alone(name):
     rule, hand = RULES[name]
 
@@ -260,25 +244,6 @@ def test_reads_in_raw_transforms_share_it(name):
 
 
 @every_rule
-def test_a_bound_module_is_mapped_for_each_block(name):
-    rule, hand = RULES[name]
-    params = variables(Cell())
-
-    def loss(p, x):
-        cell = Cell().bind({'params': p})
-        with rule(True):
-            x = cell(cell(x))
-        with rule(True):
-            return cell(x)
-
-    def by_hand(p, x):
-        cell = Cell().bind({'params': hand(p)})
-        return Cell().apply({'params': hand(p)}, cell(cell(x)))
-
-    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
-
-
-@every_rule
 def test_values_kept_by_setup_share_the_identity(name):
     rule, hand = RULES[name]
 
@@ -302,93 +267,6 @@ def test_values_kept_by_setup_share_the_identity(name):
         both(lambda p, x: model.apply({'params': p}, x), params, X),
         both(by_hand, params, X),
     )
-
-
-@every_rule
-def test_a_block_in_a_body_in_a_setup_that_runs_again(name):
-    rule, hand = RULES[name]
-
-    class Kept(fnn.Module):
-        def setup(self):
-            self.param('w', fnn.initializers.normal(), (1, 3))
-            v = self.param('v', fnn.initializers.normal(), (1, 3))
-            self.kept = v * fnn.remat(self.body)(self)
-
-        @staticmethod
-        def body(module):
-            with rule('w'):
-                return jnp.tanh(module.get_variable('params', 'w'))
-
-        def __call__(self, x):
-            return x * self.kept
-
-    def loss(p, x):
-        bound = Kept().bind({'params': p})
-        with nn.stop_gradient('v'):
-            y = bound(x)  # Its setup runs here, and again for what is read below.
-        return y + bound(x)
-
-    def by_hand(p, x):
-        stopped = jax.lax.stop_gradient(p['v'])
-        y, z = (x * (v * jnp.tanh(hand({'w': p['w']})['w'])) for v in (stopped, p['v']))
-        return y + z
-
-    params = {'v': jnp.array([[1.0, 2.0, 3.0]]), 'w': jnp.array([[0.5, -1.5, 2.0]])}
-    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
-
-
-@every_rule
-def test_a_wrapper_in_the_body_of_a_scan_maps_each_step(name):
-    rule, hand = RULES[name]
-
-    class Model(fnn.Module):
-        wrap: Any
-
-        @fnn.compact
-        def __call__(self, x):
-            scan = fnn.scan(
-                lambda cell, x, _: (self.wrap(cell)(x), None),
-                variable_broadcast='params',
-                split_rngs={'params': False},
-                length=2,
-            )
-            return scan(Cell(name='cell'), x, None)[0]
-
-    def by_hand(p, x):
-        def step(x, _):
-            return Cell().apply({'params': hand(p['cell'])}, x), None
-
-        return jax.lax.scan(step, x, None, length=2)[0]
-
-    params = {'cell': variables(Cell())}
-    model = Model(rule(True))
-    oracle.assert_same(
-        both(lambda p, x: model.apply({'params': p}, x), params, X),
-        both(by_hand, params, X),
-    )
-
-
-@every_rule
-def test_one_jitted_module_outside_and_inside_in_either_order(name):
-    rule, hand = RULES[name]
-    params = variables(Cell())
-
-    def loss(p, around):
-        with around:
-            return jnp.sum(jitted.apply({'params': p}, X) ** 2)
-
-    def by_hand(p):
-        return jnp.sum(Cell().apply({'params': hand(p)}, X) ** 2)
-
-    inside = jax.grad(by_hand)(params)
-    outside = jax.grad(lambda p: jnp.sum(Cell().apply({'params': p}, X) ** 2))(params)
-    for order in (rule, none), (none, rule):
-        jitted = fnn.jit(Cell)()
-        for around in (*order, *order):
-            actual = jax.grad(loss)(params, none() if around is none else rule(True))
-            expected = outside if around is none else inside
-            close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-            jax.tree.map(close, actual, expected)
 
 
 def test_modules_of_several_scopes_in_one_body_are_one_tree():
@@ -493,16 +371,6 @@ def test_leaves_that_are_not_differentiated_do_not_count():
     oracle.assert_same(run(loss), run(by_hand))
 
 
-def test_no_trace_is_held_when_the_block_closes():
-    params = variables(Cell())
-    with jax.checking_leaks():
-        for rule, _ in RULES.values():
-            with rule(True):
-                jax.jit(jax.grad(lambda p: jnp.sum(Cell().apply({'params': p}, X))))(
-                    params
-                )
-
-
 def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over():
     weights = {'w': jnp.array([[[0.5, -1.5, 2.0]], [[1.0, 2.0, 3.0]]])}
 
@@ -527,54 +395,6 @@ def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over
             )
             oracle.assert_same(actual, expected)
             assert np.all(np.isfinite(actual[0])), name
-
-
-class Handed(fnn.Module):
-    """Uses a layer of its own, and one that was handed in, in a scan."""
-
-    inside: Extent = none
-    around: Extent = none
-
-    @fnn.compact
-    def __call__(self, x):
-        scan = fnn.scan(
-            HandedBody,
-            variable_broadcast='params',
-            split_rngs={'params': False},
-            length=2,
-        )
-        shared = fnn.Dense(3, name='shared')
-        with self.around():
-            return scan(shared, self.inside, name='body')(x, None)[0]
-
-
-class HandedBody(fnn.Module):
-    shared: fnn.Module
-    inside: Extent = none
-
-    @fnn.compact
-    def __call__(self, x, _):
-        own = fnn.Dense(3, name='own')
-        with self.inside():
-            return x + own(self.shared(x)), None
-
-
-def test_a_block_in_a_body_takes_a_module_that_was_handed_in_together_with_its_own():
-    def by_hand(p, x):
-        def step(x, _):
-            clipped = backward.clipped_together(0.5, p)
-            y = fnn.Dense(3).apply({'params': clipped['shared']}, x)
-            return x + fnn.Dense(3).apply({'params': clipped['body']['own']}, y), None
-
-        return jax.lax.scan(step, x, None, length=2)[0]
-
-    params = variables(Handed())
-    expected = both(by_hand, params, X)
-    clip = lambda: nn.clip_gradient(True, global_norm=0.5)  # noqa: E731
-    for around in none, lambda: nn.stop_gradient(False):
-        model = Handed(clip, around)
-        loss = lambda p, x, model=model: model.apply({'params': p}, x)  # noqa: E731
-        oracle.assert_same(both(loss, params, X), expected)
 
 
 # Where a body is in the trace of its caller, both are known when the outer is read.

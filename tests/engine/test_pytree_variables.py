@@ -242,6 +242,7 @@ CASES: list[tuple[str, Any, set[str]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('surface', SURFACES)
 def test_one_rule(surface):
     for kind, where, expected in CASES:

@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis
 import jax
+import pytest
 from flax.core.scope import Scope
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -415,3 +416,4 @@ def settings(**changes: Any) -> hypothesis.settings:
 
 TestSequences = Machine.TestCase
 TestSequences.settings = settings()
+TestSequences.pytestmark = [pytest.mark.slow]

@@ -4,7 +4,6 @@ Each program is written once with reads that may be stopped by hand (``see``), a
 with a block and no stops, or with the stops and no block.
 """
 
-import collections
 import contextlib
 import functools
 from collections.abc import Callable
@@ -18,9 +17,8 @@ import pytest
 from flax.typing import In, Out
 
 from flax_sg import linen as nn
-from flax_sg.engine import writeback
 from oracle import assert_same, is_zero, stopped
-from stepwise import evaluate, outputs_and_grads
+from stepwise import assert_same_grads, evaluate, flat, outputs_and_grads
 
 X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
 W = 0.1 * jnp.arange(9.0).reshape(3, 3)
@@ -32,24 +30,30 @@ def block(where: Any, on: bool = True, **kwargs: Any) -> Any:
     return nn.stop_gradient(where, **kwargs) if on else contextlib.nullcontext()
 
 
-def flat(tree: Any) -> jax.Array:
-    """All leaves of real numbers in one vector, so that one pull-back serves them."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves] or [jnp.zeros(0)])
+def check(
+    make: Callable[[str], nn.Module],
+    variables: Any,
+    *args: Any,
+    x: Any = X,
+    **kwargs: Any,
+) -> None:
+    """`make('block')` and `make('hand')` have the same outputs, writes and gradients.
 
+    Keyword arguments are those of `apply`, by default with all collections mutable.
+    """
 
-def check(run: Callable[[str], Callable[..., Any]], *args: Any) -> None:
-    """``run('block')`` and ``run('hand')`` have the same outputs and gradients."""
-
-    def vectors(how):
-        def fn(*args):
-            out = run(how)(*args)
-            return {name: flat(tree) for name, tree in out.items()}, out
+    def run(how):
+        def fn(variables, x):
+            out, written = make(how).apply(
+                variables, x, *args, **{'mutable': True, **kwargs}
+            )
+            if not isinstance(out, dict):
+                out = {str(i): y for i, y in enumerate(out)}
+            return {**out, 'written': written}
 
         return fn
 
-    actual = outputs_and_grads(vectors('block'), *args)
-    assert_same(actual, outputs_and_grads(vectors('hand'), *args))
+    assert_same_grads(run('block'), run('hand'), variables, x)
 
 
 # A layer that writes what it has read, in every transform.
@@ -153,32 +157,15 @@ STEPS = jnp.arange(2)
 CARRIED = {'variable_broadcast': 'params', 'variable_carry': 'cache'}
 STACKED = {'variable_axes': {'params': 0, 'cache': 0}}
 SHARED = {'variable_broadcast': 'params', 'variable_axes': {'cache': 0}}
-entry = functools.partial(Writer, at_entry=True)
 
 LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     'none': (lambda writer: writer, 0),
     'jit': (lifts(nn.jit), 0),
     'remat': (lifts(nn.remat), 0),
-    'remat_of_jit': (lambda w: lifts(nn.remat)(lifts(nn.jit)(w)), 0),
-    'jit_of_remat': (lambda w: lifts(nn.jit)(lifts(nn.remat)(w)), 0),
     'scan_stacked': (scans(**STACKED), STEPS),
     'scan_shared': (scans(**SHARED), STEPS),
-    'scan_unchecked': (scans(check_constancy_invariants=False, **STACKED), STEPS),
-    'scan_axis_1': (scans(variable_axes={'params': 1, 'cache': 1}), STEPS),
     'scan_carried': (
         lambda w: scans(**CARRIED)(functools.partial(w, at_entry=True)),
-        STEPS,
-    ),
-    'scan_of_jit': (
-        scans(lambda w, **kw: nn.scan(lifts(nn.jit)(w), **kw), **STACKED),
-        STEPS,
-    ),
-    'jit_of_scan': (
-        scans(lambda w, **kw: lifts(nn.jit)(nn.scan(w, **kw)), **SHARED),
-        STEPS,
-    ),
-    'scan_of_remat': (
-        scans(lambda w, **kw: nn.scan(lifts(nn.remat)(w), **kw), **SHARED),
         STEPS,
     ),
     'vmap': (
@@ -186,15 +173,6 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
             nn.vmap,
             variable_axes={'params': None, 'cache': 0},
             split_rngs={'params': False},
-            in_axes=(None, 0),
-        ),
-        STEPS,
-    ),
-    'vmap_axis_1': (
-        lifts(
-            nn.vmap,
-            variable_axes={'params': 1, 'cache': 1},
-            split_rngs={'params': True},
             in_axes=(None, 0),
         ),
         STEPS,
@@ -212,24 +190,6 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
                 )
             )
         ),
-        0,
-    ),
-    'switch': (
-        calls(
-            initialized(
-                lambda method, m, x, i: nn.switch(
-                    jnp.int32(jnp.sum(x) > 0),
-                    [lambda m, x, i: x * method(m, x, i), method],
-                    m,
-                    x,
-                    i,
-                )
-            )
-        ),
-        0,
-    ),
-    'vjp': (
-        calls(lambda method, m, x, i: nn.vjp(lambda m, x: method(m, x, i), m, x)[0]),
         0,
     ),
     'map_variables': (
@@ -250,8 +210,6 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
         0,
     ),
 }
-
-each_lift = pytest.mark.parametrize('lift', LIFTS)
 
 
 class Model(nn.Module):
@@ -296,20 +254,17 @@ def variables_of(lift: str) -> Any:
     )
 
 
-@each_lift
-@pytest.mark.parametrize('mutable', [['cache'], True], ids=['cache', 'True'])
+@pytest.mark.parametrize(
+    ('lift', 'mutable'),
+    [
+        # Flax itself refuses a custom_vjp of parameters that may be written.
+        *((lift, lift != 'custom_vjp' or ['cache']) for lift in LIFTS),
+        *((lift, ['cache']) for lift in ('jit', 'remat', 'scan_stacked', 'cond')),
+    ],
+    ids=str,
+)
 def test_real_writes_in_a_lifted_body(lift, mutable):
-    if lift == 'custom_vjp':
-        mutable = ['cache']
-
-    def run(how):
-        def fn(variables, x):
-            out, written = Model(lift, how).apply(variables, x, mutable=mutable)
-            return {**out, 'written': written}
-
-        return fn
-
-    check(run, variables_of(lift), X)
+    check(lambda how: Model(lift, how), variables_of(lift), mutable=mutable)
 
 
 # What is not written comes out as it came in, wherever its axes go.
@@ -339,9 +294,6 @@ MOVES = {
     'vmap of one for all': nn.vmap(Reader, variable_axes=SPREAD),
     'vmap': nn.vmap(Reader, variable_axes=AXES),
     'scan': nn.scan(Step, variable_axes=AXES, length=3),
-    'one for all': nn.vmap(
-        Reader, variable_axes={('cache',): In(None), 'cache': Out(1)}, axis_size=3
-    ),
 }
 
 
@@ -395,7 +347,7 @@ def check_moves(lift, writes, square, shape):
     shape = shape[:1] + shape[2:] if lift == 'one for all' else shape
     cache = {'kept': 1 + jnp.arange(float(np.prod(shape))).reshape(shape)}
     cache['moved'] = jnp.cos(cache['kept'])
-    check(run, cache, x)
+    assert_same_grads(run('block'), run('hand'), cache, x)
 
 
 # One program for each way of writing: with `see` where a read is in the block, and with
@@ -485,26 +437,6 @@ class WriteTwice(Program):
         return y, z, a.value
 
 
-class WriteInChild(Program):
-    """Is seen by the parent, in the block and after it."""
-
-    @nn.compact
-    def __call__(self, x):
-        child = Child(name='child')
-        _ = self.variables, child.variables
-        with self.inside('child/m', 'cache'):
-            child(x)
-            y = self.see(self.variables['cache']['child']['m'])
-            z = self.see(child.get_variable('cache', 'm'))
-        return y, z, self.variables['cache']['child']['m'], child.variables
-
-
-class Child(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        self.variable('cache', 'm', jnp.ones, (2, 3)).value = jnp.sin(x)
-
-
 class Sow(Program):
     """Appends to what was sown before; what was sown keeps its gradient."""
 
@@ -520,21 +452,6 @@ class Sow(Program):
             inside = self.see(self.get_variable('seen', 'y'))
         self.sow('seen', 'y', x)
         return inside, self.get_variable('seen', 'y'), self.get_variable('seen', 'z')
-
-
-class SowSums(Program):
-    """A reduction reads what was sown before, and in a block that is stopped."""
-
-    def __call__(self, x):
-        def add(before, new):
-            return new if before is None else self.see(before) + new
-
-        self.put_variable('seen', 'y', x)
-        with self.inside():
-            self.sow('seen', 'y', jnp.sin(x), reduce_fn=add)
-            self.sow('seen', 'y', jnp.cos(x), reduce_fn=add)
-            inside = self.see(self.get_variable('seen', 'y'))
-        return inside, self.get_variable('seen', 'y')
 
 
 class Sower(nn.Module):
@@ -583,25 +500,6 @@ class Create(Program):
         return y, w, m.value, self.variables
 
 
-class CreateInJit(Program):
-    @nn.compact
-    def __call__(self, x):
-        with self.inside():
-            y = nn.jit(SmallMaker)(self.see, name='one')(x)
-            z = nn.remat(SmallMaker)(self.see, name='two')(y)
-            inside = self.see(self.variables['new'])
-        return y, z, inside, self.variables
-
-
-class SmallMaker(nn.Module):
-    see: Any
-
-    @nn.compact
-    def __call__(self, x):
-        m = self.variable('new', 'm', jnp.sin, x)
-        return self.see(m.value) * self.see(self.param('w', lambda key: jnp.cos(x)))
-
-
 class Nested(Program):
     """A write in the inner of two blocks; the outer one sees it with its own rule."""
 
@@ -647,11 +545,8 @@ PROGRAMS = {
     'another variable': CopyToAnotherVariable,
     'params': CopyParams,
     'twice': WriteTwice,
-    'child': WriteInChild,
     'sow': Sow,
-    'sow sums': SowSums,
     'sow in jit': sow_in(nn.jit),
-    'sow in remat': sow_in(nn.remat),
     'sow in scan': sow_in(
         lambda cls: nn.scan(
             cls,
@@ -660,16 +555,7 @@ PROGRAMS = {
             split_rngs={'params': False},
         )
     ),
-    'sow in vmap': sow_in(
-        lambda cls: nn.vmap(
-            cls,
-            variable_axes={'params': None, 'seen': 0},
-            split_rngs={'params': False},
-            in_axes=(None, 0),
-        )
-    ),
     'create': Create,
-    'create in jit': CreateInJit,
     'nested': Nested,
     'raising': Raising,
 }
@@ -679,29 +565,15 @@ PROGRAMS = {
 def test_writes(name):
     cls = PROGRAMS[name]
 
-    def run(how):
-        def fn(variables, x):
-            out, written = cls(how).apply(
-                variables, x, mutable=True, rngs={'params': KEY}
-            )
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
     variables = {'cache': CACHE}
     if name in ('params', 'sow', 'raising'):
         variables['params'] = {'dense': {'kernel': W, 'bias': W[0]}}
     if name.startswith('sow in'):
         variables['params'] = {'part': {'w': W}}
-    check(run, variables, X)
+    check(cls, variables, rngs={'params': KEY})
 
 
 # Writes of what was read, in bodies that get other objects than their callers hold.
-
-
-def keep(program, module, x):
-    module.put_variable('cache', 'a', cache(module, 'a'))
-    module.put_variable('cache', 'tree', cache(module, 'tree'))
 
 
 def swap(program, module, x):
@@ -719,16 +591,8 @@ def grow(program, module, x):
     module.put_variable('cache', 'pair', (x, *cache(module, 'pair'), jnp.sin(x)))
 
 
-def shrink(program, module, x):
-    module.put_variable('cache', 'pair', cache(module, 'pair')[1:])
-
-
 def in_cond(body):
     return lambda module, x: nn.cond(jnp.sum(x) > 0, body, body, module, x)
-
-
-def in_vjp(body):
-    return lambda module, x: nn.vjp(body, module, x, vjp_variables='params')[0]
 
 
 def in_map_variables(body):
@@ -752,40 +616,11 @@ class Rewriting(Program):
 
 
 @pytest.mark.parametrize(
-    'lift',
-    [nn.jit, nn.remat, in_cond, in_vjp, in_map_variables],
-    ids=lambda f: f.__name__,
+    'lift', [nn.jit, nn.remat, in_cond, in_map_variables], ids=lambda f: f.__name__
 )
-@pytest.mark.parametrize(
-    'body', [copy_over, keep, swap, grow, shrink], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize('body', [copy_over, swap, grow], ids=lambda f: f.__name__)
 def test_writes_of_what_was_read_in_a_lifted_body(body, lift):
-    def run(how):
-        def fn(variables, x):
-            out, written = Rewriting(how, body, lift).apply(variables, x, mutable=True)
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {'cache': CACHE}, X)
-
-
-def test_branches_that_write_what_differs_in_structure_are_refused_by_jax():
-    class Differ(nn.Module):
-        where: Any
-
-        @nn.compact
-        def __call__(self, x):
-            with block(self.where, self.where is not None, collections='cache'):
-                return nn.cond(x[0, 0] > 0, *bodies, self, x)
-
-    bodies = [lambda module, x, fn=fn: fn(None, module, x) for fn in (grow, shrink)]
-    said = []
-    for where in (None, 'pair'):
-        with pytest.raises(TypeError) as caught:
-            Differ(where).apply({'cache': CACHE}, X, mutable=['cache'])
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+    check(lambda how: Rewriting(how, body, lift), {'cache': CACHE})
 
 
 # Branches and loops.
@@ -819,17 +654,7 @@ class Branch(Program):
 @pytest.mark.parametrize('lift', ['cond', 'switch'])
 @pytest.mark.parametrize('index', [0, 1])
 def test_a_branch_that_writes_and_one_that_does_not(lift, index):
-    def run(how):
-        def fn(variables, x):
-            model = Branch(how, lift)
-            out, written = model.apply(
-                variables, x, jnp.int32(index), mutable=['cache']
-            )
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {'cache': CACHE}, X)
+    check(lambda how: Branch(how, lift), {'cache': CACHE}, jnp.int32(index))
 
 
 class Loop(Program):
@@ -870,48 +695,6 @@ def test_writes_in_a_while_loop():
     )
 
 
-class History(Program):
-    """A variable of several leaves that move up by one at each step."""
-
-    lift: str
-
-    @nn.compact
-    def __call__(self, x):
-        def step(self, x, i):
-            now, _, first = cache(self, 'history')
-            entered = stop(now) if self.how == 'hand' and self.lift != 'scan' else now
-            if self.how == 'hand' and self.lift == 'scan':
-                entered = jnp.where(i == 0, stop(now), now)
-            self.put_variable('cache', 'history', (jnp.sin(entered * x), now, first))
-            return x, x
-
-        with self.inside('history'):
-            if self.lift == 'scan':
-                nn.scan(step, variable_carry='cache', variable_broadcast='params')(
-                    self, x, jnp.arange(3)
-                )
-            else:
-                lift = {'jit': nn.jit, 'remat': nn.remat, 'none': lambda fn: fn}[
-                    self.lift
-                ]
-                for i in range(3):
-                    lift(step)(self, x, i)
-            inside = self.see(cache(self, 'history'))
-        return inside, cache(self, 'history')
-
-
-@pytest.mark.parametrize('lift', ['none', 'jit', 'remat', 'scan'])
-def test_leaves_that_move_within_a_variable(lift):
-    def run(how):
-        def fn(variables, x):
-            out, written = History(how, lift).apply(variables, x, mutable=['cache'])
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {'cache': {'history': (X, jnp.cos(X), 3 * X)}}, X)
-
-
 # nn.jit keeps its traces: what was written has to come out of a cached call as well.
 
 
@@ -936,24 +719,15 @@ class TwoPaths(Program):
 
 @pytest.mark.parametrize('mutable', [['cache'], ['params'], True], ids=str)
 @pytest.mark.parametrize('where', ['a/**', lambda path: path.absolute.startswith('a/')])
-@pytest.mark.parametrize('uses', ['ab', 'ba', 'aabba'])
+@pytest.mark.parametrize('uses', ['ba', 'aabba'])
 def test_one_jitted_class_at_two_paths(uses, where, mutable):
     cls = lifts(nn.jit)(Writer if mutable != ['params'] else Silent)
-
-    def run(how):
-        def fn(variables, x):
-            out, written = TwoPaths(how, cls, uses, where).apply(
-                variables, x, mutable=mutable
-            )
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
 
     part = {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}
     variables = {
         col: {'a': part[col], 'b': jax.tree.map(jnp.sin, part[col])} for col in part
     }
-    check(run, variables, X)
+    check(lambda how: TwoPaths(how, cls, uses, where), variables, mutable=mutable)
 
 
 class Silent(Writer):
@@ -963,152 +737,17 @@ class Silent(Writer):
         return jnp.tanh(x @ see(w)) * see(self.get_variable('cache', 'other'))
 
 
-@pytest.mark.parametrize('order', ['ab', 'ba'])
-def test_one_jitted_class_under_blocks_that_are_opened_at_two_paths(order):
-    """The filters are equal, and so are the paths relative to the owners."""
-    cls = lifts(nn.jit)(Writer)
-
-    class Owner(Program):
-        @nn.compact
-        def __call__(self, x):
-            part = cls(name='part')
-            halted = part.halted if self.how == 'hand' and self.name == 'a' else part
-            with self.inside(lambda path: path.absolute.startswith('a/')):
-                y = halted(x, 0)
-            return y, dict(part.variables)
-
-    class Owners(Program):
-        @nn.compact
-        def __call__(self, x):
-            return [Owner(self.how, name=name)(x) for name in order]
-
-    def run(how):
-        def fn(variables, x):
-            out, written = Owners(how).apply(variables, x, mutable=True)
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    part = {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}
-    variables = {
-        col: {name: {'part': jax.tree.map(jnp.sin, part[col])} for name in 'ab'}
-        for col in part
-    }
-    check(run, variables, X)
-
-
 # Without nn.jit: jax.disable_jit runs bodies in the trace of the caller.
 
 
-@pytest.mark.parametrize(
-    'lift',
-    ['jit', 'remat', 'scan_stacked', 'scan_unchecked', 'vmap', 'cond', 'map_cache'],
-)
+@pytest.mark.parametrize('lift', ['jit', 'scan_stacked', 'cond', 'map_cache'])
 def test_with_jit_disabled(lift):
-    def run(how):
-        def fn(variables, x):
-            with jax.disable_jit():
-                out, written = Model(lift, how).apply(variables, x, mutable=True)
-            return {**out, 'written': written}
-
-        return fn
-
-    check(run, variables_of(lift), X)
-
-
-# Layers of Flax with state.
-
-
-STATEFUL = {
-    'attention': lambda: nn.MultiHeadDotProductAttention(
-        1, qkv_features=3, decode=True, name='part'
-    ),
-    'batch_norm': lambda: nn.BatchNorm(use_running_average=False, name='part'),
-    'batch_norm_in_jit': lambda: nn.jit(nn.BatchNorm)(
-        use_running_average=False, name='part'
-    ),
-}
-
-
-class Layers(Program):
-    name_of_layer: str
-
-    @nn.compact
-    def __call__(self, x):
-        part = STATEFUL[self.name_of_layer]()
-        before = part(x)
-        if self.how == 'hand' and not self.is_initializing():
-            mutable = [col for col in self.variables if col != 'params']
-            free = part.clone(parent=None, name=None)
-            inside, written = free.apply(stop(part.variables), x, mutable=mutable)
-            for col, tree in written.items():
-                for name, value in tree.items():
-                    part.put_variable(col, name, value)
-        else:
-            with self.inside():
-                inside = part(x)
-        state = {col: tree for col, tree in part.variables.items() if col != 'params'}
-        return before, inside, state, part(x)
-
-
-@pytest.mark.parametrize('name', ['attention', 'batch_norm', 'batch_norm_in_jit'])
-def test_layers_with_state(name):
-    x = jnp.stack([X[:1], X[1:]]) if name == 'attention' else X
-    variables = evaluate(Layers('block', name).init, KEY, x)
-    if name == 'attention':
-        cache = variables['cache']['part']
-        for key in ('cached_key', 'cached_value'):
-            # Room for the three calls of a pass.
-            cache[key] = jnp.zeros((2, 4, 1, 3))
-        cache['cache_index'] *= 0
-    integers = jax.tree.map(lambda v: v if v.dtype == jnp.int32 else None, variables)
-    reals = jax.tree.map(lambda v: v if v.dtype != jnp.int32 else None, variables)
-
-    def run(how):
-        def fn(reals, x):
-            variables = jax.tree.map(
-                lambda a, b: b if a is None else a,
-                reals,
-                integers,
-                is_leaf=lambda v: v is None,
-            )
-            mutable = [col for col in variables if col != 'params']
-            out, written = Layers(how, name).apply(variables, x, mutable=mutable)
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, reals, x)
+    variables = variables_of(lift)
+    with jax.disable_jit():
+        check(lambda how: Model(lift, how), variables)
 
 
 # What a rule must not touch: the new value of these is their gradient.
-
-
-class Scaled(Program):
-    @nn.compact
-    def __call__(self, x):
-        with block('**', collections=True):
-            scale = self.get_variable('_overwrite_with_gradient', 'scale')
-            inside = self.variables['_overwrite_with_gradient']['scale']
-            y = nn.remat(lambda self, x: self.variables)(self, x)
-            jitted = y['_overwrite_with_gradient']['scale']
-            return jnp.sum(scale + 2 * inside + 3 * jitted) + jnp.sum(
-                x @ self.get_variable('params', 'w')
-            )
-
-
-def test_overwrite_with_gradient_is_left_alone():
-    variables = {'params': {'w': W}, '_overwrite_with_gradient': {'scale': jnp.ones(2)}}
-    for mutable in (False, True):
-        grad = jax.grad(
-            lambda v, mutable=mutable: jax.tree.leaves(
-                Scaled('block').apply(v, X, mutable=mutable)
-            )[0]
-        )(variables)
-        assert is_zero(grad['params'])
-        np.testing.assert_array_equal(
-            grad['_overwrite_with_gradient']['scale'], [6.0, 6.0]
-        )
 
 
 class Fp8(nn.Module):
@@ -1121,6 +760,7 @@ class Fp8(nn.Module):
             return part(x)
 
 
+@pytest.mark.slow
 def test_fp8_layers_get_the_new_values_of_their_scales():
     x = jnp.linspace(-1.0, 1.0, 16 * 16).reshape(16, 16)
     variables = Fp8(None).init(KEY, x)
@@ -1138,37 +778,6 @@ def test_fp8_layers_get_the_new_values_of_their_scales():
 
 
 # Odds and ends of what variables are.
-
-
-class Creator(nn.Module):
-    @nn.compact
-    def both(self, x, see):
-        m = self.variable('new', 'm', jnp.sin, x)
-        return see(m.value) * x
-
-    def __call__(self, x, i):
-        return self.both(x, lambda v: v)
-
-    def halted(self, x, i):
-        return self.both(x, stop)
-
-
-@pytest.mark.parametrize('uses', ['ab', 'ba'])
-@pytest.mark.parametrize(
-    'mutable', [['new'], flax.core.DenyList('params'), True], ids=str
-)
-def test_one_jitted_class_makes_variables_at_two_paths(uses, mutable):
-    cls = lifts(nn.jit)(Creator)
-
-    def run(how):
-        def fn(params, x):
-            model = TwoPaths(how, cls, uses, 'a/**')
-            out, written = model.apply({'params': params}, x, mutable=mutable)
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {'unused': W}, X)
 
 
 class Maker(nn.Module):
@@ -1220,16 +829,7 @@ class Making(Program):
 
 @pytest.mark.parametrize('lift', MAKERS)
 def test_variables_that_are_made_in_a_lifted_body(lift):
-    def run(how):
-        def fn(variables, x):
-            out, written = Making(how, lift).apply(
-                variables, x, mutable=True, rngs={'params': KEY}
-            )
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
-
-        return fn
-
-    check(run, {}, X)
+    check(lambda how: Making(how, lift), {}, rngs={'params': KEY})
 
 
 class Kinds(Program):
@@ -1305,74 +905,10 @@ def test_two_variables_that_hold_one_array():
 
         return fn
 
-    check(run, X, jnp.sin(X))
-
-
-@pytest.mark.parametrize('frozen', [False, True])
-def test_the_types_of_dicts_stay(frozen):
-    make = flax.core.freeze if frozen else lambda tree: tree
-    variables = make(
-        {'params': {'part': {'w': W}}, 'cache': {'part': {'memory': X, 'other': X}}}
-    )
-
-    class Types(nn.Module):
-        on: bool
-
-        @nn.compact
-        def __call__(self, x):
-            part = nn.jit(Writer)(name='part')
-            with block('**', self.on, collections=True):
-                part(x, 0)
-                seen = [self.variables, part.variables, part.variables['params']]
-            return seen
-
-    def types(on):
-        seen, written = Types(on).apply(variables, X, mutable=['cache'])
-        return [type(tree) for tree in (*seen, written, written['cache'])]
-
-    assert types(True) == types(False)
-
-
-class OrderedValue(nn.Module):
-    on: bool
-
-    @nn.compact
-    def __call__(self, x):
-        value = self.variable('cache', 'value', lambda: None)
-        with block('**', self.on, collections=True):
-            y = nn.remat(lambda m, x: m.get_variable('cache', 'value')['b'])(self, x)
-            return y, value.value, self.variables
-
-
-@pytest.mark.parametrize('mutable', [False, ['cache']])
-def test_a_value_that_is_an_ordered_dict(mutable):
-    variables = {'cache': {'value': collections.OrderedDict(b=X, a=2 * X)}}
-    actual = OrderedValue(True).apply(variables, X, mutable=mutable)
-    expected = OrderedValue(False).apply(variables, X, mutable=mutable)
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert_same_grads(run('block'), run('hand'), X, jnp.sin(X))
 
 
 # Blocks at top level.
-
-
-def test_state_that_goes_from_one_apply_to_the_next():
-    model = Writer()
-
-    def run(how):
-        def fn(variables, x):
-            method = 'halted' if how == 'hand' else '__call__'
-            with block('**', how == 'block', collections=True):
-                y, state = model.apply(
-                    variables, x, 0, mutable=['cache'], method=method
-                )
-                again = {**variables, **state}
-                z, state = model.apply(again, y, 0, mutable=['cache'], method=method)
-            u, after = model.apply({**variables, **state}, z, 0, mutable=['cache'])
-            return {'y': y, 'z': z, 'u': u, 'state': state, 'after': after}
-
-        return fn
-
-    check(run, {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}, X)
 
 
 def test_writes_of_a_bound_module():
@@ -1393,7 +929,12 @@ def test_writes_of_a_bound_module():
 
         return fn
 
-    check(run, {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}, X)
+    assert_same_grads(
+        run('block'),
+        run('hand'),
+        {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}},
+        X,
+    )
 
 
 # nn.map_variables writes what it has computed, whether or not the body wrote anything.
@@ -1507,18 +1048,11 @@ def test_one_of_the_collections_that_may_be_written(lift, collection):
                 one = halted(0, x)[1]
             return {'one': one, 'stored': dict(part.variables), 'after': part(0, x)[1]}
 
-    def run(how):
-        def fn(variables, x):
-            out, written = Uses(how).apply(variables, x, mutable=True)
-            return {**out, 'written': written}
-
-        return fn
-
     stored = {'cache': {'memory': jnp.cos(X)}, 'params': {'w': W}}
-    args = {name: {'part': tree} for name, tree in stored.items()}, X
+    variables, x = {name: {'part': tree} for name, tree in stored.items()}, X
     if lift is nn.scan:
-        args = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), args)
-    check(run, *args)
+        variables, x = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), (variables, x))
+    check(Uses, variables, x=x)
 
 
 @pytest.mark.parametrize('lift', [nn.jit, nn.remat])
@@ -1638,24 +1172,3 @@ def test_a_body_in_a_block_has_the_name_and_the_random_numbers_of_its_own(lift):
     keys = [Uses(on).apply({}, rngs={'noise': KEY}) for on in (False, True)]
     assert_same(*keys)
     assert names[0] == names[1] != ('',)
-
-
-# How the way back is found, as plain functions.
-
-
-def test_a_leaf_that_leaves_as_it_came_in_is_told_by_its_place():
-    a, b, c = object(), object(), object()
-    assert writeback._origin((a, b), (b, [c, a])) == (1, None, 0)
-    assert writeback._unmoved((0, 2, None, 1, 4)) == (0, None, None, None, 4)
-    assert writeback._agreed((0, 1, None), (0, 2, None)) == (0, None, None)
-    assert writeback._agreed((0, 1), (0,)) == writeback._agreed((0,), (0, 1)) == ()
-
-
-def test_a_leaf_that_was_not_written_has_its_axis_where_the_transform_puts_it():
-    stored = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    out = np.zeros((3, 5, 2, 4))
-    assert writeback._moved(stored, 1, 1, out) is stored
-    assert writeback._moved(stored, None, None, out) is stored
-    assert_same(writeback._moved(stored, 0, 2, out), np.moveaxis(stored, 0, 2))
-    of_all = writeback._moved(np.moveaxis(stored, 0, 1), None, 1, out)
-    assert_same(of_all, np.stack([np.moveaxis(stored, 0, 1)] * 5, 1))

@@ -30,7 +30,6 @@ import cotangent_errors
 import filter_errors
 import flax_sg
 import flax_sg as sg
-import oracle
 import report_errors
 import tree_errors
 from flax_sg import errors
@@ -186,10 +185,6 @@ def lacks_a_name() -> None:
         'attributes of a scope': lambda: required._has(flax.core.Scope({}), '_none'),
     }
     versions.check(programs)
-
-
-def lifted(x):
-    return x
 
 
 class Declared(NamedTuple):
@@ -674,7 +669,6 @@ def frozen_state(state: str) -> None:
 
 BOTH = {'encoder': True, 'norm': True}
 DECAYED = sg.freeze(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)))
-DENSE = fnn.Dense(3)
 GRADS = {'a': X, 'b': sg.ABSENT}
 HELD = {'n': sg.NonDifferentiable(3), 'w': 1.0}
 model, variables, where = MODEL, VARIABLES, 'encoder/**'
@@ -977,139 +971,6 @@ def test_three_leaves_are_named_and_the_others_counted():
 # The fixes, run.
 
 
-def stops(fn: Callable[[Any], Any]) -> set[str]:
-    """The modules without a gradient."""
-    grads = jax.grad(lambda p: jnp.sum(fn({**VARIABLES, 'params': p})))(
-        VARIABLES['params']
-    )
-    return {name for name in grads if oracle.is_zero(grads[name])}
-
-
-def test_the_fix_of_several_filters():
-    lifted = nn.train_only(Model, ['encoder/**', 'norm/**'])
-    assert stops(lambda v: lifted().apply(v, X)) == set()
-
-
-def test_the_fix_of_unused_filters():
-    def model(where):
-        def fn(variables):
-            with nn.stop_gradient(where):
-                return MODEL.apply(variables, X)
-
-        return fn
-
-    assert stops(model('encoder/**')) == {'encoder'}
-    with nn.stop_gradient('encodr/**', unused='ignore'):
-        MODEL.apply(VARIABLES, X)
-    grads = jax.grad(lambda v: jnp.sum(Mounted('**/dense/**').apply(v, X)))(MOUNTED)
-    assert oracle.is_zero(grads)
-    with pytest.raises(errors.UnusedFilterError) as caught:
-        model('params/encoder/**')(VARIABLES)
-    assert "Write 'encoder/**'." in str(caught.value)
-
-
-def test_the_fix_of_overwrite_with_gradient():
-    def model(variables):
-        with nn.stop_gradient(True, collections=True):
-            return MODEL.apply(variables, X)
-
-    assert stops(model) == {'encoder', 'norm'}
-
-
-def test_the_fix_of_an_unknown_collection():
-    run(nn.stop_gradient('norm/mean', collections='batch_stats'))
-    run(nn.stop_gradient('norm/mean', collections='batch_stat', unused='ignore'))
-
-
-def test_the_fix_of_nothing_read():
-    def loss(params):
-        return jnp.sum(MODEL.apply({**VARIABLES, 'params': params}, X))
-
-    params = VARIABLES['params']
-    y, before = jax.vjp(loss, params)
-    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('encoder/?*'):
-        before(jnp.ones_like(y))
-    with nn.stop_gradient('encoder/?*'):
-        y, vjp_fn = jax.vjp(loss, params)
-    grads = vjp_fn(jnp.ones_like(y))[0]
-    assert oracle.is_zero(grads['encoder'])
-    assert not oracle.is_zero(grads['norm'])
-    with nn.stop_gradient('encoder/read/nowhere', unused='ignore'):
-        pass
-
-
-def test_the_fix_of_methods():
-    lifted = nn.stop_gradient(Model, 'encoder/**', methods=['encode'])
-    assert stops(lambda v: lifted().apply(v, X)) == {'encoder'}
-    by_value = nn.stop_gradient('encoder/**').lift(Model, methods=['encode'])
-    assert stops(lambda v: by_value().apply(v, X)) == {'encoder'}
-
-
-def test_the_fix_of_a_function_without_a_module():
-    fn = nn.stop_gradient(lambda module, x: module(x), 'encoder/**')
-    assert stops(lambda v: fn(MODEL.bind(v), X)) == {'encoder'}
-
-
-def test_the_fix_of_the_order():
-    a, b = nn.stop_gradient('encoder/**'), nn.stop_gradient('norm/**')
-
-    def fn(variables):
-        with a, b:
-            return MODEL.apply(variables, X)
-
-    assert stops(fn) == {'encoder', 'norm'}
-
-
-def test_the_fix_of_a_suspended_task():
-    async def holds():
-        with nn.stop_gradient('encoder/**'):
-            MODEL.apply(VARIABLES, X)
-        await asyncio.sleep(0)
-
-    async def reads():
-        return stops(lambda v: MODEL.apply(v, X))
-
-    async def main():
-        return (await asyncio.gather(holds(), reads()))[1]
-
-    assert asyncio.run(main()) == set()
-
-
-def test_the_fix_of_a_kept_value():
-    # The program of the docstring, and what to write in its place.
-    def double(w, x):
-        return 2.0 * (x @ w)
-
-    class Hides(fnn.Module):
-        def setup(self):
-            self.w = self.param('w', fnn.initializers.ones, (3, 3))
-            w = self.w
-            self.step = jax.jit(lambda x: double(w, x))
-
-        def __call__(self, x):
-            with nn.stop_gradient('w'):
-                return self.step(x)
-
-    class Reads(fnn.Module):
-        def setup(self):
-            self.w = self.param('w', fnn.initializers.ones, (3, 3))
-
-        def __call__(self, x):
-            with nn.stop_gradient('w'):
-                return jax.jit(double)(self.w, x)
-
-    params = Reads().init(jax.random.key(0), X)
-    grads = jax.grad(lambda v: jnp.sum(Reads().apply(v, X)))(params)
-    assert oracle.is_zero(grads)
-    # It is stopped or it raises: the gradient never flows.
-    try:
-        hidden = jax.grad(lambda v: jnp.sum(Hides().apply(v, X)))(params)
-    except errors.SetupValueError as error:
-        assert 'self.step' in str(error)
-    else:
-        assert oracle.is_zero(hidden)
-
-
 def test_what_a_filter_raises_is_not_put_on_setup():
     class Keeps(nn.Module):
         def setup(self):
@@ -1194,152 +1055,3 @@ def test_errors_survive_copies_and_pickles(case):
         assert type(twin) is type(error)
         assert str(twin) == str(error)
         assert twin.args == error.args
-
-
-# The programs of the docstrings that are not above.
-
-
-def test_programs_of_filter_errors():
-    import re
-
-    with pytest.raises(errors.FilterTypeError):
-        run(nn.stop_gradient(lambda path: re.match('encoder', path)))
-    run(nn.stop_gradient(lambda path: path.startswith('encoder')))
-
-    class Stops(Model):
-        def __call__(self, x):
-            with nn.stop_gradient(self.encoder):
-                return super().__call__(x)
-
-    with pytest.raises(errors.FilterTypeError):
-        Stops().apply(VARIABLES, X)
-    for wrong, right in (('encoder/', 'encoder/**'), ('enc**', 'enc*/**')):
-        with pytest.raises(errors.FilterValueError):
-            nn.stop_gradient(wrong)
-        run(nn.stop_gradient(right))
-    with pytest.raises(errors.FilterValueError):
-        run(nn.stop_gradient({'encoder': True}))
-    run(nn.stop_gradient({'encoder': True, 'norm': False}))
-
-
-def test_programs_of_a_tracer_in_a_filter():
-    import functools
-
-    def loss(params, freeze):
-        with nn.stop_gradient(lambda path: freeze):
-            return jnp.sum(MODEL.apply({**VARIABLES, 'params': params}, X))
-
-    with pytest.raises(errors.FilterTypeError):
-        jax.jit(loss)(VARIABLES['params'], True)
-    static = functools.partial(jax.jit, static_argnames='freeze')(loss)
-    assert oracle.is_zero(jax.grad(static)(VARIABLES['params'], freeze=True))
-
-
-def test_programs_of_trees_in_parts():
-    # The programs of the docstrings, and what to write in their place.
-    params = {'head': {'w': 1.0, 'b': 2.0}, 'backbone': {'w': 3.0}}
-
-    def loss(p):
-        return p['head']['w'] * p['head']['b'] * p['backbone']['w']
-
-    a, b = sg.partition(params, 'head/**')
-    with pytest.raises(errors.StructureError):
-        sg.combine(a, params)
-    assert sg.combine(a, b) == params
-    with pytest.raises(errors.StructureError):
-        sg.combine(a, {})
-    head, rest = sg.filters.as_filter('head/**'), ~sg.filters.as_filter('head/**')
-    with pytest.raises(errors.StructureError):
-        sg.partition_n(params, {'head': head})
-    sg.partition_n(params, {'head': head, 'rest': rest})
-    grads = sg.grad(loss, wrt='head/**')(params)
-    with pytest.raises(errors.AbsentLeafError):
-        grads['backbone']['w'] + 1.0
-    for more in (
-        sg.grad(loss, wrt=['head/**', 'backbone/w']),
-        sg.grad(loss, wrt='head/**', absent='zeros'),
-    ):
-        assert more(params)['backbone']['w'] + 1.0
-    tx = sg.freeze(optax.sgd(0.1), 'backbone/**')
-    state = tx.init(params)
-    with pytest.raises(errors.StructureError):
-        tx.update(sg.grad(loss, wrt='head/b')(params), state, params)
-    tx.update(grads, state, params)
-    with pytest.raises(errors.StructureError):
-        tx.update(grads, state, {'head': {'b': 1.0}})
-    tx = optax.chain(optax.clip(1.0), sg.freeze(optax.sgd(0.1), 'backbone/**'))
-    with pytest.raises(errors.ArgumentTypeError):
-        sg.thaw(tx, tx.init(params), params, 'backbone/**')
-    tx = sg.freeze(optax.chain(optax.clip(1.0), optax.sgd(0.1)), 'backbone/**')
-    sg.thaw(tx, tx.init(params), params, 'backbone/**')
-    m = MODEL.bind(VARIABLES)
-    with pytest.raises(errors.ArgumentTypeError):
-        sg.grad(lambda: jnp.sum(m(X)), of=MODEL)
-    sg.grad(lambda: jnp.sum(m(X)), of=m)()
-
-
-def test_programs_of_values():
-    zeros = jnp.zeros(3)
-    for wrong in (fnn.Dense, zeros):
-        with pytest.raises(errors.ArgumentTypeError):
-            nn.substitute(wrong)
-    run(nn.substitute({'encoder': {'bias': zeros}}))
-    with pytest.raises(errors.UnusedFilterError):
-        run(nn.substitute({'params': {'encoder': {'bias': zeros}}}))
-    dense = fnn.Dense(3)
-    variables = dense.init(jax.random.key(0), X)
-    kernel = variables['params']['kernel'].astype(jnp.bfloat16)
-    with pytest.raises(errors.StructureError), nn.substitute({'kernel': kernel}):
-        dense.apply(variables, X)
-    with nn.substitute(lambda path, value: value.astype(jnp.bfloat16)):
-        y = dense.apply(variables, X.astype(jnp.bfloat16))
-    assert y.dtype == jnp.bfloat16
-    with pytest.raises(errors.ReadOnlyError):
-        writes()
-    norm = fnn.BatchNorm(use_running_average=False)
-    variables = norm.init(jax.random.key(0), X)
-    held = nn.Frozen(norm, state='hold')
-    _, written = held.apply(variables, X, mutable='batch_stats')
-    oracle.assert_same(written['batch_stats'], variables['batch_stats'])
-
-
-def test_programs_of_lift_targets():
-    with pytest.raises(errors.FlaxSGError):
-        nn.stop_gradient('kernel')(3)
-    dense = fnn.Dense(3)
-    bound = dense.bind(dense.init(jax.random.key(0), X))
-    nn.stop_gradient(lambda module, x: module(x), 'kernel')(bound, X)
-    nn.stop_gradient(lambda x: bound(x), 'kernel')(X)
-
-
-# Every bad input comes before anything is computed.
-
-BAD: dict[str, Callable[[], Any]] = {
-    'a wrong kind of filter': lambda: nn.stop_gradient(3.5),
-    'None': lambda: nn.stop_gradient(None),
-    'a number in a sequence': lambda: nn.stop_gradient(['encoder/**', 3]),
-    'a module': lambda: nn.stop_gradient(MODEL),
-    'a Module class': lambda: nn.stop_gradient(Model),
-    'an array': lambda: nn.stop_gradient(X),
-    'a tree of arrays': lambda: nn.stop_gradient(VARIABLES['params']),
-    'a glob that means nothing': lambda: nn.stop_gradient('encoder//kernel'),
-    'a bad regex flag': lambda: nn.stop_gradient('[encoder/*'),
-    'unknown method': lambda: nn.stop_gradient(Model, '**', methods=['no']),
-    'overwrite with gradient': lambda: nn.stop_gradient(
-        True, collections='_overwrite_with_gradient'
-    ),
-    'a target that is none': lambda: nn.stop_gradient('encoder/**')(X),
-    'a bad value of unused': lambda: nn.stop_gradient('**', unused='no'),
-    'bad collections': lambda: nn.stop_gradient('**', collections=1.5),
-    'a core lift of no filter': lambda: flax_sg.core.stop_gradient(lifted, 3.5),
-}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('case', BAD)
-def test_bad_input_raises_where_it_is_written(case):
-    with pytest.raises(errors.FlaxSGError) as caught:
-        BAD[case]()
-    text = str(caught.value)
-    assert text
-    assert 'object at 0x' not in text, 'addresses tell nobody anything'

@@ -166,16 +166,3 @@ def test_a_layer_and_its_frozen_self_in_one_model() -> None:
 
     assert_same(found, jax.grad(by_hand)(params))
     assert not is_zero(found)
-
-
-def test_the_way_back_through_a_frozen_layer_is_no_longer() -> None:
-    """Fewer operations than through the bare one; benchmarks/frozen.py has times."""
-
-    def flops(model: Any) -> float:
-        def loss(params: Any, x: Any) -> Any:
-            return jnp.sum(model.apply({'params': params}, x) ** 2)
-
-        step = jax.jit(jax.grad(loss, argnums=(0, 1)))
-        return step.lower(PARAMS, X).compile().cost_analysis()['flops']
-
-    assert flops(nn.Frozen(chain())) < flops(chain(nn.Frozen)) < flops(chain())

@@ -35,16 +35,6 @@ class Inside(Net):
         return self.head(self.norm(x, use_running_average=False))
 
 
-class OneUse(Net):
-    """The body is used twice, and stopped in one of its uses."""
-
-    def __call__(self, x):
-        x = linen.tanh(self.body(x))
-        with nn.stop_gradient('body/**'):
-            x = linen.tanh(self.body(x))
-        return self.head(self.norm(x, use_running_average=False))
-
-
 # Linen in NNX
 
 
@@ -115,32 +105,6 @@ def test_a_block_around_a_call_of_linen_in_nnx(where):
 )
 def test_a_stop_inside_of_linen_in_nnx(net):
     oracle.assert_same(nnx_grads(InNNX(net)), nnx_grads(InNNX(Net()), 'body/'))
-
-
-def test_one_of_two_uses_is_stopped():
-    model = InNNX(OneUse())
-    _, _, grads = nnx_grads(model)
-    # By hand: the second use reads a stopped copy of the weights.
-    params, rest = nnx.to_pure_dict(nnx.state(model, nnx.Param)), model.net
-
-    @jax.jit
-    def loss(params):
-        lower, net = params['lower'], params['net']
-        body = net['body']
-        x = linen.Dense(4).apply({'params': lower}, X)
-        x = jnp.tanh(linen.Dense(4).apply({'params': body}, x))
-        body = oracle.stopped(body)
-        x = jnp.tanh(linen.Dense(4).apply({'params': body}, x))
-        variables = {
-            'params': net['norm'],
-            'batch_stats': nnx.to_pure_dict(nnx.state(rest, nnx.BatchStat))['norm'],
-        }
-        norm = linen.BatchNorm(use_running_average=False)
-        x, _ = norm.apply(variables, x, mutable=['batch_stats'])
-        y = linen.Dense(2).apply({'params': net['head']}, x)
-        return jnp.mean((y - 1.0) ** 2)
-
-    oracle.assert_same(grads, jax.grad(loss)(params))
 
 
 def test_transforms_of_nnx():
@@ -283,26 +247,3 @@ def test_a_block_inside_of_linen_around_nnx(where):
 )
 def test_frozen_around_nnx(model, stop):
     oracle.assert_same(linen_grads(model), linen_grads(InLinen(), stop))
-
-
-def test_what_is_differentiated_and_what_flows():
-    variables = jax.jit(InLinen().init)(jax.random.key(0), X)
-
-    def loss(params):
-        given = {**variables, 'params': params}
-        y, _ = InLinen().apply(given, X, mutable=['batch_stats'])
-        return jnp.mean((y - 1.0) ** 2)
-
-    def blocked(params):
-        with nn.train_only('inner/**'):
-            return loss(params)
-
-    params = variables['params']
-    assert sg.mask(params, trained=sg.live(blocked, params)) == {
-        name: jax.tree.map(lambda _, name=name: name == 'inner', tree)
-        for name, tree in params.items()
-    }
-    pruned = sg.grad(loss, wrt='inner/**')(params)
-    assert jax.tree.leaves([pruned['below'], pruned['head']]) == []
-    expected = jax.grad(lambda inner: loss({**params, 'inner': inner}))(params['inner'])
-    oracle.assert_same(pruned['inner'], expected)

@@ -9,7 +9,6 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import oracle
@@ -100,43 +99,6 @@ def test_other_levels_are_refused(levels):
         nn.stop_gradient('features/**', levels=levels)
 
 
-@pytest.mark.usefixtures('standard_promotion')
-def test_it_meta_learns():
-    """Features that no task trains become such that one step on the head is enough."""
-    slopes = jnp.array([-1.0, -0.5, 0.5, 1.0])
-    x = jnp.linspace(-2.0, 2.0, 8)[:, None]
-
-    def after_a_step(params: Any, slope: jax.Array) -> jax.Array:
-        # All of these tasks are one feature, times a number.
-        y = slope * jnp.tanh(3.0 * x)
-
-        def loss(p: Any) -> jax.Array:
-            return jnp.mean((shielded(p, x, levels=1) - y) ** 2)
-
-        grads = jax.grad(loss)(params)
-        # All parameters take the step; those of the features have no gradient.
-        params = jax.tree.map(lambda p, g: p - 0.2 * g, params, grads)
-        return jnp.mean((plain(params, x) - y) ** 2)
-
-    def meta_loss(params: Any) -> jax.Array:
-        return jnp.mean(jax.vmap(after_a_step, (None, 0))(params, slopes))
-
-    tx = optax.adam(0.03)
-
-    @jax.jit
-    def trained(params: Any) -> Any:
-        def step(state: Any, _: Any) -> Any:
-            params, moments = state
-            value, grads = jax.value_and_grad(meta_loss)(params)
-            updates, moments = tx.update(grads, moments, params)
-            return (optax.apply_updates(params, updates), moments), value
-
-        return jax.lax.scan(step, (params, tx.init(params)), None, length=200)[1]
-
-    values = trained(Net().init(jax.random.key(1), x)['params'])
-    assert values[-1] < 0.05 * values[0]
-
-
 # Gradient penalties: the inner derivative is one with respect to the input.
 
 
@@ -164,58 +126,3 @@ def test_one_level_would_stop_the_penalty():
     one_level = functools.partial(shielded, levels=1)
     grads = jax.grad(functools.partial(slope, one_level))(PARAMS)
     assert oracle.is_zero(grads['features']) and not oracle.is_zero(grads['head'])
-
-
-# Domain-adversarial training.
-
-
-class Adversarial(fnn.Module):
-    """One linear feature, that tells labels and, if it is let, domains."""
-
-    strength: float
-
-    @fnn.compact
-    def __call__(self, x):
-        features = fnn.Dense(1, use_bias=False, name='features')
-        label = fnn.Dense(1, name='label')(features(x))
-        with nn.reverse_gradient('features/**', self.strength):
-            return label, fnn.Dense(1, name='domain')(features(x))
-
-
-def cross_entropy(score: jax.Array, truth: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.logaddexp(0.0, score) - truth * score)
-
-
-def test_features_learn_not_to_tell_domains():
-    numbers = np.random.default_rng(0)
-    label = jnp.asarray(numbers.integers(0, 2, (64, 1)), jnp.float32)
-    domain = jnp.asarray(numbers.integers(0, 2, (64, 1)), jnp.float32)
-    noise = jnp.asarray(numbers.normal(0.0, 0.3, (64, 2)), jnp.float32)
-    x = 2.0 * jnp.concatenate([label, domain], axis=1) - 1.0 + noise
-
-    def share_of_domain(strength: float) -> float:
-        model = Adversarial(strength)
-
-        @jax.jit
-        def trained(params: Any) -> Any:
-            def loss(params: Any) -> jax.Array:
-                scores = model.apply({'params': params}, x)
-                return cross_entropy(scores[0], label) + cross_entropy(
-                    scores[1], domain
-                )
-
-            def step(params: Any, _: Any) -> Any:
-                grads = jax.grad(loss)(params)
-                return jax.tree.map(lambda p, g: p - 0.2 * g, params, grads), None
-
-            return jax.lax.scan(step, params, None, length=300)[0]
-
-        params = trained(model.init(jax.random.key(0), x)['params'])
-        right = (model.apply({'params': params}, x)[0] > 0) == (label > 0)
-        assert jnp.mean(right) > 0.9
-        of_label, of_domain = jnp.abs(params['features']['kernel'][:, 0])
-        return float(of_domain / of_label)
-
-    # A negative strength reverses twice: both heads train the feature.
-    assert share_of_domain(0.5) < 0.15
-    assert share_of_domain(-0.5) > 0.3

@@ -1,7 +1,6 @@
-"""Models with a target network that train: the online part learns, the target follows.
+"""BYOL (Grill et al., 2020), small: the online part learns, the target follows.
 
-BYOL (Grill et al., 2020) and deep Q-learning (Mnih et al., 2015), small. Each is
-trained once with `nn.mirror` and once with the target applied by hand.
+It is trained once with `nn.mirror` and once with the target applied by hand.
 """
 
 from typing import Any
@@ -148,78 +147,3 @@ def test_byol() -> None:
     codes = unit(Encoder().apply(weights, 3 * jnp.eye(4, 6), mutable='batch_stats')[0])
     likeness = codes @ codes.T - 2 * jnp.eye(4)
     assert likeness.max() < 0.95
-
-
-# A walk of five places; the reward is at the right end.
-
-PLACES, DISCOUNT = 5, 0.8
-
-
-class QNet(linen.Module):
-    def setup(self):
-        self.net = linen.Sequential([linen.Dense(16), jnp.tanh, linen.Dense(2)])
-
-    def __call__(self, state, action, reward, after, target=None):
-        values = jnp.take_along_axis(self.net(state), action[:, None], 1)[:, 0]
-        following = nn.mirror(self.net, variables=target)(after).max(-1)
-        return jnp.mean((values - reward - DISCOUNT * following) ** 2)
-
-
-def walk() -> tuple[Any, ...]:
-    place = jnp.repeat(jnp.arange(PLACES), 2)
-    action = jnp.tile(jnp.arange(2), PLACES)
-    after = jnp.clip(place + 2 * action - 1, 0, PLACES - 1)
-    reward = (after == PLACES - 1).astype(jnp.float32)
-    return jnp.eye(PLACES)[place], action, reward, jnp.eye(PLACES)[after]
-
-
-def best_values() -> Any:
-    """The values of the best policy, by value iteration."""
-    _, _, reward, after = walk()
-    values = jnp.zeros((PLACES, 2))
-    for _ in range(100):
-        values = (reward + DISCOUNT * (after @ values.max(-1))).reshape(PLACES, 2)
-    return values
-
-
-def test_deep_q_learning() -> None:
-    model, batch = QNet(), walk()
-    params = model.init(jax.random.key(0), *batch)['params']
-    tx = optax.sgd(0.3, momentum=0.9)
-
-    def loss(params: Any, target: Any) -> Any:
-        return model.apply({'params': params}, *batch, {'params': target})
-
-    def by_hand(params: Any, target: Any) -> Any:
-        state, action, reward, after = batch
-        net = linen.Sequential([linen.Dense(16), jnp.tanh, linen.Dense(2)])
-        q = net.apply({'params': params['net']}, state)
-        following = net.apply({'params': jax.lax.stop_gradient(target)}, after).max(-1)
-        q = jnp.take_along_axis(q, action[:, None], 1)[:, 0]
-        return jnp.mean((q - reward - DISCOUNT * following) ** 2)
-
-    def trained(loss: Any, params: Any) -> Any:
-        @jax.jit
-        def step(params: Any, state: Any, target: Any) -> Any:
-            grads, of_target = jax.grad(loss, (0, 1))(params, target)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, of_target
-
-        state = tx.init(params)
-        for _ in range(30):
-            target = params['net']
-            frozen = jax.tree.map(jnp.copy, target)
-            for _ in range(30):
-                params, state, of_target = step(params, state, target)
-                assert is_zero(of_target)
-            assert_same(target, frozen)
-        return params
-
-    found = trained(loss, params)
-    close = jax.tree.map(
-        lambda a, b: jnp.allclose(a, b, 1e-2, 1e-3), found, trained(by_hand, params)
-    )
-    assert jax.tree.all(close)
-    net = linen.Sequential([linen.Dense(16), jnp.tanh, linen.Dense(2)])
-    values = net.apply({'params': found['net']}, jnp.eye(PLACES))
-    assert jnp.allclose(values, best_values(), atol=0.1), (values, best_values())

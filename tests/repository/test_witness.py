@@ -1,7 +1,6 @@
 """`python3 dev.py witness CHECKOUT`: Flax's own tests with blocks around them."""
 
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,23 +130,11 @@ def test_another_folder_is_refused(
     assert str(exit_info.value).endswith(said)
 
 
-def test_an_unknown_mode_is_refused(checkout: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match='2'):
-        witness.main([str(checkout), '--modes', 'test-false,test-true'])
-    assert "no mode 'test-true'; there are test-false, " in capsys.readouterr().err
-
-
 def outcomes(**by_test: str) -> witness.Outcomes:
     return {
         test: {'outcome': outcome, 'error': f'{test} said' * (outcome == 'failed')}
         for test, outcome in by_test.items()
     }
-
-
-def test_what_fails_without_blocks_is_only_counted():
-    plain = outcomes(a='passed', b='failed', c='skipped')
-    compared = witness.Comparison.of(plain, plain, {})
-    assert compared == witness.Comparison(same=3, failing=1, expected=0, faults=())
 
 
 def test_every_change_is_a_fault_also_a_test_that_passes_or_is_gone():
@@ -229,18 +216,3 @@ def test_only_stop_changes_a_gradient(around: Callable[[Any], Any]):
     oracle.assert_same(gradient(around(witness.BLOCKS['copy'])), plain)
     zeros = jax.tree.map(jnp.zeros_like, plain)
     oracle.assert_same(gradient(around(witness.BLOCKS['stop'])), zeros)
-
-
-def test_copies_are_other_objects():
-    with witness.BLOCKS['copy']:
-        seen = Net().bind(VARIABLES).variables['params']['dense']
-    kept = VARIABLES['params']['dense']
-    oracle.assert_same(seen, kept)
-    assert all(seen[name] is not kept[name] for name in kept)
-
-
-def test_the_command_is_one_of_dev_py():
-    commands = runpy.run_path(str(ROOT / 'dev.py'))['COMMANDS']
-    text = (ROOT / 'CONTRIBUTING.md').read_text()
-    assert 'witness' in commands
-    assert 'python3 dev.py witness' in text
