@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from shared import BLUE, FULL, GREEN, ORANGE
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -45,16 +46,8 @@ from flax_sg import testing
 from flax_sg.demo import data
 
 # Steps of training: fewer where the notebook is only checked.
-STEPS = {'full': 600, 'ci': 60}[os.environ.get('FLAX_SG_NOTEBOOKS', 'full')]
-INK, COLORS = '#333333', ['#000000', '#0072b2', '#d55e00', '#009e73']
-plt.rcParams |= {
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'axes.titlelocation': 'left',
-    'figure.dpi': 100,
-    'figure.constrained_layout.use': True,
-    'legend.frameon': False,
-}
+STEPS = 600 if FULL else 60
+COLORS = '#000000', BLUE, ORANGE, GREEN
 
 # Scikit-learn's 8 x 8 digits: nothing is downloaded.
 train, held_out = data.load()

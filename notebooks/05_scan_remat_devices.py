@@ -26,7 +26,6 @@
 # counts the bytes that are all-reduced.
 
 # %%
-import os
 import re
 from functools import partial
 from math import prod
@@ -40,23 +39,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from shared import BLUE, FULL, ORANGE
 
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.demo import data
 
-FULL = os.environ.get('FLAX_SG_NOTEBOOKS', 'full') == 'full'
 DEPTH, NEW_STEPS = (4, 120) if FULL else (2, 4)
-BLACK, BLUE, ORANGE, GREEN, SKY = '#000000', '#0072b2', '#d55e00', '#009e73', '#56b4e9'
-plt.rcParams |= {
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'axes.titlelocation': 'left',
-    'figure.dpi': 100,
-    'figure.constrained_layout.use': True,
-    'legend.frameon': False,
-}
+BLACK, SKY = '#000000', '#56b4e9'
 
 # %% [markdown]
 # ## A transformer that draws digits

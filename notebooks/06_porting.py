@@ -36,7 +36,6 @@
 # | `nnx.DiffState(0, filter)` | differentiate a part | `sg.grad(loss, wrt=where)` |
 
 # %%
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -48,22 +47,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import nnx
+from shared import BLUE, FULL, GREEN, GREY, ORANGE
 
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg.demo import data
 
-FULL = os.environ.get('FLAX_SG_NOTEBOOKS', 'full') == 'full'
 STEPS = 60 if FULL else 20
-BLACK, BLUE, ORANGE, GREEN, GREY = '#000000', '#0072b2', '#d55e00', '#009e73', '#767676'
-plt.rcParams |= {
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'axes.titlelocation': 'left',
-    'figure.dpi': 100,
-    'figure.constrained_layout.use': True,
-    'legend.frameon': False,
-}
+BLACK = '#000000'
 
 train, _ = data.load()
 images, labels = jnp.asarray(train.images[:128]), jnp.asarray(train.labels[:128])

@@ -16,6 +16,7 @@ plt.rcParams |= {
     'figure.dpi': 90,
     'figure.constrained_layout.use': True,
     'axes.spines.top': False,
+    'axes.titlelocation': 'left',
     'axes.spines.right': False,
     'legend.frameon': False,
 }
