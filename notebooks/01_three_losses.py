@@ -2,11 +2,11 @@
 # # Three losses, one pass, and each trains its own part
 #
 # [google/flax#1857](https://github.com/google/flax/issues/1857) asks for something that
-# sounds easy. A model has three parts. Three losses look at what it computes. Each loss
-# depends on parts that it must *not* train. The answer of that issue's author was to
-# make four copies of the weights, with gradients stopped in different places.
+# sounds easy. A model has three parts and three losses. Each loss depends on parts that
+# it must *not* train. The author of the issue made four copies of the weights, with
+# gradients stopped in different places.
 #
-# Here is the smallest model with that problem, on handwritten digits:
+# Here is a small model with that problem, on handwritten digits:
 #
 # ```
 # image --code--> code --explanation--> drawing --gln--> label
@@ -20,9 +20,9 @@
 #
 # Labels shape neither codes nor drawings, and `explanation` never learns from noise.
 #
-# You will see three usual ways to write this and what they do wrong without a word, a
-# report that finds it before anything runs, and the version with blocks, which is the
-# program with copies to the last bit.
+# You will see three common ways to write this, and what each does wrong in silence. A
+# report finds it before anything runs. The version with blocks is equal to the one with
+# copies, to the last bit.
 
 # %%
 import functools
@@ -110,8 +110,8 @@ def nothing_stopped(params, image, noisy, label):
 
 # %% [markdown]
 # `sg.gradient_flow` says which output trains which parameter. It reads the program that
-# JAX traces: nothing is compiled or run, and what it says is proven, not measured.
-# Every loss trains everything that it looks at, labels included:
+# JAX traces. Nothing is compiled or run, and the answer is proven, not measured.
+# Without stops every loss trains every part that it uses:
 
 # %%
 noise = 0.3 * jax.random.normal(jax.random.key(1), images.shape)
@@ -125,15 +125,14 @@ print(flows['nothing stopped'].table(depth=1))
 #
 # **1. Let the optimizer sort it out.** One optimizer for each part, by label
 # (`optax.multi_transform`). But an optimizer sees the gradient of the *sum* of the
-# losses. It can choose between parameters; which loss a gradient came from is lost by
-# then. Each part gets the gradient of the program above, with nothing stopped.
+# losses. It can choose between parameters, but not between losses. Each part gets the
+# gradient of the program above, with nothing stopped.
 #
 # **2. Stop the activations.** `stop_gradient(drawing)` before `gln` keeps the labels
-# away from all that comes before, and `stop_gradient(code)` does so for `explanation`.
-# But `code` has to learn *through* `explanation`. No activation can be stopped for
-# that: before `explanation` it is too early and nothing reaches `code`, and after it as
-# well. So it stays as it is, and the `code` loss trains `explanation` too, to draw from
-# noise.
+# away from the other parts, and `stop_gradient(code)` keeps the drawing loss away from
+# `code`. But `code` has to learn *through* `explanation`. A stop of any activation on
+# that way would also stop the gradient of `code`. So the `code` loss trains
+# `explanation` too, to draw from noise.
 
 
 # %%
@@ -152,10 +151,9 @@ def activations_stopped(params, image, noisy, label):
 
 
 # %% [markdown]
-# **3. Copy the weights**, with stops in all but one part: the way of the issue. It is
-# right, and it is what everything below is compared with. Its price: the model has to
-# be taken apart into calls on copies from the outside, at every place that calls it.
-# And it is right only as long as every name is.
+# **3. Copy the weights**, with stops in all but one part, as the issue does. This is
+# right, and everything below is compared with it. Its price: every call of the model
+# has to pass a copy from the outside, and one wrong name freezes the wrong part.
 
 
 # %%
@@ -185,8 +183,8 @@ def copied_with_a_typo(params, image, noisy, label):
 # %% [markdown]
 # ## With blocks
 #
-# A path says which parameters, a `with` block says where. What is inside stays as it
-# was.
+# A path says which parameters, a `with` block says where. The code inside the block
+# does not change.
 
 
 # %%
@@ -243,8 +241,8 @@ rows[1, 2].axis('off')
 plt.show()
 
 # %% [markdown]
-# The typo is the nasty one: `gln` is not trained at all and nobody is told. A block
-# with that name raises, and says what it could have meant:
+# The typo is the worst: `gln` is not trained at all, and no error says so. A block with
+# that typo raises, and suggests the right name:
 
 # %%
 try:
@@ -257,9 +255,9 @@ print(typo)
 # %% [markdown]
 # ## To the last bit
 #
-# The blocks are the program with copies: same values, same gradients, bit for bit, and
-# the compiled program is the same text. What the other ways get wrong is a number, here
-# in lengths of the right gradient:
+# Blocks and copies have the same values, the same gradients, bit for bit, and the same
+# compiled program. The table shows how wrong the other ways are: the length of the
+# error, relative to the length of the right gradient.
 
 
 # %%
@@ -360,10 +358,10 @@ runs = {
 trained, curves, accuracy = runs['with_blocks', 'true']
 
 # %% [markdown]
-# Labels may reach `gln` only. That can be put to a hard test: train once more with
-# *shuffled labels*. With blocks, codes and drawings must not change in a single bit.
-# With nothing stopped the model is a little better at reading, because codes and
-# drawings are made for the labels, which is what was not wanted.
+# Labels may train `gln` only. A hard test: train once more with *shuffled labels*. With
+# blocks, codes and drawings must not change in a single bit. With nothing stopped the
+# model reads a little better, because codes and drawings learn from the labels, which
+# was not wanted.
 
 # %%
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.3))
@@ -423,8 +421,7 @@ plt.show()
 # %% [markdown]
 # ## What was claimed
 #
-# Exact claims are checked exactly; a test of yours can state the flow in the same
-# words.
+# Exact claims are checked exactly. Your tests can state the flow in the same words.
 
 # %%
 # Each loss trains its own part and nothing else.

@@ -1,19 +1,18 @@
 # %% [markdown]
 # # Freeze a backbone, and thaw it gradually
 #
-# A small vision transformer learns to tell the digits 0 to 4 apart. Then it has to
-# learn 5 to 9 from 25 labelled images: enough to train a head, and few for a
-# transformer. So one freezes the backbone, trains the head, and thaws the backbone from
-# the top down (Howard and Ruder, 2018).
+# A small vision transformer learns the digits 0 to 4. Then it has to learn 5 to 9 from
+# 25 labelled images: enough to train a head, and few for a transformer. So we freeze
+# the backbone, train the head, and thaw the backbone from the top (Howard and Ruder,
+# 2018).
 #
-# Three things go wrong on the way, none with an error message:
+# Three things can go wrong, and none raises an error:
 #
-# 1. a mask in the optimizer freezes, but as soon as anything reads all gradients, a
-#    clip for instance, the backward pass of the whole backbone is computed, and kept in
-#    memory;
-# 2. a stop in the model saves that, but a zero gradient is not frozen: AdamW decays the
-#    weights all the same;
-# 3. each change of what is frozen throws the optimizer's moments away.
+# 1. A mask in the optimizer freezes. But if anything reads all gradients, such as a
+#    clip, the backward pass of the whole backbone is computed and kept in memory.
+# 2. A stop in the model saves that. But AdamW still decays weights with a zero
+# gradient.
+# 3. Each change of the frozen part throws the optimizer's moments away.
 
 # %%
 import functools
@@ -54,8 +53,8 @@ first_x, first_y, second_x, second_y = map(
 # %% [markdown]
 # ## The model
 #
-# Ordinary linen. The classifier takes its backbone as a field, so that another one, or
-# the same one frozen, fits in.
+# Ordinary linen. The classifier takes its backbone as a field, which can be a frozen
+# one.
 
 
 # %%
@@ -101,8 +100,8 @@ def accuracy(params, x, y):
 
 
 # %% [markdown]
-# `nn.Frozen` around the backbone is all that a freeze takes. The parameters keep their
-# names, so one checkpoint serves both models:
+# `nn.Frozen` around the backbone freezes it. The parameters keep their names, so one
+# checkpoint serves both models:
 
 # %%
 of_frozen = jax.eval_shape(frozen.init, jax.random.key(0), first_x[:1])['params']
@@ -149,16 +148,17 @@ print(f'digits 0 to 4, trained on: {first_accuracy:.3f} right')
 # clip of the gradient's norm, and that matters here.
 #
 # - **optimizer only**: `optax.multi_transform` sets the backbone's updates to zero. The
-#   clip needs the norm of *all* gradients, so all are computed. And they count: the
-#   backbone's throttle the head.
-# - **without a clip** XLA finds out by itself that nobody reads the backbone's
-#   gradients, if all is in one `jax.jit`. Whatever reads them brings them back: a clip,
-#   a norm that is logged, accumulated gradients, `jax.grad` and update in two programs.
+#   clip needs the norm of *all* gradients, so all are computed. The gradients of the
+#   backbone make the step of the head shorter.
+# - **without a clip** XLA removes the backbone's gradients by itself, if everything is
+#   in one `jax.jit`. Anything that reads them brings them back: a clip, a logged norm,
+#   accumulated gradients, `jax.grad` and the update in two programs.
 # - **stop by hand**: `stop_gradient` on the backbone's weights, an ordinary optimizer.
-#   No backward pass through the backbone, but its zeros are handed on, averaged and
-#   stored.
-# - **frozen**: the model says what is frozen, and `sg.live` finds it there. From then
-#   on nothing exists for the backbone: no gradient, no moments, no share in the norm.
+#   There is no backward pass through the backbone, but its zeros are returned, averaged
+#   and stored.
+# - **frozen**: the model says what is frozen, and `sg.live` finds it there. The
+#   backbone
+#   has no gradient, no moments and no share in the norm.
 
 # %%
 clip = optax.clip_by_global_norm(1.0)
@@ -260,9 +260,9 @@ axes[-1].set_title('time, a ratio')
 plt.show()
 
 # %% [markdown]
-# All but the first do the same work. They differ in what is handed on and kept: zeros
-# for every frozen weight, or nothing. And this is what the clip does to the head, if
-# the gradients of the backbone count:
+# All but the first do the same work. They differ in what they return and store: zeros
+# for every frozen weight, or nothing. If the clip counts the gradients of the backbone,
+# the head gets a smaller step:
 
 
 # %%
@@ -284,8 +284,8 @@ print(f'counted by itself, {left["head"]:.0%}')
 # %% [markdown]
 # ## A zero gradient is not frozen
 #
-# One step later the backbone should be what it was. With the stop by hand and AdamW it
-# is not: weight decay needs no gradient. No loss curve shows this for a long time.
+# After one step the backbone should be the same. With the stop by hand and AdamW it is
+# not: weight decay needs no gradient. No loss curve shows this for a long time.
 
 
 # %%
@@ -305,11 +305,10 @@ for name in ways:
 # ## Thaw from the top
 #
 # Three stages: the head alone, then the last block too, then everything. The backbone
-# shall learn more slowly than the head, and here is a trap.
+# should learn more slowly than the head.
 #
-# `nn.scale_gradient` is one way to do it for plain SGD, where a tenth of the gradient
-# is a tenth of the learning rate. **Adam divides it out again**; there it does nothing
-# at all:
+# `nn.scale_gradient` does that for plain SGD, where a tenth of the gradient is a tenth
+# of the learning rate. **Adam divides the factor out again**, so there it does nothing:
 
 
 # %%
@@ -353,12 +352,12 @@ groups = optax.multi_transform(
 slow_backbone = optax.chain(clip, groups)
 
 # %% [markdown]
-# `sg.thaw` returns the transformation that trains more, and its state: what was trained
-# keeps its moments, what is new gets fresh ones. The same filter tells the gradient
-# call what is live, so nothing is computed for what is still frozen.
+# `sg.thaw` returns the transformation that trains more, and its state: parameters that
+# were trained keep their moments, the new ones get fresh moments. The same filter goes
+# to the gradient call, so nothing is computed for parameters that are still frozen.
 #
-# All seeds train at once: each has other 25 images, five of each digit, and another
-# head.
+# One program trains all seeds. Each has its own 25 images, five of each digit, and its
+# own head.
 
 
 # %%
@@ -383,7 +382,7 @@ def loop(tx, gradients):
         )
         return params, state, curve
 
-    return jax.jit(jax.vmap(run))
+    return jax.jit(lambda *seeds: jax.lax.map(lambda seed: run(*seed), seeds))
 
 
 @functools.cache  # Equal filters are one key, and one compiled program.
@@ -490,8 +489,8 @@ print(
 # %% [markdown]
 # ## And back again
 #
-# What is frozen later keeps its moments with `keep_state=True`, apart from what the
-# optimizer works on, and goes on with them when it is thawed.
+# With `keep_state=True` parameters that are frozen later keep their moments, outside of
+# the optimizer's state, and continue with them when they are thawed.
 
 # %%
 tuned, states, _ = results['thawed from the top']

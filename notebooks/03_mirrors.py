@@ -267,8 +267,12 @@ def probed(variables):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-@functools.partial(jax.vmap, in_axes=(None, None, 0, 0))
-def learn(model, rate, variables, key):
+def learn(model, rate, starts, keys):
+    """Trains each seed in turn."""
+    return jax.lax.map(lambda seed: learn_one(model, rate, *seed), (starts, keys))
+
+
+def learn_one(model, rate, variables, key):
     """Trains one seed, and probes it after each epoch."""
     tx, size = optax.adam(2e-3), 128
 

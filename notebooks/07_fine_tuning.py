@@ -278,8 +278,8 @@ plt.show()
 #
 # ## Accuracy
 #
-# All seeds train at once under `jax.vmap`. Each seed has its own 50 images and its own
-# head. `sg.thaw` goes from one filter to the next and keeps the moments of what was
+# One program trains all seeds (`jax.lax.map`). Each seed has its own 50 images and its
+# own head. `sg.thaw` goes from one filter to the next and keeps the moments of what was
 # already trained.
 
 
@@ -307,7 +307,7 @@ def run(model, trained, rate, steps, params, state, x, y):
         looks = functools.partial(look, x, y)
         return jax.lax.scan(looks, (params, state), length=steps // 6)
 
-    return jax.vmap(one)(params, state, x, y)
+    return jax.lax.map(lambda seed: one(*seed), (params, state, x, y))
 
 
 def fine_tuned(model, params, filters, rate):
