@@ -222,7 +222,7 @@ def draw(axes, name):
     flow.draw(axes, depth=1)
     axes.set_title(name)
     axes.tick_params(labelsize=9)
-    shown = flow.matrix(depth=1).diagonal()
+    shown = flow.matrix(depth=1)
     for y, row in enumerate(shown.rows):
         for x, loss in enumerate(shown.columns):
             if (row.cells[x] == 'flows') != (row.name == loss):

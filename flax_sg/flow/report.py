@@ -272,6 +272,8 @@ class GradientFlow:
     def draw(self, axes: Any, depth: int | None = None) -> None:
         """Draws the table into axes of matplotlib, beside other plots; no legend.
 
+        Outputs keep their order, so that several reports can be compared.
+
         Args:
             axes: the axes, with nothing in them. A cell is one unit wide and high.
             depth: how many names of the path of a module count; all of them by default.

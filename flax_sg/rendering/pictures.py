@@ -28,7 +28,8 @@ def save(
     """Draws a matrix into a file, as narrow as its names allow.
 
     Args:
-        matrix: the matrix.
+        matrix: the matrix. Its columns are sorted so that the cells with the first
+            word make a diagonal.
         path: the file; its name says of which kind (png, svg, pdf, ...).
         title: stands above the matrix.
         names: what the rows are and what the columns are.
@@ -50,7 +51,7 @@ def save(
     ]
     height = _ROW * (len(matrix.rows) + 3) + _LINE * len(lines)
     figure = figure_type(figsize=(width, height), layout='constrained', facecolor=paper)
-    draw(figure.subplots(), matrix, names, dark)
+    draw(figure.subplots(), matrix.diagonal(), names, dark)
     figure.suptitle(title, x=0.02, ha='left', weight='bold', color=ink, fontsize=12)
     figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
     figure.savefig(path, dpi=150)
@@ -61,14 +62,12 @@ def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) 
 
     Args:
         axes: the axes, with nothing in them.
-        matrix: the matrix. Its columns are sorted so that the cells with the first
-            word make a diagonal.
+        matrix: the matrix.
         names: what the rows are and what the columns are.
         dark: whether the picture is for pages in dark mode.
     """
     rectangle = load('matplotlib.patches').Rectangle
     paper, ink, pale = DARK if dark else LIGHT
-    matrix = matrix.diagonal()
     rows, columns = matrix.rows, matrix.columns
     for y, row in enumerate(rows):
         for x, key in enumerate(row.cells):
