@@ -75,10 +75,9 @@ def run(
     results = report.Results(device_name(), report.versions(), found, growth)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / re.sub(r'\W+', '_', results.device).strip('_')
-    file.with_suffix('.md').write_text(results.markdown())
     file.with_suffix('.json').write_text(results.json())
-    picture.save(file.with_suffix('.png'), results)
-    print(results.markdown())
+    picture.write(file, results)
+    print(file.with_suffix('.md').read_text())
     return results, file
 
 

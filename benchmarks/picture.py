@@ -1,95 +1,94 @@
-"""Results as a picture: times of steps, and of traces by the number of modules."""
+"""Results as one bar chart: how long a training step takes, by way to freeze.
+
+``python -m benchmarks.picture`` makes charts and pages again from the stored results.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from benchmarks import report
 from benchmarks.measure import Figures
-from benchmarks.report import Results
-from benchmarks.rivals import BY_HAND, RIVALS
+from benchmarks.rivals import BY_HAND
 
-INK = '#333333'
+RESULTS = Path(__file__).parent / 'results'
+WORKLOAD = 'transformer, frozen backbone'
+# What a bar is called, by its way to freeze, and its colour.
+OURS, OTHERS, MASKS = '#0072b2', '#8c8c8c', '#d55e00'
+BARS = {
+    BY_HAND: ('jax.lax.stop_gradient by hand', OTHERS),
+    'flax_sg block': ('flax_sg: nn.stop_gradient', OURS),
+    'nn.map_variables': ('nn.map_variables', OTHERS),
+    'hk.custom_getter': ('Haiku custom getter', OTHERS),
+    'partition by hand': ('partition by hand', OTHERS),
+    'flax_sg live': ('flax_sg: sg.live', OURS),
+    'equinox partition': ('equinox partition', OTHERS),
+    'nnx DiffState': ('NNX DiffState', OTHERS),
+    'optax mask, one jit': ('optax mask, one jit', MASKS),
+    'optax mask': ('optax mask, two jits', MASKS),
+    'optax mask, one jit, clip': ('optax mask, one jit, clip', MASKS),
+}
 STYLE = {
-    'axes.edgecolor': INK,
     'axes.spines.right': False,
     'axes.spines.top': False,
-    'axes.titlelocation': 'left',
-    'font.size': 9,
-    'legend.frameon': False,
-    'text.color': INK,
+    'axes.spines.bottom': False,
+    'font.size': 11,
+    'svg.hashsalt': 'flax_sg',
 }
-COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#999999')
 
 
-def save(path: Path, results: Results) -> None:
-    """Draws the results as PNG.
+def save(path: Path, results: report.Results) -> None:
+    """Draws the chart of one workload.
 
     Args:
         path: the file.
         results: what was measured.
     """
+    # The first workload stands in where only some were measured.
+    workload = (
+        WORKLOAD if WORKLOAD in results.workloads else next(iter(results.workloads))
+    )
+    ways = results.workloads[workload]
+    shown = [(way, found) for way, found in ways.items() if isinstance(found, Figures)]
+    bars = sorted(
+        ((*BARS[way], found.step) for way, found in shown if way in BARS),
+        key=lambda bar: bar[2].median,
+    )
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(15, 7), layout='constrained')
+        figure = Figure(figsize=(5.6, 1.1 + 0.3 * len(bars)), layout='constrained')
+        axes: Any = figure.subplots()
+        for y, (name, color, step) in enumerate(bars):
+            reach = [[step.median - step.low], [step.high - step.median]]
+            axes.barh(y, step.median, xerr=reach, color=color, ecolor='#333333')
+            axes.text(step.high + 0.06, y, f'{step.median:.2f}', va='center')
+            axes.text(-0.06, y, name, va='center', ha='right')
+        axes.axvline(1, color='#333333', lw=0.8, ls=':')
+        axes.set(xticks=[], yticks=[], xlim=(0, 1.15 * max(b[2].high for b in bars)))
+        axes.invert_yaxis()
         figure.suptitle(
-            f'Ways to freeze, relative to stops by hand, on {results.device}',
+            f'Time of a training step: {workload}\n'
+            f'relative to stops by hand, quartiles; {results.device}',
             x=0.01,
-            horizontalalignment='left',
+            ha='left',
+            fontsize=11,
         )
-        steps, traces = figure.subplots(1, 2, width_ratios=[3, 2])
-        _steps(steps, results)
-        _traces(traces, results)
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, metadata={'Date': None})
 
 
-def _steps(axes: Any, results: Results) -> None:
-    ways = [way for way in RIVALS if way != BY_HAND]
-    times = np.array(
-        [[_step(found[way]) for way in ways] for found in results.workloads.values()]
-    )
-    # A half is as far from one as the double.
-    axes.imshow(
-        np.log2(times),
-        cmap='PuOr_r',
-        norm=TwoSlopeNorm(0.0, -2.0, 2.0),
-        aspect='auto',
-        alpha=0.75,
-    )
-    for (row, column), time in np.ndenumerate(times):
-        text = '' if np.isnan(time) else f'{time:.2f}'
-        axes.text(column, row, text, ha='center', va='center')
-    axes.set_title('Time of a training step; empty: cannot be expressed')
-    axes.set_xticks(range(len(ways)), ways, rotation=40, ha='right')
-    axes.set_yticks(range(len(results.workloads)), list(results.workloads))
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
+def write(file: Path, results: report.Results) -> None:
+    """Writes the page and its chart.
+
+    Args:
+        file: the path of the page without its suffix.
+        results: what was measured.
+    """
+    chart = file.with_suffix('.svg')
+    save(chart, results)
+    file.with_suffix('.md').write_text(results.markdown(chart.name))
 
 
-def _step(found: Figures | str) -> float:
-    return float('nan') if isinstance(found, str) else found.step.median
-
-
-def _traces(axes: Any, results: Results) -> None:
-    ways = dict.fromkeys(way for found in results.modules.values() for way in found)
-    ways = [way for way in ways if way != BY_HAND]
-    for index, way in enumerate(ways):
-        numbers = [n for n, found in results.modules.items() if way in found]
-        ratios = [results.modules[n][way] for n in numbers]
-        medians = [ratio.median for ratio in ratios]
-        color = COLORS[index % len(COLORS)]
-        style = '--' if index >= len(COLORS) else '-'
-        axes.plot(numbers, medians, style, color=color, marker='o', label=way)
-        low, high = [r.low for r in ratios], [r.high for r in ratios]
-        axes.fill_between(numbers, low, high, color=color, alpha=0.12, linewidth=0)
-    axes.axhline(1.0, color=INK, linewidth=0.8)
-    axes.set(
-        title='Time to trace and lower many small modules (quartiles shaded)',
-        xlabel='modules',
-        xscale='log',
-    )
-    axes.set_xticks(list(results.modules), [f'{n:,}' for n in results.modules])
-    axes.minorticks_off()
-    axes.legend()
+if __name__ == '__main__':
+    for stored in RESULTS.glob('*.json'):
+        write(stored.with_suffix(''), report.read(stored))

@@ -1,8 +1,10 @@
-"""Results as Markdown and JSON."""
+"""Results as JSON, and as a page: a picture, three conclusions, the tables."""
 
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -47,13 +49,21 @@ class Results:
         """The text of a JSON file."""
         return json.dumps(dataclasses.asdict(self), indent=1) + '\n'
 
-    def markdown(self) -> str:
-        """The text of a Markdown file."""
+    def markdown(self, picture: str) -> str:
+        """The text of a Markdown file.
+
+        Args:
+            picture: the name of the bar chart, in the same folder.
+        """
         versions = ', '.join(f'{name} {v}' for name, v in self.versions.items())
         lines = [
             f'# {self.device}',
             '',
-            f'{versions}. How to read it: ../README.md',
+            f'![Time of a training step, by way to freeze]({picture})',
+            '',
+            *self.conclusions(),
+            '',
+            f'{versions}. The columns are explained in [the README](../README.md).',
             '',
         ]
         for name, ways in self.workloads.items():
@@ -75,6 +85,36 @@ class Results:
         lines += [f'Stops by hand take {", ".join(each)} ms for each module.']
         return '\n'.join(lines) + '\n'
 
+    def conclusions(self) -> list[str]:
+        """Three lines: blocks, ``sg.live`` and masks beside stops by hand."""
+        blocks, live = 'flax_sg block', 'flax_sg live'
+        masks = 'optax mask', 'optax mask, one jit, clip'
+        return [
+            '- **Blocks** (`nn.stop_gradient`) compile to the program of stops by hand '
+            f'in {self._same(blocks, "stops")}. A step takes {self._range(blocks)} of '
+            'its time.',
+            '- **`sg.live`** drops the gradients of frozen parameters. It compiles to '
+            f'the partition by hand in {self._same(live, "partition")}, and to stops '
+            f'by hand in {self._same(live, "stops")}. A step takes '
+            f'{self._range(live)} of the time of stops by hand.',
+            '- **Masks in the optimizer** compute the frozen gradients too, if another '
+            'program or a clip reads them. A step takes '
+            f'{self._range(*masks)} of the time of stops by hand.',
+        ]
+
+    def _found(self, *ways: str) -> list[Figures]:
+        every = (found.get(way) for found in self.workloads.values() for way in ways)
+        return [one for one in every if isinstance(one, Figures)]
+
+    def _same(self, way: str, program: str) -> str:
+        found = self._found(way)
+        same = sum(one.program == program for one in found)
+        return f'{same} of {len(found)} workloads'
+
+    def _range(self, *ways: str) -> str:
+        times = [one.step.median for one in self._found(*ways)]
+        return f'{min(times):.2f} to {max(times):.2f} (median {median(times):.2f})'
+
     def _growth(self) -> list[list[str]]:
         names = list(
             dict.fromkeys(way for ways in self.modules.values() for way in ways)
@@ -83,6 +123,28 @@ class Results:
             [way, *(_ratio(ways.get(way)) for ways in self.modules.values())]
             for way in names
         ]
+
+
+def read(path: Path) -> Results:
+    """The results in a JSON file."""
+    data = json.loads(path.read_text())
+
+    def figures(found: Any) -> Figures | str:
+        if isinstance(found, str):
+            return found
+        lowering = found['lowering'] and Ratio(**found['lowering'])
+        ratios = {'lowering': lowering, 'step': Ratio(**found['step'])}
+        return Figures(**{**found, **ratios})
+
+    workloads = {
+        name: {way: figures(found) for way, found in ways.items()}
+        for name, ways in data['workloads'].items()
+    }
+    modules = {
+        int(number): {way: Ratio(**ratio) for way, ratio in ways.items()}
+        for number, ways in data['modules'].items()
+    }
+    return Results(data['device'], data['versions'], workloads, modules)
 
 
 def versions() -> dict[str, str]:

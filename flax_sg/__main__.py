@@ -1,11 +1,15 @@
 """``python -m flax_sg``: the commands, and what is installed."""
 
+import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 
+import jax
+
 import flax_sg
-from flax_sg.commandline import env, flow, paths
+from flax_sg.commandline import flow, paths
 
 USAGE = """\
 python -m flax_sg                           this text
@@ -39,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == 'paths':
         return paths.main(rest)
     if command == 'env':
-        return env.main(flax_sg.__version__)
+        for name, value in _environment():
+            print(f'{name:<10} {value}')
+        return 0
     print(_about())
     if command in ('help', '-h', '--help'):
         return 0
@@ -53,6 +59,26 @@ def _about() -> str:
     ]
     title = f'flax_sg {flax_sg.__version__} on {", ".join(versions)}'
     return f'{title}\n{flax_sg.__doc__}\n\n{USAGE}'
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    """Versions, devices and flags, for a report of a bug."""
+    yield 'flax_sg', flax_sg.__version__
+    for package in ('flax', 'jax', 'jaxlib', 'optax', 'chex'):
+        try:
+            yield package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield package, 'not installed'
+    yield 'Python', platform.python_version()
+    yield 'platform', platform.platform()
+    try:
+        yield 'devices', ', '.join(map(str, jax.devices()))
+    except RuntimeError as error:  # A driver that does not start is worth a report.
+        yield 'devices', f'none: {error}'
+    # A new process has no flags but those of its environment.
+    for name in sorted(os.environ):
+        if name.startswith(('JAX_', 'XLA_')):
+            yield 'flag', f'{name} = {os.environ[name]}'
 
 
 def _demo(argv: Sequence[str]) -> int:

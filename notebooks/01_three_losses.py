@@ -2,11 +2,11 @@
 # # Three losses, one pass, and each trains its own part
 #
 # [google/flax#1857](https://github.com/google/flax/issues/1857) asks for something that
-# sounds easy. A model has three parts. Three losses look at what it computes. Each loss
-# depends on parts that it must *not* train. The answer of that issue's author was to
-# make four copies of the weights, with gradients stopped in different places.
+# sounds easy. A model has three parts and three losses. Each loss depends on parts that
+# it must *not* train. The author of the issue made four copies of the weights, with
+# gradients stopped in different places.
 #
-# Here is the smallest model with that problem, on handwritten digits:
+# Here is a small model with that problem, on handwritten digits:
 #
 # ```
 # image --code--> code --explanation--> drawing --gln--> label
@@ -20,13 +20,12 @@
 #
 # Labels shape neither codes nor drawings, and `explanation` never learns from noise.
 #
-# You will see three usual ways to write this and what they do wrong without a word, a
-# report that finds it before anything runs, and the version with blocks, which is the
-# program with copies to the last bit.
+# You will see three common ways to write this, and what each does wrong in silence. A
+# report finds it before anything runs. The version with blocks is equal to the one with
+# copies, to the last bit.
 
 # %%
 import functools
-import os
 from typing import NamedTuple
 
 import jax
@@ -34,32 +33,21 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
+from shared import BLUE, FULL, GREEN, GREY, ORANGE, digits, equal
 
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
 
-FULL = os.environ.get('FLAX_SG_NOTEBOOKS', 'full') == 'full'
-EPOCHS = 60 if FULL else 8
+EPOCHS = 60 if FULL else 2
 
-plt.rcParams |= {
-    'figure.dpi': 90,
-    'figure.constrained_layout.use': True,
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'legend.frameon': False,
-}
-BLUE, ORANGE, GREEN, GREY = '#0072b2', '#d55e00', '#009e73', '#767676'
 
 # %% [markdown]
 # 1797 images of 8 x 8 pixels come with scikit-learn. A fifth is held out.
 
 # %%
-digits = load_digits()
-order = np.random.default_rng(0).permutation(len(digits.target))
-images = jnp.asarray(digits.data[order] / 16, jnp.float32)
-labels = jnp.asarray(digits.target[order], jnp.int32)
+images, labels = digits()
+images, labels = jnp.asarray(images.reshape(-1, 64)), jnp.asarray(labels)
 images, held_images = images[:1408], images[1408:]
 labels, held_labels = labels[:1408], labels[1408:]
 
@@ -122,8 +110,8 @@ def nothing_stopped(params, image, noisy, label):
 
 # %% [markdown]
 # `sg.gradient_flow` says which output trains which parameter. It reads the program that
-# JAX traces: nothing is compiled or run, and what it says is proven, not measured.
-# Every loss trains everything that it looks at, labels included:
+# JAX traces. Nothing is compiled or run, and the answer is proven, not measured.
+# Without stops every loss trains every part that it uses:
 
 # %%
 noise = 0.3 * jax.random.normal(jax.random.key(1), images.shape)
@@ -137,15 +125,14 @@ print(flows['nothing stopped'].table(depth=1))
 #
 # **1. Let the optimizer sort it out.** One optimizer for each part, by label
 # (`optax.multi_transform`). But an optimizer sees the gradient of the *sum* of the
-# losses. It can choose between parameters; which loss a gradient came from is lost by
-# then. Each part gets the gradient of the program above, with nothing stopped.
+# losses. It can choose between parameters, but not between losses. Each part gets the
+# gradient of the program above, with nothing stopped.
 #
 # **2. Stop the activations.** `stop_gradient(drawing)` before `gln` keeps the labels
-# away from all that comes before, and `stop_gradient(code)` does so for `explanation`.
-# But `code` has to learn *through* `explanation`. No activation can be stopped for
-# that: before `explanation` it is too early and nothing reaches `code`, and after it as
-# well. So it stays as it is, and the `code` loss trains `explanation` too, to draw from
-# noise.
+# away from the other parts, and `stop_gradient(code)` keeps the drawing loss away from
+# `code`. But `code` has to learn *through* `explanation`. A stop of any activation on
+# that way would also stop the gradient of `code`. So the `code` loss trains
+# `explanation` too, to draw from noise.
 
 
 # %%
@@ -164,10 +151,9 @@ def activations_stopped(params, image, noisy, label):
 
 
 # %% [markdown]
-# **3. Copy the weights**, with stops in all but one part: the way of the issue. It is
-# right, and it is what everything below is compared with. Its price: the model has to
-# be taken apart into calls on copies from the outside, at every place that calls it.
-# And it is right only as long as every name is.
+# **3. Copy the weights**, with stops in all but one part, as the issue does. This is
+# right, and everything below is compared with it. Its price: every call of the model
+# has to pass a copy from the outside, and one wrong name freezes the wrong part.
 
 
 # %%
@@ -197,8 +183,8 @@ def copied_with_a_typo(params, image, noisy, label):
 # %% [markdown]
 # ## With blocks
 #
-# A path says which parameters, a `with` block says where. What is inside stays as it
-# was.
+# A path says which parameters, a `with` block says where. The code inside the block
+# does not change.
 
 
 # %%
@@ -236,7 +222,7 @@ def draw(axes, name):
     flow.draw(axes, depth=1)
     axes.set_title(name)
     axes.tick_params(labelsize=9)
-    shown = flow.matrix(depth=1).diagonal()
+    shown = flow.matrix(depth=1)
     for y, row in enumerate(shown.rows):
         for x, loss in enumerate(shown.columns):
             if (row.cells[x] == 'flows') != (row.name == loss):
@@ -255,8 +241,8 @@ rows[1, 2].axis('off')
 plt.show()
 
 # %% [markdown]
-# The typo is the nasty one: `gln` is not trained at all and nobody is told. A block
-# with that name raises, and says what it could have meant:
+# The typo is the worst: `gln` is not trained at all, and no error says so. A block with
+# that typo raises, and suggests the right name:
 
 # %%
 try:
@@ -269,9 +255,9 @@ print(typo)
 # %% [markdown]
 # ## To the last bit
 #
-# The blocks are the program with copies: same values, same gradients, bit for bit, and
-# the compiled program is the same text. What the other ways get wrong is a number, here
-# in lengths of the right gradient:
+# Blocks and copies have the same values, the same gradients, bit for bit, and the same
+# compiled program. The table shows how wrong the other ways are: the length of the
+# error, relative to the length of the right gradient.
 
 
 # %%
@@ -372,10 +358,10 @@ runs = {
 trained, curves, accuracy = runs['with_blocks', 'true']
 
 # %% [markdown]
-# Labels may reach `gln` only. That can be put to a hard test: train once more with
-# *shuffled labels*. With blocks, codes and drawings must not change in a single bit.
-# With nothing stopped the model is a little better at reading, because codes and
-# drawings are made for the labels, which is what was not wanted.
+# Labels may train `gln` only. A hard test: train once more with *shuffled labels*. With
+# blocks, codes and drawings must not change in a single bit. With nothing stopped the
+# model reads a little better, because codes and drawings learn from the labels, which
+# was not wanted.
 
 # %%
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.3))
@@ -435,8 +421,7 @@ plt.show()
 # %% [markdown]
 # ## What was claimed
 #
-# Exact claims are checked exactly; a test of yours can state the flow in the same
-# words.
+# Exact claims are checked exactly. Your tests can state the flow in the same words.
 
 # %%
 # Each loss trains its own part and nothing else.
@@ -445,10 +430,6 @@ for loss in params:
 
 
 # Blocks are the copies by hand: gradients, and parameters after training, bit for bit.
-def equal(one, other):
-    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
-
-
 assert equal(grads['with_blocks'], grads['copied_by_hand'])
 testing.assert_same_program(total(with_blocks), total(copied_by_hand), params, *batch)
 assert equal(trained, runs['copied_by_hand', 'true'][0])
@@ -468,5 +449,6 @@ for part in ('code', 'explanation'):
 assert leaks['with_blocks'] == 0 < leaks['nothing_stopped']
 
 # And it learns.
-assert accuracy[-1] > (0.9 if FULL else 0.6)
 assert all(curve[-1] < curve[0] for curve in curves.values())
+if FULL:
+    assert accuracy[-1] > 0.9

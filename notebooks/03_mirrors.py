@@ -1,54 +1,39 @@
 # %% [markdown]
-# # Mirrors: BYOL and a target network
+# # Mirrors: learn from an average of yourself
 #
-# A mirror is a second look at a module: the same parameters, and no gradient.
+# A mirror reads the parameters of a module a second time, without a gradient:
 #
 # ```python
 # target = nn.mirror(self.online)(x)                    # the same weights, stopped
 # target = nn.mirror(self.online, variables=teacher)(x)  # other weights in their place
 # ```
 #
-# Networks that learn from themselves need it. In BYOL (Grill et al., 2020) one predicts
-# what an average of its own past weights makes of another view of an image; in deep
-# Q-learning (Mnih et al., 2015) values are learned from older values. Usually the
-# second network is a copy: a second tree of parameters, a second `apply`, and care for
-# everything that parameters are not, batch statistics and dropout masks above all.
+# BYOL (Grill et al., 2020) needs it: a network predicts what an average of its own past
+# weights computes from another view of an image. The usual code has a second tree of
+# parameters, a second `apply`, and extra care for batch statistics and dropout masks. A
+# mirror is one line.
 #
-# Here both are learned on handwritten digits, and what happens without the stop is
-# shown.
+# This notebook trains BYOL on handwritten digits, checks the mirror against that code
+# by hand, and shows what happens without the stop.
 
 # %%
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
+from shared import BLUE, FULL, GREEN, GREY, ORANGE, digits, equal
 
 import flax_sg as sg
 from flax_sg import linen as nn
 
-FULL = os.environ.get('FLAX_SG_NOTEBOOKS', 'full') == 'full'
-EPOCHS, Q_ROUNDS = (60, 60) if FULL else (4, 4)
+EPOCHS, SEEDS = (60, 5) if FULL else (2, 2)
 
-plt.rcParams |= {
-    'figure.dpi': 90,
-    'figure.constrained_layout.use': True,
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'legend.frameon': False,
-}
-BLUE, ORANGE, GREEN, GREY = '#0072b2', '#d55e00', '#009e73', '#767676'
-
-digits = load_digits()
-order = np.random.default_rng(0).permutation(len(digits.target))
-images = jnp.asarray(digits.images[order] / 16, jnp.float32)
-labels = jnp.asarray(digits.target[order], jnp.int32)
-images, held_images = images[:1408], images[1408:]
-labels, held_labels = labels[:1408], labels[1408:]
+images, labels = digits()
+held_images, held_labels = images[1408:], labels[1408:]
+images, labels = jnp.asarray(images[:1408]), labels[:1408]
 
 # %% [markdown]
 # ## The model
@@ -115,19 +100,18 @@ teacher = {'params': variables['params']['online']}
 print(sorted(variables['params']))
 
 # %% [markdown]
-# The mirror has no parameters of its own: the tree has an encoder and a predictor, and
-# the teacher is a tree like the part that it stands for.
+# The mirror has no parameters of its own. The tree has an encoder and a predictor, and
+# the teacher has the same tree as the encoder.
 #
-# ## What a mirror does not do
+# ## Batch statistics and dropout masks
 #
-# Two choices are stated, because a second call in one step gets them wrong without a
-# word:
+# A second call in one step can change both by accident. A mirror has an option for
+# each:
 #
-# - `state='hold'`, the default: batch statistics are updated once, by the module
-#   itself.
-# - `rngs=`: with `'same'` the first call of the mirror draws the dropout masks of the
-#   first call of the module; with `'fresh'` new ones, as BYOL wants it. Either way the
-#   module draws what it would draw without a mirror.
+# - `state='hold'`, the default: only the module itself updates batch statistics.
+# - `rngs='same'`: the mirror draws the same dropout masks as the module. With
+#   `rngs='fresh'` it draws new ones, which is what BYOL wants. The module's own masks
+#   do not change in either case.
 
 
 # %%
@@ -159,8 +143,9 @@ for name, output in looked.items():
 # %% [markdown]
 # ## The same by hand
 #
-# Two trees, two applies, a stop, and the statistics of the second apply thrown away.
-# Loss, gradients and statistics are equal to the last bit, dropout included.
+# Two trees, two applies, one stop, and the batch statistics of the second apply are
+# dropped. Loss, gradients and statistics are equal to the last bit, dropout included.
+# The report says that nothing trains the teacher.
 
 
 # %%
@@ -248,13 +233,14 @@ plt.show()
 # ## Three ways to learn from oneself
 #
 # - **BYOL**: the mirror reads a slow average of the weights.
-# - **SimSiam** (Chen and He, 2021): the mirror reads the weights themselves, which is
-#   an average at the rate 1.
-# - **no stop**: the target is the module itself, and it is trained to be easy to guess.
+# - **SimSiam** (Chen and He, 2021): the mirror reads the weights themselves.
+# - **no stop**: the target is the module itself, so the loss also trains the target to
+#   be easy to predict.
 #
-# What was learned is measured by a linear probe: ridge regression on the encoder's 16
-# numbers with 100 labels, accuracy on held-out digits, mean over ten different
-# hundreds. No label is used before that.
+# A linear probe measures what was learned: ridge regression on the encoder's 16 numbers
+# with 100 labels, accuracy on held-out digits, mean over ten different sets of 100
+# labels. No label is used before that. The same probe on the 64 raw pixels is the
+# number to beat. Every way is trained with five seeds.
 
 
 # %%
@@ -281,7 +267,13 @@ def probed(variables):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def learn(model, rate, variables):
+def learn(model, rate, starts, keys):
+    """Trains each seed in turn."""
+    return jax.lax.map(lambda seed: learn_one(model, rate, *seed), (starts, keys))
+
+
+def learn_one(model, rate, variables, key):
+    """Trains one seed, and probes it after each epoch."""
     tx, size = optax.adam(2e-3), 128
 
     def step(carry, key):
@@ -320,32 +312,50 @@ def learn(model, rate, variables):
 
     params = variables['params']
     start = variables, params['online'], tx.init(params)
-    keys = jax.random.split(jax.random.key(6), EPOCHS)
-    return jax.lax.scan(epoch, start, keys)
+    _, curves = jax.lax.scan(epoch, start, jax.random.split(key, EPOCHS))
+    return curves
 
 
+@jax.vmap
+def initial(key):
+    params, dropout = jax.random.split(key)
+    return model.init({'params': params, 'dropout': dropout}, flat[:64], flat[:64])
+
+
+starts = jax.jit(initial)(jax.random.split(jax.random.key(6), SEEDS))
+seeds = jax.random.split(jax.random.key(7), SEEDS)
 runs = {
-    'BYOL': learn(Byol(), 0.02, variables),
-    'SimSiam': learn(Byol(), 1.0, variables),
-    'no stop': learn(Byol(stop=False), 1.0, variables),
+    'BYOL': learn(Byol(), 0.02, starts, seeds),
+    'SimSiam': learn(Byol(), 1.0, starts, seeds),
+    'no stop': learn(Byol(stop=False), 1.0, starts, seeds),
 }
-random_accuracy = float(jax.jit(probed)(variables))
+# The last epoch of each seed: loss, spread of the targets, accuracy of the probe.
+ends = {
+    name: np.stack([curve[:, -1] for curve in curves]) for name, curves in runs.items()
+}
+random_accuracy = float(jnp.mean(jax.jit(jax.vmap(probed))(starts)))
 pixel_accuracy = float(probe(flat, held_images.reshape(-1, 64)))
-for name, (_, (loss, spread, accuracy)) in runs.items():
-    numbers = f'loss {loss[-1]:.3f}, spread {spread[-1]:.3f}, probe {accuracy[-1]:.3f}'
-    print(f'{name:10} {numbers}')
+print(f'{"":10} {"loss":>8} {"spread":>8} {"probe":>8}   seeds')
+for name, (losses, spreads, found) in ends.items():
+    means = f'{losses.mean():8.3f} {spreads.mean():8.3f} {found.mean():8.3f}'
+    print(f'{name:10} {means}   {found.min():.3f} to {found.max():.3f}')
+ahead = ends['BYOL'][2] - pixel_accuracy
 print(f'probe of random weights {random_accuracy:.3f}, of pixels {pixel_accuracy:.3f}')
+print(f'BYOL is ahead of pixels by {ahead.mean():.3f}, from {ahead.min():.3f} up')
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.4))
 titles = ['Loss', 'Spread of the targets', 'Linear probe, 100 labels']
 styles = {'BYOL': (BLUE, '-'), 'SimSiam': (GREEN, '--'), 'no stop': (ORANGE, '-.')}
+epochs = np.arange(1, EPOCHS + 1)
 for number, (ax, title) in enumerate(zip(axes, titles, strict=True)):
     for name, (color, style) in styles.items():
-        curve = runs[name][1][number]
-        ax.plot(np.arange(1, EPOCHS + 1), curve, color=color, ls=style, label=name)
+        curves = runs[name][number]
+        ax.plot(epochs, curves.mean(0), color=color, ls=style, label=name)
+        low, high = curves.min(0), curves.max(0)
+        ax.fill_between(epochs, low, high, color=color, alpha=0.15, lw=0)
     ax.set(title=title, xlabel='epoch')
-axes[0].legend()
+axes[0].legend(title='mean and range of seeds')
 axes[1].set_ylim(0, 1.02)
 for level, name in ((random_accuracy, 'random weights'), (pixel_accuracy, 'pixels')):
     axes[2].axhline(level, color=GREY, lw=1, ls=':')
@@ -355,10 +365,13 @@ axes[2].set_ylabel('held-out accuracy')
 plt.show()
 
 # %% [markdown]
-# Without the stop the loss is the best of all, and everything is lost: every image has
-# the same target, the spread is zero. That is why a wrong stop is dangerous: the curve
-# that one looks at is the one that does not show it. The report shows it before any
-# step:
+# BYOL beats the raw pixels by 0.016 only, on average, and one seed of five is below
+# them. Digits of 8 x 8 pixels are easy for a linear classifier, and this notebook is
+# about the stop, not about the gain.
+#
+# Without the stop the loss is the best of all, and nothing was learned: every image has
+# the same target, and the spread is zero. A loss curve cannot show this. The report
+# shows it before the first step:
 
 # %%
 shares = {}
@@ -378,138 +391,9 @@ for name, spelled in (('SimSiam', Byol()), ('no stop', Byol(stop=False))):
     )
 
 # %% [markdown]
-# ## A target network for Q-learning
-#
-# The same mirror in reinforcement learning. A state is the *picture* of a digit. The
-# actions are one up and one down, the reward is 1 for reaching a 9, and a step costs a
-# tenth of the value to come. So the value of "up" at digit `d` is 0.9 to the power of
-# `8 - d`, which the network has to find from pictures alone.
-#
-# Here the older weights are a collection of the variables, `'target'`, beside
-# `'params'`. `variables='target'` reads it by its name, and a plain `dict` holds
-# everything.
-
-
-# %%
-class Agent(nn.Module):
-    stop: bool = True
-
-    def setup(self):
-        self.q = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(2)])
-
-    def __call__(self, picture, action, reward, next_picture):
-        later = nn.mirror(self.q, variables='target') if self.stop else self.q
-        return self.error(picture, action, reward, later(next_picture))
-
-    def error(self, picture, action, reward, later):
-        """The squared error of values against the reward and what is to come."""
-        value = jnp.take_along_axis(self.q(picture), action[:, None], 1)[:, 0]
-        to_come = 0.9 * jnp.max(later, axis=1)
-        return jnp.mean((value - jnp.where(reward == 1, 1.0, to_come)) ** 2)
-
-
-class AgentWithBlocks(Agent):
-    """The same, written with blocks instead of a mirror."""
-
-    def __call__(self, picture, action, reward, next_picture):
-        with nn.substitute('target'), nn.stop_gradient(True):
-            later = self.q(next_picture)
-        return self.error(picture, action, reward, later)
-
-
-by_digit = jnp.stack([flat[np.flatnonzero(labels == d)[:120]] for d in range(10)])
-
-
-def transitions(key, size=128):
-    digit, action, *pictures = jax.random.split(key, 4)
-    digit = jax.random.randint(digit, (size,), 0, 9)
-    action = jax.random.randint(action, (size,), 0, 2)
-    after = jnp.clip(digit + 2 * action - 1, 0, 9)
-    before, later = (
-        by_digit[d, jax.random.randint(key, (size,), 0, by_digit.shape[1])]
-        for d, key in zip((digit, after), pictures, strict=True)
-    )
-    return before, action, (after == 9).astype(jnp.float32), later
-
-
-held_flat = held_images.reshape(-1, 64)[held_labels < 9]
-held_digit = held_labels[held_labels < 9]
-true_values = jnp.stack(
-    [0.9 ** (9 - jnp.maximum(held_digit - 1, 0)), 0.9 ** (8 - held_digit)], axis=1
-)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def q_learning(agent, params):
-    tx = optax.adam(1e-3)
-
-    def step(carry, key):
-        variables, state = carry
-        batch = transitions(key)
-
-        def loss(params):
-            return agent.apply(variables | {'params': params}, *batch)
-
-        grads = jax.grad(loss)(variables['params'])
-        updates, state = tx.update(grads, state)
-        params = optax.apply_updates(variables['params'], updates)
-        return (variables | {'params': params}, state), None
-
-    def a_round(carry, key):
-        (variables, state), _ = jax.lax.scan(step, carry, jax.random.split(key, 50))
-        variables = variables | {'target': variables['params']}  # from time to time
-        values = agent.apply(variables, held_flat, method=lambda agent, x: agent.q(x))
-        return (variables, state), values
-
-    start = {'params': params, 'target': params}, tx.init(params)
-    keys = jax.random.split(jax.random.key(8), Q_ROUNDS)
-    return jax.lax.scan(a_round, start, keys)[1]
-
-
-batch = transitions(jax.random.key(9))
-q_params = jax.jit(Agent().init)(jax.random.key(10), *batch)['params']
-values = {
-    'target network': q_learning(Agent(), q_params),
-    'no stop': q_learning(Agent(stop=False), q_params),
-}
-q_errors = {
-    name: jnp.sqrt(jnp.mean((value - true_values) ** 2, axis=(1, 2)))
-    for name, value in values.items()
-}
-up = jnp.mean(values['target network'][-1].argmax(1) == 1)
-print(f'"up" is chosen for {float(up):.3f} of the held-out pictures')
-
-# %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
-steps = 50 * np.arange(1, Q_ROUNDS + 1)
-for (name, curve), color, style in zip(
-    q_errors.items(), (BLUE, ORANGE), ('-', '-.'), strict=True
-):
-    left.plot(steps, curve, color=color, ls=style, label=name)
-left.set(title='Error of the values, held-out pictures', xlabel='step', ylabel='RMS')
-left.set_ylim(0)
-left.legend()
-
-found = values['target network'][-1][:, 1]
-jitter = np.random.default_rng(0).uniform(-0.2, 0.2, len(held_digit))
-right.scatter(held_digit + jitter, found, s=8, color=BLUE, alpha=0.5, label='pictures')
-right.plot(np.arange(9), 0.9 ** (8 - np.arange(9.0)), color=ORANGE, label='the truth')
-right.set(title='Value of "up"', xlabel='digit in the picture', xticks=range(9))
-right.legend()
-plt.show()
-
-# %% [markdown]
-# Without the stop both sides of the equation move, values meet what is to come
-# somewhere in the middle, and the error hardly falls.
-#
 # ## What was claimed
 
-
 # %%
-def equal(one, other):
-    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
-
-
 # A mirror: the same values, fresh masks if wanted, no second update of statistics.
 assert equal(looked['same'], looked['online'])
 assert not equal(looked['fresh'], looked['online'])
@@ -524,24 +408,19 @@ assert equal(results['with_mirror'], results['by_hand'])
 of_params, of_ema = results['with_mirror'][1]
 assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_ema))
 assert np.any(of_params['online']['hidden']['kernel'])
-
-# A target that is a collection gets no gradient either.
-stored = {'params': q_params, 'target': jax.tree.map(lambda p: 0.5 * p, q_params)}
-of_stored, of_blocks = (
-    jax.jit(jax.grad(agent.apply))(stored, *batch)
-    for agent in (Agent(), AgentWithBlocks())
-)
-assert equal(of_stored, of_blocks)
-assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_stored['target']))
-assert all(np.any(leaf) for leaf in jax.tree.leaves(of_stored['params']))
+states = {group.module: group.status for group in flow.by_module(depth=2)}
+assert {group for group in states if states[group] == ('flows',)} == {
+    'student/online',
+    'student/predictor',
+}
 
 # Learning needs the stop. Without it the loss is best and the targets are all the same.
-ends = {name: [float(c[-1]) for c in curves] for name, (_, curves) in runs.items()}
+assert all(np.isfinite(end).all() for end in ends.values())
 if FULL:
-    assert ends['BYOL'][2] > random_accuracy + 0.05
-    assert ends['no stop'][0] < min(ends['BYOL'][0], ends['SimSiam'][0])
-    assert ends['no stop'][1] < 0.1 < 0.5 < ends['BYOL'][1]
-    assert ends['no stop'][2] < random_accuracy
-    assert q_errors['target network'][-1] < 0.1 < q_errors['no stop'][-1]
-    assert up > 0.9
-assert all(np.isfinite(end) for numbers in ends.values() for end in numbers)
+    losses, spreads, found = ends['no stop']
+    assert losses.max() < min(ends['BYOL'][0].min(), ends['SimSiam'][0].min())
+    assert spreads.max() < 0.1 < 0.5 < ends['BYOL'][1].min()
+    assert found.max() < random_accuracy
+    assert ends['BYOL'][2].min() > random_accuracy + 0.05
+    # It is ahead of raw pixels, and not by much: one seed is not.
+    assert 0 < ahead.mean() < 0.03 and np.sum(ahead < 0) == 1

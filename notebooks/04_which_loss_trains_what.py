@@ -1,28 +1,15 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Which loss trains what
 #
-# A model with several losses is a table: losses across, parts of the model down, and in
-# each cell *trains* or *does not*. Nobody writes that table down. It is what is left
-# when every `stop_gradient` has had its say, and a stop that is forgotten, turned round
-# or put one line too low changes a cell, not a shape. Nothing raises, and the curves go
-# down.
+# A model with several losses has a table: losses across, parts of the model down, and
+# in each cell *trains* or *does not train*. Nobody writes that table down. It follows
+# from every `stop_gradient` in the code. A stop that is forgotten, inverted or one line
+# too low changes a cell of the table. No shape changes, nothing raises, and the losses
+# fall.
 #
-# Here is a model on handwritten digits with four losses, and three edits of one line
-# that any of us could make on a Friday. We train all four models, look at their curves,
-# and then read the table off the program with `sg.gradient_flow`.
+# This notebook has a model of handwritten digits with four losses, and three wrong
+# edits of one line. We train all four models, look at their loss curves, and then
+# compute the table with `sg.gradient_flow`.
 
 # %%
 import os
@@ -38,6 +25,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from shared import BLUE, FULL, GREEN, ORANGE
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -45,16 +33,8 @@ from flax_sg import testing
 from flax_sg.demo import data
 
 # Steps of training: fewer where the notebook is only checked.
-STEPS = {'full': 600, 'ci': 60}[os.environ.get('FLAX_SG_NOTEBOOKS', 'full')]
-INK, COLORS = '#333333', ['#000000', '#0072b2', '#d55e00', '#009e73']
-plt.rcParams |= {
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'axes.titlelocation': 'left',
-    'figure.dpi': 100,
-    'figure.constrained_layout.use': True,
-    'legend.frameon': False,
-}
+STEPS = 600 if FULL else 60
+COLORS = '#000000', BLUE, ORANGE, GREEN
 
 # Scikit-learn's 8 x 8 digits: nothing is downloaded.
 train, held_out = data.load()
@@ -75,8 +55,8 @@ train, held_out = data.load()
 # | commitment | encoder | a pull back, four times weaker |
 # | reading | reader | a probe that teaches is no probe |
 #
-# Stops on *parameters* are said by path, with a block. The one on an *activation*, the
-# famous straight-through line, is JAX's own `stop_gradient`.
+# A block stops *parameters*, by path. The stop of an *activation*, the straight-through
+# line, is JAX's own `stop_gradient`.
 
 
 # %%
@@ -148,10 +128,10 @@ def losses(model, params, x, labels):
 # %% [markdown]
 # ## The table
 #
-# `sg.gradient_flow` takes the function and its arguments, or only their shapes. It runs
-# the function once on shapes and reads the table off the program. Nothing is compiled,
-# no data is needed, and what it calls *stopped* has a gradient of exactly zero for
-# every input and every weight: it is proven from the program, not measured.
+# `sg.gradient_flow` takes the function and its arguments, or only their shapes. It
+# traces the function once and computes the table from the traced program. Nothing is
+# compiled and no data is needed. A parameter that it calls *stopped* has a gradient of
+# exactly zero for every input and every weight: that is proven, not measured.
 
 # %%
 model = Codes()
@@ -161,17 +141,17 @@ flow = sg.gradient_flow(partial(losses, model), params, x, labels)
 print(flow.table(depth=1, width=88))
 
 # %% [markdown]
-# That is the table which we wanted. In a notebook the report shows itself as HTML, with
-# a line for each module; `flow.plot(file)` and `flow.draw(axes)` make a picture.
+# That is the table that we wanted. A notebook shows the report as HTML, with a line for
+# each module. `flow.plot(file)` and `flow.draw(axes)` make a picture.
 
 # %%
 flow
 
 # %% [markdown]
-# The last column counts *uses*. The encoder is used in 32 places (four arrays, and each
-# loss runs it once for the vector and once to find the nearest entry), and in 24 of
-# them it is stopped. Where, is in the report too, with the line. Here for the codebook,
-# which all four losses use and one trains:
+# The last column counts *uses*. The encoder is used in 32 places: it has four arrays,
+# and each loss runs it once for the vector and once to find the nearest entry. 24 of
+# these uses are stopped. The report also has the line of each use. Here is the
+# codebook, which all four losses use and one trains:
 
 # %%
 uses = flow.uses_of('codebook/embedding')
@@ -181,7 +161,7 @@ for source, stops in sorted({(use.source, use.stopped) for use in uses}):
 # %% [markdown]
 # ## Three edits
 #
-# Each is one line of a diff. Read them as in a review.
+# Each edit is one line of a diff. Read them as in a review.
 
 
 # %%
@@ -264,13 +244,12 @@ figure.legend(
 plt.show()
 
 # %% [markdown]
-# Which run is broken? Take the black curves away, since in your project there are none,
-# and look again:
+# Which run is broken? Your project has no black curves, so look again without them:
 #
-# - **forgotten stop** (blue) is the run that you would publish. Its probe reads better
-#   than it should, because the encoder now works for it, and reconstruction is as good.
+# - **forgotten stop** (blue) looks best. Its probe reads better than it should, because
+#   the encoder now learns from labels. Reconstruction is as good.
 # - **wrong polarity** (orange) has the *same losses* at the same weights. Its codebook
-#   and commitment losses are three times better at the end.
+#   and commitment losses are three times lower at the end.
 # - **misplaced detach** (green) has the best two of four curves. The other two settle
 #   early, as those of a model that is too small would.
 #
@@ -308,9 +287,9 @@ for axes, (name, table) in zip(grid.flat, tables.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# One cell, four cells, one cell. Names, shapes and the values of all losses at the same
-# weights are those of the model that was meant, so no test of values can tell them
-# apart. The first point of each curve:
+# One cell, four cells and one cell are wrong. Names, shapes and all values at the same
+# weights are equal to those of the right model, so no test of values can find the
+# fault. The first point of each curve:
 
 # %%
 first = {
@@ -322,8 +301,8 @@ for name, found in first.items():
 # %% [markdown]
 # ## What each of them costs
 #
-# The bill comes later, in things that no loss measures: how many entries of the
-# codebook are in use, and what the decoder draws of digits that it has never seen.
+# The faults show later, in things that no loss measures: how many entries of the
+# codebook are used, and how the decoder draws digits that it has never seen.
 
 # %%
 pictures = {'original': x}
@@ -346,13 +325,13 @@ for row, (name, drawn) in zip(grid, pictures.items(), strict=True):
 plt.show()
 
 # %% [markdown]
-# With the polarity wrong the encoder is pulled to the codebook four times harder than
-# was meant, and settles for a third of its entries. With the detach misplaced no image
-# reaches the encoder, and all digits are one blur.
+# With the wrong polarity the encoder is pulled to the codebook four times harder than
+# was meant, and uses a third of its entries. With the misplaced detach no loss trains
+# the encoder, and all digits look alike.
 #
-# And the forgotten stop? Nothing looks worse, and the probe has become a teacher. The
-# sharpest way to see it is to train on labels *dealt at random*. A probe cannot do
-# anything to what it probes, so an honest encoder comes out the same: to the last bit.
+# With the forgotten stop nothing looks worse, but the probe now trains the encoder. To
+# see it, train on *shuffled labels*. A probe must not change the model that it probes,
+# so the right encoder comes out the same, to the last bit.
 
 # %%
 dealt = np.random.default_rng(0).permutation(train.labels)
@@ -369,17 +348,16 @@ apart = {name: encoder_apart(name) for name in ('as meant', 'forgotten stop')}
 apart
 
 # %% [markdown]
-# That exact zero is what the word *stopped* in the column *reading* promised, before
-# anything was trained.
+# The word *stopped* in the column *reading* said this before anything was trained.
 #
-# ## Why not look at gradients?
+# ## Why not measure gradients?
 #
-# Because a zero that was measured proves nothing, in either direction.
+# A measured zero proves nothing, in either direction.
 #
-# **A zero that is no stop.** Here the biases of the encoder are so low that no `relu`
-# lets anything through: for this batch the gradient of its first layer is zero, and a
-# test that looks at numbers calls it frozen. The report calls it trained, and is right:
-# brighter images wake it.
+# **A zero without a stop.** Here the biases of the encoder are so low that every `relu`
+# is off. For this batch the gradient of the first layer is zero, and a test of numbers
+# calls it frozen. The report calls it trained, and is right: brighter images give it a
+# gradient.
 
 # %%
 dead = jax.tree.map(lambda leaf: leaf, start)
@@ -406,10 +384,10 @@ status = dead_report.status_of('', 'encoder/layers_0/kernel')
 print('the report:                    ', status)
 
 # %% [markdown]
-# **A stop that nobody wrote.** JAX has no derivative for `argmax`, `round`, `sign` or a
-# comparison: what goes through them is stopped without a word. Somebody finds the
-# codebook slow and rounds instead, or trains on the accuracy itself. Both run. The
-# report says where it stops.
+# **A stop that nobody wrote.** The derivative of `argmax`, `round`, `sign` and
+# comparisons is zero in JAX, and no error says so. Somebody finds the codebook slow and
+# rounds instead, or trains on the accuracy itself. Both run. The report shows that they
+# train nothing.
 
 
 # %%
@@ -439,9 +417,8 @@ for use in rounded_report.uses_of('encoder/layers_2/kernel')[:1]:
 # %% [markdown]
 # ## Keep it
 #
-# A table that was right once is a test. `flax_sg.testing` takes a report, or the
-# function with its arguments, and any filter; here is the table at the top as a test of
-# yours.
+# Turn the right table into a test. `flax_sg.testing` takes a report, or a function with
+# its arguments, and any filter. Here is the table at the top as a test:
 
 # %%
 MEANT = {
@@ -473,8 +450,9 @@ for name, model in MODELS.items():
         print(f'{name}: {error}', end='\n\n')
 
 # %% [markdown]
-# Or in CI, without a test: a command reads the function from a module of yours, and has
-# the status 1 if an expectation is broken. `--json` prints the data, `--plot` draws it.
+# In CI you need no test: a command imports the function from your module, and exits
+# with status 1 if an expectation is broken. `--json` prints the data, `--plot` draws
+# it.
 
 # %%
 TRAIN = """
@@ -523,10 +501,10 @@ print('status:', run.returncode)
 # %% [markdown]
 # ## From the table to the training step
 #
-# What the model says about itself need not be said again. Suppose that the codes are
-# learned, and from now on only the reader goes on learning. `sg.live` derives the
-# filter of what a loss trains from the same program; the gradient call and the
-# optimizer take it. Nothing else has a backward pass, a gradient, or moments.
+# Suppose that the codes are learned, and from now on only the reader is trained.
+# `sg.live` returns the filter of the parameters that a loss trains. Give it to the
+# gradient call and to the optimizer: all other parameters have no backward pass, no
+# gradient and no moments.
 
 
 # %%
@@ -565,18 +543,16 @@ print('moments of the reader:  ', moments['reader'])
 print('what has changed:       ', [part for part in changed if changed[part]])
 
 # %% [markdown]
-# `sg.tabulate` says which modules are trained: in a call in which only the reader
-# learns, the reader alone.
+# `sg.tabulate` says which modules a call trains: here the reader alone.
 
 # %%
 show = sg.tabulate(Codes(), jax.random.key(0), method='reading_loss', width=80)
 print(show(x, labels))
 
 # %% [markdown]
-# ## What this notebook proves
+# ## What was claimed
 #
-# Everything that is said above, as statements that can fail. The sizes differ between a
-# full run and a short one; the tables do not.
+# Sizes differ between a full run and a short one. The tables do not.
 
 # %%
 as_meant = cells(flow)

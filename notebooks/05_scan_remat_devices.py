@@ -1,32 +1,18 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Frozen parts of a scanned transformer, with remat, on many devices
 #
-# Large models are a stack of equal layers, and linen writes them as one layer in
-# `nn.scan`: one trace, one compiled body, and one array for all kernels of a kind. Two
-# things become harder to freeze. The layers share a path, so no path says "the first
-# twelve". And *where* a stop stands, inside of the loop or around it, decides what the
-# backward pass keeps in memory.
+# Large models are a stack of equal layers. In linen that is one layer in `nn.scan`: one
+# trace, one compiled body, and one array for all kernels of a kind. That makes two
+# things harder to freeze. The layers share a path, so no path says "the first twelve".
+# And the place of a stop, inside of the loop or around it, decides how much memory the
+# backward pass needs.
 #
-# This notebook draws handwritten digits with a small scanned transformer, teaches it
-# new digits by **five rows of its embedding**, measures what a frozen part costs in the
-# compiled program, with and without `nn.remat`, and ends on eight devices, where it
-# counts the bytes that are all-reduced.
+# This notebook trains a small scanned transformer that draws digits. It learns new
+# digits by **five rows of its embedding**. Then we measure what a frozen part costs in
+# the compiled program, with and without `nn.remat`. At the end there are eight devices,
+# and we count the bytes that are all-reduced.
 
 # %%
-import os
 import re
 from functools import partial
 from math import prod
@@ -40,31 +26,23 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from shared import BLUE, FULL, ORANGE
 
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.demo import data
 
-FULL = os.environ.get('FLAX_SG_NOTEBOOKS', 'full') == 'full'
 DEPTH, NEW_STEPS = (4, 120) if FULL else (2, 4)
-BLACK, BLUE, ORANGE, GREEN, SKY = '#000000', '#0072b2', '#d55e00', '#009e73', '#56b4e9'
-plt.rcParams |= {
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'axes.titlelocation': 'left',
-    'figure.dpi': 100,
-    'figure.constrained_layout.use': True,
-    'legend.frameon': False,
-}
+BLACK, SKY = '#000000', '#56b4e9'
 
 # %% [markdown]
 # ## A transformer that draws digits
 #
 # An image is a sequence: first the digit that it shows, then its 64 pixels in 17 greys.
 # The embedding has a row for each of the ten digits and a row for each grey. The layer
-# is a frozen-to-be `base` (attention and a small MLP, in parallel) and an `adapter`, a
-# detour of rank 8 that begins as zero. The field `freeze` is for later.
+# has a `base` (attention and a small MLP, in parallel), which will be frozen, and an
+# `adapter` of rank 8 that begins as zero. The field `freeze` is for later.
 
 # %%
 CLASSES, GREYS, PIXELS = 10, 17, 64
@@ -144,8 +122,8 @@ def loss_of(model, params, digits, pixels):
 loss = partial(loss_of, Drawer())
 
 # %% [markdown]
-# It learns the digits **0 to 4** first. `fit` trains what a filter selects: the filter
-# drives the gradient call and the optimizer, which never sees the rest.
+# It learns the digits **0 to 4** first. `fit` trains what a filter selects. The filter
+# goes to the gradient call and to the optimizer, which never sees the other parameters.
 
 
 # %%
@@ -192,11 +170,11 @@ if FULL:  # The small notebook goes on with random weights.
 # %% [markdown]
 # ## Five rows of an embedding
 #
-# Now it should draw **5 to 9**. The whole model stays as it is: only the five rows of
-# the embedding that stand for these digits are trained, 320 numbers. (Textual
-# inversion, Gal et al., 2022, teaches an image generator a new word in this way.) No
-# path names rows, for they are part of one array; `sg.at` does, with whatever numpy
-# takes between brackets.
+# Now it should draw **5 to 9**. Only the five rows of the embedding for these digits
+# are trained, 320 numbers. (Textual inversion, Gal et al., 2022, teaches an image
+# generator a new word in this way.) A path cannot name rows, because they are part of
+# one array.
+# `sg.at` can, with any index that numpy takes.
 
 # %%
 ROWS = sg.at('embed/embedding', np.s_[5:10])
@@ -229,11 +207,11 @@ for name, (of_old, of_new) in after.items():
     print(f'{name:18} {changes:8}   {of_old:10.6f}   {of_new:10.6f}')
 
 # %% [markdown]
-# Look at the column *old digits*. With the rows alone it is the very same number, and
-# not by luck: no number that an old digit reads has changed. That takes two things. The
-# gradient has to stop at the other 22 rows, and the *optimizer* must not touch them
-# either, which no gradient can promise: a zero is not frozen. Here is one step of AdamW
-# on gradients that are zero outside of the five rows, with and without `sg.freeze`.
+# Look at the column *old digits*. With the rows alone it is the same number, because no
+# weight that an old digit reads has changed. That takes two things: the gradient has to
+# stop at the other 22 rows, and the *optimizer* must not move them either. A zero
+# gradient is not enough, because AdamW decays weights. Here is one step of AdamW on
+# gradients that are zero outside of the five rows, with and without `sg.freeze`.
 
 # %%
 zeros = jax.tree.map(jnp.zeros_like, learned)
@@ -259,8 +237,8 @@ for name, (in_rows, in_all) in {'AdamW': plain, 'sg.freeze(AdamW)': frozen}.item
 
 
 # %% [markdown]
-# And what do five rows know? Each picture is drawn pixel by pixel, the same random
-# numbers in every row.
+# What did the five rows learn? Each picture is drawn pixel by pixel. All rows use the
+# same random numbers.
 
 
 # %%
@@ -294,35 +272,34 @@ for axes, digit in zip(grid[0], range(CLASSES), strict=True):
 plt.show()
 
 # %% [markdown]
-# 320 numbers cannot invent a stroke; they choose among those that 0 to 4 are made of.
-# Old digits are drawn as before, pixel for pixel. The adapters go further, and touch
-# the old digits. Training everything draws the best new ones and has begun to forget.
+# 320 numbers cannot make new strokes: they combine those of 0 to 4. Old digits are
+# drawn as before, pixel for pixel. The adapters draw better new digits, and change the
+# old ones. Training everything draws the best new ones and begins to forget the old
+# ones.
 #
 # ## Where the stop stands in a scan
 #
-# With adapters the base of *every* layer is frozen. There are three ways to write that,
-# and their gradients are equal. Their programs are not. `nn.scan` keeps for the
-# backward pass what the body says it needs, a slice for each step. A weight that comes
-# in as an input of the loop is there already; a weight that was *stopped in the body*
-# is, for JAX, a result of the body, and the loop keeps it: a second copy of all frozen
-# weights.
+# With adapters the base of *every* layer is frozen. There are three ways to write that.
+# Their gradients are equal, their programs are not. `nn.scan` saves the residuals of
+# its body, a slice for each step. A weight that is an input of the loop needs no
+# residual. A weight that was *stopped in the body* is a result of the body for JAX, so
+# the loop saves it: a second copy of all frozen weights.
 #
 # - **by hand**: `nn.map_variables` with `lax.stop_gradient`, in the body.
-# - **`nn.Frozen(Base())`** in the body: it makes the stop again wherever a weight is
-#   used, so that there is nothing to keep.
-# - **a block around the scan**, `with nn.stop_gradient('layers/base/**')`: what enters
-#   the loop is stopped already.
+# - **`nn.Frozen(Base())`** in the body: the backward pass recomputes the stop, so there
+#   is nothing to save.
+# - **a block around the scan**, `with nn.stop_gradient('layers/base/**')`: the weights
+#   are stopped before they enter the loop.
 #
 # The other job is to freeze the **first layers** of the stack, here three quarters of
-# it. `sg.at('layers/**', np.s_[:18])` is a mask on the arrays: right, and the backward
-# pass of all layers is computed before most of it is dropped. `nn.scan(...,
+# it. `sg.at('layers/**', np.s_[:18])` is a mask on the arrays. It is right, but the
+# backward pass of all layers is computed before most of it is dropped. `nn.scan(...,
 # frozen_layers=slice(18))` splits the loop instead, and the first part has no backward
-# pass. The variables are those of one scan, so nothing else has to know.
+# pass. The tree of parameters is that of one scan.
 #
-# We compile a step of training for a model of 24 layers and 512 units, 50 million
+# We compile a training step of a model with 24 layers and 512 units, 50 million
 # weights, and ask XLA for its temporary memory and its flops. Nothing is run. (XLA
-# counts the body of a loop once, so flops are those of the loop written out, as JAX
-# hands it over.)
+# counts the body of a loop once, so the flops are those of the unrolled loop.)
 
 # %%
 SIZE = {'depth': 24, 'width': 512} if FULL else {'depth': 4, 'width': 128}
@@ -396,17 +373,16 @@ plt.show()
 print(f'The weights themselves take {weights:.0f} MB.')
 
 # %% [markdown]
-# The stop in the body, by hand, costs 201 MB: all the weights, once more. Freezing was
-# meant to save memory and takes more than training everything. `Frozen` in the body and
-# the block around the loop are 200 MB below it, and not by luck: the block is the
-# program in which a person takes the stop out of the loop, instruction by instruction.
-# With remat the layer is run again on the way back, so nothing of it is kept and all
-# three are alike.
+# The stop by hand in the body costs 201 MB: all weights a second time. Freezing was
+# meant to save memory, and this needs more than training everything. `Frozen` in the
+# body and the block around the loop need 200 MB less. The block compiles to the program
+# with the stop written before the loop by hand, instruction by instruction. With remat
+# the backward pass recomputes the layer, so all three are alike.
 #
-# Freezing the first layers by a mask saves nothing: as many flops as if all were
-# trained. `frozen_layers=` takes half of them. (What lies below the stack is frozen
-# here too. If something there were trained, its gradient would pass through the frozen
-# layers, and only that of their weights would be saved.)
+# Freezing the first layers by a mask saves nothing: it has as many flops as training
+# all. `frozen_layers=` has half of them. (The parameters below the stack are frozen
+# here too. If they were trained, their gradient would pass through the frozen layers,
+# and only the gradients of the layers' weights would be saved.)
 #
 # With remat `frozen_layers=` takes more *temporary* memory than training everything: 63
 # MB beside 28. The stack is one array, and so is its gradient, which is an output and
@@ -441,9 +417,9 @@ gradients = [
 # %% [markdown]
 # ## Eight devices
 #
-# Data parallel: each device has all weights and an eighth of the batch, and the
-# gradients are all-reduced in each step. A frozen base should send nothing. Three ways
-# to train the adapters and the head:
+# Data parallel: each device has all weights and an eighth of the batch. Each step
+# all-reduces the gradients. A frozen base should send nothing. Three ways to train the
+# adapters and the head:
 #
 # - **frozen in the optimizer**, the usual recipe: clip by the global norm, AdamW behind
 #   a mask, zero updates for the rest;
@@ -509,8 +485,8 @@ steps = {recipe: compiled_step(recipe, replicated, batch) for recipe in RECIPES}
 
 
 # %% [markdown]
-# The bytes stand in the compiled program: the shapes that come out of each
-# `all-reduce`, times the turns of the loop that it is in.
+# The bytes can be read in the compiled program: the shapes of each `all-reduce`, times
+# the iterations of its loop.
 
 
 # %%
@@ -543,20 +519,20 @@ for name, found in (size | moved).items():
     print(f'{name:24} {found:10,} bytes')
 
 # %% [markdown]
-# A mask in the optimizer comes too late: the norm reads all gradients, so they are
-# computed and sent, and then dropped. Frozen in the model or not differentiated, what
-# is sent is what is trained, and the four bytes of the loss.
+# A mask in the optimizer is too late: the norm reads all gradients, so they are
+# computed and sent, and then dropped. The other two ways send the trained gradients and
+# the four bytes of the loss, and nothing else.
 #
 # ## Sharded weights, and one device by hand
 #
 # Fully sharded: every array is cut along its longest axis, and each device has an
-# eighth of weights, gradients and moments. Gradients come out cut like their
-# parameters, and for what is frozen there is nothing to cut.
+# eighth of weights, gradients and moments. Gradients are sharded like their parameters.
+# Frozen parameters have none.
 #
-# This program runs, for one step of training, and then the same step is written for
-# *one* device by hand: explicit stops, optax on the two trained branches, no flax_sg.
-# Eight devices add up in another order, so both compute in float64, where the order is
-# lost when the results are rounded to float32. Then they are compared to the last bit.
+# We run one step of training, and the same step on *one* device by hand: explicit
+# stops, optax on the two trained branches, no flax_sg. Eight devices add numbers in
+# another order. So both steps compute in float64 and round to float32, and the results
+# are compared to the last bit.
 
 
 # %%
@@ -602,7 +578,7 @@ for kind, tree in {'parameter': stepped, 'gradient': grads, 'moment': mu}.items(
         print(f'{kind:9} layers/{part}/{name}/kernel  {shown}')
 
 # %% [markdown]
-# ## What this notebook proves
+# ## What was claimed
 
 # %%
 

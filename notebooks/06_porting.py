@@ -1,23 +1,10 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Porting: how you froze it before, and here
 #
 # Every framework has a way to say "do not train this", and no two mean the same. This
-# notebook puts them side by side: Haiku, PyTorch, Keras, Flux, equinox, optax and NNX.
-# What is installed here (all of them for JAX) is *run*, on the same weights and digits,
-# and its gradients are compared with ours to the last bit. The others stand as text.
+# notebook shows them side by side: Haiku, PyTorch, Keras, Flux, equinox, optax and NNX.
+# The JAX libraries are *run* on the same weights and digits, and their gradients are
+# compared with those of flax_sg, to the last bit. The others are shown as text.
 #
 # | you know | and mean | here |
 # |---|---|---|
@@ -36,7 +23,6 @@
 # | `nnx.DiffState(0, filter)` | differentiate a part | `sg.grad(loss, wrt=where)` |
 
 # %%
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -48,23 +34,19 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import nnx
+from shared import BLUE, FULL, GREEN, GREY, ORANGE
 
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg.demo import data
 
-FULL = os.environ.get('FLAX_SG_NOTEBOOKS', 'full') == 'full'
 STEPS = 60 if FULL else 20
-BLACK, BLUE, ORANGE, GREEN, GREY = '#000000', '#0072b2', '#d55e00', '#009e73', '#767676'
-plt.rcParams |= {
-    'axes.spines.top': False,
-    'axes.spines.right': False,
-    'axes.titlelocation': 'left',
-    'figure.dpi': 100,
-    'figure.constrained_layout.use': True,
-    'legend.frameon': False,
-}
+BLACK = '#000000'
 
+# %% [markdown]
+# One small classifier of digits is written in each framework, with the same weights.
+
+# %%
 train, _ = data.load()
 images, labels = jnp.asarray(train.images[:128]), jnp.asarray(train.labels[:128])
 
@@ -468,11 +450,11 @@ assert_same(
 #
 # ## optax, and the things that move frozen weights
 #
-# Stops and filters are about gradients. Between a gradient and a weight stands the
-# optimizer, and most accidents happen there. Here the encoder is to be frozen and the
-# head trained, in five ways that are in use, and we measure how far both move. (A mask
-# is easily the wrong way round: `optax.masked(tx, mask)` applies `tx` where the mask is
-# True, `optax.freeze(mask)` freezes there.)
+# Stops and filters are about gradients. The optimizer comes after them, and most
+# mistakes happen there. Here the encoder should be frozen and the head trained, in five
+# common ways, and we measure how far both move. (A mask is easily inverted:
+# `optax.masked(tx, mask)` applies `tx` where the mask is True, `optax.freeze(mask)`
+# freezes there.)
 
 # %%
 trainable = sg.mask(params, trained='head/**')
@@ -540,19 +522,20 @@ for name, found in far.items():
 # - **Stopped, AdamW**: the gradient is zero, and the weights decay. Weight decay reads
 #   weights, not gradients. (PyTorch skips a parameter whose gradient is None, decay and
 #   all. optax is given zeros and cannot know.)
-# - **Stopped after ten steps, Adam**: the gradient is zero from then on, and the
-#   momentum goes on for a while. PyTorch does the same where `zero_grad` sets gradients
-#   to zero and not, as is the default today, to None.
-# - **`optax.masked`** alone: where the mask is False it hands on the *raw gradient*,
+# - **Stopped after ten steps, Adam**: the gradient is zero from then on, and momentum
+#   still moves the weights for a while. PyTorch does the same if `zero_grad` sets
+#   gradients to zero; its default is None.
+# - **`optax.masked`** alone: where the mask is False it passes on the *raw gradient*,
 #   and `apply_updates` adds it. That is gradient ascent with a rate of one: the curve
-#   leaves the picture at once, and some steps later the weights are no numbers.
-# - **`set_to_zero`** behind it (or `optax.freeze`) keeps the encoder where it is. But
-#   nothing has stopped its gradient, and a clip by the global norm in front counts it.
-# - **`sg.freeze`**, outermost, never shows it to the optimizer: no decay, no moments,
-#   no share in the norm.
+#   leaves the picture at once, and some steps later the weights are NaN.
+# - **`set_to_zero`** after it (or `optax.freeze`) keeps the encoder where it is. But
+#   its
+#   gradient was not stopped, and a clip by the global norm before it counts it.
+# - **`sg.freeze`**, outermost, hides the encoder from the optimizer: no decay, no
+#   moments, no share in the norm.
 #
-# That last difference is not only one of cost. The part that *is* trained gets another
-# step:
+# The clip changes the result, not only the cost. The part that *is* trained gets
+# another step:
 
 # %%
 clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
@@ -571,9 +554,9 @@ for name, length in clips.items():
     print(f'{name:22} a step of {length:.3f} for the head, where 0.1 is allowed')
 
 # %% [markdown]
-# ## What this notebook proves
+# ## What was claimed
 #
-# Beside the comparisons above, each to the last bit:
+# The comparisons above are to the last bit. These follow:
 
 # %%
 plain, lower_flows, cut = torch_ways.values()

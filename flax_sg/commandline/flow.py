@@ -1,30 +1,8 @@
-"""``python -m flax_sg flow``: which loss of a program trains which part of it."""
+"""``python -m flax_sg flow``: which loss of a program trains which part of it.
 
-from __future__ import annotations
-
-import argparse
-import contextlib
-import dataclasses
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-
-from flax_sg import errors, filters, flow
-from flax_sg.commandline import places
-from flax_sg.commandline.places import UsageError
-from flax_sg.errors.texts import shown
-from flax_sg.rendering import pictures, text
-from flax_sg.testing import expectations
-
-PROG = 'python -m flax_sg flow'
-DESCRIPTION = """\
 Prints which output of a function trains which of its parameters. Nothing is
-compiled or run, and the shapes of the arguments (jax.eval_shape) are enough."""
-EPILOG = """\
+compiled or run, and the shapes of the arguments (jax.eval_shape) are enough.
+
 The function is given in one of two ways, PLACE being package.module:name.
 
   The loss itself, and where its arguments are: a tuple of them, or a function
@@ -51,7 +29,25 @@ the output may be a glob, and each that it names is judged alone; without it,
 'gln_*/**', what all outputs train together counts.
 
 Status: 0 if every expectation holds, 1 if one is broken, 2 if the command is
-wrong. An exception of the program is shown as it is, with Python's status 1."""
+wrong. An exception of the program is shown as it is, with Python's status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from flax_sg import errors, filters, flow
+from flax_sg.commandline import places
+from flax_sg.errors.texts import shown
+from flax_sg.testing import expectations
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,20 +56,29 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: what follows ``python -m flax_sg flow``.
     """
-    parser = _parser()
+    parser = places.parser_of('flow', __doc__, place='the function')
+    about = 'what it has to train, and nothing else; any number of times'
+    parser.add_argument(
+        '--expect', metavar='TEXT', action='append', default=[], help=about
+    )
+    about = 'names of a module that count'
+    parser.add_argument('--depth', metavar='N', type=_depth, help=about)
+    parser.add_argument('--json', action='store_true', help='print the data')
+    about = 'draw it (png, svg, pdf, ...)'
+    parser.add_argument('--plot', metavar='FILE', help=about)
     options = parser.parse_args(argv)
-    try:
+
+    with places.usage_errors(parser):
         expected = list(map(_parsed, options.expect))
-        if options.plot:
-            _check_picture(options.plot)
         # What the program prints must not get into what another program reads.
         with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
             report = _report(options.place, options.args)
-        broken = [_broken(expectation, report) for expectation in expected]
-    except UsageError as error:
-        parser.error(str(error))
+    with places.usage_errors(parser, errors.FlaxSGError):
+        broken = [expectation.broken(report) for expectation in expected]
     if options.plot:
-        report.plot(options.plot, options.depth)
+        # An unknown kind of file, no such folder, or no matplotlib.
+        with places.usage_errors(parser, ValueError, OSError, ModuleNotFoundError):
+            report.plot(options.plot, options.depth)
     if options.json:
         print(json.dumps(_as_json(report, options.expect, broken), indent=2))
     else:
@@ -81,39 +86,10 @@ def main(argv: Sequence[str]) -> int:
     return int(any(broken))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        PROG,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument('place', metavar='PLACE', help='the function')
-    parser.add_argument('--args', metavar='PLACE', help='its arguments')
-    parser.add_argument(
-        '--expect',
-        metavar='TEXT',
-        action='append',
-        default=[],
-        help='what it has to train, and nothing else; any number of times',
-    )
-    parser.add_argument(
-        '--depth', metavar='N', type=_depth, help='names of a module that count'
-    )
-    parser.add_argument('--json', action='store_true', help='print the data')
-    parser.add_argument(
-        '--plot', metavar='FILE', type=Path, help='draw it (png, svg, pdf, ...)'
-    )
-    return parser
-
-
 def _depth(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f'expected a number from 0, got {text!r}')
     return int(text)
-
-
-# The program.
 
 
 def _report(place: str, args: str | None) -> flow.GradientFlow:
@@ -125,13 +101,10 @@ def _report(place: str, args: str | None) -> flow.GradientFlow:
         return made
     if isinstance(made, (tuple, list)) and made and callable(made[0]):
         return flow.gradient_flow(*made)
-    raise UsageError(
+    raise places.UsageError(
         f'{place} returned {shown(made)}, and should return (loss, *args); '
         f'if it is the loss, say where its arguments are: --args package.module:name'
     )
-
-
-# Expectations.
 
 
 def _parsed(text: str) -> expectations.Expectation:
@@ -144,31 +117,7 @@ def _parsed(text: str) -> expectations.Expectation:
         where = filters.as_filter(globs.split())
         return expectations.Expectation(where, only=True, output=who)
     except errors.FlaxSGError as error:
-        raise UsageError(f'--expect {text!r}: {error}') from None
-
-
-def _broken(
-    expectation: expectations.Expectation, report: flow.GradientFlow
-) -> list[expectations.Broken]:
-    try:
-        return expectation.broken(report)
-    except errors.FlaxSGError as error:
-        raise UsageError(str(error)) from None
-
-
-# What is shown.
-
-
-def _check_picture(path: Path) -> None:
-    """Before anything takes time."""
-    try:
-        known = pictures.load('matplotlib.backend_bases').FigureCanvasBase.filetypes
-    except ModuleNotFoundError as error:
-        raise UsageError(str(error)) from None
-    if path.suffix.removeprefix('.') not in known:
-        raise UsageError(f'--plot {path}: no picture; known are {", ".join(known)}')
-    if not path.parent.is_dir():
-        raise UsageError(f'--plot {path}: there is no folder {str(path.parent)!r}')
+        raise places.UsageError(f'--expect {text!r}: {error}') from None
 
 
 def _show(
@@ -177,7 +126,7 @@ def _show(
     broken: list[list[expectations.Broken]],
 ) -> None:
     console = Console(highlight=False)
-    console.print(text.MatrixText(report.matrix(options.depth)))
+    console.print(report.matrix(options.depth))
     for expected, found in zip(options.expect, broken, strict=True):
         verdict = '[bold red]BROKEN[/]' if found else '[green]ok[/]    '
         console.print(f'\n{verdict}  ', end='')
@@ -191,19 +140,19 @@ def _as_json(
     texts: Sequence[str],
     broken: list[list[expectations.Broken]],
 ) -> dict[str, Any]:
+    by_parameter = zip(*report.status, strict=True)
+    columns = zip(
+        report.parameters, report.shapes, by_parameter, report.uses, strict=True
+    )
     parameters = [
         {
             'path': str(path),
             'shape': shape.shape,
             'dtype': str(shape.dtype),
-            'status': {
-                output: report.status_of(output, path) for output in report.outputs
-            },
+            'status': dict(zip(report.outputs, status, strict=True)),
             'uses': list(map(dataclasses.asdict, uses)),
         }
-        for path, shape, uses in zip(
-            report.parameters, report.shapes, report.uses, strict=True
-        )
+        for path, shape, status, uses in columns
     ]
     fields = 'output', 'parameter', 'expected', 'found'
     judged = [

@@ -1,20 +1,8 @@
-"""``python -m flax_sg paths``: the paths of a model, and which a filter selects."""
+"""``python -m flax_sg paths``: the paths of a model, and which a filter selects.
 
-from __future__ import annotations
-
-import argparse
-from collections.abc import Sequence
-
-from flax import linen
-
-from flax_sg import errors, summary
-from flax_sg.commandline import places
-
-PROG = 'python -m flax_sg paths'
-DESCRIPTION = """\
 Prints the paths of a model's variables with the class of their module and their
-shape: what filters can name. Nothing is compiled or run."""
-EPILOG = """\
+shape: what filters can name. Nothing is compiled or run.
+
 PLACE is package.module:name. There is
 
   a module, with its arguments in --args: a tuple of arrays or of their shapes
@@ -24,7 +12,17 @@ PLACE is package.module:name. There is
 
     python -m flax_sg paths train:model --args train:example --where 'head/**'
 
-Status: 0; 2 if the command is wrong, or a filter selects nothing."""
+Status: 0; 2 if the command is wrong, or a filter selects nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flax import linen
+
+from flax_sg import errors, summary
+from flax_sg.commandline import places
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,26 +31,13 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: what follows ``python -m flax_sg paths``.
     """
-    parser = argparse.ArgumentParser(
-        PROG,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument('place', metavar='PLACE', help='the model')
-    parser.add_argument('--args', metavar='PLACE', help='its arguments')
-    parser.add_argument(
-        '--where',
-        metavar='GLOB',
-        nargs='+',
-        help='say of each variable whether these globs select it',
-    )
+    parser = places.parser_of('paths', __doc__, place='the model')
+    about = 'say of each variable whether these globs select it'
+    parser.add_argument('--where', metavar='GLOB', nargs='+', help=about)
     options = parser.parse_args(argv)
-    try:
+    with places.usage_errors(parser, errors.UnusedFilterError):
         model, *args = _model(options.place, options.args)
         print(summary.paths(model, *args, where=options.where))
-    except (places.UsageError, errors.UnusedFilterError) as error:
-        parser.error(str(error))
     return 0
 
 

@@ -1,21 +1,58 @@
-"""``package.module:name``: objects of the user's program, named on a command line."""
+"""What the commands share: ``package.module:name``, a parser and its errors."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import difflib
 import importlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from flax_sg.errors.texts import shown
 
 
 class UsageError(Exception):
-    """The command is wrong: what is said with status 2."""
+    """The command is wrong: its text is printed, and the status is 2."""
+
+
+def parser_of(command: str, about: str | None, place: str) -> argparse.ArgumentParser:
+    """A parser with ``PLACE`` and ``--args``.
+
+    Args:
+        command: the name of the command.
+        about: the text of its help.
+        place: what ``PLACE`` is, in a few words.
+    """
+    parser = argparse.ArgumentParser(
+        f'python -m flax_sg {command}',
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('place', metavar='PLACE', help=place)
+    parser.add_argument('--args', metavar='PLACE', help='its arguments')
+    return parser
+
+
+@contextlib.contextmanager
+def usage_errors(
+    parser: argparse.ArgumentParser, *kinds: type[Exception]
+) -> Iterator[None]:
+    """Ends the process with status 2 if the command is wrong.
+
+    Args:
+        parser: the parser that prints the error.
+        kinds: exceptions that mean this too.
+    """
+    try:
+        yield
+    except (UsageError, *kinds) as error:
+        parser.error(str(error))
 
 
 def example(place: str) -> tuple[Any, ...]:
-    """The tuple at a place, or what a function without arguments returns there."""
+    """The tuple at a place, or the tuple that the function there returns."""
     given = load(place)
     given = called(given, place) if callable(given) else given
     if not isinstance(given, (tuple, list)):
@@ -26,18 +63,13 @@ def example(place: str) -> tuple[Any, ...]:
 
 
 def called(function: Any, place: str) -> Any:
-    """What a function returns that takes no arguments."""
+    """Calls a function without arguments."""
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind()
+        signature.bind()
     except TypeError:
-        required = [
-            parameter.name
-            for parameter in inspect.signature(function).parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
         raise UsageError(
-            f'{place} takes arguments ({", ".join(required)}): say where they are, '
+            f'{place} takes arguments {signature}: say where they are, '
             '--args package.module:name, or name a function without arguments that '
             'returns (loss, *args)'
         ) from None
@@ -50,13 +82,13 @@ def load(place: str) -> Any:
     if not module or not name or module.endswith('.py') or '/' in module:
         dotted = module.removesuffix('.py').strip('./').replace('/', '.')
         raise UsageError(
-            f'{place!r} is no place: write package.module:name, such as '
+            f'{place!r} is not a place. Write package.module:name, such as '
             f"'{dotted or 'train'}:{name or 'loss'}'"
         )
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # Of the program, if it is not the module that was asked for, or one around it.
+        # An import inside the user's module failed: that is an error of the program.
         if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
             raise
         raise UsageError(f'there is no module {error.name!r} to import') from None

@@ -3,15 +3,16 @@
 1797 images of 8 x 8 pixels, shipped with scikit-learn: nothing is downloaded.
 """
 
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flax_sg.internals import optional as optional_
+from flax_sg.internals import optional
 
 HELD_OUT = 360
+# Who needs a missing package, and the extra that installs it.
+NEEDED = ('The demo', 'demo')
 
 
 class Digits(NamedTuple):
@@ -41,7 +42,7 @@ def load(seed: int = 0) -> tuple[Digits, Digits]:
     Raises:
         ModuleNotFoundError: if scikit-learn is not installed.
     """
-    bunch = optional('sklearn.datasets').load_digits()
+    bunch = optional.optional('sklearn.datasets', *NEEDED).load_digits()
     order = np.random.default_rng(seed).permutation(len(bunch.target))
     images = (bunch.data[order] / 16).astype(np.float32)
     labels = bunch.target[order].astype(np.int32)
@@ -49,12 +50,3 @@ def load(seed: int = 0) -> tuple[Digits, Digits]:
         Digits(images[HELD_OUT:], labels[HELD_OUT:]),
         Digits(images[:HELD_OUT], labels[:HELD_OUT]),
     )
-
-
-def optional(module: str) -> ModuleType:
-    """Imports a module that only the demo needs.
-
-    Raises:
-        ModuleNotFoundError: if it is not installed; the message says what to install.
-    """
-    return optional_.optional(module, 'The demo', 'demo')

@@ -17,7 +17,7 @@ So a digit is recognised only if all three parts have learned: ``gln_*`` to read
 the value of each loss depends on all three parts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -184,7 +184,6 @@ def infer_by_hand(
     observation: Any,
     label: Any,
     key: jax.Array,
-    stop: Callable[[jax.Array], jax.Array] = jax.lax.stop_gradient,
 ) -> tuple[jax.Array, Losses]:
     """Computes what ``infer`` returns, with four copies of the weights.
 
@@ -194,13 +193,11 @@ def infer_by_hand(
         observation: ``[n, 64]``, images.
         label: ``int32[n]``.
         key: for the sampler.
-        stop: applied to every weight that a call does not train; the identity gives
-            the program without any stop.
     """
 
     def call(trained: tuple[str, ...], method: str, *args: Any, **kwargs: Any) -> Any:
         weights = {
-            name: module if name in trained else jax.tree.map(stop, module)
+            name: module if name in trained else jax.lax.stop_gradient(module)
             for name, module in params.items()
         }
         return model.apply({'params': weights}, *args, method=method, **kwargs)

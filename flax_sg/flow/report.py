@@ -13,12 +13,12 @@ import jax
 from flax_sg import errors
 from flax_sg.filters import paths
 from flax_sg.flow.statuses import FLOWS, PARTLY, STOPPED, UNUSED, WORDS, together
-from flax_sg.rendering import groups, html, pictures, text
+from flax_sg.rendering import groups, pictures, text
 from flax_sg.rendering.matrix import Matrix, Row
 
 NO_MODULE = '(no module)'
 # What the rows and the columns of a picture are.
-_NAMES = 'trained parameters', 'output'
+_NAMES = 'parameters', 'outputs'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,7 @@ class GradientFlow:
             depth: how many names of the path of a module count; all of them by default.
             width: in characters; that of the terminal by default.
         """
-        return text.plain(text.MatrixText(self.matrix(depth)), width)
+        return text.plain(self.matrix(depth), width)
 
     def plot(
         self,
@@ -272,6 +272,8 @@ class GradientFlow:
     def draw(self, axes: Any, depth: int | None = None) -> None:
         """Draws the table into axes of matplotlib, beside other plots; no legend.
 
+        Outputs keep their order, so that several reports can be compared.
+
         Args:
             axes: the axes, with nothing in them. A cell is one unit wide and high.
             depth: how many names of the path of a module count; all of them by default.
@@ -284,11 +286,11 @@ class GradientFlow:
     def __str__(self) -> str:
         return self.table()
 
-    def __rich__(self) -> text.MatrixText:
-        return text.MatrixText(self.matrix())
+    def __rich__(self) -> Matrix:
+        return self.matrix()
 
     def _repr_html_(self) -> str:
-        return html.table(self.matrix())
+        return self.matrix().html()
 
     def __repr__(self) -> str:
         return (

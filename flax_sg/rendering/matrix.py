@@ -1,12 +1,26 @@
-"""A table with a word from a short list in each cell: the data that is shown."""
+"""A table with a word from a short list in each cell: its data, as text and as HTML."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import html
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 
 # Background and ink.
 Colors = tuple[str, str]
+_CELL = 'padding:2px 10px;text-align:left'
+# Grey on a white page and on a black one, where the ink of the page is legible.
+_GREY = 'background:rgba(128,128,128,0.25)'
+# A style sheet that colours tables or stripes them would make white holes in dark mode.
+_TABLE = '<table style="border-collapse:collapse;color:inherit">'
+_ROW = '<tr style="background:transparent">'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +40,10 @@ class Word:
     style: str
     light: Colors | None
     dark: Colors | None
+
+    def styled(self) -> Text:
+        """The word as rich prints it."""
+        return Text(self.text, self.style)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,41 +89,104 @@ class Matrix:
     def leaves(self, column: int, key: str) -> list[str]:
         """The rows with a word in one column, as ``'head (bias, kernel)'``.
 
-        A row with parts stands for them if all parts have the word. Otherwise its parts
-        are named in brackets, those that have the word.
+        A row with parts stands for them if all parts have the word. Otherwise the parts
+        that have the word are named in brackets.
         """
-        found: list[str] = []
-        for row, parts in self._with_parts():
-            having = [part.name for part in parts if part.cells[column] == key]
-            if having and len(having) < len(parts):
-                found.append(f'{row.name} ({", ".join(having)})')
-            elif having or (not parts and row.cells[column] == key):
-                found.append(row.name)
-        return found
-
-    def _with_parts(self) -> list[tuple[Row, list[Row]]]:
-        out: list[tuple[Row, list[Row]]] = []
+        families: list[tuple[Row, list[Row]]] = []
         for row in self.rows:
             if row.is_part:
-                out[-1][1].append(row)
+                families[-1][1].append(row)
             else:
-                out.append((row, []))
-        return out
+                families.append((row, []))
+        found: list[str] = []
+        for row, parts in families:
+            having = [part for part in parts or [row] if part.cells[column] == key]
+            if having and len(having) < len(parts):
+                names = ', '.join(part.name for part in having)
+                found.append(f'{row.name} ({names})')
+            elif having:
+                found.append(row.name)
+        return found
 
     def diagonal(self) -> Matrix:
         """The same matrix, its columns sorted by the first rows with the first word."""
         first = next(iter(self.words))
 
-        def rows_of(column: int) -> list[int]:
-            marked = [
-                n for n, row in enumerate(self.rows) if row.cells[column] == first
-            ]
-            return marked or [len(self.rows)]
+        def is_elsewhere(column: int) -> list[bool]:
+            return [row.cells[column] != first for row in self.rows]
 
-        order = sorted(range(len(self.columns)), key=rows_of)
+        order = sorted(range(len(self.columns)), key=is_elsewhere)
         rows = (
             dataclasses.replace(row, cells=tuple(row.cells[n] for n in order))
             for row in self.rows
         )
         columns = tuple(self.columns[n] for n in order)
         return dataclasses.replace(self, columns=columns, rows=tuple(rows))
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[Any]:
+        """Yields the matrix, or a list for each column if it is too wide; a legend."""
+        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ('', *self.columns):
+            grid.add_column(Text(name), no_wrap=True)
+        grid.add_column(self.notes, justify='right', no_wrap=True)
+        for row in self.rows:
+            words = (self.words[cell].styled() for cell in row.cells)
+            grid.add_row(Text('  ' * row.is_part + row.name), *words, row.note)
+        unlimited = options.update(width=10_000)
+        if Measurement.get(console, unlimited, grid).maximum <= options.max_width:
+            yield grid
+        else:
+            yield from self._lists()
+        legend = Table.grid(padding=(0, 2))
+        for word in self.used_words():
+            legend.add_row(word.styled(), word.meaning)
+        yield legend
+        yield from map(Text, self.remarks)
+
+    def _lists(self) -> Iterator[Any]:
+        for number, column in enumerate(self.columns):
+            yield Text(column, 'bold')
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column()
+            grid.add_column(overflow='fold')
+            for key, word in self.words.items():
+                if names := self.leaves(number, key):
+                    grid.add_row(word.styled(), Text(', '.join(names)))
+            yield grid
+            yield Text()
+
+    def html(self) -> str:
+        """The matrix as HTML tables, which are legible on white and black pages."""
+        head = ['', *self.columns, self.notes]
+        lines = [''.join(_cell(name, tag='th') for name in head)]
+        for row in self.rows:
+            cells = [
+                _cell(row.name, 'padding-left:2em' if row.is_part else ''),
+                *(_word(self.words[cell]) for cell in row.cells),
+                _cell(row.note),
+            ]
+            lines.append(''.join(cells))
+        legend = [_word(word) + _cell(word.meaning) for word in self.used_words()]
+        remarks = (f'<p>{html.escape(remark)}</p>' for remark in self.remarks)
+        return '\n'.join([_table(lines), '<p>Legend</p>', _table(legend), *remarks])
+
+
+def _table(rows: list[str]) -> str:
+    lines = [f'{_ROW}{row}</tr>' for row in rows]
+    return '\n'.join([_TABLE, *lines, '</table>'])
+
+
+def _word(word: Word) -> str:
+    if word.light is None:
+        return _cell(word.text, 'opacity:0.7')
+    ground, ink = word.light
+    is_grey = ground[1:3] == ground[3:5] == ground[5:7]
+    # A light grey would be a white hole in dark mode.
+    style = _GREY if is_grey else f'background:{ground};color:{ink}'
+    return _cell(word.text, style)
+
+
+def _cell(text: str, style: str = '', tag: str = 'td') -> str:
+    return f'<{tag} style="{_CELL};{style}">{html.escape(text)}</{tag}>'

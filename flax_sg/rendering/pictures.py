@@ -1,4 +1,4 @@
-"""A matrix as a picture."""
+"""Draws a matrix as a picture."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from flax_sg.internals import optional
 from flax_sg.rendering.matrix import Matrix
 
-# In inches: the height of a row, and the width of a letter of 10 points.
-_ROW, _LETTER = 0.3, 0.09
-_LINE = 0.2
+# In inches: the height of a row, the width of a letter of 11 points, and the height of
+# a line of the legend.
+_ROW, _LETTER, _LINE = 0.3, 0.093, 0.2
 # Paper, ink, and the ink of what matters less.
 LIGHT = ('#ffffff', '#333333', '#666666')
 DARK = ('#0d1117', '#e6edf3', '#9da7b3')
@@ -25,32 +25,33 @@ def save(
     names: tuple[str, str],
     dark: bool = False,
 ) -> None:
-    """Draws a matrix into a file.
+    """Draws a matrix into a file, as narrow as its names allow.
 
     Args:
-        matrix: the matrix.
+        matrix: the matrix. Its columns are sorted so that the cells with the first
+            word make a diagonal.
         path: the file; its name says of which kind (png, svg, pdf, ...).
-        title: stands above it.
+        title: stands above the matrix.
         names: what the rows are and what the columns are.
-        dark: whether it is drawn on black paper.
+        dark: whether the picture is for pages in dark mode.
     """
-    # Without pyplot there is no display to be found, and no global state.
+    # Figure, and not pyplot: pyplot opens a display and has global state.
     figure_type = load('matplotlib.figure').Figure
     paper, ink, _ = DARK if dark else LIGHT
-    cell = max(0.8, _width([*matrix.columns]) + 0.2)
-    beside = _width([names[0], *(row.name for row in matrix.rows)]) + 0.5
-    width = max(beside + cell * len(matrix.columns), _width([title]) + 0.3, 3.2)
+    cell = max(0.8, _width(matrix.columns) + 0.1)
+    beside = _width([names[0], *(row.name for row in matrix.rows)]) + 0.15
+    width = max(beside + cell * len(matrix.columns), 1.1 * _width([title]), 3.2)
     legend = [f'{word.text}: {word.meaning}' for word in matrix.used_words()]
-    # Wrapped, so that a long sentence makes no wide picture with small letters.
-    room = int(width / (0.9 * _LETTER))
+    # Wrapped, so that a long sentence does not make the picture wide.
+    letters = int(width / (0.8 * _LETTER))
     lines = [
         line
         for sentence in [*legend, *matrix.remarks]
-        for line in textwrap.wrap(sentence, room, subsequent_indent='   ')
+        for line in textwrap.wrap(sentence, letters, subsequent_indent='   ')
     ]
-    height = _ROW * (len(matrix.rows) + 4) + _LINE * len(lines)
+    height = _ROW * (len(matrix.rows) + 3) + _LINE * len(lines)
     figure = figure_type(figsize=(width, height), layout='constrained', facecolor=paper)
-    draw(figure.subplots(), matrix, names, dark)
+    draw(figure.subplots(), matrix.diagonal(), names, dark)
     figure.suptitle(title, x=0.02, ha='left', weight='bold', color=ink, fontsize=12)
     figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
     figure.savefig(path, dpi=150)
@@ -63,36 +64,32 @@ def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) 
         axes: the axes, with nothing in them.
         matrix: the matrix.
         names: what the rows are and what the columns are.
-        dark: whether it is drawn on black paper.
+        dark: whether the picture is for pages in dark mode.
     """
     rectangle = load('matplotlib.patches').Rectangle
     paper, ink, pale = DARK if dark else LIGHT
-    matrix = matrix.diagonal()
     rows, columns = matrix.rows, matrix.columns
     for y, row in enumerate(rows):
         for x, key in enumerate(row.cells):
             word = matrix.words[key]
-            own = word.dark if dark else word.light
-            ground, letters = own or (paper, pale)
-            # Lines of the paper's colour between cells, of one colour too.
+            ground, letters = (word.dark if dark else word.light) or (paper, pale)
+            # Lines of the paper's colour separate cells of one colour.
             style = {'facecolor': ground, 'edgecolor': paper, 'linewidth': 1.5}
             axes.add_patch(rectangle((x, y), 1, 1, **style))
             style = {'color': letters, 'ha': 'center', 'va': 'center', 'fontsize': 11}
             axes.text(x + 0.5, y + 0.5, word.text, **style)
     axes.set(xlim=(0, len(columns)), ylim=(max(1, len(rows)), 0), facecolor=paper)
-    axes.set_xticks([x + 0.5 for x in range(len(columns))], columns, parse_math=False)
-    axes.set_yticks(
-        [y + 0.5 for y in range(len(rows))],
-        [row.name for row in rows],
-        parse_math=False,
-    )
-    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-        label.set_color(pale if row.is_part else ink)
-    axes.set_ylabel(names[0], color=pale, fontsize=10)
+    x, y = ([n + 0.5 for n in range(len(line))] for line in (columns, rows))
+    axes.set_xticks(x, columns, parse_math=False, color=ink)
+    labels = axes.set_yticks(y, [row.name for row in rows], parse_math=False)
+    for tick, row in zip(labels, rows, strict=True):
+        tick.label1.set_color(pale if row.is_part else ink)
+    # Rows are named in the corner, where their names are, and not turned by 90 degrees.
+    axes.set_ylabel(names[0], color=pale, fontsize=10, rotation=0, ha='right')
+    axes.yaxis.set_label_coords(-0.01, 1.02)
     axes.set_xlabel(names[1], color=pale, fontsize=10)
     axes.xaxis.set_label_position('top')
     axes.tick_params(length=0, labelsize=11, labeltop=True, labelbottom=False)
-    axes.tick_params(axis='x', labelcolor=ink)
     axes.spines[:].set_visible(False)
 
 
@@ -102,5 +99,5 @@ def load(module: str) -> Any:
 
 
 def _width(texts: Iterable[str]) -> float:
-    """The room that the longest of some texts takes."""
+    """The room that the longest of some texts takes, in inches."""
     return _LETTER * max(map(len, texts), default=0)

@@ -4,104 +4,42 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console, ConsoleOptions
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
-
-from flax_sg.rendering.matrix import Matrix, Word
-
-
-class MatrixText:
-    """What rich prints for a matrix.
-
-    Where the columns do not fit beside each other, each has a paragraph of its own.
-
-    Args:
-        matrix: the matrix.
-    """
-
-    def __init__(self, matrix: Matrix) -> None:
-        self.matrix = matrix
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[Any]:
-        """Yields the matrix, or a list for each column, then the legend."""
-        matrix = self.matrix
-        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ('', *matrix.columns):
-            grid.add_column(Text(name), no_wrap=True)
-        grid.add_column(matrix.notes, justify='right', no_wrap=True)
-        for row in matrix.rows:
-            words = (_styled(matrix.words[cell]) for cell in row.cells)
-            grid.add_row(Text('  ' * row.is_part + row.name), *words, row.note)
-        unlimited = options.update(width=10_000)
-        if Measurement.get(console, unlimited, grid).maximum <= options.max_width:
-            yield grid
-        else:
-            yield from self._paragraphs()
-        legend = Table.grid(padding=(0, 2))
-        for word in matrix.used_words():
-            legend.add_row(_styled(word), word.meaning)
-        yield legend
-        yield from map(Text, matrix.remarks)
-
-    def _paragraphs(self) -> Iterator[Any]:
-        for number, column in enumerate(self.matrix.columns):
-            yield Text(column, 'bold')
-            grid = Table.grid(padding=(0, 2))
-            grid.add_column()
-            grid.add_column(overflow='fold')
-            for key, word in self.matrix.words.items():
-                if names := self.matrix.leaves(number, key):
-                    grid.add_row(_styled(word), Text(', '.join(names)))
-            yield grid
-            yield Text()
-
-
-def _styled(word: Word) -> Text:
-    return Text(word.text, word.style)
+from rich.console import Console
 
 
 def table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[int] = (),
-    shrinks: int = 0,
+    columns: Mapping[str, Sequence[str]],
+    optional: str,
+    right: Sequence[str] = (),
     width: int | None = None,
 ) -> str:
-    """Lines of text in columns, below a heading.
+    """Lines of text in columns, below a heading. No word is cut.
 
-    >>> print(table(['module', 'class', 'size'], [['head', 'Dense', '8']], right=[2]))
+    >>> columns = {'module': ['head'], 'class': ['Dense'], 'size': ['8']}
+    >>> print(table(columns, optional='class', right=['size']))
     module   class   size
     ─────────────────────
     head     Dense      8
 
     Args:
-        head: the heading of each column.
-        rows: the cells of each row.
+        columns: the cells of each column by its heading.
+        optional: the column that is left out where there is too little room.
         right: the columns with numbers, aligned on the right.
-        shrinks: the column whose cells are cut where there is too little room, to the
-            width of its heading.
         width: in characters; that of the terminal by default.
     """
     gap = '   '
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
     room = shutil.get_terminal_size().columns if width is None else width
-    excess = max(0, sum(widths) + len(gap) * (len(head) - 1) - room)
-    widths[shrinks] = max(len(head[shrinks]), widths[shrinks] - excess)
-
-    def cell(number: int, text: str) -> str:
-        size = widths[number]
-        text = text if len(text) <= size else f'{text[: size - 1]}…'
-        return text.rjust(size) if number in right else text.ljust(size)
-
-    lines = [gap.join(cell(*pair) for pair in enumerate(row)) for row in (head, *rows)]
+    fits = sum(widths.values()) + len(gap) * (len(columns) - 1) <= room
+    aligned: list[list[str]] = []
+    for name, cells in columns.items():
+        if fits or name != optional:
+            align = str.rjust if name in right else str.ljust
+            aligned.append([align(text, widths[name]) for text in (name, *cells)])
+    lines = [gap.join(row) for row in zip(*aligned, strict=True)]
     lines.insert(1, '─' * max(map(len, lines)))
     return '\n'.join(line.rstrip() for line in lines)
 

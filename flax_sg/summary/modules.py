@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import linen
 
 from flax_sg import errors
+from flax_sg.filters.paths import Path
 from flax_sg.rendering import groups, text
 from flax_sg.summary import programs
 
@@ -54,8 +55,8 @@ def tabulate(
         depth: how many submodules deep the table goes: an int, ``None`` for all of
             them, or ``'fit'``, the default: as deep as fits into 50 lines, at least
             one.
-        width: in characters; that of the terminal by default. Names of classes are cut
-            where there is too little room.
+        width: in characters; that of the terminal by default. Where there is too little
+            room, classes are left out; no name is cut.
         **kwargs: further arguments of ``init``; ``method=`` says what is called. What
             is trained is judged by its outputs alone, so give a method that returns the
             loss if something in the loss trains more.
@@ -79,7 +80,8 @@ def tabulate(
 
     def show(*args: Any, **call_kwargs: Any) -> str:
         program = programs.program_of(module, rngs, args, {**call_kwargs, **kwargs})
-        rows = sizes(program)
+        parameters = program.parameters()
+        rows = rows_of(program.classes, parameters)
         deepest = max(len(row.names) for row in rows)
         depths = range(2, deepest + 1)
         fitting = (n for n in depths if len(joined(rows, n)) <= _LINES)
@@ -87,31 +89,22 @@ def tabulate(
         lines = [_as_text(joined(rows, fits), width), '']
         if fits is not None and fits < deepest:
             lines.append(f'Deeper than {fits} nothing is shown; depth=None shows all.')
-        lines.append(f'Trainable: {rows[0].trainable}   Frozen: {rows[0].frozen}')
+        trainable = [leaf for _, leaf, is_trained in parameters if is_trained]
+        frozen = [leaf for _, leaf, is_trained in parameters if not is_trained]
+        lines.append(f'Trainable: {amount(trainable)}   Frozen: {amount(frozen)}')
         return '\n'.join(lines)
 
     return show
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """How many values some parameters have, and their bytes."""
-
-    values: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Size) -> Size:
-        return Size(self.values + other.values, self.bytes + other.bytes)
-
-    def __str__(self) -> str:
-        size, unit = float(self.bytes), 0
-        while size >= 1000 and unit < len(_UNITS) - 1:
-            size, unit = size / 1000, unit + 1
-        size_text = f'{size:.1f}' if unit else f'{self.bytes}'
-        return f'{self.values:,} ({size_text} {_UNITS[unit]})' if self.values else '0'
-
-
-_UNITS = ('B', 'KB', 'MB', 'GB', 'TB')
+def amount(shapes: Sequence[Any]) -> str:
+    """How many values some arrays have, and how many bytes."""
+    values = sum(math.prod(shape.shape) for shape in shapes)
+    size: float = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
+    if size < 1000:
+        return f'{values:,} ({size} B)' if values else '0'
+    power = min(4, int(math.log10(size)) // 3)
+    return f'{values:,} ({size / 1000**power:.1f} {"_KMGT"[power]}B)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,83 +114,79 @@ class Row:
     Attributes:
         names: of the path.
         cls: the name of the class, ``''`` for a module that is not called.
-        trainable: the parameters that the outputs train.
-        frozen: those that get no gradient: stopped, not used, or integers.
+        trainable: how many values of parameters the outputs train.
+        frozen: how many get no gradient: stopped, not used, or integers.
     """
 
     names: tuple[str, ...]
     cls: str
-    trainable: Size = Size()
-    frozen: Size = Size()
+    trainable: int = 0
+    frozen: int = 0
 
     @property
     def gradient(self) -> str:
         """``'trainable'``, ``'partly'`` or ``'frozen'``; ``''`` without parameters."""
-        states = [(TRAINABLE, self.trainable.values), (FROZEN, self.frozen.values)]
-        found = [state for state, values in states if values]
-        return PARTLY if len(found) == 2 else ''.join(found)
+        if self.trainable and self.frozen:
+            return PARTLY
+        return TRAINABLE if self.trainable else FROZEN if self.frozen else ''
 
 
-def sizes(program: programs.Program) -> list[Row]:
+def rows_of(
+    classes: Mapping[tuple[str, ...], str],
+    parameters: Iterable[tuple[Path, Any, bool]],
+) -> list[Row]:
     """A row for the model, and for each module in it that has parameters.
 
     Submodules follow their module, in the order of the first calls.
+
+    Args:
+        classes: as in ``Program``.
+        parameters: as ``Program.parameters`` returns them.
     """
-    prefixes = (names[:n] for names in program.classes for n in range(len(names) + 1))
+    prefixes = (names[:n] for names in classes for n in range(len(names) + 1))
     order = {names: number for number, names in enumerate(dict.fromkeys(prefixes))}
-    rows: dict[tuple[str, ...], Row] = {(): Row((), program.classes[()])}
-    for path, leaf, is_trained in program.parameters():
-        values = math.prod(leaf.shape)
-        size = Size(values, values * leaf.dtype.itemsize)
+    counts: dict[tuple[str, ...], list[int]] = {(): [0, 0]}
+    for path, leaf, is_trained in parameters:
         for n in range(len(path.parts)):
-            names = path.parts[:n]
-            if names in order:
-                row = rows.get(names) or Row(names, program.classes.get(names, ''))
-                field = 'trainable' if is_trained else 'frozen'
-                added = {field: getattr(row, field) + size}
-                rows[names] = dataclasses.replace(row, **added)
+            if path.parts[:n] in order:
+                both = counts.setdefault(path.parts[:n], [0, 0])
+                both[not is_trained] += math.prod(leaf.shape)
+    rows = [Row(names, classes.get(names, ''), *both) for names, both in counts.items()]
     return sorted(
-        rows.values(),
+        rows,
         key=lambda row: [order[row.names[: n + 1]] for n in range(len(row.names))],
     )
 
 
-def joined(rows: list[Row], depth: int | None = None) -> list[Row]:
+def joined(rows: Sequence[Row], depth: int | None = None) -> list[Row]:
     """Rows to a depth, with equal ones of repeated layers joined and added up."""
     shown = [row for row in rows if depth is None or len(row.names) <= depth]
-    groups_ = groups.repeated(
-        [row.names for row in shown],
-        [(row.cls, row.trainable, row.frozen) for row in shown],
-    )
-    return [
-        dataclasses.replace(
-            shown[same[0]],
-            names=names,
-            trainable=sum((shown[n].trainable for n in same), Size()),
-            frozen=sum((shown[n].frozen for n in same), Size()),
-        )
-        for names, same in groups_
-    ]
+    contents = [(row.cls, row.trainable, row.frozen) for row in shown]
+    out: list[Row] = []
+    for names, same in groups.repeated([row.names for row in shown], contents):
+        cls, trainable, frozen = contents[same[0]]
+        out.append(Row(names, cls, len(same) * trainable, len(same) * frozen))
+    return out
 
 
-def _as_text(rows: list[Row], width: int | None) -> str:
-    cells = [
-        (
-            '  ' * len(row.names) + (row.names[-1] if row.names else '(model)'),
-            row.cls,
-            f'{row.trainable.values + row.frozen.values:,}',
-            f'{row.trainable.values:,}',
-            row.gradient,
-        )
+def _as_text(rows: Sequence[Row], width: int | None) -> str:
+    names = [
+        '  ' * len(row.names) + (row.names[-1] if row.names else '(model)')
         for row in rows
     ]
-    head = ['module', 'class', 'parameters', 'trainable', 'gradient']
-    return text.table(head, cells, right=(2, 3), shrinks=1, width=width)
+    columns = {
+        'module': names,
+        'class': [row.cls for row in rows],
+        'parameters': [f'{row.trainable + row.frozen:,}' for row in rows],
+        'trainable': [f'{row.trainable:,}' for row in rows],
+        'gradient': [row.gradient for row in rows],
+    }
+    return text.table(columns, 'class', ['parameters', 'trainable'], width)
 
 
 def _no_module(target: object) -> errors.ArgumentTypeError:
     """Something that is no module is to be shown as a table."""
-    what = f'{target!r} of type {type(target).__name__}'
+    what = f'a value of type {type(target).__name__}'
     if isinstance(target, type):
         what = f'the class {target.__name__}'
     return errors.ArgumentTypeError(

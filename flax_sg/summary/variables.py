@@ -45,25 +45,24 @@ class Paths(tuple[Variable, ...]):
         Args:
             width: in characters; that of the terminal by default.
         """
-        collections = {one.path.collection for one in self}
-        is_filtered = any(one.selected is not None for one in self)
         rows = groups.repeated(
             [(one.path.collection, *one.path.parts) for one in self],
             [(one.module, one.shape, str(one.selected)) for one in self],
         )
-        cells = [
-            (
-                *[_word(self[same[0]].selected)] * is_filtered,
-                '/'.join(names[1:]),
-                self[same[0]].module,
-                self[same[0]].shape,
-                *[names[0]] * (len(collections) > 1),
-            )
-            for names, same in rows
-        ]
-        head = ['selected'] * is_filtered + ['path', 'module', 'shape']
-        head += ['collection'] * (len(collections) > 1)
-        lines = [text.table(head, cells, shrinks=head.index('module'), width=width)]
+        shown = [self[same[0]] for _, same in rows]
+        columns = {
+            'selected': [_word(one.selected) for one in shown],
+            'path': ['/'.join(names[1:]) for names, _ in rows],
+            'module': [one.module for one in shown],
+            'shape': [one.shape for one in shown],
+            'collection': [one.path.collection for one in shown],
+        }
+        is_filtered = any(one.selected is not None for one in self)
+        if not is_filtered:
+            del columns['selected']
+        if len({*columns['collection']}) < 2:
+            del columns['collection']
+        lines = [text.table(columns, optional='module', width=width)]
         if is_filtered:
             count = sum(bool(one.selected) for one in self)
             lines += ['', f'The filter selects {count} of {len(self)} variables.']
@@ -129,11 +128,9 @@ def paths(
     ]
     # Parameters first, and each collection as a tree of its own.
     order = in_natural_order([f'{path.collection}/{path}' for path in names])
-    return Paths(sorted((out[n] for n in order), key=_is_not_parameter))
-
-
-def _is_not_parameter(variable: Variable) -> bool:
-    return variable.path.collection != 'params'
+    return Paths(
+        sorted((out[n] for n in order), key=lambda one: one.path.collection != 'params')
+    )
 
 
 def _class_of(path: Path, classes: Any) -> str:

@@ -1,12 +1,16 @@
-"""`python -m flax_sg flow`."""
+"""`python -m flax_sg`: its commands, and how they say what is wrong."""
 
 import json
 import os
 import platform
 import subprocess
 import sys
+import types
+from importlib import metadata
 from pathlib import Path
 
+import flax
+import jax
 import pytest
 
 import flax_sg
@@ -104,16 +108,16 @@ MATRIX = """\
 @pytest.mark.parametrize(
     'argv',
     [
-        ['mine.train:losses', '--args', 'mine.train:example'],
-        ['mine.train:losses', '--args', 'mine.train:EXAMPLE'],
-        ['mine.train:check'],
-        ['mine.train:CHECK'],
-        ['mine.train:Holder.check'],
-        ['mine.train:report'],
+        'mine.train:losses --args mine.train:example',
+        'mine.train:losses --args mine.train:EXAMPLE',
+        'mine.train:check',
+        'mine.train:CHECK',
+        'mine.train:Holder.check',
+        'mine.train:report',
     ],
 )
 def test_the_matrix_of_a_program(argv, capsys):
-    assert main(['flow', *argv]) == 0
+    assert main(['flow', *argv.split()]) == 0
     out, err = capsys.readouterr()
     lines = [line.rstrip() for line in out.splitlines()]
     assert err == ''
@@ -122,20 +126,11 @@ def test_the_matrix_of_a_program(argv, capsys):
 
 
 def test_expectations_that_hold(capsys):
-    argv = [
-        'mine.train:check',
-        '--expect',
-        'gln: gln_*/**',
-        '--expect',
-        'code: code/kernel',
-    ]
-    assert main(['flow', *argv, '--expect', 'gln_0/** code/kernel']) == 0
-    assert capsys.readouterr().out.splitlines()[-5:] == [
-        'ok      gln: gln_*/**',
-        '',
-        'ok      code: code/kernel',
-        '',
-        'ok      gln_0/** code/kernel',
+    hold = ['gln: gln_*/**', 'code: code/kernel', 'gln_0/** code/kernel']
+    argv = [word for expected in hold for word in ('--expect', expected)]
+    assert main(['flow', 'mine.train:check', *argv]) == 0
+    assert capsys.readouterr().out.splitlines()[-5::2] == [
+        f'ok      {expected}' for expected in hold
     ]
 
 
@@ -150,15 +145,7 @@ def test_a_broken_expectation_is_a_table_and_a_status(capsys):
     assert [row.split() for row in first.splitlines()] == [
         ['gln:'],
         ['output', 'parameter', 'expected', 'found', 'at'],
-        [
-            'gln',
-            'gln_0/*',
-            '(2)',
-            'stopped',
-            'trains',
-            f'train.py:{line}',
-            '(Model.__call__)',
-        ],
+        f'gln gln_0/* (2) stopped trains train.py:{line} (Model.__call__)'.split(),
         [],
     ]
     # Each output that the pattern names is judged alone.
@@ -184,20 +171,14 @@ def test_json_is_all_that_is_printed(capsys):
     assert kernel['status'] == {'code': 'flows', 'gln': 'stopped'}
     assert sorted(use['stopped'] for use in kernel['uses']) == [False, True]
     assert all('train.py:' in use['source'] for use in kernel['uses'])
-    assert data['expectations'] == [
-        {
-            'expect': 'gln: gln_0/kernel',
-            'holds': False,
-            'broken': [
-                {
-                    'output': 'gln',
-                    'parameter': 'gln_0/bias',
-                    'expected': 'stopped',
-                    'found': 'flows',
-                }
-            ],
-        }
-    ]
+    found = {'expected': 'stopped', 'found': 'flows'}
+    broken = {'output': 'gln', 'parameter': 'gln_0/bias', **found}
+    [judged] = data['expectations']
+    assert judged == {
+        'expect': 'gln: gln_0/kernel',
+        'holds': False,
+        'broken': [broken],
+    }
 
 
 def test_a_picture(tmp_path, capsys):
@@ -207,10 +188,11 @@ def test_a_picture(tmp_path, capsys):
     capsys.readouterr()
 
 
-def said(argv: list[str], capsys, command: str = 'flow') -> str:
+def said(argv: list[str], capsys) -> str:
     """What is printed of a wrong command, in one line."""
+    command = argv[0]
     with pytest.raises(SystemExit) as info:
-        main([command, *argv])
+        main(argv)
     assert info.value.code == 2
     usage, _, error = capsys.readouterr().err.partition(f'{command}: error: ')
     assert usage.startswith(f'usage: python -m flax_sg {command}')
@@ -218,68 +200,66 @@ def said(argv: list[str], capsys, command: str = 'flow') -> str:
 
 
 CHECK = 'mine.train:check'
-WRONG = {
-    'no place': ([], 'the following arguments are required: PLACE'),
-    'a file': (
-        ['mine/train.py'],
-        "'mine/train.py' is no place: write package.module:name, such as "
+LOSS = 'mine.train:loss takes arguments (params, x): say where they are, '
+WRONG = [
+    ('flow', 'the following arguments are required: PLACE'),
+    (
+        'flow mine/train.py',
+        "'mine/train.py' is not a place. Write package.module:name, such as "
         "'mine.train:loss'",
     ),
-    'no name': (['mine.train'], "write package.module:name, such as 'mine.train:loss'"),
-    'no module': (['mine.trian:loss'], "there is no module 'mine.trian' to import"),
-    'no package': (['main.train:loss'], "there is no module 'main' to import"),
-    'another name': (
-        ['mine.train:losess'],
+    ('flow mine.train', "Write package.module:name, such as 'mine.train:loss'"),
+    ('flow mine.trian:loss', "there is no module 'mine.trian' to import"),
+    ('flow main.train:loss', "there is no module 'main' to import"),
+    (
+        'flow mine.train:losess',
         "mine.train has no 'losess'; did you mean 'losses' or 'loss'?",
     ),
-    'a loss without arguments': (
-        ['mine.train:loss'],
-        'mine.train:loss takes arguments (params, x): say where they are, --args '
-        'package.module:name, or name a function without arguments that returns (loss, '
-        '*args)',
+    (
+        'flow mine.train:loss',
+        f'{LOSS}--args package.module:name, or name a function without arguments that '
+        'returns (loss, *args)',
     ),
-    'no loss': (
-        ['mine.train:returns_a_number'],
+    (
+        'flow mine.train:returns_a_number',
         'mine.train:returns_a_number returned 3, and should return (loss, *args)',
     ),
-    'arguments that are none': (
-        ['mine.train:loss', '--args', 'mine.train:X'],
+    (
+        'flow mine.train:loss --args mine.train:X',
         '--args mine.train:X is float32[3, 2]; expected a tuple of arguments',
     ),
-    'arguments of arguments': (
-        ['mine.train:loss', '--args', 'mine.train:loss'],
-        'mine.train:loss takes arguments (params, x)',
+    ('flow mine.train:loss --args mine.train:loss', LOSS),
+    (
+        f'flow {CHECK} --expect gln:gln_0//kernel',
+        "--expect 'gln:gln_0//kernel': The glob 'gln_0//kernel' has '//' in it.",
     ),
-    'a glob': (
-        [CHECK, '--expect', 'gln: gln_0//kernel'],
-        "--expect 'gln: gln_0//kernel': The glob 'gln_0//kernel' has '//' in it.",
-    ),
-    'an output': ([CHECK, '--expect', 'glm: gln_0/**'], 'there is no output '),
-    'a parameter': (
-        [CHECK, '--expect', 'gln: gln_1/**'],
+    (f'flow {CHECK} --expect glm:gln_0/**', 'there is no output '),
+    (
+        f'flow {CHECK} --expect gln:gln_1/**',
         "Glob('gln_1/**') selected nothing: it matches none of the 4 variables.",
     ),
-    'a depth': ([CHECK, '--depth', 'all'], "expected a number from 0, got 'all'"),
-    'a picture': ([CHECK, '--plot', 'flow.exe'], '--plot flow.exe: no picture; known'),
-    'a folder': (
-        [CHECK, '--plot', 'no/such/flow.png'],
-        "--plot no/such/flow.png: there is no folder 'no/such'",
-    ),
-}
+    (f'flow {CHECK} --depth all', "expected a number from 0, got 'all'"),
+    (f'flow {CHECK} --plot flow.exe', "Format 'exe' is not supported"),
+    (f'flow {CHECK} --plot no/such/flow.png', "No such file or directory: 'no/such/"),
+    ('paths mine.train:MODEL', 'mine.train:MODEL is a module: say where its arguments'),
+    ('paths mine.train:MODLE', "did you mean 'MODEL'?"),
+    ('paths mine.train:PAIR --where gln/**', "Glob('gln/**') selected nothing"),
+    ('paths mine.train:MODEL --args mine.train:X', 'expected a tuple'),
+    ('demo --steps 0', 'argument --steps: expected 1 or more, got 0'),
+]
 
 
-@pytest.mark.parametrize('case', WRONG)
-def test_a_wrong_command_says_how_to_write_it(case, capsys):
-    argv, text = WRONG[case]
-    assert text in said(argv, capsys)
+@pytest.mark.parametrize(('argv', 'text'), WRONG, ids=[argv for argv, _ in WRONG])
+def test_a_wrong_command_says_how_to_write_it(argv, text, capsys):
+    assert text in said(argv.split(), capsys)
 
 
-def test_without_matplotlib_nothing_is_run(monkeypatch, capsys):
+def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith('matplotlib')]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     assert "pip install 'flax_sg[plot]'" in said(
-        ['mine.raises:check', '--plot', 'flow.png'], capsys
+        ['flow', CHECK, '--plot', 'flow.png'], capsys
     )
 
 
@@ -297,13 +277,19 @@ def test_errors_of_the_program_come_as_they_are(place, error, text):
         main(['flow', place])
 
 
-def test_help_says_all_there_is_to_know(capsys):
+@pytest.mark.parametrize(
+    ('command', 'words'),
+    [
+        ('flow', '--args --expect --json --plot --depth train:check Status:'),
+        ('paths', '--args --where train:model Status:'),
+    ],
+)
+def test_help_says_all_there_is_to_know(command, words, capsys):
     with pytest.raises(SystemExit) as info:
-        main(['flow', '--help'])
+        main([command, '--help'])
     assert info.value.code == 0
     text = capsys.readouterr().out
-    for word in ('--args', '--expect', '--json', '--plot', '--depth', 'Status: 0'):
-        assert word in text
+    assert all(word in text for word in words.split())
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -320,14 +306,10 @@ The filter selects 3 of 4 variables.
 
 
 @pytest.mark.parametrize(
-    'argv',
-    [
-        ['mine.train:MODEL', '--args', 'mine.train:ARGS'],
-        ['mine.train:PAIR'],
-    ],
+    'argv', ['mine.train:MODEL --args mine.train:ARGS', 'mine.train:PAIR']
 )
 def test_paths_of_a_model(argv, capsys):
-    assert main(['paths', *argv, '--where', 'gln_*/**', 'code/kernel']) == 0
+    assert main(['paths', *argv.split(), '--where', 'gln_*/**', 'code/kernel']) == 0
     out = capsys.readouterr().out.replace('a program that prints\n', '')
     assert [line.rstrip('─') for line in out.splitlines()] == [
         line.rstrip('─') for line in PATHS.splitlines()
@@ -339,36 +321,71 @@ def test_paths_of_a_tree_without_a_filter(capsys):
     assert 'gln_0/kernel            float32[2, 2]' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ('argv', 'text'),
-    [
-        (['mine.train:MODEL'], 'mine.train:MODEL is a module: say where its arguments'),
-        (['mine.train:MODLE'], "did you mean 'MODEL'?"),
-        (['mine.train:PAIR', '--where', 'gln/**'], "Glob('gln/**') selected nothing"),
-        (['mine.train:MODEL', '--args', 'mine.train:X'], 'expected a tuple'),
-    ],
-)
-def test_paths_of_what_there_is_not(argv, text, capsys):
-    assert text in said(argv, capsys, 'paths')
-
-
-def test_a_report_for_bugs_has_versions_devices_and_changed_flags(capsys):
-    import jax
-
-    with jax.numpy_rank_promotion('warn'):
-        assert main(['env']) == 0
+def test_a_report_for_bugs_has_versions_devices_and_flags(monkeypatch, capsys):
+    monkeypatch.setenv('JAX_ENABLE_X64', '1')
+    monkeypatch.setattr(metadata, 'version', versions := {'jax': '1.2.3'}.__getitem__)
+    monkeypatch.setattr(metadata, 'PackageNotFoundError', KeyError)
+    assert main(['env']) == 0
     rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    found = dict(reversed(rows))
-    assert found['flax_sg'] == flax_sg.__version__
-    assert found['jax'] == jax.__version__
-    assert found['Python'] == platform.python_version()
-    assert 'Cpu' in found['devices'] or 'CPU' in found['devices'].upper()
-    flags = [value for name, value in rows if name == 'flag']
-    # What this process has set, and what the test suite has; no flag as it is made.
-    changed = {name: value for name, value in (flag.split(' = ') for flag in flags)}
-    assert 'warn' in changed['jax_numpy_rank_promotion']
-    assert 'strict' in changed['jax_numpy_dtype_promotion']
-    assert 'jax_enable_checks' not in changed
+    assert ['flax_sg', flax_sg.__version__] in rows
+    assert ['jax', versions('jax')] in rows and ['optax', 'not installed'] in rows
+    assert ['Python', platform.python_version()] in rows
+    assert 'CPU' in dict(rows)['devices'].upper()
+    assert ['flag', 'JAX_ENABLE_X64 = 1'] in rows
+
+
+# Without a command, and the demo.
+
+
+@pytest.mark.parametrize('argv', [[], ['help'], ['-h'], ['--help']])
+def test_without_a_command_it_says_what_there_is(argv, capsys):
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    first, second, *_ = out.splitlines()
+    assert first.startswith(f'flax_sg {flax_sg.__version__} on flax {flax.__version__}')
+    assert f'jax {jax.__version__}, jaxlib ' in first
+    assert second == flax_sg.__doc__.splitlines()[0]
+    for command in ('demo', 'flow PLACE', 'paths PLACE', 'env'):
+        assert f'python -m flax_sg {command} ' in out
+    assert max(map(len, out.splitlines())) <= 88
+    assert err == ''
+
+
+def test_an_unknown_command_fails(capsys):
+    assert main(['dmeo']) == 2
+    assert capsys.readouterr().err == "\nUnknown command: 'dmeo'\n"
+
+
+def test_the_demo_gets_the_other_arguments_and_its_status_is_ours(monkeypatch):
+    calls: list[list[str]] = []
+    demo = types.ModuleType('flax_sg.demo')
+    demo.main = lambda argv: calls.append(argv) or 7
+    monkeypatch.setitem(sys.modules, 'flax_sg.demo', demo)
+    monkeypatch.setattr(flax_sg, 'demo', demo, raising=False)
+    assert main(['demo', '--steps', '3']) == 7
+    monkeypatch.setattr(sys, 'argv', ['flax_sg', 'demo', '--out', 'somewhere'])
+    assert main() == 7
+    assert calls == [['--steps', '3'], ['--out', 'somewhere']]
+
+
+@pytest.mark.parametrize('package', ['sklearn', 'sklearn.datasets', 'numpy'])
+def test_a_package_of_the_demo_is_missing(package, monkeypatch, capsys):
+    def missing(argv):
+        raise ModuleNotFoundError('not installed', name=package)
+
+    demo = types.ModuleType('flax_sg.demo')
+    demo.main = missing
+    monkeypatch.setitem(sys.modules, 'flax_sg.demo', demo)
+    monkeypatch.setattr(flax_sg, 'demo', demo, raising=False)
+    if package == 'numpy':  # The library needs it too.
+        with pytest.raises(ModuleNotFoundError):
+            main(['demo'])
+        return
+    assert main(['demo']) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f'The demo needs {package}, which is not installed.',
+        "Install what it needs with: pip install 'flax_sg[demo]'",
+    ]
 
 
 def test_as_a_process(program: Path):
