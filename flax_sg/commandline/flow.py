@@ -18,7 +18,7 @@ from flax_sg.commandline import places
 from flax_sg.commandline.places import UsageError
 from flax_sg.errors.texts import shown
 from flax_sg.rendering import pictures, text
-from flax_sg.testing import expectations
+from flax_sg.testing.flows import Broken, Expectation
 
 PROG = 'python -m flax_sg flow'
 DESCRIPTION = """\
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(_as_json(report, options.expect, broken), indent=2))
     else:
-        _show(report, options, broken)
+        _show(report, options, expected, broken)
     return int(any(broken))
 
 
@@ -134,22 +134,18 @@ def _report(place: str, args: str | None) -> flow.GradientFlow:
 # Expectations.
 
 
-def _parsed(text: str) -> expectations.Expectation:
+def _parsed(text: str) -> Expectation:
     output, colon, globs = text.rpartition(':')
     try:
         who = filters.as_filter(output.strip()) if colon else None
         if not globs.split():
-            everything = filters.as_filter(True)
-            return expectations.Expectation(everything, trained=False, output=who)
-        where = filters.as_filter(globs.split())
-        return expectations.Expectation(where, only=True, output=who)
+            return Expectation(True, trained=False, output=who)
+        return Expectation(filters.as_filter(globs.split()), only=True, output=who)
     except errors.FlaxSGError as error:
         raise UsageError(f'--expect {text!r}: {error}') from None
 
 
-def _broken(
-    expectation: expectations.Expectation, report: flow.GradientFlow
-) -> list[expectations.Broken]:
+def _broken(expectation: Expectation, report: flow.GradientFlow) -> list[Broken]:
     try:
         return expectation.broken(report)
     except errors.FlaxSGError as error:
@@ -174,22 +170,24 @@ def _check_picture(path: Path) -> None:
 def _show(
     report: flow.GradientFlow,
     options: argparse.Namespace,
-    broken: list[list[expectations.Broken]],
+    expected: list[Expectation],
+    broken: list[list[Broken]],
 ) -> None:
     console = Console(highlight=False)
     console.print(text.MatrixText(report.matrix(options.depth)))
-    for expected, found in zip(options.expect, broken, strict=True):
+    judged = zip(options.expect, expected, broken, strict=True)
+    for said, expectation, found in judged:
         verdict = '[bold red]BROKEN[/]' if found else '[green]ok[/]    '
         console.print(f'\n{verdict}  ', end='')
-        console.print(expected, markup=False)
-        if found:
-            print(expectations.table(found))
+        console.print(said, markup=False)
+        for line in expectation.explained(found):
+            print(f'  {line}')
 
 
 def _as_json(
     report: flow.GradientFlow,
     texts: Sequence[str],
-    broken: list[list[expectations.Broken]],
+    broken: list[list[Broken]],
 ) -> dict[str, Any]:
     parameters = [
         {

@@ -307,8 +307,5 @@ def _index(kind: str, name: str, names: Sequence[str]) -> int:
 def unknown_name(kind: str, name: str, names: Sequence[str]) -> errors.UnknownNameError:
     """A report is asked for an output or a parameter that is not in it."""
     near = difflib.get_close_matches(name, list(map(str, names)), 3, cutoff=0.0)
-    shown = ', '.join(map(repr, near)) or 'none at all'
-    return errors.UnknownNameError(
-        f'there is no {kind} {name!r} among the {len(names)} of the report.\n'
-        f'Nearest: {shown}.'
-    )
+    meant = f'Did you mean {" or ".join(map(repr, near))}?' if near else 'It has none.'
+    return errors.UnknownNameError(f'The report has no {kind} {name!r}. {meant}')
