@@ -215,8 +215,8 @@ class Analysis:
         for number in given:
             if not -len(args) <= number < len(args):
                 raise TypeError(
-                    f'argnums={number} is out of range: the function was given '
-                    f'{len(args)} arguments, counted from 0.'
+                    f'argnums={number} is out of range: arguments are counted from 0, '
+                    f'and {len(args)} were given.'
                 )
         numbers = [number % len(args) for number in given]
         program = Program.of(fun, args, numbers)
@@ -243,19 +243,11 @@ class Analysis:
         Raises:
             ArgumentTypeError: if it is so.
         """
-        numbers = (jax.ShapeDtypeStruct, bool, int, float, complex)
-        for path, leaf, _ in self.outputs:
-            if not isinstance(leaf, numbers):
-                raise _no_output(
-                    self.program.name, path, f'a {type(leaf).__name__}, not an array'
-                )
+        arrays = (jax.ShapeDtypeStruct, bool, int, float, complex)
+        wrong = [out for out in self.outputs if not isinstance(out.leaf, arrays)]
         leaves = [output.leaf for output in self.outputs]
-        if not any(isinstance(leaf, float) or has_tangent(leaf) for leaf in leaves):
-            if not self.outputs:
-                raise _no_output(self.program.name, '', 'empty')
-            path, leaf, _ = self.outputs[0]
-            what = f'{shown(leaf)}, which has no gradient'
-            raise _no_output(self.program.name, path, what)
+        if wrong or not any(isinstance(x, float) or has_tangent(x) for x in leaves):
+            raise _no_output(self.program.name, wrong or self.outputs)
 
     def trained(self) -> list[bool]:
         """For each parameter whether it flows to any output."""
@@ -348,9 +340,13 @@ def _outputs_of(program: Program, has_aux: bool) -> Iterator[Output]:
         yield Output(str(path_of(keys)), leaf, next(numbers) if is_array else None)
 
 
-def _no_output(name: str, path: str, what: str) -> errors.ArgumentTypeError:
+def _no_output(name: str, outputs: Sequence[Output]) -> errors.ArgumentTypeError:
     """A function has no output to differentiate, or one that is no array."""
-    which = f'output {path!r}' if path else 'output'
+    which, what = 'output', 'empty'
+    if outputs:
+        path, leaf, _ = outputs[0]
+        which += f' {path!r}' * bool(path)
+        what = f'{shown(leaf)}, which has no gradient'
     return errors.ArgumentTypeError(
         f'The {which} of {name} is {what}.\n'
         'Return real or complex arrays to be differentiated, and all else as aux: '
