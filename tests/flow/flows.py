@@ -119,14 +119,13 @@ def while_loop(a, b):
     def more(carry):
         return jnp.sum(carry[1]) < jnp.sum(jnp.abs(b)) + 2.0
 
-    return lax.while_loop(more, lambda c: (c[0] * 0.5, c[1] + 1.0), (a, jnp.zeros(3)))[
-        0
-    ]
+    start = a, jnp.zeros(3)
+    return lax.while_loop(more, lambda c: (c[0] * 0.5, c[1] + 1.0), start)[0]
 
 
 def while_loop_with_a_count(a, b):
     def turn(carry):
-        return carry[0] + 1, carry[1] * a, carry[2] + b
+        return carry[0] + 1, carry[1] * a, carry[2] + jnp.abs(b)
 
     start = 0, jnp.ones(3), jnp.zeros(3)
     return lax.while_loop(lambda c: jnp.sum(c[2]) < c[0] + 2, turn, start)[1]
@@ -161,110 +160,71 @@ def called_back_on_what_is_stopped(a, b):
     return a * jax.pure_callback(lambda: jnp.float32(2.0), shape)
 
 
+F, S, U = 'flows', 'stopped', 'unused'
 PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     # Primitives.
-    'product': (lambda a, b: a * b, 'flows', 'flows'),
-    'stopped': (lambda a, b: stop(a) * b, 'stopped', 'flows'),
-    'itself_taken_from_itself': (lambda a, b: a - a, 'flows', 'unused'),
+    'product': (lambda a, b: a * b, F, F),
+    'stopped': (lambda a, b: stop(a) * b, S, F),
+    'itself_taken_from_itself': (lambda a, b: a - a, F, U),
     'signs_and_rounding': (
         lambda a, b: jnp.sign(a) + jnp.floor(b) * jnp.round(a),
-        'stopped',
-        'stopped',
+        S,
+        S,
     ),
-    'integers': (
-        lambda a, b: a.astype(jnp.int32).astype(jnp.float32) * b,
-        'stopped',
-        'flows',
-    ),
-    'bits': (bits, 'stopped', 'stopped'),
-    'predicate': (lambda a, b: jnp.where(a > 0, b, 1.0), 'stopped', 'flows'),
-    'index': (lambda a, b: b[jnp.argmax(a)] * jnp.ones(3), 'stopped', 'flows'),
-    'sorted_by_another': (
-        lambda a, b: lax.sort((b, a), num_keys=1)[1],
-        'flows',
-        'stopped',
-    ),
-    'complex_numbers': (
-        lambda a, b: jnp.real(lax.complex(a, b) * (1 + 1j)),
-        'flows',
-        'flows',
-    ),
-    'linear_solve': (
-        lambda a, b: jnp.linalg.solve(jnp.diag(stop(b)), a),
-        'flows',
-        'stopped',
-    ),
-    'called_back_on_what_is_stopped': (
-        called_back_on_what_is_stopped,
-        'flows',
-        'unused',
-    ),
+    'integers': (lambda a, b: a.astype(jnp.int32).astype(jnp.float32) * b, S, F),
+    'bits': (bits, S, S),
+    'predicate': (lambda a, b: jnp.where(a > 0, b, 1.0), S, F),
+    'index': (lambda a, b: b[jnp.argmax(a)] * jnp.ones(3), S, F),
+    'sorted_by_another': (lambda a, b: lax.sort((b, a), num_keys=1)[1], F, S),
+    'complex_numbers': (lambda a, b: jnp.real(lax.complex(a, b) * (1 + 1j)), F, F),
+    'linear_solve': (lambda a, b: jnp.linalg.solve(jnp.diag(stop(b)), a), F, S),
+    'called_back_on_what_is_stopped': (called_back_on_what_is_stopped, F, U),
     # Transforms.
-    'dead_code': (lambda a, b: (a, a * b)[0], 'flows', 'unused'),
-    'jitted': (jitted, 'stopped', 'flows'),
+    'dead_code': (lambda a, b: (a, a * b)[0], F, U),
+    'jitted': (jitted, S, F),
     'rematerialized': (
         lambda a, b: jax.checkpoint(lambda a, b: jnp.sin(jnp.sign(a) * b))(a, b),
-        'stopped',
-        'flows',
+        S,
+        F,
     ),
-    'derivative_inside': (
-        lambda a, b: jax.grad(lambda a: jnp.sum(a**2 * b))(a),
-        'flows',
-        'flows',
-    ),
+    'derivative_inside': (lambda a, b: jax.grad(lambda a: jnp.sum(a**2 * b))(a), F, F),
     'derivative_that_loses_one': (
         lambda a, b: jax.grad(lambda a: jnp.sum(a * b))(a),
-        'unused',
-        'flows',
+        U,
+        F,
     ),
-    'sharded': (sharded, 'stopped', 'flows'),
+    'sharded': (sharded, S, F),
     # Loops and branches.
-    'carried': (carried, 'flows', 'stopped'),
-    'scanned': (scanned, 'stopped', 'flows'),
-    'scanned_constants': (scanned_constants, 'flows', 'stopped'),
-    'reached_after_two_turns': (reached_after_two_turns, 'flows', 'stopped'),
-    'carried_in_vain': (carried_in_vain, 'flows', 'unused'),
-    'while_loop': (while_loop, 'flows', 'stopped'),
-    'while_loop_with_a_count': (while_loop_with_a_count, 'flows', 'stopped'),
+    'carried': (carried, F, S),
+    'scanned': (scanned, S, F),
+    'scanned_constants': (scanned_constants, F, S),
+    'reached_after_two_turns': (reached_after_two_turns, F, S),
+    'carried_in_vain': (carried_in_vain, F, U),
+    'while_loop': (while_loop, F, S),
+    'while_loop_with_a_count': (while_loop_with_a_count, F, S),
     'conditional': (
         lambda a, b: lax.cond(jnp.sum(a) > 0, lambda b: b * 2.0, lambda b: b * 3.0, b),
-        'stopped',
-        'flows',
+        S,
+        F,
     ),
-    'one_of_the_branches': (one_of_the_branches, 'flows', 'stopped'),
+    'one_of_the_branches': (one_of_the_branches, F, S),
     # Rules of users.
-    'custom_jvp': (jvp_of_one, 'flows', 'stopped'),
+    'custom_jvp': (jvp_of_one, F, S),
     'batched_custom_jvp': (
         lambda a, b: jax.vmap(jvp_of_one, in_axes=(0, None))(a, b)[:, 0],
-        'flows',
-        'stopped',
+        F,
+        S,
     ),
     # Forward mode gets a tangent, and backward mode nothing.
-    'custom_jvp_out_of_nothing': (jvp_constant, 'flows', 'flows'),
-    'custom_vjp': (vjp_against_the_code, 'flows', 'stopped'),
-    'batched_custom_vjp': (
-        jax.vmap(jax.jit(vjp_against_the_code)),
-        'flows',
-        'stopped',
-    ),
-    'custom_vjp_with_zeros': (vjp_in_zeros, 'stopped', 'flows'),
-    'custom_vjp_out_of_nothing': (
-        lambda a, b: vjp_constant(a * 2.0, b),
-        'flows',
-        'flows',
-    ),
-    'out_of_nothing_in_a_loop': (out_of_nothing_in_a_loop, 'flows', 'flows'),
-    'unreached_custom_vjp': (
-        lambda a, b: jnp.sign(vjp_constant(a, b)),
-        'flows',
-        'stopped',
-    ),
-    'custom_vmap': (with_batches, 'stopped', 'flows'),
+    'custom_jvp_out_of_nothing': (jvp_constant, F, F),
+    'custom_vjp': (vjp_against_the_code, F, S),
+    'batched_custom_vjp': (jax.vmap(jax.jit(vjp_against_the_code)), F, S),
+    'custom_vjp_with_zeros': (vjp_in_zeros, S, F),
+    'custom_vjp_out_of_nothing': (lambda a, b: vjp_constant(a * 2.0, b), F, F),
+    'out_of_nothing_in_a_loop': (out_of_nothing_in_a_loop, F, F),
+    'unreached_custom_vjp': (lambda a, b: jnp.sign(vjp_constant(a, b)), F, S),
+    'custom_vmap': (with_batches, S, F),
 }
 
 if hasattr(jax, 'new_ref'):  # From JAX 0.8 on.
-    PROGRAMS['mutable_array'] = (
-        lambda a, b: a * jax.new_ref(stop(b))[...],
-        'flows',
-        'stopped',
-    )
+    PROGRAMS['mutable_array'] = (lambda a, b: a * jax.new_ref(stop(b))[...], F, S)
