@@ -208,7 +208,11 @@ def loops_turn_once(patch: Patch) -> None:
 def rules_are_not_read(patch: Patch) -> None:
     """The derivative of a ``custom_vjp`` is taken for that of its function."""
 
+    differentiated = derivatives._differentiated
+
     def of_function(eqn: Any, backwards: bool) -> Any:
+        if not backwards:
+            return differentiated(eqn, backwards)
         return derivatives.differentiable().of(eqn.params['call_jaxpr'])
 
     patch.setattr(derivatives, '_differentiated', of_function)

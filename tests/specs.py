@@ -237,6 +237,14 @@ def lifts(spec: Leaf | Composite, name: str) -> bool:
     return any_statement(spec, lambda item: getattr(item, 'lift', '') == name)
 
 
+def rules(spec: Leaf | Composite) -> set[str]:
+    """What the blocks and the lifted classes of a model do."""
+    if isinstance(spec, Leaf):
+        return set()
+    found = {getattr(item, 'rule', '') for item in statements(spec.body)}
+    return found.union(*({kid.rule} | rules(kid.spec) for kid in spec.kids))
+
+
 # Draws.
 
 
@@ -346,7 +354,8 @@ def models(draw: st.DrawFn, depth: int = 2) -> Composite:
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
     # One has no derivative backwards, and the others need it or have no other.
-    maps = any_statement(model, lambda item: getattr(item, 'rule', '') == 'map')
-    backwards = maps or any(lifts(model, name) for name in ('vjp', 'custom_vjp'))
+    backwards = 'map' in rules(model) or any(
+        lifts(model, name) for name in ('vjp', 'custom_vjp')
+    )
     assume(not (backwards and lifts(model, 'while_loop')))
     return model

@@ -192,7 +192,7 @@ class Expectation:
             groups.setdefault((one.output, one.expected), []).append(one)
         lines: list[str] = []
         for (output, expected), group in list(groups.items())[:2]:
-            who = 'the loss' if self.output is None else f'output {output!r}'
+            who = 'The loss' if self.output is None else f'Output {output!r}'
             trains = 'does not train' if expected == FLOWS else 'trains'
             names = [one.parameter for one in group[:3]]
             names += [f'{len(group) - 3} more'] * (len(group) > 3)
@@ -254,9 +254,9 @@ def _not_met(expected: Expectation, lines: Sequence[str]) -> errors.ExpectationE
         where = filters.as_filter(where)
     who = 'all parameters' if where == filters.as_filter(True) else repr(where)
     rest = ' and to nothing else' * expected.only
-    return errors.ExpectationError(
-        f'Expected {what} to {who}{rest}, but ' + '\n'.join(lines)
-    )
+    but = '\n'.join(lines)
+    but = but[0].lower() + but[1:]
+    return errors.ExpectationError(f'Expected {what} to {who}{rest}, but {but}')
 
 
 def _missing_function(count: int) -> errors.ArgumentTypeError:

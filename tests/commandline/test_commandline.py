@@ -149,15 +149,15 @@ def test_a_broken_expectation_is_explained_and_a_status(capsys):
     )
     place = f'train.py:{line} (Model.__call__).'
     assert first.split('\n')[1:3] == [
-        "  output 'gln' trains 2 of its parameters: gln_0/bias, gln_0/kernel.",
+        "  Output 'gln' trains 2 of its parameters: gln_0/bias, gln_0/kernel.",
         f'  gln_0/bias is used at {place}',
     ]
     # Each output that the pattern names is judged alone.
     assert second.split('\n')[1:] == [
-        "  output 'code' does not train 1 of its parameters: code/bias.",
-        f'  code/bias is stopped at {place}',
-        "  output 'gln' does not train 2 of its parameters: code/bias, code/kernel.",
-        f'  code/bias is stopped at {place}',
+        "  Output 'code' does not train 1 of its parameters: code/bias.",
+        f'  code/bias is stopped at {place[:-1]} and 1 more.',
+        "  Output 'gln' does not train 2 of its parameters: code/bias, code/kernel.",
+        f'  code/bias is stopped at {place[:-1]} and 1 more.',
         '  2 outputs are wrong.',
         '',
     ]
@@ -247,7 +247,7 @@ WRONG = {
         [CHECK, '--expect', 'gln: gln_0//kernel'],
         "--expect 'gln: gln_0//kernel': The glob 'gln_0//kernel' has '//' in it.",
     ),
-    'an output': ([CHECK, '--expect', 'glm: gln_0/**'], 'there is no output '),
+    'an output': ([CHECK, '--expect', 'glm: gln_0/**'], "has no output 'glm'"),
     'a parameter': (
         [CHECK, '--expect', 'gln: gln_1/**'],
         "Glob('gln_1/**') selected nothing: it matches none of the 4 variables.",

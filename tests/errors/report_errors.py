@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Expected a gradient to 'body' and to nothing else, but the loss does not "
         'train 1 of its parameters: body.\n'
         'body is stopped at report_errors.py:LINE (loss).\n'
-        'the loss trains 1 other parameter: head.\n'
+        'The loss trains 1 other parameter: head.\n'
         'head is used at report_errors.py:LINE (loss).',
     ),
     'a report with arguments': (

@@ -192,12 +192,12 @@ def test_a_failing_assertion_names_parameters_and_lines():
         "Expected a gradient to Glob('gln_0/**') | Glob('head/*') and to nothing else, "
         "but output 'gln' does not train 1 of its parameters: head/kernel.\n"
         'head/kernel is stopped at model.py:35 (Net.target).\n'
-        "output 'gln' trains 1 other parameter: scale.\n"
+        "Output 'gln' trains 1 other parameter: scale.\n"
         'scale is used at model.py:31 (Net.__call__).'
     )
     assert message(stopped, LOSSES, 'scale', output='*').splitlines()[1:] == [
         'scale is used at model.py:31 (Net.__call__).',
-        "output 'code' trains 1 of its parameters: scale.",
+        "Output 'code' trains 1 of its parameters: scale.",
         'scale is used at model.py:31 (Net.__call__).',
         '3 outputs are wrong.',
     ]
