@@ -1,7 +1,7 @@
 """How the site is built: guide and reference, from these pages and the docstrings.
 
-Nothing is fetched and nothing is run. `tests/repository/test_readme.py` runs the code in
-the pages, pytest the examples in docstrings, and `dev.py notebooks --check` the notebooks.
+Nothing is fetched and nothing is run. `tests/repository/test_readme.py` runs the code
+in the pages, pytest the examples in docstrings, `dev.py notebooks` the notebooks.
 """
 
 import flax_sg

@@ -25,7 +25,7 @@ from flax_sg.engine import (
     writes,
 )
 from flax_sg.filters import paths
-from flax_sg.flow import analysis, dependence, derivatives
+from flax_sg.flow import dependence, derivatives
 from flax_sg.forms import rewrites
 from flax_sg.internals import tracing
 from flax_sg.rules import custom_gradients, substitutes
@@ -202,16 +202,19 @@ def one_stack_for_all_threads(patch: Patch) -> None:
 
 def loops_turn_once(patch: Patch) -> None:
     """What is carried out of a loop is not followed into its next turn."""
-    patch.setattr(dependence, '_around', lambda rows, turning: list(rows))
+    patch.setattr(dependence, '_after_turns', lambda rows, carry: rows)
 
 
 def rules_are_not_read(patch: Patch) -> None:
     """The derivative of a ``custom_vjp`` is taken for that of its function."""
+    differentiated = derivatives._differentiated
 
-    def backward(eqn: Any) -> Any:
-        return analysis.Analysis.dependences()[0].of(eqn.params['call_jaxpr'])
+    def of_function(eqn: Any, backwards: bool) -> Any:
+        if not backwards:
+            return differentiated(eqn, backwards)
+        return derivatives.differentiable().of(eqn.params['call_jaxpr'])
 
-    patch.setattr(derivatives, '_backward', backward)
+    patch.setattr(derivatives, '_differentiated', of_function)
 
 
 def rules_stand_at_the_leaf(patch: Patch) -> None:

@@ -78,13 +78,11 @@ class _Hand:
     Attributes:
         stops: those that hold for the running code.
         around: those that held where the copies in use were made.
-        given: modules that other weights are given to, and the stops around.
     """
 
     def __init__(self) -> None:
         self.stops: tuple[_Stop, ...] = ()
         self.around: tuple[_Stop, ...] = ()
-        self.given: tuple[tuple[tuple[str, ...], tuple[_Stop, ...]], ...] = ()
         self._copies: dict[Any, tuple[Any, Any]] = {}
         self._derived: dict[Any, list[tuple[Any, Any, Any]]] = {}
 
@@ -116,11 +114,7 @@ class _Hand:
                 for name, v in value.items()
             }
         for stop in self.stops:
-            is_around = any(
-                path[: len(module)] == module and any(stop is s for s in stops)
-                for module, stops in self.given
-            )
-            if stop.rule != 'read_only' and not is_around and stop.takes(path):
+            if stop.rule != 'read_only' and stop.takes(path):
                 value = self._copy(stop, path, value, twins)
         return value
 
@@ -151,124 +145,24 @@ class _Hand:
             with self._only((), around=self.stops):
                 yield
             return
-        scopes = modules.scopes_of(module)
-        replaced = self._replaced(module, scopes, self.stop)
-        with replaced, self._only((), around=self.stops):
-            yield
-
-    @contextlib.contextmanager
-    def _replaced(
-        self, module: linen.Module, scopes: Any, fn: Callable[[Any, Any, Any], Any]
-    ) -> Generator[None]:
-        """Puts other weights into scopes.
-
-        Args:
-            module: the module that has the scopes.
-            scopes: where.
-            fn: makes them, of a path, the weights and their twins.
-        """
         replaced = []
-        known = {id(s._variables): s for s in scopes}
+        known = {id(s._variables): s for s in modules.scopes_of(module)}
         _forget(module, known)
         for scope in known.values():
             stored = core_scopes.stored(scope)
             if 'params' in stored:
                 replaced.append((stored, stored['params']))
-                copy = fn(scope.path, stored['params'], stored['ema'])
+                copy = self.stop(scope.path, stored['params'], stored['ema'])
                 frozen = isinstance(stored['params'], FrozenDict)
                 stored['params'] = FrozenDict(copy) if frozen else copy
         try:
-            yield
+            with self._only((), around=self.stops):
+                yield
         finally:
             for stored, params in reversed(replaced):
                 stored['params'] = params
             if replaced:
                 _forget(module, known)
-
-    # Views.
-
-    @contextlib.contextmanager
-    def mirror(self, module: linen.Module, mirror: specs.Mirror) -> Generator[None]:
-        """What a view of a module does to a call of the module."""
-        with contextlib.ExitStack() as stack:
-            scope, begins = module.scope, module.is_initializing()
-            if mirror.other and not begins:
-                given = lambda *args: halved(self.stop(*args))  # noqa: E731
-                stack.enter_context(self._replaced(module, [scope], given))
-                # They are made of what is seen here: blocks around do no more to them.
-                self.given = (*self.given, (scope.path, self.stops))
-                stack.callback(setattr, self, 'given', self.given[:-1])
-            if mirror.rngs == 'same':
-                stack.enter_context(_draws_apart(scope.rng_counters, begins))
-            if mirror.state != 'update':
-                stack.enter_context(_kept_state(core_scopes.stored(scope)))
-            if mirror.state == 'use_running_average' and not begins:
-                stack.enter_context(averages(True))
-            stack.enter_context(self.block(module, mirror.where, 'stop'))
-            yield
-
-
-def halved(tree: Any) -> Any:
-    """Other weights than those of a module."""
-    return jax.tree.map(lambda leaf: leaf * 0.5, tree)
-
-
-# By hand, whether batches are normalized by what is stored. A part of JAX's cache keys.
-averages = jax.make_user_context(False)
-
-
-@contextlib.contextmanager
-def _draws_apart(counts: Any, begins: bool) -> Generator[None]:
-    """Counts draws from where the last view has left off, and leaves no trace.
-
-    But initial values are drawn as ever.
-    """
-    of_views = counts.pop(_OF_VIEWS, {})
-    of_module = core_scopes.copied(counts)
-
-    def put(counts: Any, values: Any) -> None:
-        for name, count in counts.items():
-            if isinstance(count, dict):
-                put(count, values.get(name, {}))
-            elif not (begins and name == 'params'):
-                counts[name] = values.get(name, 0)
-
-    put(counts, of_views)
-    try:
-        yield
-    finally:
-        seen = core_scopes.copied(counts)
-        put(counts, of_module)
-        counts[_OF_VIEWS] = seen
-
-
-class _Views:
-    """The key of the counts of views: in the scope, so that transforms carry them."""
-
-
-_OF_VIEWS: Any = _Views()
-
-
-@contextlib.contextmanager
-def _kept_state(stored: Any) -> Generator[None]:
-    """Undoes what is written into state; what is created stays."""
-    before = {
-        collection: core_scopes.copied(stored[collection])
-        for collection in ('batch_stats', 'state')
-        if isinstance(stored.get(collection), dict)
-    }
-
-    def put_back(now: Any, before: Any) -> None:
-        for name, value in before.items():
-            if isinstance(value, Mapping):
-                put_back(now[name], value)
-            else:
-                now[name] = value
-
-    try:
-        yield
-    finally:
-        put_back(stored, before)
 
 
 def _forget(module: linen.Module, scopes: Mapping[int, Any]) -> None:
@@ -371,17 +265,10 @@ def doubled(a: jax.Array) -> jax.Array:
     return a * 2.0
 
 
-class Norm(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        return linen.LayerNorm(epsilon=0.1, name='base')(x)
-
-
 class BatchNorm(linen.Module):
     @linen.compact
     def __call__(self, x):
-        # Read by hand only: with flax_sg nobody sets it.
-        norm = linen.BatchNorm(averages.value, momentum=0.5, epsilon=0.1)
+        norm = linen.BatchNorm(False, momentum=0.5, epsilon=0.1)
         return norm(x) + jnp.tanh(norm.variables['params']['scale'])
 
 
@@ -469,7 +356,6 @@ MODULES: dict[str, Callable[..., linen.Module]] = {
     'affine': Affine,
     'kept': Kept,
     'dense': functools.partial(linen.Dense, 4),
-    'norm': Norm,
     'batch_norm': BatchNorm,
     'dropout': Dropout,
     'attention': Attention,
@@ -577,11 +463,6 @@ def _cond(fn: Any, module: Any, x: Any) -> Any:
     return nn.cond(x.sum() > 0, fn, negative, module, x)
 
 
-def _switch(fn: Any, module: Any, x: Any) -> Any:
-    branches = [fn, lambda module, x: x, lambda module, x: fn(module, x) * 2.0]
-    return nn.switch((x.sum() > 0).astype(int) * 2, branches, module, x)
-
-
 def _while_loop(fn: Any, module: Any, x: Any) -> Any:
     def go_on(_: Any, carry: Any) -> Any:
         return carry[0] < 2
@@ -643,14 +524,13 @@ LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     'scan': _scan,
     'vmap': _vmap,
     'cond': _cond,
-    'switch': _switch,
     'while_loop': _while_loop,
     'map_variables': _map_variables,
     'custom_vjp': _custom_vjp,
     'vjp': _vjp,
 }
 # In these no variables can be made.
-NOT_AT_INIT = ('scan', 'vmap', 'cond', 'switch', 'while_loop', 'map_variables')
+NOT_AT_INIT = ('scan', 'vmap', 'cond', 'while_loop', 'map_variables')
 
 
 # Composite modules.
@@ -719,12 +599,6 @@ class Composite(linen.Module):
         call = functools.partial(self._call, is_closed(kid), use.method)
         if use.mirror is not None:
             call = functools.partial(self._call_mirror, call, use.mirror)
-        if use.closure and not use.lift:
-            fn = call
-
-            def call(module: Any, x: Any) -> Any:
-                return (lambda: fn(module, x))()
-
         module = kids[use.kid]
         if not use.lift or (self.is_initializing() and use.lift in NOT_AT_INIT):
             return call(module, x)
@@ -733,24 +607,14 @@ class Composite(linen.Module):
             return LIFTS[use.lift](call, module, x)
 
     def _call_mirror(
-        self, call: Any, mirror: specs.Mirror, module: Any, x: jax.Array
+        self, call: Any, where: specs.Where, module: Any, x: jax.Array
     ) -> jax.Array:
         if self.by_hand:
-            with hand.mirror(module, mirror):
+            with hand.block(module, where, 'stop'):
                 return call(module, x)
-        given = None
-        if mirror.other and not self.is_initializing():
-            own = module.variables
-            given = {col: halved(own[col]) for col in ('params',) if col in own}
-        view = nn.mirror(
-            module,
-            mirror.where.filter(),
-            variables=given,
-            rngs=mirror.rngs,
-            state=mirror.state,
-            unused='ignore',
-        )
-        return call(view, x)
+        # A view that draws and writes as the module does.
+        options = {'rngs': 'fresh', 'state': 'update', 'unused': 'ignore'}
+        return call(nn.mirror(module, where.filter(), **options), x)
 
     def _call(self, closed: bool, method: str, module: Any, x: Any) -> Any:
         fn = getattr(module, method)

@@ -81,21 +81,18 @@ MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'query', 'shared')
 
 # Modules.
 
-LEAVES = (
-    *('affine', 'kept', 'dense', 'norm', 'dropout', 'attention', 'rnn', 'boxed'),
-    *('sower', 'lora', 'list', 'batch_norm', 'record'),
-)
-# What keeps no state and draws no numbers: some transforms take nothing else.
-STATELESS = ('affine', 'kept', 'dense', 'norm', 'attention', 'rnn', 'boxed', 'lora')
+# Modules without state and random numbers: some transforms take no others.
+STATELESS = ('affine', 'kept', 'dense', 'attention', 'rnn', 'boxed', 'lora')
+LEAVES = (*STATELESS, 'dropout', 'sower', 'list', 'batch_norm', 'record')
 METHODS = ('__call__', 'other')
 
-# What a block does: stop, other values by a function or of a collection, cotangents
-# scaled by a negative number or mapped by what is not linear.
+# What a block does: stop; show the values of a function or of a collection; scale
+# cotangents by a negative number, or map them by a function that is not linear.
 RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'map', 'read_only')
 
 WRAPS = ('remat', 'jit', 'scan', 'vmap', 'stop')
 LIFTS = (
-    *('remat', 'jit', 'scan', 'vmap', 'cond', 'switch', 'while_loop'),
+    *('remat', 'jit', 'scan', 'vmap', 'cond', 'while_loop'),
     *('map_variables', 'custom_vjp', 'vjp'),
 )
 
@@ -145,43 +142,20 @@ class Kid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mirror:
-    """A view of a submodule.
-
-    Attributes:
-        where: what it stops.
-        rngs: one of ``RNGS``.
-        state: one of ``STATES``.
-        other: whether it shows other parameters, computed from the submodule's own.
-    """
-
-    where: Where = dataclasses.field(default_factory=lambda: Where('all'))
-    rngs: str = 'same'
-    state: str = 'hold'
-    other: bool = False
-
-
-RNGS = ('same', 'fresh')
-STATES = ('hold', 'update', 'use_running_average')
-
-
-@dataclasses.dataclass(frozen=True)
 class Use:
     """Calls a method of a submodule.
 
     Attributes:
         kid: which.
         method: one of ``METHODS``.
-        closure: whether a local function reaches it.
         lift: a transform of a function of the submodule, or ``''``.
-        mirror: the view that is called instead, if any.
+        mirror: what a view that is called instead stops, None without a view.
     """
 
     kid: int
     method: str = '__call__'
-    closure: bool = False
     lift: str = ''
-    mirror: Mirror | None = None
+    mirror: Where | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +237,14 @@ def lifts(spec: Leaf | Composite, name: str) -> bool:
     return any_statement(spec, lambda item: getattr(item, 'lift', '') == name)
 
 
+def rules(spec: Leaf | Composite) -> set[str]:
+    """What the blocks and the lifted classes of a model do."""
+    if isinstance(spec, Leaf):
+        return set()
+    found = {getattr(item, 'rule', '') for item in statements(spec.body)}
+    return found.union(*({kid.rule} | rules(kid.spec) for kid in spec.kids))
+
+
 # Draws.
 
 
@@ -308,15 +290,6 @@ def kids(draw: st.DrawFn, depth: int) -> Kid:
     return Kid(spec, place, wraps, draw(wheres(0)), shares, frozen, rule)
 
 
-def mirrors() -> st.SearchStrategy[Mirror]:
-    """Views."""
-    rngs, states = st.sampled_from(RNGS), st.sampled_from(STATES)
-    own = st.builds(Mirror, wheres(0), rngs, states)
-    # What is given belongs to the caller, and is not updated.
-    given = st.sampled_from([state for state in STATES if state != 'update'])
-    return own | st.builds(Mirror, wheres(0), rngs, given, st.just(True))
-
-
 @st.composite
 def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...]:
     """Statements."""
@@ -324,9 +297,9 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
     def use() -> Use:
         index = draw(st.integers(0, len(kids) - 1))
         kid = kids[index]
-        mirror = draw(mirrors()) if draw(st.integers(0, 2)) == 0 else None
+        mirror = draw(wheres(0)) if draw(st.integers(0, 2)) == 0 else None
         if kid.spec == Leaf('kept') and not kid.wraps and draw(st.booleans()):
-            return Use(index, 'other', draw(st.booleans()), mirror=mirror)
+            return Use(index, 'other', mirror=mirror)
         lift = ''
         # Flax sets a module up in a lifted function: before its class maps over it.
         mapped = {'scan', 'vmap'} & set(kid.wraps)
@@ -341,7 +314,7 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
                 if not (wrapped and lift in ('vjp', 'custom_vjp'))
             ]
             lift = draw(st.sampled_from(('', *possible)))
-        return Use(index, '__call__', draw(st.booleans()), lift, mirror)
+        return Use(index, '__call__', lift, mirror)
 
     out: list[Any] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -381,7 +354,8 @@ def models(draw: st.DrawFn, depth: int = 2) -> Composite:
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
     # One has no derivative backwards, and the others need it or have no other.
-    maps = any_statement(model, lambda item: getattr(item, 'rule', '') == 'map')
-    backwards = maps or any(lifts(model, name) for name in ('vjp', 'custom_vjp'))
+    backwards = 'map' in rules(model) or any(
+        lifts(model, name) for name in ('vjp', 'custom_vjp')
+    )
     assume(not (backwards and lifts(model, 'while_loop')))
     return model

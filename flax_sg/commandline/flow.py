@@ -47,7 +47,7 @@ from rich.console import Console
 from flax_sg import errors, filters, flow
 from flax_sg.commandline import places
 from flax_sg.errors.texts import shown
-from flax_sg.testing import expectations
+from flax_sg.testing.flows import Broken, Expectation
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(_as_json(report, options.expect, broken), indent=2))
     else:
-        _show(report, options, broken)
+        _show(report, options, expected, broken)
     return int(any(broken))
 
 
@@ -107,15 +107,13 @@ def _report(place: str, args: str | None) -> flow.GradientFlow:
     )
 
 
-def _parsed(text: str) -> expectations.Expectation:
+def _parsed(text: str) -> Expectation:
     output, colon, globs = text.rpartition(':')
     try:
         who = filters.as_filter(output.strip()) if colon else None
         if not globs.split():
-            everything = filters.as_filter(True)
-            return expectations.Expectation(everything, trained=False, output=who)
-        where = filters.as_filter(globs.split())
-        return expectations.Expectation(where, only=True, output=who)
+            return Expectation(True, trained=False, output=who)
+        return Expectation(filters.as_filter(globs.split()), only=True, output=who)
     except errors.FlaxSGError as error:
         raise places.UsageError(f'--expect {text!r}: {error}') from None
 
@@ -123,22 +121,24 @@ def _parsed(text: str) -> expectations.Expectation:
 def _show(
     report: flow.GradientFlow,
     options: argparse.Namespace,
-    broken: list[list[expectations.Broken]],
+    expected: list[Expectation],
+    broken: list[list[Broken]],
 ) -> None:
     console = Console(highlight=False)
     console.print(report.matrix(options.depth))
-    for expected, found in zip(options.expect, broken, strict=True):
+    judged = zip(options.expect, expected, broken, strict=True)
+    for said, expectation, found in judged:
         verdict = '[bold red]BROKEN[/]' if found else '[green]ok[/]    '
         console.print(f'\n{verdict}  ', end='')
-        console.print(expected, markup=False)
-        if found:
-            print(expectations.table(found))
+        console.print(said, markup=False)
+        for line in expectation.explained(found):
+            print(f'  {line}')
 
 
 def _as_json(
     report: flow.GradientFlow,
     texts: Sequence[str],
-    broken: list[list[expectations.Broken]],
+    broken: list[list[Broken]],
 ) -> dict[str, Any]:
     by_parameter = zip(*report.status, strict=True)
     columns = zip(

@@ -1,21 +1,25 @@
-"""``gradient_flow``: which output of a function trains which parameter."""
+"""``gradient_flow`` and ``live``: which output of a function trains which parameter."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
-from flax_sg.filters import functions
 from flax_sg.filters.paths import Path
-from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
-from flax_sg.flow.derivatives import Derivatives, has_tangent, values
-from flax_sg.flow.programs import Program
+from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence, bit, bits
+from flax_sg.flow.derivatives import (
+    Derivatives,
+    differentiable,
+    has_tangent,
+    on_values,
+)
+from flax_sg.flow.programs import Program, leaf_numbers
 from flax_sg.flow.report import GradientFlow
 from flax_sg.flow.statuses import FLOWS, STOPPED, UNUSED
 from flax_sg.flow.uses import UNKNOWN, Uses
@@ -31,13 +35,9 @@ def gradient_flow(
     has_aux: bool = False,
     wrt: filters.Where | None = None,
 ) -> GradientFlow:
-    """Says which output leaf depends differentiably on which parameter leaf.
+    """Tells which output of a function trains which parameter.
 
-    It looks at the program, not at numbers: the function is run once on shapes, and
-    nothing is compiled. What JAX gives no derivative cuts (``lax.stop_gradient``,
-    ``sign``, ``round``, integers, a rule of ``custom_jvp`` or ``custom_vjp`` that
-    returns zeros); ``x - x`` flows. The promise is one-sided: what is called
-    ``'stopped'`` or ``'unused'`` has a gradient of exactly zero.
+    The function is traced once, on shapes. Nothing is compiled or run.
 
     >>> import jax, jax.numpy as jnp, flax_sg as sg
     >>> def losses(params, x):
@@ -53,41 +53,109 @@ def gradient_flow(
     >>> flow.stopped_in('code')
     (1, 2)
 
-    It says ``'flows'`` where JAX gives no more: for what a loop carries, after any
-    number of turns; for every branch of a conditional; for all of an array if some of
-    it flows; for primitives whose rule works only in its place, such as collectives in
-    ``shard_map``; for rules with ``symbolic_zeros=True``. A cotangent that a rule makes
-    out of nothing is taken to be there for every output that reads what the rule is of.
+    A parameter that is ``'stopped'`` or ``'unused'`` has a gradient of exactly zero.
+    A gradient is stopped by everything without a derivative: ``lax.stop_gradient``,
+    ``sign``, ``round``, integers, and rules of ``custom_jvp`` or ``custom_vjp`` that
+    return zeros.
+
+    A parameter that ``'flows'`` may have a gradient of zero all the same, as in
+    ``x - x``. The report also says ``'flows'`` if a gradient may come back:
+
+    - through a loop after any number of turns, and through any branch of a conditional;
+    - to any element of an array;
+    - through collectives in ``shard_map``, which JAX cannot differentiate elsewhere;
+    - through rules with ``symbolic_zeros=True``;
+    - from a rule whose cotangent is a constant, to whatever output reads its result.
 
     Args:
-        fun: a function of pytrees that returns arrays, of any shape, in a pytree; or an
-            unbound module, which stands for its ``apply``.
+        fun: a function of pytrees that returns a pytree of arrays of any shape, or an
+            unbound module for its ``apply``.
         *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
             ``jax.eval_shape``).
-        argnums: which of them hold the parameters. For several, each path begins with
-            the number of the argument.
-        has_aux: whether ``fun`` returns a pair, the second not looked at.
-        wrt: what is differentiated: any kind of filter. All else counts as stopped. By
-            default what ``sg.grad`` differentiates, see ``sg.trainable``.
+        argnums: which arguments hold the parameters, by default the first. With several
+            of them, each path begins with the number of the argument.
+        has_aux: whether ``fun`` returns ``(outputs, aux)``. The report leaves ``aux``
+            out. Default False.
+        wrt: the parameters to differentiate, a filter of any kind. All others count as
+            stopped. By default what ``sg.grad`` differentiates, see ``sg.trainable``.
 
     Returns:
-        Plain data. What is no array is no parameter; integers and keys are stopped.
+        Plain data. Leaves that are no arrays are left out. Integers and random keys are
+        stopped.
 
     Raises:
-        ArgumentTypeError: if nothing that is returned could be differentiated, or
-            if it is no array.
+        ArgumentTypeError: if no output has a derivative, or one is no array.
         ArgumentTypeError: if the function needs values where there are shapes.
-        ArgumentTypeError: if a parameter goes into a host callback, a mutable array, or
-            anything that JAX cannot differentiate.
+        ArgumentTypeError: if a parameter goes into a host callback, a mutable array or
+            a primitive that JAX cannot differentiate.
         UnusedFilterError: if a part of ``wrt`` matches no leaf.
 
     Note:
-        ``jax.ad_checkpoint.print_saved_residuals`` looks at programs in this way; the
-        dependences are those of symbolic zeros in ``jax.jvp``.
+        ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
+        result is that of symbolic zeros in ``jax.jvp``.
     """
     analysis = Analysis.of(fun, args, argnums, has_aux, wrt)
     analysis.check_outputs()
     return analysis.report()
+
+
+def live(
+    fun: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    wrt: filters.Where | None = None,
+) -> filters.Derived:
+    """Returns the filter of the parameters that a function trains.
+
+    Freeze parameters once, in the model. The optimizer and the gradients follow:
+
+    >>> import jax, jax.numpy as jnp, optax, flax_sg as sg
+    >>> def loss(params, x):
+    ...     features = x @ jax.lax.stop_gradient(params['body'])
+    ...     return jnp.sum(features @ params['head'])
+    >>> params, x = {'body': jnp.ones((2, 2)), 'head': jnp.ones(2)}, jnp.ones((3, 2))
+    >>> live = sg.live(loss, params, x)
+    >>> live
+    <live: 'head'>
+    >>> tx = sg.freeze(optax.adamw(1e-3), ~live)
+    >>> value, grads = sg.value_and_grad(loss, wrt=live)(params, x)
+    >>> grads
+    {'body': ABSENT, 'head': Array([6., 6.], dtype=float32)}
+    >>> sg.mask(params, frozen=~live)
+    {'body': True, 'head': False}
+
+    The function is traced once here, on shapes, and again when it is differentiated.
+
+    Args:
+        fun: a function of pytrees, or an unbound module for its ``apply``:
+            ``sg.live(model, variables, x)`` leaves out its ``Frozen`` parts. A
+            parameter is selected if any output trains it.
+        params: its first argument, or the shapes. Paths begin in it.
+        *args: its other arguments, or their shapes.
+        has_aux: whether ``fun`` returns ``(outputs, aux)``; ``aux`` trains nothing.
+            Default False.
+        wrt: the parameters to ask about, as for ``sg.gradient_flow``.
+
+    Returns:
+        A filter for ``wrt=``, ``where=``, blocks, and ``~ & |``. It may select nothing.
+        Two of these are equal if they select the same of the same parameters. All
+        variables in one box are selected together.
+
+    Raises:
+        UnknownNameError: when the filter is asked for a variable that was not in
+            ``params``.
+        ArgumentTypeError: as ``sg.gradient_flow``.
+    """
+    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt)
+    analysis.check_outputs()
+    pairs = zip(analysis.parameters, analysis.trained(), strict=True)
+    paths = [parameter.path for parameter, is_trained in pairs if is_trained]
+    known = leaves_of(params).paths
+    return filters.Derived(
+        frozenset((path.collection, path.absolute) for path in paths),
+        frozenset((path.collection, path.absolute) for path in known),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +165,7 @@ class Parameter:
     Attributes:
         path: its path.
         slots: the numbers of its arrays among the inputs of the program.
-        is_wanted: whether the caller differentiates by it.
+        is_wanted: whether the caller differentiates with respect to it.
     """
 
     path: Path
@@ -105,19 +173,32 @@ class Parameter:
     is_wanted: bool
 
 
+class Output(NamedTuple):
+    """One leaf of the result.
+
+    Attributes:
+        path: its path.
+        leaf: its shape, or the leaf itself if it is no array.
+        number: its number among the outputs of the program, None if it is no array.
+    """
+
+    path: str
+    leaf: Any
+    number: int | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """A program, with the parameters in it.
+    """A program with its parameters and outputs.
 
     Attributes:
         program: the program.
-        outputs: each output leaf that is looked at: its path, what it is, and its
-            number among the outputs of the program, None if it is no array.
-        parameters: the parameters.
+        outputs: the leaves of the result, without ``aux``.
+        parameters: the leaves of the differentiated arguments.
     """
 
     program: Program
-    outputs: tuple[tuple[str, Any, int | None], ...]
+    outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]
 
     @classmethod
@@ -134,28 +215,27 @@ class Analysis:
         for number in given:
             if not -len(args) <= number < len(args):
                 raise TypeError(
-                    f'argnums={number}: arguments are counted from 0, and '
-                    f'{len(args)} were given'
+                    f'argnums={number} is out of range: arguments are counted from 0, '
+                    f'and {len(args)} were given.'
                 )
         numbers = [number % len(args) for number in given]
         program = Program.of(fun, args, numbers)
         trees = [leaves_of(args[number]) for number in numbers]
         slots = {leaf: slot for slot, leaf in enumerate(program.inputs)}
+        ranges = leaf_numbers(args)
         parameters: list[Parameter] = []
         masks = chosen(trees, wrt)
         for number, tree, mask in zip(numbers, trees, masks, strict=True):
-            start = sum(len(jax.tree.leaves(arg)) for arg in args[:number])
+            of_argument = iter(ranges[number])
             for (path, leaf), is_wanted in zip(tree, mask, strict=True):
-                stop = start + len(jax.tree.leaves(leaf))
-                mine = tuple(slots[n] for n in range(start, stop) if n in slots)
-                start = stop
+                inside = itertools.islice(of_argument, len(jax.tree.leaves(leaf)))
+                mine = tuple(slots[n] for n in inside if n in slots)
                 if not isinstance(argnums, int):
                     parts = str(number), *filter(None, path.parts)
                     path = Path.of(path.collection, parts)
                 if mine:
                     parameters.append(Parameter(path, mine, is_wanted))
-        outputs = tuple(_outputs_of(program, has_aux))
-        return cls(program, outputs, tuple(parameters))
+        return cls(program, tuple(_outputs_of(program, has_aux)), tuple(parameters))
 
     def check_outputs(self) -> None:
         """Raises if an output is no array, or none has a derivative.
@@ -163,147 +243,125 @@ class Analysis:
         Raises:
             ArgumentTypeError: if it is so.
         """
-        numbers = (jax.ShapeDtypeStruct, bool, int, float, complex)
-        wrong = [
-            (path, f'{type(leaf).__name__} object')
-            for path, leaf, _ in self.outputs
-            if not isinstance(leaf, numbers)
-        ]
-        leaves = [leaf for _, leaf, _ in self.outputs]
+        arrays = (jax.ShapeDtypeStruct, bool, int, float, complex)
+        wrong = [out for out in self.outputs if not isinstance(out.leaf, arrays)]
+        leaves = [output.leaf for output in self.outputs]
         if wrong or not any(isinstance(x, float) or has_tangent(x) for x in leaves):
-            found = wrong or [
-                (path, str(getattr(leaf, 'dtype', type(leaf).__name__)))
-                for path, leaf, _ in self.outputs
-            ]
-            raise _no_output(functions.describe(self.program.fun), found)
+            raise _no_output(self.program.name, wrong or self.outputs)
 
     def trained(self) -> list[bool]:
-        """For each parameter whether it flows to any output that is looked at."""
-        flow, read = self.dependences()
-        asked = sum(1 << out for *_, out in self.outputs if out is not None)
-        return [bool(live & asked) for live, _ in self._masks(flow, read)]
+        """For each parameter whether it flows to any output."""
+        asked = bits(out.number for out in self.outputs if out.number is not None)
+        masks = self._masks(differentiable(), on_values())
+        return [bool(live & asked) for live, _ in masks]
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        jaxpr = self.program.closed.jaxpr
-        flow, read = self.dependences()
-        masks = self._masks(flow, read)
+        jaxpr = self.program.jaxpr
+        flow, values = differentiable(), on_values()
+        masks = self._masks(flow, values)
         owners: list[int | None] = [None] * len(jaxpr.invars)
         for index, parameter in enumerate(self.parameters):
             for slot in parameter.slots:
                 owners[slot] = index
-        ends = [out for *_, out in self.outputs if out is not None]
-        uses = Uses(flow, read, len(self.parameters)).of(jaxpr, owners, ends)
+        asked = [out.number for out in self.outputs if out.number is not None]
+        uses = Uses(flow, values, len(self.parameters)).of(jaxpr, owners, asked)
+        for parameter, found in zip(self.parameters, uses, strict=True):
+            if not parameter.is_wanted:
+                found[:] = [dataclasses.replace(use, stopped=True) for use in found]
         avals = [jaxpr.invars[parameter.slots[0]].aval for parameter in self.parameters]
         return GradientFlow(
-            tuple(path for path, *_ in self.outputs),
+            tuple(output.path for output in self.outputs),
             tuple(parameter.path for parameter in self.parameters),
             tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
             tuple(
-                tuple(_status(live, used, out) for live, used in masks)
-                for *_, out in self.outputs
+                tuple(_status(live, read, output.number) for live, read in masks)
+                for output in self.outputs
             ),
-            tuple(
-                tuple(
-                    dataclasses.replace(
-                        use, stopped=use.stopped or not parameter.is_wanted
-                    )
-                    for use in found
-                )
-                for found, parameter in zip(uses, self.parameters, strict=True)
-            ),
+            tuple(map(tuple, uses)),
         )
 
-    def _masks(self, flow: Dependence, read: Dependence) -> list[tuple[int, int]]:
+    def _masks(self, flow: Dependence, values: Dependence) -> list[tuple[int, int]]:
         """For each parameter the outputs that it flows to, and those that read it."""
-        jaxpr = self.program.closed.jaxpr
-        flows, reads = flow.of(jaxpr), read.of(jaxpr)
-        count = len(jaxpr.outvars)
-        self._check_refused(flow, [row >> count + REFUSED & 1 for row in flows])
+        flows, reads = flow.of(self.program.jaxpr), values.of(self.program.jaxpr)
+        self._check_refused(flow, flows)
         out: list[tuple[int, int]] = []
         for parameter in self.parameters:
-            live = used = 0
+            live = read = 0
             for slot in parameter.slots:
-                made = flows[slot] >> count + FROM_NOTHING & 1
-                # A rule that makes one is run if its outputs are used in any way, as
-                # zeros may be handed back to it.
-                live |= flows[slot] | (reads[slot] if made else 0)
-                used |= reads[slot] | live
-            out.append((live if parameter.is_wanted else 0, used))
+                live |= flows[slot]
+                if flows[slot] & FROM_NOTHING:
+                    # JAX runs such a rule as soon as anything reads its output, since
+                    # zeros may come back to it.
+                    live |= reads[slot]
+                read |= reads[slot] | live
+            out.append((live if parameter.is_wanted else 0, read))
         return out
 
-    @staticmethod
-    def dependences() -> tuple[Dependence, Dependence]:
-        """Differentiable dependence, and that on values."""
-        return Dependence(Derivatives(), has_tangent, control=False), values()
-
-    def _check_refused(self, flow: Dependence, refused: Sequence[int]) -> None:
-        """Raises if a parameter goes into what JAX cannot differentiate."""
+    def _check_refused(self, flow: Dependence, flows: Sequence[int]) -> None:
+        """Raises if a parameter reaches an equation that JAX cannot differentiate."""
         met = [
             parameter.path
             for parameter in self.parameters
-            if parameter.is_wanted and any(refused[slot] for slot in parameter.slots)
+            if parameter.is_wanted
+            and any(flows[slot] & REFUSED for slot in parameter.slots)
         ]
         if met:
             assert isinstance(flow.leaf, Derivatives)
-            found = [
-                (eqn.primitive.name, jaxprs.source_of(eqn) or UNKNOWN)
-                for eqn, _ in flow.leaf.refused
+            refused = flow.leaf.refused
+            places = [
+                f'{eqn.primitive.name} at {jaxprs.source_of(eqn) or UNKNOWN}'
+                for eqn, _ in refused
             ]
-            cause = next((error for _, error in flow.leaf.refused if error), None)
-            raise _not_traced(met, list(dict.fromkeys(found))) from cause
+            cause = next((error for _, error in refused if error), None)
+            raise _not_traced(met, list(dict.fromkeys(places))) from cause
 
 
-def _status(live: int, used: int, out: int | None) -> str:
-    if out is None:
+def _status(live: int, read: int, output: int | None) -> str:
+    if output is None:
         return UNUSED
-    if live >> out & 1:
+    if live & bit(output):
         return FLOWS
-    return STOPPED if used >> out & 1 else UNUSED
+    return STOPPED if read & bit(output) else UNUSED
 
 
-def _outputs_of(
-    program: Program, has_aux: bool
-) -> Iterator[tuple[str, Any, int | None]]:
-    """The path of each output leaf, the leaf, and its number among the arrays."""
+def _outputs_of(program: Program, has_aux: bool) -> Iterator[Output]:
     out = program.output
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
-                'with has_aux=True the function has to return a pair (outputs, aux), '
-                f'got {shown(out)}'
+                'With has_aux=True the function has to return a pair (outputs, aux), '
+                f'but {program.name} returned {shown(out)}.'
             )
         out = out[0]
     numbers = itertools.count()
     for keys, leaf in jax.tree_util.tree_leaves_with_path(out):
         is_array = isinstance(leaf, jax.ShapeDtypeStruct)
-        yield str(path_of(keys)), leaf, next(numbers) if is_array else None
+        yield Output(str(path_of(keys)), leaf, next(numbers) if is_array else None)
 
 
-def _no_output(
-    name: str, outputs: Sequence[tuple[str, str]]
-) -> errors.ArgumentTypeError:
+def _no_output(name: str, outputs: Sequence[Output]) -> errors.ArgumentTypeError:
     """A function has no output to differentiate, or one that is no array."""
-    found = [f'  {path!r}: {what}' for path, what in outputs] or ['  none at all']
+    which, what = 'output', 'empty'
+    if outputs:
+        path, leaf, _ = outputs[0]
+        which += f' {path!r}' * bool(path)
+        what = f'{shown(leaf)}, which has no gradient'
     return errors.ArgumentTypeError(
-        f'the outputs of {name} cannot be differentiated:\n'
-        + '\n'.join(found)
-        + '\nReturn real or complex arrays, and all else beside them: '
+        f'The {which} of {name} is {what}.\n'
+        'Return real or complex arrays to be differentiated, and all else as aux: '
         'return outputs, aux with has_aux=True.'
     )
 
 
 def _not_traced(
-    parameters: Sequence[str], equations: Sequence[tuple[str, str]]
+    parameters: Sequence[str], places: Sequence[str]
 ) -> errors.ArgumentTypeError:
-    """A parameter goes where it cannot be followed."""
-    places = [f'  {name}, at {source}' for name, source in equations]
+    """A parameter goes into an equation that JAX cannot differentiate."""
+    more = f' and {len(parameters) - 3} more' if len(parameters) > 3 else ''
     return errors.ArgumentTypeError(
-        f'{", ".join(map(repr, parameters[:3]))}'
-        f'{" and others" * (len(parameters) > 3)} goes where no report can follow '
-        'it (a host callback, a mutable array, what has no derivative):\n'
-        + '\n'.join(places)
-        + '\nIf no gradient comes back from there, stop it '
-        'before, with jax.lax.stop_gradient. Otherwise give that part a rule: '
-        'jax.custom_jvp, jax.custom_vjp.'
+        f'A gradient of {", ".join(map(repr, parameters[:3]))}{more} would pass '
+        f'through {", ".join(places[:3])}, which JAX cannot differentiate.\n'
+        'If none should come back from there, apply jax.lax.stop_gradient before.\n'
+        'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
     )

@@ -1,14 +1,13 @@
-"""Which outputs of a jaxpr depend on which of its inputs: bits, handed backwards.
+"""Which outputs of a jaxpr depend on which of its inputs.
 
-A *row* is an int with a bit for each output that depends on an input. Two bits after
-the last one say where else the input goes, or its derivative comes from: something that
-JAX cannot differentiate, and a rule that makes a cotangent out of nothing.
+The answer for one input is a *row*: an int with a bit for each output that depends on
+the input. Rows are computed backwards, each equation once, through all control flow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -17,13 +16,138 @@ from flax_sg.internals.jaxprs import CALLS, body_of, opened
 
 Rows: TypeAlias = list[int]
 
-# What comes after the outputs in a row.
-REFUSED, FROM_NOTHING = range(2)
-BEYOND = 2
+# Two bits of a row that stand for no output: the input reaches an equation that JAX
+# cannot differentiate, or one whose rule makes a cotangent out of nothing.
+REFUSED, FROM_NOTHING = 1, 2
 
 
-def gathered(row: int, masks: Sequence[int]) -> int:
-    """The union of the masks whose bits are set."""
+def bit(output: int) -> int:
+    """The bit of an output in a row."""
+    return 4 << output
+
+
+def bits(outputs: Iterable[int]) -> int:
+    """The row of an input on which these outputs depend."""
+    return sum(map(bit, outputs))
+
+
+class Bodies(NamedTuple):
+    """The jaxprs that an equation runs.
+
+    Their inputs are those of the equation from ``first`` on. Their outputs are all of
+    the equation's.
+
+    Attributes:
+        jaxprs: the open jaxprs: the branches of a ``cond``, otherwise one or none.
+        first: the number of the first input of the equation that goes into them.
+        carry: the inputs that a loop carries from turn to turn. The first outputs of
+            the body are their next values.
+    """
+
+    jaxprs: tuple[Any, ...]
+    first: int
+    carry: range = range(0)
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> Bodies:
+        """The jaxprs in an equation."""
+        name, params = eqn.primitive.name, eqn.params
+        if name in CALLS:
+            return cls((body_of(eqn),), 0)
+        if name == 'cond':
+            return cls(tuple(map(opened, params['branches'])), 1)
+        if name == 'scan':
+            return cls((opened(params['jaxpr']),), 0, jaxprs.carried_by(eqn))
+        if name == 'while':
+            first = params['cond_nconsts']
+            carry = range(first + params['body_nconsts'], len(eqn.invars))
+            return cls((opened(params['body_jaxpr']),), first, carry)
+        return cls((), len(eqn.invars))
+
+
+class Dependence:
+    """One kind of dependence, such as the differentiable one.
+
+    It holds in a loop if it holds after any number of turns, and in a conditional if it
+    holds in any branch.
+
+    Attributes:
+        leaf: returns the rows of an equation that runs no jaxpr.
+        carries: whether a value of some type can carry the dependence at all.
+        visits: the number of equations that were looked at.
+    """
+
+    def __init__(
+        self, leaf: Callable[[JaxprEqn], Rows], carries: Callable[[Any], bool]
+    ) -> None:
+        self.leaf = leaf
+        self.carries = carries
+        self.visits = 0
+        # By id, with the object: a function that is called twice has one jaxpr.
+        self._known: dict[int, tuple[Any, Rows]] = {}
+
+    def of(self, jaxpr: Any) -> Rows:
+        """The rows of the inputs of a jaxpr."""
+        jaxpr = opened(jaxpr)
+        if id(jaxpr) not in self._known:
+            masks = self.within(jaxpr, map(bit, range(len(jaxpr.outvars))))
+            rows = [masks.get(var, 0) for var in jaxpr.invars]
+            self._known[id(jaxpr)] = jaxpr, rows
+        return self._known[id(jaxpr)][1]
+
+    def rows(self, eqn: JaxprEqn) -> Rows:
+        """The rows of the inputs of an equation."""
+        if id(eqn) not in self._known:
+            self.visits += 1
+            bodies = Bodies.of(eqn)
+            rows = self._through(eqn, bodies) if bodies.jaxprs else self.leaf(eqn)
+            self._known[id(eqn)] = eqn, rows
+        return self._known[id(eqn)][1]
+
+    def within(self, jaxpr: Any, ends: Iterable[int]) -> dict[Any, int]:
+        """A mask for each variable of a jaxpr: those of all outputs that depend on it.
+
+        Args:
+            jaxpr: an open jaxpr.
+            ends: the mask of each output.
+        """
+        masks: dict[Any, int] = {}
+
+        def add(var: Any, mask: int) -> None:
+            if mask and isinstance(var, Var) and self.carries(var.aval):
+                masks[var] = masks.get(var, 0) | mask
+
+        for var, end in zip(jaxpr.outvars, ends, strict=True):
+            add(var, end)
+        for eqn in reversed(jaxpr.eqns):
+            below = [REFUSED, FROM_NOTHING, *(masks.get(v, 0) for v in eqn.outvars)]
+            for var, row in zip(eqn.invars, self.rows(eqn), strict=True):
+                add(var, _union(row, below))
+        return masks
+
+    def _through(self, eqn: JaxprEqn, bodies: Bodies) -> Rows:
+        """The rows of an equation that runs jaxprs."""
+        rows = [0] * len(eqn.invars)
+        for jaxpr in bodies.jaxprs:
+            for number, row in enumerate(self.of(jaxpr), bodies.first):
+                rows[number] |= row
+        for number in self._decides(eqn, bodies):
+            rows[number] |= bits(range(len(eqn.outvars)))
+        return _after_turns(rows, bodies.carry)
+
+    def _decides(self, eqn: JaxprEqn, bodies: Bodies) -> list[int]:
+        """The inputs that decide which branch runs, or how often a loop turns."""
+        if eqn.primitive.name == 'cond':
+            return [0] if self.carries(eqn.invars[0].aval) else []
+        if eqn.primitive.name == 'while':
+            asked = self.of(eqn.params['cond_jaxpr'])
+            inputs = [*range(bodies.first), *bodies.carry]
+            return [n for n, row in zip(inputs, asked, strict=True) if row & bit(0)]
+        return []
+
+
+def _union(row: int, masks: Sequence[int]) -> int:
+    """The union of the masks whose bits are set in a row."""
     out = 0
     while row:
         lowest = row & -row
@@ -32,147 +156,18 @@ def gathered(row: int, masks: Sequence[int]) -> int:
     return out
 
 
-class Dependence:
-    """One kind of dependence, through all control flow.
-
-    What holds in a loop holds after any number of turns; in a conditional, in any of
-    its branches.
-
-    Attributes:
-        leaf: the rows of an equation that is none of the control flow known here.
-        carries: whether a value of some type can carry the dependence at all.
-        control: whether what decides, as the predicate of a conditional, counts.
-        visits: how many equations were looked at.
-    """
-
-    def __init__(
-        self,
-        leaf: Callable[[JaxprEqn], Rows],
-        carries: Callable[[Any], bool],
-        control: bool,
-    ) -> None:
-        self.leaf = leaf
-        self.carries = carries
-        self.control = control
-        self.visits = 0
-        # By id, held: the jaxpr of a function that is called twice is one object.
-        self._of_jaxprs: dict[int, tuple[Any, Rows]] = {}
-        self._of_equations: dict[int, tuple[JaxprEqn, Rows]] = {}
-
-    def of(self, jaxpr: Any) -> Rows:
-        """The rows of the inputs of a jaxpr."""
-        jaxpr = opened(jaxpr)
-        known = self._of_jaxprs.get(id(jaxpr))
-        if known is None:
-            ends = [1 << number for number in range(len(jaxpr.outvars) + BEYOND)]
-            masks = self.within(jaxpr, ends)
-            known = jaxpr, [masks.get(var, 0) for var in jaxpr.invars]
-            self._of_jaxprs[id(jaxpr)] = known
-        return known[1]
-
-    def within(self, jaxpr: Any, ends: Sequence[int]) -> dict[Any, int]:
-        """A mask for each variable of a jaxpr.
-
-        Args:
-            jaxpr: an open jaxpr.
-            ends: the mask of each output, and those of what comes after them in a row.
-        """
-        masks: dict[Any, int] = {}
-        for var, end in zip(jaxpr.outvars, ends, strict=False):
-            if isinstance(var, Var) and self.carries(var.aval):
-                masks[var] = masks.get(var, 0) | end
-        for eqn in reversed(jaxpr.eqns):
-            below = [masks.get(var, 0) for var in eqn.outvars]
-            if self.control and not any(below):
-                continue  # A derivative may be refused, or made, all the same.
-            below.extend(ends[-BEYOND:])
-            for var, row in zip(eqn.invars, self.rows(eqn), strict=True):
-                if row and isinstance(var, Var) and self.carries(var.aval):
-                    masks[var] = masks.get(var, 0) | gathered(row, below)
-        return masks
-
-    def rows(self, eqn: JaxprEqn) -> Rows:
-        """The rows of the inputs of an equation."""
-        known = self._of_equations.get(id(eqn))
-        if known is None:
-            self.visits += 1
-            known = self._of_equations[id(eqn)] = eqn, self._rows(eqn)
-        return known[1]
-
-    def _rows(self, eqn: JaxprEqn) -> Rows:
-        name = eqn.primitive.name
-        if name in CALLS:
-            return list(self.of(body_of(eqn)))
-        rule = _RULES.get(name)
-        return self.leaf(eqn) if rule is None else rule(self, eqn)
-
-
-def bit_of(eqn: JaxprEqn, beyond: int) -> int:
-    """The bit of ``REFUSED`` or ``FROM_NOTHING`` in the rows of an equation."""
-    return 1 << len(eqn.outvars) + beyond
-
-
-def every(eqn: JaxprEqn) -> Rows:
-    """The rows of an equation in which all depends on all."""
-    return [(1 << len(eqn.outvars)) - 1] * len(eqn.invars)
-
-
-def _scan(kind: Dependence, eqn: JaxprEqn) -> Rows:
-    return _around(kind.of(eqn.params['jaxpr']), jaxprs.carried_by(eqn))
-
-
-def _while(kind: Dependence, eqn: JaxprEqn) -> Rows:
-    tested, consts = eqn.params['cond_nconsts'], eqn.params['body_nconsts']
-    carries = len(eqn.outvars)
-    asked = kind.of(eqn.params['cond_jaxpr'])
-    rows = _around(kind.of(eqn.params['body_jaxpr']), range(consts, consts + carries))
-    if not kind.control:
-        return [0] * tested + rows
-    # How often the loop turns decides on all that it carries.
-    everything = (1 << carries) - 1
-    decides = sum(1 << k for k, row in enumerate(asked[tested:]) if row)
-    return [everything if row else 0 for row in asked[:tested]] + [
-        row | everything if row & decides else row for row in rows
-    ]
-
-
-def _cond(kind: Dependence, eqn: JaxprEqn) -> Rows:
-    branches = [kind.of(branch) for branch in eqn.params['branches']]
-    rows = [0] * (len(eqn.invars) - 1)
-    for branch in branches:
-        rows = [row | other for row, other in zip(rows, branch, strict=True)]
-    return [(1 << len(eqn.outvars)) - 1 if kind.control else 0, *rows]
-
-
-_RULES: dict[str, Callable[[Dependence, JaxprEqn], Rows]] = {
-    'scan': _scan,
-    'while': _while,
-    'cond': _cond,
-}
-
-
-def _around(rows: Rows, turning: range) -> Rows:
-    """The rows of a loop, from those of its body.
+def _after_turns(rows: Rows, carry: range) -> Rows:
+    """The rows of a loop after any number of turns, from those of one turn.
 
     Args:
-        rows: of the body; its first outputs are carried to the next turn.
-        turning: the numbers of the inputs that are carried.
+        rows: of one turn. The first outputs are carried to the next turn.
+        carry: the numbers of the inputs that are carried.
     """
-    count = len(turning)
-    carried = (1 << count) - 1
-    turns = [rows[number] & carried for number in turning]
-    beyond = [rows[number] >> count for number in turning]
-    reached = [row | 1 << k for k, row in enumerate(turns)]
-    for k, through in enumerate(reached):
-        for i, row in enumerate(reached):
-            if row >> k & 1:
-                reached[i] = row | through
-        # ``through`` is what it was: a step through k adds nothing to k itself.
-    out: Rows = []
-    for number, row in enumerate(rows):
-        if number in turning:
-            ends = reached[number - turning.start]
-        else:
-            ends = gathered(row & carried, reached)
-        out.append(ends | (row >> count | gathered(ends, beyond)) << count)
-    return out
+    # After no turn at all, the values that came in go out.
+    for output, number in enumerate(carry):
+        rows[number] |= bit(output)
+    # Warshall's algorithm for reachability.
+    for output, number in enumerate(carry):
+        through = rows[number]
+        rows = [row | through if row & bit(output) else row for row in rows]
+    return rows

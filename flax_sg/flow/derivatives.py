@@ -1,13 +1,15 @@
 """Through which equations of a jaxpr a derivative flows: JAX is asked.
 
-The equation alone is differentiated, on shapes: of the program that comes out, only the
-tangents count, and which of them depends on which. So a rule of ``custom_jvp`` or
-``custom_vjp`` counts as it is written, and a primitive is cut if its own rule cuts it.
+JAX differentiates one equation alone, on shapes. The jaxpr of that derivative says
+which tangent depends on which. So a rule of ``custom_jvp`` or ``custom_vjp`` counts as
+it is written, and a primitive stops a gradient if its own rule stops it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+import operator
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -21,14 +23,13 @@ from flax_sg.flow.dependence import (
     REFUSED,
     Dependence,
     Rows,
-    bit_of,
-    every,
-    opened,
+    bit,
+    bits,
 )
 from flax_sg.internals import jaxprs
 
-# What hands on zeros as zeros; enough for the zeros that people write in a rule.
-_SHAPES_ONLY = frozenset(
+# Primitives that make zeros of zeros: those by which people write zeros in a rule.
+_KEEPS_ZEROS = frozenset(
     (
         *('broadcast_in_dim', 'convert_element_type', 'reshape', 'squeeze', 'copy'),
         *('transpose', 'stop_gradient', 'neg'),
@@ -40,65 +41,75 @@ def has_tangent(aval: Any) -> bool:
     """Whether a derivative may flow through values of a type."""
     dtype = getattr(aval, 'dtype', np.int32)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        # Keys have none; others have, as those by which fp8 layers hand on a maximum.
+        # Random keys have none. The maxima that fp8 layers keep have one.
         return not jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jnp.issubdtype(dtype, np.inexact)
 
 
-def values() -> Dependence:
-    """Dependence on values, whether or not there is a derivative."""
-    return Dependence(every, lambda aval: True, control=True)
+def on_values() -> Dependence:
+    """Dependence on values, with or without a derivative."""
+
+    def leaf(eqn: JaxprEqn) -> Rows:
+        return [bits(range(len(eqn.outvars)))] * len(eqn.invars)
+
+    return Dependence(leaf, lambda aval: True)
+
+
+def differentiable() -> Dependence:
+    """Differentiable dependence. Its ``leaf`` is a ``Derivatives``."""
+    return Dependence(Derivatives(), has_tangent)
 
 
 class Derivatives:
-    """Answers for equations, remembered.
+    """The rows of equations that run no jaxpr.
 
     Attributes:
-        refused: what JAX said of the equations that it cannot differentiate, with
-            them.
-        unknown: the equations that cannot be asked about alone, such as collectives
-            without their axis, and why: there all is taken to flow.
+        refused: the equations that JAX cannot differentiate, with its errors.
+        unknown: the equations that cannot be differentiated alone, with JAX's errors:
+            collectives need their axis. Everything is taken to flow through them.
     """
 
     def __init__(self) -> None:
         self.unknown: list[tuple[JaxprEqn, Exception]] = []
         self.refused: list[tuple[JaxprEqn, Exception | None]] = []
-        # Primitives through which everything was seen to flow. To say the same again
-        # for other shapes is on the safe side.
+        # Primitives through which everything flowed once. Saying the same of other
+        # shapes is safe.
         self._smooth: set[Hashable] = set()
         self._known: dict[Hashable, Rows] = {}
 
     def __call__(self, eqn: JaxprEqn) -> Rows:
-        """The rows of an equation without control flow."""
+        """The rows of an equation."""
         name = eqn.primitive.name
         if any(map(_is_ref, eqn.invars)) or name.endswith('callback'):
             return self._refuse(eqn, None)
-        safe = _all_that_has_tangents(eqn)
+        outs = bits(n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval))
+        safe = [
+            outs if isinstance(var, Var) and has_tangent(var.aval) else 0
+            for var in eqn.invars
+        ]
         if any(map(_is_ref, eqn.outvars)):
-            return safe  # What it is read for is asked there.
-        # A primitive of a user, whose rule stands in its class; see
-        # ``jax.experimental.hijax``.
+            return safe  # The equations that read the new array are refused.
+        # A primitive of a user, ``jax.experimental.hijax``: its class holds the rule.
         owner = eqn.params.get('_prim')
         has_rule = 'vjp' in name or owner is not None
-        if has_rule:  # And it may make cotangents out of nothing.
-            safe = [row and row | bit_of(eqn, FROM_NOTHING) for row in safe]
-        # A rule that is told which inputs are perturbed may do anything for others.
+        if has_rule:
+            safe = [row and row | FROM_NOTHING for row in safe]
+        # A rule that sees which inputs are perturbed may do anything for others.
         params = eqn.params if owner is None else owner.params
         if not any(safe) or params.get('symbolic_zeros'):
             return safe
-        # Each rule is a rule of its own.
-        own = has_rule or name.startswith('custom_')
-        kind = None if own else _kind_of(eqn)
+        # Two equations of one primitive may have two rules of users.
+        kind = None if has_rule or name.startswith('custom_') else _kind_of(eqn)
         if kind in self._smooth:
             return safe
         key = kind and _key_of(kind, eqn)
         if key in self._known:
             return self._known[key]
         try:
-            rows = _backward(eqn) if has_rule else _forward(eqn)
+            rows = _differentiated(eqn, backwards=has_rule)
         except NotImplementedError as error:
             return self._refuse(eqn, error)
-        except Exception as error:  # It may need what is known in its place only.
+        except Exception as error:
             self.unknown.append((eqn, error))
             return safe
         if kind is not None and rows == safe:
@@ -109,8 +120,7 @@ class Derivatives:
 
     def _refuse(self, eqn: JaxprEqn, error: Exception | None) -> Rows:
         self.refused.append((eqn, error))
-        bit = bit_of(eqn, REFUSED)
-        return [bit if has_tangent(var.aval) else 0 for var in eqn.invars]
+        return [REFUSED if has_tangent(var.aval) else 0 for var in eqn.invars]
 
 
 def _is_ref(var: Any) -> bool:
@@ -118,22 +128,17 @@ def _is_ref(var: Any) -> bool:
     return 'Ref' in type(var.aval).__name__
 
 
-def _all_that_has_tangents(eqn: JaxprEqn) -> Rows:
-    outs = sum(1 << n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval))
-    return [
-        outs if isinstance(var, Var) and has_tangent(var.aval) else 0
-        for var in eqn.invars
-    ]
-
-
 def _kind_of(eqn: JaxprEqn) -> Hashable:
-    ins = tuple(str(getattr(var.aval, 'dtype', '')) for var in eqn.invars)
-    outs = tuple(str(getattr(var.aval, 'dtype', '')) for var in eqn.outvars)
+    """The primitive of an equation and the types that it maps."""
+    ins, outs = (
+        tuple(str(getattr(var.aval, 'dtype', '')) for var in variables)
+        for variables in (eqn.invars, eqn.outvars)
+    )
     return eqn.primitive, ins, outs
 
 
 def _key_of(kind: Hashable, eqn: JaxprEqn) -> Hashable:
-    """What says all of an equation, if it can be compared."""
+    """Equal for equations that do the same. None for one with a literal."""
     if any(isinstance(var, Literal) for var in eqn.invars):
         return None
     places = tuple(eqn.invars.index(var) for var in eqn.invars)
@@ -141,125 +146,79 @@ def _key_of(kind: Hashable, eqn: JaxprEqn) -> Hashable:
     return kind, places, shapes, frozenset(eqn.params.items())
 
 
-class _Function:
-    """An equation as a function of what has tangents in it.
+def _differentiated(eqn: JaxprEqn, backwards: bool) -> Rows:
+    """The rows of an equation, from the jaxpr of its derivative.
 
-    Attributes:
-        inputs: the shapes of its variables.
-        takes: which of them have tangents.
-        gives: which outputs of the equation have.
+    Args:
+        eqn: the equation.
+        backwards: whether to ask for cotangents, as rules of ``custom_vjp`` give them,
+            instead of tangents.
     """
+    variables = dict.fromkeys(var for var in eqn.invars if isinstance(var, Var))
+    takes = [var for var in variables if has_tangent(var.aval)]
+    rest = [var for var in variables if not has_tangent(var.aval)]
+    gives = [n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval)]
+    given = [eqn.outvars[n] for n in gives] if backwards else takes
+    run = jaxprs.function_of(eqn, [*takes, *rest])
 
-    def __init__(self, eqn: JaxprEqn) -> None:
-        self._vars: list[Any] = list(
-            dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
-        )
-        self._run = jaxprs.function_of(eqn, self._vars)
-        self.inputs = list(map(shape_of, self._vars))
-        self.takes = [n for n, v in enumerate(self._vars) if has_tangent(v.aval)]
-        self.gives = [n for n, v in enumerate(eqn.outvars) if has_tangent(v.aval)]
+    def derivative(taken: Any, rest: Any, given: Any) -> Any:
+        def near(*taken: Any) -> list[Any]:
+            out = run(*taken, *rest)
+            return [out[n] for n in gives]
 
-    def at(self, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The function near some values."""
+        if backwards:
+            return jax.vjp(near, *taken)[1](given)
+        return jax.jvp(near, taken, given)[1]
 
-        def call(*taken: Any) -> list[Any]:
-            full = list(inputs)
-            for number, value in zip(self.takes, taken, strict=True):
-                full[number] = value
-            out = self._run(*full)
-            return [out[number] for number in self.gives]
-
-        return call
-
-    def taken(self, inputs: Sequence[Any]) -> list[Any]:
-        """Those of some inputs that have tangents."""
-        return [inputs[number] for number in self.takes]
-
-    def rows(self, eqn: JaxprEqn, found: Sequence[int], constant: int = 0) -> Rows:
-        """The rows of the equation, from those of what has tangents in it.
-
-        Args:
-            eqn: the equation.
-            found: the rows, of outputs that have tangents alone.
-            constant: the inputs that have a cotangent whatever those of outputs are.
-        """
-        nothing = bit_of(eqn, FROM_NOTHING)
-        spread = [
-            sum(1 << out for n, out in enumerate(self.gives) if row >> n & 1)
-            | (nothing if constant >> number & 1 else 0)
-            for number, row in enumerate(found)
+    shapes = [list(map(_shape_of, some)) for some in (takes, rest, given)]
+    closed = jax.make_jaxpr(derivative)(*shapes)
+    found = on_values().of(closed)[-len(given) :]
+    constant = _constants(closed, found)
+    if backwards:
+        rows = [
+            bits(out for out, row in zip(gives, found, strict=True) if row & bit(n))
+            | (FROM_NOTHING if n in constant else 0)
+            for n in range(len(takes))
         ]
-        of = dict(zip(self.taken(self._vars), spread, strict=True))
-        return [0 if isinstance(v, Literal) else of.get(v, 0) for v in eqn.invars]
+    else:  # A constant tangent is there whatever comes in.
+        rows = [
+            bits(out for n, out in enumerate(gives) if row & bit(n) or n in constant)
+            for row in found
+        ]
+    by_var = dict(zip(takes, rows, strict=True))
+    return [by_var.get(v, 0) if isinstance(v, Var) else 0 for v in eqn.invars]
 
 
-def shape_of(var: Any) -> jax.ShapeDtypeStruct:
-    """The type of a variable of a jaxpr, to trace with."""
+def _shape_of(var: Any) -> jax.ShapeDtypeStruct:
     weak = getattr(var.aval, 'weak_type', False)
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=weak)
 
 
-def _forward(eqn: JaxprEqn) -> Rows:
-    """The rows of an equation, from its tangents."""
-    function = _Function(eqn)
-
-    def tangents(inputs: Sequence[Any], given: Sequence[Any]) -> Any:
-        return jax.jvp(function.at(inputs), function.taken(inputs), given)[1]
-
-    shapes = function.inputs
-    closed = jax.make_jaxpr(tangents)(shapes, function.taken(shapes))
-    rows = values().of(closed)[len(shapes) :]
-    # A tangent out of nothing is there whatever comes in.
-    constant = _constants(closed, rows)
-    return function.rows(eqn, [row | constant for row in rows])
+def _constants(closed: Any, rows: Rows) -> set[int]:
+    """The outputs on which no row has a bit, and that are not written as zeros."""
+    reached = functools.reduce(operator.or_, rows)
+    zeros = _zeros(closed)
+    return {n for n, zero in enumerate(zeros) if not zero and not reached & bit(n)}
 
 
-def _backward(eqn: JaxprEqn) -> Rows:
-    """The rows of an equation, from its cotangents."""
-    function = _Function(eqn)
-
-    def cotangents(inputs: Sequence[Any], given: Sequence[Any]) -> Any:
-        return jax.vjp(function.at(inputs), *function.taken(inputs))[1](list(given))
-
-    given = [shape_of(eqn.outvars[number]) for number in function.gives]
-    closed = jax.make_jaxpr(cotangents)(function.inputs, given)
-    columns = values().of(closed)[len(function.inputs) :]
-    constant = _constants(closed, columns)
-    found = [
-        sum(1 << n for n, column in enumerate(columns) if column >> number & 1)
-        for number in range(len(function.takes))
-    ]
-    return function.rows(eqn, found, constant)
-
-
-def _constants(closed: Any, rows: Sequence[int]) -> int:
-    """The outputs that depend on nothing, and are not zeros."""
-    reached = 0
-    for row in rows:
-        reached |= row
-    zeros = _zeros(opened(closed), [_is_zero(const) for const in closed.consts])
-    return sum(
-        1 << n for n, zero in enumerate(zeros) if not zero and not reached >> n & 1
-    )
-
-
-def _zeros(jaxpr: Any, consts: Sequence[bool]) -> list[bool]:
+def _zeros(closed: Any) -> list[bool]:
     """For each output of a jaxpr whether it is written as zeros."""
-    known: dict[Any, bool] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known: dict[Any, bool] = dict(
+        zip(closed.jaxpr.constvars, map(_is_zero, closed.consts), strict=True)
+    )
 
     def zero(var: Any) -> bool:
         if isinstance(var, Literal):
             return _is_zero(var.val)
         return known.get(var, False)
 
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _SHAPES_ONLY:
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name in _KEEPS_ZEROS:
             known[eqn.outvars[0]] = zero(eqn.invars[0])
         elif eqn.primitive.name in jaxprs.JITTED:
-            body = eqn.params['jaxpr']
-            inner = _zeros(body.jaxpr, list(map(_is_zero, body.consts)))
+            inner = _zeros(eqn.params['jaxpr'])
             known.update(zip(eqn.outvars, inner, strict=True))
-    return [zero(var) for var in jaxpr.outvars]
+    return [zero(var) for var in closed.jaxpr.outvars]
 
 
 def _is_zero(value: Any) -> bool:

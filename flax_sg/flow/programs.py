@@ -1,8 +1,9 @@
-"""A function that was run once, on shapes, and what came of it: its program."""
+"""Traces a function on shapes."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from flax_sg import errors
 from flax_sg.filters import functions
 from flax_sg.trees.leaves import is_differentiable
 
-# What JAX raises where a program asks for a value that it does not know yet.
+# What JAX raises where a program asks for a value that has only a shape.
 _ASKED_FOR_A_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -25,17 +26,18 @@ _ASKED_FOR_A_VALUE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a function does with arguments of some form.
+    """The trace of a function.
 
     Attributes:
-        closed: the jaxpr, of the arrays in the arguments to the arrays in the result.
-        fun: the function.
-        inputs: the number of each traced leaf among all leaves of the arguments.
-        output: the result, with the shapes of arrays in their places.
+        jaxpr: from the arrays in the arguments to the arrays in the result.
+        name: the name of the function, and where it stands.
+        inputs: for each input of the jaxpr its number among the leaves of all
+            arguments.
+        output: the result, with shapes in place of arrays.
     """
 
-    closed: Any
-    fun: Callable[..., Any]
+    jaxpr: Any
+    name: str
     inputs: tuple[int, ...]
     output: Any
 
@@ -43,20 +45,21 @@ class Program:
     def of(
         cls, fun: Callable[..., Any], args: Sequence[Any], numbers: Sequence[int]
     ) -> Program:
-        """Runs a function once.
+        """Traces a function once.
 
         Args:
-            fun: a function of pytrees, or an unbound module in place of its ``apply``.
-            args: its arguments; arrays may be shapes.
-            numbers: which arguments are differentiated: Python's numbers in them are
-                traced, in the others they are what they are.
+            fun: a function of pytrees, or an unbound module for its ``apply``.
+            args: its arguments, or their shapes.
+            numbers: which arguments are differentiated. Python numbers in them are
+                traced. In the other arguments they are constants.
 
         Raises:
             ArgumentTypeError: if the function needs values where there are shapes.
         """
         run = fun.apply if isinstance(fun, linen.Module) else fun
         leaves, treedef = jax.tree.flatten(tuple(args))
-        numeric = _leaves_in(args, numbers)
+        ranges = leaf_numbers(args)
+        numeric = {n for number in numbers for n in ranges[number]}
         inputs = tuple(
             n
             for n, leaf in enumerate(leaves)
@@ -65,52 +68,43 @@ class Program:
         results: list[Any] = []
 
         def fun_of_arrays(*arrays: Any) -> list[Any]:
-            full = list(leaves)
-            for number, array in zip(inputs, arrays, strict=True):
-                full[number] = array
-            out, out_treedef = jax.tree.flatten(run(*treedef.unflatten(full)))
-            traced = [_is_array(leaf) for leaf in out]
-            shown = [
-                jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) if take else leaf
-                for leaf, take in zip(out, traced, strict=True)
-            ]
-            results.append(out_treedef.unflatten(shown))
-            return [leaf for leaf, take in zip(out, traced, strict=True) if take]
+            given = dict(zip(inputs, arrays, strict=True))
+            full = [given.get(n, leaf) for n, leaf in enumerate(leaves)]
+            out = run(*treedef.unflatten(full))
+            results.append(jax.tree.map(_shape_of, out))
+            return [leaf for leaf in jax.tree.leaves(out) if _is_array(leaf)]
 
+        name = functions.describe(run)
         try:
             closed = jax.make_jaxpr(fun_of_arrays)(*(leaves[n] for n in inputs))
         except _ASKED_FOR_A_VALUE as error:
-            raise _value_needed(functions.describe(run)) from error
-        return cls(closed, run, inputs, results[0])
+            raise _value_needed(name) from error
+        return cls(closed.jaxpr, name, inputs, results[0])
 
 
-def _leaves_in(args: Sequence[Any], numbers: Sequence[int]) -> set[int]:
-    """The numbers of the leaves of some arguments among those of all."""
-    out: set[int] = set()
-    start = 0
-    for number, arg in enumerate(args):
-        stop = start + len(jax.tree.leaves(arg))
-        if number in numbers:
-            out.update(range(start, stop))
-        start = stop
-    return out
+def leaf_numbers(args: Sequence[Any]) -> list[range]:
+    """For each argument the numbers of its leaves among those of all arguments."""
+    ends = [0, *itertools.accumulate(len(jax.tree.leaves(arg)) for arg in args)]
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
-def _is_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+def _shape_of(leaf: Any) -> Any:
+    if not _is_array(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
 
 
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind in 'biufcV'
-    return isinstance(leaf, jax.Array) or _is_shape(leaf)
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def _value_needed(name: str) -> errors.ArgumentTypeError:
     """A function needs values to run, and the analysis has shapes alone."""
     return errors.ArgumentTypeError(
-        f'{name} needs the values of its arguments, and is run on their shapes.\n'
-        'What JAX says of it stands above. Numbers in arguments that are not '
-        'differentiated stay what they are; or bind the value, as a number or an '
-        'array of numpy: functools.partial(fun, ...).'
+        f'{name} needs the values of its arguments, but it is traced on their shapes. '
+        "JAX's error above says where.\n"
+        'Bind such an argument, as a number or a NumPy array: '
+        'functools.partial(fun, ...).'
     )

@@ -1,4 +1,4 @@
-"""What the analysis of a function found: plain data, and questions about it."""
+"""The report of ``gradient_flow``: plain data and questions about it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ class Use:
     """One place where a program uses a parameter.
 
     Attributes:
-        place: JAX's name stack there, such as ``'jit(step)/Net/gln_0/dense'``;
-            ``'unknown'`` if it has none.
-        source: the line of the user's program, ``'model.py:31 (Net.__call__)'``, in a
-            notebook with the cell, ``'In[3]:31 (...)'``; ``'unknown'`` if JAX did not
-            note it.
-        stopped: whether no output depends differentiably on the parameter through this
-            use.
-        part: whether a part of its elements is stopped there, see ``sg.at``.
+        place: JAX's name stack, such as ``'jit(step)/Net/gln_0/dense'``, or
+            ``'unknown'``.
+        source: the line of the user, ``'model.py:31 (Net.__call__)'``, in a notebook
+            with the cell, ``'In[3]:31 (...)'``. ``'unknown'`` if JAX has no line.
+        stopped: whether the gradient through this use is zero for every output.
+        part: whether only a part of the elements is stopped here, see ``sg.at``.
     """
 
     place: str
@@ -44,14 +42,14 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleFlow:
-    """What holds for all parameters of one module.
+    """Which outputs train the parameters of one module.
 
     Attributes:
-        module: the path of the module, ``''`` for what lies in none.
-        parameters: how many there are.
-        status: for each output ``'flows'`` (to all of them), ``'partly'`` (to some, or
-            to a part of the elements of some), ``'stopped'`` (none flows, some are
-            used) or ``'unused'``.
+        module: the path of the module, ``''`` for parameters outside of a module.
+        parameters: the number of parameters.
+        status: for each output ``'flows'`` (to all parameters), ``'partly'`` (to some,
+            or to a part of their elements), ``'stopped'`` (to none, but it uses some)
+            or ``'unused'``.
     """
 
     module: str
@@ -61,18 +59,19 @@ class ModuleFlow:
 
 @dataclasses.dataclass(frozen=True)
 class GradientFlow:
-    """Which output leaf depends differentiably on which parameter leaf.
+    """Which output trains which parameter, as returned by ``sg.gradient_flow``.
 
-    What it calls stopped or unused has a gradient of exactly zero. What it calls flows
-    may have one that is zero in numbers, as that of ``x - x``.
+    Printing it shows a table: modules down, outputs across. A parameter that is stopped
+    or unused has a gradient of exactly zero. One that flows may still have a gradient
+    of zero, as in ``x - x``.
 
     Attributes:
-        outputs: the name of each output leaf, ``''`` for a single one.
+        outputs: the name of each output leaf, ``''`` for a single output.
         parameters: the path of each leaf of the differentiated arguments.
-        shapes: the shape and type of each.
+        shapes: the shape and dtype of each parameter.
         status: for each output, and in it for each parameter, ``'flows'``,
             ``'stopped'`` or ``'unused'``.
-        uses: for each parameter the places where it is used.
+        uses: for each parameter the places where the function uses it.
     """
 
     outputs: tuple[str, ...]
@@ -82,7 +81,7 @@ class GradientFlow:
     uses: tuple[tuple[Use, ...], ...]
 
     def status_of(self, output: str, parameter: str) -> str:
-        """``'flows'``, ``'stopped'`` or ``'unused'``.
+        """Whether a parameter ``'flows'``, is ``'stopped'`` or ``'unused'``.
 
         Raises:
             UnknownNameError: if there is no such output or parameter.
@@ -99,18 +98,18 @@ class GradientFlow:
         return self.uses[_index('parameter', parameter, self.parameters)]
 
     def stopped_in(self, parameter: str) -> tuple[int, int]:
-        """In how many of its uses a parameter is stopped, and how many there are."""
+        """The number of uses in which a parameter is stopped, and of all its uses."""
         uses = self.uses_of(parameter)
         return sum(use.stopped for use in uses), len(uses)
 
     def is_partly(self, number: int) -> bool:
-        """Whether a parameter flows by a part of its elements alone."""
+        """Whether only a part of the elements of a parameter flows."""
         flowing = [use for use in self.uses[number] if not use.stopped]
         return bool(flowing) and all(use.part for use in flowing)
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """What the outputs are called in a heading: a single one has no name."""
+        """The outputs as a heading calls them: a single one is ``'output'``."""
         return tuple(name or 'output' for name in self.outputs)
 
     @property
@@ -120,12 +119,10 @@ class GradientFlow:
         return tuple(FLOWS in column for column in columns)
 
     def by_module(self, depth: int | None = None) -> tuple[ModuleFlow, ...]:
-        """The parameters in groups, one for each module.
-
-        They come in the order of the parameters, but ``layer_2`` before ``layer_10``.
+        """The status of each module, in natural order: ``layer_2``, ``layer_10``.
 
         Args:
-            depth: how many names of the path of a module count; all of them by default.
+            depth: the number of names of a module's path to group by. Default all.
         """
         return tuple(
             ModuleFlow(
@@ -139,7 +136,7 @@ class GradientFlow:
         )
 
     def shown(self, row: Sequence[str], number: int) -> str:
-        """The status of one parameter in a row: ``'partly'`` if a part of it flows."""
+        """The status of a parameter in a row of ``status``, or ``'partly'``."""
         partly = row[number] == FLOWS and self.is_partly(number)
         return PARTLY if partly else row[number]
 
@@ -152,7 +149,7 @@ class GradientFlow:
         return groups
 
     def rows(self) -> list[dict[str, Any]]:
-        """A plain dict for each output and parameter, as a table of data takes them."""
+        """A plain dict for each output and parameter, for ``pandas.DataFrame``."""
         return [
             {
                 'output': output,
@@ -176,7 +173,7 @@ class GradientFlow:
         parameters of a module differ, a row for each follows that of the module.
 
         Args:
-            depth: how many names of the path of a module count; all of them by default.
+            depth: the number of names of a module's path to group by. Default all.
                 With a number, no parameter has a row of its own.
         """
         modules = list(self.by_module(depth))
@@ -221,7 +218,7 @@ class GradientFlow:
         return f'{sum(use.stopped for use in uses)} of {len(uses)}'
 
     def _hidden(self, depth: int) -> tuple[str, ...]:
-        """Says of which parameters the word 'stopped' of their row is not true."""
+        """Names modules in whose 'stopped' rows some parameters are not used."""
         found: list[str] = []
         for module, members in self.members(depth).items():
             unused = {
@@ -241,8 +238,8 @@ class GradientFlow:
         """The report as text: modules down, outputs across; ``str`` gives the same.
 
         Args:
-            depth: how many names of the path of a module count; all of them by default.
-            width: in characters; that of the terminal by default.
+            depth: the number of names of a module's path to group by. Default all.
+            width: in characters. Default that of the terminal.
         """
         return text.plain(self.matrix(depth), width)
 
@@ -259,7 +256,7 @@ class GradientFlow:
 
         Args:
             path: the file; its name says of which kind (png, svg, pdf, ...).
-            depth: how many names of the path of a module count; all of them by default.
+            depth: the number of names of a module's path to group by. Default all.
             title: stands above it.
             dark: whether it is drawn for pages in dark mode.
 
@@ -276,7 +273,7 @@ class GradientFlow:
 
         Args:
             axes: the axes, with nothing in them. A cell is one unit wide and high.
-            depth: how many names of the path of a module count; all of them by default.
+            depth: the number of names of a module's path to group by. Default all.
 
         Raises:
             ModuleNotFoundError: if matplotlib is not installed.
@@ -309,8 +306,5 @@ def _index(kind: str, name: str, names: Sequence[str]) -> int:
 def unknown_name(kind: str, name: str, names: Sequence[str]) -> errors.UnknownNameError:
     """A report is asked for an output or a parameter that is not in it."""
     near = difflib.get_close_matches(name, list(map(str, names)), 3, cutoff=0.0)
-    shown = ', '.join(map(repr, near)) or 'none at all'
-    return errors.UnknownNameError(
-        f'there is no {kind} {name!r} among the {len(names)} of the report.\n'
-        f'Nearest: {shown}.'
-    )
+    meant = f'Did you mean {" or ".join(map(repr, near))}?' if near else 'It has none.'
+    return errors.UnknownNameError(f'The report has no {kind} {name!r}. {meant}')

@@ -1,30 +1,36 @@
 """Where a program uses its parameters, and which of these uses are stopped.
 
-A parameter is followed under the names that it has on its way: into the bodies of
-``jit``, ``scan`` and the like, through stops, casts and changes of shape. What takes it
-then is a use.
+A parameter is followed through casts, changes of shape and stops, and into the bodies
+of ``jit``, ``scan`` and the like. The equation that reads it then is a use.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
-from flax_sg.flow.dependence import BEYOND, Dependence, gathered
+from flax_sg.flow.dependence import (
+    FROM_NOTHING,
+    REFUSED,
+    Bodies,
+    Dependence,
+    Rows,
+    bit,
+    bits,
+)
 from flax_sg.flow.report import Use
 from flax_sg.internals import jaxprs
-from flax_sg.internals.jaxprs import CALLS, JITTED, body_of, opened
+from flax_sg.internals.jaxprs import JITTED, opened
 
-# A parameter by its number, and whether it is stopped already.
-Alias: TypeAlias = tuple[int, bool]
-Aliases: TypeAlias = dict[Any, set[Alias]]
+# For each variable the parameters that it is: their numbers, and whether each has been
+# stopped on its way.
+Aliases: TypeAlias = dict[Any, set[tuple[int, bool]]]
 
 UNKNOWN = 'unknown'
-# What makes no use of a value, but hands it on.
-HANDS_ON = frozenset(
+# Primitives that return their first input in another form.
+SAME_VALUE = frozenset(
     (
         *('stop_gradient', 'convert_element_type', 'reduce_precision', 'copy', 'name'),
         *('reshape', 'broadcast_in_dim', 'transpose', 'squeeze', 'copy_p'),
@@ -33,26 +39,50 @@ HANDS_ON = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Body:
-    """A jaxpr that an equation runs, and how it hangs together with the equation.
+class _Wanted(NamedTuple):
+    """The outputs of a jaxpr on which any output of the program depends, as bits.
 
     Attributes:
-        jaxpr: the open jaxpr.
-        inputs: the number of its input for each input of the equation that goes into
-            it as it is.
-        outputs: the number of the output of the equation for each of its outputs that
-            comes out as it is.
-        live: for each of its outputs, which outputs of the program depend on it
-            differentiably.
-        needed: the same, differentiably or not.
+        live: differentiably.
+        read: in any way.
     """
 
-    jaxpr: Any
-    inputs: Mapping[int, int]
-    outputs: Mapping[int, int]
-    live: Sequence[int]
-    needed: Sequence[int]
+    live: int
+    read: int
+
+
+class _Place(NamedTuple):
+    """A place in the program.
+
+    Attributes:
+        stack: JAX's names of the scopes there.
+        source: the line of the user.
+        function: the jitted function that the place is in, see ``source_of``.
+    """
+
+    stack: str = ''
+    source: str = UNKNOWN
+    function: str = ''
+
+    def at(self, eqn: JaxprEqn) -> _Place:
+        """The place of an equation in a body that stands here."""
+        source = jaxprs.source_of(eqn, self.function) or self.source
+        return self._below(jaxprs.name_stack_of(eqn))._replace(source=source)
+
+    def inside(self, eqn: JaxprEqn) -> _Place:
+        """The place of the bodies of an equation that stands here."""
+        name = eqn.primitive.name
+        if name in JITTED:
+            place = self._below(f'jit({eqn.params.get("name", "")})')
+            return place._replace(function=jaxprs.function_in(eqn))
+        return self._below('checkpoint' if jaxprs.checkpoint_of(eqn) else name)
+
+    def _below(self, name: str) -> _Place:
+        return self._replace(stack='/'.join(filter(None, (self.stack, name))))
+
+    def use(self, stopped: bool, part: bool = False) -> Use:
+        """A use of a parameter here."""
+        return Use(self.stack or UNKNOWN, self.source, stopped, part)
 
 
 class Uses:
@@ -66,8 +96,6 @@ class Uses:
         self.flow = flow
         self.values = values
         self.found: list[list[Use]] = [[] for _ in range(count)]
-        # What stands for a cotangent out of nothing; of what is refused all is said.
-        self._beyond: list[int] = []
 
     def of(
         self, jaxpr: Any, owners: Sequence[int | None], asked: Sequence[int]
@@ -80,184 +108,117 @@ class Uses:
             asked: the numbers of the outputs that count.
         """
         jaxpr = opened(jaxpr)
-        aliases: Aliases = {}
-        for var, number in zip(jaxpr.invars, owners, strict=True):
-            if number is not None:
-                aliases[var] = {(number, False)}
-        ends = [0] * len(jaxpr.outvars)
-        for number in asked:
-            ends[number] = 1 << number
-        self._beyond = [0, 1 << len(ends)]
-        self._walk(jaxpr, ends, ends, aliases, '', UNKNOWN)
-        for number in asked:
-            var = jaxpr.outvars[number]
-            stops = not self.flow.carries(var.aval)
-            self._note(_of(aliases, var), stops, UNKNOWN, UNKNOWN)
+        aliases: Aliases = {
+            var: {(number, False)}
+            for var, number in zip(jaxpr.invars, owners, strict=True)
+            if number is not None
+        }
+        outs = [jaxpr.outvars[number] for number in asked]
+        live = bits(
+            n for n, v in zip(asked, outs, strict=True) if self.flow.carries(v.aval)
+        )
+        wanted = _Wanted(live, bits(asked))
+        self._walk(jaxpr, wanted, aliases, _Place())
+        self._end(jaxpr.outvars, wanted, aliases, _Place())
         return self.found
 
     def _walk(
-        self,
-        jaxpr: Any,
-        live_ends: Sequence[int],
-        needed_ends: Sequence[int],
-        aliases: Aliases,
-        prefix: str,
-        source: str,
-        within: str = '',
+        self, jaxpr: Any, wanted: _Wanted, aliases: Aliases, place: _Place
     ) -> None:
-        live = self.flow.within(jaxpr, [*live_ends, *self._beyond])
-        needed = self.values.within(jaxpr, [*needed_ends, *self._beyond])
+        live = _wanted_in(self.flow, jaxpr, wanted.live)
+        # A rule may give a derivative to what its function does not read.
+        read = _wanted_in(self.values, jaxpr, wanted.read) | live
         for eqn in jaxpr.eqns:
-            met = [n for n, var in enumerate(eqn.invars) if _of(aliases, var)]
-            below = [live.get(var, 0) for var in eqn.outvars]
-            # A rule may give a derivative to what its function does not read.
-            below_needed = [
-                needed.get(var, 0) | mask
-                for var, mask in zip(eqn.outvars, below, strict=True)
-            ]
-            if not met or not any(below_needed):
-                continue
-            place = '/'.join(filter(None, (prefix, jaxprs.name_stack_of(eqn))))
-            here = jaxprs.source_of(eqn, within) or source
-            rest = self._into_bodies(
-                self._bodies(
-                    eqn, [*below, *self._beyond], [*below_needed, *self._beyond]
-                ),
-                eqn,
-                met,
-                aliases,
-                '/'.join(filter(None, (place, _label(eqn)))),
-                here,
-                within,
+            outs = _Wanted(
+                bits(n for n, var in enumerate(eqn.outvars) if var in live),
+                bits(n for n, var in enumerate(eqn.outvars) if var in read),
             )
-            flows, reads = self.flow.rows(eqn), self.values.rows(eqn)
-            if eqn.primitive.name in HANDS_ON:
-                taken = _of(aliases, eqn.invars[0])
-                stops = not flows[0]
-                given = {(number, was or stops) for number, was in taken}
-                aliases.setdefault(eqn.outvars[0], set()).update(given)
+            if not outs.read or not any(_of(aliases, var) for var in eqn.invars):
                 continue
+            here, bodies = place.at(eqn), Bodies.of(eqn)
+            flows = _meet(self.flow.rows(eqn), outs.live | FROM_NOTHING)
+            reads = _meet(self.values.rows(eqn), outs.read)
+            if eqn.primitive.name in SAME_VALUE:
+                aliases.setdefault(eqn.outvars[0], set()).update(
+                    (number, was or not flows[0])
+                    for number, was in _of(aliases, eqn.invars[0])
+                )
+                continue
+            for body in bodies.jaxprs:
+                # The next turn of a loop reads what is carried.
+                inner = _Wanted(
+                    _of_body(bodies.carry, flows, outs.live),
+                    _of_body(bodies.carry, reads, outs.read),
+                )
+                self._enter(body, bodies, eqn, inner, aliases, here.inside(eqn))
             used: dict[int, set[bool]] = {}
-            for number in rest:
-                stops = not gathered(flows[number], [*below, *self._beyond])
-                if stops and not gathered(
-                    reads[number], [*below_needed, *self._beyond]
-                ):
-                    continue
-                for parameter, was in _of(aliases, eqn.invars[number]):
-                    used.setdefault(parameter, set()).add(was or stops)
-            for number, said in sorted(used.items()):
+            for number in (*range(bodies.first), *bodies.carry):
+                if flows[number] or reads[number]:
+                    for parameter, was in _of(aliases, eqn.invars[number]):
+                        stopped = was or not flows[number]
+                        used.setdefault(parameter, set()).add(stopped)
+            for parameter, said in used.items():
                 # ``jnp.where`` of a parameter and the same one stopped: see ``sg.at``.
                 part = eqn.primitive.name == 'select_n' and len(said) == 2
-                use = Use(place or UNKNOWN, here, said == {True}, part)
-                self.found[number].append(use)
+                self.found[parameter].append(here.use(said == {True}, part))
 
-    def _into_bodies(
+    def _enter(
         self,
-        bodies: Sequence[_Body],
+        body: Any,
+        bodies: Bodies,
         eqn: JaxprEqn,
-        met: Sequence[int],
+        wanted: _Wanted,
         aliases: Aliases,
-        place: str,
-        source: str,
-        within: str,
-    ) -> list[int]:
-        """Follows parameters into the bodies of an equation.
-
-        Returns:
-            The inputs that go into none.
-        """
-        rest = set(met)
-        if eqn.primitive.name in JITTED:
-            within = jaxprs.function_in(eqn)
-        for body in bodies:
-            inner: Aliases = {}
-            for number in met:
-                if number in body.inputs:
-                    var = body.jaxpr.invars[body.inputs[number]]
-                    inner.setdefault(var, set()).update(
-                        _of(aliases, eqn.invars[number])
-                    )
-                    rest.discard(number)
-            if not inner:
-                continue
-            self._walk(body.jaxpr, body.live, body.needed, inner, place, source, within)
-            for number, var in enumerate(body.jaxpr.outvars):
-                handed = _of(inner, var)
-                if number in body.outputs:
-                    out = eqn.outvars[body.outputs[number]]
-                    aliases.setdefault(out, set()).update(handed)
-                elif body.needed[number]:
-                    self._note(handed, not body.live[number], place, source)
-        return sorted(rest)
-
-    def _bodies(
-        self, eqn: JaxprEqn, live: Sequence[int], needed: Sequence[int]
-    ) -> list[_Body]:
-        """The jaxprs in an equation.
-
-        Args:
-            eqn: the equation.
-            live: for each of its outputs, which outputs of the program depend on it.
-            needed: the same, differentiably or not.
-        """
-        name, outs = eqn.primitive.name, range(len(eqn.outvars))
-        if name in CALLS:
-            ins = range(len(eqn.invars))
-            jaxpr = body_of(eqn)
-            return [
-                _Body(jaxpr, _same(ins), _same(outs), live[:-BEYOND], needed[:-BEYOND])
-            ]
-        if name == 'cond':
-            ins = {number: number - 1 for number in range(1, len(eqn.invars))}
-            return [
-                _Body(
-                    opened(branch), ins, _same(outs), live[:-BEYOND], needed[:-BEYOND]
-                )
-                for branch in eqn.params['branches']
-            ]
-        if name not in ('scan', 'while'):
-            return []
-        if name == 'scan':
-            before, jaxpr = 0, opened(eqn.params['jaxpr'])
-            turning = jaxprs.carried_by(eqn)
-        else:
-            before, jaxpr = eqn.params['cond_nconsts'], opened(eqn.params['body_jaxpr'])
-            first = before + eqn.params['body_nconsts']
-            turning = range(first, len(eqn.invars))
-        carries = len(turning)
-        ins = {n: n - before for n in range(before, len(eqn.invars))}
-        return [
-            _Body(
-                jaxpr,
-                {n: inner for n, inner in ins.items() if n not in turning},
-                {n: n for n in outs if n >= carries},
-                # What is carried out of a turn goes into the next one.
-                [gathered(self.flow.rows(eqn)[n], live) for n in turning]
-                + list(live[carries:-BEYOND]),
-                [gathered(self.values.rows(eqn)[n], needed) for n in turning]
-                + list(needed[carries:-BEYOND]),
-            )
-        ]
-
-    def _note(
-        self, aliases: Iterable[Alias], stops: bool, place: str, source: str
+        place: _Place,
     ) -> None:
-        for number, was in sorted(aliases):
-            self.found[number].append(Use(place or UNKNOWN, source, was or stops))
+        """Follows parameters through one of the bodies of an equation."""
+        inner: Aliases = {
+            var: set(_of(aliases, eqn.invars[number]))
+            for number, var in enumerate(body.invars, bodies.first)
+            if number not in bodies.carry
+        }
+        if not any(inner.values()):
+            return
+        self._walk(body, wanted, inner, place)
+        carried = len(bodies.carry)
+        self._end(body.outvars[:carried], wanted, inner, place)
+        for out, var in list(zip(eqn.outvars, body.outvars, strict=True))[carried:]:
+            aliases.setdefault(out, set()).update(_of(inner, var))
+
+    def _end(
+        self, outs: Iterable[Any], wanted: _Wanted, aliases: Aliases, place: _Place
+    ) -> None:
+        """Notes the parameters that are outputs themselves as used there."""
+        for output, var in enumerate(outs):
+            if wanted.read & bit(output):
+                for number, was in sorted(_of(aliases, var)):
+                    stopped = was or not wanted.live & bit(output)
+                    self.found[number].append(place.use(stopped))
 
 
-def _same(numbers: range) -> dict[int, int]:
-    return {number: number for number in numbers}
-
-
-def _of(aliases: Aliases, var: Any) -> set[Alias]:
+def _of(aliases: Aliases, var: Any) -> set[tuple[int, bool]]:
     return aliases.get(var, set()) if isinstance(var, Var) else set()
 
 
-def _label(eqn: JaxprEqn) -> str:
-    """What a body adds to the names of the places in it."""
-    name = eqn.primitive.name
-    if name in JITTED:
-        return f'jit({eqn.params.get("name", "")})'
-    return 'checkpoint' if jaxprs.checkpoint_of(eqn) else name
+def _wanted_in(kind: Dependence, jaxpr: Any, outputs: int) -> set[Any]:
+    """The variables of a jaxpr on which some of its outputs depend."""
+    ends = [outputs & bit(number) for number in range(len(jaxpr.outvars))]
+    masks = kind.within(jaxpr, ends)
+    return {var for var, mask in masks.items() if mask & ~REFUSED}
+
+
+def _meet(rows: Rows, wanted: int) -> list[bool]:
+    """For each row whether it has one of some bits."""
+    return [bool(row & wanted) for row in rows]
+
+
+def _of_body(carry: range, inputs: Sequence[bool], outputs: int) -> int:
+    """The outputs of a body that are wanted, as bits.
+
+    Args:
+        carry: the inputs of the equation that a loop carries.
+        inputs: for each input of the equation whether it is wanted.
+        outputs: the outputs of the equation that are wanted.
+    """
+    carried = bits(n for n, number in enumerate(carry) if inputs[number])
+    return outputs & ~bits(range(len(carry))) | carried

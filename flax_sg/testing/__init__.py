@@ -1,4 +1,4 @@
-"""Assertions for tests of users: what trains what, and what is compiled."""
+"""Assertions for your tests: what a loss trains, and what JAX traces and compiles."""
 
 from flax_sg.testing.flows import assert_flows as assert_flows
 from flax_sg.testing.flows import assert_stopped as assert_stopped

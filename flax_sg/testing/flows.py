@@ -1,12 +1,17 @@
-"""Which loss trains which parameter, as assertions."""
+"""Assertions on what a loss trains."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import errors, filters, flow
-from flax_sg.testing.expectations import Expectation
+from flax_sg.filters.paths import Path
+from flax_sg.flow.report import unknown_name
+from flax_sg.flow.statuses import FLOWS, STOPPED, UNUSED
+from flax_sg.trees import leaves
+from flax_sg.trees.trainable import not_differentiable
 
 
 def assert_flows(
@@ -17,9 +22,9 @@ def assert_flows(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
-    """Asserts that every selected parameter is trained.
+    """Asserts that a loss trains every selected parameter.
 
-    Nothing is compiled or run: the answer comes from ``sg.gradient_flow``.
+    The answer comes from ``sg.gradient_flow``: nothing is compiled or run.
 
     >>> import jax, jax.numpy as jnp
     >>> params = {'encoder': jnp.ones(2), 'head': jnp.ones(2)}
@@ -29,26 +34,26 @@ def assert_flows(
     >>> assert_flows(loss, 'head', params, jnp.ones(2))
 
     Args:
-        loss: a function of the parameters, or what ``sg.gradient_flow`` said of one: a
-            report serves any number of assertions.
-        where: which parameters, a filter of any kind. Leaves without a gradient, such
-            as integers, are not looked at.
-        *args: the arguments of the function, arrays or ``jax.ShapeDtypeStruct``; none
-            for a report.
-        output: which of the outputs of a function with several, a filter on their
-            names; each of them has to. By default what they train together counts.
-        argnums: which arguments hold parameters, as in ``sg.gradient_flow``.
-        has_aux: whether the function returns ``(outputs, aux)``.
+        loss: a function of the parameters, or the report of ``sg.gradient_flow`` on
+            one, for several assertions on one trace.
+        where: the parameters, a filter of any kind. Integers and other leaves that
+            have no gradient are left out.
+        *args: the arguments of the function, as arrays or ``jax.ShapeDtypeStruct``.
+            None for a report.
+        output: the outputs of the function to look at, a filter on their names. Each of
+            them has to train the parameters. By default they may do so together.
+        argnums: which arguments hold parameters, by default the first. See
+            ``sg.gradient_flow``.
+        has_aux: whether the function returns ``(outputs, aux)``. Default False.
 
     Raises:
-        ExpectationError: an ``AssertionError`` with a table of what is not so.
+        ExpectationError: an ``AssertionError``, if a parameter is not trained.
         UnusedFilterError: if a part of ``where`` selects no parameter.
         UnknownNameError: if there is no such output.
-        NotDifferentiableError: if ``where`` selects nothing that can be trained.
+        NotDifferentiableError: if ``where`` selects only leaves without a gradient.
         ArgumentTypeError: if arguments are given with a report.
     """
-    expected = Expectation(filters.as_filter(where), output=_filter(output))
-    expected.check(_report(loss, args, argnums, has_aux))
+    _check(Expectation(where, output=output), loss, args, argnums, has_aux)
 
 
 def assert_stopped(
@@ -59,10 +64,10 @@ def assert_stopped(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
-    """Asserts that no selected parameter is trained: all gradients are exactly zero.
+    """Asserts that a loss trains no selected parameter.
 
-    A parameter that is not used gets no gradient either. Arguments and errors are those
-    of ``assert_flows``.
+    Their gradients are exactly zero. A parameter that the loss does not use passes too.
+    Arguments and errors are those of ``assert_flows``.
 
     >>> import jax, jax.numpy as jnp
     >>> params = {'encoder': jnp.ones(2), 'head': jnp.ones(2)}
@@ -72,13 +77,12 @@ def assert_stopped(
     ...     assert_stopped(loss, 'encoder', params, jnp.ones(2))
     ... except AssertionError as error:
     ...     print(error)  # doctest: +ELLIPSIS
-    The function trains nothing of Glob('encoder'): this does not hold.
-      output  parameter  expected  found   at
-      output  encoder    stopped   trains  ...
+    Expected no gradient to 'encoder', but the loss trains 1 of its parameters: encoder.
+    encoder is used at ...
     """
-    where = filters.as_filter(where)
-    expected = Expectation(where, trained=False, output=_filter(output))
-    expected.check(_report(loss, args, argnums, has_aux))
+    _check(
+        Expectation(where, trained=False, output=output), loss, args, argnums, has_aux
+    )
 
 
 def assert_trains_only(
@@ -89,7 +93,7 @@ def assert_trains_only(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
-    """Asserts that every selected parameter is trained, and no other one.
+    """Asserts that a loss trains every selected parameter and no other one.
 
     Arguments and errors are those of ``assert_flows``.
 
@@ -102,33 +106,163 @@ def assert_trains_only(
     >>> assert_trains_only(losses, 'head', params, jnp.ones(2), output='head')
     >>> assert_trains_only(losses, ['encoder', 'head'], params, jnp.ones(2))
     """
-    where = filters.as_filter(where)
-    expected = Expectation(where, only=True, output=_filter(output))
-    expected.check(_report(loss, args, argnums, has_aux))
+    _check(Expectation(where, only=True, output=output), loss, args, argnums, has_aux)
 
 
-def _filter(output: filters.Where | None) -> filters.Filter | None:
-    return None if output is None else filters.as_filter(output)
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """One parameter that does not meet an expectation.
+
+    Attributes:
+        output: the name of the output.
+        parameter: the path of the parameter.
+        expected: ``'flows'`` or ``'stopped'``.
+        found: the status in the report.
+        uses: the uses in the report.
+    """
+
+    output: str
+    parameter: str
+    expected: str
+    found: str
+    uses: tuple[flow.Use, ...]
+
+    def place(self) -> str:
+        """Says where the parameter is used, or stopped if it should be trained."""
+        if self.found == UNUSED or not self.uses:
+            return f'{self.parameter} is not used.'
+        stops = [use for use in self.uses if use.stopped]
+        live = [use for use in self.uses if not use.stopped]
+        uses = live or stops if self.found == FLOWS else stops or live
+        lines = list(dict.fromkeys(use.source for use in uses))
+        verb = 'stopped' if uses[0].stopped else 'used'
+        more = f' and {len(lines) - 1} more' * (len(lines) > 1)
+        return f'{self.parameter} is {verb} at {lines[0]}{more}.'
 
 
-def _report(
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """What a report should say. Leaves without a gradient may be anything.
+
+    Attributes:
+        where: the parameters, a filter of any kind.
+        trained: whether they should be trained.
+        only: whether all others should be the opposite.
+        output: the outputs to look at, each alone. None for all of them together.
+    """
+
+    where: filters.Where
+    trained: bool = True
+    only: bool = False
+    output: filters.Where | None = None
+
+    def broken(self, report: flow.GradientFlow) -> list[Broken]:
+        """The parameters that do not meet the expectation.
+
+        Raises:
+            UnusedFilterError: if a part of the filter selects no parameter.
+            UnknownNameError: if a part of ``output`` selects no output.
+            NotDifferentiableError: if all selected parameters are integers, keys and
+                the like, and should be trained.
+        """
+        where = filters.as_filter(self.where)
+        [named] = leaves.selected([_paths(report.parameters)], where)
+        free = [not leaves.is_differentiable(shape) for shape in report.shapes]
+        trainable = [n for n, takes in enumerate(named) if takes and not free[n]]
+        if self.trained and any(named) and not trainable:
+            pairs = zip(report.parameters, report.shapes, named, strict=True)
+            raise not_differentiable(
+                where, {path: shape for path, shape, takes in pairs if takes}
+            )
+        found: list[Broken] = []
+        for output, statuses in self._outputs(report):
+            for n, status in enumerate(statuses):
+                if free[n] or not (named[n] or self.only):
+                    continue
+                word = FLOWS if self.trained == bool(named[n]) else STOPPED
+                if (word == FLOWS) != (status == FLOWS):
+                    path, uses = report.parameters[n], report.uses[n]
+                    found.append(Broken(output, path, word, status, uses))
+        return found
+
+    def explained(self, broken: Sequence[Broken]) -> list[str]:
+        """Lines that say what is trained, or not trained, against the expectation."""
+        groups: dict[tuple[str, str], list[Broken]] = {}
+        for one in broken:
+            groups.setdefault((one.output, one.expected), []).append(one)
+        lines: list[str] = []
+        for (output, expected), group in list(groups.items())[:2]:
+            who = 'The loss' if self.output is None else f'Output {output!r}'
+            trains = 'does not train' if expected == FLOWS else 'trains'
+            names = [one.parameter for one in group[:3]]
+            names += [f'{len(group) - 3} more'] * (len(group) > 3)
+            what = 'of its parameters'
+            if self.only and expected == STOPPED:
+                what = f'other parameter{"s" * (len(group) > 1)}'
+            text = f'{who} {trains} {len(group)} {what}: {", ".join(names)}.'
+            lines += [text, group[0].place()]
+        if len(groups) > 2:
+            lines.append(f'{len({name for name, _ in groups})} outputs are wrong.')
+        return lines
+
+    def _outputs(self, report: flow.GradientFlow) -> list[tuple[str, Sequence[str]]]:
+        """The outputs to judge: a name, and a status for each parameter."""
+        names = report.output_names
+        if self.output is None:
+            together = [
+                next(status for status in (FLOWS, STOPPED, UNUSED) if status in column)
+                for column in zip(*report.status, strict=True)
+            ]
+            return [(names[0] if len(names) == 1 else 'together', together)]
+        output, paths = filters.as_filter(self.output), _paths(names)
+        for part in (*output.atoms, output):
+            if not any(map(part, paths)):
+                said = part.pattern if isinstance(part, filters.Glob) else repr(part)
+                raise unknown_name('output', said, names)
+        rows = zip(names, report.status, map(output, paths), strict=True)
+        return [(name, row) for name, row, takes in rows if takes]
+
+
+def _paths(names: Sequence[str]) -> list[Path]:
+    return [
+        name if isinstance(name, Path) else Path.of('outputs', tuple(name.split('/')))
+        for name in names
+    ]
+
+
+def _check(
+    expected: Expectation,
     loss: Callable[..., Any] | flow.GradientFlow,
     args: tuple[Any, ...],
     argnums: int | Sequence[int],
     has_aux: bool,
-) -> flow.GradientFlow:
+) -> None:
+    """Raises ``ExpectationError`` if a function or a report is not as expected."""
     if not isinstance(loss, flow.GradientFlow):
-        return flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
-    if args:
-        raise _missing_arguments(len(args))
-    return loss
+        loss = flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
+    elif args:
+        raise _missing_function(len(args))
+    if broken := expected.broken(loss):
+        raise _not_met(expected, expected.explained(broken))
 
 
-def _missing_arguments(count: int) -> errors.ArgumentTypeError:
+def _not_met(expected: Expectation, lines: Sequence[str]) -> errors.ExpectationError:
+    """A loss trains something else than it is expected to."""
+    what = 'a gradient' if expected.trained else 'no gradient'
+    where = expected.where
+    if not isinstance(where, str):
+        where = filters.as_filter(where)
+    who = 'all parameters' if where == filters.as_filter(True) else repr(where)
+    rest = ' and to nothing else' * expected.only
+    but = '\n'.join(lines)
+    but = but[0].lower() + but[1:]
+    return errors.ExpectationError(f'Expected {what} to {who}{rest}, but {but}')
+
+
+def _missing_function(count: int) -> errors.ArgumentTypeError:
     """Arguments are given together with a report, which has its own."""
     several = '1 argument' if count == 1 else f'{count} arguments'
     return errors.ArgumentTypeError(
-        f'a report was given with {several}; it says what it says of the arguments '
-        'that it was made with.\n'
-        'Leave them out, or give the function in place of the report.'
+        f'A report was given with {several}, but it was made with its own.\n'
+        'Leave the arguments out, or give the function instead of the report.'
     )

@@ -1,16 +1,16 @@
-"""Compiled programs as things to compare."""
+"""Compares compiled programs."""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from flax_sg import errors
-from flax_sg.errors.texts import table
 from flax_sg.internals import jaxprs
 
 _TABLES = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
@@ -20,10 +20,10 @@ _OPERATION = re.compile(r'= \S+ ([a-z][a-z0-9-]*)\(|= \(.*?\) ([a-z][a-z0-9-]*)\
 def assert_same_program(
     f: Callable[..., Any], g: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Asserts that two functions are compiled to the same program.
+    """Asserts that two functions compile to the same program.
 
-    Compared is the optimized HLO, all constants included, and names left out: those of
-    functions, scopes, instructions, and places in the source. Nothing is run.
+    The optimized HLO has to be equal, with all constants. Names of functions, scopes
+    and instructions may differ, and lines of the source. Nothing is run.
 
     >>> import jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -37,45 +37,41 @@ def assert_same_program(
     >>> assert_same_program(jax.grad(frozen), jax.grad(by_hand), params, jnp.ones(3))
 
     Args:
-        f: a function that JAX can trace, jitted or not; the settings of a jitted one
-            (static arguments, shardings, donation) hold. Or a program that is compiled
-            already (``jax.stages.Compiled``).
+        f: a function that JAX can trace, jitted or not, or a compiled program
+            (``jax.stages.Compiled``). The settings of a jitted function count: static
+            arguments, shardings, donation.
         g: the other one.
-        *args: the arguments to compile for; ``jax.ShapeDtypeStruct`` will do in place
-            of arrays.
-        **kwargs: their keyword arguments.
+        *args: the arguments to compile for, as arrays or ``jax.ShapeDtypeStruct``.
+        **kwargs: the keyword arguments to compile for.
 
     Raises:
-        ExpectationError: an ``AssertionError`` that counts what differs.
+        ExpectationError: an ``AssertionError`` that counts the operations.
 
     Note:
-        How results are put into trees is no part of a program: functions that return
-        ``(a, b)`` and ``{'a': a, 'b': b}`` have the same one.
+        A program returns a flat list: functions that return ``(a, b)`` and
+        ``{'a': a, 'b': b}`` have the same one.
     """
-    first, second = (_compiled(fn, *args, **kwargs) for fn in (f, g))
-    one, other = optimized_hlo(first), optimized_hlo(second)
+    one, other = (optimized_hlo(fn, *args, **kwargs) for fn in (f, g))
     if one != other:
-        lines = zip(_padded(one, other), _padded(other, one), strict=True)
-        different = next((a, b) for a, b in lines if a != b)
-        raise _different_programs(_rows(first, second), different)
+        raise _different_programs(one, other)
 
 
 def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> str:
     """Returns the optimized HLO of a program, without names.
 
-    Instructions and computations are called by the order in which they first appear,
-    so that two texts are equal exactly if the programs are.
+    Instructions and computations are numbered in the order of their first use. So two
+    texts are equal exactly if the programs are.
 
     Args:
         fn: a function or a compiled program, as for ``assert_same_program``.
-        *args: the arguments that it is compiled for.
-        **kwargs: its keyword arguments.
+        *args: the arguments to compile for.
+        **kwargs: the keyword arguments to compile for.
     """
     text = jaxprs.program_text(_compiled(fn, *args, **kwargs))
     lines: list[str] = []
     skipping = False
     for line in text.splitlines():
-        if line.strip() in _TABLES:  # Of places in the source.
+        if line.strip() in _TABLES:  # Of lines in the source.
             skipping = True
         elif not line.strip():
             skipping = False
@@ -98,42 +94,24 @@ def _compiled(fn: Any, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
     return jitted.lower(*args, **kwargs).compile()
 
 
-def _padded(text: str, other: str) -> list[str]:
-    lines = text.splitlines()
-    return lines + ['(no such line)'] * (len(other.splitlines()) - len(lines))
-
-
-def _rows(first: Any, second: Any) -> list[tuple[str, str, str]]:
-    """What the programs have different numbers of: operations, flops, memory."""
-    one, other = map(_counts, (first, second))
-    rows = [(name, one.get(name, 0), other.get(name, 0)) for name in one | other]
-    return [(name, f'{a:,}', f'{b:,}') for name, a, b in rows if a != b]
-
-
-def _counts(compiled: Any) -> dict[str, int]:
-    cost = compiled.cost_analysis() or {}
-    memory = compiled.memory_analysis()
-    found = _OPERATION.findall(optimized_hlo(compiled))
-    operations = collections.Counter(a or b for a, b in found)
-    return {
-        'flops': int(cost.get('flops', 0)),
-        'temporary bytes': getattr(memory, 'temp_size_in_bytes', 0),
-        **dict(sorted(operations.items())),
-    }
-
-
-def _different_programs(
-    rows: Sequence[tuple[str, str, str]], lines: tuple[str, str]
-) -> errors.ExpectationError:
-    """Two functions are compiled to different programs."""
-    counts = table(['', 'first', 'second'], rows) if rows else ''
-    parts = [
-        'the two functions are compiled to different programs.',
-        counts or '  As many of each operation.',
-        'The first line that differs:',
-        *(
-            f'  {name}  {" ".join(line.split())[:120]}'
-            for name, line in zip(('first ', 'second'), lines, strict=True)
-        ),
+def _different_programs(one: str, other: str) -> errors.ExpectationError:
+    """Two functions compile to different programs."""
+    first, second = (
+        collections.Counter(a or b for a, b in _OPERATION.findall(text))
+        for text in (one, other)
+    )
+    counts = [
+        f'{name} {first[name]} and {second[name]}'
+        for name in sorted(first | second)
+        if first[name] != second[name]
     ]
-    return errors.ExpectationError('\n'.join(parts))
+    pairs = itertools.zip_longest(
+        one.splitlines(), other.splitlines(), fillvalue='(no such line)'
+    )
+    different = next((a, b) for a, b in pairs if a != b)
+    shown = (' '.join(line.split())[:120] for line in different)
+    return errors.ExpectationError(
+        'The two functions compile to different programs: '
+        f'{", ".join(counts) or "with the same operations"}.\n'
+        'The first line that differs:\n' + '\n'.join(f'  {line}' for line in shown)
+    )

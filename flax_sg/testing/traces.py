@@ -1,9 +1,9 @@
-"""How often a function is traced."""
+"""Counts traces of a function."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -17,10 +17,10 @@ _F = TypeVar('_F', bound=Callable[..., Any])
 
 
 def assert_traces_once(fn: _F) -> _F:
-    """Returns the function, which raises when JAX traces it for a second time.
+    """Wraps a function so that it raises when JAX traces it for a second time.
 
-    A filter that differs from step to step, a shape, a Python number: each of them
-    compiles a training step anew, and nothing shows it but the clock.
+    Use it in a test of a training step. Another filter, shape or Python number in each
+    step compiles the step again, and only the clock shows it.
 
     >>> import jax.numpy as jnp
     >>> step = jax.jit(assert_traces_once(lambda x: 2 * x))
@@ -34,20 +34,19 @@ def assert_traces_once(fn: _F) -> _F:
       args[0]  float32[3]   float32[4]
 
     Args:
-        fn: what is given to ``jax.jit``, ``jax.grad`` or another transformation.
+        fn: a function to give to ``jax.jit``, ``jax.grad`` or another transform.
 
     Returns:
-        A function that does the same and counts. A trace that ends in an exception
-        does not count.
+        The same function, counted. A trace that raises does not count.
 
     Raises:
         ArgumentTypeError: if ``fn`` is jitted already, or when it is called outside of
-            any trace: nothing would be counted.
-        ExpectationError: an ``AssertionError``, from the second trace on; it shows
-            what is not as it was in the first one.
+            a trace: no trace would be counted.
+        ExpectationError: an ``AssertionError``, from the second trace on, with the
+            arguments that differ from the first trace.
 
     Note:
-        The idea of ``chex.assert_max_traces``, which does not say why. Flax traces the
+        ``chex.assert_max_traces`` counts too, but does not say why. Flax traces the
         body of ``nn.scan`` more than once.
     """
     name = getattr(fn, '__name__', type(fn).__name__)
@@ -61,7 +60,7 @@ def assert_traces_once(fn: _F) -> _F:
             raise _never_traced(name)
         seen = _described(args, kwargs)
         if first:
-            raise _traced_again(name, _difference(first[0], seen))
+            raise _traced_again(name, first[0], seen)
         out = fn(*args, **kwargs)
         first.append(seen)
         return out
@@ -70,7 +69,7 @@ def assert_traces_once(fn: _F) -> _F:
 
 
 def _described(args: Any, kwargs: Any) -> dict[str, Any]:
-    """What a trace depends on, by what it is called in a message."""
+    """Everything that a trace depends on, by its name in a message."""
     open_now = tuple(block.rewrite for block in blocks.active())
     seen: dict[str, Any] = {'open blocks': open_now}
     for name, tree in (('args', args), ('kwargs', kwargs)):
@@ -80,11 +79,6 @@ def _described(args: Any, kwargs: Any) -> dict[str, Any]:
     return seen
 
 
-def _difference(one: Any, other: Any) -> list[tuple[str, str, str]]:
-    rows = [(name, one.get(name), other.get(name)) for name in one | other]
-    return [(name, _text(a), _text(b)) for name, a, b in rows if a != b]
-
-
 def _text(seen: Any) -> str:
     if isinstance(seen, tuple):
         return ', '.join(map(repr, seen)) or 'none'
@@ -92,16 +86,20 @@ def _text(seen: Any) -> str:
 
 
 def _traced_again(
-    name: str, rows: Sequence[tuple[str, str, str]]
+    name: str, first: dict[str, Any], now: dict[str, Any]
 ) -> errors.ExpectationError:
     """A function that should be traced once was traced again."""
+    rows = [
+        (key, _text(first.get(key)), _text(now.get(key)))
+        for key in first | now
+        if first.get(key) != now.get(key)
+    ]
     if rows:
         text = table(['', 'first trace', 'this trace'], rows)
     else:
         text = (
-            '  Its arguments and the open blocks are what they were. JAX keeps '
-            'traces by the\n  function, the devices and its settings: is the '
-            'function made, or jitted, anew for each call?'
+            'Its arguments and the open blocks are the same. JAX caches traces by '
+            'function object:\ndefine and jit the function once, not in each step.'
         )
     return errors.ExpectationError(f'{name} is traced a second time.\n{text}')
 
@@ -109,7 +107,6 @@ def _traced_again(
 def _never_traced(name: str) -> errors.ArgumentTypeError:
     """A function whose traces are to be counted runs without being traced."""
     return errors.ArgumentTypeError(
-        f'assert_traces_once({name}) counts no traces: the function is called '
-        'outside of any.\n'
+        f'assert_traces_once({name}) runs outside of any trace, and counts nothing.\n'
         f'Write jax.jit(assert_traces_once({name})), not the other way round.'
     )

@@ -625,8 +625,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'counted outside of a trace': (
         lambda: testing.assert_traces_once(reload)('x'),
         errors.ArgumentTypeError,
-        'assert_traces_once(reload) counts no traces: the function is called '
-        'outside of any.\n'
+        'assert_traces_once(reload) runs outside of any trace, and counts nothing.\n'
         'Write jax.jit(assert_traces_once(reload)), not the other way round.',
     ),
     'no name of flax.linen': (

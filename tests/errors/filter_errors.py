@@ -534,7 +534,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an output that there is not': (
         lambda: testing.assert_flows(loss, 'head/*', PARAMS, output='los'),
         errors.UnknownNameError,
-        "there is no output 'los' among the 1 of the report.\nNearest: 'loss'.",
+        "The report has no output 'los'. Did you mean 'loss'?",
     ),
 }
 

@@ -561,34 +561,31 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'output': (
         lambda: sg.gradient_flow(by_place, {'w': X, 'steps': 3}),
         errors.ArgumentTypeError,
-        'the outputs of by_place at test_errors.py:LINE cannot be differentiated:\n'
-        "  'best': int32\n"
-        'Return real or complex arrays, and all else beside them: return outputs, aux '
-        'with has_aux=True.',
+        "The output 'best' of by_place at test_errors.py:LINE is int32[], which has no "
+        'gradient.\n'
+        'Return real or complex arrays to be differentiated, and all else as aux: '
+        'return outputs, aux with has_aux=True.',
     ),
     'callback': (
         lambda: sg.live(called_back, {'w': X, 'b': X}),
         errors.ArgumentTypeError,
-        "'b', 'w' goes where no report can follow it (a host callback, a mutable "
-        'array, what has no derivative):\n'
-        '  pure_callback, at test_errors.py:LINE (called_back)\n'
-        'If no gradient comes back from there, stop it before, with '
-        'jax.lax.stop_gradient. Otherwise give that part a rule: jax.custom_jvp, '
-        'jax.custom_vjp.',
+        "A gradient of 'b', 'w' would pass through pure_callback at "
+        'test_errors.py:LINE (called_back), which JAX cannot differentiate.\n'
+        'If none should come back from there, apply jax.lax.stop_gradient before.\n'
+        'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.',
     ),
     'values': (
         lambda: sg.gradient_flow(branches, {'w': X}),
         errors.ArgumentTypeError,
-        'branches at test_errors.py:LINE needs the values of its arguments, and is run '
-        'on their shapes.\n'
-        'What JAX says of it stands above. Numbers in arguments that are not '
-        'differentiated stay what they are; or bind the value, as a number or an array '
-        'of numpy: functools.partial(fun, ...).',
+        'branches at test_errors.py:LINE needs the values of its arguments, but it is '
+        "traced on their shapes. JAX's error above says where.\n"
+        'Bind such an argument, as a number or a NumPy array: '
+        'functools.partial(fun, ...).',
     ),
     'names of a report': (
         lambda: sg.gradient_flow(jnp.sum, {'w': X}['w']).status_of('los', ''),
         errors.UnknownNameError,
-        "there is no output 'los' among the 1 of the report.\nNearest: ''.",
+        "The report has no output 'los'. Did you mean ''?",
     ),
     'another tree': (
         lambda: sg.mask({'v': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})),

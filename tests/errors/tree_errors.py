@@ -131,13 +131,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an argument of a report that there is not': (
         lambda: sg.gradient_flow(product, PARAMS, argnums=1),
         TypeError,
-        'argnums=1: arguments are counted from 0, and 1 were given',
+        'argnums=1 is out of range: arguments are counted from 0, and 1 were given.',
     ),
     'outputs without others': (
         lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
         TypeError,
-        'with has_aux=True the function has to return a pair (outputs, aux), '
-        'got float32[]',
+        'With has_aux=True the function has to return a pair (outputs, aux), but '
+        'product at tree_errors.py:LINE returned float32[].',
     ),
     'an argument beside a module': (
         lambda: sg.grad(lambda: 1.0, argnums=1, of=nn.Dense(1)),

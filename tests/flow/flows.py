@@ -1,7 +1,7 @@
-"""Small programs, and which of their outputs each parameter reaches, written by hand.
+"""Small programs, and what each does to its parameters, written by hand.
 
-Each program is a function of ``a`` and ``b``, arrays of three numbers, that returns one
-array; ``FLOWS`` says for each of the two ``'flows'``, ``'stopped'`` or ``'unused'``.
+A program is a function of ``a`` and ``b``, arrays of three numbers, that returns one
+array. Beside it stands for each of the two ``'flows'``, ``'stopped'`` or ``'unused'``.
 """
 
 from collections.abc import Callable
@@ -13,173 +13,7 @@ from jax import custom_batching, lax
 from jax.sharding import Mesh, PartitionSpec
 
 Fn = Callable[[Any, Any], Any]
-PROGRAMS: dict[str, tuple[Fn, str, str]] = {}
-
-
-def program(a: str, b: str) -> Callable[[Fn], Fn]:
-    """Puts a program into the table, with what it does to ``a`` and ``b``."""
-
-    def add(fn: Fn) -> Fn:
-        PROGRAMS[fn.__name__] = fn, a, b
-        return fn
-
-    return add
-
-
-@program('flows', 'flows')
-def product(a, b):
-    return a * b
-
-
-@program('stopped', 'flows')
-def stopped(a, b):
-    return lax.stop_gradient(a) * b
-
-
-@program('flows', 'unused')
-def itself_taken_from_itself(a, b):
-    return a - a
-
-
-@program('stopped', 'stopped')
-def signs_and_rounding(a, b):
-    return jnp.sign(a) + jnp.floor(b) * jnp.round(a)
-
-
-@program('stopped', 'flows')
-def integers(a, b):
-    return a.astype(jnp.int32).astype(jnp.float32) * b
-
-
-@program('stopped', 'flows')
-def predicate(a, b):
-    return jnp.where(a > 0, b, 1.0)
-
-
-@program('stopped', 'flows')
-def index(a, b):
-    return b[jnp.argmax(a)] * jnp.ones(3)
-
-
-@program('stopped', 'stopped')
-def bits(a, b):
-    raw = lax.bitcast_convert_type(a, jnp.int32)
-    return lax.bitcast_convert_type(raw, jnp.float32) + lax.stop_gradient(b)
-
-
-@program('flows', 'stopped')
-def sorted_by_another(a, b):
-    return lax.sort((b, a), num_keys=1)[1]
-
-
-@program('stopped', 'flows')
-def sorted_values(a, b):
-    return lax.sort((b, a), num_keys=1)[0] + jnp.argsort(a).astype(jnp.float32)
-
-
-@program('flows', 'flows')
-def complex_numbers(a, b):
-    return jnp.real(lax.complex(a, b) * (1 + 1j))
-
-
-@program('flows', 'unused')
-def dead_code(a, b):
-    _ = a * b
-    return a
-
-
-@program('stopped', 'flows')
-def jitted(a, b):
-    inner = jax.jit(lambda a, b: (lax.stop_gradient(a), b * 2.0))
-    outer = jax.jit(lambda a, b: inner(a, b))
-    left, right = outer(a, b)
-    return left + right
-
-
-@program('stopped', 'flows')
-def rematerialized(a, b):
-    return jax.checkpoint(lambda a, b: jnp.sin(jnp.sign(a) * b))(a, b)
-
-
-@program('flows', 'flows')
-def derivative_inside(a, b):
-    return jax.grad(lambda a: jnp.sum(a**2 * b))(a)
-
-
-@program('unused', 'flows')
-def derivative_that_loses_one(a, b):
-    return jax.grad(lambda a: jnp.sum(a * b))(a)
-
-
-@program('stopped', 'flows')
-def batched(a, b):
-    return jax.vmap(lambda x, y: lax.stop_gradient(x) * y)(a, b)
-
-
-@program('flows', 'stopped')
-def carried(a, b):
-    def body(carry, x):
-        kept, other = carry
-        return (other, kept * lax.stop_gradient(b)), x
-
-    return lax.scan(body, (a, jnp.ones(3)), None, length=3)[0][1]
-
-
-@program('stopped', 'flows')
-def scanned(a, b):
-    def body(carry, x):
-        left, right = x
-        return carry + right, lax.stop_gradient(left) * carry
-
-    last, each = lax.scan(body, jnp.zeros(()), (a, b))
-    return last + each
-
-
-@program('flows', 'stopped')
-def scanned_constants(a, b):
-    return (
-        lax.scan(lambda c, _: (c * a, jnp.sign(b)), jnp.ones(3), length=2)[0]
-        + (lax.scan(lambda c, _: (c, lax.stop_gradient(b) * c), 1.0, length=3)[1][0])
-    )
-
-
-@program('flows', 'stopped')
-def reached_after_two_turns(a, b):
-    def body(carry, _):
-        first, second, third = carry
-        return (a, first, second), third * lax.stop_gradient(b)
-
-    return lax.scan(body, (jnp.ones(3),) * 3, None, length=4)[1][3]
-
-
-@program('flows', 'stopped')
-def while_loop(a, b):
-    def more(carry):
-        return jnp.sum(carry[1]) < jnp.sum(jnp.abs(b)) + 2.0
-
-    def body(carry):
-        return carry[0] * 0.5, carry[1] + 1.0
-
-    return lax.while_loop(more, body, (a, jnp.zeros(3)))[0]
-
-
-@program('flows', 'stopped')
-def while_loop_with_constants(a, b):
-    def body(carry):
-        return carry[0] + 1, carry[1] * a + jnp.sign(b)
-
-    return lax.while_loop(lambda carry: carry[0] < 2, body, (0, jnp.ones(3)))[1]
-
-
-@program('stopped', 'flows')
-def conditional(a, b):
-    return lax.cond(jnp.sum(a) > 0, lambda b: b * 2.0, lambda b: b * 3.0, b)
-
-
-@program('flows', 'stopped')
-def one_of_the_branches(a, b):
-    branches = [lambda a, b: jnp.sign(b), lambda a, b: a, lambda a, b: jnp.ones(3)]
-    return lax.switch((b < 9.0).astype(jnp.int32)[0], branches, a, b)
+stop = lax.stop_gradient
 
 
 @jax.custom_jvp
@@ -190,34 +24,22 @@ def jvp_of_one(a, b):
 jvp_of_one.defjvps(lambda t, out, a, b: t * b, None)
 
 
-@program('flows', 'stopped')
-def custom_jvp(a, b):
-    return jvp_of_one(a, b)
+@jax.custom_jvp
+def jvp_constant(a, b):
+    return a * b
 
 
-@program('flows', 'stopped')
-def batched_custom_jvp(a, b):
-    return jax.vmap(jvp_of_one, in_axes=(0, None))(a, b)[:, 0]
+jvp_constant.defjvp(lambda primals, tangents: (primals[0], jnp.ones(3)))
 
 
 @jax.custom_vjp
 def vjp_against_the_code(a, b):
-    return lax.stop_gradient(a) * b
+    return stop(a) * b
 
 
 vjp_against_the_code.defvjp(
     lambda a, b: (a * b, (a, b)), lambda kept, g: (kept[1] * g, None)
 )
-
-
-@program('flows', 'stopped')
-def custom_vjp(a, b):
-    return vjp_against_the_code(a, b)
-
-
-@program('flows', 'stopped')
-def batched_custom_vjp(a, b):
-    return jax.vmap(jax.jit(vjp_against_the_code))(a, b)
 
 
 @jax.custom_vjp
@@ -230,11 +52,6 @@ vjp_in_zeros.defvjp(
 )
 
 
-@program('stopped', 'flows')
-def custom_vjp_with_zeros(a, b):
-    return vjp_in_zeros(a, b)
-
-
 @jax.custom_vjp
 def vjp_constant(a, b):
     return b
@@ -243,12 +60,82 @@ def vjp_constant(a, b):
 vjp_constant.defvjp(lambda a, b: (b, None), lambda _, g: (jnp.ones(3), g))
 
 
-@program('flows', 'flows')
-def custom_vjp_out_of_nothing(a, b):
-    return vjp_constant(a * 2.0, b)
+@custom_batching.custom_vmap
+def with_batches(a, b):
+    return stop(a) * b
 
 
-@program('flows', 'flows')
+with_batches.def_vmap(lambda size, batched, a, b: (with_batches(a, b), batched[0]))
+
+
+def bits(a, b):
+    raw = lax.bitcast_convert_type(a, jnp.int32)
+    return lax.bitcast_convert_type(raw, jnp.float32) + stop(b)
+
+
+def jitted(a, b):
+    inner = jax.jit(lambda a, b: (stop(a), b * 2.0))
+    left, right = jax.jit(lambda a, b: inner(a, b))(a, b)
+    return left + right
+
+
+def carried(a, b):
+    def turn(carry, x):
+        kept, other = carry
+        return (other, kept * stop(b)), x
+
+    return lax.scan(turn, (a, jnp.ones(3)), None, length=3)[0][1]
+
+
+def scanned(a, b):
+    def turn(carry, x):
+        return carry + x[1], stop(x[0]) * carry
+
+    last, each = lax.scan(turn, jnp.zeros(()), (a, b))
+    return last + each
+
+
+def scanned_constants(a, b):
+    last, _ = lax.scan(lambda c, _: (c * a, jnp.sign(b)), jnp.ones(3), length=2)
+    return last + lax.scan(lambda c, _: (c, stop(b) * c), 1.0, length=3)[1][0]
+
+
+def reached_after_two_turns(a, b):
+    def turn(carry, _):
+        first, second, third = carry
+        return (a, first, second), third * stop(b)
+
+    return lax.scan(turn, (jnp.ones(3),) * 3, None, length=4)[1][3]
+
+
+def carried_in_vain(a, b):
+    def turn(carry, _):
+        return (2.0 * carry[0], 3.0 * carry[1], b), None
+
+    return lax.scan(turn, (a, b, b), length=2)[0][0]
+
+
+def while_loop(a, b):
+    def more(carry):
+        return jnp.sum(carry[1]) < jnp.sum(jnp.abs(b)) + 2.0
+
+    start = a, jnp.zeros(3)
+    return lax.while_loop(more, lambda c: (c[0] * 0.5, c[1] + 1.0), start)[0]
+
+
+def while_loop_with_a_count(a, b):
+    def turn(carry):
+        return carry[0] + 1, carry[1] * a, carry[2] + jnp.abs(b)
+
+    start = 0, jnp.ones(3), jnp.zeros(3)
+    return lax.while_loop(lambda c: jnp.sum(c[2]) < c[0] + 2, turn, start)[1]
+
+
+def one_of_the_branches(a, b):
+    branches = [lambda a, b: jnp.sign(b), lambda a, b: a, lambda a, b: jnp.ones(3)]
+    return lax.switch((b < 9.0).astype(jnp.int32)[0], branches, a, b)
+
+
 def out_of_nothing_in_a_loop(a, b):
     def turn(carry, _):
         return jax.jit(vjp_constant)(2.0 * a, carry), None
@@ -256,61 +143,88 @@ def out_of_nothing_in_a_loop(a, b):
     return lax.scan(turn, b, None, length=2)[0]
 
 
-@program('flows', 'stopped')
-def unreached_custom_vjp(a, b):
-    return jnp.sign(vjp_constant(a, b))
-
-
-@program('stopped', 'flows')
-def custom_vmap(a, b):
-    @custom_batching.custom_vmap
-    def fn(a, b):
-        return lax.stop_gradient(a) * b
-
-    @fn.def_vmap
-    def rule(size, batched, a, b):
-        return fn(a, b), batched[0]
-
-    return fn(a, b)
-
-
-@program('flows', 'stopped')
-def linear_solve(a, b):
-    return jnp.linalg.solve(jnp.diag(lax.stop_gradient(b)), a)
-
-
-@program('stopped', 'flows')
 def sharded(a, b):
-    mesh = Mesh(jax.devices()[:1], ('i',))
     spec = PartitionSpec('i')
-
-    def each(a, b):
-        return jnp.sign(a) * lax.psum(b, 'i')
-
-    return jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=spec)(a, b)
-
-
-@program('flows', 'unused')
-def carried_in_vain(a, b):
-    def turn(carry, _):
-        x, y, _ = carry
-        return (2.0 * x, 3.0 * y, b), None
-
-    return lax.scan(turn, (a, b, b), length=2)[0][0]
+    each = jax.shard_map(
+        lambda a, b: jnp.sign(a) * lax.psum(b, 'i'),
+        mesh=Mesh(jax.devices()[:1], ('i',)),
+        in_specs=spec,
+        out_specs=spec,
+    )
+    return each(a, b)
 
 
-@program('flows', 'unused')
 def called_back_on_what_is_stopped(a, b):
     shape = jax.ShapeDtypeStruct((), jnp.float32)
     jax.debug.print('{}', b)
     return a * jax.pure_callback(lambda: jnp.float32(2.0), shape)
 
 
-@program('flows', 'stopped')
-def mutable_array(a, b):
-    made = jax.new_ref(lax.stop_gradient(b))
-    return a * made[...]
+F, S, U = 'flows', 'stopped', 'unused'
+PROGRAMS: dict[str, tuple[Fn, str, str]] = {
+    # Primitives.
+    'product': (lambda a, b: a * b, F, F),
+    'stopped': (lambda a, b: stop(a) * b, S, F),
+    'itself_taken_from_itself': (lambda a, b: a - a, F, U),
+    'signs_and_rounding': (
+        lambda a, b: jnp.sign(a) + jnp.floor(b) * jnp.round(a),
+        S,
+        S,
+    ),
+    'integers': (lambda a, b: a.astype(jnp.int32).astype(jnp.float32) * b, S, F),
+    'bits': (bits, S, S),
+    'predicate': (lambda a, b: jnp.where(a > 0, b, 1.0), S, F),
+    'index': (lambda a, b: b[jnp.argmax(a)] * jnp.ones(3), S, F),
+    'sorted_by_another': (lambda a, b: lax.sort((b, a), num_keys=1)[1], F, S),
+    'complex_numbers': (lambda a, b: jnp.real(lax.complex(a, b) * (1 + 1j)), F, F),
+    'linear_solve': (lambda a, b: jnp.linalg.solve(jnp.diag(stop(b)), a), F, S),
+    'called_back_on_what_is_stopped': (called_back_on_what_is_stopped, F, U),
+    # Transforms.
+    'dead_code': (lambda a, b: (a, a * b)[0], F, U),
+    'jitted': (jitted, S, F),
+    'rematerialized': (
+        lambda a, b: jax.checkpoint(lambda a, b: jnp.sin(jnp.sign(a) * b))(a, b),
+        S,
+        F,
+    ),
+    'derivative_inside': (lambda a, b: jax.grad(lambda a: jnp.sum(a**2 * b))(a), F, F),
+    'derivative_that_loses_one': (
+        lambda a, b: jax.grad(lambda a: jnp.sum(a * b))(a),
+        U,
+        F,
+    ),
+    'sharded': (sharded, S, F),
+    # Loops and branches.
+    'carried': (carried, F, S),
+    'scanned': (scanned, S, F),
+    'scanned_constants': (scanned_constants, F, S),
+    'reached_after_two_turns': (reached_after_two_turns, F, S),
+    'carried_in_vain': (carried_in_vain, F, U),
+    'while_loop': (while_loop, F, S),
+    'while_loop_with_a_count': (while_loop_with_a_count, F, S),
+    'conditional': (
+        lambda a, b: lax.cond(jnp.sum(a) > 0, lambda b: b * 2.0, lambda b: b * 3.0, b),
+        S,
+        F,
+    ),
+    'one_of_the_branches': (one_of_the_branches, F, S),
+    # Rules of users.
+    'custom_jvp': (jvp_of_one, F, S),
+    'batched_custom_jvp': (
+        lambda a, b: jax.vmap(jvp_of_one, in_axes=(0, None))(a, b)[:, 0],
+        F,
+        S,
+    ),
+    # Forward mode gets a tangent, and backward mode nothing.
+    'custom_jvp_out_of_nothing': (jvp_constant, F, F),
+    'custom_vjp': (vjp_against_the_code, F, S),
+    'batched_custom_vjp': (jax.vmap(jax.jit(vjp_against_the_code)), F, S),
+    'custom_vjp_with_zeros': (vjp_in_zeros, S, F),
+    'custom_vjp_out_of_nothing': (lambda a, b: vjp_constant(a * 2.0, b), F, F),
+    'out_of_nothing_in_a_loop': (out_of_nothing_in_a_loop, F, F),
+    'unreached_custom_vjp': (lambda a, b: jnp.sign(vjp_constant(a, b)), F, S),
+    'custom_vmap': (with_batches, S, F),
+}
 
-
-if not hasattr(jax, 'new_ref'):  # Older than JAX 0.8.
-    del PROGRAMS['mutable_array']
+if hasattr(jax, 'new_ref'):  # From JAX 0.8 on.
+    PROGRAMS['mutable_array'] = (lambda a, b: a * jax.new_ref(stop(b))[...], F, S)

@@ -1,4 +1,4 @@
-"""Gradient flow: what it says against real gradients and against what is known."""
+"""``sg.gradient_flow`` against gradients, and against what is written by hand."""
 
 from __future__ import annotations
 
@@ -17,26 +17,22 @@ import pytest
 from flax import linen
 from hypothesis import strategies as st
 from jax import export, lax
-from jax.extend.core import Literal
 
 import flax_sg as sg
 import flows
 import oracle
-import specs
 import test_random_models as random_models
 import uses
 from benchmarks import models
 from flax_sg import linen as nn
-from flax_sg.flow.analysis import Analysis
-from flax_sg.flow.derivatives import Derivatives
-from flax_sg.flow.report import ModuleFlow, Use
+from flax_sg.flow import ModuleFlow, Use
+from flax_sg.flow.dependence import bit
+from flax_sg.flow.derivatives import Derivatives, differentiable, on_values
 
 A, B = jnp.array([0.5, -1.5, 2.5]), jnp.array([1.25, 0.75, -2.0])
 THREE = jax.ShapeDtypeStruct((3,), jnp.float32)
-
-
-def flow_of(fn: Any, *args: Any, **kwargs: Any) -> sg.flow.GradientFlow:
-    return sg.gradient_flow(fn, *args, **kwargs)
+flow_of = sg.gradient_flow
+assert_promise_kept = random_models.assert_promise_kept
 
 
 def statuses(fn: Any, *args: Any) -> dict[str, str]:
@@ -47,19 +43,6 @@ def statuses(fn: Any, *args: Any) -> dict[str, str]:
         str(path): next(s for s in ('flows', 'stopped', 'unused') if s in column)
         for path, column in zip(report.parameters, columns, strict=True)
     }
-
-
-def assert_promise_kept(report: sg.flow.GradientFlow, gradients: list[Any]) -> None:
-    """What does not flow is exactly zero, for each output and parameter.
-
-    Args:
-        report: the report.
-        gradients: for each output the gradient, a tree of the parameters.
-    """
-    for row, gradient in zip(report.status, gradients, strict=True):
-        leaves = jax.tree.leaves(gradient)
-        for path, status, leaf in zip(report.parameters, row, leaves, strict=True):
-            assert status == 'flows' or oracle.is_zero(leaf), path
 
 
 # Each kind of equation
@@ -80,29 +63,24 @@ def test_a_program_does_what_is_written_beside_it(name):
     assert said == [status == 'flows' for status in expected]
     assert [bool(found) for found in report.uses] == [s != 'unused' for s in expected]
 
-    if 'while' in name or name == 'custom_vmap':  # JAX has no way back through it.
+    # JAX differentiates while loops in forward mode alone.
+    if 'while' in name or name in ('custom_vmap', 'custom_jvp_out_of_nothing'):
         zero = jnp.zeros(3)
-        tangents = [jax.jvp(fn, (A, B), given)[1] for given in ((A, zero), (zero, B))]
-        found = [not oracle.is_zero(tangent) for tangent in tangents]
+        derivatives = [jax.jvp(fn, (A, B), t)[1] for t in ((A, zero), (zero, B))]
     else:
-        found = [not oracle.is_zero(g) for g in oracle.grads(fn, A, B)[0]]
+        derivatives = oracle.grads(fn, A, B)[0]
     zero_all_the_same = ('itself_taken_from_itself', 'unreached_custom_vjp')
-    for is_found, status in zip(found, expected, strict=True):
-        assert is_found is (status == 'flows') or name in zero_all_the_same
-        assert status == 'flows' or not is_found
+    for derivative, status in zip(derivatives, expected, strict=True):
+        flows_there = status == 'flows' and name not in zero_all_the_same
+        assert oracle.is_zero(derivative) is not flows_there
 
 
-def test_every_equation_was_asked_but_those_that_need_their_place():
-    asked_in_vain = {}
+def test_jax_can_differentiate_each_equation_alone_but_collectives():
     for name, (fn, *_) in flows.PROGRAMS.items():
-        closed = jax.make_jaxpr(fn)(A, B)
-        flow, _ = Analysis.dependences()
-        flow.of(closed)
+        flow = differentiable()
+        flow.of(jax.make_jaxpr(fn)(A, B))
         assert isinstance(flow.leaf, Derivatives)
-        if flow.leaf.unknown:
-            asked_in_vain[name] = {e.primitive.name for e, _ in flow.leaf.unknown}
-    # A sum over an axis of the mesh; where there is no mesh, there is no such axis.
-    assert set(asked_in_vain) <= {'sharded'}, asked_in_vain
+        assert name == 'sharded' or not flow.leaf.unknown, flow.leaf.unknown
 
 
 def test_a_rule_that_is_told_what_is_perturbed_flows():
@@ -175,11 +153,9 @@ def test_what_an_fp8_layer_makes_out_of_nothing_flows():
     # Its rules give the new scales as the gradients of the old ones, whatever comes in.
     layer = linen.Dense(2, dot_general_cls=linen.Fp8DirectDotGeneralOp)
     x = jnp.ones((2, 2))
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     report = flow_of(lambda v: layer.apply(v, x).sum(), variables)
     assert report.live == (True,) * 8
-    gradients = jax.grad(lambda v: layer.apply(v, x).sum())(variables)
-    assert not oracle.is_zero(gradients['_overwrite_with_gradient'])
     assert not any(use.stopped for found in report.uses[:6] for use in found)
 
 
@@ -309,79 +285,35 @@ def test_a_random_program(program):
     assert_promise_kept(report, [gradients])
 
 
-@jax.numpy_rank_promotion('allow')
-@hypothesis.given(spec=specs.models(depth=1))
-@hypothesis.settings(
-    max_examples=500 if random_models.LONG else 5,
-    phases=[hypothesis.Phase.generate],
+# Models
+
+
+@pytest.mark.parametrize(
+    ('model', 'frozen', 'shape'),
+    [
+        (
+            models.ScannedTransformer(2, 4, True, nn.stop_gradient, 'layers/**'),
+            ('layers/',),
+            (2, 3, 4),
+        ),
+        (models.LoRANet(nn.stop_gradient), ('LoRA_0/base', 'LoRA_1/base'), (2, 4)),
+    ],
 )
-def test_a_random_model(spec):
-    hypothesis.assume(not specs.lifts(spec, 'while_loop'))
-    model = random_models.interpreters.Model(spec, by_hand=False)
-    by_hand = random_models.interpreters.Model(spec, by_hand=True)
-    rngs, x = random_models.RNGS, random_models.X
-    try:
-        variables = random_models.evaluate(by_hand.init, rngs, x)
-    except (random_models.FlaxError, ValueError):
-        hypothesis.reject()
-    state = {col: tree for col, tree in variables.items() if col != 'params'}
-    state.pop('intermediates', None)
-    params = random_models.uneven(variables.get('params', {}))
-    hypothesis.assume(jax.tree.leaves(params))
-
-    def applied(model, params, x):
-        return random_models.apply(model, state, random_models.STATE, params, x)
-
-    report = flow_of(lambda p: applied(model, p, x)[0][0], params)
-    results = random_models.with_gradients(functools.partial(applied, by_hand))
-    *_, (gradients, _) = random_models.evaluate(results, params, x)
-    assert_promise_kept(report, [gradients])
-
-
-# The models of the test tables
-
-
-MODELS: dict[str, tuple[Any, str]] = {
-    'Transformer': (
-        models.Transformer(2, 4, nn.stop_gradient, 'layer_0/**'),
-        'layer_0/',
-    ),
-    'Scanned': (
-        models.ScannedTransformer(2, 4, False, nn.stop_gradient, 'layers/**'),
-        'layers/',
-    ),
-    'Remat': (
-        models.ScannedTransformer(2, 4, True, nn.stop_gradient, 'layers/**'),
-        'layers/',
-    ),
-    'ThreeLosses': (models.ThreeLosses(nn.stop_gradient), '-'),
-    'Siamese': (models.Siamese(nn.stop_gradient), '-'),
-    'LoRANet': (models.LoRANet(nn.stop_gradient), 'LoRA_0/base LoRA_1/base'),
-}
-
-
-@pytest.mark.parametrize('name', MODELS)
-def test_a_model_of_the_table(name):
-    model, frozen = MODELS[name]
-    width = {'Siamese': 16, 'ThreeLosses': 6}.get(name, 4)
-    x = jnp.linspace(-1.0, 1.0, 2 * 3 * width).reshape(2, 3, width)
-    x = x if name.endswith(('former', 'ned', 'mat')) else x[:, 0]
-    params = random_models.uneven(
-        jax.eval_shape(model.clone(stop=models.no_stop).init, jax.random.key(0), x)[
-            'params'
-        ]
-    )
+def test_a_model(model, frozen, shape):
+    x = jnp.linspace(-1.0, 1.0, np.prod(shape)).reshape(shape)
+    init = model.clone(stop=models.no_stop).init
+    params = random_models.uneven(jax.eval_shape(init, jax.random.key(0), x)['params'])
 
     def loss(params):
         return jnp.sum(model.apply({'params': params}, x) ** 2)
 
     report = flow_of(loss, params)
     for path, live in zip(report.parameters, report.live, strict=True):
-        assert live is not path.startswith(tuple(frozen.split())), path
+        assert live is not path.startswith(frozen), path
     assert_promise_kept(report, [jax.jit(jax.grad(loss))(params)])
 
 
-@pytest.mark.parametrize('name', uses.PROGRAMS)
+@pytest.mark.parametrize('name', ['nested', 'all'])
 def test_each_use_of_a_parameter_is_seen(name):
     class Uses(uses.Route):
         @nn.nowrap
@@ -453,21 +385,21 @@ def test_the_line_is_not_that_of_who_filled_a_cache():
 
 def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
     cell = '/tmp/ipykernel_7/4711.py'
-    names = {cell: ('Cell', 'In[3]')}
-    compiler = types.SimpleNamespace(format_code_name=names.get)
+    compiler = types.SimpleNamespace(format_code_name={cell: ('Cell', 'In[3]')}.get)
     shell = types.SimpleNamespace(compile=compiler)
     ipython = types.SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, 'IPython', ipython)
     program: dict[str, Any] = {}
     exec(compile('\ndef loss(p):\n    return 2.0 * p', cell, 'exec'), program)
-    [use] = flow_of(program['loss'], THREE).uses_of('')
-    assert use.source == 'In[3]:3 (loss)'
-    # What is imported there is in files; IPython may be there without a notebook.
-    report = flow_of(first_user_of_a_cache, THREE)
-    assert {use.source.split(':')[0] for use in report.uses_of('')} == {'test_flow.py'}
+
+    def source(fn):
+        return flow_of(fn, THREE).uses_of('')[0].source
+
+    assert source(program['loss']) == 'In[3]:3 (loss)'
+    # An imported file; and IPython without a notebook.
+    assert source(first_user_of_a_cache).startswith('test_flow.py:')
     ipython.get_ipython = lambda: None
-    [use] = flow_of(program['loss'], THREE).uses_of('')
-    assert use.source == '4711.py:3 (loss)'
+    assert source(program['loss']) == '4711.py:3 (loss)'
 
 
 def test_uses_in_loops_and_branches():
@@ -502,18 +434,17 @@ REPORT = sg.flow.GradientFlow(
 
 
 def test_rows_are_plain_data():
-    rows = REPORT.rows()
-    assert len(rows) == 6
+    rows = json.loads(json.dumps(REPORT.rows()))
+    assert [row['status'] for row in rows] == [*REPORT.status[0], *REPORT.status[1]]
     assert rows[0] == {
         'output': 'one',
         'parameter': 'enc/a/w',
-        'shape': (3,),
+        'shape': [3],
         'dtype': 'float32',
         'status': 'flows',
         'uses': 2,
         'stopped_uses': 1,
     }
-    assert json.loads(json.dumps(rows))[5]['status'] == 'unused'
 
 
 def test_rows_group_by_module():
@@ -533,9 +464,9 @@ def test_a_report_is_a_value():
 
 
 def test_names_that_are_not_in_a_report():
-    with pytest.raises(sg.errors.UnknownNameError, match=r"'enc/c/w'.*\n.*'enc/"):
+    with pytest.raises(sg.errors.UnknownNameError, match=r"'enc/c/w'. Did you .*'enc/"):
         REPORT.status_of('one', 'enc/c/w')
-    with pytest.raises(LookupError, match="no output 'tow' among the 2"):
+    with pytest.raises(LookupError, match=r"no output 'tow'. Did you mean 'two' or"):
         REPORT.status_of('tow', 'w')
 
 
@@ -561,20 +492,20 @@ def test_each_equation_is_looked_at_once_however_often_it_is_called():
     for _ in range(12):
         fn = doubled(fn)
     closed = jax.make_jaxpr(fn)(A)
-    flow, values = Analysis.dependences()
-    assert flow.of(closed) == values.of(closed) == [1]
+    flow, values = differentiable(), on_values()
+    assert flow.of(closed) == values.of(closed) == [bit(0)]
     assert flow.visits == values.visits == equations(closed, set()) < 60
 
 
 def test_jax_is_asked_once_for_each_kind_of_equation(monkeypatch):
     asked = []
-    forward = Derivatives.__call__.__globals__['_forward']
+    forward = Derivatives.__call__.__globals__['_differentiated']
 
-    def counted(eqn):
+    def counted(eqn, backwards):
         asked.append(eqn.primitive.name)
-        return forward(eqn)
+        return forward(eqn, backwards)
 
-    monkeypatch.setitem(Derivatives.__call__.__globals__, '_forward', counted)
+    monkeypatch.setitem(Derivatives.__call__.__globals__, '_differentiated', counted)
 
     def fn(ws):
         x = A
@@ -586,79 +517,61 @@ def test_jax_is_asked_once_for_each_kind_of_equation(monkeypatch):
     assert len(asked) == len(set(asked)) + asked.count('slice') - 1
 
 
-# Hazards: what looks frozen and is not, or the other way round
+# Programs that look frozen and are not, or the other way round
 
 
 class Wing(nn.Module):
-    """Two layers that a naive program means to freeze one of."""
+    """Two layers, of which the program means to freeze the first."""
 
-    freeze: Any = staticmethod(lambda module, x: module(x))
+    program: Any = staticmethod(lambda module, x: module(x))
 
     def setup(self):
         self.gln = nn.Dense(2)
         self.gln2 = nn.Dense(2)
-        self.embed = nn.Embed(3, 2)
 
     def __call__(self, x):
-        return self.freeze(self, x)
+        return self.program(self, x)
 
 
-def by_interceptor(name):
-    """Stops parameters of one module where it is called, as people try first."""
+def attribute_read(m, x):
+    """Hazard 6: an interceptor sees calls alone."""
 
     def stop(next_fn, args, kwargs, context):
-        if (context.module.name, context.method_name) != (name, '__call__'):
+        if (context.module.name, context.method_name) != ('gln', '__call__'):
             return next_fn(*args, **kwargs)
         module, variables = context.module.unbind()
         return module.apply(lax.stop_gradient(variables), *args, **kwargs)
 
-    return nn.intercept_methods(stop)
-
-
-def attribute_read(m, x):
-    with by_interceptor('embed'):
-        return m.gln2(m.gln(x)) @ m.embed.embedding.T
+    with nn.intercept_methods(stop):
+        return m.gln2(m.gln(x)) @ m.gln.variables['params']['kernel'].T
 
 
 def read_before_the_block(m, x):
+    """Hazard 4."""
     kernel = m.gln.variables['params']['kernel']
     with nn.stop_gradient('gln/**', unused='ignore'):
         return m.gln2(x @ kernel)
 
 
-def typo(m, x):
-    with nn.stop_gradient('gnl/**', unused='ignore'):
-        return m.gln2(m.gln(x))
-
-
-def prefix_that_takes_two(m, x):
-    with nn.stop_gradient(lambda path: path.startswith('gln')):
-        return m.gln2(m.gln(x))
-
-
-def polarity(m, x):
-    with nn.stop_gradient('gln2/**'):  # It was meant to be trained.
-        return m.gln2(m.gln(x))
-
-
 def penalty_outside_of_the_block(m, x):
+    """Hazard 24."""
     with nn.stop_gradient('gln/**'):
         y = m.gln2(m.gln(x))
     return y + jnp.sum(m.gln.variables['params']['kernel'] ** 2)
 
 
 def stop_inside_a_rule(m, x):
-    def forward(module, x):
-        return nn.vjp(lambda module, x: module(x), module, x)
-
-    def backward(pull_back, g):
-        return pull_back(g)
+    """Hazard 22."""
 
     def call(module, x):
         with nn.stop_gradient('**'):
             return module(x)
 
-    ruled = nn.custom_vjp(call, forward_fn=forward, backward_fn=backward)
+    ruled = nn.custom_vjp(
+        call,
+        forward_fn=lambda module, x: nn.vjp(lambda module, x: module(x), module, x),
+        backward_fn=lambda pull_back, g: pull_back(g),
+    )
     return m.gln2(ruled(m.gln, x))
 
 
@@ -671,50 +584,36 @@ def straight_through(m, x):
     return m.gln2(y + lax.stop_gradient(jnp.round(y) - y))
 
 
-def frozen_and_not(m, x):
-    return m.gln2(nn.Frozen(m.gln)(x) + m.gln(x))
-
-
 def mirrored(m, x):
     return m.gln2(nn.mirror(m.gln)(x))
 
 
-HAZARDS: dict[int | str, tuple[Any, str, str, str]] = {
-    # The number in the list of hazards: the program, then gln, gln2 and embed.
-    6: (attribute_read, 'flows', 'flows', 'flows'),
-    4: (read_before_the_block, 'flows', 'flows', 'unused'),
-    16: (typo, 'flows', 'flows', 'unused'),
-    17: (prefix_that_takes_two, 'stopped', 'stopped', 'unused'),
-    21: (polarity, 'flows', 'stopped', 'unused'),
-    22: (stop_inside_a_rule, 'flows', 'flows', 'unused'),
-    24: (penalty_outside_of_the_block, 'flows', 'flows', 'unused'),
-    23: (frozen_and_not, 'flows', 'flows', 'unused'),
-    'rounded': (rounding, 'stopped', 'flows', 'unused'),
-    'straight through': (straight_through, 'flows', 'flows', 'unused'),
-    'mirrored': (mirrored, 'stopped', 'flows', 'unused'),
-}
-
-
-@pytest.mark.parametrize('number', HAZARDS)
-def test_a_hazard_is_seen(number):
-    program, *expected = HAZARDS[number]
+@pytest.mark.parametrize(
+    ('program', 'expected'),
+    [
+        (attribute_read, 'flows'),
+        (read_before_the_block, 'flows'),
+        (stop_inside_a_rule, 'flows'),
+        (penalty_outside_of_the_block, 'flows'),
+        (rounding, 'stopped'),
+        (straight_through, 'flows'),
+        (mirrored, 'stopped'),
+    ],
+)
+def test_a_program_that_looks_otherwise(program, expected):
     x = jnp.array([[1.0, -2.0]])
-    full = Wing(lambda m, x: m.gln2(m.gln(x)) @ m.embed.embedding.T)
+    full = Wing(lambda m, x: m.gln2(m.gln(x)))
     params = random_models.uneven(full.init(jax.random.key(0), x)['params'])
 
     def fn(params):
         return jnp.sum(Wing(program).apply({'params': params}, x))
 
-    # Of gln, one program reads the kernel alone.
-    names = ('gln/kernel', 'gln2/kernel', 'embed/embedding')
     report = flow_of(fn, params)
-    assert [report.status[0][report.parameters.index(n)] for n in names] == expected
+    assert report.status_of('', 'gln/kernel') == expected
+    assert report.status_of('', 'gln2/kernel') == 'flows'
     gradients = jax.grad(fn)(params)
     assert_promise_kept(report, [gradients])
-    flat = {str(p): g for p, g in sg.flow.analysis.leaves_of(gradients)}
-    assert [not oracle.is_zero(flat[n]) for n in names] == [
-        status == 'flows' for status in expected
-    ]
+    assert oracle.is_zero(gradients['gln']['kernel']) is (expected == 'stopped')
 
 
 @pytest.mark.parametrize('first', [False, True])
@@ -735,72 +634,6 @@ def test_a_stop_that_comes_too_late_for_a_trace(first):
     assert flow_of(fn, {'w': A}).stopped_in('w') == (2 * first, 2)
 
 
-def test_a_path_that_two_modules_share():
-    """Hazard 19: an adapter whose parameters lie under the path of the base."""
-
-    class Adapter(nn.Module):
-        base: Any
-
-        def setup(self):
-            nn.share_scope(self, self.base)
-
-        @nn.compact
-        def __call__(self, x):
-            return self.base(x) + x * self.param('a', nn.initializers.ones, (1, 2))
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('base/**'):
-                return Adapter(nn.Dense(2, name='base'))(x)
-
-    x = jax.ShapeDtypeStruct((1, 2), jnp.float32)
-    variables = jax.eval_shape(Net().init, jax.random.key(0), x)
-    report = flow_of(Net(), variables, x)
-    assert report.by_module() == (ModuleFlow('base', 3, ('stopped',)),)
-
-
-def test_state_that_is_stopped_too():
-    """Hazard 12: a memory through which the gradient has to pass."""
-
-    class Memory(nn.Module):
-        collections: Any
-
-        @nn.compact
-        def __call__(self, x):
-            memory = self.variable('state', 'memory', jnp.zeros, (1, 2))
-            memory.value = nn.Dense(2, name='write')(x)
-            with nn.stop_gradient(True, collections=self.collections):
-                return nn.Dense(2, name='read')(memory.value)
-
-    x = jax.ShapeDtypeStruct((1, 2), jnp.float32)
-    for collections, expected in (('params', 'flows'), (True, 'stopped')):
-        model = Memory(collections)
-        params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
-
-        def fn(params, x, model=model):
-            return model.apply({'params': params}, x, mutable=['state'])[0]
-
-        groups = {r.module: r.status for r in flow_of(fn, params, x).by_module()}
-        assert groups == {'read': ('stopped',), 'write': (expected,)}
-
-
-def test_the_penalty_on_parameters_that_were_written_back_flows():
-    """Hazard 11: parameters that come out of a block are those that went in."""
-    x = jnp.ones((1, 2))
-    model = Wing(prefix_that_takes_two)
-    params = {'gln': {'kernel': jnp.eye(2), 'bias': jnp.ones(2)}}
-    params['gln2'] = params['gln']
-
-    def fn(params):
-        y, written = model.apply({'params': params}, x, mutable=['params'])
-        return {'y': y.sum(), 'penalty': jnp.sum(written['params']['gln']['kernel'])}
-
-    report = flow_of(fn, params)
-    assert report.status_of('y', 'gln/kernel') == 'stopped'
-    assert report.status_of('penalty', 'gln/kernel') == 'flows'
-
-
 def test_all_orders_are_stopped_where_the_inner_one_was_meant():
     """Hazard 25: a step in the inner loop, its parameters stopped."""
 
@@ -813,29 +646,19 @@ def test_all_orders_are_stopped_where_the_inner_one_was_meant():
     assert statuses(lambda p: adapted(p, lax.stop_gradient), params)['scale'] != 'flows'
 
 
-def test_an_optimizer_mask_is_not_a_stop():
-    """Hazard 34: the backward pass of what only the optimizer freezes is there."""
-
-    def loss(p):
-        return jnp.sum(p['body'] * p['head'])
-
-    said = statuses(loss, {'body': A, 'head': B})
-    assert said == {'body': 'flows', 'head': 'flows'}
-
-
 # Bad input
 
 
-def refused(error: type[Exception], match: str) -> Any:
-    return pytest.raises(error, match=match)
+def refused(match: str) -> Any:
+    return pytest.raises(sg.errors.ArgumentTypeError, match=match)
 
 
 def test_functions_without_an_output_to_differentiate():
-    with refused(sg.errors.ArgumentTypeError, "(?s)'': int32.*has_aux=True"):
+    with refused(r'output of .* is int32\[\], which has no gradient'):
         flow_of(lambda p: jnp.argmax(p), A)
-    with refused(sg.errors.ArgumentTypeError, 'none at all'):
+    with refused('is empty'):
         flow_of(lambda p: None, A)
-    with refused(TypeError, "'1': str object"):
+    with refused("output '1' of .* is 'text', which has no gradient"):
         flow_of(lambda p: (p, 'text'), A)
     # A number is an output that nothing trains.
     report = flow_of(lambda p: (p, 1.0), A)
@@ -843,9 +666,9 @@ def test_functions_without_an_output_to_differentiate():
 
 
 def test_shapes_that_depend_on_values():
-    with refused(sg.errors.ArgumentTypeError, 'needs the values of its arguments'):
+    with refused('needs the values of its arguments'):
         flow_of(lambda p: p[jnp.nonzero(p)], A)
-    with refused(TypeError, '<lambda> at test_flow.py'):
+    with refused('<lambda> at test_flow.py'):
         flow_of(lambda p: p if p[0] > 0 else -p, A)
     # The sizes of arrays may be symbols.
     symbols = export.symbolic_shape('n, 3')
@@ -857,11 +680,9 @@ def test_host_callbacks():
     def called(p):
         return jax.pure_callback(np.sin, p['w'], p['w']) * p['b']
 
-    with refused(
-        sg.errors.ArgumentTypeError, r"(?s)'w' goes.*pure_callback, at test_flo"
-    ):
+    with refused("'w' would pass through pure_callback at test_flow.py"):
         flow_of(called, {'w': A, 'b': B})
-    with refused(sg.errors.ArgumentTypeError, "'w' goes"):
+    with refused("'w' would pass through"):
         sg.live(jax.jit(called), {'w': A, 'b': B})
 
     def stopped_before(p):
@@ -893,25 +714,10 @@ def test_mutable_arrays(jitted):
         lax.fori_loop(0, 2, turn, None)
         return ref[...]
 
-    with refused(sg.errors.ArgumentTypeError, 'a mutable array'):
+    with refused('through get at .*, swap at'):
         flow_of(jax.jit(written) if jitted else written, A)
 
 
 def test_primitives_without_a_derivative():
-    with refused(sg.errors.ArgumentTypeError, 'igamma_grad_a'):
+    with refused('igamma_grad_a'):
         flow_of(lambda p: lax.igamma_grad_a(p, jnp.ones_like(p)), A)
-
-
-def test_errors_of_the_function_come_through():
-    def wrong(p):
-        raise KeyError('mine')
-
-    with refused(KeyError, 'mine'):
-        flow_of(wrong, A)
-
-
-def test_literals_are_no_parameters():
-    closed = jax.make_jaxpr(lambda a: 2.0 * a)(A)
-    assert any(isinstance(v, Literal) for v in closed.jaxpr.eqns[0].invars)
-    flow, _ = Analysis.dependences()
-    assert flow.of(closed) == [1]

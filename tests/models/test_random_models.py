@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.errors import FlaxError
 
+import flax_sg as sg
 import interpreters
 import oracle
 import specs
@@ -31,6 +32,19 @@ def uneven(tree: Any) -> Any:
             for leaf in leaves
         ]
     )
+
+
+def assert_promise_kept(report: sg.flow.GradientFlow, gradients: list[Any]) -> None:
+    """What a report does not say to flow is exactly zero.
+
+    Args:
+        report: the report.
+        gradients: for each output the gradient, a tree of the parameters.
+    """
+    for row, gradient in zip(report.status, gradients, strict=True):
+        leaves = jax.tree.leaves(gradient)
+        for path, status, leaf in zip(report.parameters, row, leaves, strict=True):
+            assert status == 'flows' or oracle.is_zero(leaf), path
 
 
 def apply(model: Any, state: Any, mutable: Any, params: Any, x: Any) -> Any:
@@ -87,6 +101,10 @@ def check(spec: specs.Composite) -> None:
 
     expected = results(by_hand, STATE)
     oracle.assert_same(results(model, STATE), expected)
+    if params and not loops:
+        of_y = functools.partial(apply, model, state, STATE)
+        report = sg.gradient_flow(lambda p: of_y(p, X)[0][0], params)
+        assert_promise_kept(report, [expected[-1][0]])
 
     # Nothing is written into parameters, and reads after a block find what was there.
     *values, written, gradients = results(model, [*STATE, 'params'])

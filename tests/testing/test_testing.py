@@ -52,12 +52,9 @@ def test_constants_are_part_of_a_program():
     one = np.arange(16, dtype=np.float32) ** 2
     other = one + np.eye(16, dtype=np.float32)[7]
     testing.assert_same_program(lambda x: x * one, lambda x: x * one.copy(), one)
-    with pytest.raises(errors.ExpectationError) as info:
+    match = 'different programs: with the same operations'
+    with pytest.raises(errors.ExpectationError, match=match):
         testing.assert_same_program(lambda x: x * one, lambda x: x * other, one)
-    assert str(info.value).splitlines()[:2] == [
-        'the two functions are compiled to different programs.',
-        '  As many of each operation.',
-    ]
 
 
 def test_different_programs_are_counted_and_not_printed():
@@ -70,18 +67,12 @@ def test_different_programs_are_counted_and_not_printed():
     params = {'a': jnp.ones((3, 3)), 'b': jnp.ones((3, 2))}
     with pytest.raises(AssertionError) as info:
         testing.assert_same_program(jax.grad(loss), jax.grad(frozen), params, X)
-    head, columns, *rows = str(info.value).splitlines()
-    assert head == 'the two functions are compiled to different programs.'
-    assert columns.split() == ['first', 'second']
-    cells = {row.split()[0]: row.split()[1:] for row in rows[:-3]}
-    assert cells['cosine'] == ['1', '0']
-    flops = [int(cell.replace(',', '')) for cell in cells['flops']]
-    assert flops[0] > flops[1]
-    assert rows[-3] == 'The first line that differs:'
-    assert rows[-2].startswith('  first   ')
-    assert rows[-1].startswith('  second  ')
-    assert max(map(len, rows)) <= 130
-    assert len(rows) <= 18
+    counts, *lines = str(info.value).splitlines()
+    assert counts.startswith('The two functions compile to different programs: ')
+    assert 'cosine 1 and 0, ' in counts
+    assert lines[0] == 'The first line that differs:'
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= 130
 
 
 def test_the_settings_of_jit_are_compared():
@@ -132,7 +123,7 @@ def test_a_function_jitted_anew_is_told_so():
     counted = testing.assert_traces_once(lambda x: x + 1)
     jax.jit(counted)(X)
     jax.clear_caches()
-    with pytest.raises(errors.ExpectationError, match='made, or jitted, anew'):
+    with pytest.raises(errors.ExpectationError, match='jit the function once'):
         jax.jit(counted)(X)
 
 
@@ -154,7 +145,7 @@ def test_a_trace_that_fails_does_not_count():
 def test_what_would_count_nothing_is_refused():
     with pytest.raises(errors.ArgumentTypeError, match=r'jit\(assert_traces_once\(s'):
         testing.assert_traces_once(jax.jit(jnp.sin))
-    with pytest.raises(errors.ArgumentTypeError, match='outside of any'):
+    with pytest.raises(errors.ArgumentTypeError, match='outside of any trace'):
         testing.assert_traces_once(np.sin)(1.0)
 
 
@@ -188,42 +179,52 @@ def test_only_means_no_less_and_no_more(where):
         testing.assert_trains_only(LOSSES, where, output='gln')
 
 
-def test_a_failing_assertion_is_a_table():
+def message(holds, flow, *args, **kwargs) -> str:
     with pytest.raises(errors.ExpectationError) as info:
-        testing.assert_trains_only(LOSSES, ['gln_0/**', 'head/*'], output='gln')
-    assert str(info.value).splitlines() == [
-        "The output Glob('gln') trains Glob('gln_0/**') | Glob('head/*') and nothing "
-        'else: this does not hold.',
-        '  output  parameter    expected  found    at',
-        '  gln     head/kernel  trains    stopped  model.py:35 (Net.target)',
-        '  gln     scale        stopped   trains   model.py:31 (Net.__call__)',
+        holds(flow, *args, **kwargs)
+    return str(info.value)
+
+
+def test_a_failing_assertion_names_parameters_and_lines():
+    only, stopped = testing.assert_trains_only, testing.assert_stopped
+    where = ['gln_0/**', 'head/*']
+    assert message(only, LOSSES, where, output='gln') == (
+        "Expected a gradient to Glob('gln_0/**') | Glob('head/*') and to nothing else, "
+        "but output 'gln' does not train 1 of its parameters: head/kernel.\n"
+        'head/kernel is stopped at model.py:35 (Net.target).\n'
+        "Output 'gln' trains 1 other parameter: scale.\n"
+        'scale is used at model.py:31 (Net.__call__).'
+    )
+    assert message(stopped, LOSSES, 'scale', output='*').splitlines()[1:] == [
+        'scale is used at model.py:31 (Net.__call__).',
+        "Output 'code' trains 1 of its parameters: scale.",
+        'scale is used at model.py:31 (Net.__call__).',
+        '3 outputs are wrong.',
     ]
-
-
-def test_parameters_of_a_module_share_a_row_and_long_tables_end():
     paths = [f'layer_{n}/{name}' for n in range(20) for name in ('bias', 'kernel')]
-    flow = report({'': ['flows'] * 40}, {path: [STOPPED, LIVE] for path in paths})
-    with pytest.raises(AssertionError) as info:
-        testing.assert_stopped(flow, True)
-    lines = str(info.value).splitlines()
-    assert lines[:3] == [
-        'The function trains nothing of Constant(True): this does not hold.',
-        '  output  parameter       expected  found   at',
-        '  output  layer_0/* (2)   stopped   trains  model.py:31 (Net.__call__)',
-    ]
-    assert lines[-1] == '  and 8 more'
-    assert len(lines) == 15
+    other = dataclasses.replace(LIVE, source='model.py:32 (Net.__call__)')
+    flow = report(
+        {'': ['flows'] * 40}, {path: [STOPPED, LIVE, other] for path in paths}
+    )
+    assert message(stopped, flow, True) == (
+        'Expected no gradient to all parameters, but the loss trains 40 of its '
+        'parameters: layer_0/bias, layer_0/kernel, layer_1/bias, 37 more.\n'
+        'layer_0/bias is used at model.py:31 (Net.__call__) and 1 more.'
+    )
 
 
 def test_what_no_output_uses_is_not_trained():
     flow = report({'a': ['unused'], 'b': ['unused']}, {'dense/kernel': []})
     testing.assert_stopped(flow, True)
     testing.assert_stopped(flow, True, output='a')
-    with pytest.raises(AssertionError) as info:
-        testing.assert_flows(flow, 'dense/**')
-    assert str(info.value).splitlines()[-1] == (
-        '  together  dense/kernel  trains    not used'
+    assert message(testing.assert_flows, flow, 'dense/**') == (
+        "Expected a gradient to 'dense/**', but the loss does not train 1 of its "
+        'parameters: dense/kernel.\ndense/kernel is not used.'
     )
+    # Used by one output, whose gradient another operation on its way stops.
+    flow = report({'a': ['stopped'], 'b': ['flows']}, {'dense/kernel': [LIVE]})
+    text = message(testing.assert_flows, flow, 'dense/**', output='a')
+    assert text.endswith('dense/kernel is used at model.py:31 (Net.__call__).')
 
 
 def test_leaves_without_a_gradient_are_free():
@@ -239,9 +240,9 @@ def test_leaves_without_a_gradient_are_free():
 def test_what_names_nothing_is_refused():
     with pytest.raises(errors.UnusedFilterError, match='gln_0/dense/kernel'):
         testing.assert_stopped(LOSSES, ['gln_1/**', 'head/**'])
-    with pytest.raises(errors.UnknownNameError, match=r"no output .*'explain'"):
+    with pytest.raises(errors.UnknownNameError, match=r"no output 'explain'"):
         testing.assert_stopped(LOSSES, 'head/**', output='explain')
-    with pytest.raises(errors.UnknownNameError, match=r"no output .*'explain'"):
+    with pytest.raises(errors.UnknownNameError, match=r"no output 'explain'"):
         testing.assert_stopped(LOSSES, 'head/*', output=['code', 'explain'])
     with pytest.raises(errors.UnknownNameError, match='no output'):
         testing.assert_stopped(LOSSES, 'head/**', output=False)
