@@ -1,0 +1,150 @@
+"""Which classes are watched for values that ``setup`` keeps, and that none is missed.
+
+Hooks stand on the attributes of classes with a ``setup`` alone. A class may come after
+the others were found, have attribute hooks of its own, or inherit them.
+"""
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import oracle
+from flax_sg import linen as nn
+from flax_sg.engine import setup_values
+from flax_sg.internals import modules
+
+W = jnp.array([1.0, -2.0])
+VARIABLES = {'params': {'w': W}}
+
+
+def ones(key: Any) -> Any:
+    return jnp.ones(2)
+
+
+def class_that_keeps(*bases: type, **members: Any) -> Any:
+    """A new class, of which there is no instance."""
+
+    def setup(self: Any) -> None:
+        self.w = self.param('w', ones)
+        self.square = self.w**2
+
+    members = {'setup': setup, '__module__': __name__, **members}
+    return type('Keeps', (*bases, fnn.Module), members)
+
+
+def read_kept(model: Any) -> Any:
+    return model.w + model.square
+
+
+def grads(use: Any) -> Any:
+    """The gradient by ``w`` of what is read of it, outside and then in a block."""
+    return jax.grad(lambda v: jnp.sum(use(v)))(VARIABLES)['params']['w']
+
+
+def in_a_block(make: Any, read: Any = read_kept) -> Any:
+    """The gradient where a model is made, bound and read in a block, and after it."""
+
+    def use(variables: Any) -> Any:
+        with nn.stop_gradient('w'):
+            model = make()().bind(variables)
+            stopped = read(model)
+        return stopped + 3 * read(model)
+
+    return grads(use)
+
+
+def around_a_block(make: Any, read: Any = read_kept) -> Any:
+    """The same for one that was set up before."""
+
+    def use(variables: Any) -> Any:
+        model = make()().bind(variables)
+        before = read(model)
+        with nn.stop_gradient('w'):
+            stopped = read(model)
+        return before + stopped + 2 * read(model)
+
+    return grads(use)
+
+
+REMEMBER = setup_values._arguments, setup_values._cached_properties
+BY_HAND = 3 * (1 + 2 * W)
+
+
+class Plain:
+    """No module: attributes of a module that inherits it are found by this class."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
+class Known(class_that_keeps()):
+    """A base class that is found before any other one is made."""
+
+
+CLASSES = {
+    'a class': class_that_keeps,
+    'a class that inherits': lambda: class_that_keeps(Known),
+    'a setup that is inherited': lambda: type('Inherits', (Known,), {}),
+    'a setup of no module': lambda: type(
+        'Mixed', (type('Mixin', (), {'setup': Known.setup}), fnn.Module), {}
+    ),
+    'attributes by a method of another base': lambda: class_that_keeps(Known, Plain),
+}
+
+
+@pytest.mark.parametrize('use', [in_a_block, around_a_block])
+@pytest.mark.parametrize('name', CLASSES)
+def test_what_a_new_class_keeps_is_seen_in_a_block(name, use):
+    oracle.assert_same(use(CLASSES[name]), BY_HAND)
+
+
+@pytest.mark.parametrize('use', [in_a_block, around_a_block])
+def test_a_cached_property_of_a_new_class_is_not_kept_stopped(use):
+    def make() -> Any:
+        cls = type(
+            'Caches',
+            (fnn.Module,),
+            {
+                'setup': lambda self: setattr(self, 'w', self.param('w', ones)),
+                'square': functools.cached_property(lambda self: self.w**2),
+                '__module__': __name__,
+            },
+        )
+        vars(cls)['square'].wrapped.__set_name__(cls, 'square')
+        return cls
+
+    found = use(make, lambda model: model.square)
+    oracle.assert_same(found, 3 * 2 * W)
+
+
+def test_a_class_that_nobody_has_any_more_is_not_held():
+    cls = class_that_keeps()
+    with nn.stop_gradient('w', unused='ignore'):
+        read_kept(cls().bind(VARIABLES))
+    with nn.stop_gradient('w', unused='ignore'):
+        pass
+    ref = weakref.ref(cls)
+    # The last 4,096 classes are remembered.
+    for cache in (modules.has_setup, *REMEMBER):
+        cache.cache_clear()
+    del cls
+    jax.clear_caches()
+    gc.collect()
+    assert ref() is None
+
+
+def test_flax_is_left_as_it_was():
+    cls = class_that_keeps()
+    before = [dict(vars(c)) for c in (fnn.Module, Known, cls)]
+    with nn.stop_gradient('w'):
+        read_kept(cls().bind(VARIABLES))
+        assert '__getattribute__' in vars(Known)
+        assert '__getattribute__' in vars(cls)
+        assert '__getattribute__' not in vars(fnn.Module)
+    assert [dict(vars(c)) for c in (fnn.Module, Known, cls)] == before
