@@ -14,6 +14,7 @@ file             private names for
 ``jaxprs``       equations, their parameters and places in the source
 ``tables``       ``nn.tabulate``
 ``frames``       frames of the stack: which are the user's
+``places``       the line, the thread and the asyncio task of a call
 ``required``     what gradients depend on in all of these: the import checks it
 ``versions``     what is said of other versions
 ``optional``     packages that only some features need
