@@ -171,6 +171,19 @@ OPAQUE: dict[str, type[Route]] = {
 }
 
 
+class SeveralThings(Route):
+    """Modules, variables and arrays in one list; modules stay the ones they are."""
+
+    def setup(self):
+        self.w = param(self, 'w')
+        v = self.variable('params', 'v', lambda: jnp.ones(3))
+        self.things = [nn.Dense(3), self.w * 2.0, {'kid': NoisyKid(), 'v': v}, None]
+
+    def use(self, x):
+        dense, w, others, _ = self.things
+        return others['kid'](dense(x)) * w * others['v'].value
+
+
 class FunctionOfModule(Raw):
     """The function holds modules, one of which draws random numbers."""
 
@@ -308,6 +321,7 @@ class Stateful(Raw):
 
 ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     **VALUES,
+    'several things': SeveralThings,
     'call of a child': FromCallingChild,
     'parent': FromParent,
     'fields of others': FromFieldsOfOthers,

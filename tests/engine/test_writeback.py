@@ -591,6 +591,10 @@ def grow(program, module, x):
     module.put_variable('cache', 'pair', (x, *cache(module, 'pair'), jnp.sin(x)))
 
 
+def shrink(program, module, x):
+    module.put_variable('cache', 'pair', cache(module, 'pair')[1:])
+
+
 def in_cond(body):
     return lambda module, x: nn.cond(jnp.sum(x) > 0, body, body, module, x)
 
@@ -621,6 +625,24 @@ class Rewriting(Program):
 @pytest.mark.parametrize('body', [copy_over, swap, grow], ids=lambda f: f.__name__)
 def test_writes_of_what_was_read_in_a_lifted_body(body, lift):
     check(lambda how: Rewriting(how, body, lift), {'cache': CACHE})
+
+
+def test_branches_that_write_what_differs_in_structure_are_refused_by_jax():
+    class Differ(nn.Module):
+        where: Any
+
+        @nn.compact
+        def __call__(self, x):
+            with block(self.where, self.where is not None, collections='cache'):
+                return nn.cond(x[0, 0] > 0, *bodies, self, x)
+
+    bodies = [lambda module, x, fn=fn: fn(None, module, x) for fn in (grow, shrink)]
+    said = []
+    for where in (None, 'pair'):
+        with pytest.raises(TypeError) as caught:
+            Differ(where).apply({'cache': CACHE}, X, mutable=['cache'])
+        said.append(str(caught.value))
+    assert said[0] == said[1]
 
 
 # Branches and loops.
