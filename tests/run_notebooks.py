@@ -79,6 +79,8 @@ async def _run_all(sources: Sequence[Path], check: bool) -> list[str]:
             **os.environ,
             'IPYTHONDIR': profile,  # Nothing that a user has set up for other work.
             'PYTHONPATH': str(FOLDER.parent),  # This checkout, whatever is installed.
+            # Pictures in the notebook, whatever is set for other programs.
+            'MPLBACKEND': 'module://matplotlib_inline.backend_inline',
             SIZE: 'ci' if check else 'full',
         }
         if check:  # Machine code that is made in half the time, for programs run once.
