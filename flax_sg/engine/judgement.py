@@ -57,7 +57,7 @@ def _check_existence(block: Block) -> None:
     except (errors.UnusedFilterError, errors.FilterValueError) as error:
         nothing_met = not block.decisions and not block.collections
         if nothing_met and block.owner is None and block.rewrite.where.atoms:
-            raise _nothing_read(block.rewrite) from None
+            raise _nothing_read(block) from None
         root = None if block.owner is None else root_of(block.owner)
         if root is None or not root.initializing or root.scratch:
             raise
@@ -86,7 +86,7 @@ def _check_collections(block: Block) -> None:
     for name in named if isinstance(named, Iterable) else ():
         # A module without parameters is nothing out of the ordinary.
         if name not in block.collections and name != 'params':
-            raise _unknown_collection(name, sorted(block.collections))
+            raise _unknown_collection(block, name)
 
 
 def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
@@ -97,6 +97,7 @@ def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
     both = isinstance(where, filters.And)
     any_taken = both and any(ask.ask(path) is not False for path in everything)
     if error := find_unused(where, matched, everything, owner, any_taken):
+        error.add_note(_origin(block))
         raise error
 
 
@@ -210,21 +211,32 @@ def _is_below(names: tuple[str, ...], path: tuple[str, ...]) -> bool:
     return names[: len(path)] == path
 
 
-def _unknown_collection(name: str, known: Sequence[str]) -> errors.UnusedFilterError:
+def _origin(block: Block) -> str:
+    """The call that an error comes from: a traceback may show another line."""
+    return f'From {block.rewrite!r}, opened at {block.place}.'
+
+
+def _unknown_collection(block: Block, name: str) -> errors.UnusedFilterError:
     """A collection was named that does not exist under the extent."""
-    return errors.UnusedFilterError(
+    known = ', '.join(map(repr, sorted(block.collections)))
+    error = errors.UnusedFilterError(
         f'no collection {name!r} exists under this extent; there are '
-        f'{", ".join(map(repr, known)) or "none"}.\n'
+        f'{known or "none"}.\n'
         "Name one of these, or pass unused='ignore' if it may be absent.",
     )
+    error.add_note(_origin(block))
+    return error
 
 
-def _nothing_read(rewrite: object) -> errors.UnusedFilterError:
+def _nothing_read(block: Block) -> errors.UnusedFilterError:
     """No variable was read in a block at top level."""
-    return errors.UnusedFilterError(
-        f'{rewrite!r} held for a block in which no variable of a Flax module was '
-        'read, so it did nothing.\n'
-        'Open the block around the code that calls the model (jax.grad or '
-        'model.apply): results of jax.vjp and compiled programs made before it are '
-        "out of its reach. If nothing may be read here, pass unused='ignore'.",
+    error = errors.UnusedFilterError(
+        f'{block.rewrite!r} did nothing: no variable of a Flax module was read in its '
+        'block.\n'
+        'Open the block around jax.grad or model.apply: it cannot reach results of '
+        'jax.vjp and programs that were compiled before it.\n'
+        'For a tree of parameters write sg.stop_gradient(tree, where). If nothing may '
+        "be read here, pass unused='ignore'."
     )
+    error.add_note(_origin(block))
+    return error

@@ -21,14 +21,13 @@ def map_cotangent(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
-    """The cotangent of each selected parameter goes through a function, once.
+    """Passes the cotangent of each selected parameter through a function, once.
 
-    Values are those of the program without it, to the last bit. On the way back, what
-    all uses of a parameter in one extent and one ``apply`` add up to goes through
-    ``fn``, and on to whatever differentiates the parameter. Scans, ``remat`` and
-    ``jit`` inside the extent add up before it. In the body of a scan it is the
-    cotangent of one step, under ``vmap`` that of one example, where the parameters
-    themselves are mapped over.
+    Values stay the same to the last bit. In the backward pass JAX sums the cotangents
+    of all uses of a parameter in one block and one ``apply``, scans, ``remat`` and
+    ``jit`` in the block included. ``fn`` maps this sum, and the result goes to whatever
+    differentiates the parameter. Where a scan or ``vmap`` around the block maps over
+    the parameters themselves, ``fn`` gets the cotangent of one step or one example.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -43,17 +42,17 @@ def map_cotangent(
     >>> bool(jnp.all(jnp.abs(jax.grad(loss)(params)['layers_0']['kernel']) == 1.0))
     True
 
-    The value is for all extents, as that of ``nn.stop_gradient``: a block, a Module
-    class, a method or a function of a module, a module (each call of the wrapper is an
-    extent), ``flax_sg.core.lift`` on scopes, ``flax_sg.rewrite`` on trees.
+    Use the result as that of ``nn.stop_gradient``: in a ``with`` statement, on a Module
+    class, a method, a function or a module (each call of the wrapper is a block of its
+    own), with ``flax_sg.core.lift`` on scopes and ``flax_sg.rewrite`` on trees.
 
     Args:
         where: the parameters whose cotangents are mapped, by any kind of filter, see
             ``nn.stop_gradient``. ``True`` leaves integers out.
         fn: called as ``fn(path, cotangent, *values)``. It returns an array of the
-            cotangent's shape and dtype and has to be a function of what it is given:
-            what it reads otherwise is part of JAX's cache keys, as for filters.
-        *values: numbers and arrays, traced ones among them, that ``fn`` needs.
+            cotangent's shape and dtype. It may depend on its arguments alone: another
+            function is another program, which JAX compiles anew.
+        *values: numbers and arrays, traced or not, that ``fn`` needs.
         collections: the collections that ``where`` looks at.
         unused: ``'raise'`` if a part of ``where`` took no variable by the end of the
             extent, ``'ignore'`` to let that pass.
@@ -63,16 +62,15 @@ def map_cotangent(
 
     Raises:
         CotangentError: if a variable that is selected by name is no real or complex
-            array.
-        CotangentError: on the way back, if ``fn`` changes the shape or the dtype.
-        CotangentError: for derivatives forwards, ``jax.jvp`` or ``jax.jacfwd``.
-        ArgumentTypeError: if ``fn`` reads a traced value that it was not handed.
+            array; in the backward pass, if ``fn`` changes the shape or the dtype; in
+            forward mode, ``jax.jvp`` and ``jax.jacfwd``, which has no cotangents.
+        ArgumentTypeError: if ``fn`` reads a traced value that is no argument of it.
 
     Note:
         The innermost level that differentiates a parameter maps its cotangent. A
-        derivative of the gradient is that of the mapped gradient, as a function of the
-        parameters. What no output depends on has no cotangent, and ``fn`` is not
-        called. Asked for at the end of google/flax issue #1857.
+        second derivative is that of the mapped gradient. JAX does not call ``fn`` for a
+        parameter that no output depends on. Asked for at the end of google/flax issue
+        #1857.
     """
     rule = cotangents.Map(fn, tuple(map(constants.owned, values)))
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
@@ -85,9 +83,9 @@ def scale_gradient(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
-    """The gradient of the selected parameters is multiplied by a number.
+    """Multiplies the gradient of the selected parameters by a number.
 
-    It is linear, so derivatives forwards are right too: their tangents are multiplied.
+    Forward mode works too: it multiplies the tangents.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -101,9 +99,9 @@ def scale_gradient(
 
     Args:
         where: the parameters, as for ``map_cotangent``.
-        factor: one number, traced or not, such as a schedule makes it. It is converted
-            to the dtype of the parameter. With 0 there is a backward pass that computes
-            zeros: to have none, use ``nn.stop_gradient``.
+        factor: one number, traced or not, such as a schedule returns. It is converted
+            to the dtype of the parameter. A factor of 0 computes a backward pass of
+            zeros; ``nn.stop_gradient`` computes none.
         collections: as for ``map_cotangent``.
         unused: as for ``map_cotangent``.
 
@@ -124,7 +122,7 @@ def reverse_gradient(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
-    """The gradient of the selected parameters is reversed: they make the loss larger.
+    """Reverses the gradient of the selected parameters, which then raise the loss.
 
     It is ``scale_gradient(where, -factor)``. One loss then trains a discriminator and,
     against it, the features that it sees:
@@ -149,8 +147,7 @@ def reverse_gradient(
     Note:
         Domain-adversarial training (Ganin and Lempitsky, 2015).
     """
-    signed = constants.number('factor', factor)
-    rule = cotangents.Scale(-signed)
+    rule = cotangents.Scale(-constants.number('factor', factor))
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -163,7 +160,7 @@ def clip_gradient(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
-    """The gradient of the selected parameters is clipped, as the extent adds it up.
+    """Clips the gradient of the selected parameters, summed over the block.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -182,9 +179,9 @@ def clip_gradient(
             parts.
         norm: the largest Euclidean norm of each leaf.
         global_norm: the largest Euclidean norm of all selected leaves together, as in
-            ``optax.clip_by_global_norm``. All that the tree holds when the first of
-            them is read count, read or not; those that are not differentiated do not.
-            Norms are computed with at least 32 bits.
+            ``optax.clip_by_global_norm``. Selected leaves count whether they are read
+            or not, if the tree holds them when the first one is read and something
+            differentiates them. Norms are computed with at least 32 bits.
         collections: as for ``map_cotangent``.
         unused: as for ``map_cotangent``.
 
@@ -213,9 +210,8 @@ def clip_gradient(
     number = constants.number(name, bound)
     if not isinstance(bound, tracing.Tracer) and not bound >= 0:
         raise errors.ArgumentValueError(f'{name}={bound}: expected a number from 0 on.')
-    return rewrites.BlockDecorator(
-        filters.as_filter(where), made[name](number), collections, unused
-    )
+    rule = made[name](number)
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def print_cotangent(
@@ -224,7 +220,7 @@ def print_cotangent(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
-    """The cotangent of each selected parameter is printed, with its path.
+    """Prints the cotangent of each selected parameter, with its path.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -242,12 +238,11 @@ def print_cotangent(
         unused: as for ``map_cotangent``.
 
     Returns:
-        As ``map_cotangent``. It is ``jax.debug.callback`` that prints: compiled
-        programs print too, in no fixed order.
+        As ``map_cotangent``. ``jax.debug.callback`` prints, in compiled programs too,
+        in no fixed order.
     """
-    return rewrites.BlockDecorator(
-        filters.as_filter(where), cotangents.Print(), collections, unused
-    )
+    rule = cotangents.Print()
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def replace_cotangent(
@@ -259,7 +254,7 @@ def replace_cotangent(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
-    """Another value takes the place of the gradient of the selected parameters.
+    """Gives the selected parameters another value as their gradient.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -277,7 +272,7 @@ def replace_cotangent(
         where: the parameters, as for ``map_cotangent``.
         value: a number, or an array of the shape and the dtype of the parameters,
             traced or not.
-        variable: in its place, the path of a variable whose stored value it is, by the
+        variable: instead of ``value``, the path of a variable that holds it, by the
             same rules as paths in ``where``.
         collection: the collection of that variable, ``'params'`` by default. Alone: the
             variable of the same path in this collection.
@@ -289,7 +284,7 @@ def replace_cotangent(
 
     Raises:
         CotangentError: if the value has another shape or dtype.
-        UnknownNameError: on the way back, if there is no such variable.
+        UnknownNameError: in the backward pass, if there is no such variable.
         ArgumentValueError: unless there is either a value or a variable.
     """
     named = variable is not None or collection is not None
@@ -314,7 +309,7 @@ def copy_cotangent(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
-    """Parameters get the gradient of another parameter, or that one too.
+    """Gives parameters the gradient of another parameter, instead of or with theirs.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -327,9 +322,9 @@ def copy_cotangent(
     [4.0, 4.0]
 
     Args:
-        sources: for each parameter that gets a gradient the one whose it is, by their
-            paths: ``{target: source}``, no patterns. A source that is a target itself
-            hands on what it was given. The target need not be read in the extent.
+        sources: ``{target: source}``, paths without patterns: the target gets the
+            gradient of the source. A source that is a target itself passes on the
+            gradient that it got. The block need not read the target.
         add: whether a target keeps its own gradient as well.
         collections: as for ``map_cotangent``.
         unused: as for ``map_cotangent``, of all these paths.
@@ -338,7 +333,7 @@ def copy_cotangent(
         As ``map_cotangent``.
 
     Raises:
-        ArgumentValueError: if a parameter gets its own gradient in a roundabout way.
+        ArgumentValueError: if sources form a cycle.
         CotangentError: if two parameters differ in shape or dtype.
     """
     given: Any = sources
@@ -351,6 +346,5 @@ def copy_cotangent(
         )
     named = dict.fromkeys([*sources, *sources.values()])
     where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
-    return rewrites.BlockDecorator(
-        filters.as_filter(where), joint.Copy(sources, add), collections, unused
-    )
+    rule = joint.Copy(sources, add)
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)

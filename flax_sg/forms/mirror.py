@@ -12,36 +12,37 @@ from flax.linen import nowrap
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
-from flax_sg.forms import frozen, rng_policy, state_policy, substitute, targets
+from flax_sg.forms import policies, substitute, wrappers
 from flax_sg.internals import modules
 from flax_sg.rules import rules
 
 
-class Mirror(frozen.Rewritten):
+class Mirror(wrappers.Rewritten):
     """What ``mirror`` returns.
 
     Attributes:
         values: a rewrite that brings other values; None for those of the module.
-        rngs: which random numbers it draws.
+        rngs: which random numbers a call draws.
     """
 
-    state: str = state_policy.HOLD
+    state: str = policies.HOLD
     values: rules.Rewrite | None = None
-    rngs: str = rng_policy.SAME
+    rngs: str = policies.SAME
 
     def __post_init__(self) -> None:
-        rng_policy.check(self.rngs)
+        policies.check('rngs', self.rngs, policies.RNGS)
         super().__post_init__()
 
     @nowrap
     @contextlib.contextmanager
-    def _extent(self, judge: bool) -> Generator[Any]:
-        """As of every wrapper, with the random numbers and values of the view."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(rng_policy.handled(self.module, self.rngs))
-            if self.values is not None:
-                stack.enter_context(self._block(self.values, judge))
-            yield stack.enter_context(super()._extent(judge))
+    def _extent(self, judge: bool) -> Generator[None]:
+        """The extent of every wrapper, with random numbers and values of the view."""
+        values = contextlib.nullcontext()
+        if self.values is not None:
+            values = self._block(self.values, judge)
+        rngs = policies.handle_rngs(self.module, self.rngs)
+        with rngs, values, super()._extent(judge):
+            yield
 
 
 def mirror(
@@ -49,15 +50,16 @@ def mirror(
     where: filters.Where = True,
     *,
     variables: Mapping[str, Any] | substitute.Values | None = None,
-    rngs: str = rng_policy.SAME,
-    state: str = state_policy.HOLD,
+    rngs: str = policies.SAME,
+    state: str = policies.HOLD,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Any:
     """A view of a module: the same parameters, seen through ``stop_gradient``.
 
-    It has no parameters of its own. Calls, methods, attributes and submodules are those
-    of ``module``, which may come first or later, at initialization too.
+    Use it for a target, a teacher or a second branch that must not be trained. A view
+    has no parameters of its own. Calls, methods, attributes and submodules are those of
+    ``module``. ``module`` may be called before the view or after it.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -89,37 +91,36 @@ def mirror(
         module: a Module instance, in ``setup``, in a compact or any other method, or
             bound at top level. A module may mirror itself.
         where: the parameters to stop, by paths relative to ``module``; all by default.
-        variables: what to read instead of the module's own variables, by
-            ``nn.substitute``. A tree like these, with collections on top, and all
-            variables of a collection. Collections that are not in it, and modules
-            that lie elsewhere, are read as they are. Or the name of a collection of
-            such parameters, a bound module, or a function of the module's own. None
-            for the module's own. A block around the view changes the module's own,
-            and not what is read in their place.
+        variables: other values to read, as ``nn.substitute`` takes them; None for the
+            module's own. A tree has collections on top, and all variables of each
+            collection; other collections, and modules that lie elsewhere, are read as
+            they are. Or the name of a collection, a bound module, or a function of the
+            module's own values. A block around the view rewrites the module's own
+            variables, and not these values.
         rngs: which random numbers a call draws:
 
             * ``'same'``: the n-th call of a view draws what the n-th call of the
-              module does, in whichever order they come: the same dropout masks. All
-              views of a module are counted together, and the draws of the module are
-              what they are without a view. The body of
-              ``nn.scan`` is traced twice and counts go on: there the two have to be
-              called equally often;
+              module does, such as the same dropout masks, in whichever order they come.
+              All views of a module are counted together. The module draws what it
+              draws without a view. Flax traces the body of ``nn.scan`` twice and goes
+              on counting, so call module and view equally often there;
             * ``'fresh'``: new ones, as another call of the module would.
         state: what happens to batch statistics and other state, as in ``nn.Frozen``.
-            ``'hold'`` by default: they are updated once, by the module itself. The
-            values given as ``variables`` are not updated: a call reads them as they
-            are given, also after it has written such a variable.
+            ``'hold'`` by default: only the module itself updates them. Each call reads
+            the values given as ``variables`` as they were given, even if an earlier
+            call wrote them.
         collections: the collections that ``where`` looks at.
         unused: as in ``nn.Frozen``.
 
     Returns:
-        A Module that can be called, kept, passed on and lifted in the place of
+        A Module that can be called, assigned in ``setup``, passed on and lifted like
         ``module``.
 
     Raises:
         ArgumentTypeError: if ``module`` is no module.
-        StructureError: at a read, if there is no other value, or it does not fit.
-        UnusedFilterError: at the end of a call, if a value belongs to no variable.
+        StructureError: at a read, if a value is missing or does not fit.
+        UnusedFilterError: at the end of a call, if a value belongs to no variable, or a
+            part of ``where`` matches none.
         ArgumentValueError: for another ``rngs`` or ``state``.
 
     Note:
@@ -127,14 +128,14 @@ def mirror(
         deep Q-learning (Mnih et al., 2015) have targets like these.
     """
     if not isinstance(module, modules.Module):
-        raise targets.not_wrappable('mirror', module)
-    if variables is not None and state == state_policy.UPDATE:
-        choices = {k: v for k, v in state_policy.CHOICES.items() if k != state}
+        raise wrappers.not_wrappable('mirror', module)
+    if variables is not None and state == policies.UPDATE:
+        choices = {k: v for k, v in policies.STATE.items() if k != state}
         raise errors.unknown_choice('with variables=, state', state, choices)
     values = None
     if isinstance(variables, Mapping):
         values = substitute.substitute(variables, collections=[*variables])
-        # One that the tree lacks is a mistake, and not read as it is.
+        # A variable that the tree lacks is a mistake: its read raises.
         values = dataclasses.replace(values, where=values.where | _is_own)
     elif variables is not None:
         values = substitute.substitute(variables)

@@ -152,16 +152,12 @@ def substitute(
         UnusedFilterError: if a value belongs to no leaf.
         UnusedFilterError: if a part of ``where`` matches no leaf.
     """
-    leaves = leaves_of(tree)
-    check_unused(unused)
     chosen = filters.as_filter(True if where is None else where)
     if callable(values):
-        of_leaf = substitutes.FromFunction(values)
-        [takes] = selected([leaves.paths], chosen, unused)
-        return leaves.restore(
-            filters.merged(take, of_leaf(path, leaf), leaf, path) if take else leaf
-            for (path, leaf), take in zip(leaves, takes, strict=True)
-        )
+        rule = substitutes.FromFunction(values)
+        return rewrite(tree, rules.Rewrite(chosen, rule, True, unused))
+    leaves = leaves_of(tree)
+    check_unused(unused)
     given = leaves_of(values)
     there = {
         keys: (path, leaf)

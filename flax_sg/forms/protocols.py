@@ -9,7 +9,6 @@ wrapper has one class for all modules, and its ``__call__`` is ``nn.nowrap``: ot
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import types
 from collections.abc import Callable
@@ -124,9 +123,3 @@ def _start(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return getattr(wrapper.module, name)(*args, **kwargs)
 
     return start
-
-
-def key_paths(module: Any) -> dict[str, str]:
-    """What Kauldron feeds to a module: for each argument the key of a batch."""
-    kontext: Any = importlib.import_module('kauldron.kontext')
-    return kontext.get_keypaths(module)

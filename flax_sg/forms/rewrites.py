@@ -1,20 +1,44 @@
-"""What ``nn.stop_gradient(where)`` returns, for ``with``, ``@`` and calls."""
+"""What ``nn.stop_gradient(where)`` returns: for ``with``, for ``@`` and for calls.
+
+A block around some lines is open from ``with`` to the end of its body. Around a
+function, a method or a Module class each call opens a block of its own, since calls
+nest and run in several threads. A generator function has returned before its body
+runs, so a block around its calls would stop nothing: that raises.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, overload
+
+from flax.core.scope import Scope
 
 from flax_sg import errors, filters
 from flax_sg.engine import extents
-from flax_sg.forms import lifted, targets
-from flax_sg.internals import places
+from flax_sg.filters.refusals import brief
+from flax_sg.forms import wrappers
+from flax_sg.internals import modules, places
 from flax_sg.rules import rules
 
 T = TypeVar('T')
+P = ParamSpec('P')
+
+# What returns before its body has run, and what it returns.
+_RUN_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+_NOT_RUN = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+# What is no target: filters, and trees.
+_NO_TARGETS = (str, Mapping, Sequence, re.Pattern, filters.Filter)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -40,7 +64,7 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
 
     def __enter__(self) -> Self:
         self._use()
-        extents.open_block(self, lifted.running_scope())
+        extents.open_block(self, running_scope())
         return self
 
     def _close(self, exc_type: type[BaseException] | None) -> None:
@@ -56,8 +80,8 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
         if places.is_dropped_at(self._call):
             place = places.Place.here()
             places.warn_without_effect(
-                f'{self!r} is made at {place} and dropped, so it has no effect.\n'
-                f'Write with nn.{self.rule.name}(...): and the code below it.',
+                f'{self!r}, made at {place}, is dropped and has no effect.\n'
+                'Write with before it, and below it the code that it is for.',
                 place,
             )
 
@@ -83,50 +107,219 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
 
         Raises:
             ArgumentTypeError: for a generator function or a coroutine: its body runs
-                when the call is over.
+                when the call is over. For what has no calls, such as a tree.
+            UnknownNameError: for ``methods`` that the class does not have.
         """
         self._use()
-        return lifted.lift(self, target, methods)
+        lifted: Any = _lifted(self, target, methods)
+        return lifted
 
 
-class _LeftOut:
-    """No argument; signatures, as editors and the reference show them, say so."""
-
-    def __repr__(self) -> str:
-        return 'LEFT_OUT'
-
-
-LEFT_OUT: Any = _LeftOut()
-
-
-def filter_of(name: str, target: Any, where: Any) -> filters.Filter:
-    """The filter that is asked for; the only positional argument is the filter."""
-    if where is LEFT_OUT:
-        where = target
-    if where is LEFT_OUT:
-        raise errors.FilterTypeError(
-            f'{name}() takes a filter that says which parameters are meant, such as '
-            f"{name}('encoder/**')."
+def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
+    if modules.is_module_class(target):
+        return _lifted_class(rewrite, target, methods)
+    if methods is not None:
+        raise _methods_without_class(methods)
+    if isinstance(target, modules.Module):
+        stops = isinstance(rewrite.rule, rules.StopGradient)
+        return (wrappers.Frozen if stops else wrappers.Rewritten)(
+            target,
+            rewrite.where,
+            collections=rewrite.collections,
+            unused=rewrite.unused,
+            rule=rewrite.rule,
         )
-    return filters.as_filter(where)
+    if isinstance(target, (staticmethod, classmethod)):
+        return type(target)(_lifted(rewrite, target.__func__))
+    if isinstance(target, (type, filters.Filter)) or not callable(target):
+        raise _not_liftable(rewrite.rule.name, target)
+    if inspect.ismethod(target) and isinstance(target.__self__, modules.Module):
+        method = target.__func__
+        return types.MethodType(
+            _lifted_function(rewrite, method, method), target.__self__
+        )
+    return _lifted_function(rewrite, target, modules.as_method(target))
 
 
-def decorated(
-    name: str, rewrite: BlockDecorator, target: Any, argument: Any, methods: Any
+def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
+    if isinstance(target, functools.partial):
+        cls = _lifted_class(rewrite, target.func, methods)
+        return functools.partial(cls, *target.args, **target.keywords)
+    # The methods are as Flax has wrapped them: the block is around setup and all.
+    lifted = {
+        name: _lifted_function(rewrite, getattr(target, name), getattr(target, name))
+        for name in _method_names(target, methods)
+    }
+    # The name is what Flax calls the module by: with another one its parameters
+    # would have other paths.
+    kept = ('__doc__', '__module__', '__qualname__')
+    same = {name: getattr(target, name) for name in kept}
+    return type(target)(target.__name__, (target,), {**same, **lifted})
+
+
+def _method_names(cls: type, methods: Any) -> tuple[str, ...]:
+    methods = '__call__' if methods is None else methods
+    several = isinstance(methods, Iterable) and not isinstance(methods, str)
+    names: tuple[Any, ...] = tuple(methods) if several else (methods,)
+    if not all(isinstance(name, str) for name in names):
+        raise errors.UnknownNameError(
+            f'methods={methods!r} names no methods: expected their names, such as '
+            "methods=['encode'].",
+        )
+    for name in names:
+        if not callable(getattr(cls, name, None)):
+            raise _unknown_method(name, cls)
+    return names
+
+
+def _lifted_function(
+    rewrite: rules.Rewrite, fn: Callable[..., Any], of_module: Callable[..., Any]
 ) -> Any:
-    """The target with blocks around its calls; the rewrite itself without a target.
+    """A function with a block around each call.
 
     Args:
-        name: the name of the function that is called.
-        rewrite: what is asked for.
-        target: the first positional argument.
-        argument: the second one; without it the first is no target.
-        methods: the names of the methods of a class that are lifted.
+        rewrite: what holds in the blocks.
+        fn: a method in the body of its class, or any function.
+        of_module: what is called for a module whose methods are not running.
     """
-    if target is not LEFT_OUT and argument is not LEFT_OUT:
-        if isinstance(target, (str, Mapping, Sequence, re.Pattern, filters.Filter)):
-            raise targets.not_liftable(name, target, argument)
+    if any(is_kind(fn) for is_kind in _RUN_LATER):
+        raise _runs_later(fn)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        module: Any = args[0] if args else None
+        called = fn
+        if isinstance(module, modules.Module) and module.scope is not None:
+            owner, judged = module.scope, extents.EXISTENCE
+            if modules.current_module() is not module:
+                called = of_module
+        else:
+            owner, judged = running_scope(), extents.READS
+        with extents.Extent(rewrite, owner, judged):
+            y = called(*args, **kwargs)
+        if isinstance(y, _NOT_RUN):
+            raise _runs_later(fn)
+        return y
+
+    return wrapper
+
+
+def running_scope() -> Scope | None:
+    """The scope of the module whose method is running: of a block that opens now."""
+    module = modules.current_module()
+    return None if module is None else module.scope
+
+
+class TakesTarget(Protocol[P]):
+    """A function ``make(where)`` that may be called as ``make(target, where)`` too."""
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> BlockDecorator: ...
+    @overload
+    def __call__(self, target: T, /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+
+def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
+    """Lets a function that makes a rewrite take what to lift as its first argument.
+
+    ``nn.stop_gradient(nn.Dense, 'kernel')`` is then what
+    ``nn.stop_gradient('kernel')(nn.Dense)`` is. A single argument is never the target:
+    a function is a filter, too.
+
+    Args:
+        make: its first parameter says which variables. A parameter ``methods`` is not
+            handed to it: it goes to ``BlockDecorator.lift``.
+    """
+    name = make.__name__
+    first, *_ = inspect.signature(make).parameters
+
+    @functools.wraps(make)
+    def with_target(*args: Any, methods: Any = None, **kwargs: Any) -> Any:
+        given = len(args) + (first in kwargs)
+        if given == 0:
+            raise _nothing_given(name, first)
+        if given == 1:
+            if methods is not None:
+                raise _methods_without_class(methods)
+            return make(*args, **kwargs)
+        target, *rest = args
+        rewrite = make(*rest, **kwargs)
+        if isinstance(target, _NO_TARGETS):
+            raise _not_liftable(name, target, rest[0] if rest else kwargs[first])
         return rewrite.lift(target, methods)
-    if methods is not None:
-        raise targets.methods_without_class(methods)
-    return rewrite
+
+    out: Any = with_target
+    return out
+
+
+# What cannot be decorated, and what to write in place of it.
+
+_EXAMPLES = {'where': "'encoder/**'", 'values': "{'encoder': {'bias': value}}"}
+_TREE_FORMS = {
+    'stop_gradient': 'sg.stop_gradient(tree, where)',
+    'substitute': 'sg.substitute(tree, values)',
+}
+
+
+def _nothing_given(name: str, first: str) -> errors.FilterTypeError:
+    return errors.FilterTypeError(
+        f'nn.{name}() lacks its argument {first!r}.\n'
+        f'Write nn.{name}({_EXAMPLES[first]}).'
+    )
+
+
+def _not_liftable(
+    name: str, target: object, argument: object = None
+) -> errors.ArgumentTypeError:
+    """Something was decorated that has no calls.
+
+    Args:
+        name: the name of the rule.
+        target: what was given.
+        argument: what was given with it, as in ``nn.stop_gradient(target, argument)``.
+    """
+    arrays = wrappers.arrays_in(target)
+    fix = wrappers.FOR_A_VALUE if hasattr(target, 'shape') else ''
+    if name == 'substitute' and isinstance(argument, str):
+        fix = f'To say which variables write where={argument!r}.'
+    elif arrays:
+        form = _TREE_FORMS.get(name, f'sg.rewrite(tree, nn.{name}(...))')
+        fix = wrappers.FOR_A_TREE.format(form)
+    elif argument is not None:
+        fix = f'For several filters write [{target!r}, {argument!r}].'
+    lines = [
+        f'nn.{name} cannot decorate {arrays or brief(target)}: expected a function, a '
+        'method, a Module class or a module.',
+        fix,
+    ]
+    return errors.ArgumentTypeError('\n'.join(filter(None, lines)))
+
+
+def _unknown_method(name: str, cls: type) -> errors.UnknownNameError:
+    """``methods=`` names a method that the class does not have."""
+    known = [
+        name
+        for name in dir(cls)
+        if callable(getattr(cls, name))
+        and (not name.startswith('__') or name == '__call__')
+    ]
+    close = difflib.get_close_matches(name, known, 3)
+    meant = f' Did you mean {" or ".join(map(repr, close))}?' if close else ''
+    return errors.UnknownNameError(f'{cls.__name__} has no method {name!r}.{meant}')
+
+
+def _methods_without_class(methods: object) -> errors.UnknownNameError:
+    return errors.UnknownNameError(
+        f'methods={methods!r} was given, but no Module class to lift.\n'
+        'Write nn.stop_gradient(Model, where, methods=[...]).',
+    )
+
+
+def _runs_later(fn: object) -> errors.ArgumentTypeError:
+    """A generator or a coroutine was decorated: a block around the call is no help."""
+    name = getattr(fn, '__qualname__', type(fn).__name__)
+    return errors.ArgumentTypeError(
+        f'{name} returns a generator or a coroutine, whose body runs when the call is '
+        'over and its block is closed.\n'
+        'Open the block in the body: with nn.stop_gradient(where):'
+    )

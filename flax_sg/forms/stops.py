@@ -1,9 +1,9 @@
-"""``stop_gradient`` and ``train_only``: the names that people write."""
+"""``stop_gradient``, ``train_only`` and ``read_only``: rules without a value."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from flax.core.scope import CollectionFilter
 
@@ -11,54 +11,24 @@ from flax_sg import errors, filters
 from flax_sg.forms import rewrites
 from flax_sg.rules import rules
 
-T = TypeVar('T')
 _LEVELS: dict[Any, str] = {None: 'all of them', 1: 'the innermost one'}
 
 
-@overload
+@rewrites.takes_target
 def stop_gradient(
     where: filters.Where,
-    /,
-    *,
-    collections: CollectionFilter = ...,
-    unused: str = ...,
-    levels: int | None = ...,
-) -> rewrites.BlockDecorator: ...
-@overload
-def stop_gradient(
-    *,
-    where: filters.Where,
-    collections: CollectionFilter = ...,
-    unused: str = ...,
-    levels: int | None = ...,
-) -> rewrites.BlockDecorator: ...
-@overload
-def stop_gradient(
-    target: T,
-    /,
-    where: filters.Where,
-    *,
-    methods: Sequence[str] | None = ...,
-    collections: CollectionFilter = ...,
-    unused: str = ...,
-    levels: int | None = ...,
-) -> T: ...
-def stop_gradient(
-    target: Any = rewrites.LEFT_OUT,
-    /,
-    where: Any = rewrites.LEFT_OUT,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
     levels: int | None = None,
-) -> Any:
+) -> rewrites.BlockDecorator:
     """Stops the gradient of the parameters that ``where`` selects.
 
-    Inside the extent these parameters are read through ``jax.lax.stop_gradient``.
-    Nothing else changes: outputs, random streams, mutable collections, every other
-    gradient, and reads before and after the extent are those of the program without
-    it. Gradients flow *through* a stopped module to its input.
+    In the block these parameters are read through ``jax.lax.stop_gradient``. Nothing
+    else changes: outputs, random streams, mutable collections, all other gradients, and
+    reads before and after the block. Gradients flow *through* a stopped module to its
+    input.
 
     ``where`` names what is **stopped**. To name what is trained instead, and stop
     everything else, write ``train_only``.
@@ -103,10 +73,10 @@ def stop_gradient(
     ...         return nn.Dense(1, name='dense')(x)
 
     Args:
-        target: what to decorate: any function or method, a Module class (or
-            ``functools.partial`` of one), or a module, see ``nn.Frozen``. Each call
-            opens a block of its own. Left out for a block or a decorator; a single
-            argument is always the filter, a function as well.
+        target: what to decorate, given before ``where``: any function or method, a
+            Module class (or ``functools.partial`` of one), or a module, see
+            ``nn.Frozen``. Each call opens a block of its own. Left out for a block or a
+            decorator: a single argument is always the filter, even if it is a function.
         where: the variables to stop, by paths relative to the module that opens the
             block, to the bound module that is the first argument of a decorated
             function, or to the instance of a decorated class; elsewhere relative to
@@ -119,11 +89,12 @@ def stop_gradient(
         collections: the collections that ``where`` looks at, as in other parts of
             Flax; ``'params'`` by default. ``True`` leaves out
             ``'_overwrite_with_gradient'``, whose new value *is* its gradient.
-        unused: ``'raise'`` if a part of ``where`` took no variable by the end of the
-            extent, ``'ignore'`` to let that pass.
+        unused: ``'raise'`` if a part of ``where`` matches no variable at the end of the
+            block, ``'ignore'`` to let that pass.
         levels: how many levels of differentiation are stopped: None for all, 1 for the
-            innermost one that differentiates the variable. Derivatives of higher orders
-            flow then, as MAML needs it: what does not adapt is trained all the same.
+            innermost one that differentiates the variable. With 1 derivatives of higher
+            order flow, as MAML needs it: a parameter that is fixed in the inner loop is
+            trained by the outer one.
 
     Returns:
         Without a target, a value for ``with``, for ``@`` and for calling on a target.
@@ -133,7 +104,8 @@ def stop_gradient(
         FilterTypeError: if ``where`` is no filter.
         ArgumentTypeError: if ``target`` has no calls, such as a tree of parameters
             (``sg.stop_gradient(tree, where)``), or is a generator function.
-        UnusedFilterError: at the end of an extent, if a part of ``where`` took nothing.
+        UnusedFilterError: at the end of a block, if a part of ``where`` matches no
+            variable. A note says which call opened the block, and where.
         ArgumentValueError: for other ``levels``.
 
     Note:
@@ -141,9 +113,9 @@ def stop_gradient(
         functions may be called inside and outside of it; a fresh but equal filter
         does not retrace. See google/flax issue #1857, where the idea comes from.
     """
-    chosen = rewrites.filter_of('stop_gradient', target, where)
-    rewrite = rewrites.BlockDecorator(chosen, _rule_of(levels), collections, unused)
-    return rewrites.decorated('stop_gradient', rewrite, target, where, methods)
+    return rewrites.BlockDecorator(
+        filters.as_filter(where), _rule_of(levels), collections, unused
+    )
 
 
 def _rule_of(levels: int | None) -> rules.Rule:
@@ -154,40 +126,14 @@ def _rule_of(levels: int | None) -> rules.Rule:
     return rules.StopOneLevel()
 
 
-@overload
+@rewrites.takes_target
 def train_only(
     where: filters.Where,
-    /,
-    *,
-    collections: CollectionFilter = ...,
-    unused: str = ...,
-) -> rewrites.BlockDecorator: ...
-@overload
-def train_only(
-    *,
-    where: filters.Where,
-    collections: CollectionFilter = ...,
-    unused: str = ...,
-) -> rewrites.BlockDecorator: ...
-@overload
-def train_only(
-    target: T,
-    /,
-    where: filters.Where,
-    *,
-    methods: Sequence[str] | None = ...,
-    collections: CollectionFilter = ...,
-    unused: str = ...,
-) -> T: ...
-def train_only(
-    target: Any = rewrites.LEFT_OUT,
-    /,
-    where: Any = rewrites.LEFT_OUT,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> Any:
+) -> rewrites.BlockDecorator:
     """Stops the gradient of all parameters except those that ``where`` selects.
 
     The complement of ``stop_gradient``, said positively: ``where`` names what is
@@ -216,8 +162,62 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    stopped = ~rewrites.filter_of('train_only', target, where)
-    rewrite = rewrites.BlockDecorator(
-        stopped, rules.StopGradient(), collections, unused
-    )
-    return rewrites.decorated('train_only', rewrite, target, where, methods)
+    stopped, rule = ~filters.as_filter(where), rules.StopGradient()
+    return rewrites.BlockDecorator(stopped, rule, collections, unused)
+
+
+@rewrites.takes_target
+def read_only(
+    where: filters.Where,
+    *,
+    methods: Sequence[str] | None = None,
+    collections: CollectionFilter = True,
+    unused: str = 'raise',
+) -> rewrites.BlockDecorator:
+    """Raises where a variable that ``where`` selects is written or created.
+
+    Reads stay the same. Writes are ``put_variable``, ``variable.value = ``, ``sow`` and
+    the creation of a variable, also in the body of a lifted transform. Writing back the
+    value that was read is allowed, and so are parameters that a transform returns
+    unchanged. At initialization variables may be created.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> class Model(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x, train):
+    ...         with nn.read_only('norm/**'):
+    ...             return nn.BatchNorm(use_running_average=not train, name='norm')(x)
+    >>> model, x = Model(), jnp.ones((4, 2))
+    >>> variables = model.init(jax.random.key(0), x, train=False)
+    >>> model.apply(variables, x, train=False, mutable='batch_stats')[0].shape
+    (4, 2)
+    >>> model.apply(variables, x, train=True, mutable='batch_stats')
+    Traceback (most recent call last):
+        ...
+    flax_sg.errors.ReadOnlyError: BatchNorm.__call__ (at 'norm') wrote the ...
+
+    Args:
+        target: what to lift, as in ``stop_gradient``.
+        where: the variables that are read only; filters as in ``stop_gradient``.
+        methods: as in ``stop_gradient``.
+        collections: the collections that ``where`` looks at. All of them by default,
+            since what is written is seldom a parameter.
+        unused: as in ``stop_gradient``.
+
+    Returns:
+        As ``stop_gradient``.
+
+    Raises:
+        ReadOnlyError: at a write, with the variable, its module, and the method that
+            writes.
+        FilterTypeError: if ``where`` is no filter.
+        UnusedFilterError: at the end of a block, if a part of ``where`` matches no
+            variable.
+
+    Note:
+        The last of the wishes at the end of google/flax issue #1857: parameters that
+        are constant within a block.
+    """
+    rule = rules.ReadOnly()
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias
 
 from flax.core.scope import CollectionFilter
 
@@ -15,48 +15,26 @@ from flax_sg.internals import modules
 from flax_sg.rules import substitutes
 from flax_sg.rules.substitutes import no_values
 
-T = TypeVar('T')
 # What stands for other values; ``substitute`` explains the members.
 Values: TypeAlias = (
     Mapping[str, Any] | str | modules.Module | Callable[[Path, Any], Any]
 )
 
 
-@overload
+@rewrites.takes_target
 def substitute(
     values: Values,
-    /,
     *,
-    where: filters.Where | None = ...,
-    collections: CollectionFilter = ...,
-    unused: str = ...,
-) -> rewrites.BlockDecorator: ...
-@overload
-def substitute(
-    target: T,
-    /,
-    values: Values,
-    *,
-    where: filters.Where | None = ...,
-    methods: Sequence[str] | None = ...,
-    collections: CollectionFilter = ...,
-    unused: str = ...,
-) -> T: ...
-def substitute(
-    target: Any = rewrites.LEFT_OUT,
-    /,
-    values: Any = rewrites.LEFT_OUT,
-    *,
-    where: Any = None,
+    where: filters.Where | None = None,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> Any:
-    """Lets other values be read in the place of variables.
+) -> rewrites.BlockDecorator:
+    """Reads other values in the place of variables.
 
-    Inside the extent the selected variables read as other values, and gradients flow
-    to these; with ``stop_gradient`` in the extent they do not. What is stored stays,
-    random numbers and all else are what they are.
+    In the block the selected variables read as other values, and gradients flow to
+    these values, unless a ``stop_gradient`` inside stops them. Stored values, random
+    numbers and everything else stay the same.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -71,7 +49,7 @@ def substitute(
     >>> of_ema.any().item()
     True
 
-    A function makes the values of what is stored, once for each leaf:
+    A function computes the values from the stored ones, once for each leaf:
 
     >>> import zlib
     >>> def noise(path, value):
@@ -88,16 +66,16 @@ def substitute(
             decorator; a single argument is always ``values``.
         values: what is read, one of
 
-            * a tree of values, nested as the variables are from the module on that
-              opens the block; all of it or some. Structure, boxes, shape and dtype of
-              each variable have to be those of the one that it stands for;
+            * a tree of values, nested as the variables of the module that opens the
+              block; all of them or some. Each value has the structure, boxes, shape and
+              dtype of its variable;
             * the name of another collection, ``'ema_params'``, which has variables of
               the same names as the selected ones;
             * a bound module, for its variables; modules may stand in a tree, too;
             * a function ``(path, value) -> value``, called in the trace where the block
               was opened. Its result has the shape of ``value`` and any dtype.
         where: the variables that are read as other values; filters as in
-            ``stop_gradient``. By default those that a tree has, else all.
+            ``stop_gradient``. By default those in a tree of values, else all.
         methods: as in ``stop_gradient``.
         collections: the collections that ``where`` looks at. If this is more than one
             name, a tree has the collections on top.
@@ -107,34 +85,27 @@ def substitute(
         As ``stop_gradient``.
 
     Raises:
-        ArgumentTypeError: for ``values`` that are none of these.
-        StructureError: at a read, if a value does not fit, or there is none.
+        ArgumentTypeError: for other ``values``.
+        StructureError: at a read, if a value does not fit or is missing.
         UnusedFilterError: at the end of an extent, if a value belongs to no
             variable.
 
     Note:
-        At initialization nothing is substituted: variables are what is being made then.
-        A value that is computed from other values and then written is written; what is
-        written back as it was read leaves what is stored; the variable reads as its
-        other value before and after. Inside a block that is around
-        a function of ``jax.jit``, other values compile another program; open the block
-        in the function, or give the values as its arguments. See google/flax issue
+        At initialization nothing is substituted. A write in the block stores what is
+        written, but a value that is written back as it was read leaves the stored one;
+        the variable reads as its other value all the time. With a block around a call
+        of a ``jax.jit`` function, other values compile another program: open the block
+        in the function, or pass the values as its arguments. See google/flax issue
         #1857; dm-haiku has ``custom_getter`` for this.
     """
-    given = target if values is rewrites.LEFT_OUT else values
-    rule = _rule_of(given, collections)
+    rule = _rule_of(values, collections)
     if where is None:
         is_tree = isinstance(rule, substitutes.FromTree)
         where = filters.Names(frozenset(rule.entries)) if is_tree else True
-    rewrite = rewrites.BlockDecorator(
-        filters.as_filter(where), rule, collections, unused
-    )
-    return rewrites.decorated('substitute', rewrite, target, values, methods)
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def _rule_of(values: Any, collections: CollectionFilter) -> substitutes.Substitute:
-    if values is rewrites.LEFT_OUT:
-        raise no_values('nothing')
     if isinstance(values, str):
         if not isinstance(collections, str):
             raise no_values(

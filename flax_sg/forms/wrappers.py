@@ -1,4 +1,4 @@
-"""A module around a module that takes no place of its own.
+"""``Frozen``: a module around a module, which takes no place of its own in the tree.
 
 The naive attempts: a wrapper with a submodule puts its own name into every path, and
 ``nn.share_scope``, which takes the name away again, leaves the submodule with the
@@ -7,36 +7,39 @@ like that of the module loses what Flax does to methods of either.
 
 Here the wrapped module is bound to the scope that Flax makes for the wrapper, or the
 wrapper takes the scope of a module that has one. Everything that is asked of the
-wrapper is asked of the module, in the wrapper's extent.
+wrapper is asked of the module, in an extent of the wrapper: its block is open then, and
+state is treated as ``state`` says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+import jax
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 from flax.linen import nowrap
 
-from flax_sg import errors
-from flax_sg.engine import contents
-from flax_sg.forms import protocols, targets
+from flax_sg import errors, filters
+from flax_sg.engine import contents, extents
+from flax_sg.filters.refusals import brief
+from flax_sg.forms import policies, protocols
 from flax_sg.internals import lifting, modules
+from flax_sg.rules import rules
 from flax_sg.scans import residuals
-
-Extent = contextlib.AbstractContextManager[Any]
 
 
 class _ScopeOfModule:
     """The scope of a wrapper: that of its module, as soon as there is one.
 
-    ``nn.share_scope`` and methods under ``nn.compact`` replace scopes, of the one or
-    of the other.
+    ``nn.share_scope`` and methods under ``nn.compact`` replace the scopes of wrappers
+    and of modules.
     """
 
     def __get__(self, wrapper: Any, owner: type | None = None) -> Scope | None:
@@ -54,49 +57,76 @@ class _ScopeOfModule:
             object.__setattr__(attributes['module'], 'scope', scope)
 
 
-class Wrapper(modules.Module):
+class Rewritten(modules.Module):
     """Stands for ``module``, at its place in the tree, and forwards to it.
 
     Attributes:
         module: the wrapped module.
+        where: the variables to rewrite, by paths relative to the wrapped module.
+        collections: the collections that ``where`` looks at.
+        state: what happens to running statistics and other state.
+        unused: what to do if a part of ``where`` took no variable.
+        rule: what a reader sees instead of the stored value.
+        within: for a part of a wrapped module, the one that paths are relative to.
     """
 
     module: Any
+    where: Any = True
+    collections: Any = 'params'
+    state: str = policies.UPDATE
+    unused: str = 'raise'
+    rule: rules.Rule = rules.StopGradient()
+    within: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # Flax gives every class a ``scope`` of None.
         setattr(cls, 'scope', _ScopeOfModule())  # noqa: B010
 
+    # What holds while the module is used.
+
     @nowrap
-    def _extent(self, judge: bool) -> Extent:
-        """What holds while the module is used; gives the module to use.
+    @contextlib.contextmanager
+    def _extent(self, judge: bool) -> Generator[None]:
+        """The block is open, and state is treated as ``state`` says.
 
         Args:
             judge: whether to raise if a filter took no variable.
         """
-        raise NotImplementedError
+        state = policies.handle_state(self.module, self.state)
+        with state, self._block(self._rewrite, judge):
+            yield
 
     @nowrap
-    def _around(self, name: str, judge: bool) -> Extent:
+    def _block(self, rewrite: rules.Rewrite, judge: bool) -> extents.Extent:
+        owner = self.module if self.within is None else self.within
+        judged = extents.EXISTENCE if judge else extents.NOTHING
+        return extents.Extent(rewrite, owner.scope, judged)
+
+    @nowrap
+    def _around(self, name: str, judge: bool) -> extents.Extent:
         """What holds while ``apply`` or another method of the unbound module runs.
+
+        The module is not bound yet, so it is the root of its tree.
 
         Args:
             name: the name of the method.
             judge: as in ``_extent``.
         """
-        raise NotImplementedError
-
-    @nowrap
-    def _part(self, part: Any, module: Any) -> Any:
-        """What stands for a module that was found in the one in use."""
-        raise NotImplementedError
+        if self.state != policies.UPDATE:
+            raise _has_its_own(self, name)
+        return self._block(self._rewrite, judge)
 
     # Where it stands.
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, 'where', filters.as_filter(self.where))
+        rewrite = rules.Rewrite(self.where, self.rule, self.collections, self.unused)
+        object.__setattr__(self, 'collections', rewrite.collections)
+        object.__setattr__(self, '_rewrite', rewrite)
+        policies.check('state', self.state, policies.STATE)
         if not isinstance(self.module, modules.Module):
-            raise targets.not_wrappable(type(self).__name__, self.module)
+            raise not_wrappable(type(self).__name__, self.module)
         place = modules.place_of(self)
         scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
         module = self.module if scope is None else _attached(self.module, scope)
@@ -145,9 +175,13 @@ class Wrapper(modules.Module):
             method = protocols.intercepted(self, name, innermost(self.module))
             if method is not None:
                 return modules.run_interceptors(method, self, args, kwargs)
-        # A part of the model may be all that there is yet.
+        # At initialization other methods may create a part of the variables.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
-        use = functools.partial(_use, name=name, judge=judge, args=args, kwargs=kwargs)
+
+        def use(wrapper: Any) -> Any:
+            with wrapper._extent(judge):
+                return getattr(wrapper.module, name)(*args, **kwargs)
+
         if lifting.is_in_scan(scope):
             if not self._borrows(args, kwargs):
                 return residuals.stop_again(self, use)
@@ -169,9 +203,8 @@ class Wrapper(modules.Module):
         begins = not shallow and modules.starts_setup(self)
         super()._try_setup(shallow)
         if begins:
-            with self._extent(judge=False) as module:
-                if module is self.module:
-                    modules.run_setup(module)
+            with self._extent(judge=False):
+                modules.run_setup(self.module)
 
     @nowrap
     def _validate_setup(self) -> None:
@@ -194,14 +227,15 @@ class Wrapper(modules.Module):
                 f'{type(self).__name__!r} object has no attribute {name!r}'
             )
         if self.scope is None:
-            return self._seen(name, getattr(self.module, name), self.module)
-        with self._extent(judge=False) as module:
-            return self._seen(name, getattr(module, name), module)
+            return self._seen(name, getattr(self.module, name))
+        with self._extent(judge=False):
+            return self._seen(name, getattr(self.module, name))
 
     @nowrap
     def __kontext_keys__(self) -> dict[str, str]:
         """The keys of the wrapped module, for Kauldron, which asks the class."""
-        return protocols.key_paths(self.module)
+        kontext: Any = importlib.import_module('kauldron.kontext')
+        return kontext.get_keypaths(self.module)
 
     @property
     def variables(self) -> Mapping[str, Mapping[str, Any]]:
@@ -219,24 +253,29 @@ class Wrapper(modules.Module):
         self._run('put_variable', (col, name, value), {})
 
     @nowrap
-    def _seen(self, name: str, value: Any, module: Any) -> Any:
-        """A value that belongs to the module, for somebody outside of the extent."""
-        if inspect.ismethod(value) and value.__self__ is module:
+    def _seen(self, name: str, value: Any) -> Any:
+        """What somebody outside of the extent gets for a value of the module."""
+        if inspect.ismethod(value) and value.__self__ is self.module:
             return types.MethodType(protocols.forwards(name, value.__func__), self)
         if self.scope is None:
             return value
         if isinstance(value, modules.Module):
-            return self._part(value, module)
+            return self._part(value)
         if isinstance(value, modules.Variable):
-            return _Variable(self._part(module, module)._in_extent, value)
+            return _Variable(self._part(self.module)._in_extent, value)
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)(self._seen(name, item, module) for item in value)
+            return type(value)(self._seen(name, item) for item in value)
         if isinstance(value, (dict, FrozenDict)):
-            items = {k: self._seen(name, v, module) for k, v in value.items()}
-            return type(value)(items)
+            return type(value)({k: self._seen(name, v) for k, v in value.items()})
         if isinstance(value, _FUNCTIONS) and contents.holds_modules(value):
-            return self._part(module, module)._in_extent(value)
+            return self._part(self.module)._in_extent(value)
         return value
+
+    @nowrap
+    def _part(self, part: Any) -> Any:
+        """A wrapper of a part of the module, with the same paths."""
+        within = self.module if self.within is None else self.within
+        return self.clone(module=part, within=within, name=None)
 
     @nowrap
     def _in_extent(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,38 +286,107 @@ class Wrapper(modules.Module):
         return functools.update_wrapper(in_extent, fn, updated=())
 
 
+setattr(Rewritten, 'scope', _ScopeOfModule())  # noqa: B010
 for _name in protocols.STARTS:
-    setattr(Wrapper, _name, protocols.starts(_name))
+    setattr(Rewritten, _name, protocols.starts(_name))
+
+
+class Frozen(Rewritten):
+    """A module whose parameters get no gradient through it.
+
+    What is read through the wrapper (calls, methods, attributes, submodules) is read
+    through ``jax.lax.stop_gradient``. Parameter names, initial values, random streams
+    and outputs are those of the bare module, wherever it stands: checkpoints fit both
+    ways. Gradients flow *through* it to its input. Another use of the same module is
+    not touched: ``l`` and ``Frozen(l)`` may stand in one model.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> model = nn.Sequential([nn.Frozen(nn.Dense(3)), nn.relu, nn.Dense(1)])
+    >>> x = jnp.ones((4, 2))
+    >>> params = model.init(jax.random.key(0), x)['params']
+    >>> grads = jax.grad(lambda p: jnp.sum(model.apply({'params': p}, x)))(params)
+    >>> {name: bool(jnp.any(g['kernel'] != 0)) for name, g in grads.items()}
+    {'layers_0': False, 'layers_2': True}
+
+    Around a finished model, some of its parameters; and what it forwards:
+
+    >>> tuned = nn.Frozen(model, 'layers_2/bias')
+    >>> embed = nn.Frozen(nn.Embed(num_embeddings=5, features=2))
+    >>> variables = embed.init(jax.random.key(0), jnp.array([1, 2]))
+    >>> embed.apply(variables, x, method='attend').shape
+    (4, 5)
+    >>> embed.bind(variables).embedding.shape
+    (5, 2)
+
+    ``isinstance(Frozen(dense), nn.Dense)`` is False: it is a wrapper, and the module
+    is its attribute ``module``, which is not under the rule. A field of the wrapper
+    hides an attribute of the same name, and special methods other than ``__call__``
+    are not forwarded. ``__call__`` has the signature of the module's, and an ``apply``
+    or ``init`` that the module overrides is called. ``nn.vjp``, ``nn.jvp`` and
+    ``nn.custom_vjp`` take no module with a module in it: wrap inside of them.
+
+    Args:
+        module: a Module instance, bound or not.
+        where: the parameters to freeze, by paths relative to ``module``: any kind of
+            filter, see ``nn.stop_gradient``. All of them by default, those of modules
+            that it merely uses (``nn.RNN(self.cell)``) included.
+        collections: the collections that ``where`` looks at, ``'params'`` by default.
+        state: what happens to batch statistics and other state of **all** of
+            ``module``, whatever ``where`` selects. To hold the state of a part, wrap
+            that part. State is every mutable collection but ``'params'``,
+            ``'intermediates'`` and ``'perturbations'``. What the module sows
+            (``self.sow``), there or in other collections, is no state but a result,
+            and is kept:
+
+            * ``'update'``: it is updated, as without the wrapper;
+            * ``'hold'``: each call works on a copy that is dropped when it ends. What
+              it computes is the same, with normalization by the batch;
+            * ``'use_running_average'``: held, and layers that can (an argument or
+              field ``use_running_average``, or ``update_stats``) use what is stored,
+              whatever they are told. What is created, at init, is created as ever.
+        unused: ``'raise'`` if a part of ``where`` took no variable by the end of a
+            call, ``'ignore'`` to let that pass.
+        rule: what a reader sees instead of the stored value, ``rules.StopGradient()``
+            by default; ``rewrite(module)`` makes a wrapper with the rewrite's rule.
+
+    Raises:
+        ArgumentTypeError: if ``module`` is no module: None, a function, a class. When
+            ``apply`` or ``init`` is called that the module overrides, if ``state`` is
+            not ``'update'``.
+        ArgumentValueError: if it is given another name than the module has already.
+        UnusedFilterError: at the end of a call, if a part of ``where`` took nothing.
+
+    Note:
+        In the body of ``nn.scan`` the stacked weights are no residual of every step, as
+        they are where ``stop_gradient`` is written into the body by hand; a call with a
+        function that uses other modules of the body warns (``ScanMemoryWarning``).
+        Flux.jl #1931 asks for the same in Julia.
+    """
+
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def innermost(module: Any) -> Any:
     """The module in all its wrappers."""
-    while isinstance(module, Wrapper):
+    while isinstance(module, Rewritten):
         module = module.module
     return module
 
 
 def _attached(module: Any, scope: Scope) -> Any:
     """The module; as it is in the tree of a scope, if it has been attached there."""
-    if module.scope is not None:
-        return module
-    if module.parent is not None:
+    if module.scope is not None or module.parent is not None:
         return module
     there = modules.adopted(scope).get(modules.id_of(module))
     if there is not None:
         return there
-    if isinstance(module, Wrapper):
+    if isinstance(module, Rewritten):
         inner = _attached(module.module, scope)
         if inner is not module.module:
             return module.clone(module=inner)
     return module
-
-
-def _use(wrapper: Any, name: str, judge: bool, args: Any, kwargs: Any) -> Any:
-    with wrapper._extent(judge) as module:
-        return getattr(module, name)(*args, **kwargs)
 
 
 _variable_value: Any = modules.Variable.value
@@ -302,6 +410,41 @@ class _Variable(modules.Variable[Any]):
     value: Any = property(_value, _set_value)
 
 
+FOR_A_VALUE = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
+FOR_A_TREE = 'For a tree of parameters write {}.'
+
+
+def arrays_in(tree: object) -> str:
+    """How many arrays a tree holds, in words; '' for what is no tree of arrays."""
+    leaves = jax.tree_util.tree_leaves(tree)
+    count = sum(hasattr(x, 'shape') and x is not tree for x in leaves)
+    plural = 's' if count > 1 else ''
+    return f'a {type(tree).__name__} of {count} array{plural}' if count else ''
+
+
+def not_wrappable(wrapper: str, target: Any) -> errors.ArgumentTypeError:
+    """Something was given to ``nn.Frozen`` or ``nn.mirror`` that is no module."""
+    what, fix = brief(target), ''
+    if target is None:
+        fix = 'Has the module been made? setup assigns attributes.'
+    elif isinstance(target, type) and issubclass(target, modules.Module):
+        name = target.__name__
+        fix = (
+            f'Make the module, nn.{wrapper}({name}(...)), or lift the class, '
+            f'nn.stop_gradient({name}, where).'
+        )
+    elif callable(target):
+        name = getattr(target, '__qualname__', type(target).__name__)
+        what = f'the function {name}'
+        fix = 'For a function write nn.stop_gradient(fn, where).'
+    elif hasattr(target, 'shape'):
+        fix = FOR_A_VALUE
+    elif arrays := arrays_in(target):
+        what, fix = arrays, FOR_A_TREE.format('sg.stop_gradient(tree, where)')
+    lines = [f'nn.{wrapper} wraps a Module instance, and was given {what}.', fix]
+    return errors.ArgumentTypeError('\n'.join(filter(None, lines)))
+
+
 def _named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:
     """A wrapper was given another name than the module that it stands for."""
     cls = type(module).__name__
@@ -310,4 +453,17 @@ def _named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:
         f'{"/".join(module.scope.path)!r} already, and the wrapper has no place of '
         'its own.\n'
         f'Name the module: nn.{wrapper}({cls}(..., name={name!r})).'
+    )
+
+
+def _has_its_own(wrapper: Any, method: str) -> errors.ArgumentTypeError:
+    """The module overrides ``apply`` or ``init``, and its state is to be held."""
+    call = {'Mirror': 'mirror'}.get(type(wrapper).__name__, 'Frozen')
+    name = type(wrapper.module).__name__
+    return errors.ArgumentTypeError(
+        f'nn.{call}({name}(...), state={wrapper.state!r}): {name} defines its own '
+        f'{method}, which the wrapper calls in a block.\n'
+        'A block stops gradients; it does not hold state or show other variables.\n'
+        f'Open the block yourself: with nn.stop_gradient(where): '
+        f'{name}(...).{method}(...).',
     )

@@ -1,10 +1,9 @@
-"""Layers of a scanned stack that are not trained, at the price of the split scan.
+"""Frozen layers of a scanned stack, at the price of two scans.
 
-All layers of ``nn.scan`` share a path and lie in one array, so a mask on the array is
-the only stop that a program written with one scan can have, and the backward pass of
-every layer is computed all the same. A person who needs the price writes two scans.
-Here the loop alone is split: variables, names, initial values and random numbers are
-those of the one scan.
+All layers of ``nn.scan`` share a path and lie in one array. So a program with one scan
+can only mask this array, and it computes the backward pass of every layer. By hand
+people write two scans instead. Here the loop alone is split: variables, names, initial
+values and random numbers are those of one scan.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
     >>> [bool(layer.any()) for layer in grads['params']['Dense_0']['kernel']]
     [False, False, False, True]
 
-    The loop is run in parts. Layers that are frozen read their parameters from the
-    whole stack, one by one; if nothing below them is trained they have no backward pass
-    and keep nothing for one. Everything else is as in ``flax.linen.scan``, which this
-    is if ``frozen_layers`` is not given.
+    The loop runs in parts. Frozen layers read their parameters one by one from the
+    whole stack. If nothing below them is trained, they have no backward pass and save
+    no residuals. Everything else is as in ``flax.linen.scan``, which is called if
+    ``frozen_layers`` is not given.
 
     Args:
         target: what is scanned: a Module class, or a function of a module.
@@ -69,9 +68,9 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
         What ``flax.linen.scan`` returns.
 
     Raises:
-        PartError: when it is called, if there are no such layers; or if
-            parameters are mutable and a layer writes some, or hands them to another
-            lifted transform, which may.
+        PartError: when the result is called, if a layer does not exist; or if
+            parameters are mutable and a layer writes them, or passes them to another
+            lifted transform, which may write them.
 
     Note:
         ``nn.stop_gradient(sg.at('layers/**', np.s_[:12]))`` around a plain scan stops
@@ -136,7 +135,7 @@ def split_scan(
 
 
 def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
-    """For each of some layers whether it is meant.
+    """A mask of the layers that an index selects.
 
     >>> chosen(slice(-2, None), 4).tolist()
     [False, False, True, True]
@@ -150,7 +149,7 @@ def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
     except IndexError as error:
         raise _wrong_layers(layers, length, str(error)) from None
     if not mask.any():
-        raise _wrong_layers(layers, length, 'it takes none of them')
+        raise _wrong_layers(layers, length, 'it selects no layer')
     return mask
 
 
@@ -169,8 +168,8 @@ class _Layer:
         program: the body, of leaves.
         carry: the structure of what it carries.
         out: the structure of what it gives out.
-        handed_on: for each leaf of that the scanned leaf that it is, if it is one.
-            Parameters come out of a body that may write them.
+        handed_on: for each leaf of ``out`` the index of the scanned leaf that it is;
+            None for others. A body that may write parameters returns them.
     """
 
     program: core.ClosedJaxpr
@@ -221,7 +220,7 @@ class _Layer:
             ]
             results = residuals.evaluate(self.program, [*carry, *leaves])
             out = zip(self.handed_on, results[len(carry) :], strict=True)
-            # What a layer hands on comes out as it is stored, not as it is seen.
+            # Parameters that a layer returns unchanged come from the stack itself.
             made = [result for known, result in out if known is None]
             return self.carry.unflatten(results[: len(carry)]), made
 

@@ -1,13 +1,14 @@
 """A stop in the body of a scan, without a copy of the stack.
 
 The derivative rule of ``jax.lax.stop_gradient`` stops its own result, for all orders of
-differentiation. So what JAX keeps for the backward pass of a scan is the stopped slice
-of each step, and it no longer sees that this is a slice of an input: a second copy of
-the whole stack. A ``custom_jvp`` identity is seen through, but stops one order only.
-``jax.checkpoint`` around the layer stops the slice again on the way back, which costs
-nothing, but adds up the gradient of the layer's input in another order.
+differentiation. So a scan saves the stopped slice of each step as a residual: JAX no
+longer sees that it is a slice of an input, and keeps a second copy of the whole stack.
 
-So it is put around each operation that reads a stopped value, and around no more.
+The naive attempts: JAX sees through a ``custom_jvp`` identity, but that stops one order
+only. ``jax.checkpoint`` around the layer stops the slice again in the backward pass,
+at no cost, but sums the gradient of the layer's input in another order.
+
+Here ``jax.checkpoint`` is around each single operation that reads a stopped value.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from flax_sg import errors
 from flax_sg.internals import core_scopes, jaxprs, modules
 
 _STOP = 'stop_gradient'
-# What makes such a value: a stop, or the slice of one layer of a stopped stack.
+# The primitives of such a value: a stop, or the slice of a layer of a stopped stack.
 _MADE_AGAIN = {_STOP, 'dynamic_slice', 'squeeze'}
 _ARRAY = object()
 
 
 def warn(wrapper: str, module: Any) -> None:
-    """Says what a stop in the body of a scan costs, where it cannot be made cheap.
+    """Warns that a scan saves stopped parameters at each step.
 
     Args:
         wrapper: the name of what stops.
@@ -43,13 +44,21 @@ def warn(wrapper: str, module: Any) -> None:
     params = jax.tree.leaves(trees)
     if params and not module.is_initializing():
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
-        warning = _scan_memory(wrapper, module, size)
+        name, path = type(module).__name__, '/'.join(module.scope.path)
+        text = (
+            f'nn.{wrapper}({name}(...)) at {path!r} is called in the body of a scan '
+            'with a function that uses other modules of the body.\n'
+            'Gradients are right, but each step saves the stopped parameters for the '
+            f'backward pass: at least {size:,} bytes times the length of the scan.\n'
+            'Call the other modules outside of the wrapper, or open a block around the '
+            "scan: with nn.stop_gradient('layers/...'): layers(x)."
+        )
         # At the call: of this function, of the wrapper's method, of the wrapper.
-        warnings.warn(warning, stacklevel=4)
+        warnings.warn(errors.ScanMemoryWarning(text), stacklevel=4)
 
 
 def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
-    """Calls ``fn`` with a module; its backward pass stops again what ``fn`` stops.
+    """Calls ``fn`` with a module, without residuals of what ``fn`` stops.
 
     Args:
         module: a bound module.
@@ -66,7 +75,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
         def body(variable_groups: Any, rng_groups: Any) -> Any:
             scopes = scope_fn(variable_groups, rng_groups)
             out = fn(modules.clone_on(module, scopes))
-            # What is no array does not come out of a program.
+            # Only arrays come out of a jaxpr.
             others.append(jax.tree.map(lambda x: _ARRAY if _is_array(x) else x, out))
             return list(filter(_is_array, jax.tree.leaves(out))), repack_fn(scopes)
 
@@ -92,11 +101,11 @@ def _is_array(x: Any) -> bool:
 )
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """A stopped value that the backward pass makes again, and that nothing keeps.
+    """A stopped value that is no residual: the backward pass computes it again.
 
     Attributes:
-        make: the function that makes it; without a gradient.
-        operands: what it is made of, which is kept for other reasons.
+        make: the function that computes it; without a gradient.
+        operands: the arguments of ``make``, which are saved anyway.
     """
 
     make: Callable[..., Any]
@@ -108,11 +117,11 @@ def _value_of(x: Any) -> Any:
 
 
 def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-    """Runs a program in which stopped values are made again on the way back.
+    """Runs a jaxpr whose backward pass computes stopped values again.
 
     Args:
-        closed: the program.
-        operands: its arguments, which may be made again too.
+        closed: the jaxpr.
+        operands: its arguments, which may be ``Again`` too.
     """
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(
@@ -139,10 +148,10 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs an operation on operands that its backward pass makes once more.
+    """Runs an operation on operands that its backward pass computes again.
 
-    A checkpoint of the user makes them within: around it, another one would keep what
-    the user's does not.
+    Inside a checkpoint of the user they are computed in the user's: a second checkpoint
+    around it would save what theirs discards.
     """
     inner = jaxprs.checkpoint_of(equation)
 
@@ -161,16 +170,3 @@ def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
     cse = inner is not None and inner.prevent_cse
     return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*operands)
-
-
-def _scan_memory(wrapper: str, module: Any, size: int) -> errors.ScanMemoryWarning:
-    """In the body of a scan, what is stopped is kept for the way back at each step."""
-    name, path = type(module).__name__, '/'.join(module.scope.path)
-    return errors.ScanMemoryWarning(
-        f'nn.{wrapper}({name}(...)) at {path!r} is called in the body of a scan '
-        'with a function that uses other modules of the body.\n'
-        'Gradients are right, but the stopped parameters are kept for the way back '
-        f'at each step: at least {size:,} bytes times the length of the scan.\n'
-        'Call the other modules outside of the wrapper, or open a block around the '
-        "scan: with nn.stop_gradient('layers/...'): layers(x)."
-    )

@@ -408,11 +408,9 @@ def made_by_setup(name: str, who: str, reason: str) -> str:
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'no values at all': (
         lambda: nn.substitute(),
-        errors.ArgumentTypeError,
-        'nn.substitute was given nothing.\n'
-        'Expected: a tree of values, nested as the variables are; the name of '
-        'another collection; a bound module; or a function (path, value) -> '
-        'value.',
+        errors.FilterTypeError,
+        "nn.substitute() lacks its argument 'values'.\n"
+        "Write nn.substitute({'encoder': {'bias': value}}).",
     ),
     'the twin of several collections': (
         lambda: nn.substitute('ema', collections=['params', 'batch_stats']),
@@ -549,6 +547,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'over and its block is closed.\n'
         'Open the block in the body: with nn.stop_gradient(where):',
     ),
+    'a decorated loss of a plain tree': (
+        lambda: nn.stop_gradient(lambda p: jnp.sum(p['kernel']), 'kernel')(PARAMS),
+        errors.UnusedFilterError,
+        "stop_gradient(Glob('kernel')) did nothing: no variable of a Flax module was "
+        'read in its block.\n'
+        'Open the block around jax.grad or model.apply: it cannot reach results of '
+        'jax.vjp and programs that were compiled before it.\n'
+        'For a tree of parameters write sg.stop_gradient(tree, where). If nothing may '
+        "be read here, pass unused='ignore'.",
+    ),
     'methods of a function': (
         lambda: nn.stop_gradient('kernel').lift(reload, methods=['encode']),
         errors.UnknownNameError,
@@ -658,9 +666,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a block that is dropped': (
         dropped,
         errors.NothingStoppedWarning,
-        "stop_gradient(Glob('kernel')) is made at block_errors.py:LINE and dropped, "
-        'so it has no effect.\n'
-        'Write with nn.stop_gradient(...): and the code below it.',
+        "stop_gradient(Glob('kernel')), made at block_errors.py:LINE, is dropped and "
+        'has no effect.\n'
+        'Write with before it, and below it the code that it is for.',
     ),
     'read by a rule after the block': (
         read_late,
@@ -772,8 +780,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.ScanMemoryWarning,
         "nn.Frozen(Sequential(...)) at 'Sequential_0' is called in the body of "
         'a scan with a function that uses other modules of the body.\n'
-        'Gradients are right, but the stopped parameters are kept for the way '
-        'back at each step: at least 24 bytes times the length of the scan.\n'
+        'Gradients are right, but each step saves the stopped parameters for the '
+        'backward pass: at least 24 bytes times the length of the scan.\n'
         'Call the other modules outside of the wrapper, or open a block around '
         "the scan: with nn.stop_gradient('layers/...'): layers(x).",
     ),
@@ -826,6 +834,7 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'a tree that is wrapped': lambda: sg.stop_gradient(PARAMS, 'kernel'),
     'a generator function that is decorated': lambda: list(in_steps(MODEL)),
     'a decorated function that returns a generator': lambda: list(later(MODEL)),
+    'a decorated loss of a plain tree': lambda: sg.stop_gradient(PARAMS, 'kernel'),
     'methods of a function': lambda: nn.stop_gradient(
         Model, 'kernel', methods=['encode']
     ),

@@ -213,8 +213,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'no filter given': (
         lambda: nn.stop_gradient(),
         errors.FilterTypeError,
-        'stop_gradient() takes a filter that says which parameters are meant, such as '
-        "stop_gradient('encoder/**').",
+        "nn.stop_gradient() lacks its argument 'where'.\n"
+        "Write nn.stop_gradient('encoder/**').",
     ),
     'unused=': (
         lambda: nn.stop_gradient('encoder/**', unused='warn'),
@@ -276,11 +276,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'nothing read': (
         nothing_read,
         errors.UnusedFilterError,
-        "stop_gradient(Glob('encoder/nothing')) held for a block in which no variable "
-        'of a Flax module was read, so it did nothing.\n'
-        'Open the block around the code that calls the model (jax.grad or '
-        'model.apply): results of jax.vjp and compiled programs made before it are '
-        "out of its reach. If nothing may be read here, pass unused='ignore'.",
+        "stop_gradient(Glob('encoder/nothing')) did nothing: no variable of a Flax "
+        'module was read in its block.\n'
+        'Open the block around jax.grad or model.apply: it cannot reach results of '
+        'jax.vjp and programs that were compiled before it.\n'
+        'For a tree of parameters write sg.stop_gradient(tree, where). If nothing may '
+        "be read here, pass unused='ignore'.",
     ),
     'unknown method': (
         lambda: nn.stop_gradient(Model, 'encoder/**', methods=['encodee']),
@@ -907,9 +908,8 @@ ELSEWHERE = {
                 'rules/joint.py',
             )
         ],
-        'as in forms/wrappers.py',
+        'abstract: a subclass defines it',
     ),
-    ('forms/wrappers.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
     (
         'rules/joint.py',

@@ -2,13 +2,11 @@
 
 import contextlib
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -16,7 +14,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.filters import OfType, as_filter, of_type
+from flax_sg.filters import OfType, of_type
 from flax_sg.filters.paths import Path
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -96,7 +94,6 @@ CHILDREN: dict[str, Any] = {
     'compact': lambda name: Block(name=name),
     'setup': lambda name: InSetup(name=name),
     'remat': lambda name: fnn.remat(Block)(name=name),
-    'jit': lambda name: fnn.jit(Block)(name=name),
     'remat of jit': lambda name: fnn.remat(fnn.jit(Block))(name=name),
     'scan of remat': lambda name: (
         lambda x: fnn.scan(
@@ -424,42 +421,3 @@ def test_what_is_substituted_comes_after_what_is_stopped_outside():
             continue
         with pytest.raises(errors.FilterTypeError, match='has to know the class'):
             jax.grad(loss)(params)
-
-
-class OwnNorm(fnn.LayerNorm):
-    """A subclass."""
-
-
-# How a submodule of a subclass is made.
-MADE: dict[str, Callable[[], Any]] = {
-    'plain': lambda: OwnNorm(name='norm'),
-    'remat': lambda: fnn.remat(OwnNorm)(name='norm'),
-    'jit': lambda: fnn.jit(OwnNorm)(name='norm'),
-    'wrapped': lambda: nn.Frozen(OwnNorm(name='norm'), False),
-}
-
-
-@pytest.mark.parametrize('make', MADE)
-@pytest.mark.parametrize('jitted', [False, True])
-def test_a_subclass_however_it_is_made(make, jitted):
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            x = fnn.Dense(3, name='in')(x)
-            return fnn.Dense(1, name='out')(MADE[make]()(x))
-
-    model, x = Model(), jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
-    params = model.init(jax.random.key(0), x)['params']
-
-    def loss(params, where):
-        with nn.stop_gradient(where):
-            return jnp.sum(model.apply({'params': params}, x) ** 2)
-
-    grad = jax.grad(loss)
-    grad = jax.jit(grad, static_argnums=1) if jitted else grad
-    found = grad(params, of_type(fnn.LayerNorm))
-    assert not any(leaf.any() for leaf in jax.tree.leaves(found['norm']))
-    expected = grad(params, as_filter('norm/**'))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    mask = sg.mask(params, frozen=of_type(fnn.LayerNorm, model, x))
-    assert mask == sg.mask(params, frozen='norm/**')

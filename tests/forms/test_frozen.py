@@ -21,7 +21,7 @@ from flax import linen
 import oracle
 import stepwise
 from benchmarks import models
-from flax_sg import errors, filters, testing
+from flax_sg import Path, errors, filters, testing
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
 from test_random_models import LONG
@@ -163,39 +163,18 @@ class Compact(linen.Module):
 
 
 class Setup(linen.Module):
+    """In lists and dicts."""
+
     wrap: Wrap
     make: Any
 
     def setup(self):
-        self.other = linen.Dense(4)
-        self.inner = self.wrap(self.make())
-
-    def __call__(self, x):
-        return self.inner(self.other(x))
-
-
-class Lists(linen.Module):
-    wrap: Wrap
-    make: Any
-
-    def setup(self):
-        self.inner = [self.wrap(self.make()), self.wrap(linen.Dense(4))]
+        self.inner = [self.wrap(self.make()), {'c': self.wrap(self.make())}]
+        self.last = self.wrap(linen.Dense(4))
         self.other = linen.Dense(4)
 
     def __call__(self, x):
-        return self.inner[1](self.other(self.inner[0](x)))
-
-
-class Dicts(linen.Module):
-    wrap: Wrap
-    make: Any
-
-    def setup(self):
-        self.inner = {'b': {'c': self.wrap(self.make())}, 'a': self.wrap(self.make())}
-        self.other = linen.Dense(4)
-
-    def __call__(self, x):
-        return self.inner['a'](self.other(self.inner['b']['c'](x)))
+        return self.last(self.inner[1]['c'](self.other(self.inner[0](x))))
 
 
 class Field(linen.Module):
@@ -289,8 +268,6 @@ PLACES: dict[str, Callable[[Wrap, Any], Any]] = {
     'top': lambda wrap, make: wrap(make()),
     'compact': Compact,
     'setup': Setup,
-    'lists': Lists,
-    'dicts': Dicts,
     'field': lambda wrap, make: Field(wrap(make())),
     'sequential': lambda wrap, make: linen.Sequential(
         [Field(linen.Dense(4)), wrap(make()), jnp.tanh]
@@ -310,69 +287,39 @@ def is_frozen(path: str) -> bool:
     return not re.search(r'(^|/)(other|layers_0/inner)', path)
 
 
-def call(model: Any, variables: Any, x: Any, selects: Any = None, **kwargs: Any) -> Any:
-    """What a call gives, and all that it writes but parameters."""
-    params = variables['params']
-    if selects is not None:
-        params = stopped(params, selects)
-    out, written = model.apply(
-        {**variables, 'params': params},
-        x,
-        rngs={'dropout': KEY},
-        mutable=linen.DenyList('params'),
-        capture_intermediates=True,
-        **kwargs,
-    )
-    return {'out': jnp.ravel(out)}, written
-
-
-def assert_same_program(
-    model: Any, plain: Any, selects: Any = is_frozen, x: Any = X, **kwargs: Any
-) -> None:
+def assert_same_program(model: Any, plain: Any, selects: Any = is_frozen) -> None:
     """``model`` is ``plain`` with the selected parameters stopped by hand."""
-    variables = initialized(plain, x, **kwargs)
-    assert_same(initialized(model, x, **kwargs), variables)
+    variables = stepwise.evaluate(plain.init, RNGS, X)
+    assert_same(stepwise.evaluate(model.init, RNGS, X), variables)
 
-    def fn(model: Any, selects: Any) -> Any:
-        def of_params(params: Any, x: Any) -> Any:
-            out, written = call(model, {**variables, 'params': params}, x, selects)
+    def run(model: Any, selects: Any) -> Any:
+        def fn(params: Any, x: Any) -> Any:
+            out, written = model.apply(
+                {**variables, 'params': stopped(params, selects)},
+                x,
+                rngs={'dropout': KEY},
+                mutable=linen.DenyList('params'),
+                capture_intermediates=True,
+            )
             # Gradients through what is written are in other tests.
-            return {**out, 'rest': jax.lax.stop_gradient(written)}
+            return {'out': jnp.ravel(out)}, jax.lax.stop_gradient(written)
 
-        def apart(params: Any, x: Any) -> Any:
-            out = of_params(params, x)
-            return {'out': out['out']}, out['rest']
+        return stepwise.outputs_and_grads(fn, variables['params'], X)
 
-        return apart
-
-    params = variables['params']
-    actual = gradients(fn(model, None), params, x)
-    assert_same(actual, gradients(fn(plain, selects), params, x))
+    assert_same(run(model, lambda path: False), run(plain, selects))
 
 
-def initialized(model: Any, x: Any, **kwargs: Any) -> Any:
-    """The variables of a model, step by step."""
-    return stepwise.evaluate(lambda rngs, x: model.init(rngs, x, **kwargs), RNGS, x)
+def assert_same_grads(actual: Any, expected: Any, *args: Any) -> None:
+    assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
 
 
-def gradients(fn: Any, params: Any, x: Any) -> Any:
-    """Results, the pull-back of the output, and what was written, step by step."""
-
-    def both(params: Any, x: Any) -> Any:
-        out, pull_back, written = jax.vjp(fn, params, x, has_aux=True)
-        ramp = 1 + jnp.arange(out['out'].size, dtype=jnp.float32) % 7
-        return out, pull_back({'out': ramp}), written
-
-    return stepwise.evaluate(both, params, x)
-
-
-# Half of the pairs, in which each module meets each kind of place: a pair that fails
-# would do so for what either of them does. The long profile runs all.
+# Some of the pairs, in which each module meets several places: a pair that fails would
+# do so for what either of them does. The long profile runs all.
 PAIRS = [
     (name, place)
     for row, name in enumerate(MODULES)
     for column, place in enumerate(PLACES)
-    if LONG or (row + column) % 2 == 0
+    if LONG or (row + column) % 4 == 0
 ]
 
 
@@ -485,7 +432,7 @@ def offers(freeze: Any, read: Any) -> Any:
     return Reads()
 
 
-@pytest.mark.parametrize('where', [True, 'w', ['layers_*/**', 'named_a/kernel'], 'v'])
+@pytest.mark.parametrize('where', [True, ['layers_*/**', 'named_a/kernel', 'v']])
 @pytest.mark.parametrize('read', READS)
 def test_reads_are_under_the_rule(read: str, where: Any) -> None:
     plain = offers(bare, READS[read])
@@ -493,21 +440,18 @@ def test_reads_are_under_the_rule(read: str, where: Any) -> None:
     params = plain.init(KEY)['params']
     assert_same(frozen.init(KEY)['params'], params)
     taken = filters.as_filter(where)
-    chosen = [p for p in paths_of(params['inner']) if taken(path_of(p))]
+    names = paths_of(params['inner'])
+    chosen = [p for p in names if taken(Path.of('params', tuple(p.split('/'))))]
     assert chosen
 
     def selects(path: str) -> bool:
         return path.removeprefix('inner/') in chosen
 
-    actual = oracle.grads(lambda p: frozen.apply({'params': p}), params)
-    by_hand = lambda p: plain.apply({'params': stopped(p, selects)})  # noqa: E731
-    assert_same(actual, oracle.grads(by_hand, params))
-
-
-def path_of(text: str) -> Any:
-    from flax_sg import Path
-
-    return Path.of('params', tuple(text.split('/')))
+    assert_same_grads(
+        lambda p: frozen.apply({'params': p}),
+        lambda p: plain.apply({'params': stopped(p, selects)}),
+        params,
+    )
 
 
 def test_reads_of_a_bound_wrapper_and_of_one_that_is_not() -> None:
@@ -551,74 +495,165 @@ def test_what_is_not_there_is_an_attribute_error() -> None:
     assert bound.layers[0].kernel_init is bound.module.layers[0].kernel_init
 
 
-def test_a_cell_that_is_frozen() -> None:
-    class Recurrent(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x):
-            y = linen.RNN(self.wrap(linen.GRUCell(4)))(x[:, None])[:, 0]
-            return linen.Dense(4, name='other')(y)
-
-    assert_same_program(Recurrent(nn.Frozen), Recurrent(bare))
+# Models with a wrapper at special places: by its wrapper, and what is frozen in each.
 
 
-# In transforms of functions, and of the wrapper itself.
+def model(body: Callable[[Any, Wrap, Any], Any]) -> Callable[[Wrap], Any]:
+    """A model of a compact method, which makes a layer ``other`` and wraps the rest."""
 
-LIFTS: dict[str, Callable[[Any, Any], Any]] = {
-    'cond': lambda m, x: nn.cond(True, lambda m, x: m(x), lambda m, x: -m(x), m, x),
-    'switch': lambda m, x: nn.switch(1, [lambda m, x: -m(x), lambda m, x: m(x)], m, x),
-    'vmap': lambda m, x: nn.vmap(
-        lambda m, x: m(x), variable_axes={'params': None}, split_rngs={'params': False}
-    )(m, x),
-    'map_variables': lambda m, x: nn.map_variables(
-        lambda m, x: m(x),
-        'params',
-        lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
-        mutable=False,
-    )(m, x),
-    'scan': lambda m, x: nn.scan(
-        lambda m, x, _: (m(x), None),
-        variable_broadcast='params',
-        split_rngs={'params': False},
-        length=2,
-    )(m, x, None)[0],
-    'checkpoint': lambda m, x: nn.checkpoint(lambda m, x: m(x))(m, x),
-}
-
-
-@pytest.mark.parametrize('lift', LIFTS)
-def test_in_a_lifted_function(lift: str) -> None:
     class Model(linen.Module):
         wrap: Wrap
 
         @linen.compact
         def __call__(self, x):
-            inner = self.wrap(linen.Dense(4))
-            if self.is_initializing():
-                inner(x)  # Branches must not create variables.
-            return linen.Dense(4, name='other')(LIFTS[lift](inner, x))
+            return linen.Dense(4, name='other')(body(self, self.wrap, x))
 
-    assert_same_program(Model(nn.Frozen), Model(bare))
+    return Model
 
 
-def test_the_wrapper_itself_is_lifted() -> None:
-    class Model(linen.Module):
-        lift: Any
+def lifted(use: Callable[[Any, Any], Any]) -> Callable[[Wrap], Any]:
+    """A wrapper that is handed to a transform of a function."""
 
-        @linen.compact
-        def __call__(self, x):
-            inner = Noisy(name='inner')
-            y = self.lift(nn.Frozen)(inner)(x) if self.lift else inner(x)
-            return linen.Dense(4, name='other')(y)
+    def body(module: Any, wrap: Wrap, x: Any) -> Any:
+        inner = wrap(linen.Dense(4))
+        if module.is_initializing():
+            inner(x)  # Branches must not create variables.
+        return use(inner, x)
 
-    assert_same_program(Model(linen.remat), Model(None))
-    params = Model(None).init(RNGS, X)['params']
-    jitted = Model(linen.jit)
+    return model(body)
+
+
+class Holds(linen.Module):
+    """Has a module in a field, perhaps in a transform of its class."""
+
+    inner: Any
+
+    @linen.compact
+    def __call__(self, x, *unused):
+        return jnp.tanh(linen.Dense(4, name='other')(self.inner(x))), None
+
+
+def held(lift: Any, **options: Any) -> Callable[[Wrap], Any]:
+    return model(
+        lambda _, wrap, x: lift(Holds, **options)(
+            wrap(Noisy(name='inner')), name='other_holds'
+        )(x, None)[0]
+    )
+
+
+class Cells(linen.Module):
+    """RNNs whose cells belong to it."""
+
+    wrap: Wrap
+
+    def setup(self):
+        self.cell = linen.OptimizedLSTMCell(4)
+        self.rnn = self.wrap(linen.RNN(self.cell))
+        self.both = self.wrap(
+            linen.Bidirectional(linen.RNN(self.cell), linen.RNN(linen.GRUCell(4)))
+        )
+        self.other = linen.Dense(4)
+
+    def __call__(self, x):
+        return self.other(self.both(self.rnn(x[:, None]))[:, 0])
+
+
+class Adapter(linen.Module):
+    """Shares the scope of its base, its own one or one that is lent."""
+
+    base: Any = None
+    wrap: Any = bare
+
+    def setup(self):
+        if self.base is None:
+            self.child = self.wrap(linen.Dense(4))
+        linen.share_scope(self, self.base or self.child)
+
+    @linen.compact
+    def __call__(self, x):
+        a = self.param('other_a', linen.initializers.normal(), (4, 2))
+        b = self.param('other_b', linen.initializers.normal(), (2, 4))
+        return (self.base or self.child)(x) + x @ a @ b
+
+
+MODELS: dict[str, Callable[[Wrap], Any]] = {
+    'cond': lifted(
+        lambda m, x: nn.cond(True, lambda m, x: m(x), lambda m, x: -m(x), m, x)
+    ),
+    'switch': lifted(
+        lambda m, x: nn.switch(1, [lambda m, x: -m(x), lambda m, x: m(x)], m, x)
+    ),
+    'vmap': lifted(
+        lambda m, x: nn.vmap(
+            lambda m, x: m(x),
+            variable_axes={'params': None},
+            split_rngs={'params': False},
+        )(m, x)
+    ),
+    'map_variables': lifted(
+        lambda m, x: nn.map_variables(
+            lambda m, x: m(x),
+            'params',
+            lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
+            mutable=False,
+        )(m, x)
+    ),
+    'scan': lifted(
+        lambda m, x: nn.scan(
+            lambda m, x, _: (m(x), None),
+            variable_broadcast='params',
+            split_rngs={'params': False},
+            length=2,
+        )(m, x, None)[0]
+    ),
+    'checkpoint': lifted(lambda m, x: nn.checkpoint(lambda m, x: m(x))(m, x)),
+    'a field in jit': held(linen.jit),
+    'a field in scan': held(linen.scan, length=2, **STACKED),
+    'a frozen cell': model(
+        lambda _, wrap, x: linen.RNN(wrap(linen.GRUCell(4)))(x[:, None])[:, 0]
+    ),
+    'cells from elsewhere': Cells,
+    'shares its scope': model(lambda _, wrap, x: Adapter(wrap=wrap)(x)),
+    'shares a lent scope': model(lambda _, wrap, x: Adapter(wrap(linen.Dense(4)))(x)),
+    'a lifted wrapper': model(
+        lambda _, wrap, x: (linen.remat(nn.Frozen) if wrap is nn.Frozen else bare)(
+            Noisy(name='inner')
+        )(x)
+    ),
+    'twice': model(
+        lambda _, wrap, x: (
+            nn.Frozen(nn.Frozen(linen.Dense(4), 'kernel'), 'bias')
+            if wrap is nn.Frozen
+            else linen.Dense(4)
+        )(x)
+    ),
+}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_wrapper_at_a_special_place(name: str) -> None:
+    assert_same_program(MODELS[name](nn.Frozen), MODELS[name](bare))
+
+
+def test_paths_of_what_lies_elsewhere() -> None:
+    seen = set()
+
+    def where(path: Any) -> bool:
+        seen.add(path)
+        return True
+
+    Cells(lambda module: nn.Frozen(module, where)).init(KEY, X)
+    assert '/cell/hf/kernel' in seen  # It lies outside of the RNN.
+
+
+def test_the_wrapper_in_jit_of_its_class() -> None:
+    jitted = model(lambda _, wrap, x: linen.jit(nn.Frozen)(Noisy(name='inner'))(x))(
+        bare
+    )
+    variables = jitted.init(RNGS, X)
     rngs = {'dropout': KEY}
-    grads = oracle.grads(lambda p: jitted.apply({'params': p}, X, rngs=rngs), params)
-    assert is_zero(grads[0][0]['inner'])
-    assert not is_zero(grads[0][0]['other'])
+    grads = oracle.grads(lambda v: jitted.apply(v, X, rngs=rngs), variables)[0][0]
+    assert is_zero(grads['params']['inner']) and not is_zero(grads['params']['other'])
 
 
 @pytest.mark.parametrize('view', [nn.Frozen, nn.mirror])
@@ -638,165 +673,99 @@ def test_a_lifted_function_sets_up_the_module_that_it_is_handed(view: Any) -> No
     assert is_zero(oracle.grads(lambda p: Model(view).apply(p, X), params))
 
 
-@pytest.mark.parametrize('lift', ['jit', 'remat', 'scan'])
-def test_a_field_of_a_lifted_module_is_a_wrapper(lift: str) -> None:
-    class Uses(linen.Module):
-        inner: Any
-
-        @linen.compact
-        def __call__(self, x, *unused):
-            return jnp.tanh(linen.Dense(4)(self.inner(x))), None
-
-    class Model(linen.Module):
-        wrap: Wrap
-
-        @linen.compact
-        def __call__(self, x):
-            inner = self.wrap(Noisy(name='inner'))
-            if lift == 'scan':
-                scanned = linen.scan(Uses, length=2, **STACKED)
-                return scanned(inner, name='other')(x, None)[0]
-            return getattr(linen, lift)(Uses)(inner, name='other')(x)[0]
-
-    assert_same_program(Model(nn.Frozen), Model(bare))
-
-
-def test_an_rnn_whose_cell_belongs_to_the_parent() -> None:
-    class Model(linen.Module):
-        wrap: Wrap
-
-        def setup(self):
-            self.cell = linen.OptimizedLSTMCell(4)
-            self.rnn = self.wrap(linen.RNN(self.cell))
-            self.both = self.wrap(
-                linen.Bidirectional(linen.RNN(self.cell), linen.RNN(linen.GRUCell(4)))
-            )
-            self.other = linen.Dense(4)
-
-        def __call__(self, x):
-            return self.other(self.both(self.rnn(x[:, None]))[:, 0])
-
-    assert_same_program(Model(nn.Frozen), Model(bare))
-    seen = set()
-
-    def where(path: Any) -> bool:
-        seen.add(path)
-        return True
-
-    model = Model(lambda module: nn.Frozen(module, where))
-    model.init(KEY, X)
-    assert '/cell/hf/kernel' in seen  # It lies outside of the RNN.
-
-
-@pytest.mark.parametrize('view', [nn.Frozen, nn.mirror])
-def test_a_layer_and_its_frozen_self_in_a_scan(view: Any) -> None:
+@pytest.mark.parametrize('view', ['Frozen', 'mirror', 'other values'])
+def test_a_layer_and_a_view_of_it_in_a_scan(view: str) -> None:
     class Layer(linen.Module):
-        how: str
+        view: str
 
         @linen.compact
         def __call__(self, x, _):
-            layer = linen.Dense(4)
-            y = layer(x)
-            if self.how == 'view':
-                return jnp.tanh(y + view(layer)(x)), None
-            if self.is_initializing():
-                return jnp.tanh(y + y), None
-            copy = jax.lax.stop_gradient(layer.variables)
-            return jnp.tanh(y + linen.Dense(4).apply(copy, x)), None
+            layer, other = linen.Dense(4), linen.Dense(4)
+            y, z = layer(x), other(x)
+            if self.view == 'other values':
+                seen = nn.mirror(layer, variables=other.variables)(y)
+            elif self.view != 'hand':
+                seen = getattr(nn, self.view)(layer)(y)
+            elif self.is_initializing():
+                seen = y
+            else:
+                source = other if view == 'other values' else layer
+                copy = jax.lax.stop_gradient(source.variables)
+                seen = linen.Dense(4).apply(copy, y)
+            return jnp.tanh(z + seen), None
 
-    class Model(linen.Module):
-        how: str
+    def stack(view: str) -> Any:
+        return linen.scan(Layer, length=3, **STACKED)(view)
 
-        @linen.compact
-        def __call__(self, x):
-            return linen.scan(Layer, length=3, **STACKED)(self.how)(x, None)[0]
+    params = stack('hand').init(RNGS, X, None)['params']
+    assert_same(stack(view).init(RNGS, X, None)['params'], params)
 
-    params = Model('hand').init(KEY, X)['params']
-    assert_same(Model('view').init(KEY, X)['params'], params)
+    def run(view: str) -> Any:
+        def fn(p: Any, x: Any) -> Any:
+            return {'out': jnp.ravel(stack(view).apply({'params': p}, x, None)[0])}, ()
 
-    def fn(how: str) -> Any:
-        return lambda p, x: ({'out': jnp.ravel(Model(how).apply({'params': p}, x))}, ())
+        return stepwise.outputs_and_grads(fn, params, X)
 
-    actual = gradients(fn('view'), params, X)
-    assert_same(actual, gradients(fn('hand'), params, X))
+    assert_same(run(view), run('hand'))
 
 
 # Placement.
 
 
-def test_a_module_and_its_frozen_self_share_parameters_in_either_order() -> None:
-    def model(wrap: Any, order: str) -> Any:
-        shared = linen.Dense(4)
-        made = {
-            'l': lambda: shared,
-            'F': lambda: wrap(shared),
-            'T': lambda: wrap(wrap(shared)),
-        }
-        return linen.Sequential([made[kind]() for kind in order])
+class InSetup(linen.Module):
+    """Calls a layer and its wrappers, which are made in ``setup``, as a word says."""
 
-    for order in ('lF', 'Fl', 'FT', 'lFl', 'FlF'):
-        params = model(bare, order).init(KEY, X)['params']
-        actual = model(nn.Frozen, order)
-        assert_same(actual.init(KEY, X)['params'], params)
+    wrap: Any
+    word: str
 
-        def by_hand(params: Any, x: Any, order: str = order) -> Any:
-            for kind in order:
-                live = params['layers_0']
-                weights = live if kind == 'l' else stopped(live)
-                x = linen.Dense(4).apply({'params': weights}, x)
-            return x
+    def setup(self):
+        layer = linen.Dense(4)
+        made = {'l': layer, 'F': self.wrap(layer), 'T': self.wrap(self.wrap(layer))}
+        self.layers = [made[kind] for kind in self.word]
 
-        fn = lambda p, x, m=actual: m.apply({'params': p}, x)  # noqa: E731
-        assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
-@pytest.mark.parametrize('order', ['lF', 'Fl'])
-def test_sharing_in_setup_and_in_compact(order: str) -> None:
-    class InSetup(linen.Module):
-        wrap: Any
+class InCompact(InSetup):
+    """The same, in a compact method."""
 
-        def setup(self):
-            layer = linen.Dense(4)
-            pair = (layer, self.wrap(layer))
-            self.layers = pair if order == 'lF' else pair[::-1]
+    def setup(self):
+        pass
 
-        def __call__(self, x):
-            return self.layers[1](self.layers[0](x))
-
-    class InCompact(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x):
-            layer = linen.Dense(4)
-            frozen = self.wrap(layer)
-            first, second = (layer, frozen) if order == 'lF' else (frozen, layer)
-            return second(first(x))
-
-    for cls, name in ((InSetup, 'layers_0'), (InCompact, 'Dense_0')):
-        params = cls(bare).init(KEY, X)['params']
-        assert_same(cls(nn.Frozen).init(KEY, X)['params'], params)
-        assert list(params) == [name]
-
-        def by_hand(params: Any, x: Any, name: str = name) -> Any:
-            for kind in order:
-                live = params[name]
-                weights = stopped(live) if kind == 'F' else live
-                x = linen.Dense(4).apply({'params': weights}, x)
-            return x
-
-        model = cls(nn.Frozen)
-        fn = lambda p, x, m=model: m.apply({'params': p}, x)  # noqa: E731
-        assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+    @linen.compact
+    def __call__(self, x):
+        layer = linen.Dense(4, name='layers_0')
+        made = {'l': layer, 'F': self.wrap(layer), 'T': self.wrap(self.wrap(layer))}
+        for kind in self.word:
+            x = made[kind](x)
+        return x
 
 
-def test_twice_around_one_module() -> None:
-    twice = lambda module: nn.Frozen(nn.Frozen(module, 'kernel'), 'bias')  # noqa: E731
-    for place in ('top', 'compact', 'setup', 'lists', 'sequential', 'scan'):
-        make = lambda: linen.Dense(4)  # noqa: E731
-        assert_same_program(PLACES[place](twice, make), PLACES[place](bare, make))
-    only = nn.Frozen(nn.Frozen(linen.Dense(4), 'kernel'), 'kernel')
-    assert_same_program(only, linen.Dense(4), lambda path: path == 'kernel')
+def in_sequential(wrap: Any, word: str) -> Any:
+    layer = linen.Dense(4)
+    made = {'l': layer, 'F': wrap(layer), 'T': wrap(wrap(layer))}
+    return linen.Sequential([made[kind] for kind in word])
+
+
+@pytest.mark.parametrize('word', ['lF', 'Fl', 'FT', 'FlF'])
+@pytest.mark.parametrize('make', [InSetup, InCompact, in_sequential])
+def test_a_layer_and_its_frozen_self_share_parameters(make: Any, word: str) -> None:
+    params = make(bare, word).init(KEY, X)['params']
+    assert_same(make(nn.Frozen, word).init(KEY, X)['params'], params)
+    assert list(params) == ['layers_0']
+
+    def by_hand(params: Any, x: Any) -> Any:
+        live = params['layers_0']
+        for kind in word:
+            weights = live if kind == 'l' else stopped(live)
+            x = linen.Dense(4).apply({'params': weights}, x)
+        return x
+
+    actual = lambda p, x: make(nn.Frozen, word).apply({'params': p}, x)  # noqa: E731
+    assert_same_grads(actual, by_hand, params, X)
 
 
 def test_the_name_of_a_module_from_outside_is_that_of_its_class() -> None:
@@ -811,48 +780,6 @@ def test_the_name_of_a_module_from_outside_is_that_of_its_class() -> None:
     assert names == ['Dense_0', 'named', 'Dense_1', 'inner']
 
 
-def test_a_second_name_is_refused() -> None:
-    class Model(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return nn.Frozen(linen.Dense(4), name='base')(x)
-
-    with pytest.raises(errors.ArgumentValueError) as caught:
-        Model().init(KEY, X)
-    assert "it is 'Dense_0'" not in str(caught.value)
-    assert "nn.Frozen(Dense(..., name='base'))" in str(caught.value)
-
-
-@pytest.mark.parametrize('borrows', [False, True])
-def test_share_scope(borrows: bool) -> None:
-    class Adapter(linen.Module):
-        base: Any = None
-        wrap: Any = bare
-
-        def setup(self):
-            if self.base is None:
-                self.child = self.wrap(linen.Dense(4))
-            linen.share_scope(self, self.base or self.child)
-
-        @linen.compact
-        def __call__(self, x):
-            a = self.param('A', linen.initializers.normal(), (4, 2))
-            b = self.param('B', linen.initializers.normal(), (2, 4))
-            return (self.base or self.child)(x) + x @ a @ b
-
-    class Model(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x):
-            if borrows:
-                return Adapter(self.wrap(linen.Dense(4)))(x)
-            return Adapter(wrap=self.wrap)(x)
-
-    selects = lambda path: not path.endswith(('/A', '/B'))  # noqa: E731
-    assert_same_program(Model(nn.Frozen), Model(bare), selects)
-
-
 def test_a_finished_model() -> None:
     class Model(linen.Module):
         def setup(self):
@@ -865,26 +792,23 @@ def test_a_finished_model() -> None:
         def __call__(self, x):
             return self.head(self.encode(x))
 
-    cases = {
-        'encoder/**': lambda path: path.startswith('encoder'),
-        'head/bias': lambda path: path == 'head/bias',
-        '**/kernel': lambda path: path.endswith('kernel'),
-    }
-    for where, selects in cases.items():
-        assert_same_program(nn.Frozen(Model(), where), Model(), selects)
+    is_kernel = lambda path: path.endswith('kernel')  # noqa: E731
+    for frozen, selects in (
+        (nn.Frozen(Model(), 'encoder/**'), lambda path: path.startswith('encoder')),
+        (nn.stop_gradient('**/kernel')(Model()), is_kernel),
+        (nn.stop_gradient(Model(), '**/kernel'), is_kernel),
+        (nn.train_only('**/bias')(Model()), is_kernel),
+        (nn.Frozen(Model(), 'hed/**', unused='ignore'), lambda path: False),
+    ):
+        assert_same_program(frozen, Model(), selects)
+    rewrite = nn.stop_gradient('kernel', unused='ignore')
+    assert rewrite(Model()) == nn.Frozen(Model(), 'kernel', unused='ignore')
     frozen = nn.Frozen(Model(), 'head/**')
     # Only a part of it is there at that time.
     variables = frozen.init(KEY, X, method='encode')
     assert_same(variables, Model().init(KEY, X, method='encode'))
     with pytest.raises(errors.UnusedFilterError):
         frozen.apply(variables, X, method='encode')
-
-
-def test_a_filter_that_matches_nothing_raises() -> None:
-    with pytest.raises(errors.UnusedFilterError, match="'kernel'"):
-        nn.Frozen(linen.Dense(4), 'kernle').init(KEY, X)
-    frozen = nn.Frozen(linen.Dense(4), 'kernle', unused='ignore')
-    assert_same_program(frozen, linen.Dense(4), lambda path: False)
 
 
 def test_collections() -> None:
@@ -1001,12 +925,11 @@ def test_state_is_that_of_all_of_the_wrapped_module(around: str) -> None:
     head = held['head'] if around == 'model' else updated['batch_stats']['head']
     expected = {'backbone': held['backbone'], 'head': head}
     assert_same(written['batch_stats'], expected)
-    (grads,) = oracle.grads(
-        lambda p: model.apply({**variables, 'params': p}, X, mutable=['batch_stats'])[
-            0
-        ],
-        variables['params'],
-    )[0]
+
+    def loss(params: Any) -> Any:
+        return model.apply({**variables, 'params': params}, X, mutable='batch_stats')[0]
+
+    (grads,) = oracle.grads(loss, variables['params'])[0]
     assert is_zero(grads['backbone']) and not is_zero(grads['head'])
 
 
@@ -1038,20 +961,6 @@ def only(tree: Any) -> Any:
     while len(tree) == 1 and next(iter(tree)) in ('layers_0', 'inner'):
         (tree,) = tree.values()
     return tree
-
-
-def test_held_state_in_the_collection_of_results_is_no_state() -> None:
-    frozen = nn.Frozen(Sows(), state='hold')
-    variables = Sows().init(KEY, X)
-    args = variables, X
-    kwargs = {'mutable': linen.DenyList('params'), 'capture_intermediates': True}
-    out, written = frozen.apply(*args, **kwargs)
-    plain_out, plain = Sows().apply(*args, **kwargs)
-    assert_same(out, plain_out)
-    for collection in ('intermediates', 'losses'):
-        assert_same(written[collection], plain[collection])
-    for collection in ('batch_stats', 'counts'):
-        assert_same(written[collection], variables[collection])
 
 
 @pytest.mark.parametrize('lift', [bare, linen.jit, linen.remat])
@@ -1118,47 +1027,7 @@ def test_held_state_comes_back_after_an_exception() -> None:
     assert_same(written, variables)
 
 
-def test_an_unknown_state() -> None:
-    with pytest.raises(errors.ArgumentValueError) as caught:
-        nn.Frozen(linen.Dense(4), state='eval')
-    for choice in ("state='eval'", "'update'", "'hold'", "'use_running_average'"):
-        assert choice in str(caught.value)
-
-
 # Other rules, values of rewrites.
-
-
-def test_a_rewrite_called_on_a_module() -> None:
-    rewrite = nn.stop_gradient('kernel', unused='ignore')
-    frozen = rewrite(linen.Dense(4))
-    assert isinstance(frozen, nn.Frozen)
-    assert frozen == nn.Frozen(linen.Dense(4), 'kernel', unused='ignore')
-    assert_same_program(frozen, linen.Dense(4), lambda path: path == 'kernel')
-    trained = nn.train_only('kernel')(linen.Dense(4))
-    assert_same_program(trained, linen.Dense(4), lambda path: path == 'bias')
-    first = nn.stop_gradient(linen.Dense(4), 'kernel')
-    assert_same_program(first, linen.Dense(4), lambda path: path == 'kernel')
-
-
-def test_any_rule_may_be_wrapped_around_a_module() -> None:
-    from flax_sg.forms import rewrites
-    from flax_sg.rules import rules
-
-    @dataclasses.dataclass(frozen=True)
-    class Twice(rules.Rule):
-        name = 'twice'
-
-        def __call__(self, path, leaf):
-            return 2 * leaf
-
-    twice = rewrites.BlockDecorator(filters.as_filter('kernel'), Twice())
-    doubled = twice(linen.Dense(4))
-    params = linen.Dense(4).init(KEY, X)['params']
-    by_hand = {**params, 'kernel': 2 * params['kernel']}
-    assert_same(
-        doubled.apply({'params': params}, X),
-        linen.Dense(4).apply({'params': by_hand}, X),
-    )
 
 
 # As a value.
@@ -1178,18 +1047,14 @@ def test_it_is_a_value_like_every_module() -> None:
     assert dataclasses.replace(frozen, where='bias', parent=None) == other
     assert frozen.copy(state='hold').state == 'hold'
     assert frozen.clone() == frozen.copy() == frozen
-    for same in (frozen.clone(), frozen.copy(), copied(frozen)):
+    prefix = 'ker'
+    by_lambda = nn.Frozen(linen.Dense(4), lambda path: path.startswith(prefix))
+    for same in (frozen.clone(), frozen.copy(), copied(frozen), copied(by_lambda)):
         assert_same_program(same, linen.Dense(4), lambda path: path == 'kernel')
 
 
 def copied(value: Any) -> Any:
     return cloudpickle.loads(cloudpickle.dumps(value))
-
-
-def test_a_lambda_survives_cloudpickle() -> None:
-    prefix = 'ker'
-    frozen = nn.Frozen(linen.Dense(4), lambda path: path.startswith(prefix))
-    assert_same_program(copied(frozen), linen.Dense(4), lambda path: path == 'kernel')
 
 
 def test_inheritance() -> None:
@@ -1204,33 +1069,19 @@ def test_inheritance() -> None:
         def twice(self, x):
             return self(self(x))
 
-    class Plain(linen.Module):
-        scale: float = 2.0
-
-        def setup(self):
-            self.module = linen.Dense(4)
-
-        def __call__(self, x):
-            return x + self.scale * self.module(x)
-
-        def twice(self, x):
-            return self(self(x))
-
     frozen = FrozenDense(linen.Dense(4), scale=3.0)
     params = frozen.init(KEY, X)['params']
     assert set(params) == {'kernel', 'bias'}
-    for method in ('__call__', 'twice'):
-        actual = oracle.grads(
-            lambda p, x, m=method: frozen.apply({'params': p}, x, method=m), params, X
-        )
-        expected = oracle.grads(
-            lambda p, x, m=method: Plain(3.0).apply(
-                {'params': {'module': stopped(p)}}, x, method=m
-            ),
-            params,
-            X,
-        )
-        assert_same(actual, expected)
+
+    def by_hand(params: Any, x: Any) -> Any:
+        return x + 3.0 * linen.Dense(4).apply({'params': stopped(params)}, x)
+
+    def twice(params: Any, x: Any) -> Any:
+        return by_hand(params, by_hand(params, x))
+
+    for method, expected in (('__call__', by_hand), ('twice', twice)):
+        actual = lambda p, x, m=method: frozen.apply({'params': p}, x, method=m)  # noqa: E731
+        assert_same_grads(actual, expected, params, X)
 
 
 @pytest.mark.parametrize(
@@ -1245,22 +1096,12 @@ def test_inheritance() -> None:
     ],
 )
 def test_what_is_no_module(target: Any, said: str) -> None:
-    with pytest.raises(errors.ArgumentTypeError) as caught:
-        nn.Frozen(target)
-    assert said in str(caught.value)
-    assert 'nn.Frozen wraps a Module instance' in str(caught.value)
-
-
-def test_a_filter_that_is_none_and_options_that_are_not_there() -> None:
-    dense = linen.Dense(4)
-    with pytest.raises(errors.FilterTypeError):
-        nn.Frozen(dense, 3)
-    with pytest.raises(errors.FilterTypeError):
-        nn.Frozen(dense, linen.Dense(4))
-    with pytest.raises(errors.ArgumentValueError):
-        nn.Frozen(dense, collections='_overwrite_with_gradient')
-    with pytest.raises(errors.FilterValueError):
-        nn.Frozen(dense, unused='maybe')
+    for view in (nn.Frozen, nn.mirror):
+        with pytest.raises(errors.ArgumentTypeError) as caught:
+            view(target)
+        name = view.__name__
+        assert said.replace('Frozen', name) in str(caught.value)
+        assert f'nn.{name} wraps a Module instance' in str(caught.value)
 
 
 def test_tabulate_shows_the_bare_module() -> None:
@@ -1325,7 +1166,7 @@ def test_equal_filters_in_the_field_do_not_retrace() -> None:
     assert len(traces) == 3
 
 
-@pytest.mark.parametrize('order', ['lF', 'Fl', 'lFlF', 'FlFl'])
+@pytest.mark.parametrize('order', ['lFlF', 'FlFl'])
 @pytest.mark.parametrize('lift', [linen.jit, lambda cls: linen.remat(linen.jit(cls))])
 def test_traces_kept_by_jit(order: str, lift: Any) -> None:
     """One class of layers, jitted, used frozen and live in one model."""
@@ -1388,8 +1229,8 @@ def test_blocks_and_frozen_compose() -> None:
         z = dense({'params': frozen[1]['b']}, dense({'params': frozen[1]['a']}, y))
         return z * jax.lax.stop_gradient(y)
 
-    fn = lambda p, x: Model().apply({'params': p}, x)  # noqa: E731
-    assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
+    actual = lambda p, x: Model().apply({'params': p}, x)  # noqa: E731
+    assert_same_grads(actual, by_hand, params, X)
 
 
 def test_higher_orders_and_forward_mode() -> None:
@@ -1420,7 +1261,7 @@ def test_higher_orders_and_forward_mode() -> None:
 
 
 @pytest.mark.usefixtures('leaks')
-@pytest.mark.parametrize('place', ['compact', 'setup', 'jit', 'scan', 'lent'])
+@pytest.mark.parametrize('place', ['jit', 'scan', 'lent'])
 def test_nothing_outlives_its_trace(place: str) -> None:
     model = PLACES[place](nn.Frozen, Keeps)
     params = PLACES[place](bare, Keeps).init(RNGS, X)['params']

@@ -2,18 +2,21 @@
 
 import functools
 import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import flax.core
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import pytest
 
-import flax_sg
 import oracle
-from flax_sg import errors, filters
+from flax_sg import core, errors, filters
 from flax_sg import linen as nn
-from flax_sg.forms import rewrites, stops
+from flax_sg.forms import rewrites
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -31,204 +34,199 @@ PARAMS = MODEL.init(jax.random.key(0), X)['params']
 BOTH = pytest.mark.parametrize('make', [nn.stop_gradient, nn.train_only])
 
 
-def frozen(fn: Any) -> set[str]:
+def frozen(model: Any = MODEL, *blocks: Any) -> set[str]:
     """The layers without a gradient."""
-    grads = jax.grad(lambda p: jnp.sum(fn(p)))(PARAMS)
+
+    def loss(params):
+        fn = model.apply
+        for block in blocks:
+            fn = functools.partial(in_block, block, fn)
+        return jnp.sum(fn({'params': params}, X))
+
+    grads = jax.grad(loss)(PARAMS)
     return {name for name in grads if oracle.is_zero(grads[name])}
 
 
-def apply(model: Any = MODEL) -> Any:
-    return lambda params: model.apply({'params': params}, X)
+def in_block(block: Any, fn: Any, *args: Any) -> Any:
+    with block:
+        return fn(*args)
 
 
-def in_block(block: Any) -> Any:
-    def fn(params):
-        with block:
-            return apply()(params)
-
-    return fn
-
-
-def test_the_names_are_in_linen():
-    assert nn.stop_gradient is stops.stop_gradient
-    assert nn.train_only is stops.train_only
-
-
-def test_polarity():
+@pytest.mark.parametrize(
+    ('where', 'stopped', 'trained'),
+    [
+        ('enc/**', {'enc'}, {'dec'}),
+        (True, {'enc', 'dec'}, set()),
+        (False, set(), {'enc', 'dec'}),
+        (['enc/**', 'dec/**'], {'enc', 'dec'}, set()),
+        (re.compile('enc/.*'), {'enc'}, {'dec'}),
+        (lambda path: path.startswith('enc/'), {'enc'}, {'dec'}),
+        ({'enc': True, 'dec': False}, {'enc'}, {'dec'}),
+        (~filters.as_filter('dec/**'), {'enc'}, {'dec'}),
+    ],
+)
+def test_polarity(where, stopped, trained):
     # `where` names what stop_gradient stops, and what train_only trains (hazard 21).
-    assert frozen(in_block(nn.stop_gradient('enc/**'))) == {'enc'}
-    assert frozen(in_block(nn.train_only('enc/**'))) == {'dec'}
-    assert frozen(in_block(nn.stop_gradient(True))) == {'enc', 'dec'}
-    assert frozen(in_block(nn.train_only(True))) == set()
-    assert frozen(in_block(nn.stop_gradient(False))) == set()
-    assert frozen(in_block(nn.train_only(False))) == {'enc', 'dec'}
+    assert frozen(MODEL, nn.stop_gradient(where)) == stopped
+    assert frozen(MODEL, nn.train_only(where)) == trained
 
 
-def test_train_only_of_several():
-    assert frozen(in_block(nn.train_only(['enc/**', 'dec/**']))) == set()
-    with nn.train_only('enc/**'), nn.train_only('dec/**'):
-        assert frozen(apply()) == {'enc', 'dec'}  # Neither trains what the other stops.
-
-
-@BOTH
-def test_where_by_name(make):
-    assert make(where='enc/**') == make('enc/**')
-    lifted = make(Model, where='enc/**')
-    assert frozen(apply(lifted())) == frozen(apply(make(Model, 'enc/**')()))
+def test_neither_block_trains_what_the_other_stops():
+    blocks = nn.train_only('enc/**'), nn.train_only('dec/**')
+    assert frozen(MODEL, *blocks) == {'enc', 'dec'}
 
 
 @BOTH
 def test_spellings_that_say_the_same(make):
-    expected = frozen(in_block(make('enc/**')))
-    for lifted in (
-        make(Model, 'enc/**'),
-        make('enc/**')(Model),
-        make('enc/**').lift(Model),
-        make(Model, 'enc/**', methods=['__call__']),
-        make(functools.partial(Model), 'enc/**'),
-    ):
-        assert frozen(apply(lifted())) == expected
-
     class Decorated(Model):
         @make('enc/**')
         def __call__(self, x):
             return super().__call__(x)
 
-    assert frozen(apply(Decorated())) == expected
-    assert frozen(apply(make('enc/**')(type('Model', (Model,), {}))())) == expected
+    assert make(where='enc/**') == make('enc/**')
+    for lifted in (
+        make(Model, 'enc/**'),
+        make(Model, where='enc/**'),
+        make('enc/**')(Model),
+        make('enc/**').lift(Model),
+        make(Model, 'enc/**', methods=['__call__']),
+        make(functools.partial(Model), 'enc/**'),
+        Decorated,
+    ):
+        assert frozen(lifted()) == frozen(MODEL, make('enc/**'))
 
 
 @BOTH
-def test_options_reach_the_rewrite(make):
+def test_options(make):
     rewrite = make('a', collections=['cache', 'params'], unused='ignore')
     assert isinstance(rewrite, rewrites.BlockDecorator)
-    assert rewrite.collections == ('cache', 'params')
-    assert rewrite.unused == 'ignore'
-
-
-@BOTH
-def test_options_reach_what_is_lifted(make):
-    variables = {'params': PARAMS}
-    for lifted in (
-        make(Model, 'nothing', unused='ignore'),
-        make(Model, 'nothing', collections='cache', unused='ignore'),
-    ):
-        lifted().apply(variables, X)
-    with pytest.raises(errors.UnusedFilterError):
-        make(Model, 'enc/kernel', collections='cache')().apply(variables, X)
-
-
-def _raises(make: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(errors.FlaxSGError) as caught:
-        make(*args, **kwargs)
-    return f'{type(caught.value).__name__}: {caught.value}'
-
-
-@BOTH
-def test_no_filter_at_all(make):
-    name = make.__name__
-    assert _raises(make).startswith(f'FilterTypeError: {name}() takes a filter')
-    for wrong in ((None,), (Model, None)):
-        assert _raises(make, *wrong).startswith('FilterTypeError: None is no filter')
-    assert _raises(make, where=None).startswith('FilterTypeError: None is no filter')
-
-
-@BOTH
-def test_what_is_meant_by_a_module_or_an_array(make):
-    text = _raises(make, Model)
-    assert 'nn.stop_gradient(Model, where)' in text
-    text = _raises(make, fnn.Dense)
-    assert 'nn.stop_gradient(nn.Dense, where)' in text
-    assert 'nn.Dense' in _raises(make, functools.partial(fnn.Dense, 3))
-    assert 'with nn.stop_gradient(where):' in _raises(make, MODEL)
-    assert 'with nn.stop_gradient(where):' in _raises(
-        make, MODEL.bind({'params': PARAMS})
+    assert (rewrite.collections, rewrite.unused) == (('cache', 'params'), 'ignore')
+    make(Model, 'no', collections='cache', unused='ignore')().apply(
+        {'params': PARAMS}, X
     )
-    assert 'jax.lax.stop_gradient' in _raises(make, X)
-    assert 'FilterTypeError' in _raises(make, PARAMS['enc'])
-    assert 'FilterTypeError' in _raises(make, 3.5)
-    # The filter and the target the wrong way round.
-    assert 'nn.stop_gradient(Model, where)' in _raises(make, 'enc/**', Model)
-
-
-def test_an_array_that_is_traced():
-    seen: list[str] = []
-
-    @jax.jit
-    def fn(x):
-        seen.append(_raises(nn.stop_gradient, x))
-        return x
-
-    fn(X)
-    assert 'jax.lax.stop_gradient' in seen[0]
-
-
-@BOTH
-def test_several_filters_in_a_row(make):
-    text = _raises(make, 'enc/**', 'dec/**')
-    assert "['enc/**', 'dec/**']" in text
+    with pytest.raises(errors.UnusedFilterError):
+        make(Model, 'enc/kernel', collections='cache')().apply({'params': PARAMS}, X)
+    with pytest.raises(TypeError, match='colections'):
+        make('enc/**', colections='params')
     with pytest.raises(TypeError, match='positional'):
         make(Model, 'enc/**', 'dec/**')
 
 
-@BOTH
-def test_methods_without_a_class(make):
-    text = _raises(make, 'enc/**', methods=['encode'])
-    assert text.startswith("UnknownNameError: methods=['encode'] was given")
-    text = _raises(make, lambda mdl: None, 'enc/**', methods=['encode'])
-    assert text.startswith("UnknownNameError: methods=['encode'] was given")
+METHODS = "methods=['encode'] was given, but no Module class"
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    'nothing': ((), {}, "lacks its argument 'where'"),
+    'None': ((None,), {}, 'None is no filter'),
+    'None by name': ((), {'where': None}, 'None is no filter'),
+    'None for a class': ((Model, None), {}, 'None is no filter'),
+    'a class': ((Model,), {}, r'nn\.stop_gradient\(Model, where\)'),
+    'a class of Flax': ((fnn.Dense,), {}, r'nn\.stop_gradient\(nn\.Dense, where\)'),
+    'a partial': ((functools.partial(fnn.Dense, 3),), {}, r'nn\.Dense'),
+    'a module': ((MODEL,), {}, r'with nn\.stop_gradient\(where\):'),
+    'an array': ((X,), {}, r'jax\.lax\.stop_gradient'),
+    'arrays': ((PARAMS['enc'],), {}, 'A tree of bools'),
+    'a number': ((3.5,), {}, 'no filter'),
+    'the wrong way round': (
+        ('enc/**', Model),
+        {},
+        r'nn\.stop_gradient\(Model, where\)',
+    ),
+    'two filters': (('enc/**', 'dec/**'), {}, r"\['enc/\*\*', 'dec/\*\*'\]"),
+    'methods of a block': (('enc/**',), {'methods': ['encode']}, re.escape(METHODS)),
+    'methods of a function': (
+        (lambda mdl: None, 'enc/**'),
+        {'methods': ['encode']},
+        re.escape(METHODS),
+    ),
+}
 
 
 @BOTH
-def test_an_option_that_does_not_exist(make):
-    with pytest.raises(TypeError, match='colections'):
-        make('enc/**', colections='params')
+@pytest.mark.parametrize('case', CALLS)
+def test_what_is_said_of_a_wrong_call(make, case):
+    args, kwargs, said = CALLS[case]
+    with pytest.raises(errors.FlaxSGError, match=said):
+        make(*args, **kwargs)
 
 
-@BOTH
-def test_nothing_is_computed_before_a_bad_argument_raises(make):
-    calls: list[Any] = []
+def test_a_traced_value_is_no_filter():
+    with pytest.raises(errors.FilterTypeError, match=r'jax\.lax\.stop_gradient'):
+        jax.eval_shape(nn.stop_gradient, X)
 
-    class Counts(Model):
-        def __call__(self, x):
-            calls.append(x)
-            return super().__call__(x)
 
-    for bad in (None, 3, X, 'enc/', 'enc**', [None], {'enc': 1}, MODEL, Model):
-        with pytest.raises(errors.FlaxSGError), make(bad):
-            apply(Counts())(PARAMS)
+@pytest.mark.parametrize('bad', ['enc/', 'enc**', [None], {'enc': 1}])
+def test_a_bad_filter_raises_where_it_is_written(bad):
+    for use in (nn.stop_gradient, functools.partial(nn.train_only, Model)):
         with pytest.raises(errors.FlaxSGError):
-            make(Counts, bad)
-    assert calls == []
+            use(bad)
 
 
 @BOTH
 def test_help(make):
-    assert "where: 'Any' = LEFT_OUT, *" in str(inspect.signature(make))
+    assert str(inspect.signature(make)).startswith(
+        "(where: 'filters.Where', *, methods"
+    )
     doc = inspect.getdoc(make)
     assert doc is not None
-    for section in ('Args:', 'Returns:', '>>> '):
-        assert section in doc
+    assert all(section in doc for section in ('Args:', 'Returns:', '>>> '))
 
 
-def test_where_of_every_kind():
-    import re
+# Errors say which call they come from, whatever line the traceback ends at.
 
-    for where in (
-        'enc/**',
-        'enc/*',
-        re.compile('enc/.*'),
-        lambda path: path.startswith('enc/'),
-        filters.as_filter('enc/**'),
-        ['enc/kernel', 'enc/bias'],
-        ('enc/**',),
-        {'enc/**'},
-        {'enc': True, 'dec': False},
-        ~filters.as_filter('dec/**'),
-        filters.as_filter('**') & 'enc/*',
-    ):
-        assert frozen(in_block(nn.stop_gradient(where))) == {'enc'}
-    assert frozen(in_block(nn.stop_gradient(flax_sg.filters.as_filter(True)))) == {
-        'enc',
-        'dec',
-    }
+VARIABLES = {'params': PARAMS}
+
+
+def of_block(where: Any) -> Any:
+    with nn.stop_gradient(where):  # opened: block, jit
+        return MODEL.apply(VARIABLES, X)
+
+
+class Opens(Model):
+    """Opens a block in a method."""
+
+    where: Any = None
+
+    def __call__(self, x):
+        with nn.stop_gradient(self.where):  # opened: method, init
+            return super().__call__(x)
+
+
+def of_scopes(where: Any) -> Any:
+    lifted = core.stop_gradient(lambda s: s.get_variable('params', 'enc'), where)
+    return flax.core.apply(lifted)(VARIABLES)  # opened: scopes
+
+
+ORIGINS: dict[str, Callable[[Any], Any]] = {
+    'block': of_block,
+    'jit': lambda where: jax.jit(lambda: of_block(where))(),
+    'method': lambda where: Opens(where).apply(VARIABLES, X),
+    'init': lambda where: Opens(where).init(jax.random.key(0), X),
+    'scopes': of_scopes,
+    'class': lambda w: nn.stop_gradient(Model, w)().apply(
+        VARIABLES, X
+    ),  # opened: class
+    'fn': lambda w: nn.stop_gradient(MODEL.apply, w)(VARIABLES, X),  # opened: fn
+    'module': lambda w: nn.Frozen(MODEL, w).apply(VARIABLES, X),  # opened: module
+    'no model': lambda w: nn.stop_gradient(jnp.sin, w)(X),  # opened: no model
+}
+LINES = {
+    name: number
+    for number, line in enumerate(Path(__file__).read_text().splitlines(), start=1)
+    for name in line.partition('# opened: ')[2].split(', ')
+}
+
+
+@pytest.mark.parametrize('name', ORIGINS)
+def test_an_error_says_which_call_it_comes_from(name):
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        ORIGINS[name]('typo/**')
+    place = f'test_stops.py:{LINES[name]}'
+    origin = f"From stop_gradient(Glob('typo/**')), opened at {place}."
+    assert [note for note in caught.value.__notes__ if 'From' in note] == [origin]
+
+
+def test_an_error_of_a_collection_says_which_call_it_comes_from():
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        nn.Frozen(MODEL, collections='cache').apply(VARIABLES, X)
+    [origin] = caught.value.__notes__
+    start = "From stop_gradient(Constant(True), collections='cache'), opened at "
+    assert origin.startswith(start + 'test_stops.py:')

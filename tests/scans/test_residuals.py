@@ -134,18 +134,17 @@ def test_nested_scans() -> None:
     assert found['frozen'] + 3 * STACK <= found['in the body']
 
 
-@pytest.mark.parametrize('lift', [bare, remat, linen.jit])
-@pytest.mark.parametrize('base', ['dense', 'mlp'])
-def test_values_and_gradients(base: str, lift: Any) -> None:
-    class MLP(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            x = linen.Dense(8)(linen.LayerNorm()(x))
-            x = linen.Dropout(0.5, deterministic=False)(jax.nn.gelu(x))
-            return linen.Dense(WIDTH)(x)
+class MLP(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(8)(linen.LayerNorm()(x))
+        x = linen.Dropout(0.5, deterministic=False)(jax.nn.gelu(x))
+        return linen.Dense(WIDTH)(x)
 
-    make = MLP if base == 'mlp' else functools.partial(linen.Dense, WIDTH)
-    model, plain = (Stack(wrap, lift, make) for wrap in (nn.Frozen, bare))
+
+@pytest.mark.parametrize('lift', [bare, remat, linen.jit])
+def test_values_and_gradients(lift: Any) -> None:
+    model, plain = (Stack(wrap, lift, MLP) for wrap in (nn.Frozen, bare))
     rngs = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
     params = plain.init(rngs, X)['params']
     oracle.assert_same(model.init(rngs, X)['params'], params)
@@ -218,19 +217,6 @@ def test_what_a_call_gives_may_be_of_any_kind() -> None:
     oracle.assert_same(actual, expected)
 
 
-def warned(how: str, size: int) -> str:
-    name = 'Sequential' if how == 'field' else 'Calls'
-    path = 'Sequential_0' if how == 'field' else 'base'
-    return (
-        f'nn.Frozen({name}(...)) at {path!r} is called in the body of a scan with a '
-        'function that uses other modules of the body.\n'
-        'Gradients are right, but the stopped parameters are kept for the way back at '
-        f'each step: at least {size:,} bytes times the length of the scan.\n'
-        'Call the other modules outside of the wrapper, or open a block around the '
-        "scan: with nn.stop_gradient('layers/...'): layers(x)."
-    )
-
-
 def test_a_call_that_uses_modules_of_the_body() -> None:
     """They belong to the trace of the body: the call has to stay in it."""
 
@@ -267,9 +253,9 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
             actual = oracle.grads(
                 lambda p, m=model: m(nn.Frozen).apply({'params': p}, X, None)[0], params
             )
-        warning = caught.pop()
+        warning = caught.pop()  # Matched whole in tests/errors.
         assert warning.filename == __file__
-        assert str(warning.message) == warned(how, 4 * (WIDTH + 1) * WIDTH)
+        assert f'at least {4 * (WIDTH + 1) * WIDTH:,} bytes' in str(warning.message)
         expected = oracle.grads(
             lambda p, m=model: m(bare).apply({'params': oracle.stopped(p)}, X, None)[0],
             params,
@@ -291,7 +277,7 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
     ],
 )
 def test_where_a_scope_lies(path: tuple[str, ...], inside: bool) -> None:
-    assert lifting.is_in_scan(linen.Module and Scope(path)) is inside
+    assert lifting.is_in_scan(Scope(path)) is inside
 
 
 class Scope:

@@ -1,4 +1,8 @@
-"""What happens to running statistics, and other state, in a wrapped call."""
+"""What a call of a wrapper does to state and random numbers.
+
+``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses for running statistics and other
+state, ``rngs=`` of ``nn.mirror`` for random numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +22,46 @@ from flax_sg.trees.variables import Key
 UPDATE = 'update'
 HOLD = 'hold'
 USE_RUNNING_AVERAGE = 'use_running_average'
-CHOICES = {
+STATE = {
     UPDATE: 'it is updated, as without the wrapper',
     HOLD: 'a call works on a copy that is dropped when it ends',
     USE_RUNNING_AVERAGE: 'held, and normalization layers use what is stored, not the '
     'batch',
 }
 
+SAME = 'same'
+FRESH = 'fresh'
+RNGS = {
+    SAME: 'the n-th call draws what the n-th call of the module does, and leaves the '
+    'draws of the module alone',
+    FRESH: 'each call draws new numbers, as another call of the module would',
+}
+
 # What methods and modules call the choice between the batch and the stored values.
 _SWITCHES = {'use_running_average': True, 'update_stats': False}
-# What the call gives to its caller is no state: these, and what it sows elsewhere.
+# What a call gives to its caller is no state: these, and what it sows elsewhere.
 _RESULTS = ('intermediates', 'perturbations')
 
 
-def check(choice: Any) -> None:
-    """Raises for what is no choice."""
-    if choice not in CHOICES:
-        raise errors.unknown_choice('state', choice, CHOICES)
+def check(option: str, choice: Any, choices: Mapping[str, str]) -> None:
+    """Raises for an option with a value that it does not have."""
+    if choice not in choices:
+        raise errors.unknown_choice(option, choice, choices)
+
+
+# State.
 
 
 @contextlib.contextmanager
-def handled(module: Any, choice: str) -> Generator[None]:
+def handle_state(module: Any, choice: str) -> Generator[None]:
     """Treats the state of a bound module as the choice says, in the body."""
     with contextlib.ExitStack() as stack:
         if choice != UPDATE:
             stack.enter_context(_held(module))
-        # What they begin with is not ours to change.
+        # At initialization the first state is made as without a wrapper.
         begins = module.scope.get_flag('initializing', False)
         if choice == USE_RUNNING_AVERAGE and not begins:
-            # Part of JAX's cache keys: what ``nn.jit`` has traced is not found here.
+            # Part of JAX's cache keys: a trace of ``nn.jit`` is not found here.
             stack.enter_context(tracing.running_averages(True))
             stack.enter_context(linen.intercept_methods(_use_running_average))
         yield
@@ -69,10 +84,6 @@ def _held(module: Any) -> Generator[None]:
                     _put_back(root.sown, (collection, scope.path), now, tree)
 
 
-def _is_result(sown: Collection[Key], key: Key) -> bool:
-    return key[0] in _RESULTS or key in sown
-
-
 def _put_back(sown: Collection[Key], key: Key, now: Any, before: Any) -> None:
     """Makes the state in both trees what it was; what was created since stays."""
     collection, path = key
@@ -80,7 +91,7 @@ def _put_back(sown: Collection[Key], key: Key, now: Any, before: Any) -> None:
         value, below = before[name], (collection, (*path, name))
         if isinstance(value, Mapping) and isinstance(now[name], dict):
             _put_back(sown, below, now[name], value)
-        elif not _is_result(sown, below):
+        elif collection not in _RESULTS and below not in sown:
             now[name] = value
 
 
@@ -112,3 +123,53 @@ def _with_argument(
     bound = signature.bind_partial(*args, **kwargs)
     bound.arguments[name] = value
     return bound.args, bound.kwargs
+
+
+# Random numbers.
+
+
+class _OfViews:
+    """The key, among the counts of a scope's draws, of those of its views."""
+
+
+_OF_VIEWS: Any = _OfViews()
+
+
+@contextlib.contextmanager
+def handle_rngs(module: Any, choice: str) -> Generator[None]:
+    """Lets a bound module draw as the choice says, in the body."""
+    with contextlib.ExitStack() as stack:
+        if choice == SAME:
+            for scope in modules.own_scopes(module):
+                # Initializers draw other numbers for each parameter, in views too.
+                kept = 'params' if scope.get_flag('initializing', False) else None
+                stack.enter_context(_counted_apart(scope.rng_counters, kept))
+        yield
+
+
+@contextlib.contextmanager
+def _counted_apart(counts: dict[Any, Any], kept: str | None) -> Generator[None]:
+    # In the scope's own dict: there Flax carries it through its transforms.
+    of_views = counts.pop(_OF_VIEWS, {})
+    of_module = core_scopes.copied(counts)
+    _set(counts, of_views, kept)
+    try:
+        yield
+    finally:
+        of_views = core_scopes.copied(counts)
+        counts.pop(_OF_VIEWS, None)
+        _set(counts, of_module, kept)
+        if _any(of_views):
+            counts[_OF_VIEWS] = of_views
+
+
+def _set(counts: dict[Any, Any], wanted: Mapping[Any, Any], kept: str | None) -> None:
+    for key, count in counts.items():
+        if isinstance(count, dict):
+            _set(count, wanted.get(key, {}), kept)
+        elif key != kept:
+            counts[key] = wanted.get(key, 0)
+
+
+def _any(counts: Mapping[Any, Any]) -> bool:
+    return any(_any(c) if isinstance(c, Mapping) else c for c in counts.values())
