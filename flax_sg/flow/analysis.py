@@ -11,7 +11,7 @@ import jax
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
-from flax_sg.filters import functions
+from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence
 from flax_sg.flow.derivatives import Derivatives, has_tangent, values
@@ -175,7 +175,7 @@ class Analysis:
                 (path, str(getattr(leaf, 'dtype', type(leaf).__name__)))
                 for path, leaf, _ in self.outputs
             ]
-            raise _no_output(functions.describe(self.program.fun), found)
+            raise _no_output(predicates.describe(self.program.fun), found)
 
     def trained(self) -> list[bool]:
         """For each parameter whether it flows to any output that is looked at."""

@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen
 
 from flax_sg import errors
-from flax_sg.filters import functions
+from flax_sg.filters import predicates
 from flax_sg.trees.leaves import is_differentiable
 
 # What JAX raises where a program asks for a value that it does not know yet.
@@ -80,7 +80,7 @@ class Program:
         try:
             closed = jax.make_jaxpr(fun_of_arrays)(*(leaves[n] for n in inputs))
         except _ASKED_FOR_A_VALUE as error:
-            raise _value_needed(functions.describe(run)) from error
+            raise _value_needed(predicates.describe(run)) from error
         return cls(closed, run, inputs, results[0])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from flax_sg import errors
-from flax_sg.filters.refusals import brief
+from flax_sg.errors.texts import brief
 from flax_sg.internals import modules
 
 _VALUE = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'

@@ -257,7 +257,7 @@ WRONG = {
     'an output': ([CHECK, '--expect', 'glm: gln_0/**'], 'there is no output '),
     'a parameter': (
         [CHECK, '--expect', 'gln: gln_1/**'],
-        "Glob('gln_1/**') selected nothing: it matches none of the 4 variables.",
+        "Glob('gln_1/**') matches none of the 4 variables.",
     ),
     'a depth': ([CHECK, '--depth', 'all'], "expected a number from 0, got 'all'"),
     'a picture': ([CHECK, '--plot', 'flow.exe'], '--plot flow.exe: no picture; known'),
@@ -344,7 +344,7 @@ def test_paths_of_a_tree_without_a_filter(capsys):
     [
         (['mine.train:MODEL'], 'mine.train:MODEL is a module: say where its arguments'),
         (['mine.train:MODLE'], "did you mean 'MODEL'?"),
-        (['mine.train:PAIR', '--where', 'gln/**'], "Glob('gln/**') selected nothing"),
+        (['mine.train:PAIR', '--where', 'gln/**'], "Glob('gln/**') matches none of"),
         (['mine.train:MODEL', '--args', 'mine.train:X'], 'expected a tuple'),
     ],
 )
