@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flax_sg import filters
-from flax_sg.filters import asking
+from flax_sg.filters import expressions
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key
@@ -43,10 +43,10 @@ class Asker:
 
     def __post_init__(self) -> None:
         where, rule = self.rewrite.where, self.rewrite.rule
-        kinds = asking.kinds_of(where)
+        kinds = expressions.kinds_of(where)
         self.has_functions = filters.Predicate in kinds
         self.asks_classes = filters.OfType in kinds
-        self.shape = asking.shape_of(where)
+        self.shape = expressions.shape_of(where)
         self.sure: Hashable = None
         if not self.has_functions:
             self.sure = where, rule.values(), self.owner_path, self.tree
@@ -63,8 +63,8 @@ class Asker:
         None if that depends on the class of a module that is not known.
         """
         if not self.has_functions:
-            return asking.decide(self.rewrite.where, path)
-        return asking.evaluate(self.rewrite.where, path, self.takes)
+            return expressions.decide(self.rewrite.where, path)
+        return expressions.decide(self.rewrite.where, path, asks=self.takes)
 
     def takes(self, atom: filters.Filter, path: Path) -> bool | None:
         """Whether an elementary filter takes a variable.
@@ -72,7 +72,7 @@ class Asker:
         A function is asked once for each variable; what it says holds for the block.
         """
         if not isinstance(atom, filters.Predicate):
-            return asking.takes(atom, path)
+            return expressions.takes(atom, path)
         said = self._said.setdefault(atom, {})
         found = said.get(path.key)
         if found is None:
@@ -93,7 +93,8 @@ class Asker:
             }
         matched: set[filters.Filter] = set()
         for path in paths:
-            matched |= asking.matching(where, path)
+            took, unknown = expressions.asked(where, path)
+            matched |= took | unknown
             if len(matched) == len(where.atoms):
                 break
         return matched
@@ -103,7 +104,7 @@ class Asker:
     ) -> bool:
         """Whether the functions of the filter give these answers for some paths."""
         where = self.rewrite.where
-        function = asking.as_function(where)
+        function = expressions.as_function(where)
         if function is None or any(path.is_inner for path in paths):
             pairs = zip(paths, answers.values(), strict=False)
             return all(self.ask(path) == answer for path, answer in pairs)

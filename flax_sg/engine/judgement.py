@@ -18,7 +18,7 @@ from flax.core.scope import Scope
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
 from flax_sg.engine.selection import selects, wants
-from flax_sg.filters.asking import find_unused, kinds_of, may_be_empty
+from flax_sg.filters.expressions import find_unused, kinds_of, may_be_empty
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes, places
 from flax_sg.trees.variables import iter_leaf_keys

@@ -23,7 +23,7 @@ from flax_sg.engine import selection
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import path_of
 from flax_sg.errors.texts import shown
-from flax_sg.filters import paths
+from flax_sg.filters import hints, paths
 from flax_sg.internals import tracing
 from flax_sg.rules import rules
 from flax_sg.rules.rules import AS_IT_IS
@@ -277,7 +277,7 @@ class Reader:
                 for key in self._variables
                 if key[0] == collection
             ]
-            nearest = paths.nearest(path, known)
+            nearest = hints.nearest(path, known)
             raise _missing_variable(path, collection, nearest) from None
 
 

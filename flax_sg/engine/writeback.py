@@ -22,8 +22,7 @@ from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg import filters
 from flax_sg.engine import blocks, placing, selection, unwritten, views
-from flax_sg.filters.asking import kinds_of
-from flax_sg.filters.expressions import unknown_class
+from flax_sg.filters.expressions import kinds_of, unknown_class
 from flax_sg.internals import core_scopes, lifting, tracing
 from flax_sg.rules import rules
 from flax_sg.trees.variables import (

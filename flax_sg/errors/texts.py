@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax.core import Tracer
+
 SHOWN = 12  # Rows of a table in a message: enough to see what is wrong.
 
 
@@ -16,6 +20,20 @@ def shown(leaf: Any) -> str:
         return f'[{", ".join(map(shown, leaf))}]'
     text = repr(leaf)
     return text if len(text) <= 40 else f'{type(leaf).__name__} object'
+
+
+def brief(value: Any) -> str:
+    """What kind of thing a value is, in a few words."""
+    if isinstance(value, Tracer):
+        return f'a traced value ({value.aval.str_short()})'
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return f'an array ({shown(value)})'
+    name = type(value).__qualname__
+    if value is None or isinstance(value, type):
+        return 'None' if value is None else f'the class {value.__qualname__}'
+    if isinstance(value, (int, float, complex, str, bytes)):
+        return f'{value!r} ({name})'
+    return f'{"an" if name[0].lower() in "aeiou" else "a"} {name}'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

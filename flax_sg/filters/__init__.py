@@ -1,27 +1,31 @@
 """Filters: values that say which variables are meant.
 
-A filter is called with a ``Path`` and returns a bool. It is immutable, compares and
-hashes by what it says, prints as the expression to write, pickles, and combines with
-``~ & |``. ``as_filter`` makes one of anything that users write in place of one.
+A filter is called with a ``Path`` and returns a bool. A filter is immutable, compares
+and hashes by what it says, prints as the expression to write, pickles, and combines
+with ``~ & |``. ``as_filter`` makes one of whatever users write in place of a filter.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
+import flax.linen as nn
+import jax
 import numpy as np
 
 from flax_sg import errors
-from flax_sg.filters.atoms import Glob, Predicate, Regex
-from flax_sg.filters.booltrees import BoolTree
+from flax_sg.errors.texts import brief
 from flax_sg.filters.classes import OfType, of_type
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.indices import Index, Part, at, merged, negated
-from flax_sg.filters.names import Derived, Names
+from flax_sg.filters.names import BoolTree, Derived, Names
 from flax_sg.filters.paths import Path
-from flax_sg.filters.refusals import KINDS, brief, fix_of, refuse_target
+from flax_sg.filters.patterns import Glob, Regex
+from flax_sg.filters.predicates import Predicate
 
 # What stands for a filter; as_filter explains the members.
 Where: TypeAlias = (
@@ -38,7 +42,10 @@ Where: TypeAlias = (
 
 
 def as_filter(where: Where) -> Filter:
-    """Returns the filter that something stands for.
+    """Makes a filter of a glob, a function, a bool, or whatever else names variables.
+
+    Blocks, ``sg.grad``, ``sg.freeze`` and the like do this with what they are given.
+    Call it yourself to combine filters with ``~ & |``.
 
     >>> as_filter(['gln_*/**', 'dec/**']) & ~as_filter('**/bias')
     (Glob('gln_*/**') | Glob('dec/**')) & ~Glob('**/bias')
@@ -46,8 +53,8 @@ def as_filter(where: Where) -> Filter:
     Args:
         where: one of
 
-            * a str: a glob on whole path components, see ``Glob``; one that is the path
-              of a variable means that variable;
+            * a str: a glob on whole path components, see ``Glob``; the path of a
+              variable means that variable;
             * a ``sg.Path``: the variables at this path, in any collection;
             * a ``re.Pattern`` that has to match the whole path, see ``Regex``;
             * a function of the path that returns a bool, see ``Predicate``;
@@ -57,9 +64,9 @@ def as_filter(where: Where) -> Filter:
             * a filter: itself.
 
     Raises:
-        FilterTypeError: for anything else, with what to write instead.
-        FilterValueError: for a glob that can mean nothing.
-        FilterTypeError: for a function that reads a traced value.
+        FilterTypeError: for anything else, with what to write instead; and for a
+            function that reads a traced value.
+        FilterValueError: for a glob that no path can fit.
     """
     if isinstance(where, Filter):
         return where
@@ -71,10 +78,13 @@ def as_filter(where: Where) -> Filter:
         return Regex(where)
     if isinstance(where, (bool, np.bool_)):
         return Constant(bool(where))
-    refuse_target(where)
+    if isinstance(where, types.FunctionType):  # Before checks that take longer.
+        return Predicate(where)
+    if _means_something_else(where):
+        raise _no_filter(where)
     if isinstance(where, Mapping):
         return BoolTree(where)
-    if isinstance(where, (Sequence, Set)) and not isinstance(where, _NO_SEQUENCES):
+    if isinstance(where, (Sequence, Set)):
         parts = [as_filter(part) for part in where]
         if isinstance(where, Set):  # The order of a set differs from run to run.
             parts.sort(key=repr)
@@ -82,12 +92,52 @@ def as_filter(where: Where) -> Filter:
         return any_of if len(any_of.filters) > 1 else (*parts, Constant(False))[0]
     if callable(where):
         return Predicate(where)
-    raise errors.FilterTypeError(
-        f'{brief(where)} is no filter.\n{KINDS}{fix_of(where)}'
+    raise _no_filter(where)
+
+
+_VALUES = (jax.Array, np.ndarray, np.generic)
+
+
+def _called(where: Any) -> Any:
+    while isinstance(where, functools.partial):
+        where = where.func
+    return where
+
+
+def _means_something_else(where: Any) -> bool:
+    """Whether people give it where they mean something else than a filter."""
+    others = (nn.Module, *_VALUES, bytes, bytearray, memoryview)
+    return isinstance(where, others) or isinstance(_called(where), type)
+
+
+def _no_filter(where: Any) -> errors.FilterTypeError:
+    """The error for what is no filter, with what to write instead."""
+    cls, fix = _called(where), "Write a glob such as 'encoder/**'."
+    if isinstance(cls, type) and issubclass(cls, nn.Module):
+        of_flax = getattr(nn, cls.__name__, None) is cls
+        name = f'nn.{cls.__name__}' if of_flax else cls.__name__
+        fix = f'To lift the class, write nn.stop_gradient({name}, where).'
+    elif isinstance(where, nn.Module):
+        fix = (
+            'Open a block around the call, `with nn.stop_gradient(where): ...`, or '
+            'wrap the module: nn.Frozen(module, where).'
+        )
+    elif isinstance(where, _VALUES):
+        fix = 'To stop the gradient of a value, write jax.lax.stop_gradient(x).'
+    elif where is None:
+        fix = 'Write False for no variable, True for every one.'
+    elif isinstance(where, int):
+        fix = f'Write {bool(where)}.'
+    elif isinstance(where, bytes):
+        fix = f'Write {where.decode(errors="replace")!r}.'
+    elif isinstance(where, Iterator):
+        fix = 'An iterator is empty after its first use: give a list.'
+    return errors.FilterTypeError(
+        f'{brief(cls if isinstance(cls, type) else where)} is no filter.\n'
+        'A filter is a glob, a compiled regular expression, a function of the path, a '
+        f'bool, a tree of bools, or a list of these.\n{fix}'
     )
 
-
-_NO_SEQUENCES = (bytes, bytearray, memoryview)
 
 Filter.convert = staticmethod(as_filter)
 

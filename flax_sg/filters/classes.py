@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from typing import Any, cast
 
 import flax.linen as nn
 import jax
 
 from flax_sg import errors
+from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Atom, Filter
 from flax_sg.filters.names import Derived
-from flax_sg.filters.paths import Classes, Path, names_within
-from flax_sg.filters.refusals import brief
+from flax_sg.filters.paths import Classes, Path, names_in
 from flax_sg.internals import modules
 
 
@@ -46,9 +46,9 @@ class OfType(Atom):
 def of_type(
     cls: type | tuple[type, ...], model: nn.Module | None = None, *args: Any, **kw: Any
 ) -> Filter:
-    """The variables inside modules of a class: all BatchNorm, every Embed.
+    """Selects variables by the class of their module: all BatchNorm, every Embed.
 
-    Inside a block or ``nn.Frozen`` the class is enough. The model is what runs there:
+    Inside a block or ``nn.Frozen`` the class is enough:
 
     >>> import jax, jax.numpy as jnp, flax_sg as sg
     >>> from flax_sg import linen as nn
@@ -63,7 +63,7 @@ def of_type(
     {'layers_0': False, 'layers_1': True, 'layers_2': False}
 
     A tree does not know its modules. For ``sg.freeze``, ``wrt=``, masks and other trees
-    give the model and example inputs. ``model.init`` is traced on shapes, not run:
+    give the model and example inputs. ``model.init`` is traced on shapes, and not run:
 
     >>> norms = of_type(nn.LayerNorm, model, x)
     >>> norms
@@ -71,8 +71,8 @@ def of_type(
     >>> sg.mask(params, frozen=norms)['layers_1']
     {'bias': True, 'scale': True}
 
-    A variable is meant if *any* module around it is of the class: that which holds it,
-    or one further out. Subclasses count, and so do modules in transforms
+    A variable is meant if *any* module around it is of the class: the module that holds
+    it, or one further out. Subclasses count, and so do modules in transforms
     (``nn.remat(Block)``, ``nn.scan(Cell)``) and in wrappers such as ``nn.Frozen``.
 
     Args:
@@ -85,14 +85,14 @@ def of_type(
         A filter. With a model its paths begin at the root of the model.
 
     Raises:
-        FilterTypeError: if ``cls`` is no class, or ``model`` no module. Later, where a
-            filter without a model is used on a tree, or a variable is read before the
-            module that holds it exists.
+        FilterTypeError: if ``cls`` is no class, or ``model`` no module; later, if a
+            filter without a model is used on a tree, or a variable is read before its
+            module exists.
 
     Note:
         A block cannot know what the body of a transform will run, so it stops the
-        gradient in the body. In that of ``nn.scan`` this costs memory for a copy of
-        what is stopped; with a model it is stopped outside. The model is needed for
+        gradient in the body. In ``nn.scan`` this costs memory for a copy of what is
+        stopped; with a model the gradient is stopped outside. Give the model for
         other transforms than remat, jit, scan, vmap, while loops and branches, and, in
         all of them, for other rules than ``stop_gradient`` and ``read_only``.
     """
@@ -100,12 +100,20 @@ def of_type(
     classes = given if isinstance(given, tuple) else (given,)
     wrong = [one for one in classes if not isinstance(one, type)]
     if wrong or not classes:
-        raise _no_class(wrong[0] if wrong else classes)
+        raise errors.FilterTypeError(
+            f'filters.of_type got {brief(wrong[0] if wrong else classes)}, and expects '
+            'a Module class or a tuple of them.\n'
+            'Write filters.of_type(nn.BatchNorm).'
+        )
     where = OfType(*classes)
     if model is None:
         return where
     if not isinstance(cast('Any', model), nn.Module):
-        raise _no_model(model)
+        raise errors.FilterTypeError(
+            f'filters.of_type got {brief(model)} as the model.\n'
+            'Give the module and example inputs: '
+            'filters.of_type(nn.BatchNorm, model, x).'
+        )
     paths = list(_paths_in(model, args, kw))
     return Derived(
         frozenset((path.collection, path.absolute) for path in paths if where(path)),
@@ -140,7 +148,7 @@ def _paths_in(model: nn.Module, args: Any, kwargs: Any) -> Iterator[Path]:
     arrays = [leaf for a, leaf in zip(is_array, leaves, strict=True) if a]
     variables = jax.eval_shape(init, jax.random.key(0), arrays)
     for collection, tree in variables.items():
-        for names in _names_in(tree, ()):
+        for names, _ in names_in(tree):
             ends = (names[:n] for n in range(len(names), 0, -1))
             around = next((found[path] for path in ends if path in found), None)
             yield Path.of(collection, names, (), around)
@@ -150,28 +158,5 @@ def _any(scope: Any) -> bool:
     return True
 
 
-def _names_in(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    if not isinstance(tree, Mapping):
-        yield from ((*names, *inner) for inner, _ in names_within(tree))
-        return
-    for name, below in tree.items():
-        yield from _names_in(below, (*names, str(name)))
-
-
 def _names(classes: tuple[type, ...]) -> str:
     return ', '.join(cls.__name__ for cls in classes)
-
-
-def _no_class(cls: Any) -> errors.FilterTypeError:
-    return errors.FilterTypeError(
-        f'filters.of_type was given {brief(cls)}, and expects a Module class.\n'
-        'Fix: write filters.of_type(nn.BatchNorm), or a tuple of classes.'
-    )
-
-
-def _no_model(model: Any) -> errors.FilterTypeError:
-    return errors.FilterTypeError(
-        f'filters.of_type was given {brief(model)} as the model.\n'
-        'Fix: give the module and example inputs, such as '
-        'filters.of_type(nn.BatchNorm, model, x).'
-    )

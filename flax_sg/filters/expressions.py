@@ -1,7 +1,7 @@
-"""Filters as expressions: what all of them share, and ``~ & |`` on them."""
+"""Filters as expressions: what all filters share, and ``~ & |`` of them.
 
-# Names with an underscore are for this package: see ``asking.py``.
-# pyright: reportPrivateUsage=false
+The functions at the end are what the rest of the library asks a filter.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from flax_sg import errors
-from flax_sg.filters.paths import Path, nearest
-
-Owner: TypeAlias = tuple[str, ...] | None
+from flax_sg.filters.hints import unused_filter
+from flax_sg.filters.paths import Owner, Path
 
 
 class Filter(abc.ABC):
     """Which variables are meant: a value that is called with a path.
 
-    It is either an elementary filter, an *atom*, or an expression of atoms. Filters are
-    immutable, compare and hash by what they say, and combine with ``~ & |``.
+    A filter is elementary, an *atom*, or an expression of atoms. Filters are immutable,
+    compare and hash by what they say, and combine with ``~ & |``.
     """
 
     # numpy's bools stand aside for our reflected operators.
@@ -65,10 +64,10 @@ class Filter(abc.ABC):
         return frozenset({type(self)}).union(*(part._kinds for part in self._parts))
 
     @functools.cached_property
-    def _by_path(self) -> tuple[dict[str, list[Atom]], list[Atom]]:
+    def _by_path(self) -> tuple[dict[str, list[Filter]], list[Filter]]:
         """The atoms that mean one path, by this path; and the others."""
-        exact: dict[str, list[Atom]] = {}
-        others: list[Atom] = []
+        exact: dict[str, list[Filter]] = {}
+        others: list[Filter] = []
         for atom in self.atoms:
             assert isinstance(atom, Atom)
             if not atom._only:
@@ -77,24 +76,9 @@ class Filter(abc.ABC):
                 exact.setdefault(path, []).append(atom)
         return exact, others
 
-    def _ask(self, path: Path) -> tuple[set[Filter], set[Filter]]:
-        """The atoms that take a variable, and those that cannot say."""
-        exact, others = self._by_path
-        took: set[Filter] = set(exact.get(path, ()))
-        if path.is_inner:
-            took.update(exact.get(path.variable, ()))
-        unknown: set[Filter] = set()
-        for atom in others:
-            if said := atom._takes(path):
-                took.add(atom)
-            elif said is None:
-                unknown.add(atom)
-        return took, unknown
-
     def __call__(self, path: Path) -> Any:
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""
-        took, unknown = self._ask(path)
-        said = self._evaluate(took, unknown)
+        said = decide(self, path)
         if said is None:
             raise unknown_class(self, path)
         return said
@@ -116,24 +100,14 @@ class Filter(abc.ABC):
     def _unused(
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.FlaxSGError | None:
-        """The error if it means something that none of all variables is."""
+        """The error if it means something that does not exist."""
         if took or self._may_be_empty:
             return None
-        return unused_filter(self, paths, owner)
+        return unused_filter(self, self._advice(paths, owner), paths, owner)
 
-    def _text(self) -> str | None:
-        """What the filter looks for, to be compared with paths, if that is known."""
-        return next(filter(None, (part._text() for part in self._parts)), None)
-
-    def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
-        """What was probably meant."""
-        del paths, owner
-        return None
-
-    def _meant(self, paths: Sequence[Path]) -> str | None:
-        """What was meant, if one of its names is spelled a little differently."""
-        del paths
-        return None
+    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
+        """A line of an error that says what was probably meant; '' if unknown."""
+        return ''
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -172,7 +146,7 @@ class Filter(abc.ABC):
     def __bool__(self) -> bool:
         raise errors.FilterTypeError(
             f'{self!r} is neither true nor false: `not`, `and` and `or` would drop a '
-            'part of a filter.\nFix: write ~a, a & b, a | b.'
+            'part of a filter.\nWrite ~a, a & b, a | b.'
         )
 
 
@@ -191,13 +165,6 @@ class Atom(Filter):
     @abc.abstractmethod
     def _matches(self, path: Path) -> bool | None:
         """Whether the variable at this path is meant; None if that is not known."""
-
-    def _takes(self, path: Path) -> bool | None:
-        """The same for the leaf of a variable."""
-        said = self._matches(path)
-        if said or not path.is_inner or self.names_leaves:
-            return said
-        return self._matches(path.variable)
 
     @functools.cached_property
     def _only(self) -> tuple[str, ...]:
@@ -269,6 +236,7 @@ class _Several(Filter):
     """What And and Or share. The order of the parts is for reading alone."""
 
     filters: tuple[Filter, ...]
+    symbol: ClassVar[str]
 
     def __post_init__(self) -> None:
         flat: list[Filter] = []
@@ -284,10 +252,16 @@ class _Several(Filter):
     def _parts(self) -> tuple[Filter, ...]:
         return self.filters
 
+    def __repr__(self) -> str:
+        texts = map(_enclosed, self.filters)
+        return f' {self.symbol} '.join(texts) or f'{type(self).__name__}(())'
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class And(_Several):
     """The variables that all of several filters mean."""
+
+    symbol: ClassVar[str] = '&'
 
     def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
         said = [part._evaluate(took, unknown) for part in self.filters]
@@ -295,16 +269,15 @@ class And(_Several):
             return False if False in said else None
         return functools.reduce(operator.and_, said, True)
 
-    def __repr__(self) -> str:
-        return ' & '.join(map(_enclosed, self.filters)) or 'And(())'
-
-    def _hint(self, paths: Sequence[Path], owner: Owner) -> str | None:
-        return 'its parts match something each, and no variable is in all of them.'
+    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
+        return 'Each part matches something, but no variable is in all of them.'
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Or(_Several):
     """The variables that at least one of several filters means."""
+
+    symbol: ClassVar[str] = '|'
 
     @functools.cached_property
     def _split(self) -> tuple[frozenset[Filter], list[Filter]]:
@@ -323,37 +296,105 @@ class Or(_Several):
             return True if True in said else None
         return functools.reduce(operator.or_, said, False)
 
-    def __repr__(self) -> str:
-        return ' | '.join(map(_enclosed, self.filters)) or 'Or(())'
-
 
 def _enclosed(part: Filter) -> str:
     several = isinstance(part, _Several) and len(part.filters) > 1
     return f'({part!r})' if several else repr(part)
 
 
-def unused_filter(
-    atom: Filter, paths: Sequence[Path], owner: Owner
-) -> errors.UnusedFilterError:
-    """A filter, or one of its patterns, selected no variable."""
-    count = 'variable' if len(paths) == 1 else 'variables'
-    looked = f'it matches none of the {len(paths)} {count}'
-    if not paths:
-        looked = 'there are no variables'
-    lines = [f'{atom!r} selected nothing: {looked}.']
-    if owner:
-        lines.append(f'Paths are relative to the module at {"/".join(owner)!r}.')
-    text = atom._text()
-    near = nearest(text, paths) if text else list(dict.fromkeys(paths))[:3]
-    if near:
-        lines.append('Nearest paths:' if text else 'Paths look like this:')
-        lines.extend(f'  {str(path)!r}' for path in near)
-        if hint := atom._hint(paths, owner):
-            lines.append(f'Hint: {hint}')
-        elif meant := atom._meant(paths):
-            lines.append(f'Did you mean {meant!r}?')
-    lines.append("If an empty selection is meant, pass unused='ignore'.")
-    return errors.UnusedFilterError('\n'.join(lines))
+def takes(atom: Filter, path: Path) -> bool | None:
+    """Whether an atom takes a variable, or the leaf of one; None if it cannot say."""
+    assert isinstance(atom, Atom)
+    said = atom._matches(path)
+    if said or not path.is_inner or atom.names_leaves:
+        return said
+    return atom._matches(path.variable)
+
+
+Asks = Callable[[Filter, Path], bool | None]
+
+
+def asked(
+    where: Filter, path: Path, asks: Asks = takes
+) -> tuple[set[Filter], set[Filter]]:
+    """The atoms of a filter that take a variable, and those that cannot say.
+
+    Args:
+        where: the filter.
+        path: the path of the variable.
+        asks: how an atom is asked that does not mean one path only.
+    """
+    exact, others = where._by_path
+    took: set[Filter] = set(exact.get(path, ()))
+    if path.is_inner:
+        took.update(exact.get(path.variable, ()))
+    unknown: set[Filter] = set()
+    for atom in others:
+        if said := asks(atom, path):
+            took.add(atom)
+        elif said is None:
+            unknown.add(atom)
+    return took, unknown
+
+
+def decide(
+    where: Filter,
+    path: Path,
+    matched: set[Filter] | None = None,
+    asks: Asks = takes,
+) -> Any:
+    """Whether a variable is meant; adds the atoms that take it to ``matched``.
+
+    Returns:
+        A bool or a ``Part``; None if it depends on the class of a module that is not
+        known.
+    """
+    took, unknown = asked(where, path, asks)
+    if matched is not None:
+        matched |= took
+    return where._evaluate(took, unknown)
+
+
+def kinds_of(where: Filter) -> frozenset[type[Filter]]:
+    """The classes of the filters that an expression is made of."""
+    return where._kinds
+
+
+def shape_of(where: Filter) -> Hashable:
+    """Equal for filters that are spelled alike: functions made by the same code."""
+    return where._shape
+
+
+def as_function(where: Filter) -> tuple[Callable[[Path], Any], bool] | None:
+    """The one function that a filter asks, and whether the filter says the opposite."""
+    return where._as_function()
+
+
+def may_be_empty(where: Filter) -> bool:
+    """Whether it is no mistake if it matches nothing: what was derived may."""
+    return where._may_be_empty
+
+
+def find_unused(
+    where: Filter,
+    matched: Set[Filter],
+    paths: Sequence[Path],
+    owner: Owner,
+    any_taken: bool,
+) -> errors.FlaxSGError | None:
+    """The error if a part of a filter means something that does not exist.
+
+    Args:
+        where: the filter.
+        matched: the atoms that took a variable.
+        paths: the path of every variable there is.
+        owner: the names of the module that they are relative to, if one is known.
+        any_taken: whether the filter as a whole takes a variable.
+    """
+    for atom in where.atoms:
+        if error := atom._unused(atom in matched, paths, owner):
+            return error
+    return where._unused(any_taken, paths, owner) if isinstance(where, And) else None
 
 
 def unknown_class(where: Filter, path: Path) -> errors.FilterTypeError:
@@ -361,6 +402,6 @@ def unknown_class(where: Filter, path: Path) -> errors.FilterTypeError:
     return errors.FilterTypeError(
         f'{where!r} has to know the class of the module that holds {str(path)!r}, '
         'which is not known here.\n'
-        'Fix: give the model and example inputs, such as '
+        'Give the model and example inputs: '
         'filters.of_type(nn.BatchNorm, model, x).'
     )

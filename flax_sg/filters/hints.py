@@ -1,4 +1,4 @@
-"""What was probably meant by a pattern that matches no path."""
+"""What an error says of a filter that matches no variable, and what was meant."""
 
 from __future__ import annotations
 
@@ -7,169 +7,201 @@ import difflib
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from flax_sg import errors
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Owner, Path
 
-# A brace expression, or a range in one, as shells take them; the innermost ones.
-_BRACES = re.compile(r'\{([^{}]+)\}')
-_RANGE = re.compile(r'([0-9]{1,4})\.\.([0-9]{1,4})')
-_MOST = 64  # How many patterns braces may stand for, to be worth a hint.
+_S = TypeVar('_S', bound=str)
+_MOST_ALTERNATIVES = 64  # A hint with more patterns than this helps nobody.
 
 
-def separated_by_slashes(pattern: str) -> str:
-    """A glob with '/' in place of what separates names elsewhere."""
-    return re.sub(r'\.|::|\\+', '/', pattern)
+def nearest(pattern: str, paths: Iterable[_S], n: int = 3) -> list[_S]:
+    """Returns the n paths that look most like a pattern, the nearest first.
 
+    The pattern is compared with the part of each path that fits it best. So the name of
+    a module finds the variables inside the module.
 
-def expanded(pattern: str) -> list[str]:
-    """The patterns that one with braces stands for in a shell; none if too many.
-
-    >>> expanded('enc_{0..1}/{w,b}')
-    ['enc_0/w', 'enc_0/b', 'enc_1/w', 'enc_1/b']
+    >>> nearest('gl/**', ['enc/bias', 'dec/kernel', 'gln/kernel', 'gln/bias'], 2)
+    ['gln/bias', 'gln/kernel']
     """
-    found = [pattern]
-    while any(map(_BRACES.search, found)):
-        found = list(itertools.chain.from_iterable(map(_one_expanded, found)))
-        if len(found) > _MOST:
-            return []
-    return list(dict.fromkeys(found))
+    names = re.sub(r'[^\w/]+', '', pattern).casefold().split('/')
+    literal = '/'.join(filter(None, names))
+    width = literal.count('/') + 1
+    matcher = difflib.SequenceMatcher(b=literal, autojunk=False)
+
+    def likeness(text: str) -> float:
+        matcher.set_seq1(text.casefold())
+        # 'enc' means 'encoder' rather than 'dec'.
+        begins = bool(literal) and text.casefold().startswith(literal)
+        return matcher.ratio() + begins
+
+    def score(path: str) -> tuple[float, float]:
+        names = path.strip('/').split('/')
+        runs = ('/'.join(names[i : i + width]) for i in range(len(names)))
+        return max(map(likeness, runs)), likeness(path)
+
+    # sorted is stable: paths that look alike stay in the order they came in.
+    return sorted(dict.fromkeys(paths), key=score, reverse=True)[:n]
 
 
-def _one_expanded(pattern: str) -> list[str]:
-    braces = _BRACES.search(pattern)
-    if braces is None:
-        return [pattern]
-    inside = braces[1].split(',')
-    if ends := _RANGE.fullmatch(braces[1]):
-        first, last = int(ends[1]), int(ends[2])
-        inside = list(map(str, range(first, last + 1)))
-    return [
-        pattern[: braces.start()] + name + pattern[braces.end() :] for name in inside
+def unused_filter(
+    where: object, advice: str, paths: Sequence[Path], owner: Owner
+) -> errors.UnusedFilterError:
+    """The error for a filter, or one part of it, that matches no variable.
+
+    Args:
+        where: the filter.
+        advice: what was probably meant; '' if nothing is known.
+        paths: the path of every variable.
+        owner: the names of the module that the paths are relative to.
+    """
+    some = f'{len(paths)} variable{"s" * (len(paths) != 1)}'
+    there = f'none of the {some}' if paths else 'nothing'
+    under = f' under {"/".join(owner)!r}' if owner else ''
+    if not paths:
+        advice = 'There are no variables.'
+    lines = [
+        f'{where!r} matches {there}{under}.',
+        advice or f'Paths look like this: {_listed(dict.fromkeys(paths))}.',
+        "If nothing has to match, pass unused='ignore'.",
     ]
+    return errors.UnusedFilterError('\n'.join(lines))
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ', '.join(repr(str(path)) for path in itertools.islice(paths, 3))
+
+
+def nearest_to(text: str | None, paths: Sequence[Path]) -> str:
+    """A line that names the paths most like a text, '' without a text."""
+    return f'Nearest: {_listed(nearest(text, paths))}.' if text and paths else ''
 
 
 @dataclasses.dataclass(frozen=True)
-class TextHints:
-    """What may have been meant by a pattern that matches no path.
+class Syntax:
+    """How one kind of pattern is written: globs, or regular expressions.
 
     Attributes:
         compiled: makes a regular expression of a pattern.
-        written: how a pattern is spelled in a program.
-        everything: the pattern that matches all below a module.
-        paths: the paths of all variables.
-        owner: path of the module that they are relative to.
+        everything: the pattern that matches all variables inside a module.
+        separators: a regular expression for what people write in place of '/'.
+        anywhere: a format for a pattern that matches at any depth.
+        spelled: writes a pattern as code.
     """
 
     compiled: Callable[[str], re.Pattern[str]]
-    written: Callable[[str], str]
     everything: str
-    paths: Sequence[Path]
-    owner: tuple[str, ...] | None
+    separators: str
+    anywhere: str
+    spelled: Callable[[str], str] = repr
 
-    def first(self, pattern: str, paths: Iterable[str] | None = None) -> str | None:
-        """The first path that a pattern matches."""
-        try:
-            fullmatch = self.compiled(pattern).fullmatch
-        except (errors.FilterValueError, re.error):
-            return None
-        paths = self.paths if paths is None else paths
-        return next((path for path in paths if fullmatch(path)), None)
+    def advice(self, pattern: str, paths: Sequence[Path], owner: Owner) -> str:
+        """A line that says what was probably meant; the nearest paths if unknown."""
+        for meant, why in self._candidates(pattern, paths, owner):
+            if found := self._inside(meant, paths):
+                return f'Did you mean {self.spelled(found)}? {why}'.rstrip()
+        alternatives = [
+            found
+            for text in expanded(pattern)
+            if (found := self._inside(self._slashed(text), paths))
+        ]
+        if alternatives:
+            return f"Did you mean {alternatives!r}? '{{' and '}}' mean themselves."
+        return nearest_to(pattern, paths)
 
-    def inside(self, pattern: str) -> str | None:
-        """The pattern if it matches something, or that for all inside of what it names.
+    def _slashed(self, pattern: str) -> str:
+        return re.sub(self.separators, '/', pattern)
+
+    def _inside(self, pattern: str, paths: Iterable[str]) -> str | None:
+        """A pattern if it matches something, or that for all inside the module.
 
         ``encoder.*`` means all that is in it where names are joined by dots.
         """
-        module = pattern.removesuffix('/*')
-        for found in (pattern, f'{module}/{self.everything}'):
-            if self.first(found):
-                return found
-        return None
+        inside = f'{pattern.removesuffix("/*")}/{self.everything}'
+        fits = (text for text in (pattern, inside) if any(map(self._fits(text), paths)))
+        return next(fits, None)
 
-    def alternatives(self, pattern: str) -> list[str]:
-        """The patterns that braces stand for in a shell, as far as they match."""
-        if '{' not in pattern:
-            return []
-        found = (
-            self.inside(text) or self.inside(separated_by_slashes(text))
-            for text in expanded(pattern)
-        )
-        return [text for text in found if text is not None]
+    def _fits(self, pattern: str) -> Callable[[str], object]:
+        try:
+            return self.compiled(pattern).fullmatch
+        except (errors.FilterValueError, re.error):
+            return lambda path: None
 
-    def find(self, pattern: str, separated: str) -> str | None:
-        """The first hint that holds.
-
-        Args:
-            pattern: the pattern, without an anchor.
-            separated: the pattern with '/' in place of other separators.
-        """
-        head, _, rest = separated.lstrip('/').partition('/')
-        collections = {'params', *(path.collection for path in self.paths)}
-        if head not in collections and rest.partition('/')[0] in collections:
-            return (
-                f'the paths of each model begin at its own root, without {head!r}. '
-                f'Use sg.stop_gradient(tree, {self.written(pattern)}) for a tree of '
-                'several networks, or open a block around one apply.'
-            )
-        if head in collections:
-            found = self.inside(rest or self.everything)
-            write = f' Write {self.written(found)}.' if found else ''
-            return f'paths do not start with the collection {head!r}.{write}'
-        if separated != pattern and (found := self.inside(separated)):
-            return f"names are joined by '/'. Write {self.written(found)}."
+    def _candidates(
+        self, pattern: str, paths: Sequence[Path], owner: Owner
+    ) -> Iterator[tuple[str, str]]:
+        """Yields what may have been meant, and why the pattern does not say it."""
+        slashed = self._slashed(pattern)
+        names = slashed.lstrip('/').split('/')
+        collections = {'params', *(path.collection for path in paths)}
+        for depth, name in enumerate(names[:2], 1):
+            if name in collections:
+                rest = '/'.join(names[depth:]) or self.everything
+                yield rest, f'Paths start below the collection {name!r}.'
+        yield f'{pattern}/{self.everything}', 'Variables are inside the module.'
+        yield slashed, "'/' joins names."
+        yield slashed.lstrip('/'), "Only paths outside the module begin with '/'."
+        yield f'/{slashed}', 'Paths outside the module begin with a slash.'
+        if owner and tuple(names[: len(owner)]) == owner:
+            relative = '/'.join(names[len(owner) :]) or self.everything
+            yield relative, f'Paths are relative to the module at {"/".join(owner)!r}.'
         for form in ('NFC', 'NFD'):
-            same = unicodedata.normalize(form, pattern)
-            if same != pattern and self.first(same):
-                write = self.written(same)
-                return f'it is spelled with other code points. Write {write}.'
-        inside = f'{pattern}/{self.everything}'
-        return self._absolute(pattern.lstrip('/')) or (
-            f'it names a module; variables are inside. Write {self.written(inside)}.'
-            if self.first(inside)
-            else None
-        )
+            yield unicodedata.normalize(form, slashed), 'Its Unicode form differs.'
+        yield self.anywhere.format(slashed), 'A pattern matches the whole path.'
+        yield pattern.replace('[', '[[]'), "'[' begins a set of characters."
+        if '{' not in pattern and (respelled := self._respelled(slashed, paths)):
+            yield respelled, ''
+            yield self.anywhere.format(respelled), ''
 
-    def respelled(self, pattern: str) -> str | None:
-        """The pattern with other names where no path has them, if it then matches.
+    def _respelled(self, pattern: str, paths: Sequence[Path]) -> str | None:
+        """The pattern with the nearest name for each that no path has.
 
-        None where several names are as close as each other.
+        None where several names are as near as each other.
         """
-        names = {name for path in self.paths for name in path.parts}
-        # 'layer_*' is close to 'layers_*', which stands for names with numbers.
-        names |= {_NUMBER.sub('*', name) for name in names}
+        names = {name for path in paths for name in path.parts}
+        # 'layer_*' is near to 'layers_*', which stands for names with numbers.
+        names |= {re.sub('[0-9]+', '*', name) for name in names}
         out: list[str] = []
         for name in pattern.split('/'):
-            if not name.strip('*') or any(map(self.compiled(name).fullmatch, names)):
-                out.append(name)
-                continue
-            near = difflib.get_close_matches(name, names, 2)
-            if not near or len({_likeness(name, other) for other in near}) < len(near):
-                return None
-            out.append(near[0])
-        found = '/'.join(out)
-        return self.inside(found) or self.inside(f'**/{found}')
-
-    def _absolute(self, relative: str) -> str | None:
-        path = next((p for p in self.paths if self.first(relative, [p.absolute])), None)
-        if path is None:
-            return None
-        if path.outside:
-            return (
-                f'{str(path)!r} lies outside the module that opened the block; its '
-                f"path begins with '/'. Write {self.written('/' + relative)}."
-            )
-        if not self.owner:
-            return f"paths do not begin with '/'. Write {self.written(relative)}."
-        return (
-            f'{path.absolute!r} is an absolute path; the block was opened by the '
-            f'module at {"/".join(self.owner)!r}, and there it is {str(path)!r}.'
-        )
-
-
-_NUMBER = re.compile('[0-9]+')
+            if name.strip('*') and not any(map(self._fits(name), names)):
+                near = difflib.get_close_matches(name, names, 2)
+                if not near or len({_likeness(name, one) for one in near}) < len(near):
+                    return None
+                name = near[0]
+            out.append(name)
+        return '/'.join(out)
 
 
 def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, other, one).ratio()
+
+
+_BRACES = re.compile(r'\{([^{}]+)\}')
+_RANGE = re.compile(r'([0-9]{1,4})\.\.([0-9]{1,4})')
+
+
+def expanded(pattern: str) -> list[str]:
+    """The patterns that one with braces means in a shell; none if too many.
+
+    >>> expanded('enc_{0..1}/{w,b}')
+    ['enc_0/w', 'enc_0/b', 'enc_1/w', 'enc_1/b']
+    """
+    found = list(itertools.islice(_alternatives(pattern), _MOST_ALTERNATIVES + 1))
+    many = len(found) > _MOST_ALTERNATIVES
+    return [] if many or found == [pattern] else list(dict.fromkeys(found))
+
+
+def _alternatives(pattern: str) -> Iterator[str]:
+    braces = _BRACES.search(pattern)
+    if braces is None:
+        yield pattern
+        return
+    inside = braces[1].split(',')
+    if ends := _RANGE.fullmatch(braces[1]):
+        inside = list(map(str, range(int(ends[1]), int(ends[2]) + 1)))
+    for name in inside:
+        yield from _alternatives(
+            pattern[: braces.start()] + name + pattern[braces.end() :]
+        )

@@ -1,8 +1,7 @@
 """Parts of arrays: rows of an embedding, layers of a scanned stack.
 
-An index says nothing of variables: combined with a filter that does (``sg.at``), what
-results says *which elements of which variables*. For one variable a filter is then
-neither true nor false, but a ``Part``.
+``sg.at(where, index)`` combines a filter with an index: *which elements of which
+variables*. For one variable such a filter returns a ``Part`` in place of a bool.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flax_sg import errors
+from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import And, Filter, Not, Or
-from flax_sg.filters.refusals import brief
 from flax_sg.internals import tracing
 
 
@@ -43,9 +42,13 @@ class Index(Filter):
     def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
         return Part(self)
 
+    @property
+    def entries(self) -> tuple[Any, ...]:
+        """The index of each axis."""
+        return self.index if isinstance(self.index, tuple) else (self.index,)
+
     def __repr__(self) -> str:
-        entries = self.index if isinstance(self.index, tuple) else (self.index,)
-        return f'Index(np.s_[{", ".join(map(_written, entries))}])'
+        return f'Index(np.s_[{", ".join(map(_written, self.entries))}])'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +163,9 @@ def _plain(index: Any) -> Any:
         return tuple(map(_plain, index))
     if isinstance(index, tracing.Tracer):
         raise errors.FilterTypeError(
-            f'the index of sg.at is {brief(index)}, and which elements are meant has '
-            'to be known while the program is traced.\n'
-            'Fix: give numbers or numpy arrays.'
+            f'The index of sg.at is {brief(index)}. Which elements are meant has to be '
+            'known while tracing.\n'
+            'Give numbers or numpy arrays.'
         )
     if isinstance(index, slice):
         parts = (index.start, index.stop, index.step)
@@ -170,9 +173,9 @@ def _plain(index: Any) -> Any:
     if index is Ellipsis:
         return index
     array = np.array(index)
-    if array.dtype != bool and not np.issubdtype(array.dtype, np.integer):
-        raise _no_index(index)
     if array.dtype != bool:
+        if not np.issubdtype(array.dtype, np.integer):
+            raise _no_index(index)
         array = array.astype(np.int64)
         if array.ndim == 0:
             return int(array)
@@ -207,8 +210,6 @@ def _written(index: Any) -> str:
 
 
 def _mask(elements: Filter, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
-    if isinstance(elements, Index):
-        return _mask_of(elements, shape, path)
     if isinstance(elements, Not):
         return ~_mask(elements.filter, shape, path)
     if isinstance(elements, And | Or):
@@ -216,16 +217,14 @@ def _mask(elements: Filter, shape: tuple[int, ...], path: str) -> NDArray[np.boo
         return functools.reduce(
             combine, (_mask(part, shape, path) for part in elements.filters)
         )
-    raise TypeError(f'{elements!r} is no expression of indices')
+    assert isinstance(elements, Index)
+    return _mask_of(elements, shape, path)
 
 
 def _mask_of(index: Index, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
-    entries = index.index if isinstance(index.index, tuple) else (index.index,)
+    mask = np.zeros(_small_shape(index, shape), bool)
     try:
-        mask = _small_mask(entries, shape)
-        if mask is None:
-            mask = np.zeros(shape, bool)
-            mask[index.index] = True
+        mask[index.index] = True
     except IndexError as error:
         raise wrong_part(index, path, shape, str(error)) from None
     if not mask.any():
@@ -233,27 +232,26 @@ def _mask_of(index: Index, shape: tuple[int, ...], path: str) -> NDArray[np.bool
     return mask
 
 
-def _small_mask(
-    entries: tuple[Any, ...], shape: tuple[int, ...]
-) -> NDArray[np.bool_] | None:
-    """The mask as a product of one for each axis, if it is one."""
-    arrays = [entry for entry in entries if isinstance(entry, np.ndarray)]
-    dots = [n for n, entry in enumerate(entries) if entry is Ellipsis]
-    if len(arrays) > 1 or any(array.ndim != 1 for array in arrays) or len(dots) > 1:
-        return None
-    where = dots[0] if dots else len(entries)
-    missing = len(shape) - len(entries) + len(dots)
-    if missing < 0:
-        return None
-    filled = [*entries[:where], *[slice(None)] * missing, *entries[where + 1 :]]
-    out = np.ones((1,) * len(shape), bool)
-    for axis, entry in enumerate(filled):
-        if isinstance(entry, slice) and entry == slice(None):
-            continue
-        along = np.zeros(shape[axis], bool)
-        along[entry] = True
-        out = out & np.expand_dims(along, [n for n in range(len(shape)) if n != axis])
-    return out
+def _small_shape(index: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array, of length 1 in the axes that an index takes whole."""
+    # A mask of bools stands for as many axes as it has.
+    axes = [
+        entry.ndim if isinstance(entry, np.ndarray) and entry.dtype == bool else 1
+        for entry in index.entries
+        if entry is not Ellipsis
+    ]
+    missing, dots = len(shape) - sum(axes), len(index.entries) - len(axes)
+    if missing < 0 or dots > 1:
+        return shape  # It does not fit, as numpy will say.
+    counts, left, out = iter(axes), iter(shape), list[int]()
+    for entry in (*index.entries, *([] if dots else [Ellipsis])):
+        count = missing if entry is Ellipsis else next(counts)
+        taken = [next(left) for _ in range(count)]
+        is_whole = entry is Ellipsis or (
+            isinstance(entry, slice) and entry == slice(None)
+        )
+        out.extend([1] * count if is_whole else taken)
+    return tuple(out)
 
 
 def wrong_part(
@@ -262,15 +260,15 @@ def wrong_part(
     """A part of an array is meant that there is not, or that cannot be told apart."""
     return errors.PartError(
         f'{index!r} does not fit {path!r}, an array of shape {shape}: {problem}.\n'
-        'Give the elements of that array, or name other variables in sg.at.'
+        'Name elements that the array has, or other variables in sg.at.'
     )
 
 
 def _no_index(index: Any) -> errors.PartError:
     """What was given is no index."""
     return errors.PartError(
-        f'{index!r} is no index: expected ints, slices, ..., arrays of ints or of '
-        'bools, or a tuple of these.\n'
+        f'{brief(index)} is no index: give ints, slices, ..., arrays of ints or bools, '
+        'or a tuple of these.\n'
         "Write it as numpy does: sg.at('embed/embedding', np.s_[:100]).",
     )
 
@@ -278,7 +276,6 @@ def _no_index(index: Any) -> errors.PartError:
 def whole_only(what: str, path: str) -> errors.PartError:
     """A leaf cannot be split here."""
     return errors.PartError(
-        f'{what} takes a leaf or leaves it, and the filter means a part of '
-        f'{path!r}.\n'
+        f'The filter means a part of {path!r}, and {what} takes whole leaves.\n'
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
     )

@@ -1,20 +1,17 @@
-"""The path of a variable as a filter sees it; globs on paths; the nearest paths."""
+"""The path of a variable, as filters see it; the paths of a tree."""
 
 from __future__ import annotations
 
-import difflib
-import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from flax.core.frozen_dict import FrozenDict
 from flax.core.meta import AxisMetadata
 
-from flax_sg import errors
-
-_S = TypeVar('_S', bound=str)
+# The names of the module that paths are relative to, if one is known.
+Owner: TypeAlias = tuple[str, ...] | None
 
 # What Flax nests variables in: modules, collections.
 SUBTREES = (dict, FrozenDict)
@@ -39,10 +36,10 @@ class Classes(NamedTuple):
 class Path(str):
     """The path of one variable: a str of names joined by '/'.
 
-    It is relative to its *owner*, the module that opened the block; a variable that
-    lies outside of it is seen under its absolute path with a leading '/'. Being a
-    str, it compares, hashes and slices like one: two variables of the same name in
-    two collections have equal paths and differ in ``collection`` only.
+    A path is relative to its *owner*, the module that opened the block. A variable
+    outside the owner has its absolute path with a leading '/'. A path compares, hashes
+    and slices as a str does: two variables of the same name in two collections have
+    equal paths, and differ in ``collection`` only.
 
     A variable may hold a tuple or a dataclass. Each leaf of such a variable has a path
     of its own, which begins with that of the variable: ``path.variable``.
@@ -134,7 +131,7 @@ class Path(str):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All that tells it from others: paths of equal text may mean two variables."""
+        """What tells variables apart: two of them may have paths of equal text."""
         return self.collection, self._absolute, self._owner, self._depth, self.classes
 
     def from_root(self) -> Path:
@@ -178,41 +175,33 @@ def names_within(
         yield tuple(Inner(name_of(key)) for key in keys), leaf
 
 
+def names_in(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the leaves of a tree, with their names: those of modules come first.
+
+    >>> list(names_in({'enc': {'w': 1.0, 'pair': (2.0, 3.0)}}))
+    [(('enc', 'pair', '0'), 2.0), (('enc', 'pair', '1'), 3.0), (('enc', 'w'), 1.0)]
+
+    Args:
+        tree: dicts of dicts of variables, whose values are any pytrees.
+        is_leaf: what else is one leaf.
+    """
+    variables, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: not isinstance(node, SUBTREES)
+    )
+    for keys, value in variables:
+        outer = tuple(map(name_of, keys))
+        for inner, leaf in names_within(value, is_leaf):
+            yield (*outer, *inner), leaf
+
+
 def name_of(key: Any) -> str:
     """The name that one key of a key path of JAX has in a path."""
     for attribute in ('name', 'idx', 'key'):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
-
-
-def nearest(pattern: str, paths: Iterable[_S], n: int = 3) -> list[_S]:
-    """Returns the n paths that look most like a pattern, the nearest first.
-
-    What is compared is the run of components of a path that fits the pattern's
-    literal part best, so that a module's name finds the variables inside it.
-
-    >>> nearest('gl/**', ['enc/bias', 'dec/kernel', 'gln/kernel', 'gln/bias'], 2)
-    ['gln/bias', 'gln/kernel']
-    """
-    names = re.sub(r'[^\w/]+', '', pattern).casefold().split('/')
-    literal = '/'.join(filter(None, names))
-    width = literal.count('/') + 1
-    matcher = difflib.SequenceMatcher(b=literal, autojunk=False)
-
-    def likeness(text: str) -> float:
-        matcher.set_seq1(text.casefold())
-        # 'enc' means 'encoder' rather than 'dec'.
-        begins = bool(literal) and text.casefold().startswith(literal)
-        return matcher.ratio() + begins
-
-    def score(path: str) -> tuple[float, float]:
-        names = path.strip('/').split('/')
-        runs = ('/'.join(names[i : i + width]) for i in range(len(names)))
-        return max(map(likeness, runs)), likeness(path)
-
-    # sorted is stable: paths that look alike stay in the order they came in.
-    return sorted(dict.fromkeys(paths), key=score, reverse=True)[:n]
 
 
 def in_natural_order(paths: Sequence[str]) -> list[int]:
@@ -237,162 +226,3 @@ def in_natural_order(paths: Sequence[str]) -> list[int]:
 
 
 _NUMBER = re.compile('[0-9]{1,99}')
-
-
-def escaped(path: str) -> str:
-    r"""Returns the glob that fits one path and no other.
-
-    >>> print(escaped('w[0,0] 1x0e'))
-    w\[0,0] 1x0e
-    """
-    return re.sub(r'[\\*?\[]|^!', r'\\\g<0>', path)
-
-
-def literal(pattern: str) -> str | None:
-    r"""Returns the one path that a glob fits, None if it may fit several.
-
-    >>> print(literal(r'w\[0,0] 1x0e'), literal('gln_*/**'))
-    w[0,0] 1x0e None
-    """
-    out: list[str] = []
-    for token in _TOKEN.finditer(pattern):
-        character = token['escaped'] or token['literal']
-        if character is None or _is_open(token):
-            return None
-        out.append(character)
-    return ''.join(out)
-
-
-@functools.lru_cache(maxsize=1024)
-def glob_regex(pattern: str) -> re.Pattern[str]:
-    r"""Translates a glob on whole path components, to be used with ``fullmatch``.
-
-    >>> bool(glob_regex('gln_*/**').fullmatch('gln_0/dense/kernel'))
-    True
-
-    Args:
-        pattern: as ``flax_sg.filters.Glob`` explains.
-
-    Raises:
-        FilterValueError: if the pattern can mean nothing.
-    """
-    rooted = pattern.startswith('/')
-    names = pattern[rooted:].split('/')
-    _check_glob(pattern, names)
-    # Neighbouring '**' say the same as one, and would make matching slow.
-    names = [n for i, n in enumerate(names) if n != '**' or names[i - 1 : i] != ['**']]
-    if names == ['**'] and not rooted:
-        return re.compile('(?s:.*)')  # A tree that is one leaf has the path ''.
-    # A leading '**' covers variables outside the owner too.
-    out = ['/' if rooted else '/?' if names[0] == '**' else '']
-    for name in names[:-1]:
-        out.append('(?:[^/]+/)*' if name == '**' else _component(name, pattern) + '/')
-    last = names[-1]
-    out.append('(?:[^/]+/)*[^/]+' if last == '**' else _component(last, pattern))
-    try:
-        return re.compile(''.join(out))
-    except re.error as error:
-        raise _glob_error(pattern, f'has a bad [...]: {error.msg}') from None
-
-
-def _glob_error(pattern: str, problem: str, fix: str = '') -> errors.FilterValueError:
-    fix = f'\nFix: {fix}.' if fix else ''
-    return errors.FilterValueError(f'The glob {pattern!r} {problem}.{fix}')
-
-
-def check_glob(pattern: str) -> None:
-    """Raises for a glob that can mean nothing.
-
-    An open bracket is let through where nothing else makes it a glob: then it may be in
-    the name of a variable.
-    """
-    _check_glob(pattern, pattern.removeprefix('/').split('/'))
-    if '*' in pattern or '?' in pattern:
-        glob_regex(pattern)
-
-
-def _check_glob(pattern: str, names: Sequence[str]) -> None:
-    if not pattern:
-        raise _glob_error(pattern, 'is empty', "write '**' for every variable")
-    if pattern.startswith('!'):
-        raise _glob_error(
-            pattern,
-            "begins with '!', which negates nothing here",
-            f'write ~as_filter({pattern[1:]!r}), with as_filter from flax_sg.filters',
-        )
-    if pattern.endswith('/'):
-        inside = '/'.join(filter(None, names)) + '/**'
-        raise _glob_error(
-            pattern,
-            "ends in '/', and no path does",
-            f'write {inside.lstrip("/")!r} for everything inside',
-        )
-    if '' in names:
-        fixed = re.sub('/+', '/', pattern)
-        raise _glob_error(pattern, "has '//' in it", f'write {fixed!r}')
-    if any('**' in name and name != '**' for name in names):
-        fixed = '/'.join(map(_unglued, names))
-        raise _glob_error(
-            pattern,
-            "has '**' glued to other characters",
-            "write '*' within one component and '**' alone between slashes, such as "
-            f'{fixed!r}',
-        )
-
-
-def _unglued(name: str) -> str:
-    """What was probably meant by a component such as 'a**' or 'a.**'."""
-    if '**' not in name:
-        return name
-    *firsts, last = re.split(r'\*{2,}', name)
-    out: list[str] = []
-    for text in firsts:
-        stem = text.rstrip('.:\\')
-        out.extend([*([stem if stem != text else f'{stem}*'] if text else []), '**'])
-    stem = last.lstrip('.:\\')
-    out.extend([stem if stem != last else f'*{stem}'] if last else [])
-    return '/'.join(out)
-
-
-_TOKEN = re.compile(
-    r'\\(?P<escaped>.)|(?P<wild>[*?])'
-    r'|\[(?P<negated>[!^]?)(?P<members>\]?(?:\\.|[^\]\\])*)\]|(?P<literal>.)',
-    re.DOTALL,
-)
-
-
-def _component(name: str, pattern: str) -> str:
-    """The regular expression of one component."""
-    if not name.strip('*'):
-        return '[^/]+'  # A component is never empty.
-    return ''.join(_token(token, pattern) for token in _TOKEN.finditer(name))
-
-
-def _token(token: re.Match[str], pattern: str) -> str:
-    if token['wild']:
-        return '[^/]*' if token['wild'] == '*' else '[^/]'
-    if token['members']:
-        members = re.sub(
-            r'\\(.)|([\[\]^&~|])', lambda m: re.escape(m[1] or m[2]), token['members']
-        )
-        return f'(?!/)[{"^" if token["negated"] else ""}{members}]'
-    if _is_open(token):
-        raise _glob_error(
-            pattern,
-            "has a '[' without its ']'",
-            f'write {with_literal_brackets(pattern)!r} for a bracket in a name',
-        )
-    return re.escape(token['escaped'] or token['literal'])
-
-
-def with_literal_brackets(pattern: str) -> str:
-    """The glob with each open bracket written as a character of a name."""
-    return '/'.join(_TOKEN.sub(_closed, name) for name in pattern.split('/'))
-
-
-def _is_open(token: re.Match[str]) -> bool:
-    return token['literal'] == '[' or token['members'] == ''
-
-
-def _closed(token: re.Match[str]) -> str:
-    return f'[[]{token[0][1:]}' if _is_open(token) else token[0]

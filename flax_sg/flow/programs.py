@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen
 
 from flax_sg import errors
-from flax_sg.filters import functions
+from flax_sg.filters import predicates
 from flax_sg.trees.leaves import is_differentiable
 
 # What JAX raises where a program asks for a value that has only a shape.
@@ -74,7 +74,7 @@ class Program:
             results.append(jax.tree.map(_shape_of, out))
             return [leaf for leaf in jax.tree.leaves(out) if _is_array(leaf)]
 
-        name = functions.describe(run)
+        name = predicates.describe(run)
         try:
             closed = jax.make_jaxpr(fun_of_arrays)(*(leaves[n] for n in inputs))
         except _ASKED_FOR_A_VALUE as error:

@@ -22,7 +22,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors, filters
 from flax_sg.engine import extents
-from flax_sg.filters.refusals import brief
+from flax_sg.errors.texts import brief
 from flax_sg.forms import wrappers
 from flax_sg.internals import modules, places
 from flax_sg.rules import rules

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from flax.core.scope import CollectionFilter
 
 from flax_sg import filters
+from flax_sg.errors.texts import brief
 from flax_sg.filters.paths import Path
-from flax_sg.filters.refusals import brief
 from flax_sg.forms import rewrites
 from flax_sg.internals import modules
 from flax_sg.rules import substitutes

@@ -28,7 +28,7 @@ from flax.linen import nowrap
 
 from flax_sg import errors, filters
 from flax_sg.engine import contents, extents
-from flax_sg.filters.refusals import brief
+from flax_sg.errors.texts import brief
 from flax_sg.forms import policies, protocols
 from flax_sg.internals import lifting, modules
 from flax_sg.rules import rules

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from flax_sg import errors
-from flax_sg.errors.texts import shown
-from flax_sg.filters import functions
+from flax_sg.errors.texts import brief, shown
+from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
-from flax_sg.filters.refusals import brief
 from flax_sg.rules import constants, custom_gradients, rules
 
 
@@ -87,15 +86,15 @@ class Map(Each):
 
     def __init__(self, fn: Callable[..., Any], values: tuple[Any, ...]) -> None:
         self._fn = fn
-        traced = functions.tracer_in(fn)
+        traced = predicates.tracer_in(fn)
         if traced is not None:
             found = f'{brief(traced[1])} as {traced[0]!r}.'
-            raise _reads_tracer(functions.describe(fn), found)
+            raise _reads_tracer(predicates.describe(fn), found)
         super().__init__(*values, parts=(constants.identity_of(fn),))
 
     def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
         """Returns what the function does."""
-        described = functions.describe(self._fn)
+        described = predicates.describe(self._fn)
         try:
             out = self._fn(path, cotangent, *brought)
         except Exception as error:

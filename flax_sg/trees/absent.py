@@ -1,4 +1,4 @@
-"""The sentinel that stands where a leaf was taken out of a tree."""
+"""``ABSENT``, the sentinel in place of a leaf that was taken out of a tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 class _NamedInErrors(type):
-    """The type of a class that JAX names where two trees do not fit each other."""
+    """Makes JAX's own error of two trees that differ say what to do."""
 
     def __repr__(cls) -> str:
         return (
@@ -26,10 +26,10 @@ class _NamedInErrors(type):
 
 
 class Absent(metaclass=_NamedInErrors):
-    """The type of ``ABSENT``: a pytree node without leaves, of which there is one.
+    """Marks a leaf that is not in this part of a tree. ``sg.ABSENT`` is the only one.
 
-    It is not None, which many trees hold for reasons of their own, and it cannot be
-    taken for a value: arithmetic, indexing, attributes and conversions raise.
+    ``ABSENT`` is a pytree node without leaves. It is not None, which many trees hold
+    for reasons of their own. Arithmetic, indexing, attributes and conversions raise.
 
     >>> import jax, flax_sg as sg
     >>> sg.ABSENT, jax.tree.leaves({'a': sg.ABSENT, 'b': 1.0})
@@ -40,7 +40,7 @@ class Absent(metaclass=_NamedInErrors):
     flax_sg.errors.AbsentLeafError: ABSENT is no array: ...
 
     Raises:
-        AbsentLeafError: whatever is asked of it.
+        AbsentLeafError: when it is used as a value.
     """
 
     __slots__ = ()
@@ -88,17 +88,16 @@ serialization.register_serialization_state(Absent, lambda _: {}, lambda *_: ABSE
 
 
 def is_absent(leaf: Any) -> bool:
-    """Whether it is the sentinel; an ``is_leaf`` that keeps its place in a tree."""
+    """Whether something is ``ABSENT``; an ``is_leaf`` that keeps it in a tree."""
     return leaf is ABSENT
 
 
 def _no_leaf() -> errors.AbsentLeafError:
-    """A leaf was asked for that is not in this part of the tree."""
+    """The error for a use of ``ABSENT`` as a value."""
     return errors.AbsentLeafError(
-        'ABSENT is no array: it stands for a leaf that was not selected, or that is '
-        'in another part of the tree.\n'
-        'With optax, write sg.freeze(tx, where) for tx and sg.apply_updates for '
-        'optax.apply_updates: they pass it by.\n'
+        'ABSENT is no array: this leaf was not selected, or is in another part of the '
+        'tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates.\n'
         "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to "
         'the gradient call.'
     )

@@ -1,10 +1,9 @@
 """The leaves of any pytree, with the paths by which filters know them.
 
-JAX names a leaf by a key path; a filter sees a ``Path``. The two differ in four things:
-names are joined by '/', leaves inside a box (``nn.Partitioned``) share the path of the
-box, in a dict of collections the first name is the collection, and what a filter takes
-it takes with all that is in it where dicts end: as a block does, for which the names of
-nested dicts are those of modules and variables, and all below belongs to one variable.
+JAX names a leaf by a key path; a filter sees a ``Path``. They differ in four things:
+'/' joins the names of a path. Leaves inside a box (``nn.Partitioned``) share the path
+of the box. In a dict of collections the first name is the collection. Nested dicts are
+modules and variables: everything below the last dict belongs to one variable.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.filters.asking import decide, find_unused
-from flax_sg.filters.expressions import unknown_class
+from flax_sg.filters.expressions import decide, find_unused, unknown_class
 from flax_sg.filters.indices import whole_only
-from flax_sg.filters.paths import SUBTREES, Path, name_of, names_within
+from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.trees.absent import is_absent
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
@@ -80,21 +78,13 @@ def leaves_of(tree: Any) -> Leaves:
     """Takes a tree apart."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_whole)
     collections = _is_variables(tree)
-    paths = [_path_of(names, collections) for names in _names_in(tree)]
+    paths = [
+        _path_of(names, collections)
+        for names, node in names_in(tree, is_whole)
+        # A box is one name for all that is in it.
+        for _ in jax.tree.leaves(node, is_leaf=is_whole)
+    ]
     return Leaves([x for _, x in pairs], paths, [keys for keys, _ in pairs], treedef)
-
-
-def _names_in(tree: Any) -> Iterator[tuple[str, ...]]:
-    """The names of each leaf: of modules, of the variable, and within its value."""
-    variables, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: not isinstance(node, SUBTREES)
-    )
-    for keys, value in variables:
-        outer = tuple(map(name_of, keys))
-        for inner, node in names_within(value, is_whole):
-            # A box is one name for all that is in it.
-            for _ in jax.tree.leaves(node, is_leaf=is_whole):
-                yield (*outer, *inner)
 
 
 def path_of(keys: Keys) -> Path:
@@ -128,7 +118,7 @@ def _is_variables(tree: Any) -> bool:
 def selected(
     trees: Sequence[Sequence[Path]], where: filters.Filter, unused: str = 'raise'
 ) -> list[list[Any]]:
-    """What a filter says of each leaf of some trees: a bool, or which part of it.
+    """What a filter says of each leaf of some trees: a bool, or a ``Part`` of it.
 
     Args:
         trees: the paths of the leaves of each tree; they are judged together.

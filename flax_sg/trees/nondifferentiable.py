@@ -1,7 +1,19 @@
-"""A value that gets no gradient, whatever differentiates it."""
+"""A value in a tree that gets no gradient, whatever differentiates the tree.
+
+``jax.grad`` takes trees of floats only, so a ``NonDifferentiable`` flattens to floats.
+An integer of 32 bits does not fit into a float32, and its bit pattern read as a float
+is not safe: JAX rewrites NaNs and flushes denormals. Pieces of 16 bits are small
+integers, which are exact as floats.
+
+Beside the pieces of a value stands a *witness*, an array of ones. The gradient of all
+is zero, so an optimizer leaves them alone. But weight decay moves every parameter
+towards zero, and of all floats 1.0 is the first to move. A value whose witness is no
+longer 1.0 is refused.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +24,130 @@ import numpy as np
 from flax import serialization
 
 from flax_sg import errors
-from flax_sg.trees import encodings
+from flax_sg.internals import tracing
+
+_PIECE = np.uint16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A leaf that is no number: part of the structure, compared by value if it can be.
+
+    Attributes:
+        value: the leaf.
+    """
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        try:
+            hash(self.value)
+            same: Any = type(self.value) is type(other.value)
+            return same and bool(self.value == other.value)
+        except Exception:  # A leaf that cannot be hashed or compared equals itself.
+            return False
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.value)
+        except TypeError:
+            return id(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Encoding:
+    """How a number or an array of numbers is written as floats.
+
+    Attributes:
+        dtype: the type of the value; of its key data, if it is a key.
+        weak: whether JAX takes the type for weak, as that of Python's numbers.
+        key: the implementation of random keys, None for what is no key.
+    """
+
+    dtype: Any
+    weak: bool = False
+    key: str | None = None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the value is of a type that ``jax.grad`` takes."""
+        return bool(jnp.issubdtype(self.dtype, jnp.inexact))
+
+    @property
+    def witness(self) -> bool:
+        """Whether there is one. A bool has none: decay keeps zero zero."""
+        return self.dtype != jnp.bool_
+
+    @property
+    def pieces(self) -> int:
+        """How many arrays of floats there are, without the witness."""
+        sizes = np.dtype(self.dtype).itemsize, np.dtype(_PIECE).itemsize
+        return 1 if self.is_float else max(1, sizes[0] // sizes[1])
+
+
+def _encoding_of(leaf: Any) -> _Encoding | _Static:
+    """How a leaf of a value is written."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return _Encoding(jnp.result_type(leaf), weak=not isinstance(leaf, bool))
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return _Static(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key: Any = leaf
+        return _Encoding(np.dtype(np.uint32), key=str(jax.random.key_impl(key)))
+    if leaf.dtype.kind in 'OSUmM':
+        return _Static(leaf)
+    weak = bool(getattr(leaf, 'weak_type', False))
+    return _Encoding(jax.dtypes.canonicalize_dtype(leaf.dtype), weak)
+
+
+def _encode(leaf: Any, how: _Encoding) -> list[Any]:
+    """The pieces of a leaf, and its witness."""
+    # Not to be staged out, in a trace, if it need not be.
+    like: Any = jnp if isinstance(leaf, jax.Array) else np
+    if how.is_float:
+        is_number = isinstance(leaf, (float, complex))
+        return [leaf, 1.0 if is_number else like.ones_like(leaf)]
+    if how.key is not None:
+        leaf = jax.random.key_data(leaf)
+    bits = like.asarray(leaf, how.dtype)
+    if how.pieces > 1:
+        halves = bits.reshape(*bits.shape, 1).view(_PIECE)
+        pieces = [halves[..., number] for number in range(how.pieces)]
+    else:
+        pieces = [bits]
+    # numpy makes scalars of arrays without axes; checkpoints take arrays only.
+    arrays = [like.asarray(piece.astype(np.float32)) for piece in pieces]
+    return [*arrays, like.ones_like(arrays[0])] if how.witness else arrays
+
+
+def _decode(arrays: list[Any], how: _Encoding) -> Any:
+    """The value of some pieces, refused where the witness is no longer one.
+
+    No gradient flows. A refused value is NaN, or the integer farthest from zero. A
+    witness of zero belongs to a gradient.
+    """
+    arrays = [jax.lax.stop_gradient(jnp.asarray(array)) for array in arrays]
+    if not how.witness:
+        return arrays[0] != 0
+    *pieces, witness = arrays
+    if how.is_float:
+        value, refused = pieces[0], jnp.nan
+    else:
+        refused = jnp.iinfo(how.dtype).min or jnp.iinfo(how.dtype).max
+        if how.pieces == 1:
+            value = pieces[0].astype(how.dtype)
+        else:
+            halves = jnp.stack(pieces, -1).astype(_PIECE)
+            value = jax.lax.bitcast_convert_type(halves, how.dtype)
+    kept = (witness == 1) | (witness == 0)
+    value = jnp.where(kept, value, jnp.full(value.shape, refused, value.dtype))
+    if how.key is not None:
+        return jax.random.wrap_key_data(value, impl=how.key)
+    return tracing.as_weak(value) if how.weak else value
 
 
 def _unary(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -29,11 +164,11 @@ def _reflected(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 @jax.tree_util.register_pytree_with_keys_class
 class NonDifferentiable:
-    """Stands for its value everywhere, and gets no gradient from anything.
+    """Marks a value in a tree of parameters that must never get a gradient.
 
-    Plain ``jax.grad`` takes a tree with these in it, and gives them a gradient of
-    zero; ``sg.grad`` leaves them out. Arithmetic, comparisons, indexing, functions of
-    ``jnp``, attributes and calls are those of the value:
+    Plain ``jax.grad`` accepts a tree with these in it, and returns a gradient of zero
+    for them; ``sg.grad`` leaves them out. Use it as the value: arithmetic,
+    comparisons, indexing, functions of ``jnp``, attributes and calls all work.
 
     >>> import jax, jax.numpy as jnp, flax_sg as sg
     >>> def loss(params):
@@ -46,17 +181,17 @@ class NonDifferentiable:
     Array([1., 1., 1.], dtype=float32)
 
     Numbers, arrays, keys and tracers in it are traced under ``jit``, ``vmap`` and
-    ``scan``: new values need no new trace. Strings and other objects are static, a
-    part of the structure. Integers are exact: they travel as floats of 16 bits each.
+    ``scan``: a new value needs no retrace. Strings and other objects are static: they
+    are part of the tree's structure. Integers stay exact, see the module's docstring.
 
     ``sg.freeze``, the masks and the labels skip it by its type. A plain optimizer sees
-    a gradient of zero and leaves it alone, *unless it decays its weights*: a value that
-    was decayed (averaged, scaled) in that way is refused. Outside of a trace it raises;
-    inside, it is NaN, and an integer the one farthest from zero. For that, an array of
-    ones travels with each array: to keep large weights fixed, freeze them by path.
+    a gradient of zero and leaves the value alone, *unless it decays weights*. A value
+    that an optimizer changed is refused: outside of a trace reading it raises; inside
+    it reads as NaN, or as the integer farthest from zero. To notice, each array is
+    accompanied by an array of ones. To keep large weights fixed, freeze them by path.
 
-    JAX itself takes no such object as an index, and none as an argument of
-    ``jax.lax``: write ``x[n.value]``.
+    JAX itself does not take it as an index, or as an argument of ``jax.lax``: write
+    ``x[n.value]``.
 
     Attributes:
         value: the value, behind ``jax.lax.stop_gradient``.
@@ -97,11 +232,11 @@ class NonDifferentiable:
         if self._arrays is not None:
             return self._arrays, self._structure
         leaves, treedef = jax.tree.flatten(self._held)
-        kinds = tuple(map(encodings.encoding_of, leaves))
+        kinds = tuple(map(_encoding_of, leaves))
         arrays: list[Any] = []
         for leaf, kind in zip(leaves, kinds, strict=True):
-            if isinstance(kind, encodings.Encoding):
-                arrays.extend(encodings.encode(leaf, kind))
+            if isinstance(kind, _Encoding):
+                arrays.extend(_encode(leaf, kind))
         return arrays, (treedef, kinds)
 
     @classmethod
@@ -222,13 +357,16 @@ def _stopped(leaf: Any) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-def _decoded(kind: encodings.Encoding | encodings.Static, arrays: Iterator[Any]) -> Any:
-    if isinstance(kind, encodings.Static):
+def _decoded(kind: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
+    if isinstance(kind, _Static):
         return kind.value
-    mine = [next(arrays) for _ in range(kind.arrays)]
-    if encodings.is_refused(mine, kind):
-        raise _changed(mine[-1])
-    return encodings.decode([jnp.asarray(array) for array in mine], kind)
+    mine = [next(arrays) for _ in range(kind.pieces + kind.witness)]
+    if kind.witness and not isinstance(mine[-1], tracing.Tracer):
+        witness = np.asarray(mine[-1])
+        changed = witness[(witness != 1) & (witness != 0)]
+        if changed.size:
+            raise _changed(changed[0])
+    return _decode(mine, kind)
 
 
 def _to_state_dict(x: NonDifferentiable) -> dict[str, Any]:
@@ -246,11 +384,11 @@ serialization.register_serialization_state(
 )
 
 
-def _changed(witness: object) -> errors.ChangedValueError:
+def _changed(witness: Any) -> errors.ChangedValueError:
     """A ``NonDifferentiable`` has been changed, most likely by an optimizer's decay."""
     return errors.ChangedValueError(
-        'the value of a NonDifferentiable has been changed: what travels with it, '
-        f'and is always 1.0, is {witness}.\n'
-        'Weight decay, averaging and scaling change parameters that have no '
-        'gradient. Wrap the optimizer: sg.freeze(tx).'
+        'An optimizer changed a NonDifferentiable: its guard value is '
+        f'{witness} instead of 1.0.\n'
+        'Weight decay, averaging and scaling change parameters without a gradient.\n'
+        'Wrap the optimizer: sg.freeze(tx).'
     )

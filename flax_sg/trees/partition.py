@@ -1,4 +1,4 @@
-"""Trees in parts, and parts put together again."""
+"""Splits a tree into parts by path, and combines parts to a tree."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from flax_sg.trees.leaves import (
 def partition(
     tree: Any, where: filters.Where, *, unused: str = 'raise'
 ) -> tuple[Any, Any]:
-    """Splits a tree into the leaves that a filter selects and the others.
+    """Splits a tree into the leaves that a filter selects and the rest.
 
-    Both parts have the structure of the tree; ``ABSENT``, which has no leaves, stands
-    where a leaf is in the other part. ``combine`` is the way back.
+    Both parts have the structure of the tree. ``ABSENT``, which has no leaves, marks a
+    leaf that is in the other part. ``combine`` undoes the split.
 
     >>> import flax_sg as sg
     >>> params = {'backbone': {'w': 1.0}, 'head': {'w': 2.0, 'b': 3.0}}
@@ -40,7 +40,7 @@ def partition(
             which is ``path.collection``. Leaves in a box share the path of the box. A
             ``NonDifferentiable`` is one leaf.
         where: which leaves the first part holds: any kind of filter.
-        unused: ``'ignore'`` to let a filter pass that matches nothing.
+        unused: ``'raise'`` (default), or ``'ignore'`` if the filter may match nothing.
 
     Returns:
         The selected part and the rest.
@@ -102,7 +102,7 @@ def partition_n(
     tree: Any,
     classify: Callable[[Path], Hashable] | Mapping[Any, filters.Where],
 ) -> dict[Any, Any]:
-    """Splits a tree into several parts, of which each leaf is in exactly one.
+    """Splits a tree into several parts, with each leaf in exactly one part.
 
     >>> import flax_sg as sg
     >>> params = {'gln_0': {'w': 1.0}, 'code': {'w': 2.0}}
@@ -114,8 +114,8 @@ def partition_n(
 
     Args:
         tree: any pytree, as for ``partition``.
-        classify: either filters by label, or a function that returns the label of a
-            path. A function says with None that it knows no label.
+        classify: a dict from labels to filters, or a function that returns the label
+            of a path, None if it knows none.
 
     Returns:
         For each label the part of the tree that it names: for filters all labels in
@@ -179,10 +179,9 @@ def check_same_structure(a: Leaves, b: Leaves, name_a: str, name_b: str) -> None
 def _overlap(path: str, one: Any, other: Any) -> errors.StructureError:
     """Two parts of a tree have a leaf at the same place."""
     return errors.StructureError(
-        f'two parts have a leaf at {str(path)!r}: '
+        f'Two parts have a leaf at {str(path)!r}: '
         f'{shown(one)} and {shown(other)}.\n'
-        'Each leaf has to be in one part, and ABSENT in the others, as '
-        'sg.partition makes them.'
+        'Each leaf has to be in one part, and ABSENT in the others.'
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether a value can be read in the place of another one."""
+"""Checks that one value can be read in place of another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flax_sg.internals import core_scopes
 
 
 def fitting(path: Path, value: Any, other: Any) -> Any:
-    """A value that is read instead of another one; raises if it does not fit."""
+    """Returns the value that is read in place of another; raises if it does not fit."""
     expected, treedef = jax.tree_util.tree_flatten(value)
     found, other_treedef = jax.tree_util.tree_flatten(other)
     if treedef != other_treedef:
@@ -33,7 +33,7 @@ def fitting(path: Path, value: Any, other: Any) -> Any:
 
 
 def as_array(leaf: Any) -> Any:
-    """Numbers and arrays of NumPy as JAX takes them."""
+    """A number or a NumPy array as a JAX array; anything else as it is."""
     if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         return jnp.asarray(leaf)
     return leaf

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import shown
+from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import Path
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
@@ -29,10 +29,9 @@ _declared: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDict
 def trainable(*fields: str) -> Callable[[T], T]:
     """Declares which fields of a pytree class are trained; the others are not.
 
-    The other fields stay what they were in every other respect: leaves that are moved
-    to a device, traced, cast and saved. ``sg.grad`` and its relatives, the masks and
-    ``sg.freeze`` follow the declaration, wherever in a tree an instance is; a filter
-    that is given to them takes its place.
+    The other fields remain leaves: they are moved to a device, traced, cast and saved.
+    ``sg.grad`` and its relatives, the masks and ``sg.freeze`` follow the declaration
+    wherever an instance is in a tree. A filter in the call overrides it.
 
     >>> import jax, flax.struct, flax_sg as sg
     >>> @sg.trainable('kernel', 'bias')
@@ -69,7 +68,11 @@ def trainable(*fields: str) -> Callable[[T], T]:
         if not isinstance(given[0], type) or not all(
             isinstance(name, str) for name in given[1:]
         ):
-            raise _no_class(cls, fields)
+            raise errors.ArgumentTypeError(
+                f'trainable() got {brief(given[0])} and the fields '
+                f'{", ".join(map(brief, fields)) or "none"}.\n'
+                "Write @sg.trainable('kernel', ...) above a pytree class."
+            )
         known: Any = getattr(cls, '__dataclass_fields__', None) or getattr(
             cls, '_fields', None
         )
@@ -84,7 +87,12 @@ def trainable(*fields: str) -> Callable[[T], T]:
 def _check_fields(cls: type, fields: Sequence[str], known: Sequence[str]) -> None:
     for name in fields:
         if name not in known:
-            raise _unknown_field(cls, name, known)
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f'\nDid you mean {close[0]!r}?' if close else ''
+            raise errors.ArgumentTypeError(
+                f'{cls.__name__} declares the field {name!r} as trained; its fields '
+                f'are {", ".join(map(repr, known)) or "none"}.{meant}'
+            )
 
 
 def _fields_of(node: Any) -> frozenset[str] | None:
@@ -178,23 +186,3 @@ def not_differentiable(
         lines.append(f'  and {len(leaves) - 3} more')
     lines.append('Select real or complex leaves; True takes those and no others.')
     return errors.NotDifferentiableError('\n'.join(lines))
-
-
-def _unknown_field(
-    cls: type, name: str, known: Sequence[str]
-) -> errors.ArgumentTypeError:
-    """A class declares a field as trained that it does not have."""
-    close = difflib.get_close_matches(name, known, 1)
-    meant = f' Did you mean {close[0]!r}?' if close else ''
-    return errors.ArgumentTypeError(
-        f'{cls.__name__} declares the field {name!r} as trained; its fields are '
-        f'{", ".join(map(repr, known)) or "none"}.{meant}'
-    )
-
-
-def _no_class(target: object, fields: Sequence[object]) -> errors.ArgumentTypeError:
-    """The error for a decorator without names, or of no class."""
-    return errors.ArgumentTypeError(
-        f'trainable{tuple(fields)!r} cannot be applied to {target!r}.\n'
-        "Write @sg.trainable('kernel', ...) above a pytree class.",
-    )

@@ -237,14 +237,14 @@ WRONG = [
     (f'flow {CHECK} --expect glm:gln_0/**', "has no output 'glm'"),
     (
         f'flow {CHECK} --expect gln:gln_1/**',
-        "Glob('gln_1/**') selected nothing: it matches none of the 4 variables.",
+        "Glob('gln_1/**') matches none of the 4 variables.",
     ),
     (f'flow {CHECK} --depth all', "expected a number from 0, got 'all'"),
     (f'flow {CHECK} --plot flow.exe', "Format 'exe' is not supported"),
     (f'flow {CHECK} --plot no/such/flow.png', "No such file or directory: 'no/such/"),
     ('paths mine.train:MODEL', 'mine.train:MODEL is a module: say where its arguments'),
     ('paths mine.train:MODLE', "did you mean 'MODEL'?"),
-    ('paths mine.train:PAIR --where gln/**', "Glob('gln/**') selected nothing"),
+    ('paths mine.train:PAIR --where gln/**', "Glob('gln/**') matches none of"),
     ('paths mine.train:MODEL --args mine.train:X', 'expected a tuple'),
     ('demo --steps 0', 'argument --steps: expected 1 or more, got 0'),
 ]

@@ -602,7 +602,7 @@ def test_a_name_in_other_code_points():
     for name, typed in ((one, two), (two, one)):
         with pytest.raises(errors.UnusedFilterError) as caught:
             sg.partition({name: {'w': 1.0}}, f'{typed}/*')
-        hint = f"Hint: it is spelled with other code points. Write '{name}/*'."
+        hint = f"Did you mean '{name}/*'? Its Unicode form differs."
         assert hint in str(caught.value).splitlines()
         assert sg.partition({name: {'w': 1.0}}, f'{name}/*')[0] == {name: {'w': 1.0}}
 

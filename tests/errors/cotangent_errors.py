@@ -201,9 +201,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a source that is not there': (
         lambda: grads(nn.copy_cotangent({'enc/w': 'enc/v'})),
         errors.UnusedFilterError,
-        "Glob('enc/v') selected nothing: it matches none of the 2 variables.\n"
-        "Nearest paths:\n  'enc/b'\n  'enc/w'\n"
-        "If an empty selection is meant, pass unused='ignore'.",
+        "Glob('enc/v') matches none of the 2 variables.\n"
+        "Nearest: 'enc/b', 'enc/w'.\n"
+        "If nothing has to match, pass unused='ignore'.",
     ),
     'clip without a bound': (
         lambda: nn.clip_gradient('enc/**'),

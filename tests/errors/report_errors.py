@@ -112,19 +112,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.PartError,
         "Index(np.s_[5:]) does not fit 'Dense_0/bias', an array of shape (2,): "
         'it takes nothing.\n'
-        'Give the elements of that array, or name other variables in sg.at.',
+        'Name elements that the array has, or other variables in sg.at.',
     ),
     'a part of a leaf': (
         lambda: sg.partition(PARAMS, sg.at('body', np.s_[:2])),
         errors.PartError,
-        "partition takes a leaf or leaves it, and the filter means a part of 'body'.\n"
+        "The filter means a part of 'body', and partition takes whole leaves.\n"
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
     ),
     'no index': (
         lambda: sg.at('body', 'rows'),
         errors.PartError,
-        "'rows' is no index: expected ints, slices, ..., arrays of ints or of "
-        'bools, or a tuple of these.\n'
+        "'rows' (str) is no index: give ints, slices, ..., arrays of ints or bools, or "
+        'a tuple of these.\n'
         "Write it as numpy does: sg.at('embed/embedding', np.s_[:100]).",
     ),
     'layers that there are not': (

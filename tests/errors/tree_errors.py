@@ -48,10 +48,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a value without a leaf': (
         lambda: sg.substitute(PARAMS, {'head': {'v': 3.0}}),
         errors.UnusedFilterError,
-        'nn.substitute: 1 value without a variable:\n'
-        "  'head/v', nearest 'head/w'\n"
-        'Fix: spell them as the variables, or take them out. If they may be '
-        "missing, pass unused='ignore'.",
+        "nn.substitute has a value for 'head/v', which is no variable (nearest: "
+        "'head/w').\n"
+        'Spell the names as the variables. If some may be missing, pass '
+        "unused='ignore'.",
     ),
     'a leaf without a value': (
         lambda: sg.substitute(PARAMS, HEAD, where='**'),
@@ -147,10 +147,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an attribute of an absent leaf': (
         lambda: sg.ABSENT.shape,
         errors.AbsentLeafError,
-        'ABSENT is no array: it stands for a leaf that was not selected, or '
-        'that is in another part of the tree.\n'
-        'With optax, write sg.freeze(tx, where) for tx and sg.apply_updates for '
-        'optax.apply_updates: they pass it by.\n'
+        'ABSENT is no array: this leaf was not selected, or is in another part of '
+        'the tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates.\n'
         "For a value, select the leaf in wrt= or where=, or pass absent='zeros' "
         'to the gradient call.',
     ),

@@ -37,8 +37,13 @@ from flax_sg.filters import (
     Regex,
     as_filter,
 )
-from flax_sg.filters.asking import as_function, decide, find_unused, kinds_of, shape_of
-from flax_sg.filters.expressions import unused_filter
+from flax_sg.filters.expressions import (
+    as_function,
+    decide,
+    find_unused,
+    kinds_of,
+    shape_of,
+)
 from flax_sg.filters.names import Names
 from flax_sg.filters.paths import Path
 from flax_sg.linen import Frozen, stop_gradient
@@ -123,7 +128,7 @@ class Irreps(nn.Module):
         return x
 
 
-@pytest.mark.parametrize('text', ['w[0,0] 1x0e', 'a[b', 'w?', '{x,y}', 'a.b'])
+@pytest.mark.parametrize('text', ['w[0,0] 1x0e', 'a[b'])
 @pytest.mark.parametrize('kind', [str, path])
 def test_a_literal_path_is_the_same_in_every_extent(text, kind):
     names, x = (text, 'w[9] 1x0e', 'b'), jnp.ones((2,))
@@ -251,11 +256,6 @@ def test_selects(row):
     assert [p for p in PATHS if chosen(p)] == expected
     assert [p for p in PATHS if (~chosen)(p)] == [p for p in PATHS if p not in expected]
     assert all(type(chosen(p)) is bool for p in PATHS)
-
-
-def test_a_glob_that_can_mean_nothing_is_refused_at_once():
-    with pytest.raises(errors.FilterValueError, match="ends in '/'"):
-        Glob('gln/')
 
 
 def test_kinds():
@@ -394,23 +394,20 @@ def test_repr_of_predicates():
     assert repr(Predicate(Named('a'))) == 'Predicate(Named)'
 
 
-PICKLED: dict[str, Filter] = {
-    'all kinds': (A & ~B) | Regex(re.compile('x', re.I)) | BoolTree({'a': {'b': True}}),
-    'constant': Constant(True),
-    'predicate': Predicate(is_kernel) & Glob('**'),
-}
-
-
-@pytest.mark.parametrize('chosen', PICKLED.values(), ids=PICKLED)
-@pytest.mark.parametrize('protocol', range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickles(chosen, protocol):
+@pytest.mark.parametrize(
+    'chosen',
+    [
+        (A & ~B) | Regex(re.compile('x', re.I)) | BoolTree({'a': {'b': True}}),
+        Constant(True),
+        Predicate(is_kernel) & Glob('**'),
+    ],
+)
+def test_pickles(chosen):
     hash(chosen)  # A hash that was kept would be wrong in another process.
-    twin = pickle.loads(pickle.dumps(chosen, protocol))
-    assert twin == chosen
-    assert repr(twin) == repr(chosen)
-    assert hash(twin) == hash(chosen)
-    assert b'_hash' not in pickle.dumps(chosen, protocol)
-    assert copy.deepcopy(chosen) == chosen
+    twin = pickle.loads(pickle.dumps(chosen))
+    assert twin == chosen == copy.deepcopy(chosen)
+    assert (repr(twin), hash(twin)) == (repr(chosen), hash(chosen))
+    assert b'_hash' not in pickle.dumps(chosen)
 
 
 def test_cloudpickles_a_lambda():
@@ -422,9 +419,8 @@ def test_cloudpickles_a_lambda():
 
 @pytest.mark.parametrize('row', EQUAL.values(), ids=EQUAL)
 def test_immutable(row):
-    chosen = as_filter(row[0])
     with pytest.raises(AttributeError):
-        chosen.pattern = 'b'  # pyright: ignore[reportAttributeAccessIssue]
+        as_filter(row[0]).pattern = 'b'  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_tree_is_copied():
@@ -432,19 +428,13 @@ def test_a_tree_is_copied():
     chosen = BoolTree(given_tree)
     given_tree['a']['b'] = False
     assert chosen(path('a/b'))
-    with pytest.raises(TypeError):
-        chosen.tree['a'] = False  # pyright: ignore[reportIndexIssue]
 
 
 OTHER_SIDES: dict[str, tuple[Any, Filter]] = {
     'str': ('b', B),
-    'pattern': (re.compile('b'), Regex(re.compile('b'))),
-    'bool': (True, Constant(True)),
     'numpy bool': (np.True_, Constant(True)),
     'dict': ({'b': True}, BoolTree({'b': True})),
     'list': (['b', 'c/**'], B | C),
-    'tuple': (('b',), B),
-    'set': ({'b'}, B),
     'function': (is_kernel, Predicate(is_kernel)),
     'filter': (~B, ~B),
 }
@@ -459,26 +449,12 @@ def test_operators_take_anything(row):
     assert other | A == Or((expected, A))
 
 
-@pytest.mark.parametrize(
-    'other', [3, None, jnp.ones(2), np.ones(2), np.array([True]), str]
-)
+@pytest.mark.parametrize('other', [3, jnp.ones(2), np.array([True])])
 def test_operators_refuse_what_is_no_filter(other):
-    with pytest.raises(errors.FilterTypeError):
-        A & other
-    with pytest.raises(errors.FilterTypeError):
-        A | other
-    with pytest.raises(errors.FilterTypeError):
-        other & A
-
-
-def test_no_truth_value():
-    with pytest.raises(errors.FilterTypeError) as caught:
-        A and B  # noqa: B018
-    assert str(caught.value) == (
-        "Glob('a') is neither true nor false: `not`, `and` and `or` would drop a part "
-        'of a filter.\n'
-        'Fix: write ~a, a & b, a | b.'
-    )
+    for combine in operator.and_, operator.or_:
+        for sides in (A, other), (other, A):
+            with pytest.raises(errors.FilterTypeError):
+                combine(*sides)
 
 
 NAMES = st.sampled_from([A, B, C])
@@ -586,8 +562,7 @@ def test_a_function_that_finds_nothing_is_asked_for_nothing_else():
         asked.append(path)
         return False
 
-    message = str(unused_filter(as_filter(spy), MET, ENC))
-    assert 'selected nothing' in message and 'Hint' not in message
+    assert 'Did you mean' not in unused(spy, MET, ENC)
     assert asked == []
 
 
@@ -604,154 +579,56 @@ def test_a_list_of_thousands_of_paths_is_looked_up(monkeypatch):
     assert asked == []
 
 
-# What is refused
-
-KINDS = """\
-Accepted:
-  'gln_*/**'                   a glob on whole path components
-  re.compile('gln_[0-9]+/.*')  a regular expression for the whole path
-  lambda path: ...             a function of the path that returns a bool
-  True, False                  every variable, none
-  {'gln': True, 'dec': False}  a tree of bools
-  ['gln/**', 'dec/**']         any of several; filters also combine with ~ & |"""
+# What is refused: for whole messages see errors/filter_errors.py
 
 
 class Model(nn.Module):
-    """A module, which stands for no filter."""
-
-    def __call__(self, x):
-        return x
+    """A module, which is no filter."""
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    'None': (
-        None,
-        f'None is no filter.\n{KINDS}\n'
-        'Fix: write False for no variable, True for every one.',
-    ),
-    'int': (1, f'1 (int) is no filter.\n{KINDS}\nFix: write True.'),
-    'float': (0.5, f'0.5 (float) is no filter.\n{KINDS}'),
-    'bytes': (b'gln', f"b'gln' (bytes) is no filter.\n{KINDS}\nFix: write 'gln'."),
-    'bytes that are no text': (
-        b'\xff',
-        f"b'\\xff' (bytes) is no filter.\n{KINDS}\nFix: write '\ufffd'.",
-    ),
-    'object': (object(), f'an object is no filter.\n{KINDS}'),
-    'iterator': (
-        iter(['a']),
-        f'a list_iterator is no filter.\n{KINDS}\n'
-        'Fix: an iterator is empty after its first use; give a list.',
-    ),
-    'in a list': (['a', 3], f'3 (int) is no filter.\n{KINDS}\nFix: write True.'),
-    'class': (str, f'The class str is no filter.\n{KINDS}'),
-    'partial of a class': (
-        functools.partial(int, base=2),
-        f'The class int is no filter.\n{KINDS}',
-    ),
-    'Module class of Flax': (
-        nn.Dense,
-        'The Module class Dense is no filter: a filter says which variables.\n'
-        'Fix: to lift the class, write nn.stop_gradient(nn.Dense, where), with where '
-        "such as '**'.",
-    ),
-    'Module class': (
-        Model,
-        'The Module class Model is no filter: a filter says which variables.\n'
-        'Fix: to lift the class, write nn.stop_gradient(Model, where), with where '
-        "such as '**'.",
-    ),
-    'partial of a Module class': (
-        functools.partial(nn.Dense, 3),
-        'The Module class Dense is no filter: a filter says which variables.\n'
-        'Fix: to lift the class, write nn.stop_gradient(nn.Dense, where), with where '
-        "such as '**'.",
-    ),
-    'module': (
-        Model(),
-        'The module Model(...) is no filter: a filter says which variables.\n'
-        'Fix: open a block around the call:\n'
-        '  with nn.stop_gradient(where):\n'
-        '    y = module(x)\n'
-        'or wrap the module, for all that goes through the wrapper:\n'
-        '  nn.Frozen(module, where)',
-    ),
-    'jax array': (
-        jnp.ones((2, 3)),
-        'an array (float32[2, 3]) is no filter: a filter says which variables.\n'
-        'Fix: to stop the gradient of a value, write jax.lax.stop_gradient(x).',
-    ),
-    'numpy array': (
-        np.ones(2, np.int8),
-        'an array (int8[2]) is no filter: a filter says which variables.\n'
-        'Fix: to stop the gradient of a value, write jax.lax.stop_gradient(x).',
-    ),
-    'pattern on bytes': (
-        re.compile(b'gln'),
-        "re.compile(b'gln') is a pattern on bytes; paths are str.\n"
-        "Fix: write re.compile('gln').",
-    ),
-    'pattern on bytes that are no text': (
-        re.compile(b'\xff'),
-        "re.compile(b'\\xff') is a pattern on bytes; paths are str.\n"
-        "Fix: write re.compile('\ufffd').",
-    ),
-    'tree with an int': (
-        {'gln': {'kernel': 1}},
-        "A tree of bools has 1 (int) at 'gln/kernel'.\n"
-        'Expected: True or False at every leaf, such as '
-        "{'gln': True, 'dec': {'kernel': False, 'bias': True}}.",
-    ),
-    'tree with None': (
-        {'gln': None},
-        "A tree of bools has None at 'gln'.\n"
-        'Expected: True or False at every leaf, such as '
-        "{'gln': True, 'dec': {'kernel': False, 'bias': True}}.",
-    ),
-    'tree of parameters': (
-        {'gln': jnp.ones(2)},
-        "A tree of bools has an array (float32[2]) at 'gln'.\n"
-        'Expected: True or False at every leaf, such as '
-        "{'gln': True, 'dec': {'kernel': False, 'bias': True}}.",
-    ),
-    'tree with a list of str': (
-        {'gln': ['kernel']},
-        "A tree of bools has 'kernel' (str) at 'gln'.\n"
-        'Expected: True or False at every leaf, such as '
-        "{'gln': True, 'dec': {'kernel': False, 'bias': True}}.",
-    ),
-    'tree with a number on top': (
-        {0: True},
-        'A tree of bools has the key 0 (int) at its top.\n'
-        'Expected: the names of modules and variables, which are str.',
-    ),
-    'tree with a number for a name': (
-        {'gln': {0: True}},
-        "A tree of bools has the key 0 (int) at 'gln'.\n"
-        'Expected: the names of modules and variables, which are str.',
-    ),
-}
-
-
-@pytest.mark.parametrize('row', REFUSED.values(), ids=REFUSED)
-def test_refused(row):
-    where, message = row
+@pytest.mark.parametrize(
+    ('where', 'problem', 'fix'),
+    [
+        (['a', 3], '3 (int)', 'Write True.'),
+        (0.5, '0.5 (float)', "Write a glob such as 'encoder/**'."),
+        (b'\xff', "b'\\xff' (bytes)", "Write '\ufffd'."),
+        (object(), 'an object', "Write a glob such as 'encoder/**'."),
+        (functools.partial(int, base=2), 'the class int', 'Write a glob such as'),
+        (Model, 'the class Model', 'write nn.stop_gradient(Model, where).'),
+        (
+            functools.partial(nn.Dense, 3),
+            'the class Dense',
+            'write nn.stop_gradient(nn.Dense, where).',
+        ),
+        (np.ones(2, np.int8), 'an array (int8[2])', 'write jax.lax.stop_gradient(x).'),
+    ],
+)
+def test_what_is_no_filter(where, problem, fix):
     with pytest.raises(errors.FilterTypeError) as caught:
         as_filter(where)
-    assert str(caught.value) == message
-    assert isinstance(caught.value, TypeError)
+    first, kinds, last = str(caught.value).splitlines()
+    assert first == f'{problem} is no filter.'
+    assert kinds.startswith('A filter is a glob, ') and fix in last
 
 
-def test_tracer_refused():
-    @jax.jit
-    def traced(x):
-        as_filter(x)
-
+@pytest.mark.parametrize(
+    ('tree', 'what'),
+    [
+        ({'gln': None}, "None at 'gln'"),
+        ({'gln': {'w': jnp.ones(2)}}, "an array (float32[2]) at 'gln/w'"),
+        ({'gln': ['kernel']}, "'kernel' (str) at 'gln'"),
+        ({'gln': {0: True}}, "the key 0 (int) at 'gln'"),
+    ],
+)
+def test_what_is_no_tree_of_bools(tree, what):
     with pytest.raises(errors.FilterTypeError) as caught:
-        traced(1.0)
-    assert str(caught.value) == (
-        'a traced value (float32[]) is no filter: a filter says which variables.\n'
-        'Fix: to stop the gradient of a value, write jax.lax.stop_gradient(x).'
-    )
+        as_filter(tree)
+    assert str(caught.value).startswith(f'A tree of bools has {what}.\n')
+
+
+def test_a_traced_value_is_no_filter():
+    with pytest.raises(errors.FilterTypeError, match=r'^a traced value \(float32'):
+        jax.jit(as_filter)(1.0)
 
 
 async def coroutine(path):
@@ -779,46 +656,48 @@ def path_and_leaf(path: str, leaf: object) -> bool:
     return True
 
 
-def a_method(self: object, x: object) -> bool:
+def wrapped(*args: object) -> bool:
     return True
 
 
+functools.update_wrapper(wrapped, path_and_leaf)
+
+
 @pytest.mark.parametrize(
-    ('fn', 'said'),
+    ('fn', 'problem'),
     [
-        (no_path, 'Predicate(no_path at test_filters.py:{}) {}: it is () -> bool.'),
-        (
-            path_and_leaf,
-            'Predicate(path_and_leaf at test_filters.py:{}) {}: it is '
-            '(path: str, leaf: object) -> bool.',
-        ),
-        (
-            a_method,
-            'Predicate(a_method at test_filters.py:{}) {}: it is '
-            '(self: object, x: object) -> bool.',
+        (no_path, '() -> bool'),
+        (path_and_leaf, '(path: str, leaf: object) -> bool'),
+        (wrapped, '(path: str, leaf: object) -> bool'),
+        (lambda path, *, leaf: True, '(path, *, leaf)'),
+        (lambda *, path: True, '(*, path)'),
+        *(
+            (fn, 'is async or a generator, and returns no bool')
+            for fn in (
+                coroutine,
+                async_generator,
+                generator,
+                functools.partial(generator),
+                AsyncCall(),
+            )
         ),
     ],
 )
-def test_functions_of_anything_but_a_path_are_refused_at_once(fn, said):
+def test_functions_that_cannot_be_predicates_are_refused_at_once(fn, problem):
     # Among them what stands below a decorator that was given no filter.
-    with pytest.raises(errors.FilterTypeError) as error_info:
+    said = problem if problem.startswith('is ') else f'it takes {problem}.'
+    with pytest.raises(errors.FilterTypeError, match=re.escape(f' {said}')):
         as_filter(fn)
-    line = fn.__code__.co_firstlineno
-    assert str(error_info.value).splitlines() == [
-        said.format(line, 'cannot be called with a path'),
-        'Expected: a function of the path alone, such as '
-        "lambda path: path.startswith('gln').",
-        'Fix: to lift a function of a module, write nn.stop_gradient(fn, where); as a '
-        'decorator, @nn.stop_gradient(where).',
-    ]
 
 
 @pytest.mark.parametrize(
     'fn',
     [
         lambda path, name='kernel': path.name == name,
+        lambda path, *, name='kernel': path.name == name,
         lambda *paths: paths[0].name == 'kernel',
         functools.partial(lambda name, path: path.name == name, 'kernel'),
+        functools.lru_cache(is_kernel),
         operator.methodcaller('endswith', '/kernel'),
     ],
 )
@@ -827,79 +706,26 @@ def test_functions_that_can_be_called_with_a_path_are_taken(fn):
     assert [as_filter(fn)(path) for path in (kernel, bias)] == [True, False]
 
 
+def test_a_plain_function_is_not_inspected(monkeypatch):
+    # inspect.signature takes longer than all the rest of a block that opens.
+    monkeypatch.setattr('inspect.signature', None)
+    assert as_filter(lambda path: path.name == 'kernel')(PATHS[0])
+
+
 @pytest.mark.parametrize(
-    'fn, problem',
+    ('result', 'what'),
     [
-        (coroutine, 'is async'),
-        (async_generator, 'is async'),
-        (AsyncCall(), 'is async'),
-        (generator, 'is a generator function'),
-        (functools.partial(generator), 'is a generator function'),
+        (None, 'None'),
+        (re.match('g', 'gln'), 'a Match'),
+        (1, '1 (int)'),
+        (jnp.bool_(True), 'an array (bool[])'),
+        (nn.Dense, 'the class Dense'),
     ],
 )
-def test_functions_that_return_no_bool_are_refused_at_once(fn, problem):
-    with pytest.raises(errors.FilterTypeError) as caught:
-        as_filter(fn)
-    assert str(caught.value).partition(') ')[2] == (
-        f'{problem}: it returns no bool.\n'
-        'Expected: True or False for every path, known without running JAX.\n'
-        "Fix: write lambda path: path.startswith('gln')."
-    )
-
-
-RESULTS: dict[str, tuple[Any, str, str]] = {
-    'None': (
-        lambda p: None,
-        'None',
-        "return a bool on every way through it, as lambda path: path.startswith('gln')",
-    ),
-    'match': (
-        lambda p: re.match('gln', p),
-        'a Match',
-        'return match is not None, or give the re.Pattern in place of it',
-    ),
-    'int': (lambda p: 1, '1 (int)', "write lambda path: path.startswith('gln')"),
-    'array': (
-        lambda p: jnp.bool_(True),
-        'an array (bool[])',
-        "write lambda path: path.startswith('gln')",
-    ),
-    'path': (
-        lambda p: p and p.module,
-        "'gln' (str)",
-        "write lambda path: path.startswith('gln')",
-    ),
-    'class': (
-        lambda p: nn.Dense,
-        'the class Dense',
-        "write lambda path: path.startswith('gln')",
-    ),
-}
-
-
-@pytest.mark.parametrize('row', RESULTS.values(), ids=RESULTS)
-def test_a_predicate_returns_a_bool(row):
-    fn, what, fix = row
-    line = fn.__code__.co_firstlineno
-    with pytest.raises(errors.FilterTypeError) as caught:
-        Predicate(fn)(path('gln/kernel'))
-    assert str(caught.value) == (
-        f'Predicate(<lambda> at test_filters.py:{line}) returned {what} for the path '
-        "'gln/kernel'.\n"
-        'Expected: True or False for every path, known without running JAX.\n'
-        f'Fix: {fix}.'
-    )
-
-
-def test_a_predicate_that_computes_under_jit():
-    chosen = Predicate(lambda p: jnp.asarray(len(p)) > 3)
-
-    @jax.jit
-    def traced():
-        chosen(path('gln/kernel'))
-
-    with pytest.raises(errors.FilterTypeError, match=r'traced value \(bool\[\]\)'):
-        traced()
+def test_a_predicate_returns_a_bool(result, what):
+    said = rf"\) returned {re.escape(what)} for the path 'gln/kernel'\.\nReturn True or"
+    with pytest.raises(errors.FilterTypeError, match=said):
+        Predicate(lambda p: result)(path('gln/kernel'))
 
 
 def test_an_error_in_a_predicate_says_where():
@@ -942,100 +768,48 @@ def test_leaves_of_a_box_share_a_path():
     ],
 )
 def test_leaves_of_a_variable_agree(build):
-    with pytest.raises(errors.FilterValueError) as caught:
+    with pytest.raises(errors.FilterValueError, match="True and False within 'a/stats"):
         build()
-    assert str(caught.value) == (
-        "A tree of bools has both True and False within 'a/stats', whose leaves share "
-        'one path.\n'
-        'Fix: give it one bool.'
-    )
 
 
-MISFITS: dict[str, tuple[dict[str, Any], Path, str]] = {
-    'a branch too few': (
-        {'gln': True, 'enc': False},
-        path('dec/kernel'),
-        "A tree of bools has no answer for the variable 'dec/kernel' of the "
-        "collection 'params'.\n"
-        "Nearest in the tree: 'enc', 'gln'.\n"
-        "Fix: give 'dec' the value True or False in the tree.",
-    ),
-    'a leaf too few': (
-        {'gln': {'kernel': True}},
-        path('gln/bias'),
-        "A tree of bools has no answer for the variable 'gln/bias' of the "
-        "collection 'params'.\n"
-        "Nearest in the tree: 'gln/kernel'.\n"
-        "Fix: give 'gln/bias' the value True or False in the tree.",
-    ),
-    'the collection on top': (
-        {'params': {'gln': True}},
-        path('gln/bias'),
-        "A tree of bools has no answer for the variable 'gln/bias' of the "
-        "collection 'params'.\n"
-        "Nearest in the tree: 'params/gln'.\n"
-        "Fix: a tree starts below the collection. Give tree['params'] in place of "
-        'tree.',
-    ),
-    'an empty tree': (
-        {},
-        path('gln/bias', 'cache'),
-        "A tree of bools has no answer for the variable 'gln/bias' of the "
-        "collection 'cache'.\n"
-        "Fix: give 'gln' the value True or False in the tree.",
-    ),
-}
-
-
-@pytest.mark.parametrize('row', MISFITS.values(), ids=MISFITS)
-def test_a_tree_that_has_no_answer(row):
-    tree, where, message = row
+@pytest.mark.parametrize(
+    ('tree', 'where', 'near', 'fix'),
+    [
+        ({'gln': True, 'enc': False}, path('dec/w'), "'enc', 'gln'", "for 'dec' to"),
+        ({'gln': {'w': True}}, path('gln/b'), "'gln/w'", "for 'gln/b' to"),
+        ({'params': {'gln': True}}, path('gln/b'), "'params/gln'", "tree['params']"),
+        ({}, path('gln/b', 'cache'), 'none', "for 'gln' to"),
+    ],
+)
+def test_a_tree_that_has_no_answer(tree, where, near, fix):
     with pytest.raises(errors.FilterValueError) as caught:
         BoolTree(tree)(where)
-    assert str(caught.value) == message
-    assert isinstance(caught.value, ValueError)
+    first, second, third = str(caught.value).splitlines()
+    assert first == (
+        f"A tree of bools has no answer for the variable '{where}' of the collection "
+        f"'{where.collection}'."
+    )
+    assert second == f'Nearest in the tree: {near}.' and fix in third
 
 
-MISSING: dict[str, tuple[dict[str, Any], list[str]]] = {
-    'none': ({'gln': {'kernel': True, 'bias': False}, 'dec': True}, []),
-    'a leaf': ({'gln': {'kernel': True, 'kernl': False}}, ['gln/kernl']),
-    'a branch': ({'gln': True, 'enc': {'a': True, 'b': False}}, ['enc/a', 'enc/b']),
-    'only False': ({'glm': False}, ['glm']),
-    'a part of a name': ({'gl': True}, ['gl']),
-    'outside the owner': ({'cell': True}, ['cell']),
-    'below a variable': (
-        {'scale': {'mean': True}, 'gln': True},
-        ['scale/mean'],
-    ),
-}
-
-
-def missing(tree: Any, paths: list[Path]) -> list[str]:
-    """The error for the leaves of a tree that belong to no variable, as lines."""
-    error = find_unused(BoolTree(tree), set(), paths, None, True)
-    return [] if error is None else str(error).splitlines()
-
-
-@pytest.mark.parametrize('row', MISSING.values(), ids=MISSING)
-def test_missing(row):
-    tree, expected = row
-    found = [line.split("'")[1] for line in missing(tree, PATHS)[1:-1]]
-    assert found == expected
-
-
-def test_missing_message():
-    lines = missing({'gln': {'kernl': True}, **dict.fromkeys('abc', False)}, PATHS)
-    assert lines[0] == 'A tree of bools has 4 leaves without a variable:'
-    assert lines[1] == "  'gln/kernl', nearest 'gln/kernel'"
-    assert lines[4:] == [
-        '  and 1 more',
-        'Fix: take them out of the tree, or spell them as the variables.',
-    ]
-    assert missing({'a': True}, []) == [
-        'A tree of bools has 1 leaf without a variable:',
-        "  'a'",
-        'Fix: take them out of the tree, or spell them as the variables.',
-    ]
+@pytest.mark.parametrize(
+    ('tree', 'expected'),
+    [
+        ({'gln': {'kernel': True, 'bias': False}, 'dec': True}, None),
+        ({'gln': {'kernel': True, 'kernl': False}}, "'gln/kernl', which"),
+        ({'gln': True, 'enc': {'a': True, 'b': False}}, "'enc/a' and 1 more, which"),
+        ({'glm': False}, "'glm', which is no variable (nearest: 'gln/"),
+        ({'gl': True}, "'gl', which"),
+        ({'cell': True}, "'cell', which"),  # It is outside of the owner.
+        ({'scale': {'mean': True}, 'gln': True}, "'scale/mean', which"),
+    ],
+)
+def test_every_leaf_of_a_tree_is_a_variable(tree, expected):
+    error = find_unused(BoolTree(tree), set(), PATHS, None, True)
+    if expected is None:
+        assert error is None
+    else:
+        assert str(error).startswith(f'A tree of bools names {expected}')
 
 
 # What selects nothing
@@ -1050,459 +824,125 @@ MET = [
 ]
 TOP = [path('gln_0/kernel'), path('dec/bias'), path('norm/mean', 'batch_stats')]
 
-HINTS: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str | None]] = {
-    'collection': (
-        'params/gln_0/**',
-        MET,
-        ENC,
-        "paths do not start with the collection 'params'. Write 'gln_0/**'.",
-    ),
-    'collection alone': (
-        'params/**',
-        MET,
-        ENC,
-        "paths do not start with the collection 'params'. Write '**'.",
-    ),
-    'collection, and nothing in it': (
-        'params',
-        MET,
-        ENC,
-        "paths do not start with the collection 'params'. Write '**'.",
-    ),
-    'another collection': (
-        'batch_stats/norm/**',
-        TOP,
-        (),
-        "paths do not start with the collection 'batch_stats'. Write 'norm/**'.",
-    ),
-    'collection, with a slash': (
-        '/params/gln_0/**',
-        MET,
-        ENC,
-        "paths do not start with the collection 'params'. Write 'gln_0/**'.",
-    ),
-    'params, where there are none': (
-        'params/norm/*',
-        TOP[2:],
-        (),
-        "paths do not start with the collection 'params'. Write 'norm/*'.",
-    ),
-    'no collection': ('Xparams/gln_0/**', MET, ENC, None),
-    'collection and a typo': (
-        'params/glm/**',
-        MET,
-        ENC,
-        "paths do not start with the collection 'params'.",
-    ),
-    'collection, dots': (
-        'params.gln_0.kernel',
-        MET,
-        ENC,
-        "paths do not start with the collection 'params'. Write 'gln_0/kernel'.",
-    ),
-    'collection, regex': (
-        re.compile('^params/gln_.*'),
-        MET,
-        ENC,
-        "paths do not start with the collection 'params'. Write re.compile('gln_.*').",
-    ),
-    'dots': (
-        'gln_0.kernel',
-        MET,
-        ENC,
-        "names are joined by '/'. Write 'gln_0/kernel'.",
-    ),
-    'colons': (
-        'gln_0::*',
-        TOP,
-        None,
-        "names are joined by '/'. Write 'gln_0/*'.",
-    ),
-    'dots and a typo': ('glm_0.kernel', MET, ENC, None),
-    'composed': (
-        'caf\u00e9/*',
-        [path('cafe\u0301/w')],
-        (),
-        "it is spelled with other code points. Write 'cafe\u0301/*'.",
-    ),
-    'decomposed': (
-        'cafe\u0301/*',
-        [path('caf\u00e9/w')],
-        (),
-        "it is spelled with other code points. Write 'caf\u00e9/*'.",
-    ),
-    'decomposed and a typo': ('cafe\u0301s/*', [path('caf\u00e9/w')], (), None),
-    'dots, in brackets': ('gln_0[.]*', MET, ENC, None),
-    'dots, regex': (
-        re.compile(r'gln_\d\.kernel'),
-        MET,
-        ENC,
-        r"names are joined by '/'. Write re.compile('gln_\\d/kernel').",
-    ),
-    'absolute': (
-        'enc/gln_0/**',
-        MET,
-        ENC,
-        "'enc/gln_0/kernel' is an absolute path; the block was opened by the module "
-        "at 'enc', and there it is 'gln_0/kernel'.",
-    ),
-    'absolute, two modules deep': (
-        'a/b/w',
-        [Path.of('params', ('a', 'b', 'w'), ('a', 'b'))],
-        ('a', 'b'),
-        "'a/b/w' is an absolute path; the block was opened by the module at 'a/b', and "
-        "there it is 'w'.",
-    ),
-    'absolute of none': ('Xenc/gln_0/**', MET, ENC, None),
-    'absolute, with a slash': (
-        '/enc/gln_0/**',
-        MET,
-        ENC,
-        "'enc/gln_0/kernel' is an absolute path; the block was opened by the module "
-        "at 'enc', and there it is 'gln_0/kernel'.",
-    ),
-    'absolute, regex': (
-        re.compile('enc/dec/.*'),
-        MET,
-        ENC,
-        "'enc/dec/dense/kernel' is an absolute path; the block was opened by the "
-        "module at 'enc', and there it is 'dec/dense/kernel'.",
-    ),
-    'absolute at top level': (
-        '/gln_0/**',
-        TOP,
-        (),
-        "paths do not begin with '/'. Write 'gln_0/**'.",
-    ),
-    'outside the module': (
-        'cell/*',
-        MET,
-        ENC,
-        "'/cell/kernel' lies outside the module that opened the block; its path begins "
-        "with '/'. Write '/cell/*'.",
-    ),
-    'a module': (
-        'gln_*',
-        MET,
-        ENC,
-        "it names a module; variables are inside. Write 'gln_*/**'.",
-    ),
-    'a module, regex': (
-        re.compile('dec'),
-        MET,
-        ENC,
-        "it names a module; variables are inside. Write re.compile('dec/.*').",
-    ),
-    'another depth': (
-        'dense/kernel',
-        MET,
-        ENC,
-        "it matches at another depth. Write '**/dense/kernel'.",
-    ),
-    'a module of one letter, regex': (
-        re.compile('X'),
-        [path('X/kernel')],
-        (),
-        "it names a module; variables are inside. Write re.compile('X/.*').",
-    ),
-    'a module, regex with flags': (
-        re.compile('DEC', re.IGNORECASE | re.DOTALL),
-        MET,
-        ENC,
-        'it names a module; variables are inside. Write '
-        "re.compile('DEC/.*', re.IGNORECASE|re.DOTALL).",
-    ),
-    'a part, regex with a flag inside': (
-        re.compile('(?i)ENSE'),
-        MET,
-        ENC,
-        "it matches a part of 'dec/dense/kernel', and has to match the whole path.",
-    ),
-    'a part, regex': (
-        re.compile('ense'),
-        MET,
-        ENC,
-        "it matches a part of 'dec/dense/kernel', and has to match the whole path. "
-        "Write re.compile('.*ense.*').",
-    ),
-    'dots, with all inside': (
-        'dec.*',
-        MET,
-        ENC,
-        "names are joined by '/'. Write 'dec/**'.",
-    ),
-    'dots, all of a module': (
-        'enc.layer.*.mlp',
-        [path('enc/layer/0/mlp/kernel')],
-        (),
-        "names are joined by '/'. Write 'enc/layer/*/mlp/**'.",
-    ),
-    'dots, at another depth': (
-        'dense.kernel',
-        MET,
-        ENC,
-        "names are joined by '/'. Write '**/dense/kernel'.",
-    ),
-    'collection, dots, with all inside': (
-        'params.dec.*',
-        MET,
-        ENC,
-        "paths do not start with the collection 'params'. Write 'dec/**'.",
-    ),
-    'braces': (
-        '{gln_0,dec}/**',
-        MET,
-        ENC,
-        "braces stand for themselves. Write ['gln_0/**', 'dec/**'].",
-    ),
-    'braces, one of them a typo': (
-        'gln_{0,7}/{kernel,bias}',
-        MET,
-        ENC,
-        "braces stand for themselves. Write ['gln_0/kernel', 'gln_0/bias'].",
-    ),
-    'braces in braces, and dots': (
-        '{gln_{0,1},dec}.*',
-        MET,
-        ENC,
-        "braces stand for themselves. Write ['gln_0/*', 'dec/**', 'gln_1/*'].",
-    ),
-    'braces with a range': (
-        'gln_{0..1}/*',
-        MET,
-        ENC,
-        "braces stand for themselves. Write ['gln_0/*', 'gln_1/*'].",
-    ),
-    'braces around one name': (
-        '{gln_0}/kernel',
-        MET,
-        ENC,
-        "braces stand for themselves. Write 'gln_0/kernel'.",
-    ),
-    'braces and a typo': ('{glm_0,deck}/**', MET, ENC, None),
-    'too many braces': ('{gln_0..999}/**', MET, ENC, None),
-    'a range from a letter': ('gln_{a..z}/**', MET, ENC, None),
-    'brackets in the name of a module': (
-        'w[0,0] 1x0e/**',
-        [path('w[0,0] 1x0e/kernel')],
-        (),
-        "'[' begins a set of characters. Write 'w[[]0,0] 1x0e/**'.",
-    ),
-    'an open bracket in the name of a module': (
-        'w[0',
-        [path('w[0/kernel')],
-        (),
-        "it has a '[' without its ']'. Write 'w[[]0/**'.",
-    ),
-    'a bad range and nothing like it': (
-        'gln_[1-0]',
-        MET,
-        ENC,
-        'it has a bad [...]: bad character range 1-0.',
-    ),
-    'one of several networks': (
-        'policy/params/kernel',
-        MET,
-        ENC,
-        "the paths of each model begin at its own root, without 'policy'. Use "
-        "sg.stop_gradient(tree, 'policy/params/kernel') for a tree of several "
-        'networks, or open a block around one apply.',
-    ),
-    'a typo': ('glm_0/**', MET, ENC, None),
-    'a typo, regex': (re.compile('glm_0/.*'), MET, ENC, None),
-    'predicate on the collection': (
-        lambda p: p.startswith('params/gln'),
-        MET,
-        ENC,
-        None,
-    ),
-    'predicate': (lambda p: p.startswith('glm'), MET, ENC, None),
-    'tree of False': (
-        {'gln_0': False},
-        MET,
-        ENC,
-        'no leaf of the tree is True: True selects, False leaves out.',
-    ),
-    'tree of True': ({'glm': True}, MET, ENC, None),
-    'names': (Names(frozenset({('params', ('glm_0',))})), MET, ENC, None),
-    'and': (
-        Glob('gln_0/**') & 'dec/**',
-        MET,
-        ENC,
-        'its parts match something each, and no variable is in all of them.',
-    ),
-}
+
+def unused(where: Any, met: list[Path], owner: tuple[str, ...] | None) -> str:
+    """The second line of the error for a filter that matches nothing."""
+    lines = str(as_filter(where)._unused(False, met, owner)).splitlines()
+    some = '1 variable' if len(met) == 1 else f'{len(met)} variables'
+    count = f'none of the {some}' if met else 'nothing'
+    under = " under '" + '/'.join(owner) + "'" if owner else ''
+    assert lines[0] == f'{as_filter(where)!r} matches {count}{under}.'
+    assert lines[2:] == ["If nothing has to match, pass unused='ignore'."]
+    return lines[1]
 
 
-@pytest.mark.parametrize('row', HINTS.values(), ids=HINTS)
-def test_hint(row):
-    where, met, owner, hint = row
-    message = str(unused_filter(as_filter(where), met, owner))
-    found = [line for line in message.splitlines() if line.startswith('Hint: ')]
-    assert found == ([] if hint is None else [f'Hint: {hint}'])
+BELOW = "Paths start below the collection 'params'."
+JOINS = "'/' joins names."
+RELATIVE = "Paths are relative to the module at 'enc'."
+WHOLE = 'A pattern matches the whole path.'
+INSIDE = 'Variables are inside the module.'
+BRACES = "'{' and '}' mean themselves."
+FLAGS = re.IGNORECASE | re.DOTALL
+
+# In the module 'enc': what is meant, as it is written, and why
+MEANT: list[tuple[Any, str, str]] = [
+    ('params/gln_0/**', "'gln_0/**'", BELOW),
+    ('params/**', "'**'", BELOW),
+    ('/params/gln_0/**', "'gln_0/**'", BELOW),
+    ('params.gln_0.kernel', "'gln_0/kernel'", BELOW),
+    (re.compile('^params/gln_.*'), "re.compile('gln_.*')", BELOW),
+    ('gln_0::*', "'gln_0/*'", JOINS),
+    (re.compile(r'gln_\d\.kernel'), r"re.compile('gln_\\d/kernel')", JOINS),
+    ('enc/gln_0/**', "'gln_0/**'", RELATIVE),
+    ('/enc/gln_0/**', "'gln_0/**'", RELATIVE),
+    ('cell/*', "'/cell/*'", 'Paths outside the module begin with a slash.'),
+    ('gln_*', "'gln_*/**'", INSIDE),
+    (re.compile('DEC', FLAGS), f"re.compile('DEC/.*', {FLAGS!r})", INSIDE),
+    ('dense/kernel', "'**/dense/kernel'", WHOLE),
+    ('dense.kernel', "'**/dense/kernel'", WHOLE),
+    (re.compile('ense'), "re.compile('.*ense.*')", WHOLE),
+    ('gln_{0,7}/{kernel,bias}', "['gln_0/kernel', 'gln_0/bias']", BRACES),
+    ('{gln_{0,1},dec}.*', "['gln_0/*', 'dec/**', 'gln_1/*']", BRACES),
+    ('gln_{0..1}/*', "['gln_0/*', 'gln_1/*']", BRACES),
+    ('glm_0/**', "'gln_0/**'", ''),
+    ('glm_0.kernel', "'gln_0/kernel'", ''),
+    (re.compile('glm_0/.*'), "re.compile('gln_0/.*')", ''),
+    ('deck', "'dec/**'", ''),
+    ('**/kernal', "'**/kernel'", ''),
+    ('dens/kernel', "'**/dense/kernel'", ''),
+    ('deck/dens/*', "'dec/dense/*'", ''),
+]
 
 
-@pytest.mark.parametrize('row', HINTS.values(), ids=HINTS)
-def test_the_hints_help(row):
-    where, met, _, hint = row
-    if hint is not None and ' Write ' in hint:
-        written = eval(hint.partition(' Write ')[2].rstrip('.'))
-        assert any(map(as_filter(written), met))
-    if not isinstance(where, dict):
-        assert not any(map(as_filter(where), met))
-
-
-MEANT: dict[str, tuple[str, list[Path], str | None]] = {
-    'a letter': ('glm_0/**', MET, 'gln_0/**'),
-    'two letters': ('gnl_*/**', MET, 'gln_*/**'),
-    'a module, without its inside': ('deck', MET, 'dec/**'),
-    'a variable': ('**/kernal', MET, '**/kernel'),
-    'another depth': ('dens/kernel', MET, '**/dense/kernel'),
-    'two names': ('deck/dens/*', MET, 'dec/dense/*'),
-    'two as close as each other': ('gln_2/**', MET, None),
-    'nothing like it': ('xyz/**', MET, None),
-    'names that exist, elsewhere': ('dec/gln_0/**', MET, None),
-}
-
-
-@pytest.mark.parametrize('row', MEANT.values(), ids=MEANT)
+@pytest.mark.parametrize('row', MEANT, ids=lambda row: repr(row[0]))
 def test_did_you_mean(row):
-    pattern, met, meant = row
-    lines = str(unused_filter(as_filter(pattern), met, ENC)).splitlines()
-    found = [line for line in lines if line.startswith('Did you mean')]
-    assert found == ([] if meant is None else [f"Did you mean '{meant}'?"])
-    if meant is not None:
-        assert any(map(as_filter(meant), met))
+    where, meant, why = row
+    assert not any(map(as_filter(where), MET))
+    assert unused(where, MET, ENC) == f'Did you mean {meant}? {why}'.rstrip()
+    assert any(map(as_filter(eval(meant)), MET))
 
 
-def glm_biases(path):
+AT = "Only paths outside the module begin with '/'."
+CODE = 'Its Unicode form differs.'
+SET = "'[' begins a set of characters."
+
+
+@pytest.mark.parametrize(
+    ('where', 'met', 'line'),
+    [
+        (
+            'stats/w',
+            [path('w', 'stats')],
+            "'w'? Paths start below the collection 'stats'.",
+        ),
+        ('/gln_0/**', TOP, f"'gln_0/**'? {AT}"),
+        ('caf\u00e9/*', [path('cafe\u0301/w')], f"'cafe\u0301/*'? {CODE}"),
+        ('a.*.b', [path('a/0/b/w')], f"'a/*/b/**'? {JOINS}"),
+        ('w[0,0] 1x0e/**', [path('w[0,0] 1x0e/k')], f"'w[[]0,0] 1x0e/**'? {SET}"),
+        ('w[0', [path('w[0/kernel')], f"'w[0/**'? {INSIDE}"),
+    ],
+)
+def test_did_you_mean_at_top_level(where, met, line):
+    assert unused(where, met, ()) == f'Did you mean {line}'
+
+
+def glm(path):
     """Not 'dec/bias'."""
     return path.startswith('glm')
 
 
-UNUSED: dict[str, tuple[Any, list[Path], tuple[str, ...] | None, str]] = {
-    'in a module': (
-        'params/gln_0/**',
-        MET,
-        ENC,
-        "Glob('params/gln_0/**') selected nothing: it matches none of the 5 "
-        'variables.\n'
-        "Paths are relative to the module at 'enc'.\n"
-        'Nearest paths:\n'
-        "  'gln_0/bias'\n"
-        "  'gln_0/kernel'\n"
-        "  'gln_1/kernel'\n"
-        "Hint: paths do not start with the collection 'params'. Write 'gln_0/**'.\n"
-        "If an empty selection is meant, pass unused='ignore'.",
-    ),
-    'at top level': (
-        re.compile('glm_0/.*'),
-        TOP[:1],
-        (),
-        "Regex(re.compile('glm_0/.*')) selected nothing: it matches none of the 1 "
-        'variable.\n'
-        'Nearest paths:\n'
-        "  'gln_0/kernel'\n"
-        "If an empty selection is meant, pass unused='ignore'.",
-    ),
-    'nothing there': (
-        'params/gln/**',
-        [],
-        None,
-        "Glob('params/gln/**') selected nothing: there are no variables.\n"
-        "If an empty selection is meant, pass unused='ignore'.",
-    ),
-    'a function with a name in it': (
-        glm_biases,
-        TOP,
-        None,
-        f'Predicate(glm_biases at test_filters.py:'
-        f'{glm_biases.__code__.co_firstlineno}) selected nothing: it matches none '
-        'of the 3 variables.\n'
-        'Nearest paths:\n'
-        "  'gln_0/kernel'\n"
-        "  'norm/mean'\n"
-        "  'dec/bias'\n"
-        "If an empty selection is meant, pass unused='ignore'.",
-    ),
-    'objects': (
-        Predicate(Named('kernel')) & Named('missing'),
-        MET,
-        None,
-        'Predicate(Named) & Predicate(Named) selected nothing: it matches none of the '
-        '5 variables.\n'
-        'Paths look like this:\n'
-        "  'gln_0/kernel'\n"
-        "  'gln_0/bias'\n"
-        "  'gln_1/kernel'\n"
-        'Hint: its parts match something each, and no variable is in all of them.\n'
-        "If an empty selection is meant, pass unused='ignore'.",
-    ),
-    'a function without names': (
-        Named('missing').method,
-        TOP,
-        None,
-        f'Predicate(Named.method at test_filters.py:'
-        f'{Named.method.__code__.co_firstlineno}) selected nothing: it matches none '
-        'of the 3 variables.\n'
-        'Paths look like this:\n'
-        "  'gln_0/kernel'\n"
-        "  'dec/bias'\n"
-        "  'norm/mean'\n"
-        "If an empty selection is meant, pass unused='ignore'.",
-    ),
-}
-
-
-@pytest.mark.parametrize('row', UNUSED.values(), ids=UNUSED)
-def test_unused_message(row):
-    where, met, owner, message = row
-    error = unused_filter(as_filter(where), met, owner)
-    assert str(error) == message
-    assert isinstance(error, ValueError)
-
-
-def test_a_tree_looks_for_what_is_true():
-    tree = BoolTree({'b': {'x': False}, 'a': {'a': True}})
-    lines = str(unused_filter(tree, [path('xx/xx'), path('b/x')], None)).splitlines()
-    assert lines[1:-1] == ['Nearest paths:', "  'b/x'", "  'xx/xx'"]
-
-
-def test_same_names_in_two_collections_are_two_variables():
-    met = [path('norm/scale'), path('norm/scale', 'batch_stats')]
-    lines = str(unused_filter(as_filter('glm'), met, None)).splitlines()
-    assert lines[0].endswith('none of the 2 variables.')
-    assert lines[2:-1] == ["  'norm/scale'"]
-
-
 @pytest.mark.parametrize(
-    'error',
+    ('where', 'line'),
     [
-        unused_filter(as_filter('glm'), TOP, None),
-        errors.FilterValueError('x'),
-        errors.FilterTypeError('x'),
+        ('gln_2/**', "Nearest: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
+        ('gln_{0..999}/**', "Nearest: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
+        ('xyz/**', "Nearest: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
+        (glm, "Nearest: 'gln_0/kernel', 'norm/mean', 'dec/bias'."),
+        (Named('no'), "Paths look like this: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
     ],
-    ids=lambda error: type(error).__name__,
 )
-def test_errors_pickle(error):
-    twin = pickle.loads(pickle.dumps(error))
-    assert type(twin) is type(error)
-    assert str(twin) == str(error)
-    assert isinstance(error, errors.FlaxSGError)
+def test_where_nobody_knows_what_was_meant(where, line):
+    assert unused(where, TOP, None) == line
+    assert unused(where, [], None) == 'There are no variables.'
 
 
-@pytest.mark.parametrize(
-    ('names', 'shown'),
-    [
-        ('ba', '<m/a, m/b>'),
+def test_two_names_as_close_as_each_other_are_not_guessed():
+    assert unused('gln_2/**', MET, ENC).startswith("Nearest: 'gln_0/")
+
+
+def test_errors_pickle():
+    nothing = as_filter('glm')._unused(False, TOP, None)
+    for error in (nothing, errors.FilterValueError('x')):
+        twin = pickle.loads(pickle.dumps(error))
+        assert type(twin) is type(error) and str(twin) == str(error)
+
+
+def test_names_are_shown_by_the_first_three():
+    for names, shown in (
         ('cba', '<m/a, m/b, m/c>'),
-        ('dcba', '<m/a, m/b, m/c, and 1 more>'),
         ('edcba', '<m/a, m/b, m/c, and 2 more>'),
-    ],
-)
-def test_names_are_shown_by_the_first_three(names, shown):
-    chosen = Names(frozenset(('params', ('m', name)) for name in names))
-    assert repr(chosen) == shown
+    ):
+        chosen = Names(frozenset(('params', ('m', name)) for name in names))
+        assert repr(chosen) == shown
     error = find_unused(chosen, set(), [path('m/a'), path('m/b', 'cache')], None, True)
-    absent = len(names) - 1
-    assert f' {absent} value{"s" * (absent > 1)} without' in str(error)
+    assert "a value for 'm/b' and 3 more, which is no variable" in str(error)

@@ -61,14 +61,11 @@ INDICES: dict[str, Any] = {
     'elements': np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 3 == 0,
     'rows': np.s_[:3],
     'a row': 5,
-    'every other row': np.s_[1::2],
     'from the end': np.s_[-2:],
     'a list': [0, 3],
     'an array': jnp.array([4, -1]),
     'bools': np.arange(ROWS) > 2,
-    'a column': np.s_[:, 1],
     'a block': np.s_[1:4, :2],
-    'dots': np.s_[..., 0],
     'rows and columns': ([0, 2], [1, 3]),
 }
 
@@ -108,11 +105,11 @@ MASKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     'a list': ([0, 2], (3, 1, 1)),
     'a list on the second axis': (np.s_[:, [0, 3], 1], (1, 4, 5)),
     'bools': (np.array([True, False, True]), (3, 1, 1)),
-    'bools of two axes': (np.arange(12).reshape(3, 4) % 5 == 0, (3, 4, 5)),
-    'a table of ints': (np.array([[0, 1], [1, 0]]), (3, 4, 5)),
-    'two lists': (np.s_[[0, 1], [2, 3]], (3, 4, 5)),
-    'two lists and dots': (np.s_[[0, 1], ..., [2, 3]], (3, 4, 5)),
-    'one bool': (np.True_, (3, 4, 5)),
+    'bools of two axes': (np.arange(12).reshape(3, 4) % 5 == 0, (3, 4, 1)),
+    'a table of ints': (np.array([[0, 1], [1, 0]]), (3, 1, 1)),
+    'two lists': (np.s_[[0, 1], [2, 3]], (3, 4, 1)),
+    'two lists and dots': (np.s_[[0, 1], ..., [2, 3]], (3, 1, 5)),
+    'one bool': (np.True_, (1, 1, 1)),
 }
 
 
@@ -419,20 +416,17 @@ def test_a_mask_on_rows_is_as_small_as_the_rows():
 @pytest.mark.parametrize(
     ('index', 'shown'),
     [
-        (0.5, '0.5'),
-        ('rows', "'rows'"),
+        (0.5, '0.5 (float)'),
         (None, 'None'),
-        ([0.5], '[0.5]'),
-        ((0, [0.5]), '[0.5]'),
-        (np.s_['a':], "'a'"),
-        (np.s_[: [0.5]], '[0.5]'),
-        (np.s_[::'b'], "'b'"),
+        ((0, [0.5]), 'a list'),
+        (np.s_['a':], "'a' (str)"),
+        (np.s_[: [0.5]], 'a list'),
     ],
 )
 def test_what_is_no_index(index, shown):
     with pytest.raises(errors.PartError) as caught:
         sg.at(TABLE, index)
-    assert str(caught.value).startswith(f'{shown} is no index: expected ints, ')
+    assert str(caught.value).startswith(f'{shown} is no index: give ints, ')
 
 
 @pytest.mark.every_case
@@ -447,37 +441,14 @@ def test_what_is_no_index(index, shown):
     ],
 )
 def test_an_index_that_does_not_fit(index, problem):
-    block = nn.stop_gradient(sg.at(TABLE, index))
-    with pytest.raises(errors.PartError, match=problem) as caught, block:
-        jax.grad(loss_of)(PARAMS)
     said = f"{Index(index)} does not fit '{TABLE}', an array of shape (6, 4): "
-    assert str(caught.value).startswith(said)
-
-
-@pytest.mark.parametrize('elements', [Index(7), ~Index(7), Index(0) | Index(7)])
-def test_an_index_in_an_expression_that_does_not_fit(elements):
-    with pytest.raises(errors.PartError) as caught:
-        filters.Part(elements).mask((ROWS, WIDTH), TABLE)
-    assert str(caught.value) == (
-        f"Index(np.s_[7]) does not fit '{TABLE}', an array of shape (6, 4): index 7 is "
-        'out of bounds for axis 0 with size 6.\n'
-        'Give the elements of that array, or name other variables in sg.at.'
-    )
-
-
-def test_elements_are_no_other_filters():
-    with pytest.raises(TypeError, match=r"^Glob\('a'\) is no expression of indices$"):
-        filters.Part(filters.Glob('a')).mask((ROWS, WIDTH), TABLE)
-
-
-def test_a_traced_index():
-    with pytest.raises(errors.FilterTypeError) as caught:
-        jax.jit(lambda n: sg.at(TABLE, np.s_[0, n]))(3)
-    assert str(caught.value) == (
-        'the index of sg.at is a traced value (int32[]), and which elements are meant '
-        'has to be known while the program is traced.\n'
-        'Fix: give numbers or numpy arrays.'
-    )
+    for elements in (Index(index), ~Index(index), Index(0) | Index(index)):
+        with pytest.raises(errors.PartError, match=problem) as caught:
+            filters.Part(elements).mask((ROWS, WIDTH), TABLE)
+        assert str(caught.value).startswith(said)
+    block = nn.stop_gradient(sg.at(TABLE, index))
+    with pytest.raises(errors.PartError, match=problem), block:
+        jax.grad(loss_of)(PARAMS)
 
 
 @pytest.mark.every_case
@@ -492,8 +463,6 @@ def test_a_traced_index():
     ],
 )
 def test_leaves_that_cannot_be_split(what, split):
-    said = (
-        f"^{what} takes a leaf or leaves it, and the filter means a part of '{TABLE}'"
-    )
+    said = f"means a part of '{TABLE}', and {what} takes whole leaves"
     with pytest.raises(errors.PartError, match=said):
         split(sg.at(TABLE, np.s_[:3]))

@@ -631,7 +631,7 @@ BAD_TREES: dict[str, tuple[Any, type[Exception], str]] = {
     'has more': (
         lambda p: {'params': {**p, 'w': X}},
         errors.UnusedFilterError,
-        "1 value without a variable:.  'w'",
+        "a value for 'w', which is no variable",
     ),
     'other shape': (
         lambda p: {'params': {**p, 'scale': jnp.ones((4,))}},

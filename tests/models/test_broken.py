@@ -121,7 +121,7 @@ CAUGHT = [
         broken.absolute_paths,
         test_blocks.test_modules_open_blocks_in_each_other,
         errors.UnusedFilterError,
-        'selected nothing',
+        'matches none of',
     ),
     Caught(
         broken.absolute_paths,

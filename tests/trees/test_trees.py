@@ -126,15 +126,9 @@ def test_partition_and_combine_are_inverse(name, odd):
         assert jax.tree.structure(whole) == jax.tree.structure(tree)
         assert ids(whole) == ids(tree)
     assert type(sg.combine(a, b)) is type(tree)
-
-
-@pytest.mark.parametrize('name', TREES)
-def test_all_and_none(name):
-    tree, _ = TREES[name]
     everything, nothing = sg.partition(tree, True)
-    assert ids(everything) == ids(tree)
+    assert ids(everything) == ids(tree) == ids(sg.partition(tree, False)[1])
     assert jax.tree.leaves(nothing) == []
-    assert ids(sg.partition(tree, False)[1]) == ids(tree)
 
 
 @given(
@@ -249,21 +243,18 @@ def test_the_sentinel():
     'use',
     [
         lambda x: x + 1,
-        lambda x: 1.0 * x,
         lambda x: jnp.ones(2) * x,
         lambda x: np.ones(2) - x,
         lambda x: x[0],
-        lambda x: x.shape,
         lambda x: x.kernel,
         lambda x: -x,
         lambda x: x < 1,
-        lambda x: float(x),
         lambda x: np.asarray(x),
         lambda x: jnp.sum(x),
-        lambda x: jnp.asarray(x),
-        lambda x: list(x),
         lambda x: x @ jnp.ones((2, 2)),
         lambda x: x(),
+        list,
+        float,
         bool,
         len,
     ],
@@ -293,7 +284,7 @@ def test_filters_that_select_nothing():
     with pytest.raises(errors.FilterValueError):
         sg.partition({'body': 1.0}, {'body': True, 'head': False})
     names = linen.substitute({'body': 2.0, 'head': 3.0}).where
-    with pytest.raises(errors.UnusedFilterError, match="'head', nearest 'body'"):
+    with pytest.raises(errors.UnusedFilterError, match="'head', which is no variable"):
         sg.partition({'body': 1.0}, names)
     assert sg.partition({'body': 1.0, 'head': 2.0, 'tail': 3.0}, names)[1] == {
         'body': sg.ABSENT,
@@ -302,7 +293,7 @@ def test_filters_that_select_nothing():
     }
     part, _ = sg.partition({'body': 1.0}, 'head/**', unused='ignore')
     assert jax.tree.leaves(part) == []
-    with pytest.raises(errors.UnusedFilterError, match='do not start with the coll'):
+    with pytest.raises(errors.UnusedFilterError, match="Did you mean 'w'"):
         sg.partition({'params': {'w': 1.0}}, 'params/w')
 
 
@@ -366,7 +357,7 @@ def test_gradients_flow_to_other_leaves():
         ({'a': jnp.ones(3)}, None, errors.StructureError, r'float32\[3\]'),
         ({'a': jnp.arange(2)}, None, errors.StructureError, r'int32\[2\]'),
         ({'a': jnp.ones(2)}, True, errors.StructureError, "no value for 'b'"),
-        ({'aa': jnp.ones(2)}, None, errors.UnusedFilterError, "'aa', nearest 'a'"),
+        ({'aa': jnp.ones(2)}, None, errors.UnusedFilterError, r"'aa', .*nearest: 'a'"),
         (lambda path, leaf: leaf[0], None, errors.StructureError, r'shape \(2,\)'),
         (lambda path, leaf: leaf, 'z', errors.UnusedFilterError, "'z'"),
     ],

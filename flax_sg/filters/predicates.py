@@ -1,0 +1,186 @@
+"""Functions of the path as filters, and what is asked of functions that users give."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from flax_sg import errors
+from flax_sg.errors.texts import brief
+from flax_sg.filters.expressions import Atom
+from flax_sg.filters.hints import nearest_to
+from flax_sg.filters.paths import Owner, Path
+
+_BOOL = (
+    'Return True or False for every path, as '
+    "lambda path: path.startswith('encoder') does."
+)
+_STATIC = 'Choose while tracing: pass such values by static_argnames of jax.jit.'
+
+
+class Predicate(Atom):
+    """The variables for which a function of the path returns True.
+
+    The function may read anything: a config, a table, a file. It is asked when a block
+    opens and when a variable is read. JAX finds a cached program again if the function
+    gives the same answers. Two predicates are equal if their functions are the same
+    object.
+
+    >>> bias = Predicate(lambda path: path.name == 'bias')
+    >>> [bias(Path.of('params', ('dense', name))) for name in ('bias', 'kernel')]
+    [True, False]
+
+    Raises:
+        FilterTypeError: if the function is async or a generator, takes anything but
+            one path, or, when called, returns anything but a bool.
+        FilterTypeError: if it reads a traced value.
+    """
+
+    fn: Callable[[Path], Any]
+
+    # No dataclass: where a filter stands in a field of a module, ``nn.jit`` would look
+    # at the fields of the dataclass.
+    def __init__(self, fn: Callable[[Path], Any]) -> None:
+        object.__setattr__(self, 'fn', fn)
+        if problem := _problem_of(fn):
+            raise self._error(*problem)
+        if traced := tracer_in(fn):
+            name, value = traced
+            raise self._error(f'reads {brief(value)} as {name!r}', _STATIC)
+
+    def __reduce__(self) -> Any:
+        return Predicate, (self.fn,)
+
+    @functools.cached_property
+    def _value(self) -> Hashable:
+        try:
+            hash(self.fn)
+        except TypeError:
+            return id(self.fn)
+        return self.fn
+
+    @functools.cached_property
+    def _shape(self) -> Hashable:
+        """Equal for functions that were made by the same code, a lambda in a loop."""
+        fn = _innermost(self.fn)
+        if isinstance(fn, types.FunctionType):
+            return fn.__code__
+        return type(fn), getattr(fn, '__qualname__', None)
+
+    def _as_function(self) -> tuple[Callable[[Path], Any], bool]:
+        return self.fn, False
+
+    def _matches(self, path: Path) -> bool:
+        try:
+            result = self.fn(path)
+        except jax.errors.ConcretizationTypeError as error:
+            raise self._error('reads a traced value', _STATIC) from error
+        except Exception as error:
+            error.add_note(f'raised by {self!r} for the path {str(path)!r}')
+            raise
+        if isinstance(result, (bool, np.bool_)):
+            return bool(result)
+        if isinstance(result, Tracer):
+            raise self._error(f'returned {brief(result)}', _STATIC)
+        raise self._error(f'returned {brief(result)} for the path {str(path)!r}', _BOOL)
+
+    def _error(self, problem: str, fix: str) -> errors.FilterTypeError:
+        return errors.FilterTypeError(f'{self!r} {problem}.\n{fix}')
+
+    def __repr__(self) -> str:
+        return f'Predicate({describe(self.fn)})'
+
+    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
+        code = getattr(self.fn, '__code__', None)
+        constants = code.co_consts if isinstance(code, types.CodeType) else ()
+        doc = self.fn.__doc__
+        texts = (c for c in constants if isinstance(c, str) and c != doc)
+        return nearest_to(next(texts, None), paths)
+
+
+def _problem_of(fn: Any) -> tuple[str, str] | None:
+    """What keeps a function from being a predicate, and the fix."""
+    if type(fn) is types.FunctionType and not fn.__dict__:  # Nearly always.
+        # inspect.signature takes longer than all the rest of a block that opens.
+        code = fn.__code__
+        plain = not code.co_flags & _NO_RESULT and not code.co_kwonlyargcount
+        if plain and code.co_argcount - len(fn.__defaults__ or ()) == 1:
+            return None
+    for called in (fn, type(fn).__call__):
+        if any(is_such(called) for is_such in _NO_BOOL):
+            return 'is async or a generator, and returns no bool', _BOOL
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # Written in C: it does not say.
+        return None
+    try:
+        signature.bind(None)
+    except TypeError:
+        return (
+            f'cannot be called with a path: it takes {signature}',
+            'To lift a function of a module, write nn.stop_gradient(fn, where), or '
+            '@nn.stop_gradient(where) above it.',
+        )
+    return None
+
+
+_NO_RESULT = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_NO_BOOL = (
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+    inspect.isgeneratorfunction,
+)
+
+
+def describe(fn: Any) -> str:
+    """The name of a function and where it stands, for messages."""
+    fn = _innermost(fn)
+    if not isinstance(fn, types.FunctionType):
+        name = getattr(fn, '__qualname__', None)
+        return name if isinstance(name, str) else type(fn).__qualname__
+    code = fn.__code__
+    file = os.path.basename(code.co_filename)
+    return (
+        f'{fn.__qualname__.rpartition("<locals>.")[2]} at {file}:{code.co_firstlineno}'
+    )
+
+
+def tracer_in(fn: Callable[..., Any]) -> tuple[str, Any] | None:
+    """A traced value that a function holds in its closure, by its name."""
+    for name, value in _held_by(fn):
+        if Tracer in type(value).__mro__:  # It asks nothing of the value.
+            return name, value
+    return None
+
+
+def _innermost(fn: Any) -> Any:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, '__func__', fn)
+
+
+def _held_by(fn: Any) -> Iterator[tuple[str, Any]]:
+    while isinstance(fn, functools.partial):
+        yield from ((f'argument {n}', value) for n, value in enumerate(fn.args))
+        yield from fn.keywords.items()
+        fn = fn.func
+    fn = getattr(fn, '__func__', fn)
+    if isinstance(fn, types.FunctionType):
+        for name, cell in zip(
+            fn.__code__.co_freevars, fn.__closure__ or (), strict=True
+        ):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # It has no value yet.
+                continue
+        names = fn.__code__.co_varnames[: fn.__code__.co_argcount][::-1]
+        yield from zip(names, (fn.__defaults__ or ())[::-1], strict=False)
+        yield from (fn.__kwdefaults__ or {}).items()
