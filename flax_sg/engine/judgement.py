@@ -97,6 +97,7 @@ def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
     both = isinstance(where, filters.And)
     any_taken = both and any(ask.ask(path) is not False for path in everything)
     if error := find_unused(where, matched, everything, owner, any_taken):
+        error.add_note(f'Raised for {block.rewrite!r}, opened at {block.place}.')
         raise error
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from flax_sg.errors import FlaxSGError
 
 SHOWN = 12  # Rows of a table in a message: enough to see what is wrong.
 
@@ -16,6 +19,16 @@ def shown(leaf: Any) -> str:
         return f'[{", ".join(map(shown, leaf))}]'
     text = repr(leaf)
     return text if len(text) <= 40 else f'{type(leaf).__name__} object'
+
+
+@contextlib.contextmanager
+def raised_by(call: str) -> Iterator[None]:
+    """Says at the head of an error which call of the user it comes from."""
+    try:
+        yield
+    except FlaxSGError as error:
+        error.args = (f'{call}: {error}', *error.args[1:])
+        raise
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

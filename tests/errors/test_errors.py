@@ -913,7 +913,7 @@ ELSEWHERE = {
             (file, 'NotImplementedError')
             for file in (
                 'engine/extents.py',
-                'rules/joint.py',
+                'rules/cotangents.py',
             )
         ],
         'as in forms/wrappers.py',
@@ -921,7 +921,7 @@ ELSEWHERE = {
     ('forms/wrappers.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
     (
-        'rules/joint.py',
+        'rules/cotangents.py',
         'missing',
     ): 'raised where it was kept until then',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/asking.py',
