@@ -1,9 +1,9 @@
-"""Arguments, of which some leaves are differentiated, and results of their form."""
+"""Arguments, split into leaves that are differentiated and leaves that are not."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -12,9 +12,10 @@ import numpy as np
 import optax
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import raised_by
 from flax_sg.filters.paths import Path
 from flax_sg.trees.absent import ABSENT, is_absent, missing_leaf
-from flax_sg.trees.leaves import Leaves, different_structures, leaves_of
+from flax_sg.trees.leaves import different_structures, is_whole, leaves_of
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.trainable import chosen
 
@@ -28,42 +29,42 @@ _STAND_INS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Zeros:
-    """Zeros for a leaf: the shapes and types of its arrays, and what holds these."""
+    """Zeros for one leaf: the shapes and dtypes of its arrays, and their tree."""
 
-    arrays: tuple[tuple[Shape, Any], ...]
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
     treedef: Any
 
     def fill(self, prefix: Shape) -> Any:
-        zeros = [jnp.zeros((*prefix, *shape), dtype) for shape, dtype in self.arrays]
-        return self.treedef.unflatten(zeros)
+        return self.treedef.unflatten(
+            jnp.zeros((*prefix, *x.shape), x.dtype) for x in self.arrays
+        )
 
 
 def _stand_in(absent: str, leaf: Any) -> Any:
-    """What stands for a leaf in a result, as ``absent=`` says."""
+    """What stands in a result for a leaf that is not differentiated."""
     if absent != 'zeros':
         return _STAND_INS[absent]
     if not (isinstance(leaf, NonDifferentiable) or _is_number(leaf)):
         return ABSENT
     arrays, treedef = jax.tree.flatten(leaf)
-    return _Zeros(tuple((np.shape(x), jnp.result_type(x)) for x in arrays), treedef)
+    shapes = (jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in arrays)
+    return _Zeros(tuple(shapes), treedef)
 
 
 def _is_number(leaf: Any) -> bool:
-    if isinstance(leaf, (bool, int, float, complex)):
-        return True
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return False
-    return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+    return isinstance(leaf, (bool, int, float, complex))
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a result for one argument looks like: static, and hashable.
+    """What results and tangents look like: static, and hashable.
 
     Attributes:
-        treedef: the structure.
+        treedef: the structure of the tuple of arguments.
         live: for each leaf whether it is differentiated, or which part of it.
-        paths: the path of each leaf.
+        paths: the path of each leaf, within its argument.
         stand_ins: what stands for each leaf that is not differentiated.
     """
 
@@ -72,10 +73,16 @@ class Form:
     paths: tuple[Path, ...]
     stand_ins: tuple[Any, ...]
 
-    def fill(self, values: Iterator[Any], prefix: Shape = ()) -> Any:
-        """A tree with the next values at its live leaves."""
+    def fill(self, values: Iterable[Any], prefix: Shape = ()) -> tuple[Any, ...]:
+        """A tree for each argument, with these values at the live leaves.
+
+        Args:
+            values: a value for each live leaf.
+            prefix: dimensions that zeros have in front of the leaf's own.
+        """
+        rest = iter(values)
         return self.treedef.unflatten(
-            next(values)
+            next(rest)
             if live
             else other.fill(prefix)
             if isinstance(other, _Zeros)
@@ -83,28 +90,45 @@ class Form:
             for live, other in zip(self.live, self.stand_ins, strict=True)
         )
 
-    def pick(self, tree: Any, what: str) -> list[Any]:
-        """The values of a tree at the live leaves.
+    def pick(self, trees: Sequence[Any], what: str) -> list[Any]:
+        """The values of trees, one for each argument, at the live leaves.
+
+        Args:
+            trees: the trees.
+            what: what the trees are, for errors.
 
         Raises:
-            StructureError: if it is no tree of this form.
-            StructureError: if something is absent that is differentiated.
+            TypeError: if there are more or fewer trees than arguments.
+            StructureError: if a tree has another structure than its argument, or
+                nothing at a live leaf.
         """
-        try:
-            found = self.treedef.flatten_up_to(tree)
-        except (ValueError, TypeError):
-            given = leaves_of(tree)
-            raise different_structures(
-                'the argument',
-                what,
-                dict.fromkeys(self.paths),
-                given.by_path(),
-                str(self.treedef),
-                str(given.treedef),
-            ) from None
-        leaves = zip(self.live, self.paths, found, strict=True)
-        picked = [(path, leaf) for live, path, leaf in leaves if live]
-        for path, leaf in picked:
+        arguments = self.treedef.children()
+        if len(trees) != len(arguments):
+            raise TypeError(
+                f'{what}: expected {len(arguments)}, one tree for each argument, got '
+                f'{len(trees)}'
+            )
+        found: list[Any] = []
+        for argument, tree in zip(arguments, trees, strict=True):
+            try:
+                found += argument.flatten_up_to(tree)
+            except (ValueError, TypeError):
+                given = leaves_of(tree)
+                paths = self.paths[len(found) : len(found) + argument.num_leaves]
+                raise different_structures(
+                    'the argument',
+                    what,
+                    dict.fromkeys(paths),
+                    given.by_path(),
+                    str(argument),
+                    str(given.treedef),
+                ) from None
+        live = [
+            (path, leaf)
+            for takes, path, leaf in zip(self.live, self.paths, found, strict=True)
+            if takes
+        ]
+        for path, leaf in live:
             if leaf is None or is_absent(leaf) or isinstance(leaf, optax.MaskedNode):
                 raise missing_leaf(
                     what,
@@ -112,70 +136,53 @@ class Form:
                     'is differentiated',
                     'Give an array there, or leave the path out of wrt=.',
                 )
-        return [leaf for _, leaf in picked]
-
-
-def fill(
-    forms: Sequence[Form], values: Sequence[Any], prefix: Shape = ()
-) -> tuple[Any, ...]:
-    """A tree for each argument, with these values at the live leaves."""
-    rest = iter(values)
-    return tuple(form.fill(rest, prefix) for form in forms)
-
-
-def pick(forms: Sequence[Form], trees: Sequence[Any], what: str) -> list[Any]:
-    """The values of trees, one for each argument, at the live leaves."""
-    if len(trees) != len(forms):
-        raise TypeError(
-            f'{what}: expected {len(forms)}, one tree for each argument, got '
-            f'{len(trees)}'
-        )
-    pairs = zip(forms, trees, strict=True)
-    return [leaf for form, tree in pairs for leaf in form.pick(tree, what)]
+        return [leaf for _, leaf in live]
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Some arguments, taken apart into leaves that are differentiated and others.
+    """The leaves of some arguments, and which of them are differentiated."""
 
-    Attributes:
-        leaves: the arguments, taken apart.
-        forms: what results for them look like.
-    """
-
-    leaves: tuple[Leaves, ...]
-    forms: tuple[Form, ...]
+    leaves: list[Any]
+    form: Form
 
     @property
     def live(self) -> list[Any]:
         """The leaves that are differentiated."""
-        return [
-            leaf
-            for form, tree in zip(self.forms, self.leaves, strict=True)
-            for live, leaf in zip(form.live, tree.values, strict=True)
-            if live
-        ]
+        pairs = zip(self.form.live, self.leaves, strict=True)
+        return [leaf for takes, leaf in pairs if takes]
 
-    def join(self, live: Sequence[Any]) -> list[Any]:
-        """The arguments with other values for the leaves that are differentiated."""
-        rest = iter(live)
-        return [
-            tree.restore(
-                filters.merged(take, next(rest), leaf, path) if take else leaf
-                for take, (path, leaf) in zip(form.live, tree, strict=True)
+    def join(self, live: Iterable[Any]) -> tuple[Any, ...]:
+        """The arguments, with other values for the leaves that are differentiated."""
+        rest, form = iter(live), self.form
+        return form.treedef.unflatten(
+            filters.merged(takes, next(rest), leaf, path) if takes else leaf
+            for takes, path, leaf in zip(
+                form.live, form.paths, self.leaves, strict=True
             )
-            for form, tree in zip(self.forms, self.leaves, strict=True)
-        ]
+        )
 
 
 def splitter(
-    wrt: filters.Where | None, absent: str, unused: str
+    call: str, wrt: filters.Where | None, absent: str, unused: str
 ) -> Callable[[Sequence[Any]], Split]:
-    """What takes arguments apart, as the options of a gradient call say.
+    """A function that splits arguments as the options of a gradient call say.
+
+    >>> split = splitter('sg.grad', 'w', 'none', 'raise')
+    >>> parts = split([{'b': 1.0, 'w': 2.0}])
+    >>> parts.live, parts.join([5.0]), parts.form.fill([7.0])
+    ([2.0], ({'b': 1.0, 'w': 5.0},), ({'b': None, 'w': 7.0},))
+
+    Args:
+        call: the name of the gradient call, for errors.
+        wrt: the filter of the leaves that are differentiated; None for what the classes
+            in the arguments declare, see ``sg.trainable``.
+        absent: what stands in results for the other leaves.
+        unused: ``'raise'`` or ``'ignore'`` if a part of ``wrt`` matches nothing.
 
     Raises:
         FilterTypeError: if ``wrt`` is no filter.
-        FilterValueError: if ``absent`` means nothing.
+        FilterValueError: if ``absent`` is none of its choices.
         UnusedFilterError: if ``wrt`` is False.
     """
     if absent not in (*_STAND_INS, 'zeros'):
@@ -185,28 +192,27 @@ def splitter(
     where = None if wrt is None else filters.as_filter(wrt)
     # A filter that a program makes may well come to nothing.
     if isinstance(wrt, (bool, np.bool_)) and not wrt and unused == 'raise':
-        raise _nothing()
+        raise _nothing(call)
 
     def split(args: Sequence[Any]) -> Split:
-        trees = tuple(map(leaves_of, args))
-        forms = tuple(
-            Form(
-                tree.treedef,
-                tuple(live),
-                tuple(tree.paths),
-                tuple(_stand_in(absent, leaf) for leaf in tree.values),
-            )
-            for tree, live in zip(trees, chosen(trees, where, unused), strict=True)
+        trees = [leaves_of(arg) for arg in args]
+        with raised_by(f'{call}(wrt=...)'):
+            live = [takes for tree in chosen(trees, where, unused) for takes in tree]
+        leaves = [leaf for tree in trees for leaf in tree.values]
+        form = Form(
+            jax.tree.structure(tuple(args), is_leaf=is_whole),
+            tuple(live),
+            tuple(path for tree in trees for path in tree.paths),
+            tuple(_stand_in(absent, leaf) for leaf in leaves),
         )
-        return Split(trees, forms)
+        return Split(leaves, form)
 
     return split
 
 
-def _nothing() -> errors.UnusedFilterError:
+def _nothing(call: str) -> errors.UnusedFilterError:
     """A gradient was asked for with respect to nothing."""
     return errors.UnusedFilterError(
-        'wrt=False differentiates nothing: wrt= names what has a gradient.\n'
-        'Name the trained leaves, such as wrt=~where for those that '
-        "sg.freeze(tx, where) leaves, or pass unused='ignore'."
+        f'{call}(wrt=False) differentiates nothing: wrt= selects what has a gradient.\n'
+        "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'."
     )

@@ -1,14 +1,14 @@
 """Functions that read a bound module from their closure, as functions of its variables.
 
-``sg.grad(lambda: loss(m(x)), of=m)``: while the function runs, what it reads of ``m``
-is replaced by the values that are differentiated. That is a rule like any other, and
-the block that it holds in reaches what every block reaches.
+``sg.grad(lambda: loss(m(x)), of=m)``: while the function runs, it reads the values that
+are differentiated in place of the variables of ``m``. This is a rule like any other, in
+a block that is open around the function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import linen
 from flax.core.scope import Scope
@@ -23,15 +23,15 @@ from flax_sg.trees.leaves import Leaves, leaves_of
 
 
 class Replaced(rules.Rule):
-    """Reads see other leaves. Equal to itself alone: what it holds may be traced."""
+    """Reads see other leaves. It equals itself alone, for these may be tracers."""
 
-    name: ClassVar[str] = 'replaced'
+    name = 'replaced'
 
     def __init__(
         self, prefix: tuple[str, ...], old: Leaves, new: Sequence[Any]
     ) -> None:
-        # Two variables may hold one array: their names tell them apart. Leaves within
-        # one variable have longer names than it has.
+        # Two variables may hold one array, so their names tell them apart. The names
+        # of a leaf within a variable begin with those of the variable.
         self._new: dict[int, list[tuple[str, tuple[str, ...], Any, Any]]] = {}
         for (path, leaf), other in zip(old, new, strict=True):
             entry = (path.collection, (*prefix, *path.parts), leaf, other)
@@ -47,15 +47,23 @@ class Replaced(rules.Rule):
         return leaf
 
     def clear(self) -> None:
-        """Lets go of what may be traced."""
+        """Drops the leaves, which may be tracers."""
         self._new.clear()
         self.brings = False
 
 
 def variables_of(module: Any) -> Any:
-    """The variables of a bound module, by collection: what is differentiated.
+    """The variables of a bound module, by collection.
 
-    They are as they are stored, or as a derivative that is being taken replaces them.
+    Inside ``sg.grad(..., of=module)`` these are the values that are differentiated;
+    elsewhere they are the stored ones.
+
+    >>> dense = linen.Dense(1).bind({'params': {'bias': 2.0}})
+    >>> variables_of(dense)
+    {'params': {'bias': 2.0}}
+
+    Raises:
+        ArgumentTypeError: if it is no bound module.
     """
     if not isinstance(module, linen.Module) or module.scope is None:
         raise _unbound(module)
@@ -65,7 +73,7 @@ def variables_of(module: Any) -> Any:
 
 
 def _open_blocks() -> tuple[tuple[blocks.Block, ...], tuple[blocks.Block, ...]]:
-    """The open blocks as far as the last one that replaces values, and those in it."""
+    """The open blocks up to the last one of ``of=``, and those inside that one."""
     found = blocks.active()
     replacing = [isinstance(b.rewrite.rule, Replaced) for b in found]
     count = max((n for n, yes in enumerate(replacing, start=1) if yes), default=0)
@@ -89,7 +97,13 @@ def _in_open_blocks(scope: Scope, variables: Any) -> Any:
 
 
 def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..., Any]:
-    """A function of the module's variables, and of what else ``fun`` takes."""
+    """A function of the module's variables, and of the arguments of ``fun``.
+
+    >>> dense = linen.Dense(1).bind({'params': {'bias': 2.0}})
+    >>> bias = as_function_of(lambda: dense.get_variable('params', 'bias'), dense)
+    >>> bias({'params': {'bias': 5.0}}), bias(variables_of(dense))
+    (5.0, 2.0)
+    """
     scope: Any = module.scope
 
     def fun_of_variables(variables: Any, *args: Any, **kwargs: Any) -> Any:

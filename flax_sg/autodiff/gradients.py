@@ -7,98 +7,92 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from flax_sg import errors
-from flax_sg.autodiff.arguments import Split, fill, splitter
+from flax_sg.autodiff.arguments import Split, splitter
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
 from flax_sg.filters import Where
 
-Argnums = int | Sequence[int]
+Argnums: TypeAlias = int | Sequence[int]
 # What ``argnums`` may be for a module in the closure.
 _OF_MODULE = {0: 'the variables of the module'}
 
 
-# Given a function of the live leaves, these, and what makes a result of their values.
-Take: TypeAlias = Callable[[Callable[..., Any], list[Any], Callable[..., Any]], Any]
-
-
 def derivative(
-    take: Take,
+    transform: Callable[..., Any],
     fun: Callable[..., Any],
     argnums: Argnums,
+    has_aux: bool,
+    holomorphic: bool,
     split: Callable[[Sequence[Any]], Split],
+    *,
     of: Any = None,
+    with_value: bool = False,
 ) -> Callable[..., Any]:
     """A function that computes a derivative, with the name of the one it is of.
 
+    >>> split = splitter('sg.grad', 'w', 'none', 'raise')
+    >>> product = lambda p: p['w'] * p['b']
+    >>> gradient = derivative(jax.grad, product, 0, False, False, split)
+    >>> jax.tree.map(float, gradient({'b': 2.0, 'w': 3.0}))
+    {'b': None, 'w': 2.0}
+
     Args:
-        take: computes it, given a function of the live leaves alone.
+        transform: ``jax.grad``, ``jax.jacrev`` or ``jax.jacfwd``.
         fun: the function.
-        argnums: with respect to which arguments.
-        split: takes these apart, see ``splitter``.
-        of: a bound module in whose place its variables are the argument.
+        argnums: the positions of the arguments that are differentiated.
+        has_aux: whether ``fun`` returns a pair, the second not differentiated.
+        holomorphic: as for ``jax.grad``.
+        split: splits these arguments, see ``splitter``.
+        of: a bound module whose variables are the argument in their place.
+        with_value: whether to return what ``fun`` returns, and the derivative.
     """
     if of is not None:
         if argnums != 0:
             raise errors.unknown_choice('with of=, argnums', argnums, _OF_MODULE)
         variables_of(of)
-        lifted = derivative(take, as_function_of(fun, of), 0, split)
-        return lambda *args, **kwargs: lifted(variables_of(of), *args, **kwargs)
-    numbers = _numbers(argnums)
+    fun_of_args = fun if of is None else as_function_of(fun, of)
+    several = isinstance(argnums, Sequence)
+    numbers: Any = tuple(argnums) if several else (argnums,)
+    if isinstance(argnums, str) or not all(map(_is_position, numbers)):
+        raise _no_positions(argnums)
 
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        positions = _positions(argnums, numbers, len(args))
+        if of is not None:
+            args = (variables_of(of), *args)
+        for number in numbers:
+            if not -len(args) <= number < len(args):
+                raise _too_few(argnums, number, len(args))
+        positions = [number % len(args) for number in numbers]
         parts = split([args[n] for n in positions])
 
         def fun_of_live(live: Sequence[Any]) -> Any:
             new = dict(zip(positions, parts.join(live), strict=True))
-            return fun(*(new.get(n, arg) for n, arg in enumerate(args)), **kwargs)
+            all_args = (new.get(n, arg) for n, arg in enumerate(args))
+            out = fun_of_args(*all_args, **kwargs)
+            y, aux = out if has_aux else (out, None)
+            return y, (y, aux)
 
-        def shaped(values: Sequence[Any], prefix: tuple[int, ...] = ()) -> Any:
-            trees = fill(parts.forms, values, prefix)
-            return trees[0] if isinstance(argnums, int) else trees
+        def shaped(y: Any, row: Any) -> Any:
+            trees = parts.form.fill(row, jnp.shape(y))
+            return trees if several else trees[0]
 
-        return take(fun_of_live, parts.live, shaped)
+        differentiated = transform(fun_of_live, has_aux=True, holomorphic=holomorphic)
+        rows, (y, aux) = differentiated(parts.live)
+        # At each leaf of the output, which for a gradient is one, stands a tree.
+        out = jax.tree.map(shaped, y, rows)
+        if with_value:
+            return ((y, aux) if has_aux else y), out
+        return (out, aux) if has_aux else out
 
     return call
 
 
-def _numbers(argnums: Any) -> tuple[int, ...]:
-    if isinstance(argnums, int):
-        return (argnums,)
-    is_sequence = isinstance(argnums, Sequence) and not isinstance(argnums, str)
-    if is_sequence and all(hasattr(number, '__index__') for number in argnums):
-        return tuple(argnums)
-    raise _no_positions(argnums)
-
-
-def _positions(argnums: Argnums, numbers: tuple[int, ...], count: int) -> list[int]:
-    for number in numbers:
-        if not -count <= number < count:
-            raise TypeError(
-                f'differentiating with respect to {argnums=} requires at least '
-                f'{number + 1 if number >= 0 else -number} positional arguments to be '
-                f'passed by the caller, but got only {count} positional arguments'
-            )
-    return [number % count for number in numbers]
-
-
-def _no_positions(argnums: object) -> errors.ArgumentTypeError:
-    """Something else was given as ``argnums``: a filter, most likely."""
-    name = getattr(argnums, '__name__', None) or repr(argnums)
-    return errors.ArgumentTypeError(
-        f'argnums={name} names no positions of arguments.\n'
-        f'Name leaves with wrt=: sg.grad(fun, wrt={name}).'
-    )
-
-
-def _taking_value_and_grad(**options: Any) -> Take:
-    def take(fun: Any, live: Any, shaped: Callable[..., Any]) -> Any:
-        value, grads = jax.value_and_grad(fun, **options)(live)
-        return value, shaped(grads)
-
-    return take
+def _is_position(number: object) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
 def value_and_grad(
@@ -138,15 +132,16 @@ def value_and_grad(
 
     Args:
         fun: a function of pytrees that returns a scalar.
-        argnums: which positional arguments; the filter looks at the paths within each.
+        argnums: the positions of the differentiated arguments, the first by default.
+            The filter looks at the paths within each.
         has_aux: as for ``jax.value_and_grad``.
         holomorphic: as for ``jax.value_and_grad``.
-        wrt: which leaves of them are differentiated, as for ``sg.vjp``.
+        wrt: the leaves that are **differentiated**, as for ``sg.vjp``.
         absent: what stands for the others in the result, as for ``sg.vjp``.
         of: a bound module that ``fun`` reads from its closure. The result is then
             for its variables, and ``argnums`` is left out. The replaced values hold
             where a block ``with nn.stop_gradient`` would hold. What ``fun`` writes to a
-            mutable collection of it is traced, as in any function that is
+            mutable collection of the module is traced, as in any function that is
             differentiated: return it, or use ``model.apply``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
@@ -158,10 +153,13 @@ def value_and_grad(
         ArgumentTypeError: if ``of`` is no bound module, ``argnums`` no positions.
         UnusedFilterError: if ``wrt`` is False; at the call, if a part of ``wrt``
             matches no leaf.
-        NotDifferentiableError: at the call, if all it matches has no gradient.
+        NotDifferentiableError: at the call, if no leaf that it matches can be
+            differentiated.
     """
-    take = _taking_value_and_grad(has_aux=has_aux, holomorphic=holomorphic)
-    return derivative(take, fun, argnums, splitter(wrt, absent, unused), of)
+    split = splitter('sg.value_and_grad', wrt, absent, unused)
+    return derivative(
+        jax.grad, fun, argnums, has_aux, holomorphic, split, of=of, with_value=True
+    )
 
 
 def grad(
@@ -186,10 +184,97 @@ def grad(
 
     Args and errors are those of ``sg.value_and_grad``.
     """
-    both = _taking_value_and_grad(has_aux=has_aux, holomorphic=holomorphic)
+    split = splitter('sg.grad', wrt, absent, unused)
+    return derivative(jax.grad, fun, argnums, has_aux, holomorphic, split, of=of)
 
-    def take(fun: Any, live: Any, shaped: Callable[..., Any]) -> Any:
-        value, grads = both(fun, live, shaped)
-        return (grads, value[1]) if has_aux else grads
 
-    return derivative(take, fun, argnums, splitter(wrt, absent, unused), of)
+def jacrev(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: Where | None = None,
+    absent: str = 'drop',
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """``jax.jacrev`` with respect to the leaves that a filter selects.
+
+    >>> import jax.numpy as jnp, flax_sg as sg
+    >>> p = {'a': jnp.array([1.0, 2.0]), 'b': 3.0}
+    >>> sg.jacrev(lambda p: p['a'] * p['b'], wrt='b')(p)
+    {'a': ABSENT, 'b': Array([1., 2.], dtype=float32, weak_type=True)}
+
+    Args and errors are those of ``sg.value_and_grad``; ``fun`` returns a pytree. At
+    each leaf of the output stands a tree of the form of the argument.
+    """
+    split = splitter('sg.jacrev', wrt, absent, unused)
+    return derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
+
+
+def jacfwd(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: Where | None = None,
+    absent: str = 'drop',
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """``jax.jacfwd`` with respect to the leaves that a filter selects.
+
+    >>> import jax.numpy as jnp, flax_sg as sg
+    >>> p = {'a': jnp.array([1.0, 2.0]), 'b': 3.0}
+    >>> sg.jacfwd(lambda p: p['a'] * p['b'], wrt='b', absent='none')(p)
+    {'a': None, 'b': Array([1., 2.], dtype=float32)}
+
+    Args, result and errors are those of ``sg.jacrev``.
+    """
+    split = splitter('sg.jacfwd', wrt, absent, unused)
+    return derivative(jax.jacfwd, fun, argnums, has_aux, holomorphic, split)
+
+
+def hessian(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: Where | None = None,
+    absent: str = 'drop',
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """``jax.hessian`` with respect to the leaves that a filter selects.
+
+    >>> import flax_sg as sg
+    >>> p = {'a': 2.0, 'b': 3.0}
+    >>> h = sg.hessian(lambda p: p['a'] ** 3 * p['b'], wrt='a')(p)
+    >>> float(h['a']['a']), h['b']
+    (36.0, ABSENT)
+
+    Args and errors are those of ``sg.jacrev``. It is ``jacfwd`` of ``jacrev``: at each
+    leaf of the output stands a tree, at each leaf of that another one.
+    """
+    split = splitter('sg.hessian', wrt, absent, unused)
+    inner = derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
+    return derivative(jax.jacfwd, inner, argnums, has_aux, holomorphic, split)
+
+
+def _no_positions(argnums: object) -> errors.ArgumentTypeError:
+    """Something else was given as ``argnums``: a filter, most likely."""
+    name = getattr(argnums, '__name__', None) or repr(argnums)
+    return errors.ArgumentTypeError(
+        f'argnums={name} names no positions of arguments.\n'
+        f'Name leaves with wrt=: sg.grad(fun, wrt={name}).'
+    )
+
+
+def _too_few(argnums: object, number: int, count: int) -> TypeError:
+    """A position was named for which no argument was given; in the words of JAX."""
+    least = number + 1 if number >= 0 else -number
+    return TypeError(
+        f'differentiating with respect to {argnums=} requires at least {least} '
+        f'positional arguments to be passed by the caller, but got only {count} '
+        'positional arguments'
+    )

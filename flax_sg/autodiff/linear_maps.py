@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from flax_sg.autodiff.arguments import Form, Split, fill, pick, splitter
+from flax_sg.autodiff.arguments import Form, Split, splitter
 from flax_sg.filters import Where
 
 
@@ -22,23 +22,23 @@ class Linear:
 
     Attributes:
         fn: JAX's function of the live leaves.
-        forms: what the arguments look like.
+        form: what the arguments look like.
         transposed: whether it is the one that ``vjp`` returns.
     """
 
     fn: Any
-    forms: tuple[Form, ...] = dataclasses.field(metadata={'static': True})
+    form: Form = dataclasses.field(metadata={'static': True})
     transposed: bool = dataclasses.field(metadata={'static': True})
 
     def __call__(self, *args: Any) -> Any:
-        """Cotangents of the output to those of the arguments, or tangents forward."""
+        """Maps cotangents of the output to the arguments', or tangents forward."""
         if self.transposed:
-            return fill(self.forms, self.fn(*args)[0])
-        return self.fn(pick(self.forms, args, 'the tangents'))
+            return self.form.fill(self.fn(*args)[0])
+        return self.fn(self.form.pick(args, 'the tangents'))
 
 
 def _of_live(fun: Callable[..., Any], split: Split) -> Callable[[Sequence[Any]], Any]:
-    """The function of the leaves that are differentiated, named as ``fun`` is."""
+    """``fun`` as a function of the leaves that are differentiated; keeps its name."""
 
     @functools.wraps(fun, updated=())
     def fun_of_live(live: Sequence[Any]) -> Any:
@@ -57,9 +57,9 @@ def vjp(
 ) -> Any:
     """``jax.vjp`` with respect to the leaves that a filter selects, and no others.
 
-    What is not selected is a constant: no flops, no residuals, no cotangents. Only the
-    leaf is cut, never the way through it: a value computed from an unselected leaf and
-    a selected one keeps its part in the chain.
+    A leaf that is not selected is a constant: it costs no flops, no residuals and no
+    cotangents. Values that are computed from it and a selected leaf stay in the chain:
+    here ``b`` depends on ``a``.
 
     >>> import flax_sg as sg
     >>> def f(p):
@@ -72,34 +72,34 @@ def vjp(
     Args:
         fun: a function of pytrees.
         *primals: its arguments. Their leaves may be of any kind.
-        wrt: which leaves are differentiated: any kind of filter, on the paths within
-            each argument; in a dict of collections they start below the collection,
-            which is ``path.collection``, and leaves of ``_overwrite_with_gradient``
-            have a gradient in any case. By default every leaf that
-            can be differentiated and that no class in the tree declares as not trained,
-            see ``sg.trainable``; ``True`` is every one that can be.
-        absent: what stands in the result for the others: ``'drop'`` is ``ABSENT``,
-            which has no leaves and raises when it is used; ``'none'`` is None;
-            ``'zeros'`` are zeros; ``'masked'`` is ``optax.MaskedNode()``.
+        wrt: the leaves that are **differentiated**: any kind of filter on the paths
+            within each argument. By default every real or complex leaf, unless a class
+            in the tree declares it as not trained (``sg.trainable``); ``True`` takes
+            these too. In a dict of collections paths start below the collection,
+            which is ``path.collection``; leaves of ``_overwrite_with_gradient`` always
+            have a gradient.
+        absent: what stands in the result for the other leaves: ``'drop'`` for
+            ``ABSENT``, which has no leaves and raises when it is used; ``'none'`` for
+            None; ``'zeros'`` for zeros; ``'masked'`` for ``optax.MaskedNode()``.
         has_aux: whether ``fun`` returns a pair, the second not differentiated.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
-        The output and the function from its cotangent to a tuple with a tree for each
-        argument, and what was returned beside the output if ``has_aux``. The function
-        may be called any number of times, and may leave a ``jit``.
+        The output; the function from its cotangent to a tuple with a tree for each
+        argument; and the auxiliary output if ``has_aux``. The function may be called
+        any number of times, and a jitted function may return it.
 
     Raises:
-        UnusedFilterError: if a part of ``wrt`` matches no leaf, or it is False.
-        NotDifferentiableError: if all that it matches cannot be differentiated.
+        UnusedFilterError: if a part of ``wrt`` matches no leaf, or ``wrt`` is False.
+        NotDifferentiableError: if no leaf that it matches can be differentiated.
 
     Note:
-        The gradient call of google/flax#1857's neighbours: Zygote's and Flux's
-        structural gradients, ``equinox.filter_vjp``.
+        Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the
+        same idea.
     """
-    split = splitter(wrt, absent, unused)(primals)
+    split = splitter('sg.vjp', wrt, absent, unused)(primals)
     y, back, *aux = jax.vjp(_of_live(fun, split), split.live, has_aux=has_aux)
-    return (y, Linear(back, split.forms, transposed=True), *aux)
+    return (y, Linear(back, split.form, transposed=True), *aux)
 
 
 def jvp(
@@ -124,8 +124,8 @@ def jvp(
     Args:
         fun: a function of pytrees.
         primals: its arguments.
-        tangents: a tree for each of them. What stands at leaves that are not selected
-            is not looked at.
+        tangents: a tree for each of them. Anything may stand at leaves that are not
+            selected.
         wrt: which leaves are differentiated, as for ``sg.vjp``.
         has_aux: as for ``jax.jvp``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
@@ -134,11 +134,11 @@ def jvp(
         What ``jax.jvp`` returns.
 
     Raises:
-        StructureError: if a tangent has another structure than its argument.
-        StructureError: if there is no tangent for a leaf that is selected.
+        StructureError: if a tangent has another structure than its argument, or
+            nothing at a leaf that is selected.
     """
-    split = splitter(wrt, 'drop', unused)(primals)
-    given = pick(split.forms, tangents, 'the tangents')
+    split = splitter('sg.jvp', wrt, 'drop', unused)(primals)
+    given = split.form.pick(tangents, 'the tangents')
     return jax.jvp(_of_live(fun, split), (split.live,), (given,), has_aux=has_aux)
 
 
@@ -168,6 +168,6 @@ def linearize(
         The output and the function from tangents, a tree for each argument, to that
         of the output; it may be called any number of times.
     """
-    split = splitter(wrt, 'drop', unused)(primals)
+    split = splitter('sg.linearize', wrt, 'drop', unused)(primals)
     y, push, *aux = jax.linearize(_of_live(fun, split), split.live, has_aux=has_aux)
-    return (y, Linear(push, split.forms, transposed=False), *aux)
+    return (y, Linear(push, split.form, transposed=False), *aux)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
+
+from flax_sg.errors import FlaxSGError
 
 SHOWN = 12  # Rows of a table in a message: enough to see what is wrong.
 
@@ -34,6 +37,16 @@ def brief(value: Any) -> str:
     if isinstance(value, (int, float, complex, str, bytes)):
         return f'{value!r} ({name})'
     return f'{"an" if name[0].lower() in "aeiou" else "a"} {name}'
+
+
+@contextlib.contextmanager
+def raised_by(call: str) -> Iterator[None]:
+    """Says at the head of an error which call of the user it comes from."""
+    try:
+        yield
+    except FlaxSGError as error:
+        error.args = (f'{call}: {error}', *error.args[1:])
+        raise
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

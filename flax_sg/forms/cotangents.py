@@ -11,7 +11,7 @@ from flax.core.scope import CollectionFilter
 from flax_sg import errors, filters
 from flax_sg.forms import rewrites
 from flax_sg.internals import tracing
-from flax_sg.rules import constants, cotangents, joint, rules
+from flax_sg.rules import constants, cotangents, rules
 
 
 def map_cotangent(
@@ -194,9 +194,9 @@ def clip_gradient(
             selected modules come there by different ways.
     """
     made: dict[str, Callable[[Any], rules.Rule]] = {
-        'value': cotangents.ClipValue,
-        'norm': cotangents.ClipNorm,
-        'global_norm': joint.ClipGlobalNorm,
+        'value': cotangents.clip_value,
+        'norm': cotangents.clip_norm,
+        'global_norm': cotangents.ClipGlobalNorm,
     }
     bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -241,7 +241,7 @@ def print_cotangent(
         As ``map_cotangent``. ``jax.debug.callback`` prints, in compiled programs too,
         in no fixed order.
     """
-    rule = cotangents.Print()
+    rule = cotangents.printed()
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -295,7 +295,7 @@ def replace_cotangent(
             "collection='name'."
         )
     rule: rules.Rule = (
-        joint.Replace(variable, collection or 'params')
+        cotangents.Replace(variable, collection or 'params')
         if named
         else cotangents.Fill(constants.array('value', value))
     )
@@ -346,5 +346,5 @@ def copy_cotangent(
         )
     named = dict.fromkeys([*sources, *sources.values()])
     where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
-    rule = joint.Copy(sources, add)
+    rule = cotangents.Copy(sources, add)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)

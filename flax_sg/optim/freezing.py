@@ -3,12 +3,187 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.optim.wrapped import FreezeState, Wrapped
+from flax_sg.errors.texts import raised_by
+from flax_sg.filters.paths import Path
+from flax_sg.optim.masks import live_leaves, parameters_of, values_at
+from flax_sg.trees.absent import ABSENT, is_absent, missing_leaf
+from flax_sg.trees.leaves import (
+    Leaves,
+    different_structures,
+    is_differentiable,
+    is_whole,
+)
+from flax_sg.trees.nondifferentiable import NonDifferentiable
+
+
+class FreezeState(NamedTuple):
+    """The state of ``freeze``.
+
+    Attributes:
+        inner_state: the state of the wrapped transformation for what is trained, with
+            ``ABSENT`` in place of everything that is frozen.
+        kept_state: the rest of the state if ``keep_state``, ``ABSENT`` otherwise.
+    """
+
+    inner_state: Any
+    kept_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """A transformation that is given what is trained alone.
+
+    Attributes:
+        tx: the wrapped transformation.
+        where: what is frozen; None for what is declared.
+        thawed: what was thawed since, each filter with its own ``unused``.
+        keep_state: whether the state of what is frozen is kept.
+        unused: what to do with a filter that matches nothing.
+    """
+
+    tx: Any
+    where: filters.Filter | None
+    thawed: tuple[tuple[filters.Filter, str], ...]
+    keep_state: bool
+    unused: str
+
+    def live(self, leaves: Leaves, judge: bool = True) -> list[Any]:
+        """For each parameter whether it is trained, or which part of it.
+
+        Args:
+            leaves: the parameters, or gradients in their place.
+            judge: whether a filter has to match something.
+        """
+        # optax asks for the state of parameters without leaves, to see what is where.
+        judged = judge and leaves.values
+        with raised_by('sg.freeze'):
+            live = live_leaves(leaves, self.where, self.unused if judged else 'ignore')
+        able = list(map(is_differentiable, leaves.values))
+        for where, unused in self.thawed:
+            with raised_by('sg.thaw'):
+                rest = live_leaves(leaves, where, unused if judged else 'ignore')
+            parts = zip(live, rest, able, strict=True)
+            live = [was | (can and filters.negated(other)) for was, other, can in parts]
+        return live
+
+    def init(self, params: Any) -> FreezeState:
+        """The state for what is trained."""
+        leaves = parameters_of(params)
+        live = self.live(leaves)
+        return self._split(self._full(leaves, live), leaves, live)
+
+    def adopt(self, state: Any, params: Any) -> FreezeState:
+        """See ``Freeze.adopt``."""
+        leaves = parameters_of(params)
+        live = self.live(leaves)
+        marks, treedef = jax.tree.flatten(self._full(leaves, live), is_leaf=_is_vacant)
+        used, kept = state if isinstance(state, FreezeState) else (state, ABSENT)
+        known = treedef.flatten_up_to(used)
+        if not is_absent(kept):
+            known = _first(known, treedef.flatten_up_to(kept))
+        merged = (
+            mark if _is_vacant(mark) else leaf
+            for mark, leaf in zip(marks, _first(known, marks), strict=True)
+        )
+        return self._split(treedef.unflatten(merged), leaves, live)
+
+    def _full(self, leaves: Leaves, live: Sequence[Any]) -> Any:
+        """A new state for what is trained, and for all if the rest is kept."""
+        if self.keep_state:
+            live = list(map(is_differentiable, leaves.values))
+        return self.tx.init(_pruned(leaves, live))
+
+    def _split(self, full: Any, leaves: Leaves, live: Sequence[Any]) -> FreezeState:
+        """A full state, split into what the optimizer uses and what is only kept."""
+        if not self.keep_state:
+            return FreezeState(full, ABSENT)
+        template = jax.eval_shape(self.tx.init, _pruned(leaves, live))
+        marks, treedef = jax.tree.flatten(template, is_leaf=_is_vacant)
+        parts = list(zip(marks, treedef.flatten_up_to(full), strict=True))
+        return FreezeState(
+            treedef.unflatten([m if _is_vacant(m) else part for m, part in parts]),
+            treedef.unflatten([part if _is_vacant(m) else ABSENT for m, part in parts]),
+        )
+
+    def update(
+        self, updates: Any, state: FreezeState, params: Any = None, **extra: Any
+    ) -> tuple[Any, FreezeState]:
+        """Updates of what is trained, in the structure of the gradients."""
+        given = parameters_of(updates)
+        leaves = parameters_of(_unmasked(updates) if params is None else params)
+        live = self.live(leaves, judge=False)
+        grads = values_at(leaves, given, 'the gradient')
+        self._check_gradients(leaves, live, grads)
+        shown = leaves.restore(
+            _only(takes, grad, 0.0, path) if takes else ABSENT
+            for takes, grad, path in zip(live, grads, leaves.paths, strict=True)
+        )
+        pruned_params = None if params is None else _pruned(leaves, live)
+        for name, value in extra.items():
+            extra[name] = _fitting(name, value, leaves, live, params)
+        try:
+            new, inner_state = self.tx.update(
+                shown, state.inner_state, pruned_params, **extra
+            )
+        except (ValueError, TypeError, KeyError):
+            self._check_state(state, leaves, live)
+            raise
+        new_leaves = leaves.treedef.flatten_up_to(new)
+        rows = zip(leaves.key_paths, leaves.paths, live, new_leaves, strict=True)
+        made = {
+            keys: _only(takes, leaf, -0.0, path)
+            for keys, path, takes, leaf in rows
+            if takes
+        }
+        out = given.restore(
+            made[keys] if keys in made else _nothing(leaf)
+            for keys, leaf in zip(given.key_paths, given.values, strict=True)
+        )
+        return out, FreezeState(inner_state, state.kept_state)
+
+    def _check_gradients(
+        self, leaves: Leaves, live: Sequence[Any], grads: Sequence[Any]
+    ) -> None:
+        """Raises if a trained parameter has no gradient."""
+        rows = list(zip(leaves.paths, live, map(is_absent, grads), strict=True))
+        lacking = [path for path, takes, absent in rows if takes and absent]
+        if not lacking:
+            return
+        given = [(path, takes) for path, takes, absent in rows if not absent]
+        if given and not any(takes for _, takes in given):
+            raise _opposite(self.where, given[0][0], lacking[0])
+        raise missing_leaf(
+            'the gradient',
+            lacking[0],
+            'is not frozen',
+            'Differentiate what is not frozen: sg.grad(loss, wrt=~where) beside '
+            'sg.freeze(tx, where).',
+        )
+
+    def _check_state(
+        self, state: FreezeState, leaves: Leaves, live: Sequence[bool]
+    ) -> None:
+        """Raises if the state is that of other parameters, or of another selection."""
+        expected = jax.eval_shape(self.tx.init, _pruned(leaves, live))
+        if jax.tree.structure(expected) == jax.tree.structure(state.inner_state):
+            return
+        raise different_structures(
+            'the state for what is trained',
+            'the state that was given',
+            _named(expected),
+            _named(state.inner_state),
+            str(jax.tree.structure(expected)),
+            str(jax.tree.structure(state.inner_state)),
+        )
 
 
 class Freeze(optax.GradientTransformationExtraArgs):
@@ -170,6 +345,74 @@ def _with_extra_args(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)
 
 
+def _fitting(
+    name: str, value: Any, leaves: Leaves, live: Sequence[Any], params: Any
+) -> Any:
+    """An extra argument of ``update``, made to fit the trained part.
+
+    A tree like the parameters loses what is frozen. A function of the parameters, the
+    ``value_fn`` of a line search, gets the frozen ones back.
+    """
+    if name == 'value_fn' and callable(value) and params is not None:
+
+        def of_pruned(pruned: Any) -> Any:
+            new = leaves.treedef.flatten_up_to(pruned)
+            pairs = zip(new, leaves.values, live, strict=True)
+            return value(leaves.restore(n if takes else old for n, old, takes in pairs))
+
+        return of_pruned
+    found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
+    if treedef != leaves.treedef:
+        return value
+    return _pruned(dataclasses.replace(leaves, values=found), live)
+
+
+def _is_vacant(node: Any) -> bool:
+    """Whether a state has nothing there: frozen, or of another group of optax's."""
+    return is_absent(node) or isinstance(node, optax.MaskedNode)
+
+
+def _unmasked(updates: Any) -> Any:
+    """Gradients with one thing only in place of what is not there."""
+    return jax.tree.map(
+        lambda leaf: ABSENT if _is_vacant(leaf) else leaf,
+        updates,
+        is_leaf=_is_vacant,
+    )
+
+
+def _pruned(leaves: Leaves, live: Sequence[bool]) -> Any:
+    pairs = zip(leaves.values, live, strict=True)
+    return leaves.restore(leaf if takes else ABSENT for leaf, takes in pairs)
+
+
+def _only(takes: Any, leaf: Any, rest: float, path: Path) -> Any:
+    """A leaf, with a number in place of the elements that are frozen."""
+    if isinstance(takes, filters.Part):
+        return takes.merge(leaf, jnp.full_like(leaf, rest), path)
+    return leaf
+
+
+def _nothing(leaf: Any) -> Any:
+    """The update of a leaf that is frozen: nothing, or a constant that adds nothing."""
+    if is_absent(leaf):
+        return leaf
+    if isinstance(leaf, NonDifferentiable):
+        return jax.tree.map(_nothing, leaf)
+    shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+    if dtype == jax.dtypes.float0:
+        return leaf
+    zero = np.zeros((), dtype)
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return np.broadcast_to(-zero if inexact else zero, shape)
+
+
+def _first(states: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The leaves of a state, and those of another one where the first is vacant."""
+    pairs = zip(states, others, strict=True)
+    return [other if _is_vacant(leaf) else leaf for leaf, other in pairs]
+
+
 def _not_frozen(tx: object) -> errors.ArgumentTypeError:
     """Something is thawed or frozen that is no optimizer for it."""
     return errors.ArgumentTypeError(
@@ -184,3 +427,21 @@ def _no_optimizer(tx: object) -> errors.ArgumentTypeError:
         f'freeze() takes an optax transformation, got {type(tx).__name__}.\n'
         "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
     )
+
+
+def _opposite(where: object, frozen: str, trained: str) -> errors.StructureError:
+    """One filter says what is differentiated, and what is frozen."""
+    of = 'tx' if where is None else f'tx, {where!r}'
+    return errors.StructureError(
+        f'sg.freeze({of}) freezes {str(frozen)!r}, which has a gradient, and trains '
+        f'{str(trained)!r}, which has none.\n'
+        'wrt= selects what has a gradient, sg.freeze what is frozen: one filter means '
+        'opposite things there.\n'
+        'Write where = sg.filters.as_filter(...): sg.freeze(tx, ~where) goes with '
+        'sg.grad(loss, wrt=where).'
+    )
+
+
+def _named(state: Any) -> Mapping[str, Any]:
+    pairs = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(keys): leaf for keys, leaf in pairs}

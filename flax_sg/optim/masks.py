@@ -6,9 +6,17 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import raised_by
 from flax_sg.filters.paths import Path
 from flax_sg.trees.absent import ABSENT, Absent, is_absent
-from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, selected, whole
+from flax_sg.trees.leaves import (
+    Leaves,
+    different_structures,
+    is_differentiable,
+    leaves_of,
+    selected,
+    whole,
+)
 from flax_sg.trees.partition import classified
 from flax_sg.trees.trainable import chosen, overwritten
 
@@ -66,9 +74,11 @@ def mask(
         raise _one_of_two(is_absent(trained))
     leaves = parameters_of(tree)
     if is_absent(frozen):
-        said = chosen([leaves], trained, unused)[0]
+        with raised_by('sg.mask(trained=...)'):
+            said = chosen([leaves], trained, unused)[0]
     else:
-        live = live_leaves(leaves, frozen, unused)
+        with raised_by('sg.mask(frozen=...)'):
+            live = live_leaves(leaves, frozen, unused)
         said = [filters.negated(takes) for takes in live]
     return _beside(leaves, whole(said, leaves.paths, 'a mask'))
 
@@ -102,7 +112,8 @@ def labels(
     leaves = parameters_of(tree)
     asked = list(map(is_differentiable, leaves.values))
     paths = [path for path, ask in zip(leaves.paths, asked, strict=True) if ask]
-    found = iter(classified(paths, groups)[0])
+    with raised_by('sg.labels'):
+        found = iter(classified(paths, groups)[0])
     return _beside(leaves, (next(found) if ask else rest for ask in asked))
 
 
@@ -128,6 +139,24 @@ def parameters_of(tree: Any) -> Leaves:
     if any(map(overwritten, leaves.paths)):
         raise _overwrites()
     return leaves
+
+
+def values_at(leaves: Leaves, given: Leaves, what: str) -> list[Any]:
+    """What another tree has at the leaves of the parameters: ``ABSENT`` for nothing.
+
+    Args:
+        leaves: the parameters.
+        given: a tree of the same structure, or a pruned one.
+        what: what this tree is, for errors.
+
+    Raises:
+        StructureError: if it has a leaf that is no parameter.
+    """
+    found = dict(zip(given.key_paths, given.values, strict=True))
+    if not found.keys() <= set(leaves.key_paths):
+        old, new = leaves.by_path(), given.by_path()
+        raise different_structures('the parameters', what, old, new, pruned=True)
+    return [found.get(keys, ABSENT) for keys in leaves.key_paths]
 
 
 def _one_of_two(neither: bool) -> errors.ArgumentValueError:

@@ -10,7 +10,8 @@ import numpy as np
 from flax.training import train_state
 
 from flax_sg.optim.freezing import Freeze
-from flax_sg.trees.absent import is_absent
+from flax_sg.optim.masks import values_at
+from flax_sg.trees.absent import is_absent, missing_leaf
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     different_structures,
@@ -41,20 +42,9 @@ def apply_updates(params: Any, updates: Any) -> Any:
     Raises:
         StructureError: if there is an update for what is no parameter.
     """
-    old, new = leaves_of(params), leaves_of(updates)
-    found = dict(zip(new.key_paths, new.values, strict=True))
-    if not found.keys() <= set(old.key_paths):
-        raise different_structures(
-            'the parameters',
-            'the updates',
-            old.by_path(),
-            new.by_path(),
-            pruned=True,
-        )
-    return old.restore(
-        _applied(leaf, found.get(keys))
-        for keys, leaf in zip(old.key_paths, old.values, strict=True)
-    )
+    leaves = leaves_of(params)
+    new = values_at(leaves, leaves_of(updates), 'the updates')
+    return leaves.restore(map(_applied, leaves.values, new))
 
 
 def _applied(leaf: Any, update: Any) -> Any:
@@ -121,12 +111,18 @@ class TrainState(train_state.TrainState):
 
 
 def _check_full(params: Any, grads: Any) -> None:
-    if jax.tree.structure(params) != jax.tree.structure(grads):
-        raise different_structures(
-            'the parameters that an optimizer without sg.freeze is for',
-            'the gradient',
-            leaves_of(params).by_path(),
-            leaves_of(grads).by_path(),
-            str(jax.tree.structure(params)),
-            str(jax.tree.structure(grads)),
-        )
+    """Raises if gradients are not those of all parameters."""
+    leaves, given = leaves_of(params), leaves_of(grads)
+    found = zip(leaves.paths, values_at(leaves, given, 'the gradient'), strict=True)
+    for path, grad in found:
+        if is_absent(grad):
+            raise missing_leaf(
+                'the gradient',
+                path,
+                'is not frozen in the optimizer',
+                'Freeze it: sg.TrainState.create(..., tx=sg.freeze(tx, where)).',
+            )
+    structures = jax.tree.structure(params), jax.tree.structure(grads)
+    if structures[0] != structures[1]:
+        names = 'the parameters', 'the gradient'
+        raise different_structures(*names, {}, {}, *map(str, structures))

@@ -1,4 +1,4 @@
-"""Numbers and arrays that a rule brings along, as parts of JAX's cache keys."""
+"""Numbers, arrays and functions that a rule uses, as parts of JAX's cache keys."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flax_sg.internals import tracing
 
 
 def owned(value: Any) -> Any:
-    """A value that nobody else writes to."""
+    """A value that nobody else writes to: numpy arrays are copied."""
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def key_of(value: Any) -> Hashable:
     """Stands for a number or an array in cache keys.
 
-    Equal values are one: Python's and numpy's, and single numbers of JAX. Other arrays
-    of JAX are compared by identity, traced ones too, and not kept alive by a key: a
-    rule with a new array in it is a new rule.
+    Python's and numpy's values and single numbers of JAX are compared by value. Other
+    arrays of JAX, and tracers, are compared by identity: a rule with a new array is a
+    new rule. A key does not keep them alive.
     """
     traced = isinstance(value, tracing.Tracer)
     if traced or (isinstance(value, jax.Array) and value.ndim):
@@ -35,7 +35,7 @@ def key_of(value: Any) -> Hashable:
 
 
 class _Identity:
-    """Which object it is, as long as there is one."""
+    """Equal for the same object, as long as the object lives."""
 
     def __init__(self, value: Any) -> None:
         self._ref = weakref.ref(value)

@@ -1,12 +1,11 @@
-"""Identities with a derivative of their own: what they return is what they are given.
+"""Identity functions with derivatives of their own.
 
-The naive attempt is one ``jax.custom_vjp`` for all. It has no forward mode, where a
-scaled cotangent has one, and where a derivative forwards is asked for nonetheless, the
-error names neither the parameter nor the rule. So what is linear has a tangent map,
-which JAX transposes; what is not has a primitive that can be transposed alone.
+The naive attempt is ``jax.custom_vjp``. It has no forward mode, though a scaled
+cotangent has one, and its error in forward mode names neither the parameter nor the
+rule. So scaling is a ``jax.custom_jvp``, which JAX transposes. Other rules bind a
+primitive that can only be transposed.
 
-In each of them the value goes through as it is: a second derivative is that of the
-first one, taken as the function that it is.
+Values pass unchanged, so a second derivative differentiates the mapped gradient.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from jax.interpreters import ad, batching, mlir
 
 from flax_sg import errors
 
-# From the cotangents, which of the values are differentiated, and operands.
+# ``(cotangents, differentiated, *operands)``, see ``map_cotangents``.
 CotangentMap: TypeAlias = Callable[..., Sequence[Any]]
 
 
 @jax.custom_jvp
 def stop_one_level(x: Any) -> Any:
-    """``x``; whatever differentiates it first finds a constant, and no other does."""
+    """``x``, a constant for the innermost derivative alone."""
     return x
 
 
@@ -64,16 +63,15 @@ scale.defjvp(_scale_jvp, symbolic_zeros=True)
 def map_cotangents(
     fn: CotangentMap, what: str, values: Sequence[Any], operands: Sequence[Any] = ()
 ) -> list[Any]:
-    """``values``, whose cotangents go through ``fn`` together, and once.
+    """``values``; in the backward pass their cotangents go through ``fn`` together.
 
     Args:
-        fn: called as ``fn(cotangents, differentiated, *operands)`` on the way back, if
-            any of the values has a cotangent; those that have none are zero.
-            ``differentiated`` says for each value whether its cotangent goes anywhere.
-            Returns the cotangents to go on with.
-        what: says in an error whose cotangents these are.
+        fn: called once as ``fn(cotangents, differentiated, *operands)`` if any of the
+            values has a cotangent; the others have zeros. ``differentiated`` says for
+            each value whether its cotangent is used. Returns the new cotangents.
+        what: the name of the values and the rule, for errors.
         values: arrays of real or complex numbers.
-        operands: other arrays that ``fn`` needs, traced ones among them.
+        operands: other arrays that ``fn`` needs; they may be tracers.
     """
     number = len(values)
 
@@ -100,8 +98,8 @@ def map_cotangents(
     return list(identity(*values, *operands))
 
 
-# Takes operands and then tangents, gives a tangent for each of the values. It stands
-# for the transpose of ``fn``, which nobody can evaluate.
+# Takes operands and tangents, and returns a tangent for each value. Its transpose is
+# ``fn``; it cannot be evaluated itself.
 _mapped_p = Primitive('map_cotangents')
 _mapped_p.multiple_results = True
 _mapped_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
@@ -120,7 +118,7 @@ def _transpose(
     cotangents: Any, *args: Any, avals: Any, given: Any, fn: CotangentMap, what: str
 ) -> list[Any]:
     del what
-    # A number may come as JAX has it in its programs, which is no array.
+    # JAX may hand over the literals of its programs, which are no arrays.
     operands = [jnp.asarray(x) for x in args[: len(args) - sum(given)]]
     there = [
         jnp.zeros(aval.shape, aval.dtype)
@@ -146,7 +144,7 @@ def _batch(
     fn: CotangentMap,
     **more: Any,
 ) -> tuple[list[Any], list[Any]]:
-    if all(dim is None for dim in dims):  # As a jitted function under ``vmap`` asks.
+    if all(dim is None for dim in dims):  # JAX asks so for a jitted function.
         out = _mapped_p.bind(*args, avals=avals, given=given, fn=fn, **more)
         return out, [None] * len(out)
     number = len(args) - sum(given)
@@ -176,11 +174,10 @@ batching.fancy_primitive_batchers[_mapped_p] = _batch
 
 
 def _forward_mode(what: str) -> errors.CotangentError:
-    """A derivative forwards was asked for of a parameter whose cotangent is mapped."""
+    """A parameter whose cotangent is mapped was differentiated in forward mode."""
     return errors.CotangentError(
-        f'{what} has no derivative forwards (jax.jvp, jax.jacfwd, jax.linearize): '
-        'what is to happen is known for cotangents, on the way back.\n'
-        'Use jax.grad, jax.vjp or jax.jacrev (for a Hessian jax.jacrev twice, or '
-        'jax.jacfwd of jax.grad), or leave the parameter out of what is '
-        'differentiated forwards.'
+        f'{what} has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): it maps '
+        'cotangents, which only the backward pass has.\n'
+        'Use jax.grad, jax.vjp or jax.jacrev; for a Hessian jax.jacfwd of jax.grad. Or '
+        'do not differentiate the parameter in forward mode.'
     )

@@ -1,8 +1,7 @@
-"""What a reader sees instead of the stored value.
+"""What readers see instead of the stored value of a variable.
 
-A rule is one small immutable value with one method. Everything else (which variables,
-over which extent) is somebody else's, so that a new rule is written once and works at
-every extent.
+A rule is a small immutable value with one method. Filters say which variables it is
+applied to, extents say where. So a new rule is written once and works everywhere.
 """
 
 from __future__ import annotations
@@ -18,38 +17,42 @@ from flax_sg import errors, filters
 from flax_sg.filters import paths
 from flax_sg.internals import tracing
 from flax_sg.rules import custom_gradients
-from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, is_differentiable
+from flax_sg.trees.leaves import (
+    OVERWRITE_WITH_GRADIENT,
+    check_unused,
+    is_differentiable,
+)
 from flax_sg.trees.variables import AS_IT_IS as AS_IT_IS
 
 Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
 Read: TypeAlias = Callable[[str, str], Sequence[Any]]
-# Returns ``AS_IT_IS`` where there is none.
+# Returns ``AS_IT_IS`` if there is no such variable.
 Find: TypeAlias = Callable[[str], Any]
 
 
 class Rule(abc.ABC):
     """What is done to each array of the selected variables when it is read.
 
-    A rule is part of JAX's cache keys while it is in force, so it has to be hashable
-    and to compare by value: a frozen dataclass does both.
+    A rule is part of JAX's cache keys while its block is open, so it has to be
+    hashable and to compare by value: a frozen dataclass does both.
     """
 
-    name: ClassVar[str]
+    name: str
     """The name in reprs and in the debug paths of Flax's scopes."""
-    asks_path: ClassVar[bool] = True
-    """Whether what a reader sees depends on the path, not on the leaf alone."""
+    asks_path: bool = True
+    """Whether the result depends on the path, not on the leaf alone."""
     in_extent: ClassVar[bool] = False
-    """Whether each extent, in each ``apply``, makes a value of its own, in the trace
-    where it begins, and not one for all in the trace that the leaf belongs to."""
+    """Whether each extent, in each ``apply``, makes a value of its own in the trace
+    where the extent begins. Otherwise one value is made in the trace of the leaf."""
     jointly: ClassVar[bool] = False
-    """Whether what a reader sees of one leaf depends on all that are selected."""
+    """Whether the result for one leaf depends on all selected leaves."""
     brought: Sequence[Any] = ()
-    """Numbers and arrays that the rule needs besides."""
+    """Numbers and arrays that the rule uses, beside the leaves."""
     brings: bool = False
-    """Whether readers see values that come from elsewhere, not from the leaf alone:
-    they belong to the trace in which the extent began."""
+    """Whether readers see values that are not computed from the leaf alone. They
+    belong to the trace in which the extent began."""
     at_init: ClassVar[bool] = True
-    """Whether the rule holds for variables that are being made, at initialization."""
+    """Whether the rule is applied to variables that ``init`` is making."""
     runs_code: bool = False
     """Whether the rule runs a function of the user, which may read variables."""
     refuses_writes: ClassVar[bool] = False
@@ -66,16 +69,15 @@ class Rule(abc.ABC):
 
         Args:
             path: the variable that the leaf belongs to.
-            leaf: one leaf of the variable's value: an array, a tracer, or whatever
-                else the user keeps in a variable.
+            leaf: one leaf of the variable's value: an array, a tracer, or any object
+                that the user keeps in a variable.
 
         Returns:
-            The leaf to read. Returning ``leaf`` itself means that there is nothing
-            to rewrite.
+            The leaf to read; ``leaf`` itself if the rule does not change it.
         """
 
     def together(self, selected: Selected, read: Read) -> list[list[Any]]:
-        """Returns what readers see instead of all selected variables of one tree.
+        """Returns what readers see instead of the selected variables of one tree.
 
         Args:
             selected: the variables, each with its leaves.
@@ -88,27 +90,27 @@ class Rule(abc.ABC):
         return [[self(path, leaf) for leaf in leaves] for path, leaves in selected]
 
     def instead(self, path: paths.Path, value: Any, find: Find) -> Any:
-        """Returns what stands for a whole variable, its boxes and all.
+        """Returns what readers see instead of a whole variable, boxes included.
 
         Args:
             path: the variable.
             value: its value, as readers outside of the extent see it.
-            find: finds another variable in the same place, in another collection.
+            find: finds the variable of the same place in another collection.
 
         Returns:
-            ``AS_IT_IS`` for a rule that looks at each leaf alone.
+            The value to read, or ``AS_IT_IS`` to apply the rule to each leaf alone.
         """
         del path, value, find
         return AS_IT_IS
 
     def key(self) -> Hashable:
-        """What stands for the rule in the keys of JAX's caches, which outlive it."""
+        """The rule's part of JAX's cache keys. The caches outlive the rule."""
         return self
 
     def values(self) -> Hashable:
-        """Which values the rule brings, where ``key`` says only what kind; or None.
+        """Stands for the values that the rule brings, if ``key`` says only their kind.
 
-        Compared where a trace that JAX keeps has read one of them.
+        It is compared if a trace that JAX caches has read one of the values.
         """
         return None
 
@@ -117,8 +119,8 @@ class Rule(abc.ABC):
 class StopGradient(Rule):
     """Reads are seen through ``jax.lax.stop_gradient``."""
 
-    name: ClassVar[str] = 'stop_gradient'
-    asks_path: ClassVar[bool] = False
+    name = 'stop_gradient'
+    asks_path = False
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
@@ -131,13 +133,13 @@ class StopGradient(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class StopOneLevel(Rule):
-    """Reads are constants to what differentiates them first, and to nothing else."""
+    """Reads are constants for the innermost derivative alone."""
 
-    name: ClassVar[str] = 'stop_gradient'
-    asks_path: ClassVar[bool] = False
+    name = 'stop_gradient'
+    asks_path = False
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
-        """Returns the leaf behind a stop for one level of differentiation."""
+        """Returns the leaf, stopped for one level of differentiation."""
         if not (isinstance(leaf, tracing.Tracer) and is_differentiable(leaf)):
             return leaf
         return custom_gradients.stop_one_level(leaf)
@@ -145,10 +147,10 @@ class StopOneLevel(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class ReadOnly(Rule):
-    """Reads are what they are, and writes raise."""
+    """Writes raise; reads see the stored value."""
 
-    name: ClassVar[str] = 'read_only'
-    asks_path: ClassVar[bool] = False
+    name = 'read_only'
+    asks_path = False
     refuses_writes: ClassVar[bool] = True
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
@@ -175,10 +177,7 @@ class Rewrite:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'collections', _collections(self.collections))
-        if self.unused not in ('raise', 'ignore'):
-            raise errors.FilterValueError(
-                f"unused={self.unused!r}: expected 'raise' or 'ignore'."
-            )
+        check_unused(self.unused)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rewrite) and self._meaning() == other._meaning()
@@ -196,30 +195,24 @@ class Rewrite:
 
 def _collections(collections: Any) -> CollectionFilter:
     """A hashable collection filter; raises for anything else."""
-    if isinstance(collections, (bool, str)):
-        out: Any = collections
-    elif isinstance(collections, DenyList):
-        out = DenyList(_collections(collections.deny))
-    elif isinstance(collections, Iterable):
-        out = tuple(collections)
+    if isinstance(collections, bool):
+        return collections
+    if isinstance(collections, DenyList):
+        return DenyList(_collections(collections.deny))
+    if isinstance(collections, str):
+        names = (collections,)
     else:
-        out = None
-    names = (out,) if isinstance(out, str) else out if isinstance(out, tuple) else ()
-    if out is None or not all(isinstance(name, str) for name in names):
+        names = tuple(collections) if isinstance(collections, Iterable) else (None,)
+    if not all(isinstance(name, str) for name in names):
         raise errors.FilterTypeError(
             f'collections={collections!r} is no collection filter: expected a name, '
             'a sequence of names, True, or flax.core.DenyList.'
         )
     if OVERWRITE_WITH_GRADIENT in names:
-        raise _overwrites(names)
-    return out
-
-
-def _overwrites(collections: Sequence[str]) -> errors.ArgumentValueError:
-    """A rule was asked for on the collection ``_overwrite_with_gradient``."""
-    return errors.ArgumentValueError(
-        f'collections={tuple(collections)!r} selects "_overwrite_with_gradient": '
-        'its variables receive their new value as a gradient, and no rule may '
-        'touch them.\n'
-        'Leave it out; collections=True leaves it out by itself.'
-    )
+        raise errors.ArgumentValueError(
+            f'collections={names!r} selects "{OVERWRITE_WITH_GRADIENT}": '
+            'its variables receive their new value as a gradient, and no rule may '
+            'touch them.\n'
+            'Leave it out; collections=True leaves it out by itself.'
+        )
+    return collections if isinstance(collections, str) else names

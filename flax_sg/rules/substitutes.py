@@ -1,9 +1,9 @@
-"""Where other values for variables come from, and whether they fit.
+"""Rules that read other values in place of variables.
 
-A rule is part of JAX's cache keys, and a tree of values is not: it would be compared
-number by number, and kept alive. What stands for it there are the names of the
-variables. Values are arguments to what is traced, so that other ones find the same
-trace; which they are matters only where a trace has read one (``cache_keys.py``).
+A rule is part of JAX's cache keys. A tree of values cannot be: it would be compared
+number by number, and kept alive. So the names of its variables stand in the key, and
+other values find the same trace. Which values they are is compared only if a trace has
+read one of them as a constant (``cache_keys.py``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Entry = tuple[str, tuple[str, ...]]
 
 
 class Substitute(rules.Rule):
-    """Reads are seen as other values.
+    """Reads see other values.
 
-    No dataclass: where it stands in a field of a module, ``nn.jit`` would look at the
-    fields of the dataclass, and read each number of each array.
+    No dataclass: ``nn.jit`` would compare the fields of a dataclass in a module's
+    field, arrays and all.
 
     Args:
         kind: what kind of values they are, for JAX's cache keys.
-        which: which they are, where ``kind`` does not say so.
+        which: which values they are, if ``kind`` does not say so.
     """
 
     name = 'substitute'
@@ -70,7 +70,7 @@ class Substitute(rules.Rule):
 
 
 class FromTree(Substitute):
-    """Reads are seen as values that are given."""
+    """Reads see the values of a tree."""
 
     def __init__(self, entries: Mapping[Entry, Any]) -> None:
         self.entries = {
@@ -93,7 +93,7 @@ class FromTree(Substitute):
 
 
 class FromCollection(Substitute):
-    """Reads are seen as the variables of the same names in another collection."""
+    """Reads see the variables of the same names in another collection."""
 
     def __init__(self, collection: str) -> None:
         super().__init__(collection)
@@ -108,7 +108,7 @@ class FromCollection(Substitute):
 
 
 class FromFunction(Substitute):
-    """Reads are seen as what a function makes of the values."""
+    """Reads see what a function makes of the stored values."""
 
     runs_code = True
 
@@ -117,7 +117,7 @@ class FromFunction(Substitute):
         self.fn = fn
 
     def __call__(self, path: Path, leaf: Any) -> Any:
-        """What the function returns: of any dtype, and of the shape of the leaf."""
+        """Returns what the function returns: any dtype, the shape of the leaf."""
         new = self.fn(path, leaf)
         if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(new)):
             new = shape_check.as_array(new) if isinstance(leaf, jax.Array) else new
@@ -134,7 +134,10 @@ class FromFunction(Substitute):
 
 
 def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
-    """The values in a tree, or in those of modules in it, by the names of variables.
+    """The values in a tree by the names of variables; it may hold bound modules.
+
+    >>> entries_of({'dense': {'bias': 1.0}}, 'params')
+    {('params', ('dense', 'bias')): 1.0}
 
     Args:
         values: nested as the variables are; the collections on top unless
@@ -149,19 +152,18 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
         _collect(found, collections, (), values)
         return found
     if isinstance(values, modules.Module):
-        values = {c: t for c, t in _of_module(values).items() if _in(collections, c)}
+        of_module = _of_module(values).items()
+        values = {
+            name: tree for name, tree in of_module if in_filter(collections, name)
+        }
     for collection, tree in values.items():
-        if not _in(collections, collection):
+        if not in_filter(collections, collection):
             raise no_values(
                 f'values for the collection {collection!r}, and '
                 f'collections={collections!r} leaves it out'
             )
         _collect(found, collection, (), tree)
     return found
-
-
-def _in(collections: CollectionFilter, collection: str) -> bool:
-    return in_filter(collections, collection)
 
 
 def _collect(

@@ -9,6 +9,7 @@ import jax
 from flax import serialization
 
 from flax_sg import errors
+from flax_sg.internals import frames
 
 
 def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -93,7 +94,18 @@ def is_absent(leaf: Any) -> bool:
 
 
 def _no_leaf() -> errors.AbsentLeafError:
-    """The error for a use of ``ABSENT`` as a value."""
+    """A leaf was asked for that is not in this part of the tree."""
+    updates = frames.argument_of('optax', 'apply_updates', 'updates')
+    pairs, _ = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_absent)
+    for keys, leaf in pairs:
+        if is_absent(leaf):  # The first one is the one that is added.
+            path = jax.tree_util.keystr(keys, simple=True, separator='/')
+            return errors.AbsentLeafError(
+                f'optax.apply_updates adds ABSENT to {path!r}: no gradient was '
+                'computed for this parameter.\n'
+                'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for '
+                'tx.'
+            )
     return errors.AbsentLeafError(
         'ABSENT is no array: this leaf was not selected, or is in another part of the '
         'tree.\n'

@@ -78,8 +78,10 @@ def nested(params: Any, live: Any, absent: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize('name', SELECTIONS)
-@pytest.mark.parametrize('jitted', [False, True])
+@pytest.mark.parametrize(
+    ('name', 'jitted'),
+    [*((name, False) for name in SELECTIONS), ('several', True), ('none', True)],
+)
 def test_grads_are_those_of_a_split_by_hand(name, jitted):
     where = SELECTIONS[name]
     fun, live = by_hand(loss, PARAMS, where)
@@ -113,17 +115,6 @@ def test_what_stands_for_the_others(absent, stands):
     oracle.assert_same(actual, expected)
     _, back = sg.vjp(loss, PARAMS, wrt='head/**', absent=absent)
     oracle.assert_same(back(1.0), (expected,))
-
-
-def test_asking_for_what_is_not_there_says_so():
-    grads = sg.grad(loss, wrt='head/**')(PARAMS)
-    with pytest.raises(errors.AbsentLeafError, match='wrt='):
-        grads['body']['kernel'] * 2.0
-    with pytest.raises(errors.AbsentLeafError):
-        jnp.sum(grads['body']['kernel'])
-    live, _ = sg.partition(PARAMS, 'head/**')
-    stepped = jax.tree.map(lambda p, g: p - g, live, grads)
-    assert jax.tree.structure(stepped) == jax.tree.structure(live)
 
 
 class Thing:
@@ -178,7 +169,7 @@ def test_leaves_of_any_kind():
             sg.grad(fun, wrt=name)(params)
     with pytest.raises(errors.NotDifferentiableError):
         sg.grad(fun, wrt=['w', 'n'])(params)
-    # What is left out by name is not selected by name.
+    # A leaf that a filter excludes by name is not selected by name.
     assert sg.grad(fun, wrt=~sg.filters.as_filter('n'))(params)['n'] is sg.ABSENT
 
 
@@ -192,18 +183,6 @@ def test_only_the_leaf_is_cut_not_the_way_through():
     for name in p:
         expected = jax.grad(lambda leaf, name=name: fun({**p, name: leaf}))(p[name])
         oracle.assert_same(sg.grad(fun, wrt=name)(p)[name], expected)
-
-    def make_model(hyper):
-        return {'w': hyper['scale'] * jnp.ones(3), 'b': hyper['shift'] * jnp.ones(3)}
-
-    def through(hyper, x):
-        model = make_model(hyper)
-        return jnp.sum(jnp.tanh(model['w'] * x + model['b']))
-
-    hyper = {'scale': 0.5, 'shift': 0.1}
-    got = sg.grad(through, wrt='scale')(hyper, X[0])
-    expected = jax.grad(lambda s: through({**hyper, 'scale': s}, X[0]))(0.5)
-    oracle.assert_same(got, {'scale': expected, 'shift': sg.ABSENT})
 
 
 # Zygote.jl #1042: A(a1, eps, B), the gradient of some fields only.
@@ -237,23 +216,6 @@ def test_the_example_of_zygote():
     assert B(None, None) == only.B
 
 
-def test_a_layer_used_twice_adds_once():
-    class Twice(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            layer = fnn.Dense(3, name='shared')
-            return fnn.Dense(1, name='head')(jnp.tanh(layer(jnp.tanh(layer(x)))))
-
-    params = Twice().init(jax.random.key(0), X)['params']
-
-    def fun(params):
-        return jnp.sum(Twice().apply({'params': params}, X))
-
-    hand, live = by_hand(fun, params, 'shared/*')
-    expected = nested(params, jax.grad(hand)(live, params), lambda _: sg.ABSENT)
-    oracle.assert_same(sg.grad(fun, wrt='shared/*')(params), expected)
-
-
 def test_tied_leaves_are_told_apart_by_path():
     w = jnp.array([1.0, 2.0])
     tied = {'encoder': w, 'decoder': w}
@@ -267,11 +229,9 @@ def test_tied_leaves_are_told_apart_by_path():
     oracle.assert_same(both, {'encoder': 2 * w * w, 'decoder': w**2})
 
 
-def test_nested_derivatives_with_shared_parameters():
-    # A gradient penalty on the body, through the gradient for the head.
+def test_a_gradient_penalty_on_other_leaves_than_the_inner_gradient():
     def penalty(grad, params):
-        inner = grad(params)
-        return jnp.sum(inner['head']['kernel'] ** 2) + loss(params)
+        return jnp.sum(grad(params)['head']['kernel'] ** 2) + loss(params)
 
     def hand(params):
         def of_head(head):
@@ -283,26 +243,10 @@ def test_nested_derivatives_with_shared_parameters():
     expected = jax.grad(lambda body: hand({**PARAMS, 'body': body}))(body)
     ours = functools.partial(penalty, sg.grad(loss, wrt='head/**'))
     oracle.assert_same(sg.grad(ours, wrt='body/**')(PARAMS)['body'], expected)
-    # What the inner call leaves out, the outer one differentiates, and the other way.
+    # What the inner call leaves out, the outer one differentiates.
     full = jax.grad(ours)(PARAMS)
     oracle.assert_same(full, jax.grad(hand)(PARAMS))
     assert not oracle.is_zero(full['body'])
-
-    # MAML: one inner step on the head.
-    def adapted(grad_head, params):
-        g = grad_head(params)
-        head = jax.tree.map(lambda p, g: p - 0.1 * g, params['head'], g)
-        return loss({**params, 'head': head}, 2 * X)
-
-    outer = sg.grad(
-        lambda p: adapted(lambda q: sg.grad(loss, wrt='head/**')(q)['head'], p)
-    )
-    expected = jax.grad(
-        lambda p: adapted(
-            lambda q: jax.grad(lambda h: loss({**q, 'head': h}))(q['head']), p
-        )
-    )(PARAMS)
-    oracle.assert_same(outer(PARAMS), expected)
 
 
 def two(p: Any, q: Any, x: Any, scale: float = 1.0) -> Any:
@@ -321,7 +265,9 @@ def test_several_arguments():
         got,
         ({'a': expected[0], 'b': sg.ABSENT}, {'a': expected[1], 'c': sg.ABSENT}),
     )
-    oracle.assert_same(sg.grad(two, -2, wrt='c')(P, Q, X)['c'], jnp.array(12 * 0.2))
+    oracle.assert_same(
+        sg.grad(two, np.int64(-2), wrt='c')(P, Q, X)['c'], jnp.array(12 * 0.2)
+    )
     # A pattern has to match somewhere, in any of the arguments.
     assert sg.grad(two, [0, 1], wrt=['b', 'c'])(P, Q, X)[0]['a'] is sg.ABSENT
     with pytest.raises(errors.UnusedFilterError):
@@ -360,8 +306,14 @@ def vector(p: Any) -> Any:
 V = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, 4.0]), 'n': 2.0}
 
 
-@pytest.mark.parametrize('name', ['jacrev', 'jacfwd', 'hessian'])
-@pytest.mark.parametrize('absent', ['drop', 'none', 'zeros'])
+@pytest.mark.parametrize(
+    ('name', 'absent'),
+    [
+        *(('hessian', absent) for absent in ('drop', 'none', 'zeros')),
+        ('jacrev', 'zeros'),
+        ('jacfwd', 'zeros'),
+    ],
+)
 def test_matrices(name, absent):
     got = getattr(sg, name)(vector, wrt=['a', 'n'], absent=absent)(V)
     expected = getattr(jax, name)(lambda live: vector({**V, **live}))(
@@ -480,61 +432,6 @@ def test_new_values_as_gradients_are_always_there():
         assert float(grads['_overwrite_with_gradient']['a']['scale']) == 6.0
 
 
-# Sums and products of kernels.
-
-
-class Kernel(flax.struct.PyTreeNode):
-    def __add__(self, other):
-        return Sum(self, other)
-
-    def __mul__(self, other):
-        return Product(self, other)
-
-
-class Sum(Kernel):
-    left: Any
-    right: Any
-
-    def __call__(self, x, y):
-        return self.left(x, y) + self.right(x, y)
-
-
-class Product(Kernel):
-    left: Any
-    right: Any
-
-    def __call__(self, x, y):
-        return self.left(x, y) * self.right(x, y)
-
-
-class SquaredExponential(Kernel):
-    variance: Any
-    scale: Any
-
-    def __call__(self, x, y):
-        return self.variance * jnp.exp(-((x - y) ** 2) / self.scale)
-
-
-def likelihood(kernel: Any) -> Any:
-    x = jnp.linspace(0.0, 1.0, 5)
-    gram = jax.vmap(lambda a: jax.vmap(lambda b: kernel(a, b))(x))(x)
-    factor = jnp.linalg.cholesky(gram + 0.1 * jnp.eye(5))
-    return jnp.sum(jnp.log(jnp.diag(factor))) + jnp.sum(factor[-1] * x)
-
-
-def test_kernels_without_getters():
-    def make(v1, v2, v3):
-        s = SquaredExponential
-        return s(v1, 0.3) + s(v2, 0.5) * s(v3, 2.0)
-
-    kernel = make(1.0, 2.0, 0.5)
-    got = sg.grad(likelihood, wrt='**/variance')(kernel)
-    expected = jax.grad(lambda v: likelihood(make(*v)))((1.0, 2.0, 0.5))
-    assert [float(g) for g in jax.tree.leaves(got)] == [float(g) for g in expected]
-    assert got.left.scale is sg.ABSENT
-    assert isinstance(got.right, Product)
-
-
 # One program, and that of the split by hand.
 
 
@@ -596,22 +493,10 @@ def test_a_gradient_is_a_function_as_that_of_jax():
 
     p = {'a': jnp.ones(3), 'b': jnp.ones(3)}
     gradient = sg.grad(fun, wrt='a')
-    # Each call makes another one, which is compiled by itself.
-    assert sg.grad(fun, wrt='a') is not gradient
     assert gradient.__name__ == 'fun'
     for _ in range(3):
         assert jax.jit(gradient)(p)['b'] is sg.ABSENT
     assert len(traces) == 1
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def step(p, wrt):
-        return sg.grad(fun, wrt=wrt)(p)
-
-    traces.clear()
-    for _ in range(3):
-        for name in 'ab':
-            step(p, name)
-    assert len(traces) == 2
 
 
 def test_a_filter_is_asked_when_the_gradient_runs():
@@ -624,18 +509,6 @@ def test_a_filter_is_asked_when_the_gradient_runs():
     assert gradient(p)['a'] is sg.ABSENT
 
 
-def test_of_a_function_that_has_no_hash():
-    p = {'a': 2.0, 'b': 3.0}
-    assert float(sg.grad(UnhashableLoss(), wrt='a')(p)['a']) == 3.0
-
-
-class UnhashableLoss:
-    __hash__ = None
-
-    def __call__(self, p):
-        return p['a'] * p['b']
-
-
 @pytest.mark.usefixtures('leaks')
 def test_no_tracer_is_kept():
     @jax.jit
@@ -643,8 +516,8 @@ def test_no_tracer_is_kept():
         return sg.grad(lambda q: jnp.sum(q['a'] * x), wrt='a')(p)['a']
 
     oracle.assert_same(fn({'a': jnp.ones(2), 'b': 1.0}, jnp.ones(2)), jnp.ones(2))
-    kernel = SquaredExponential(sg.NonDifferentiable(1.0), 2.0)
-    jax.jit(jax.grad(lambda k: k(0.1, 0.2)))(kernel)
+    marked = {'a': sg.NonDifferentiable(1.0), 'b': 2.0}
+    jax.jit(jax.grad(lambda p: p['a'] * p['b']))(marked)
     dense = fnn.Dense(2)
 
     @jax.jit
@@ -660,19 +533,6 @@ def test_under_vmap(wrap):
     p = {'a': jnp.arange(3.0), 'b': jnp.arange(3.0) + 1}
     got = wrap(sg.grad(lambda p: p['a'] ** 2 * p['b'], wrt='a'))(p)
     oracle.assert_same(got, {'a': 2 * p['a'] * p['b'], 'b': sg.ABSENT})
-
-
-def test_in_a_scan():
-    def body(p, x):
-        grads = sg.grad(lambda p: jnp.sum(jnp.sin(p['a'] * x) * p['b']), wrt='a')(p)
-        return {**p, 'a': p['a'] - 0.1 * grads['a']}, None
-
-    def hand(p, x):
-        g = jax.grad(lambda a: jnp.sum(jnp.sin(a * x) * p['b']))(p['a'])
-        return {**p, 'a': p['a'] - 0.1 * g}, None
-
-    p = {'a': jnp.array(0.5), 'b': jnp.array(2.0)}
-    oracle.assert_same(jax.lax.scan(body, p, X), jax.lax.scan(hand, p, X))
 
 
 # Script-like: a bound module in the closure.
@@ -691,23 +551,20 @@ class WithSetup(fnn.Module):
 
 @pytest.mark.parametrize(
     ('model', 'wrt'),
-    [
-        *((NET, wrt) for wrt in (True, '**/bias', 'head/**')),
-        *((WithSetup(), wrt) for wrt in (True, '**/bias', 'first/**', 'w')),
-    ],
+    [(NET, 'head/**'), *((WithSetup(), wrt) for wrt in (True, '**/bias', 'w'))],
 )
 def test_of_a_bound_module(model, wrt):
     variables = model.init(jax.random.key(0), X)
 
-    def hand(variables):
-        return jnp.sum(model.apply(variables, X) ** 2)
+    def hand(variables, x):
+        return jnp.sum(model.apply(variables, x) ** 2)
 
-    expected = sg.value_and_grad(hand, wrt=wrt)(variables)
+    expected = sg.value_and_grad(hand, wrt=wrt)
     m = model.bind(variables)
     before = m(X)
     call = sg.value_and_grad(lambda: jnp.sum(m(X) ** 2), of=m, wrt=wrt)
-    oracle.assert_same(call(), expected)
-    oracle.assert_same(call(), expected)
+    for _ in range(2):
+        oracle.assert_same(call(), expected(variables, X))
     # Afterwards the module is what it was.
     oracle.assert_same(m(X), before)
     outside = jax.grad(lambda scale: jnp.sum(m(scale * X)))(1.0)
@@ -720,14 +577,7 @@ def test_of_a_bound_module(model, wrt):
         m = model.bind(variables)
         return sg.value_and_grad(lambda x: jnp.sum(m(x) ** 2), of=m, wrt=wrt)(x)
 
-    oracle.assert_same(
-        step(variables, X),
-        jax.jit(
-            lambda v, x: sg.value_and_grad(
-                lambda v: jnp.sum(model.apply(v, x) ** 2), wrt=wrt
-            )(v)
-        )(variables, X),
-    )
+    oracle.assert_same(step(variables, X), jax.jit(expected)(variables, X))
 
 
 def test_of_a_module_inside_another():
@@ -739,23 +589,25 @@ def test_of_a_module_inside_another():
     oracle.assert_same(got['params'], expected['params']['first'])
 
 
+class Layer(fnn.Module):
+    @fnn.compact
+    def __call__(self, x, _=None):
+        return jnp.tanh(fnn.Dense(3)(x)), None
+
+
+class Scanned(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        scanned = fnn.scan(
+            fnn.remat(Layer),
+            variable_axes={'params': 0},
+            split_rngs={'params': True},
+            length=3,
+        )
+        return scanned(name='layers')(x, None)[0]
+
+
 def test_of_reaches_scans_jits_and_closures_in_both_orders():
-    class Layer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, _=None):
-            return jnp.tanh(fnn.Dense(3)(x)), None
-
-    class Scanned(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            scanned = fnn.scan(
-                fnn.remat(Layer),
-                variable_axes={'params': 0},
-                split_rngs={'params': True},
-                length=3,
-            )
-            return scanned(name='layers')(x, None)[0]
-
     model = Scanned()
     variables = model.init(jax.random.key(0), X)
 
@@ -821,24 +673,38 @@ def test_of_obeys_the_blocks_inside():
     assert not oracle.is_zero(got['body'])
 
 
-def test_of_refuses_what_is_not_bound():
-    for target in (NET, PARAMS, 3):
-        with pytest.raises(errors.ArgumentTypeError):
-            sg.grad(lambda: 1.0, of=target)
+CALLS = (sg.grad, sg.value_and_grad, sg.jacrev, sg.jacfwd, sg.hessian)
 
 
 def test_bad_requests_raise_where_they_are_written():
-    for make in (sg.grad, sg.value_and_grad, sg.jacrev, sg.jacfwd, sg.hessian):
+    for make in CALLS:
         with pytest.raises(errors.FilterValueError, match="'drop', 'none'"):
             make(loss, absent='zero')
         with pytest.raises(errors.FilterTypeError):
             make(loss, wrt=3.5)
-    with pytest.raises(errors.UnusedFilterError, match='head'):
-        sg.grad(loss, wrt='haed/**')(PARAMS)
+        for argnums in ('head/**', '', True, 1.5, None, ['head/**'], (0, True)):
+            with pytest.raises(errors.ArgumentTypeError, match='names no positions'):
+                make(loss, argnums)
+    for target in (NET, PARAMS, 3):
+        with pytest.raises(errors.ArgumentTypeError):
+            sg.grad(lambda: 1.0, of=target)
     with pytest.raises(errors.FilterValueError, match='unused'):
         sg.grad(loss, unused='warn', wrt='head/**')(PARAMS)
     nothing = sg.grad(loss, wrt='haed/**', unused='ignore')(PARAMS)
     assert jax.tree.leaves(nothing) == []
+
+
+@pytest.mark.parametrize('call', [*CALLS, sg.vjp, sg.jvp, sg.linearize])
+def test_an_error_says_which_call_it_comes_from(call):
+    if call in CALLS:
+        run = functools.partial(call(loss, wrt='haed/**'), PARAMS)
+    elif call is sg.jvp:
+        run = functools.partial(call, loss, (PARAMS,), (PARAMS,), wrt='haed/**')
+    else:
+        run = functools.partial(call, loss, PARAMS, wrt='haed/**')
+    said = rf"^sg\.{call.__name__}\(wrt=...\): Glob\('haed/\*\*'\) selected nothing"
+    with pytest.raises(errors.UnusedFilterError, match=said):
+        run()
 
 
 @pytest.mark.parametrize('jitted', [False, True])

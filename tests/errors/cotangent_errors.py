@@ -103,11 +103,10 @@ def split(around: bool = False) -> None:
 
 
 NO_FORWARD = (
-    ' has no derivative forwards (jax.jvp, jax.jacfwd, jax.linearize): what is to '
-    'happen is known for cotangents, on the way back.\n'
-    'Use jax.grad, jax.vjp or jax.jacrev (for a Hessian jax.jacrev twice, or '
-    'jax.jacfwd of jax.grad), or leave the parameter out of what is differentiated '
-    'forwards.'
+    ' has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): it maps cotangents, '
+    'which only the backward pass has.\n'
+    'Use jax.grad, jax.vjp or jax.jacrev; for a Hessian jax.jacfwd of jax.grad. Or do '
+    'not differentiate the parameter in forward mode.'
 )
 LIKE_ITS_PARAMETER = '\nA cotangent has the shape and the dtype of its parameter.'
 ONE_BOUND = (

@@ -905,14 +905,14 @@ ELSEWHERE = {
             (file, 'NotImplementedError')
             for file in (
                 'engine/extents.py',
-                'rules/joint.py',
+                'rules/cotangents.py',
             )
         ],
         'abstract: a subclass defines it',
     ),
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
     (
-        'rules/joint.py',
+        'rules/cotangents.py',
         'missing',
     ): 'raised where it was kept until then',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/asking.py',

@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
+from flax.core import freeze
 
 import flax_sg as sg
 from flax_sg import errors
@@ -40,6 +42,17 @@ def stepped(tx: Any, grads: Any) -> None:
     state.apply_gradients(grads=grads)
 
 
+def traced(tree: Any) -> Any:
+    return optax.TraceState(tree)
+
+
+PRUNED = {'body': {'w': 2.0}, 'head': {'w': sg.ABSENT}}
+NOTHING = (
+    "Glob('haed/w') selected nothing: it matches none of the 2 variables.\n"
+    "Nearest paths:\n  'head/w'\n  'body/w'\n"
+    "Did you mean 'head/w'?\n"
+    "If an empty selection is meant, pass unused='ignore'."
+)
 adam = optax.adam(0.1)
 jvp = functools.partial(sg.jvp, product, (PARAMS,))
 
@@ -76,10 +89,44 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'pruned gradients for an optimizer of all': (
         lambda: stepped(optax.sgd(0.1), HEAD),
         errors.StructureError,
-        'the parameters that an optimizer without sg.freeze is for and the '
-        'gradient have different structures.\n'
-        "  'body/w': in the parameters that an optimizer without sg.freeze is "
-        "for, not in the gradient; nearest there: 'head/w'",
+        "there is nothing at 'body/w' in the gradient, and it is not frozen in the "
+        'optimizer.\n'
+        'Freeze it: sg.TrainState.create(..., tx=sg.freeze(tx, where)).',
+    ),
+    'gradients in another kind of dict': (
+        lambda: stepped(optax.sgd(0.1), freeze(PARAMS)),
+        errors.StructureError,
+        'the parameters and the gradient have different structures.\n'
+        f'  the parameters: {jax.tree.structure(PARAMS)}\n'
+        f'  the gradient: {jax.tree.structure(freeze(PARAMS))}',
+    ),
+    'a state in another kind of dict': (
+        lambda: sg.freeze(optax.trace(0.9), 'head/w').update(
+            PARAMS, sg.freeze(optax.trace(0.9), 'head/w').init(freeze(PARAMS)), PARAMS
+        ),
+        errors.StructureError,
+        'the state for what is trained and the state that was given have different '
+        'structures.\n'
+        f'  the state for what is trained: {jax.tree.structure(traced(PRUNED))}\n'
+        '  the state that was given: '
+        f'{jax.tree.structure(traced(freeze(PRUNED)))}',
+    ),
+    'pruned updates for a function of optax': (
+        lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
+        errors.AbsentLeafError,
+        "optax.apply_updates adds ABSENT to 'body/w': no gradient was computed for "
+        'this parameter.\n'
+        'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.',
+    ),
+    'a filter of wrt= that matches nothing': (
+        lambda: sg.grad(product, wrt='haed/w')(PARAMS),
+        errors.UnusedFilterError,
+        f'sg.grad(wrt=...): {NOTHING}',
+    ),
+    'a filter of freeze that matches nothing': (
+        lambda: sg.freeze(optax.sgd(0.1), 'haed/w').init(PARAMS),
+        errors.UnusedFilterError,
+        f'sg.freeze: {NOTHING}',
     ),
     'the state of another selection': (
         lambda: state_of('body/w'),
@@ -181,19 +228,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'nothing to differentiate': (
         lambda: sg.grad(product, wrt=False),
         errors.UnusedFilterError,
-        'wrt=False differentiates nothing: wrt= names what has a gradient.\n'
-        'Name the trained leaves, such as wrt=~where for those that '
-        "sg.freeze(tx, where) leaves, or pass unused='ignore'.",
+        'sg.grad(wrt=False) differentiates nothing: wrt= selects what has a gradient.\n'
+        "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'.",
     ),
     'one filter for what is trained and what is frozen': (
         lambda: gradients(sg.grad(product, wrt='head/w')(PARAMS)),
         errors.StructureError,
-        "there is a gradient for what sg.freeze(tx, Glob('head/w')) freezes, "
-        "'head/w', and none for what it trains, 'body/w'.\n"
-        'wrt= names what has a gradient, sg.freeze what is frozen: one filter '
+        "sg.freeze(tx, Glob('head/w')) freezes 'head/w', which has a gradient, and "
+        "trains 'body/w', which has none.\n"
+        'wrt= selects what has a gradient, sg.freeze what is frozen: one filter '
         'means opposite things there.\n'
-        'Write sg.freeze(tx, ~where), with where = '
-        'sg.filters.as_filter(...) of the filter that wrt= has.',
+        'Write where = sg.filters.as_filter(...): sg.freeze(tx, ~where) goes with '
+        'sg.grad(loss, wrt=where).',
     ),
     'a mask of neither side': (
         lambda: sg.mask(PARAMS),
@@ -238,6 +284,19 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'updates for what is no parameter': lambda: sg.apply_updates(PARAMS, HEAD),
     'pruned gradients for an optimizer of all': lambda: stepped(
         sg.freeze(optax.sgd(0.1), 'body/w'), HEAD
+    ),
+    'gradients in another kind of dict': lambda: stepped(optax.sgd(0.1), PARAMS),
+    'a state in another kind of dict': lambda: state_of('head/w'),
+    'pruned updates for a function of optax': lambda: sg.apply_updates(
+        PARAMS, sg.grad(product, wrt='head/w')(PARAMS)
+    ),
+    'a filter of wrt= that matches nothing': lambda: (
+        sg.grad(product, wrt='head/w')(PARAMS),
+        sg.grad(product, wrt='haed/w', unused='ignore')(PARAMS),
+    ),
+    'a filter of freeze that matches nothing': lambda: (
+        sg.freeze(optax.sgd(0.1), 'head/w').init(PARAMS),
+        sg.freeze(optax.sgd(0.1), 'haed/w', unused='ignore').init(PARAMS),
     ),
     'the state of another selection': lambda: state_of('head/w'),
     'gradients of other parameters': lambda: gradients({'body': {'w': 1.0}}),

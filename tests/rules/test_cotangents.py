@@ -258,9 +258,7 @@ def test_forward_mode_is_right_or_refused_by_name(name):
         oracle.assert_same(runs[0](), expected)
         return
     for run in runs:
-        with pytest.raises(
-            errors.CotangentError, match='has no derivative forwards'
-        ) as e:
+        with pytest.raises(errors.CotangentError, match='has no forward mode') as e:
             run()
         assert f'nn.{name.partition(",")[0]} of ' in str(e.value)
         assert "'a/bias'" in str(e.value) or "'a/kernel'" in str(e.value)
@@ -480,15 +478,6 @@ def test_what_a_function_of_cotangents_raises_says_whose_it_was():
     assert re.fullmatch(said, caught.value.__notes__[0])
 
 
-def test_functions_of_cotangents_are_told_apart_by_identity():
-    grad, traces = counted(lambda w: 5.0 * Scale().apply({'params': {'w': w}}))
-    bounded = lambda n: lambda path, ct: jnp.minimum(ct, n)  # noqa: E731
-    for bound in 1.0, 1.0, 2.0:
-        with nn.map_cotangent('w', bounded(bound)):
-            assert grad(jnp.array([1.0])) == bound
-    assert len(traces) == 3
-
-
 def test_methods_of_one_object_are_one_function():
     class Bounds:
         def __init__(self, bound):
@@ -595,19 +584,6 @@ def test_copies_follow_one_another():
 
     assert grads() == {'a': 3.0, 'b': 3.0, 'c': 3.0, 'd': 3.0}
     assert grads(add=True) == {'a': 6.0, 'b': 5.0, 'c': 3.0, 'd': 7.0}
-
-
-def test_state_can_be_selected():
-    class Keeps(fnn.Module):
-        @fnn.compact
-        def __call__(self):
-            return jnp.sum(self.variable('memory', 'm', jnp.ones, 2).value)
-
-    def loss(memory):
-        with nn.scale_gradient('m', 0.5, collections='memory'):
-            return Keeps().apply({'memory': memory})
-
-    assert jax.grad(loss)({'m': jnp.ones(2)})['m'].tolist() == [0.5, 0.5]
 
 
 # Plain trees.

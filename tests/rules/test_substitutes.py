@@ -170,8 +170,20 @@ def assert_reads(fn: Any, by_hand: Any, *args: Any) -> None:
     assert_same(oracle.grads(fn, *args), oracle.grads(by_hand, *args))
 
 
-@pytest.mark.parametrize('source', SOURCES)
-@pytest.mark.parametrize('extent', EXTENTS)
+@pytest.mark.parametrize(
+    ('extent', 'source'),
+    [
+        *(('block', source) for source in SOURCES),
+        *(
+            (e, source)
+            for e in EXTENTS
+            if e != 'block'
+            for source in ('part', 'function')
+        ),
+        *(('view', source) for source in ('collection', 'module')),
+        *(('wrapper', source) for source in ('collection', 'module')),
+    ],
+)
 def test_every_source_at_every_extent(extent, source) -> None:
     model = Model(EXTENTS[extent], source)
 
@@ -189,7 +201,7 @@ def test_every_source_at_every_extent(extent, source) -> None:
     assert_reads(fn, by_hand, PARAMS, OTHERS, X)
 
 
-@pytest.mark.parametrize('source', ['tree', 'part', 'function'])
+@pytest.mark.parametrize('source', ['part', 'function'])
 def test_around_apply(source) -> None:
     def fn(params: Any, others: Any, x: Any) -> Any:
         with nn.substitute(SOURCES[source][0](None, others)):
@@ -362,20 +374,6 @@ def test_a_wrapper_in_the_body_of_a_scan() -> None:
     assert_same(grads(False), grads(True))
 
 
-def test_second_derivatives() -> None:
-    def fn(params: Any, others: Any) -> Any:
-        with nn.substitute(some(others)):
-            return jnp.sum(run(params) ** 2)
-
-    def by_hand(params: Any, others: Any) -> Any:
-        return jnp.sum(run(merged(params, some(others))) ** 2)
-
-    def hessian(f: Any) -> Any:
-        return stepwise.evaluate(jax.hessian(f, (0, 1)), PARAMS, OTHERS)
-
-    assert_same(hessian(fn), hessian(by_hand))
-
-
 # Where values are computed, and how often.
 
 
@@ -403,40 +401,6 @@ def test_a_function_is_called_once_for_each_leaf_outside_of_loops() -> None:
     assert outside.count('sinh') == 4
     [scan] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan']
     assert 'sinh' not in str(scan.params['jaxpr'])
-
-
-def test_noise_from_a_stream_of_the_model() -> None:
-    class Noisy(linen.Module):
-        by_hand: bool = False
-
-        @linen.compact
-        def __call__(self, x):
-            layer = Layer(name='layer')
-            x = linen.Dropout(0.5, deterministic=False)(x)
-            key = self.make_rng('dropout')
-
-            def noise(path: Any, value: Any) -> Any:
-                return value + jax.random.normal(key, value.shape)
-
-            if self.by_hand:
-                params = layer.variables['params']
-                params = jax.tree.map(lambda leaf: noise(None, leaf), params)
-                y = Layer(parent=None).apply({'params': params}, x)
-            else:
-                with nn.substitute(noise):
-                    y = layer(x)
-            return y, jax.random.normal(self.make_rng('dropout'))
-
-    def fn(by_hand: bool, params: Any, x: Any) -> Any:
-        variables = {'params': {'layer': params}}
-        return Noisy(by_hand).apply(variables, x, rngs={'dropout': KEY})
-
-    def vmapped(f: Any) -> Any:
-        return jax.vmap(f, (None, 0))
-
-    actual, expected = (functools.partial(fn, by_hand) for by_hand in (False, True))
-    assert_reads(jax.jit(actual), jax.jit(expected), PARAMS, X)
-    assert_reads(vmapped(actual), vmapped(expected), PARAMS, jnp.stack([X, 2 * X]))
 
 
 @pytest.mark.usefixtures('leaks')
@@ -913,19 +877,6 @@ def test_each_pair_of_rules(outer, inner) -> None:
     assert_reads(fn, by_hand, PARAMS, OTHERS, scaled(2.0, OTHERS))
 
 
-def test_blocks_that_overlap() -> None:
-    def fn(params: Any, others: Any) -> Any:
-        first, second = nn.substitute(others), nn.substitute({'w': 2.0 * params['w']})
-        third, fourth = nn.stop_gradient('b'), nn.substitute('nothing', where=False)
-        with first, second, third, fourth:
-            return run(params)
-
-    def by_hand(params: Any, others: Any) -> Any:
-        return run({**others, 'w': 2.0 * params['w'], 'b': stopped(others['b'])})
-
-    assert_reads(fn, by_hand, PARAMS, OTHERS)
-
-
 def test_the_other_collection_is_seen_as_outside() -> None:
     class Stops(linen.Module):
         @linen.compact
@@ -985,7 +936,7 @@ def test_another_collection_in_a_body_with_two_modules() -> None:
     assert_reads(fn, by_hand, PARAMS, OTHERS)
 
 
-# Bad input.
+# Bad input. Whole messages stand in the tables of errors.
 
 
 def _apply(rewrite: Any) -> Any:
@@ -993,119 +944,77 @@ def _apply(rewrite: Any) -> Any:
         return run(PARAMS)
 
 
-WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    'shape': (
-        lambda: _apply(nn.substitute({'dense': {'bias': jnp.zeros(4)}})),
-        errors.StructureError,
-        r"'dense/bias' .* does not fit.\nExpected: float32\[3\]\nFound:    float32\[4",
-    ),
-    'dtype': (
-        lambda: _apply(nn.substitute({'w': jnp.zeros((1, 3), jnp.int32)})),
-        errors.StructureError,
-        r"'w' .*\n.*float32\[1, 3\]\n.*int32\[1, 3\]\nFix: .*astype\(float32\)",
-    ),
-    'structure': (
-        lambda: _apply(nn.substitute({'w': (jnp.zeros(3), jnp.zeros(3))})),
-        errors.StructureError,
-        r"'w' .*\n.*\nFound:    \('float32\[3\]', 'float32\[3\]'\)",
-    ),
-    'no array': (
-        lambda: _apply(nn.substitute({'w': 'text'})),
-        errors.StructureError,
-        "Found:    'text'",
-    ),
-    'shape of a result': (
-        lambda: _apply(nn.substitute(lambda path, value: jnp.sum(value))),
-        errors.StructureError,
-        r'Expected: a value of shape \(1, 3\)',
-    ),
-    'structure of a result': (
-        lambda: _apply(nn.substitute(lambda path, value: (value, value))),
-        errors.StructureError,
-        'Expected: a value of shape',
-    ),
-    'a tree as a result': (
-        lambda: _apply(nn.substitute(lambda path, value: {'a': value})),
-        errors.StructureError,
-        'Found:    a tree of 1 names',
-    ),
-    'none for what is selected': (
-        lambda: _apply(nn.substitute({'w': PARAMS['w']}, where=True)),
-        errors.StructureError,
-        "no value for '(b|dense/bias|dense/kernel)' .* in the tree",
-    ),
-    'no collection': (
-        lambda: _apply(nn.substitute('emma')),
-        errors.StructureError,
-        "no value for .* in the collection 'emma'",
-    ),
-    'no variable': (
-        lambda: _apply(nn.substitute({'dense': {'bais': jnp.zeros(3)}})),
-        errors.UnusedFilterError,
-        r"'dense/bais', which is no variable \(nearest: 'dense/bias'",
-    ),
-    'with the collection': (
-        lambda: _apply(nn.substitute({'params': OTHERS})),
-        errors.UnusedFilterError,
-        r" and 3 more, which is no variable .*\nGive values\['params'\]",
-    ),
-    'another collection': (
-        lambda: nn.substitute({'state': OTHERS}, collections=['params', 'stats']),
-        errors.ArgumentTypeError,
-        "values for the collection 'state', and collections=.*'stats'",
-    ),
-    'a name for several collections': (
-        lambda: nn.substitute('ema', collections=True),
-        errors.ArgumentTypeError,
-        "the collection 'ema' for collections=True",
-    ),
-    'nothing': (lambda: nn.substitute(), errors.ArgumentTypeError, 'given nothing'),
-    'an empty tree': (
-        lambda: nn.substitute({'dense': {}}),
-        errors.ArgumentTypeError,
-        'a tree without a value',
-    ),
-    'a number': (
-        lambda: nn.substitute(3.0),
-        errors.ArgumentTypeError,
-        'Expected: a tree of values',
-    ),
-    'an array': (
-        lambda: nn.substitute(jnp.zeros(3)),
-        errors.ArgumentTypeError,
-        'Expected: a tree of values',
-    ),
-    'a class': (
-        lambda: nn.substitute(Layer),
-        errors.ArgumentTypeError,
-        r'write nn.substitute\(Layer, values\)',
-    ),
-    'an unbound module': (
-        lambda: nn.substitute(Layer()),
-        errors.ArgumentTypeError,
-        'a Layer that is not bound',
-    ),
-    'a filter in place of values': (
-        lambda: nn.substitute(OTHERS, 'dense/**'),
-        errors.ArgumentTypeError,
-        "write where='dense/",
-    ),
-    'methods without a class': (
-        lambda: nn.substitute(OTHERS, methods=['encode']),
-        errors.UnknownNameError,
-        'no Module class',
-    ),
+MISFITS: dict[str, tuple[Any, str]] = {
+    'shape': ({'dense': {'bias': jnp.zeros(4)}}, r"'dense/bias' .*\n.*\n.*\[4\]$"),
+    'dtype': ({'w': jnp.zeros((1, 3), jnp.int32)}, r"'w' .*\n.*\n.*int32.*\nFix"),
+    'structure': ({'w': (jnp.zeros(3), jnp.zeros(3))}, r"'w' .*\n.*\nFound:    \("),
+    'no array': ({'w': 'text'}, "Found:    'text'"),
+    'shape of a result': (lambda path, value: jnp.sum(value), r'of shape \(1, 3\)'),
+    'structure of a result': (lambda path, value: (value, value), 'a value of shape'),
+    'a tree as a result': (lambda path, value: {'a': value}, 'a tree of 1 names'),
+    'no collection': ('emma', "no value for .* in the collection 'emma'"),
 }
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize('case', WRONG)
+@pytest.mark.parametrize('case', MISFITS)
+def test_values_that_do_not_fit(case) -> None:
+    values, message = MISFITS[case]
+    with pytest.raises(errors.StructureError, match=message):
+        _apply(nn.substitute(values))
+
+
+UNUSED, WRONG_TYPE = errors.UnusedFilterError, errors.ArgumentTypeError
+WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: _apply(nn.substitute({'w': PARAMS['w']}, where=True)),
+        errors.StructureError,
+        "no value for '(b|dense/bias|dense/kernel)' .* in the tree",
+    ),
+    (
+        lambda: _apply(nn.substitute({'dense': {'bais': jnp.zeros(3)}})),
+        UNUSED,
+        "1 value without a variable:\n  'dense/bais', nearest 'dense/bias'",
+    ),
+    (
+        lambda: _apply(nn.substitute({'params': OTHERS})),
+        UNUSED,
+        "4 values without.*\n.*\n.*\n.*\n  and 1 more\nFix: give values\\['params'\\]",
+    ),
+    (
+        lambda: nn.substitute({'state': OTHERS}, collections=['params', 'stats']),
+        WRONG_TYPE,
+        "values for the collection 'state', and collections=.*'stats'",
+    ),
+    (
+        lambda: nn.substitute('ema', collections=True),
+        WRONG_TYPE,
+        "'ema' for coll.*True",
+    ),
+    (lambda: nn.substitute(), WRONG_TYPE, 'given nothing'),
+    (lambda: nn.substitute({'dense': {}}), WRONG_TYPE, 'a tree without a value'),
+    (lambda: nn.substitute(3.0), WRONG_TYPE, 'Expected: a tree of values'),
+    (lambda: nn.substitute(jnp.zeros(3)), WRONG_TYPE, 'Expected: a tree of values'),
+    (lambda: nn.substitute(Layer), WRONG_TYPE, r'nn.substitute\(Layer, values\)'),
+    (lambda: nn.substitute(Layer()), WRONG_TYPE, 'a Layer that is not bound'),
+    (lambda: nn.substitute(OTHERS, 'dense/**'), WRONG_TYPE, "write where='dense/"),
+    (
+        lambda: nn.substitute(OTHERS, methods=['encode']),
+        errors.UnknownNameError,
+        'no Module class',
+    ),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('case', range(len(WRONG)))
 def test_bad_input(case) -> None:
     fails, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         fails()
 
 
-def test_a_variable_in_the_wrong_place_is_no_reason_for_silence() -> None:
+def test_a_value_without_a_variable_may_be_ignored() -> None:
+    expected = run(PARAMS)
     with nn.substitute({'dense': {'bais': jnp.zeros(3)}}, unused='ignore'):
-        assert_same(run(PARAMS), run(PARAMS))
+        assert_same(run(PARAMS), expected)
