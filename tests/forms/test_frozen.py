@@ -712,6 +712,16 @@ def test_a_layer_and_a_view_of_it_in_a_scan(view: str) -> None:
 # Placement.
 
 
+def views(wrap: Any, layer: Any, word: str) -> list[Any]:
+    """A layer and its wrappers, as a word says."""
+    made = {
+        'l': lambda: layer,
+        'F': lambda: wrap(layer),
+        'T': lambda: wrap(wrap(layer)),
+    }
+    return [made[kind]() for kind in word]
+
+
 class InSetup(linen.Module):
     """Calls a layer and its wrappers, which are made in ``setup``, as a word says."""
 
@@ -719,9 +729,7 @@ class InSetup(linen.Module):
     word: str
 
     def setup(self):
-        layer = linen.Dense(4)
-        made = {'l': layer, 'F': self.wrap(layer), 'T': self.wrap(self.wrap(layer))}
-        self.layers = [made[kind] for kind in self.word]
+        self.layers = views(self.wrap, linen.Dense(4), self.word)
 
     def __call__(self, x):
         for layer in self.layers:
@@ -737,17 +745,13 @@ class InCompact(InSetup):
 
     @linen.compact
     def __call__(self, x):
-        layer = linen.Dense(4, name='layers_0')
-        made = {'l': layer, 'F': self.wrap(layer), 'T': self.wrap(self.wrap(layer))}
-        for kind in self.word:
-            x = made[kind](x)
+        for layer in views(self.wrap, linen.Dense(4, name='layers_0'), self.word):
+            x = layer(x)
         return x
 
 
 def in_sequential(wrap: Any, word: str) -> Any:
-    layer = linen.Dense(4)
-    made = {'l': layer, 'F': wrap(layer), 'T': wrap(wrap(layer))}
-    return linen.Sequential([made[kind] for kind in word])
+    return linen.Sequential(views(wrap, linen.Dense(4), word))
 
 
 @pytest.mark.parametrize('word', ['lF', 'Fl', 'FT', 'FlF'])
