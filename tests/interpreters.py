@@ -1,11 +1,11 @@
 """Two interpreters of the descriptions in ``specs.py``: with flax_sg, and by hand.
 
-By hand a block is no block: it is noted which stops hold, and each module is called on
-a copy of its weights that went through ``jax.lax.stop_gradient``, or an identity with
-another derivative: one for all uses in the block. The copy is put into the module's
-scope for the time of the call, where nothing else reads it: at the place
-where a person would write the stop, outside of every transform that runs in the block.
-That the same class does both makes names, initial values and random numbers comparable.
+The one by hand opens no blocks. It notes which stops hold. It calls each module on a
+copy of its weights that went through ``jax.lax.stop_gradient``, or through an identity
+with another derivative. One copy serves all uses in a block. It lies in the module's
+scope during the call, outside of every transform in the block, where a person would
+write the stop. One class serves both interpreters, so that names, initial values and
+random numbers are the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Descriptions of random models: values that say what a model is, and draws of them.
+"""Descriptions of random models, and how to draw them.
 
-A description is interpreted twice, with flax_sg and with stops written by hand; see
-``interpreters.py``. All models map an array of shape (2, 4) to one of that shape, so
-that any module may stand anywhere.
+``interpreters.py`` builds each description twice: with flax_sg, and with stops written
+by hand. All models map an array of shape (2, 4) to one of that shape, so that any
+module may stand anywhere.
 """
 
 from __future__ import annotations

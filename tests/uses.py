@@ -1,8 +1,8 @@
-"""Programs that use a thing before, in and after blocks, and what each use should give.
+"""Programs that use a module before, in and after blocks.
 
-A program is a tuple of uses and blocks, run by whatever module or function is tested.
-What each use should give comes from plain Flax: the same uses without any block, on a
-copy of the weights that is stopped by hand.
+A program is a tuple of uses and blocks. The module or function under test runs it. What
+each use should give comes from plain Flax: the same uses without blocks, on a copy of
+the weights that is stopped by hand.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def _by_name(takes: Callable[[str], bool]) -> Callable[[Any], bool]:
 
 
 class Route(linen.Module):
-    """A module that runs a program; what it uses is for subclasses to say."""
+    """A module that runs a program. A subclass defines ``use`` or ``parts``."""
 
     program: Program = (USE,)
 
     def parts(self) -> Callable[[Any], Any]:
-        """What is there before the program begins: returns the use."""
+        """Makes what the program uses, and returns the use."""
         return self.use
 
     @linen.compact

@@ -171,6 +171,7 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
         S,
         S,
     ),
+    'straight_through': (lambda a, b: b * (a + stop(jnp.round(a) - a)), F, F),
     'integers': (lambda a, b: a.astype(jnp.int32).astype(jnp.float32) * b, S, F),
     'bits': (bits, S, S),
     'predicate': (lambda a, b: jnp.where(a > 0, b, 1.0), S, F),
