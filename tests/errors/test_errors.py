@@ -1313,7 +1313,6 @@ BAD: dict[str, Callable[[], Any]] = {
     'an array': lambda: nn.stop_gradient(X),
     'a tree of arrays': lambda: nn.stop_gradient(VARIABLES['params']),
     'a glob that means nothing': lambda: nn.stop_gradient('encoder//kernel'),
-    'a bad regex flag': lambda: nn.stop_gradient('[encoder/*'),
     'unknown method': lambda: nn.stop_gradient(Model, '**', methods=['no']),
     'overwrite with gradient': lambda: nn.stop_gradient(
         True, collections='_overwrite_with_gradient'
