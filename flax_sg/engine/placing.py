@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -22,10 +22,8 @@ from flax_sg import errors, filters
 from flax_sg.engine import selection
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import path_of
-from flax_sg.errors.texts import shown
-from flax_sg.filters import hints, paths
 from flax_sg.internals import tracing
-from flax_sg.rules import rules
+from flax_sg.rules import readers
 from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import Key, find, iter_variables, leaf_keys, leaves_of
@@ -91,7 +89,7 @@ def rewritten(block: Block, root: Root, key: Key, leaf: Any, view: View) -> Any:
             return _applied(block, root, key, leaf)
     path = path_of(block, root, key)
     made = made_by(block)
-    if leaf in made or not has_cotangent(block.rewrite, path, leaf):
+    if leaf in made or not readers.has_cotangent(block.rewrite, path, leaf):
         return leaf
     if rule.jointly:
         selection.note_all(block, root)
@@ -154,21 +152,6 @@ def instead(block: Block, root: Root, key: Key, value: Any, view: View) -> Any:
     )
 
 
-def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
-    """Whether a rule for cotangents has anything to do for a leaf.
-
-    Raises:
-        CotangentError: if it cannot have, and was selected by name.
-    """
-    if not is_differentiable(leaf):
-        # As everywhere: True takes what there is to take, a name means what it says.
-        if rewrite.where.atoms:
-            raise _no_cotangent(path, leaf, rewrite)
-        return False
-    # What is no tracer is a constant to every derivative in progress.
-    return isinstance(leaf, tracing.Tracer)
-
-
 _Leaf = tuple[Key, int]
 
 
@@ -216,7 +199,7 @@ class _Joint:
                 leaf_keys(key, value), leaves_of(value), strict=True
             ):
                 stored.setdefault(leaf_key, []).append(leaf)
-        reader = Reader(stored, _owner(block, root))
+        reader = readers.Reader(stored, _owner(block, root))
         with _begin(block, root, [leaf for _, leaves in selected for leaf in leaves]):
             together = block.rewrite.rule.together(selected, reader)
             seen = [
@@ -250,54 +233,6 @@ def _variables(root: Root) -> list[tuple[Key, Any]]:
         for collection, tree in collections.items()
         for found in iter_variables((collection, path), tree)
     ]
-
-
-class Reader:
-    """Finds the leaves of any variable in a tree.
-
-    Args:
-        variables: the leaves at each path, by collection and names.
-        owner: the names of the module that paths are relative to.
-    """
-
-    def __init__(
-        self, variables: Mapping[Key, list[Any]], owner: tuple[str, ...]
-    ) -> None:
-        self._variables, self._owner = variables, owner
-
-    def __call__(self, path: str, collection: str) -> list[Any]:
-        """The leaves of a variable; raises if there is none."""
-        names = tuple(path.strip('/').split('/'))
-        absolute = names if path.startswith('/') else (*self._owner, *names)
-        try:
-            return self._variables[collection, absolute]
-        except KeyError:
-            known = [
-                paths.Path.of(*key, self._owner)
-                for key in self._variables
-                if key[0] == collection
-            ]
-            nearest = hints.nearest(path, known)
-            raise _missing_variable(path, collection, nearest) from None
-
-
-def _no_cotangent(path: str, leaf: Any, rule: object) -> errors.CotangentError:
-    """A rule for cotangents was asked for on a variable that has none."""
-    return errors.CotangentError(
-        f'{rule} selects {str(path)!r}, which has no cotangent: it holds '
-        f'{shown(leaf)}.\n'
-        'Select real or complex variables; True takes those and no others.'
-    )
-
-
-def _missing_variable(
-    path: str, collection: str, known: Iterable[str]
-) -> errors.UnknownNameError:
-    """A variable whose value shall be a cotangent is not there."""
-    return errors.UnknownNameError(
-        f'there is no variable {path!r} in the collection {collection!r}, whose '
-        f'value was to be a cotangent; nearest: {", ".join(map(repr, known))}.'
-    )
 
 
 def _split_selection(rewrite: object, path: str) -> errors.BlockError:

@@ -92,7 +92,7 @@ class BoolTree(Atom):
 
     def _misfit(self, path: Path) -> errors.FilterValueError:
         names = ['/'.join(names) for names in self.bools]
-        near = ', '.join(map(repr, nearest(path, names)))
+        near = ', '.join(map(repr, nearest(path, names))) or 'none'
         depth = 1
         while path.parts[:depth] in self._below:
             depth += 1

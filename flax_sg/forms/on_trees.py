@@ -8,11 +8,10 @@ from typing import Any
 from flax.core.scope import in_filter
 
 from flax_sg import filters
-from flax_sg.engine import placing
 from flax_sg.filters.names import unused_value
 from flax_sg.filters.paths import Path
 from flax_sg.forms import stops
-from flax_sg.rules import rules, substitutes
+from flax_sg.rules import readers, rules, substitutes
 from flax_sg.trees import shape_check
 from flax_sg.trees.absent import is_absent
 from flax_sg.trees.leaves import (
@@ -98,7 +97,7 @@ def _rewritten(
         taken = {
             i: said
             for i, said in taken.items()
-            if placing.has_cotangent(rewrite, leaves.paths[i], values[i])
+            if readers.has_cotangent(rewrite, leaves.paths[i], values[i])
         }
     # The leaves in one box are those of one variable.
     together: dict[tuple[str, Path], list[int]] = {}
@@ -110,7 +109,7 @@ def _rewritten(
     for path, value in leaves:
         key = path.collection, tuple(path.absolute.split('/'))
         variables.setdefault(key, []).append(value)
-    made = rewrite.rule.together(given, placing.Reader(variables, ()))
+    made = rewrite.rule.together(given, readers.Reader(variables, ()))
     for places, new in zip(together.values(), made, strict=True):
         for i, leaf in zip(places, new, strict=True):
             values[i] = filters.merged(taken[i], leaf, values[i], leaves.paths[i])

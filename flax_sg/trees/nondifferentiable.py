@@ -141,8 +141,12 @@ def _decode(arrays: list[Any], how: _Encoding) -> Any:
         if how.pieces == 1:
             value = pieces[0].astype(how.dtype)
         else:
-            halves = jnp.stack(pieces, -1).astype(_PIECE)
-            value = jax.lax.bitcast_convert_type(halves, how.dtype)
+            # No bit cast: JAX cannot batch one over the last axis.
+            unsigned = np.dtype(f'u{np.dtype(how.dtype).itemsize}')
+            bits = jnp.zeros(pieces[0].shape, unsigned)
+            for piece in reversed(pieces):
+                bits = bits << unsigned.type(16) | piece.astype(unsigned)
+            value = bits.astype(how.dtype)
     kept = (witness == 1) | (witness == 0)
     value = jnp.where(kept, value, jnp.full(value.shape, refused, value.dtype))
     if how.key is not None:

@@ -372,7 +372,7 @@ def test_back_is_called_several_times_and_leaves_a_jit():
 
 def test_a_tree_that_is_one_leaf():
     assert sg.grad(lambda x: x**2, wrt='**')(3.0) == 6.0
-    with pytest.raises(errors.UnusedFilterError, match="Nearest: ''"):
+    with pytest.raises(errors.UnusedFilterError, match='none of the 1 variable'):
         sg.grad(lambda x: x**2, wrt='*')(3.0)
 
 
