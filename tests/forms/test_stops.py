@@ -195,15 +195,18 @@ def of_scopes(where: Any) -> Any:
     return flax.core.apply(lifted)(VARIABLES)  # opened: scopes
 
 
+def of_class(where: Any) -> Any:
+    model = nn.stop_gradient(Model, where)()
+    return model.apply(VARIABLES, X)  # opened: class
+
+
 ORIGINS: dict[str, Callable[[Any], Any]] = {
     'block': of_block,
     'jit': lambda where: jax.jit(lambda: of_block(where))(),
     'method': lambda where: Opens(where).apply(VARIABLES, X),
     'init': lambda where: Opens(where).init(jax.random.key(0), X),
     'scopes': of_scopes,
-    'class': lambda w: nn.stop_gradient(Model, w)().apply(
-        VARIABLES, X
-    ),  # opened: class
+    'class': of_class,
     'fn': lambda w: nn.stop_gradient(MODEL.apply, w)(VARIABLES, X),  # opened: fn
     'module': lambda w: nn.Frozen(MODEL, w).apply(VARIABLES, X),  # opened: module
     'no model': lambda w: nn.stop_gradient(jnp.sin, w)(X),  # opened: no model
@@ -227,6 +230,6 @@ def test_an_error_says_which_call_it_comes_from(name):
 def test_an_error_of_a_collection_says_which_call_it_comes_from():
     with pytest.raises(errors.UnusedFilterError) as caught:
         nn.Frozen(MODEL, collections='cache').apply(VARIABLES, X)
-    [origin] = caught.value.__notes__
+    origin = caught.value.__notes__[0]
     start = "From stop_gradient(Constant(True), collections='cache'), opened at "
     assert origin.startswith(start + 'test_stops.py:')
