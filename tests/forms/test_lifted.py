@@ -81,9 +81,11 @@ class Two(fnn.Module):
 
 def body() -> Any:
     """A function of a module. A new one each time: Flax marks compact methods."""
-    return lambda self, x: fnn.Dense(3, name='dec')(
-        jnp.tanh(fnn.Dense(3, name='enc')(x))
-    )
+
+    def call(self, x):
+        return fnn.Dense(3, name='dec')(jnp.tanh(fnn.Dense(3, name='enc')(x)))
+
+    return call
 
 
 class Compact(fnn.Module):
