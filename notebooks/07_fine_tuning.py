@@ -357,7 +357,7 @@ plt.show()
 # - Gradual unfreezing and full fine-tuning are equally good here: the ranges of their
 #   seeds overlap. A third of the unfreezing steps has no backward pass through the
 #   blocks.
-# - LoRA is two to three points below them, and above training from scratch.
+# - LoRA is about three points below them, and four above training from scratch.
 # - A linear probe is worse than training from scratch: features of the digits 0 to 4
 #   are not enough to tell 5 to 9 apart.
 # - A model this small fits anywhere. LoRA is for models whose optimizer state does not
