@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from flax_sg.errors.texts import shown
@@ -38,7 +38,7 @@ def parser_of(command: str, about: str | None, place: str) -> argparse.ArgumentP
 @contextlib.contextmanager
 def usage_errors(
     parser: argparse.ArgumentParser, *kinds: type[Exception]
-) -> Iterator[None]:
+) -> Generator[None]:
     """Ends the process with status 2 if the command is wrong.
 
     Args:
