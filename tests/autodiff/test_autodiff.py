@@ -435,6 +435,7 @@ def test_new_values_as_gradients_are_always_there():
 # One program, and that of the split by hand.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('where', ['head/**', ['layer_[23]/**', 'head/**']])
 def test_the_program_is_that_of_the_split_by_hand(where):
     x = jnp.linspace(-1.0, 1.0, 2 * 4 * 16).reshape(2, 4, 16)
@@ -607,6 +608,7 @@ class Scanned(fnn.Module):
         return scanned(name='layers')(x, None)[0]
 
 
+@pytest.mark.slow
 def test_of_reaches_scans_jits_and_closures_in_both_orders():
     model = Scanned()
     variables = model.init(jax.random.key(0), X)

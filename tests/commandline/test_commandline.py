@@ -389,6 +389,7 @@ def test_a_package_of_the_demo_is_missing(package, monkeypatch, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_as_a_process(program: Path):
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -140,8 +140,8 @@ class StoppedLoss(models.DigitModel):
     ('model', 'failing'),
     [
         (NoBlocks, {OWN_PART, BY_HAND, CODES, SCANS}),
-        (StoppedInputs, {BY_HAND, CODES}),
-        (TwoSamples, {BY_HAND, CODES, SCANS}),
+        pytest.param(StoppedInputs, {BY_HAND, CODES}, marks=pytest.mark.long),
+        pytest.param(TwoSamples, {BY_HAND, CODES, SCANS}, marks=pytest.mark.long),
         (StoppedLoss, {OWN_PART, BY_HAND}),
     ],
 )

@@ -16,6 +16,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -861,30 +862,6 @@ def test_a_model_that_grows(reads):
 # Threads.
 
 
-def by_threads(count: int, rounds: int, work: Callable[[int], Any]) -> None:
-    """Runs work of (number of thread), all threads at a time in each round."""
-    barrier, found = threading.Barrier(count), list[BaseException]()
-
-    def run(i: int) -> None:
-        try:
-            for _ in range(rounds):
-                barrier.wait(60)
-                work(i)
-        except BaseException as error:
-            barrier.abort()
-            if not isinstance(error, threading.BrokenBarrierError):
-                found.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if found:
-        raise found[0]
-    assert not any(thread.is_alive() for thread in threads)
-
-
 def test_threads_with_fresh_predicates_of_the_same_code():
     step = make_step()
     configs = [types.SimpleNamespace(frozen='ab'[i % 2]) for i in range(16)]
@@ -897,5 +874,13 @@ def test_threads_with_fresh_predicates_of_the_same_code():
         config.frozen = 'b' if config.frozen == 'a' else 'a'
 
     # The threads of each round are eight of each answer, in turns.
-    by_threads(16, 20, work)
+    barrier = threading.Barrier(16)
+
+    def rounds(i: int) -> None:
+        for _ in range(20):
+            barrier.wait(60)
+            work(i)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(rounds, range(16))) == [None] * 16
     assert len(TRACES) <= 16

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as fnn
@@ -419,18 +419,9 @@ def test_a_block_that_ends_before_a_generator_inside_it():
 
 def in_another_thread(fn: Any) -> Any:
     """What a function returns there, or the error that it raises."""
-    box: list[Any] = []
-
-    def run():
-        try:
-            box.append(fn())
-        except Exception as error:
-            box.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return box[0]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(fn)
+        return future.exception() or future.result()
 
 
 def _in_two_blocks():

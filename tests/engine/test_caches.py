@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as fnn
@@ -729,26 +730,6 @@ class Layer(fnn.Module):
         return x * self.kernel + self.get_variable('params', 'bias')
 
 
-def _by_threads(work: Callable[[int], Any], count: int = 8) -> list[Any]:
-    out: list[Any] = [None] * count
-
-    def run(i):
-        try:
-            out[i] = work(i)
-        except BaseException as error:
-            out[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in out:
-        if isinstance(result, BaseException):
-            raise result
-    return out
-
-
 @pytest.mark.parametrize('opens', ['before the trace', 'in the trace'])
 @pytest.mark.parametrize('first', 'ab')
 def test_two_threads_share_a_jitted_closure(first, opens):
@@ -793,7 +774,8 @@ def test_two_threads_share_a_jitted_closure(first, opens):
         return getattr(model, second).run(block, follows)
 
     sequences.forget_contexts()
-    found = dict(zip([first, second], _by_threads(work, 2), strict=True))
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip([first, second], pool.map(work, range(2)), strict=True))
     oracle.assert_same(found, expected)
 
 
@@ -820,7 +802,8 @@ def test_threads_in_blocks_of_many_modules_share_few_traces():
             barrier.wait(60)
 
     sequences.forget_contexts()
-    _by_threads(work, 2)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [None, None]
     before = len(TRACES)
     assert 1 <= before <= 2
     for owner in (model.a, model.b):

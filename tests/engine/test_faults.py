@@ -13,6 +13,7 @@ import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -377,7 +378,6 @@ def test_sixteen_threads_in_blocks_of_their_own():
     params = {name: jnp.full((2,), 1.0 + number) for number, name in enumerate(names)}
     count = 16
     barrier = threading.Barrier(count)
-    wrong: list[Any] = []
 
     class Four(fnn.Module):
         @fnn.compact
@@ -394,8 +394,8 @@ def test_sixteen_threads_in_blocks_of_their_own():
     def loss(params: Any) -> Any:
         return Four().apply({'params': params})
 
-    def turn_of(number: int, turn: int) -> None:
-        outer, inner = names[(number + turn) % 4], names[(number // 4) % 4]
+    def work(number: int) -> None:
+        outer, inner = names[(number + number // 8) % 4], names[(number // 4) % 4]
         factor = float(number)
         with nn.stop_gradient(lambda path: path == outer):
             once = jax.grad(loss)(params)
@@ -404,22 +404,11 @@ def test_sixteen_threads_in_blocks_of_their_own():
         for name in names:
             expected = 0.0 * params[name] if name == outer else 2.0 * params[name]
             scaled = factor * expected if name == inner else expected
-            if not ((once[name] == expected).all() and (twice[name] == scaled).all()):
-                wrong.append((number, turn, name))
+            assert (once[name] == expected).all(), (number, name)
+            assert (twice[name] == scaled).all(), (number, name)
 
-    def work(number: int) -> None:
-        try:
-            turn_of(number, turn=number // 8)
-        except BaseException as error:
-            barrier.abort()
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(work, range(count))) == [None] * count
 
 
 # Recursion, depth and size.

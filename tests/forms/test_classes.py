@@ -166,6 +166,7 @@ def trained(model: Any, params: Any) -> dict[str, bool]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', CHILDREN)
 def test_in_every_extent(kind):
     params = jax.tree.map(lambda leaf: leaf + 0.3, Model(kind).init(KEY, X)['params'])

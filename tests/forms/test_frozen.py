@@ -1117,6 +1117,7 @@ def test_tabulate_shows_the_bare_module() -> None:
     assert tables[0] == tables[1]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_interchangeable_both_ways(tmp_path: Any) -> None:
     from orbax import checkpoint
 
@@ -1273,6 +1274,7 @@ def test_nothing_outlives_its_trace(place: str) -> None:
     assert is_zero(step(params)) == (place == 'lent')
 
 
+@pytest.mark.slow
 def test_the_program_is_the_one_written_by_hand() -> None:
     class Model(linen.Module):
         wrap: Any

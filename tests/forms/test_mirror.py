@@ -120,6 +120,7 @@ def test_a_mirror_is_the_module_with_stopped_weights(cls, how, word) -> None:
     assert_same(actual, oracle.grads(by_hand(cls, word), params, X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', ['setup', 'compact'])
 def test_in_transforms(how) -> None:
     params = Uses(Dense2, 'm', how).init(RNGS, X)['params']
@@ -397,6 +398,7 @@ def test_unknown_choices(option, value) -> None:
     assert isinstance(caught.value, errors.FlaxSGError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('word', ['vm', 'vvmm'])
 def test_a_mirror_in_a_scan_leaves_no_trace(word) -> None:
     class Layer(linen.Module):
@@ -533,6 +535,7 @@ class Sower(linen.Module):
         return self.seen(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('lift', [None, linen.jit, linen.remat])
 def test_what_is_sown_on_other_values_is_kept(lift) -> None:
     """By the module, its methods and its parts, in the order of the calls."""

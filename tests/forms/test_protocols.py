@@ -122,6 +122,7 @@ def test_a_method_that_was_taken_is_that_of_the_wrapper() -> None:
             assert_same(grads_of(model, method=method), grads_by_hand(BY_HAND[name]))
 
 
+@pytest.mark.slow
 def test_keras_trains_it_in_training_mode() -> None:
     """A process of its own; what it compares stands in keras_layer.py."""
     tests = Path(__file__).parents[1]

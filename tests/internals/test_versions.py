@@ -125,6 +125,7 @@ def imported(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('code', 'said'),
     [

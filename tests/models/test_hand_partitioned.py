@@ -82,7 +82,13 @@ def test_the_gradient_is_that_of_the_live_part(declared: Any) -> None:
 
 
 @pytest.mark.usefixtures('standard_promotion')
-@pytest.mark.parametrize('name', OPTIMIZERS)
+@pytest.mark.parametrize(
+    'name',
+    [
+        'clip, decay',
+        *(pytest.param(n, marks=pytest.mark.long) for n in ('adam', 'accumulated')),
+    ],
+)
 def test_the_update_and_the_step_are_those_of_the_live_part(name: str) -> None:
     tx, copies, counters = OPTIMIZERS[name]
     ours, hand = trainers.live(WORK, DATA, tx), trainers.partition(WORK, DATA, tx)

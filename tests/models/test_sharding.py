@@ -173,6 +173,16 @@ LAYOUTS = {
     'logical boxes': Layout(boxes='logical boxes'),
     'shard_map': Layout(mapped=True),
 }
+
+
+def some_layouts(*names: str) -> list[Any]:
+    """All layouts, of which CI runs these."""
+    return [
+        pytest.param(name, marks=[] if name in names else pytest.mark.long)
+        for name in LAYOUTS
+    ]
+
+
 SPELLINGS = ('block at top', 'block inside', 'lifted class', 'Frozen', 'mirror')
 TX = optax.sgd(0.1, momentum=0.9)
 
@@ -272,7 +282,7 @@ def test_the_program_is_that_of_stops_by_hand(name):
         assert_same_program(compiled(layout, bare, *args), hand(False))
 
 
-@pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.parametrize('name', some_layouts('fully sharded', 'logical boxes'))
 def test_the_program_of_the_gradient_call_is_that_of_a_split_by_hand(name):
     layout = LAYOUTS[name]
     net = Net(boxes=layout.boxes)
@@ -285,7 +295,7 @@ def test_the_program_of_the_gradient_call_is_that_of_a_split_by_hand(name):
     assert_same_program(ours, hand)
 
 
-@pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.parametrize('name', some_layouts('data parallel', 'fully sharded'))
 def test_losses_are_those_of_one_device(name):
     layout = LAYOUTS[name]
     net = Net(boxes=layout.boxes, spelling='Frozen')

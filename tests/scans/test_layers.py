@@ -158,6 +158,7 @@ def results(net: Net, variables: Any, stop: Callable[[Any], Any] = lambda p: p) 
     return stepwise.evaluate(grad, variables['params'], X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('case', CASES)
 def test_gradients_are_those_of_a_mask(case):
     variables = variables_of(case)
@@ -363,6 +364,7 @@ class Costs:
         return jnp.mean(x**2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('remat', [False, True])
 def test_the_program_is_that_of_two_scans_by_hand(remat):
     costs = Costs(remat=remat)

@@ -128,6 +128,7 @@ class Inner(linen.Module):
         return layers(linen.Dense(WIDTH), x, None)[0]
 
 
+@pytest.mark.slow
 def test_nested_scans() -> None:
     found = temporary_bytes(base=Inner)
     assert found['frozen'] <= found['hoisted'], found
@@ -142,6 +143,7 @@ class MLP(linen.Module):
         return linen.Dense(WIDTH)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('lift', [bare, remat, linen.jit])
 def test_values_and_gradients(lift: Any) -> None:
     model, plain = (Stack(wrap, lift, MLP) for wrap in (nn.Frozen, bare))
@@ -165,6 +167,7 @@ def test_values_and_gradients(lift: Any) -> None:
     oracle.assert_same(actual, expected)
 
 
+@pytest.mark.slow
 def test_all_orders_of_differentiation_are_stopped() -> None:
     model, plain = Stack(nn.Frozen), Stack()
     params = plain.init(jax.random.key(0), X)['params']
