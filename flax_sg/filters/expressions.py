@@ -319,10 +319,7 @@ def asked(
 ) -> tuple[set[Filter], set[Filter]]:
     """The atoms of a filter that take a variable, and those that cannot say.
 
-    Args:
-        where: the filter.
-        path: the path of the variable.
-        asks: how an atom is asked that does not mean one path only.
+    Atoms that mean one path are looked up; ``asks`` answers for the others.
     """
     exact, others = where._by_path
     took: set[Filter] = set(exact.get(path, ()))
@@ -345,9 +342,7 @@ def decide(
 ) -> Any:
     """Whether a variable is meant; adds the atoms that take it to ``matched``.
 
-    Returns:
-        A bool or a ``Part``; None if it depends on the class of a module that is not
-        known.
+    None if it depends on the class of a module that is not known.
     """
     took, unknown = asked(where, path, asks)
     if matched is not None:
@@ -387,7 +382,7 @@ def find_unused(
     Args:
         where: the filter.
         matched: the atoms that took a variable.
-        paths: the path of every variable there is.
+        paths: the path of every variable.
         owner: the names of the module that they are relative to, if one is known.
         any_taken: whether the filter as a whole takes a variable.
     """

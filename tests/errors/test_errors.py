@@ -240,24 +240,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'unused at top level': (
         lambda: run(nn.stop_gradient('encodr/**')),
         errors.UnusedFilterError,
-        "Glob('encodr/**') selected nothing: it matches none of the 4 variables.\n"
-        'Nearest paths:\n'
-        "  'encoder/bias'\n"
-        "  'encoder/kernel'\n"
-        "  'norm/bias'\n"
+        "Glob('encodr/**') matches none of the 4 variables.\n"
         "Did you mean 'encoder/**'?\n"
-        "If an empty selection is meant, pass unused='ignore'.",
+        "If nothing has to match, pass unused='ignore'.",
     ),
     'unused in a module': (
         lambda: Mounted('dense/**').apply(MOUNTED, X),
         errors.UnusedFilterError,
-        "Glob('dense/**') selected nothing: it matches none of the 2 variables.\n"
-        "Paths are relative to the module at 'enc'.\n"
-        'Nearest paths:\n'
-        "  'm/dense/bias'\n"
-        "  'm/dense/kernel'\n"
-        "Hint: it matches at another depth. Write '**/dense/**'.\n"
-        "If an empty selection is meant, pass unused='ignore'.",
+        "Glob('dense/**') matches none of the 2 variables under 'enc'.\n"
+        "Did you mean '**/dense/**'? A pattern matches the whole path.\n"
+        "If nothing has to match, pass unused='ignore'.",
     ),
     'unknown collection': (
         lambda: run(nn.stop_gradient('norm/mean', collections='batch_stat')),
@@ -269,9 +261,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'tree with too much': (
         lambda: run(nn.stop_gradient({'encoder': True, 'norm': True, 'decoder': True})),
         errors.FilterValueError,
-        'A tree of bools has 1 leaf without a variable:\n'
-        "  'decoder', nearest 'encoder/bias'\n"
-        'Fix: take them out of the tree, or spell them as the variables.',
+        "A tree of bools names 'decoder', which is no variable (nearest: "
+        "'encoder/bias').\n"
+        'Take that out of the tree, or spell it as the variables.',
     ),
     'nothing read': (
         nothing_read,
@@ -347,17 +339,17 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'no variable for a value': (
         lambda: run(nn.substitute({'encoder': {'bais': jnp.zeros(3)}})),
         errors.UnusedFilterError,
-        'nn.substitute: 1 value without a variable:\n'
-        "  'encoder/bais', nearest 'encoder/bias'\n"
-        'Fix: spell them as the variables, or take them out. If they may be missing, '
-        "pass unused='ignore'.",
+        "nn.substitute has a value for 'encoder/bais', which is no variable (nearest: "
+        "'encoder/bias').\n"
+        'Spell the names as the variables. If some may be missing, pass '
+        "unused='ignore'.",
     ),
     'values with the collection': (
         lambda: run(nn.substitute({'params': {'encoder': {'bias': jnp.zeros(3)}}})),
         errors.UnusedFilterError,
-        'nn.substitute: 1 value without a variable:\n'
-        "  'params/encoder/bias', nearest 'encoder/bias'\n"
-        "Fix: give values['params'] in place of values.",
+        "nn.substitute has a value for 'params/encoder/bias', which is no variable "
+        "(nearest: 'encoder/bias').\n"
+        "Give values['params'] in place of values.",
     ),
     'written and read only': (
         lambda: writes(),
@@ -412,19 +404,17 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an absent leaf': (
         lambda: sg.ABSENT + 1.0,
         errors.AbsentLeafError,
-        'ABSENT is no array: it stands for a leaf that was not selected, or that is in '
-        'another part of the tree.\n'
-        'With optax, write sg.freeze(tx, where) for tx and sg.apply_updates for '
-        'optax.apply_updates: they pass it by.\n'
+        'ABSENT is no array: this leaf was not selected, or is in another part of the '
+        'tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates.\n'
         "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to the "
         'gradient call.',
     ),
     'overlapping parts': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'w': 1.0}}),
         errors.StructureError,
-        "two parts have a leaf at 'a/w': float32[2, 3] and 1.0.\n"
-        'Each leaf has to be in one part, and ABSENT in the others, as sg.partition '
-        'makes them.',
+        "Two parts have a leaf at 'a/w': float32[2, 3] and 1.0.\n"
+        'Each leaf has to be in one part, and ABSENT in the others.',
     ),
     'parts of two trees': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'v': 1.0}}),
@@ -482,21 +472,22 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'a changed value': (
         lambda: jax.tree.map(lambda x: 0.5 * x, sg.NonDifferentiable(3)).value,
         errors.ChangedValueError,
-        'the value of a NonDifferentiable has been changed: what travels with it, and '
-        'is always 1.0, is 0.5.\n'
-        'Weight decay, averaging and scaling change parameters that have no gradient. '
+        'An optimizer changed a NonDifferentiable: its guard value is 0.5 instead of '
+        '1.0.\n'
+        'Weight decay, averaging and scaling change parameters without a gradient.\n'
         'Wrap the optimizer: sg.freeze(tx).',
     ),
     'a field that is not there': (
         lambda: sg.trainable('kernal')(Declared),
         errors.ArgumentTypeError,
         "Declared declares the field 'kernal' as trained; its fields are 'kernel', "
-        "'mean'. Did you mean 'kernel'?",
+        "'mean'.\n"
+        "Did you mean 'kernel'?",
     ),
     'a declaration of no class': (
         lambda: sg.trainable('kernel')(3),
         errors.ArgumentTypeError,
-        "trainable('kernel',) cannot be applied to 3.\n"
+        "trainable() got 3 (int) and the fields 'kernel' (str).\n"
         "Write @sg.trainable('kernel', ...) above a pytree class.",
     ),
     'a module that is not bound': (
@@ -591,10 +582,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'another tree': (
         lambda: sg.mask({'v': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})),
         errors.UnknownNameError,
-        "there was no 'v' in the parameters that this filter was derived from by "
-        'sg.live.\n'
+        "There was no 'v' in the parameters that sg.live derived this filter from.\n"
         "Nearest: 'w'.\n"
-        'Derive it again, from the tree that it is used for.',
+        'Derive the filter again, from the tree that it is used for.',
     ),
     'versions': (
         lacks_a_name,
@@ -915,8 +905,8 @@ ELSEWHERE = {
         'rules/cotangents.py',
         'missing',
     ): 'raised where it was kept until then',
-    ('engine/judgement.py', 'error'): 'made by the filter, see filters/asking.py',
-    ('trees/leaves.py', 'error'): 'made by the filter, see filters/asking.py',
+    ('engine/judgement.py', 'error'): 'made by the filter, see filters/expressions.py',
+    ('trees/leaves.py', 'error'): 'made by the filter, see filters/expressions.py',
 }
 
 

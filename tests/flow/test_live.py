@@ -243,7 +243,7 @@ def test_variables_that_it_has_not_seen():
     live = sg.live(loss, PARAMS, X)
     with pytest.raises(sg.errors.UnknownNameError, match=r"(?s)'tail/w'.*'head/w'"):
         selected(live, {**PARAMS, 'tail': PARAMS['head']})
-    with pytest.raises(LookupError, match='Derive it again'):
+    with pytest.raises(LookupError, match='Derive the filter again'):
         sg.freeze(optax.sgd(0.1), ~live).init({'w': X})
 
 

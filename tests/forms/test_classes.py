@@ -338,7 +338,7 @@ def test_for_trees():
     moved = sg.apply_updates(params, updates)
     pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True)
     assert [not jnp.any(a != b) for a, b in pairs] == mask
-    with pytest.raises(errors.UnknownNameError, match='there was no'):
+    with pytest.raises(errors.UnknownNameError, match='There was no'):
         sg.mask({'elsewhere': 1.0}, frozen=norms)
     with pytest.raises(errors.UnusedFilterError):
         sg.mask(params, frozen=of_type(fnn.Conv, model, X))
