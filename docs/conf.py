@@ -6,7 +6,9 @@ notebooks.
 """
 
 import inspect
-import re
+
+from docutils import nodes
+from sphinx import addnodes
 
 import flax_sg
 
@@ -63,22 +65,48 @@ html_show_copyright = False
 
 # Arguments of wrappers that `rewrite(module)` and Flax fill in.
 _NOT_FOR_USERS = {'rule', 'within', 'parent'}
+# What autodoc makes of `filters.Where` in overloads, and of names it does not resolve.
+_WHERE = (
+    'Filter | str | bool | bool | Pattern[str] | Callable[[Path], bool | bool] | '
+    'Mapping[str, Any] | Sequence[Any] | Set[Any]'
+)
+_SHORT = {
+    _WHERE: 'Where',
+    "TypeAliasForwardRef('Where')": 'Where',
+    'filters.Derived': 'Filter',
+    '[[...], ': '[..., ',
+    'Where | Absent | None = ABSENT': 'Where | None = ...',
+}
 
 
-def show_for_users(app, what, name, obj, options, signature, return_annotation):
+def show_for_users(app, what, name, obj, options, signature, returns):
     """Leaves out of a signature what users do not pass."""
     if name == 'flax_sg.linen.Frozen':
-        found = inspect.signature(obj)
-        shown = [p for p in found.parameters.values() if p.name not in _NOT_FOR_USERS]
-        shown = [p.replace(annotation=inspect.Parameter.empty) for p in shown]
-        signature = str(inspect.Signature(shown))
+        found = inspect.signature(obj).parameters.values()
+        shown = [p.replace(annotation=p.empty) for p in found]
+        shown = [p for p in shown if p.name not in _NOT_FOR_USERS]
+        return str(inspect.Signature(shown)), returns
     if name == 'flax_sg.TrainState':
-        signature, return_annotation = '(**fields)', None
-    if signature:
-        signature = re.sub(r'<function (\w+) at 0x\w+>', r'\1', signature)
-    return signature, return_annotation
+        return '(**fields)', None
+    if name.endswith(('.BlockDecorator', '.GradientFlow', '.ModuleFlow', '.Use')):
+        return '', None  # What functions return; nobody calls the classes.
+    return signature, returns
+
+
+def shorten(app, domain, objtype, content):
+    """Writes types in signatures as the source does."""
+    for node in content.parent.findall(addnodes.desc_parameter):
+        text = node.astext()
+        short = text
+        for long, name in _SHORT.items():
+            short = short.replace(long, name)
+        if short != text:
+            name, colon, rest = short.partition(':')
+            node.children[:] = [addnodes.desc_sig_name(name, name)]
+            node += nodes.Text(colon + rest)
 
 
 def setup(app):
-    """Connects the function above."""
+    """Connects the functions above."""
     app.connect('autodoc-process-signature', show_for_users)
+    app.connect('object-description-transform', shorten)
