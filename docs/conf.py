@@ -1,8 +1,14 @@
 """How the site is built: guide and reference, from these pages and the docstrings.
 
 Nothing is fetched and nothing is run. `tests/repository/test_readme.py` runs the code
-in the pages, pytest the examples in docstrings, `dev.py notebooks` the notebooks.
+in the pages, pytest the examples in docstrings, `dev.py notebooks --check` the
+notebooks.
 """
+
+import inspect
+
+from docutils import nodes
+from sphinx import addnodes
 
 import flax_sg
 
@@ -10,22 +16,45 @@ project = 'flax_sg'
 author = 'The flax_sg authors'
 version = release = flax_sg.__version__
 
-extensions = ['sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'myst_nb']
+extensions = [
+    'sphinx.ext.autodoc',
+    'sphinx.ext.autosummary',
+    'sphinx.ext.napoleon',
+    'sphinx.ext.viewcode',
+    'sphinx_copybutton',
+    'myst_nb',
+]
 exclude_patterns = ['_build', 'jupyter_execute', 'notebooks/README.md']
-# Names of our own have to resolve. Those of Flax and JAX are in other sites, which are
-# not looked up.
-nitpick_ignore_regex = [(r'py:.*', r'(?!flax_sg\b).*')]
+# Names of our own have to resolve, apart from names that signatures take from private
+# modules. Names of Flax and JAX are in other sites, which are not looked up.
+nitpick_ignore_regex = [
+    (r'py:.*', r'(?!flax_sg\b).*'),
+    (r'py:(class|data|obj)', r'flax_sg\.(rules|forms|flow|optim|summary|trees)\..*'),
+    (r'py:(class|data|obj)', r'flax_sg\.\w+\.\w+\..*'),
+]
 
 myst_enable_extensions = ['colon_fence']
 myst_heading_anchors = 3
 nb_execution_mode = 'off'
 
 autodoc_member_order = 'bysource'
-# What each argument takes is said in words, which is more than the types say.
-autodoc_typehints = 'none'
+autodoc_typehints = 'signature'
+autodoc_type_aliases = {
+    'Where': 'Where',
+    'filters.Where': 'Where',
+    'CollectionFilter': 'CollectionFilter',
+    'Layers': 'Layers',
+    'Argnums': 'Argnums',
+}
+maximum_signature_line_length = 60
+python_use_unqualified_type_names = True
+autosummary_generate = False
 napoleon_attr_annotations = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+# Copy the program of a session, without prompts and results.
+copybutton_prompt_text = r'>>> |\.\.\. '
+copybutton_prompt_is_regexp = True
 
 html_theme = 'furo'
 html_title = f'flax_sg {version}'
@@ -33,3 +62,51 @@ html_static_path = ['_static']
 html_css_files = ['tables.css']
 html_show_sourcelink = False
 html_show_copyright = False
+
+# Arguments of wrappers that `rewrite(module)` and Flax fill in.
+_NOT_FOR_USERS = {'rule', 'within', 'parent'}
+# What autodoc makes of `filters.Where` in overloads, and of names it does not resolve.
+_WHERE = (
+    'Filter | str | bool | bool | Pattern[str] | Callable[[Path], bool | bool] | '
+    'Mapping[str, Any] | Sequence[Any] | Set[Any]'
+)
+_SHORT = {
+    _WHERE: 'Where',
+    "TypeAliasForwardRef('Where')": 'Where',
+    'filters.Derived': 'Filter',
+    '[[...], ': '[..., ',
+    'Where | Absent | None = ABSENT': 'Where | None = ...',
+}
+
+
+def show_for_users(app, what, name, obj, options, signature, returns):
+    """Leaves out of a signature what users do not pass."""
+    if name == 'flax_sg.linen.Frozen':
+        found = inspect.signature(obj).parameters.values()
+        shown = [p.replace(annotation=p.empty) for p in found]
+        shown = [p for p in shown if p.name not in _NOT_FOR_USERS]
+        return str(inspect.Signature(shown)), returns
+    if name == 'flax_sg.TrainState':
+        return '(**fields)', None
+    if name.endswith(('.BlockDecorator', '.GradientFlow', '.ModuleFlow', '.Use')):
+        return '', None  # What functions return; nobody calls the classes.
+    return signature, returns
+
+
+def shorten(app, domain, objtype, content):
+    """Writes types in signatures as the source does."""
+    for node in content.parent.findall(addnodes.desc_parameter):
+        text = node.astext()
+        short = text
+        for long, name in _SHORT.items():
+            short = short.replace(long, name)
+        if short != text:
+            name, colon, rest = short.partition(':')
+            node.children[:] = [addnodes.desc_sig_name(name, name)]
+            node += nodes.Text(colon + rest)
+
+
+def setup(app):
+    """Connects the functions above."""
+    app.connect('autodoc-process-signature', show_for_users)
+    app.connect('object-description-transform', shorten)

@@ -1,4 +1,4 @@
-"""The reference shows every public name."""
+"""The reference and the page of all names list exactly the public names."""
 
 import inspect
 import re
@@ -11,47 +11,66 @@ import pytest
 import flax_sg
 from flax_sg import core, errors, filters, linen, testing
 
-REFERENCE = Path(__file__).parents[2] / 'docs/reference'
+DOCS = Path(__file__).parents[2] / 'docs'
+
+# Names that other packages of the library import, and that no user needs.
+INTERNAL = {'Derived', 'Index', 'Names', 'OfType', 'Part', 'merged', 'negated'}
 
 
-def shown(page: str) -> set[str]:
-    """The names that a page lists, each as a directive of its own."""
-    listed = re.findall(
-        r'\.\. auto(?!module)\w+:: ([\w.]+)', (REFERENCE / page).read_text()
-    )
-    return {name.rpartition('.')[2] for name in listed}
-
-
-def public(module: ModuleType) -> set[str]:
-    return {
-        name
+def names_of(module: ModuleType) -> set[str]:
+    """The public names of a module."""
+    if module is filters:
+        return set(filters.__all__) - INTERNAL
+    found = {
+        name: value
         for name, value in vars(module).items()
         if not (name.startswith('_') or inspect.ismodule(value))
     }
+    if module is linen:
+        theirs = vars(flax.linen)
+        return {name for name in found if found[name] is not theirs.get(name)}
+    if module is errors:
+        return {name for name, value in found.items() if _is_exception(value)}
+    return set(found)
 
 
-def test_names_of_the_package():
-    # What its functions return.
-    names = {'GradientFlow', 'ModuleFlow', 'Use', 'Paths', 'Variable'}
-    assert shown('flax_sg.md') == public(flax_sg) | names
+def _is_exception(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception)
 
 
-def test_names_of_linen_that_are_ours():
-    theirs = vars(flax.linen)
-    ours = {n for n in public(linen) if getattr(linen, n) is not theirs.get(n)}
-    assert shown('linen.md') == ours | {'BlockDecorator'}
+# The module, the short name that the pages use, and the classes that its functions
+# return, which only the reference shows.
+MODULES = [
+    (flax_sg, 'sg', {'GradientFlow', 'ModuleFlow', 'Use', 'Paths', 'Variable'}),
+    (linen, 'nn', {'BlockDecorator'}),
+    (filters, 'filters', set[str]()),
+    (core, 'core', set[str]()),
+    (testing, 'testing', set[str]()),
+    (errors, 'errors', set[str]()),
+]
+each_module = pytest.mark.parametrize(
+    ('module', 'short', 'returned'), MODULES, ids=[short for _, short, _ in MODULES]
+)
 
 
-def test_names_of_filters():
-    assert shown('filters.md') == set(filters.__all__) - {'Where'}  # A type alone.
+@each_module
+def test_the_page_of_all_names(module: ModuleType, short: str, returned: set[str]):
+    rows = re.findall(r'^\| `(\w+)\.(\w+)`', (DOCS / 'names.md').read_text(), re.M)
+    listed = [name for prefix, name in rows if prefix == short]
+    assert sorted(listed) == sorted(names_of(module))
 
 
-def test_names_of_core():
-    assert shown('core.md') == public(core)
+@each_module
+def test_the_reference(module: ModuleType, short: str, returned: set[str]):
+    page = (DOCS / f'reference/{module.__name__.rpartition(".")[2]}.md').read_text()
+    shown = re.findall(r'^\.\. auto(?!module|summary)\w+:: ([\w.]+)', page, re.M)
+    names = [name.rpartition('.')[2] for name in shown]
+    assert sorted(names) == sorted(names_of(module) | returned)
 
 
-@pytest.mark.parametrize('module', [errors, testing], ids=lambda m: m.__name__)
-def test_sphinx_finds_all_names_that_are_imported(module: ModuleType):
-    name = module.__name__.rpartition('.')[2]
-    found = f'.. automodule:: {module.__name__}\n   :members:\n   :imported-members:\n'
-    assert found in (REFERENCE / f'{name}.md').read_text()
+@each_module
+def test_the_summary_on_top(module: ModuleType, short: str, returned: set[str]):
+    page = (DOCS / f'reference/{module.__name__.rpartition(".")[2]}.md').read_text()
+    tables = re.findall(r'^\.\. autosummary::\n((?:   .*\n|\n)+)', page, re.M)
+    names = re.findall(r'^   (\w+)$', ''.join(tables), re.M)
+    assert sorted(names) == sorted(names_of(module))
