@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ def brief(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def raised_by(call: str) -> Iterator[None]:
+def raised_by(call: str) -> Generator[None]:
     """Says at the head of an error which call of the user it comes from."""
     try:
         yield

@@ -3,6 +3,8 @@
 The functions at the end are what the rest of the library asks a filter.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import abc

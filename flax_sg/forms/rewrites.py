@@ -230,6 +230,7 @@ def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
         make: its first parameter says which variables. A parameter ``methods`` is not
             handed to it: it goes to ``BlockDecorator.lift``.
     """
+    make_of: Any = make
     name = make.__name__
     first, *_ = inspect.signature(make).parameters
 
@@ -241,9 +242,9 @@ def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
         if given == 1:
             if methods is not None:
                 raise _methods_without_class(methods)
-            return make(*args, **kwargs)
+            return make_of(*args, **kwargs)
         target, *rest = args
-        rewrite = make(*rest, **kwargs)
+        rewrite = make_of(*rest, **kwargs)
         if isinstance(target, _NO_TARGETS):
             raise _not_liftable(name, target, rest[0] if rest else kwargs[first])
         return rewrite.lift(target, methods)

@@ -122,7 +122,8 @@ def _check_full(params: Any, grads: Any) -> None:
                 'is not frozen in the optimizer',
                 'Freeze it: sg.TrainState.create(..., tx=sg.freeze(tx, where)).',
             )
-    structures = jax.tree.structure(params), jax.tree.structure(grads)
-    if structures[0] != structures[1]:
-        names = 'the parameters', 'the gradient'
-        raise different_structures(*names, {}, {}, *map(str, structures))
+    old, new = jax.tree.structure(params), jax.tree.structure(grads)
+    if old != new:
+        raise different_structures(
+            'the parameters', 'the gradient', {}, {}, str(old), str(new)
+        )

@@ -199,6 +199,7 @@ def _collections(collections: Any) -> CollectionFilter:
         return collections
     if isinstance(collections, DenyList):
         return DenyList(_collections(collections.deny))
+    names: Any
     if isinstance(collections, str):
         names = (collections,)
     else:
