@@ -702,7 +702,7 @@ def test_an_error_says_which_call_it_comes_from(call):
         run = functools.partial(call, loss, (PARAMS,), (PARAMS,), wrt='haed/**')
     else:
         run = functools.partial(call, loss, PARAMS, wrt='haed/**')
-    said = rf"^sg\.{call.__name__}\(wrt=...\): Glob\('haed/\*\*'\) selected nothing"
+    said = rf"^sg\.{call.__name__}\(wrt=...\): Glob\('haed/\*\*'\) matches none"
     with pytest.raises(errors.UnusedFilterError, match=said):
         run()
 

@@ -278,7 +278,7 @@ def test_masks_and_labels_keep_boxes_and_judge_their_filters():
         (lambda: sg.freeze(optax.sgd(0.1), 'haed').init(params), 'freeze'),
         (lambda: sg.thaw(tx, state, params, 'haed'), 'thaw'),
     ):
-        said = rf"^sg\.{name}: Glob\('haed'\) selected nothing"
+        said = rf"^sg\.{name}: Glob\('haed'\) matches none of the 2"
         with pytest.raises(errors.UnusedFilterError, match=said):
             call()
 
