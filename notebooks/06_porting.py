@@ -566,9 +566,9 @@ assert not any(leaf.any() for leaf in lower_flows[1])
 # detach: nothing below has.
 assert not any(leaf.any() for layer in cut[:2] for leaf in layer)
 assert_same(cut[2], plain[2])
-# A misspelled name is silent there, and an error with the nearest names here.
+# A misspelled name is silent there, and an error that suggests a name here.
 assert all(leaf.any() for name in names for leaf in silent[name].values())
-assert 'encoder/layers_0/bias' in complaint
+assert "Did you mean 'encoder/**'?" in complaint
 
 # Batch statistics: who updates them, and who uses them.
 by_batch, _ = normed_by_hand(use_running_average=False)
