@@ -356,13 +356,6 @@ def rnn(cell: Any) -> Any:
 LAYERS = [
     layer(lambda: rnn(nn.LSTMCell(2)), 'rnn_lstm', XS),
     layer(
-        lambda: functools.partial(
-            nn.Bidirectional, nn.RNN(nn.GRUCell(2)), nn.RNN(nn.LSTMCell(2))
-        ),
-        'bidirectional',
-        XS,
-    ),
-    layer(
         lambda: functools.partial(nn.MultiHeadDotProductAttention, 2, qkv_features=4),
         'attention',
         XS,
