@@ -73,7 +73,7 @@ def as_filter(where: Where) -> Filter:
     if isinstance(where, Path):
         return Glob.of_path(str(where))
     if isinstance(where, str):
-        return Glob(str(where))
+        return _glob(str(where))
     if isinstance(where, re.Pattern):
         return Regex(where)
     if isinstance(where, (bool, np.bool_)):
@@ -138,6 +138,8 @@ def _no_filter(where: Any) -> errors.FilterTypeError:
         f'bool, a tree of bools, or a list of these.\n{fix}'
     )
 
+
+_glob = functools.lru_cache(1024)(Glob)  # A step opens the same blocks each time.
 
 Filter.convert = staticmethod(as_filter)
 
