@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: layers(slice(4, 6)),
         errors.PartError,
         'frozen_layers=slice(4, 6, None) does not fit a scan of 4 layers: it '
-        'takes none of them.\n'
+        'selects no layer.\n'
         'Write indices from 0 to 3, such as frozen_layers=slice(0, 2), or a '
         'bool for each layer.',
     ),

@@ -451,7 +451,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an integer by name': (
         lambda: sg.grad(lambda p: p['w'], wrt='step')({'w': 1.0, 'step': 3}),
         errors.NotDifferentiableError,
-        "Glob('step') selects only what cannot be differentiated:\n"
+        "sg.grad(wrt=...): Glob('step') selects only what cannot be differentiated:\n"
         "  'step': 3\n"
         'Select real or complex leaves; True takes those and no others.',
     ),
@@ -582,7 +582,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'another tree': (
         lambda: sg.mask({'v': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})),
         errors.UnknownNameError,
-        "There was no 'v' in the parameters that sg.live derived this filter from.\n"
+        "sg.mask(frozen=...): There was no 'v' in the parameters that sg.live derived "
+        'this filter from.\n'
         "Nearest: 'w'.\n"
         'Derive the filter again, from the tree that it is used for.',
     ),
