@@ -13,6 +13,7 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.autodiff.arguments import Split, splitter
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
+from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters import Where
 
 Argnums: TypeAlias = int | Sequence[int]
@@ -51,7 +52,7 @@ def derivative(
     """
     if of is not None:
         if argnums != 0:
-            raise errors.unknown_choice('with of=, argnums', argnums, _OF_MODULE)
+            raise unknown_choice('with of=, argnums', argnums, _OF_MODULE)
         variables_of(of)
     fun_of_args = fun if of is None else as_function_of(fun, of)
     several = isinstance(argnums, Sequence)

@@ -6,9 +6,6 @@ would expect, so ``except ValueError`` works as well as ``except FlaxSGError``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 
 class FlaxSGError(Exception):
     """Base of every exception that flax_sg raises."""
@@ -87,8 +84,8 @@ class ArgumentTypeError(FlaxSGError, TypeError):
 
     ::
 
-        nn.stop_gradient(lambda x: x, 'kernel')(x)       # wrong: no module to read
-        nn.stop_gradient(lambda module, x: module(x), 'kernel')(module, x)
+        nn.Frozen(params)                                # wrong: a tree
+        sg.stop_gradient(params, 'encoder/**')
 
         sg.tabulate(nn.Dense, rngs)(x)                   # wrong: a class
         sg.tabulate(nn.Dense(4), rngs)(x)
@@ -277,13 +274,3 @@ class ScanMemoryWarning(UserWarning):
         nn.Frozen(nn.Sequential([nn.Dense(4), lambda x: self.head(x)]))(x)  # more
         self.head(nn.Frozen(nn.Dense(4))(x))
     """
-
-
-def unknown_choice(
-    option: str, value: Any, choices: Mapping[Any, str]
-) -> ArgumentValueError:
-    """The error for an option with a value that it does not have."""
-    lines = [f'  {name!r}: {what}' for name, what in choices.items()]
-    return ArgumentValueError(
-        f'{option}={value!r} is none of the choices:\n' + '\n'.join(lines)
-    )

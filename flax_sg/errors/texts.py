@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from flax_sg.errors import FlaxSGError
+from flax_sg.errors import ArgumentValueError, FlaxSGError
 
 SHOWN = 12  # Rows of a table in a message: enough to see what is wrong.
 
@@ -68,3 +68,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     if len(rows) > SHOWN:
         lines.append(f'  and {len(rows) - SHOWN} more')
     return '\n'.join(line.rstrip() for line in lines)
+
+
+def unknown_choice(
+    option: str, value: Any, choices: Mapping[Any, str]
+) -> ArgumentValueError:
+    """The error for an option with a value that it does not have."""
+    lines = [f'  {name!r}: {what}' for name, what in choices.items()]
+    return ArgumentValueError(
+        f'{option}={value!r} is none of the choices:\n' + '\n'.join(lines)
+    )

@@ -19,10 +19,17 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
-from flax_sg.filters.classes import OfType, of_type
+from flax_sg.filters.classes import OfType as OfType
+from flax_sg.filters.classes import of_type
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
-from flax_sg.filters.indices import Index, Part, at, merged, negated
-from flax_sg.filters.names import BoolTree, Derived, Names
+from flax_sg.filters.indices import Index as Index
+from flax_sg.filters.indices import Part as Part
+from flax_sg.filters.indices import at
+from flax_sg.filters.indices import merged as merged
+from flax_sg.filters.indices import negated as negated
+from flax_sg.filters.names import BoolTree
+from flax_sg.filters.names import Derived as Derived
+from flax_sg.filters.names import Names as Names
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate
@@ -147,21 +154,14 @@ __all__ = [
     'And',
     'BoolTree',
     'Constant',
-    'Derived',
     'Filter',
     'Glob',
-    'Index',
-    'Names',
     'Not',
-    'OfType',
     'Or',
-    'Part',
     'Predicate',
     'Regex',
     'Where',
     'as_filter',
     'at',
-    'merged',
-    'negated',
     'of_type',
 ]

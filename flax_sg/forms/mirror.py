@@ -10,7 +10,8 @@ from typing import Any
 from flax.core.scope import CollectionFilter
 from flax.linen import nowrap
 
-from flax_sg import errors, filters
+from flax_sg import filters
+from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.forms import policies, substitute, wrappers
 from flax_sg.internals import modules
@@ -131,7 +132,7 @@ def mirror(
         raise wrappers.not_wrappable('mirror', module)
     if variables is not None and state == policies.UPDATE:
         choices = {k: v for k, v in policies.STATE.items() if k != state}
-        raise errors.unknown_choice('with variables=, state', state, choices)
+        raise unknown_choice('with variables=, state', state, choices)
     values = None
     if isinstance(variables, Mapping):
         values = substitute.substitute(variables, collections=[*variables])

@@ -14,8 +14,8 @@ from typing import Any
 
 from flax import linen
 
-from flax_sg import errors
 from flax_sg.engine import blocks
+from flax_sg.errors.texts import unknown_choice
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.trees.variables import Key
 
@@ -46,7 +46,7 @@ _RESULTS = ('intermediates', 'perturbations')
 def check(option: str, choice: Any, choices: Mapping[str, str]) -> None:
     """Raises for an option with a value that it does not have."""
     if choice not in choices:
-        raise errors.unknown_choice(option, choice, choices)
+        raise unknown_choice(option, choice, choices)
 
 
 # State.

@@ -7,7 +7,8 @@ from typing import Any
 
 from flax.core.scope import CollectionFilter
 
-from flax_sg import errors, filters
+from flax_sg import filters
+from flax_sg.errors.texts import unknown_choice
 from flax_sg.forms import rewrites
 from flax_sg.rules import rules
 
@@ -122,7 +123,7 @@ def _rule_of(levels: int | None) -> rules.Rule:
     if levels is None:
         return rules.StopGradient()
     if isinstance(levels, bool) or levels != 1:
-        raise errors.unknown_choice('levels', levels, _LEVELS)
+        raise unknown_choice('levels', levels, _LEVELS)
     return rules.StopOneLevel()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from flax import linen
 
 from flax_sg import errors
+from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.rendering import groups, text
 from flax_sg.summary import programs
@@ -76,7 +77,7 @@ def tabulate(
     if not isinstance(module, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _no_module(module)
     if depth not in (FIT, None) and not isinstance(depth, int):
-        raise errors.unknown_choice('depth', depth, _DEPTHS)
+        raise unknown_choice('depth', depth, _DEPTHS)
 
     def show(*args: Any, **call_kwargs: Any) -> str:
         program = programs.program_of(module, rngs, args, {**call_kwargs, **kwargs})

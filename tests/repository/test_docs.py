@@ -13,14 +13,11 @@ from flax_sg import core, errors, filters, linen, testing
 
 DOCS = Path(__file__).parents[2] / 'docs'
 
-# Names that other packages of the library import, and that no user needs.
-INTERNAL = {'Derived', 'Index', 'Names', 'OfType', 'Part', 'merged', 'negated'}
-
 
 def names_of(module: ModuleType) -> set[str]:
     """The public names of a module."""
     if module is filters:
-        return set(filters.__all__) - INTERNAL
+        return set(filters.__all__)
     found = {
         name: value
         for name, value in vars(module).items()
