@@ -18,11 +18,8 @@ def names_of(module: ModuleType) -> set[str]:
     """The public names of a module."""
     if module is filters:
         return set(filters.__all__)
-    found = {
-        name: value
-        for name, value in vars(module).items()
-        if not (name.startswith('_') or inspect.ismodule(value))
-    }
+    public = {n: getattr(module, n) for n in dir(module) if not n.startswith('_')}
+    found = {name: x for name, x in public.items() if not inspect.ismodule(x)}
     if module is linen:
         theirs = vars(flax.linen)
         return {name for name in found if found[name] is not theirs.get(name)}
