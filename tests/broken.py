@@ -27,7 +27,7 @@ from flax_sg.engine import (
 from flax_sg.filters import paths
 from flax_sg.flow import dependence, derivatives
 from flax_sg.forms import rewrites
-from flax_sg.internals import tracing
+from flax_sg.internals import hooking, tracing
 from flax_sg.rules import custom_gradients, substitutes
 
 Patch = pytest.MonkeyPatch
@@ -40,7 +40,14 @@ def no_cache_key(patch: Patch) -> None:
 
 def stop_inside_the_body(patch: Patch) -> None:
     """A lifted transform gets the stored values; reads in its body are rewritten."""
-    patch.setitem(hooks.HOOKS, 'partial_pack', lambda original: original)
+    without_hooks(patch, 'partial_pack')
+
+
+def without_hooks(patch: Patch, *names: str) -> None:
+    """Flax's own functions in place of some hooks."""
+    for name in names:
+        patch.setitem(hooks.HOOKS, name, lambda original: original)
+    patch.setattr(hooking, '_planned', (None, None, []))
 
 
 def stops_are_written_back(patch: Patch) -> None:
@@ -78,8 +85,7 @@ def open_after_an_exception(patch: Patch) -> None:
 
 def kept_values_ignored(patch: Patch) -> None:
     """What ``setup`` has kept on a module is read as it is."""
-    for name in ('try_setup', 'getattribute'):
-        patch.setitem(hooks.HOOKS, name, lambda original: original)
+    without_hooks(patch, 'try_setup', 'getattribute')
 
 
 def answers_never_noted(patch: Patch) -> None:

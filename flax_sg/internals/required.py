@@ -68,6 +68,12 @@ def _sets_up() -> bool:
     return _ends(lambda: probe.used)
 
 
+def _counts_modules() -> bool:
+    before = linen_module.uuid._id  # Or new classes would not be watched.
+    _probe()
+    return linen_module.uuid._id > before
+
+
 def _has(thing: Any, names: str) -> bool:
     """Raises if a thing lacks one of some attributes."""
     return bool(operator.attrgetter(*names.split())(thing)) or True
@@ -186,6 +192,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
         for name, (use, method) in _READS.items()
     },
     'Module.__getattr__ has to call _try_setup': _sets_up,
+    'flax.linen.module.uuid has to count modules': _counts_modules,
     'jit has to trace anew in another jax.make_user_context': _traces_anew,
     'traces have to tell which one is around them': _tells_traces_apart,
     'lifted transforms have to call flax.core.lift._partial_pack': _packs,

@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.internals import hooking, lifting, required, tracing, versions
+from flax_sg.internals import hooking, lifting, modules, required, tracing, versions
 
 pytestmark = pytest.mark.every_case
 
@@ -71,9 +71,19 @@ class Other:
     """What a name may come to mean."""
 
 
+class Uncounted:
+    """Makes identities, and does not count them."""
+
+    _id = 0
+
+    def __call__(self) -> object:
+        return object()
+
+
 # Where a name is, what it is instead, and what is said of that.
 OTHERWISE: list[tuple[Any, str, Any, str]] = [
     (fnn.Module, '__getattr__', nothing, 'Module.__getattr__ has to call _try_setup'),
+    (modules.linen_module, 'uuid', Uncounted(), 'uuid has to count modules'),
     (tracing, 'summary_context', nothing, 'jit has to trace anew'),
     (tracing.jax_core, 'set_current_trace', nothing, TRACES),
     (tracing.jax_core, 'trace_ctx', types.SimpleNamespace(trace=None), TRACES),
@@ -261,7 +271,7 @@ def test_every_private_name_is_checked():
     known = {name for _, name, *_ in OTHERWISE} | {name for _, _, name, _ in FEATURES}
     known |= set(re.findall(r'\w+', ' '.join(name for _, name in ATTRIBUTES)))
     known |= {name for _, name in hooking.HOOKED.values()}
-    known |= {'_getframe', '_user'}  # Python's, and our own.
+    known |= {'_getframe', '_get_running_loop', '_user'}  # Python's, and our own.
     # Other classes of JAX, which are gone with an AttributeError.
     known |= {'BatchTrace', 'trace_state_clean', '_caches', '_submodule_adoption_cache'}
     assert used - known == set()
