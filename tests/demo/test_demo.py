@@ -142,7 +142,7 @@ class StoppedLoss(models.DigitModel):
         (NoBlocks, {OWN_PART, BY_HAND, CODES, SCANS}),
         pytest.param(StoppedInputs, {BY_HAND, CODES}, marks=pytest.mark.long),
         pytest.param(TwoSamples, {BY_HAND, CODES, SCANS}, marks=pytest.mark.long),
-        (StoppedLoss, {OWN_PART, BY_HAND}),
+        pytest.param(StoppedLoss, {OWN_PART, BY_HAND}, marks=pytest.mark.long),
     ],
 )
 def test_the_claims_fail_of_another_model(params, batch, model, failing):
