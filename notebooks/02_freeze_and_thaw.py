@@ -452,7 +452,7 @@ plt.show()
 # %% [markdown]
 # A frozen backbone is not good enough for digits that it has never seen. Thawed in
 # stages it gets as far as with everything trained at once, and two thirds of the steps
-# have a short backward pass. ([Notebook 07](07_fine_tuning.ipynb) has LoRA and training
+# have a short backward pass. (Notebook 07 has LoRA and training
 # from scratch beside it.)
 #
 # Accuracy dips after the last thaw, because of Adam. New moments begin at zero, and
