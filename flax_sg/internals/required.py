@@ -5,6 +5,8 @@ nothing and change nothing of Flax, so they take milliseconds, start no device a
 disturb no other thread.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import contextlib
