@@ -1,6 +1,6 @@
-"""The flags under which every test and doctest runs; read before JAX starts.
+"""Sets the flags of every test and doctest, before JAX starts.
 
-It stands here and not in tests/ so that the doctests of flax_sg get them too.
+This file is outside of tests/ so that the doctests of flax_sg get the flags too.
 """
 
 import gc
@@ -14,11 +14,11 @@ import pytest
 
 # Results are compared to the last bit with programs that ran on the same device.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# XLA's own optimizations are all there; machine code that is slower is made in half the
-# time, and each program runs but once or twice.
+# XLA still runs its own optimizations. Compilation takes half the time, for slower
+# machine code, and each program runs only once or twice.
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
-# Equal programs of several tests, in several processes, are compiled once. They are
-# traced and lowered each time, and what is counted as a trace or a compilation is so.
+# Equal programs of several tests and processes are compiled once. Each is still traced
+# and lowered, so tests that count traces and compilations count right.
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix='flax_sg-tests-')
     os.environ['JAX_COMPILATION_CACHE_DIR'] = _cache.name
@@ -28,10 +28,10 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
 
 import jax
 
-# Programs for many devices are tested on one that counts as eight.
+# One device counts as eight, for tests of many devices.
 jax.config.update('jax_num_cpu_devices', 8)
 
-# Implicit conversions hide faults: a float64 that slipped in, a mask that broadcast.
+# Implicit conversions hide faults, such as a stray float64 or a mask that broadcasts.
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begins before the first import of flax_sg, in each process that runs tests."""
+    """Starts measuring before the first import of flax_sg, in each test process."""
     if config.getoption('--measure') and config.getoption('dist', 'no') == 'no':
         config.pluginmanager.register(Measured())
 
@@ -67,7 +67,7 @@ def first_cases(items: Iterable[pytest.Item]) -> set[str]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leaves out what takes long, with `--quick`."""
+    """Leaves out slow tests, with `--quick`."""
     if not config.getoption('--quick'):
         return
     chosen = first_cases(items)
@@ -82,20 +82,20 @@ def pytest_collection_modifyitems(
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from walking through JAX again and again."""
+    """Keeps the garbage collector from walking through JAX repeatedly."""
     gc.freeze()
 
 
 class Measured:
     """Measures the coverage of imports, and of the first case of each test.
 
-    Python takes half as much time again while it is measured, JAX's own part of it too.
-    The first case runs what the others run, nearly always. All cases are measured of a
-    test with the mark ``every_case``: short ones, which run lines of their own. So it
-    is the same cases on every machine, and in any number of processes.
+    Measuring slows Python down by half, JAX's code included. The first case of a test
+    nearly always runs the lines of the other cases. The mark ``every_case`` measures
+    all cases, for short tests whose cases run different lines. So every machine
+    measures the same cases, in any number of processes.
 
     Attributes:
-        cases: the names of what is measured.
+        cases: the names of the measured cases.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Measured:
         self.coverage.start()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Ends with the imports, and chooses the cases."""
+        """Stops measuring after the imports, and chooses the cases."""
         self.coverage.stop()
         every = [i for i in session.items if i.get_closest_marker('every_case')]
         self.cases = first_cases(session.items) | {item.nodeid for item in every}

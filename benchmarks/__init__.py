@@ -1,1 +1,1 @@
-"""What this library costs, beside programs written by hand and other ways to freeze."""
+"""Measures what flax_sg costs, next to stops by hand and other ways to freeze."""

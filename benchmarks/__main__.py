@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures every way to freeze, in every workload."""
+"""``python -m benchmarks`` measures every way to freeze, in every workload."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# Read when JAX starts: for small programs compiling is all that takes time.
+# JAX reads the flags when it starts. Small programs spend their time in compiling.
 if '--smoke' in sys.argv:
     flags = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
     os.environ.setdefault('XLA_FLAGS', flags)
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / 'results'
 
 
 def device_name() -> str:
-    """The name of the device, of the processor if it is one."""
+    """Returns the name of the device; for a CPU, the name of the processor."""
     kind = jax.devices()[0].device_kind
     if kind != 'cpu':
         return kind
@@ -64,7 +64,7 @@ def run(
     numbers: Sequence[int],
     folder: Path,
 ) -> tuple[report.Results, Path]:
-    """Measures, prints the tables and writes them; returns the results, and where."""
+    """Measures, prints and writes the tables; returns the results and their path."""
     found = {}
     for work in workloads.workloads(sizes):
         if re.search(only, work.name):

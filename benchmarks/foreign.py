@@ -1,8 +1,8 @@
-"""The trainers of other libraries: Haiku, equinox and Flax's NNX.
+"""Trainers that freeze with other libraries: Haiku, equinox and Flax's NNX.
 
-Each trains the linen model of the workload, whose parameters are held in its own way:
-Haiku creates them by ``hk.get_parameter``, for equinox the tree of parameters is the
-model, and NNX has a bridge. So all have the same layers, and differ in how they freeze.
+All train the linen model of the workload, so only the freezing differs. Each library
+holds the parameters in its own way: Haiku creates them by ``hk.get_parameter``, for
+equinox the tree of parameters is the model, and NNX has a bridge.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ TOP = '~'  # Haiku's name for parameters that are in no module.
 
 
 def custom_getter(module: Any, selection: Selection) -> spellings.Apply:
-    """A spelling: parameters are created and read under ``hk.custom_getter``."""
+    """Spells a stop with ``hk.custom_getter``, around all parameter reads."""
 
     def stop(read: Any, leaf: jax.Array, context: Any) -> jax.Array:
         leaf = read(leaf)
@@ -43,13 +43,13 @@ def custom_getter(module: Any, selection: Selection) -> spellings.Apply:
 
 
 def held(params: Any) -> dict[str, dict[str, Any]]:
-    """Parameters as Haiku holds them."""
+    """Returns parameters in the form in which Haiku holds them."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {TOP: {path_of(keys): leaf for keys, leaf in leaves}}
 
 
 def haiku(work: Workload, data: Data) -> Trainer:
-    """``hk.custom_getter``."""
+    """A trainer with ``hk.custom_getter``."""
     loss = work.loss(custom_getter)
     shapes = jax.eval_shape(lambda: data.params)
     transformed = hk.without_apply_rng(
@@ -61,7 +61,7 @@ def haiku(work: Workload, data: Data) -> Trainer:
 
 
 def stopped_part(module: Any, selection: Selection) -> spellings.Apply:
-    """A spelling: the frozen part of ``eqx.partition`` is stopped."""
+    """Spells a stop on the frozen part of ``eqx.partition``."""
 
     def apply(variables: Any, *args: Any, **options: Any) -> Any:
         mask = selection.mask(variables['params'])
@@ -73,7 +73,7 @@ def stopped_part(module: Any, selection: Selection) -> spellings.Apply:
 
 
 def equinox(work: Workload, data: Data) -> Trainer:
-    """``eqx.partition`` and ``eqx.filter_value_and_grad``."""
+    """A trainer with ``eqx.partition`` and ``eqx.filter_value_and_grad``."""
     if work.frozen.rows is not None:
         raise UnableError('a partition takes a whole array, not some layers of a stack')
     loss = work.loss(stopped_part) if work.per_use else work.loss_of(work.module)
@@ -100,7 +100,7 @@ def equinox(work: Workload, data: Data) -> Trainer:
 
 
 def diff_state(work: Workload, data: Data) -> Trainer:
-    """``nnx.DiffState``."""
+    """A trainer with ``nnx.DiffState``."""
     if work.per_use:
         raise UnableError('a DiffState holds for a whole gradient call')
     if work.frozen.rows is not None:

@@ -1,7 +1,7 @@
-"""What a frozen layer costs: memory in a scan, and the time of the way back.
+"""Measures frozen layers: memory in a scan, and time of the backward pass.
 
-Run as ``python -m benchmarks.frozen``. Compiles for the CPU; prints one line for each
-program.
+Run as ``python -m benchmarks.frozen``. Compiles for the CPU and prints one line for
+each program.
 """
 
 import functools
@@ -36,7 +36,7 @@ class Adapted(linen.Module):
 
 
 class Stack(linen.Module):
-    """Scanned layers; ``stop`` around them is the stop that is hoisted by hand."""
+    """Scanned layers; ``stop`` is a stop around the scan, hoisted by hand."""
 
     wrap: Any = staticmethod(lambda module: module)
     lift: Any = staticmethod(lambda cls: cls)
@@ -57,7 +57,7 @@ class Stack(linen.Module):
 
 
 class InBody(linen.Module):
-    """The stop written into the body by hand."""
+    """A layer with a stop in the scan body, written by hand."""
 
     dense: Any
 
@@ -70,7 +70,7 @@ class InBody(linen.Module):
 
 
 def step(model: Any) -> Callable[..., Any]:
-    """Loss and gradients of parameters and input."""
+    """Jits the loss with its gradients by parameters and input."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(model.apply({'params': params}, x) ** 2)
@@ -79,7 +79,7 @@ def step(model: Any) -> Callable[..., Any]:
 
 
 def memory() -> None:
-    """Temporary memory of a step, by where the stop is."""
+    """Prints the temporary memory and flops of a step, by where the stop is."""
     remat = functools.partial(linen.remat, prevent_cse=False)
     models = {
         'no stop': Stack(),
@@ -98,7 +98,7 @@ def memory() -> None:
 
 
 def times() -> None:
-    """Time of forward and backward through twelve layers."""
+    """Prints the time of the forward and backward pass through twelve layers."""
 
     def model(wrap: Any) -> Any:
         return linen.Sequential([wrap(linen.Dense(1024)) for _ in range(12)])

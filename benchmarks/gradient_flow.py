@@ -1,8 +1,8 @@
-"""Time of ``sg.gradient_flow`` beyond that of the trace, for 1,000 parameters.
+"""Measures ``sg.gradient_flow`` after the trace, for 1,000 parameters.
 
     python -m benchmarks.gradient_flow
 
-The bound is one second: a report has to be quick enough to be part of a test suite.
+The bound is one second: reports have to be quick enough for test suites.
 """
 
 import time
@@ -27,12 +27,12 @@ class Deep(nn.Module):
 
 
 def seconds(start: float) -> float:
-    """The seconds since a point in time, of this process alone."""
+    """Returns the CPU seconds of this process since ``start``."""
     return time.process_time() - start
 
 
 def main() -> None:
-    """Prints times of the trace and of what comes after."""
+    """Prints the times of the trace, the report and the trained parameters."""
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     model = Deep()
     params = jax.eval_shape(model.init, jax.random.key(0), x)['params']

@@ -1,9 +1,10 @@
-"""What frozen layers of a scanned stack cost: flops, memory, time of a training step.
+"""Measures frozen layers of a scanned stack: flops, memory, time of a training step.
 
-Run as ``python -m benchmarks.layers``. Sixteen layers, 256 wide, of which the first
-twelve are frozen, with and without remat, with something trained below them or nothing.
-Prints one line for each program: its flops, its temporary memory, and its time as a
-ratio to the split scan by hand, measured in turn (median and quartiles).
+Run as ``python -m benchmarks.layers``. The stack has sixteen layers, 256 wide; the
+first twelve are frozen. It runs with and without remat, and with and without trained
+parameters below it. Prints the flops, the temporary memory and the time of each
+program. The time is a ratio to the split scan by hand (median and quartiles). All
+programs take turns.
 """
 
 import dataclasses
@@ -41,9 +42,9 @@ class Stack:
     """A stack of layers, and the losses that freeze a part of it.
 
     Attributes:
-        below: whether something below the stack is trained.
+        below: whether parameters below the stack are trained.
         remat: whether layers are checkpointed.
-        unroll: the steps of a loop that are written out.
+        unroll: as in ``nn.scan``: the steps of a loop that are written out.
     """
 
     below: bool
@@ -51,12 +52,12 @@ class Stack:
     unroll: int = 1
 
     def params(self) -> Any:
-        """Parameters of the stack, and of what is below it."""
+        """Returns the parameters of the stack, and those below it."""
         layers = self.scan().init(jax.random.key(1), X, None)['params']
         return {'below': jnp.ones((1, WIDTH)), 'layers': layers}
 
     def scan(self, **options: Any) -> linen.Module:
-        """The scanned layers."""
+        """Makes the scanned layers."""
         layer = linen.remat(Layer, prevent_cse=False) if self.remat else Layer
         return nn.scan(
             layer,
@@ -72,14 +73,14 @@ class Stack:
         return jnp.mean(apply(params['layers'], x) ** 2)
 
     def plain(self, params: Any) -> Any:
-        """Everything is trained."""
+        """The loss that trains everything."""
         stack = self.scan()
         return self._loss(
             params, lambda layers, x: stack.apply({'params': layers}, x, None)[0]
         )
 
     def masked(self, params: Any) -> Any:
-        """A mask on the stack, by hand."""
+        """The loss with a mask on the stack, by hand."""
         mask = (np.arange(DEPTH) < FROZEN).reshape(-1, 1, 1)
 
         def stop(leaf: jax.Array) -> jax.Array:
@@ -88,19 +89,19 @@ class Stack:
         return self.plain({**params, 'layers': jax.tree.map(stop, params['layers'])})
 
     def at(self, params: Any) -> Any:
-        """A mask on the stack, by ``sg.at``."""
+        """The loss with a mask on the stack, by ``sg.at``."""
         with nn.stop_gradient(sg.at('**', np.s_[:FROZEN])):
             return self.plain(params)
 
     def frozen_layers(self, params: Any) -> Any:
-        """The split scan of this library."""
+        """The loss with the split scan of flax_sg."""
         stack = self.scan(frozen_layers=slice(0, FROZEN))
         return self._loss(
             params, lambda layers, x: stack.apply({'params': layers}, x, None)[0]
         )
 
     def by_hand(self, params: Any) -> Any:
-        """Two scans; the first reads the whole stack by index."""
+        """The loss with two scans; the first reads the whole stack by index."""
 
         def layer(params: Any, x: jax.Array) -> jax.Array:
             h = linen.gelu(x @ params['grow']['kernel'])
@@ -130,13 +131,13 @@ class Stack:
         return self._loss(params, apply)
 
     def programs(self) -> dict[str, Loss]:
-        """By name, the hand-written one first."""
+        """Returns the losses by name, ``by_hand`` first."""
         losses = (self.by_hand, self.frozen_layers, self.masked, self.at, self.plain)
         return {loss.__name__: loss for loss in losses}
 
 
 def compiled(loss: Loss, params: Any) -> Any:
-    """A step that returns all gradients."""
+    """Compiles a step that returns all gradients."""
     return jax.jit(jax.value_and_grad(loss)).lower(params).compile()
 
 
@@ -148,7 +149,7 @@ def main() -> None:
         for remat in (False, True):
             stack = Stack(below, remat)
             params = stack.params()
-            # In a loop XLA counts one step: for flops the steps are written out.
+            # XLA counts one step of a loop, so unroll all steps to count flops.
             whole = dataclasses.replace(stack, unroll=DEPTH).programs()
             steps = {n: compiled(f, params) for n, f in stack.programs().items()}
             runs = {

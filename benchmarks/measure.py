@@ -1,4 +1,4 @@
-"""Figures of training steps: what is compiled, how long it takes, how often."""
+"""Measures training steps: compiled programs, times, and number of traces."""
 
 import concurrent.futures
 import dataclasses
@@ -17,7 +17,7 @@ from benchmarks.trainers import Data, Trainer, UnableError
 from benchmarks.workloads import Workload
 from flax_sg.testing import optimized_hlo
 
-# Products of matrices, under the names that they have on CPUs and GPUs.
+# Matrix products, under their HLO names on CPUs and GPUs.
 _DOT = re.compile(
     r' (?:dot|convolution)\(|custom_call_target="__(?:cublas|cudnn\$conv|onednn\$mat)'
 )
@@ -28,19 +28,19 @@ class Figures:
     """What a training step costs.
 
     Attributes:
-        flops: of the compiled programs; XLA counts one turn of a loop.
-        accessed_bytes: that they read and write, counted like the flops.
-        temporary_bytes: of the program that needs most.
+        flops: flops of the compiled programs; XLA counts one turn of a loop.
+        accessed_bytes: bytes that the programs read and write, counted like the flops.
+        temporary_bytes: temporary memory of the program that needs most.
         peak_bytes: arguments, results and temporary memory of the program that needs
             most, as its buffers were assigned.
-        dots: products of matrices and convolutions in the optimized programs.
-        gradient_bytes: that leave the program that computes them.
-        optimizer_bytes: of the optimizer state.
-        program: whose program the gradient is, ``'stops'`` or ``'partition'`` by hand,
-            or ``'other'``; with one jit that of the step.
-        traces: how often Python ran through the loss in a loop of three steps.
-        lowering: time to trace and lower the gradient, filters included; None if it is
-            the gradient of another rival, or not measured.
+        dots: matrix products and convolutions in the optimized programs.
+        gradient_bytes: bytes of gradients that leave their program.
+        optimizer_bytes: bytes of the optimizer state.
+        program: the hand-written gradient program that this one equals, ``'stops'``
+            or ``'partition'``, else ``'other'``. With one jit, the step is compared.
+        traces: how often Python ran the loss in a loop of three steps.
+        lowering: time to trace and lower the gradient, filters included; None if the
+            gradient is another rival's, or not measured.
         step: time of a training step.
     """
 
@@ -63,10 +63,10 @@ class Effort:
 
     Attributes:
         lowerings: rounds of tracing and lowering.
-        steps: rounds of training steps, at most.
-        seconds: after which no further round of training steps begins; two are done
-            in any case.
-        warm: whether a training step that does not count comes first.
+        steps: the maximum number of rounds of training steps.
+        seconds: no round of training steps begins after this time, except the first
+            two.
+        warm: whether to run each training step once before measuring.
     """
 
     lowerings: int = 4
@@ -79,7 +79,7 @@ QUICK = Effort(0, 1, 0.0, False)
 
 
 def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
-    """For each rival its figures, or why it cannot express the workload."""
+    """Returns each rival's figures, or why it cannot express the workload."""
     count = [0]
 
     def traced() -> None:
@@ -89,7 +89,7 @@ def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
     data = Data(*work.arrays())
     out: dict[str, Figures | str] = {}
     steps: dict[str, _Step] = {}
-    # Programs are compiled while Python traces the next ones, and equal ones once.
+    # Threads compile programs while Python traces the next ones.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiler = _Compiler(pool)
         for name, rival in RIVALS.items():
@@ -146,14 +146,14 @@ class _Program:
 
 
 class _Compiler:
-    """Compiles programs in threads, equal ones once."""
+    """Compiles programs in threads; equal programs are compiled once."""
 
     def __init__(self, pool: concurrent.futures.Executor) -> None:
         self._pool = pool
         self._known: dict[str, concurrent.futures.Future[_Program]] = {}
 
     def __call__(self, lowered: Any) -> concurrent.futures.Future[_Program]:
-        """The program, once it is compiled."""
+        """Returns a future of the compiled program."""
         text = lowered.as_text()
         if text not in self._known:
             self._known[text] = self._pool.submit(self._compile, lowered)
@@ -169,7 +169,7 @@ class _Step:
     """A training step, as one or two programs.
 
     Attributes:
-        trainer: what is computed.
+        trainer: the trainer whose step is compiled.
         traces: how often the loss was traced in a loop of three steps.
         gradients: the shapes of the gradients that leave their program.
         optimizer: the shapes of the optimizer state.
@@ -216,8 +216,8 @@ class _Step:
         return [program.result() for program in self._compiled]
 
     def runner(self, data: Data) -> Callable[[], Any]:
-        """A function that takes one step."""
-        # A step writes into the buffers of the last one.
+        """Returns a function that runs one training step."""
+        # Steps donate their buffers, so copy the parameters.
         params = jax.tree.map(jnp.copy, self.trainer.params)
         optimizer = jax.tree.map(
             lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), self.optimizer
@@ -241,7 +241,7 @@ class _Step:
     def figures(
         self, hands: Mapping[str, str], lowering: Ratio | None, step: Ratio
     ) -> Figures:
-        """The figures, with those that need the compiled programs."""
+        """Returns all figures; waits for the compiled programs."""
         costs = [program.run.cost_analysis() or {} for program in self.programs]
         memory = [program.run.memory_analysis() for program in self.programs]
         texts = [program.text for program in self.programs]
@@ -261,7 +261,7 @@ class _Step:
 
 
 def _allocated(memory: Any) -> int:
-    """Bytes of all buffers of a program; results may lie where arguments were."""
+    """Returns the bytes of all buffers; results may alias donated arguments."""
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

@@ -1,7 +1,7 @@
-"""Models that programs are made of: small, and of the kinds that people freeze.
+"""Small models of the kinds that people freeze.
 
-Each takes ``stop``, which makes a context manager: ``nn.stop_gradient`` to spell a stop
-as a block, ``no_stop`` for the bare model that an oracle applies to stopped copies.
+Each takes ``stop``, which makes a context manager. ``nn.stop_gradient`` makes blocks.
+``no_stop`` gives the bare model, which an oracle applies to stopped copies.
 """
 
 import contextlib
@@ -54,15 +54,15 @@ class Transformer(nn.Module):
 
 
 class ScannedTransformer(nn.Module):
-    """The same with one scanned layer.
+    """A transformer with one scanned layer.
 
     Attributes:
         depth: the number of layers.
         width: the width of each.
         remat: whether layers are checkpointed.
-        stop: opens a block around what may be frozen.
-        frozen: what the block takes.
-        scan: ``nn.scan``, or another one with its arguments.
+        stop: opens a block around the embedding and the layers.
+        frozen: the filter of the block.
+        scan: ``nn.scan``, or a function with the same arguments.
     """
 
     depth: int = 12
@@ -166,7 +166,7 @@ class Siamese(nn.Module):
         return self.encoder(x)
 
     def predict(self, x: jax.Array) -> jax.Array:
-        """What is predicted of a target."""
+        """The prediction of a target."""
         return self.predictor(self.encoder(x))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -189,16 +189,15 @@ class Encoder(nn.Module):
 
 
 class Byol(nn.Module):
-    """Two views that predict each other's features as a slow target network has them.
+    """Two views, each predicting the target network's features of the other view.
 
-    The weights of ``target`` are an average of those of ``online``. They lie in the
-    tree of parameters, as in a train state, and no gradient may reach them.
+    The weights of ``target`` are a slow average of the weights of ``online``. Both are
+    parameters, as in a train state, and no gradient may reach ``target``.
 
     Attributes:
         width: the width of all layers.
         stop: opens a block around the target.
-        view: how the target network is called, given the two networks; the hand-written
-            way is to call it.
+        view: makes the target to call from both networks; by default, ``target``.
     """
 
     width: int = 16
@@ -216,7 +215,7 @@ class Byol(nn.Module):
         return self.distance(one, two) + self.distance(two, one)
 
     def distance(self, seen: jax.Array, other: jax.Array) -> jax.Array:
-        """How far the prediction from one view is from the target of the other."""
+        """The distance of one view's prediction from the other view's target."""
         predicted = self.predictor(self.online(seen))
         with self.stop('target/**'):
             wanted = self.view(self.online, self.target)(other)
@@ -262,7 +261,7 @@ class Convolution(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Images of as many channels as the module is wide."""
+        """Returns images with ``width`` channels."""
         x = nn.Conv(self.width, (self.kernel, self.kernel), use_bias=False)(x)
         return nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
 

@@ -1,4 +1,4 @@
-"""Time to trace and lower the gradient of many small modules, by their number."""
+"""Measures the time to trace and lower gradients of many small modules."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ WIDTH = 4
 KERNELS = Selection.of('.*/kernel')
 NUMBERS = (10, 100, 1000, 3000)
 FEW = (2, 4)
-# All ways are measured up to this number, and those in GROWING beyond.
+# Up to this number all ways are measured; above it, only those in GROWING.
 MANY = 100
-# After which no further round begins.
+# No round begins after this time, except the first two.
 SECONDS = 25.0
 
 
@@ -35,7 +35,7 @@ class Small(linen.Module):
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """As many features as there were before."""
+        """Returns as many features as the input has."""
         with self.stop('dense/kernel') if self.stop else contextlib.nullcontext():
             return jnp.tanh(linen.Dense(WIDTH, name='dense')(x))
 
@@ -44,8 +44,8 @@ class Many(linen.Module):
     """Small modules, one after another.
 
     Attributes:
-        number: how many there are.
-        make: makes one of them, given its name.
+        number: the number of modules.
+        make: makes one module, given its name.
     """
 
     number: int
@@ -53,14 +53,14 @@ class Many(linen.Module):
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """What the last one returns."""
+        """Returns the sum of the last module's output."""
         for number in range(self.number):
             x = self.make(name=f'small_{number}')(x)
         return jnp.sum(x)
 
 
 def mapped(name: str) -> Any:
-    """A module whose class is lifted by ``nn.map_variables``."""
+    """Makes a module whose class is lifted by ``nn.map_variables``."""
 
     def stop(variables: Any) -> Any:
         dense = variables['params']['dense']
@@ -70,7 +70,7 @@ def mapped(name: str) -> Any:
     return linen.map_variables(Small, 'params', trans_in_fn=stop)(name=name)
 
 
-# How modules are made, and how the model that they make up is applied.
+# By way to freeze: how modules are made, and how the whole model is applied.
 WAYS: dict[str, tuple[Callable[..., Any], spellings.Spelling]] = {
     BY_HAND: (Small, spellings.by_hand),
     'nothing stopped': (Small, spellings.bare),
@@ -95,7 +95,7 @@ GROWING = (BY_HAND, 'flax_sg block', 'flax_sg block in each')
 
 
 def shapes(number: int) -> tuple[Any, Any]:
-    """The shapes of the parameters, and of an input."""
+    """Returns the shapes of the parameters and of an input."""
     dense = {
         'bias': jax.ShapeDtypeStruct((WIDTH,), jnp.float32),
         'kernel': jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
@@ -121,7 +121,7 @@ def lower(way: str, number: int) -> Any:
 
 
 def measured(numbers: Sequence[int], rounds: int) -> dict[int, dict[str, timing.Ratio]]:
-    """By the number of modules, times relative to stops by hand."""
+    """Returns times relative to stops by hand, by the number of modules."""
     out = {}
     for number in numbers:
         ways = WAYS if number <= MANY else GROWING

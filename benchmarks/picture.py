@@ -1,6 +1,6 @@
-"""Results as one bar chart: how long a training step takes, by way to freeze.
+"""Draws the time of a training step as a bar chart, by way to freeze.
 
-``python -m benchmarks.picture`` makes charts and pages again from the stored results.
+``python -m benchmarks.picture`` redraws charts and pages from the stored results.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from benchmarks.rivals import BY_HAND
 
 RESULTS = Path(__file__).parent / 'results'
 WORKLOAD = 'transformer, frozen backbone'
-# What a bar is called, by its way to freeze, and its colour.
+# The label and the colour of each bar, by way to freeze.
 OURS, OTHERS, MASKS = '#0072b2', '#8c8c8c', '#d55e00'
 BARS = {
     BY_HAND: ('jax.lax.stop_gradient by hand', OTHERS),
@@ -44,9 +44,9 @@ def save(path: Path, results: report.Results) -> None:
 
     Args:
         path: the file.
-        results: what was measured.
+        results: the measurements.
     """
-    # The first workload stands in where only some were measured.
+    # With --only, WORKLOAD may be missing: draw the first workload instead.
     workload = (
         WORKLOAD if WORKLOAD in results.workloads else next(iter(results.workloads))
     )
@@ -82,7 +82,7 @@ def write(file: Path, results: report.Results) -> None:
 
     Args:
         file: the path of the page without its suffix.
-        results: what was measured.
+        results: the measurements.
     """
     chart = file.with_suffix('.svg')
     save(chart, results)

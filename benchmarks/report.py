@@ -1,4 +1,4 @@
-"""Results as JSON, and as a page: a picture, three conclusions, the tables."""
+"""Writes results as JSON, and as a page: a picture, three conclusions, the tables."""
 
 import dataclasses
 import json
@@ -31,13 +31,13 @@ HEAD = (
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """All that was measured.
+    """All measurements on one device.
 
     Attributes:
         device: the name of the device.
-        versions: of Python packages.
-        workloads: figures by workload and by way to freeze, or why there are none.
-        modules: times to trace and lower by the number of modules, and by way.
+        versions: the versions of Python packages.
+        workloads: figures by workload and way to freeze, or why they are missing.
+        modules: times to trace and lower, by number of modules and way to freeze.
     """
 
     device: str
@@ -86,7 +86,7 @@ class Results:
         return '\n'.join(lines) + '\n'
 
     def conclusions(self) -> list[str]:
-        """Three lines: blocks, ``sg.live`` and masks beside stops by hand."""
+        """Compares blocks, ``sg.live`` and masks with stops by hand, in three lines."""
         blocks, live = 'flax_sg block', 'flax_sg live'
         masks = 'optax mask', 'optax mask, one jit, clip'
         return [
@@ -126,7 +126,7 @@ class Results:
 
 
 def read(path: Path) -> Results:
-    """The results in a JSON file."""
+    """Reads the results in a JSON file."""
     data = json.loads(path.read_text())
 
     def figures(found: Any) -> Figures | str:
@@ -148,7 +148,7 @@ def read(path: Path) -> Results:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what is measured."""
+    """Returns the versions of the measured packages."""
     import equinox
     import flax
     import haiku

@@ -1,4 +1,4 @@
-"""The rows of a table: ways to freeze, by the name that tables call them."""
+"""The ways to freeze, by their names in the tables."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ class Rival:
 
     Attributes:
         make: makes the training step of a workload, or raises ``UnableError``.
-        gradient_of: the rival whose gradient it takes, if it is another's.
+        gradient_of: the rival whose gradient this rival takes, if any.
     """
 
     make: Callable[[Workload, Data], Trainer]

@@ -1,4 +1,4 @@
-"""What is frozen: a pattern for whole paths, and which rows of each array."""
+"""Selects frozen parameters: a pattern for whole paths, and rows of each array."""
 
 import dataclasses
 import re
@@ -10,12 +10,12 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Parameters by path.
+    """Selects parameters by path.
 
     Attributes:
-        pattern: what a path has to match as a whole.
-        rows: the first row of each array, as of a stack of scanned layers, and the one
-            after the last; None for all.
+        pattern: matches the whole path.
+        rows: start and stop of the selected rows of each array, such as layers of a
+            scanned stack; None for all rows.
     """
 
     pattern: re.Pattern[str]
@@ -23,21 +23,21 @@ class Selection:
 
     @classmethod
     def of(cls, pattern: str, rows: tuple[int, int] | None = None) -> 'Selection':
-        """A selection by the text of a regular expression."""
+        """Makes a selection from the text of a regular expression."""
         return cls(re.compile(pattern), rows)
 
     def takes(self, path: str) -> bool:
-        """Whether a parameter is selected, or rows of it."""
+        """Whether a parameter, or some of its rows, is selected."""
         return self.pattern.fullmatch(path) is not None
 
     def map(self, fn: Callable[[jax.Array], Any], params: Any) -> Any:
-        """The parameters, with what a function makes of the selected ones."""
+        """Applies a function to the selected parameters; keeps the others."""
         return jax.tree_util.tree_map_with_path(
             lambda keys, leaf: fn(leaf) if self.takes(path_of(keys)) else leaf, params
         )
 
     def mask(self, params: Any) -> Any:
-        """A tree of bools, True at the parameters that are frozen as a whole."""
+        """Returns a tree of bools: True where a whole parameter is frozen."""
         return jax.tree_util.tree_map_with_path(
             lambda keys, _: self.rows is None and self.takes(path_of(keys)), params
         )
@@ -47,5 +47,5 @@ NOTHING = Selection.of('(?!)')
 
 
 def path_of(keys: Any) -> str:
-    """The path of a leaf in a tree of parameters."""
+    """Returns the path of a leaf in a tree of parameters."""
     return '/'.join(str(key.key) for key in keys)

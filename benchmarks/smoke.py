@@ -1,4 +1,4 @@
-"""What holds for results of any size, on any device."""
+"""Checks results of any size, on any device."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,16 @@ from benchmarks.measure import Figures
 from benchmarks.report import Results
 from benchmarks.rivals import BY_HAND, RIVALS
 
-# Each stops what a person stops by hand, at the same place.
+# These ways compile to the program of stops by hand.
 STOPS = ('nn.map_variables', 'hk.custom_getter', 'flax_sg block')
 
 
 def check(results: Results, file: Path) -> None:
-    """Fails if a way to freeze is missing, or has another program than it should.
+    """Fails if a way to freeze is missing, or has an unexpected program.
 
     Args:
-        results: what was measured.
-        file: where it was written, but for the suffix.
+        results: the measurements.
+        file: the path of the written files, without suffix.
     """
     for work, ways in results.workloads.items():
         assert list(ways) == list(RIVALS), work
@@ -24,12 +24,12 @@ def check(results: Results, file: Path) -> None:
         for way in STOPS:
             assert found[way].program == 'stops', (work, way)
         for way, figures in found.items():
-            # ``sg.live`` traces the loss once more, before there is a step.
+            # ``sg.live`` traces the loss once more, before the first step.
             traces = 2 if 'flax_sg live' in way else 1
             assert figures.traces == traces, (work, way)
             assert figures.dots and figures.flops, (work, way)
         if 'equinox partition' in found and 'partition by hand' in found:
-            # What is frozen as a whole has neither gradient nor state.
+            # Parameters frozen as a whole have neither gradient nor optimizer state.
             hand = found['partition by hand']
             for way in ('flax_sg live', 'equinox partition', 'nnx DiffState'):
                 assert found[way].program == 'partition', (work, way)

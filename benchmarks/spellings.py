@@ -1,7 +1,7 @@
-"""One stop, spelled in every way: by hand, and as this library offers it.
+"""Spells one stop in every way: by hand, and with each form of flax_sg.
 
-A spelling takes a module and what is stopped in it, and returns what stands for
-``module.apply``. The hand-written one knows nothing of this library.
+A spelling takes a module and a selection, and returns a replacement for
+``module.apply``. ``by_hand`` does not use flax_sg.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Spelling = Callable[[linen.Module, Selection], Apply]
 
 
 def stopped(leaf: jax.Array, rows: tuple[int, int] | None) -> jax.Array:
-    """A parameter of which some rows are stopped, or all."""
+    """Stops all rows of a parameter, or some."""
     if rows is None:
         return jax.lax.stop_gradient(leaf)
     mask = np.zeros((leaf.shape[0], *[1] * (leaf.ndim - 1)), bool)
@@ -31,7 +31,7 @@ def stopped(leaf: jax.Array, rows: tuple[int, int] | None) -> jax.Array:
 
 
 def by_hand(module: linen.Module, selection: Selection) -> Apply:
-    """A copy of the weights, stopped where they are frozen."""
+    """Applies the module to a copy of the weights with the frozen ones stopped."""
 
     def apply(variables: Any, *args: Any, **options: Any) -> Any:
         copy = selection.map(
@@ -43,13 +43,13 @@ def by_hand(module: linen.Module, selection: Selection) -> Apply:
 
 
 def bare(module: linen.Module, selection: Selection) -> Apply:
-    """No stop but those that the module has in it."""
+    """Adds no stop to those inside the module."""
     del selection
     return module.apply
 
 
 def block_around(module: linen.Module, selection: Selection) -> Apply:
-    """A block around ``module.apply``."""
+    """Opens a block around ``module.apply``."""
 
     def apply(*args: Any, **options: Any) -> Any:
         with nn.stop_gradient(where(selection)):
@@ -59,7 +59,7 @@ def block_around(module: linen.Module, selection: Selection) -> Apply:
 
 
 def lifted_class(module: linen.Module, selection: Selection) -> Apply:
-    """The class of the module, lifted."""
+    """Lifts the class of the module."""
 
     def apply(*args: Any, method: str = '__call__', **options: Any) -> Any:
         cls = nn.stop_gradient(type(module), where(selection), methods=[method])
@@ -69,7 +69,7 @@ def lifted_class(module: linen.Module, selection: Selection) -> Apply:
 
 
 def decorated_method(module: linen.Module, selection: Selection) -> Apply:
-    """A class in which the method has a decorator."""
+    """Decorates the method in a subclass."""
 
     def apply(*args: Any, method: str = '__call__', **options: Any) -> Any:
         base: Any = type(module)
@@ -85,18 +85,18 @@ def decorated_method(module: linen.Module, selection: Selection) -> Apply:
 
 
 def fields(module: linen.Module) -> dict[str, Any]:
-    """The arguments that a module was made with."""
+    """Returns the arguments that a module was made with."""
     names = {field.name for field in dataclasses.fields(module)} - {'parent', 'name'}
     return {name: getattr(module, name) for name in names}
 
 
 def frozen(module: linen.Module, selection: Selection) -> Apply:
-    """The module, wrapped."""
+    """Wraps the module in ``nn.Frozen``."""
     return nn.Frozen(module, where(selection)).apply
 
 
 def mirror(module: linen.Module, selection: Selection) -> Apply:
-    """A view of the module, bound to its variables."""
+    """Calls a ``nn.mirror`` view of the bound module."""
 
     def apply(variables: Any, *args: Any, method: str = '__call__') -> Any:
         view = nn.mirror(module.bind(variables), where(selection))
@@ -106,7 +106,7 @@ def mirror(module: linen.Module, selection: Selection) -> Apply:
 
 
 def where(selection: Selection) -> Any:
-    """A selection as a filter of this library."""
+    """Returns a selection as a filter of flax_sg."""
     if selection.rows is None:
         return selection.pattern
     return sg.at(selection.pattern, np.s_[slice(*selection.rows)])

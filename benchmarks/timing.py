@@ -1,4 +1,4 @@
-"""Times of programs that take turns, as ratios."""
+"""Measures programs in turn, and compares their times as ratios."""
 
 import dataclasses
 import time
@@ -11,13 +11,13 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """Times relative to those of another program, measured in turn.
+    """The time of a program relative to another one, measured in turn.
 
     Attributes:
         median: the median of the ratios of pairs.
         low: their first quartile.
         high: their third quartile.
-        seconds: the median of the times.
+        seconds: the median time of the program.
     """
 
     median: float
@@ -34,15 +34,15 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Times of programs that take turns, so that a busy moment is shared.
+    """Times programs in turn, so that a busy machine slows down all of them.
 
     Args:
-        runs: the programs, by name; the arrays that they return are waited for.
-        rounds: how often.
-        seconds: after which no further round begins, from the second on.
-        warm: whether each runs once before.
-        clock: tells the time.
-        before: what is done before each run, in no time.
+        runs: the programs, by name; the clock stops when their results are ready.
+        rounds: how often each program runs.
+        seconds: no round begins after this time, except the first two.
+        warm: whether each program runs once before.
+        clock: returns the time in seconds.
+        before: called before each run, outside of the measured time.
     """
     for run in runs.values() if warm else ():
         jax.block_until_ready(run())
@@ -51,7 +51,7 @@ def interleaved(
     for number in range(rounds):
         if number >= 2 and time.perf_counter() - begin > seconds:
             break
-        # Nobody is always first, after whatever the last one left behind.
+        # Rotate the order: the program that ran before may slow down the next one.
         first = number % len(runs)
         for name, run in [*runs.items()][first:] + [*runs.items()][:first]:
             before()
@@ -62,7 +62,7 @@ def interleaved(
 
 
 def ratios(times: Mapping[str, list[float]], to: str) -> dict[str, Ratio]:
-    """Times as ratios to those of one program, pair by pair."""
+    """Returns times as ratios to one program, pair by pair."""
     out = {}
     for name, seconds in times.items():
         if not seconds:

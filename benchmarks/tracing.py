@@ -1,10 +1,10 @@
-"""Time to trace and lower a gradient, and to open a block, beside stops by hand.
+"""Measures the time to trace and lower a gradient, and to open a block.
 
     python -m benchmarks.tracing [--only REGEX]
 
-Prints a table: each way to freeze relative to stops by hand, and the bound that this
-library keeps to. Nothing is found in a cache, no garbage is collected meanwhile, and
-only the processor's time counts.
+Prints a table: each way to freeze relative to stops by hand, and the bound for
+flax_sg. Caches are cleared before each run, no garbage is collected meanwhile, and
+only CPU time counts.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class Program:
     Attributes:
         ways: losses of parameters and an input, by name.
         shapes: the shapes of their arguments.
-        bound: the largest ratio that is wanted of flax_sg.
-        rounds: how often each is traced and lowered.
+        bound: the largest acceptable ratio for flax_sg.
+        rounds: how often each way is traced and lowered.
     """
 
     ways: Mapping[str, Callable[..., jax.Array]]
@@ -45,11 +45,11 @@ class Program:
     rounds: int
 
     def ratios(self) -> dict[str, timing.Ratio]:
-        """Times to trace and lower the gradient, relative to stops by hand."""
+        """Returns times to trace and lower, relative to stops by hand."""
 
         def lower(loss: Callable[..., jax.Array]) -> Callable[[], None]:
             def run() -> None:
-                # Another function each time: JAX remembers those that it has traced.
+                # A new function each time, because JAX caches the traces of functions.
                 jax.jit(jax.grad(lambda *args: loss(*args))).lower(*self.shapes)
 
             return run
@@ -66,7 +66,7 @@ class Program:
 
 
 def around(model: Any, where: Any) -> spellings.Apply:
-    """A block around ``model.apply``."""
+    """Opens a block around ``model.apply``."""
 
     def apply(*args: Any) -> Any:
         with nn.stop_gradient(where):
@@ -76,7 +76,7 @@ def around(model: Any, where: Any) -> spellings.Apply:
 
 
 def loss_of(apply: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """The sum of what a model returns, as a function of its parameters."""
+    """Returns a loss: the sum of the model's output."""
     return lambda params, x: jnp.sum(apply({'params': params}, x))
 
 
@@ -149,7 +149,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 
 def microseconds(fn: Callable[[], Any]) -> float:
-    """The shortest time of some calls, for each."""
+    """Returns the time of one call, in the fastest of twenty rounds."""
     best = float('inf')
     for _ in range(20):
         begin = time.process_time()
@@ -160,7 +160,7 @@ def microseconds(fn: Callable[[], Any]) -> float:
 
 
 def open_and_close() -> list[tuple[str, float, float]]:
-    """Blocks around a compiled step: what is timed, microseconds, and the bound."""
+    """Times blocks around a compiled step: name, microseconds, and bound."""
     model = modules.Many(1)
     shapes, x = modules.shapes(1)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
@@ -187,7 +187,7 @@ def open_and_close() -> list[tuple[str, float, float]]:
 
 
 def main() -> None:
-    """Measures what is asked for, and prints the table."""
+    """Measures the chosen programs, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--only', default='', help='a part of the name of a program')
     only = parser.parse_args().only

@@ -1,7 +1,7 @@
-"""Training steps that freeze a part of a model, each in the idiom of its way.
+"""Training steps that freeze a part of a model, one for each way to freeze.
 
-All train the same linen model with Adam. A trainer says what is computed in which
-``jax.jit``; how long it takes and what it costs is found out elsewhere.
+All train the same linen model with Adam. A trainer defines what each ``jax.jit``
+computes; ``measure.py`` finds its time and cost.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ ADAM = optax.adam(1e-3)
 
 
 class UnableError(Exception):
-    """What a way to freeze cannot express, with the reason."""
+    """A way to freeze cannot express a workload; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a trainer begins with: parameters, other variables, a batch."""
+    """The initial data of a trainer: parameters, other variables, a batch."""
 
     params: Any
     state: Any
@@ -39,14 +39,15 @@ class Trainer:
     """A training step.
 
     Attributes:
-        gradient: from parameters, other variables and inputs to the loss, with new
+        gradient: maps parameters, other variables and inputs to the loss, with new
             variables, and the gradient.
-        update: from gradient, optimizer state and parameters to new parameters and a
-            new state.
-        init: from parameters to the first optimizer state.
-        params: the parameters as this trainer holds them.
+        update: maps gradient, optimizer state and parameters to new parameters and a
+            new optimizer state.
+        init: maps parameters to the first optimizer state.
+        params: the parameters, in the form that this trainer needs.
         state: the other variables.
-        one_jit: whether both are compiled together, and no gradient leaves.
+        one_jit: whether one program computes gradient and update, and returns no
+            gradient.
     """
 
     gradient: Callable[..., Any]
@@ -60,7 +61,7 @@ class Trainer:
 def optimized(
     tx: Any, gradient: Any, data: Data, params: Any = None, one_jit: bool = False
 ) -> Trainer:
-    """A trainer that hands the gradient to an optimizer, and adds what it says."""
+    """Makes a trainer that applies the updates of an optimizer."""
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -71,7 +72,7 @@ def optimized(
 
 
 def labelled(frozen: Any) -> Any:
-    """Adam, and nothing where a mask of frozen parameters is True."""
+    """Makes Adam with zero updates where the mask of frozen parameters is True."""
     labels = jax.tree.map(lambda leaf: 'frozen' if leaf else 'live', frozen)
     return optax.multi_transform({'live': ADAM, 'frozen': optax.set_to_zero()}, labels)
 
@@ -79,14 +80,14 @@ def labelled(frozen: Any) -> Any:
 def stops(
     work: Workload, data: Data, spelling: Any = spellings.by_hand, one_jit: bool = False
 ) -> Trainer:
-    """Stops in the loss; the gradient is a full tree with zeros."""
+    """Stops gradients in the loss; the gradient is a full tree with zeros."""
     gradient = jax.value_and_grad(work.loss(spelling), has_aux=True)
     tx = labelled(work.frozen.mask(data.params))
     return optimized(tx, gradient, data, one_jit=one_jit)
 
 
 def partition(work: Workload, data: Data, tx: Any = ADAM) -> Trainer:
-    """Live and frozen parameters apart; the loss is a function of the live ones."""
+    """Splits the parameters; the loss is a function of the live ones."""
     if work.per_use:
         raise UnableError('no parameter is frozen in all of its uses')
     loss = work.loss_of(work.module)
@@ -135,7 +136,7 @@ def partition(work: Workload, data: Data, tx: Any = ADAM) -> Trainer:
 def masks(
     work: Workload, data: Data, one_jit: bool = False, clip: bool = False
 ) -> Trainer:
-    """Nothing is stopped; masks in the optimizer choose among all gradients."""
+    """Computes all gradients; masks in the optimizer choose among them."""
     if work.per_use:
         raise UnableError('an optimizer sees the sum of the gradients of all uses')
     if work.frozen.rows is not None:
@@ -157,7 +158,7 @@ def live(
     spelling: spellings.Spelling | None = None,
     one_jit: bool = False,
 ) -> Trainer:
-    """The freeze is said in the model, and everything else follows it."""
+    """Freezes in the model; ``sg.live`` finds what to train."""
     loss = work.loss(spelling)
     live = sg.live(loss, data.params, data.state, *data.inputs, has_aux=True)
     frozen_tx = sg.freeze(tx, ~live)
@@ -171,7 +172,7 @@ def live(
 
 
 def frozen_layers(work: Workload, data: Data) -> Trainer:
-    """A scan that runs its frozen layers in a loop of their own."""
+    """Scans with ``frozen_layers=``: frozen layers run in a separate loop."""
     if work.split is None:
         raise UnableError('for layers of a scan')
     gradient = jax.value_and_grad(work.loss_of(work.split), has_aux=True)
@@ -179,7 +180,7 @@ def frozen_layers(work: Workload, data: Data) -> Trainer:
 
 
 def map_variables(module: Any, selection: Selection) -> spellings.Apply:
-    """A spelling: ``nn.map_variables`` around a method of the module."""
+    """Spells a stop with ``nn.map_variables`` around a method of the module."""
 
     def stop(variables: Any) -> Any:
         params = selection.map(

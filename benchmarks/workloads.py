@@ -1,4 +1,4 @@
-"""What is measured: models, what is frozen in each, and how large they are."""
+"""The measured workloads: models, their frozen parameters, and their sizes."""
 
 import dataclasses
 import functools
@@ -19,19 +19,19 @@ Loss = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model, and what of it is frozen.
+    """A model and its frozen parameters.
 
     Attributes:
-        name: what tables call it.
-        module: the model; its field ``stop`` opens the blocks that are written in it.
-        inputs: the shapes of its arguments.
-        frozen: what is never trained.
-        uses: where a parameter is frozen in some uses only, the loss as a function of
-            ``call(stopped, *args, method=)`` and the inputs. By default it is that of
-            one call of the model, in which ``frozen`` is stopped.
-        split: for a scanned model, that which runs frozen layers in a loop of their
-            own.
-        traced: called whenever Python runs through the loss.
+        name: the name in the tables.
+        module: the model; its field ``stop`` opens the blocks inside the model.
+        inputs: the shapes of the model's arguments.
+        frozen: the parameters that are never trained.
+        uses: for parameters that are frozen in some uses only: the loss as a function
+            of ``call(stopped, *args, method=)`` and the inputs. By default the loss
+            calls the model once, with ``frozen`` stopped.
+        split: for a scanned model, the version whose frozen layers run in a separate
+            loop.
+        traced: called whenever Python runs the loss.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Workload:
 
     @property
     def per_use(self) -> bool:
-        """Whether one parameter is frozen here and trained there."""
+        """Whether a parameter is frozen in some uses and trained in others."""
         return self.uses is not None
 
     def arrays(self) -> tuple[Any, Any, list[jax.Array]]:
-        """Parameters, other variables and inputs, always the same."""
+        """Returns parameters, other variables and inputs, from a fixed seed."""
         numbers = np.random.default_rng(0)
 
         def normal(shape: Sequence[int], scale: float) -> jax.Array:
@@ -66,10 +66,12 @@ class Workload:
         return params, state, inputs
 
     def loss(self, spelling: spellings.Spelling | None) -> Loss:
-        """The loss: of parameters, other variables and inputs, with new variables.
+        """Returns the loss, a function of parameters, other variables and inputs.
+
+        The function returns the loss and the new variables.
 
         Args:
-            spelling: how what is frozen is stopped; None for the blocks in the model.
+            spelling: how to stop the frozen parameters; None for the model's blocks.
         """
         if spelling is not None:
             return self._loss(self.module, spelling, self.uses)
@@ -79,7 +81,7 @@ class Workload:
         return self.loss_of(self.module.clone(**fields))
 
     def loss_of(self, module: linen.Module) -> Loss:
-        """The loss of a module that says itself what is frozen in it."""
+        """Returns the loss of a module that freezes its own parameters."""
         return self._loss(module, spellings.bare, None)
 
     def _loss(self, module: Any, spelling: spellings.Spelling, uses: Any) -> Loss:
@@ -101,12 +103,12 @@ class Workload:
 
 
 def objective(out: jax.Array) -> jax.Array:
-    """The loss of what a model returns."""
+    """Returns the loss of a model's output."""
     return jnp.mean(out**2) if out.ndim else out
 
 
 def three_losses(call: Callable[..., Any], x: jax.Array) -> jax.Array:
-    """Each loss with the weights of the other parts stopped."""
+    """Sums three losses, each with the weights of the other parts stopped."""
     sample = call(Selection.of('.*'), x, method='sample')
     return (
         call(Selection.of('(code|explanation).*'), x, method='gln_loss')
@@ -120,13 +122,13 @@ class Sizes:
     """How large the models are.
 
     Attributes:
-        depth: layers of a transformer; the half of them is frozen in some.
-        width: the width of all that has no other one.
-        batch: examples.
-        tokens: tokens of an example.
-        image: pixels of the side of an image.
-        channels: of a residual network.
-        blocks: of a residual network.
+        depth: layers of a transformer; some workloads freeze half of them.
+        width: the default width.
+        batch: the number of examples.
+        tokens: tokens in an example.
+        image: the side of an image, in pixels.
+        channels: channels of the residual network.
+        blocks: blocks of the residual network.
     """
 
     depth: int = 12
@@ -142,7 +144,7 @@ SMALL = Sizes(2, 8, 2, 4, 8, 4, 1)
 
 
 def workloads(sizes: Sizes = Sizes()) -> list[Workload]:
-    """All workloads, of one size."""
+    """Returns all workloads in the given sizes."""
     text = [(sizes.batch, sizes.tokens, sizes.width)]
     vector = (8 * sizes.batch, sizes.width)
     image = (sizes.batch, sizes.image, sizes.image, 3)
@@ -176,7 +178,7 @@ def workloads(sizes: Sizes = Sizes()) -> list[Workload]:
 
 
 def transformers(sizes: Sizes, inputs: Any) -> list[Workload]:
-    """Separate layers."""
+    """Returns transformers with separate layers."""
     numbers = list(map(str, range(sizes.depth)))
     half = sizes.depth // 2
     parts = {
@@ -196,7 +198,7 @@ def transformers(sizes: Sizes, inputs: Any) -> list[Workload]:
 
 
 def scanned(sizes: Sizes, inputs: Any, remat: bool) -> list[Workload]:
-    """The same layers in one scan."""
+    """Returns transformers with the same layers in one scan."""
     name = 'scan of remat' if remat else 'scan'
     module = models.ScannedTransformer(sizes.depth, sizes.width, remat)
     half = sizes.depth // 2

@@ -1,4 +1,4 @@
-"""``python -m flax_sg``: the commands, and what is installed."""
+"""``python -m flax_sg`` runs the commands, or prints what is installed."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ python -m flax_sg paths PLACE [--args PLACE] [--where GLOB]
 python -m flax_sg env                       versions, devices and flags, for reports
                                             of bugs"""
 
-# What the demo needs beyond the library, by the name that an import fails with.
+# The packages that only the demo needs, as a failed import names them.
 DEMO_PACKAGES = ('sklearn', 'matplotlib')
 
 
@@ -62,7 +62,7 @@ def _about() -> str:
 
 
 def _environment() -> Iterator[tuple[str, str]]:
-    """Versions, devices and flags, for a report of a bug."""
+    """Yields versions, devices and flags, for a bug report."""
     yield 'flax_sg', flax_sg.__version__
     for package in ('flax', 'jax', 'jaxlib', 'optax', 'chex'):
         try:
@@ -73,9 +73,9 @@ def _environment() -> Iterator[tuple[str, str]]:
     yield 'platform', platform.platform()
     try:
         yield 'devices', ', '.join(map(str, jax.devices()))
-    except RuntimeError as error:  # A driver that does not start is worth a report.
+    except RuntimeError as error:  # A driver that fails belongs in the report.
         yield 'devices', f'none: {error}'
-    # A new process has no flags but those of its environment.
+    # A new process takes its flags from the environment alone.
     for name in sorted(os.environ):
         if name.startswith(('JAX_', 'XLA_')):
             yield 'flag', f'{name} = {os.environ[name]}'
@@ -83,7 +83,7 @@ def _environment() -> Iterator[tuple[str, str]]:
 
 def _demo(argv: Sequence[str]) -> int:
     try:
-        # Imported late: the library itself does without the packages of the demo.
+        # Imported late: the library works without the packages of the demo.
         from flax_sg import demo
 
         return demo.main(argv)

@@ -1,7 +1,7 @@
-"""Cotangents mapped by hand: what rules for cotangents are compared with.
+"""Gradient rules written by hand, as references for those of flax_sg.
 
-Nothing in this file knows flax_sg. Trees of parameters go through one
-``jax.custom_vjp`` for each leaf, or through one for all.
+This file does not import flax_sg. Trees of parameters go through one
+``jax.custom_vjp`` for each leaf, or through one for all leaves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def identity(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 def each(fn: Callable[[str, Any], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
-    """A copy of nested dicts, with ``fn(path, cotangent)`` for each leaf apart."""
+    """Copies nested dicts; ``fn(path, cotangent)`` maps each leaf's cotangent."""
     if isinstance(tree, Mapping):
         return {name: each(fn, value, (*path, name)) for name, value in tree.items()}
     return identity(lambda ct: fn('/'.join(path), ct), tree)
@@ -52,7 +52,7 @@ def clipped_together(bound: float, tree: Any) -> Any:
         squares = [jnp.sum(jnp.square(ct)) for ct in jax.tree.leaves(cts)]
         square = functools.reduce(operator.add, squares)
         over = square > bound * bound
-        # The root has no derivative at zero.
+        # The square root has no derivative at zero.
         factor = jnp.where(over, bound / jnp.sqrt(jnp.where(over, square, 1)), 1)
         return jax.tree.map(lambda ct: ct * factor, cts)
 

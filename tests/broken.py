@@ -1,7 +1,7 @@
-"""The mechanism, broken on purpose: what naive versions of it get wrong.
+"""Deliberate faults in flax_sg: the mistakes that naive versions make.
 
-Each function puts one fault into flax_sg, for as long as the fixture lasts.
-``test_broken`` says which tests catch it, and how.
+Each function puts one fault into flax_sg while the fixture is active.
+``test_broken`` says which tests catch the fault, and how.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ def no_cache_key(patch: Patch) -> None:
 
 def stop_inside_the_body(patch: Patch) -> None:
     """A lifted transform gets the stored values; reads in its body are rewritten."""
-    without_hooks(patch, 'partial_pack')
+    _without_hooks(patch, 'partial_pack')
 
 
-def without_hooks(patch: Patch, *names: str) -> None:
+def _without_hooks(patch: Patch, *names: str) -> None:
     """Flax's own functions in place of some hooks."""
     for name in names:
         patch.setitem(hooks.HOOKS, name, lambda original: original)
@@ -85,7 +85,7 @@ def open_after_an_exception(patch: Patch) -> None:
 
 def kept_values_ignored(patch: Patch) -> None:
     """What ``setup`` has kept on a module is read as it is."""
-    without_hooks(patch, 'try_setup', 'getattribute')
+    _without_hooks(patch, 'try_setup', 'getattribute')
 
 
 def answers_never_noted(patch: Patch) -> None:

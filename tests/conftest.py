@@ -7,16 +7,16 @@ import hypothesis
 import jax
 import pytest
 
-# Doctests would import the first, which has errors on purpose for pyright to read, and
-# the second, a program, which imports what only the extra `notebooks` brings, and those
-# in `clients`, programs that import what only `dev.py clients` installs.
+# Collecting doctests imports files. The first has errors on purpose, for pyright. The
+# second is a program that needs the extra `notebooks`. Those in `clients` are programs
+# that need the packages of `dev.py clients`.
 collect_ignore = ['typed_linen.py', 'run_notebooks.py', 'clients']
 
-# The same examples on every run and machine; no limit of time, since JAX compiles.
+# Same examples on every run and machine. No deadline, since JAX compiles.
 hypothesis.settings.register_profile(
     'deterministic', derandomize=True, deadline=None, database=None
 )
-# Many others on each run, by `--hypothesis-profile=long`, which Hypothesis loads later.
+# New examples on each run. Hypothesis loads `--hypothesis-profile=long` later.
 hypothesis.settings.register_profile(
     'long',
     max_examples=5000,
@@ -35,7 +35,7 @@ def leaks() -> Iterator[None]:
     For chosen tests (`@pytest.mark.usefixtures('leaks')`): the check walks the heap and
     switches JAX's trace caches off, so it is slow and would hide what caches do.
     """
-    gc.freeze()  # What is there already is not walked.
+    gc.freeze()  # Frozen objects are left out of the walk.
     with jax.checking_leaks():
         yield
 

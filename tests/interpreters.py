@@ -1,11 +1,11 @@
 """Two interpreters of the descriptions in ``specs.py``: with flax_sg, and by hand.
 
-The one by hand opens no blocks. It notes which stops hold. It calls each module on a
-copy of its weights that went through ``jax.lax.stop_gradient``, or through an identity
-with another derivative. One copy serves all uses in a block. It lies in the module's
-scope during the call, outside of every transform in the block, where a person would
-write the stop. One class serves both interpreters, so that names, initial values and
-random numbers are the same.
+The interpreter by hand opens no blocks and records which stops are active. It calls
+each module on a copy of its weights. The copy went through ``jax.lax.stop_gradient``,
+or through an identity with another derivative. All uses in a block share one copy.
+During the call the copy is in the module's scope, outside of every transform in the
+block, where a person would write the stop. Both interpreters share one class, so names,
+initial values and random numbers are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flax_sg.internals import core_scopes, modules, tracing
 
 
 class StopError(Exception):
-    """Leaves a block in the middle."""
+    """Raised to leave a block early."""
 
 
 # By hand.
@@ -130,7 +130,7 @@ class _Hand:
         where = self.around if copies & {id(value) for value in values} else ()
         key = (fn, where, id(module), *map(id, values))
         known = self._derived.setdefault(key, [])
-        # ``nn.cond`` and ``nn.switch`` close over variables, in each of the branches.
+        # Each branch of ``nn.cond`` and ``nn.switch`` closes over the variables.
         now = tracing.current_trace()
         for trace, _, result in known:
             if trace == now:
@@ -208,7 +208,7 @@ def rewrite_of(where: specs.Where, rule: str) -> Any:
 
 
 def squashed(path: str, ct: jax.Array) -> jax.Array:
-    """Another cotangent; one function, since JAX tells functions apart by identity."""
+    """Changes a cotangent. One function, since JAX compares functions by identity."""
     del path
     return jnp.tanh(ct)
 
@@ -219,7 +219,7 @@ def warped(path: str, value: jax.Array) -> jax.Array:
     return jnp.sin(value) + 0.25
 
 
-# Leaves.
+# Modules without blocks.
 
 
 def number(module: linen.Module, name: str) -> jax.Array:
@@ -529,7 +529,7 @@ LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     'custom_vjp': _custom_vjp,
     'vjp': _vjp,
 }
-# In these no variables can be made.
+# No variables can be created in these.
 NOT_AT_INIT = ('scan', 'vmap', 'cond', 'while_loop', 'map_variables')
 
 
@@ -612,7 +612,7 @@ class Composite(linen.Module):
         if self.by_hand:
             with hand.block(module, where, 'stop'):
                 return call(module, x)
-        # A view that draws and writes as the module does.
+        # A view that draws random numbers and writes as the module does.
         options = {'rngs': 'fresh', 'state': 'update', 'unused': 'ignore'}
         return call(nn.mirror(module, where.filter(), **options), x)
 
@@ -620,7 +620,7 @@ class Composite(linen.Module):
         fn = getattr(module, method)
         copied = self.by_hand and closed
         with hand.copied(module) if copied else contextlib.nullcontext():
-            # Values stay of one size, whatever is called how often.
+            # Keeps values from growing with the number of calls.
             return jnp.tanh(fn(x))
 
 

@@ -1,7 +1,7 @@
-"""What `keras.layers.FlaxLayer` makes of a wrapper; run by test_protocols.
+"""Checks a wrapper in `keras.layers.FlaxLayer`; test_protocols runs this program.
 
-A process of its own: Keras reads its backend from the environment, and knows nothing of
-the strict flags that all other tests run under.
+It runs in its own process. Keras reads its backend from the environment and does not
+support the strict flags of all other tests.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What every test compares with: explicit copies of the weights, and exact equality.
+"""Expected gradients, from stops by hand, and exact comparison.
 
-Nothing in this file knows flax_sg. An expected gradient comes from plain Flax applied
-to a tree in which the chosen leaves were passed through ``jax.lax.stop_gradient``.
+This file does not import flax_sg. An expected gradient comes from plain Flax. The
+chosen leaves of its tree went through ``jax.lax.stop_gradient``.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,10 +46,10 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def grads(fn: Callable[..., Any], *args: Any) -> Any:
-    """The gradient of each leaf of ``fn(*args)`` apart, with respect to all arguments.
+    """The gradient of each leaf of ``fn(*args)`` with respect to all arguments.
 
-    One pull-back for each output leaf (with a fixed, uneven cotangent) so that no sum
-    over outputs hides, or rounds, what belongs to one of them.
+    Each output leaf gets its own backward pass, with a fixed, uneven cotangent. A sum
+    over outputs could hide or round the gradient of one of them.
     """
     out, vjp = jax.vjp(fn, *args)
     leaves, treedef = jax.tree.flatten(out)

@@ -1,8 +1,8 @@
-"""The demo's training as one of several processes, and a function that starts them.
+"""Trains the demo in several processes.
 
 Each process has its own devices and its part of every batch. JAX's multi-controller
-runtime (``jax.distributed``) joins the processes, and XLA puts the all-reduce of the
-gradients into the step.
+runtime (``jax.distributed``) joins the processes. XLA adds the all-reduce of the
+gradients to the step.
 """
 
 import contextlib
@@ -118,7 +118,7 @@ def work(address: str, processes: int, number: int, steps: int, out: Path) -> No
     for index in range(steps):
         chosen = draw.integers(len(digits.labels), size=demo.BATCH_SIZE)
         batch = placed((digits.images[chosen], digits.labels[chosen]), DATA)
-        # The batch is cut: each device has its part, and no more.
+        # Each device holds its part of the batch only.
         parts = {part.data.shape for part in batch[0].addressable_shards}
         assert parts == {(demo.BATCH_SIZE // len(jax.devices()), 64)}
         state, loss = step(state, (*batch, index))

@@ -1,4 +1,4 @@
-"""Compiled programs: what they cost. `flax_sg.testing` compares them."""
+"""The cost of compiled programs. `flax_sg.testing` compares programs."""
 
 import math
 import re

@@ -25,7 +25,7 @@ def report(
 LIVE = Use('Net/dense', 'model.py:31 (Net.__call__)', stopped=False)
 STOPPED = Use('Net/target/dense', 'model.py:35 (Net.target)', stopped=True)
 
-# Of three losses, one trains a part of the head, and one uses it not at all.
+# One of three losses trains a part of the head, and one does not use the head.
 LOSSES = report(
     {
         'gln': ['flows', 'stopped', 'flows', 'stopped', 'flows'],

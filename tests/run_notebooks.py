@@ -1,10 +1,10 @@
-"""The notebooks, made from their sources and checked: ``python3 dev.py notebooks``.
+"""Makes the notebooks from their sources and checks them: ``dev.py notebooks``.
 
-A notebook is a Python file, ``notebooks/01_name.py``, in jupytext's percent format, so
-that a change of it reads like one of any program. Beside it lies the same with outputs,
-``01_name.ipynb``, for someone who only looks. Without an option this file makes the
-second from the first. With ``--check`` it runs each source from the top at the small
-size, as a notebook, and fails if one raises, or if the cells beside it are other ones.
+The source of a notebook is a Python file in jupytext's percent format, such as
+``notebooks/01_name.py``, so that diffs are readable. Beside the source is the notebook
+with outputs, ``01_name.ipynb``. Without an option this program makes the notebooks.
+With ``--check`` it runs each source as a notebook, from the top, at the small size. The
+check fails if a source raises, or if its cells differ from those of the notebook.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nbclient import exceptions
 
 FOLDER = Path(__file__).resolve().parents[1] / 'notebooks'
 SIZE = 'FLAX_SG_NOTEBOOKS'  # notebooks read from it how much to compute
-BYTES = 400_000  # of a notebook with its outputs: it is kept in the repository
+BYTES = 400_000  # of a notebook with outputs, which is kept in the repository
 SECONDS = 900  # of a single cell
 
 
@@ -77,13 +77,13 @@ async def _run_all(sources: Sequence[Path], check: bool) -> list[str]:
     with tempfile.TemporaryDirectory() as profile:
         env = {
             **os.environ,
-            'IPYTHONDIR': profile,  # Nothing that a user has set up for other work.
-            'PYTHONPATH': str(FOLDER.parent),  # This checkout, whatever is installed.
-            # Pictures in the notebook, whatever is set for other programs.
+            'IPYTHONDIR': profile,  # Ignores the settings of the user.
+            'PYTHONPATH': str(FOLDER.parent),  # Imports this checkout.
+            # Puts figures into the notebook, whatever backend the user has set.
             'MPLBACKEND': 'module://matplotlib_inline.backend_inline',
             SIZE: 'ci' if check else 'full',
         }
-        if check:  # Machine code that is made in half the time, for programs run once.
+        if check:  # Compiles in half the time; each program runs once.
             env.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
         faults = await asyncio.gather(*map(one, sources))
     return [fault for found in faults for fault in found]
@@ -93,7 +93,7 @@ def cells_of(source: Path) -> nbformat.NotebookNode:
     """The notebook that a source means, without outputs; the same at every call."""
     notebook = jupytext.reads(source.read_text(), fmt='py:percent')
     for number, cell in enumerate(notebook.cells):
-        cell.id = f'cell-{number}'  # Made up at random otherwise.
+        cell.id = f'cell-{number}'  # Otherwise nbformat draws a random id.
         cell.metadata = {}
     notebook.metadata = {
         'kernelspec': {'name': 'python3', 'display_name': 'Python 3'},
@@ -113,7 +113,7 @@ async def _executed(notebook: Any, source: Path, env: dict[str, str]) -> list[st
     )
     metadata = dict(notebook.metadata)
     client.km = client.create_kernel_manager()
-    if os.name != 'nt':  # No port that others on this machine could use.
+    if os.name != 'nt':  # Opens no port to other users of this machine.
         client.km.transport = 'ipc'
         client.km.ip = str(Path(env['IPYTHONDIR']) / source.stem)
     try:
@@ -125,7 +125,7 @@ async def _executed(notebook: Any, source: Path, env: dict[str, str]) -> list[st
     except exceptions.DeadKernelError as error:
         return [f'{source.name} ends its process:\n{error}']
     finally:
-        # Which Python it was is no part of the notebook.
+        # The Python version is no part of the notebook.
         notebook.metadata = metadata
     return []
 

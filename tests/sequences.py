@@ -1,11 +1,11 @@
-"""Programs that are run step by step in threads, and what each step has to do.
+"""Runs programs step by step in threads, and predicts the result of each step.
 
-A worker is a thread that is told what to do next: to open a block, to go into a module
-or a compiled function, to call one, to leave by an exception. The blocks are real
-``with`` statements, since the worker calls itself for their bodies; some stand in a
-generator that yields meanwhile. ``test_stateful`` makes up the steps, and compares with
-``Stack``, ``Caches`` and ``ByHand``: what is in force, what has to be traced and what
-must not, and the gradients on weights that were stopped by hand.
+A worker is a thread that takes commands: open a block, enter a module or a compiled
+function, call one, leave by an exception. The blocks are real ``with`` statements,
+since the worker calls itself for their bodies. Some blocks are inside a suspended
+generator. ``test_stateful`` draws the steps and compares the results with three models.
+``Stack`` says which blocks are open. ``Caches`` says what must be traced and what must
+not. ``ByHand`` computes gradients on weights that were stopped by hand.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from flax_sg import linen as nn
 from flax_sg.engine import cache_keys
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
-DEEPEST = 6  # What a worker can be in at a time.
-WAIT = 300  # Seconds, for a machine that is busy; nothing is ever waited for.
+DEEPEST = 6  # Maximum nesting of a worker.
+WAIT = 300  # Seconds. A timeout for busy machines; no step has to wait.
 
 
-# What is called. Each function tells ``note`` when its Python runs.
+# The functions that workers call. Each calls ``note`` when its Python runs.
 
 Note = Callable[[], None]
 
@@ -120,11 +120,11 @@ class Kind:
     Attributes:
         make: from the class of the network to a function of its parameters and input.
         cached: whether JAX or Flax traces it once only.
-        eager: whether a part of it is Python at every call. Stops are there then, and
-            what is compiled may be found under all answers.
-        late: whether a rule of it runs when it is differentiated, which is not counted.
-        recovers: whether it is cached after a trace of it has raised; in plain JAX it
-            is not if it is in one of the caches by weak reference.
+        eager: whether a part of it runs in Python at every call. The stops are then in
+            that part, and all answers may share the compiled part.
+        late: whether a rule of it runs in the backward pass, which is not counted.
+        recovers: whether JAX caches the function after a trace of it has raised. Plain
+            JAX does not for functions that a cache holds by weak reference.
     """
 
     make: Callable[[Any], Callable[..., Any]]
@@ -195,7 +195,8 @@ def pair_class(net: type[fnn.Module]) -> type[fnn.Module]:
             self.a, self.b = Part(), Part()
 
         def run(self, body: Callable[[Any], Any]) -> Any:
-            # Or what a part keeps would be made, and left, in the trace of a scan.
+            # Otherwise the trace of a scan would make, and leave behind, what a part
+            # keeps.
             for part in (self.a, self.b):
                 _ = part.kept
             return body(self)
@@ -220,7 +221,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return stepwise.trace_outputs_and_grads(vectors, *args)
 
 
-# What is put around them: values, how they are written, and what they select.
+# The blocks around the calls: values, spellings, and selected variables.
 
 
 class Names:
@@ -329,7 +330,7 @@ WHATS: dict[str, What] = {
         lambda *_: False,
         constant=True,
     ),
-    # Other variables for each owner: of a part its own, of all else none.
+    # Depends on the owner: a part's own variables; for other owners none.
     'enc of the owner': What(
         (lambda **k: stop('*/enc/*', **k),),
         lambda owner, names: _relative(owner, names)[1:2] == ('enc',),
@@ -343,16 +344,16 @@ WHATS: dict[str, What] = {
 }
 
 
-# What does the steps.
+# The workers, which execute the steps.
 
 
 def forget_contexts() -> None:
-    """Nothing is known of what was traced and judged before, as in a new process."""
+    """Forgets what was traced and judged before, as in a new process."""
     cache_keys.NONE.inside.clear()
 
 
 class LeaveError(Exception):
-    """Leaves so many blocks, modules and functions."""
+    """Raised to leave a given number of blocks, modules and functions."""
 
     def __init__(self, levels: int) -> None:
         super().__init__(f'leaves {levels}')
@@ -432,7 +433,7 @@ class Worker:
         self._thread.start()
 
     def tell(self, order: str, *args: Any) -> Any:
-        """What the step returns; an exception that it answers with is returned too."""
+        """Runs a step in the worker. Returns its result or its exception."""
         self._orders.put((order, args))
         answer = self._answers.get(timeout=WAIT)
         if isinstance(answer, _Fault):
@@ -586,7 +587,7 @@ class _held:  # noqa: N801
 
 
 class _End(BaseException):
-    """A worker is to end, wherever it is."""
+    """Ends a worker, wherever it is."""
 
 
 @dataclasses.dataclass
@@ -596,7 +597,7 @@ class _Fault:
     error: Exception
 
 
-# What each step has to do, by hand.
+# The expected result of each step.
 
 
 @dataclasses.dataclass(eq=False)
@@ -721,12 +722,13 @@ class Stack(list[Any]):
 
 
 class Caches:
-    """What has been traced: what JAX has to find of it, and what it must not find.
+    """Records traces: which ones JAX must find in its caches, and which it must not.
 
-    A program has to be traced if it never was for these parameters to be stopped. It
-    must not be traced a second time in the same open blocks; nor in equal ones, where
-    one worker alone opens blocks and all answers of other filters differ early. Between
-    the two a number may be in use by another worker, or have taken other answers.
+    JAX must trace a program that was never traced with these parameters stopped. It
+    must not trace the program again in the same open blocks. The same holds in equal
+    blocks, if one worker alone opens blocks and all answers of other filters differ
+    early. In other cases both are right: another worker may use the number, or the
+    number may have taken other answers.
     """
 
     def __init__(self) -> None:

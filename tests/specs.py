@@ -1,8 +1,8 @@
-"""Descriptions of random models, and how to draw them.
+"""Descriptions of random models, and Hypothesis strategies that draw them.
 
-``interpreters.py`` builds each description twice: with flax_sg, and with stops written
-by hand. All models map an array of shape (2, 4) to one of that shape, so that any
-module may stand anywhere.
+``interpreters.py`` builds each description twice: with flax_sg, and with stops by hand.
+All models map an array of shape (2, 4) to one of that shape, so that modules can be
+combined in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flax_sg import filters
 
-# Filters: what is meant, said twice. ``takes`` knows nothing of flax_sg.
+# Filters, in two implementations. ``takes`` does not use flax_sg.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Where:
             return made[0] | made[1] if self.kind == 'any' else made[0] & made[1]
         names = self.names
         if self.style == 'glob':
-            # Outside of the owner a path starts with '/', and '**' begins within.
+            # Paths outside of the owner start with '/'. '**' begins at the owner.
             ends = '**/{}' if self.kind == 'names' else '**/{}/**'
             return [ends.format(name) for name in names]
         if self.style == 'regex':
@@ -81,13 +81,14 @@ MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'query', 'shared')
 
 # Modules.
 
-# Modules without state and random numbers: some transforms take no others.
+# Modules without state and random numbers, the only ones that some transforms take.
 STATELESS = ('affine', 'kept', 'dense', 'attention', 'rnn', 'boxed', 'lora')
 LEAVES = (*STATELESS, 'dropout', 'sower', 'list', 'batch_norm', 'record')
 METHODS = ('__call__', 'other')
 
-# What a block does: stop; show the values of a function or of a collection; scale
-# cotangents by a negative number, or map them by a function that is not linear.
+# The rules of blocks: stop gradients; replace values by those of a function or of a
+# collection; scale cotangents by a negative number, or map them by a nonlinear
+# function.
 RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'map', 'read_only')
 
 WRAPS = ('remat', 'jit', 'scan', 'vmap', 'stop')
@@ -282,7 +283,7 @@ def kids(draw: st.DrawFn, depth: int) -> Kid:
         spec = Leaf(draw(st.sampled_from(LEAVES)))
     wraps = draw(st.lists(st.sampled_from(WRAPS), max_size=2).map(tuple))
     mapped = [wrap for wrap in wraps if wrap in ('scan', 'vmap')]
-    # A module inside one that is handed in would be made by each of the copies.
+    # Each copy of a module that is passed in would create its inner modules.
     shares = isinstance(spec, Composite) and not mapped and draw(st.booleans())
     place = draw(st.sampled_from(['attribute', 'list', 'dict']))
     frozen = draw(st.integers(0, 3)) == 0
@@ -301,7 +302,8 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
         if kid.spec == Leaf('kept') and not kid.wraps and draw(st.booleans()):
             return Use(index, 'other', mirror=mirror)
         lift = ''
-        # Flax sets a module up in a lifted function: before its class maps over it.
+        # In a lifted function Flax runs ``setup`` before the class maps over the
+        # module.
         mapped = {'scan', 'vmap'} & set(kid.wraps)
         if kid.place == 'attribute' and not (kid.shares or mapped):
             # Some take no state, and ``nn.jit`` does not go into all of them.
@@ -310,7 +312,7 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
             possible = [
                 lift
                 for lift in (LIFTS if plain else ('remat', 'jit'))
-                # These take no module with a module in a field.
+                # These transforms take no module that has a module in a field.
                 if not (wrapped and lift in ('vjp', 'custom_vjp'))
             ]
             lift = draw(st.sampled_from(('', *possible)))
@@ -321,7 +323,7 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
         choice = draw(st.integers(0, 9))
         if choice < 4 or (not nesting and choice > 5):
             out.append(use())
-            if out[-1].mirror and draw(st.booleans()):  # Beside the module itself.
+            if out[-1].mirror and draw(st.booleans()):  # And the module itself.
                 out.append(dataclasses.replace(out[-1], mirror=None))
         elif choice == 4:
             out.append(Own(draw(st.sampled_from(['p0', 'p1']))))
@@ -353,7 +355,7 @@ def models(draw: st.DrawFn, depth: int = 2) -> Composite:
     if not blocks:
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
-    # One has no derivative backwards, and the others need it or have no other.
+    # One has no reverse mode; the others need reverse mode, or have no other.
     backwards = 'map' in rules(model) or any(
         lifts(model, name) for name in ('vjp', 'custom_vjp')
     )

@@ -1,9 +1,9 @@
 """Runs traced programs one primitive at a time.
 
-What is compared to the last bit must not depend on how XLA fuses two programs, and
-compiling each of some hundred programs would take most of the time of the tests. So a
-program is traced as a whole, transforms and derivatives and all, and its jaxpr is
-evaluated here: a primitive is compiled once for each shape in all tests together.
+XLA may fuse two programs differently, and then their last bits differ. Compiling each
+of some hundred programs would also take most of the test time. So a program is traced
+as a whole, with transforms and derivatives, and its jaxpr is evaluated here. Each
+primitive is compiled once per shape for all tests.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def evaluate(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Traces ``fn(*args)`` now, where it belongs; evaluates it when called."""
+    """Traces ``fn(*args)`` now. The returned function evaluates it when called."""
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
 
     def run() -> Any:
@@ -61,7 +61,7 @@ def trace_outputs_and_grads(fn: Callable[..., Any], *args: Any) -> Callable[[], 
 
 
 def flat(tree: Any) -> jax.Array:
-    """All leaves of real numbers in one vector, so that one pull-back serves them."""
+    """All real leaves in one vector, so that one backward pass covers them."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves] or [jnp.zeros(0)])
 
@@ -69,7 +69,7 @@ def flat(tree: Any) -> jax.Array:
 def assert_same_grads(
     actual: Callable[..., Any], expected: Callable[..., Any], *args: Any
 ) -> None:
-    """The functions return dicts of trees; each tree is differentiated for itself."""
+    """Compares dicts of trees; each tree is differentiated separately."""
 
     def vectors(fn: Callable[..., Any]) -> Callable[..., Any]:
         def with_aux(*args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Checked by pyright and mypy, not run: what editors see in a user's program.
+"""A typed user program, which pyright and mypy check and nobody runs.
 
-An `ignore` says that its line is an error, for mypy (`type:`) or for pyright; one that
-is not is an error too. Both tools have to see names and types of Flax's and of ours.
+An `ignore` expects an error on its line, from mypy (`type:`) or from pyright. An unused
+`ignore` is an error too. Both tools must see the names and types of Flax and flax_sg.
 """
 
 from typing import assert_type
@@ -47,7 +47,7 @@ assert_type(Model(3)(jnp.ones(3)), jax.Array)
 Model(widht=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 Model('3')  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
-# Ours: with one argument a value, with a target the same kind of target.
+# flax_sg: one argument gives a value; a target gives the same kind of target.
 
 assert_type(nn.stop_gradient('dense/**'), BlockDecorator)
 assert_type(nn.stop_gradient(lambda path: path.startswith('a')), BlockDecorator)

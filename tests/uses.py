@@ -1,8 +1,8 @@
 """Programs that use a module before, in and after blocks.
 
-A program is a tuple of uses and blocks. The module or function under test runs it. What
-each use should give comes from plain Flax: the same uses without blocks, on a copy of
-the weights that is stopped by hand.
+A program is a tuple of uses and blocks. The module or function under test runs it. The
+expected result of each use comes from plain Flax: the same uses without blocks, on a
+copy of the weights that is stopped by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flax_sg import linen as nn
 
 
 class StopError(Exception):
-    """Leaves a block in the middle."""
+    """Raised to leave a block early."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ def mirrored(module: Any, where: Any) -> Any:
 
 
 class Wrapped(linen.Module):
-    """Runs a program with wrappers around what is used, in the place of blocks.
+    """Runs a program with wrappers around the used module instead of blocks.
 
     Attributes:
         program: the program.
@@ -161,7 +161,7 @@ class Wrapped(linen.Module):
     def setup(self) -> None:
         self.used = self.make((USE,))
 
-    @linen.compact  # For ``nn.compact_name_scope`` in what is used.
+    @linen.compact  # For ``nn.compact_name_scope`` in the used module.
     def __call__(self, x: Any) -> Any:
         wrappers = itertools.cycle([frozen, mirrored])
         results: list[Any] = []
@@ -214,7 +214,7 @@ class CompactKid(linen.Module):
 
 
 def integers(tree: Any) -> Any:
-    """Small whole numbers in the place of floats, so that no sum is ever rounded."""
+    """Replaces floats by small whole numbers, so that no sum is rounded."""
     leaves, treedef = jax.tree.flatten(tree)
 
     def values(i: int, leaf: Any) -> Any:
@@ -226,7 +226,7 @@ def integers(tree: Any) -> Any:
     return treedef.unflatten([values(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-# What a program computes: (params, x) -> (results of the uses, what was written).
+# A program as a function: (params, x) -> (results of the uses, writes).
 Fn = Callable[[Any, Any], tuple[Any, Any]]
 
 

@@ -1,9 +1,9 @@
-"""Flax's own linen and core tests as a witness: blocks around them change nothing.
+"""Runs Flax's own linen and core tests in blocks, which must change no outcome.
 
-``python3 dev.py witness CHECKOUT`` runs the tests of a Flax checkout once as they are
-and once in each of ``MODES``, and fails if a test has another outcome than without
-blocks. Tests that fail anyway are counted only. As a pytest plugin this file puts the
-blocks there and writes down the outcomes.
+``python3 dev.py witness CHECKOUT`` runs the tests of a Flax checkout once without
+blocks and once in each of ``MODES``. It fails if an outcome differs. Tests that also
+fail without blocks are only counted. As a pytest plugin, this file opens the blocks and
+records the outcomes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FOLDERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Copy(rules.Rule):
-    """Reads are seen as copies: another object, the same value and gradient."""
+    """A rule that copies: another object with the same value and gradient."""
 
     name: ClassVar[str] = 'copy'
     asks_path: ClassVar[bool] = False
@@ -56,8 +56,8 @@ class Copy(rules.Rule):
         return jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
 
 
-# The first two select nothing. `copy` rewrites every read and changes no result at all,
-# `stop` no value.
+# The first two select nothing. `copy` rewrites every read and changes no result. `stop`
+# changes gradients and no value.
 BLOCKS = {
     'false': nn.stop_gradient(False, unused='ignore'),
     'never': nn.stop_gradient(lambda path: False, collections=True, unused='ignore'),
@@ -74,7 +74,7 @@ _TRANSFORMS = 'tests/linen/linen_transforms_test.py::TransformTest::'
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Tests whose outcome a block does change, and why it may."""
+    """Tests whose outcome a block may change, and the reason."""
 
     reason: str
     modes: Collection[str]
@@ -133,7 +133,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     extent, _, block = mode.partition('-')
     runtest, around = item.runtest, {'test': in_block, 'method': in_every_method}
 
-    # Not a hook around the call, which is a generator that is suspended meanwhile.
+    # A hook around the call would be a generator that is suspended during the test.
     def inside() -> None:
         with around[extent](BLOCKS[block]):
             runtest()
@@ -186,7 +186,7 @@ def note(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    # Worker processes of pytest-xdist report to the one that was started.
+    # Workers of pytest-xdist report to the main process.
     if not hasattr(session.config, 'workerinput'):
         report = session.config.getoption('--witness-report')
         report.write_text(json.dumps(_outcomes))
@@ -291,14 +291,14 @@ def run_tests(checkout: Path, mode: str, options: Sequence[str]) -> Outcomes:
         folders = FOLDERS[mode.partition('-')[0]]
         command += [*options, *(str(checkout / name) for name in folders)]
         here = Path(__file__).parent
-        # The flax_sg beside this file, whatever else is installed.
+        # Imports the flax_sg of this checkout, whatever is installed.
         places = [str(here), str(here.parent), os.environ.get('PYTHONPATH', '')]
         env = {
             **os.environ,
             'PYTHONPATH': os.pathsep.join(filter(None, places)),
             'PYTHONDONTWRITEBYTECODE': '1',
         }
-        # What is in the current folder would be importable.
+        # Otherwise files in the current folder could be imported.
         status = subprocess.run(command, cwd=folder, env=env, check=False).returncode
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             sys.exit(f'pytest could not run the tests: it ended with {status}.')

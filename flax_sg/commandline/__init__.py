@@ -1,1 +1,1 @@
-"""``python -m flax_sg``: what a shell can ask of the library."""
+"""The commands of ``python -m flax_sg``."""

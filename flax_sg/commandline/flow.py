@@ -1,12 +1,12 @@
-"""``python -m flax_sg flow``: which loss of a program trains which part of it.
+"""``python -m flax_sg flow`` shows which loss of a program trains which part.
 
 Prints which output of a function trains which of its parameters. Nothing is
 compiled or run, and the shapes of the arguments (jax.eval_shape) are enough.
 
-The function is given in one of two ways, PLACE being package.module:name.
+PLACE is package.module:name. It names the function in one of two ways.
 
-  The loss itself, and where its arguments are: a tuple of them, or a function
-  without arguments that returns one. The first holds the parameters.
+  The loss, with its arguments in --args: a tuple, or a function without
+  arguments that returns a tuple. The first argument holds the parameters.
 
     python -m flax_sg flow train:loss --args train:example
 
@@ -15,8 +15,8 @@ The function is given in one of two ways, PLACE being package.module:name.
         params = jax.eval_shape(model.init, jax.random.key(0), X)['params']
         return params, jax.ShapeDtypeStruct((8, 64), jnp.float32)
 
-  A function without arguments that returns both, loss first; or what
-  sg.gradient_flow returned, which has argnums= and has_aux=.
+  A function without arguments that returns (loss, *args); or the result of
+  sg.gradient_flow, for argnums= and has_aux=.
 
     python -m flax_sg flow train:check
 
@@ -24,12 +24,12 @@ The function is given in one of two ways, PLACE being package.module:name.
         return loss, *example()
 
 Expectations: 'gln: gln_*/** code/kernel' says that the output gln trains what
-these globs select and nothing else, 'gln:' that it trains nothing. The name of
-the output may be a glob, and each that it names is judged alone; without it,
-'gln_*/**', what all outputs train together counts.
+these globs select and nothing else. 'gln:' says that gln trains nothing. A glob
+may name the outputs: each output is judged alone. 'gln_*/**' names no output:
+what all outputs train together counts.
 
 Status: 0 if every expectation holds, 1 if one is broken, 2 if the command is
-wrong. An exception of the program is shown as it is, with Python's status 1.
+wrong. An exception in the program shows its traceback, with status 1.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def main(argv: Sequence[str]) -> int:
 
     with places.usage_errors(parser):
         expected = list(map(_parsed, options.expect))
-        # What the program prints must not get into what another program reads.
+        # The user's program may print, and stdout must hold nothing but the JSON.
         with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
             report = _report(options.place, options.args)
     with places.usage_errors(parser, errors.FlaxSGError):
         broken = [expectation.broken(report) for expectation in expected]
     if options.plot:
-        # An unknown kind of file, no such folder, or no matplotlib.
+        # An unknown file format, a missing folder, or no matplotlib.
         with places.usage_errors(parser, ValueError, OSError, ModuleNotFoundError):
             report.plot(options.plot, options.depth)
     if options.json:

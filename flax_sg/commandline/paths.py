@@ -1,9 +1,9 @@
-"""``python -m flax_sg paths``: the paths of a model, and which a filter selects.
+"""``python -m flax_sg paths`` shows the paths of a model, and what a filter selects.
 
-Prints the paths of a model's variables with the class of their module and their
-shape: what filters can name. Nothing is compiled or run.
+Prints the paths that filters can name: each variable of a model with its
+module's class and its shape. Nothing is compiled or run.
 
-PLACE is package.module:name. There is
+PLACE is package.module:name. It names
 
   a module, with its arguments in --args: a tuple of arrays or of their shapes
   (jax.ShapeDtypeStruct), or a function without arguments that returns one;
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model(place: str, args: str | None) -> tuple[object, ...]:
-    """The model or tree at a place, and its arguments."""
+    """Returns the model or tree at a place, and its arguments."""
     found = places.load(place)
     if callable(found) and not isinstance(found, linen.Module):
         found = places.called(found, place)

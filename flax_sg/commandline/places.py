@@ -1,4 +1,4 @@
-"""What the commands share: ``package.module:name``, a parser and its errors."""
+"""Loads ``package.module:name`` for the commands, and makes their parser."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flax_sg.errors.texts import shown
 
 
 class UsageError(Exception):
-    """The command is wrong: its text is printed, and the status is 2."""
+    """The command is wrong: the error's text is printed, and the status is 2."""
 
 
 def parser_of(command: str, about: str | None, place: str) -> argparse.ArgumentParser:
-    """A parser with ``PLACE`` and ``--args``.
+    """Makes a parser with ``PLACE`` and ``--args``.
 
     Args:
         command: the name of the command.
         about: the text of its help.
-        place: what ``PLACE`` is, in a few words.
+        place: the help text of ``PLACE``, in a few words.
     """
     parser = argparse.ArgumentParser(
         f'python -m flax_sg {command}',
@@ -43,7 +43,7 @@ def usage_errors(
 
     Args:
         parser: the parser that prints the error.
-        kinds: exceptions that mean this too.
+        kinds: more exceptions that mean a wrong command.
     """
     try:
         yield
@@ -52,7 +52,7 @@ def usage_errors(
 
 
 def example(place: str) -> tuple[Any, ...]:
-    """The tuple at a place, or the tuple that the function there returns."""
+    """Returns the tuple at a place, or from the function there."""
     given = load(place)
     given = called(given, place) if callable(given) else given
     if not isinstance(given, (tuple, list)):
@@ -77,7 +77,7 @@ def called(function: Any, place: str) -> Any:
 
 
 def load(place: str) -> Any:
-    """The object at ``package.module:name``."""
+    """Imports the object at ``package.module:name``."""
     module, _, name = place.partition(':')
     if not module or not name or module.endswith('.py') or '/' in module:
         dotted = module.removesuffix('.py').strip('./').replace('/', '.')
@@ -88,7 +88,7 @@ def load(place: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # An import inside the user's module failed: that is an error of the program.
+        # An import inside the user's module failed: an error of the user's program.
         if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
             raise
         raise UsageError(f'there is no module {error.name!r} to import') from None

@@ -1,11 +1,11 @@
-"""``python -m flax_sg demo``: three losses, each of which trains its part of a model.
+"""``python -m flax_sg demo`` trains three parts of a model, each by its own loss.
 
-The model (``model.py``) is that of google/flax issue #1857, the data (``data.py``) are
+The model (``model.py``) comes from google/flax issue #1857. The data (``data.py``) are
 scikit-learn's handwritten digits. The demo prints which loss trains which part, by
-``sg.gradient_flow`` and by real gradients, and compares these gradients with the same
+``sg.gradient_flow`` and by real gradients. It compares these gradients with the same
 program written by hand.
 
-Every part has to learn. To show that, the demo trains the model four times from the
+Every part has to learn. To show that, the demo trains the model four times, from the
 same weights on the same batches: once as a whole, and once with each part frozen.
 Held-out accuracy after 1000 steps, for seeds of ``data.load``:
 
@@ -49,7 +49,7 @@ Claims = dict[str, bool]
 
 STEPS = 1000
 BATCH_SIZE = 128
-# What a training is called, by the part that is frozen in it.
+# The name of each training run, by the frozen part.
 RUNS = {None: 'every part learns', **{part: f'{part} frozen' for part in PARTS}}
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit status: 0 if every claim of the demo holds, 1 otherwise. With
-        ``--steps`` nothing is claimed of accuracy.
+        ``--steps`` the demo makes no claim about accuracy.
 
     Raises:
         ModuleNotFoundError: if scikit-learn or matplotlib is not installed.
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.steps is not None and options.steps < 1:
         parser.error(f'argument --steps: expected 1 or more, got {options.steps}')
-    # A missing package is named before anything takes time.
+    # Report a missing package before the slow training.
     digits, held_out = data.load()
     optional.optional('matplotlib', *NEEDED)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def initial(model: DigitModel) -> Params:
-    """Returns the parameters that training begins with."""
+    """Returns the initial parameters."""
     rngs = {'params': jax.random.key(0), 'sampler': jax.random.key(1)}
     return jax.jit(model.init)(rngs, jnp.zeros((1, 64)))['params']
 
@@ -119,8 +119,8 @@ def step_of(model: DigitModel, tx: optax.GradientTransformation) -> Callable[...
     """Returns a training step, for ``jax.lax.scan``.
 
     The step takes ``(params, opt_state)`` and ``(images, labels, number of the step)``.
-    It returns the new ``(params, opt_state)`` and the losses. There is one gradient
-    call, of the sum of the three losses.
+    It returns the new ``(params, opt_state)`` and the losses. One ``jax.grad`` call
+    differentiates the sum of the three losses.
     """
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -152,8 +152,8 @@ def train(
         model: the model.
         params: its initial parameters.
         digits: the digits to learn from.
-        steps: how many steps.
-        frozen: a part of ``PARTS`` that is not trained.
+        steps: the number of steps.
+        frozen: the part of ``PARTS`` to freeze, if any.
     """
     tx = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
     if frozen is not None:
@@ -174,7 +174,7 @@ def read(model: DigitModel, params: Params, images: Any) -> Any:
 
 
 def accuracy(reading: Any, held_out: data.Digits) -> float:
-    """The share of digits that a model reads right."""
+    """Returns the share of digits that the model reads correctly."""
     logits, _ = reading
     return float(np.mean(np.argmax(logits, axis=-1) == held_out.labels))
 
@@ -182,12 +182,11 @@ def accuracy(reading: Any, held_out: data.Digits) -> float:
 def measure(
     model: DigitModel, params: Params, batch: data.Digits
 ) -> tuple[GradientFlow, NDArray[np.bool_], Claims]:
-    """Measures which loss trains what, and compares with the program by hand.
+    """Measures which loss trains which part; compares with the program by hand.
 
     Returns:
-        Which loss trains which parameter, as the traced program says; whether a loss
-        (row) has a gradient for a part (column); and what the demo claims, each with
-        whether it holds.
+        The gradient flow of the traced program; whether a loss (row) has a gradient
+        for a part (column); and the claims of the demo, each with whether it holds.
     """
     args = model, params, batch
     ours, by_hand = gradients(infer, *args), gradients(infer_by_hand, *args)
@@ -222,12 +221,12 @@ def measure(
 def gradients(
     infer: Callable[..., Any], model: DigitModel, params: Params, batch: data.Digits
 ) -> dict[str, Any]:
-    """Takes all gradients of a program, which is compiled once for all of them.
+    """Computes all gradients of a program with a single compilation.
 
     Returns:
-        Gradients by parameters and by images, of each loss by its name in ``PARTS``, of
-        the ``'codes'`` (the result of the inference pass), and of the ``'sum'`` of the
-        losses; and what ``infer`` returns as ``'values'``.
+        Gradients with respect to parameters and images, by name: each loss in
+        ``PARTS``, the ``'codes'`` (the result of the inference pass), and the ``'sum'``
+        of the losses. ``'values'`` is what ``infer`` returns.
     """
 
     def weighted(params: Params, images: jax.Array, weights: jax.Array) -> Any:
@@ -250,12 +249,12 @@ def trained_parts(grads: Mapping[str, Any]) -> NDArray[np.bool_]:
 
 
 def nonzero(tree: Any) -> bool:
-    """Whether some number in a tree of arrays is not zero."""
+    """Whether any value in a tree of arrays is nonzero."""
     return any(bool(np.any(leaf)) for leaf in jax.tree.leaves(tree))
 
 
 def bits(tree: Any) -> list[bytes]:
-    """The bytes of each array in a tree.
+    """Returns the bytes of each array in a tree.
 
     >>> bits(np.zeros(2)) == bits(-np.zeros(2))
     False
@@ -264,7 +263,7 @@ def bits(tree: Any) -> list[bytes]:
 
 
 def accuracy_claims(accuracies: Sequence[float]) -> Claims:
-    """What is claimed of accuracies, in the order of ``RUNS``."""
+    """Returns the claims about accuracies, which are in the order of ``RUNS``."""
     whole, *frozen = accuracies
     return {
         f'Held-out digits recognised: {whole:.3f} (0.9 required).': whole >= 0.9,
@@ -274,11 +273,11 @@ def accuracy_claims(accuracies: Sequence[float]) -> Claims:
 
 def draw(path: Path, readings: Sequence[Any], held_out: data.Digits) -> None:
     """Draws held-out digits, and how each training explains and reads them."""
-    # Figure, and not pyplot: pyplot opens a display and has global state.
+    # Figure instead of pyplot: pyplot opens a display and has global state.
     figure_type = optional.optional('matplotlib.figure', *NEEDED).Figure
     figure = figure_type((7.5, 4.8), layout='constrained')
     rows = figure.subplots(1 + len(readings), 10)
-    # The first held-out digit of each kind.
+    # The first held-out image of each digit.
     shown = [int(np.argmax(held_out.labels == label)) for label in range(10)]
     pictures = [held_out.images, *(explained for _, explained in readings)]
     names = 'observed', *RUNS.values()

@@ -1,6 +1,6 @@
-"""Scikit-learn's handwritten digits, split into digits to learn from and held-out ones.
+"""Loads scikit-learn's handwritten digits, split into training and held-out digits.
 
-1797 images of 8 x 8 pixels, shipped with scikit-learn: nothing is downloaded.
+The 1797 images of 8 x 8 pixels ship with scikit-learn: nothing is downloaded.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flax_sg.internals import optional
 
 HELD_OUT = 360
-# Who needs a missing package, and the extra that installs it.
+# For the error about a missing package: who needs it, and the extra to install.
 NEEDED = ('The demo', 'demo')
 
 
@@ -28,7 +28,7 @@ class Digits(NamedTuple):
 
 
 def load(seed: int = 0) -> tuple[Digits, Digits]:
-    """Returns the digits to learn from and the held-out ones.
+    """Returns the training digits and the held-out digits.
 
     The same seed gives the same split:
 

@@ -1,19 +1,19 @@
 """The model of google/flax issue #1857: one ``infer``, three losses, three parts.
 
 ``DigitModel.infer`` freezes with blocks. ``infer_by_hand`` is the same program without
-flax_sg: it stops copies of the weights, as the program had to be written before.
+flax_sg: it stops copies of the weights, as programs had to before flax_sg.
 
-A digit is understood here if the model can explain it. It is squeezed into a short
-code, a noisy sampler improves that code step by step, the code alone is drawn as an
-image again, and a gated linear network has to recognise the drawing::
+The model compresses a digit into a short code. A noisy sampler improves the code step
+by step. The explanation network draws the code, and nothing else, as an image. A gated
+linear network then has to recognise the drawing::
 
     observation --code_message--> code            a first guess: 64 pixels, 10 numbers
     code --code_step, explanation--> code         the sampler, many noisy steps
     code --explanation--> explained               the code drawn as an image
     explained --gln_0, gln_1--> label             the drawing read
 
-So a digit is recognised only if all three parts have learned: ``gln_*`` to read,
-``code_*`` to find a code, ``explanation`` to draw it. Each has a loss of its own, and
+The model recognises a digit only if all three parts have learned: ``gln_*`` to read,
+``code_*`` to find a code, ``explanation`` to draw it. Each part has its own loss, and
 the value of each loss depends on all three parts.
 """
 
@@ -30,8 +30,8 @@ Params = Mapping[str, Any]
 
 # The loss of each part trains what its filter selects, and nothing else.
 PARTS = {'gln': 'gln_*/**', 'code': 'code_*/**', 'explanation': 'explanation/**'}
-# The modules of each part, written out: a pattern that is wrong in ``infer`` must not
-# be wrong in the program by hand as well.
+# The modules of each part, written out: a wrong pattern in ``infer`` must not be
+# repeated in the program by hand.
 MODULES = {
     'gln': ('gln_0', 'gln_1'),
     'code': ('code_message', 'code_step'),
@@ -60,7 +60,7 @@ class GatedLinear(nn.Module):
 
 
 def two_layers(hidden: int, features: int) -> nn.Module:
-    """Two dense layers."""
+    """Makes two dense layers."""
     return nn.Sequential([nn.Dense(hidden), nn.tanh, nn.Dense(features)])
 
 
@@ -71,7 +71,7 @@ class DigitModel(nn.Module):
         code_size: how many numbers a code has.
         hidden: the width of the hidden layers.
         sampler_steps: how often the sampler improves a code.
-        noise: the standard deviation of what the sampler adds to a code at each step.
+        noise: the standard deviation of the noise that each sampler step adds.
     """
 
     code_size: int = 10
@@ -80,7 +80,7 @@ class DigitModel(nn.Module):
     noise: float = 0.05
 
     def setup(self) -> None:
-        """Names the modules so that each part is one pattern."""
+        """Names the modules so that one glob selects each part."""
         self.code_message = two_layers(self.hidden, self.code_size)
         self.code_step = two_layers(self.hidden, self.code_size)
         self.explanation = two_layers(self.hidden, 64)
@@ -108,7 +108,7 @@ class DigitModel(nn.Module):
         return code, Losses(gln_loss, code_loss, explanation_loss)
 
     def sample(self, observation: jax.Array) -> jax.Array:
-        """The expensive part: guesses codes and improves them in many noisy steps."""
+        """Guesses codes and improves them in many noisy steps (the expensive part)."""
 
         def step(
             model: DigitModel, code: jax.Array, observation: jax.Array
@@ -126,24 +126,24 @@ class DigitModel(nn.Module):
         return steps(self, self.code_message(observation), observation)[0]
 
     def improve(self, code: jax.Array, observation: jax.Array) -> jax.Array:
-        """Goes half of the way to the code that the present explanation calls for."""
+        """Moves a code halfway to the one that its explanation's error calls for."""
         error = observation - self.explanation(code)
         return 0.5 * (code + self.code_step(jnp.concatenate([error, code], axis=-1)))
 
     def read(self, image: jax.Array, side: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns features and logits of an image, in the light of another one."""
+        """Returns features and logits of an image; ``side`` gates the layers."""
         features = self.gln_0(image, side)
         return features, self.gln_1(features, side)
 
-    # The sampler gives no gradient, so each loss improves the sampled code once more:
-    # a live step, through which it could train every part.
+    # The sampler's output is stopped, so each loss improves the sampled code once more.
+    # Through this step without a stop, a loss could train every part.
 
     def gln_loss(
         self, code: jax.Array, observation: jax.Array, label: jax.Array
     ) -> jax.Array:
-        """Cross-entropy of reading the digit itself, in the light of its explanation.
+        """Cross-entropy of reading the digit itself, gated by its explanation.
 
-        Labels are used here only: neither code nor explanation ever learn from them.
+        Only this loss uses labels: code and explanation never learn from them.
         """
         explained = self.explanation(self.improve(code, observation))
         _, logits = self.read(observation, explained)
@@ -151,14 +151,14 @@ class DigitModel(nn.Module):
         return jnp.mean(losses)
 
     def code_loss(self, code: jax.Array, observation: jax.Array) -> jax.Array:
-        """How badly a code explains, and how far off the first guess was."""
+        """The error of a code's explanation, and of the first guess of the code."""
         improved = self.improve(code, observation)
         surprise = jnp.mean((self.code_message(observation) - code) ** 2)
         distance = self.distance(self.explanation(improved), observation)
         return distance + 0.1 * surprise
 
     def explanation_loss(self, code: jax.Array, observation: jax.Array) -> jax.Array:
-        """How far explanations are from what they explain."""
+        """The distance of explanations from the observations."""
         explained = self.explanation(self.improve(code, observation))
         return self.distance(explained, observation)
 
@@ -173,7 +173,7 @@ class DigitModel(nn.Module):
 def infer(
     model: DigitModel, params: Params, observation: Any, label: Any, key: jax.Array
 ) -> Any:
-    """Calls ``model.infer``; ``key`` is for the sampler."""
+    """Calls ``model.infer``; ``key`` seeds the sampler."""
     args = {'params': params}, observation, label
     return model.apply(*args, rngs={'sampler': key}, method='infer')
 
@@ -192,7 +192,7 @@ def infer_by_hand(
         params: its parameters, as ``init`` returns them.
         observation: ``[n, 64]``, images.
         label: ``int32[n]``.
-        key: for the sampler.
+        key: seeds the sampler.
     """
 
     def call(trained: tuple[str, ...], method: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a block answers with, when it is asked which variables it means."""
+"""Answers, for one block, which variables its filter takes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from flax_sg.filters.paths import Classes, Path
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key
 
-# A tree that is older than the trace that reads it. None stands for any tree, where
-# the answer does not depend on it.
+# A tree older than the trace that reads it. None stands for any tree, if the answer
+# does not depend on the tree.
 TreeRef: TypeAlias = 'weakref.ref[Any] | None'
 
 
 @dataclasses.dataclass(eq=False)
 class Asker:
-    """What a block answers questions with.
+    """Answers for one block's filter, and tells which blocks answer alike.
 
     Attributes:
         rewrite: the rewrite of the block.
-        owner_path: the path of the module that opened it, () at top level.
-        tree: the tree of this module; None where paths do not depend on it.
-        has_functions: whether the filter asks a function.
-        asks_classes: whether it chooses by the class of the module around a variable.
+        owner_path: the path of the module that opened the block; () at top level.
+        tree: the tree of this module; None where paths do not depend on a tree.
+        has_functions: whether the filter calls a function of the user.
+        asks_classes: whether the filter chooses by the class of the module around a
+            variable.
         shape: equal for filters that are spelled alike.
-        sure: equal for askers that surely give the same answers; None if nobody knows.
-        kind: what the answers are for: others mean something else by the same ones.
-        blank_kind: equal for blocks that do the same as long as nothing is asked.
+        sure: equal for askers that surely give the same answers; None if unknown.
+        kind: the rule and collections; under another kind the same answers have
+            another effect.
+        blank_kind: equal for blocks that act alike until a question is asked.
     """
 
     rewrite: rules.Rewrite
@@ -51,16 +53,16 @@ class Asker:
         if not self.has_functions:
             self.sure = where, rule.values(), self.owner_path, self.tree
         self.kind = rule.key(), self.rewrite.collections
-        # A write is no question where it is allowed. A lifted transform writes back
-        # what it is handed, of the collections that a block looks at.
+        # A write asks a question only where the rule refuses writes. A lifted transform
+        # writes back what it was handed, in the collections that the block looks at.
         self.blank_kind = rule.refuses_writes, self.rewrite.collections
-        # What functions have said of paths.
+        # The answers of the user's functions, by atom and path.
         self._said: dict[filters.Filter, dict[Hashable, bool]] = {}
 
     def ask(self, path: Path) -> Any:
-        """Whether the filter takes a variable: a bool, or a part of it.
+        """Whether the filter takes a variable: a bool, or a ``Part`` of the variable.
 
-        None if that depends on the class of a module that is not known.
+        None if the answer depends on the unknown class of a module.
         """
         if not self.has_functions:
             return expressions.decide(self.rewrite.where, path)
@@ -69,7 +71,7 @@ class Asker:
     def takes(self, atom: filters.Filter, path: Path) -> bool | None:
         """Whether an elementary filter takes a variable.
 
-        A function is asked once for each variable; what it says holds for the block.
+        A function is asked once for each variable; its answer holds for the block.
         """
         if not isinstance(atom, filters.Predicate):
             return expressions.takes(atom, path)
@@ -80,9 +82,10 @@ class Asker:
         return found
 
     def matched_by(self, paths: Sequence[Path]) -> set[filters.Filter]:
-        """The atoms that take one of some variables, or may: they do not know a class.
+        """Returns the atoms that take one of some variables, or may take one.
 
-        Of thousands of literal paths each is found, and not compared with all.
+        An atom may take a variable if the class of a module is unknown. Literal paths
+        are looked up, not compared one by one: a filter may have thousands.
         """
         where = self.rewrite.where
         if self.has_functions:
@@ -102,7 +105,7 @@ class Asker:
     def agrees_with(
         self, paths: Sequence[Path], answers: Mapping[Hashable, Any]
     ) -> bool:
-        """Whether the functions of the filter give these answers for some paths."""
+        """Whether a filter with functions gives these answers for some paths."""
         where = self.rewrite.where
         function = expressions.as_function(where)
         if function is None or any(path.is_inner for path in paths):
@@ -115,9 +118,9 @@ class Asker:
             new = {key: path for key, path in new.items() if key not in said}
         results: list[Any] = []
         try:
-            # Nothing of ours is between one question and the next.
+            # ``map`` calls the function directly: no code of ours runs between calls.
             results.extend(map(fn, new.values()))
-        finally:  # What it has said holds, whether it agrees or raises.
+        finally:  # Answers hold, even if the function disagrees or raises.
             pairs = zip(new, results, strict=False)
             if not set(map(type, results)) <= {bool}:
                 pairs = ((key, bool(r)) for key, r in pairs if isinstance(r, _BOOLS))
@@ -127,12 +130,12 @@ class Asker:
         return found == (list(map(operator.not_, expected)) if opposite else expected)
 
     def answer_in_older_tree(self, path: Path) -> Any:
-        """What tells what a reader in a trace sees of a variable outside of it."""
+        """Returns what decides how a trace sees a variable from outside the trace."""
         rule, said = self.rewrite.rule, self.ask(path)
         if not said:
             return said
-        # The rule is applied outside of the trace: at each extent anew, if it makes
-        # something there; to a path that depends on the owner.
+        # The rule is applied outside the trace. The result differs by path, which
+        # depends on the owner, and by extent, if each extent makes its own value.
         return (
             said,
             str(path) if rule.asks_path else None,
@@ -142,7 +145,7 @@ class Asker:
     def path_in(
         self, tree: TreeRef, key: Key, classes: Classes | None = None
     ) -> Path | None:
-        """The path of a variable of another tree; None if nobody knows."""
+        """Returns the path of a variable of ``tree``; None if it cannot be known."""
         if self.owner_path and (tree is None or tree() is None):
             return None
         return Path.of(*key, self.owner_path if tree == self.tree else (), classes)

@@ -1,4 +1,4 @@
-"""The open blocks of a thread, and the trees of variables that they have met."""
+"""Tracks a thread's open blocks, and the trees of variables read in them."""
 
 from __future__ import annotations
 
@@ -23,40 +23,42 @@ versions.load_once(globals())
 
 ROOT_FLAG = 'flax_sg'
 
-# Whether a variable is one of the owner's tree, which one, and in modules of which
-# classes, where a filter has to know.
-# The last is how many of its names are within the value of a variable.
+# Whether the variable is in the owner's tree, its key, the classes of the modules
+# around it (None unless the filter asks for classes), and how many of its last names
+# lie inside the variable's value.
 Question: TypeAlias = tuple[bool, Key, Classes | None, int]
 
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """One open extent of a rewrite: what is known of it, and nothing done with it.
+    """Holds the data of one open extent of a rewrite.
 
     Attributes:
         rewrite: the rule, and the variables that it applies to.
-        outer: the blocks that were open when it opened, outermost first.
-        owner: the scope of the module that opened it; None at top level, and once the
-            block is closed.
-        owner_path: the path of that scope; () at top level.
-        tree: identity of the tree that the owner belongs to.
-        asker: what it answers questions of ``cache_keys`` with.
-        number: its number in JAX's cache keys.
-        level, kept_trace: the trace in which it was opened, and the innermost one
-            around it that JAX may keep.
-        place: where in the user's program it was opened.
-        decisions: what the filter said of each variable met so far, with its path.
+        outer: the blocks that were open when this block opened, outermost first.
+        owner: the scope of the module that opened the block; None at top level, and
+            once the block is closed.
+        owner_path: the path of ``owner``; () at top level.
+        tree: identity of the tree that ``owner`` belongs to; None at top level.
+        asker: answers the questions of ``cache_keys``.
+        number: the block's number in JAX's cache keys.
+        level, kept_trace: the trace in which the block was opened, and the innermost
+            trace around the block that JAX may cache.
+        place: the line of the user's program that opened the block.
+        decisions: the path of each variable met so far, and the filter's answer.
         collections: the collections met so far.
         reads: the variables that were read.
-        took: whether the filter takes one of them.
-        made: what the rule has made, for rules on cotangents; see ``placing.py``.
+        took: whether the filter selects a variable in ``reads``.
+        made: the leaves that a rule on cotangents has made; see ``placing.py``.
         closed_root: the top scope of the owner, once the block is closed.
-        ended: set by another thread, in which the code of the block has ended.
-        is_open: whether the code of the block runs, or a rule that belongs into it.
-        home: while such a rule runs, the number under which it was compiled, if the
-            block was opened outside of what was compiled.
-        lent: modules of which a helper that reads them was seen, by their id and the
-            name of the helper, until the block closes.
+        ended: set by another thread, once the block's code has ended there.
+        is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
+            function called in the block; see ``custom_rules.py``.
+        home: while such a rule runs, the number under which the function was compiled;
+            None if the block was opened inside of the compiled function.
+        lent: modules whose helper (a value kept by ``setup`` that reads modules) was
+            used in the block, by the module's id and the helper's name. Empty once the
+            block closes.
     """
 
     rewrite: rules.Rewrite
@@ -84,30 +86,30 @@ class Block:
 
 
 class Root:
-    """What the open blocks know of one tree of variables.
+    """Holds what the open blocks know of one tree of variables.
 
     A tree belongs to an ``apply``, a bound module, or the body of a lifted transform.
 
     Attributes:
-        tree: identity of the ``apply`` that the tree comes from; the body of a lifted
-            transform has that of the scope it was lifted from.
-        covered: the blocks that were open when the body of a lifted transform began:
-            what it starts with was rewritten outside.
-        handed: what the body starts with, as it was handed in.
+        tree: identity of the ``apply`` that the tree comes from. The body of a lifted
+            transform shares the identity of the scope it was lifted from.
+        covered: the blocks that were open when the body of a lifted transform began.
+            The variables that the body starts with were rewritten outside.
+        handed: the variables that the body starts with, as Flax passed them in.
         selected: the variables in ``handed`` that were rewritten outside.
-        initializing: whether the variables are being made.
+        initializing: whether ``init`` is making the variables.
         seen: the leaves that were rewritten for readers of this tree; see ``views.py``.
-        level, kept_trace: the trace in which the tree began, and the innermost one
-            around it that JAX may keep.
-        parts: the collections that it consists of, and where they stand; several in the
-            body of a transform of several modules.
-        joint: what readers see of leaves that a block rewrites together.
-        setup_values: values kept by ``setup``, seen under a block.
-        set_up_in: by id a module whose ``setup`` runs, or has run on scratch scopes,
+        level, kept_trace: the trace in which the tree began, and the innermost trace
+            around the tree that JAX may cache.
+        parts: the paths and collections that make up the tree; several in the body of
+            a transform of several modules.
+        joint: for each block, the leaves that its rule rewrites together.
+        setup_values: for each block, the values kept by ``setup``, as readers see them.
+        set_up_in: modules whose ``setup`` runs, or has run on scratch scopes, by id,
             and the blocks that were open then.
         scratch: whether the tree serves a second run of a ``setup``.
-        from_nothing: whether all its variables are made in that run.
-        pending: what is judged when the tree is complete; see ``judgement.py``.
+        from_nothing: whether that run makes all its variables.
+        pending: checks that wait until the tree is complete; see ``judgement.py``.
         sown: the variables that ``Module.sow`` has written in a block.
     """
 
@@ -136,7 +138,7 @@ class Root:
         self.sown: set[tuple[str, tuple[str, ...]]] = set()
 
     def as_scratch(self, from_nothing: bool = False) -> Root:
-        """The same tree for code that runs a second time."""
+        """Returns a root of the same tree, for a second run of ``setup``."""
         scratch = Root(self.tree, self.covered, self.handed, self.selected)
         scratch.seen = self.seen
         scratch.level, scratch.kept_trace = self.level, self.kept_trace
@@ -147,7 +149,7 @@ class Root:
         return scratch
 
     def within(self, covered: tuple[Block, ...], scope: Scope | None = None) -> Root:
-        """The same tree in the body of a lifted transform that begins at ``scope``."""
+        """Returns a root of the same tree, for a lifted body beginning at ``scope``."""
         inner = Root(self.tree, covered)
         inner.initializing = self.initializing
         inner.scratch = self.scratch
@@ -166,13 +168,13 @@ class Root:
         handed: Mapping[Key, Any],
         selected: frozenset[Key],
     ) -> None:
-        """Notes what a part of the tree in such a body begins with."""
+        """Notes the variables that a part of the tree starts with in a lifted body."""
         self.parts.append((path, variables))
         self.handed = {**self.handed, **handed}
         self.selected |= selected
 
-    # A root travels in the flags of scopes, which ``nn.jit`` hashes to tell modules
-    # apart. What a root holds is told apart by JAX's own cache keys.
+    # All roots are equal: scopes carry them in their flags, and ``nn.jit`` hashes the
+    # flags to tell modules apart. JAX's own cache keys tell the blocks apart.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Root)
 
@@ -180,15 +182,16 @@ class Root:
         return hash(Root)
 
     def forget(self, block: Block) -> None:
-        """Drops what was kept for a block that is closed."""
+        """Drops the values kept for a closed block."""
         self.seen.pop(block, None)
         self.joint.pop(block, None)
         self.setup_values.pop(block, None)
 
     def begins_with(self, block: Block, key: Key, value: Any) -> bool:
-        """Whether a variable, or a leaf of it, came in with the block's rule applied.
+        """Whether the block's rule was applied to ``value`` outside the lifted body.
 
-        By its leaves: what holds them may have been made anew.
+        ``value`` is a variable or one of its leaves. Only the leaves are compared,
+        since their containers may have been rebuilt.
         """
         if block not in self.covered:
             return False
@@ -200,7 +203,7 @@ _KnownRoot = tuple[Root, tuple[str, ...], dict[str, Any]]
 
 
 class _Thread(threading.local):
-    """The open blocks of a thread and what is known of the trees they have met."""
+    """Holds a thread's open blocks, and the roots of the trees read in them."""
 
     def __init__(self) -> None:
         self.blocks: tuple[Block, ...] = ()
@@ -208,25 +211,26 @@ class _Thread(threading.local):
         self._no_context = tracing.user_context(0)
         with self._no_context:
             pass
-        self.rewritten = 0  # How often a reader saw something rewritten.
-        self._aside = 0  # How often blocks are set aside that will be open again.
-        # Why a second run of a ``setup`` may differ; None if there is no such run.
+        self.rewritten = 0  # How often a reader saw a rewritten value.
+        self._aside = 0  # How many calls of ``only`` are running.
+        # Why a second run of ``setup`` may differ; None outside of such a run.
         self.doubts: list[str] | None = None
-        # Whether a block chooses by class; then, the scope that a variable is read of.
+        # Whether an open block selects by class. If so, ``reader`` is the path of the
+        # scope that a variable is read from.
         self.asks_classes = False
         self.reader: tuple[str, ...] | None = None
 
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
-        """Makes these the open blocks, for the hooks and for JAX's trace caches.
+        """Sets the open blocks, for the hooks and for JAX's trace caches.
 
-        One context is entered at a time, whatever the order in which blocks close. An
-        exception may come between any two lines (Ctrl-C): a second call completes it.
+        Only one user context is entered at a time, so blocks may close in any order.
+        Ctrl-C may raise between any two lines: a second call completes the change.
         """
         number = blocks[-1].number if blocks else cache_keys.NONE
         context = tracing.user_context(number.value)
         self.blocks = blocks
         self.asks_classes = any(block.asker.asks_classes for block in blocks)
-        self._no_context.__exit__(None, None, None)  # As it was before it was entered.
+        self._no_context.__exit__(None, None, None)  # Restores the initial number.
         if blocks:
             context.__enter__()
 
@@ -236,7 +240,7 @@ class _Thread(threading.local):
 
     @contextlib.contextmanager
     def reading(self, path: tuple[str, ...]) -> Generator[None]:
-        """Notes in which scope a variable is read, for filters that choose by class."""
+        """Notes the scope that a variable is read from, for filters by class."""
         before, self.reader = self.reader, path
         try:
             yield
@@ -245,7 +249,7 @@ class _Thread(threading.local):
 
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
-        """Makes these the open blocks for a while."""
+        """Makes ``blocks`` the only open blocks inside the ``with`` body."""
         before = self.blocks, self._aside
         try:
             self._set_aside(blocks, self._aside + 1)
@@ -258,7 +262,11 @@ class _Thread(threading.local):
                 raise
 
     def forget(self, block: Block | None = None) -> None:
-        """Drops what was kept for a block that is closed, and trees without blocks."""
+        """Drops the values of a closed block, and all trees if no block is left.
+
+        Trees with pending checks stay. So do all trees while ``only`` runs, since the
+        blocks that it set aside will be open again.
+        """
         for root, _, _ in self.roots.values():
             if block is not None:
                 root.forget(block)
@@ -272,7 +280,7 @@ thread = _Thread()
 
 
 def active() -> tuple[Block, ...]:
-    """The blocks that hold for the running code, outermost first.
+    """Returns the blocks that are open for the running code, outermost first.
 
     Raises:
         BlockError: if another asyncio task has opened one of them.
@@ -288,13 +296,18 @@ def active() -> tuple[Block, ...]:
 
 
 def remove(block: Block | None) -> None:
-    """Takes away a block of this thread, or what an exception has left of that."""
+    """Removes a block from this thread, even if an exception left it half open.
+
+    Args:
+        block: the block; None if the exception came before the block was made.
+    """
     if block is None:
         return thread.forget()
     rest = tuple(other for other in thread.blocks if other is not block)
     for number, other in enumerate(rest):
         if block in other.outer:
-            # It was inside of this one, and so are the traces under its number.
+            # ``other`` opened inside ``block``, so traces under its number depend on
+            # ``block``: it gets a fresh number.
             other.number.give_back(other.asker)
             other.outer, other.number = rest[:number], cache_keys.fresh()
     thread.set_blocks(rest)
@@ -303,15 +316,15 @@ def remove(block: Block | None) -> None:
     block.lent.clear()
     block.number.give_back(block.asker)
     if block.owner is not None:
-        # Not the owner: Flax makes another one when a compact method ends. It may hold
-        # tracers.
+        # The root, because Flax replaces the owner's scope when a compact method ends.
+        # A weak reference, because scopes may hold tracers.
         block.closed_root = weakref.ref(block.owner.root)
         block.owner = None
     hooking.release_hooks(block)
 
 
 def root_of(scope: Scope) -> Root:
-    """What the open blocks know of the tree that a scope belongs to."""
+    """Returns the root of the tree that a scope belongs to, or makes one."""
     top = scope.root
     root: Any = top.flags.get(ROOT_FLAG)
     if root is not None:
@@ -319,8 +332,9 @@ def root_of(scope: Scope) -> Root:
     variables = core_scopes.variables_of(top)
     known = thread.roots.get(id(variables))
     if known is None:
-        # The body of a transform that was entered before any block opened has roots
-        # with a path; they belong to the tree of the module that opened a block in it.
+        # If a transform was entered before any block opened, the root scopes of its
+        # body have a path. They belong to the tree of the module that opened a block
+        # in the body.
         owners = [b.tree for b in thread.blocks if b.tree is not None]
         tree = owners[-1] if top.path and owners else Tree()
         beside = (r for r, _, _ in thread.roots.values() if r.tree is tree and top.path)
@@ -329,11 +343,11 @@ def root_of(scope: Scope) -> Root:
 
 
 class Tree:
-    """The identity of a tree of variables; numbers refer to it weakly."""
+    """Identifies a tree of variables. Cache numbers hold only weak references to it."""
 
 
 def is_of_tree(scope: Scope, root: Root) -> bool | None:
-    """Whether a scope is one of the tree of a root; None if nobody has read it yet."""
+    """Whether a scope is in the tree of ``root``; None if nobody has read it yet."""
     known: Any = scope.root.flags.get(ROOT_FLAG)
     if known is None:
         found = thread.roots.get(id(core_scopes.variables_of(scope.root)))
@@ -342,7 +356,7 @@ def is_of_tree(scope: Scope, root: Root) -> bool | None:
 
 
 def reopen(block: Block) -> None:
-    """Knows the owner's tree again, for a while, if that is still in use."""
+    """Registers the tree of a closed block's owner again, if still in use."""
     top = None if block.closed_root is None else block.closed_root()
     if top is not None and ROOT_FLAG not in top.flags:
         known = _known(block.tree, top)
@@ -360,7 +374,7 @@ def _known(tree: object, top: Scope, beside: Iterable[Root] = ()) -> _KnownRoot:
 
 
 def _other_task(rewrite: object, place: object) -> errors.BlockError:
-    """A variable is read in another asyncio task than the one that opened a block."""
+    """Returns the error for a read in another asyncio task than the block's own."""
     return errors.BlockError(
         f'the block of {rewrite!r}, opened at {place}, belongs to another asyncio '
         'task, which was suspended inside it.\n'

@@ -1,16 +1,16 @@
-"""Which traces a block may find again: numbers in the keys of JAX's trace caches.
+"""Decides which cached JAX traces a block may reuse, by a number in the cache keys.
 
-A cached trace depends on nothing but the answers that the filters of the open blocks
-gave for the variables read in it. So each number has a table of these answers. A block
-that opens asks its own filter the same questions. Where all answers agree it takes the
-number, and finds the traces; where none agrees it takes a new number. Filters
-themselves are never compared: two lambdas are equal if they give the same answers.
+A cached trace depends only on the answers that the filters of the open blocks gave
+for the variables read in it. So each number has a table of these answers. A block that
+opens asks its own filter the same questions. If all answers agree, the block takes the
+number, and finds its traces. If no number agrees, the block takes a new number.
+Filters are never compared: two lambdas with the same answers count as equal.
 
-A number stands for a block *inside the blocks around it*: each number has numbers of
-its own for the blocks that are opened inside of it.
+A number stands for a block *inside the blocks around it*: each number has its own
+numbers for the blocks that are opened inside it.
 
-A table grows while its block is open. So a number is held by one open block at a time,
-or by several that surely give the same answers: equal globs of one module, for example.
+A table grows while its block is open. So a number is leased to one open block at a
+time, or to several that surely give the same answers: equal globs of one module, say.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ from flax_sg.trees.variables import Key, inner_names
 versions.load_once(globals())
 
 
-# A tree, a variable in it, the classes around it, its names within the variable.
+# A tree, a variable, the classes of the modules around the variable, and how many of
+# the key's names lie within the variable's value.
 _Older: TypeAlias = tuple[TreeRef, Key, Classes | None, int]
 _Ordered: TypeAlias = collections.OrderedDict[Hashable, Any]
 
 
 class Number:
-    """A number, and the answers under which JAX may have traced something.
+    """A number in JAX's cache keys, and the answers that its traces depend on.
 
     Attributes:
         value: the number in JAX's cache keys.
-        paths, answers: the variables of trees that were made inside of a trace, and the
+        paths, answers: the variables of trees made inside a trace, and the filter's
             answers for them, in the order of the questions.
-        in_older_trees: the answers for variables of trees that are older than the
-            trace, by tree, variable, and the classes of the modules around it.
-        existing: the variables of blocks that were judged right under the number.
-        brought: which values the rule brings, if a trace has read one of them.
+        in_older_trees: the answers for variables of trees older than the trace, by
+            tree, variable, and the classes of the modules around the variable.
+        existing: the variables met by blocks that were judged right under the number.
+        brought: identifies the values that the rule brings, once a trace has read one.
         kind: the rule and the collections of the blocks whose filters gave the answers;
-            None while there are none.
-        inside: the numbers of blocks that were opened inside of this one, by kind;
-            those that were found last come last.
+            None before the first answer is noted or expected.
+        inside: the numbers of blocks opened inside this one, by kind; the numbers that
+            were leased last come last.
     """
 
     def __init__(self, value: int) -> None:
@@ -64,12 +65,12 @@ class Number:
         self.existing: dict[Hashable, Path] = {}
         self.brought: Hashable = None
         self.inside: _Ordered = collections.OrderedDict()
-        # Weakly: an exception may come before a number is given back.
+        # Weak: an exception may come before a block gives the number back.
         self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
-        # How many questions were asked that need not be asked again, of a filter or an
-        # owner that is sure of its answers; -1 if one of them was answered otherwise.
+        # By filter or ``Asker.sure``: how many answers of the table agreed, and need
+        # not be asked again; -1 if one answer differed.
         self._agreed: _Ordered = collections.OrderedDict()
-        # The shapes of filters that have used it, and whether they were judged right.
+        # The shapes of filters that used the number, and whether one was judged right.
         self._shapes: _Ordered = collections.OrderedDict()
         self.late: _Late | None = None
 
@@ -80,16 +81,16 @@ class Number:
         return asker.shape in self._shapes
 
     def was_right(self, asker: Asker) -> bool:
-        """Whether such a filter was judged, and every part of it means something."""
+        """Whether a filter of this shape was judged, and all its parts matched."""
         return self._shapes.get(asker.shape, False)
 
     def use(self, asker: Asker, is_right: bool) -> None:
-        """Notes a filter that uses the number, and whether it was judged right."""
+        """Notes that a filter uses the number, and whether it was judged right."""
         with _lock:
             _put_last(self._shapes, asker.shape, is_right, _MOST_SHAPES)
 
     def take(self, asker: Asker) -> bool:
-        """Holds the number, if nobody holds it who may give other answers."""
+        """Leases the number, unless another holder may give other answers."""
         with _lock:
             for other in self._holders:
                 if asker.sure is None or asker.sure != other.sure:
@@ -100,33 +101,33 @@ class Number:
         return True
 
     def give_back(self, asker: Asker) -> None:
-        """Lets go of the number, if it was held."""
+        """Gives the number back, if the asker holds it."""
         with _lock:
             self._holders.discard(asker)
 
     @property
     def is_held(self) -> bool:
-        """Whether an open block has the number."""
+        """Whether an open block holds the number."""
         return bool(self._holders)
 
     # Answers.
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing was asked yet."""
+        """Whether the table of answers is empty."""
         return not (self.answers or self.in_older_trees)
 
     @property
     def takes_any(self) -> bool:
-        """Whether the filter takes a variable that was asked about."""
+        """Whether the filter takes a variable of the table."""
         return any(self.answers.values()) or any(self.in_older_trees.values())
 
     def agrees(self, asker: Asker, aside: Callable[[], Any]) -> bool:
-        """Whether a filter gives the answers in the table.
+        """Whether a filter gives all the answers in the table.
 
         Args:
-            asker: holds the number, so the table does not grow with other answers.
-            aside: gives the context in which functions of the user are asked.
+            asker: holds the number, so no other answers enter the table meanwhile.
+            aside: returns a context manager, in which the user's functions are called.
         """
         if self.brought is not None and self.brought != asker.rewrite.rule.values():
             return False
@@ -144,13 +145,13 @@ class Number:
                 len(self.in_older_trees),
                 functools.partial(self._older_agree, asker),
             )
-        except Exception:  # The filter was not made for a variable of this table.
+        except Exception:  # The filter was not written for a variable here.
             return False
 
     def _agree_now(
         self, who: Hashable, count: int, agree_from: Callable[[int], bool]
     ) -> bool:
-        """Whether somebody gives ``count`` answers; asks for the new ones alone."""
+        """Whether ``who`` gives the first ``count`` answers; asks only for new ones."""
         known = self._agreed.get(who, 0)
         if known not in (-1, count):
             known = count if agree_from(known) else -1
@@ -171,7 +172,7 @@ class Number:
         return True
 
     def note(self, asker: Asker, path: Path, said: Any, late: bool = False) -> None:
-        """Notes an answer for a variable of a tree that was made inside of a trace."""
+        """Notes an answer for a variable of a tree made inside a trace."""
         if path.key not in self.answers:
             if late:
                 self._check_late(asker)
@@ -179,13 +180,13 @@ class Number:
                 self.kind = asker.kind
                 self.paths.append(path)
                 self.answers[path.key] = said
-        elif late and self.answers[path.key] != said:  # Another block was asked.
+        elif late and self.answers[path.key] != said:  # Another block answered.
             self._check_late(asker)
 
     def note_older(
         self, asker: Asker, key: Key, tree: TreeRef, path: Path, late: bool = False
     ) -> None:
-        """Notes an answer for a variable of a tree that is older than the trace."""
+        """Notes an answer for a variable of a tree older than the trace."""
         tree = tree if asker.owner_path else None
         question = tree, key, path.classes, inner_names(key)
         if question in self.in_older_trees:
@@ -197,28 +198,28 @@ class Number:
             self.kind = asker.kind
             self.in_older_trees[question] = answer
 
-    # Rules of ``jax.custom_vjp`` and its kin, which run after their block has closed.
+    # Rules of ``jax.custom_vjp`` and the like, which run after their block has closed.
 
     def expect_late_questions(self, asker: Asker) -> None:
-        """Lets those use the number who surely give the same answers."""
+        """From now on, lets only askers with an equal ``sure`` take the number."""
         with _lock:
             self.kind = asker.kind
             if self.late is None:
                 self.late = _Late(asker.sure)
 
     def _check_late(self, asker: Asker) -> None:
-        """Raises for a new question, if others have used the number since."""
+        """Raises for a new question if blocks with unknown answers used the number."""
         if self.late is not None and self.late.sure is None and self.late.others:
             raise _late_read(asker.rewrite)
 
 
 @dataclasses.dataclass
 class _Late:
-    """Who may use a number under which rules were compiled that run late.
+    """Who may use a number after rules that run late were compiled under it.
 
     Attributes:
-        sure: equal for those who give the same answers; None if nobody knows.
-        others: whether somebody else has used it since.
+        sure: equal for askers that surely give the same answers; None if unknown.
+        others: whether another block has used the number since.
     """
 
     sure: Hashable
@@ -227,23 +228,23 @@ class _Late:
 
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
 _values = itertools.count(1)
-_MOST_NUMBERS = 64  # For blocks of one rule in one place.
+_MOST_NUMBERS = 64  # Of one kind, inside one number.
 _MOST_RULES = 256
-_MOST_OTHERS = 8  # Of other filters, when a filter is first used.
+_MOST_OTHERS = 8  # Numbers of other filter shapes that a block tries.
 _MOST_SHAPES = 256
 _MOST_AGREED = 256
 
-# Where no block is open.
+# The number while no block is open.
 NONE = Number(0)
 
 
 def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
-    """The number for a block that opens. Whoever asks gives it back.
+    """Finds or makes the number for a block that opens; the caller gives it back.
 
     Args:
-        around: the number of the blocks that are open already.
-        asker: what the block answers with.
-        aside: gives the context in which functions of the user are asked.
+        around: the number of the blocks that are already open.
+        asker: answers for the block.
+        aside: returns a context manager, in which the user's functions are called.
     """
     for number in _candidates(around, asker):
         if not number.take(asker):
@@ -279,18 +280,17 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
 
 
 def fresh() -> Number:
-    """A number that was never used, and that nobody finds."""
+    """Returns a number that was never used, and that no other block finds."""
     return Number(next(_values))
 
 
 def _candidates(around: Number, asker: Asker) -> list[Number]:
-    """The numbers that may be found again, in the order in which they are tried.
+    """Returns the numbers that a block may take, in the order to try them.
 
-    First those that filters of the same shape have used, the last one first. A number
-    without answers agrees with everything, whatever the rule, so it comes after those
-    that have some. A
-    function is not asked for variables that other functions were asked for: it may
-    print them, or raise.
+    Numbers that filters of the same shape have used come first, the latest one first.
+    A number without answers agrees with every filter and rule, so it comes after those
+    with answers. A function is not asked about the variables of other functions: it
+    may print them, or raise.
     """
     with _lock:
         blank = around.inside.get(asker.blank_kind, [])
@@ -317,7 +317,7 @@ def _put_last(mapping: _Ordered, key: Hashable, value: Any, most: int) -> None:
 
 
 def _late_read(rewrite: object) -> errors.BlockError:
-    """A rule of ``jax.custom_vjp`` reads a variable that two blocks see differently."""
+    """The error if a ``jax.custom_vjp`` rule reads what two blocks see differently."""
     return errors.BlockError(
         f'a rule of a function that was compiled in the block of {rewrite!r} reads '
         'a variable after the block has closed, and a block of another function has '

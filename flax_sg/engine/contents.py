@@ -1,4 +1,4 @@
-"""What can be reached from a value: arrays and modules."""
+"""Finds out whether arrays or modules can be reached from a Python value."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from flax_sg.rules import rules
 
 MODULES = (modules.Module, modules.Variable, Scope)
 ARRAYS = (tracing.Tracer, jax.Array)
-# What may be computed from variables that are not traced.
+# Types of values that may be computed from untraced variables.
 NUMBERS = (*ARRAYS, np.ndarray, np.generic, float, complex)
-# What is looked at as a whole, not into.
+# Types whose contents are not searched.
 CLOSED = (
     *(*MODULES, rules.Rewrite, types.ModuleType, types.CodeType),
     *(str, bytes, int, type(None)),
 )
-# A value of more parts is one that nobody can look through.
+# The search gives up after this many objects.
 _MOST = 20_000
 
 
 def holds_modules(value: Any) -> bool:
-    """Whether a module can be reached from a value; True if that cannot be told."""
+    """Whether a module can be reached from a value; True if the search gives up."""
     return holds(value, MODULES)
 
 
 def holds(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether one of some kinds can be reached; True if that cannot be told."""
+    """Whether an object of some types can be reached; True if the search gives up."""
     waiting: list[Any] = [value]
-    met: dict[int, Any] = {}  # Holds what was met: no other object gets its id.
+    met: dict[int, Any] = {}  # Keeps each object alive, so its id stays unique.
     while waiting:
         part = waiting.pop()
         if id(part) in met:
@@ -51,7 +51,7 @@ def holds(value: Any, kinds: tuple[type, ...]) -> bool:
 def _reached_from(value: Any) -> Iterable[Any]:
     if isinstance(value, (*CLOSED, *ARRAYS)):
         return ()
-    if isinstance(value, types.FunctionType):  # Not its globals.
+    if isinstance(value, types.FunctionType):  # Without its globals.
         parts = (value.__defaults__, value.__kwdefaults__, value.__dict__)
         return (*(value.__closure__ or ()), *parts)
     if isinstance(value, type) and _is_importable(value):

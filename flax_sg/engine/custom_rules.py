@@ -1,8 +1,8 @@
-"""Rules of differentiation and batching that run after a block has closed.
+"""Runs differentiation and batching rules in blocks that have already closed.
 
-``jax.custom_vjp`` and its kin keep their rules and call them when a program is
-differentiated or batched, which for a program inside ``jax.jit`` is after the blocks
-around the call have closed. What a rule reads belongs to the place of the call.
+``jax.custom_vjp`` and the like call their rules when JAX differentiates or batches a
+program. For a program inside ``jax.jit`` the blocks around the call have closed by
+then. But the reads of a rule belong to the place of the call.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _Blocks: TypeAlias = tuple[blocks.Block, ...]
 
 
 def hook_for(*names: str) -> Callable[[Any], Any]:
-    """The hook for ``__call__`` of a class whose instances keep rules in ``names``."""
+    """Makes the hook for ``__call__`` of a class that keeps its rules in ``names``."""
 
     def make_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
             open_blocks = blocks.active()
-            # Functions of JAX itself (relu, softmax, ...) and ours read no variables.
+            # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
             if open_blocks and not _of_jax(self):
                 self = _copy(self)
                 around = _around_trace(open_blocks)
@@ -43,17 +43,17 @@ def hook_for(*names: str) -> Callable[[Any], Any]:
 
 
 def _around_trace(open_blocks: _Blocks) -> _Blocks:
-    """The blocks that were opened outside of the trace; others are a part of it."""
+    """Returns the blocks opened outside the trace; others are part of the trace."""
     now = tracing.kept_trace()
     return tuple(block for block in open_blocks if block.kept_trace != now)
 
 
 def _note_all(around: _Blocks) -> None:
-    """Asks now what the rules may ask when others may have found the trace."""
+    """Asks now what the rules may ask later, when other blocks may share the trace."""
     for block in around:
         block.number.expect_late_questions(block.asker)
         block.number.brought = block.rewrite.rule.values()
-        if block.asker.asks_classes:  # A class is known where a variable is read.
+        if block.asker.asks_classes:  # A class is known only at a read.
             continue
         for root, path, variables in list(blocks.thread.roots.values()):
             for collection, tree in variables.items():
@@ -70,11 +70,11 @@ def _copy(function: Any) -> Any:
 
 
 def _of_jax(function: Any) -> bool:
-    # Not the wrappers that JAX makes of functions of the user (``custom_gradient``).
+    # Excludes JAX's wrappers of user functions (``custom_gradient``), by closure.
     fn = function.fun
     module = getattr(fn, '__module__', None) or ''
     closed = getattr(fn, '__closure__', None) is None
-    # Ours run what users gave later; if they held blocks, they would hold tracers.
+    # Ours run user functions later; if they held blocks, they would hold tracers.
     return module.startswith('flax_sg.') or (module.startswith('jax.') and closed)
 
 
@@ -94,10 +94,10 @@ def _set_aside() -> Any:
 
 @contextlib.contextmanager
 def _resumed(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
-    """Opens blocks again, as they were, for code that belongs into them.
+    """Reopens blocks, as they were, for code that belongs in them.
 
-    Their numbers may belong to others by now: what the rule traces must be found by
-    blocks with the same answers alone. So they take numbers anew.
+    Other blocks may hold their numbers by now, and only blocks with the same answers
+    may reuse what the rule traces. So the reopened blocks lease numbers anew.
     """
     thread, user = blocks.thread, object()
     closed = {block: block.number for block in open_blocks if not block.is_open}

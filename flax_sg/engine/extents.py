@@ -1,4 +1,4 @@
-"""Opening and closing a block, in the right order or with an error."""
+"""Opens and closes blocks, and raises if they close in the wrong order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flax_sg.internals import hooking, tracing
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 
-# What is judged at the end of an extent: that what is read in it is rewritten, that
-# what is named exists, or nothing.
+# The checks at the end of an extent. EXISTENCE raises if a pattern matches no variable.
+# READS also warns if no variable that was read is rewritten. NOTHING skips the checks.
 READS, EXISTENCE, NOTHING = 'reads', 'existence', 'nothing'
 
 
@@ -24,8 +24,11 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
     """Opens a block in this thread.
 
     Args:
-        rewrite: what holds in the block.
+        rewrite: the rule to apply in the block, and its filter.
         owner: the scope that paths are relative to; None for the root of each tree.
+
+    Returns:
+        The open block, for ``close_block``.
     """
     outer = blocks.active()
     around = outer[-1].number if outer else cache_keys.NONE
@@ -64,9 +67,13 @@ def close_block(block: Block, judged: str = NOTHING) -> None:
     """Closes a block of this thread.
 
     Args:
-        block: an open block. If it cannot be closed here and now that is an error, and
-            it is closed all the same.
-        judged: what is judged, if the body has come to its end.
+        block: an open block. It is closed even if an error is raised.
+        judged: the checks to run: ``READS`` or ``EXISTENCE`` if the body ran to its
+            end, ``NOTHING`` if it raised.
+
+    Raises:
+        BlockError: if the body ran to its end, but an inner block is still open or
+            another asyncio task opened ``block``.
     """
     before = thread.blocks
     try:
@@ -77,7 +84,7 @@ def close_block(block: Block, judged: str = NOTHING) -> None:
     finally:
         try:
             blocks.remove(block)
-        except BaseException:  # Ctrl-C may come in between.
+        except BaseException:  # Ctrl-C may interrupt the first call.
             blocks.remove(block)
             raise
     if judged != NOTHING and not in_order:
@@ -91,15 +98,19 @@ def close_block(block: Block, judged: str = NOTHING) -> None:
 def close_last(
     rewrite: rules.Rewrite, exc_type: type[BaseException] | None = None
 ) -> None:
-    """Closes the innermost block of this thread that was opened with a rewrite.
+    """Closes the innermost block of this thread that was opened with ``rewrite``.
 
     Args:
         rewrite: the rewrite.
         exc_type: the type of the exception that ends the block, if any.
+
+    Raises:
+        BlockError: if ``rewrite`` is not open in this thread, and no exception other
+            than GeneratorExit ends the block.
     """
     here = Place.here()
     mine = [b for b in thread.blocks if b.rewrite is rewrite and not b.ended]
-    # One value may be open in a suspended generator and around it.
+    # A suspended generator and the code around it may both have opened ``rewrite``.
     mine = [block for block in mine if block.place.frame == here.frame] or mine
     if mine:
         close_block(mine[-1], READS if exc_type is None else NOTHING)
@@ -110,14 +121,15 @@ def close_last(
         if isinstance(user, Block) and user.rewrite is rewrite
     ]
     for block in elsewhere:
-        # A generator that was suspended in it goes on, or ends, in this thread.
+        # A generator was suspended inside the block in another thread. It now resumes
+        # or ends in this thread.
         if block.place.frame == here.frame:
-            block.ended = True  # Its own thread takes it away.
+            block.ended = True  # ``active`` removes it in the block's thread.
             if not block.place.thread.is_alive():
                 block.number.give_back(block.asker)
                 hooking.release_hooks(block)
     if exc_type not in (None, GeneratorExit):
-        return  # The exception of the body goes first.
+        return  # Let the exception of the body through.
     reason = f'it is not open in this thread, {here.thread.name}'
     if elsewhere:
         reason += (
@@ -128,7 +140,7 @@ def close_last(
 
 
 class Guarded:
-    """A context manager that closes its block even if Ctrl-C comes in between."""
+    """A context manager that closes its block even if Ctrl-C interrupts the exit."""
 
     def _close(self, exc_type: type[BaseException] | None) -> None:
         raise NotImplementedError
@@ -149,12 +161,12 @@ class Guarded:
 
 
 class Extent(Guarded):
-    """A block around a call.
+    """Opens a block around a call.
 
     Args:
-        rewrite: what holds in the block.
-        owner: the scope that paths are relative to.
-        judged: what is judged at its end.
+        rewrite: the rule to apply in the block, and its filter.
+        owner: the scope that paths are relative to; None for the root of each tree.
+        judged: the checks to run when the call has returned.
     """
 
     def __init__(
@@ -171,7 +183,7 @@ class Extent(Guarded):
 
 
 def _wrong_order(rewrite: object, place: object, reason: str) -> errors.BlockError:
-    """A block was closed in another order, thread or task than it was opened in."""
+    """Returns the error for a block closed in the wrong order, thread or task."""
     opened = '' if place is None else f', opened at {place},'
     return errors.BlockError(
         f'the block of {rewrite!r}{opened} cannot be closed: {reason}.\n'

@@ -1,4 +1,4 @@
-"""The hooks on Flax's reads that stand while a block is open."""
+"""Patches the methods by which Flax reads and writes, while a block is open."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _param(original: Callable[..., Any]) -> Callable[..., Any]:
         value = original(self, name, init_fn, *args, unbox=unbox, **kw)
         if exists or not blocks.thread.blocks:
             return value
-        # A parameter that is created is returned without being read.
+        # Flax returns a new parameter without calling ``get_variable``: read it here.
         value = self.get_variable('params', name)
         return core_scopes.unbox(value) if unbox else value
 
@@ -90,7 +90,7 @@ def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
     def end(self: Scope) -> None:
-        # An ``apply`` may end here. Nobody else says so, if an exception comes.
+        # An ``apply`` may end here. If it raised, this is the only sign of its end.
         with hooking.released(self):
             original(self)
             if blocks.thread.roots:

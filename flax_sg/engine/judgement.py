@@ -1,9 +1,9 @@
-"""What is judged at the end of an extent: that its filter means something there.
+"""Checks, when an extent ends, that its filter matched something there.
 
-Each pattern has to match a variable that exists under the extent, read or not: or it
-is a typo. At initialization variables come one by one, so that is judged when the tree
-is complete. A ``with`` block in which nothing was rewritten that was read warns: what
-it names was computed a line before, perhaps.
+Each pattern has to match a variable that exists under the extent, read or not.
+Otherwise the pattern is a typo. Initialization creates variables one by one, so its
+blocks are judged when the tree is complete. A ``with`` block warns if it rewrote
+nothing that was read: perhaps what it names was computed a line before.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TREES = {filters.BoolTree, filters.Names}
 
 
 def judge(block: Block, reads: bool) -> None:
-    """Raises if a part of a block's filter matches no variable that exists.
+    """Raises if a part of a block's filter matches no existing variable.
 
-    Where the block has met no variable, a program has run that JAX compiled before. A
-    filter that was judged right then is right again.
+    A block that met no variable has run a program that JAX compiled before. A filter
+    that was judged right at that time is right again.
 
     Args:
         block: a block that is about to close.
@@ -61,7 +61,7 @@ def _check_existence(block: Block) -> None:
         root = None if block.owner is None else root_of(block.owner)
         if root is None or not root.initializing or root.scratch:
             raise
-        # At initialization it is judged when the tree is complete.
+        # During initialization variables are still missing: ``settle`` judges later.
         root.pending.append(_Pending(block, error.__context__))
     else:
         met = (path for path, _ in block.decisions.values())
@@ -69,7 +69,7 @@ def _check_existence(block: Block) -> None:
 
 
 def _meet_the_rest(block: Block) -> None:
-    """Lets the filter see the variables under the extent that nobody has read."""
+    """Asks the filter about the variables under the extent that nobody has read."""
     if block.owner is None:
         for known in list(thread.roots.values()):
             _meet(block, *known)
@@ -84,7 +84,7 @@ def _check_collections(block: Block) -> None:
     if isinstance(named, str):
         named = (named,)
     for name in named if isinstance(named, Iterable) else ():
-        # A module without parameters is nothing out of the ordinary.
+        # Many modules have no parameters, so a missing 'params' is no mistake.
         if name not in block.collections and name != 'params':
             raise _unknown_collection(block, name)
 
@@ -102,15 +102,15 @@ def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
 
 
 def _judges_all(where: filters.Filter) -> bool:
-    """Whether more is judged than that each part of a filter took something."""
+    """Whether judging a filter takes more than a match for each of its parts."""
     return isinstance(where, filters.And) or bool(kinds_of(where) & _TREES)
 
 
 def _compiled(block: Block) -> Sequence[Path]:
-    """The variables in programs that JAX has compiled, and may have run in the block.
+    """Returns the variables of compiled programs that may have run in the block.
 
-    In these no Python runs, and nothing is met. A block that has met others has run
-    something else, and is judged by that.
+    A compiled program runs no Python, so the block meets none of its variables. A block
+    that has read other variables ran something else, and is judged by those.
     """
     if block.number.is_blank:
         return ()  # Nothing was compiled.
@@ -137,7 +137,7 @@ def _check_reads(block: Block) -> None:
         return
     if all(isinstance(a, filters.BoolTree) and a.takes_nothing for a in where.atoms):
         return
-    # What ``train_only`` names may be all that is read.
+    # ``train_only`` stops the rest, and a block may read only what it names.
     if isinstance(where, filters.Not) and (block.reads or not number.is_blank):
         return
     places.warn_without_effect(
@@ -157,11 +157,11 @@ def _is_pending(block: Block) -> bool:
 
 @dataclasses.dataclass
 class _Pending:
-    """What is judged when a tree is complete.
+    """A closed block that is judged when its tree is complete.
 
     Attributes:
-        block: a block that is closed, and has not found all that it names.
-        handled: the exception that was being handled then.
+        block: the block, whose filter has not yet matched all that it names.
+        handled: the exception that was being handled when the block closed.
     """
 
     block: Block
@@ -169,7 +169,7 @@ class _Pending:
 
 
 def settle(scope: Scope) -> None:
-    """Forgets a tree whose scope has become invalid, and judges what has waited."""
+    """Forgets a tree whose scope has become invalid, and judges the waiting blocks."""
     if scope.parent is not None or ROOT_FLAG in scope.flags:
         return
     known = thread.roots.pop(id(core_scopes.variables_of(scope)), None)
@@ -180,7 +180,7 @@ def settle(scope: Scope) -> None:
     root, path, variables = known
     pending, root.pending[:] = list(root.pending), []
     for waiting in pending:
-        # An exception in the body goes first.
+        # If the body raised, its own exception is shown instead.
         if sys.exception() is waiting.handled:
             _meet(waiting.block, root, path, variables)
             _check_collections(waiting.block)
@@ -190,7 +190,7 @@ def settle(scope: Scope) -> None:
 def _meet(
     block: Block, root: Root, path: tuple[str, ...], variables: dict[str, Any]
 ) -> None:
-    """Lets the filter see variables that nobody read, if it may have missed them."""
+    """Asks the filter about variables that nobody read, if it may have missed them."""
     block.collections.update(variables)
     where = block.rewrite.where
     paths = [path for path, _ in block.decisions.values()]
@@ -200,7 +200,7 @@ def _meet(
     for collection, tree in variables.items():
         if wants(block, collection):
             for key in iter_leaf_keys((collection, path), tree):
-                # By then nobody knows the classes around what was read.
+                # The filter was asked at the read; by now the classes are unknown.
                 if block.asker.asks_classes and key in block.reads:
                     continue
                 if block.tree is not root.tree or _is_below(key[1], block.owner_path):
@@ -217,7 +217,7 @@ def _origin(block: Block) -> str:
 
 
 def _unknown_collection(block: Block, name: str) -> errors.UnusedFilterError:
-    """A collection was named that does not exist under the extent."""
+    """The error for a named collection that does not exist under the extent."""
     known = ', '.join(map(repr, sorted(block.collections)))
     error = errors.UnusedFilterError(
         f'no collection {name!r} exists under this extent; there are '
@@ -229,7 +229,7 @@ def _unknown_collection(block: Block, name: str) -> errors.UnusedFilterError:
 
 
 def _nothing_read(block: Block) -> errors.UnusedFilterError:
-    """No variable was read in a block at top level."""
+    """The error for a block at top level in which no variable was read."""
     error = errors.UnusedFilterError(
         f'{block.rewrite!r} did nothing: no variable of a Flax module was read in its '
         'block.\n'

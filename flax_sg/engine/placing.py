@@ -1,12 +1,14 @@
-"""Where a rewritten value is made: in which trace, and together with which others.
+"""Makes rewritten values, each in the right trace and with the right other leaves.
 
-A stopped value is the same wherever it is made. A cotangent that goes through a
-function is not: what JAX adds up before is what is used between the function's place
-and the loss. So the identity that carries such a rule stands where the extent begins,
-or where the ``apply`` inside it does, not where the leaf comes from: in the body of a
-scan it maps the cotangent of one step, of a leaf that lies outside too. A value that is
-brought along belongs to the trace in which the block was opened, or to that of the leaf
-where the leaf is younger.
+A stopped value is the same in every trace. A rule on cotangents depends on the trace of
+the identity function that carries the rule: JAX first sums the cotangents of all uses
+between this identity and the loss. So the identity is made in the trace where the
+extent begins, or where the ``apply`` inside it begins, and not where the leaf comes
+from. In the body of a scan the rule then maps the cotangent of one step, even for a
+leaf from outside the scan.
+
+A value that a rule brings along is made in the trace in which the block was opened, or
+in the leaf's trace if the leaf is younger.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import Key, find, iter_variables, leaf_keys, leaves_of
 
-# What some blocks show of a variable, ``views.view``.
+# The type of ``views.view``, an argument here because ``views`` imports this module.
 View: TypeAlias = Callable[[Root, Sequence[Block], Key, Any], Any]
 
 
@@ -37,23 +39,24 @@ def _owner(block: Block, root: Root) -> tuple[str, ...]:
 
 
 class Made:
-    """The leaves that a block has rewritten, by identity.
+    """Holds the leaves that a block has rewritten, by identity.
 
-    What is read in a block and given to another ``apply`` there is not rewritten again.
-    Only what is traced can be mapped, and a trace is over when nobody holds its values.
+    A leaf that was read in a block and passed to another ``apply`` there is not
+    rewritten again. Only tracers have cotangents to map. A trace is over when nobody
+    holds its tracers, so the references are weak.
     """
 
     def __init__(self) -> None:
         self._leaves: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
         )
-        # For each tree the root whose leaves a joint rule has taken.
+        # For each tree, the root whose leaves a joint rule has rewritten.
         self.together: weakref.WeakValueDictionary[object, Root] = (
             weakref.WeakValueDictionary()
         )
 
     def note(self, leaf: Any) -> None:
-        """Notes a leaf as rewritten."""
+        """Notes that a leaf is rewritten, if it is a tracer."""
         if isinstance(leaf, tracing.Tracer):
             self._leaves[id(leaf)] = leaf
 
@@ -62,14 +65,14 @@ class Made:
 
 
 def made_by(block: Block) -> Made:
-    """The leaves that a block has rewritten."""
+    """Returns the leaves that a block has rewritten."""
     if block.made is None:
         block.made = Made()
     return block.made
 
 
 def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
-    """Notes what the body of a transform in a block begins with."""
+    """Notes the rewritten leaves that a lifted body in a block starts with."""
     if block.rewrite.rule.in_extent:
         for key in handed.keys() & root.selected:
             for leaf in leaves_of(handed[key]):
@@ -77,7 +80,7 @@ def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
 
 
 def rewritten(block: Block, root: Root, key: Key, leaf: Any, view: View) -> Any:
-    """What a reader sees in a block instead of one leaf of a selected variable."""
+    """Returns what a reader in a block sees instead of a selected variable's leaf."""
     rule = block.rewrite.rule
     if root.initializing and not rule.at_init:
         return leaf
@@ -103,28 +106,32 @@ def rewritten(block: Block, root: Root, key: Key, leaf: Any, view: View) -> Any:
 
 
 def _seeing_outside(block: Block) -> Any:
-    """A function of the user sees what is outside of the block."""
+    """Leaves only the outer blocks open if the rule runs a function of the user."""
     if block.rewrite.rule.runs_code:
         return thread.only(block.outer)
     return contextlib.nullcontext()
 
 
 def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
-    """The rule, applied to a leaf or to the part of it that is meant."""
+    """Applies the rule to a leaf, or to the selected part of the leaf."""
     path, said = selection.answer(block, root, key)
     new = block.rewrite.rule(path, leaf)
     return filters.merged(said, new, leaf, path)
 
 
 def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
-    """The trace in which the extent begins, and the tree in it."""
+    """Enters the trace in which the extent and the tree in it have both begun."""
     used = (*leaves, *block.rewrite.rule.brought)
     levels = (block.level, root.level)
     return tracing.in_innermost_trace(levels, *used, examples=False)
 
 
 def instead(block: Block, root: Root, key: Key, value: Any, view: View) -> Any:
-    """What a reader sees in a block instead of a whole variable."""
+    """Returns what a reader in a block sees instead of a whole variable.
+
+    Returns:
+        The value; ``AS_IT_IS`` to apply the rule to each leaf alone.
+    """
     rule = block.rewrite.rule
     if root.initializing and not rule.at_init:
         return AS_IT_IS
@@ -156,10 +163,10 @@ _Leaf = tuple[Key, int]
 
 
 def _of_all(block: Block, root: Root, key: Key, leaf: Any, view: View) -> Any:
-    """What a reader sees of one leaf of those that are rewritten together.
+    """Returns what a reader sees instead of one of the leaves rewritten together.
 
-    These are the ones that the tree holds when the first of them is read. What is
-    created or written later is no parameter that is differentiated from outside.
+    These are the leaves that the tree holds when the first of them is read. A variable
+    that is created or written later is not differentiated from outside.
     """
     joint = root.joint.get(block)
     if joint is None:
@@ -168,15 +175,15 @@ def _of_all(block: Block, root: Root, key: Key, leaf: Any, view: View) -> Any:
 
 
 class _Joint:
-    """The leaves that a block rewrites together in one tree."""
+    """Holds the leaves that a block rewrites together in one tree."""
 
     def __init__(self, block: Block, root: Root, view: View) -> None:
         self.parts = len(root.parts)
         self.is_split = False
         self._seen: dict[_Leaf, tuple[Any, Any]] = {}
         if any(block is other for other in root.covered):
-            return  # They were rewritten outside.
-        # A block in a body may meet its tree on both sides of the transform.
+            return  # The leaves were rewritten outside the body.
+        # A block opened in a body may read its tree on both sides of the transform.
         self.is_split = made_by(block).together.setdefault(root.tree, root) is not root
         if self.is_split:
             return
@@ -236,7 +243,7 @@ def _variables(root: Root) -> list[tuple[Key, Any]]:
 
 
 def _split_selection(rewrite: object, path: str) -> errors.BlockError:
-    """Parameters that a rule takes together are not known at one place."""
+    """Returns the error for joint parameters that are not known at one place."""
     return errors.BlockError(
         f'{rewrite!r} takes its parameters together, and {str(path)!r} lies in a '
         'module that came into the transform around the block by another way.\n'

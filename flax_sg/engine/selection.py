@@ -1,4 +1,4 @@
-"""Which variables a block means: its filter is asked, and what it says is noted."""
+"""Asks the filter of a block which variables it selects, and notes the answers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from flax_sg.trees.variables import Key, inner_names
 def wants(block: Block, collection: str) -> bool:
     """Whether a block looks at variables of this collection at all."""
     named = block.rewrite.collections
-    if named == 'params':  # Nearly always.
+    if named == 'params':  # The common case, answered fast.
         return collection == 'params'
     return collection != OVERWRITE_WITH_GRADIENT and in_filter(named, collection)
 
 
 def path_of(block: Block, root: Root, key: Key) -> Path:
-    """A variable, as the filter and the rule of a block see it."""
+    """Returns a variable's path, as the filter and the rule of a block see it."""
     question = _question(block, root, key)
     found = block.decisions.get(question)
     return _path(block, question) if found is None else found[0]
 
 
 def answer(block: Block, root: Root, key: Key) -> tuple[Path, Any]:
-    """A variable, and what the filter of a block has said of it."""
+    """Returns a variable's path, and the answer that the block's filter gave for it."""
     return block.decisions[_question(block, root, key)]
 
 
@@ -47,10 +47,10 @@ def _path(block: Block, question: Question) -> Path:
 
 
 def classes_of(root: Root, key: Key) -> Classes:
-    """The classes of the modules that a variable lies in.
+    """Returns the classes of the modules around a variable.
 
-    They belong to who reads now: a module may give a name to one class in one call, and
-    to another in the next.
+    The modules that run now decide: in each call a module may give the same name to a
+    submodule of another class.
     """
     names, scope = Path.of(*key).variable.parts, thread.reader
     if scope is None or names[:-1][: len(scope)] != scope:
@@ -66,19 +66,25 @@ def selects(
     read: bool = True,
     noted: bool = False,
 ) -> Any:
-    """What the filter of a block says of a variable: a bool, or a ``Part``.
+    """Returns whether a block selects a variable.
 
-    It is asked once for each variable. What is read in a trace that JAX may keep, of
-    a block that was opened outside of this trace, goes into the table of answers.
-
-    None if it depends on a class that is not known, and nobody has to know.
+    The filter is asked once for each variable. If JAX may cache the running trace, and
+    the block was opened outside of this trace, the answer goes into the table of
+    answers.
 
     Args:
-        block: an open block, or one that was opened again.
+        block: an open block, or a reopened one.
         root: the tree of the variable.
         key: the variable.
-        read: whether somebody reads it; False to find out whether it is meant.
-        noted: whether the running trace may depend on the answer nevertheless.
+        read: whether the variable is being read.
+        noted: whether the running trace may depend on the answer without a read.
+
+    Returns:
+        A bool, or a ``Part``. None if the answer depends on a class that is not known,
+        and ``read`` and ``noted`` are both False.
+
+    Raises:
+        FilterTypeError: if that class is not known, and ``read`` or ``noted`` is True.
     """
     question = _question(block, root, key)
     found = block.decisions.get(question)
@@ -101,14 +107,15 @@ def _decide(block: Block, path: Path) -> tuple[Path, Any]:
     block.collections.add(path.collection)
     if not block.asker.has_functions:
         return path, block.asker.ask(path)
-    # What is meant cannot depend on what the block shows of it.
+    # Blocks are set aside: a selection must not depend on rewritten values.
     with thread.only(()):
         return path, block.asker.ask(path)
 
 
 def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:
     is_inside = _is_made_inside(block, root)
-    # What a rule asks late belongs to the trace in which the block was open, too.
+    # A rule of ``jax.custom_vjp`` asks after its block has closed. Its answers belong
+    # to the trace in which the block was open, too.
     for number in (block.number, block.home):
         if number is None:
             continue
@@ -128,12 +135,12 @@ def _is_made_inside(block: Block, root: Root) -> bool:
 
 
 def note_all(block: Block, root: Root) -> None:
-    """Notes all that a block has decided, where something that depends on it is read.
+    """Notes all answers of a block, because a value that depends on them is read.
 
     Args:
         block: an open block.
-        root: the tree of what is read; it keeps what was made of several variables,
-            in this trace or in one around it.
+        root: the tree of the value that is read. The tree keeps values computed from
+            several variables, in this trace or in one around it.
     """
     if tracing.kept_trace() in (block.kept_trace, root.kept_trace):
         return

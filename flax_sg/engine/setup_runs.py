@@ -1,9 +1,9 @@
-"""Running ``setup`` of a module once more, to see what it makes under other blocks.
+"""Runs a module's ``setup`` again, to get the values that it makes in other blocks.
 
-The naive attempt runs it again on what the scope holds now. That gives other values as
-soon as ``setup`` reads a state that was written since, draws random numbers, or lets a
-module that lies elsewhere do so once more. So the hooks on Flax's scopes watch the run,
-and what may not be as it was the first time is an error.
+Running ``setup`` on the current scope would be wrong in three cases: it reads a state
+that was written since, draws random numbers, or makes a module elsewhere write or draw
+again. So the hooks on Flax's scopes watch the run. If a value may differ from the first
+run, an error is raised.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from flax_sg.internals import core_scopes, modules, tracing
 def run_again(
     module: Any, name: str, open_blocks: tuple[blocks.Block, ...]
 ) -> dict[str, Any]:
-    """Runs ``setup`` of a module on scratch scopes.
+    """Runs a module's ``setup`` on scratch scopes, and returns its attributes.
 
     Args:
         module: a bound module whose ``setup`` has run.
-        name: the attribute that is wanted.
-        open_blocks: the blocks that hold; none of them for the plain values.
+        name: the attribute to report in an error.
+        open_blocks: the blocks to run under; empty for the values without blocks.
 
     Returns:
-        The attributes that it makes. None of them if the blocks change nothing.
+        The attributes that ``setup`` makes; empty if the blocks change nothing.
 
     Raises:
         SetupValueError: if this run may differ from the first one.
     """
     made, doubts = _run(module, open_blocks)
     if doubts and module.scope.get_flag('initializing', False):
-        # Everything is being made: it can be made again from nothing.
+        # Under ``init``, all variables can be created again from nothing.
         made, doubts = _run(module, open_blocks, from_nothing=True)
     if doubts:
         reason = f'setup would have to run again, and {doubts[0]}'
@@ -47,7 +47,7 @@ def run_again(
 def _run(
     module: Any, open_blocks: tuple[blocks.Block, ...], from_nothing: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the attributes, and why they may differ from those of the first run."""
+    """Returns the attributes, and reasons why they may differ from the first run."""
 
     def scratch_of(scope: Scope) -> Scope:
         root = blocks.root_of(scope).as_scratch(from_nothing)
@@ -72,7 +72,7 @@ def _run(
             raise
         finally:
             thread.doubts = outer
-        # Arrays that are made again are other arrays: take them only if they differ.
+        # A second run makes new array objects: use them only if a rule was applied.
         if open_blocks and thread.rewritten == before:
             return {}, []
     for scope, copied in tops.items():
@@ -82,7 +82,7 @@ def _run(
 
 
 def _differences(used: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
-    """Random streams that were used before the first run, or since."""
+    """Yields a reason per random stream also used before the first run, or since."""
     for stream, count in used.items():
         if isinstance(count, Mapping):
             yield from _differences(count, now.get(stream, {}))
@@ -90,21 +90,21 @@ def _differences(used: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[st
             yield f'it draws from the random stream {stream!r}, which others use too'
 
 
-# What the hooks see of such a run, which notes its doubts.
+# The hooks call these. During a second run they note why its values may differ.
 
 
 def reads(scope: Scope, collection: str) -> None:
-    """Doubts a run that reads a variable which may have been written since."""
-    # Parameters are not written by methods, and what is sown is not computed with.
+    """Notes a doubt if a second run reads a variable that may have changed."""
+    # Methods do not write parameters, and do not compute with sown values.
     if collection not in ('params', 'intermediates'):
         _asks(scope, collection)
 
 
 def has_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``Scope.has_variable``."""
+    """Makes the hook for ``Scope.has_variable``."""
 
     def hook(self: Scope, col: str, name: str) -> bool:
-        # Flax asks too, for each parameter.
+        # Flax itself calls this for each parameter: count the user's calls only.
         if blocks.thread.doubts is not None and modules.asks_for_variable():
             _asks(self, col)
         return original(self, col, name)
@@ -121,7 +121,7 @@ def _asks(scope: Scope, collection: str) -> None:
 
 
 def writes_elsewhere(scope: Scope, collection: str) -> bool:
-    """Whether this is a run that writes to a scope that is no copy; doubts it then."""
+    """Whether a second run writes outside its scratch scopes; notes a doubt if so."""
     doubts = blocks.thread.doubts
     if doubts is None or blocks.root_of(scope).scratch:
         return False
@@ -130,7 +130,7 @@ def writes_elsewhere(scope: Scope, collection: str) -> bool:
 
 
 def make_rng(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``Scope.make_rng``."""
+    """Makes the hook for ``Scope.make_rng``."""
 
     def hook(self: Scope, name: str = 'params') -> Any:
         key, doubts = original(self, name), blocks.thread.doubts
@@ -143,7 +143,7 @@ def make_rng(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cannot_see(module: Any, name: str, reason: str) -> errors.SetupValueError:
-    """A value that ``setup`` keeps cannot be computed again under a block."""
+    """Makes the error for a ``setup`` value that cannot be recomputed in a block."""
     path = '/'.join(module.scope.path)
     return errors.SetupValueError(
         f'self.{name}, which setup of {type(module).__name__} (at {path!r}) makes, '

@@ -1,15 +1,14 @@
-"""Values that ``setup`` keeps on a module, as seen under a block.
+"""Applies the open blocks to values that ``setup`` keeps on a module.
 
 ``self.w = self.param(...)`` and ``self.w2 = jnp.tanh(self.w)`` are plain attributes:
-no read of a scope happens when a method uses them. A module keeps what it would keep in
-a program without blocks. A reader in a block is given what ``setup`` would have kept
-under the block:
+a method that uses them reads no scope. The module keeps the values of a program without
+blocks. A reader in a block gets the values that ``setup`` would make under the block:
 
 1. A parameter is recognized by identity, and read again.
 2. If a value was computed from variables, ``setup`` runs once more, under the block.
-3. Modules in such a value stay as they are: others would draw other random numbers. An
-   object or a function that holds arrays *and* modules cannot be put together again,
-   which is an error.
+3. Modules in such a value stay those of the first run: new modules would draw other
+   random numbers. An object or a function that holds arrays *and* modules cannot be
+   rebuilt, so it raises an error.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _cached_properties = functools.lru_cache(4096)(modules.cached_properties)
 
 @functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
 def _arguments(cls: type) -> frozenset[str]:
-    """The names of what a module is made with."""
+    """The names of the fields that a module is constructed with."""
     return frozenset(f.name for f in dataclasses.fields(cls) if f.init)
 
 
 def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``__getattribute__`` of Module classes that have a ``setup``."""
+    """Makes the hook for ``__getattribute__`` of Module classes with a ``setup``."""
 
     def hook(self: Any, name: str) -> Any:
         if name in _OF_FLAX or not blocks.thread.blocks or name[:2] == '__':
@@ -60,13 +59,13 @@ def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``Module._try_setup``: a module that is set up inside a block."""
+    """Makes the hook for ``Module._try_setup``, for modules set up inside a block."""
 
     def hook(self: Any, shallow: bool = False) -> None:
         open_blocks = blocks.active()
         if not open_blocks or not modules.starts_setup(self):
             return original(self, shallow)
-        if shallow:  # Flax runs setup for its checks, on a scope that is none.
+        if shallow:  # Flax only checks setup, on a scope made for the check.
             with blocks.thread.only(()):
                 return original(self, shallow)
         root, before = blocks.root_of(self.scope), blocks.thread.rewritten
@@ -78,7 +77,7 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
             if blocks.thread.rewritten != before:
                 _make_plain(_SetupValues.of(self, root, open_blocks))
         except BaseException:
-            # Flax takes the module for set up all the same.
+            # Flax marks the module as set up even if setup raises.
             for name in _made_of_arrays(self):
                 object.__delattr__(self, name)
             raise
@@ -92,14 +91,14 @@ _OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
 
 
 def _is_kept(module: Any, name: str) -> bool:
-    """Whether an attribute is a value on the module that is no argument of it."""
+    """Whether an attribute is stored on the module and is not one of its fields."""
     if name not in object.__getattribute__(module, '__dict__') or name in _OF_FLAX:
         return False
     return name not in _arguments(type(module))
 
 
 def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
-    """A cached property, neither taken from the cache nor left there."""
+    """Computes a cached property, and leaves its cache as it was."""
     attributes = original(module, '__dict__')
     cached = {key: attributes.pop(key) for key in (name,) if key in attributes}
     try:
@@ -110,7 +109,7 @@ def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
 
 
 def _make_plain(viewed: _SetupValues) -> None:
-    """Leaves on a module what its ``setup`` makes without the blocks it has run in."""
+    """Replaces values made in blocks by those that ``setup`` makes without blocks."""
     plain = _SetupValues(viewed.module, viewed.root, ())
     for name, value in _made_of_arrays(viewed.module).items():
         new = plain.convert(name, value, viewed.blocks)
@@ -119,7 +118,7 @@ def _make_plain(viewed: _SetupValues) -> None:
 
 
 def _made_of_arrays(module: Any) -> dict[str, Any]:
-    """What ``setup`` has kept on a module that arrays can be reached from."""
+    """The values that ``setup`` kept on a module and that hold numbers."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -128,7 +127,7 @@ def _made_of_arrays(module: Any) -> dict[str, Any]:
 
 
 def _seen(module: Any, name: str, value: Any) -> Any:
-    """What a reader in the open blocks sees of one kept value."""
+    """Returns the value of an attribute that a reader in the open blocks sees."""
     if isinstance(value, contents.CLOSED):  # Most attributes are modules.
         return value
     scope = object.__getattribute__(module, 'scope')
@@ -142,7 +141,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
         return value
     values = _SetupValues.of(module, root, open_blocks)
     found = values.seen.get(name)
-    if found is not None and found[1] is value:  # The hook of a base class was here.
+    if found is not None and found[1] is value:  # A base class's hook converted it.
         return value
     if found is None or found[0] is not value:
         viewed = values.convert(name, value, made_in)
@@ -150,14 +149,14 @@ def _seen(module: Any, name: str, value: Any) -> Any:
         found = values.seen[name] = value, viewed, has_arrays or viewed is not value
         if not has_arrays and contents.holds_modules(value):
             open_blocks[-1].lent[id(module), name] = module
-    if found[2]:  # It may have been found outside of this trace.
+    if found[2]:  # Another trace may have cached the value.
         for block in open_blocks:
             selection.note_all(block, root)
     return found[1]
 
 
 def judge(block: blocks.Block) -> None:
-    """Raises if a helper keeps what it has read of a module in a block that ends."""
+    """Raises if a helper still holds arrays read from a module in a closing block."""
     for (_, name), module in block.lent.items():
         if contents.holds(vars(module).get(name), contents.ARRAYS):
             reason = 'it keeps what it has read of a module in the block'
@@ -166,14 +165,14 @@ def judge(block: blocks.Block) -> None:
 
 @dataclasses.dataclass
 class _SetupValues:
-    """The values of one module, under some blocks.
+    """The values that ``setup`` keeps on one module, under some open blocks.
 
     Attributes:
-        module: which module.
-        root: what is known of its tree.
-        blocks: the blocks that hold.
-        seen: by name a value, what a reader sees of it, and whether this depends on
-            what the blocks select.
+        module: the module.
+        root: the state of its variable tree.
+        blocks: the open blocks.
+        seen: for each attribute name, the stored value, the value that a reader sees,
+            and whether that value depends on what the blocks select.
     """
 
     module: Any
@@ -184,22 +183,22 @@ class _SetupValues:
 
     @classmethod
     def of(cls, module: Any, root: blocks.Root, open_blocks: _Blocks) -> _SetupValues:
-        """What is known under some blocks, until the last of them closes."""
+        """Returns the values of a module, cached until the innermost block closes."""
         of_block = root.setup_values.setdefault(open_blocks[-1], {})
         if id(module) not in of_block:
             of_block[id(module)] = cls(module, root, open_blocks)
         return of_block[id(module)]
 
     def convert(self, name: str, value: Any, made_in: _Blocks) -> Any:
-        """Returns a value that was made in other blocks as it is made in these."""
-        # A stop changes nothing that is not traced; other values are other numbers.
+        """Converts a value made in blocks ``made_in`` to its value in these blocks."""
+        # A stop changes tracers only. A rule that brings values changes numbers too.
         brings = any(block.rewrite.rule.brings for block in (*made_in, *self.blocks))
         numbers = brings and _has_numbers(self.module)
         kinds = contents.NUMBERS if numbers else contents.ARRAYS
         if not contents.holds(value, kinds):
             return value
-        # An array that is not traced may be a parameter, and be what a stop has made of
-        # another one. To a stop that is the same, but not where nothing is stopped.
+        # An untraced array may be a parameter, and also the stopped form of another
+        # one. A stop treats both alike; without blocks they differ.
         same = bool(self.blocks) and not numbers
         if isinstance(value, contents.ARRAYS if same else tracing.Tracer):
             found = _parameter(self.module.scope, self.root, value, made_in)
@@ -210,7 +209,7 @@ class _SetupValues:
                 reason = 'the block is in setup, after the line that makes the value'
                 raise cannot_see(self.module, name, reason)
             self._again = setup_runs.run_again(self.module, name, self.blocks)
-        if not self._again:  # The blocks select nothing that it is made of.
+        if not self._again:  # No block changes what setup reads.
             return value
         if name not in self._again:
             raise cannot_see(self.module, name, 'setup did not make it again')
@@ -223,7 +222,7 @@ class _SetupValues:
 def _parameter(
     scope: Scope, root: blocks.Root, value: Any, made_in: _Blocks
 ) -> tuple[Key, Any] | None:
-    """The key and the stored leaf, if a value is surely a variable of the module."""
+    """The key and stored leaf of a value, if it is surely a variable of the module."""
     stored = core_scopes.stored(scope)
     found: list[tuple[Key, Any]] = []
     for collection, tree in stored.items():
@@ -234,13 +233,13 @@ def _parameter(
                 found += [(key, leaf) for one in leaves_of(variable) if one is leaf]
     if len(found) != 1:
         return None
-    # One array may be several variables: nobody knows which one was read.
+    # Variables may share one array: then the one that was read is unknown.
     leaves = jax.tree_util.tree_leaves(stored)
     return found[0] if sum(leaf is found[0][1] for leaf in leaves) == 1 else None
 
 
 def _joined(old: Any, new: Any, kinds: tuple[type, ...]) -> Any:
-    """A value that ``setup`` has made again, with the modules of the first run."""
+    """Combines new arrays of a second ``setup`` run with the first run's modules."""
     if not contents.holds(old, kinds):
         return old
     if not contents.holds_modules(new):
@@ -256,6 +255,6 @@ def _joined(old: Any, new: Any, kinds: tuple[type, ...]) -> Any:
 
 
 def _has_numbers(module: Any) -> bool:
-    """Whether a variable that ``setup`` may have read, of any module, is not traced."""
+    """Whether any variable that ``setup`` may have read, in any module, is untraced."""
     leaves = jax.tree_util.tree_leaves(core_scopes.stored(module.scope.root))
     return not all(isinstance(leaf, tracing.Tracer) for leaf in leaves)

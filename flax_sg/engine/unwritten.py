@@ -1,4 +1,4 @@
-"""Leafless pytree nodes: what a trace of ``nn.jit`` has found out, or has to know."""
+"""Leafless pytree nodes that carry facts into and out of a trace of ``nn.jit``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Unwritten:
-    """Stands, in what ``nn.jit`` returns, for a leaf that its body did not write.
+    """Replaces, in the output of ``nn.jit``, a leaf that the body did not write.
 
-    A cached call runs no Python: what the trace found out has to be in the structure.
+    A cache hit runs no Python, so the pytree structure of the output has to say this.
     """
 
     leaf: int
@@ -32,8 +32,9 @@ class Sown:
 class Names:
     """How the open blocks name the variables that a jitted body may write.
 
-    ``nn.jit`` shares one trace among modules at different paths. What a body writes in
-    a selected collection and reads again is rewritten inside the trace, by name.
+    ``nn.jit`` shares one trace among modules at different paths. A variable that the
+    body writes in a selected collection and reads again is rewritten inside the trace,
+    by name. So modules whose names differ need traces of their own.
     """
 
     names: tuple[tuple[Any, ...], ...]

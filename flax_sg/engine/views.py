@@ -1,8 +1,8 @@
-"""What readers in a block are given, and the way back for what they write.
+"""Gives readers rewritten values, and turns what they write into stored values.
 
-The dicts that Flax keeps variables in are never changed. A reader gets the value with
-the rules of the open blocks applied, a writer's value goes where it would have gone,
-and closing a block leaves nothing to undo.
+Flax's own dicts of variables are never changed. A reader gets the value with the rules
+of the open blocks applied. A writer's value goes where Flax would have stored it. So
+closing a block has nothing to undo.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from flax_sg.trees.variables import (
 
 
 class Seen:
-    """The leaves of one variable that one block has rewritten, and what for.
+    """Maps the leaves of one variable that one block rewrote to the stored leaves.
 
-    By identity, and one of these for each variable: two variables may well hold the
-    same array, and one array may stand for several rewritten ones.
+    Leaves are compared by identity. Each variable has its own ``Seen``: two variables
+    may hold the same array, and one array may replace several stored ones.
     """
 
     def __init__(self) -> None:
         self.views: dict[tuple[Key, int], tuple[Any, Any]] = {}
         self._stored: dict[int, tuple[Any, Any]] = {}
-        # The variable as it was last, and as it was shown.
+        # The stored variable at the last read, and what the reader saw instead.
         self._last: tuple[Any, Any] = (None, None)
 
     def note(self, leaf: Any, viewed: Any) -> None:
-        """Notes what a reader sees instead of a leaf."""
+        """Notes that a reader sees ``viewed`` instead of ``leaf``."""
         self._stored[id(viewed)] = (viewed, leaf)
 
     def note_variable(self, value: Any, viewed: Any) -> None:
-        """Notes the variable as a whole."""
+        """Notes that a reader sees ``viewed`` instead of the whole variable."""
         self._last = value, viewed
 
     def stored_value(self, value: Any) -> Any:
-        """What to store when a reader writes ``value``."""
-        # A rule may show one object for several leaves: first compare by position.
+        """Returns what to store when a reader writes ``value``."""
+        # Compare by position first: readers may see one object for several leaves.
         stored, seen = map(leaves_of, self._last)
         leaves, treedef = jax.tree_util.tree_flatten(value)
         if len(leaves) == len(seen) and all(map(operator.is_, leaves, seen)):
@@ -66,15 +66,15 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
 
     Args:
         root: the tree that is read.
-        blocks: the open blocks, outermost first; their rules apply in this order,
-            the outermost one last, nearest to the stored value first.
-        key: where ``value`` stands.
-        value: the stored value. A mapping is a subtree, its keys are names. Leaves
+        blocks: the open blocks, outermost first. Their rules apply in this order: the
+            outermost rule gets the stored value. A cotangent reaches it last.
+        key: the collection and the path of ``value``.
+        value: the stored value. A mapping is a subtree, and its keys are names. Leaves
             inside anything else (a tuple, a box) belong to one variable.
 
     Returns:
-        The same structure with the same types. ``value`` itself if no block wants the
-        collection.
+        The same structure with the same types. ``value`` itself if no block looks at
+        the collection.
     """
     wanted = [block for block in blocks if wants(block, key[0])]
     if not wanted:
@@ -85,8 +85,8 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
 def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     keys = leaf_keys(key, value)
     for block in blocks:
-        # What begins a lifted body was rewritten outside. It is selected or not by the
-        # name that it has there: ``nn.map_variables`` gives other names in here.
+        # The values that a lifted body starts with were rewritten outside, selected by
+        # their names outside: ``nn.map_variables`` renames variables in the body.
         if root.begins_with(block, key, value):
             continue
         if any([selects(block, root, leaf_key) for leaf_key in keys]):
@@ -131,10 +131,10 @@ def _view_leaf(
 
 
 def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
-    """Returns what to store when a reader writes ``value``: the way back of ``view``.
+    """Returns what to store when a reader writes ``value``: the inverse of ``view``.
 
-    Read-modify-write (``sow`` appending to a tuple) writes back what was read. Leaves
-    that are what a reader saw of the same variable become the stored ones again.
+    Read-modify-write (``sow`` appending to a tuple) writes back leaves that the reader
+    saw of the same variable. Such leaves are replaced by the stored ones.
     """
 
     def back(key: Key, value: Any) -> Any:

@@ -1,13 +1,13 @@
-"""What a lifted transform really wrote.
+"""Makes a lifted transform publish only what its body really wrote.
 
-``flax.core.lift.pack`` hands variables into a transform and publishes what comes out,
-read or written. Inside a block what goes in is rewritten, and publishing it would store
-rewritten values: reads after the block would be stopped for good. So each body is
-watched: a leaf that leaves as the very object that came in was not written, and the
-stored value is published in its place.
+``flax.core.lift.pack`` hands variables into a transform and publishes all that comes
+out, read or written. Inside a block the transform gets rewritten values. If they were
+published, reads after the block would stay stopped for good. So each body is watched. A
+leaf that leaves as the very object that came in was not written: the stored value is
+published in its place.
 
-This is judged inside each trace of the body, since a transform such as ``nn.jit`` or
-``nn.scan`` returns new arrays for what it was merely given.
+This check runs inside each trace of the body: a transform such as ``nn.jit`` or
+``nn.scan`` returns new arrays even for leaves that it was merely handed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from flax_sg.trees.variables import (
     map_variables,
 )
 
-# In the body of these a variable has the name that it has outside, and a gradient that
-# is stopped in the body is stopped.
+# In the body of these transforms a variable has the same name as outside, and a
+# gradient that is stopped in the body is also stopped outside.
 _SAME_VARIABLES = (
     lifting.JIT,
     lifting.REMAT,
@@ -43,7 +43,7 @@ _SAME_VARIABLES = (
     *lifting.BRANCHES,
 )
 _Origin: TypeAlias = tuple[int | None, ...]
-_MARK = '\0flax_sg'  # No collection has this name: it would not be a str to type.
+_MARK = '\0flax_sg'  # A name that no user gives to a collection.
 
 Groups = tuple[tuple[dict[str, Any], ...], ...]
 
@@ -51,7 +51,7 @@ Groups = tuple[tuple[dict[str, Any], ...], ...]
 def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
     """The hook for ``flax.core.lift._partial_pack``."""
 
-    # As Flax declares it: the name is that of the transform.
+    # Flax's own signature; ``name`` is the name of the transform.
     def hook(scope_tree: Any, ins: Any, outs: Any, rngs: Any, name: Any = None) -> Any:
         packed = original(scope_tree, ins, outs, rngs, name)
         open_blocks = blocks.active()
@@ -83,7 +83,7 @@ class _Lift:
         self.roots = [blocks.root_of(scope) for scope in scopes]
         self.inside = tuple(b for b in open_blocks if b.asker.asks_classes)
         self.outside = tuple(b for b in open_blocks if not b.asker.asks_classes)
-        # Those that choose by class rewrite in the body, where the modules are.
+        # Blocks that choose by class rewrite in the body, where the modules run.
         self.too_late = _too_late(open_blocks, name)
         self.open_blocks = open_blocks
         self.is_jit = name == lifting.JIT
@@ -93,8 +93,8 @@ class _Lift:
         self.axes = axes
         self.trace = tracing.current_trace()
         self.stored: list[dict[Key, Any]] = [{} for _ in scopes]
-        # For each variable the stored leaf that each of its leaves is, None if it was
-        # written; as far as all traces of the body agree.
+        # For each leaf of each variable the index of the same stored leaf; None if the
+        # leaf was written, or if the traces of the body disagree.
         self.origins: list[dict[Key, _Origin]] = [{} for _ in scopes]
 
     def wrap(
@@ -105,7 +105,7 @@ class _Lift:
         rng_groups: Any,
         publish_fn: Callable[..., Any],
     ) -> tuple[Any, ...]:
-        """The five values of ``_partial_pack``, with views in and stored values out."""
+        """Wraps what ``_partial_pack`` returns: views go in, stored values come out."""
 
         def viewed_scope_fn(groups: Groups, *args: Any, **kwargs: Any) -> Any:
             scope_tree = scope_fn(self._without_marks(groups), *args, **kwargs)
@@ -124,7 +124,8 @@ class _Lift:
                 )
                 return _marked(out, unwritten.Sown(frozenset(sown))) if sown else out
             if self.has_branches:
-                # Another branch may write: then this one's value is selected by data.
+                # Another branch may write. Then data select the result at run time, so
+                # this branch has to return the stored value itself.
                 return self._map_leaves(out, origins, leaf_stored)
             return out
 
@@ -140,7 +141,7 @@ class _Lift:
             groups = self._map_leaves(groups, self.origins, leaf_stored)
             if not self.inside:
                 return publish_fn(groups)
-            with blocks.thread.only(self.outside):  # The body has asked the others.
+            with blocks.thread.only(self.outside):  # The body asked the others.
                 publish_fn(groups)
 
         return (
@@ -169,7 +170,7 @@ class _Lift:
         )
 
     def _check_late(self, root: blocks.Root, key: Key, tree: Any) -> None:
-        """Raises if a block has to know the class of a module that does not exist."""
+        """Raises if a block needs the class of a module that does not exist yet."""
         block = self.too_late
         if block is not None and selection.wants(block, key[0]):
             for variable, _ in iter_variables(key, tree):
@@ -202,7 +203,7 @@ class _Lift:
             selected = frozenset(
                 key
                 for key, value in handed.items()
-                # A name that does not exist outside: ``nn.map_variables`` made it.
+                # ``nn.map_variables`` makes names that do not exist outside.
                 if key not in self.stored[index]
                 or self._selected(root, index, key, value)
             )
@@ -212,11 +213,11 @@ class _Lift:
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
 
     def _judge(self, inner_scopes: Sequence[Scope]) -> list[dict[Key, _Origin]]:
-        """Notes for each selected variable which leaves one trace left as they were."""
+        """Notes for each selected variable which leaves one trace did not write."""
         found: list[dict[Key, _Origin]] = [{} for _ in inner_scopes]
-        # In the trace of the caller (``nn.map_variables``, ``jax.disable_jit``) the
-        # leaves themselves come out, and storing them finds the way back. A scan cuts
-        # them to pieces and puts them together again even there.
+        # In the caller's trace (``nn.map_variables``, ``jax.disable_jit``) the leaves
+        # themselves come out, and ``views.stored`` maps them back. A scan slices them
+        # and stacks them again even there.
         if tracing.current_trace() == self.trace and not self.is_scan:
             return found
         for index, inner in enumerate(inner_scopes):
@@ -228,7 +229,7 @@ class _Lift:
                     if key in root.selected and key in self.stored[index]:
                         origin = _origin(root.handed[key], value)
                         if self.is_loop:
-                            # What moves up by one at each step is none that came in.
+                            # A leaf that changes its position at each step was written.
                             origin = _unmoved(origin)
                         found[index][key] = origin
                         before = self.origins[index].get(key, origin)
@@ -241,7 +242,7 @@ class _Lift:
         origins: Sequence[dict[Key, _Origin]],
         fn: Callable[[Any, int, Any, Key], Any],
     ) -> Groups:
-        """Maps the leaves that were not written, in groups of a transform's results."""
+        """Applies ``fn`` to the unwritten leaves in the results of a transform."""
 
         def mapped(index: int, key: Key, value: Any) -> Any:
             stored = self.stored[index].get(key)
@@ -249,7 +250,7 @@ class _Lift:
                 value, is_leaf=lambda x: isinstance(x, unwritten.Unwritten)
             )
             origin = origins[index].get(key, ())
-            if len(origin) != len(leaves):  # Nobody knows, or traces do not agree.
+            if len(origin) != len(leaves):  # Unknown, or the traces disagree.
                 origin = (None,) * len(leaves)
             out: list[Any] = []
             for leaf, before in zip(leaves, origin, strict=True):
@@ -274,7 +275,7 @@ class _Lift:
 
     def _with_names(self, groups: Groups) -> Groups:
         asking = [block for block in self.open_blocks if _asks_names(block)]
-        # What may be written need not be there yet.
+        # A variable that the body may write need not exist yet.
         writable = any(
             not is_filter_empty(
                 intersect_filters(scope.mutable, block.rewrite.collections)
@@ -307,7 +308,7 @@ class _Lift:
 
 
 def _marked(groups: Groups, mark: Any) -> Groups:
-    """Groups with a node in their structure that Flax does not see."""
+    """Adds a mark to the pytree structure of groups; Flax does not see the mark."""
     if not (groups and groups[0]):
         return groups
     first, *rest = groups[0]
@@ -315,14 +316,14 @@ def _marked(groups: Groups, mark: Any) -> Groups:
 
 
 def _asks_names(block: blocks.Block) -> bool:
-    """Whether a block may show two variables of different names differently."""
+    """Whether a block may rewrite two variables differently because of their names."""
     return bool(block.rewrite.where.atoms) or block.rewrite.rule.asks_path
 
 
 def _names(
     block: blocks.Block, root: blocks.Root, path: tuple[str, ...]
 ) -> tuple[Any, ...]:
-    """All that tells the block's names for a module at ``path`` from others."""
+    """Returns all that the block's names for a module at ``path`` depend on."""
     classes = None
     if block.asker.asks_classes:
         classes = selection.classes_of(root, ('params', (*path, '')))
@@ -332,11 +333,12 @@ def _names(
 def _too_late(
     open_blocks: Sequence[blocks.Block], name: str | None
 ) -> blocks.Block | None:
-    """The block that chooses by class, and cannot rewrite in the body of a transform.
+    """Returns the block that chooses by class, but cannot rewrite in the body.
 
-    What goes through a function is another in there, and so are elements of an array.
-    The blocks in it, that rewrite outside, come first then: which is all the same to
-    a gradient that is stopped.
+    In the body, a variable that went through a function is another variable, and the
+    elements of an array are others too. Blocks opened inside this block rewrite outside
+    the body, so their rules apply first. This order does not matter
+    to a stopped gradient.
     """
     first = next((b for b in open_blocks if b.asker.asks_classes), None)
     if first is None:
@@ -362,8 +364,8 @@ def _unmoved(origin: _Origin) -> _Origin:
 
 
 def _moved(stored: Any, axis_in: Any, axis_out: Any, out: Any) -> Any:
-    """A leaf that was not written, with its axis where the transform puts it."""
-    # JAX refuses that what is mapped comes out as one for all.
+    """Returns an unwritten leaf, with its axis where the transform puts it."""
+    # ``axis_out`` is an int below: JAX refuses None for an output that is mapped.
     if axis_in == axis_out:
         return stored
     if axis_in is None:

@@ -1,4 +1,4 @@
-"""Real writes to variables that are read only."""
+"""Raises when code really writes to a variable under ``nn.read_only``."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from flax_sg.trees.variables import Key, find, iter_variables, leaf_keys
 def check(
     scope: Scope, open_blocks: Sequence[blocks.Block], key: Key, value: Any
 ) -> None:
-    """Raises if a variable, or one in a subtree, is about to be changed.
+    """Raises if a read-only variable, or one in a subtree, is about to be changed.
 
-    What is stored already, the very objects, is no write: a lifted transform publishes
-    all that it was given.
+    Storing the very objects that are already stored is no write: a lifted transform
+    publishes all that it was handed.
 
     Args:
         scope: the scope that writes.
-        open_blocks: the blocks that hold.
-        key: where ``value`` stands.
-        value: what is to be stored.
+        open_blocks: the open blocks that apply to the write.
+        key: the collection and names of ``value``.
+        value: the variable or subtree to store.
 
     Raises:
-        ReadOnlyError: if one of the blocks says so.
+        ReadOnlyError: if one of the blocks refuses the write.
     """
     refusing = [
         block
@@ -40,13 +40,13 @@ def check(
     if not refusing:
         return
     root = blocks.root_of(scope)
-    if root.scratch:  # A second run of a ``setup``: nothing is kept of it.
+    if root.scratch:  # A second run of ``setup``: its writes are discarded.
         return
     stored = core_scopes.stored(scope)
     for (collection, names), new in iter_variables(key, value):
         old = find(stored, collection, names[len(scope.path) :])
         if old is AS_IT_IS and root.initializing:
-            continue  # That is what initialization is for.
+            continue  # Initialization creates variables.
         key = collection, names
         for block in refusing:
             changed = [
@@ -60,7 +60,7 @@ def check(
 
 
 def _changed(key: Key, old: Any, new: Any) -> list[Key]:
-    """The leaves of a variable that are written; all, if its structure changes."""
+    """Returns the leaves of a variable that change; all if its structure changes."""
     before, treedef = jax.tree_util.tree_flatten(old)
     after, treedef_after = jax.tree_util.tree_flatten(new)
     if treedef != treedef_after:
@@ -71,7 +71,7 @@ def _changed(key: Key, old: Any, new: Any) -> list[Key]:
 
 
 def _writer() -> str:
-    """Who is running."""
+    """Names the running method and its module, for the error."""
     running = modules.running_method()
     if running is None:
         return 'A function of a scope'
@@ -81,7 +81,7 @@ def _writer() -> str:
 
 
 def _read_only(rewrite: Any, path: Any, by: str, exists: bool) -> errors.ReadOnlyError:
-    """A variable was written where ``nn.read_only`` holds."""
+    """The error for a write to a variable under ``nn.read_only``."""
     done = 'wrote' if exists else 'created'
     return errors.ReadOnlyError(
         f'{by} {done} the variable {path.name!r} of the collection '

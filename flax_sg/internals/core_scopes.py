@@ -1,4 +1,4 @@
-"""Private names of ``flax.core`` scopes."""
+"""Wraps private names of ``flax.core`` scopes."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -14,7 +14,7 @@ from flax.core.scope import Scope
 
 
 def stored(scope: Scope) -> dict[str, Any]:
-    """The collections that ``scope`` really holds, not copies."""
+    """The dict of all collections that ``scope`` holds; the original, not a copy."""
     scope._populate_collections()
     return scope._variables
 
@@ -25,7 +25,7 @@ def variables_of(scope: Scope) -> dict[str, Any]:
 
 
 def minimal_scopes(scope_tree: Any) -> tuple[Scope, ...]:
-    """The scopes of a tree without those inside another one, in the order of pack."""
+    """The outermost scopes of a tree of scopes, in the order of ``lift.pack``."""
     return lift._dedup_scopes(jax.tree_util.tree_leaves(scope_tree))[0]
 
 
@@ -35,14 +35,14 @@ def unbox(value: Any) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """A copy of nested dicts, their leaves as they are."""
+    """Copies nested dicts, and shares their leaves."""
     if isinstance(tree, Mapping):
         return {key: copied(value) for key, value in tree.items()}
     return tree
 
 
 def copied_mutable(scope: Scope) -> dict[str, Any]:
-    """Copies of the mutable collections of a scope."""
+    """Copies the mutable collections of a scope."""
     return {
         col: copied(tree)
         for col, tree in stored(scope).items()
@@ -57,14 +57,14 @@ def scratch_scope(
     counters: Mapping[Any, Any] | None = None,
     mutable: Mapping[str, Any] | None = None,
 ) -> Scope:
-    """A scope of its own that reads as ``scope`` does and into which nothing is lost.
+    """Makes a separate scope with the same values, so writes leave ``scope`` unchanged.
 
     Args:
         scope: the scope to copy.
         flags: flags to add.
-        rngs: the random streams; None for those that it has now.
-        counters: how often they were used; None for never.
-        mutable: the mutable collections; None for what they are now.
+        rngs: the random streams; None for the current ones of ``scope``.
+        counters: how often each stream was used; None for never.
+        mutable: the mutable collections; None for the current ones of ``scope``.
     """
     kept = {
         c: t for c, t in stored(scope).items() if not scope.is_mutable_collection(c)
@@ -87,11 +87,11 @@ def scratch_scope(
 def copy_scopes(
     scopes: list[Scope], copy: Callable[[Scope], Scope]
 ) -> tuple[dict[Scope, Scope], list[Scope]]:
-    """Copies the outermost of some scopes, and with them all.
+    """Copies the outermost of some scopes, and finds all others inside the copies.
 
     Returns:
-        The outermost scopes with their copies, and for each in ``scopes`` the scope at
-        its place under one of the copies.
+        The outermost scopes with their copies; and for each of ``scopes``, the scope at
+        the same path inside a copy.
     """
     tops, paths = lift._dedup_scopes(scopes)
     copies = {top: copy(top) for top in tops}

@@ -1,4 +1,4 @@
-"""Frames of the stack: which are the user's, and what their files are called."""
+"""Finds the user's frames on the Python stack, and the names of their files."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -18,14 +18,14 @@ _OURS, _FLAX, _JAX = (
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (os.path.dirname(__file__), flax.__file__, jax.__file__)
 )
-# ``<string>``: the constructors of dataclasses.
+# Dataclasses compile their constructors as ``<string>``.
 _NOT_OF_USERS = (_OURS, _FLAX, _JAX, '<string>')
 _DEMO = os.path.join(_OURS, 'demo') + os.sep
 _STANDARD = sysconfig.get_path('stdlib') + os.sep
 
 
 def is_of_user(code: types.CodeType) -> bool:
-    """Whether code is of the user's program, or of the demo."""
+    """Whether code belongs to the user's program or to the demo."""
     return _is_file_of_user(code.co_filename)
 
 
@@ -33,17 +33,17 @@ def is_of_user(code: types.CodeType) -> bool:
 def _is_file_of_user(file: str) -> bool:
     if file.startswith(_NOT_OF_USERS):
         return file.startswith(_DEMO)
-    # Packages may be installed in there.
+    # ``site-packages`` may lie inside the folder of the standard library.
     return not file.startswith(_STANDARD) or 'site-packages' in file
 
 
 def frame(depth: int) -> types.FrameType:
-    """A frame of the stack: 0 is that of the caller."""
+    """Returns a frame of the stack: 0 is the caller's frame."""
     return sys._getframe(depth + 1)
 
 
 def frame_of_user(depth: int) -> types.FrameType:
-    """The innermost frame of the user's program, from a depth on."""
+    """Returns the innermost frame of the user's program, starting at ``depth``."""
     found = sys._getframe(depth + 1)
     while found.f_back is not None and not is_of_user(found.f_code):
         found = found.f_back
@@ -51,7 +51,7 @@ def frame_of_user(depth: int) -> types.FrameType:
 
 
 def argument_of(package: str, function: str, name: str) -> Any:
-    """An argument of a running function of a package; None if the function is not."""
+    """Returns an argument of a package's running function; None if none is running."""
     found = sys._getframe(1)
     while found is not None:
         module = found.f_globals.get('__name__', '')
@@ -62,10 +62,10 @@ def argument_of(package: str, function: str, name: str) -> Any:
 
 
 def file_name(file: str) -> str:
-    """What a reader calls a file of source.
+    """Returns the name of a source file as the user knows it.
 
-    A cell of a notebook is compiled as a file that nobody has seen; IPython knows what
-    its own tracebacks call it, ``'In[3]'``.
+    A notebook cell is compiled under a generated file name. IPython knows the name that
+    its own tracebacks show, such as ``'In[3]'``.
     """
     ipython = sys.modules.get('IPython')
     shell = ipython and ipython.get_ipython()

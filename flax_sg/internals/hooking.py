@@ -1,4 +1,4 @@
-"""Hooks on the attributes of Flax and JAX by which variables are read."""
+"""Installs and removes the hooks on functions of Flax and JAX."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -20,8 +20,8 @@ from flax_sg.internals import modules, versions
 
 versions.load_once(globals())
 
-# What the hooks replace, by (owner, name). All of them are read by Flax at call time,
-# so replacing the attribute reaches code that was written and lifted before.
+# The hooked attributes, as (owner, name). All of them are looked up at call time, so a
+# hook also reaches code that was defined and lifted before.
 HOOKED: dict[str, tuple[Any, str]] = {
     'get_variable': (Scope, 'get_variable'),
     'variables': (Scope, 'variables'),
@@ -38,11 +38,11 @@ HOOKED: dict[str, tuple[Any, str]] = {
     'custom_vmap': (custom_batching.custom_vmap, '__call__'),
 }
 
-# What the hooks replace on each Module class that has a ``setup``. On ``Module`` itself
-# it would slow down every attribute of every module, and take longer than all the rest.
+# The attribute that is hooked on each Module class with a ``setup``. On ``Module``, the
+# hook would slow down every attribute of every module, more than all other hooks.
 HOOKED_WITH_SETUP = 'getattribute', '__getattribute__'
 
-# What JAX keeps of a function with rules of its own, and calls when it needs it.
+# The attributes in which JAX stores custom rules of a function, to call them later.
 RULES: dict[str, tuple[str, ...]] = {
     'custom_jvp': ('jvp',),
     'custom_vjp': ('fwd', 'bwd'),
@@ -53,11 +53,11 @@ _lock = threading.RLock()  # The garbage collector may close a block at any time
 
 _users: set[object] = set()
 
-_applies: list[weakref.ref[Scope]] = []  # Roots of those that run and had users.
+_applies: list[weakref.ref[Scope]] = []  # Roots of running applies that used hooks.
 
 _make: Mapping[str, Callable[[Any], Any]] = {}
 
-_before: dict[tuple[Any, str], Any] = {}  # What is to be put back.
+_before: dict[tuple[Any, str], Any] = {}  # The attributes to restore.
 
 _complete = False  # Whether all hooks are installed.
 
@@ -65,7 +65,7 @@ _INHERITED = object()
 
 
 class _Hook(NamedTuple):
-    """One hook: where it is installed, what was there before, and the hook."""
+    """One hook: the owner and name of an attribute, its old value, and the hook."""
 
     owner: weakref.ref[Any]
     name: str
@@ -74,7 +74,7 @@ class _Hook(NamedTuple):
 
     @classmethod
     def of(cls, key: str, owner: Any, name: str) -> _Hook:
-        """The hook for an attribute, which a class may inherit."""
+        """Makes the hook for an attribute that a class has or inherits."""
         holders = [
             base for base in getattr(owner, '__mro__', [owner]) if name in vars(base)
         ]
@@ -84,18 +84,18 @@ class _Hook(NamedTuple):
         return cls(weakref.ref(owner), name, before, _make[key](original))
 
 
-_planned: tuple[Any, Any, list[_Hook]] = None, None, []  # The hooks of the last time.
+_planned: tuple[Any, Any, list[_Hook]] = None, None, []  # The hooks installed last.
 
 
 def acquire_hooks(
     user: object, make: Mapping[str, Callable[[Any], Any]] | None = None
 ) -> None:
-    """Installs hooks on Flax's reads for the first of their users.
+    """Installs hooks on Flax's reads, unless another user already has.
 
     Args:
-        user: who needs them, an object that tells it from others.
-        make: for each name in ``HOOKED``, and that in ``HOOKED_WITH_SETUP``, a function
-            from the original to its hook; by default those of the last time.
+        user: a hashable object that identifies the user of the hooks.
+        make: for each name in ``HOOKED`` and ``HOOKED_WITH_SETUP``, a function from the
+            original to its hook; by default the functions of the previous call.
     """
     global _make, _complete
     with _lock:
@@ -106,7 +106,7 @@ def acquire_hooks(
         root = running_apply()
         _install(_plan())
         _complete = True
-        # Once will do for all blocks in an ``apply``.
+        # Keep the hooks until this ``apply`` ends: its later blocks reuse them.
         if root is not None:
             _applies.append(weakref.ref(root))
 
@@ -117,14 +117,14 @@ def _install(plan: Sequence[_Hook]) -> None:
         if owner is None or (owner, name) in _before:
             continue
         if owner.__dict__.get(name, _INHERITED) is not before:
-            # Somebody else has replaced it since the plan was made.
+            # Other code has replaced the attribute since the plan was made.
             return _install(_plan(anew=True))
         _before[owner, name] = before
         setattr(owner, name, hook)
 
 
 def _plan(anew: bool = False) -> list[_Hook]:
-    """The hooks of the last time, if there are no new classes and no new functions."""
+    """Returns the hooks to install; reuses the last ones if no class or hook is new."""
     global _planned
     classes = modules.classes_with_setup()
     make, known, plan = _planned
@@ -137,7 +137,7 @@ def _plan(anew: bool = False) -> list[_Hook]:
 
 
 def watch(module: Any) -> None:
-    """Hooks the attributes of a module that is made, if its class is a new one."""
+    """Hooks the class of a module under construction, if the class is new."""
     key, name = HOOKED_WITH_SETUP
     cls = type(module)
     if (cls, name) not in _before and modules.has_setup(cls):
@@ -147,16 +147,16 @@ def watch(module: Any) -> None:
 
 
 def users_of_hooks() -> list[object]:
-    """The users of the hooks, in whatever threads they are."""
+    """The users of the hooks, in all threads."""
     with _lock:
         return list(_users)
 
 
 def release_hooks(user: object) -> None:
-    """Leaves Flax as it was when the last user is gone, and with it its ``apply``.
+    """Removes a user, and all hooks once the last user and its ``apply`` are done.
 
-    An exception may have come while hooks were installed, or removed: whatever has been
-    done by then, this completes it.
+    An exception may have interrupted the installation or the removal of hooks. A call
+    then completes the removal from any intermediate state.
     """
     global _complete
     with _lock:
@@ -166,7 +166,7 @@ def release_hooks(user: object) -> None:
             return
         _complete = False
         for (owner, name), before in tuple(_before.items()):
-            if (owner, name) not in _before:  # The garbage collector came in between.
+            if (owner, name) not in _before:  # A garbage collection restored it.
                 continue
             if before is not _INHERITED:
                 setattr(owner, name, before)
@@ -176,13 +176,13 @@ def release_hooks(user: object) -> None:
 
 
 class released:  # noqa: N801 (read as ``with released(user)``)
-    """Releases the hooks of a user when the body ends, whatever comes (Ctrl-C)."""
+    """Releases the hooks of a user when the body ends, even after Ctrl-C."""
 
     def __init__(self, user: object) -> None:
         self._user = user
 
     def __enter__(self) -> None:
-        """The body may use the hooks."""
+        """Does nothing: the user has already acquired the hooks."""
 
     def __exit__(self, *exception: object) -> None:
         try:
@@ -200,7 +200,7 @@ _APPLY = next(
 
 
 def goes_on(root: Scope | None) -> bool:
-    """Whether the ``apply`` with this root is running; Flax says so to the root."""
+    """Whether the ``apply`` of ``root`` still runs: Flax invalidates the root after."""
     return root is not None and not root._invalid
 
 

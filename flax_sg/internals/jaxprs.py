@@ -1,4 +1,4 @@
-"""Private names of jaxprs and compiled programs."""
+"""Wraps private names of jaxprs and compiled programs."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -13,8 +13,8 @@ from jax.extend.core import Literal
 
 from flax_sg.internals import frames, versions
 
-# Equations that run a jaxpr of the same inputs and outputs, once. Versions of JAX have
-# other names for them.
+# Primitives that run one jaxpr once, with the same inputs and outputs. Their names
+# differ between versions of JAX.
 JITTED = frozenset(('jit', 'pjit'))
 CHECKPOINTS = frozenset(('remat', 'remat2', 'checkpoint'))
 CALLS = frozenset(
@@ -25,7 +25,7 @@ CALLS = frozenset(
         'custom_vmap_call',
     )
 )
-# They run one too, and have rules of their own for the derivative.
+# Primitives that also run one jaxpr, and have custom derivative rules.
 CUSTOM_CALLS = frozenset(
     ('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr')
 )
@@ -33,7 +33,7 @@ _BODY = ('jaxpr', 'call_jaxpr', 'call', 'fun_jaxpr')
 
 
 def opened(jaxpr: Any) -> Any:
-    """A jaxpr, without the constants that may come with it."""
+    """The open jaxpr of a jaxpr that may be closed over constants."""
     return getattr(jaxpr, 'jaxpr', jaxpr)
 
 
@@ -43,7 +43,7 @@ def body_of(eqn: Any) -> Any:
 
 
 class Checkpoint(NamedTuple):
-    """What ``jax.checkpoint`` was told."""
+    """The jaxpr and the arguments of a ``jax.checkpoint``."""
 
     jaxpr: Any
     policy: Callable[..., Any] | None
@@ -51,7 +51,7 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_of(eqn: Any) -> Checkpoint | None:
-    """What an equation says of ``jax.checkpoint``, None if it is of another kind."""
+    """The ``jax.checkpoint`` of an equation; None for equations of another kind."""
     if eqn.primitive.name not in CHECKPOINTS:
         return None
     params = eqn.params
@@ -68,7 +68,7 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def function_of(eqn: Any, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-    """One equation of a jaxpr as a function of some variables."""
+    """Turns one equation of a jaxpr into a function of the variables ``inputs``."""
 
     def run(*values: Any) -> Sequence[Any]:
         known = dict(zip(inputs, values, strict=True))
@@ -80,10 +80,10 @@ def function_of(eqn: Any, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]
 
 
 def program_text(compiled: Any) -> str:
-    """Optimized HLO with all constants, and without places in the source.
+    """Returns optimized HLO with all constants and without source locations.
 
-    ``as_text`` elides the values of constants: programs that differ in these alone
-    have one text. The class of the options has moved within jaxlib.
+    ``as_text`` elides constants, so programs that differ only in constants would have
+    the same text. jaxlib has moved the options class: this finds it beside HloModule.
     """
     [module] = compiled.runtime_executable().hlo_modules()
     home = importlib.import_module(type(module).__module__)
@@ -94,15 +94,15 @@ def program_text(compiled: Any) -> str:
 
 
 def name_stack_of(eqn: Any) -> str:
-    """The names of the scopes that an equation of a jaxpr was traced in."""
+    """The name stack under which an equation of a jaxpr was traced."""
     return str(eqn.source_info.name_stack)
 
 
 def carried_by(scan: Any) -> range:
-    """The numbers of the inputs of a scan that one turn hands to the next.
+    """The positions of the carry among the inputs of a scan.
 
-    Before them are the constants, after them what each turn takes a slice of. Where
-    there were two numbers, jax 0.11 has a tree of a private class.
+    Constants come before the carry, scanned inputs after it. jax 0.11 replaced the two
+    counts in the parameters by a tree of a private class.
     """
     if 'ft_in' in scan.params:  # pragma: no cover (from jax 0.11 on)
         consts, carry, _ = scan.params['ft_in'].unpack()
@@ -112,18 +112,18 @@ def carried_by(scan: Any) -> range:
 
 
 def source_of(eqn: Any, within: str = '') -> str:
-    """The line of the user's program that an equation comes from, or ''.
+    """Returns the line of the user's program that made an equation, or ''.
 
     Args:
         eqn: an equation of a jaxpr.
-        within: what JAX notes of the jitted function that the equation is in, as
-            ``function_in`` gives it. The trace of one is kept: the frames around it
-            are those of the first call, which jax 0.7.2 notes and 0.10.2 does not.
+        within: the jitted function around the equation, from ``function_in``. JAX
+            caches its trace, so frames outside the function belong to the first call.
+            jax 0.7.2 records those frames, 0.10.2 does not.
     """
     traceback = eqn.source_info.traceback
     for code, last in zip(*traceback.raw_frames(), strict=True) if traceback else ():
         if frames.is_of_user(code):
-            # For each instruction, of two bytes.
+            # ``co_positions`` has one entry per instruction of two bytes.
             line = next(itertools.islice(code.co_positions(), last // 2, None))[0]
             return f'{frames.file_name(code.co_filename)}:{line} ({code.co_qualname})'
         if within == f'{code.co_name} at {code.co_filename}:{code.co_firstlineno}':
@@ -132,5 +132,5 @@ def source_of(eqn: Any, within: str = '') -> str:
 
 
 def function_in(eqn: Any) -> str:
-    """The function, file and line that a jitted function was written in."""
+    """The name, file and line of the function that a jit equation runs."""
     return str(eqn.params['jaxpr'].jaxpr.debug_info.func_src_info)

@@ -1,8 +1,8 @@
-"""Private names of Flax's lifted transforms.
+"""Wraps private names of Flax's lifted transforms.
 
-Of ``nn.scan``: its loop, ``axes_scan.scan`` (:func:`scan_with`); the order in which the
-loop is given variables (:func:`param_path`); along which axes, from the frame of
-``lift.pack`` (:func:`axes_of_caller`); its name in ``debug_path`` (:func:`is_in_scan`).
+For ``nn.scan``: its loop ``axes_scan.scan`` (:func:`scan_with`), the order of the
+variables in the loop (:func:`param_path`), their axes, read from the frame of
+``lift.pack`` (:func:`axes_of_caller`), its name in ``debug_path`` (:func:`is_in_scan`).
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -24,18 +24,18 @@ from flax.linen import transforms as linen_transforms
 
 from flax_sg.internals import versions
 
-# What Flax calls its transforms; of some the body runs several times, others run one of
-# several bodies.
+# Flax's names for its transforms. ``LOOPS`` run their body several times, ``BRANCHES``
+# run one of several bodies.
 JIT, SCAN, REMAT = 'jit', 'scan', 'remat'
 LOOPS = (SCAN, 'while_loop')
 BRANCHES = ('cond', 'switch')
 
-# ``debug_path`` notes the transforms around each module: ``remat(scan(layers))``.
+# ``debug_path`` names the transforms around each module: ``remat(scan(layers))``.
 _SCAN_OR_REMAT = re.compile(rf'({SCAN}|{REMAT})\(')
 
 
 def is_in_scan(scope: Scope) -> bool:
-    """Whether a scope lies in the body of a lifted scan, not of a remat in there."""
+    """Whether the innermost lifted scan or remat around a scope is a scan."""
     for component in reversed(tuple(scope.debug_path)):
         lifts = _SCAN_OR_REMAT.findall(component)
         if lifts:
@@ -44,10 +44,10 @@ def is_in_scan(scope: Scope) -> bool:
 
 
 def axes_of_caller() -> Callable[[str], tuple[int | None, int | None]]:
-    """The axes along which the lifted transform calling ``pack`` maps a collection.
+    """Returns a function from a collection to the (in, out) axes of a lifted transform.
 
-    ``nn.vmap`` and ``nn.scan`` may take a collection in along one axis and give it out
-    along another. Only the inner function of the lift knows, two frames up.
+    The transform is the caller of ``pack``. ``nn.vmap`` and ``nn.scan`` may map inputs
+    along one axis and outputs along another. Only the closure two frames up holds both.
     """
     names = sys._getframe(2).f_locals
     fn = names.get('fn')
@@ -70,10 +70,10 @@ def axes_of_caller() -> Callable[[str], tuple[int | None, int | None]]:
 
 
 def scan_with(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """``flax.linen.scan`` that runs its loop by another function than ``jax.lax.scan``.
+    """Makes a ``flax.linen.scan`` that calls ``loop`` instead of ``jax.lax.scan``.
 
-    Flax takes no function in its place. Its own code with other names for the loop is
-    Flax's in all that is done around it, and nothing of Flax is replaced for others.
+    Flax has no argument for the loop. So this copies Flax's functions with another
+    global for the loop. The rest runs Flax's own code, and Flax itself stays unchanged.
     """
     _check_loop()
     names = types.SimpleNamespace(scan=_core_scan_with(loop))
@@ -87,16 +87,16 @@ def _core_scan_with(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def param_path(keys: Any, side: str) -> tuple[Any, ...] | None:
-    """The path of a parameter among what a loop of Flax scans.
+    """Returns the path of a parameter among the inputs or outputs of Flax's loop.
 
     Args:
-        keys: the place of a leaf in what goes ``'in'``, which is (variables, random
-            keys, arguments), or comes ``'out'``, which is (results, variables).
-            Variables are given by group and scope.
-        side: ``'in'`` or ``'out'``.
+        keys: the key path of a leaf. The inputs are (variables, random keys,
+            arguments), the outputs are (results, variables). Variables are nested by
+            group and scope.
+        side: ``'in'`` for the inputs, ``'out'`` for the outputs.
 
     Returns:
-        The path within the collection; None for another leaf.
+        The path within the collection; None if the leaf is no parameter.
     """
     if keys[0].idx != ('in', 'out').index(side) or keys[3].key != 'params':
         return None
@@ -105,7 +105,7 @@ def param_path(keys: Any, side: str) -> tuple[Any, ...] | None:
 
 @functools.cache
 def _check_loop() -> None:
-    """Raises unless Flax hands its loop to ours, and variables at these places."""
+    """Raises unless Flax calls our loop, with variables where ``param_path`` looks."""
     names: list[Any] = []
 
     def loop(body: Any, init: Any, xs: Any, **_: Any) -> Any:
@@ -130,7 +130,7 @@ def _check_loop() -> None:
 
 
 def with_names(fn: Any, **names: Any) -> Any:
-    """A function with other objects for some names of its module."""
+    """Copies a function, with other objects for some of its globals."""
     copy = types.FunctionType(
         fn.__code__,
         {**fn.__globals__, **names},

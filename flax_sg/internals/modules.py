@@ -1,4 +1,4 @@
-"""Private names of ``flax.linen`` modules."""
+"""Wraps private names of ``flax.linen`` modules."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -24,10 +24,10 @@ Variable = linen_module.Variable
 
 
 def current_module() -> Module | None:
-    """The bound module whose method is running; the owner of a block opened now.
+    """The bound module whose method is running: the owner of a block opened now.
 
-    In a method under ``nn.compact_name_scope`` Flax runs a helper module, but ``self``
-    is the module that the method was written for, and that one counts.
+    For a method under ``nn.compact_name_scope``, Flax runs a helper module. This
+    returns the module that is ``self`` in the method.
     """
     module = linen_module._context.module_stack[-1]
     while isinstance(module, linen_module.CompactNameScope):
@@ -38,7 +38,7 @@ def current_module() -> Module | None:
 def running_method() -> tuple[Module, str] | None:
     """The module whose method is running, and the name of the method.
 
-    Flax keeps a stack of modules, without the methods.
+    Flax's own stack holds modules only, so this searches the Python stack.
     """
     user_frame: Any = sys._getframe(1)
     while user_frame is not None:
@@ -49,12 +49,12 @@ def running_method() -> tuple[Module, str] | None:
 
 
 def is_sowing() -> bool:
-    """Whether ``Module.sow`` has called the function that calls this one."""
+    """Whether ``Module.sow`` called the caller of this function."""
     return sys._getframe(2).f_code is Module.sow.__code__
 
 
 def asks_for_variable() -> bool:
-    """Whether ``Module.has_variable`` has called the function that calls this one."""
+    """Whether ``Module.has_variable`` called the caller of this function."""
     return sys._getframe(2).f_code is Module.has_variable.__code__
 
 
@@ -67,20 +67,20 @@ def is_set_up(module: Module) -> bool:
 def classes_around(
     path: tuple[str, ...], name: str, is_of_tree: Callable[[Scope], bool | None]
 ) -> tuple[tuple[type, ...], bool]:
-    """The classes of the module at a path and of those around it.
+    """The classes of the module at a path, and of the modules around it.
 
-    A scope does not know its module. So it is looked for among the modules that run,
-    and among their submodules.
+    A scope does not know its module. So this searches the running modules and their
+    submodules.
 
     Args:
         path: the path of a scope.
-        name: the name of a variable in it: ``nn.share_scope`` may give one scope to two
-            modules, of which one declares the variable.
-        is_of_tree: whether a scope belongs to the tree that is meant; None if nobody
-            knows.
+        name: the name of a variable in that scope. ``nn.share_scope`` may give one
+            scope to two modules; the name tells which one declares the variable.
+        is_of_tree: returns whether a scope belongs to the tree of the path; None if
+            that is unknown.
 
     Returns:
-        The classes, the innermost first, and whether these are all.
+        The classes, innermost first, and whether the list is complete.
     """
     running = reversed(linen_module._context.module_stack)
     bound = [(m, m.scope) for m in running if m is not None and m.scope is not None]
@@ -97,12 +97,12 @@ def classes_around(
         while True:
             inner = vars(module).get('module')
             if isinstance(inner, Module) and children_of(inner) is children_of(module):
-                classes.append(type(inner))  # Another module stands for this one.
+                classes.append(type(inner))  # ``module`` wraps ``inner``.
             classes.append(type(module))
             if not isinstance(module.parent, Module):
                 break
             module = module.parent
-        # In the body of a transform, and in a wrapper, a module has a scope for parent.
+        # In the body of a transform and in a wrapper, a module's parent is a scope.
         path = getattr(module.scope, 'path', ())
         if not path:
             return tuple(dict.fromkeys(classes)), True
@@ -111,7 +111,7 @@ def classes_around(
 def _find(
     stack: list[Module], path: tuple[str, ...]
 ) -> tuple[Module | None, list[Module]]:
-    """The module at a path, and the modules that run around the one it was found by."""
+    """The module at a path, and the running modules around the one that leads to it."""
     for index, found in enumerate(stack):
         above = getattr(found.scope, 'path', ())
         if path[: len(above)] != above:
@@ -124,7 +124,7 @@ def _find(
 
 
 def _that_declares(module: Module, name: str) -> Module:
-    """The one that declares a variable, of the modules in one scope."""
+    """Of the modules that share a scope, the one that declares a variable."""
     around = [module.parent] if isinstance(module.parent, Module) else []
     beside = [m for one in (module, *around) for m in children_of(one).values()]
     fields: list[Any] = [
@@ -156,7 +156,7 @@ def run_setup(module: Module) -> None:
 
 
 def as_method(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a function of a module what Flax gives a method: setup, naming, state."""
+    """Wraps a function of a module as Flax wraps a method: setup, naming, state."""
     return linen_module.wrap_method_once(fn)
 
 
@@ -171,9 +171,9 @@ def scopes_of(module: Module) -> list[Scope]:
 
 
 def cached_properties(cls: type) -> frozenset[str]:
-    """The names of the ``functools.cached_property`` of a Module class.
+    """The names of all ``functools.cached_property`` attributes of a Module class.
 
-    Flax wraps descriptors, to run ``setup`` before they are read.
+    Flax wraps descriptors to run ``setup`` before a read, so this unwraps them.
     """
     found: set[str] = set()
     for base in cls.__mro__:
@@ -185,10 +185,10 @@ def cached_properties(cls: type) -> frozenset[str]:
 
 
 def classes_with_setup() -> list[weakref.ref[type]]:
-    """All Module classes of which there may be instances, and that have a ``setup``.
+    """All Module classes that keep values (``has_setup``) and may have instances.
 
-    Flax counts the instances of modules. The list is the same object until there is a
-    new class.
+    Flax counts module instances: the classes are searched again only if the count has
+    changed. The list stays the same object until there is a new class.
     """
     global _known
     count = linen_module.uuid._id
@@ -209,12 +209,12 @@ _known: tuple[int, list[weakref.ref[type]]] = -1, []
 
 @functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
 def has_setup(cls: type) -> bool:
-    """Whether a Module class has a ``setup`` or cached properties: it keeps values."""
+    """Whether a Module class keeps values: it has a ``setup`` or cached properties."""
     return cls.setup is not Module.setup or bool(cached_properties(cls))
 
 
 def clone_on(module: Module, scopes: list[Scope]) -> Module:
-    """A clone of a bound module on other scopes, before its ``setup``."""
+    """Clones a bound module onto other scopes, without running its ``setup``."""
     clone, _, _ = linen_transforms.set_module_scopes(module, (), {}, scopes)
     state = module._state.export()
     state.in_setup = False
@@ -231,7 +231,7 @@ def clone_on(module: Module, scopes: list[Scope]) -> Module:
 
 
 def _in_order_of(value: Any, copy: Any) -> Any:
-    """A copy of a field, its dicts in the order of the original: Flax sorts them."""
+    """Restores the order of dicts in a copied field: Flax sorts them."""
     if isinstance(value, Mapping) and isinstance(copy, Mapping):
         items = {key: _in_order_of(item, copy[key]) for key, item in value.items()}
         make: Any = type(copy)
@@ -247,43 +247,43 @@ def intercepts() -> bool:
 
 
 def is_handled(fn: Any) -> bool:
-    """Whether a function is a method that Flax runs, and shows to interceptors."""
+    """Whether Flax has wrapped a function as a method and shows it to interceptors."""
     return hasattr(fn, 'method_handler_wrapped')
 
 
 def run_interceptors(fn: Any, module: Module, args: Any, kwargs: Any) -> Any:
-    """Calls a method by way of the interceptors that are open, and of nothing else.
+    """Calls a method through the open interceptors, and skips Flax's other steps.
 
-    What Flax does besides for a method of its own (names, state, captured results) has
-    been done for the module that a wrapper forwards to.
+    The other steps (names, state, captured results) run for the module that a wrapper
+    forwards to.
     """
     return linen_module.run_interceptors(fn, module, *args, **kwargs)
 
 
 def children_of(module: Module) -> dict[str, Any]:
-    """The submodules of a module by name; names of variables are in there too."""
+    """The children of a module by name: submodules, and also names of variables."""
     return module._state.children
 
 
 def attributes() -> frozenset[str]:
-    """The attributes of any module: its methods, and what Flax keeps for itself."""
+    """The attributes that every module has: methods, and Flax's private state."""
     kept = {'_state', '_id', '_compact_name_scope_modules'}
     return frozenset({*dir(Module)} - {'setup'} | kept)
 
 
 def start(module: Module) -> None:
-    """Gives a module its identity and state, as ``__post_init__`` does first."""
+    """Gives a module its id and state, as ``__post_init__`` does first."""
     object.__setattr__(module, '_id', linen_module.uuid())
     object.__setattr__(module, '_state', linen_module._ModuleInternalState())
 
 
 def is_started(module: Module) -> bool:
-    """Whether a module has its identity already."""
+    """Whether a module has its id already."""
     return '_id' in vars(module)
 
 
 def stand_in(wrapper: Module, module: Module) -> None:
-    """Makes a wrapper take the place of a bound module, its children and all."""
+    """Gives a wrapper the parent, name and children of a bound module."""
     object.__setattr__(wrapper, 'parent', module.parent)
     object.__setattr__(wrapper, 'name', module.name)
     wrapper._state.children = module._state.children
@@ -291,12 +291,12 @@ def stand_in(wrapper: Module, module: Module) -> None:
 
 
 def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
-    """Binds a module to a scope that somebody else has made for it.
+    """Binds a module to an existing scope.
 
-    Flax may have queued the module for attachment, and then attaches it once more: with
-    a scope as its parent that ends at the same place.
+    Flax may have queued the module for attachment, and then attaches it a second time.
+    Since its parent is a scope, the module ends up in the same place.
     """
-    if module.parent is None:  # From outside: Flax clones these, once for each tree.
+    if module.parent is None:  # Made outside: Flax clones it once per tree.
         outside, module = module, module.clone(name=None)
         adopted(scope)[outside._id] = module
     object.__setattr__(module, 'name', name)
@@ -306,7 +306,7 @@ def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
 
 
 def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
-    """The modules from outside that were attached somewhere in the tree of a scope."""
+    """The modules made outside and attached in the tree of a scope, by their ids."""
     cache: weakref.WeakValueDictionary[Any, Module] = weakref.WeakValueDictionary()
     root: Any = scope.root
     if hasattr(linen_module, '_caches'):
@@ -316,31 +316,31 @@ def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
 
 
 def id_of(module: Module) -> Any:
-    """The identity of a module, by which it is found among those ``adopted``."""
+    """The id of a module, which is its key in ``adopted``."""
     return module._id
 
 
 def place_of(module: Module) -> Any:
-    """The module, the scope or None that a module being made will belong to."""
+    """The parent of a module under construction: a module, a scope or None."""
     if module.parent is linen_module._unspecified_parent:
         return linen_module._context.module_stack[-1]
     return module.parent
 
 
 def names_at_once(place: Any) -> bool:
-    """Whether a module made there is named now, and not when ``setup`` assigns it."""
+    """Whether Flax names a new module in ``place`` now, not when setup assigns it."""
     return isinstance(place, Module) and not place._state.in_setup
 
 
 def autoname(parent: Any, cls: type) -> str:
-    """The name that Flax gives to the next module of a class without a name."""
+    """Takes the name that Flax would give to the next unnamed module of a class."""
     cursor = parent._state.autoname_cursor.get(cls.__name__, 0)
     parent._state.autoname_cursor[cls.__name__] = cursor + 1
     return f'{cls.__name__}_{cursor}'
 
 
 def is_method_of(fn: Any, cls: type) -> bool:
-    """Whether ``fn`` is what Flax has wrapped as a method of a Module class."""
+    """Whether ``fn`` is a method of a Module class, with or without Flax's wrapper."""
     for base in cls.__mro__:
         method = vars(base).get(getattr(fn, '__name__', ''))
         if method is not None and fn in (method, getattr(method, '__wrapped__', None)):
@@ -355,7 +355,7 @@ def own_scopes(module: Module) -> tuple[Scope, ...]:
 
 
 def field_leaves(module: Module) -> list[Any]:
-    """What is in the fields of a module, and in those of the modules there."""
+    """The leaves in the fields of a module, and in fields of modules found there."""
     found: list[Any] = []
     waiting = [module]
     while waiting:

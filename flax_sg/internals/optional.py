@@ -1,4 +1,4 @@
-"""Packages that only some parts of the library need."""
+"""Imports packages that only some parts of the library need."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import ModuleType
 
 
 def optional(module: str, who: str, extra: str) -> ModuleType:
-    """Imports a module that does not come with the library.
+    """Imports an optional module, or says how to install its package.
 
     Args:
-        module: its dotted name.
-        who: what needs it, as the subject of a sentence.
-        extra: the extra of flax_sg that brings it.
+        module: the dotted name of the module.
+        who: the feature that needs the module, as the subject of a sentence.
+        extra: the extra of flax_sg that installs the package.
 
     Raises:
-        ModuleNotFoundError: if it is not installed; the message says what to install.
+        ModuleNotFoundError: if the module is missing; the message says what to install.
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Where a block was opened: the line, the thread and the asyncio task."""
+"""Records where a block was opened: the line, the thread and the asyncio task."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flax_sg.internals import frames
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a block was opened.
+    """The place where a block was opened.
 
     Attributes:
-        file, line: the innermost line outside of this library and Flax.
-        frame: identity of the frame that has called, of a generator perhaps.
-        thread: the thread.
-        task: the asyncio task that was running, if any.
+        file, line: the innermost line of the user's program.
+        frame: the ``id`` of that line's frame, which may be a generator's.
+        thread: the thread that opened the block.
+        task: the asyncio task that was running, or None.
     """
 
     file: str
@@ -33,7 +33,7 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """Where the running code is."""
+        """Returns the place in the user's program that is running now."""
         frame = frames.frame_of_user(2)
         return cls(
             frame.f_code.co_filename,
@@ -44,7 +44,7 @@ class Place:
         )
 
     def is_in_this_task(self) -> bool:
-        """Whether no *other* asyncio task than the one that runs has opened it."""
+        """Whether the running asyncio task, or no task at all, opened the block."""
         return self.task is None or self.task is _task()
 
     def __str__(self) -> str:
@@ -52,30 +52,30 @@ class Place:
 
 
 def call_of_user() -> tuple[int, int]:
-    """Which frame of the user's program has called, and where in its code."""
+    """Returns the id of the calling frame of the user, and its bytecode position."""
     frame = frames.frame_of_user(2)
     return id(frame), frame.f_lasti
 
 
 def is_dropped_at(call: tuple[int, int]) -> bool:
-    """Whether a ``__del__`` runs because a statement drops what a call returns."""
+    """Whether ``__del__`` runs because a statement discards the result of ``call``."""
     frame, last = frames.frame(2), call[1]
     if id(frame) != call[0] or not last < frame.f_lasti <= last + _LONGEST_CALL:
         return False
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == 'POP_TOP'
 
 
-_LONGEST_CALL = 16  # Bytes of code, caches of the interpreter among them.
+_LONGEST_CALL = 16  # Bytes of bytecode, including inline caches.
 
 
 def _task() -> Any:
-    # ``asyncio.current_task`` raises where no loop is running, which takes long.
+    # Without a running loop, ``asyncio.current_task`` raises, which is slow.
     loop = asyncio._get_running_loop()
     return None if loop is None else asyncio.current_task(loop)
 
 
 def warn_without_effect(text: str, place: Place) -> None:
-    """Warns of a block without an effect, once for each line where one is opened."""
+    """Warns of a block without an effect, once per line that opens such a block."""
     warnings.warn_explicit(
         text,
         errors.NothingStoppedWarning,
@@ -85,4 +85,4 @@ def warn_without_effect(text: str, place: Place) -> None:
     )
 
 
-_warned: dict[Any, Any] = {}  # Where Python notes what it has said already.
+_warned: dict[Any, Any] = {}  # Python records the issued warnings here.

@@ -1,8 +1,8 @@
-"""What gradients rest on in Flax and JAX: a program for each, which the import runs.
+"""Checks at import every behaviour of Flax and JAX that gradients depend on.
 
-Were one of them otherwise, a gradient would flow without a word. The programs compute
-nothing and change nothing of Flax, so they take milliseconds, start no device and
-disturb no other thread.
+If one behaved otherwise, a gradient would flow silently. Each has a program that tests
+it. The programs compute nothing and leave Flax unchanged, so they take milliseconds,
+start no device and disturb no other thread.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -26,7 +26,7 @@ from flax_sg.internals import lifting, modules, tracing
 
 
 class _Called(BaseException):
-    """Ends a program that has called what it should."""
+    """Ends a program when it calls the expected function."""
 
 
 def _called(*_: Any, **__: Any) -> Any:
@@ -34,7 +34,7 @@ def _called(*_: Any, **__: Any) -> Any:
 
 
 def _ends(program: Callable[[], Any]) -> bool:
-    """Whether a program has called ``_called``."""
+    """Whether a program calls ``_called``."""
     try:
         program()
     except _Called:
@@ -43,7 +43,7 @@ def _ends(program: Callable[[], Any]) -> bool:
 
 
 class _Probe(modules.Module):
-    """Does something in ``setup``."""
+    """A module that calls ``use`` in its ``setup``."""
 
     use: Any = None
 
@@ -57,27 +57,27 @@ def _probe(use: Any = None) -> Any:
 
 
 def _asks(use: Callable[[Any], Any], method: str) -> bool:
-    """Whether what a module does in ``setup`` calls a method of its scope."""
+    """Whether ``use``, called in ``setup``, calls a method of the module's scope."""
     probe = _probe(use)
     setattr(probe.scope, method, _called)  # On the object: Flax stays as it is.
     return _ends(lambda: modules.run_setup(probe))
 
 
 def _sets_up() -> bool:
-    """Whether an attribute that ``setup`` makes is made by way of ``_try_setup``."""
+    """Whether reading an attribute that ``setup`` makes calls ``_try_setup``."""
     probe = _probe()
     object.__setattr__(probe, '_try_setup', _called)
     return _ends(lambda: probe.used)
 
 
 def _counts_modules() -> bool:
-    before = linen_module.uuid._id  # Or new classes would not be watched.
+    before = linen_module.uuid._id  # New classes are found by this count.
     _probe()
     return linen_module.uuid._id > before
 
 
 def _has(thing: Any, names: str) -> bool:
-    """Raises if a thing lacks one of some attributes."""
+    """Raises if ``thing`` lacks one of the attributes ``names``."""
     return bool(operator.attrgetter(*names.split())(thing)) or True
 
 
@@ -117,7 +117,7 @@ def _tells_traces_apart() -> bool:
 
 
 def _packs() -> bool:
-    """Whether transforms pack their scopes under these names, and along these axes."""
+    """Whether lifted transforms call ``_partial_pack`` with these names and axes."""
     found: list[Any] = []
 
     def partial_pack(tree: Any, ins: Any, outs: Any, rngs: Any, name: Any) -> Any:
@@ -147,7 +147,7 @@ def _packs() -> bool:
     return [name for name, _ in found] == [*programs] and mapped == [(1, 1)] * 2
 
 
-# What a module does, and the method of its scope that has to be called for it.
+# For each use of a module: a function doing it, and the scope method it has to call.
 _READS: dict[str, tuple[Callable[[Any], Any], str]] = {
     'Module.param': (lambda m: m.param('w', None), 'param'),
     'Scope.param': (lambda m: m.scope.param('w', None), 'get_variable'),
@@ -159,7 +159,7 @@ _READS: dict[str, tuple[Callable[[Any], Any], str]] = {
     'Module.make_rng': (lambda m: m.make_rng('params'), 'make_rng'),
 }
 
-# Attributes that have to be there.
+# The attributes that must exist.
 _ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     'a scope': (
         lambda: _probe().scope,

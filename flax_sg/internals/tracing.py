@@ -1,4 +1,4 @@
-"""Private names of JAX's traces, and of the keys of its caches."""
+"""Wraps private names of JAX's traces and of the keys of its trace caches."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -26,10 +26,11 @@ from flax_sg.internals import versions
 versions.load_once(globals())
 
 # Part of every trace cache key of JAX (jit, scan, cond, checkpoint, ...) and local to
-# the thread: what makes a cached trace belong to the blocks it was traced under.
+# the thread. A cached trace is reused only under blocks with the same number.
 user_context = jax.make_user_context(0)
 
-# Whether normalization layers use running averages, whatever they were told; likewise.
+# Whether normalization layers use running averages, regardless of their arguments. Also
+# part of the cache keys, since it changes what is traced.
 running_averages = jax.make_user_context(False)
 
 
@@ -41,9 +42,9 @@ def current_trace() -> Any:
 def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
     """Makes the trace of ``leaf`` the current one.
 
-    What is computed from an outer tracer inside an inner raw ``lax.scan`` or
-    ``jax.jit`` belongs to the inner trace. A rewritten value is kept for later readers,
-    so it has to live as long as the value it was made from.
+    Inside a raw ``lax.scan`` or ``jax.jit``, JAX computes with outer tracers in the
+    inner trace. A rewritten value is cached for later readers, so it must live in the
+    trace of its input.
     """
     if isinstance(leaf, Tracer):
         return jax_core.set_current_trace(leaf._trace)
@@ -53,8 +54,9 @@ def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
 def stopped(leaf: Any) -> Any:
     """``jax.lax.stop_gradient(leaf)``, in a fraction of the time.
 
-    JAX traces the derivative of each stop to find that there is none, which takes as
-    long as the rest of a small layer. Its rule stops the primal in the trace around.
+    JAX traces the derivative of each stop to find that it is zero, which takes as long
+    as the rest of a small layer. This stops the primal in the parent trace directly, as
+    JAX's rule does.
     """
     trace = leaf._trace
     while isinstance(leaf, (jax_ad.JVPTracer, jax_ad.LinearizeTracer)):
@@ -64,7 +66,7 @@ def stopped(leaf: Any) -> Any:
 
 
 def _outwards(trace: Any) -> Iterator[Any]:
-    """A trace and those around it, from the inside out."""
+    """Yields a trace and the traces around it, innermost first."""
     while trace is not None:
         yield trace
         trace = getattr(trace, 'parent_trace', None)
@@ -73,16 +75,15 @@ def _outwards(trace: Any) -> Iterator[Any]:
 def in_innermost_trace(
     levels: Sequence[Any], *leaves: Any, examples: bool = True
 ) -> contextlib.AbstractContextManager[Any]:
-    """Makes the innermost trace of some ``current_trace()`` the current one.
+    """Makes the innermost trace of some levels and leaves the current one.
 
-    What belongs to one of two extents, of which either may have begun first, lives as
-    long as the one that began last. Traces know only the one around them.
+    A value that depends on several traces lives as long as the innermost one. Any of
+    them may be innermost. A trace knows only its parent, so this searches outwards.
 
     Args:
-        levels: results of ``current_trace``, of code around the running one.
-        *leaves: what is to be used in there; their traces count too.
-        examples: whether the trace of one example under ``vmap`` counts although
-            nothing in ``leaves`` is mapped over.
+        levels: results of ``current_trace`` in code around the running code.
+        *leaves: the values to use in that trace; their traces count too.
+        examples: whether a ``vmap`` trace counts even if no leaf is batched in it.
     """
     used = [leaf._trace for leaf in leaves if isinstance(leaf, Tracer)]
     wanted = [level._trace_ref() for level in levels if level is not None]
@@ -101,13 +102,14 @@ def in_trace_of_scope(scope: Scope) -> contextlib.AbstractContextManager[Any]:
 
 
 def kept_traces(scope: Scope | None = None) -> list[weakref.ref[Any]]:
-    """The traces that JAX may keep and run again on other arguments, inside out.
+    """The traces that JAX may cache and reuse for other arguments, innermost first.
 
-    Derivatives and batching in progress are none: their traces are made each time. The
-    last one is that in which nothing is traced.
+    JAX makes the traces of derivatives and batching each time, so they are left out.
+    The outermost trace, which does no tracing, comes last.
 
     Args:
-        scope: to ask for the traces around it; there are none if its own is over.
+        scope: the scope to start from, by default the running code. The list is empty
+            if the scope's own trace has ended.
     """
     level: Any = None if scope is None else scope.trace_level
     trace: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
@@ -125,27 +127,27 @@ def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
 
 
 def is_tracing() -> bool:
-    """Whether JAX is tracing something here: what is made now may hold tracers."""
+    """Whether JAX is tracing here, so that new values may be tracers."""
     return not jax_core.trace_state_clean()
 
 
 def as_weak(x: Any) -> Any:
-    """The same values with a weak type, as that of Python's numbers.
+    """Gives an array a weak type, as JAX gives to Python's numbers.
 
-    JAX makes weak types of Python's numbers only; what is computed to stand for one
-    has to promote as it does.
+    JAX gives weak types to Python's numbers only. A computed array that replaces such a
+    number has to promote in the same way.
     """
     as_type = functools.partial(versions.call, 'NonDifferentiable', jax_lax)
     return as_type('_convert_element_type', x, x.dtype, weak_type=True)
 
 
-# Part of the keys of trace caches: a number of its own for each summary of a module, so
-# that it finds no trace without the marks by which it tells modules apart.
+# Part of JAX's trace cache keys, with a new number for each module summary. On a cache
+# hit, a jitted function would call no modules, and the summary would miss them.
 summary_context = jax.make_user_context(0)
 
 _summaries = itertools.count(1)
 
 
 def traced_anew() -> contextlib.AbstractContextManager[Any]:
-    """Makes JAX trace what is called in the body, whatever has been traced before."""
+    """Makes JAX retrace every function that the body calls, even if it is cached."""
     return summary_context(next(_summaries))

@@ -1,8 +1,7 @@
-"""Which versions of Flax and JAX are supported, and what is said of others.
+"""Lists the supported versions of Flax and JAX, and makes the error for others.
 
-A newer release is tried, not refused. What gradients depend on is checked by the
-import, see ``required.py``. A name that one feature needs is checked when that feature
-is used.
+Newer releases are allowed. The import checks all names that gradients depend on, see
+``required.py``. A name that one feature needs is checked when that feature is used.
 """
 
 from __future__ import annotations
@@ -16,21 +15,25 @@ import jax
 
 from flax_sg import errors
 
-# The oldest and newest that the tests have run on, by ``python3 dev.py versions``.
+# The oldest and newest versions tested by ``python3 dev.py versions``.
 SUPPORTED = {'flax': ('0.12.0', '0.12.12'), 'jax': ('0.7.2', '0.12.0.1')}
 
 
 def check(programs: Mapping[str, Callable[[], bool]], who: str = 'flax_sg') -> None:
-    """Runs programs, each of which says whether Flax or JAX do what its name states.
+    """Checks what the library needs of Flax and JAX, with one program per statement.
+
+    Args:
+        programs: for each statement, a function that returns whether it holds.
+        who: the feature that needs them, for the error.
 
     Raises:
-        UnsupportedVersionError: if one of them says no, or fails.
+        UnsupportedVersionError: if a program returns False or raises.
     """
     faults = []
     for stated, program in programs.items():
         try:
             holds, reason = program(), ''
-        except Exception as error:  # Whatever a name that is gone leads to.
+        except Exception as error:  # A missing name may cause any error.
             holds, reason = False, f' ({type(error).__name__}: {error})'
         if not holds:
             faults.append(stated + reason)
@@ -42,7 +45,7 @@ def call(who: str, owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a private function of Flax or JAX that one feature needs.
 
     Raises:
-        UnsupportedVersionError: if it is gone, or takes other arguments.
+        UnsupportedVersionError: if it is missing, or takes other arguments.
     """
     place = f'{owner.__name__}.{name}'
     try:
@@ -57,7 +60,7 @@ def call(who: str, owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 def unsupported(
     faults: Sequence[str], who: str = 'flax_sg'
 ) -> errors.UnsupportedVersionError:
-    """Flax or JAX lack a name that the library rests on, or it means something else."""
+    """Makes the error for private names of Flax or JAX that are missing or changed."""
     found = f'flax {flax.__version__} and jax {jax.__version__}'
     ranges = [f'{name} {old} to {new}' for name, (old, new) in SUPPORTED.items()]
     pins = [f"'{name}>={old},<={new}'" for name, (old, new) in SUPPORTED.items()]
@@ -71,10 +74,11 @@ def unsupported(
 
 
 def load_once(namespace: dict[str, Any]) -> None:
-    """The first line of a module that holds what there is once in a process.
+    """Makes a module with process-wide state raise an error when it is reloaded.
 
     Args:
-        namespace: ``globals()`` of the module. A reload runs its code in the same one.
+        namespace: the module's ``globals()``. A reload reuses the same dict, which is
+            how the second load is detected.
     """
     if namespace.setdefault('_loads', 0):
         raise errors.UnsupportedVersionError(

@@ -1,1 +1,1 @@
-"""Tables of plain data as text, HTML and pictures; others decide what they say."""
+"""Renders tables of plain data as text, HTML and pictures."""

@@ -1,4 +1,4 @@
-"""Repeated layers as one row: ``layers/0..11``."""
+"""Joins the rows of repeated layers into one: ``layers/0..11``."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ class _Row(NamedTuple):
 def repeated(
     paths: Sequence[tuple[str, ...]], contents: Sequence[Hashable]
 ) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Joins neighbours with equal contents that differ in one running number.
+    """Joins neighbouring rows with equal contents and consecutive numbers.
 
     >>> paths = [('block_0', 'a'), ('block_0', 'b'), ('block_1', 'a'), ('block_1', 'b')]
     >>> repeated([*paths, ('head',)], [1, 2, 1, 2, 1])
     [(('block_0..1', 'a'), [0, 2]), (('block_0..1', 'b'), [1, 3]), (('head',), [4])]
 
     Args:
-        paths: the names of each row, in the order of the tree that they make.
-        contents: what has to be equal in rows that are joined. Where a row has rows
-            below it, all of these have to be equal too.
+        paths: the names of each row, in tree order.
+        contents: joined rows have equal contents, and so have all rows below them.
 
     Returns:
-        The names of each joined row, and the numbers of the rows in it.
+        The names of each joined row, and the indices of the rows in it.
     """
     rows = [_Row(*row, [n]) for n, row in enumerate(zip(paths, contents, strict=True))]
-    # From the inside out, so that what is below a row is joined before it is compared.
+    # Deepest level first: rows below a row are joined before the row is compared.
     for level in reversed(range(max(map(len, paths), default=0))):
         rows = _joined(rows, level)
     return [(row.names, row.members) for row in rows]
 
 
 def _joined(rows: list[_Row], level: int) -> list[_Row]:
-    """The rows with equal subtrees joined that differ in the name at one level."""
+    """Joins rows with equal subtrees whose names differ at one level."""
     subtrees: list[list[_Row]] = []
     for _, group in itertools.groupby(rows, key=lambda row: row.names[: level + 1]):
         subtree = list(group)
@@ -61,7 +60,7 @@ def _joined(rows: list[_Row], level: int) -> list[_Row]:
 
 
 def _run(one: list[_Row], other: list[_Row], level: int) -> str | None:
-    """The name of two subtrees together, None if they are not to be joined."""
+    """The joint name of two subtrees, or None if they cannot be joined."""
 
     def below(subtree: list[_Row]) -> list[object]:
         return [(row.names[level + 1 :], row.content) for row in subtree]

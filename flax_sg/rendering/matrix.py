@@ -1,4 +1,4 @@
-"""A table with a word from a short list in each cell: its data, as text and as HTML."""
+"""A table with one word of a short list in each cell, shown as text or HTML."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-# Background and ink.
+# Background and text colour.
 Colors = tuple[str, str]
 _CELL = 'padding:2px 10px;text-align:left'
-# Grey on a white page and on a black one, where the ink of the page is legible.
+# A transparent grey: text is legible on it in light mode and in dark mode.
 _GREY = 'background:rgba(128,128,128,0.25)'
-# A style sheet that colours tables or stripes them would make white holes in dark mode.
+# Overrides page styles: coloured or striped tables would be white in dark mode.
 _TABLE = '<table style="border-collapse:collapse;color:inherit">'
 _ROW = '<tr style="background:transparent">'
 
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """One word that cells may have, and how it is shown.
+    """A word that cells may have, and how it is shown.
 
     Attributes:
         text: the word.
-        meaning: what the legend says about it.
-        style: its style in a terminal, in the words of rich.
-        light: its background and ink on white paper; None for those of the paper.
-        dark: the same on black paper.
+        meaning: the explanation in the legend.
+        style: the style in a terminal, as rich spells it.
+        light: background and text colour in light mode; None for the page's own.
+        dark: the same in dark mode.
     """
 
     text: str
@@ -42,19 +42,19 @@ class Word:
     dark: Colors | None
 
     def styled(self) -> Text:
-        """The word as rich prints it."""
+        """Returns the word as rich prints it."""
         return Text(self.text, self.style)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row.
+    """One row of a matrix.
 
     Attributes:
-        name: what it is about.
+        name: the label of the row.
         cells: the key of a word for each column.
         note: the text in the last column.
-        is_part: whether it is about a part of the last row that is not a part.
+        is_part: whether the row is a part of the last full row above it.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Matrix:
         rows: the rows.
         words: the words that cells may have, by key.
         notes: the heading of the last column.
-        remarks: sentences that stand below the table.
+        remarks: sentences below the table.
     """
 
     columns: tuple[str, ...]
@@ -82,15 +82,15 @@ class Matrix:
     remarks: tuple[str, ...] = ()
 
     def used_words(self) -> list[Word]:
-        """The words of the legend: those that some cell has."""
+        """Returns the words that some cell has, for the legend."""
         used = {cell for row in self.rows for cell in row.cells}
         return [word for key, word in self.words.items() if key in used]
 
     def leaves(self, column: int, key: str) -> list[str]:
-        """The rows with a word in one column, as ``'head (bias, kernel)'``.
+        """Lists the rows with a word in one column, as ``'head (bias, kernel)'``.
 
-        A row with parts stands for them if all parts have the word. Otherwise the parts
-        that have the word are named in brackets.
+        If all parts of a row have the word, only the row is named. Otherwise the parts
+        with the word follow in brackets.
         """
         families: list[tuple[Row, list[Row]]] = []
         for row in self.rows:
@@ -109,7 +109,7 @@ class Matrix:
         return found
 
     def diagonal(self) -> Matrix:
-        """The same matrix, its columns sorted by the first rows with the first word."""
+        """Sorts columns by the first row in which they have the first word."""
         first = next(iter(self.words))
 
         def is_elsewhere(column: int) -> list[bool]:
@@ -126,7 +126,7 @@ class Matrix:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[Any]:
-        """Yields the matrix, or a list for each column if it is too wide; a legend."""
+        """Yields the matrix (a list for each column if too wide) and its legend."""
         grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ('', *self.columns):
             grid.add_column(Text(name), no_wrap=True)
@@ -158,7 +158,7 @@ class Matrix:
             yield Text()
 
     def html(self) -> str:
-        """The matrix as HTML tables, which are legible on white and black pages."""
+        """Returns the matrix as HTML tables, legible in light and dark mode."""
         head = ['', *self.columns, self.notes]
         lines = [''.join(_cell(name, tag='th') for name in head)]
         for row in self.rows:
@@ -183,7 +183,7 @@ def _word(word: Word) -> str:
         return _cell(word.text, 'opacity:0.7')
     ground, ink = word.light
     is_grey = ground[1:3] == ground[3:5] == ground[5:7]
-    # A light grey would be a white hole in dark mode.
+    # A light grey background would look white in dark mode.
     style = _GREY if is_grey else f'background:{ground};color:{ink}'
     return _cell(word.text, style)
 

@@ -11,9 +11,9 @@ from flax_sg.internals import optional
 from flax_sg.rendering.matrix import Matrix
 
 # In inches: the height of a row, the width of a letter of 11 points, and the height of
-# a line of the legend.
+# a legend line.
 _ROW, _LETTER, _LINE = 0.3, 0.093, 0.2
-# Paper, ink, and the ink of what matters less.
+# Background, text, and text of minor importance.
 LIGHT = ('#ffffff', '#333333', '#666666')
 DARK = ('#0d1117', '#e6edf3', '#9da7b3')
 
@@ -25,24 +25,24 @@ def save(
     names: tuple[str, str],
     dark: bool = False,
 ) -> None:
-    """Draws a matrix into a file, as narrow as its names allow.
+    """Draws a matrix into a picture file, as narrow as its names allow.
 
     Args:
         matrix: the matrix. Its columns are sorted so that the cells with the first
-            word make a diagonal.
-        path: the file; its name says of which kind (png, svg, pdf, ...).
-        title: stands above the matrix.
-        names: what the rows are and what the columns are.
+            word form a diagonal.
+        path: the file; its suffix chooses the format (png, svg, pdf, ...).
+        title: the heading above the matrix.
+        names: the headings of the rows and of the columns.
         dark: whether the picture is for pages in dark mode.
     """
-    # Figure, and not pyplot: pyplot opens a display and has global state.
+    # Figure instead of pyplot: pyplot opens a display and has global state.
     figure_type = load('matplotlib.figure').Figure
     paper, ink, _ = DARK if dark else LIGHT
     cell = max(0.8, _width(matrix.columns) + 0.1)
     beside = _width([names[0], *(row.name for row in matrix.rows)]) + 0.15
     width = max(beside + cell * len(matrix.columns), 1.1 * _width([title]), 3.2)
     legend = [f'{word.text}: {word.meaning}' for word in matrix.used_words()]
-    # Wrapped, so that a long sentence does not make the picture wide.
+    # A long sentence would widen the picture.
     letters = int(width / (0.8 * _LETTER))
     lines = [
         line
@@ -58,12 +58,12 @@ def save(
 
 
 def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) -> None:
-    """Draws a matrix into axes of matplotlib, a cell one unit wide and high.
+    """Draws a matrix into matplotlib axes; a cell is one unit wide and high.
 
     Args:
-        axes: the axes, with nothing in them.
+        axes: empty axes.
         matrix: the matrix.
-        names: what the rows are and what the columns are.
+        names: the headings of the rows and of the columns.
         dark: whether the picture is for pages in dark mode.
     """
     rectangle = load('matplotlib.patches').Rectangle
@@ -73,7 +73,7 @@ def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) 
         for x, key in enumerate(row.cells):
             word = matrix.words[key]
             ground, letters = (word.dark if dark else word.light) or (paper, pale)
-            # Lines of the paper's colour separate cells of one colour.
+            # Edges in the background's colour separate cells of one colour.
             style = {'facecolor': ground, 'edgecolor': paper, 'linewidth': 1.5}
             axes.add_patch(rectangle((x, y), 1, 1, **style))
             style = {'color': letters, 'ha': 'center', 'va': 'center', 'fontsize': 11}
@@ -84,7 +84,7 @@ def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) 
     labels = axes.set_yticks(y, [row.name for row in rows], parse_math=False)
     for tick, row in zip(labels, rows, strict=True):
         tick.label1.set_color(pale if row.is_part else ink)
-    # Rows are named in the corner, where their names are, and not turned by 90 degrees.
+    # The rows' heading stands above their names, horizontally.
     axes.set_ylabel(names[0], color=pale, fontsize=10, rotation=0, ha='right')
     axes.yaxis.set_label_coords(-0.01, 1.02)
     axes.set_xlabel(names[1], color=pale, fontsize=10)
@@ -94,10 +94,10 @@ def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) 
 
 
 def load(module: str) -> Any:
-    """A module of matplotlib, which comes with the extra ``plot``."""
+    """Imports a module of matplotlib, which the extra ``plot`` installs."""
     return optional.optional(module, 'The picture', 'plot')
 
 
 def _width(texts: Iterable[str]) -> float:
-    """The room that the longest of some texts takes, in inches."""
+    """The width of the longest text, in inches."""
     return _LETTER * max(map(len, texts), default=0)

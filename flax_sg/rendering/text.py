@@ -1,4 +1,4 @@
-"""Tables as text, for terminals and messages."""
+"""Formats tables as text, for terminals and messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(
     right: Sequence[str] = (),
     width: int | None = None,
 ) -> str:
-    """Lines of text in columns, below a heading. No word is cut.
+    """Formats columns of text below their headings. No word is cut.
 
     >>> columns = {'module': ['head'], 'class': ['Dense'], 'size': ['8']}
     >>> print(table(columns, optional='class', right=['size']))
@@ -25,10 +25,10 @@ def table(
     head     Dense      8
 
     Args:
-        columns: the cells of each column by its heading.
-        optional: the column that is left out where there is too little room.
-        right: the columns with numbers, aligned on the right.
-        width: in characters; that of the terminal by default.
+        columns: the cells of each column, by heading.
+        optional: the column that is left out if the table is too wide.
+        right: the columns that are aligned on the right.
+        width: in characters; by default the terminal's.
     """
     gap = '   '
     widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
@@ -45,15 +45,14 @@ def table(
 
 
 def plain(printed: Any, width: int | None = None) -> str:
-    """What rich prints, as text without colours.
+    """Returns what rich prints, as text without colours.
 
     Args:
-        printed: something that rich can print.
-        width: in characters; that of the terminal by default.
+        printed: an object that rich can print.
+        width: in characters; by default the terminal's.
     """
     file = io.StringIO()
-    # Without a colour system there are no styles either: the kernel of a notebook asks
-    # all programs for them (FORCE_COLOR).
+    # No colour system means no styles, even where a notebook kernel sets FORCE_COLOR.
     console = Console(file=file, width=width, color_system=None, force_jupyter=False)
     console.print(printed)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]

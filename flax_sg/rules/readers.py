@@ -1,4 +1,4 @@
-"""What a rule on cotangents looks up: which leaves have one, other variables."""
+"""What rules on cotangents look up: which leaves have one, and other variables."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flax_sg.trees.variables import Key
 
 
 def has_cotangent(rewrite: rules.Rewrite, path: paths.Path, leaf: Any) -> bool:
-    """Whether a rule for cotangents has anything to do for a leaf.
+    """Whether a rule on cotangents has to act on a leaf.
 
     Raises:
-        CotangentError: if it cannot have, and was selected by name.
+        CotangentError: if the leaf was selected by name and cannot have a cotangent.
     """
     if not is_differentiable(leaf):
-        # As everywhere: True takes what there is to take, a name means what it says.
+        # As in every rule: True skips such leaves, and selecting one by name fails.
         if rewrite.where.atoms:
             raise _no_cotangent(path, leaf, rewrite)
         return False
-    # What is no tracer is a constant to every derivative in progress.
+    # JAX differentiates tracers only: every other array is a constant.
     return isinstance(leaf, tracing.Tracer)
 
 
@@ -43,7 +43,7 @@ class Reader:
         self._variables, self._owner = variables, owner
 
     def __call__(self, path: str, collection: str) -> list[Any]:
-        """The leaves of a variable; raises if there is none."""
+        """Returns the leaves of a variable; raises if there is no such variable."""
         names = tuple(path.strip('/').split('/'))
         absolute = names if path.startswith('/') else (*self._owner, *names)
         try:
@@ -59,7 +59,7 @@ class Reader:
 
 
 def _no_cotangent(path: str, leaf: Any, rule: object) -> errors.CotangentError:
-    """A rule for cotangents was asked for on a variable that has none."""
+    """A rule on cotangents selects a variable that has no cotangent."""
     return errors.CotangentError(
         f'{rule} selects {str(path)!r}, which has no cotangent: it holds '
         f'{shown(leaf)}.\n'
@@ -70,7 +70,7 @@ def _no_cotangent(path: str, leaf: Any, rule: object) -> errors.CotangentError:
 def _missing_variable(
     path: str, collection: str, known: Iterable[str]
 ) -> errors.UnknownNameError:
-    """A variable whose value shall be a cotangent is not there."""
+    """There is no variable at the path whose value is to be a cotangent."""
     return errors.UnknownNameError(
         f'there is no variable {path!r} in the collection {collection!r}, whose '
         f'value was to be a cotangent; nearest: {", ".join(map(repr, known))}.'

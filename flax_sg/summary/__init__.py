@@ -1,4 +1,4 @@
-"""What a model consists of: ``sg.tabulate`` and ``sg.paths``."""
+"""Lists the modules and variables of a model: ``sg.tabulate`` and ``sg.paths``."""
 
 from flax_sg.summary.modules import tabulate as tabulate
 from flax_sg.summary.variables import Paths as Paths

@@ -1,4 +1,4 @@
-"""``sg.tabulate``: the modules of a model, and which of them are trained."""
+"""``sg.tabulate`` shows the modules of a model, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def tabulate(
 ) -> Callable[..., str]:
     """Returns a function that shows which modules of a model are trained.
 
-    A module counts all parameters in it and in its submodules. Equal layers beside each
-    other are one row. A module whose submodules are frozen in part is ``partly``.
+    A module's row counts the parameters of its submodules too. Equal neighbouring
+    layers share one row. A partly frozen module is marked ``partly``.
 
     >>> import jax, jax.numpy as jnp, flax_sg as sg
     >>> from flax_sg import linen as nn
@@ -53,22 +53,21 @@ def tabulate(
     Args:
         module: the module.
         rngs: random keys, as for ``init``.
-        depth: how many submodules deep the table goes: an int, ``None`` for all of
-            them, or ``'fit'``, the default: as deep as fits into 50 lines, at least
-            one.
-        width: in characters; that of the terminal by default. Where there is too little
-            room, classes are left out; no name is cut.
-        **kwargs: further arguments of ``init``; ``method=`` says what is called. What
-            is trained is judged by its outputs alone, so give a method that returns the
-            loss if something in the loss trains more.
+        depth: how many submodules deep the table goes: an int, or ``None`` for all.
+            The default ``'fit'`` goes as deep as fits into 50 lines, at least one.
+        width: in characters; by default the terminal's. A table that is too wide leaves
+            out the classes; no name is cut.
+        **kwargs: further arguments of ``init``; ``method=`` chooses the method. Only
+            the method's outputs decide what is trained. If the loss trains more, give
+            a method that returns the loss.
 
     Returns:
-        A function of the arguments of the method, arrays or their shapes, which returns
-        the table as text. Nothing is compiled or run.
+        A function that takes the method's arguments, arrays or their shapes, and
+        returns the table as text. Nothing is compiled or run.
 
     Raises:
-        ArgumentTypeError: if ``module`` is none.
-        ArgumentValueError: if ``depth`` is none of these.
+        ArgumentTypeError: if ``module`` is not a Module instance.
+        ArgumentValueError: if ``depth`` is not an int, ``None`` or ``'fit'``.
 
     Note:
         Modules without parameters are left out. For flops and the shapes of inputs and
@@ -99,7 +98,7 @@ def tabulate(
 
 
 def amount(shapes: Sequence[Any]) -> str:
-    """How many values some arrays have, and how many bytes."""
+    """Returns the number of values and bytes in some arrays, as text."""
     values = sum(math.prod(shape.shape) for shape in shapes)
     size: float = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
     if size < 1000:
@@ -110,13 +109,13 @@ def amount(shapes: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A module, or equal modules beside each other, with all that is in them.
+    """A module or equal neighbouring modules, with their submodules.
 
     Attributes:
-        names: of the path.
+        names: the names in the path.
         cls: the name of the class, ``''`` for a module that is not called.
-        trainable: how many values of parameters the outputs train.
-        frozen: how many get no gradient: stopped, not used, or integers.
+        trainable: the number of parameter values that the outputs train.
+        frozen: the number without a gradient: stopped, not used, or integers.
     """
 
     names: tuple[str, ...]
@@ -136,7 +135,7 @@ def rows_of(
     classes: Mapping[tuple[str, ...], str],
     parameters: Iterable[tuple[Path, Any, bool]],
 ) -> list[Row]:
-    """A row for the model, and for each module in it that has parameters.
+    """Returns a row for the model, and for each submodule with parameters.
 
     Submodules follow their module, in the order of the first calls.
 
@@ -160,7 +159,7 @@ def rows_of(
 
 
 def joined(rows: Sequence[Row], depth: int | None = None) -> list[Row]:
-    """Rows to a depth, with equal ones of repeated layers joined and added up."""
+    """Keeps rows to a depth; joins equal repeated layers and adds up their counts."""
     shown = [row for row in rows if depth is None or len(row.names) <= depth]
     contents = [(row.cls, row.trainable, row.frozen) for row in shown]
     out: list[Row] = []
@@ -186,7 +185,7 @@ def _as_text(rows: Sequence[Row], width: int | None) -> str:
 
 
 def _no_module(target: object) -> errors.ArgumentTypeError:
-    """Something that is no module is to be shown as a table."""
+    """``tabulate`` was given something other than a Module instance."""
     what = f'a value of type {type(target).__name__}'
     if isinstance(target, type):
         what = f'the class {target.__name__}'

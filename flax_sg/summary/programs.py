@@ -1,4 +1,4 @@
-"""A call of a module on shapes: its variables, its modules, and what it trains."""
+"""Traces a module on shapes: its variables, its modules, and what it trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flax_sg.flow.analysis import Analysis
 from flax_sg.internals import tracing
 from flax_sg.trees import leaves
 
-# Parameters are not written: what is written is no output.
+# Parameters are immutable here: written collections do not count as outputs.
 _STATE = DenyList(('params', 'intermediates'))
 
 
@@ -26,9 +26,9 @@ class Program:
 
     Attributes:
         variables: the shapes of the variables, as ``init`` makes them.
-        classes: for each module that is called the name of its class, by the names of
-            its path, in the order of the first calls.
-        forward: from parameters and ``rest`` to the outputs and the written state.
+        classes: the class name of each module that is called, by the names in its
+            path, in the order of the first calls.
+        forward: maps parameters and ``rest`` to the outputs and the written state.
         rest: all other arrays: state, random keys, arguments.
     """
 
@@ -38,7 +38,7 @@ class Program:
     rest: Any
 
     def parameters(self) -> list[tuple[Path, Any, bool]]:
-        """For each parameter its path, its shape, and whether the outputs train it."""
+        """Returns the path and shape of each parameter, and if the outputs train it."""
         params = self.variables.get('params', {})
         analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
         pairs = zip(analysis.parameters, analysis.trained(), strict=True)
@@ -49,15 +49,15 @@ class Program:
 def program_of(
     module: linen.Module, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Program:
-    """The program of ``module.apply`` on variables as ``init`` makes them.
+    """Returns the program of ``module.apply`` on the variables that ``init`` makes.
 
     Nothing is compiled or run.
 
     Args:
         module: the module.
         rngs: as for ``init``, or their shapes.
-        args: as for ``init``. Arrays are traced, all else is as it is.
-        kwargs: as for ``init``, ``method=`` among them.
+        args: as for ``init``. Arrays are traced; other values are passed on.
+        kwargs: as for ``init``, including ``method=``.
     """
     flat, treedef = jax.tree.flatten((args, dict(kwargs)))
     arrays = [leaf for leaf in flat if _is_array(leaf)]
@@ -73,8 +73,8 @@ def program_of(
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         called = context.module
         if called.scope is not None:
-            # A lifted class calls its methods on a clone, last on one of the bare
-            # class. Some of the clones are at the root.
+            # A lifted class calls its methods on clones, the last one of the bare
+            # class. Some clones have the empty path of the root.
             bare = type(called if called.path else module)
             classes[called.path] = bare.__name__
         return next_fun(*args, **kwargs)
@@ -82,7 +82,7 @@ def program_of(
     def init(rngs: Any, arrays: Any) -> Any:
         return call(module.init, arrays, rngs)
 
-    # A function of nn.jit that has been traced before would call no modules.
+    # On a cache hit, a function of nn.jit would call no modules.
     with tracing.traced_anew(), linen.intercept_methods(note):
         variables = dict(jax.eval_shape(init, rngs, arrays))
 

@@ -1,4 +1,4 @@
-"""``sg.paths``: the paths that filters can name."""
+"""``sg.paths`` lists the paths that filters can name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Variable:
     """One variable of a model, or one leaf of a tree.
 
     Attributes:
-        path: its path; ``path.collection`` is the name of its collection.
-        module: the name of the class of its module, ``''`` if it is not known.
-        shape: its shape and type, such as ``'float32[3, 4]'``.
-        selected: what the filter says: a bool, a part of it (see ``sg.at``), or None
-            without a filter.
+        path: the path; ``path.collection`` is the name of the collection.
+        module: the class name of the variable's module, ``''`` if unknown.
+        shape: dtype and shape, such as ``'float32[3, 4]'``.
+        selected: the filter's answer: a bool, a part of the variable (see ``sg.at``),
+            or None without a filter.
     """
 
     path: Path
@@ -35,15 +35,15 @@ class Variable:
 
 
 class Paths(tuple[Variable, ...]):
-    """The variables of a model; printed, a table of them."""
+    """The variables of a model; prints as a table."""
 
     __slots__ = ()
 
     def table(self, width: int | None = None) -> str:
-        """The paths as text; equal rows of repeated layers are one row.
+        """Returns the table as text; equal repeated layers share one row.
 
         Args:
-            width: in characters; that of the terminal by default.
+            width: in characters; by default the terminal's.
         """
         rows = groups.repeated(
             [(one.path.collection, *one.path.parts) for one in self],
@@ -99,14 +99,14 @@ def paths(
     'layers_0/bias'
 
     Args:
-        model: a module, or a tree of parameters or variables, which has no classes.
-        *args: the arguments of the module, arrays or their shapes; none for a tree.
+        model: a module, or a tree of parameters or variables (shown without classes).
+        *args: the module's arguments, arrays or their shapes; none for a tree.
         where: a filter of any kind.
         rngs: random keys, as for ``init``, or their shapes; one key by default.
-        **kwargs: further arguments of ``init``; ``method=`` says what is called.
+        **kwargs: further arguments of ``init``; ``method=`` chooses the method.
 
     Returns:
-        A tuple with a ``Variable`` for each path, which prints as a table. Nothing is
+        A tuple with a ``Variable`` for each path. It prints as a table. Nothing is
         compiled or run.
 
     Raises:
@@ -126,7 +126,7 @@ def paths(
         Variable(path, _class_of(path, classes), shown(leaf), takes)
         for (path, leaf), takes in zip(found, selected, strict=True)
     ]
-    # Parameters first, and each collection as a tree of its own.
+    # Parameters first; each collection stays together, in natural order.
     order = in_natural_order([f'{path.collection}/{path}' for path in names])
     return Paths(
         sorted((out[n] for n in order), key=lambda one: one.path.collection != 'params')

@@ -1,4 +1,4 @@
-"""Variables in nested dicts, as Flax keeps them: plain dict code."""
+"""Walks through the nested dicts in which Flax keeps variables; plain dict code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax.core.frozen_dict import FrozenDict
 from flax_sg.filters.paths import SUBTREES, Inner, names_within
 from flax_sg.trees.leaves import is_whole
 
-# Where no variable is found.
+# What ``find`` returns if there is no such variable.
 AS_IT_IS: Any = object()
 
 # A variable's collection, and its names from the root of the tree.
@@ -20,9 +20,9 @@ Key: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 def inner_names(key: Key) -> int:
-    """How many of the names are within the value of a variable.
+    """Counts the last names of a key that lie inside a variable's value.
 
-    Keys are equal by their text, and 'w/u' may be a leaf of 'w', or the parameter 'u'.
+    Keys compare by text, and 'w/u' may be a leaf of 'w', or the parameter 'u'.
     """
     count = 0
     while count < len(key[1]) and type(key[1][-count - 1]) is Inner:
@@ -31,11 +31,11 @@ def inner_names(key: Key) -> int:
 
 
 def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
-    """Maps over the variables in a tree of nested mappings, keeping their types.
+    """Maps over the variables in nested mappings; keeps the types of the mappings.
 
     Args:
         fn: called with the key and the value of each variable.
-        key: where ``value`` stands.
+        key: the path of ``value``.
         value: a variable, or a tree of them. Leaves inside anything but a mapping (a
             tuple, a box) belong to one variable.
     """
@@ -64,7 +64,7 @@ def iter_variables(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
 
 
 def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) -> Any:
-    """The variable of these names, or the subtree; ``AS_IT_IS`` if there is none."""
+    """Returns the variable or subtree at these names, or ``AS_IT_IS``."""
     node = collections.get(collection, AS_IT_IS)
     for name in names:
         if not isinstance(node, SUBTREES) or name not in node:
@@ -74,9 +74,10 @@ def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) 
 
 
 def leaf_keys(key: Key, value: Any) -> list[Key]:
-    """The key of each leaf of a variable, which ends in its names within the value.
+    """Returns the key of each leaf of a variable.
 
-    A filter is asked for each leaf. Leaves in one box have one key.
+    A leaf's key is the variable's key and the leaf's names inside the value. A filter
+    is asked for each leaf. Leaves in one box have one key.
     """
     if isinstance(value, jax.Array):  # Nearly always.
         return [key]
@@ -95,11 +96,11 @@ def iter_leaf_keys(key: Key, value: Any) -> Iterator[Key]:
 
 
 def map_leaves(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
-    """Maps over the leaves of one variable; leaves the order of dicts as it is.
+    """Maps over the leaves of one variable; keeps the order of dicts.
 
     Args:
-        fn: called with the key of each leaf, see ``leaf_keys``, and the leaf.
-        key: the variable.
+        fn: called with each leaf's key, see ``leaf_keys``, and the leaf.
+        key: the key of the variable.
         value: its value.
     """
     if isinstance(value, jax.Array):  # Nearly always.
@@ -123,7 +124,7 @@ def _within(key: Key, name: Any) -> Key:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """The leaves of one variable."""
+    """Returns the leaves of one variable."""
     if isinstance(value, jax.Array):
         return [value]
     return jax.tree_util.tree_leaves(value)

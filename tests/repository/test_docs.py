@@ -32,8 +32,8 @@ def _is_exception(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Exception)
 
 
-# The module, the short name that the pages use, and the classes that its functions
-# return, which only the reference shows.
+# The module, its short name in the pages, and the classes that its functions return.
+# Only the reference shows these classes.
 MODULES = [
     (flax_sg, 'sg', {'GradientFlow', 'ModuleFlow', 'Use', 'Paths', 'Variable'}),
     (linen, 'nn', {'BlockDecorator'}),

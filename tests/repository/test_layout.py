@@ -1,7 +1,8 @@
 """How packages are laid out: one topic per file, imports one way, nothing private.
 
-Each check is a function from a package's folder to the faults found there. It is run on
-flax_sg, and on a small package with one fault, which it has to report.
+Each check takes the folder of a package and returns the faults in it. The tests run
+each check on flax_sg, and on a small package with one fault, which the check must
+report.
 """
 
 import ast
@@ -66,7 +67,7 @@ def imported_names(tree: ast.AST) -> list[str]:
 
 
 def relative_imports(package: Path) -> list[str]:
-    """The other checks read absolute names only."""
+    """Finds relative imports, since the other checks read absolute names only."""
     return [
         f'{module} imports {name}'
         for module, tree in modules(package).items()
@@ -76,7 +77,7 @@ def relative_imports(package: Path) -> list[str]:
 
 
 class WithoutTypes(ast.NodeTransformer):
-    """Removes what stands under `if TYPE_CHECKING:`."""
+    """Removes code under `if TYPE_CHECKING:`."""
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -87,9 +88,10 @@ class WithoutTypes(ast.NodeTransformer):
 
 
 def import_cycles(package: Path) -> list[str]:
-    """Imports inside functions count: they hide a cycle, they do not undo it.
+    """Finds import cycles, also by imports inside functions.
 
-    Imports for type checkers do not: nothing is imported.
+    An import inside a function hides a cycle and does not remove it. Imports for type
+    checkers do not count, since they do not run.
     """
     trees = {name: WithoutTypes().visit(t) for name, t in modules(package).items()}
     graph: dict[str, set[str]] = {}
@@ -103,7 +105,7 @@ def import_cycles(package: Path) -> list[str]:
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        # Turned so that the report does not depend on the order of sets.
+        # Rotated so that the report does not depend on the order of sets.
         cycle = error.args[1][:0:-1]
         start = cycle.index(min(cycle))
         return [' -> '.join([*cycle[start:], *cycle[: start + 1]])]
@@ -166,13 +168,13 @@ def _names_of_flax() -> frozenset[str]:
     return frozenset({*private, 'method_handler_wrapped', 'while_loop', 'switch'})
 
 
-# What Flax calls its private attributes and methods, and its transforms.
+# Names of Flax's private attributes and methods, and of its transforms.
 OF_FLAX = _names_of_flax()
-# Primitives, and parameters of equations, that have other names in other versions.
+# Primitives and equation parameters, whose names differ between versions.
 OF_JAX = (jaxprs.CALLS | jaxprs.CUSTOM_CALLS) - {'jit', 'shard_map', 'checkpoint'}
 OF_JAX |= {'call_jaxpr', 'fun_jaxpr', 'num_consts', 'num_carry', 'ft_in'}
 OF_PYTHON = frozenset(['_asdict', '_fields', '_replace'])
-# Methods of Flax that a module takes the place of, where that is its task.
+# Methods of Flax that a module replaces, where that is its task.
 OVERRIDES = {
     'flax_sg.forms.wrappers': (
         '_call_wrapped_method',
@@ -199,11 +201,11 @@ def names_defined(tree: ast.Module) -> set[str]:
 def names_bound_to_outside(
     tree: ast.Module, package: str, standard: bool = False
 ) -> set[str]:
-    """What a file calls the things that it imports from other distributions.
+    """The names that a file gives to its imports from other distributions.
 
     Args:
         tree: the file.
-        package: what is not outside.
+        package: the package itself, whose imports do not count.
         standard: to ask for the things of Python's own library.
     """
 
@@ -223,7 +225,7 @@ def names_bound_to_outside(
 
 
 def incomplete_all(package: Path) -> list[str]:
-    """Where there is an `__all__` it names all that the file defines."""
+    """Finds an `__all__` that does not name all that the file defines."""
     faults = []
     for module, tree in modules(package).items():
         listed: list[str] | None = None
@@ -240,7 +242,7 @@ def incomplete_all(package: Path) -> list[str]:
                 names = {t.id for t in targets if isinstance(t, ast.Name)}
                 if '__all__' in names and node.value is not None:
                     listed = ast.literal_eval(node.value)
-                # A type variable is no more than a notation.
+                # A type variable is only notation.
                 value = ast.unparse(node.value) if node.value else ''
                 if not value.startswith(('TypeVar(', 'ParamSpec(')):
                     defined |= names
@@ -264,7 +266,7 @@ def long_files(package: Path) -> list[str]:
 
 
 def upward_imports(package: Path) -> list[str]:
-    """Imports for type checkers count: a reader follows them too."""
+    """Finds upward imports, also for type checkers: a reader follows them too."""
     faults = []
     for module, tree in modules(package).items():
         room = module.split('.')[1] if '.' in module else ''
@@ -289,7 +291,7 @@ def modules_at_top(package: Path) -> list[str]:
     ]
 
 
-# Each check with a file that it must find fault in, and what it says then.
+# Each check with a faulty file, and the report that the check must give.
 CHECKS: list[tuple[Check, str, str, str]] = [
     (relative_imports, 'a.py', 'from . import b', 'pkg.a imports ..b'),
     (import_cycles, 'b.py', 'import pkg.a', 'pkg.a -> pkg.b -> pkg.a'),

@@ -1,11 +1,11 @@
-"""`python3 dev.py notebooks`: it makes notebooks, and finds those that went wrong."""
+"""`python3 dev.py notebooks` makes notebooks and reports the faulty ones."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-# `dev.py versions` installs what the library is tested with, and no Jupyter.
+# `dev.py versions` does not install Jupyter.
 pytest.importorskip('nbclient', reason="needs the extra 'notebooks'")
 
 import run_notebooks
@@ -52,7 +52,7 @@ def test_a_notebook_is_the_source_at_full_size_with_its_outputs(made: dict[str, 
     assert ''.join(title['source']) == '# A title'
     assert [o['data'] for o in shows['outputs']] == [{'text/plain': ["'full'"]}]
     assert asserts['outputs'] == []
-    # What differs from run to run, or from machine to machine, is not kept.
+    # The notebook holds nothing that differs between runs or machines.
     assert [cell['id'] for cell in notebook['cells']] == ['cell-0', 'cell-1', 'cell-2']
     assert notebook['metadata']['language_info'] == {'name': 'python'}
 
@@ -62,7 +62,7 @@ def test_a_check_runs_at_the_small_size_and_writes_nothing(
 ):
     assert run(folder, '--check') == 0
     assert {file.name: file.read_text() for file in folder.iterdir()} == made
-    # A source that is another one, and raises at the small size.
+    # The source has changed, and raises at the small size.
     (folder / '01_name.py').write_text(SOURCE.replace("('ci', 'full')", "('full',)"))
     capsys.readouterr()
     assert run(folder, '--check', '01') == 1

@@ -1,4 +1,4 @@
-"""What is shipped: metadata and files of the wheel, and what importing needs."""
+"""Checks the metadata and files of the wheel, and what imports need."""
 
 import ast
 import email
@@ -43,7 +43,7 @@ def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
 
 
 def requirements(metadata: email.message.Message, extra: str | None) -> set[str]:
-    """The names that an extra requires; for None those of the library itself."""
+    """The names that an extra requires; for None those that the library requires."""
     lines = [line.partition(';') for line in metadata.get_all('Requires-Dist', [])]
     wanted = f"extra == '{extra}'" if extra else ''
     return {
@@ -58,7 +58,7 @@ def test_the_core_needs_exactly_five_packages(metadata: email.message.Message):
 
 
 def test_every_lower_bound_of_the_core_is_stated():
-    # `dev.py versions` reads them, to test on the oldest versions that are allowed.
+    # `dev.py versions` reads them, to test on the oldest allowed versions.
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
     bounds = [re.fullmatch(r'(\w+)>=[\d.]+', line) for line in project['dependencies']]
     assert {bound.group(1) for bound in bounds if bound} == CORE
@@ -157,7 +157,7 @@ def test_importing_loads_nothing_of_the_demo():
 
 
 def test_importing_starts_no_device():
-    # Programs set flags and the number of processes after their imports.
+    # Programs set JAX's flags and the number of processes after their imports.
     code = 'import flax_sg; from jax.extend import backend as b; import jax\n'
     code += 'jax.config.update("jax_num_cpu_devices", 3); print(jax.device_count())'
     assert run_python('-c', code).split() == ['3']

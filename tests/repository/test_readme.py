@@ -1,8 +1,8 @@
-"""Every block of code in the README and in the guide is run: a page is one program.
+"""Runs the code blocks of the README and of the guide, each page as one program.
 
-Blocks marked `python` are executed, `pycon` sessions compared with what they show, and
-commands in `bash` blocks looked up. Blocks marked `text` are only shown: sketches, and
-code for packages that are not installed. Other marks are not allowed.
+Blocks marked `python` are executed, and `pycon` sessions are compared with their
+output. Commands in `bash` blocks are looked up. Blocks marked `text` are not run: they
+are sketches, or need packages that are not installed. Other marks are errors.
 """
 
 import doctest
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / 'README.md'
-# Pages that include another file, the README among them, have no text of their own.
+# Pages that only include another file, such as the README.
 PAGES = [README] + [
     page
     for page in sorted((ROOT / 'docs').glob('*.md'))
@@ -44,7 +44,7 @@ def run_blocks(text: str, page: str = 'page') -> int:
     for line, mark, code in blocks(text):
         count += mark in ('python', 'pycon')
         if mark == 'python':
-            # Empty lines before the code keep the numbers of lines in tracebacks.
+            # Empty lines before the code keep the line numbers in tracebacks right.
             padded = '\n' * (line - 1) + code
             exec(compile(padded, page, 'exec'), names)
         elif mark == 'pycon':
@@ -58,7 +58,7 @@ def run_blocks(text: str, page: str = 'page') -> int:
 
 @pytest.fixture
 def usual_promotion() -> Iterator[None]:
-    """JAX's own defaults, with which the pages are read."""
+    """Sets JAX's default dtype promotion, which readers of the pages have."""
     with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
         yield
 
@@ -85,7 +85,7 @@ def test_every_block_has_a_mark_that_is_checked(page: Path):
 def test_the_code_runs_and_shows_what_it_says(page: Path):
     text = page.read_text()
     if 'import haiku' in text:
-        # Only the extra `bench` brings these, so not in the runs of `dev.py versions`.
+        # The extra `bench` installs these; `dev.py versions` does not.
         pytest.importorskip('haiku')
         pytest.importorskip('equinox')
     marks = re.findall(r'^```(?:python|pycon)$', text, re.MULTILINE)

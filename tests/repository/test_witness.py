@@ -1,4 +1,4 @@
-"""`python3 dev.py witness CHECKOUT`: Flax's own tests with blocks around them."""
+"""`python3 dev.py witness CHECKOUT` runs Flax's own tests with blocks around them."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ from flax_sg.engine import blocks
 
 ROOT = Path(__file__).parents[2]
 
-# A block changes nothing that a test should see: these look for the hooks on Flax.
+# These tests look for the hooks on Flax. Other tests should not see a block.
 LINEN = """
 from flax import linen as nn
 from flax.core import Scope
@@ -165,7 +165,7 @@ def test_an_expected_change_is_no_fault_and_its_absence_is_one():
 def test_what_is_expected_is_in_order():
     assert all(group.reason.endswith('.') for group in witness.EXPECTED)
     for mode in witness.MODES:
-        # A block that neither selects nor asks has no reason to change anything.
+        # A block that selects nothing and asks nothing must change nothing.
         asks = not mode.endswith('false')
         groups = [group for group in witness.EXPECTED if mode in group.modes]
         tests = [test for group in groups for test in group.tests]
