@@ -135,8 +135,8 @@ class DigitModel(nn.Module):
         features = self.gln_0(image, side)
         return features, self.gln_1(features, side)
 
-    # The sampler's output is stopped, so each loss improves the sampled code once more.
-    # Through this step without a stop, a loss could train every part.
+    # The sampler trains nothing, so each loss improves the sampled code once more.
+    # Through this extra step, without its filter, a loss could train every part.
 
     def gln_loss(
         self, code: jax.Array, observation: jax.Array, label: jax.Array

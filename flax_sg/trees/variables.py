@@ -35,7 +35,7 @@ def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
 
     Args:
         fn: called with the key and the value of each variable.
-        key: the path of ``value``.
+        key: the key of ``value``.
         value: a variable, or a tree of them. Leaves inside anything but a mapping (a
             tuple, a box) belong to one variable.
     """

@@ -1,6 +1,6 @@
-"""A block asks its filter: JAX finds a program again where the answers are the same.
+"""JAX reuses a compiled program when the filters give the same answers.
 
-What a predicate reads may be anything: a config, a file, a clock. Each program here has
+A predicate may read anything: a config, a file, a clock. Each program here has
 a filter that means module 'a' at first, module 'b' after a change, and 'a' again after
 the change is taken back. Gradients are compared with those of weights that were stopped
 by hand, to the last bit, and Python in the model counts how often JAX traces it.

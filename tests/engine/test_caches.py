@@ -1,4 +1,4 @@
-"""No trace cache carries a block in or out, and nothing is traced more often than due.
+"""A cached trace never has the wrong stops, and JAX retraces only where it must.
 
 Every expected gradient is that of the same program on weights that were stopped by
 hand (``oracle``). Traces are counted by the Python that runs when there is one.

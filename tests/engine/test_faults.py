@@ -1,7 +1,8 @@
-"""What goes wrong around a block: exceptions anywhere, threads, depth, size, names.
+"""Faults around a block: exceptions anywhere, threads, depth, size, names.
 
-What no test can provoke: an exception between the last line of a body and the first of
-``__exit__``. A ``with`` statement whose ``__exit__`` is written in Python has that gap.
+One fault cannot be tested: an exception between the last line of a body and the first
+of ``__exit__``. A ``with`` statement whose ``__exit__`` is written in Python has that
+gap.
 """
 
 import contextlib

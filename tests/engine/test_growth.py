@@ -1,9 +1,8 @@
-"""Long loops: nothing is kept of a step, and nothing is traced that was traced before.
+"""Long loops keep no memory of a step, and do not retrace.
 
-What is kept is counted in two ways: all objects of the library's own types that exist,
-and all that can be reached from the globals of its modules. Both are counted when
-caches are warm, and after some hundred steps more: 10,000 with
-`--hypothesis-profile=long`.
+Two counts find leaks: all objects of the library's own types, and all objects that its
+modules' globals reach. Both are taken with warm caches, and again after some hundred
+steps (10,000 with `--hypothesis-profile=long`).
 """
 
 import gc

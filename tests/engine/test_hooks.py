@@ -1,4 +1,4 @@
-"""What the hooks on Flax's reads do, and that they stand only while a block is open.
+"""The hooks on Flax's reads, which are installed only while a block is open.
 
 The rules by number are the traps that naive versions of the mechanism fell into.
 """
@@ -406,7 +406,7 @@ def test_rule_13_another_apply_in_the_block_is_named_from_its_own_root():
     assert_same_program(body, by_hand, {**PARAMS, 'other': PARAMS})
 
 
-# G1: what is random, and what is collected, is as without the block.
+# G1: random numbers and collections are as without the block.
 
 
 class Everything(nn.Module):

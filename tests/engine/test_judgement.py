@@ -1,4 +1,4 @@
-"""What a block judges at its end, and where blocks may be opened and closed.
+"""Errors and warnings of a block at its end, and where blocks may open and close.
 
 A pattern has to match a variable that exists; that is judged when the tree is complete.
 A ``with`` block has to stop something that is read in it, or it warns.

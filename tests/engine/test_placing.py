@@ -1,4 +1,4 @@
-"""Where the identity of a rule stands: what is added up before it, and what is not.
+"""Where a rule maps cotangents: which are added up before the rule.
 
 Each program is compared, to the last bit, with plain Flax on parameters that went
 through an identity by hand. The rules are not linear, so that a cotangent that is

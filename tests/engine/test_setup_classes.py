@@ -1,7 +1,7 @@
-"""Which classes are watched for values that ``setup`` keeps, and that none is missed.
+"""The engine watches every class with a ``setup``, for the values that it keeps.
 
-Hooks stand on the attributes of classes with a ``setup`` alone. A class may come after
-the others were found, have attribute hooks of its own, or inherit them.
+Attribute hooks are on classes with a ``setup`` alone. A class may be defined after the
+others were found, have attribute hooks of its own, or inherit them.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""Values that ``setup`` keeps on a module are seen rewritten in a block, only there.
+"""Values that ``setup`` keeps on a module are rewritten in a block, and only there.
 
-A kept value is a plain attribute: reading it is no read of a scope. It is found again
-by running ``setup`` once more, which is right only if that run is what the first one
-was. Each test here is a way in which it may not be. What cannot be found again raises.
+A kept value is a plain attribute, so Flax does not read a scope. The engine runs
+``setup`` once more to find the value. Each test is a way in which the second run may
+differ from the first. A value that cannot be found again raises an error.
 """
 
 import contextlib

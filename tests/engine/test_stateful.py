@@ -1,4 +1,4 @@
-"""Random sequences of steps in several threads: no cache carries a block in or out.
+"""Random steps in several threads: a cached trace never has the wrong stops.
 
 After each step the gradient is what the open blocks say, compared exactly with weights
 that were stopped by hand. A function is traced where it never was for these answers,

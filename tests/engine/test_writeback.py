@@ -204,7 +204,7 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
         lifts(nn.map_variables, mapped_collections='cache', init=False, mutable=True),
         0,
     ),
-    # Flax cuts the gradient of whatever it merely hands through a custom_vjp.
+    # Flax cuts the gradient of variables that pass unchanged through a custom_vjp.
     'custom_vjp': (
         lambda w: calls(custom_vjp)(functools.partial(w, all_written=True)),
         0,
@@ -248,7 +248,7 @@ def variables_of(lift: str) -> Any:
         return variables_of('none')
     variables = evaluate(Model(lift, 'block').init, KEY, X)
     assert_same(variables, evaluate(Model(lift, 'hand').init, KEY, X))
-    # Different numbers in each, so that none can stand for another.
+    # Different values in each, so that the tests can tell them apart.
     return jax.tree.map(
         lambda v: v + 0.1 * jnp.arange(float(v.size)).reshape(v.shape), variables
     )
@@ -799,7 +799,7 @@ def test_fp8_layers_get_the_new_values_of_their_scales():
     assert_same(blocked['_overwrite_with_gradient'], plain['_overwrite_with_gradient'])
 
 
-# Odds and ends of what variables are.
+# Unusual variables.
 
 
 class Maker(nn.Module):

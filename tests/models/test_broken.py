@@ -1,7 +1,7 @@
-"""The tests catch what they are for: each fault put in on purpose, each by its reason.
+"""Checks that the tests catch deliberate faults, each with the right error.
 
-A check is a test of this suite, called by its name. It passes as the library is, and
-fails with the fault, in the way that tells what is wrong.
+A check is a test of this suite, called by name. It passes without the fault. With the
+fault it fails, and its error tells what is wrong.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
 from flax_sg.internals import hooking
 
-# How checks fail: a gradient that is not the one by hand, to the last bit.
+# How checks fail: a gradient differs from the one by hand, in any bit.
 GRADIENT = r'(?s)\[.*\]:\n.*\nis not\n'
 
 
@@ -67,7 +67,7 @@ def called_outside_and_inside() -> None:
 def sequence(
     palette: list[str], *steps: Callable[[test_stateful.Machine], None]
 ) -> Callable[[], None]:
-    """Steps of the random sequences, these ones: what they compare catches it too."""
+    """Runs the given steps of the random sequences, whose comparisons must fail too."""
 
     def check() -> None:
         machine = test_stateful.Machine()
@@ -83,7 +83,7 @@ def sequence(
 
 
 def go(who: int, *steps: Any) -> Callable[[test_stateful.Machine], None]:
-    """Blocks by their number in the palette, modules by their letter."""
+    """Opens blocks by their number in the palette, enters modules by their letter."""
     return lambda machine: machine.go(who, list(steps), 0, False)
 
 
@@ -357,7 +357,7 @@ def _clean() -> Iterator[None]:
 
 @pytest.fixture
 def put_in() -> Iterator[Callable[[Any], None]]:
-    """Puts a fault in for the test; takes it out, with all that it has left behind."""
+    """Puts a fault in for the test. Then removes the fault and all that it left."""
     sequences.forget_contexts()
     with pytest.MonkeyPatch.context() as patch:
         yield lambda fault: fault(patch)
@@ -369,7 +369,7 @@ def put_in() -> Iterator[Callable[[Any], None]]:
     sequences.forget_contexts()
 
 
-# Checks that are no tests of another file.
+# Checks that are not tests of other files.
 OWN = [
     c
     for c in CAUGHT

@@ -18,8 +18,8 @@ from flax_sg import linen as nn
 
 README = Path(__file__).parents[2] / 'flax_sg' / 'README.md'
 
-# The rules in the table, and what is in its cells: the gradient g of the parameter,
-# h of the other one, a factor c, a function f, a value r, a clip k.
+# The rules in the table, and the symbols in its cells: the gradient g of the parameter,
+# the gradient h of the other parameter, a factor c, a function f, a value r, a clip k.
 RULES = {
     'stop': lambda: nn.stop_gradient('w'),
     'stop, levels=1': lambda: nn.stop_gradient('w', levels=1),

@@ -21,7 +21,7 @@ def test_two_processes_train_as_one(tmp_path):
     for one_of_two in processes.trained(2, 1, STEPS, tmp_path / 'two'):
         oracle.assert_same(one_of_two, alone)
     initial = demo.initial(demo.DigitModel())
-    # The checkpoint that both wrote, restored in this process.
+    # The checkpoint that both processes wrote, restored in this process.
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),

@@ -1,7 +1,7 @@
 """The assertions of Flux.jl #1931 about frozen layers, in linen.
 
-A chain of three layers, the one in the middle frozen in one of two models, or in one of
-two uses of the same layers.
+The model is a chain of three layers. The middle layer is frozen in one of two models,
+or in one of two uses of the same layers.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def test_free_gradients_are_those_of_the_bare_model() -> None:
 
 
 def test_frozen_gradients_are_absent_where_the_gradient_call_selects() -> None:
-    """One filter says what is frozen, and so what is differentiated."""
+    """One filter selects the frozen layer, and so the differentiated layers."""
     frozen = filters.as_filter(f'{FROZEN}/**')
 
     def loss(params: Any) -> Any:
@@ -73,7 +73,7 @@ def test_no_gradient_of_a_fully_frozen_model() -> None:
     absent = sg.grad(loss, wrt=False, unused='ignore')(PARAMS)
     assert tuple(absent) == NAMES
     assert not jax.tree.leaves(absent)
-    # And nothing is computed for it: no operation of the program reads a cotangent.
+    # And no gradient is computed for it: no operation of the program reads a cotangent.
     jaxpr = jax.make_jaxpr(lambda p: gradient(frozen, p))(PARAMS).jaxpr
     assert all(
         not set(e.outvars) & set(jaxpr.outvars) or is_constant(e) for e in jaxpr.eqns
@@ -91,7 +91,7 @@ def is_constant(equation: Any) -> bool:
 
 @pytest.mark.parametrize('how', ['two models', 'two uses in one model', 'a mirror'])
 def test_the_difference_of_a_model_and_its_frozen_self(how: str) -> None:
-    """Exactly zero for the free layers: they are in both terms."""
+    """The gradient is exactly zero for the free layers, which are in both terms."""
 
     class Both(linen.Module):
         def setup(self):
@@ -122,7 +122,7 @@ def test_the_difference_of_a_model_and_its_frozen_self(how: str) -> None:
 
 
 def test_an_optimizer_step() -> None:
-    """Frozen weights bit-identical, the others moved as before."""
+    """Frozen weights stay bit-identical; the others are updated as before."""
     tx = optax.sgd(0.1, momentum=0.9)
 
     def train(model: Any, params: Any) -> Any:
@@ -152,7 +152,7 @@ def test_an_optimizer_step() -> None:
 
 
 def test_a_layer_and_its_frozen_self_in_one_model() -> None:
-    """Per use: through the free one the shared weights are trained."""
+    """The free use trains the shared weights."""
     layer = linen.Dense(3)
     model = linen.Sequential([layer, jnp.tanh, nn.Frozen(layer)])
     params = model.init(jax.random.key(0), X)['params']

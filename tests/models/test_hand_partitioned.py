@@ -1,7 +1,7 @@
-"""A freeze declared in the model costs what a partition by hand costs, and no more.
+"""A freeze declared in the model costs no more than a partition by hand.
 
-Stops by hand give full trees of zeros back. Here the model says what is frozen, `live`
-is found in it, and gradient, update and state are those of the live part alone.
+Stops by hand return full trees of zeros. Here the model declares the frozen part, and
+`live` is derived from the model. Gradient, update and state cover the live part alone.
 """
 
 import re
@@ -23,7 +23,7 @@ WORK = next(
 DATA = trainers.Data(*WORK.arrays())
 HEAD = sum(leaf.nbytes for leaf in jax.tree.leaves(DATA.params['head']))
 ALL = sum(leaf.nbytes for leaf in jax.tree.leaves(DATA.params))
-# How often the optimizer holds the live parameters, and the bytes of its counters.
+# How many copies of the live parameters the optimizer holds; bytes of its counters.
 OPTIMIZERS = {
     'adam': (optax.adam(1e-3), 2, 4),
     'clip, decay': (
@@ -75,7 +75,7 @@ def test_the_gradient_is_that_of_the_live_part(declared: Any) -> None:
     compiled = gradient(ours)
     assert_same_program(compiled, gradient(hand))
     assert size(shapes(ours)[0]) == HEAD
-    # One number more comes out: the loss.
+    # The loss is one more output.
     assert compiled.memory_analysis().output_size_in_bytes <= HEAD + 4 + 3 * 8
     stops = trainers.stops(WORK, DATA)
     assert size(shapes(stops)[0]) == ALL
@@ -102,7 +102,7 @@ def test_frozen_parameters_are_not_copied() -> None:
     trainer = trainers.live(WORK, DATA)
     for compiled in (update(trainer), step(trainer)):
         assert_carried(compiled)
-    # In buffers that are not donated JAX itself copies whatever is handed through.
+    # Without donation JAX itself copies unchanged parameters.
     kept = jax.jit(trainer.update).lower(*shapes(trainer), trainer.params).compile()
     with pytest.raises(AssertionError):
         assert_carried(kept)
@@ -125,7 +125,7 @@ def test_a_train_state_copies_none_either() -> None:
 
 
 def assert_carried(compiled: Any) -> None:
-    """Each frozen parameter is a result of the program as it came in, by its name."""
+    """Asserts that the program returns each frozen parameter unchanged, by name."""
     [_, entry] = compiled.as_text().split('\nENTRY ')
     [results] = re.findall(r'ROOT %\S+ = .* tuple\((.*)\)', entry)
     results = re.sub(r'/\*.*?\*/', '', results).split(', ')

@@ -1,4 +1,4 @@
-"""G6 in every workload and spelling: the program is the one with stops by hand."""
+"""In every workload and spelling, the program equals that with stops by hand (G6)."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def lowered(work: workloads.Workload, loss: workloads.Loss) -> Any:
     return jax.jit(step).lower(params, state, *inputs)
 
 
-# One of each kind; which part of a model is frozen makes no other kind.
+# One workload of each kind. The frozen part of a model makes no new kind.
 IN_CI = {
     *('three losses', 'transformer, frozen first half', 'scan, frozen second half'),
     *('scan of remat, frozen backbone', 'ResNet, frozen stem', 'LoRA'),
@@ -45,7 +45,7 @@ def test_the_program_is_the_one_written_by_hand(name: str) -> None:
     def program(loss: workloads.Loss) -> str:
         before = lowered(work, loss)
         text = before.as_text()
-        # What is equal before XLA optimizes it is equal afterwards.
+        # Programs that are equal before XLA optimizes them are equal afterwards.
         if text not in programs:
             programs[text] = optimized_hlo(before.compile())
         return programs[text]

@@ -1,7 +1,7 @@
-"""Linen in NNX and NNX in linen, by ``nnx.bridge``: blocks around, inside, wrapped.
+"""Linen in NNX and NNX in linen, by ``nnx.bridge``, with blocks and wrappers.
 
-What is stopped is compared with the same model in which the parameters are stopped by
-hand before they are handed over, to the last bit, values included.
+Each model is compared with the same model whose parameters are stopped by hand before
+they are passed in. Values and gradients are equal to the last bit.
 """
 
 from typing import Any
@@ -88,7 +88,7 @@ BY_HAND = {'body/**': 'body/', '**/kernel': ('body/kernel', 'head/kernel')}
 def test_a_block_around_a_call_of_linen_in_nnx(where):
     expected = nnx_grads(InNNX(Net()), BY_HAND[where])
     oracle.assert_same(nnx_grads(InNNX(Net()), where=where), expected)
-    # What lies below the stop is trained, and batch statistics move.
+    # Layers below the stop are trained, and batch statistics are updated.
     _, stats, grads = expected
     assert all(leaf.any() for leaf in jax.tree.leaves(grads['lower']))
     assert stats['net']['norm']['mean'].any()
@@ -233,7 +233,7 @@ def test_a_block_around_linen_with_nnx_inside(where, stop):
 def test_a_block_inside_of_linen_around_nnx(where):
     expected = linen_grads(InLinen(), where.removesuffix('**'))
     oracle.assert_same(linen_grads(InLinen(where=where)), expected)
-    # Gradients pass through what is frozen.
+    # Gradients pass through the frozen part.
     assert all(leaf.any() for leaf in jax.tree.leaves(expected[-1]['below']['kernel']))
 
 

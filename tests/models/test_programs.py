@@ -1,4 +1,4 @@
-"""G6: the compiled program is the one written by hand, the stop at the same place."""
+"""The compiled program equals one with the stop by hand at the same place (G6)."""
 
 import re
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def scanned(cell: Any, length: int) -> Any:
 
 
 class MadeBefore(linen.Module):
-    """A scanned layer that exists before the block opens."""
+    """A scanned layer that was made before the block opens."""
 
     kind: str = 'plain'
     stop: models.Stop = models.no_stop

@@ -1,4 +1,4 @@
-"""Random models, each compared with the same one whose stops are written by hand."""
+"""Compares random models with the same models with stops by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE = ['batch_stats', 'state', 'intermediates']
 
 
 def uneven(tree: Any) -> Any:
-    """Weights of which none is zero: initial biases would hide gradients."""
+    """Makes all weights nonzero: initial biases would hide gradients."""
     leaves, treedef = jax.tree.flatten(tree)
     numbers = np.random.default_rng(0)
     return treedef.unflatten(
@@ -35,7 +35,7 @@ def uneven(tree: Any) -> Any:
 
 
 def assert_promise_kept(report: sg.flow.GradientFlow, gradients: list[Any]) -> None:
-    """What a report does not say to flow is exactly zero.
+    """Asserts zero gradients where the report says that no gradient flows.
 
     Args:
         report: the report.
@@ -85,13 +85,13 @@ def check(spec: specs.Composite) -> None:
     try:
         variables = evaluate(by_hand.init, RNGS, X)
     except (FlaxError, ValueError):
-        hypothesis.reject()  # Without a block or a stop: Flax cannot make this one.
+        hypothesis.reject()  # Flax cannot create this model without blocks either.
     oracle.assert_same(evaluate(model.init, RNGS, X), variables)
     state = {col: tree for col, tree in variables.items() if col != 'params'}
     state.pop('intermediates', None)
     params = uneven(variables.get('params', {}))
 
-    # No derivative of a while loop goes backwards.
+    # A while loop has no reverse mode.
     loops = specs.lifts(spec, 'while_loop')
     differentiate = with_tangents if loops else with_gradients
 
@@ -106,14 +106,14 @@ def check(spec: specs.Composite) -> None:
         report = sg.gradient_flow(lambda p: of_y(p, X)[0][0], params)
         assert_promise_kept(report, [expected[-1][0]])
 
-    # Nothing is written into parameters, and reads after a block find what was there.
+    # Parameters are not written, and reads after a block see the stored values.
     *values, written, gradients = results(model, [*STATE, 'params'])
     *expected_values, expected_written, expected_gradients = expected
     oracle.assert_same(written.pop('params', {}), params)
     oracle.assert_same((values, written), (expected_values, expected_written))
-    # Flax gives mutable parameters out of each transform: sums are taken in another
-    # order, without any block too. What is stopped is stopped all the same.
-    # And nn.custom_vjp gives no gradient of the parameters that it gives out.
+    # Each transform returns mutable parameters, so sums are taken in another
+    # order, also without a block. Stopped parameters are still stopped.
+    # And nn.custom_vjp gives no gradient to the parameters that it returns.
     if not specs.lifts(spec, 'custom_vjp'):
         jax.tree.map(_assert_close, gradients, expected_gradients)
 
@@ -130,7 +130,7 @@ LONG = hypothesis.settings.get_current_profile_name() == 'long'
 @hypothesis.given(spec=specs.models(depth=2 if LONG else 1))
 @hypothesis.settings(
     max_examples=2000 if LONG else 25,
-    phases=[hypothesis.Phase.generate],  # To shrink a model takes many minutes.
+    phases=[hypothesis.Phase.generate],  # Shrinking a model takes many minutes.
 )
 def test_a_random_model_is_that_with_stops_by_hand(spec):
     check(spec)

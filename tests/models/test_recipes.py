@@ -1,4 +1,4 @@
-"""What the rules are for: models that train, and the gradients they train with."""
+"""Uses of the rules: models that train, and the gradients they train with."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_one_level_is_the_inner_one_of_two():
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5), ours, by_hand
     )
-    # With all levels stopped, what the features do to the step of the head is lost.
+    # Stopping all levels loses the effect of the features on the step of the head.
     all_levels = jax.grad(functools.partial(adapted, shielded))(PARAMS)
     assert not np.allclose(
         all_levels['features']['kernel'], by_hand['features']['kernel'], rtol=1e-2
@@ -86,7 +86,7 @@ def test_one_level_stops_the_first_derivative_in_either_direction():
     direction = jax.tree.map(jnp.zeros_like, PARAMS)
     direction['features'] = jax.tree.map(jnp.ones_like, PARAMS['features'])
     assert jax.jvp(loss, (PARAMS,), (direction,))[1] == 0.0
-    # In compiled code, in a scan and under remat as well.
+    # Also in compiled code, in a scan and under remat.
     for fn in (jax.jit(loss), jax.checkpoint(loss)):
         assert oracle.is_zero(jax.grad(fn)(PARAMS)['features'])
         mixed = jax.grad(lambda p: jnp.sum(jax.grad(fn)(p)['head']['kernel']))(PARAMS)  # noqa: B023
@@ -99,7 +99,7 @@ def test_other_levels_are_refused(levels):
         nn.stop_gradient('features/**', levels=levels)
 
 
-# Gradient penalties: the inner derivative is one with respect to the input.
+# Gradient penalties: the inner derivative is with respect to the input.
 
 
 def slope(apply: Any, params: Any) -> jax.Array:
@@ -122,7 +122,8 @@ def test_a_gradient_penalty_takes_two_applies():
 
 
 def test_one_level_would_stop_the_penalty():
-    # No inner level differentiates a parameter here: the outer one is the innermost.
+    # No inner level differentiates a parameter here. So the outer level is the
+    # innermost.
     one_level = functools.partial(shielded, levels=1)
     grads = jax.grad(functools.partial(slope, one_level))(PARAMS)
     assert oracle.is_zero(grads['features']) and not oracle.is_zero(grads['head'])

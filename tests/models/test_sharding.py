@@ -1,4 +1,4 @@
-"""Many devices: the programs, collectives and shardings are those written by hand."""
+"""On many devices, programs, collectives and shardings equal those by hand."""
 
 import contextlib
 import dataclasses
@@ -48,7 +48,7 @@ class Backbone(linen.Module):
 
 
 class Net(linen.Module):
-    """A backbone, frozen in one of the ways that a module has, and a head."""
+    """A backbone, frozen in one of several ways, and a head."""
 
     layers: int = 1
     width: int = 16
@@ -96,7 +96,7 @@ def in_backbone(path: str) -> bool:
 
 
 def frozen(net: Net) -> Programs:
-    """A loss of a net that freezes its backbone, and that with stops by hand."""
+    """A loss of a net with a frozen backbone, and the same with stops by hand."""
     bare = net.clone(spelling='')
 
     def ours(params, batch):
@@ -112,7 +112,7 @@ def frozen(net: Net) -> Programs:
 
 
 def mirrored(net: Net) -> Programs:
-    """A loss of a net and its mirror, and that with a stopped copy of the weights."""
+    """A loss of a net and its mirror, and one with a stopped copy of the weights."""
 
     def ours(params, batch):
         return Pair(net).apply({'params': {'net': params}}, batch[0])
@@ -127,11 +127,11 @@ def mirrored(net: Net) -> Programs:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How parameters lie on the devices.
+    """How parameters are placed on the devices.
 
     Attributes:
         boxes: how the parameters of the backbone say it, if they do.
-        sharded: whether each parameter is cut into parts; else all devices have it.
+        sharded: whether each parameter is sharded; otherwise it is replicated.
         mapped: whether the step is under ``jax.shard_map``.
     """
 
@@ -149,7 +149,7 @@ class Layout:
         return jax.tree.map(at, specs, params)
 
     def program(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step on all devices, of which each has a part of the batch."""
+        """The step on all devices. Each device has a part of the batch."""
         if not self.mapped:
             return jax.jit(step)
         every, cut = PartitionSpec(), PartitionSpec(AXIS)
@@ -309,7 +309,7 @@ def test_losses_are_those_of_one_device(name):
     for _ in range(3):
         *args, _, expected = alone(*args, batch)
         *args_many, grads, value = run(*args_many, cut)
-        # The sum over the batch is another order of additions.
+        # The sum over the batch adds in another order.
         np.testing.assert_allclose(value, expected, rtol=1e-6)
     oracle.assert_same(args_many[0]['backbone'], params['backbone'])
     assert oracle.is_zero(grads['backbone'])

@@ -1,6 +1,6 @@
-"""BYOL (Grill et al., 2020), small: the online part learns, the target follows.
+"""A small BYOL (Grill et al., 2020): the online part learns, the target follows.
 
-It is trained once with `nn.mirror` and once with the target applied by hand.
+The model is trained once with `nn.mirror` and once with the target applied by hand.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def unit(x: Any) -> Any:
 
 
 class BYOL(linen.Module):
-    """Predicts what an average of earlier weights makes of another view."""
+    """Predicts the output of averaged earlier weights for another view."""
 
     def setup(self):
         self.encoder = Encoder()
@@ -82,7 +82,7 @@ def train_byol(loss: Any, variables: Any) -> Any:
             params, stats, target, state, jax.random.key(number)
         )
         assert is_zero(of_target)
-        # The target moves a tenth of the way, and nothing else moves it.
+        # The target moves a tenth of the way. Nothing else changes the target.
         followed = optax.incremental_update(params['encoder'], before, 0.1)
         assert all(jax.tree.leaves(jax.tree.map(jnp.allclose, target, followed)))
         values.append(value)
@@ -142,7 +142,7 @@ def test_byol() -> None:
     )
     assert jax.tree.all(close)
     assert values[-10:].mean() < 0.5 * values[:3].mean()  # It learns.
-    # Without a collapse: the codes of different clusters differ.
+    # The model does not collapse: the codes of different clusters differ.
     weights = {'params': params['encoder'], 'batch_stats': stats['encoder']}
     codes = unit(Encoder().apply(weights, 3 * jnp.eye(4, 6), mutable='batch_stats')[0])
     likeness = codes @ codes.T - 2 * jnp.eye(4)

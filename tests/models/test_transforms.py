@@ -1,8 +1,8 @@
 """Flax's transforms and layers in a block, and a block in the body of each.
 
-Every row of a table is written once, as plain Flax. In a block it is compared with
-plain Flax applied to copies of the weights that were stopped by hand; a block in its
-body with a body that stops the weights by hand at that place.
+Every row of a table is written once, as plain Flax. A row in a block is compared with
+plain Flax on copies of the weights that were stopped by hand. A row with a block in its
+body is compared with a body that stops the weights by hand at that place.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ def assert_same_grads(actual: Callable[..., Any], expected: Callable[..., Any], 
     assert_same(outputs_and_grads(actual, *args), outputs_and_grads(expected, *args))
 
 
-# The things that are transformed: a block in them, or none, or the same by hand.
+# The bodies to transform: with a block, without one, or with stops by hand.
 
 
 def by_hand(module: Any, *args: Any) -> Any:
-    """Calls a bound module of plain Flax with copies of its weights, stopped."""
+    """Calls a bound module of plain Flax with stopped copies of its weights."""
     params = module.variables.get('params', {})
     copies = {'params': stopped(params)}
     return module.clone(parent=None, name=None).apply(copies, *args)
 
 
 class Once(nn.Module):
-    """A body that knows of no blocks."""
+    """A body without blocks."""
 
     pair: bool = False  # Whether it is called as scan calls its body.
 
@@ -446,8 +446,8 @@ def variables_of(row_name: str) -> Any:
 def applied(row: Row, model: nn.Module, mutable: Any) -> Callable[..., Any]:
     """A function of variables and input to vectors of outputs and of what was written.
 
-    Of what is written, only parameters are there to be differentiated: the values of
-    the others are compared.
+    Of the written variables, only parameters are differentiated. The values of the
+    others are compared.
     """
     if not mutable or not row.keeps_params:
         mutable = row.mutable or False
@@ -577,7 +577,7 @@ def test_blocks_in_the_body_and_around_it(row):
     assert_same_grads(actual, expected, variables, row.args[0])
 
 
-# A block in a function that is lifted, owned by the module that the function is given.
+# A block in a lifted function. The owner is the module that the function gets.
 
 
 def in_cond(use, part, x):
@@ -767,7 +767,7 @@ class Jitted(nn.Module):
         parts = {'a': self.cls(name='a'), 'b': self.cls(name='b')}
         out = {}
         for i, use in enumerate(self.uses):
-            # 'A' and 'B' are uses in the block, which stops nothing of 'B'.
+            # 'A' and 'B' are uses in the block. The block stops nothing of 'B'.
             with block('a/**', self.stops and use.isupper(), unused='ignore'):
                 out[f'{i}{use}'] = flat(parts[use.lower()](x))
         return out
@@ -792,13 +792,13 @@ def test_traces_kept_by_jit(uses, lift):
     blocked = applied(row, Jitted(cls, uses, stops=True), True)
     unblocked = applied(row, Jitted(cls, uses, stops=False), True)
     variables = {'params': params}
-    # The traces of one call are there in the next one: in, out, in.
+    # The next call finds the traces of the call before: in, out, in.
     assert_same_grads(blocked, expected, variables, X)
     assert_same_grads(unblocked, plain, variables, X)
     assert_same_grads(blocked, expected, variables, X)
 
 
-# Without tracing as a whole: values are concrete where no derivative needs them.
+# Not traced as a whole, so values are concrete where no derivative needs them.
 
 
 @pytest.mark.parametrize('name', ['jit', 'custom_vjp'])
@@ -851,7 +851,7 @@ def test_no_tracer_is_kept_by_a_block_in_the_body(name):
     jax.eval_shape(jax.grad(loss), row.args[0])
 
 
-# The names outside of nn.map_variables are those that a filter sees.
+# A filter sees the names outside of nn.map_variables.
 
 
 def renamed_kernel_is_stopped(where: Any) -> bool:
