@@ -205,7 +205,7 @@ def names_bound_to_outside(
 
     Args:
         tree: the file.
-        package: the package itself, whose imports do not count.
+        package: the package itself; imports from it do not count.
         standard: to ask for the things of Python's own library.
     """
 

@@ -58,7 +58,7 @@ def run_blocks(text: str, page: str = 'page') -> int:
 
 @pytest.fixture
 def usual_promotion() -> Iterator[None]:
-    """Sets JAX's default dtype promotion, which readers of the pages have."""
+    """Sets JAX's default promotion rules, which readers of the pages have."""
     with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
         yield
 
