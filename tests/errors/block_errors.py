@@ -548,9 +548,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'Open the block in the body: with nn.stop_gradient(where):',
     ),
     'a decorated loss of a plain tree': (
-        lambda: nn.stop_gradient(lambda p: jnp.sum(p['kernel']), 'kernel')(PARAMS),
+        # A pattern that no block of another test has: it may have been right there.
+        lambda: nn.stop_gradient(lambda p: jnp.sum(p['kernel']), 'plain/w')(PARAMS),
         errors.UnusedFilterError,
-        "stop_gradient(Glob('kernel')) did nothing: no variable of a Flax module was "
+        "stop_gradient(Glob('plain/w')) did nothing: no variable of a Flax module was "
         'read in its block.\n'
         'Open the block around jax.grad or model.apply: it cannot reach results of '
         'jax.vjp and programs that were compiled before it.\n'
@@ -640,6 +641,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: nn.Densse,
         AttributeError,
         "module 'flax_sg.linen' has no attribute 'Densse'",
+    ),
+    'a name that flax_sg has not': (
+        lambda: sg.gradinet_flow,
+        AttributeError,
+        "module 'flax_sg' has no attribute 'gradinet_flow'",
     ),
     'a package that is not installed': (
         lambda: optional.optional('no_such_package.part', 'Drawing', 'plot'),
@@ -860,6 +866,7 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         testing.assert_traces_once(jnp.negative)
     )(X),
     'no name of flax.linen': lambda: nn.Dense,
+    'a name that flax_sg has not': lambda: sg.gradient_flow,
     'a package that is not installed': lambda: optional.optional('json', 'It', 'plot'),
     'a reload of what holds state': lambda: [
         reload('flax_sg.linen'),
