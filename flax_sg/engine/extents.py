@@ -11,7 +11,7 @@ from flax_sg import errors
 from flax_sg.engine import blocks, cache_keys, hooks, judgement, setup_values
 from flax_sg.engine.askers import Asker
 from flax_sg.engine.blocks import Block, thread
-from flax_sg.internals import hooking, tracing
+from flax_sg.internals import hooking, modules, tracing
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 
@@ -37,6 +37,8 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         block = _new_block(rewrite, owner, outer)
         block.number = cache_keys.lease(around, block.asker, lambda: thread.only(()))
         hooking.acquire_hooks(block, hooks.HOOKS)
+        for module in modules.running():
+            setup_values.watch(module)
         thread.set_blocks((*outer, block))
     except BaseException:
         blocks.remove(block)

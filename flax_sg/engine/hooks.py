@@ -101,7 +101,7 @@ def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def hook(self: Any) -> None:
-        hooking.watch(self)
+        setup_values.watch(self)
         original(self)
 
     return hook

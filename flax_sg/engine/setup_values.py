@@ -25,7 +25,7 @@ from flax.core.scope import Scope
 
 from flax_sg.engine import blocks, contents, selection, setup_runs, views
 from flax_sg.engine.setup_runs import cannot_see
-from flax_sg.internals import core_scopes, modules, tracing
+from flax_sg.internals import core_scopes, hooking, modules, tracing
 from flax_sg.trees.variables import Key, leaves_of
 
 _Blocks = tuple[blocks.Block, ...]
@@ -38,11 +38,23 @@ def _arguments(cls: type) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(cls) if f.init)
 
 
+def watch(module: Any) -> None:
+    """Hooks the attributes of a module that keeps values.
+
+    The class may be new. Or other code has stored a value on the module, by
+    ``object.__setattr__``.
+    """
+    cls = type(module)
+    kept = object.__getattribute__(module, '__dict__').keys() - _OF_FLAX
+    if modules.keeps(cls) or not kept <= _arguments(cls):
+        hooking.watch(cls)
+
+
 def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the hook for ``__getattribute__`` of Module classes with a ``setup``."""
+    """Makes the hook for ``__getattribute__`` of Module classes that keep values."""
 
     def hook(self: Any, name: str) -> Any:
-        if name in _OF_FLAX or not blocks.thread.blocks or name[:2] == '__':
+        if name in _OF_FLAX or not blocks.thread.blocks:
             return original(self, name)
         cls = type(self)
         if name in _arguments(cls):
@@ -50,7 +62,7 @@ def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
         if name in _cached_properties(cls):
             return _computed_anew(original, self, name)
         kept = original(self, '__dict__')
-        if name not in kept and not hasattr(cls, name):
+        if name not in kept and name[:2] != '__' and not hasattr(cls, name):
             self._try_setup()  # As ``Module.__getattr__`` does.
         value = original(self, name)
         return _seen(self, name, value) if name in kept else value
@@ -63,6 +75,8 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def hook(self: Any, shallow: bool = False) -> None:
         open_blocks = blocks.active()
+        if open_blocks:
+            watch(self)
         if not open_blocks or not modules.starts_setup(self):
             return original(self, shallow)
         if shallow:  # Flax only checks setup, on a scope made for the check.

@@ -38,9 +38,9 @@ HOOKED: dict[str, tuple[Any, str]] = {
     'custom_vmap': (custom_batching.custom_vmap, '__call__'),
 }
 
-# The attribute that is hooked on each Module class with a ``setup``. On ``Module``, the
-# hook would slow down every attribute of every module, more than all other hooks.
-HOOKED_WITH_SETUP = 'getattribute', '__getattribute__'
+# The attribute that is hooked on each Module class that keeps values. On ``Module``,
+# the hook would slow down all attributes of all modules, more than all other hooks.
+HOOKED_THAT_KEEP = 'getattribute', '__getattribute__'
 
 # The attributes in which JAX stores custom rules of a function, to call them later.
 RULES: dict[str, tuple[str, ...]] = {
@@ -94,7 +94,7 @@ def acquire_hooks(
 
     Args:
         user: a hashable object that identifies the user of the hooks.
-        make: for each name in ``HOOKED`` and ``HOOKED_WITH_SETUP``, a function from the
+        make: for each name in ``HOOKED`` and ``HOOKED_THAT_KEEP``, a function from the
             original to its hook; by default the functions of the previous call.
     """
     global _make, _complete
@@ -126,21 +126,20 @@ def _install(plan: Sequence[_Hook]) -> None:
 def _plan(anew: bool = False) -> list[_Hook]:
     """Returns the hooks to install; reuses the last ones if no class or hook is new."""
     global _planned
-    classes = modules.classes_with_setup()
+    classes = modules.classes_that_keep()
     make, known, plan = _planned
     if make is not _make or known is not classes or anew:
-        key, name = HOOKED_WITH_SETUP
+        key, name = HOOKED_THAT_KEEP
         plan = [_Hook.of(key, *where) for key, where in HOOKED.items()]
         plan += [_Hook.of(key, cls, name) for ref in classes if (cls := ref())]
         _planned = _make, classes, plan
     return plan
 
 
-def watch(module: Any) -> None:
-    """Hooks the class of a module under construction, if the class is new."""
-    key, name = HOOKED_WITH_SETUP
-    cls = type(module)
-    if (cls, name) not in _before and modules.has_setup(cls):
+def watch(cls: type) -> None:
+    """Hooks a class that keeps values, if the last plan did not have it."""
+    key, name = HOOKED_THAT_KEEP
+    if (cls, name) not in _before:
         with _lock:
             if _complete:
                 _install([_Hook.of(key, cls, name)])

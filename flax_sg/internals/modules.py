@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -184,8 +185,8 @@ def cached_properties(cls: type) -> frozenset[str]:
     return frozenset(found)
 
 
-def classes_with_setup() -> list[weakref.ref[type]]:
-    """All Module classes that keep values (``has_setup``) and may have instances.
+def classes_that_keep() -> list[weakref.ref[type]]:
+    """All Module classes that keep values (``keeps``) and may have instances.
 
     Flax counts module instances: the classes are searched again only if the count has
     changed. The list stays the same object until there is a new class.
@@ -199,7 +200,7 @@ def classes_with_setup() -> list[weakref.ref[type]]:
             new = [cls for cls in waiting.pop().__subclasses__() if cls not in met]
             met.update(dict.fromkeys(new))
             waiting += new
-        found = [weakref.ref(cls) for cls in met if has_setup(cls)]
+        found = [weakref.ref(cls) for cls in met if keeps(cls)]
         _known = count, _known[1] if found == _known[1] else found
     return _known[1]
 
@@ -207,10 +208,38 @@ def classes_with_setup() -> list[weakref.ref[type]]:
 _known: tuple[int, list[weakref.ref[type]]] = -1, []
 
 
+def keeps(cls: type) -> bool:
+    """Whether modules of a class may keep what they read, as attributes."""
+    return cls.setup is not Module.setup or keeps_without_setup(cls)
+
+
 @functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
-def has_setup(cls: type) -> bool:
-    """Whether a Module class keeps values: it has a ``setup`` or cached properties."""
-    return cls.setup is not Module.setup or bool(cached_properties(cls))
+def keeps_without_setup(cls: type) -> bool:
+    """Whether a class has cached properties, or methods that set attributes.
+
+    Flax forbids ``self.w = ...`` outside of ``setup``, so such a method has to name one
+    of ``_SETTERS``.
+    """
+    functions = [
+        inspect.unwrap(getattr(attribute, '__func__', attribute))
+        for base in cls.__mro__
+        if base not in Module.__mro__ and not base.__module__.startswith('flax_sg.')
+        for attribute in vars(base).values()
+        if callable(attribute) or hasattr(attribute, '__func__')
+    ]
+    codes = [fn.__code__ for fn in functions if inspect.isfunction(fn)]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
+    sets = any(not _SETTERS.isdisjoint(code.co_names) for code in codes)
+    return sets or bool(cached_properties(cls))
+
+
+_SETTERS = frozenset({'__setattr__', '__dict__', 'setattr', 'vars'})
+
+
+def running() -> list[Module]:
+    """The modules whose methods run, the innermost last."""
+    return [m for m in linen_module._context.module_stack if m is not None]
 
 
 def clone_on(module: Module, scopes: list[Scope]) -> Module:
@@ -267,7 +296,7 @@ def children_of(module: Module) -> dict[str, Any]:
 
 def attributes() -> frozenset[str]:
     """The attributes that every module has: methods, and Flax's private state."""
-    kept = {'_state', '_id', '_compact_name_scope_modules'}
+    kept = {'_state', '_id', '_parent_ref', '_compact_name_scope_modules'}
     return frozenset({*dir(Module)} - {'setup'} | kept)
 
 

@@ -7,6 +7,7 @@ others were found, have attribute hooks of its own, or inherit them.
 import functools
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import flax.linen as fnn
@@ -123,6 +124,82 @@ def test_a_cached_property_of_a_new_class_is_not_kept_stopped(use):
     oracle.assert_same(found, 3 * 2 * W)
 
 
+class Stores(fnn.Module):
+    """Keeps a parameter where Flax does not let it: modules are frozen.
+
+    Attributes:
+        store: what stores it.
+    """
+
+    store: Any = object.__setattr__
+
+    @fnn.compact
+    def __call__(self) -> Any:
+        self.store(self, 'w', self.param('w', ones))
+        return self.twice()
+
+    def twice(self) -> Any:
+        return 2 * self.w
+
+    def in_a_block(self) -> Any:
+        with nn.stop_gradient('w', unused='ignore'):
+            return 2 * self.w
+
+    @fnn.compact
+    def and_in_a_block(self) -> Any:
+        self.store(self, 'w', self.param('w', ones))
+        return self.in_a_block()
+
+
+class StoresByItself(Stores):
+    """The same, and its own code says so."""
+
+    @fnn.compact
+    def __call__(self) -> Any:
+        object.__setattr__(self, 'w', self.param('w', ones))
+        return self.twice()
+
+
+def store_elsewhere(module: Any, name: str, value: Any) -> None:
+    vars(module)[name] = value
+
+
+@pytest.mark.parametrize('store', [object.__setattr__, store_elsewhere])
+@pytest.mark.parametrize('outer', [False, True])
+def test_what_is_stored_past_flax_is_seen_in_a_block(store, outer):
+    def in_one_call(variables: Any) -> Any:
+        with nn.stop_gradient('nothing', unused='ignore') if outer else nullcontext():
+            return Stores(store).apply(variables, method='and_in_a_block')
+
+    def in_another(variables: Any) -> Any:
+        model = Stores(store).bind(variables)
+        model()
+        with nn.stop_gradient('w', unused='ignore'):
+            return model.twice()
+
+    for stopped in (in_one_call, in_another):
+        oracle.assert_same(grads(stopped), jnp.zeros(2))
+
+
+def test_what_a_class_stores_by_itself_is_seen_as_an_attribute():
+    def stopped(variables: Any) -> Any:
+        model = StoresByItself().bind(variables)
+        model()
+        with nn.stop_gradient('w'):
+            return 2 * model.w
+
+    oracle.assert_same(grads(stopped), jnp.zeros(2))
+
+
+def test_a_setup_that_a_class_is_given_later():
+    cls = type('Later', (fnn.Module,), {'read': lambda self: read_kept(self)})
+    with nn.stop_gradient('w', unused='ignore'):
+        cls()
+    cls.setup = Known.setup
+    oracle.assert_same(in_a_block(lambda: cls), BY_HAND)
+    oracle.assert_same(around_a_block(lambda: cls, lambda m: m.read()), BY_HAND)
+
+
 def test_a_class_that_nobody_has_any_more_is_not_held():
     cls = class_that_keeps()
     with nn.stop_gradient('w', unused='ignore'):
@@ -131,7 +208,7 @@ def test_a_class_that_nobody_has_any_more_is_not_held():
         pass
     ref = weakref.ref(cls)
     # The last 4,096 classes are remembered.
-    for cache in (modules.has_setup, *REMEMBER):
+    for cache in (modules.keeps_without_setup, *REMEMBER):
         cache.cache_clear()
     del cls
     jax.clear_caches()
