@@ -313,3 +313,17 @@ def check(
     wanted = stage(both(expected(program, of_program(plain(program)))))
     params = variables['params']
     oracle.assert_same(actual(params, X), wanted(params, X))
+
+
+def initialization_is_that_without_blocks(make: Any) -> None:
+    """Under ``jit``, where parameters are tracers when they are created."""
+
+    def init(program: Program) -> Any:
+        def fn(key: Any, x: Any) -> Any:
+            return make(program).init_with_output({**RNGS, 'params': key}, x)
+
+        return fn
+
+    program, args = PROGRAMS['nested, first in it'], (RNGS['params'], X)
+    actual = staged(init(program))(*args)
+    oracle.assert_same(actual, staged(init(plain(program)))(*args))

@@ -28,6 +28,7 @@ from uses import (
     check,
     eager,
     everything,
+    initialization_is_that_without_blocks,
     others,
     param,
     plain,
@@ -450,17 +451,7 @@ def test_compiled(make):
 
 @few_routes
 def test_initialization_is_that_without_blocks(make):
-    """Under ``jit``, where parameters are tracers when they are created."""
-
-    def init(program):
-        def fn(key, x):
-            return make(program).init_with_output({**RNGS, 'params': key}, x)
-
-        return fn
-
-    program, args = PROGRAMS['nested, first in it'], (RNGS['params'], X)
-    actual = staged(init(program))(*args)
-    oracle.assert_same(actual, staged(init(plain(program)))(*args))
+    initialization_is_that_without_blocks(make)
 
 
 @few_routes

@@ -38,6 +38,7 @@ from uses import (
     eager,
     expected,
     fn_of,
+    initialization_is_that_without_blocks,
     integers,
     param,
     plain,
@@ -679,20 +680,6 @@ def test_a_second_run_is_not_in_the_intermediates():
         return jax.vjp(fn, variables)[0]
 
     oracle.assert_same(captured(True), captured(False))
-
-
-def initialization_is_that_without_blocks(make):
-    """Under ``jit``, where parameters are tracers when they are created."""
-
-    def init(program):
-        def fn(key, x):
-            return make(program).init_with_output({**RNGS, 'params': key}, x)
-
-        return fn
-
-    program, args = PROGRAMS['nested, first in it'], (RNGS['params'], X)
-    actual = staged(init(program))(*args)
-    oracle.assert_same(actual, staged(init(plain(program)))(*args))
 
 
 @situations
