@@ -260,14 +260,14 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
     else:
         number = fresh()
         number.take(asker)
-    if not number.is_known_to(asker):
-        number.use(asker, is_right=False)
+    number.use(asker, is_right=number.was_right(asker))
     with _lock:
         if number.late is not None:
             number.late.others = True
         kind = number.kind or asker.blank_kind
         known = around.inside.get(kind, [])
-        if known and known[-1] is number:
+        if known and known[-1] is number:  # Nearly always.
+            around.inside.move_to_end(kind)
             return number
         known = [n for n in known if n is not number]
         for other in list(known):
