@@ -1,4 +1,4 @@
-"""``python -m flax_sg paths`` shows the paths of a model, and what a filter selects.
+"""``python -m flax_sg paths``: the paths of a model, and what a filter selects.
 
 Prints the paths that filters can name: each variable of a model with its
 module's class and its shape. Nothing is compiled or run.

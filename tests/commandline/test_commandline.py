@@ -286,7 +286,7 @@ def test_errors_of_the_program_come_as_they_are(place, error, text):
     ],
 )
 def test_help_says_all_there_is_to_know(command, words, capsys, monkeypatch):
-    monkeypatch.setenv('COLUMNS', '80')  # As wide as a terminal is at least.
+    monkeypatch.setenv('COLUMNS', '80')
     with pytest.raises(SystemExit) as info:
         main([command, '--help'])
     assert info.value.code == 0
