@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from flax_sg.internals import optional
 
 HELD_OUT = 360
-# For the error about a missing package: who needs it, and the extra to install.
-NEEDED = ('The demo', 'demo')
 
 
 class Digits(NamedTuple):
@@ -42,7 +40,7 @@ def load(seed: int = 0) -> tuple[Digits, Digits]:
     Raises:
         ModuleNotFoundError: if scikit-learn is not installed.
     """
-    bunch = optional.optional('sklearn.datasets', *NEEDED).load_digits()
+    bunch = optional.optional('sklearn.datasets', 'The demo', 'demo').load_digits()
     order = np.random.default_rng(seed).permutation(len(bunch.target))
     images = (bunch.data[order] / 16).astype(np.float32)
     labels = bunch.target[order].astype(np.int32)

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from flax import linen
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
+from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence, bit, bits
 from flax_sg.flow.derivatives import (
@@ -19,13 +22,19 @@ from flax_sg.flow.derivatives import (
     has_tangent,
     on_values,
 )
-from flax_sg.flow.programs import Program, leaf_numbers
-from flax_sg.flow.report import GradientFlow
-from flax_sg.flow.statuses import FLOWS, STOPPED, UNUSED
+from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
 from flax_sg.flow.uses import UNKNOWN, Uses
 from flax_sg.internals import jaxprs
-from flax_sg.trees.leaves import leaves_of, path_of
+from flax_sg.trees.leaves import is_differentiable, leaves_of, path_of
 from flax_sg.trees.trainable import chosen
+
+# What JAX raises where a program asks for a value that has only a shape.
+_ASKED_FOR_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
 
 def gradient_flow(
@@ -158,8 +167,7 @@ def live(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One leaf of the arguments that are differentiated.
 
     Attributes:
@@ -187,19 +195,20 @@ class Output(NamedTuple):
     number: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Analysis:
-    """A program with its parameters and outputs.
+class Analysis(NamedTuple):
+    """The trace of a function, with its parameters and outputs.
 
     Attributes:
-        program: the program.
+        jaxpr: from the arrays in the arguments to the arrays in the result.
+        name: the name of the function, and where it stands.
         outputs: the leaves of the result, without ``aux``.
         parameters: the leaves of the differentiated arguments.
     """
 
-    program: Program
-    outputs: tuple[Output, ...]
-    parameters: tuple[Parameter, ...]
+    jaxpr: Any
+    name: str
+    outputs: list[Output]
+    parameters: list[Parameter]
 
     @classmethod
     def of(
@@ -210,7 +219,11 @@ class Analysis:
         has_aux: bool = False,
         wrt: filters.Where | None = None,
     ) -> Analysis:
-        """Traces a function and finds its parameters; see ``gradient_flow``."""
+        """Traces a function once and finds its parameters; see ``gradient_flow``.
+
+        Python numbers in the differentiated arguments are traced. In the other
+        arguments they are constants.
+        """
         given = [argnums] if isinstance(argnums, int) else list(argnums)
         for number in given:
             if not -len(args) <= number < len(args):
@@ -219,14 +232,36 @@ class Analysis:
                     f'and {len(args)} were given.'
                 )
         numbers = [number % len(args) for number in given]
-        program = Program.of(fun, args, numbers)
+        run = fun.apply if isinstance(fun, linen.Module) else fun
+        name = predicates.describe(run)
+        leaves, treedef = jax.tree.flatten(tuple(args))
+        ends = (len(jax.tree.leaves(arg)) for arg in args)
+        first = list(itertools.accumulate(ends, initial=0))
+        own = {n for k in numbers for n in range(first[k], first[k + 1])}
+        inputs = [
+            n
+            for n, leaf in enumerate(leaves)
+            if _is_array(leaf) or (n in own and is_differentiable(leaf))
+        ]
+        results: list[Any] = []
+
+        def fun_of_arrays(*arrays: Any) -> list[Any]:
+            values = dict(zip(inputs, arrays, strict=True))
+            full = [values.get(n, leaf) for n, leaf in enumerate(leaves)]
+            out = run(*treedef.unflatten(full))
+            results.append(jax.tree.map(_shape_of, out))
+            return list(filter(_is_array, jax.tree.leaves(out)))
+
+        try:
+            closed = jax.make_jaxpr(fun_of_arrays)(*(leaves[n] for n in inputs))
+        except _ASKED_FOR_A_VALUE as error:
+            raise _value_needed(name) from error
+        slots = {leaf: slot for slot, leaf in enumerate(inputs)}
         trees = [leaves_of(args[number]) for number in numbers]
-        slots = {leaf: slot for slot, leaf in enumerate(program.inputs)}
-        ranges = leaf_numbers(args)
         parameters: list[Parameter] = []
         masks = chosen(trees, wrt)
         for number, tree, mask in zip(numbers, trees, masks, strict=True):
-            of_argument = iter(ranges[number])
+            of_argument = itertools.count(first[number])
             for (path, leaf), is_wanted in zip(tree, mask, strict=True):
                 inside = itertools.islice(of_argument, len(jax.tree.leaves(leaf)))
                 mine = tuple(slots[n] for n in inside if n in slots)
@@ -235,7 +270,8 @@ class Analysis:
                     path = Path.of(path.collection, parts)
                 if mine:
                     parameters.append(Parameter(path, mine, is_wanted))
-        return cls(program, tuple(_outputs_of(program, has_aux)), tuple(parameters))
+        outputs = list(_outputs_of(results[0], name, has_aux))
+        return cls(closed.jaxpr, name, outputs, parameters)
 
     def check_outputs(self) -> None:
         """Raises if an output is no array, or none has a derivative.
@@ -247,7 +283,7 @@ class Analysis:
         wrong = [out for out in self.outputs if not isinstance(out.leaf, arrays)]
         leaves = [output.leaf for output in self.outputs]
         if wrong or not any(isinstance(x, float) or has_tangent(x) for x in leaves):
-            raise _no_output(self.program.name, wrong or self.outputs)
+            raise _no_output(self.name, wrong or self.outputs)
 
     def trained(self) -> list[bool]:
         """For each parameter whether it flows to any output."""
@@ -257,7 +293,7 @@ class Analysis:
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        jaxpr = self.program.jaxpr
+        jaxpr = self.jaxpr
         flow, values = differentiable(), on_values()
         masks = self._masks(flow, values)
         owners: list[int | None] = [None] * len(jaxpr.invars)
@@ -283,7 +319,7 @@ class Analysis:
 
     def _masks(self, flow: Dependence, values: Dependence) -> list[tuple[int, int]]:
         """For each parameter the outputs that it flows to, and those that read it."""
-        flows, reads = flow.of(self.program.jaxpr), values.of(self.program.jaxpr)
+        flows, reads = flow.of(self.jaxpr), values.of(self.jaxpr)
         self._check_refused(flow, flows)
         out: list[tuple[int, int]] = []
         for parameter in self.parameters:
@@ -301,10 +337,9 @@ class Analysis:
     def _check_refused(self, flow: Dependence, flows: Sequence[int]) -> None:
         """Raises if a parameter reaches an equation that JAX cannot differentiate."""
         met = [
-            parameter.path
-            for parameter in self.parameters
-            if parameter.is_wanted
-            and any(flows[slot] & REFUSED for slot in parameter.slots)
+            path
+            for path, slots, is_wanted in self.parameters
+            if is_wanted and any(flows[slot] & REFUSED for slot in slots)
         ]
         if met:
             assert isinstance(flow.leaf, Derivatives)
@@ -325,13 +360,12 @@ def _status(live: int, read: int, output: int | None) -> str:
     return STOPPED if read & bit(output) else UNUSED
 
 
-def _outputs_of(program: Program, has_aux: bool) -> Iterator[Output]:
-    out = program.output
+def _outputs_of(out: Any, name: str, has_aux: bool) -> Iterator[Output]:
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 'With has_aux=True the function has to return a pair (outputs, aux), '
-                f'but {program.name} returned {shown(out)}.'
+                f'but {name} returned {shown(out)}.'
             )
         out = out[0]
     numbers = itertools.count()
@@ -364,4 +398,26 @@ def _not_traced(
         f'through {", ".join(places[:3])}, which JAX cannot differentiate.\n'
         'If none should come back from there, apply jax.lax.stop_gradient before.\n'
         'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
+    )
+
+
+def _shape_of(leaf: Any) -> Any:
+    if not _is_array(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind in 'biufcV'
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def _value_needed(name: str) -> errors.ArgumentTypeError:
+    """A function needs values to run, and the analysis has shapes alone."""
+    return errors.ArgumentTypeError(
+        f'{name} needs the values of its arguments, but it is traced on their shapes. '
+        "JAX's error above says where.\n"
+        'Bind such an argument, as a number or a NumPy array: '
+        'functools.partial(fun, ...).'
     )

@@ -75,7 +75,6 @@ class Derivatives:
         # Primitives through which everything flowed once. Saying the same of other
         # shapes is safe.
         self._smooth: set[Hashable] = set()
-        self._known: dict[Hashable, Rows] = {}
 
     def __call__(self, eqn: JaxprEqn) -> Rows:
         """The rows of an equation."""
@@ -102,9 +101,6 @@ class Derivatives:
         kind = None if has_rule or name.startswith('custom_') else _kind_of(eqn)
         if kind in self._smooth:
             return safe
-        key = kind and _key_of(kind, eqn)
-        if key in self._known:
-            return self._known[key]
         try:
             rows = _differentiated(eqn, backwards=has_rule)
         except NotImplementedError as error:
@@ -114,8 +110,6 @@ class Derivatives:
             return safe
         if kind is not None and rows == safe:
             self._smooth.add(kind)
-        elif key is not None:
-            self._known[key] = rows
         return rows
 
     def _refuse(self, eqn: JaxprEqn, error: Exception | None) -> Rows:
@@ -135,15 +129,6 @@ def _kind_of(eqn: JaxprEqn) -> Hashable:
         for variables in (eqn.invars, eqn.outvars)
     )
     return eqn.primitive, ins, outs
-
-
-def _key_of(kind: Hashable, eqn: JaxprEqn) -> Hashable:
-    """Equal for equations that do the same. None for one with a literal."""
-    if any(isinstance(var, Literal) for var in eqn.invars):
-        return None
-    places = tuple(eqn.invars.index(var) for var in eqn.invars)
-    shapes = tuple(getattr(var.aval, 'shape', ()) for var in eqn.invars)
-    return kind, places, shapes, frozenset(eqn.params.items())
 
 
 def _differentiated(eqn: JaxprEqn, backwards: bool) -> Rows:

@@ -5,16 +5,50 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from flax_sg import errors
 from flax_sg.filters import paths
-from flax_sg.flow.statuses import FLOWS, PARTLY, STOPPED, UNUSED, WORDS, together
-from flax_sg.rendering import groups, pictures, text
-from flax_sg.rendering.matrix import Matrix, Row
+from flax_sg.rendering import pictures, text
+from flax_sg.rendering.matrix import Matrix, Row, Word
+
+FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
+
+# Told apart by colour-blind people and in grey: from the palette of Okabe and Ito, and
+# their lightness goes one way from what is trained to what is not used.
+WORDS = {
+    FLOWS: Word(
+        'trains',
+        'the output depends differentiably on every parameter there',
+        'bold green',
+        ('#0072b2', '#ffffff'),
+        ('#7cc4f4', '#000000'),
+    ),
+    PARTLY: Word(
+        'partly',
+        'on some of the parameters there, or of their elements',
+        'yellow',
+        ('#56b4e9', '#000000'),
+        ('#0072b2', '#ffffff'),
+    ),
+    STOPPED: Word(
+        'stopped',
+        'it uses them, and their gradient is exactly zero',
+        '',
+        ('#e8e8e8', '#333333'),
+        ('#30363d', '#e6edf3'),
+    ),
+    UNUSED: Word(
+        '-',
+        'it does not use them',
+        'dim',
+        None,
+        None,
+    ),
+}
 
 NO_MODULE = '(no module)'
 # What the rows and the columns of a picture are.
@@ -179,7 +213,7 @@ class GradientFlow:
         modules = list(self.by_module(depth))
         members = list(self.members(depth).values())
         parts = [self._parts(numbers) if depth is None else {} for numbers in members]
-        joined = groups.repeated(
+        joined = text.repeated(
             [tuple(filter(None, module.module.split('/'))) for module in modules],
             [
                 (module.status, tuple((key, None) for key in part))
@@ -194,13 +228,7 @@ class GradientFlow:
             for name, status in parts[same[0]]:
                 numbers = [n for group in same for n in parts[group][name, status]]
                 rows.append(Row(name, status, self._stopped_of(numbers), is_part=True))
-        return Matrix(
-            self.output_names,
-            tuple(rows),
-            WORDS,
-            'uses stopped',
-            () if depth is None else self._hidden(depth),
-        )
+        return Matrix(self.output_names, tuple(rows), WORDS, 'uses stopped')
 
     def _parts(self, members: Sequence[int]) -> dict[tuple[str, Any], list[int]]:
         """The parameters of a module by name and status, if their statuses differ."""
@@ -216,23 +244,6 @@ class GradientFlow:
     def _stopped_of(self, members: Sequence[int]) -> str:
         uses = [use for n in members for use in self.uses[n]]
         return f'{sum(use.stopped for use in uses)} of {len(uses)}'
-
-    def _hidden(self, depth: int) -> tuple[str, ...]:
-        """Names modules in whose 'stopped' rows some parameters are not used."""
-        found: list[str] = []
-        for module, members in self.members(depth).items():
-            unused = {
-                n
-                for row in self.status
-                if together(row[n] for n in members) == STOPPED
-                for n in members
-                if row[n] == UNUSED
-            }
-            if unused:
-                count = f'{len(unused)} parameter{"s" * (len(unused) > 1)}'
-                found.append(f'{count} of {module or NO_MODULE}')
-        said = f'Not used in rows with the word {WORDS[STOPPED].text}: '
-        return (f'{said}{", ".join(found)}.',) if found else ()
 
     def table(self, depth: int | None = None, width: int | None = None) -> str:
         """The report as text: modules down, outputs across; ``str`` gives the same.
@@ -294,6 +305,14 @@ class GradientFlow:
             f'GradientFlow({len(self.outputs)} outputs, '
             f'{len(self.parameters)} parameters, {sum(self.live)} live)'
         )
+
+
+def together(statuses: Iterable[str]) -> str:
+    """The status of several parameters together."""
+    found = set(statuses)
+    if found & {FLOWS, PARTLY}:
+        return FLOWS if found == {FLOWS} else PARTLY
+    return STOPPED if STOPPED in found else UNUSED
 
 
 def _index(kind: str, name: str, names: Sequence[str]) -> int:

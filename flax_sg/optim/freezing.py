@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,7 @@ from flax_sg.errors.texts import raised_by
 from flax_sg.filters.paths import Path
 from flax_sg.optim.masks import live_leaves, parameters_of, values_at
 from flax_sg.trees.absent import ABSENT, is_absent, missing_leaf
-from flax_sg.trees.leaves import (
-    Leaves,
-    different_structures,
-    is_differentiable,
-    is_whole,
-)
+from flax_sg.trees.leaves import Leaves, is_differentiable, is_whole
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
@@ -134,9 +129,11 @@ class Wrapped:
             new, inner_state = self.tx.update(
                 shown, state.inner_state, pruned_params, **extra
             )
-        except (ValueError, TypeError, KeyError):
-            self._check_state(state, leaves, live)
-            raise
+        except (ValueError, TypeError, KeyError) as error:
+            expected = jax.eval_shape(self.tx.init, _pruned(leaves, live))
+            if jax.tree.structure(expected) == jax.tree.structure(state.inner_state):
+                raise
+            raise _other_state() from error
         new_leaves = leaves.treedef.flatten_up_to(new)
         rows = zip(leaves.key_paths, leaves.paths, live, new_leaves, strict=True)
         made = {
@@ -167,22 +164,6 @@ class Wrapped:
             'is not frozen',
             'Differentiate what is not frozen: sg.grad(loss, wrt=~where) beside '
             'sg.freeze(tx, where).',
-        )
-
-    def _check_state(
-        self, state: FreezeState, leaves: Leaves, live: Sequence[bool]
-    ) -> None:
-        """Raises if the state is that of other parameters, or of another selection."""
-        expected = jax.eval_shape(self.tx.init, _pruned(leaves, live))
-        if jax.tree.structure(expected) == jax.tree.structure(state.inner_state):
-            return
-        raise different_structures(
-            'the state for what is trained',
-            'the state that was given',
-            _named(expected),
-            _named(state.inner_state),
-            str(jax.tree.structure(expected)),
-            str(jax.tree.structure(state.inner_state)),
         )
 
 
@@ -442,6 +423,10 @@ def _opposite(where: object, frozen: str, trained: str) -> errors.StructureError
     )
 
 
-def _named(state: Any) -> Mapping[str, Any]:
-    pairs = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(keys): leaf for keys, leaf in pairs}
+def _other_state() -> errors.StructureError:
+    """The state is that of other parameters, or of another selection."""
+    return errors.StructureError(
+        'the state does not belong to what sg.freeze trains of these parameters.\n'
+        'Make it with tx.init(params), or keep what it knows: '
+        'tx.adopt(state, params).'
+    )

@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training import train_state
 
-from flax_sg.optim.freezing import Freeze
 from flax_sg.optim.masks import values_at
-from flax_sg.trees.absent import is_absent, missing_leaf
-from flax_sg.trees.leaves import (
-    OVERWRITE_WITH_GRADIENT,
-    different_structures,
-    leaves_of,
-)
+from flax_sg.trees.absent import is_absent
+from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, leaves_of
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
@@ -85,45 +80,25 @@ class TrainState(train_state.TrainState):
 
         Args:
             grads: full or pruned gradients, if ``tx`` is from ``sg.freeze``; full ones
-                otherwise.
+                otherwise, as the optimizer needs them.
             **kwargs: other fields to replace.
 
         Returns:
             The new state. Frozen parameters are the same objects.
 
         Raises:
-            StructureError: if ``grads`` do not fit the parameters.
-            StructureError: if something is absent that is trained.
+            StructureError: if ``grads`` have a leaf that is no parameter, or with
+                ``sg.freeze`` lack something that is trained.
+            ValueError: from another optimizer, if something is absent.
         """
         overwrite = OVERWRITE_WITH_GRADIENT
         split = overwrite in grads
         seen = grads['params'] if split else grads
         params = self.params['params'] if split else self.params
-        if not isinstance(self.tx, Freeze):
-            _check_full(params, seen)
         updates, opt_state = self.tx.update(seen, self.opt_state, params)
         params = apply_updates(params, updates)
         if split:
             params = {**self.params, 'params': params, overwrite: grads[overwrite]}
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **kwargs
-        )
-
-
-def _check_full(params: Any, grads: Any) -> None:
-    """Raises if gradients are not those of all parameters."""
-    leaves, given = leaves_of(params), leaves_of(grads)
-    found = zip(leaves.paths, values_at(leaves, given, 'the gradient'), strict=True)
-    for path, grad in found:
-        if is_absent(grad):
-            raise missing_leaf(
-                'the gradient',
-                path,
-                'is not frozen in the optimizer',
-                'Freeze it: sg.TrainState.create(..., tx=sg.freeze(tx, where)).',
-            )
-    old, new = jax.tree.structure(params), jax.tree.structure(grads)
-    if old != new:
-        raise different_structures(
-            'the parameters', 'the gradient', {}, {}, str(old), str(new)
         )

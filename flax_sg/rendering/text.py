@@ -1,11 +1,13 @@
-"""Formats tables as text, for terminals and messages."""
+"""Formats tables as text, with one row for repeated layers: ``layers/0..11``."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import re
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -57,3 +59,74 @@ def plain(printed: Any, width: int | None = None) -> str:
     console.print(printed)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
     return '\n'.join(lines).strip('\n')
+
+
+_NUMBERED = re.compile(r'(.*?)(?:([0-9]+)\.\.)?([0-9]+)([^0-9]*)', re.DOTALL)
+
+
+class _Row(NamedTuple):
+    names: tuple[str, ...]
+    content: Hashable
+    members: list[int]
+
+
+def repeated(
+    paths: Sequence[tuple[str, ...]], contents: Sequence[Hashable]
+) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Joins neighbouring rows with equal contents and consecutive numbers.
+
+    >>> paths = [('block_0', 'a'), ('block_0', 'b'), ('block_1', 'a'), ('block_1', 'b')]
+    >>> repeated([*paths, ('head',)], [1, 2, 1, 2, 1])
+    [(('block_0..1', 'a'), [0, 2]), (('block_0..1', 'b'), [1, 3]), (('head',), [4])]
+
+    Args:
+        paths: the names of each row, in tree order.
+        contents: joined rows have equal contents, and so have all rows below them.
+
+    Returns:
+        The names of each joined row, and the indices of the rows in it.
+    """
+    rows = [_Row(*row, [n]) for n, row in enumerate(zip(paths, contents, strict=True))]
+    # Deepest level first: rows below a row are joined before the row is compared.
+    for level in reversed(range(max(map(len, paths), default=0))):
+        rows = _joined(rows, level)
+    return [(row.names, row.members) for row in rows]
+
+
+def _joined(rows: list[_Row], level: int) -> list[_Row]:
+    """Joins rows with equal subtrees whose names differ at one level."""
+    subtrees: list[list[_Row]] = []
+    for _, group in itertools.groupby(rows, key=lambda row: row.names[: level + 1]):
+        subtree = list(group)
+        name = _run(subtrees[-1], subtree, level) if subtrees else None
+        if name is None:
+            subtrees.append(subtree)
+            continue
+        subtrees[-1] = [
+            _Row(
+                (*one.names[:level], name, *one.names[level + 1 :]),
+                one.content,
+                one.members + other.members,
+            )
+            for one, other in zip(subtrees[-1], subtree, strict=True)
+        ]
+    return [row for subtree in subtrees for row in subtree]
+
+
+def _run(one: list[_Row], other: list[_Row], level: int) -> str | None:
+    """The joint name of two subtrees, or None if they cannot be joined."""
+
+    def below(subtree: list[_Row]) -> list[object]:
+        return [(row.names[level + 1 :], row.content) for row in subtree]
+
+    first, second = one[0].names, other[0].names
+    if len(first) <= level or len(second) <= level or first[:level] != second[:level]:
+        return None
+    left = _NUMBERED.fullmatch(first[level])
+    right = _NUMBERED.fullmatch(second[level])
+    if not left or not right or below(one) != below(other):
+        return None
+    stem, start, last, end = left.groups()
+    if (right[1], int(right[3]), right[4]) != (stem, int(last) + 1, end):
+        return None
+    return f'{stem}{start or last}..{right[3]}{end}'

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from flax import linen
+from flax.core.scope import DenyList
 
 from flax_sg import errors
-from flax_sg.errors.texts import unknown_choice
+from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
-from flax_sg.rendering import groups, text
-from flax_sg.summary import programs
+from flax_sg.flow.analysis import Analysis
+from flax_sg.internals import tracing
+from flax_sg.rendering import text
+from flax_sg.trees import leaves
 
 TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
 FIT = 'fit'
@@ -74,12 +78,15 @@ def tabulate(
         outputs see ``nn.tabulate``.
     """
     if not isinstance(module, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise _no_module(module)
+        raise errors.ArgumentTypeError(
+            f'tabulate() takes a Module instance, and was given {brief(module)}.\n'
+            'Make the module: sg.tabulate(Model(...), rngs)(x).'
+        )
     if depth not in (FIT, None) and not isinstance(depth, int):
         raise unknown_choice('depth', depth, _DEPTHS)
 
     def show(*args: Any, **call_kwargs: Any) -> str:
-        program = programs.program_of(module, rngs, args, {**call_kwargs, **kwargs})
+        program = program_of(module, rngs, args, {**call_kwargs, **kwargs})
         parameters = program.parameters()
         rows = rows_of(program.classes, parameters)
         deepest = max(len(row.names) for row in rows)
@@ -89,9 +96,11 @@ def tabulate(
         lines = [_as_text(joined(rows, fits), width), '']
         if fits is not None and fits < deepest:
             lines.append(f'Deeper than {fits} nothing is shown; depth=None shows all.')
-        trainable = [leaf for _, leaf, is_trained in parameters if is_trained]
-        frozen = [leaf for _, leaf, is_trained in parameters if not is_trained]
-        lines.append(f'Trainable: {amount(trainable)}   Frozen: {amount(frozen)}')
+        trainable, frozen = (
+            amount([leaf for _, leaf, is_trained in parameters if is_trained is kind])
+            for kind in (True, False)
+        )
+        lines.append(f'Trainable: {trainable}   Frozen: {frozen}')
         return '\n'.join(lines)
 
     return show
@@ -107,8 +116,7 @@ def amount(shapes: Sequence[Any]) -> str:
     return f'{values:,} ({size / 1000**power:.1f} {"_KMGT"[power]}B)'
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A module or equal neighbouring modules, with their submodules.
 
     Attributes:
@@ -161,12 +169,12 @@ def rows_of(
 def joined(rows: Sequence[Row], depth: int | None = None) -> list[Row]:
     """Keeps rows to a depth; joins equal repeated layers and adds up their counts."""
     shown = [row for row in rows if depth is None or len(row.names) <= depth]
-    contents = [(row.cls, row.trainable, row.frozen) for row in shown]
-    out: list[Row] = []
-    for names, same in groups.repeated([row.names for row in shown], contents):
-        cls, trainable, frozen = contents[same[0]]
-        out.append(Row(names, cls, len(same) * trainable, len(same) * frozen))
-    return out
+    repeated = text.repeated([row.names for row in shown], [row[1:] for row in shown])
+    return [
+        Row(names, row.cls, len(same) * row.trainable, len(same) * row.frozen)
+        for names, same in repeated
+        for row in [shown[same[0]]]
+    ]
 
 
 def _as_text(rows: Sequence[Row], width: int | None) -> str:
@@ -184,12 +192,83 @@ def _as_text(rows: Sequence[Row], width: int | None) -> str:
     return text.table(columns, 'class', ['parameters', 'trainable'], width)
 
 
-def _no_module(target: object) -> errors.ArgumentTypeError:
-    """``tabulate`` was given something other than a Module instance."""
-    what = f'a value of type {type(target).__name__}'
-    if isinstance(target, type):
-        what = f'the class {target.__name__}'
-    return errors.ArgumentTypeError(
-        f'tabulate() takes a Module instance, and was given {what}.\n'
-        'Make the module: sg.tabulate(Model(...), rngs)(x).'
-    )
+# Parameters are immutable here: written collections do not count as outputs.
+_STATE = DenyList(('params', 'intermediates'))
+
+
+class Program(NamedTuple):
+    """A module's method on some arguments.
+
+    Attributes:
+        variables: the shapes of the variables, as ``init`` makes them.
+        classes: the class name of each module that is called, by the names in its
+            path, in the order of the first calls.
+        forward: maps parameters and ``rest`` to the outputs and the written state.
+        rest: all other arrays: state, random keys, arguments.
+    """
+
+    variables: dict[str, Any]
+    classes: Mapping[tuple[str, ...], str]
+    forward: Callable[[Any, Any], tuple[Any, Any]]
+    rest: Any
+
+    def parameters(self) -> list[tuple[Path, Any, bool]]:
+        """Returns the path and shape of each parameter, and if the outputs train it."""
+        params = self.variables.get('params', {})
+        analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
+        pairs = zip(analysis.parameters, analysis.trained(), strict=True)
+        live = {parameter.path for parameter, is_trained in pairs if is_trained}
+        return [(path, leaf, path in live) for path, leaf in leaves.leaves_of(params)]
+
+
+def program_of(
+    module: linen.Module, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Program:
+    """Returns the program of ``module.apply`` on the variables that ``init`` makes.
+
+    Nothing is compiled or run.
+
+    Args:
+        module: the module.
+        rngs: as for ``init``, or their shapes.
+        args: as for ``init``. Arrays are traced; other values are passed on.
+        kwargs: as for ``init``, including ``method=``.
+    """
+    flat, treedef = jax.tree.flatten((args, dict(kwargs)))
+    arrays = [leaf for leaf in flat if _is_array(leaf)]
+
+    def call(run: Callable[..., Any], arrays: Any, *first: Any, **options: Any) -> Any:
+        given = iter(arrays)
+        values = [next(given) if _is_array(leaf) else leaf for leaf in flat]
+        args, kwargs = treedef.unflatten(values)
+        return run(*first, *args, **kwargs, **options)
+
+    classes: dict[tuple[str, ...], str] = {}
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        called = context.module
+        if called.scope is not None:
+            # A lifted class calls its methods on clones, the last one of the bare
+            # class. Some clones have the empty path of the root.
+            bare = type(called if called.path else module)
+            classes[called.path] = bare.__name__
+        return next_fun(*args, **kwargs)
+
+    def init(rngs: Any, arrays: Any) -> Any:
+        return call(module.init, arrays, rngs)
+
+    # On a cache hit, a function of nn.jit would call no modules.
+    with tracing.traced_anew(), linen.intercept_methods(note):
+        variables = dict(jax.eval_shape(init, rngs, arrays))
+
+    def forward(params: Any, rest: Any) -> tuple[Any, Any]:
+        state, rngs, arrays = rest
+        variables = {**state, 'params': params}
+        return call(module.apply, arrays, variables, rngs=rngs, mutable=_STATE)
+
+    state = {name: tree for name, tree in variables.items() if name != 'params'}
+    return Program(variables, classes, forward, (state, rngs, arrays))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))

@@ -11,8 +11,8 @@ from flax import linen
 from flax_sg import filters
 from flax_sg.errors.texts import shown
 from flax_sg.filters.paths import Path, in_natural_order
-from flax_sg.rendering import groups, text
-from flax_sg.summary import programs
+from flax_sg.rendering import text
+from flax_sg.summary.modules import program_of
 from flax_sg.trees import leaves
 
 
@@ -45,7 +45,7 @@ class Paths(tuple[Variable, ...]):
         Args:
             width: in characters; by default the terminal's.
         """
-        rows = groups.repeated(
+        rows = text.repeated(
             [(one.path.collection, *one.path.parts) for one in self],
             [(one.module, one.shape, str(one.selected)) for one in self],
         )
@@ -115,7 +115,7 @@ def paths(
     tree, classes = model, {}
     if isinstance(model, linen.Module):
         rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
-        program = programs.program_of(model, rngs, args, kwargs)
+        program = program_of(model, rngs, args, kwargs)
         tree, classes = program.variables, program.classes
     found = list(leaves.leaves_of(tree))
     names = [path for path, _ in found]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_sg import errors, filters, flow
 from flax_sg.filters.paths import Path
-from flax_sg.flow.report import unknown_name
-from flax_sg.flow.statuses import FLOWS, STOPPED, UNUSED
+from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, unknown_name
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
 
@@ -109,8 +107,7 @@ def assert_trains_only(
     _check(Expectation(where, only=True, output=output), loss, args, argnums, has_aux)
 
 
-@dataclasses.dataclass(frozen=True)
-class Broken:
+class Broken(NamedTuple):
     """One parameter that does not meet an expectation.
 
     Attributes:
@@ -118,30 +115,29 @@ class Broken:
         parameter: the path of the parameter.
         expected: ``'flows'`` or ``'stopped'``.
         found: the status in the report.
-        uses: the uses in the report.
+        place: says where the parameter is used, or stopped if it should be trained.
     """
 
     output: str
     parameter: str
     expected: str
     found: str
-    uses: tuple[flow.Use, ...]
-
-    def place(self) -> str:
-        """Says where the parameter is used, or stopped if it should be trained."""
-        if self.found == UNUSED or not self.uses:
-            return f'{self.parameter} is not used.'
-        stops = [use for use in self.uses if use.stopped]
-        live = [use for use in self.uses if not use.stopped]
-        uses = live or stops if self.found == FLOWS else stops or live
-        lines = list(dict.fromkeys(use.source for use in uses))
-        verb = 'stopped' if uses[0].stopped else 'used'
-        more = f' and {len(lines) - 1} more' * (len(lines) > 1)
-        return f'{self.parameter} is {verb} at {lines[0]}{more}.'
+    place: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Expectation:
+def _place(parameter: str, found: str, uses: Sequence[flow.Use]) -> str:
+    if found == UNUSED or not uses:
+        return f'{parameter} is not used.'
+    stops = [use for use in uses if use.stopped]
+    live = [use for use in uses if not use.stopped]
+    shown = live or stops if found == FLOWS else stops or live
+    lines = list(dict.fromkeys(use.source for use in shown))
+    verb = 'stopped' if shown[0].stopped else 'used'
+    more = f' and {len(lines) - 1} more' * (len(lines) > 1)
+    return f'{parameter} is {verb} at {lines[0]}{more}.'
+
+
+class Expectation(NamedTuple):
     """What a report should say. Leaves without a gradient may be anything.
 
     Attributes:
@@ -167,22 +163,20 @@ class Expectation:
         """
         where = filters.as_filter(self.where)
         [named] = leaves.selected([_paths(report.parameters)], where)
-        free = [not leaves.is_differentiable(shape) for shape in report.shapes]
-        trainable = [n for n, takes in enumerate(named) if takes and not free[n]]
-        if self.trained and any(named) and not trainable:
-            pairs = zip(report.parameters, report.shapes, named, strict=True)
-            raise not_differentiable(
-                where, {path: shape for path, shape, takes in pairs if takes}
-            )
+        columns = zip(report.parameters, report.shapes, report.uses, named, strict=True)
+        rows = [(n, *column) for n, column in enumerate(columns)]
+        taken = {path: shape for _, path, shape, _, takes in rows if takes}
+        judged = [row for row in rows if leaves.is_differentiable(row[2])]
+        if self.trained and taken and not any(row[-1] for row in judged):
+            raise not_differentiable(where, taken)
         found: list[Broken] = []
         for output, statuses in self._outputs(report):
-            for n, status in enumerate(statuses):
-                if free[n] or not (named[n] or self.only):
-                    continue
-                word = FLOWS if self.trained == bool(named[n]) else STOPPED
-                if (word == FLOWS) != (status == FLOWS):
-                    path, uses = report.parameters[n], report.uses[n]
-                    found.append(Broken(output, path, word, status, uses))
+            for n, path, _, uses, takes in judged:
+                word = FLOWS if self.trained == bool(takes) else STOPPED
+                is_wrong = (word == FLOWS) != (statuses[n] == FLOWS)
+                if is_wrong and (takes or self.only):
+                    place = _place(path, statuses[n], uses)
+                    found.append(Broken(output, path, word, statuses[n], place))
         return found
 
     def explained(self, broken: Sequence[Broken]) -> list[str]:
@@ -200,7 +194,7 @@ class Expectation:
             if self.only and expected == STOPPED:
                 what = f'other parameter{"s" * (len(group) > 1)}'
             text = f'{who} {trains} {len(group)} {what}: {", ".join(names)}.'
-            lines += [text, group[0].place()]
+            lines += [text, group[0].place]
         if len(groups) > 2:
             lines.append(f'{len({name for name, _ in groups})} outputs are wrong.')
         return lines
@@ -209,10 +203,8 @@ class Expectation:
         """The outputs to judge: a name, and a status for each parameter."""
         names = report.output_names
         if self.output is None:
-            together = [
-                next(status for status in (FLOWS, STOPPED, UNUSED) if status in column)
-                for column in zip(*report.status, strict=True)
-            ]
+            columns = zip(*report.status, strict=True)
+            together = [min(column, key=_BEST_FIRST.index) for column in columns]
             return [(names[0] if len(names) == 1 else 'together', together)]
         output, paths = filters.as_filter(self.output), _paths(names)
         for part in (*output.atoms, output):
@@ -221,6 +213,9 @@ class Expectation:
                 raise unknown_name('output', said, names)
         rows = zip(names, report.status, map(output, paths), strict=True)
         return [(name, row) for name, row, takes in rows if takes]
+
+
+_BEST_FIRST = (FLOWS, STOPPED, UNUSED)
 
 
 def _paths(names: Sequence[str]) -> list[Path]:
@@ -241,28 +236,19 @@ def _check(
     if not isinstance(loss, flow.GradientFlow):
         loss = flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
     elif args:
-        raise _missing_function(len(args))
-    if broken := expected.broken(loss):
-        raise _not_met(expected, expected.explained(broken))
-
-
-def _not_met(expected: Expectation, lines: Sequence[str]) -> errors.ExpectationError:
-    """A loss trains something else than it is expected to."""
+        several = '1 argument' if len(args) == 1 else f'{len(args)} arguments'
+        raise errors.ArgumentTypeError(
+            f'A report was given with {several}, but it was made with its own.\n'
+            'Leave the arguments out, or give the function instead of the report.'
+        )
+    broken = expected.broken(loss)
+    if not broken:
+        return
     what = 'a gradient' if expected.trained else 'no gradient'
-    where = expected.where
-    if not isinstance(where, str):
-        where = filters.as_filter(where)
-    who = 'all parameters' if where == filters.as_filter(True) else repr(where)
+    where = filters.as_filter(expected.where)
+    shown = repr(expected.where if isinstance(expected.where, str) else where)
+    who = 'all parameters' if where == filters.as_filter(True) else shown
     rest = ' and to nothing else' * expected.only
-    but = '\n'.join(lines)
+    but = '\n'.join(expected.explained(broken))
     but = but[0].lower() + but[1:]
-    return errors.ExpectationError(f'Expected {what} to {who}{rest}, but {but}')
-
-
-def _missing_function(count: int) -> errors.ArgumentTypeError:
-    """Arguments are given together with a report, which has its own."""
-    several = '1 argument' if count == 1 else f'{count} arguments'
-    return errors.ArgumentTypeError(
-        f'A report was given with {several}, but it was made with its own.\n'
-        'Leave the arguments out, or give the function instead of the report.'
-    )
+    raise errors.ExpectationError(f'Expected {what} to {who}{rest}, but {but}')

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax.core import freeze
@@ -42,11 +41,10 @@ def stepped(tx: Any, grads: Any) -> None:
     state.apply_gradients(grads=grads)
 
 
-def traced(tree: Any) -> Any:
-    return optax.TraceState(tree)
-
-
-PRUNED = {'body': {'w': 2.0}, 'head': {'w': sg.ABSENT}}
+OTHER_STATE = (
+    'the state does not belong to what sg.freeze trains of these parameters.\n'
+    'Make it with tx.init(params), or keep what it knows: tx.adopt(state, params).'
+)
 NOTHING = (
     "Glob('haed/w') matches none of the 2 variables.\n"
     "Did you mean 'head/w'?\n"
@@ -85,30 +83,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "  'tail/w': in the updates, not in the parameters; nearest there: "
         "'head/w'",
     ),
-    'pruned gradients for an optimizer of all': (
-        lambda: stepped(optax.sgd(0.1), HEAD),
-        errors.StructureError,
-        "there is nothing at 'body/w' in the gradient, and it is not frozen in the "
-        'optimizer.\n'
-        'Freeze it: sg.TrainState.create(..., tx=sg.freeze(tx, where)).',
-    ),
-    'gradients in another kind of dict': (
-        lambda: stepped(optax.sgd(0.1), freeze(PARAMS)),
-        errors.StructureError,
-        'the parameters and the gradient have different structures.\n'
-        f'  the parameters: {jax.tree.structure(PARAMS)}\n'
-        f'  the gradient: {jax.tree.structure(freeze(PARAMS))}',
-    ),
     'a state in another kind of dict': (
         lambda: sg.freeze(optax.trace(0.9), 'head/w').update(
             PARAMS, sg.freeze(optax.trace(0.9), 'head/w').init(freeze(PARAMS)), PARAMS
         ),
         errors.StructureError,
-        'the state for what is trained and the state that was given have different '
-        'structures.\n'
-        f'  the state for what is trained: {jax.tree.structure(traced(PRUNED))}\n'
-        '  the state that was given: '
-        f'{jax.tree.structure(traced(freeze(PRUNED)))}',
+        OTHER_STATE,
     ),
     'pruned updates for a function of optax': (
         lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
@@ -130,14 +110,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'the state of another selection': (
         lambda: state_of('body/w'),
         errors.StructureError,
-        'the state for what is trained and the state that was given have '
-        'different structures.\n'
-        "  \"[0].trace['body']['w']\": in the state for what is trained, not "
-        'in the state that was given; nearest there: '
-        "\"[0].trace['head']['w']\"\n"
-        "  \"[0].trace['head']['w']\": in the state that was given, not in "
-        'the state for what is trained; nearest there: '
-        "\"[0].trace['body']['w']\"",
+        OTHER_STATE,
     ),
     'gradients of other parameters': (
         lambda: gradients({'tail': {'w': 1.0}}),
@@ -281,10 +254,6 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         PARAMS, {'head': 'head/**', 'body': 'body/**'}
     ),
     'updates for what is no parameter': lambda: sg.apply_updates(PARAMS, HEAD),
-    'pruned gradients for an optimizer of all': lambda: stepped(
-        sg.freeze(optax.sgd(0.1), 'body/w'), HEAD
-    ),
-    'gradients in another kind of dict': lambda: stepped(optax.sgd(0.1), PARAMS),
     'a state in another kind of dict': lambda: state_of('head/w'),
     'pruned updates for a function of optax': lambda: sg.apply_updates(
         PARAMS, sg.grad(product, wrt='head/w')(PARAMS)

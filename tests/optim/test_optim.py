@@ -20,7 +20,8 @@ from flax.core.meta import Partitioned
 import flax_sg as sg
 import oracle
 import programs
-from flax_sg import errors, optim, testing
+from flax_sg import errors, testing
+from flax_sg.optim import masks
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -622,14 +623,8 @@ def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit(
     with pytest.raises(ValueError, match=r'^of its own$'):
         tx.update(params, state, params)
     other = frozen_dict(state.inner_state)
-    with pytest.raises(errors.StructureError) as caught:
+    with pytest.raises(errors.StructureError, match='does not belong'):
         tx.update(params, state._replace(inner_state=other), params)
-    what = 'the state for what is trained', 'the state that was given'
-    structures = map(jax.tree.structure, (state.inner_state, other))
-    assert str(caught.value).splitlines() == [
-        f'{what[0]} and {what[1]} have different structures.',
-        *(f'  {name}: {has}' for name, has in zip(what, structures, strict=True)),
-    ]
 
 
 def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
@@ -710,10 +705,10 @@ def test_bad_input():
     for grads, given, params, said in (
         (lacks, state, PARAMS, "'head/kernel'"),
         # Trees that changed between the calls.
-        (extra, state, more, "'new'"),
+        (extra, state, more, 'does not belong'),
         (extra, state, PARAMS, 'new/w'),
         # The state of another selection.
-        (GRADS, other, PARAMS, r"\['layer_0'\]"),
+        (GRADS, other, PARAMS, 'does not belong'),
     ):
         with pytest.raises(errors.StructureError, match=said):
             tx.update(grads, given, params)
@@ -747,6 +742,6 @@ def test_trees_of_other_kinds(make):
     new = sg.apply_updates(params, updates)
     assert jax.tree.structure(new) == jax.tree.structure(params)
     moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), new, params)
-    names = [str(p) for p in optim.masks.parameters_of(params).paths]
+    names = [str(p) for p in masks.parameters_of(params).paths]
     for name, has in zip(names, jax.tree.leaves(moved), strict=True):
         assert has == name.endswith('bias')

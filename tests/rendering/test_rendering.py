@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flax_sg.flow import statuses
-from flax_sg.flow.statuses import WORDS
+from flax_sg.flow import report as statuses
+from flax_sg.flow.report import WORDS
 from flax_sg.rendering import pictures, text
-from flax_sg.rendering.groups import repeated
+from flax_sg.rendering.text import repeated
 from reports import LIVE, LOSSES, STOPPED, report
 
 MATRIX = """\
@@ -186,18 +186,6 @@ def test_a_row_hides_no_unused_member():
     assert lines[1] == 'stopped  enc (bias), head'
     assert lines[2] == '-        enc (kernel)'
     assert lines[5] == 'stopped  enc, head (kernel)'
-
-
-def test_where_parameters_have_no_rows_a_note_says_what_is_hidden():
-    note = 'Not used in rows with the word stopped: '
-    notes = {
-        1: f'{note}1 parameter of enc, 1 parameter of head.',
-        0: f'{note}2 parameters of (no module).',
-    }
-    for depth, expected in notes.items():
-        assert HIDING.table(depth, width=100).splitlines()[-1] == expected
-        assert HIDING.matrix(depth).html().endswith(f'<p>{expected}</p>')
-    assert note not in HIDING.table(width=100) + LOSSES.table(depth=1, width=100)
 
 
 def test_equal_rows_of_repeated_layers_are_one_row():

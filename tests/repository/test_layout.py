@@ -38,7 +38,6 @@ STACK = [
     'summary',
     'testing',
     'demo',
-    'commandline',
 ]
 
 Check = Callable[[Path], list[str]]

@@ -66,7 +66,7 @@ def test_every_lower_bound_of_the_core_is_stated():
 
 
 def test_the_demo_is_an_extra(metadata: email.message.Message):
-    assert requirements(metadata, 'demo') == {'scikit-learn', 'matplotlib'}
+    assert requirements(metadata, 'demo') == {'scikit-learn'}
 
 
 def test_pictures_are_an_extra(metadata: email.message.Message):

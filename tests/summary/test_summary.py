@@ -12,7 +12,7 @@ import flax_sg as sg
 from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.summary import modules, programs
+from flax_sg.summary import modules
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -20,7 +20,7 @@ X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
 def rows_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any) -> Any:
     """The rows by path."""
-    program = programs.program_of(module, rngs, args, kwargs)
+    program = modules.program_of(module, rngs, args, kwargs)
     rows = modules.rows_of(program.classes, program.parameters())
     return {'/'.join(row.names): row for row in rows}
 
