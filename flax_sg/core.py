@@ -3,5 +3,97 @@
 ``lift`` takes any rewrite to a function of a scope; ``stop_gradient`` is a short form.
 """
 
-from flax_sg.forms.on_scopes import lift as lift
-from flax_sg.forms.on_scopes import stop_gradient as stop_gradient
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flax.core.scope import CollectionFilter, Scope
+
+from flax_sg import filters
+from flax_sg.engine import extents
+from flax_sg.forms import reads
+from flax_sg.rules import rules
+
+__all__ = ['lift', 'stop_gradient']
+
+
+def lift(fn: Callable[..., Any], rewrite: rules.Rewrite) -> Callable[..., Any]:
+    """Lifts a function of a scope so that it reads rewritten variables.
+
+    >>> import jax.numpy as jnp
+    >>> from flax.core import apply
+    >>> from flax_sg import core
+    >>> from flax_sg import linen as nn
+    >>> def shift(scope, x):
+    ...     return x + scope.get_variable('params', 'bias')
+    >>> shifted = core.lift(shift, nn.substitute({'bias': jnp.ones(())}))
+    >>> float(apply(shifted)({'params': {'bias': jnp.zeros(())}}, 1.0))
+    2.0
+
+    Args:
+        fn: a function ``(scope, *args, **kwargs)``.
+        rewrite: a rule and the variables it applies to, such as
+            ``nn.stop_gradient('kernel')`` or ``nn.read_only(True)``. Paths are
+            relative to ``scope``.
+
+    Returns:
+        A function with the signature of ``fn``.
+
+    Raises:
+        UnusedFilterError: at the end of a call, if a part of the filter took nothing.
+    """
+
+    # A scope in which ``fn`` may declare what the caller has declared before.
+    @functools.wraps(fn)
+    def wrapper(scope: Scope, *args: Any, **kwargs: Any) -> Any:
+        with extents.Extent(rewrite, scope):
+            return fn(scope.rewound(), *args, **kwargs)
+
+    return wrapper
+
+
+def stop_gradient(
+    fn: Callable[..., Any],
+    where: filters.Where,
+    collections: CollectionFilter = 'params',
+    *,
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """Lifts a function of a scope so that no gradient reaches the chosen variables.
+
+    Values, random streams and what ``fn`` writes are those of ``fn``. It is
+    ``lift(fn, nn.stop_gradient(where))``.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax.core import apply
+    >>> from flax_sg import core
+    >>> def dense(scope, x):
+    ...     kernel = scope.param('kernel', jax.nn.initializers.ones, (2, 1))
+    ...     bias = scope.param('bias', jax.nn.initializers.ones, (1, 1))
+    ...     return jnp.sum(x @ kernel + bias)
+    >>> frozen = core.stop_gradient(dense, 'kernel')
+    >>> params = {'kernel': jnp.ones((2, 1)), 'bias': jnp.ones((1, 1))}
+    >>> x = jnp.ones((3, 2))
+    >>> grads = jax.grad(lambda p: apply(frozen)({'params': p}, x))(params)
+    >>> grads['kernel'].tolist(), grads['bias'].tolist()
+    ([[0.0], [0.0]], [[3.0]])
+
+    Args:
+        fn: a function ``(scope, *args, **kwargs)``.
+        where: the variables to stop, any kind of filter, by paths relative to
+            ``scope``.
+        collections: the collections that ``where`` looks at.
+        unused: what to do if a part of ``where`` took no variable, ``'raise'`` or
+            ``'ignore'``.
+
+    Returns:
+        A function with the signature of ``fn``.
+
+    Raises:
+        FilterTypeError: if ``where`` is no filter.
+        UnusedFilterError: as ``lift``.
+    """
+    rewrite = reads.stop_gradient(where, collections=collections, unused=unused)
+    return lift(fn, rewrite)

@@ -24,10 +24,10 @@ from flax_sg.forms.cotangents import replace_cotangent as replace_cotangent
 from flax_sg.forms.cotangents import reverse_gradient as reverse_gradient
 from flax_sg.forms.cotangents import scale_gradient as scale_gradient
 from flax_sg.forms.mirror import mirror as mirror
-from flax_sg.forms.stops import read_only as read_only
-from flax_sg.forms.stops import stop_gradient as stop_gradient
-from flax_sg.forms.stops import train_only as train_only
-from flax_sg.forms.substitute import substitute as substitute
+from flax_sg.forms.reads import read_only as read_only
+from flax_sg.forms.reads import stop_gradient as stop_gradient
+from flax_sg.forms.reads import substitute as substitute
+from flax_sg.forms.reads import train_only as train_only
 from flax_sg.forms.wrappers import Frozen as Frozen
 from flax_sg.scans.layers import scan as scan
 

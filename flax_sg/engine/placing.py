@@ -25,7 +25,7 @@ from flax_sg.engine import selection
 from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.selection import path_of
 from flax_sg.internals import tracing
-from flax_sg.rules import readers
+from flax_sg.rules import cotangents
 from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import Key, find, iter_variables, leaf_keys, leaves_of
@@ -92,7 +92,7 @@ def rewritten(block: Block, root: Root, key: Key, leaf: Any, view: View) -> Any:
             return _applied(block, root, key, leaf)
     path = path_of(block, root, key)
     made = made_by(block)
-    if leaf in made or not readers.has_cotangent(block.rewrite, path, leaf):
+    if leaf in made or not cotangents.has_cotangent(block.rewrite, path, leaf):
         return leaf
     if rule.jointly:
         selection.note_all(block, root)
@@ -206,9 +206,9 @@ class _Joint:
                 leaf_keys(key, value), leaves_of(value), strict=True
             ):
                 stored.setdefault(leaf_key, []).append(leaf)
-        reader = readers.Reader(stored, _owner(block, root))
+        tree = stored, _owner(block, root)
         with _begin(block, root, [leaf for _, leaves in selected for leaf in leaves]):
-            together = block.rewrite.rule.together(selected, reader)
+            together = block.rewrite.rule.together(selected, tree)
             seen = [
                 (
                     key,

@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from flax.core.scope import CollectionFilter
 
 from flax_sg import errors, filters
 from flax_sg.forms import rewrites
 from flax_sg.internals import tracing
-from flax_sg.rules import constants, cotangents, rules
+from flax_sg.rules import cotangents, rules
 
 
 def map_cotangent(
@@ -72,7 +73,7 @@ def map_cotangent(
         parameter that no output depends on. Asked for at the end of google/flax issue
         #1857.
     """
-    rule = cotangents.Map(fn, tuple(map(constants.owned, values)))
+    rule = cotangents.through(fn, list(map(_owned, values)))
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -111,7 +112,7 @@ def scale_gradient(
     Raises:
         ArgumentValueError: if ``factor`` is not one number.
     """
-    rule = cotangents.Scale(constants.number('factor', factor))
+    rule = cotangents.Scale(_array('factor', factor, single=True))
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -147,7 +148,7 @@ def reverse_gradient(
     Note:
         Domain-adversarial training (Ganin and Lempitsky, 2015).
     """
-    rule = cotangents.Scale(-constants.number('factor', factor))
+    rule = cotangents.Scale(-_array('factor', factor, single=True))
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -193,11 +194,6 @@ def clip_gradient(
         BlockError: for ``global_norm`` in the body of a transform, if the
             selected modules come there by different ways.
     """
-    made: dict[str, Callable[[Any], rules.Rule]] = {
-        'value': cotangents.clip_value,
-        'norm': cotangents.clip_norm,
-        'global_norm': cotangents.ClipGlobalNorm,
-    }
     bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     if len(given) != 1:
@@ -207,10 +203,15 @@ def clip_gradient(
             'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
         )
     [(name, bound)] = given.items()
-    number = constants.number(name, bound)
+    number = _array(name, bound, single=True)
     if not isinstance(bound, tracing.Tracer) and not bound >= 0:
         raise errors.ArgumentValueError(f'{name}={bound}: expected a number from 0 on.')
-    rule = made[name](number)
+    fns = {'value': cotangents.clipped_by_value, 'norm': cotangents.clipped_by_norm}
+    rule = (
+        cotangents.Each('clip_gradient', fns[name], number)
+        if name in fns
+        else cotangents.ClipGlobalNorm(number)
+    )
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -241,7 +242,7 @@ def print_cotangent(
         As ``map_cotangent``. ``jax.debug.callback`` prints, in compiled programs too,
         in no fixed order.
     """
-    rule = cotangents.printed()
+    rule = cotangents.Each('print_cotangent', cotangents.printed, asks_path=True)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -297,7 +298,7 @@ def replace_cotangent(
     rule: rules.Rule = (
         cotangents.Replace(variable, collection or 'params')
         if named
-        else cotangents.Fill(constants.array('value', value))
+        else cotangents.Fill(_array('value', value))
     )
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
@@ -348,3 +349,22 @@ def copy_cotangent(
     where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
     rule = cotangents.Copy(sources, add)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+
+
+def _owned(value: Any) -> Any:
+    """A value that nobody else writes to: numpy arrays are copied."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _array(name: str, value: Any, single: bool = False) -> Any:
+    """A number or an array; raises for anything else."""
+    known = isinstance(value, (bool, int, float, complex, np.ndarray, np.generic))
+    if not known and not hasattr(value, 'aval'):
+        raise errors.ArgumentValueError(
+            f'{name}={value!r}: expected a number or an array.'
+        )
+    if single and np.ndim(value):
+        raise errors.ArgumentValueError(
+            f'{name} has the shape {np.shape(value)}: expected one number.'
+        )
+    return _owned(value)

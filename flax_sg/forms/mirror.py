@@ -13,7 +13,7 @@ from flax.linen import nowrap
 from flax_sg import filters
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.paths import Path
-from flax_sg.forms import policies, substitute, wrappers
+from flax_sg.forms import calls, reads, wrappers
 from flax_sg.internals import modules
 from flax_sg.rules import rules
 
@@ -26,12 +26,13 @@ class Mirror(wrappers.Rewritten):
         rngs: which random numbers a call draws.
     """
 
-    state: str = policies.HOLD
+    state: str = calls.HOLD
     values: rules.Rewrite | None = None
-    rngs: str = policies.SAME
+    rngs: str = calls.SAME
 
     def __post_init__(self) -> None:
-        policies.check('rngs', self.rngs, policies.RNGS)
+        if self.rngs not in calls.RNGS:
+            raise unknown_choice('rngs', self.rngs, calls.RNGS)
         super().__post_init__()
 
     @nowrap
@@ -41,7 +42,7 @@ class Mirror(wrappers.Rewritten):
         values = contextlib.nullcontext()
         if self.values is not None:
             values = self._block(self.values, judge)
-        rngs = policies.handle_rngs(self.module, self.rngs)
+        rngs = calls.handle_rngs(self.module, self.rngs)
         with rngs, values, super()._extent(judge):
             yield
 
@@ -50,9 +51,9 @@ def mirror(
     module: Any,
     where: filters.Where = True,
     *,
-    variables: Mapping[str, Any] | substitute.Values | None = None,
-    rngs: str = policies.SAME,
-    state: str = policies.HOLD,
+    variables: Mapping[str, Any] | reads.Values | None = None,
+    rngs: str = calls.SAME,
+    state: str = calls.HOLD,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Any:
@@ -130,16 +131,16 @@ def mirror(
     """
     if not isinstance(module, modules.Module):
         raise wrappers.not_wrappable('mirror', module)
-    if variables is not None and state == policies.UPDATE:
-        choices = {k: v for k, v in policies.STATE.items() if k != state}
+    if variables is not None and state == calls.UPDATE:
+        choices = {k: v for k, v in calls.STATE.items() if k != state}
         raise unknown_choice('with variables=, state', state, choices)
     values = None
     if isinstance(variables, Mapping):
-        values = substitute.substitute(variables, collections=[*variables])
+        values = reads.substitute(variables, collections=[*variables])
         # A variable that the tree lacks is a mistake: its read raises.
         values = dataclasses.replace(values, where=values.where | _is_own)
     elif variables is not None:
-        values = substitute.substitute(variables)
+        values = reads.substitute(variables)
     return Mirror(
         module,
         where,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from flax.core.scope import in_filter
@@ -10,13 +9,12 @@ from flax.core.scope import in_filter
 from flax_sg import filters
 from flax_sg.filters.names import unused_value
 from flax_sg.filters.paths import Path
-from flax_sg.forms import stops
-from flax_sg.rules import readers, rules, substitutes
+from flax_sg.forms import reads
+from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees import shape_check
 from flax_sg.trees.absent import is_absent
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
-    Leaves,
     check_unused,
     leaves_of,
     selected,
@@ -50,15 +48,32 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
         UnusedFilterError: if a part of the filter matches no leaf.
     """
     leaves = leaves_of(tree)
-    looked_at = [i for i, path in enumerate(leaves.paths) if _looks_at(rewrite, path)]
-    paths = [leaves.paths[i] for i in looked_at]
+    values, rule = list(leaves.values), rewrite.rule
+    looked_at = [
+        (i, path)
+        for i, path in enumerate(leaves.paths)
+        if in_filter(rewrite.collections, path.collection)
+        and path.collection != OVERWRITE_WITH_GRADIENT
+    ]
+    paths = [path for _, path in looked_at]
     [takes] = selected([paths], rewrite.where, rewrite.unused)
-    taken = {
-        i: said
-        for i, said in zip(looked_at, takes, strict=True)
-        if said and not is_absent(leaves.values[i])
-    }
-    return leaves.restore(_rewritten(rewrite, leaves, taken))
+    # The leaves in one box are those of one variable.
+    together: dict[tuple[str, Path], list[tuple[int, Any]]] = {}
+    for (i, path), said in zip(looked_at, takes, strict=True):
+        if not said or is_absent(values[i]):
+            continue
+        if not rule.in_extent or cotangents.has_cotangent(rewrite, path, values[i]):
+            together.setdefault((path.collection, path), []).append((i, said))
+    given = [(path, [values[i] for i, _ in of]) for (_, path), of in together.items()]
+    variables: dict[Any, list[Any]] = {}
+    for path, value in leaves:
+        key = path.collection, tuple(path.absolute.split('/'))
+        variables.setdefault(key, []).append(value)
+    made = rule.together(given, (variables, ()))
+    for of, new in zip(together.values(), made, strict=True):
+        for (i, said), leaf in zip(of, new, strict=True):
+            values[i] = filters.merged(said, leaf, values[i], leaves.paths[i])
+    return leaves.restore(values)
 
 
 def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> Any:
@@ -80,40 +95,7 @@ def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> 
     Returns:
         The tree; what is no array of real or complex numbers is what it was.
     """
-    return rewrite(tree, stops.stop_gradient(where, collections=True, unused=unused))
-
-
-def _looks_at(rewrite: rules.Rewrite, path: Path) -> bool:
-    fp8 = path.collection == OVERWRITE_WITH_GRADIENT
-    return not fp8 and in_filter(rewrite.collections, path.collection)
-
-
-def _rewritten(
-    rewrite: rules.Rewrite, leaves: Leaves, taken: Mapping[int, Any]
-) -> list[Any]:
-    """The leaves, of which some are meant, or a part of them."""
-    values = list(leaves.values)
-    if rewrite.rule.in_extent:
-        taken = {
-            i: said
-            for i, said in taken.items()
-            if readers.has_cotangent(rewrite, leaves.paths[i], values[i])
-        }
-    # The leaves in one box are those of one variable.
-    together: dict[tuple[str, Path], list[int]] = {}
-    for i in taken:
-        path = leaves.paths[i]
-        together.setdefault((path.collection, path), []).append(i)
-    given = [(path, [values[i] for i in i_s]) for (_, path), i_s in together.items()]
-    variables: dict[Any, list[Any]] = {}
-    for path, value in leaves:
-        key = path.collection, tuple(path.absolute.split('/'))
-        variables.setdefault(key, []).append(value)
-    made = rewrite.rule.together(given, readers.Reader(variables, ()))
-    for places, new in zip(together.values(), made, strict=True):
-        for i, leaf in zip(places, new, strict=True):
-            values[i] = filters.merged(taken[i], leaf, values[i], leaves.paths[i])
-    return values
+    return rewrite(tree, reads.stop_gradient(where, collections=True, unused=unused))
 
 
 def substitute(

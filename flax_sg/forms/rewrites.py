@@ -12,17 +12,15 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, overload
 
 from flax.core.scope import Scope
 
 from flax_sg import errors, filters
 from flax_sg.engine import extents
-from flax_sg.errors.texts import brief
 from flax_sg.forms import wrappers
 from flax_sg.internals import modules, places
 from flax_sg.rules import rules
@@ -37,8 +35,6 @@ _RUN_LATER = (
     inspect.isasyncgenfunction,
 )
 _NOT_RUN = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
-# What is no target: filters, and trees.
-_NO_TARGETS = (str, Mapping, Sequence, re.Pattern, filters.Filter)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -131,14 +127,18 @@ def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         )
     if isinstance(target, (staticmethod, classmethod)):
         return type(target)(_lifted(rewrite, target.__func__))
-    if isinstance(target, (type, filters.Filter)) or not callable(target):
+    if isinstance(target, type) or not _has_calls(target):
         raise _not_liftable(rewrite.rule.name, target)
     if inspect.ismethod(target) and isinstance(target.__self__, modules.Module):
-        method = target.__func__
-        return types.MethodType(
-            _lifted_function(rewrite, method, method), target.__self__
-        )
-    return _lifted_function(rewrite, target, modules.as_method(target))
+        lifted = _lifted_function(rewrite, target.__func__)
+        return types.MethodType(lifted, target.__self__)
+    return _lifted_function(rewrite, target)
+
+
+def _has_calls(target: Any) -> bool:
+    """Whether ``target`` is a class, or there can be a block around its calls."""
+    called = callable(target) or isinstance(target, classmethod)
+    return called and not isinstance(target, filters.Filter)
 
 
 def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
@@ -147,7 +147,7 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
         return functools.partial(cls, *target.args, **target.keywords)
     # The methods are as Flax has wrapped them: the block is around setup and all.
     lifted = {
-        name: _lifted_function(rewrite, getattr(target, name), getattr(target, name))
+        name: _lifted_function(rewrite, getattr(target, name))
         for name in _method_names(target, methods)
     }
     # The name is what Flax calls the module by: with another one its parameters
@@ -161,29 +161,21 @@ def _method_names(cls: type, methods: Any) -> tuple[str, ...]:
     methods = '__call__' if methods is None else methods
     several = isinstance(methods, Iterable) and not isinstance(methods, str)
     names: tuple[Any, ...] = tuple(methods) if several else (methods,)
-    if not all(isinstance(name, str) for name in names):
-        raise errors.UnknownNameError(
-            f'methods={methods!r} names no methods: expected their names, such as '
-            "methods=['encode'].",
-        )
-    for name in names:
+    for name in map(str, names):
         if not callable(getattr(cls, name, None)):
-            raise _unknown_method(name, cls)
+            close = difflib.get_close_matches(name, dir(cls), 3)
+            meant = f' Did you mean {" or ".join(map(repr, close))}?' if close else ''
+            raise errors.UnknownNameError(
+                f'{cls.__name__} has no method {name!r}.{meant}'
+            )
     return names
 
 
-def _lifted_function(
-    rewrite: rules.Rewrite, fn: Callable[..., Any], of_module: Callable[..., Any]
-) -> Any:
-    """A function with a block around each call.
-
-    Args:
-        rewrite: what holds in the blocks.
-        fn: a method in the body of its class, or any function.
-        of_module: what is called for a module whose methods are not running.
-    """
+def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
+    """A function or a method with a block around each call."""
     if any(is_kind(fn) for is_kind in _RUN_LATER):
         raise _runs_later(fn)
+    of_module = modules.as_method(fn)  # Called if no method of the module is running.
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -238,14 +230,20 @@ def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
     def with_target(*args: Any, methods: Any = None, **kwargs: Any) -> Any:
         given = len(args) + (first in kwargs)
         if given == 0:
-            raise _nothing_given(name, first)
+            example = (
+                "'encoder/**'" if first == 'where' else "{'encoder': {'bias': value}}"
+            )
+            raise errors.FilterTypeError(
+                f'nn.{name}() lacks its argument {first!r}.\n'
+                f'Write nn.{name}({example}).'
+            )
         if given == 1:
             if methods is not None:
                 raise _methods_without_class(methods)
             return make_of(*args, **kwargs)
         target, *rest = args
         rewrite = make_of(*rest, **kwargs)
-        if isinstance(target, _NO_TARGETS):
+        if not _has_calls(target):
             raise _not_liftable(name, target, rest[0] if rest else kwargs[first])
         return rewrite.lift(target, methods)
 
@@ -254,19 +252,6 @@ def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
 
 
 # What cannot be decorated, and what to write in place of it.
-
-_EXAMPLES = {'where': "'encoder/**'", 'values': "{'encoder': {'bias': value}}"}
-_TREE_FORMS = {
-    'stop_gradient': 'sg.stop_gradient(tree, where)',
-    'substitute': 'sg.substitute(tree, values)',
-}
-
-
-def _nothing_given(name: str, first: str) -> errors.FilterTypeError:
-    return errors.FilterTypeError(
-        f'nn.{name}() lacks its argument {first!r}.\n'
-        f'Write nn.{name}({_EXAMPLES[first]}).'
-    )
 
 
 def _not_liftable(
@@ -279,34 +264,16 @@ def _not_liftable(
         target: what was given.
         argument: what was given with it, as in ``nn.stop_gradient(target, argument)``.
     """
-    arrays = wrappers.arrays_in(target)
-    fix = wrappers.FOR_A_VALUE if hasattr(target, 'shape') else ''
+    fix, for_a_tree = '', f'sg.rewrite(tree, nn.{name}(...))'
+    if name in ('stop_gradient', 'substitute'):
+        for_a_tree = f'sg.{name}(tree, {"where" if name[:2] == "st" else "values"})'
     if name == 'substitute' and isinstance(argument, str):
         fix = f'To say which variables write where={argument!r}.'
-    elif arrays:
-        form = _TREE_FORMS.get(name, f'sg.rewrite(tree, nn.{name}(...))')
-        fix = wrappers.FOR_A_TREE.format(form)
-    elif argument is not None:
+    elif isinstance(target, str) and argument is not None:
         fix = f'For several filters write [{target!r}, {argument!r}].'
-    lines = [
-        f'nn.{name} cannot decorate {arrays or brief(target)}: expected a function, a '
-        'method, a Module class or a module.',
-        fix,
-    ]
-    return errors.ArgumentTypeError('\n'.join(filter(None, lines)))
-
-
-def _unknown_method(name: str, cls: type) -> errors.UnknownNameError:
-    """``methods=`` names a method that the class does not have."""
-    known = [
-        name
-        for name in dir(cls)
-        if callable(getattr(cls, name))
-        and (not name.startswith('__') or name == '__call__')
-    ]
-    close = difflib.get_close_matches(name, known, 3)
-    meant = f' Did you mean {" or ".join(map(repr, close))}?' if close else ''
-    return errors.UnknownNameError(f'{cls.__name__} has no method {name!r}.{meant}')
+    expected = 'expected a function, a method, a Module class or a module'
+    text = f'nn.{name} cannot decorate {{}}: {expected}.'
+    return wrappers.refused(text, target, fix, for_a_tree)
 
 
 def _methods_without_class(methods: object) -> errors.UnknownNameError:

@@ -28,8 +28,8 @@ from flax.linen import nowrap
 
 from flax_sg import errors, filters
 from flax_sg.engine import contents, extents
-from flax_sg.errors.texts import brief
-from flax_sg.forms import policies, protocols
+from flax_sg.errors.texts import brief, unknown_choice
+from flax_sg.forms import calls
 from flax_sg.internals import lifting, modules
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
@@ -57,7 +57,143 @@ class _ScopeOfModule:
             object.__setattr__(attributes['module'], 'scope', scope)
 
 
-class Rewritten(modules.Module):
+class _Forwards:
+    """The methods of a wrapper.
+
+    A class of its own: Flax wraps the methods of a Module class, and these may run
+    before the wrapper is bound, and between the calls of Flax's own methods.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Flax gives every class a ``scope`` of None.
+        setattr(cls, 'scope', _ScopeOfModule())  # noqa: B010
+
+    # What holds while the module is used.
+
+    @contextlib.contextmanager
+    def _extent(self: Any, judge: bool) -> Generator[None]:
+        """The block is open, and state is treated as ``state`` says.
+
+        Args:
+            judge: whether to raise if a filter took no variable.
+        """
+        state = calls.handle_state(self.module, self.state)
+        with state, self._block(self._rewrite, judge):
+            yield
+
+    def _block(self: Any, rewrite: rules.Rewrite, judge: bool) -> extents.Extent:
+        owner = self.module if self.within is None else self.within
+        judged = extents.EXISTENCE if judge else extents.NOTHING
+        return extents.Extent(rewrite, owner.scope, judged)
+
+    def _stand_for(self: Any, module: Any) -> None:
+        new = not modules.is_started(self)
+        names = {self.name, module.name} - {None}
+        if new and len(names) > 1:
+            raise _named(type(self).__name__, str(self.name), module)
+        modules.start(self)
+        object.__setattr__(self, 'module', module)
+        modules.stand_in(self, module)
+
+    # What is asked of it.
+
+    @functools.partial(calls.OfModule, made=calls.forwards)
+    @nowrap  # For transforms of the class.
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the wrapped module."""
+        return self._run('__call__', args, kwargs)
+
+    get_variable: Any = calls.forwards('get_variable', modules.Module.get_variable)
+    put_variable: Any = calls.forwards('put_variable', modules.Module.put_variable)
+    # With these a program starts a module; ``Module.init`` calls ``init_with_output``.
+    apply: Any = calls.OfModule(modules.Module.apply, calls.starts)
+    init: Any = calls.OfModule(modules.Module.init, calls.starts)
+    init_with_output: Any = calls.OfModule(
+        modules.Module.init_with_output, calls.starts
+    )
+    lazy_init: Any = calls.OfModule(modules.Module.lazy_init, calls.starts)
+
+    def _run(
+        self: Any, name: str, args: Any, kwargs: Any, intercept: bool = True
+    ) -> Any:
+        scope = self.scope
+        if scope is None:
+            return getattr(self.module, name)(*args, **kwargs)
+        if intercept:
+            method = calls.intercepted(self, name, innermost(self))
+            if method is not None:
+                return modules.run_interceptors(method, self, args, kwargs)
+        # At initialization other methods may create a part of the variables.
+        judge = name == '__call__' or not scope.get_flag('initializing', False)
+
+        def use(wrapper: Any) -> Any:
+            with wrapper._extent(judge):
+                return getattr(wrapper.module, name)(*args, **kwargs)
+
+        if lifting.is_in_scan(scope):
+            fields = modules.field_leaves(self)
+            functions = [leaf for leaf in fields if isinstance(leaf, _FUNCTIONS)]
+            # A call may use modules that belong to another trace.
+            if not contents.holds_modules((args, kwargs, functions)):
+                return residuals.stop_again(self, use)
+            residuals.warn(type(self).__name__, innermost(self))
+        return use(self)
+
+    def __getattr__(self: Any, name: str) -> Any:
+        """What the wrapped module has under this name, as seen in the extent."""
+        special = name.startswith('__') and name.endswith('__')
+        if special or 'module' not in vars(self) or name in self.__dataclass_fields__:
+            raise AttributeError(
+                f'{type(self).__name__!r} object has no attribute {name!r}'
+            )
+        if self.scope is None:
+            return self._seen(name, getattr(self.module, name))
+        with self._extent(judge=False):
+            return self._seen(name, getattr(self.module, name))
+
+    def __kontext_keys__(self: Any) -> dict[str, str]:
+        """The keys of the wrapped module, for Kauldron, which asks the class."""
+        kontext: Any = importlib.import_module('kauldron.kontext')
+        return kontext.get_keypaths(self.module)
+
+    @property
+    def variables(self: Any) -> Mapping[str, Mapping[str, Any]]:
+        """The variables of the wrapped module, as seen in the extent."""
+        return self.__getattr__('variables')
+
+    def _seen(self: Any, name: str, value: Any) -> Any:
+        """What somebody outside of the extent gets for a value of the module."""
+        if inspect.ismethod(value) and value.__self__ is self.module:
+            return types.MethodType(calls.forwards(name, value.__func__), self)
+        if self.scope is None:
+            return value
+        if isinstance(value, modules.Module):
+            return self._part(value)
+        if isinstance(value, modules.Variable):
+            return _Variable(self._part(self.module)._in_extent, value)
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self._seen(name, item) for item in value)
+        if isinstance(value, (dict, FrozenDict)):
+            return type(value)({k: self._seen(name, v) for k, v in value.items()})
+        if isinstance(value, _FUNCTIONS) and contents.holds_modules(value):
+            return self._part(self.module)._in_extent(value)
+        return value
+
+    def _part(self: Any, part: Any) -> Any:
+        """A wrapper of a part of the module, with the same paths."""
+        within = self.module if self.within is None else self.within
+        return self.clone(module=part, within=within, name=None)
+
+    def _in_extent(self: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def in_extent(*args: Any, **kwargs: Any) -> Any:
+            with self._extent(judge=False):
+                return fn(*args, **kwargs)
+
+        return functools.update_wrapper(in_extent, fn, updated=())
+
+
+class Rewritten(_Forwards, modules.Module):
     """Stands for ``module``, at its place in the tree, and forwards to it.
 
     Attributes:
@@ -73,58 +209,18 @@ class Rewritten(modules.Module):
     module: Any
     where: Any = True
     collections: Any = 'params'
-    state: str = policies.UPDATE
+    state: str = calls.UPDATE
     unused: str = 'raise'
     rule: rules.Rule = rules.StopGradient()
     within: Any = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Flax gives every class a ``scope`` of None.
-        setattr(cls, 'scope', _ScopeOfModule())  # noqa: B010
-
-    # What holds while the module is used.
-
-    @nowrap
-    @contextlib.contextmanager
-    def _extent(self, judge: bool) -> Generator[None]:
-        """The block is open, and state is treated as ``state`` says.
-
-        Args:
-            judge: whether to raise if a filter took no variable.
-        """
-        state = policies.handle_state(self.module, self.state)
-        with state, self._block(self._rewrite, judge):
-            yield
-
-    @nowrap
-    def _block(self, rewrite: rules.Rewrite, judge: bool) -> extents.Extent:
-        owner = self.module if self.within is None else self.within
-        judged = extents.EXISTENCE if judge else extents.NOTHING
-        return extents.Extent(rewrite, owner.scope, judged)
-
-    @nowrap
-    def _around(self, name: str, judge: bool) -> extents.Extent:
-        """What holds while ``apply`` or another method of the unbound module runs.
-
-        The module is not bound yet, so it is the root of its tree.
-
-        Args:
-            name: the name of the method.
-            judge: as in ``_extent``.
-        """
-        if self.state != policies.UPDATE:
-            raise _has_its_own(self, name)
-        return self._block(self._rewrite, judge)
-
-    # Where it stands.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'where', filters.as_filter(self.where))
         rewrite = rules.Rewrite(self.where, self.rule, self.collections, self.unused)
         object.__setattr__(self, 'collections', rewrite.collections)
         object.__setattr__(self, '_rewrite', rewrite)
-        policies.check('state', self.state, policies.STATE)
+        if self.state not in calls.STATE:
+            raise unknown_choice('state', self.state, calls.STATE)
         if not isinstance(self.module, modules.Module):
             raise not_wrappable(type(self).__name__, self.module)
         place = modules.place_of(self)
@@ -140,16 +236,6 @@ class Rewritten(modules.Module):
         super().__post_init__()
 
     @nowrap
-    def _stand_for(self, module: Any) -> None:
-        new = not modules.is_started(self)
-        names = {self.name, module.name} - {None}
-        if new and len(names) > 1:
-            raise _named(type(self).__name__, str(self.name), module)
-        modules.start(self)
-        object.__setattr__(self, 'module', module)
-        modules.stand_in(self, module)
-
-    @nowrap
     def _register_submodules(self, name: str, val: Any) -> None:
         if name not in ('module', 'within', 'origin'):
             super()._register_submodules(name, val)
@@ -157,44 +243,6 @@ class Rewritten(modules.Module):
             module = modules.bind_at(val, self.scope, self.name)
             object.__setattr__(self, 'module', module)
             modules.stand_in(self, module)
-
-    # What is asked of it.
-
-    @protocols.shown
-    @nowrap
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the wrapped module."""
-        return self._run('__call__', args, kwargs)
-
-    @nowrap
-    def _run(self, name: str, args: Any, kwargs: Any, intercept: bool = True) -> Any:
-        scope = self.scope
-        if scope is None:
-            return getattr(self.module, name)(*args, **kwargs)
-        if intercept:
-            method = protocols.intercepted(self, name, innermost(self.module))
-            if method is not None:
-                return modules.run_interceptors(method, self, args, kwargs)
-        # At initialization other methods may create a part of the variables.
-        judge = name == '__call__' or not scope.get_flag('initializing', False)
-
-        def use(wrapper: Any) -> Any:
-            with wrapper._extent(judge):
-                return getattr(wrapper.module, name)(*args, **kwargs)
-
-        if lifting.is_in_scan(scope):
-            if not self._borrows(args, kwargs):
-                return residuals.stop_again(self, use)
-            residuals.warn(type(self).__name__, innermost(self.module))
-        return use(self)
-
-    @nowrap
-    def _borrows(self, *args: Any) -> bool:
-        """Whether a call may use modules that belong to another trace."""
-        functions = [
-            leaf for leaf in modules.field_leaves(self) if isinstance(leaf, _FUNCTIONS)
-        ]
-        return contents.holds_modules((args, functions))
 
     @nowrap
     def _try_setup(self, shallow: bool = False) -> None:
@@ -213,82 +261,10 @@ class Rewritten(modules.Module):
     @nowrap
     def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
         # ``apply(variables, x, method=nn.Embed.attend)`` calls it with the wrapper.
-        of_module = modules.is_method_of(fun, type(innermost(self.module)))
+        of_module = modules.is_method_of(fun, type(innermost(self)))
         if of_module and not modules.is_method_of(fun, type(self)):
             return self._run(fun.__name__, args, kwargs)
         return super()._call_wrapped_method(fun, args, kwargs)
-
-    @nowrap
-    def __getattr__(self, name: str) -> Any:
-        """What the wrapped module has under this name, as seen in the extent."""
-        special = name.startswith('__') and name.endswith('__')
-        if special or 'module' not in vars(self) or name in self.__dataclass_fields__:
-            raise AttributeError(
-                f'{type(self).__name__!r} object has no attribute {name!r}'
-            )
-        if self.scope is None:
-            return self._seen(name, getattr(self.module, name))
-        with self._extent(judge=False):
-            return self._seen(name, getattr(self.module, name))
-
-    @nowrap
-    def __kontext_keys__(self) -> dict[str, str]:
-        """The keys of the wrapped module, for Kauldron, which asks the class."""
-        kontext: Any = importlib.import_module('kauldron.kontext')
-        return kontext.get_keypaths(self.module)
-
-    @property
-    def variables(self) -> Mapping[str, Mapping[str, Any]]:
-        """The variables of the wrapped module, as seen in the extent."""
-        return self.__getattr__('variables')
-
-    @nowrap
-    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
-        """A variable of the wrapped module, as seen in the extent."""
-        return self._run('get_variable', (col, name, default), {})
-
-    @nowrap
-    def put_variable(self, col: str, name: str, value: Any) -> None:
-        """Writes a variable of the wrapped module, in the extent."""
-        self._run('put_variable', (col, name, value), {})
-
-    @nowrap
-    def _seen(self, name: str, value: Any) -> Any:
-        """What somebody outside of the extent gets for a value of the module."""
-        if inspect.ismethod(value) and value.__self__ is self.module:
-            return types.MethodType(protocols.forwards(name, value.__func__), self)
-        if self.scope is None:
-            return value
-        if isinstance(value, modules.Module):
-            return self._part(value)
-        if isinstance(value, modules.Variable):
-            return _Variable(self._part(self.module)._in_extent, value)
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)(self._seen(name, item) for item in value)
-        if isinstance(value, (dict, FrozenDict)):
-            return type(value)({k: self._seen(name, v) for k, v in value.items()})
-        if isinstance(value, _FUNCTIONS) and contents.holds_modules(value):
-            return self._part(self.module)._in_extent(value)
-        return value
-
-    @nowrap
-    def _part(self, part: Any) -> Any:
-        """A wrapper of a part of the module, with the same paths."""
-        within = self.module if self.within is None else self.within
-        return self.clone(module=part, within=within, name=None)
-
-    @nowrap
-    def _in_extent(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def in_extent(*args: Any, **kwargs: Any) -> Any:
-            with self._extent(judge=False):
-                return fn(*args, **kwargs)
-
-        return functools.update_wrapper(in_extent, fn, updated=())
-
-
-setattr(Rewritten, 'scope', _ScopeOfModule())  # noqa: B010
-for _name in protocols.STARTS:
-    setattr(Rewritten, _name, protocols.starts(_name))
 
 
 class Frozen(Rewritten):
@@ -410,21 +386,34 @@ class _Variable(modules.Variable[Any]):
     value: Any = property(_value, _set_value)
 
 
-FOR_A_VALUE = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
-FOR_A_TREE = 'For a tree of parameters write {}.'
+def refused(
+    text: str,
+    target: Any,
+    fix: str = '',
+    for_a_tree: str = 'sg.stop_gradient(tree, where)',
+) -> errors.ArgumentTypeError:
+    """The error for what is no module, class or function.
 
-
-def arrays_in(tree: object) -> str:
-    """How many arrays a tree holds, in words; '' for what is no tree of arrays."""
-    leaves = jax.tree_util.tree_leaves(tree)
-    count = sum(hasattr(x, 'shape') and x is not tree for x in leaves)
-    plural = 's' if count > 1 else ''
-    return f'a {type(tree).__name__} of {count} array{plural}' if count else ''
+    Args:
+        text: the first line, with a place for what was given.
+        target: what was given.
+        fix: what to write instead.
+        for_a_tree: the same, for a tree of arrays.
+    """
+    what = brief(target)
+    leaves = jax.tree_util.tree_leaves(target)
+    arrays = sum(hasattr(leaf, 'shape') for leaf in leaves)
+    if hasattr(target, 'shape'):
+        fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
+    elif arrays:
+        what = f'a {type(target).__name__} of {arrays} array{"s" if arrays > 1 else ""}'
+        fix = fix or f'For a tree of parameters write {for_a_tree}.'
+    return errors.ArgumentTypeError(f'{text.format(what)}\n{fix}'.rstrip())
 
 
 def not_wrappable(wrapper: str, target: Any) -> errors.ArgumentTypeError:
     """Something was given to ``nn.Frozen`` or ``nn.mirror`` that is no module."""
-    what, fix = brief(target), ''
+    text, fix = f'nn.{wrapper} wraps a Module instance, and was given {{}}.', ''
     if target is None:
         fix = 'Has the module been made? setup assigns attributes.'
     elif isinstance(target, type) and issubclass(target, modules.Module):
@@ -435,14 +424,9 @@ def not_wrappable(wrapper: str, target: Any) -> errors.ArgumentTypeError:
         )
     elif callable(target):
         name = getattr(target, '__qualname__', type(target).__name__)
-        what = f'the function {name}'
+        text = text.format(f'the function {name}')
         fix = 'For a function write nn.stop_gradient(fn, where).'
-    elif hasattr(target, 'shape'):
-        fix = FOR_A_VALUE
-    elif arrays := arrays_in(target):
-        what, fix = arrays, FOR_A_TREE.format('sg.stop_gradient(tree, where)')
-    lines = [f'nn.{wrapper} wraps a Module instance, and was given {what}.', fix]
-    return errors.ArgumentTypeError('\n'.join(filter(None, lines)))
+    return refused(text, target, fix)
 
 
 def _named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:
@@ -453,17 +437,4 @@ def _named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:
         f'{"/".join(module.scope.path)!r} already, and the wrapper has no place of '
         'its own.\n'
         f'Name the module: nn.{wrapper}({cls}(..., name={name!r})).'
-    )
-
-
-def _has_its_own(wrapper: Any, method: str) -> errors.ArgumentTypeError:
-    """The module overrides ``apply`` or ``init``, and its state is to be held."""
-    call = {'Mirror': 'mirror'}.get(type(wrapper).__name__, 'Frozen')
-    name = type(wrapper.module).__name__
-    return errors.ArgumentTypeError(
-        f'nn.{call}({name}(...), state={wrapper.state!r}): {name} defines its own '
-        f'{method}, which the wrapper calls in a block.\n'
-        'A block stops gradients; it does not hold state or show other variables.\n'
-        f'Open the block yourself: with nn.stop_gradient(where): '
-        f'{name}(...).{method}(...).',
     )

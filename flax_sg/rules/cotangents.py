@@ -10,24 +10,40 @@ import functools
 import graphlib
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief, shown
-from flax_sg.filters import predicates
+from flax_sg.filters import hints, paths, predicates
 from flax_sg.filters.paths import Path
-from flax_sg.rules import constants, custom_gradients, rules
+from flax_sg.internals import tracing
+from flax_sg.rules import custom_gradients, rules
+from flax_sg.trees.leaves import is_differentiable
 
-# ``(path, cotangent, *brought)``; returns the cotangent to go on with.
-MapOne: TypeAlias = Callable[..., Any]
+
+def has_cotangent(rewrite: rules.Rewrite, path: Path, leaf: Any) -> bool:
+    """Whether a rule on cotangents has to act on a leaf.
+
+    Raises:
+        CotangentError: if the leaf was selected by name and cannot have a cotangent.
+    """
+    if not is_differentiable(leaf):
+        # As in every rule: True skips such leaves, and selecting one by name fails.
+        if rewrite.where.atoms:
+            raise errors.CotangentError(
+                f'{rewrite} selects {str(path)!r}, which has no cotangent: it holds '
+                f'{shown(leaf)}.\n'
+                'Select real or complex variables; True takes those and no others.'
+            )
+        return False
+    # JAX differentiates tracers only: every other array is a constant.
+    return isinstance(leaf, tracing.Tracer)
 
 
-# No dataclasses: ``nn.jit`` would compare the fields of a dataclass in a module's
-# field, arrays and all.
-class OnCotangents(rules.Rule):
+class OnCotangents(rules.Keyed):
     """A rule that lets values through.
 
     Args:
@@ -41,19 +57,8 @@ class OnCotangents(rules.Rule):
     def __init__(
         self, name: str, *brought: Any, parts: tuple[Hashable, ...] = ()
     ) -> None:
-        self.name = name
-        self.brought = brought
-        self._key = (type(self), name, *map(constants.key_of, brought), *parts)
-
-    def key(self) -> Hashable:
-        """All that tells it from others, without arrays."""
-        return self._key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OnCotangents) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+        super().__init__((name, *map(rules.key_of, brought), *parts))
+        self.name, self.brought = name, brought
 
     def _mapped(
         self, fn: Callable[..., list[Any]], selected: rules.Selected, *brought: Any
@@ -96,46 +101,53 @@ class Each(OnCotangents):
         fn: called as ``fn(path, cotangent, *brought)``.
         *brought: numbers and arrays that ``fn`` needs.
         asks_path: whether ``fn`` looks at the path.
+        of_user: the function of the user that ``fn`` calls.
     """
 
     def __init__(
-        self, name: str, fn: MapOne, *brought: Any, asks_path: bool = False
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        *brought: Any,
+        asks_path: bool = False,
+        of_user: Any = None,
     ) -> None:
-        super().__init__(name, *brought, parts=(constants.identity_of(fn),))
+        super().__init__(name, *brought, parts=(rules.identity_of(of_user or fn),))
         self._fn, self.asks_path = fn, asks_path
-
-    def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
-        """Returns the cotangent to go on with."""
-        return self._fn(path, cotangent, *brought)
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity that maps its cotangent."""
 
         def fn(cotangents: Sequence[Any], _: Any, *brought: Any) -> list[Any]:
-            return [self.mapped(path, cotangents[0], *brought)]
+            return [self._fn(path, cotangents[0], *brought)]
 
         return self._mapped(fn, [(path, [leaf])], *self.brought)[0][0]
 
 
-class Map(Each):
-    """The cotangent of each leaf goes through a function of the user."""
+def through(fn: Callable[..., Any], values: Sequence[Any]) -> Each:
+    """A rule by which cotangents go through a function of the user."""
+    traced = predicates.tracer_in(fn)
+    if traced is not None:
+        name, value = traced
+        raise errors.ArgumentTypeError(
+            f'{predicates.describe(fn)} reads {brief(value)} as {name!r}.\n'
+            'Hand it over: nn.map_cotangent(where, fn, value) calls '
+            'fn(path, cotangent, value).'
+        )
+    checked = functools.partial(_checked_call, fn)
+    return Each('map_cotangent', checked, *values, asks_path=True, of_user=fn)
 
-    def __init__(self, fn: MapOne, values: Sequence[Any]) -> None:
-        traced = predicates.tracer_in(fn)
-        if traced is not None:
-            found = f'{brief(traced[1])} as {traced[0]!r}.'
-            raise _reads_tracer(predicates.describe(fn), found)
-        super().__init__('map_cotangent', fn, *values, asks_path=True)
 
-    def mapped(self, path: Path, cotangent: Any, *brought: Any) -> Any:
-        """Returns what the function returns, if that can be a cotangent."""
-        described = predicates.describe(self._fn)
-        try:
-            out = super().mapped(path, cotangent, *brought)
-        except Exception as error:
-            error.add_note(f'raised by {described} for the cotangent of {str(path)!r}')
-            raise
-        return _checked(path, f'what {described} returns', cotangent, out)
+def _checked_call(
+    fn: Callable[..., Any], path: Path, cotangent: Any, *brought: Any
+) -> Any:
+    described = predicates.describe(fn)
+    try:
+        out = fn(path, cotangent, *brought)
+    except Exception as error:
+        error.add_note(f'raised by {described} for the cotangent of {str(path)!r}')
+        raise
+    return _checked(path, f'what {described} returns', cotangent, out)
 
 
 class Fill(Each):
@@ -152,42 +164,52 @@ class Fill(Each):
         return super().__call__(path, leaf)
 
 
-def clip_value(bound: Any) -> Each:
-    """A rule that clips each number between minus and plus a bound."""
-    return Each('clip_gradient', _clipped_by_value, bound)
-
-
-def clip_norm(bound: Any) -> Each:
-    """A rule that scales each leaf down to a norm."""
-    return Each('clip_gradient', _clipped_by_norm, bound)
-
-
-def printed() -> Each:
-    """A rule that prints cotangents."""
-    return Each('print_cotangent', _printed, asks_path=True)
-
-
 def _filled(_: Path, cotangent: Any, value: Any) -> Any:
     return jnp.broadcast_to(value.astype(cotangent.dtype), cotangent.shape)
 
 
-def _clipped_by_value(_: Path, cotangent: Any, bound: Any) -> Any:
+def clipped_by_value(_: Path, cotangent: Any, bound: Any) -> Any:
+    """A cotangent with each number, or each part of a complex one, within a bound."""
     bound = bound.astype(cotangent.real.dtype)
-    clipped = [jnp.clip(part, -bound, bound) for part in _parts(cotangent)]
-    return jax.lax.complex(*clipped) if len(clipped) == 2 else clipped[0]
+    if not jnp.iscomplexobj(cotangent):
+        return jnp.clip(cotangent, -bound, bound)
+    parts = cotangent.real, cotangent.imag
+    return jax.lax.complex(*(jnp.clip(part, -bound, bound) for part in parts))
 
 
-def _clipped_by_norm(_: Path, cotangent: Any, bound: Any) -> Any:
+def clipped_by_norm(_: Path, cotangent: Any, bound: Any) -> Any:
+    """A cotangent that is scaled down to a norm."""
     return _scaled_down([cotangent], [cotangent], bound)[0]
 
 
-def _printed(path: Path, cotangent: Any) -> Any:
+def printed(path: Path, cotangent: Any) -> Any:
+    """A cotangent that is printed whenever the program runs."""
     jax.debug.callback(functools.partial(_print, str(path)), cotangent)
     return cotangent
 
 
 def _print(path: str, cotangent: Any) -> None:
     print(f'cotangent of {path}: {cotangent}')
+
+
+class ClipGlobalNorm(OnCotangents):
+    """All leaves are scaled down to a norm that they have together."""
+
+    jointly: ClassVar[bool] = True
+    asks_path = False
+
+    def __init__(self, bound: Any) -> None:
+        super().__init__('clip_gradient', bound)
+
+    def together(self, selected: rules.Selected, tree: rules.Tree) -> list[list[Any]]:
+        """Returns the leaves behind one identity."""
+
+        def fn(cotangents: Sequence[Any], given: Any, bound: Any) -> list[Any]:
+            # A leaf that is not differentiated, a frozen one say, does not count.
+            counted = [ct for ct, there in zip(cotangents, given, strict=True) if there]
+            return _scaled_down(cotangents, counted, bound)
+
+        return self._mapped(fn, selected, *self.brought)
 
 
 def _scaled_down(
@@ -204,54 +226,22 @@ def _scaled_down(
 
 def _square(x: Any) -> Any:
     """The square of a norm, summed with at least 32 bits."""
-    parts = _parts(x)
-    dtype = parts[0].dtype
-    wide = dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
-    return functools.reduce(
-        operator.add, (jnp.sum(jnp.square(part.astype(wide))) for part in parts)
-    )
+    if jnp.finfo(x.dtype).bits < 32:
+        x = x.astype(jnp.float32)
+    if jnp.iscomplexobj(x):
+        return _square(x.real) + _square(x.imag)
+    return jnp.sum(jnp.square(x))
 
 
-def _parts(x: Any) -> tuple[Any, ...]:
-    return (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-
-
-class Joint(OnCotangents):
-    """The cotangents of all selected leaves go through one function."""
-
-    jointly: ClassVar[bool] = True
-
-    def __call__(self, path: Path, leaf: Any) -> Any:
-        """Joint rules are applied by ``together``."""
-        raise NotImplementedError
-
-
-class ClipGlobalNorm(Joint):
-    """All leaves are scaled down to a norm that they have together."""
-
-    asks_path = False
-
-    def __init__(self, bound: Any) -> None:
-        super().__init__('clip_gradient', bound)
-
-    def together(self, selected: rules.Selected, read: rules.Read) -> list[list[Any]]:
-        """Returns the leaves behind one identity."""
-
-        def fn(cotangents: Sequence[Any], given: Any, bound: Any) -> list[Any]:
-            # A leaf that is not differentiated, a frozen one say, does not count.
-            counted = [ct for ct, there in zip(cotangents, given, strict=True) if there]
-            return _scaled_down(cotangents, counted, bound)
-
-        return self._mapped(fn, selected, *self.brought)
-
-
-class Copy(Joint):
+class Copy(OnCotangents):
     """Cotangents are handed on from one leaf to another.
 
     Args:
         sources: for each target the source.
         add: whether a target keeps its own cotangent as well.
     """
+
+    jointly: ClassVar[bool] = True
 
     def __init__(self, sources: Mapping[str, str], add: bool) -> None:
         super().__init__('copy_cotangent', parts=(tuple(sources.items()), add))
@@ -260,10 +250,14 @@ class Copy(Joint):
         try:
             in_order = tuple(order.static_order())
         except graphlib.CycleError as error:
-            raise _cycle(error.args[1][:0:-1]) from None
+            circle = ' <- '.join(map(repr, reversed(error.args[1])))
+            raise errors.ArgumentValueError(
+                f'cotangents are copied in a circle: {circle}.\n'
+                'Each target is given with its source, {target: source}; leave one out.'
+            ) from None
         self._targets = [path for path in in_order if path in sources]
 
-    def together(self, selected: rules.Selected, read: rules.Read) -> list[list[Any]]:
+    def together(self, selected: rules.Selected, tree: rules.Tree) -> list[list[Any]]:
         """Returns the leaves behind one identity."""
         pairs = self._pairs(selected)
 
@@ -303,7 +297,7 @@ class Copy(Joint):
         return pairs
 
 
-class Replace(Joint):
+class Replace(OnCotangents):
     """The value of another variable takes the place of the cotangent.
 
     Args:
@@ -311,44 +305,56 @@ class Replace(Joint):
         collection: the collection of the variable.
     """
 
+    jointly: ClassVar[bool] = True
+
     def __init__(self, variable: str | None, collection: str) -> None:
         super().__init__('replace_cotangent', parts=(variable, collection))
         self._variable, self._collection = variable, collection
 
-    def together(self, selected: rules.Selected, read: rules.Read) -> list[list[Any]]:
+    def together(self, selected: rules.Selected, tree: rules.Tree) -> list[list[Any]]:
         """Returns each leaf behind an identity of its own."""
         return [
-            [self._behind(path, leaf, n, read) for n, leaf in enumerate(leaves)]
+            [
+                self._behind(path, leaf, self._found(path, n, tree))
+                for n, leaf in enumerate(leaves)
+            ]
             for path, leaves in selected
         ]
 
-    def _behind(self, path: Path, leaf: Any, index: int, read: rules.Read) -> Any:
-        variable = str(path) if self._variable is None else self._variable
-        try:
-            values = self._values(variable, path, read)
-        except errors.UnknownNameError as error:
-            # At initialization it may come later, and nobody differentiates that.
-            missing, brought = error, []
-        else:
-            missing, brought = None, list(values[index : index + 1])
-            what = f'the value of {variable!r}'
-            _checked(path, what, leaf, brought[0] if brought else None)
+    def _behind(self, path: Path, leaf: Any, found: Any) -> Any:
+        missing = isinstance(found, Exception)
+        if not missing:
+            what = f'the value of {self._variable or str(path)!r}'
+            _checked(path, what, leaf, found)
 
         def fn(_cotangents: Any, _: Any, *brought: Any) -> list[Any]:
-            if missing is not None:
-                raise missing
+            if missing:
+                raise found
             return list(brought)
 
+        brought = () if missing else (found,)
         return self._mapped(fn, [(path, [leaf])], *brought)[0][0]
 
-    def _values(self, variable: str, path: Path, read: rules.Read) -> Sequence[Any]:
-        try:
-            return read(variable, self._collection)
-        except errors.UnknownNameError:
-            if self._variable is None or not path.is_inner:
-                raise
-        # A tuple for a tuple, leaf by leaf.
-        return read(variable + path[len(path.variable) :], self._collection)
+    def _found(self, path: Path, index: int, tree: rules.Tree) -> Any:
+        """A leaf of the variable; the error if there is no such variable.
+
+        At initialization it may come later, and nobody differentiates that.
+        """
+        stored, owner = tree
+        variable, collection = self._variable or str(path), self._collection
+        # The variable, or what is at the place of the leaf in it: a tuple for a tuple.
+        for name in (variable, variable + path[len(path.variable) :]):
+            names = tuple(name.strip('/').split('/'))
+            absolute = names if name.startswith('/') else (*owner, *names)
+            leaves = stored.get((collection, absolute))
+            if leaves is not None:
+                return leaves[index] if index < len(leaves) else None
+        known = [paths.Path.of(*key, owner) for key in stored if key[0] == collection]
+        nearest = ', '.join(map(repr, hints.nearest(variable, known)))
+        return errors.UnknownNameError(
+            f'there is no variable {variable!r} in the collection {collection!r}, '
+            f'whose value was to be a cotangent; nearest: {nearest}.'
+        )
 
 
 def _checked(path: str, what: str, expected: Any, found: Any) -> Any:
@@ -368,22 +374,4 @@ def _wrong_cotangent(
         f'the cotangent of {str(path)!r} is {shown(expected)}, and {what} is '
         f'{shown(found)}.\n'
         'A cotangent has the shape and the dtype of its parameter.'
-    )
-
-
-def _reads_tracer(fn: str, problem: str) -> errors.ArgumentTypeError:
-    """A function of cotangents reads a traced value that it was not handed."""
-    return errors.ArgumentTypeError(
-        f'{fn} reads {problem}\n'
-        'Hand it over: nn.map_cotangent(where, fn, value) calls '
-        'fn(path, cotangent, value).'
-    )
-
-
-def _cycle(cycle: Sequence[str]) -> errors.ArgumentValueError:
-    """Cotangents are to be copied in a circle."""
-    return errors.ArgumentValueError(
-        'cotangents are copied in a circle: '
-        f'{" <- ".join(map(repr, [*cycle, cycle[0]]))}.\n'
-        'Each target is given with its source, {target: source}; leave one out.'
     )

@@ -11,7 +11,7 @@ Values pass unchanged, so a second derivative differentiates the mapped gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flax_sg import errors
-
-# ``(cotangents, differentiated, *operands)``, see ``map_cotangents``.
-CotangentMap: TypeAlias = Callable[..., Sequence[Any]]
 
 
 @jax.custom_jvp
@@ -61,7 +58,10 @@ scale.defjvp(_scale_jvp, symbolic_zeros=True)
 
 
 def map_cotangents(
-    fn: CotangentMap, what: str, values: Sequence[Any], operands: Sequence[Any] = ()
+    fn: Callable[..., Sequence[Any]],
+    what: str,
+    values: Sequence[Any],
+    operands: Sequence[Any] = (),
 ) -> list[Any]:
     """``values``; in the backward pass their cotangents go through ``fn`` together.
 
@@ -106,7 +106,12 @@ _mapped_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
 
 
 def _refuse(*_: Any, what: str, **__: Any) -> NoReturn:
-    raise _forward_mode(what)
+    raise errors.CotangentError(
+        f'{what} has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): it maps '
+        'cotangents, which only the backward pass has.\n'
+        'Use jax.grad, jax.vjp or jax.jacrev; for a Hessian jax.jacfwd of jax.grad. Or '
+        'do not differentiate the parameter in forward mode.'
+    )
 
 
 _mapped_p.def_impl(_refuse)
@@ -115,69 +120,40 @@ ad.primitive_jvps[_mapped_p] = _refuse
 
 
 def _transpose(
-    cotangents: Any, *args: Any, avals: Any, given: Any, fn: CotangentMap, what: str
+    cotangents: Any, *args: Any, given: Any, fn: Callable[..., Any], **_: Any
 ) -> list[Any]:
-    del what
     # JAX may hand over the literals of its programs, which are no arrays.
     operands = [jnp.asarray(x) for x in args[: len(args) - sum(given)]]
-    there = [
-        jnp.zeros(aval.shape, aval.dtype)
-        if isinstance(ct, ad.Zero)
-        else jnp.asarray(ct)
-        for ct, aval in zip(cotangents, avals, strict=True)
-    ]
-    mapped = fn(there, given, *operands)
-    back = [ct for ct, there in zip(mapped, given, strict=True) if there]
-    return [None] * len(operands) + back
+    there = [jnp.asarray(ad.instantiate_zeros(ct)) for ct in cotangents]
+    mapped = zip(fn(there, given, *operands), given, strict=True)
+    return [None] * len(operands) + [ct for ct, there in mapped if there]
 
 
 ad.primitive_transposes[_mapped_p] = _transpose
 
 
 def _batch(
-    axis: Any,
-    args: Any,
-    dims: Any,
-    *,
-    avals: Any,
-    given: Any,
-    fn: CotangentMap,
-    **more: Any,
+    axis: Any, args: Any, dims: Any, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     if all(dim is None for dim in dims):  # JAX asks so for a jitted function.
-        out = _mapped_p.bind(*args, avals=avals, given=given, fn=fn, **more)
+        out = _mapped_p.bind(*args, **params)
         return out, [None] * len(out)
-    number = len(args) - sum(given)
-    operands, tangents = args[:number], args[number:]
-    of_operands = dims[:number]
-    tangents = [
-        batching.bdim_at_front(t, d, axis.size)
-        for t, d in zip(tangents, dims[number:], strict=True)
-    ]
+    fn, number = params['fn'], len(args) - sum(params['given'])
 
     def batched(cotangents: Any, given: Any, *operands: Any) -> Sequence[Any]:
         return jax.vmap(
             lambda cotangents, *operands: fn(cotangents, given, *operands),
-            in_axes=(0, *of_operands),
+            in_axes=(0, *dims[:number]),
             axis_size=axis.size,
             axis_name=axis.name,
         )(cotangents, *operands)
 
-    avals = tuple(a.update(shape=(axis.size, *a.shape)) for a in avals)
-    out = _mapped_p.bind(
-        *operands, *tangents, avals=avals, given=given, fn=batched, **more
-    )
+    tangents = zip(args[number:], dims[number:], strict=True)
+    moved = [batching.bdim_at_front(t, d, axis.size) for t, d in tangents]
+    avals = tuple(a.update(shape=(axis.size, *a.shape)) for a in params['avals'])
+    params = {**params, 'fn': batched, 'avals': avals}
+    out = _mapped_p.bind(*args[:number], *moved, **params)
     return out, [0] * len(out)
 
 
 batching.fancy_primitive_batchers[_mapped_p] = _batch
-
-
-def _forward_mode(what: str) -> errors.CotangentError:
-    """A parameter whose cotangent is mapped was differentiated in forward mode."""
-    return errors.CotangentError(
-        f'{what} has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): it maps '
-        'cotangents, which only the backward pass has.\n'
-        'Use jax.grad, jax.vjp or jax.jacrev; for a Hessian jax.jacfwd of jax.grad. Or '
-        'do not differentiate the parameter in forward mode.'
-    )

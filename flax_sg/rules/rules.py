@@ -6,11 +6,14 @@ applied to, extents say where. So a new rule is written once and works everywher
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
+import jax
+import numpy as np
 from flax.core.scope import CollectionFilter, DenyList
 
 from flax_sg import errors, filters
@@ -23,14 +26,15 @@ from flax_sg.trees.leaves import (
     is_differentiable,
 )
 from flax_sg.trees.variables import AS_IT_IS as AS_IT_IS
+from flax_sg.trees.variables import Key
 
+# Variables that a rule rewrites together, each with its leaves.
 Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
-Read: TypeAlias = Callable[[str, str], Sequence[Any]]
-# Returns ``AS_IT_IS`` if there is no such variable.
-Find: TypeAlias = Callable[[str], Any]
+# The leaves of all variables in a tree, and the module that paths are relative to.
+Tree: TypeAlias = tuple[Mapping[Key, Sequence[Any]], tuple[str, ...]]
 
 
-class Rule(abc.ABC):
+class Rule:
     """What is done to each array of the selected variables when it is read.
 
     A rule is part of JAX's cache keys while its block is open, so it has to be
@@ -61,9 +65,8 @@ class Rule(abc.ABC):
     def __repr__(self) -> str:
         return f'<{self.name}>'  # Without its address: a module shows it.
 
-    @abc.abstractmethod
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
-        """Returns what a reader sees instead of ``leaf``.
+        """Returns what a reader sees instead of ``leaf``, by default ``leaf`` itself.
 
         Called once for each leaf and extent, in the trace that the leaf belongs to.
 
@@ -75,27 +78,30 @@ class Rule(abc.ABC):
         Returns:
             The leaf to read; ``leaf`` itself if the rule does not change it.
         """
+        del path
+        return leaf
 
-    def together(self, selected: Selected, read: Read) -> list[list[Any]]:
+    def together(self, selected: Selected, tree: Tree) -> list[list[Any]]:
         """Returns what readers see instead of the selected variables of one tree.
 
         Args:
             selected: the variables, each with its leaves.
-            read: finds the leaves of any variable in the tree, by path and collection.
+            tree: all variables of the tree, selected or not.
 
         Returns:
             Leaves for each of the variables.
         """
-        del read
+        del tree
         return [[self(path, leaf) for leaf in leaves] for path, leaves in selected]
 
-    def instead(self, path: paths.Path, value: Any, find: Find) -> Any:
+    def instead(self, path: paths.Path, value: Any, find: Callable[[str], Any]) -> Any:
         """Returns what readers see instead of a whole variable, boxes included.
 
         Args:
             path: the variable.
             value: its value, as readers outside of the extent see it.
-            find: finds the variable of the same place in another collection.
+            find: finds the variable of the same place in another collection;
+                ``AS_IT_IS`` if there is none.
 
         Returns:
             The value to read, or ``AS_IT_IS`` to apply the rule to each leaf alone.
@@ -153,12 +159,82 @@ class ReadOnly(Rule):
     asks_path = False
     refuses_writes: ClassVar[bool] = True
 
-    def __call__(self, path: paths.Path, leaf: Any) -> Any:
-        """Returns the leaf."""
-        return leaf
+
+class Keyed(Rule):
+    """A rule with a key of its own, beside which it may hold arrays.
+
+    No dataclass: ``nn.jit`` would compare the fields of a dataclass in a module's
+    field, arrays and all.
+
+    Args:
+        kind: all that tells it from others of its class, without arrays.
+        which: which values it brings, if ``kind`` does not say so.
+    """
+
+    def __init__(self, kind: Hashable, which: Hashable = None) -> None:
+        self._kind, self._which = (type(self), kind), which
+
+    def key(self) -> Hashable:
+        """What tells its kind from others."""
+        return self._kind
+
+    def values(self) -> Hashable:
+        """Which values it brings."""
+        return self._which
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._kind, self._which
+        return isinstance(other, Keyed) and mine == (other._kind, other._which)
+
+    def __hash__(self) -> int:
+        return hash((self._kind, self._which))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+def key_of(value: Any) -> Hashable:
+    """Stands for a number or an array in cache keys.
+
+    Python's and numpy's values and single numbers of JAX are compared by value. Other
+    arrays of JAX, and tracers, are compared by identity: a rule with a new array is a
+    new rule. A key does not keep them alive.
+    """
+    traced = isinstance(value, tracing.Tracer)
+    if traced or (isinstance(value, jax.Array) and value.ndim):
+        return _Identity(value)
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return value.dtype, value.shape, np.asarray(value).tobytes()
+    return type(value), value
+
+
+def identity_of(value: Any) -> Hashable:
+    """Stands for a function or an object in cache keys: which one it is."""
+    if isinstance(value, types.MethodType):
+        return identity_of(value.__self__), value.__func__
+    try:
+        return _Identity(value)
+    except TypeError:  # Nothing can refer to it weakly.
+        return value if isinstance(value, Hashable) else object()
+
+
+class _Identity:
+    """Equal for the same object, as long as the object lives."""
+
+    def __init__(self, value: Any) -> None:
+        self._ref, self._hash = weakref.ref(value), id(value)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._ref()
+        return self is other or (
+            isinstance(other, _Identity) and mine is not None and mine is other._ref()
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:  # Beside the rule, which holds the value.
+        return _Identity, (self._ref(),)
+
+
+@dataclasses.dataclass(frozen=True)
 class Rewrite:
     """A rule, applied to the variables that a filter selects.
 
@@ -173,24 +249,16 @@ class Rewrite:
     where: filters.Filter
     rule: Rule
     collections: CollectionFilter = 'params'
-    unused: str = 'raise'
+    unused: str = dataclasses.field(default='raise', compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'collections', _collections(self.collections))
         check_unused(self.unused)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rewrite) and self._meaning() == other._meaning()
-
-    def __hash__(self) -> int:
-        return hash(self._meaning())
-
-    def _meaning(self) -> tuple[Any, ...]:
-        return self.where, self.rule, self.collections
-
     def __repr__(self) -> str:
-        more = '' if self.collections == 'params' else f', {self.collections=!r}'
-        return f'{self.rule.name}({self.where!r}{more.replace("self.", "")})'
+        more = f', collections={self.collections!r}'
+        shown = '' if self.collections == 'params' else more
+        return f'{self.rule.name}({self.where!r}{shown})'
 
 
 def _collections(collections: Any) -> CollectionFilter:

@@ -8,7 +8,7 @@ read one of them as a constant (``cache_keys.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from flax.core.scope import CollectionFilter, in_filter
 from flax_sg import errors
 from flax_sg.filters.paths import Path
 from flax_sg.internals import modules
-from flax_sg.rules import constants, rules
+from flax_sg.rules import rules
 from flax_sg.trees import shape_check
 from flax_sg.trees.absent import is_absent
 from flax_sg.trees.shape_check import misfit, no_value
@@ -26,23 +26,12 @@ from flax_sg.trees.shape_check import misfit, no_value
 Entry = tuple[str, tuple[str, ...]]
 
 
-class Substitute(rules.Rule):
-    """Reads see other values.
-
-    No dataclass: ``nn.jit`` would compare the fields of a dataclass in a module's
-    field, arrays and all.
-
-    Args:
-        kind: what kind of values they are, for JAX's cache keys.
-        which: which values they are, if ``kind`` does not say so.
-    """
+class Substitute(rules.Keyed):
+    """Reads see other values."""
 
     name = 'substitute'
     brings = True
     at_init = False  # The variables are what is being made then.
-
-    def __init__(self, kind: Hashable, which: Hashable = None) -> None:
-        self._kind, self._which = kind, which
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """What is read instead of one leaf."""
@@ -51,22 +40,6 @@ class Substitute(rules.Rule):
             'a model have these names.\n'
             'For a tree write sg.substitute(tree, values).'
         )
-
-    def key(self) -> Hashable:
-        """The kind of the values."""
-        return (type(self), self._kind)
-
-    def values(self) -> Hashable:
-        """Which values they are."""
-        return self._which
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Substitute):
-            return NotImplemented
-        return (self.key(), self.values()) == (other.key(), other.values())
-
-    def __hash__(self) -> int:
-        return hash((self.key(), self.values()))
 
 
 class FromTree(Substitute):
@@ -78,18 +51,19 @@ class FromTree(Substitute):
             for entry, value in entries.items()
         }
         leaves = jax.tree_util.tree_leaves(list(self.entries.values()))
-        super().__init__(frozenset(self.entries), tuple(map(_which, leaves)))
+        which = tuple(
+            (rules.key_of if isinstance(leaf, jax.Array) else rules.identity_of)(leaf)
+            for leaf in leaves
+        )
+        super().__init__(frozenset(self.entries), which)
 
-    def instead(self, path: Path, value: Any, find: rules.Find) -> Any:
+    def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
         """Returns the given value."""
         del find
         entry = (path.collection, path.parts)
         if path.outside or entry not in self.entries:
             raise no_value(path, 'the tree')
         return shape_check.fitting(path, value, self.entries[entry])
-
-    def __reduce__(self) -> Any:
-        return FromTree, (self.entries,)
 
 
 class FromCollection(Substitute):
@@ -99,7 +73,7 @@ class FromCollection(Substitute):
         super().__init__(collection)
         self.collection = collection
 
-    def instead(self, path: Path, value: Any, find: rules.Find) -> Any:
+    def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
         """Returns the variable in the other collection."""
         other = find(self.collection)
         if other is rules.AS_IT_IS:
@@ -113,7 +87,7 @@ class FromFunction(Substitute):
     runs_code = True
 
     def __init__(self, fn: Callable[[Path, Any], Any]) -> None:
-        super().__init__(constants.identity_of(fn))
+        super().__init__(rules.identity_of(fn))
         self.fn = fn
 
     def __call__(self, path: Path, leaf: Any) -> Any:
@@ -128,9 +102,6 @@ class FromFunction(Substitute):
             f'a value of shape {shape_check.shape_of(leaf)}',
             shape_check.described(new),
         )
-
-    def __reduce__(self) -> Any:
-        return FromFunction, (self.fn,)
 
 
 def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
@@ -197,16 +168,6 @@ def is_initializing(values: Any) -> bool:
     if isinstance(values, Mapping):
         return any(map(is_initializing, values.values()))
     return isinstance(values, modules.Module) and values.is_initializing()
-
-
-def _which(leaf: Any) -> Hashable:
-    if isinstance(leaf, jax.Array):
-        return constants.key_of(leaf)
-    try:
-        hash(leaf)
-    except TypeError:
-        return object()
-    return leaf
 
 
 def no_values(what: str, fix: str = '') -> errors.ArgumentTypeError:

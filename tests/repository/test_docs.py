@@ -16,8 +16,8 @@ DOCS = Path(__file__).parents[2] / 'docs'
 
 def names_of(module: ModuleType) -> set[str]:
     """The public names of a module."""
-    if module is filters:
-        return set(filters.__all__)
+    if module in (filters, core):
+        return set(module.__all__)
     public = {n: getattr(module, n) for n in dir(module) if not n.startswith('_')}
     found = {name: x for name, x in public.items() if not inspect.ismodule(x)}
     if module is linen:

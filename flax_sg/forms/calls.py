@@ -1,21 +1,28 @@
-"""What a call of a wrapper does to state and random numbers.
+"""What a call of a wrapper does beside the call of its module.
 
 ``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses for running statistics and other
 state, ``rngs=`` of ``nn.mirror`` for random numbers.
+
+Other libraries get the answers of the module. Keras reads the signature of
+``__call__``. penzai opens ``nn.intercept_methods`` around ``apply``. MaxText overrides
+``apply``. A wrapper has one class for all modules, and Flax does not wrap its
+``__call__``: otherwise ``capture_intermediates`` would store each result twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Collection, Generator, Mapping
+import types
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
 from flax import linen
 
+from flax_sg import errors
 from flax_sg.engine import blocks
-from flax_sg.errors.texts import unknown_choice
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.trees.variables import Key
 
@@ -41,12 +48,6 @@ RNGS = {
 _SWITCHES = {'use_running_average': True, 'update_stats': False}
 # What a call gives to its caller is no state: these, and what it sows elsewhere.
 _RESULTS = ('intermediates', 'perturbations')
-
-
-def check(option: str, choice: Any, choices: Mapping[str, str]) -> None:
-    """Raises for an option with a value that it does not have."""
-    if choice not in choices:
-        raise unknown_choice(option, choice, choices)
 
 
 # State.
@@ -128,11 +129,8 @@ def _with_argument(
 # Random numbers.
 
 
-class _OfViews:
-    """The key, among the counts of a scope's draws, of those of its views."""
-
-
-_OF_VIEWS: Any = _OfViews()
+# The key, among the counts of a scope's draws, of those of its views.
+_OF_VIEWS: Any = object()
 
 
 @contextlib.contextmanager
@@ -173,3 +171,115 @@ def _set(counts: dict[Any, Any], wanted: Mapping[Any, Any], kept: str | None) ->
 
 def _any(counts: Mapping[Any, Any]) -> bool:
     return any(_any(c) if isinstance(c, Mapping) else c for c in counts.values())
+
+
+# What other libraries see.
+
+
+class OfModule:
+    """A method of a wrapper that is, on each wrapper, made of its module's method.
+
+    Args:
+        fn: the method of a wrapper whose module has no such method of its own.
+        made: makes a method of a wrapper, from its name and the module's method.
+    """
+
+    nowrap = True  # Flax leaves such an attribute of a class as it is.
+
+    def __init__(self, fn: Callable[..., Any], made: Callable[..., Any]) -> None:
+        self.fn, self.made = fn, made
+        self.__doc__ = fn.__doc__
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        if wrapper is None:
+            return self.fn
+        name = self.fn.__name__
+        method = _method_of(wrapper.module, name)
+        own = method is not None and method is not self.fn
+        return types.MethodType(self.made(name, method) if own else self.fn, wrapper)
+
+
+def _method_of(module: Any, name: str) -> Callable[..., Any] | None:
+    """The function of a module's method; None if the module has no such method."""
+    # Not getattr(type(module), name): for ``__call__`` a class without one gives the
+    # function that makes instances.
+    for cls in type(module).__mro__:
+        if name in vars(cls):
+            found = vars(cls)[name]
+            bound = found.__get__(module) if hasattr(found, '__get__') else found
+            return bound.__func__ if inspect.ismethod(bound) else None
+    return None
+
+
+def forwards(
+    name: str, method: Callable[..., Any], intercept: bool = True
+) -> Callable[..., Any]:
+    """Makes a method of a wrapper that calls a method of its module.
+
+    Args:
+        name: the name of the method.
+        method: the function of the module's method; its signature is shown.
+        intercept: whether ``nn.intercept_methods`` sees a call.
+    """
+
+    @functools.wraps(method)
+    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper._run(name, args, kwargs, intercept)
+
+    return forward
+
+
+def intercepted(wrapper: Any, name: str, module: Any) -> Callable[..., Any] | None:
+    """Returns the method to run through Flax's interceptors; None to run it directly.
+
+    Interceptors see only a wrapper that is the whole model. Anywhere else they see the
+    module that holds the wrapper, and the wrapped module: a third call for the same
+    variables would make those that change outputs do so twice.
+
+    Args:
+        wrapper: a bound wrapper.
+        name: the name of the method that is called.
+        module: the module in all wrappers, which each forward the method.
+    """
+    inside = wrapper.scope.path or isinstance(wrapper.parent, modules.Module)
+    if inside or not modules.intercepts():
+        return None
+    method = _method_of(wrapper.module, name) or _method_of(module, name)
+    if method is None or not modules.is_handled(method):
+        return None
+    return forwards(name, method, intercept=False)
+
+
+def starts(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply`` or ``init`` of a wrapper: the module's own one, as it overrides it.
+
+    A call of ``Module.apply`` with the wrapper would skip what the module does there.
+    """
+
+    @functools.wraps(method)
+    def start(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        if wrapper.state != UPDATE:
+            raise _has_its_own(wrapper, name)
+        target = kwargs.get('method')
+        if inspect.ismethod(target) and target.__self__ is wrapper:
+            kwargs['method'] = getattr(wrapper.module, target.__name__)
+        # A method other than ``__call__`` may create a part of the variables.
+        judge = name == 'apply' or target in (None, '__call__')
+        # The module is not bound yet, so it is the root of its tree.
+        with wrapper._block(wrapper._rewrite, judge):
+            return getattr(wrapper.module, name)(*args, **kwargs)
+
+    return start
+
+
+def _has_its_own(wrapper: Any, method: str) -> errors.ArgumentTypeError:
+    """The module overrides ``apply`` or ``init``, and its state is to be held."""
+    call = {'Mirror': 'mirror'}.get(type(wrapper).__name__, 'Frozen')
+    name = type(wrapper.module).__name__
+    return errors.ArgumentTypeError(
+        f'nn.{call}({name}(...), state={wrapper.state!r}): {name} defines its own '
+        f'{method}, which the wrapper calls in a block.\n'
+        'A block stops gradients; it does not hold state or show other variables.\n'
+        f'Open the block yourself: with nn.stop_gradient(where): '
+        f'{name}(...).{method}(...).',
+    )
