@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as fnn
@@ -122,27 +122,10 @@ of_dense = nn.stop_gradient(dense, 'kernel')
 CLASSES: dict[str, Case] = {
     'of setup': (STOP(Two), Two, ('enc',)),
     'compact': (STOP(Compact), Compact, ('enc',)),
-    'some leaves': (
-        nn.stop_gradient(Two, ['enc/kernel', 'dec/bias']),
-        Two,
-        ('enc/kernel', 'dec/bias'),
-    ),
     'train only': (nn.train_only(Two, 'enc/**'), Two, ('dec',)),
     'a partial': (of_dense, dense, ('kernel',)),
-    'a partial of a partial': (
-        nn.stop_gradient('kernel')(functools.partial(dense, use_bias=False)),
-        functools.partial(dense, use_bias=False),
-        ('kernel',),
-    ),
-    'a field': (lambda: STOP(Two)(width=5), lambda: Two(5), ('enc',)),
     'twice': (nn.stop_gradient(STOP(Two), 'dec/bias'), Two, ('enc', 'dec/bias')),
-    'twice the same': (STOP(STOP(Two)), Two, ('enc',)),
     'kept values': (nn.stop_gradient(Keeps, 'w'), Keeps, ('w',)),
-    'below the root': (
-        lambda: Outer(of_dense),
-        lambda: Outer(dense),
-        ('Dense_0/kernel', 'named/kernel'),
-    ),
     'at two depths': (
         lambda: Outer(functools.partial(Outer, STOP(Compact))),
         lambda: Outer(functools.partial(Outer, Compact)),
@@ -155,13 +138,6 @@ CLASSES: dict[str, Case] = {
 }
 
 
-class Decorated(Two):
-    """Its parent is lifted when it is a decorator."""
-
-
-CLASSES['a decorator'] = (STOP(Decorated), Decorated, ('enc',))
-
-
 def subclass(base: Any) -> Any:
     class Sub(base):
         factor: float = 2.0
@@ -170,14 +146,6 @@ def subclass(base: Any) -> Any:
             return self.factor * super().decode(x)
 
     return Sub
-
-
-def overrides(base: Any) -> Any:
-    class Overrides(base):
-        def __call__(self, x):
-            return self.decode(x) + super().__call__(x)
-
-    return Overrides
 
 
 def method(decorate: Any) -> Any:
@@ -249,19 +217,14 @@ for _name, _make, _stop, _paths in (
     ('called in turn', called_in_turn, KERNEL, ('frozen/kernel',)),
 ):
     CLASSES[_name] = (_make(_stop), _make(plain), _paths)
-for _make in (subclass, overrides):
-    CLASSES[f'{_make.__name__} of a lifted class'] = (
-        *(_make(STOP(Two)), _make(Two)),
-        ('enc',),
-    )
+CLASSES['a subclass of a lifted class'] = (
+    *(subclass(STOP(Two)), subclass(Two)),
+    ('enc',),
+)
 
 
 def with_call(call: Any) -> Any:
     return type('Compact', (fnn.Module,), {'__call__': call, '__module__': __name__})
-
-
-def in_scan(cls: Any, **options: Any) -> Any:
-    return fnn.scan(cls, length=3, **options)
 
 
 class Cell(fnn.Module):
@@ -269,26 +232,6 @@ class Cell(fnn.Module):
     def __call__(self, x, _):
         x = body()(self, x)
         return x, x
-
-
-def with_transforms() -> Iterator[tuple[str, Case]]:
-    """Over and under Flax's own: one transform on both sides, to be compiled alike."""
-    broadcast = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
-    stacked = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
-    for name, lift, cls in (
-        ('jit', fnn.jit, Compact),
-        ('remat', fnn.remat, Compact),
-        ('vmap', functools.partial(fnn.vmap, **stacked), Compact),
-        ('scan, broadcast', functools.partial(in_scan, **broadcast), Cell),
-        ('scan, stacked', functools.partial(in_scan, **stacked), Cell),
-    ):
-        yield f'{name}, over', (STOP(lift(cls)), lift(cls), ('enc',))
-        yield f'{name}, under', (lift(STOP(cls)), lift(cls), ('enc',))
-    for name, lift in (('jit', fnn.jit), ('remat', fnn.remat)):
-        over = with_call(STOP(lift(fnn.compact(body()))))
-        under = with_call(lift(STOP(fnn.compact(body()))))
-        yield f'{name} of a method, over', (over, lift(Compact), ('enc',))
-        yield f'{name} of a method, under', (under, lift(Compact), ('enc',))
 
 
 CLASSES |= {
@@ -300,8 +243,20 @@ CLASSES |= {
         ('enc', 'dec/bias'),
     ),
 }
-for _name, _case in with_transforms():
-    CLASSES[_name] = _case
+# Over and under Flax's own: one transform on both sides, to be compiled alike.
+STACKED = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+for _name, _lift in (
+    ('jit', fnn.jit),
+    ('vmap', functools.partial(fnn.vmap, **STACKED)),
+    ('scan', functools.partial(fnn.scan, length=3, **STACKED)),
+):
+    _cls = Cell if _name == 'scan' else Compact
+    CLASSES[f'{_name}, over'] = (STOP(_lift(_cls)), _lift(_cls), ('enc',))
+    CLASSES[f'{_name}, under'] = (_lift(STOP(_cls)), _lift(_cls), ('enc',))
+CLASSES['remat of a method, under'] = (
+    *(with_call(fnn.remat(STOP(fnn.compact(body())))), fnn.remat(Compact)),
+    ('enc',),
+)
 
 
 @pytest.mark.parametrize('name', CLASSES)
@@ -309,7 +264,7 @@ def test_a_lifted_class_is_the_class_with_stopped_parameters(name):
     lifted, plain, paths = CLASSES[name]
     rest = (None,) if name.startswith('scan') else ()
     # The second time JAX has the traces of the first one.
-    for _ in range(2 if name.startswith(('jit', 'remat')) else 1):
+    for _ in range(2 if name.startswith('jit') else 1):
         assert_stops(lifted(), plain(), *paths, rest=rest)
     if 'over' not in name and 'under' not in name:  # One by one, not compiled.
         oracle.assert_same(lifted().init(KEY, X), plain().init(KEY, X))
@@ -352,7 +307,6 @@ def test_the_class_that_was_lifted_is_left_alone():
         (['encode'], ('enc',), ()),
         (('encode', 'decode'), ('enc',), ('dec',)),
         ('decode', (), ('dec',)),
-        ([], (), ()),
     ],
 )
 def test_methods(methods, encode, decode):
@@ -369,64 +323,8 @@ def test_methods(methods, encode, decode):
             call(v, x, method=lambda mdl, x: mdl.enc(x)),
         )
 
-    variables = Uses().init(KEY, X)
-    for lifted in (
-        nn.stop_gradient(Uses, '**', methods=methods),
-        nn.stop_gradient('**').lift(Uses, methods),
-    ):
-        assert_same(lifted().apply, expected, variables, X)
-
-
-@pytest.mark.parametrize(
-    ('methods', 'near'),
-    [
-        (['encodee'], "'encode'"),
-        ('decod', "'decode'"),
-        (['encode', 'call'], "'__call__'"),
-        (['width'], 'width'),
-    ],
-)
-def test_an_unknown_method(methods, near):
-    for target in (Two, functools.partial(Two, 3)):
-        with pytest.raises(errors.UnknownNameError, match='Two has no method') as e:
-            nn.stop_gradient(target, '**', methods=methods)
-        assert near in str(e.value)
-
-
-def test_a_method_with_arguments_of_every_kind():
-    class Decorated(Two):
-        @nn.stop_gradient('enc/**')
-        def __call__(self, x, *more, scale, flag=True, **rest):
-            y = super().__call__(x) * scale
-            for other in (*more, *rest.values()):
-                y = y + other
-            return y if flag else -y
-
-    args, kwargs = (X, 2 * X), {'scale': 3.0, 'flag': False, 'last': X}
-    assert_same(
-        lambda v: Decorated().apply(v, *args, **kwargs),
-        lambda v: -(Two().apply(stopped(v, 'enc'), X) * 3.0 + 2 * X + X),
-        Two().init(KEY, X),
-    )
-
-
-def test_a_property():
-    class Decorated(Two):
-        @property
-        @nn.stop_gradient('enc/**')
-        def kernel(self):
-            return self.enc.variables['params']['kernel']
-
-        def __call__(self, x):
-            y = super().__call__(x)
-            return y @ self.kernel, y @ super().kernel
-
-    def expected(v, x):
-        kernel = v['params']['enc']['kernel']
-        y = Two().apply(v, x)
-        return y @ jax.lax.stop_gradient(kernel), y @ kernel
-
-    assert_same(Decorated().apply, expected, Two().init(KEY, X), X)
+    lifted = nn.stop_gradient(Uses, '**', methods=methods)
+    assert_same(lifted().apply, expected, Uses().init(KEY, X), X)
 
 
 # A function or a method of a bound module, in a method and at top level.
@@ -466,13 +364,6 @@ def test_of_a_bound_module(name):
     )
 
 
-@pytest.mark.parametrize('target', [3, X, int, 'enc', None])
-def test_what_cannot_be_lifted(target):
-    for lift in (functools.partial(nn.stop_gradient, where='enc/**'), STOP):
-        with pytest.raises(errors.ArgumentTypeError, match='cannot decorate'):
-            lift(target)
-
-
 # Any function: the block is that of a ``with`` statement in its first line.
 
 
@@ -503,11 +394,6 @@ class Trainer:
     def static(params, x):
         return call(params, x)
 
-    @staticmethod
-    @nn.stop_gradient('enc/**')
-    def decorated_first(params, x):
-        return call(params, x)
-
     @nn.stop_gradient('enc/**')
     @classmethod
     def of_class(cls, params, x):
@@ -535,8 +421,6 @@ JITTED = jax.jit(call)
 ANY_FUNCTION: dict[str, Any] = {
     'a decorator': decorated,
     'target first': nn.stop_gradient(call, 'enc/**'),
-    'a predicate': nn.stop_gradient(call, lambda path: path.startswith('enc')),
-    'a lambda': STOP(lambda p, x: call(p, x)),
     'a bound method of an unbound module': lambda p, x: STOP(MODEL.apply)(
         {'params': p}, x
     ),
@@ -546,63 +430,39 @@ ANY_FUNCTION: dict[str, Any] = {
     'a partial of apply': lambda p, x: STOP(functools.partial(MODEL.apply, x=x))(
         {'params': p}
     ),
-    'a partial': lambda p, x: STOP(functools.partial(call, p))(x),
     'keywords alone': lambda p, x: STOP(call)(params=p, x=x),
-    'an unbound module first': lambda p, x: STOP(lambda m: m.apply({'params': p}, x))(
-        MODEL
-    ),
     'a module made in it': lambda p, x: STOP(lambda _: Two().apply({'params': p}, x))(
         MODEL
     ),
     'a method': Trainer().method,
-    'a bound method': STOP(functools.partial(Trainer.__call__, Trainer())),
     'an object that is called': STOP(Trainer()),
     'a static method': Trainer.static,
-    'a static method, decorated first': Trainer.decorated_first,
     'a class method': Trainer.of_class,
-    'a class method of an instance': Trainer().of_class,
     'a jitted function': STOP(JITTED),
-    'in jit': jax.jit(STOP(call)),
     'in jit and of a jitted function': jax.jit(STOP(JITTED)),
-    'a gradient': lambda p, x: jax.vjp(STOP(call), p, x)[0],
-    'vmap': lambda p, x: jax.vmap(STOP(call), (None, 0))(p, x),
-    'checkpoint': jax.checkpoint(STOP(call)),
     'recursion': nested,
-    'twice': STOP(nn.stop_gradient('enc/kernel')(call)),
 }
+
+
+@functools.cache
+def grads_by_hand(*paths: str) -> Any:
+    return oracle.grads(stopped_call(*paths), PARAMS, X)
 
 
 @pytest.mark.parametrize('case', ANY_FUNCTION)
 def test_any_function(case):
-    for _ in range(2):
-        oracle.assert_same(
-            oracle.grads(ANY_FUNCTION[case], PARAMS, X),
-            oracle.grads(stopped_call('enc'), PARAMS, X),
-        )
+    for _ in range(2 if 'jit' in case else 1):
+        actual = oracle.grads(ANY_FUNCTION[case], PARAMS, X)
+        oracle.assert_same(actual, grads_by_hand('enc'))
     # Nothing outside of the call, and no cache, has taken it over.
-    for fn in (call, JITTED):
-        oracle.assert_same(oracle.grads(fn, PARAMS, X), oracle.grads(call, PARAMS, X))
+    fn = JITTED if 'jit' in case else call
+    oracle.assert_same(oracle.grads(fn, PARAMS, X), grads_by_hand())
 
 
 def test_two_decorated_versions_of_one_jitted_function():
     of_enc, of_dec = nn.stop_gradient(JITTED, 'enc/**'), nn.train_only(JITTED, 'enc/**')
     for fn, path in 2 * [(of_enc, 'enc'), (of_dec, 'dec')]:
-        oracle.assert_same(
-            oracle.grads(fn, PARAMS, X), oracle.grads(stopped_call(path), PARAMS, X)
-        )
-
-
-def test_a_decorated_function_is_traced_once():
-    traces = []
-
-    @jax.jit
-    def step(params):
-        traces.append(1)
-        return jnp.sum(call(params, X))
-
-    for _ in range(3):
-        jax.grad(nn.stop_gradient(step, lambda path: path.name == 'bias'))(PARAMS)
-    assert len(traces) == 1
+        oracle.assert_same(oracle.grads(fn, PARAMS, X), grads_by_hand(path))
 
 
 def test_a_decorated_function_looks_like_the_function():
@@ -619,7 +479,7 @@ def test_a_decorated_function_looks_like_the_function():
 
 def test_a_decorated_function_is_called_in_several_threads():
     """Each call has a block of its own, also while another thread is in one."""
-    count = 8
+    count = 4
     barrier = threading.Barrier(count)
 
     @nn.stop_gradient('enc/**')
@@ -685,20 +545,3 @@ def test_a_single_function_is_a_filter():
     # A function that takes more than a path is no filter, and nothing to decorate.
     with pytest.raises(errors.FilterTypeError, match='cannot be called with a path'):
         nn.stop_gradient(call)
-
-
-def test_a_shared_instance_is_stopped_where_its_class_is_lifted():
-    """The parameters are shared; the class of each instance decides."""
-
-    class Shares(fnn.Module):
-        def setup(self):
-            self.frozen = nn.stop_gradient(fnn.Dense, 'kernel')(3, use_bias=False)
-
-        def __call__(self, x):
-            return self.frozen(x) @ self.frozen.variables['params']['kernel']
-
-    def expected(v, x):
-        kernel = v['params']['frozen']['kernel']
-        return (x @ jax.lax.stop_gradient(kernel)) @ kernel
-
-    assert_same(Shares().apply, expected, Shares().init(KEY, X), X)

@@ -142,35 +142,8 @@ def lifted_class(rule: Any, params: Any, x: Any) -> Any:
     return rule('')(Cell)().apply({'params': params}, x)
 
 
-def lifted_method(rule: Any, params: Any, x: Any) -> Any:
-    class Model(fnn.Module):
-        @rule('cell/')
-        @fnn.compact
-        def __call__(self, x):
-            return Cell(name='cell')(x)
-
-    return Model().apply({'params': {'cell': params}}, x)
-
-
-def lifted_function(rule: Any, params: Any, x: Any) -> Any:
-    call = rule('')(lambda module, x: module(x))
-    return fnn.apply(call, Cell())({'params': params}, x)
-
-
 def wrapped(rule: Any, params: Any, x: Any) -> Any:
     return rule('')(Cell()).apply({'params': params}, x)
-
-
-def viewed(rule: Any, params: Any, x: Any) -> Any:
-    class Model(fnn.Module):
-        def setup(self):
-            self.cell = Cell()
-            self.view = rule('')(self.cell)
-
-        def __call__(self, x):
-            return self.view(x)
-
-    return Model().apply({'params': {'cell': params}}, x)
 
 
 def on_scopes(rule: Any, params: Any, x: Any) -> Any:
@@ -185,8 +158,7 @@ def on_a_tree(rule: Any, params: Any, x: Any) -> Any:
     return Cell().apply({'params': variables['params']['cell']}, x)
 
 
-EXTENTS = (in_block, around_apply, lifted_class, lifted_method, lifted_function)
-EXTENTS = (*EXTENTS, wrapped, viewed, on_scopes, on_a_tree)
+EXTENTS = in_block, around_apply, lifted_class, wrapped, on_scopes, on_a_tree
 
 
 def gradients(fn: Any, *args: Any) -> Any:
@@ -211,8 +183,8 @@ def loss_of(fn: Any) -> Callable[[Any], jax.Array]:
     return lambda params: jnp.sum(fn(params, X) * RAMP)
 
 
-# What is printed is the cotangent itself.
-@pytest.mark.parametrize('name', sorted(RULES.keys() - {'print_cotangent'}))
+# A kind of function each; what is printed is the cotangent itself.
+@pytest.mark.parametrize('name', [*FEW, 'clip_gradient, norm', 'copy_cotangent, add'])
 def test_second_order_is_the_derivative_of_the_gradient(name):
     rule, hand = RULES[name]
     names = ('a', 'b')
@@ -241,7 +213,7 @@ def test_second_order_is_the_derivative_of_the_gradient(name):
     )
 
 
-@pytest.mark.parametrize('name', RULES)
+@pytest.mark.parametrize('name', [*FEW, 'replace_cotangent, number'])
 def test_forward_mode_is_right_or_refused_by_name(name):
     rule, _ = RULES[name]
     ours = functools.partial(around_apply, rule)
@@ -250,9 +222,8 @@ def test_forward_mode_is_right_or_refused_by_name(name):
         lambda: jax.jvp(lambda p: ours(p, X), (PARAMS,), (direction,)),
         lambda: jax.jit(jax.linearize(lambda p: ours(p, X), PARAMS)[1])(direction),
     ]
-    if name in ('scale_gradient', 'reverse_gradient'):
-        factor = 0.3 if name == 'scale_gradient' else -2.0
-        scaled = jax.tree.map(lambda t: t * jnp.float32(factor), direction)
+    if name == 'scale_gradient':
+        scaled = jax.tree.map(lambda t: t * jnp.float32(0.3), direction)
         plain = lambda p: Cell().apply({'params': p}, X)  # noqa: E731
         expected = jax.jvp(plain, (PARAMS,), (scaled,))
         oracle.assert_same(runs[0](), expected)
@@ -287,7 +258,7 @@ class Scanned(fnn.Module):
             return scan(cell, x, None)[0]
 
 
-@pytest.mark.parametrize('name', FEW)
+@pytest.mark.parametrize('name', ['map_cotangent', 'scale_gradient'])
 def test_the_program_is_the_one_written_by_hand(name):
     rule, hand = RULES[name]
 
@@ -306,16 +277,6 @@ def test_the_program_is_the_one_written_by_hand(name):
     assert testing.optimized_hlo(ours, params) == testing.optimized_hlo(
         lambda p: loss_of(lambda p, x: Scanned().apply({'params': p}, x))(p), params
     )
-
-
-def test_with_no_rule_active_nothing_of_ours_is_in_the_trace():
-    text = str(jax.make_jaxpr(lambda p: Cell().apply({'params': p}, X))(PARAMS))
-    rule = nn.scale_gradient('**', 0.5)
-    assert str(jax.make_jaxpr(lambda p: Cell().apply({'params': p}, X))(PARAMS)) == text
-    with rule:
-        under = str(jax.make_jaxpr(lambda p: Cell().apply({'params': p}, X))(PARAMS))
-    assert under != text
-    assert 'custom_jvp' not in text.replace('custom_jvp_call[\n      name=relu', '')
 
 
 def test_printing_says_the_path_compiled_and_not(capfd):
@@ -497,7 +458,7 @@ def test_methods_of_one_object_are_one_function():
 # Numbers.
 
 
-@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16, jnp.complex64])
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.complex64])
 def test_dtypes_stay(dtype):
     tree = {'w': jnp.array([3.0, -4.0], dtype)}
     rules = [

@@ -245,20 +245,6 @@ def _class():
     return writer.apply({c: t['writer'] for c, t in VARIABLES.items()}, X, mutable=True)
 
 
-def _method():
-    class Method(Model):
-        @nn.read_only('writer/*')
-        def __call__(self, x):
-            return super().__call__(x)
-
-    return run(Method('none', 'value'))
-
-
-def _function():
-    fn = nn.read_only(lambda module, x: module(x), 'writer/count')
-    return linen.apply(fn, Model('none', 'value'), mutable=True)(VARIABLES, X)
-
-
 def _wrapper():
     return run(nn.read_only('writer/count')(Model('none', 'value')))
 
@@ -283,7 +269,7 @@ def _scopes():
 
 @pytest.mark.parametrize(
     'extent',
-    [_class, _method, _function, _wrapper, _through_the_wrapper, _scopes],
+    [_class, _wrapper, _through_the_wrapper, _scopes],
     ids=lambda f: f.__name__,
 )
 def test_at_every_extent(extent) -> None:

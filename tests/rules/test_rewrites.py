@@ -216,7 +216,7 @@ def test_every_rule_at_every_extent(extent, rule):
 
 
 @pytest.mark.parametrize('rule', RULES)
-@pytest.mark.parametrize('extent', ['block', 'class', 'core'])
+@pytest.mark.parametrize('extent', ['block', 'core'])
 def test_what_is_given_back_is_what_is_stored(extent, rule):
     value, by = RULES[rule]
     rewrite = rewrites.BlockDecorator(filters.as_filter(WHERE), value)

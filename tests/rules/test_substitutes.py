@@ -20,7 +20,7 @@ import flax_sg as sg
 import interpreters
 import oracle
 import stepwise
-from flax_sg import core, errors
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.forms import rewrites
 from flax_sg.testing import optimized_hlo
@@ -110,27 +110,8 @@ def _nameless(values):
     ) or values == 'ema'
 
 
-def _method(model, values, x):
-    values = values if _nameless(values) else {'student': values}
-    return nn.substitute(Model.use, values)(model, x)
-
-
-def _class(model, values, x):
-    lifted = nn.substitute(Layer, values)
-    return lifted(parent=model.student.scope.rewound())(x)
-
-
-def _function(model, values, x):
-    return nn.substitute(lambda mdl, x: mdl(x), values)(model.student, x)
-
-
 def _wrapper(model, values, x):
     return nn.substitute(values)(model.student)(x)
-
-
-def _core(model, values, x):
-    fn = core.lift(lambda scope, x: Layer(parent=scope)(x), nn.substitute(values))
-    return fn(model.student.scope, x)
 
 
 def _view(model, values, x):
@@ -139,10 +120,7 @@ def _view(model, values, x):
     return nn.mirror(model.student, False, variables=values)(x)
 
 
-EXTENTS = {
-    fn.__name__.strip('_'): fn
-    for fn in (_block, _method, _class, _function, _wrapper, _view, _core)
-}
+EXTENTS = {fn.__name__.strip('_'): fn for fn in (_block, _wrapper, _view)}
 
 
 class Model(linen.Module):
@@ -153,9 +131,6 @@ class Model(linen.Module):
 
     def setup(self):
         self.student, self.teacher = Layer(), Layer()
-
-    def use(self, x):
-        return self.student(x)
 
     def __call__(self, x, others=None):
         values = SOURCES[self.source][0](self, others)
@@ -170,20 +145,9 @@ def assert_reads(fn: Any, by_hand: Any, *args: Any) -> None:
     assert_same(oracle.grads(fn, *args), oracle.grads(by_hand, *args))
 
 
-@pytest.mark.parametrize(
-    ('extent', 'source'),
-    [
-        *(('block', source) for source in SOURCES),
-        *(
-            (e, source)
-            for e in EXTENTS
-            if e != 'block'
-            for source in ('part', 'function')
-        ),
-        *(('view', source) for source in ('collection', 'module')),
-        *(('wrapper', source) for source in ('collection', 'module')),
-    ],
-)
+# Of the other extents see test_rewrites.py.
+@pytest.mark.parametrize('source', SOURCES)
+@pytest.mark.parametrize('extent', EXTENTS)
 def test_every_source_at_every_extent(extent, source) -> None:
     model = Model(EXTENTS[extent], source)
 
@@ -197,18 +161,6 @@ def test_every_source_at_every_extent(extent, source) -> None:
     def by_hand(params: Any, others: Any, x: Any) -> Any:
         read = SOURCES[source][1](params, others)
         return run(params, x), run(read, x), run(params, x), run(others, x)
-
-    assert_reads(fn, by_hand, PARAMS, OTHERS, X)
-
-
-@pytest.mark.parametrize('source', ['part', 'function'])
-def test_around_apply(source) -> None:
-    def fn(params: Any, others: Any, x: Any) -> Any:
-        with nn.substitute(SOURCES[source][0](None, others)):
-            return run(params, x)
-
-    def by_hand(params: Any, others: Any, x: Any) -> Any:
-        return run(SOURCES[source][1](params, others), x)
 
     assert_reads(fn, by_hand, PARAMS, OTHERS, X)
 
@@ -338,42 +290,6 @@ def test_a_block_in_the_body_of_a_scan_sees_the_slice() -> None:
     assert_same(grads(fn), grads(by_hand))
 
 
-def test_a_wrapper_in_the_body_of_a_scan() -> None:
-    # The values come from outside of the loop, and get the gradient of all its steps.
-    class Body(linen.Module):
-        by_hand: bool
-
-        @linen.compact
-        def __call__(self, x, values):
-            layer = linen.Dense(3, name='layer')
-
-            def step(layer, x, _):
-                if self.is_initializing():
-                    return layer(x), None
-                if self.by_hand:
-                    return jnp.tanh(
-                        linen.Dense(3, parent=None).apply({'params': values}, x)
-                    ), None
-                return jnp.tanh(nn.substitute(values)(layer)(x)), None
-
-            scanned = linen.scan(
-                step,
-                variable_broadcast='params',
-                split_rngs={'params': False},
-                length=2,
-            )
-            return scanned(layer, x, None)[0]
-
-    def grads(by_hand: bool) -> Any:
-        def fn(params: Any, values: Any) -> Any:
-            return Body(by_hand).apply({'params': {'layer': params}}, X, values)
-
-        step = functools.partial(oracle.grads, fn)
-        return stepwise.evaluate(step, PARAMS['dense'], OTHERS['dense'])
-
-    assert_same(grads(False), grads(True))
-
-
 # Where values are computed, and how often.
 
 
@@ -427,21 +343,6 @@ def test_values_of_an_inner_trace_for_variables_of_an_outer_one() -> None:
 
     factor = jnp.array([1.0, 2.0])
     assert_reads(jax.jit(fn), jax.jit(by_hand), ONES, scaled(2.0), factor)
-
-
-def test_values_of_an_outer_trace_for_variables_of_an_inner_one() -> None:
-    def fn(params: Any, factor: Any) -> Any:
-        with nn.substitute(lambda path, value: value * factor):
-            return jax.grad(lambda p: jnp.sum(run(p) ** 2))(params)
-
-    def by_hand(params: Any, factor: Any) -> Any:
-        def loss(params: Any) -> Any:
-            return jnp.sum(run(jax.tree.map(lambda p: p * factor, params)) ** 2)
-
-        return jax.grad(loss)(params)
-
-    factor = jnp.array(1.5)
-    assert_same(jax.jit(fn)(PARAMS, factor), jax.jit(by_hand)(PARAMS, factor))
 
 
 def test_a_function_that_reads_a_variable_sees_what_is_outside() -> None:
@@ -551,18 +452,6 @@ def test_values_that_are_arguments_retrace_nothing() -> None:
     assert (helper.count, len(bodies)) == (1, 1)
 
 
-def test_a_step_with_the_block_in_it_is_traced_once() -> None:
-    def fn(params: Any, others: Any) -> Any:
-        with nn.substitute(others):
-            return exact(params)
-
-    step = Traced(fn)
-    for factor in (1.0, 2.0):
-        values = scaled(factor)
-        assert_same(step(ONES, values), exact(values))
-    assert step.count == 1
-
-
 def test_a_jitted_function_in_a_block_around_which_values_change() -> None:
     # The inner function is found in JAX's cache by both traces of the outer one.
     bound = Exact().bind({'params': ONES})
@@ -600,32 +489,6 @@ def test_a_trace_that_opens_a_block_of_its_own() -> None:
             assert_same(step(ONES), exact(scaled(factor)))
 
 
-def test_a_wrapper_in_a_jitted_module() -> None:
-    class Uses(linen.Module):
-        view: Any
-
-        @linen.jit
-        @linen.compact
-        def __call__(self, x):
-            return self.view(x)
-
-    for factor in (2.0, 3.0):
-        values = scaled(factor)
-        model = Uses(nn.substitute(values)(Exact()))
-        assert_same(model.apply({'params': {'view': ONES}}, X), exact(values))
-
-
-def test_a_rewrite_as_a_static_argument() -> None:
-    @functools.partial(jax.jit, static_argnums=0)
-    def fn(rewrite: Any, params: Any) -> Any:
-        with rewrite:
-            return exact(params)
-
-    first, second = scaled(2.0), scaled(3.0)
-    for values in (first, second, first):
-        assert_same(fn(nn.substitute(values), ONES), exact(values))
-
-
 def test_threads_with_other_values() -> None:
     step = Traced(exact)
     trees = [scaled(float(factor)) for factor in range(2, 6)]
@@ -638,26 +501,6 @@ def test_threads_with_other_values() -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for _ in range(2):
             assert_same(list(pool.map(work, range(4))), expected)
-
-
-def test_a_function_that_reads_something_else_is_another_one() -> None:
-    """By identity, as in JAX: a function that is made anew is traced anew."""
-    step = Traced(exact)
-
-    def times(factor: float) -> Any:
-        return lambda path, value: value * factor
-
-    kept = {factor: times(factor) for factor in (2.0, 3.0)}
-    for factor in (2.0, 3.0, 2.0, 3.0):
-        with nn.substitute(kept[factor]):
-            actual = step(ONES)
-        by_hand = jax.tree.map(lambda leaf, f=factor: leaf * f, ONES)
-        assert jnp.allclose(actual, exact(by_hand), 1e-5)
-    assert step.count == 2
-    for _ in range(2):
-        with nn.substitute(times(2.0)):
-            step(ONES)
-    assert step.count == 4
 
 
 def test_values_do_not_live_longer_than_the_block() -> None:
@@ -714,7 +557,7 @@ def test_nothing_is_written_back() -> None:
     def apply(variables: Any, mutable: Any = True) -> Any:
         return model.apply(variables, X, rngs=rngs, mutable=mutable)
 
-    for lift in (lambda cls: cls, nn.jit, nn.remat):
+    for lift in (lambda cls: cls, nn.jit):
         model = lift(State)()
         with nn.substitute(others['params']):
             y, written = apply(variables)
@@ -826,55 +669,11 @@ def test_numbers_and_arrays_of_numpy() -> None:
         assert_same(y, 2.0 * X)
 
 
-# Rules compose: the inner block is asked first.
+# Rules compose: see test_compositions.py, too.
 
 
 def stopped(tree: Any) -> Any:
     return jax.lax.stop_gradient(tree)
-
-
-A: dict[str, Any] = {
-    'stop': lambda others: nn.stop_gradient(True),
-    'values': lambda others: nn.substitute(others),
-    'function': lambda others: nn.substitute(warped),
-    'read only': lambda others: nn.read_only(True),
-}
-BY_HAND: dict[str, Any] = {
-    'stop': lambda params, others: stopped(params),
-    'values': lambda params, others: others,
-    'function': lambda params, others: mapped(params),
-    'read only': lambda params, others: params,
-}
-
-
-@pytest.mark.parametrize('outer', A)
-@pytest.mark.parametrize('inner', A)
-def test_each_pair_of_rules(outer, inner) -> None:
-    class Nested(linen.Module):
-        @linen.compact
-        def __call__(self, x, one, two):
-            layer = Layer(name='layer')
-            trees = {'layer': one}, {'layer': two}
-            with A[outer](trees[0]), A[inner](trees[1]):
-                y = layer(x)
-                refused = False
-                if not self.is_initializing():
-                    try:
-                        layer.put_variable('params', 'w', jnp.zeros((1, 3)))
-                    except errors.ReadOnlyError:
-                        refused = True
-            return y, refused
-
-    def fn(params: Any, one: Any, two: Any) -> Any:
-        variables = {'params': {'layer': params}}
-        (y, refused), _ = Nested().apply(variables, X, one, two, mutable=['params'])
-        assert refused == ('read only' in (outer, inner))
-        return y
-
-    def by_hand(params: Any, one: Any, two: Any) -> Any:
-        return run(BY_HAND[inner](BY_HAND[outer](params, one), two))
-
-    assert_reads(fn, by_hand, PARAMS, OTHERS, scaled(2.0, OTHERS))
 
 
 def test_the_other_collection_is_seen_as_outside() -> None:
@@ -945,8 +744,6 @@ def _apply(rewrite: Any) -> Any:
 
 
 MISFITS: dict[str, tuple[Any, str]] = {
-    'shape': ({'dense': {'bias': jnp.zeros(4)}}, r"'dense/bias' .*\n.*\n.*\[4\]"),
-    'dtype': ({'w': jnp.zeros((1, 3), jnp.int32)}, r"'w' .*\n.*\n.*int32.*\nFix"),
     'structure': ({'w': (jnp.zeros(3), jnp.zeros(3))}, r"'w' .*\n.*\nFound:    \("),
     'no array': ({'w': 'text'}, "Found:    'text'"),
     'shape of a result': (lambda path, value: jnp.sum(value), r'of shape \(1, 3\)'),
@@ -962,56 +759,6 @@ def test_values_that_do_not_fit(case) -> None:
     values, message = MISFITS[case]
     with pytest.raises(errors.StructureError, match=message):
         _apply(nn.substitute(values))
-
-
-UNUSED, WRONG_TYPE = errors.UnusedFilterError, errors.ArgumentTypeError
-WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        lambda: _apply(nn.substitute({'w': PARAMS['w']}, where=True)),
-        errors.StructureError,
-        "no value for '(b|dense/bias|dense/kernel)' .* in the tree",
-    ),
-    (
-        lambda: _apply(nn.substitute({'dense': {'bais': jnp.zeros(3)}})),
-        UNUSED,
-        "'dense/bais', which is no variable \\(nearest: 'dense/bias'\\)",
-    ),
-    (
-        lambda: _apply(nn.substitute({'params': OTHERS})),
-        UNUSED,
-        "and 3 more, which is no.*\nGive values\\['params'\\]",
-    ),
-    (
-        lambda: nn.substitute({'state': OTHERS}, collections=['params', 'stats']),
-        WRONG_TYPE,
-        "values for the collection 'state', and collections=.*'stats'",
-    ),
-    (
-        lambda: nn.substitute('ema', collections=True),
-        WRONG_TYPE,
-        "'ema' for coll.*True",
-    ),
-    (lambda: nn.substitute(), errors.FilterTypeError, "lacks its argument 'values'"),
-    (lambda: nn.substitute({'dense': {}}), WRONG_TYPE, 'a tree without a value'),
-    (lambda: nn.substitute(3.0), WRONG_TYPE, 'Expected: a tree of values'),
-    (lambda: nn.substitute(jnp.zeros(3)), WRONG_TYPE, 'Expected: a tree of values'),
-    (lambda: nn.substitute(Layer), WRONG_TYPE, r'nn.substitute\(Layer, values\)'),
-    (lambda: nn.substitute(Layer()), WRONG_TYPE, 'a Layer that is not bound'),
-    (lambda: nn.substitute(OTHERS, 'dense/**'), WRONG_TYPE, "write where='dense/"),
-    (
-        lambda: nn.substitute(OTHERS, methods=['encode']),
-        errors.UnknownNameError,
-        'no Module class',
-    ),
-]
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('case', range(len(WRONG)))
-def test_bad_input(case) -> None:
-    fails, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        fails()
 
 
 def test_a_value_without_a_variable_may_be_ignored() -> None:
