@@ -12,11 +12,11 @@ from typing import Any
 import coverage
 import pytest
 
+from tests.quick_compile import FLAGS
+
 # Results are compared to the last bit with programs that ran on the same device.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# XLA still runs its own optimizations. Compilation takes half the time, for slower
-# machine code, and each program runs only once or twice.
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
+os.environ.setdefault('XLA_FLAGS', FLAGS)  # Each program runs only once or twice.
 # Equal programs of several tests and processes are compiled once. Each is still traced
 # and lowered, so tests that count traces and compilations count right.
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:

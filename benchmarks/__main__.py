@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# JAX reads the flags when it starts. Small programs spend their time in compiling.
-if '--smoke' in sys.argv:
-    flags = '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
-    os.environ.setdefault('XLA_FLAGS', flags)
+from tests.quick_compile import FLAGS
+
+if '--smoke' in sys.argv:  # Small programs spend their time in compiling.
+    os.environ.setdefault('XLA_FLAGS', FLAGS)
 
 import jax
 

@@ -24,6 +24,8 @@ import nbclient
 import nbformat
 from nbclient import exceptions
 
+import quick_compile
+
 FOLDER = Path(__file__).resolve().parents[1] / 'notebooks'
 SIZE = 'FLAX_SG_NOTEBOOKS'  # notebooks read from it how much to compute
 BYTES = 400_000  # of a notebook with outputs, which is kept in the repository
@@ -83,8 +85,8 @@ async def _run_all(sources: Sequence[Path], check: bool) -> list[str]:
             'MPLBACKEND': 'module://matplotlib_inline.backend_inline',
             SIZE: 'ci' if check else 'full',
         }
-        if check:  # Compiles in half the time; each program runs once.
-            env.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0')
+        if check:  # Each program runs once.
+            env.setdefault('XLA_FLAGS', quick_compile.FLAGS)
         faults = await asyncio.gather(*map(one, sources))
     return [fault for found in faults for fault in found]
 
