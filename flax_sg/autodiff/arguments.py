@@ -192,7 +192,11 @@ def splitter(
     where = None if wrt is None else filters.as_filter(wrt)
     # A filter that a program makes may well come to nothing.
     if isinstance(wrt, (bool, np.bool_)) and not wrt and unused == 'raise':
-        raise _nothing(call)
+        raise errors.UnusedFilterError(
+            f'{call}(wrt=False) differentiates nothing: wrt= selects what has a '
+            'gradient.\n'
+            "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'."
+        )
 
     def split(args: Sequence[Any]) -> Split:
         trees = [leaves_of(arg) for arg in args]
@@ -208,11 +212,3 @@ def splitter(
         return Split(leaves, form)
 
     return split
-
-
-def _nothing(call: str) -> errors.UnusedFilterError:
-    """A gradient was asked for with respect to nothing."""
-    return errors.UnusedFilterError(
-        f'{call}(wrt=False) differentiates nothing: wrt= selects what has a gradient.\n'
-        "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'."
-    )

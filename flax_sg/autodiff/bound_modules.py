@@ -66,7 +66,10 @@ def variables_of(module: Any) -> Any:
         ArgumentTypeError: if it is no bound module.
     """
     if not isinstance(module, linen.Module) or module.scope is None:
-        raise _unbound(module)
+        raise errors.ArgumentTypeError(
+            f'of={type(module).__name__}(...) has no variables: expected a bound '
+            'module, such as model.bind(variables).'
+        )
     replacing, _ = _open_blocks()
     with blocks.thread.only(replacing):
         return _read(module)
@@ -118,11 +121,3 @@ def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..
             rule.clear()
 
     return fun_of_variables
-
-
-def _unbound(target: object) -> errors.ArgumentTypeError:
-    """``of=`` is given something whose variables cannot be found."""
-    return errors.ArgumentTypeError(
-        f'of={type(target).__name__}(...) has no variables: expected a bound '
-        'module, such as model.bind(variables).'
-    )

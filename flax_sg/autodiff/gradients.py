@@ -59,7 +59,11 @@ def derivative(
     several = isinstance(argnums, Sequence)
     numbers: Any = tuple(argnums) if several else (argnums,)
     if isinstance(argnums, str) or not all(map(_is_position, numbers)):
-        raise _no_positions(argnums)
+        name = getattr(argnums, '__name__', None) or repr(argnums)
+        raise errors.ArgumentTypeError(
+            f'argnums={name} names no positions of arguments.\n'
+            f'Name leaves with wrt=: sg.grad(fun, wrt={name}).'
+        )
 
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +71,13 @@ def derivative(
             args = (variables_of(of), *args)
         for number in numbers:
             if not -len(args) <= number < len(args):
-                raise _too_few(argnums, number, len(args))
+                # In the words of JAX.
+                least = number + 1 if number >= 0 else -number
+                raise TypeError(
+                    f'differentiating with respect to {argnums=} requires at least '
+                    f'{least} positional arguments to be passed by the caller, but '
+                    f'got only {len(args)} positional arguments'
+                )
         positions = [number % len(args) for number in numbers]
         parts = split([args[n] for n in positions])
 
@@ -261,25 +271,6 @@ def hessian(
     split = splitter('sg.hessian', wrt, absent, unused)
     inner = derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
     return derivative(jax.jacfwd, inner, argnums, has_aux, holomorphic, split)
-
-
-def _no_positions(argnums: object) -> errors.ArgumentTypeError:
-    """Something else was given as ``argnums``: a filter, most likely."""
-    name = getattr(argnums, '__name__', None) or repr(argnums)
-    return errors.ArgumentTypeError(
-        f'argnums={name} names no positions of arguments.\n'
-        f'Name leaves with wrt=: sg.grad(fun, wrt={name}).'
-    )
-
-
-def _too_few(argnums: object, number: int, count: int) -> TypeError:
-    """A position was named for which no argument was given; in the words of JAX."""
-    least = number + 1 if number >= 0 else -number
-    return TypeError(
-        f'differentiating with respect to {argnums=} requires at least {least} '
-        f'positional arguments to be passed by the caller, but got only {count} '
-        'positional arguments'
-    )
 
 
 @jax.tree_util.register_dataclass

@@ -282,8 +282,18 @@ class Analysis(NamedTuple):
         arrays = (jax.ShapeDtypeStruct, bool, int, float, complex)
         wrong = [out for out in self.outputs if not isinstance(out.leaf, arrays)]
         leaves = [output.leaf for output in self.outputs]
-        if wrong or not any(isinstance(x, float) or has_tangent(x) for x in leaves):
-            raise _no_output(self.name, wrong or self.outputs)
+        if not wrong and any(isinstance(x, float) or has_tangent(x) for x in leaves):
+            return
+        which, what = 'output', 'empty'
+        if wrong or self.outputs:
+            path, leaf, _ = (wrong or self.outputs)[0]
+            which += f' {path!r}' * bool(path)
+            what = f'{shown(leaf)}, which has no gradient'
+        raise errors.ArgumentTypeError(
+            f'The {which} of {self.name} is {what}.\n'
+            'Return real or complex arrays to be differentiated, and all else as aux: '
+            'return outputs, aux with has_aux=True.'
+        )
 
     def trained(self) -> list[bool]:
         """For each parameter whether it flows to any output."""
@@ -341,15 +351,22 @@ class Analysis(NamedTuple):
             for path, slots, is_wanted in self.parameters
             if is_wanted and any(flows[slot] & REFUSED for slot in slots)
         ]
-        if met:
-            assert isinstance(flow.leaf, Derivatives)
-            refused = flow.leaf.refused
-            places = [
-                f'{eqn.primitive.name} at {jaxprs.source_of(eqn) or UNKNOWN}'
-                for eqn, _ in refused
-            ]
-            cause = next((error for _, error in refused if error), None)
-            raise _not_traced(met, list(dict.fromkeys(places))) from cause
+        if not met:
+            return
+        assert isinstance(flow.leaf, Derivatives)
+        refused = flow.leaf.refused
+        lines = [
+            f'{eqn.primitive.name} at {jaxprs.source_of(eqn) or UNKNOWN}'
+            for eqn, _ in refused
+        ]
+        places = list(dict.fromkeys(lines))[:3]
+        more = f' and {len(met) - 3} more' if len(met) > 3 else ''
+        raise errors.ArgumentTypeError(
+            f'A gradient of {", ".join(map(repr, met[:3]))}{more} would pass '
+            f'through {", ".join(places)}, which JAX cannot differentiate.\n'
+            'If none should come back from there, apply jax.lax.stop_gradient before.\n'
+            'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
+        ) from next((error for _, error in refused if error), None)
 
 
 def _status(live: int, read: int, output: int | None) -> str:
@@ -372,33 +389,6 @@ def _outputs_of(out: Any, name: str, has_aux: bool) -> Iterator[Output]:
     for keys, leaf in jax.tree_util.tree_leaves_with_path(out):
         is_array = isinstance(leaf, jax.ShapeDtypeStruct)
         yield Output(str(path_of(keys)), leaf, next(numbers) if is_array else None)
-
-
-def _no_output(name: str, outputs: Sequence[Output]) -> errors.ArgumentTypeError:
-    """A function has no output to differentiate, or one that is no array."""
-    which, what = 'output', 'empty'
-    if outputs:
-        path, leaf, _ = outputs[0]
-        which += f' {path!r}' * bool(path)
-        what = f'{shown(leaf)}, which has no gradient'
-    return errors.ArgumentTypeError(
-        f'The {which} of {name} is {what}.\n'
-        'Return real or complex arrays to be differentiated, and all else as aux: '
-        'return outputs, aux with has_aux=True.'
-    )
-
-
-def _not_traced(
-    parameters: Sequence[str], places: Sequence[str]
-) -> errors.ArgumentTypeError:
-    """A parameter goes into an equation that JAX cannot differentiate."""
-    more = f' and {len(parameters) - 3} more' if len(parameters) > 3 else ''
-    return errors.ArgumentTypeError(
-        f'A gradient of {", ".join(map(repr, parameters[:3]))}{more} would pass '
-        f'through {", ".join(places[:3])}, which JAX cannot differentiate.\n'
-        'If none should come back from there, apply jax.lax.stop_gradient before.\n'
-        'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
-    )
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -65,12 +65,9 @@ class Derivatives:
 
     Attributes:
         refused: the equations that JAX cannot differentiate, with its errors.
-        unknown: the equations that cannot be differentiated alone, with JAX's errors:
-            collectives need their axis. Everything is taken to flow through them.
     """
 
     def __init__(self) -> None:
-        self.unknown: list[tuple[JaxprEqn, Exception]] = []
         self.refused: list[tuple[JaxprEqn, Exception | None]] = []
         # Primitives through which everything flowed once. Saying the same of other
         # shapes is safe.
@@ -105,9 +102,8 @@ class Derivatives:
             rows = _differentiated(eqn, backwards=has_rule)
         except NotImplementedError as error:
             return self._refuse(eqn, error)
-        except Exception as error:
-            self.unknown.append((eqn, error))
-            return safe
+        except Exception:
+            return safe  # Not alone: collectives need their axis.
         if kind is not None and rows == safe:
             self._smooth.add(kind)
         return rows

@@ -16,7 +16,6 @@ from flax_sg.flow.dependence import (
     REFUSED,
     Bodies,
     Dependence,
-    Rows,
     bit,
     bits,
 )
@@ -136,8 +135,9 @@ class Uses:
             if not outs.read or not any(_of(aliases, var) for var in eqn.invars):
                 continue
             here, bodies = place.at(eqn), Bodies.of(eqn)
-            flows = _meet(self.flow.rows(eqn), outs.live | FROM_NOTHING)
-            reads = _meet(self.values.rows(eqn), outs.read)
+            wants = outs.live | FROM_NOTHING
+            flows = [bool(row & wants) for row in self.flow.rows(eqn)]
+            reads = [bool(row & outs.read) for row in self.values.rows(eqn)]
             if eqn.primitive.name in SAME_VALUE:
                 aliases.setdefault(eqn.outvars[0], set()).update(
                     (number, was or not flows[0])
@@ -205,11 +205,6 @@ def _wanted_in(kind: Dependence, jaxpr: Any, outputs: int) -> set[Any]:
     ends = [outputs & bit(number) for number in range(len(jaxpr.outvars))]
     masks = kind.within(jaxpr, ends)
     return {var for var, mask in masks.items() if mask & ~REFUSED}
-
-
-def _meet(rows: Rows, wanted: int) -> list[bool]:
-    """For each row whether it has one of some bits."""
-    return [bool(row & wanted) for row in rows]
 
 
 def _of_body(carry: range, inputs: Sequence[bool], outputs: int) -> int:

@@ -133,7 +133,12 @@ class Wrapped:
             expected = jax.eval_shape(self.tx.init, _pruned(leaves, live))
             if jax.tree.structure(expected) == jax.tree.structure(state.inner_state):
                 raise
-            raise _other_state() from error
+            raise errors.StructureError(
+                'the state does not belong to what sg.freeze trains of these '
+                'parameters.\n'
+                'Make it with tx.init(params), or keep what it knows: '
+                'tx.adopt(state, params).'
+            ) from error
         new_leaves = leaves.treedef.flatten_up_to(new)
         rows = zip(leaves.key_paths, leaves.paths, live, new_leaves, strict=True)
         made = {
@@ -157,7 +162,15 @@ class Wrapped:
             return
         given = [(path, takes) for path, takes, absent in rows if not absent]
         if given and not any(takes for _, takes in given):
-            raise _opposite(self.where, given[0][0], lacking[0])
+            tx = 'tx' if self.where is None else f'tx, {self.where!r}'
+            raise errors.StructureError(
+                f'sg.freeze({tx}) freezes {str(given[0][0])!r}, which has a gradient, '
+                f'and trains {str(lacking[0])!r}, which has none.\n'
+                'wrt= selects what has a gradient, sg.freeze what is frozen: one '
+                'filter means opposite things there.\n'
+                'Write where = sg.filters.as_filter(...): sg.freeze(tx, ~where) goes '
+                'with sg.grad(loss, wrt=where).'
+            )
         raise missing_leaf(
             'the gradient',
             lacking[0],
@@ -305,7 +318,10 @@ def thaw(
         UnusedFilterError: if a part of ``where`` matches no parameter.
     """
     if not isinstance(tx, Freeze):
-        raise _not_frozen(tx)
+        raise errors.ArgumentTypeError(
+            f'thaw() takes what sg.freeze returned, got {type(tx).__name__}.\n'
+            'Put sg.freeze outermost: sg.freeze(optax.chain(...), where).'
+        )
     added = (*tx.wrapped.thawed, (filters.as_filter(where), unused))
     thawed = _made(dataclasses.replace(tx.wrapped, thawed=added))
     return thawed, thawed.adopt(state, params)
@@ -322,7 +338,10 @@ def _with_extra_args(tx: Any) -> Any:
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not (hasattr(tx, 'init') and hasattr(tx, 'update')):
-        raise _no_optimizer(tx)
+        raise errors.ArgumentTypeError(
+            f'freeze() takes an optax transformation, got {type(tx).__name__}.\n'
+            "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
+        )
     return optax.with_extra_args_support(tx)
 
 
@@ -392,41 +411,3 @@ def _first(states: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """The leaves of a state, and those of another one where the first is vacant."""
     pairs = zip(states, others, strict=True)
     return [other if _is_vacant(leaf) else leaf for leaf, other in pairs]
-
-
-def _not_frozen(tx: object) -> errors.ArgumentTypeError:
-    """Something is thawed or frozen that is no optimizer for it."""
-    return errors.ArgumentTypeError(
-        f'thaw() takes what sg.freeze returned, got {type(tx).__name__}.\n'
-        'Put sg.freeze outermost: sg.freeze(optax.chain(...), where).'
-    )
-
-
-def _no_optimizer(tx: object) -> errors.ArgumentTypeError:
-    """The error for something that is no optax transformation."""
-    return errors.ArgumentTypeError(
-        f'freeze() takes an optax transformation, got {type(tx).__name__}.\n'
-        "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
-    )
-
-
-def _opposite(where: object, frozen: str, trained: str) -> errors.StructureError:
-    """One filter says what is differentiated, and what is frozen."""
-    of = 'tx' if where is None else f'tx, {where!r}'
-    return errors.StructureError(
-        f'sg.freeze({of}) freezes {str(frozen)!r}, which has a gradient, and trains '
-        f'{str(trained)!r}, which has none.\n'
-        'wrt= selects what has a gradient, sg.freeze what is frozen: one filter means '
-        'opposite things there.\n'
-        'Write where = sg.filters.as_filter(...): sg.freeze(tx, ~where) goes with '
-        'sg.grad(loss, wrt=where).'
-    )
-
-
-def _other_state() -> errors.StructureError:
-    """The state is that of other parameters, or of another selection."""
-    return errors.StructureError(
-        'the state does not belong to what sg.freeze trains of these parameters.\n'
-        'Make it with tx.init(params), or keep what it knows: '
-        'tx.adopt(state, params).'
-    )

@@ -71,7 +71,14 @@ def mask(
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
     if is_absent(trained) == is_absent(frozen):
-        raise _one_of_two(is_absent(trained))
+        raise errors.ArgumentValueError(
+            f'mask() got {"neither" if is_absent(trained) else "both"} of trained= and '
+            'frozen=.\n'
+            'A mask is True at what you name, and the other way round it freezes what '
+            'should be trained.\n'
+            "Write sg.mask(params, trained='head/**') or sg.mask(params, "
+            "frozen='backbone/**')."
+        )
     leaves = parameters_of(tree)
     if is_absent(frozen):
         with raised_by('sg.mask(trained=...)'):
@@ -137,7 +144,11 @@ def parameters_of(tree: Any) -> Leaves:
     """The leaves of a tree that an optimizer is given."""
     leaves = leaves_of(tree)
     if any(map(overwritten, leaves.paths)):
-        raise _overwrites()
+        raise errors.ArgumentValueError(
+            'the variables hold "_overwrite_with_gradient": they receive their new '
+            'value as a gradient, and no optimizer may see them.\n'
+            "Give it variables['params']; sg.TrainState takes both and does so.",
+        )
     return leaves
 
 
@@ -157,23 +168,3 @@ def values_at(leaves: Leaves, given: Leaves, what: str) -> list[Any]:
         old, new = leaves.by_path(), given.by_path()
         raise different_structures('the parameters', what, old, new, pruned=True)
     return [found.get(keys, ABSENT) for keys in leaves.key_paths]
-
-
-def _one_of_two(neither: bool) -> errors.ArgumentValueError:
-    """A mask was asked for without saying what is True in it, or in two ways."""
-    return errors.ArgumentValueError(
-        f'mask() got {"neither" if neither else "both"} of trained= and frozen=.\n'
-        'A mask is True at what you name, and the other way round it freezes what '
-        'should be trained.\n'
-        "Write sg.mask(params, trained='head/**') or sg.mask(params, "
-        "frozen='backbone/**')."
-    )
-
-
-def _overwrites() -> errors.ArgumentValueError:
-    """The error for variables that are given to an optimizer."""
-    return errors.ArgumentValueError(
-        'the variables hold "_overwrite_with_gradient": they receive their new '
-        'value as a gradient, and no optimizer may see them.\n'
-        "Give it variables['params']; sg.TrainState takes both and does so.",
-    )

@@ -8,10 +8,9 @@ values and random numbers are those of one scan.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +113,9 @@ def split_scan(
     if not any(params):  # They are being made.
         return jax.lax.scan(body, init, xs, length=length, reverse=reverse, **options)
     layer = _Layer.of(body, init, xs, params)
-    runs = [(a, b, bool(mask[a])) for a, b in itertools.pairwise(_cuts(mask))]
+    # Runs of neighbours.
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), count]
+    runs = [(a, b, bool(mask[a])) for a, b in itertools.pairwise(cuts)]
     seen = stack
     if len(runs) > MAX_RUNS:
         runs = [(0, count, False)]
@@ -153,13 +154,7 @@ def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
     return mask
 
 
-def _cuts(mask: NDArray[np.bool_]) -> list[int]:
-    """Where the runs of neighbours begin, and where the last one ends."""
-    return [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layer:
+class _Layer(NamedTuple):
     """The body of a loop, traced.
 
     Once for all parts of the loop: each trace would draw other random numbers.
@@ -193,7 +188,12 @@ class _Layer:
         for (keys, _), number in zip(pairs, handed_on, strict=True):
             path = lifting.param_path(keys, 'out')
             if path is not None and number is None:
-                raise _layers_written(path_of(path))
+                raise errors.PartError(
+                    f'the parameter {path_of(path)!r} of layers of which some are '
+                    'frozen is written, or handed to a lifted transform that may '
+                    "write it.\nTake 'params' out of mutable=, or use "
+                    'nn.stop_gradient(sg.at(...)) around a scan without frozen_layers=.'
+                )
         treedef = jax.tree.structure
         return cls(program, treedef(carry), treedef(out), handed_on)
 
@@ -241,16 +241,6 @@ def _slice(stack: Any, number: Any) -> Any:
 
 def _joined(parts: Sequence[Any]) -> Any:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def _layers_written(path: str) -> errors.PartError:
-    """A parameter of a layer comes out of its body as another one."""
-    return errors.PartError(
-        f'the parameter {path!r} of layers of which some are frozen is written, or '
-        'handed to a lifted transform that may write it.\n'
-        "Take 'params' out of mutable=, or use nn.stop_gradient(sg.at(...)) around "
-        'a scan without frozen_layers=.',
-    )
 
 
 def _wrong_layers(layers: Any, length: int, problem: str) -> errors.PartError:

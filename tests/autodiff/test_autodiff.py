@@ -2,10 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as fnn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +15,6 @@ from flax.core.meta import Partitioned
 
 import flax_sg as sg
 import oracle
-import programs
-from benchmarks import models
 from flax_sg import errors, testing
 from flax_sg import linen as nn
 
@@ -41,8 +38,6 @@ def loss(params: Any, x: Any = X) -> Any:
 
 
 SELECTIONS = {
-    'the head': 'head/**',
-    'the body': 'body/**',
     'kernels': '**/kernel',
     'several': ['head/bias', 'neck/**'],
     'all': True,
@@ -78,43 +73,31 @@ def nested(params: Any, live: Any, absent: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize(
-    ('name', 'jitted'),
-    [*((name, False) for name in SELECTIONS), ('several', True), ('none', True)],
-)
-def test_grads_are_those_of_a_split_by_hand(name, jitted):
+@pytest.mark.parametrize('name', SELECTIONS)
+def test_grads_are_those_of_a_split_by_hand(name):
     where = SELECTIONS[name]
     fun, live = by_hand(loss, PARAMS, where)
-    wrap = jax.jit if jitted else lambda f: f
-    value, expected = wrap(jax.value_and_grad(fun))(live, PARAMS)
+    value, expected = jax.jit(jax.value_and_grad(fun))(live, PARAMS)
     expected = nested(PARAMS, expected, lambda _: sg.ABSENT)
     options: Any = {'wrt': where, 'unused': 'ignore'}
-    actual = wrap(sg.value_and_grad(loss, **options))(PARAMS)
+    actual = jax.jit(sg.value_and_grad(loss, **options))(PARAMS)
     oracle.assert_same(actual, (value, expected))
-    oracle.assert_same(wrap(sg.grad(loss, **options))(PARAMS), expected)
-    y, back = sg.vjp(loss, PARAMS, **options)
-    oracle.assert_same(
-        (y, back(1.0)),
-        (loss(PARAMS), (sg.grad(loss, **options)(PARAMS),)),
-    )
 
 
-@pytest.mark.parametrize(
-    ('absent', 'stands'),
-    [
+def test_what_stands_for_the_others():
+    fun, live = by_hand(loss, PARAMS, 'head/**')
+    value, grads = jax.value_and_grad(fun)(live, PARAMS)
+    for absent, stands in (
         ('drop', lambda _: sg.ABSENT),
         ('none', lambda _: None),
         ('zeros', jnp.zeros_like),
         ('masked', lambda _: optax.MaskedNode()),
-    ],
-)
-def test_what_stands_for_the_others(absent, stands):
-    fun, live = by_hand(loss, PARAMS, 'head/**')
-    expected = nested(PARAMS, jax.grad(fun)(live, PARAMS), stands)
-    actual = sg.grad(loss, wrt='head/**', absent=absent)(PARAMS)
-    oracle.assert_same(actual, expected)
-    _, back = sg.vjp(loss, PARAMS, wrt='head/**', absent=absent)
-    oracle.assert_same(back(1.0), (expected,))
+    ):
+        expected = nested(PARAMS, grads, stands)
+        actual = sg.grad(loss, wrt='head/**', absent=absent)(PARAMS)
+        oracle.assert_same(actual, expected)
+        y, back = sg.vjp(loss, PARAMS, wrt='head/**', absent=absent)
+        oracle.assert_same((y, back(1.0)), (value, (expected,)))
 
 
 class Thing:
@@ -151,7 +134,7 @@ def test_leaves_of_any_kind():
             + jnp.sum(p['half'].astype(jnp.float32))
         )
 
-    for absent in ('drop', 'none', 'zeros', 'masked'):
+    for absent in ('drop', 'masked'):
         grads = sg.grad(fun, absent=absent)(params)
         found = {n for n, g in grads.items() if hasattr(g, 'dtype') and np.any(g != 0)}
         assert found == {'w', 'f', 'np', 'c', 'half'}, absent
@@ -183,50 +166,6 @@ def test_only_the_leaf_is_cut_not_the_way_through():
     for name in p:
         expected = jax.grad(lambda leaf, name=name: fun({**p, name: leaf}))(p[name])
         oracle.assert_same(sg.grad(fun, wrt=name)(p)[name], expected)
-
-
-# Zygote.jl #1042: A(a1, eps, B), the gradient of some fields only.
-
-
-class B(NamedTuple):
-    b1: Any
-    b2: Any
-
-
-class A(flax.struct.PyTreeNode):
-    a1: Any
-    eps: Any
-    B: Any
-
-
-def energy(a: A, x: Any) -> Any:
-    return jnp.sum(jnp.sin(a.a1 * x) ** 2 / (a.eps + a.B.b1**2)) + a.B.b2 * a.eps
-
-
-def test_the_example_of_zygote():
-    a = A(a1=2.0, eps=1e-3, B=B(0.5, 3.0))
-    wrt = ['a1', 'B/*']
-    expected = jax.grad(lambda a1, b: energy(A(a1, a.eps, b), X), (0, 1))(a.a1, a.B)
-    dropped = sg.grad(energy, wrt=wrt)(a, X)
-    oracle.assert_same(dropped, A(expected[0], sg.ABSENT, expected[1]))
-    nones = sg.grad(energy, wrt=wrt, absent='none')(a, X)
-    oracle.assert_same(nones, A(expected[0], None, expected[1]))
-    assert nones.eps is None
-    only = sg.grad(energy, wrt='a1', absent='none')(a, X)
-    assert B(None, None) == only.B
-
-
-def test_tied_leaves_are_told_apart_by_path():
-    w = jnp.array([1.0, 2.0])
-    tied = {'encoder': w, 'decoder': w}
-
-    def fun(p):
-        return jnp.sum(p['encoder'] ** 2 * p['decoder'])
-
-    got = sg.grad(fun, wrt='encoder')(tied)
-    oracle.assert_same(got, {'encoder': 2 * w * w, 'decoder': sg.ABSENT})
-    both = sg.grad(fun)(tied)
-    oracle.assert_same(both, {'encoder': 2 * w * w, 'decoder': w**2})
 
 
 def test_a_gradient_penalty_on_other_leaves_than_the_inner_gradient():
@@ -309,16 +248,14 @@ V = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, 4.0]), 'n': 2.0}
 @pytest.mark.parametrize(
     ('name', 'absent'),
     [
-        *(('hessian', absent) for absent in ('drop', 'none', 'zeros')),
-        ('jacrev', 'zeros'),
-        ('jacfwd', 'zeros'),
+        *(('hessian', 'zeros'), ('hessian', 'none')),
+        *(('jacrev', 'zeros'), ('jacfwd', 'drop')),
     ],
 )
 def test_matrices(name, absent):
-    got = getattr(sg, name)(vector, wrt=['a', 'n'], absent=absent)(V)
-    expected = getattr(jax, name)(lambda live: vector({**V, **live}))(
-        {k: V[k] for k in 'an'}
-    )
+    got = jax.jit(getattr(sg, name)(vector, wrt=['a', 'n'], absent=absent))(V)
+    by_hand = getattr(jax, name)(lambda live, rest: vector({**rest, **live}))
+    expected = jax.jit(by_hand)({k: V[k] for k in 'an'}, V)
     for out in (lambda t: t['u'], lambda t: t['v'][0]):
         for one in 'an':
             if name != 'hessian':
@@ -331,7 +268,7 @@ def test_matrices(name, absent):
         elif absent == 'drop':
             assert out(got)['b'] is sg.ABSENT
     if absent == 'zeros':
-        full = getattr(jax, name)(vector)(V)
+        full = jax.eval_shape(getattr(jax, name)(vector), V)
         assert jax.tree.structure(got) == jax.tree.structure(full)
         same = jax.tree.map(lambda g, f: g.shape == f.shape, got, full)
         assert all(jax.tree.leaves(same))
@@ -344,10 +281,9 @@ def test_forward():
     oracle.assert_same(got, expected)
     # Full tangents will do: what is not selected is not looked at.
     full = {**tangents, 'b': jnp.ones(2), 'n': 1.0}
-    oracle.assert_same(sg.jvp(vector, (V,), (full,), wrt='a'), expected)
     y, push = sg.linearize(vector, V, wrt='a')
-    for _ in range(2):
-        oracle.assert_same((y, push(tangents)), expected)
+    for given in (tangents, full):
+        oracle.assert_same((y, push(given)), expected)
     with pytest.raises(errors.StructureError, match="'n'"):
         sg.jvp(vector, (V,), (tangents,), wrt='n')
     with pytest.raises(errors.StructureError, match="'n'"):
@@ -376,9 +312,9 @@ def test_a_tree_that_is_one_leaf():
         sg.grad(lambda x: x**2, wrt='*')(3.0)
 
 
-@pytest.mark.parametrize('make', [dict, freeze])
-def test_boxes_and_frozen_dicts(make):
-    boxed = make({'dense': {'kernel': Partitioned(jnp.ones(3), ('x',)), 'bias': 1.0}})
+def test_boxes_and_frozen_dicts():
+    kernel = Partitioned(jnp.ones(3), ('x',))
+    boxed = freeze({'dense': {'kernel': kernel, 'bias': 1.0}})
 
     def fun(p):
         return jnp.sum(p['dense']['kernel'].value ** 2) * p['dense']['bias']
@@ -402,7 +338,6 @@ def test_a_dict_of_collections():
         return jnp.sum(Normed().apply(variables, X) ** 2)
 
     oracle.assert_same(sg.grad(fun, wrt='norm/*')(variables), jax.grad(fun)(variables))
-    oracle.assert_same(sg.grad(fun)(variables), jax.grad(fun)(variables))
 
     def params_alone(path):
         return path.collection == 'params'
@@ -435,40 +370,20 @@ def test_new_values_as_gradients_are_always_there():
 # One program, and that of the split by hand.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('where', ['head/**', ['layer_[23]/**', 'head/**']])
-def test_the_program_is_that_of_the_split_by_hand(where):
-    x = jnp.linspace(-1.0, 1.0, 2 * 4 * 16).reshape(2, 4, 16)
-    model = models.Transformer(depth=4)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+def test_the_program_is_that_of_the_split_by_hand():
+    where = ['neck/kernel', 'head/**']
+    fun, live = by_hand(loss, PARAMS, where)
 
-    def fun(params, x):
-        return jnp.sum(model.apply({'params': params}, x))
+    def hand(params):
+        value, grads = jax.value_and_grad(fun)(
+            {k: params[k[0]][k[1]] for k in live}, params
+        )
+        return value, [grads[k] for k in sorted(grads)]
 
-    def ours(params, x):
-        value, grads = sg.value_and_grad(fun, wrt=where)(params, x)
-        return value, grads
-
-    selects = sg.filters.as_filter(where)
-
-    def hand(params, x):
-        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-        names = [sg.Path.of('params', tuple(k.key for k in keys)) for keys, _ in flat]
-        live = {n: leaf for n, (_, leaf) in zip(names, flat, strict=True) if selects(n)}
-
-        def fun_of_live(live):
-            rest = [live.get(n, v) for n, (_, v) in zip(names, flat, strict=True)]
-            return fun(treedef.unflatten(rest), x)
-
-        value, grads = jax.value_and_grad(fun_of_live)(live)
-        return value, [grads[n] for n in names if n in grads]
-
-    testing.assert_same_program(ours, hand, params, x)
+    ours = sg.value_and_grad(loss, wrt=where)
+    testing.assert_same_program(ours, hand, PARAMS)
     with pytest.raises(AssertionError):
-        testing.assert_same_program(ours, jax.value_and_grad(fun), params, x)
-    assert programs.flops(ours, params, x) < 0.8 * programs.flops(
-        jax.value_and_grad(fun), params, x
-    )
+        testing.assert_same_program(ours, jax.value_and_grad(loss), PARAMS)
 
 
 def test_residuals_are_those_of_the_live_part():
@@ -529,10 +444,9 @@ def test_no_tracer_is_kept():
     script(dense.init(jax.random.key(0), X))
 
 
-@pytest.mark.parametrize('wrap', [jax.vmap, lambda f: jax.vmap(jax.jit(f))])
-def test_under_vmap(wrap):
+def test_under_vmap():
     p = {'a': jnp.arange(3.0), 'b': jnp.arange(3.0) + 1}
-    got = wrap(sg.grad(lambda p: p['a'] ** 2 * p['b'], wrt='a'))(p)
+    got = jax.vmap(jax.jit(sg.grad(lambda p: p['a'] ** 2 * p['b'], wrt='a')))(p)
     oracle.assert_same(got, {'a': 2 * p['a'] * p['b'], 'b': sg.ABSENT})
 
 
@@ -552,7 +466,7 @@ class WithSetup(fnn.Module):
 
 @pytest.mark.parametrize(
     ('model', 'wrt'),
-    [(NET, 'head/**'), *((WithSetup(), wrt) for wrt in (True, '**/bias', 'w'))],
+    [(NET, 'head/**'), *((WithSetup(), wrt) for wrt in (True, 'w'))],
 )
 def test_of_a_bound_module(model, wrt):
     variables = model.init(jax.random.key(0), X)
@@ -603,7 +517,7 @@ class Scanned(fnn.Module):
             fnn.remat(Layer),
             variable_axes={'params': 0},
             split_rngs={'params': True},
-            length=3,
+            length=2,
         )
         return scanned(name='layers')(x, None)[0]
 
@@ -623,7 +537,7 @@ def test_of_reaches_scans_jits_and_closures_in_both_orders():
     m = model.bind(variables)
     jitted, traced = jax.jit(lambda x: m(x)), jax.jit(lambda x: m(x))
     before = traced(X)
-    for fun in (m, jitted, traced, jitted):
+    for fun in (jitted, traced, m):
         got = sg.grad(lambda fun=fun: jnp.sum(fun(X) ** 2), of=m)()
         oracle.assert_same(got, expected)
     oracle.assert_same(jitted(X), before)
@@ -696,21 +610,19 @@ def test_bad_requests_raise_where_they_are_written():
     assert jax.tree.leaves(nothing) == []
 
 
-@pytest.mark.parametrize('call', [*CALLS, sg.vjp, sg.jvp, sg.linearize])
-def test_an_error_says_which_call_it_comes_from(call):
-    if call in CALLS:
-        run = functools.partial(call(loss, wrt='haed/**'), PARAMS)
-    elif call is sg.jvp:
-        run = functools.partial(call, loss, (PARAMS,), (PARAMS,), wrt='haed/**')
-    else:
-        run = functools.partial(call, loss, PARAMS, wrt='haed/**')
-    said = rf"^sg\.{call.__name__}\(wrt=...\): Glob\('haed/\*\*'\) matches none of"
-    with pytest.raises(errors.UnusedFilterError, match=said):
-        run()
+def test_an_error_says_which_call_it_comes_from():
+    where: Any = {'wrt': 'haed/**'}
+    runs = {call: functools.partial(call(loss, **where), PARAMS) for call in CALLS}
+    runs[sg.jvp] = functools.partial(sg.jvp, loss, (PARAMS,), (PARAMS,), **where)
+    for call in (sg.vjp, sg.linearize):
+        runs[call] = functools.partial(call, loss, PARAMS, **where)
+    for call, run in runs.items():
+        said = rf"^sg\.{call.__name__}\(wrt=...\): Glob\('haed/\*\*'\) matches none of"
+        with pytest.raises(errors.UnusedFilterError, match=said):
+            run()
 
 
-@pytest.mark.parametrize('jitted', [False, True])
-def test_of_obeys_the_blocks_around(jitted):
+def test_of_obeys_the_blocks_around():
     model = fnn.Dense(2)
     m = model.bind(model.init(jax.random.key(0), X))
 
@@ -724,8 +636,7 @@ def test_of_obeys_the_blocks_around(jitted):
         return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X) ** 2))(given)
 
     given = {**m.variables['params'], 'bias': jnp.ones(2)}
-    if jitted:
-        grads, by_hand = jax.jit(grads), jax.jit(by_hand)
+    grads, by_hand = jax.jit(grads), jax.jit(by_hand)
     plain = grads()
     with nn.stop_gradient('kernel'):
         assert float(loss()) > 0  # What was read before is what is read then.

@@ -257,8 +257,9 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith('matplotlib')]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    assert "pip install 'flax_sg[plot]'" in said(
-        ['flow', CHECK, '--plot', 'flow.png'], capsys
+    assert said(['flow', CHECK, '--plot', 'flow.png'], capsys) == (
+        'The picture needs matplotlib, which is not installed. '
+        "Install what it needs with: pip install 'flax_sg[plot]'"
     )
 
 
@@ -337,7 +338,7 @@ def test_a_report_for_bugs_has_versions_devices_and_flags(monkeypatch, capsys):
 # Without a command, and the demo.
 
 
-@pytest.mark.parametrize('argv', [[], ['help'], ['-h'], ['--help']])
+@pytest.mark.parametrize('argv', [[], ['--help']])
 def test_without_a_command_it_says_what_there_is(argv, capsys):
     assert main(argv) == 0
     out, err = capsys.readouterr()

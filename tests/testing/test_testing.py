@@ -119,32 +119,23 @@ def test_a_weak_type_is_shown():
         step(1.0)
 
 
-def test_a_function_jitted_anew_is_told_so():
-    counted = testing.assert_traces_once(lambda x: x + 1)
-    jax.jit(counted)(X)
-    jax.clear_caches()
-    with pytest.raises(errors.ExpectationError, match='jit the function once'):
-        jax.jit(counted)(X)
-
-
-def test_a_trace_that_fails_does_not_count():
-    broken = [True]
+def test_a_function_jitted_anew_is_told_so_and_a_trace_that_fails_does_not_count():
+    fails = [True]
 
     @testing.assert_traces_once
-    def step(x):
-        if broken:
+    def counted(x):
+        if fails:
             raise ArithmeticError
         return x
 
     with pytest.raises(ArithmeticError):
-        jax.jit(step)(X)
-    broken.clear()
-    jax.jit(step)(X)
-
-
-def test_what_would_count_nothing_is_refused():
-    with pytest.raises(errors.ArgumentTypeError, match=r'jit\(assert_traces_once\(s'):
-        testing.assert_traces_once(jax.jit(jnp.sin))
+        jax.jit(counted)(X)
+    fails.clear()
+    jax.jit(counted)(X)
+    jax.clear_caches()
+    with pytest.raises(errors.ExpectationError, match='jit the function once'):
+        jax.jit(counted)(X)
+    # What would count nothing is refused.
     with pytest.raises(errors.ArgumentTypeError, match='outside of any trace'):
         testing.assert_traces_once(np.sin)(1.0)
 
@@ -163,20 +154,16 @@ HOLDS = [
 ]
 
 
-@pytest.mark.parametrize(('holds', 'where', 'output'), HOLDS)
-def test_what_holds_passes_and_its_opposite_fails(holds, where, output):
-    holds(LOSSES, where, output=output)
+def test_what_holds_passes_and_its_opposite_fails():
     stopped, flows = testing.assert_stopped, testing.assert_flows
-    with pytest.raises(AssertionError):
-        (flows if holds is stopped else stopped)(LOSSES, where, output=output)
-
-
-@pytest.mark.parametrize(
-    'where', [['gln_0/**', 'head/bias'], ['gln_0/**', 'head/*', 'scale'], True]
-)
-def test_only_means_no_less_and_no_more(where):
-    with pytest.raises(AssertionError):
-        testing.assert_trains_only(LOSSES, where, output='gln')
+    for holds, where, output in HOLDS:
+        holds(LOSSES, where, output=output)
+        with pytest.raises(AssertionError):
+            (flows if holds is stopped else stopped)(LOSSES, where, output=output)
+    # Only means no less and no more.
+    for where in (['gln_0/**', 'head/bias'], ['gln_0/**', 'head/*', 'scale'], True):
+        with pytest.raises(AssertionError):
+            testing.assert_trains_only(LOSSES, where, output='gln')
 
 
 def message(holds, flow, *args, **kwargs) -> str:
@@ -238,16 +225,15 @@ def test_leaves_without_a_gradient_are_free():
 
 
 def test_what_names_nothing_is_refused():
-    with pytest.raises(errors.UnusedFilterError, match='gln_0/dense/kernel'):
-        testing.assert_stopped(LOSSES, ['gln_1/**', 'head/**'])
-    with pytest.raises(errors.UnknownNameError, match=r"no output 'explain'"):
-        testing.assert_stopped(LOSSES, 'head/**', output='explain')
-    with pytest.raises(errors.UnknownNameError, match=r"no output 'explain'"):
-        testing.assert_stopped(LOSSES, 'head/*', output=['code', 'explain'])
-    with pytest.raises(errors.UnknownNameError, match='no output'):
-        testing.assert_stopped(LOSSES, 'head/**', output=False)
-    with pytest.raises(errors.FilterTypeError):
-        testing.assert_flows(LOSSES, 3)
+    for where, output, error, said in (
+        (['gln_1/**', 'head/**'], None, errors.UnusedFilterError, 'gln_0/dense/kernel'),
+        ('head/**', 'explain', errors.UnknownNameError, "no output 'explain'"),
+        ('head/*', ['code', 'explain'], errors.UnknownNameError, "output 'explain'"),
+        ('head/**', False, errors.UnknownNameError, 'no output'),
+        (3, None, errors.FilterTypeError, 'filter'),
+    ):
+        with pytest.raises(error, match=said):
+            testing.assert_stopped(LOSSES, where, output=output)
     with pytest.raises(errors.ArgumentTypeError, match='with 2 arguments'):
         testing.assert_flows(LOSSES, 'head/**', {}, X)
 
