@@ -203,12 +203,10 @@ def _method_of(module: Any, name: str) -> Callable[..., Any] | None:
     """The function of a module's method; None if the module has no such method."""
     # Not getattr(type(module), name): for ``__call__`` a class without one gives the
     # function that makes instances.
-    for cls in type(module).__mro__:
-        if name in vars(cls):
-            found = vars(cls)[name]
-            bound = found.__get__(module) if hasattr(found, '__get__') else found
-            return bound.__func__ if inspect.ismethod(bound) else None
-    return None
+    classes = type(module).__mro__
+    found = next((vars(cls)[name] for cls in classes if name in vars(cls)), None)
+    bound = found.__get__(module) if hasattr(found, '__get__') else found
+    return bound.__func__ if inspect.ismethod(bound) else None
 
 
 def forwards(

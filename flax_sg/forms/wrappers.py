@@ -237,7 +237,7 @@ class Rewritten(_Forwards, modules.Module):
 
     @nowrap
     def _register_submodules(self, name: str, val: Any) -> None:
-        if name not in ('module', 'within', 'origin'):
+        if name not in ('module', 'within'):
             super()._register_submodules(name, val)
         elif name == 'module' and val.scope is None and self.scope is not None:
             module = modules.bind_at(val, self.scope, self.name)

@@ -349,35 +349,45 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 class Reads(linen.Module):
-    """Reads all of them."""
+    """All reads, of a module or of a view of it."""
 
-    freeze: Any
+    view: Any
 
     def setup(self):
-        self.inner = self.freeze(Offers())
+        self.inner = Offers()
 
-    def __call__(self):
-        return self.inner(X), [read(self.inner) for read in READS.values()]
+    def __call__(self, values=None):
+        view = self.view(self.inner, values)
+        return view(X), [read(view) for read in READS.values()]
 
 
 @pytest.mark.parametrize('where', [True, ['layers_*/**', 'named_a/kernel', 'v']])
-def test_reads_are_under_the_rule(where: Any) -> None:
-    frozen = Reads(functools.partial(nn.Frozen, where=where))
-    params = Reads(bare).init(KEY)['params']
-    assert_same(frozen.init(KEY)['params'], params)
+@pytest.mark.parametrize('other', [False, True])
+def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
+    """Of the module, and of other values in the place of its own."""
+
+    def view(module: Any, values: Any) -> Any:
+        if other:
+            return nn.mirror(module, where, variables=values and {'params': values})
+        return nn.Frozen(module, where)
+
+    plain = Reads(lambda module, values: module)
+    params = plain.init(KEY)['params']
+    assert_same(Reads(view).init(KEY)['params'], params)
     taken = filters.as_filter(where)
     names = paths_of(params['inner'])
     chosen = [p for p in names if taken(Path.of('params', tuple(p.split('/'))))]
     assert chosen
+    values = jax.tree.map(lambda leaf: 2 * leaf, params['inner'])
 
-    def selects(path: str) -> bool:
-        return path.removeprefix('inner/') in chosen
+    def actual(params: Any, values: Any) -> Any:
+        return Reads(view).apply({'params': params}, values)
 
-    assert_same_grads(
-        lambda p: frozen.apply({'params': p}),
-        lambda p: Reads(bare).apply({'params': stopped(p, selects)}),
-        params,
-    )
+    def expected(params: Any, values: Any) -> Any:
+        seen = stopped(values if other else params['inner'], chosen.__contains__)
+        return plain.apply({'params': {'inner': seen}})
+
+    assert_same_grads(actual, expected, params, values)
 
 
 def test_what_is_not_there() -> None:

@@ -191,19 +191,6 @@ def makes_a_child(decorate: Any) -> Any:
     return Uses
 
 
-def called_in_turn(decorate: Any) -> Any:
-    """Every call is an extent of its own."""
-
-    class Uses(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            frozen = decorate(fnn.Dense)(3, name='frozen')
-            live = fnn.Dense(3, name='live')
-            return live(frozen(live(frozen(x))))
-
-    return Uses
-
-
 def plain(target: Any) -> Any:
     return target
 
@@ -214,7 +201,6 @@ for _name, _make, _stop, _paths in (
     ('a function of children', of_children, KERNEL, ('enc/kernel', 'dec/kernel')),
     ('a bound method', bound_method, KERNEL, ('enc/kernel',)),
     ('a function that makes a child', makes_a_child, STOP, ('enc',)),
-    ('called in turn', called_in_turn, KERNEL, ('frozen/kernel',)),
 ):
     CLASSES[_name] = (_make(_stop), _make(plain), _paths)
 CLASSES['a subclass of a lifted class'] = (
@@ -287,18 +273,6 @@ def test_a_lifted_class_is_the_class_by_name():
     assert (encode.__name__, encode.__doc__) == ('encode', 'Words.')
     shapes = jax.eval_shape(Outer(CLASSES['compact above'][0]).init, KEY, X)
     assert set(shapes['params']) == {'Compact_0', 'named'}
-
-
-def test_the_class_that_was_lifted_is_left_alone():
-    def now():
-        # Flax itself marks the fields of a class that is subclassed.
-        return {k: v for k, v in vars(Two).items() if k != '__dataclass_fields__'}
-
-    before = now()
-    nn.stop_gradient(Two, 'enc/**', methods=['encode', '__call__'])
-    after = now()
-    assert after.keys() == before.keys()
-    assert [name for name in after if after[name] is not before[name]] == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`nn.mirror`: the same parameters, or other values, seen through a stop."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -129,65 +128,6 @@ def assert_close(a: Any, b: Any) -> None:
     # Compiled as one and run one by one: the last bits may differ.
     assert jnp.allclose(a, b, 1e-5, 1e-6)
     assert (a == 0).all() == (b == 0).all()
-
-
-class Keeps(Dense2):
-    """Keeps a variable and a function of its layers, too."""
-
-    def setup(self):
-        super().setup()
-        self.v = self.variable('params', 'v', lambda: jnp.ones((1, 4)))
-        self.fn = lambda x: self.layers[0](x) * self.scale
-
-    def __call__(self, x):
-        return self.fn(super().__call__(x)) + self.v.value
-
-
-READS: dict[str, Callable[[Any], Any]] = {
-    'call': lambda m: m(X),
-    'method': lambda m: m.encode(X),
-    'property': lambda m: m.kernel,
-    'kept': lambda m: m.scale2,
-    'part': lambda m: m.layers[0](X),
-    'variables': lambda m: m.variables['params']['layers_1'],
-    'variable': lambda m: m.v.value,
-    'function': lambda m: m.fn(X),
-}
-
-
-class Reads(linen.Module):
-    """All reads, of a module or of a view of it."""
-
-    where: Any = None
-
-    def setup(self):
-        self.inner = Keeps()
-
-    def __call__(self, values=None):
-        m = self.inner
-        if self.where is not None:
-            m = nn.mirror(m, self.where, variables=values)
-        return [read(m) for read in READS.values()]
-
-
-@pytest.mark.parametrize('other', [False, True])
-@pytest.mark.parametrize('where', ['layers_*/kernel', 'v'])
-def test_methods_attributes_and_values(other, where) -> None:
-    params = Keeps().init(RNGS, X)['params']
-    twice = jax.tree.map(lambda leaf: 2 * leaf, params)
-
-    def actual(params: Any, twice: Any) -> Any:
-        values = {'params': twice} if other else None
-        return Reads(where).apply({'params': {'inner': params}}, values)
-
-    def selects(path: str) -> bool:
-        return path == where or (where.endswith('kernel') and path.endswith('/kernel'))
-
-    def expected(params: Any, twice: Any) -> Any:
-        seen = stopped(twice if other else params, selects)
-        return Reads().apply({'params': {'inner': seen}})
-
-    assert_same_grads(actual, expected, params, twice)
 
 
 def test_a_mirror_of_a_bound_module() -> None:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import inspect
 import pickle
 import re
 from typing import Any
@@ -144,15 +143,6 @@ def _block(rewrite, params, x, mutable):
         return plain(params, x, mutable)
 
 
-def _block_in_a_method(rewrite, params, x, mutable):
-    class Blocked(Model):
-        def __call__(self, x):
-            with rewrite:
-                return super().__call__(x)
-
-    return _apply(Blocked(), params, x, mutable)
-
-
 def _apply(model, params, x, mutable):
     variables = {**VARIABLES, 'params': params}
     rngs = {'dropout': RNGS['dropout']}
@@ -192,8 +182,7 @@ def _core(rewrite, params, x, mutable):
 
 
 EXTENTS = {
-    fn.__name__.strip('_'): fn
-    for fn in (_block, _block_in_a_method, _class, _method, _function, _core)
+    fn.__name__.strip('_'): fn for fn in (_block, _class, _method, _function, _core)
 }
 
 
@@ -236,15 +225,6 @@ def _init_block(rewrite):
         return MODEL.init_with_output(RNGS, X)
 
 
-def _init_method(rewrite):
-    class Model(globals()['Model']):
-        @rewrite
-        def __call__(self, x):
-            return super().__call__(x)
-
-    return Model().init_with_output(RNGS, X)
-
-
 def _init_core(rewrite):
     def fn(scope, x):
         return Model(parent=scope)(x)
@@ -258,7 +238,6 @@ def test_init_is_identical(rule):
     y, variables = MODEL.init_with_output(RNGS, X)
     for init in (
         _init_block,
-        _init_method,
         _init_core,
         lambda rewrite: rewrite(Model)().init_with_output(RNGS, X),
     ):
@@ -308,31 +287,6 @@ def test_a_rule_sees_each_leaf_once_in_a_block():
 
     jax.eval_shape(fn, VARIABLES)
     assert sorted(set(seen)) == sorted(seen)
-
-
-def test_a_rule_is_given_the_leaves_in_a_variable():
-    class Boxed(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            init = fnn.with_partitioning(fnn.initializers.ones, (None, 'data'))
-            pair = self.param('pair', lambda key: (jnp.ones((3, 3)), jnp.zeros((1, 3))))
-            return x @ self.param('kernel', init, (3, 3)) @ pair[0] + pair[1]
-
-    variables = Boxed().init(jax.random.key(0), X)
-    seen: list[tuple[str, Any]] = []
-
-    @dataclasses.dataclass(frozen=True)
-    class Looks(rules.Rule):
-        name = 'looks'
-
-        def __call__(self, path, leaf):
-            seen.append((str(path), leaf.shape))
-            return leaf
-
-    with rewrites.BlockDecorator(filters.as_filter('**'), Looks()):
-        Boxed().apply(variables, X)
-    paths = [('kernel', (3, 3)), ('pair/0', (3, 3)), ('pair/1', (1, 3))]
-    assert sorted(seen) == paths
 
 
 # Values.
@@ -396,40 +350,7 @@ def test_equality_looks_at_filter_rule_and_collections():
         assert one != other
 
 
-def test_a_rule_is_taken_as_it_is_when_the_block_opens():
-    class One(fnn.Module):
-        @fnn.compact
-        def __call__(self):
-            return jnp.sum(self.param('w', fnn.initializers.ones, (2,)))
-
-    factors = [2.0]
-    rewrite = nn.map_cotangent('w', lambda path, ct: factors[0] * ct)
-
-    def loss(params):
-        with rewrite:
-            return One().apply({'params': params})
-
-    for factor in (2.0, 3.0):
-        factors[0] = factor
-        assert jax.grad(loss)({'w': jnp.ones(2)})['w'].tolist() == [factor, factor]
-
-
 # Collections.
-
-
-def test_an_unused_filter_names_its_block():
-    # At initialization it is judged when the tree is complete, far from the block.
-    class Typo(Model):
-        def __call__(self, x):
-            with nn.stop_gradient('enc/kernle'):
-                return super().__call__(x)
-
-    line = inspect.unwrap(Typo.__call__).__code__.co_firstlineno + 1
-    with pytest.raises(errors.UnusedFilterError) as caught:
-        Typo().init(RNGS, X)
-    assert caught.value.__notes__[0] == (
-        f"From stop_gradient(Glob('enc/kernle')), opened at test_rewrites.py:{line}."
-    )
 
 
 class Collections(fnn.Module):
