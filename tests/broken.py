@@ -12,7 +12,6 @@ import pytest
 from jax.interpreters import ad
 
 from flax_sg.engine import (
-    askers,
     blocks,
     cache_keys,
     extents,
@@ -151,7 +150,7 @@ def absolute_questions(patch: Patch) -> None:
     ) -> None:
         note(self, asker, key, tree, paths.Path.of(*key))
 
-    patch.setattr(askers.Asker, 'path_in', path_in)
+    patch.setattr(cache_keys.Asker, 'path_in', path_in)
     patch.setattr(cache_keys.Number, 'note_older', note_absolute)
 
 

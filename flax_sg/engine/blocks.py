@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import askers, cache_keys
+from flax_sg.engine import cache_keys
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import core_scopes, hooking, tracing, versions
 from flax_sg.internals.places import Place
@@ -66,7 +66,7 @@ class Block:
     owner: Scope | None
     owner_path: tuple[str, ...]
     tree: object
-    asker: askers.Asker
+    asker: cache_keys.Asker
     number: cache_keys.Number
     level: Any
     kept_trace: Any

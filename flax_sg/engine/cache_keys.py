@@ -17,26 +17,150 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from flax_sg import errors, filters
-from flax_sg.engine.askers import Asker, TreeRef
+from flax_sg.filters import expressions
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import versions
+from flax_sg.rules import rules
 from flax_sg.trees.variables import Key, inner_names
 
 versions.load_once(globals())
 
-
+# A tree older than the trace that reads it. None stands for any tree, if the answer
+# does not depend on the tree.
+TreeRef: TypeAlias = 'weakref.ref[Any] | None'
 # A tree, a variable, the classes of the modules around the variable, and how many of
 # the key's names lie within the variable's value.
 _Older: TypeAlias = tuple[TreeRef, Key, Classes | None, int]
+# For each variable its path, and the answer of a filter.
+_Answers: TypeAlias = Mapping[Hashable, tuple[Path, Any]]
 _Ordered: TypeAlias = collections.OrderedDict[Hashable, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Asker:
+    """Answers for one block's filter, and tells which blocks answer alike.
+
+    Attributes:
+        rewrite: the rewrite of the block.
+        owner_path: the path of the module that opened the block; () at top level.
+        tree: the tree of this module; None where paths do not depend on a tree.
+        has_functions: whether the filter calls a function of the user.
+        asks_classes: whether the filter chooses by the class of the module around a
+            variable.
+        shape: equal for filters that are spelled alike.
+        sure: equal for askers that surely give the same answers; None if unknown.
+        kind: the rule and collections; under another kind the same answers have
+            another effect.
+        blank_kind: equal for blocks that act alike until a question is asked.
+    """
+
+    rewrite: rules.Rewrite
+    owner_path: tuple[str, ...]
+    tree: TreeRef
+
+    def __post_init__(self) -> None:
+        where, rule = self.rewrite.where, self.rewrite.rule
+        kinds = expressions.kinds_of(where)
+        self.has_functions = filters.Predicate in kinds
+        self.asks_classes = filters.OfType in kinds
+        self.shape = expressions.shape_of(where)
+        self.sure: Hashable = None
+        if not self.has_functions:
+            self.sure = where, rule.values(), self.owner_path, self.tree
+        self.kind = rule.key(), self.rewrite.collections
+        # A write asks a question only where the rule refuses writes. A lifted transform
+        # writes back what it was handed, in the collections that the block looks at.
+        self.blank_kind = rule.refuses_writes, self.rewrite.collections
+        # The answers of the user's functions, by atom and path.
+        self._said: dict[filters.Filter, dict[Hashable, bool]] = {}
+
+    def ask(self, path: Path) -> Any:
+        """Whether the filter takes a variable: a bool, or a ``Part`` of the variable.
+
+        None if the answer depends on the unknown class of a module.
+        """
+        if not self.has_functions:
+            return expressions.decide(self.rewrite.where, path)
+        return expressions.decide(self.rewrite.where, path, asks=self._takes)
+
+    def _takes(self, atom: filters.Filter, path: Path) -> bool | None:
+        """Whether an elementary filter takes a variable.
+
+        A function is asked once for each variable; its answer holds for the block.
+        """
+        if not isinstance(atom, filters.Predicate):
+            return expressions.takes(atom, path)
+        said = self._said.setdefault(atom, {})
+        found = said.get(path.key)
+        if found is None:
+            found = said[path.key] = atom(path)
+        return found
+
+    def matched_by(self, paths: Sequence[Path]) -> set[filters.Filter]:
+        """Returns the atoms that take one of some variables, or may take one.
+
+        An atom may take a variable if the class of a module is unknown. Literal paths
+        are looked up, not compared one by one: a filter may have thousands.
+        """
+        where = self.rewrite.where
+        matched: set[filters.Filter] = set()
+        for path in paths:
+            if len(matched) == len(where.atoms):
+                break
+            took, unknown = expressions.asked(where, path, self._takes)
+            matched |= took | unknown
+        return matched
+
+    def agrees_with(self, answers: _Answers) -> bool:
+        """Whether the filter gives these answers."""
+        where = self.rewrite.where
+        fn, opposite = expressions.as_function(where) or (None, False)
+        # A loop over one function, since a block that opens asks for each variable.
+        said = self._said.setdefault(where.atoms[0], {}) if fn else {}
+        for key, (path, expected) in answers.items():
+            if fn is None or path.is_inner:
+                found = self.ask(path)
+            else:
+                found = said.get(key)
+                if found is None:
+                    found = fn(path)
+                    if not isinstance(found, (bool, np.bool_)):
+                        return False  # The next read raises.
+                    found = said[key] = bool(found)
+                found = found is not opposite
+            if found != expected:
+                return False
+        return True
+
+    def answer_in_older_tree(self, path: Path) -> Any:
+        """Returns what decides how a trace sees a variable from outside the trace."""
+        rule, said = self.rewrite.rule, self.ask(path)
+        if not said:
+            return said
+        # The rule is applied outside the trace. The result differs by path, which
+        # depends on the owner, and by extent, if each extent makes its own value.
+        return (
+            said,
+            str(path) if rule.asks_path else None,
+            self if rule.in_extent else None,
+        )
+
+    def path_in(
+        self, tree: TreeRef, key: Key, classes: Classes | None = None
+    ) -> Path | None:
+        """Returns the path of a variable of ``tree``; None if it cannot be known."""
+        if self.owner_path and (tree is None or tree() is None):
+            return None
+        return Path.of(*key, self.owner_path if tree == self.tree else (), classes)
 
 
 class Number:
@@ -44,35 +168,35 @@ class Number:
 
     Attributes:
         value: the number in JAX's cache keys.
-        paths, answers: the variables of trees made inside a trace, and the filter's
-            answers for them, in the order of the questions.
+        kind: ``Asker.kind`` of the blocks whose filters gave the answers. Until then,
+            ``Asker.blank_kind`` of the blocks that use the number.
+        answers: the paths of variables of trees made inside a trace, and the filter's
+            answers for them.
         in_older_trees: the answers for variables of trees older than the trace, by
             tree, variable, and the classes of the modules around the variable.
         existing: the variables met by blocks that were judged right under the number.
         brought: identifies the values that the rule brings, once a trace has read one.
-        kind: the rule and the collections of the blocks whose filters gave the answers;
-            None before the first answer is noted or expected.
-        inside: the numbers of blocks opened inside this one, by kind; the numbers that
+        inside: the numbers of blocks opened inside this one, by value; the numbers that
             were leased last come last.
     """
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int, kind: Hashable = None) -> None:
         self.value = value
-        self.kind: Hashable = None
-        self.paths: list[Path] = []
-        self.answers: dict[Hashable, Any] = {}
+        self.kind = kind
+        self.answers: dict[Hashable, tuple[Path, Any]] = {}
         self.in_older_trees: dict[_Older, Any] = {}
         self.existing: dict[Hashable, Path] = {}
         self.brought: Hashable = None
         self.inside: _Ordered = collections.OrderedDict()
         # Weak: an exception may come before a block gives the number back.
         self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
-        # By filter or ``Asker.sure``: how many answers of the table agreed, and need
-        # not be asked again; -1 if one answer differed.
+        # By ``Asker.sure``: how many answers there were when all of them agreed; -1 if
+        # one differed.
         self._agreed: _Ordered = collections.OrderedDict()
         # The shapes of filters that used the number, and whether one was judged right.
         self._shapes: _Ordered = collections.OrderedDict()
-        self.late: _Late | None = None
+        # ``Asker.sure`` of those who may use the number, once rules may run late.
+        self._late: Hashable = _NO_RULES
 
     # Leases.
 
@@ -86,8 +210,7 @@ class Number:
 
     def use(self, asker: Asker, is_right: bool) -> None:
         """Notes that a filter uses the number, and whether it was judged right."""
-        with _lock:
-            _put_last(self._shapes, asker.shape, is_right, _MOST_SHAPES)
+        _put_last(self._shapes, asker.shape, is_right)
 
     def take(self, asker: Asker) -> bool:
         """Leases the number, unless another holder may give other answers."""
@@ -95,7 +218,7 @@ class Number:
             for other in self._holders:
                 if asker.sure is None or asker.sure != other.sure:
                     return False
-            if self.late is not None and asker.sure != self.late.sure:
+            if self._late not in (_NO_RULES, asker.sure):
                 return False
             self._holders.add(asker)
         return True
@@ -120,7 +243,8 @@ class Number:
     @property
     def takes_any(self) -> bool:
         """Whether the filter takes a variable of the table."""
-        return any(self.answers.values()) or any(self.in_older_trees.values())
+        made_inside = any(said for _, said in self.answers.values())
+        return made_inside or any(self.in_older_trees.values())
 
     def agrees(self, asker: Asker, aside: Callable[[], Any]) -> bool:
         """Whether a filter gives all the answers in the table.
@@ -131,57 +255,44 @@ class Number:
         """
         if self.brought is not None and self.brought != asker.rewrite.rule.values():
             return False
-        where = asker.rewrite.where
         try:
             if asker.sure is None:
                 with aside():
-                    return asker.agrees_with(
-                        self.paths, self.answers
-                    ) and self._older_agree(asker, 0)
-            return self._agree_now(
-                where, len(self.answers), functools.partial(self._plain_agree, where)
-            ) and self._agree_now(
-                asker.sure,
-                len(self.in_older_trees),
-                functools.partial(self._older_agree, asker),
-            )
+                    return self._agrees_now(asker)
+            count = len(self.answers) + len(self.in_older_trees)
+            known = self._agreed.get(asker.sure, 0)
+            if known not in (-1, count):
+                known = count if self._agrees_now(asker) else -1
+                _put_last(self._agreed, asker.sure, known)
+            return known == count
         except Exception:  # The filter was not written for a variable here.
             return False
 
-    def _agree_now(
-        self, who: Hashable, count: int, agree_from: Callable[[int], bool]
-    ) -> bool:
-        """Whether ``who`` gives the first ``count`` answers; asks only for new ones."""
-        known = self._agreed.get(who, 0)
-        if known not in (-1, count):
-            known = count if agree_from(known) else -1
-            with _lock:
-                _put_last(self._agreed, who, known, _MOST_AGREED)
-        return known == count
+    def _agrees_now(self, asker: Asker) -> bool:
+        return asker.agrees_with(self.answers) and all(
+            path is not None and asker.answer_in_older_tree(path) == answer
+            for path, answer in self.older_as_seen_by(asker)
+        )
 
-    def _plain_agree(self, where: filters.Filter, start: int) -> bool:
-        asked = zip(self.paths, self.answers.values(), strict=False)
-        return all(where(p) == said for p, said in itertools.islice(asked, start, None))
-
-    def _older_agree(self, asker: Asker, start: int) -> bool:
-        older = list(self.in_older_trees.items())[start:]
-        for (tree, key, classes, _), answer in older:
-            path = asker.path_in(tree, key, classes)
-            if path is None or asker.answer_in_older_tree(path) != answer:
-                return False
-        return True
+    def older_as_seen_by(self, asker: Asker) -> Iterable[tuple[Path | None, Any]]:
+        """Yields the paths, for a block, and answers of variables of older trees."""
+        for (tree, key, classes, _), answer in list(self.in_older_trees.items()):
+            yield asker.path_in(tree, key, classes), answer
 
     def note(self, asker: Asker, path: Path, said: Any, late: bool = False) -> None:
-        """Notes an answer for a variable of a tree made inside a trace."""
-        if path.key not in self.answers:
-            if late:
-                self._check_late(asker)
+        """Notes an answer for a variable of a tree made inside a trace.
+
+        Raises:
+            BlockError: if the question is new and comes ``late``, after blocks of
+                other functions may have used the number.
+        """
+        known = self.answers.get(path.key)
+        if late and asker.sure is None and (known is None or known[1] != said):
+            raise _late_read(asker.rewrite)
+        if known is None:
             with _lock:
                 self.kind = asker.kind
-                self.paths.append(path)
-                self.answers[path.key] = said
-        elif late and self.answers[path.key] != said:  # Another block answered.
-            self._check_late(asker)
+                self.answers[path.key] = path, said
 
     def note_older(
         self, asker: Asker, key: Key, tree: TreeRef, path: Path, late: bool = False
@@ -191,48 +302,29 @@ class Number:
         question = tree, key, path.classes, inner_names(key)
         if question in self.in_older_trees:
             return
-        if late:
-            self._check_late(asker)
+        if late and asker.sure is None:
+            raise _late_read(asker.rewrite)
         answer = asker.answer_in_older_tree(path)
         with _lock:
             self.kind = asker.kind
             self.in_older_trees[question] = answer
 
-    # Rules of ``jax.custom_vjp`` and the like, which run after their block has closed.
-
     def expect_late_questions(self, asker: Asker) -> None:
-        """From now on, lets only askers with an equal ``sure`` take the number."""
+        """Lets only askers with an equal ``sure`` take the number from now on.
+
+        Rules of ``jax.custom_vjp`` and the like run after their block has closed.
+        """
         with _lock:
             self.kind = asker.kind
-            if self.late is None:
-                self.late = _Late(asker.sure)
-
-    def _check_late(self, asker: Asker) -> None:
-        """Raises for a new question if blocks with unknown answers used the number."""
-        if self.late is not None and self.late.sure is None and self.late.others:
-            raise _late_read(asker.rewrite)
+            if self._late is _NO_RULES:
+                self._late = asker.sure
 
 
-@dataclasses.dataclass
-class _Late:
-    """Who may use a number after rules that run late were compiled under it.
-
-    Attributes:
-        sure: equal for askers that surely give the same answers; None if unknown.
-        others: whether another block has used the number since.
-    """
-
-    sure: Hashable
-    others: bool = False
-
-
+_NO_RULES = object()
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
 _values = itertools.count(1)
-_MOST_NUMBERS = 64  # Of one kind, inside one number.
-_MOST_RULES = 256
+_MOST_KNOWN = 256  # Entries of each table.
 _MOST_OTHERS = 8  # Numbers of other filter shapes that a block tries.
-_MOST_SHAPES = 256
-_MOST_AGREED = 256
 
 # The number while no block is open.
 NONE = Number(0)
@@ -258,30 +350,16 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
         if agrees:
             break
     else:
-        number = fresh()
+        number = fresh(asker.blank_kind)
         number.take(asker)
     number.use(asker, is_right=number.was_right(asker))
-    with _lock:
-        if number.late is not None:
-            number.late.others = True
-        kind = number.kind or asker.blank_kind
-        known = around.inside.get(kind, [])
-        if known and known[-1] is number:  # Nearly always.
-            around.inside.move_to_end(kind)
-            return number
-        known = [n for n in known if n is not number]
-        for other in list(known):
-            if len(known) < _MOST_NUMBERS:
-                break
-            if not other.is_held:
-                known.remove(other)
-        _put_last(around.inside, kind, [*known, number], _MOST_RULES)
+    _put_last(around.inside, number.value, number)
     return number
 
 
-def fresh() -> Number:
+def fresh(kind: Hashable = None) -> Number:
     """Returns a number that was never used, and that no other block finds."""
-    return Number(next(_values))
+    return Number(next(_values), kind)
 
 
 def _candidates(around: Number, asker: Asker) -> list[Number]:
@@ -293,12 +371,11 @@ def _candidates(around: Number, asker: Asker) -> list[Number]:
     may print them, or raise.
     """
     with _lock:
-        blank = around.inside.get(asker.blank_kind, [])
-        known = [*blank, *around.inside.get(asker.kind, [])]
+        known = list(around.inside.values())
     mine: list[Number] = []
     others: list[Number] = []
     for number in reversed(known):
-        if number.kind not in (None, asker.kind):
+        if number.kind not in (asker.kind, asker.blank_kind):
             continue
         if number.is_known_to(asker):
             mine.append(number)
@@ -309,19 +386,21 @@ def _candidates(around: Number, asker: Asker) -> list[Number]:
     return [*mine, *others[:_MOST_OTHERS]]
 
 
-def _put_last(mapping: _Ordered, key: Hashable, value: Any, most: int) -> None:
-    mapping[key] = value
-    mapping.move_to_end(key)
-    if len(mapping) > most:
-        mapping.popitem(last=False)
+def _put_last(table: _Ordered, key: Hashable, value: Any) -> None:
+    """Puts an entry last, and forgets the first one of a full table."""
+    with _lock:
+        table[key] = value
+        table.move_to_end(key)
+        if len(table) > _MOST_KNOWN:
+            free = (k for k, v in table.items() if not getattr(v, 'is_held', False))
+            table.pop(next(free, None), None)
 
 
 def _late_read(rewrite: object) -> errors.BlockError:
     """The error if a ``jax.custom_vjp`` rule reads what two blocks see differently."""
     return errors.BlockError(
         f'a rule of a function that was compiled in the block of {rewrite!r} reads '
-        'a variable after the block has closed, and a block of another function has '
-        'used the same compiled function.\n'
+        'a variable after the block has closed, and the function has not read it.\n'
         'Read the variable in the function as well, open the block inside of the '
         'function that jax.jit compiles, or select by a glob.'
     )

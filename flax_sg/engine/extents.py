@@ -9,7 +9,6 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, cache_keys, hooks, judgement, setup_values
-from flax_sg.engine.askers import Asker
 from flax_sg.engine.blocks import Block, thread
 from flax_sg.internals import hooking, modules, tracing
 from flax_sg.internals.places import Place
@@ -57,7 +56,7 @@ def _new_block(
         owner=owner,
         owner_path=path,
         tree=tree,
-        asker=Asker(rewrite, path, weakref.ref(tree) if path else None),
+        asker=cache_keys.Asker(rewrite, path, weakref.ref(tree) if path else None),
         number=cache_keys.NONE,
         level=tracing.current_trace(),
         kept_trace=tracing.kept_trace(),

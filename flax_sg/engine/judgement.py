@@ -114,11 +114,10 @@ def _compiled(block: Block) -> Sequence[Path]:
     """
     if block.number.is_blank:
         return ()  # Nothing was compiled.
-    known = {path.key: path for path in block.number.paths}
+    known = {key: path for key, (path, _) in block.number.answers.items()}
     if block.owner is None and block.number.was_right(block.asker):
         known |= block.number.existing  # An owner has met all variables of its own.
-    for tree, key, classes, _ in list(block.number.in_older_trees):
-        path = block.asker.path_in(tree, key, classes)
+    for path, _ in block.number.older_as_seen_by(block.asker):
         if path is not None:
             known[path.key] = path
     met = (

@@ -938,7 +938,7 @@ def test_a_late_question_that_is_answered_otherwise_raises(uses):
 
     for _ in range(uses):
         loss(PARAMS, 'kernel')
-    with pytest.raises(errors.BlockError, match='another function'):
+    with pytest.raises(errors.BlockError, match='has not read it'):
         jax.grad(loss)(PARAMS, 'bias')
 
 

@@ -42,11 +42,10 @@ FLAX = [dict(vars(owner)) for owner in OWNERS]
 
 def held_numbers(number: cache_keys.Number) -> Iterator[cache_keys.Number]:
     """The numbers inside of one that a block has."""
-    for numbers in list(number.inside.values()):
-        for inner in numbers:
-            if inner.is_held:
-                yield inner
-            yield from held_numbers(inner)
+    for inner in list(number.inside.values()):
+        if inner.is_held:
+            yield inner
+        yield from held_numbers(inner)
 
 
 def assert_nothing_is_left() -> None:

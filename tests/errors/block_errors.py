@@ -681,8 +681,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.BlockError,
         'a rule of a function that was compiled in the block of '
         'stop_gradient(Predicate(<lambda> at block_errors.py:LINE)) reads a variable '
-        'after the block has closed, and a block of another function has used the '
-        'same compiled function.\n'
+        'after the block has closed, and the function has not read it.\n'
         'Read the variable in the function as well, open the block inside of the '
         'function that jax.jit compiles, or select by a glob.',
     ),
