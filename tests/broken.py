@@ -17,7 +17,6 @@ from flax_sg.engine import (
     extents,
     hooks,
     judgement,
-    placing,
     selection,
     views,
     writeback,
@@ -201,7 +200,7 @@ def one_stack_for_all_threads(patch: Patch) -> None:
     for name in ('__init__', 'set_blocks', '_set_aside', 'only', 'forget'):
         setattr(Shared, name, names[name])
     shared = Shared()
-    for module in (blocks, extents, judgement, placing, selection, views):
+    for module in (blocks, extents, judgement, selection, views):
         patch.setattr(module, 'thread', shared)
 
 
@@ -252,7 +251,7 @@ def rules_stand_at_each_read(patch: Patch) -> None:
 
 def mapped_again(patch: Patch) -> None:
     """What was read in a block is mapped once more in another ``apply`` there."""
-    patch.setattr(placing.Made, '__contains__', lambda self, leaf: False)
+    patch.setattr(views.Made, '__contains__', lambda self, leaf: False)
 
 
 def higher_orders_mapped_too(patch: Patch) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from flax.core.scope import Scope
@@ -29,7 +29,7 @@ ROOT_FLAG = 'flax_sg'
 Question: TypeAlias = tuple[bool, Key, Classes | None, int]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Block:
     """Holds the data of one open extent of a rewrite.
 
@@ -71,20 +71,19 @@ class Block:
     level: Any
     kept_trace: Any
     place: Place
-    decisions: dict[Question, tuple[Path, Any]] = dataclasses.field(
-        default_factory=dict
-    )
-    collections: set[str] = dataclasses.field(default_factory=set)
-    reads: set[Key] = dataclasses.field(default_factory=set)
+    decisions: dict[Question, tuple[Path, Any]] = field(default_factory=dict)
+    collections: set[str] = field(default_factory=set)
+    reads: set[Key] = field(default_factory=set)
     took: bool = False
     made: Any = None
     closed_root: weakref.ref[Scope] | None = None
     ended: bool = False
     is_open: bool = True
     home: cache_keys.Number | None = None
-    lent: dict[tuple[int, str], Any] = dataclasses.field(default_factory=dict)
+    lent: dict[tuple[int, str], Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class Root:
     """Holds what the open blocks know of one tree of variables.
 
@@ -95,83 +94,59 @@ class Root:
             transform shares the identity of the scope it was lifted from.
         covered: the blocks that were open when the body of a lifted transform began.
             The variables that the body starts with were rewritten outside.
-        handed: the variables that the body starts with, as Flax passed them in.
-        selected: the variables in ``handed`` that were rewritten outside.
         initializing: whether ``init`` is making the variables.
-        seen: the leaves that were rewritten for readers of this tree; see ``views.py``.
         level, kept_trace: the trace in which the tree began, and the innermost trace
             around the tree that JAX may cache.
-        parts: the paths and collections that make up the tree; several in the body of
-            a transform of several modules.
-        joint: for each block, the leaves that its rule rewrites together.
-        setup_values: for each block, the values kept by ``setup``, as readers see them.
-        set_up_in: modules whose ``setup`` runs, or has run on scratch scopes, by id,
-            and the blocks that were open then.
+        pending: checks that wait until the tree is complete; see ``judgement.py``.
         scratch: whether the tree serves a second run of a ``setup``.
         from_nothing: whether that run makes all its variables.
-        pending: checks that wait until the tree is complete; see ``judgement.py``.
+        handed: the variables that the body starts with, as Flax passed them in.
+        selected: the variables in ``handed`` that were rewritten outside.
+        parts: the paths and collections that make up the tree; several in the body of
+            a transform of several modules.
+        seen: the leaves that were rewritten for readers of this tree; see ``views.py``.
+        joint: for each block, the leaves that its rule rewrites together.
+        setup_values: for each block, the values kept by ``setup``, as readers see them.
+        set_up_in: references to modules whose ``setup`` runs, or has run on scratch
+            scopes, by id, and the blocks that were open then.
         sown: the variables that ``Module.sow`` has written in a block.
     """
 
-    def __init__(
-        self,
-        tree: object,
-        covered: tuple[Block, ...] = (),
-        handed: Mapping[Key, Any] | None = None,
-        selected: frozenset[Key] = frozenset(),
-    ) -> None:
-        self.tree = tree
-        self.covered = covered
-        self.handed = handed or {}
-        self.selected = selected
-        self.initializing = False
-        self.seen: dict[Block, dict[Key, Any]] = {}
-        self.level: Any = None
-        self.kept_trace: Any = None
-        self.parts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
-        self.joint: dict[Block, Any] = {}
-        self.setup_values: dict[Block, dict[int, Any]] = {}
-        self.set_up_in: dict[int, tuple[weakref.ref[Any], tuple[Block, ...]]] = {}
-        self.scratch = False
-        self.from_nothing = False
-        self.pending: list[Any] = []
-        self.sown: set[tuple[str, tuple[str, ...]]] = set()
+    tree: object
+    covered: tuple[Block, ...] = ()
+    initializing: bool = False
+    level: Any = None
+    kept_trace: Any = None
+    pending: list[Any] = field(default_factory=list)
+    scratch: bool = False
+    from_nothing: bool = False
+    handed: dict[Key, Any] = field(default_factory=dict)
+    selected: frozenset[Key] = frozenset()
+    parts: list[tuple[tuple[str, ...], dict[str, Any]]] = field(default_factory=list)
+    seen: dict[Block, dict[Key, Any]] = field(default_factory=dict)
+    joint: dict[Block, Any] = field(default_factory=dict)
+    setup_values: dict[Block, dict[int, Any]] = field(default_factory=dict)
+    set_up_in: dict[int, tuple[Any, tuple[Block, ...]]] = field(default_factory=dict)
+    sown: set[Key] = field(default_factory=set)
 
     def as_scratch(self, from_nothing: bool = False) -> Root:
         """Returns a root of the same tree, for a second run of ``setup``."""
-        scratch = Root(self.tree, self.covered, self.handed, self.selected)
-        scratch.seen = self.seen
-        scratch.level, scratch.kept_trace = self.level, self.kept_trace
-        scratch.parts, scratch.joint = self.parts, self.joint
-        scratch.initializing = self.initializing
-        scratch.scratch = True
-        scratch.from_nothing = from_nothing
-        return scratch
+        anew: dict[str, Any] = {name: {} for name in ('setup_values', 'set_up_in')}
+        anew |= {'pending': [], 'sown': set()}
+        return replace(self, scratch=True, from_nothing=from_nothing, **anew)
 
-    def within(self, covered: tuple[Block, ...], scope: Scope | None = None) -> Root:
+    def within(self, covered: tuple[Block, ...], scope: Scope) -> Root:
         """Returns a root of the same tree, for a lifted body beginning at ``scope``."""
-        inner = Root(self.tree, covered)
-        inner.initializing = self.initializing
-        inner.scratch = self.scratch
-        inner.from_nothing = self.from_nothing
-        inner.pending = self.pending
-        inner.level, inner.kept_trace = self.level, self.kept_trace
-        if scope is not None:
-            inner.level = scope.trace_level
-            inner.kept_trace = tracing.kept_trace(scope)
-        return inner
-
-    def begin(
-        self,
-        path: tuple[str, ...],
-        variables: dict[str, Any],
-        handed: Mapping[Key, Any],
-        selected: frozenset[Key],
-    ) -> None:
-        """Notes the variables that a part of the tree starts with in a lifted body."""
-        self.parts.append((path, variables))
-        self.handed = {**self.handed, **handed}
-        self.selected |= selected
+        return Root(
+            self.tree,
+            covered,
+            self.initializing,
+            scope.trace_level,
+            tracing.kept_trace(scope),
+            self.pending,
+            self.scratch,
+            self.from_nothing,
+        )
 
     # All roots are equal: scopes carry them in their flags, and ``nn.jit`` hashes the
     # flags to tell modules apart. JAX's own cache keys tell the blocks apart.

@@ -29,7 +29,9 @@ def hook_for(*names: str) -> Callable[[Any], Any]:
             # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
             if open_blocks and not _of_jax(self):
                 self = _copy(self)
-                around = _around_trace(open_blocks)
+                # Blocks that were opened inside the trace are part of it.
+                now = tracing.kept_trace()
+                around = tuple(b for b in open_blocks if b.kept_trace != now)
                 _note_all(around)
                 for name in names:
                     rule = getattr(self, name)
@@ -40,12 +42,6 @@ def hook_for(*names: str) -> Callable[[Any], Any]:
         return hook
 
     return make_hook
-
-
-def _around_trace(open_blocks: _Blocks) -> _Blocks:
-    """Returns the blocks opened outside the trace; others are part of the trace."""
-    now = tracing.kept_trace()
-    return tuple(block for block in open_blocks if block.kept_trace != now)
 
 
 def _note_all(around: _Blocks) -> None:
@@ -88,10 +84,6 @@ def _resuming(
     return functools.update_wrapper(wrapper, rule)
 
 
-def _set_aside() -> Any:
-    return blocks.thread.only(())
-
-
 @contextlib.contextmanager
 def _resumed(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
     """Reopens blocks, as they were, for code that belongs in them.
@@ -119,7 +111,9 @@ def _resumed(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
             if block in closed:
                 block.home = block.number if block in around_trace else None
                 block.is_open = True
-                block.number = cache_keys.lease(around, block.asker, _set_aside)
+                block.number = cache_keys.lease(
+                    around, block.asker, lambda: thread.only(())
+                )
             around = block.number
         with thread.only(open_blocks):
             for block in open_blocks:

@@ -33,8 +33,22 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
     around = outer[-1].number if outer else cache_keys.NONE
     block: Block | None = None
     try:
-        block = _new_block(rewrite, owner, outer)
-        block.number = cache_keys.lease(around, block.asker, lambda: thread.only(()))
+        path = () if owner is None else owner.path
+        tree = None if owner is None else blocks.root_of(owner).tree
+        asker = cache_keys.Asker(rewrite, path, weakref.ref(tree) if path else None)
+        block = Block(
+            rewrite=rewrite,
+            outer=outer,
+            owner=owner,
+            owner_path=path,
+            tree=tree,
+            asker=asker,
+            number=cache_keys.NONE,
+            level=tracing.current_trace(),
+            kept_trace=tracing.kept_trace(),
+            place=Place.here(),
+        )
+        block.number = cache_keys.lease(around, asker, lambda: thread.only(()))
         hooking.acquire_hooks(block, hooks.HOOKS)
         for module in modules.running():
             setup_values.watch(module)
@@ -43,25 +57,6 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         blocks.remove(block)
         raise
     return block
-
-
-def _new_block(
-    rewrite: rules.Rewrite, owner: Scope | None, outer: tuple[Block, ...]
-) -> Block:
-    path = () if owner is None else owner.path
-    tree = None if owner is None else blocks.root_of(owner).tree
-    return Block(
-        rewrite=rewrite,
-        outer=outer,
-        owner=owner,
-        owner_path=path,
-        tree=tree,
-        asker=cache_keys.Asker(rewrite, path, weakref.ref(tree) if path else None),
-        number=cache_keys.NONE,
-        level=tracing.current_trace(),
-        kept_trace=tracing.kept_trace(),
-        place=Place.here(),
-    )
 
 
 def close_block(block: Block, judged: str = NOTHING) -> None:
@@ -129,15 +124,12 @@ def close_last(
             if not block.place.thread.is_alive():
                 block.number.give_back(block.asker)
                 hooking.release_hooks(block)
-    if exc_type not in (None, GeneratorExit):
-        return  # Let the exception of the body through.
-    reason = f'it is not open in this thread, {here.thread.name}'
-    if elsewhere:
-        reason += (
-            f', which closes it at {here}, but in {elsewhere[-1].place.thread.name}'
-        )
-    place = elsewhere[-1].place if elsewhere else None
-    raise _wrong_order(rewrite, place, reason)
+    if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
+        place = elsewhere[-1].place if elsewhere else None
+        reason = f'it is not open in this thread, {here.thread.name}'
+        if place is not None:
+            reason += f', which closes it at {here}, but in {place.thread.name}'
+        raise _wrong_order(rewrite, place, reason)
 
 
 class Guarded:

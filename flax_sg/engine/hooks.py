@@ -12,7 +12,6 @@ from flax_sg.engine import (
     blocks,
     custom_rules,
     judgement,
-    setup_runs,
     setup_values,
     views,
     writeback,
@@ -31,7 +30,7 @@ def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         value = original(self, col, name, _MISSING)
         if value is _MISSING:
             return default
-        setup_runs.reads(self, col)
+        setup_values.reads(self, col)
         key = (col, (*self.path, name))
         if not blocks.thread.asks_classes:
             return views.view(blocks.root_of(self), open_blocks, key, value)
@@ -74,7 +73,7 @@ def _param(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     def hook(self: Scope, col: str, name: str, value: Any) -> None:
-        if setup_runs.writes_elsewhere(self, col):
+        if setup_values.writes_elsewhere(self, col):
             return
         open_blocks = blocks.active()
         if open_blocks:
@@ -112,10 +111,10 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     'variables': _variables,
     'param': _param,
     'put_variable': _put_variable,
-    'make_rng': setup_runs.make_rng,
+    'make_rng': setup_values.make_rng,
     'invalidate': _invalidate,
     'partial_pack': writeback.partial_pack,
-    'has_variable': setup_runs.has_variable,
+    'has_variable': setup_values.has_variable,
     'post_init': _post_init,
     'try_setup': setup_values.try_setup,
     'getattribute': setup_values.getattribute,

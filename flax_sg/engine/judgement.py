@@ -41,15 +41,17 @@ def judge(block: Block, reads: bool) -> None:
     _meet_the_rest(block)
     number, asker = block.number, block.asker
     met = block.decisions or block.collections
+    waits = False
     if met or number.is_blank or not number.was_right(asker):
-        _check_existence(block)
+        waits = _waits_for_existence(block)
     if not number.was_right(asker):
         number.use(asker, is_right=True)
-    if reads:
+    if reads and not waits:
         _check_reads(block)
 
 
-def _check_existence(block: Block) -> None:
+def _waits_for_existence(block: Block) -> bool:
+    """Raises if a pattern matches nothing; True if only ``settle`` can tell."""
     try:
         if block.collections:
             _check_collections(block)
@@ -63,9 +65,10 @@ def _check_existence(block: Block) -> None:
             raise
         # During initialization variables are still missing: ``settle`` judges later.
         root.pending.append(_Pending(block, error.__context__))
-    else:
-        met = (path for path, _ in block.decisions.values())
-        block.number.existing.update((path.key, path) for path in met)
+        return True
+    met = (path for path, _ in block.decisions.values())
+    block.number.existing.update((path.key, path) for path in met)
+    return False
 
 
 def _meet_the_rest(block: Block) -> None:
@@ -101,11 +104,6 @@ def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
         raise error
 
 
-def _judges_all(where: filters.Filter) -> bool:
-    """Whether judging a filter takes more than a match for each of its parts."""
-    return isinstance(where, filters.And) or bool(kinds_of(where) & _TREES)
-
-
 def _compiled(block: Block) -> Sequence[Path]:
     """Returns the variables of compiled programs that may have run in the block.
 
@@ -132,8 +130,6 @@ def _check_reads(block: Block) -> None:
         return
     if block.took or number.takes_any or thread.doubts is not None:
         return
-    if _is_pending(block):
-        return
     if all(isinstance(a, filters.BoolTree) and a.takes_nothing for a in where.atoms):
         return
     # ``train_only`` stops the rest, and a block may read only what it names.
@@ -146,12 +142,6 @@ def _check_reads(block: Block) -> None:
         "unused='ignore'.",
         block.place,
     )
-
-
-def _is_pending(block: Block) -> bool:
-    if block.owner is None:
-        return False
-    return any(waiting.block is block for waiting in root_of(block.owner).pending)
 
 
 @dataclasses.dataclass
@@ -194,7 +184,9 @@ def _meet(
     where = block.rewrite.where
     paths = [path for path, _ in block.decisions.values()]
     is_met = len(block.asker.matched_by(paths)) == len(where.atoms)
-    if is_met and not _judges_all(where):
+    # Judging these takes more than a match for each of their parts.
+    judges_all = isinstance(where, filters.And) or kinds_of(where) & _TREES
+    if is_met and not judges_all:
         return
     for collection, tree in variables.items():
         if wants(block, collection):
@@ -202,12 +194,9 @@ def _meet(
                 # The filter was asked at the read; by now the classes are unknown.
                 if block.asker.asks_classes and key in block.reads:
                     continue
-                if block.tree is not root.tree or _is_below(key[1], block.owner_path):
+                owner = block.owner_path if block.tree is root.tree else ()
+                if key[1][: len(owner)] == owner:
                     selects(block, root, key, read=False)
-
-
-def _is_below(names: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    return names[: len(path)] == path
 
 
 def _origin(block: Block) -> str:

@@ -3,23 +3,39 @@
 Flax's own dicts of variables are never changed. A reader gets the value with the rules
 of the open blocks applied. A writer's value goes where Flax would have stored it. So
 closing a block has nothing to undo.
+
+Each rewritten value is made in the right trace. A stopped value is the same in every
+trace. A rule on cotangents depends on the trace of the identity function that carries
+the rule: JAX first sums the cotangents of all uses between this identity and the loss.
+So the identity is made in the trace where the extent begins, or where the ``apply``
+inside it begins, and not where the leaf comes from. In the body of a scan the rule then
+maps the cotangent of one step, even for a leaf from outside the scan. A value that a
+rule brings along is made in the trace in which the block was opened, or in the leaf's
+trace if the leaf is younger.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from flax_sg.engine import placing
+from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, Root, thread
-from flax_sg.engine.selection import selects, wants
+from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
+from flax_sg.internals import tracing
+from flax_sg.rules.cotangents import has_cotangent
 from flax_sg.rules.rules import AS_IT_IS
+from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import (
     Key,
+    find,
+    iter_variables,
     leaf_keys,
     leaves_of,
     map_leaves,
@@ -32,33 +48,30 @@ class Seen:
 
     Leaves are compared by identity. Each variable has its own ``Seen``: two variables
     may hold the same array, and one array may replace several stored ones.
+
+    Attributes:
+        views: by key and identity, each leaf that was read and what readers see.
+        last: the stored variable at the last read, and what the reader saw instead.
     """
 
     def __init__(self) -> None:
         self.views: dict[tuple[Key, int], tuple[Any, Any]] = {}
+        self.last: tuple[Any, Any] = (None, None)
         self._stored: dict[int, tuple[Any, Any]] = {}
-        # The stored variable at the last read, and what the reader saw instead.
-        self._last: tuple[Any, Any] = (None, None)
 
     def note(self, leaf: Any, viewed: Any) -> None:
         """Notes that a reader sees ``viewed`` instead of ``leaf``."""
         self._stored[id(viewed)] = (viewed, leaf)
 
-    def note_variable(self, value: Any, viewed: Any) -> None:
-        """Notes that a reader sees ``viewed`` instead of the whole variable."""
-        self._last = value, viewed
-
     def stored_value(self, value: Any) -> Any:
         """Returns what to store when a reader writes ``value``."""
         # Compare by position first: readers may see one object for several leaves.
-        stored, seen = map(leaves_of, self._last)
+        stored, seen = map(leaves_of, self.last)
         leaves, treedef = jax.tree_util.tree_flatten(value)
         if len(leaves) == len(seen) and all(map(operator.is_, leaves, seen)):
             return treedef.unflatten(stored)
-        return map_leaves(self._stored_leaf, ('', ()), value)
-
-    def _stored_leaf(self, _: Key, leaf: Any) -> Any:
-        return self._stored.get(id(leaf), (None, leaf))[1]
+        back = self._stored
+        return map_leaves(lambda _, x: back.get(id(x), (x, x))[1], ('', ()), value)
 
 
 def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
@@ -82,6 +95,23 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     return map_variables(functools.partial(_view_variable, root, wanted), key, value)
 
 
+def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+    """Returns what to store when a reader writes ``value``: the inverse of ``view``.
+
+    Read-modify-write (``sow`` appending to a tuple) writes back leaves that the reader
+    saw of the same variable. Such leaves are replaced by the stored ones.
+    """
+
+    def back(key: Key, value: Any) -> Any:
+        for block in reversed(blocks):
+            seen = root.seen.get(block, {}).get(key)
+            if seen is not None:
+                value = seen.stored_value(value)
+        return value
+
+    return map_variables(back, key, value) if root.seen else value
+
+
 def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     keys = leaf_keys(key, value)
     for block in blocks:
@@ -102,8 +132,8 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
     if seen is None:
         seen = of_block[key] = Seen()
     viewed = AS_IT_IS
-    if block.rewrite.rule.brings:
-        viewed = placing.instead(block, root, key, value, view)
+    if block.rewrite.rule.brings and _applies(block, root):
+        viewed = _instead(block, root, key, value)
     if viewed is AS_IT_IS:
         leaf = functools.partial(_view_leaf, root, block, key, seen)
         viewed = map_leaves(leaf, key, value)
@@ -111,8 +141,12 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
         for old, new in zip(leaves_of(value), leaves_of(viewed), strict=True):
             seen.note(old, new)
         thread.rewritten += 1
-    seen.note_variable(value, viewed)
+    seen.last = value, viewed
     return viewed
+
+
+def _applies(block: Block, root: Root) -> bool:
+    return block.rewrite.rule.at_init or not root.initializing
 
 
 def _view_leaf(
@@ -122,28 +156,207 @@ def _view_leaf(
     if found is None:
         if root.begins_with(block, variable, leaf) or not selects(block, root, key):
             return leaf
-        found = (leaf, placing.rewritten(block, root, key, leaf, view))
-        seen.views[key, id(leaf)] = found
-        seen.note(leaf, found[1])
+        new = _new_leaf(block, root, key, leaf) if _applies(block, root) else leaf
+        found = seen.views[key, id(leaf)] = leaf, new
+        seen.note(leaf, new)
     if found[1] is not leaf:
         thread.rewritten += 1
     return found[1]
 
 
-def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
-    """Returns what to store when a reader writes ``value``: the inverse of ``view``.
+# What a rule makes, and in which trace.
 
-    Read-modify-write (``sow`` appending to a tuple) writes back leaves that the reader
-    saw of the same variable. Such leaves are replaced by the stored ones.
+
+def _instead(block: Block, root: Root, key: Key, value: Any) -> Any:
+    """Returns what a reader in a block sees instead of a whole variable.
+
+    Returns:
+        The value; ``AS_IT_IS`` to apply the rule to each leaf alone.
     """
 
-    def back(key: Key, value: Any) -> Any:
-        for block in reversed(blocks):
-            seen = root.seen.get(block, {}).get(key)
-            if seen is not None:
-                value = seen.stored_value(value)
-        return value
+    def find_beside(collection: str) -> Any:
+        for above, variables in root.parts:
+            if key[1][: len(above)] == above:
+                found = find(variables, collection, key[1][len(above) :])
+                if found is not AS_IT_IS:
+                    return view(root, block.outer, (collection, key[1]), found)
+        return AS_IT_IS
 
-    if not root.seen:
-        return value
-    return map_variables(back, key, value)
+    new = block.rewrite.rule.instead(path_of(block, root, key), value, find_beside)
+    if new is AS_IT_IS:
+        return new
+    asked = [answer(block, root, leaf_key) for leaf_key in leaf_keys(key, value)]
+    if all(said is True for _, said in asked):
+        return new
+    olds, treedef = jax.tree.flatten(value)
+    leaves = zip(asked, leaves_of(new), olds, strict=True)
+    return treedef.unflatten(
+        filters.merged(said, meant, old, path) if said else old
+        for (path, said), meant, old in leaves
+    )
+
+
+def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
+    """Returns what a reader in a block sees instead of a selected variable's leaf."""
+    rule = block.rewrite.rule
+    if not rule.in_extent:
+        trace = tracing.in_trace_of(leaf)
+        if rule.brings:
+            trace = tracing.in_innermost_trace((block.level,), leaf)
+        with trace, _seeing_outside(block):
+            return _applied(block, root, key, leaf)
+    path = path_of(block, root, key)
+    made = made_by(block)
+    if leaf in made or not has_cotangent(block.rewrite, path, leaf):
+        return leaf
+    if rule.jointly:
+        note_all(block, root)
+        if block not in root.joint:
+            root.joint[block] = _Joint(block, root)
+        new = root.joint[block].seen(block, root, key, leaf)
+    else:
+        with _seeing_outside(block), _begin(block, root, [leaf]):
+            new = _applied(block, root, key, leaf)
+    if new is not leaf:
+        made.note(new)
+    return new
+
+
+def _seeing_outside(block: Block) -> Any:
+    """Leaves only the outer blocks open if the rule runs a function of the user."""
+    if block.rewrite.rule.runs_code:
+        return thread.only(block.outer)
+    return contextlib.nullcontext()
+
+
+def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
+    """Applies the rule to a leaf, or to the selected part of the leaf."""
+    path, said = answer(block, root, key)
+    new = block.rewrite.rule(path, leaf)
+    return filters.merged(said, new, leaf, path)
+
+
+def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
+    """Enters the trace in which the extent and the tree in it have both begun."""
+    used = (*leaves, *block.rewrite.rule.brought)
+    levels = (block.level, root.level)
+    return tracing.in_innermost_trace(levels, *used, examples=False)
+
+
+class Made:
+    """Holds the leaves that a block has rewritten, by identity.
+
+    A leaf that was read in a block and passed to another ``apply`` there is not
+    rewritten again. Only tracers have cotangents to map. A trace is over when nobody
+    holds its tracers, so the references are weak.
+
+    Attributes:
+        together: for each tree, the root whose leaves a joint rule has rewritten.
+    """
+
+    def __init__(self) -> None:
+        self._leaves = weakref.WeakValueDictionary[int, Any]()
+        self.together = weakref.WeakValueDictionary[object, Root]()
+
+    def note(self, leaf: Any) -> None:
+        """Notes that a leaf is rewritten, if it is a tracer."""
+        if isinstance(leaf, tracing.Tracer):
+            self._leaves[id(leaf)] = leaf
+
+    def __contains__(self, leaf: Any) -> bool:
+        return self._leaves.get(id(leaf)) is leaf
+
+
+def made_by(block: Block) -> Made:
+    """Returns the leaves that a block has rewritten."""
+    if block.made is None:
+        block.made = Made()
+    return block.made
+
+
+def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
+    """Notes the rewritten leaves that a lifted body in a block starts with."""
+    if block.rewrite.rule.in_extent:
+        for key in handed.keys() & root.selected:
+            for leaf in leaves_of(handed[key]):
+                made_by(block).note(leaf)
+
+
+class _Joint:
+    """Holds the leaves that a block rewrites together in one tree.
+
+    These are the leaves that the tree holds when the first of them is read. A variable
+    that is created or written later is not differentiated from outside.
+    """
+
+    def __init__(self, block: Block, root: Root) -> None:
+        self._parts = len(root.parts)
+        self._seen: dict[tuple[Key, int], tuple[Any, Any]] = {}
+        # The leaves may have been rewritten outside the body. And a block opened in a
+        # body may read its tree on both sides of the transform.
+        is_outside = any(block is other for other in root.covered)
+        together = made_by(block).together
+        self._is_split = not is_outside and (
+            together.setdefault(root.tree, root) is not root
+        )
+        if not (is_outside or self._is_split):
+            self._seen = _rewritten_together(block, root)
+
+    def seen(self, block: Block, root: Root, key: Key, leaf: Any) -> Any:
+        """Returns what a reader sees instead of one of the leaves."""
+        if (key, id(leaf)) in self._seen:
+            return self._seen[key, id(leaf)][1]
+        if self._is_split or len(root.parts) > self._parts:
+            raise _split_selection(block.rewrite, path_of(block, root, key))
+        return leaf
+
+
+def _rewritten_together(
+    block: Block, root: Root
+) -> dict[tuple[Key, int], tuple[Any, Any]]:
+    """Returns the selected leaves of a tree, and what readers see instead."""
+    every: dict[Key, list[Any]] = {}
+    chosen: dict[Key, list[Any]] = {}
+    for key, value in _variables(root):
+        keys = leaf_keys(key, value)
+        for leaf_key, leaf in zip(keys, leaves_of(value), strict=True):
+            every.setdefault(leaf_key, []).append(leaf)
+        if not wants(block, key[0]):
+            continue
+        took = [selects(block, root, leaf_key) for leaf_key in keys]
+        if not any(took):
+            continue
+        shown = leaves_of(view(root, block.outer, key, value))
+        for leaf_key, take, leaf in zip(keys, took, shown, strict=True):
+            if take and is_differentiable(leaf):
+                chosen.setdefault(leaf_key, []).append(leaf)
+    selected = [(path_of(block, root, key), chosen[key]) for key in chosen]
+    owner = block.owner_path if root.tree is block.tree else ()
+    with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):
+        together = block.rewrite.rule.together(selected, (every, owner))
+        found = {
+            (key, id(old)): (
+                old,
+                filters.merged(selects(block, root, key), new, old, path),
+            )
+            for key, (path, olds), news in zip(chosen, selected, together, strict=True)
+            for old, new in zip(olds, news, strict=True)
+        }
+    for _, new in found.values():
+        made_by(block).note(new)
+    return found
+
+
+def _variables(root: Root) -> Iterator[tuple[Key, Any]]:
+    for path, collections in root.parts:
+        for collection, tree in collections.items():
+            yield from iter_variables((collection, path), tree)
+
+
+def _split_selection(rewrite: object, path: str) -> errors.BlockError:
+    """Returns the error for joint parameters that are not known at one place."""
+    return errors.BlockError(
+        f'{rewrite!r} takes its parameters together, and {str(path)!r} lies in a '
+        'module that came into the transform around the block by another way.\n'
+        'Open the block around the transform, or leave that module out.'
+    )

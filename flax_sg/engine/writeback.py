@@ -12,6 +12,8 @@ This check runs inside each trace of the body: a transform such as ``nn.jit`` or
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -21,7 +23,7 @@ from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg import filters
-from flax_sg.engine import blocks, placing, selection, unwritten, views
+from flax_sg.engine import blocks, selection, views
 from flax_sg.filters.expressions import kinds_of, unknown_class
 from flax_sg.internals import core_scopes, lifting, tracing
 from flax_sg.rules import rules
@@ -47,6 +49,38 @@ _MARK = '\0flax_sg'  # A name that no user gives to a collection.
 
 Groups = tuple[tuple[dict[str, Any], ...], ...]
 
+# Leafless pytree nodes that carry facts into and out of a trace of ``nn.jit``. A cache
+# hit runs no Python, so the pytree structure has to say them.
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Unwritten:
+    """Replaces, in the output of ``nn.jit``, a leaf that the body did not write.
+
+    Attributes:
+        leaf: the index of the leaf among those of the stored variable.
+    """
+
+    leaf: int
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What a jitted body depends on, or what it did.
+
+    ``nn.jit`` shares one trace among modules at different paths. A variable that the
+    body writes in a selected collection and reads again is rewritten inside the trace,
+    by name. So modules whose names differ need traces of their own.
+
+    Attributes:
+        facts: going in, how the open blocks name the variables that the body may write;
+            coming out, the variables that the body has sown.
+    """
+
+    facts: Any
+
 
 def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
     """The hook for ``flax.core.lift._partial_pack``."""
@@ -58,13 +92,8 @@ def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
         if not open_blocks and blocks.thread.doubts is None:
             return packed
         scopes = core_scopes.minimal_scopes(scope_tree)
-        lift = _Lift(
-            scopes=scopes,
-            open_blocks=open_blocks,
-            name=name,
-            axes=lifting.axes_of_caller(),
-        )
-        return lift.wrap(*packed)
+        axes = lifting.axes_of_caller()
+        return _Lift(scopes, open_blocks, name, axes).wrap(*packed)
 
     return hook
 
@@ -119,10 +148,8 @@ class _Lift:
             self._note_sown(sown)
             out = repack_fn(scope_tree)
             if self.is_jit:
-                out = self._map_leaves(
-                    out, origins, lambda _, k, *__: unwritten.Unwritten(k)
-                )
-                return _marked(out, unwritten.Sown(frozenset(sown))) if sown else out
+                out = self._map_leaves(out, origins, lambda _, k, *__: Unwritten(k))
+                return _marked(out, Mark(frozenset(sown))) if sown else out
             if self.has_branches:
                 # Another branch may write. Then data select the result at run time, so
                 # this branch has to return the stored value itself.
@@ -136,7 +163,7 @@ class _Lift:
         def stored_publish_fn(groups: Groups) -> None:
             for group in groups[0] if groups else ():
                 if _MARK in group:
-                    self._note_sown(group[_MARK].keys)
+                    self._note_sown(group[_MARK].facts)
             groups = self._without_marks(groups)
             groups = self._map_leaves(groups, self.origins, leaf_stored)
             if not self.inside:
@@ -164,10 +191,7 @@ class _Lift:
                     self.stored[index].update(iter_variables(key, tree))
             return out
 
-        return tuple(
-            tuple(viewed(index, group) for index, group in enumerate(group_of_scopes))
-            for group_of_scopes in groups
-        )
+        return _map_groups(viewed, groups)
 
     def _check_late(self, root: blocks.Root, key: Key, tree: Any) -> None:
         """Raises if a block needs the class of a module that does not exist yet."""
@@ -207,9 +231,11 @@ class _Lift:
                 if key not in self.stored[index]
                 or self._selected(root, index, key, value)
             )
-            root.begin(inner.path, core_scopes.variables_of(inner), handed, selected)
+            root.parts.append((inner.path, core_scopes.variables_of(inner)))
+            root.handed |= handed
+            root.selected |= selected
             for block in self.outside:
-                placing.note_handed(block, root, handed)
+                views.note_handed(block, root, handed)
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
 
     def _judge(self, inner_scopes: Sequence[Scope]) -> list[dict[Key, _Origin]]:
@@ -247,34 +273,33 @@ class _Lift:
         def mapped(index: int, key: Key, value: Any) -> Any:
             stored = self.stored[index].get(key)
             leaves, treedef = jax.tree_util.tree_flatten(
-                value, is_leaf=lambda x: isinstance(x, unwritten.Unwritten)
+                value, is_leaf=lambda x: isinstance(x, Unwritten)
             )
             origin = origins[index].get(key, ())
             if len(origin) != len(leaves):  # Unknown, or the traces disagree.
                 origin = (None,) * len(leaves)
             out: list[Any] = []
             for leaf, before in zip(leaves, origin, strict=True):
-                at = leaf.leaf if isinstance(leaf, unwritten.Unwritten) else before
+                at = leaf.leaf if isinstance(leaf, Unwritten) else before
                 out.append(leaf if at is None else fn(stored, at, leaf, key))
             return jax.tree_util.tree_unflatten(treedef, out)
 
-        return tuple(
-            tuple(
-                {
-                    col: map_variables(
-                        lambda key, value, index=index: mapped(index, key, value),
-                        (col, self.scopes[index].path),
-                        tree,
-                    )
-                    for col, tree in group.items()
-                }
-                for index, group in enumerate(group_of_scopes)
-            )
-            for group_of_scopes in groups
-        )
+        def mapped_group(index: int, group: dict[str, Any]) -> dict[str, Any]:
+            variable, path = functools.partial(mapped, index), self.scopes[index].path
+            return {
+                col: map_variables(variable, (col, path), tree)
+                for col, tree in group.items()
+            }
+
+        return _map_groups(mapped_group, groups)
 
     def _with_names(self, groups: Groups) -> Groups:
-        asking = [block for block in self.open_blocks if _asks_names(block)]
+        # These may rewrite two variables differently because of their names.
+        asking = [
+            block
+            for block in self.open_blocks
+            if block.rewrite.where.atoms or block.rewrite.rule.asks_path
+        ]
         # A variable that the body may write need not exist yet.
         writable = any(
             not is_filter_empty(
@@ -286,13 +311,11 @@ class _Lift:
         needed = writable or self.inside
         if not (self.is_jit and needed and groups and groups[0]):
             return groups
-        names = unwritten.Names(
-            tuple(
-                tuple(_names(block, root, scope.path) for block in asking)
-                for scope, root in zip(self.scopes, self.roots, strict=True)
-            )
+        names = tuple(
+            tuple(_names(block, root, scope.path) for block in asking)
+            for scope, root in zip(self.scopes, self.roots, strict=True)
         )
-        return _marked(groups, names)
+        return _marked(groups, Mark(names))
 
     def _note_sown(self, keys: Iterable[Key]) -> None:
         for root in self.roots:
@@ -301,10 +324,15 @@ class _Lift:
     def _without_marks(self, groups: Groups) -> Groups:
         if not self.is_jit:
             return groups
-        return tuple(
-            tuple({col: tree for col, tree in g.items() if col != _MARK} for g in of)
-            for of in groups
+        return _map_groups(
+            lambda _, group: {c: tree for c, tree in group.items() if c != _MARK},
+            groups,
         )
+
+
+def _map_groups(fn: Callable[[int, dict[str, Any]], Any], groups: Groups) -> Groups:
+    """Maps over the groups of collections; ``fn`` gets the index of their scope."""
+    return tuple(tuple(fn(i, group) for i, group in enumerate(of)) for of in groups)
 
 
 def _marked(groups: Groups, mark: Any) -> Groups:
@@ -313,11 +341,6 @@ def _marked(groups: Groups, mark: Any) -> Groups:
         return groups
     first, *rest = groups[0]
     return (({**first, _MARK: mark}, *rest), *groups[1:])
-
-
-def _asks_names(block: blocks.Block) -> bool:
-    """Whether a block may rewrite two variables differently because of their names."""
-    return bool(block.rewrite.where.atoms) or block.rewrite.rule.asks_path
 
 
 def _names(
