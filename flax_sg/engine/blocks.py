@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from flax.core.scope import Scope
@@ -83,7 +84,6 @@ class Block:
     lent: dict[tuple[int, str], Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False, repr=False)
 class Root:
     """Holds what the open blocks know of one tree of variables.
 
@@ -112,44 +112,43 @@ class Root:
         sown: the variables that ``Module.sow`` has written in a block.
     """
 
-    tree: object
-    covered: tuple[Block, ...] = ()
-    initializing: bool = False
-    level: Any = None
-    kept_trace: Any = None
-    pending: list[Any] = field(default_factory=list)
-    scratch: bool = False
-    from_nothing: bool = False
-    handed: dict[Key, Any] = field(default_factory=dict)
-    selected: frozenset[Key] = frozenset()
-    parts: list[tuple[tuple[str, ...], dict[str, Any]]] = field(default_factory=list)
-    seen: dict[Block, dict[Key, Any]] = field(default_factory=dict)
-    joint: dict[Block, Any] = field(default_factory=dict)
-    setup_values: dict[Block, dict[int, Any]] = field(default_factory=dict)
-    set_up_in: dict[int, tuple[Any, tuple[Block, ...]]] = field(default_factory=dict)
-    sown: set[Key] = field(default_factory=set)
+    def __init__(self, tree: object, covered: tuple[Block, ...] = ()) -> None:
+        self.tree = tree
+        self.covered = covered
+        self.initializing = False
+        self.level: Any = None
+        self.kept_trace: Any = None
+        self.pending: list[Any] = []
+        self.scratch = False
+        self.from_nothing = False
+        self.handed: dict[Key, Any] = {}
+        self.selected: frozenset[Key] = frozenset()
+        self.parts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+        self.seen: dict[Block, dict[Key, Any]] = {}
+        self.joint: dict[Block, Any] = {}
+        self.setup_values: dict[Block, dict[int, Any]] = {}
+        self.set_up_in: dict[int, tuple[Any, tuple[Block, ...]]] = {}
+        self.sown: set[Key] = set()
 
     def as_scratch(self, from_nothing: bool = False) -> Root:
         """Returns a root of the same tree, for a second run of ``setup``."""
-        anew: dict[str, Any] = {name: {} for name in ('setup_values', 'set_up_in')}
-        anew |= {'pending': [], 'sown': set()}
-        return replace(self, scratch=True, from_nothing=from_nothing, **anew)
+        scratch = copy.copy(self)
+        scratch.scratch, scratch.from_nothing = True, from_nothing
+        scratch.setup_values, scratch.set_up_in = {}, {}
+        scratch.pending, scratch.sown = [], set()
+        return scratch
 
     def within(self, covered: tuple[Block, ...], scope: Scope) -> Root:
         """Returns a root of the same tree, for a lifted body beginning at ``scope``."""
-        return Root(
-            self.tree,
-            covered,
-            self.initializing,
-            scope.trace_level,
-            tracing.kept_trace(scope),
-            self.pending,
-            self.scratch,
-            self.from_nothing,
-        )
+        inner = Root(self.tree, covered)
+        inner.initializing, inner.pending = self.initializing, self.pending
+        inner.scratch, inner.from_nothing = self.scratch, self.from_nothing
+        inner.level, inner.kept_trace = scope.trace_level, tracing.kept_trace(scope)
+        return inner
 
-    # All roots are equal: scopes carry them in their flags, and ``nn.jit`` hashes the
-    # flags to tell modules apart. JAX's own cache keys tell the blocks apart.
+    # All roots are equal, and no dataclasses: scopes carry them in their flags, and
+    # ``nn.jit`` hashes the flags, and the fields of dataclasses in them, to tell modules
+    # apart. JAX's own cache keys tell the blocks apart.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Root)
 
