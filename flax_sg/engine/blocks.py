@@ -138,16 +138,16 @@ class Root:
         scratch.pending, scratch.sown = [], set()
         return scratch
 
-    def within(self, covered: tuple[Block, ...], scope: Scope) -> Root:
-        """Returns a root of the same tree, for a lifted body beginning at ``scope``."""
+    def within(self, covered: tuple[Block, ...]) -> Root:
+        """Returns a root of the same tree, for a body that begins in blocks."""
         inner = Root(self.tree, covered)
         inner.initializing, inner.pending = self.initializing, self.pending
         inner.scratch, inner.from_nothing = self.scratch, self.from_nothing
-        inner.level, inner.kept_trace = scope.trace_level, tracing.kept_trace(scope)
+        inner.level, inner.kept_trace = self.level, self.kept_trace
         return inner
 
     # All roots are equal, and no dataclasses: scopes carry them in their flags, and
-    # ``nn.jit`` hashes the flags, and the fields of dataclasses in them, to tell modules
+    # ``nn.jit`` hashes the flags, and dataclasses in them by field, to tell modules
     # apart. JAX's own cache keys tell the blocks apart.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Root)

@@ -287,8 +287,8 @@ class Number:
                 other functions may have used the number.
         """
         known = self.answers.get(path.key)
-        if late and asker.sure is None and (known is None or known[1] != said):
-            raise _late_read(asker.rewrite)
+        if late and (known is None or known[1] != said):
+            _check_late(asker)
         if known is None:
             with _lock:
                 self.kind = asker.kind
@@ -302,8 +302,8 @@ class Number:
         question = tree, key, path.classes, inner_names(key)
         if question in self.in_older_trees:
             return
-        if late and asker.sure is None:
-            raise _late_read(asker.rewrite)
+        if late:
+            _check_late(asker)
         answer = asker.answer_in_older_tree(path)
         with _lock:
             self.kind = asker.kind
@@ -323,7 +323,7 @@ class Number:
 _NO_RULES = object()
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
 _values = itertools.count(1)
-_MOST_KNOWN = 256  # Entries of each table.
+_MOST_KNOWN = 128  # Numbers inside one number, and entries of each other table.
 _MOST_OTHERS = 8  # Numbers of other filter shapes that a block tries.
 
 # The number while no block is open.
@@ -396,11 +396,13 @@ def _put_last(table: _Ordered, key: Hashable, value: Any) -> None:
             table.pop(next(free, None), None)
 
 
-def _late_read(rewrite: object) -> errors.BlockError:
-    """The error if a ``jax.custom_vjp`` rule reads what two blocks see differently."""
-    return errors.BlockError(
-        f'a rule of a function that was compiled in the block of {rewrite!r} reads '
-        'a variable after the block has closed, and the function has not read it.\n'
-        'Read the variable in the function as well, open the block inside of the '
-        'function that jax.jit compiles, or select by a glob.'
-    )
+def _check_late(asker: Asker) -> None:
+    """Raises for a new question of a late rule, if other blocks may answer it."""
+    if asker.sure is None:
+        raise errors.BlockError(
+            'a rule of a function that was compiled in the block of '
+            f'{asker.rewrite!r} reads a variable after the block has closed, and the '
+            'function has not read it.\n'
+            'Read the variable in the function as well, open the block inside of the '
+            'function that jax.jit compiles, or select by a glob.'
+        )

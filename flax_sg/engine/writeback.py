@@ -219,7 +219,9 @@ class _Lift:
             outer = self.roots[index]
             root = inner_roots.get(id(outer))
             if root is None:
-                root = inner_roots[id(outer)] = outer.within(self.outside, inner)
+                root = inner_roots[id(outer)] = outer.within(self.outside)
+                root.level = inner.trace_level
+                root.kept_trace = tracing.kept_trace(inner)
             handed: dict[Key, Any] = {}
             for col, tree in core_scopes.variables_of(inner).items():
                 if self._wanted(col):
