@@ -14,6 +14,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, overload
 
@@ -146,15 +147,25 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
         cls = _lifted_class(rewrite, target.func, methods)
         return functools.partial(cls, *target.args, **target.keywords)
     # The methods are as Flax has wrapped them: the block is around setup and all.
-    lifted = {
-        name: _lifted_function(rewrite, getattr(target, name))
-        for name in _method_names(target, methods)
-    }
+    found = {name: getattr(target, name) for name in _method_names(target, methods)}
+    # Flax takes longer to make a class than to run a small module, and ``nn.jit``
+    # traces each class. So equal stops of a class, in a loop say, are one class.
+    stops = type(rewrite.rule) is rules.StopGradient
+    key = target, rewrite, rewrite.unused, tuple(found.items())
+    if stops and (known := _stopped_classes.get(key)):
+        return known
+    lifted = {name: _lifted_function(rewrite, fn) for name, fn in found.items()}
     # The name is what Flax calls the module by: with another one its parameters
     # would have other paths.
     kept = ('__doc__', '__module__', '__qualname__')
     same = {name: getattr(target, name) for name in kept}
-    return type(target)(target.__name__, (target,), {**same, **lifted})
+    cls = type(target)(target.__name__, (target,), {**same, **lifted})
+    if stops:
+        _stopped_classes[key] = cls
+    return cls
+
+
+_stopped_classes = weakref.WeakValueDictionary[Any, Any]()
 
 
 def _method_names(cls: type, methods: Any) -> tuple[str, ...]:

@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import functools
+import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -273,6 +275,34 @@ def test_a_lifted_class_is_the_class_by_name():
     assert (encode.__name__, encode.__doc__) == ('encode', 'Words.')
     shapes = jax.eval_shape(Outer(CLASSES['compact above'][0]).init, KEY, X)
     assert set(shapes['params']) == {'Compact_0', 'named'}
+
+
+def test_equal_stops_of_a_class_are_one_class(monkeypatch):
+    """Flax takes long to make a class, and ``nn.jit`` traces each."""
+
+    def stopped(where: Any = 'kernel', cls: Any = fnn.Dense, **more: Any) -> Any:
+        return nn.stop_gradient(cls, where, **more)
+
+    first = stopped()
+    assert stopped() is first
+    others = [
+        stopped('bias'),
+        stopped(unused='ignore'),
+        stopped(collections=['params']),
+        stopped(cls=fnn.DenseGeneral),
+        nn.stop_gradient('kernel').lift(fnn.Dense, methods=['__call__', 'setup']),
+        nn.scale_gradient(fnn.Dense, 0.5),
+        nn.scale_gradient(fnn.Dense, 0.5),
+        stopped(lambda path: path == 'kernel'),
+        stopped(lambda path: path == 'kernel'),
+    ]
+    monkeypatch.setattr(fnn.Dense, '__call__', lambda self, x: x)
+    assert len({first, *others, stopped()}) == 2 + len(others)
+    # What the cache holds goes with the last user of the class.
+    gone = weakref.ref(first)
+    del first, others
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(
