@@ -90,12 +90,19 @@ def by_name(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(keys): np.asarray(leaf) for keys, leaf in pairs}
 
 
-def work(address: str, processes: int, number: int, steps: int, out: Path) -> None:
+def work(
+    address: str,
+    processes: int,
+    number: int,
+    steps: int,
+    out: Path,
+    devices: Sequence[Any] = (),
+) -> None:
     """Trains as one of several processes, and saves what it holds at the end."""
     if processes > 1:
         jax.config.update('jax_cpu_collectives_implementation', 'gloo')
         jax.distributed.initialize(address, processes, number)
-    mesh = Mesh(np.array(jax.devices()), (DATA,))
+    mesh = Mesh(np.array(devices or jax.devices()), (DATA,))
 
     def placed(tree: Any, *spec: str) -> Any:
         """Arrays that every process has, on the devices of all."""
@@ -120,7 +127,7 @@ def work(address: str, processes: int, number: int, steps: int, out: Path) -> No
         batch = placed((digits.images[chosen], digits.labels[chosen]), DATA)
         # Each device holds its part of the batch only.
         parts = {part.data.shape for part in batch[0].addressable_shards}
-        assert parts == {(demo.BATCH_SIZE // len(jax.devices()), 64)}
+        assert parts == {(demo.BATCH_SIZE // mesh.size, 64)}
         state, loss = step(state, (*batch, index))
         losses.append(loss)
     with ocp.StandardCheckpointer() as checkpointer:

@@ -1,20 +1,19 @@
-"""Runs programs step by step in threads, and predicts the result of each step.
+"""Programs of blocks, modules and calls, and what each call in them has to give.
 
-A worker is a thread that takes commands: open a block, enter a module or a compiled
-function, call one, leave by an exception. The blocks are real ``with`` statements,
-since the worker calls itself for their bodies. Some blocks are inside a suspended
-generator. ``test_stateful`` draws the steps and compares the results with three models.
-``Stack`` says which blocks are open. ``Caches`` says what must be traced and what must
-not. ``ByHand`` computes gradients on weights that were stopped by hand.
+A program is a tree: blocks and modules have bodies, and calls are leaves. ``Runner``
+runs it with real ``with`` statements. It compares each result with ``ByHand``, which
+stops weights one by one, and asks ``Caches`` what must be traced and what must not.
+``test_stateful`` draws programs at random.
 """
 
 import contextlib
 import dataclasses
-import queue
+import itertools
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as fnn
@@ -24,16 +23,19 @@ from jax import lax
 
 import oracle
 import stepwise
-from flax_sg import filters
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import cache_keys
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
-DEEPEST = 6  # Maximum nesting of a worker.
-WAIT = 300  # Seconds. A timeout for busy machines; no step has to wait.
 
 
-# The functions that workers call. Each calls ``note`` when its Python runs.
+def forget_contexts() -> None:
+    """Forgets what was traced and judged before, as in a new process."""
+    cache_keys.NONE.inside.clear()
+
+
+# What is called. Each function calls ``note`` when its Python runs.
 
 Note = Callable[[], None]
 
@@ -47,23 +49,10 @@ def net_class(note: Note) -> type[fnn.Module]:
         @fnn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             note()
-            x = self.activation(fnn.Dense(2, name='enc')(x))
+            x = jnp.tanh(fnn.Dense(2, name='enc')(x))
             return fnn.Dense(2, name='head')(x)
 
-        def activation(self, x: jax.Array) -> jax.Array:
-            return jnp.tanh(x)
-
     return Net
-
-
-def another(net: Any) -> Any:
-    """Another network with the same paths."""
-
-    class Another(net):
-        def activation(self, x: jax.Array) -> jax.Array:
-            return jnp.sin(x)
-
-    return Another
 
 
 def _apply(net: Any) -> Callable[..., Any]:
@@ -77,14 +66,6 @@ def _scan(fn: Callable[..., Any]) -> Callable[..., Any]:
         return (params, fn(params, x)), None
 
     return lambda params, x: lax.scan(body, (params, x), None, length=2)[0][1]
-
-
-def _cond(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def other(params: Any, x: Any) -> Any:
-        del params
-        return x
-
-    return lambda params, x: lax.cond(x[0, 0] < 5.0, fn, other, params, x)
 
 
 def _custom_vjp(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,18 +82,6 @@ def _custom_vjp(fn: Callable[..., Any]) -> Callable[..., Any]:
     return out
 
 
-def _jitted_method(net: type[fnn.Module]) -> Callable[..., Any]:
-    class Method(net):
-        @fnn.jit
-        def jitted(self, x: jax.Array) -> jax.Array:
-            return self(x)
-
-    def call(params: Any, x: Any) -> Any:
-        return Method(parent=None).apply({'params': params}, x, method='jitted')
-
-    return call
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A way to call a network.
@@ -123,58 +92,37 @@ class Kind:
         eager: whether a part of it runs in Python at every call. The stops are then in
             that part, and all answers may share the compiled part.
         late: whether a rule of it runs in the backward pass, which is not counted.
-        recovers: whether JAX caches the function after a trace of it has raised. Plain
-            JAX does not for functions that a cache holds by weak reference.
     """
 
     make: Callable[[Any], Callable[..., Any]]
     cached: bool = True
     eager: bool = False
     late: bool = False
-    recovers: bool = True
 
 
 KINDS: dict[str, Kind] = {
     'jit': Kind(lambda net: jax.jit(_apply(net))),
-    'checkpoint': Kind(lambda net: jax.checkpoint(_apply(net)), recovers=False),
-    'scan': Kind(lambda net: _scan(_apply(net)), recovers=False),
-    'cond': Kind(lambda net: _cond(_apply(net)), recovers=False),
     'checkpoint of jit': Kind(lambda net: jax.checkpoint(jax.jit(_apply(net)))),
     'jit of scan': Kind(lambda net: jax.jit(_scan(_apply(net)))),
     'nn.jit': Kind(lambda net: _apply(fnn.jit(net)), eager=True),
-    'nn.jit method': Kind(_jitted_method, eager=True),
-    'nn.remat': Kind(lambda net: _apply(fnn.remat(net)), cached=False, eager=True),
     'nn.remat of nn.jit': Kind(lambda net: _apply(fnn.remat(fnn.jit(net))), eager=True),
     'plain': Kind(_apply, cached=False, eager=True),
-    'jit of another model': Kind(lambda net: jax.jit(_apply(another(net)))),
     'jit of custom_vjp': Kind(lambda net: jax.jit(_custom_vjp(_apply(net))), late=True),
 }
-
 # The children of each part of a pair, and how these are called.
 CHILDREN: dict[str, Kind] = {
-    'net': Kind(lambda net: net, cached=False),
-    'jitted': Kind(fnn.jit),
-    'rematted': Kind(fnn.remat, cached=False),
-    'both': Kind(lambda net: fnn.remat(fnn.jit(net))),
+    'net': Kind(lambda net: net, cached=False, eager=True),
+    'both': Kind(lambda net: fnn.remat(fnn.jit(net)), eager=True),
 }
-
 # What a function of ``x`` that reads a bound module is wrapped in.
 RAW: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     'jit': jax.jit,
     'checkpoint': jax.checkpoint,
-    'scan': lambda fn: _scan_input(fn),
 }
 
 
-def _scan_input(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def body(x: Any, _: None) -> Any:
-        return fn(x), None
-
-    return lambda x: lax.scan(body, x, None, length=2)[0]
-
-
 def pair_class(net: type[fnn.Module]) -> type[fnn.Module]:
-    """Two equal parts, in whose methods a worker can be."""
+    """Two equal parts, in whose methods a program can be."""
     # ``nn.jit`` and ``nn.remat`` make a new class at each call.
     classes = {name: kind.make(net) for name, kind in CHILDREN.items()}
 
@@ -195,8 +143,8 @@ def pair_class(net: type[fnn.Module]) -> type[fnn.Module]:
             self.a, self.b = Part(), Part()
 
         def run(self, body: Callable[[Any], Any]) -> Any:
-            # Otherwise the trace of a scan would make, and leave behind, what a part
-            # keeps.
+            # Otherwise the trace of a closure would make, and leave behind, what a
+            # part keeps.
             for part in (self.a, self.b):
                 _ = part.kept
             return body(self)
@@ -221,22 +169,24 @@ def traced(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return stepwise.trace_outputs_and_grads(vectors, *args)
 
 
-# The blocks around the calls: values, spellings, and selected variables.
+def _grads_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, x: jax.grad(lambda p, x: jnp.sum(fn(p, x) ** 2), (0, 1))(
+        params, x
+    )
 
 
+# The filters of blocks: how they are written, and what they select.
+
+
+@dataclasses.dataclass
 class Names:
     """An object that a filter reads."""
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
+    names: tuple[str, ...]
 
 
-def _named(*names: str) -> Callable[[Any], bool]:
-    return lambda path: path.name in names
-
-
-def _named_by_list(names: list[str]) -> Callable[[Any], bool]:
-    return lambda path: path.name in names
+def _named(name: str) -> Callable[[Any], bool]:
+    return lambda path: path.name == name
 
 
 def _within(config: Names) -> Callable[[Any], bool]:
@@ -251,14 +201,12 @@ class What:
         spellings: make it anew, objects and all.
         selects: by hand, from the path of the owner and the names of a variable.
         anywhere: whether it selects something in every tree, for every owner.
-        constant: whether it may select nothing without an error.
         changing: whether ``selects`` is called with the names in ``SWITCH``, too.
     """
 
     spellings: tuple[Callable[..., Any], ...]
     selects: Callable[..., bool]
     anywhere: bool = True
-    constant: bool = False
     changing: bool = False
 
 
@@ -268,41 +216,23 @@ def _relative(owner: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]
 
 
 stop, only = nn.stop_gradient, nn.train_only
-SWITCH = Names('enc')  # Changes between steps.
+SWITCH = Names(('enc',))  # Changes between blocks.
 
 WHATS: dict[str, What] = {
     'kernels': What(
         (
             lambda **k: stop('**/kernel', **k),
-            lambda **k: stop(['**/kernel'], **k),
-            lambda **k: only(~filters.as_filter('**/kernel'), **k),
-        ),
-        lambda owner, names: names[-1] == 'kernel',
-    ),
-    'kernels by a lambda': What(
-        (
             lambda **k: stop(_named('kernel'), **k),
             lambda **k: only(~filters.as_filter(_named('kernel')), **k),
         ),
         lambda owner, names: names[-1] == 'kernel',
     ),
-    'biases by a list': What(
-        (lambda **k: stop(_named_by_list(['bias']), **k),),
-        lambda owner, names: names[-1] == 'bias',
-    ),
-    'enc by an object': What(
-        (lambda **k: stop(_within(Names('enc')), **k),),
-        lambda owner, names: names[-2] == 'enc',
-    ),
     'head by an object': What(
-        (lambda **k: stop(_within(Names('head')), **k),),
+        (lambda **k: stop(_within(Names(('head',))), **k),),
         lambda owner, names: names[-2] == 'head',
     ),
     'what the switch names': What(
-        (
-            lambda **k: stop(_within(SWITCH), **k),
-            lambda **k: only(~filters.as_filter(_within(SWITCH)), **k),
-        ),
+        (lambda **k: stop(_within(SWITCH), **k),),
         lambda owner, names, switched: names[-2] in switched,
         changing=True,
     ),
@@ -317,20 +247,8 @@ WHATS: dict[str, What] = {
         ),
         lambda owner, names: names[-2] != 'head',
     ),
-    'either': What(
-        (
-            lambda **k: stop(['**/enc/bias', '**/head/kernel'], **k),
-            lambda **k: stop({'**/head/kernel', '**/enc/bias'}, **k),
-        ),
-        lambda owner, names: names[-2:] in (('enc', 'bias'), ('head', 'kernel')),
-    ),
-    'all': What((lambda **k: stop(True, **k),), lambda *_: True, constant=True),
-    'nothing': What(
-        (lambda **k: stop(False, **k), lambda **k: only(True, **k)),
-        lambda *_: False,
-        constant=True,
-    ),
-    # Depends on the owner: a part's own variables; for other owners none.
+    'all': What((lambda **k: stop(True, **k),), lambda *_: True),
+    # These depend on the owner: a part's own variables; for other owners none.
     'enc of the owner': What(
         (lambda **k: stop('*/enc/*', **k),),
         lambda owner, names: _relative(owner, names)[1:2] == ('enc',),
@@ -344,331 +262,101 @@ WHATS: dict[str, What] = {
 }
 
 
-# The workers, which execute the steps.
+# Programs.
+
+Program = tuple[Any, ...]
 
 
-def forget_contexts() -> None:
-    """Forgets what was traced and judged before, as in a new process."""
-    cache_keys.NONE.inside.clear()
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block around a body. ``judged``: with the default for unused filters."""
+
+    what: str
+    body: Program
+    spelling: int = 0
+    judged: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Thread:
+    """A body that another thread runs, while this one waits in its blocks."""
+
+    body: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A body whose calls are differentiated together."""
+
+    body: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A body in a method of the pair. ``mutable``: its parameters are returned."""
+
+    body: Program
+    mutable: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A body in a method of a part of the pair, ``'a'`` or ``'b'``."""
+
+    name: str
+    body: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Leave:
+    """Leaves the block or module around it by an exception, and more ``levels``."""
+
+    levels: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """Changes what a filter reads."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Calls a function of ``KINDS``, or ``'step'``: a compiled step of training."""
+
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Child:
+    """Calls a child of a part."""
+
+    part: str
+    child: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """Calls a compiled function that reads a bound module."""
+
+    part: str
+    wrap: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Uses what ``setup`` of a part has kept."""
+
+    part: str
 
 
 class LeaveError(Exception):
-    """Raised to leave a given number of blocks, modules and functions."""
+    """Raised to leave a given number of blocks and modules more."""
 
     def __init__(self, levels: int) -> None:
         super().__init__(f'leaves {levels}')
         self.levels = levels
-
-
-def in_one(_: Any, pair: Any, *rest: Any) -> jax.Array:
-    """All parameters of a pair in one vector."""
-    del rest
-    return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(pair)])
-
-
-class Functions:
-    """What a whole sequence calls, and how often the Python of each has run.
-
-    Attributes:
-        runs: how often Python ran, by what was being called.
-        failing: if not None, how many levels to leave when Python runs.
-    """
-
-    def __init__(self) -> None:
-        self.runs: Counter[Any] = Counter()
-        self.calling: Any = None
-        self.failing: int | None = None
-        self.of = {
-            name: kind.make(net_class(self.note)) for name, kind in KINDS.items()
-        }
-        self.pair = pair_class(net_class(self.note))()
-        self.step = jax.jit(_grads_of(_apply(net_class(self.note))))
-
-    def renew(self, kind: str) -> None:
-        """Takes a new function in place of one that has raised."""
-        self.of[kind] = KINDS[kind].make(net_class(self.note))
-
-    def note(self) -> None:
-        self.runs[self.calling] += 1
-        if self.failing is not None:
-            raise LeaveError(self.failing)
-
-    @contextlib.contextmanager
-    def counted(self, calling: Any, failing: int | None = None) -> Iterator[None]:
-        """Counts what runs, under the name of the function that is called."""
-        self.calling, self.failing = calling, failing
-        try:
-            yield
-        finally:
-            self.calling = self.failing = None
-
-
-def _grads_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda params, x: jax.grad(lambda p, x: jnp.sum(fn(p, x) ** 2), (0, 1))(
-        params, x
-    )
-
-
-@dataclasses.dataclass
-class Place:
-    """Where a worker is: what it can call there, and what that has returned."""
-
-    args: tuple[Any, ...]
-    pair: Any = None
-    raw: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def inside(self, **changes: Any) -> 'Place':
-        return dataclasses.replace(self, outputs={}, **changes)
-
-
-class Worker:
-    """A thread that does what it is told, in the blocks that it was told to open."""
-
-    def __init__(self, functions: Functions) -> None:
-        self._functions = functions
-        self._orders: queue.Queue[Any] = queue.Queue()
-        self._answers: queue.Queue[Any] = queue.Queue()
-        self._thread = threading.Thread(target=self._live, daemon=True)
-        self._thread.start()
-
-    def tell(self, order: str, *args: Any) -> Any:
-        """Runs a step in the worker. Returns its result or its exception."""
-        self._orders.put((order, args))
-        answer = self._answers.get(timeout=WAIT)
-        if isinstance(answer, _Fault):
-            raise answer.error
-        return answer
-
-    def end(self) -> None:
-        self._orders.put(('end', ()))
-        self._thread.join(WAIT)
-        assert not self._thread.is_alive()
-
-    def _live(self) -> None:
-        with contextlib.suppress(_End):
-            self._serve(None)
-
-    def _serve(self, place: Place | None) -> None:
-        """Does what is told until told to leave: the body of a block."""
-        while True:
-            order, args = self._orders.get(timeout=WAIT)
-            if order == 'leave':
-                return
-            if order == 'end':
-                raise _End
-            try:
-                answer = getattr(self, f'_{order}')(place, *args)
-            except LeaveError as error:
-                if error.levels:
-                    error.levels -= 1
-                    raise
-                answer = error
-            except Exception as error:
-                answer = _Fault(error)
-            self._answers.put(answer)
-
-    def _raise(self, place: Place | None, levels: int) -> None:
-        raise LeaveError(levels)
-
-    def _open(self, place: Place | None, block: Any, held: bool = False) -> Any:
-        try:
-            with _held(block) if held else block:
-                self._answers.put(None)
-                self._serve(place)
-        except Exception as error:
-            if isinstance(error, LeaveError):
-                raise
-            return error
-        return None
-
-    def _session(self, place: Place | None) -> Any:
-        """What is called inside is differentiated when it is left."""
-
-        def fn(*args: Any) -> Any:
-            inside = Place(args)
-            self._answers.put(None)
-            self._serve(inside)
-            return inside.outputs
-
-        assert place is None
-        return traced(fn, *ARGS)
-
-    def _jit(self, place: Place) -> None:
-        @jax.jit
-        def fn(*args: Any) -> Any:
-            inside = place.inside(args=args)
-            self._answers.put(None)
-            self._serve(inside)
-            return inside.outputs
-
-        place.outputs.update(fn(*place.args))
-
-    def _pair(self, place: Place, number: int, mutable: bool) -> None:
-        def body(pair: Any) -> Any:
-            inside = place.inside(pair=pair, raw={})
-            self._answers.put(None)
-            self._serve(inside)
-            return inside.outputs
-
-        out, written = self._functions.pair.apply(
-            {'params': place.args[0]},
-            body,
-            method='run',
-            mutable=['params'] if mutable else ['no collection'],
-        )
-        place.outputs.update(out)
-        if mutable:
-            place.outputs[f'written in {number}'] = in_one(None, written['params'])
-
-    def _part(self, place: Place, name: str) -> None:
-        def body() -> Any:
-            inside = place.inside()
-            self._answers.put(None)
-            self._serve(inside)
-            return inside.outputs
-
-        place.outputs.update(getattr(place.pair, name).run(body))
-
-    def _call(self, place: Place | None, kind: str, as_: str, failing: Any) -> Any:
-        functions = self._functions
-        with functions.counted(kind, failing):
-            if place is None:
-                fn = functions.of[kind]
-                return traced(lambda *args: {'y': fn(*args)}, NET_PARAMS, X)
-            place.outputs[as_] = functions.of[kind](*place.args[1:])
-        return None
-
-    def _step(self, place: None, failing: Any) -> Any:
-        with self._functions.counted('step', failing):
-            return self._functions.step(NET_PARAMS, X)
-
-    def _child(
-        self, place: Place, part: str, child: str, as_: str, failing: Any
-    ) -> None:
-        with self._functions.counted(child, failing):
-            module = getattr(getattr(place.pair, part), child)
-            place.outputs[as_] = module(place.args[2])
-
-    def _kept(self, place: Place, part: str, as_: str) -> None:
-        place.outputs[as_] = getattr(place.pair, part).use_kept(place.args[2])
-
-    def _raw(self, place: Place, wrap: str, part: str, as_: str, failing: Any) -> None:
-        if (wrap, part) not in place.raw:
-            module = getattr(place.pair, part)
-            place.raw[wrap, part] = RAW[wrap](lambda x: module.net(x))
-        with self._functions.counted(wrap, failing):
-            try:
-                place.outputs[as_] = place.raw[wrap, part](place.args[2])
-            except LeaveError:
-                del place.raw[wrap, part]  # As for those that do not recover.
-                raise
-
-
-class _held:  # noqa: N801
-    """Holds a block by a generator that is suspended inside of it."""
-
-    def __init__(self, block: Any) -> None:
-        self._generator = self._hold(block)
-
-    def _hold(self, block: Any) -> Iterator[None]:
-        with block:
-            yield
-
-    def __enter__(self) -> None:
-        next(self._generator)
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
-            next(self._generator, None)
-        else:
-            with contextlib.suppress(type(error)):
-                self._generator.throw(error)
-
-
-class _End(BaseException):
-    """Ends a worker, wherever it is."""
-
-
-@dataclasses.dataclass
-class _Fault:
-    """An exception that no step may raise."""
-
-    error: Exception
-
-
-# The expected result of each step.
-
-
-@dataclasses.dataclass(eq=False)
-class Open:
-    """A block that is open.
-
-    Attributes:
-        what: a key of ``WHATS``.
-        owner: the path of the module that opened it; None at top level.
-        judged: whether it raises or warns if nothing that it selects is read in it.
-        spelling: which of the spellings it is.
-        block: the value that was opened.
-        switched: the names in ``SWITCH`` when it was opened.
-        called: whether a function was called in it that reads what it selects.
-    """
-
-    what: str
-    owner: tuple[str, ...] | None
-    judged: bool
-    spelling: int = 0
-    block: Any = None
-    switched: tuple[str, ...] = dataclasses.field(default_factory=lambda: SWITCH.names)
-    called: bool = False
-
-    def selects(self, names: tuple[str, ...], of_owner: bool) -> bool:
-        owner = self.owner if of_owner and self.owner is not None else ()
-        return self.says(owner, names)
-
-    def says(self, owner: tuple[str, ...], names: tuple[str, ...]) -> bool:
-        what = WHATS[self.what]
-        return what.selects(owner, names, *([self.switched] if what.changing else []))
-
-    @property
-    def label(self) -> Any:
-        """What is equal for blocks that surely give the same answers."""
-        owner = None if WHATS[self.what].anywhere else self.owner
-        return self.what, self.spelling, self.switched, owner
-
-
-@dataclasses.dataclass
-class Call:
-    """A call in a session: what is differentiated when that is left.
-
-    Attributes:
-        name: of its output.
-        fn: from the arguments of a session to the output, by hand.
-        stopped: which parameters are stopped, as '/'-joined names.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    stopped: frozenset[str]
-
-
-@dataclasses.dataclass
-class Frame:
-    """A session, or a compiled function or module in one, that a worker is in.
-
-    Attributes:
-        kind: ``'session'``, ``'jit'``, ``'pair'`` or ``'part'``.
-        path: of the module.
-        number: no other has it.
-        mutable: whether the parameters are mutable in it, and returned.
-        calls: what was called in it.
-    """
-
-    kind: str
-    path: tuple[str, ...] | None
-    number: int
-    mutable: bool = False
-    calls: list[Call] = dataclasses.field(default_factory=list)
 
 
 def names_in(tree: Any, *above: str) -> list[tuple[str, ...]]:
@@ -680,44 +368,64 @@ def names_in(tree: Any, *above: str) -> list[tuple[str, ...]]:
 NET_NAMES, PAIR_NAMES = names_in(NET_PARAMS), names_in(PAIR_PARAMS)
 
 
-class Stack(list[Any]):
-    """What a worker is in, outermost first."""
+@dataclasses.dataclass(eq=False)
+class Open:
+    """A block that is open.
+
+    Attributes:
+        block: the item of the program.
+        owner: the path of the module that opened it; None at top level.
+        switched: the names in ``SWITCH`` when it was opened.
+        called: whether a function was called in it that reads what it selects.
+    """
+
+    block: Block
+    owner: tuple[str, ...] | None
+    switched: tuple[str, ...]
+    called: bool = False
+
+    def says(self, owner: tuple[str, ...], names: tuple[str, ...]) -> bool:
+        what = WHATS[self.block.what]
+        return what.selects(owner, names, *([self.switched] if what.changing else []))
 
     @property
-    def blocks(self) -> list[Open]:
-        return [entry for entry in self if isinstance(entry, Open)]
+    def label(self) -> Any:
+        """What is equal for blocks that surely give the same answers."""
+        owner = None if WHATS[self.block.what].anywhere else self.owner
+        return self.block.what, self.block.spelling, self.switched, owner
 
-    @property
-    def frames(self) -> list[Frame]:
-        return [entry for entry in self if isinstance(entry, Frame)]
 
-    @property
-    def module(self) -> tuple[str, ...] | None:
-        """The path of the module whose method is running."""
-        return self.frames[-1].path if self.frames else None
+@dataclasses.dataclass
+class Here:
+    """Where a program is: the open blocks, and what it can call.
 
-    def is_in(self, kind: str) -> bool:
-        return any(frame.kind == kind for frame in self.frames)
+    Attributes:
+        blocks: the open blocks, outermost first.
+        args: those of the session; None outside of one.
+        pair, owner: the bound pair, and the path of the module whose method runs.
+        mutable: whether the parameters of the pair are mutable.
+        number: of the pair; no other has it.
+        raw: the compiled functions that read the pair.
+        outputs: what was called in the session, by name.
+        by_hand: the same, as functions of the arguments.
+    """
 
-    @property
-    def pair(self) -> Frame:
-        """The pair that it is in."""
-        [pair] = [frame for frame in self.frames if frame.kind == 'pair']
-        return pair
-
-    def has_room(self) -> bool:
-        return len(self) < DEEPEST
-
-    @property
-    def owners(self) -> tuple[Any, ...]:
-        return tuple(block.owner for block in self.blocks)
+    blocks: tuple[Open, ...] = ()
+    args: tuple[Any, ...] | None = None
+    pair: Any = None
+    owner: tuple[str, ...] | None = None
+    mutable: bool = False
+    number: int = 0
+    raw: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    by_hand: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def stopped(self, in_pair: bool) -> frozenset[str]:
         """The parameters that the open blocks stop in a tree: the union."""
         return frozenset(
             '/'.join(names)
             for names in (PAIR_NAMES if in_pair else NET_NAMES)
-            if any(block.selects(names, in_pair) for block in self.blocks)
+            if any(b.says((in_pair and b.owner) or (), names) for b in self.blocks)
         )
 
 
@@ -726,44 +434,39 @@ class Caches:
 
     JAX must trace a program that was never traced with these parameters stopped. It
     must not trace the program again in the same open blocks. The same holds in equal
-    blocks, if one worker alone opens blocks and all answers of other filters differ
-    early. In other cases both are right: another worker may use the number, or the
+    blocks, if one thread alone opens blocks and all answers of other filters differ
+    early. In other cases both are right: another thread may use the number, or the
     number may have taken other answers.
     """
 
     def __init__(self) -> None:
-        self.renewed: Counter[Any] = Counter()
         self._for_stopped: set[Any] = set()
         self._in_blocks: set[Any] = set()
         self._in_equal_blocks: set[Any] = set()
         self._opened_by: set[int] = set()
         self._opened: dict[Any, Open] = {}
-        self._raw_called = False
+        self.raw_called = False  # Another tree does not find such a program.
 
-    def opened(self, stack: Stack) -> None:
-        """Notes who has opened a block, and which one."""
-        self._opened_by.add(id(stack))
-        self._opened[stack.blocks[-1].label] = stack.blocks[-1]
+    def opened(self, block: Open) -> None:
+        """Notes which block was opened, and by which thread."""
+        self._opened_by.add(threading.get_ident())
+        self._opened[block.label] = block
 
-    def note(self, key: Any, stack: Stack, stopped: Any) -> None:
+    def note(self, key: Any, blocks: tuple[Open, ...], stopped: Any) -> None:
         """Notes that a function was traced, or found."""
         self._for_stopped.add((key, stopped))
-        self._in_blocks.add((key, _same(stack)))
-        self._in_equal_blocks.add((key, _equal(stack)))
-
-    def note_raw(self) -> None:
-        """Notes a program that depends on a tree, which other trees do not find."""
-        self._raw_called = True
+        self._in_blocks.add((key, blocks))
+        self._in_equal_blocks.add((key, _labels(blocks)))
 
     def must_trace(self, key: Any, stopped: Any) -> bool:
         return (key, stopped) not in self._for_stopped
 
-    def must_find(self, key: Any, stack: Stack) -> bool:
-        if (key, _same(stack)) in self._in_blocks:
+    def must_find(self, key: Any, blocks: tuple[Open, ...]) -> bool:
+        if (key, blocks) in self._in_blocks:
             return True
-        alone = len(self._opened_by) <= 1 and not self._raw_called
-        known = (key, _equal(stack)) in self._in_equal_blocks
-        return alone and known and all(map(self._differs_early, stack.blocks))
+        alone = len(self._opened_by) <= 1 and not self.raw_called
+        known = (key, _labels(blocks)) in self._in_equal_blocks
+        return alone and known and all(map(self._differs_early, blocks))
 
     def _differs_early(self, block: Open) -> bool:
         """Whether filters that agree with it on one tree agree with it on the other."""
@@ -774,13 +477,8 @@ class Caches:
         )
 
 
-def _same(stack: Stack) -> Any:
-    """The blocks that are open, each for itself."""
-    return tuple(stack.blocks)
-
-
-def _equal(stack: Stack) -> Any:
-    return tuple(block.label for block in stack.blocks)
+def _labels(blocks: tuple[Open, ...]) -> Any:
+    return tuple(block.label for block in blocks)
 
 
 def _answers(block: Open, names: list[tuple[str, ...]]) -> list[list[bool]]:
@@ -788,7 +486,7 @@ def _answers(block: Open, names: list[tuple[str, ...]]) -> list[list[bool]]:
     return [[block.says(owner, n) for n in names] for owner in owners]
 
 
-def stopped_by_hand(params: Any, stopped: frozenset[str]) -> Any:
+def _stopped_by_hand(params: Any, stopped: frozenset[str]) -> Any:
     return oracle.stopped(params, lambda path: path in stopped)
 
 
@@ -796,59 +494,250 @@ class ByHand:
     """The same calls without flax_sg: on weights that were stopped one by one."""
 
     def __init__(self) -> None:
-        self._of = {n: kind.make(net_class(silent)) for n, kind in KINDS.items()}
-        self._step = jax.jit(_grads_of(_apply(net_class(silent))), static_argnums=())
-        self._known: dict[Any, Any] = {}
         net = net_class(silent)
+        self._of = {name: kind.make(net) for name, kind in KINDS.items()}
         self._children = {n: _apply(kind.make(net)) for n, kind in CHILDREN.items()}
+        self._known: dict[Any, Any] = {}
 
-    def call(self, kind: str, stopped: frozenset[str]) -> Any:
-        """The output and gradients of one call."""
-
-        def fn(params: Any, x: Any) -> Any:
-            return {'y': self._of[kind](stopped_by_hand(params, stopped), x)}
-
+    def top(self, kind: str, stopped: frozenset[str]) -> Any:
+        """The result of one call outside of a session."""
         if (kind, stopped) not in self._known:
-            self._known[kind, stopped] = traced(fn, NET_PARAMS, X)()
+            fn = self.call('plain' if kind == 'step' else kind, stopped)
+
+            def of_net(params: Any, x: Any) -> Any:
+                return fn(None, params, x)
+
+            if kind == 'step':
+                result = jax.jit(_grads_of(of_net))(NET_PARAMS, X)
+            else:
+                result = traced(lambda p, x: {'y': of_net(p, x)}, NET_PARAMS, X)()
+            self._known[kind, stopped] = result
         return self._known[kind, stopped]
 
-    def step(self, stopped: frozenset[str]) -> Any:
-        """The gradients of the compiled step."""
-        fn = _apply(net_class(silent))
+    # From the arguments of a session to the output.
 
-        def loss(params: Any, x: Any) -> Any:
-            return fn(stopped_by_hand(params, stopped), x)
+    def call(self, kind: str, stopped: frozenset[str]) -> Callable[..., Any]:
+        return lambda pair, net, x: self._of[kind](_stopped_by_hand(net, stopped), x)
 
-        if ('step', stopped) not in self._known:
-            self._known['step', stopped] = jax.jit(_grads_of(loss))(NET_PARAMS, X)
-        return self._known['step', stopped]
+    def child(self, item: Child, stopped: frozenset[str]) -> Callable[..., Any]:
+        return lambda pair, net, x: self._children[item.child](
+            _stopped_by_hand(pair, stopped)[item.part][item.child], x
+        )
 
-    def session(self, calls: list[Call]) -> Any:
-        """The outputs and gradients of the calls in a session."""
+    def kept(self, item: Kept, stopped: frozenset[str]) -> Callable[..., Any]:
+        return lambda pair, net, x: (
+            x * jnp.tanh(_stopped_by_hand(pair, stopped)[item.part]['w'])
+        )
 
+    def raw(self, item: Raw, stopped: frozenset[str]) -> Callable[..., Any]:
         def fn(pair: Any, net: Any, x: Any) -> Any:
-            return {call.name: call.fn(call.stopped, pair, net, x) for call in calls}
-
-        return traced(fn, *ARGS)()
-
-    def in_session(self, kind: str) -> Callable[..., Any]:
-        return lambda stopped, pair, net, x: self._of[kind](
-            stopped_by_hand(net, stopped), x
-        )
-
-    def child(self, part: str, child: str) -> Callable[..., Any]:
-        return lambda stopped, pair, net, x: self._children[child](
-            stopped_by_hand(pair, stopped)[part][child], x
-        )
-
-    def kept(self, part: str) -> Callable[..., Any]:
-        return lambda stopped, pair, net, x: (
-            x * jnp.tanh(stopped_by_hand(pair, stopped)[part]['w'])
-        )
-
-    def raw(self, wrap: str, part: str) -> Callable[..., Any]:
-        def fn(stopped: Any, pair: Any, net: Any, x: Any) -> Any:
-            params = stopped_by_hand(pair, stopped)[part]['net']
-            return RAW[wrap](lambda x: self._children['net'](params, x))(x)
+            params = _stopped_by_hand(pair, stopped)[item.part]['net']
+            return RAW[item.wrap](lambda x: self._children['net'](params, x))(x)
 
         return fn
+
+
+def _in_one(pair: Any, *rest: Any) -> jax.Array:
+    """All parameters of a pair in one vector."""
+    del rest
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(pair)])
+
+
+class Runner:
+    """Runs programs, and compares each result and each trace.
+
+    Attributes:
+        runs: how often Python ran, by what was being called.
+    """
+
+    def __init__(self) -> None:
+        SWITCH.names = ('enc',)
+        self.runs: Counter[Any] = Counter()
+        self._seen: Counter[Any] = Counter()
+        self._calling: Any = None
+        net = net_class(self._note)
+        self._of = {name: kind.make(net) for name, kind in KINDS.items()}
+        self._of['step'] = jax.jit(_grads_of(_apply(net_class(self._note))))
+        self._model = pair_class(net_class(self._note))()
+        self._caches = Caches()
+        self._names = itertools.count()
+        self._traced_in: set[Any] = set()
+        # Comparisons that wait until no block is open, or JAX would compile them anew.
+        self._checks: list[Callable[[], None]] = []
+
+    def _note(self) -> None:
+        self.runs[self._calling] += 1
+
+    def run(self, program: Program) -> None:
+        """Runs a program, and then compares its results."""
+        with contextlib.suppress(LeaveError):
+            self._do(program, Here())
+        # A block that is left open is not open in another thread.
+        with ThreadPoolExecutor(1) as pool:
+            for check in self._checks:
+                pool.submit(check).result()
+        self._checks.clear()
+
+    def _do(self, body: Program, here: Here) -> None:
+        for item in body:
+            getattr(self, f'_do_{type(item).__name__.lower()}')(item, here)
+
+    @contextlib.contextmanager
+    def _left(self) -> Iterator[None]:
+        """The end of a block or module, which an exception may leave."""
+        try:
+            yield
+        except LeaveError as error:
+            if error.levels:
+                error.levels -= 1
+                raise
+
+    def _do_leave(self, item: Leave, here: Here) -> None:
+        raise LeaveError(item.levels)
+
+    def _do_switch(self, item: Switch, here: Here) -> None:
+        SWITCH.names = (item.name,)
+
+    def _do_block(self, item: Block, here: Here) -> None:
+        what = WHATS[item.what]
+        judged = item.judged and what.anywhere
+        block = what.spellings[item.spelling](unused='raise' if judged else 'ignore')
+        opened = Open(item, here.owner, SWITCH.names)
+        inside = dataclasses.replace(here, blocks=(*here.blocks, opened))
+        try:
+            with self._left(), block:
+                self._caches.opened(opened)
+                self._do(item.body, inside)
+        except (errors.UnusedFilterError, UserWarning):
+            # Something may have read a variable all the same.
+            assert judged and item.what != 'all' and not opened.called
+
+    def _do_thread(self, item: Thread, here: Here) -> None:
+        def work() -> None:
+            with self._left():
+                self._do(item.body, Here())
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
+
+    def _do_session(self, item: Session, here: Here) -> None:
+        inside = dataclasses.replace(here, outputs={}, by_hand={})
+
+        def fn(*args: Any) -> Any:
+            inside.args = args
+            with self._left():
+                self._do(item.body, inside)
+            return inside.outputs
+
+        def by_hand(*args: Any) -> Any:
+            return {name: call(*args) for name, call in inside.by_hand.items()}
+
+        found = traced(fn, *ARGS)
+        self._check(found, lambda: traced(by_hand, *ARGS)())
+
+    def _do_pair(self, item: Pair, here: Here) -> None:
+        def body(pair: Any) -> None:
+            number = next(self._names)
+            changes = {'pair': pair, 'owner': (), 'raw': {}, 'number': number}
+            inside = dataclasses.replace(here, mutable=item.mutable, **changes)
+            with self._left():
+                self._do(item.body, inside)
+
+        mutable = ['params'] if item.mutable else ['no collection']
+        variables = {'params': here.args[0]}
+        _, written = self._model.apply(variables, body, method='run', mutable=mutable)
+        if item.mutable:
+            name = f'written in {next(self._names)}'
+            here.outputs[name] = _in_one(written['params'])
+            here.by_hand[name] = _in_one
+
+    def _do_part(self, item: Part, here: Here) -> None:
+        def body() -> None:
+            with self._left():
+                self._do(item.body, dataclasses.replace(here, owner=(item.name,)))
+
+        getattr(here.pair, item.name).run(body)
+
+    def _do_call(self, item: Call, here: Here) -> None:
+        stopped = here.stopped(in_pair=False)
+        fn, name = self._of[item.kind], item.kind
+        with self._counted(here, name, KINDS.get(name, KINDS['jit']), stopped):
+            if here.args is not None:
+                self._note_call(here, fn(*here.args[1:]), BY_HAND.call(name, stopped))
+                return
+            if name == 'step':
+                result = fn(NET_PARAMS, X)
+                found = lambda: result  # noqa: E731
+            else:
+                found = traced(lambda *args: {'y': fn(*args)}, NET_PARAMS, X)
+        self._check(found, lambda: BY_HAND.top(name, stopped))
+
+    def _do_child(self, item: Child, here: Here) -> None:
+        place = here.number, item.part, item.child
+        # Flax traces a module again after the apply in which it was traced first. What
+        # a jitted body may write is rewritten in its trace, by the names it has there.
+        owners = tuple(block.owner for block in here.blocks)
+        named = (item.part, owners) if here.mutable and owners else None
+        key = item.child, place in self._traced_in, here.mutable, named
+        with self._counted(here, item.child, CHILDREN[item.child], None, key):
+            found = getattr(getattr(here.pair, item.part), item.child)(here.args[2])
+        self._traced_in.add(place)
+        self._note_call(here, found, BY_HAND.child(item, here.stopped(in_pair=True)))
+
+    def _do_raw(self, item: Raw, here: Here) -> None:
+        module, stopped = getattr(here.pair, item.part), here.stopped(in_pair=True)
+        fn = here.raw.setdefault(item, RAW[item.wrap](lambda x: module.net(x)))
+        self._caches.raw_called = True
+        own = frozenset(p for p in stopped if p.startswith(f'{item.part}/net/'))
+        with self._counted(here, 'raw', KINDS['jit'], own, (item, here.number)):
+            found = fn(here.args[2])
+        self._note_call(here, found, BY_HAND.raw(item, stopped))
+
+    def _do_kept(self, item: Kept, here: Here) -> None:
+        found = getattr(here.pair, item.part).use_kept(here.args[2])
+        self._note_call(here, found, BY_HAND.kept(item, here.stopped(in_pair=True)))
+
+    def _note_call(self, here: Here, found: Any, by_hand: Callable[..., Any]) -> None:
+        name = f'call {next(self._names)}'
+        here.outputs[name], here.by_hand[name] = found, by_hand
+
+    def _check(self, found: Callable[[], Any], by_hand: Callable[[], Any]) -> None:
+        self._checks.append(lambda: oracle.assert_same(found(), by_hand()))
+
+    @contextlib.contextmanager
+    def _counted(
+        self, here: Here, name: str, kind: Kind, stopped: Any, key: Any = None
+    ) -> Iterator[None]:
+        """Checks how often Python ran in a call.
+
+        Args:
+            here: where the function is called.
+            name: what it is counted under.
+            kind: how it is cached.
+            stopped: which of the parameters that it reads are stopped.
+            key: tells it apart from others that are counted together.
+        """
+        self._calling = name
+        try:
+            yield
+        finally:
+            self._calling = None
+        key = key or name
+        count = self.runs[name] - self._seen[name]
+        self._seen[name] += count
+        others = self.runs - self._seen
+        assert not others.keys() - {None}, f'traced: {others} beside {name}'
+        if not kind.cached:
+            assert count == 1, f'traced: {name} ran {count} times'
+        elif not kind.late:
+            assert count <= 1, f'traced: {name} ran {count} times'
+            if self._caches.must_find(key, here.blocks):
+                assert not count, f'traced: {name} again in {here.blocks}'
+            if not kind.eager and self._caches.must_trace(key, stopped):
+                assert count, f'traced: {name} not at all in {here.blocks}'
+        self._caches.note(key, here.blocks, stopped)
+        for block in here.blocks:
+            block.called = True
+
+
+BY_HAND = ByHand()

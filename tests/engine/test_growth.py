@@ -24,7 +24,7 @@ from test_random_models import LONG
 
 pytestmark = pytest.mark.slow
 
-WARM, STEPS = (1_000, 10_000) if LONG else (150, 500)
+WARM, STEPS = (1_000, 10_000) if LONG else (60, 200)
 SLACK = 50 if LONG else 10  # Objects: a leak of one in 20 steps would be more.
 
 TRACES: list[None] = []
@@ -131,9 +131,9 @@ class Watched:
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def capture(self, i: int, config: Config) -> Config:
-        """Called in each step; looks after those of 20 steps ago every 200 steps."""
+        """Called in each step; looks after those of 20 steps ago every 50 steps."""
         self._alive[i] = weakref.ref(config)
-        if i % 200 == 20:
+        if i % 50 == 20:
             gc.collect()
             alive = [n for n, ref in self._alive.items() if ref() is not None]
             assert min(alive) > i - 20, f'captured in step {min(alive)}, alive in {i}'
@@ -148,25 +148,11 @@ def test_a_fresh_lambda_in_each_step():
         config = watched.capture(i, Config())
         with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
             found = step(VARIABLES)
-        if i % 100 == 0:
+        if i % 50 == 0:
             oracle.assert_same(found, expected)
 
     assert_nothing_is_kept(body)
     assert len(TRACES) == 1
-
-
-def test_a_config_that_changes_in_each_step():
-    expected, watched = [by_hand(name) for name in 'ab'], Watched()
-
-    def body(i: int) -> None:
-        config = watched.capture(i, Config('ab'[i % 2]))
-        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
-            found = step(VARIABLES)
-        if i % 100 < 2:
-            oracle.assert_same(found, expected[i % 2])
-
-    assert_nothing_is_kept(body)
-    assert len(TRACES) == 2
 
 
 def test_a_block_in_another_in_each_step():
@@ -182,18 +168,6 @@ def test_a_block_in_another_in_each_step():
     # Three blocks to open and close, one after another: fewer steps.
     assert_nothing_is_kept(body, steps=2 * WARM)
     assert len(TRACES) == 1
-
-
-def test_predicates_of_other_code():
-    """Nothing is compiled, or the test would take minutes if each were traced."""
-
-    def body(i: int) -> None:
-        where = eval(f'lambda path: path.startswith("a") and {i} >= 0')
-        with nn.stop_gradient(where):
-            step.trace(VARIABLES)
-
-    # Each of them may be traced: fewer steps.
-    assert_nothing_is_kept(body, warm=150, steps=300)
 
 
 def test_predicates_with_answers_that_come_once():

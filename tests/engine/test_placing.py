@@ -400,7 +400,7 @@ def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over
 # Where a body is in the trace of its caller, both are known when the outer is read.
 @pytest.mark.parametrize(
     ('lift', 'outer_first'),
-    [('remat', True), ('remat', False), ('map_variables', False)],
+    [('remat', True), ('map_variables', False)],
 )
 def test_a_block_in_a_body_takes_nothing_from_both_sides_together(lift, outer_first):
     class Closure(fnn.Module):

@@ -89,7 +89,6 @@ class Known(class_that_keeps()):
 
 
 CLASSES = {
-    'a class': class_that_keeps,
     'a class that inherits': lambda: class_that_keeps(Known),
     'a setup that is inherited': lambda: type('Inherits', (Known,), {}),
     'a setup of no module': lambda: type(
@@ -164,8 +163,9 @@ def store_elsewhere(module: Any, name: str, value: Any) -> None:
     vars(module)[name] = value
 
 
-@pytest.mark.parametrize('store', [object.__setattr__, store_elsewhere])
-@pytest.mark.parametrize('outer', [False, True])
+@pytest.mark.parametrize(
+    ('store', 'outer'), [(object.__setattr__, False), (store_elsewhere, True)]
+)
 def test_what_is_stored_past_flax_is_seen_in_a_block(store, outer):
     def in_one_call(variables: Any) -> Any:
         with nn.stop_gradient('nothing', unused='ignore') if outer else nullcontext():

@@ -150,13 +150,10 @@ def use_pair(kept: Any, x: Any) -> Any:
 VALUES: dict[str, type[Route]] = {
     'raw': Raw,
     'derived': keeps(lambda m: m.w * m.w + m.b, lambda w, x: x * w),
-    'list': keeps(lambda m: [m.w, [m.b], 'name'], lambda t, x: x * t[0] * t[1][0]),
-    'dict': keeps(lambda m: {'a': {'b': m.w}}, lambda d, x: x * d['a']['b']),
     'order of a dict': keeps(lambda m: {'z': m.w, 'a': m.b}, in_order),
     'named tuple': keeps(lambda m: Pair(*pairs(m)), use_pair),
     'dataclass': keeps(lambda m: Record(*pairs(m)), use_pair),
     'lambda': keeps(lambda m: times(m.w * m.w), call),
-    'partial': keeps(lambda m: functools.partial(jnp.multiply, m.w), call),
     'checkpoint': keeps(lambda m: jax.checkpoint(times(m.w)), call),
     'helper': keeps(lambda m: Helper(m.w), call),
     'cyclic helper': keeps(cyclic, call),
@@ -166,8 +163,6 @@ VALUES: dict[str, type[Route]] = {
 # Containers that nothing has to look into: seen right, or an error.
 OPAQUE: dict[str, type[Route]] = {
     'slots': keeps(lambda m: Slots(*pairs(m)), use_pair),
-    'iterator': keeps(lambda m: iter([m.w] * 99), lambda it, x: x * next(it)),
-    'method of an array': keeps(lambda m: m.w.__mul__, call),
     'jit': keeps(lambda m: jax.jit(times(m.w)), call),
 }
 
@@ -430,8 +425,7 @@ DOUBTFUL: dict[str, Callable[[Program], nn.Module]] = {
 
 routes = pytest.mark.parametrize('make', ROUTES.values(), ids=list(ROUTES))
 # How a value is held matters where it is found and put back, the same at all times.
-OF_VALUES = ('raw', 'derived', 'order of a dict', 'lambda', 'closure over self')
-FEW = [*OF_VALUES]
+FEW = ['derived', 'closure over self']
 FEW += [name for name in ROUTES if name not in (*FEW, *VALUES)]
 situations = pytest.mark.parametrize('make', [ROUTES[name] for name in FEW], ids=FEW)
 doubtful = pytest.mark.parametrize('make', DOUBTFUL.values(), ids=list(DOUBTFUL))
@@ -459,6 +453,11 @@ def outer(make: Any) -> Callable[[Program], nn.Module]:
 
 @routes
 def test_before_in_and_after(make):
+    check(make, PROGRAMS['some'])
+
+
+@situations
+def test_in_blocks_one_after_the_other_and_left_by_exceptions(make):
     check(make, PROGRAMS['all'])
 
 
@@ -468,19 +467,18 @@ def test_set_up_in_a_block(make):
     check(outer(make), PROGRAMS['nested, first in it'], ['params'])
 
 
+@pytest.mark.every_case
 @doubtful
-@pytest.mark.parametrize('mutable', [False, True])
-def test_right_or_an_error(make, mutable):
+def test_right_or_an_error(make):
+    with contextlib.suppress(errors.SetupValueError):
+        check(make, PROGRAMS['around'], False)
     for program in (PROGRAMS['around'], PROGRAMS['first in it']):
+        for where in (make, outer(make)):
+            with contextlib.suppress(errors.SetupValueError):
+                check(where, program, True)
+    for where in (make, outer(make)):
         with contextlib.suppress(errors.SetupValueError):
-            check(make, program, mutable)
-
-
-@doubtful
-def test_set_up_in_a_block_right_or_an_error(make):
-    for program in (PROGRAMS['first in it'], PROGRAMS['nested, first in it']):
-        with contextlib.suppress(errors.SetupValueError):
-            check(outer(make), program, True)
+            initialization_is_that_without_blocks(where)
 
 
 @pytest.mark.parametrize('name', sorted(DOUBTFUL))
@@ -558,11 +556,10 @@ def test_a_block_in_setup(cls):
     oracle.assert_same(grads_of(cls(), params), grads_of(cls(by_hand=True), params))
 
 
-@pytest.mark.parametrize('name', ['first in it', 'nested'])
 @pytest.mark.parametrize('cls', [BlockInSetup, Reassigned])
-def test_a_block_in_setup_of_a_module_used_in_blocks(cls, name):
+def test_a_block_in_setup_of_a_module_used_in_blocks(cls):
     """Outside of all other blocks, what the block in setup stopped is stopped."""
-    program = PROGRAMS[name]
+    program = PROGRAMS['nested']
 
     def fn_of_program(by_hand):
         def of_program(program):
@@ -684,17 +681,7 @@ def test_a_second_run_is_not_in_the_intermediates():
 
 @situations
 def test_initialization_is_that_without_blocks(make):
-    initialization_is_that_without_blocks(make)
     initialization_is_that_without_blocks(outer(make))
-
-
-@pytest.mark.every_case
-@doubtful
-def test_initialization_is_right_or_an_error(make):
-    with contextlib.suppress(errors.SetupValueError):
-        initialization_is_that_without_blocks(make)
-    with contextlib.suppress(errors.SetupValueError):
-        initialization_is_that_without_blocks(outer(make))
 
 
 # Rules of the mechanism.
@@ -797,9 +784,7 @@ def test_a_module_that_was_bound_in_a_trace_that_is_over():
         assert bound[0](1.0) == 6.0
 
 
-@pytest.mark.parametrize(
-    'stored', [np.full((), 2.0, np.float32), np.float32(2.0), 2.0, jnp.full((), 2.0)]
-)
+@pytest.mark.parametrize('stored', [np.full((), 2.0, np.float32), 2.0])
 def test_what_is_made_of_numbers_is_other_numbers_for_other_values(stored):
     """What setup makes of arrays of numpy is no array of JAX."""
     variables = {'params': {'w': stored}}
@@ -818,8 +803,7 @@ def test_what_is_made_of_numbers_is_other_numbers_for_other_values(stored):
     assert (numbers, slopes) == ([18.0, 6.0, 18.0, 6.0], [6.0, 0.0, 6.0, 0.0])
 
 
-@pytest.mark.parametrize('run', [lambda fn: fn, jax.jit], ids=['eager', 'jit'])
-def test_the_factor_of_a_rewrite_is_not_made_of_variables(run):
+def test_the_factor_of_a_rewrite_is_not_made_of_variables():
     class Scaled(linen.Module):
         def setup(self):
             self.layer = nn.scale_gradient(True, 0.5)(linen.Dense(2))
@@ -830,7 +814,7 @@ def test_the_factor_of_a_rewrite_is_not_made_of_variables(run):
 
     params = {'kernel': jnp.arange(6.0).reshape(3, 2), 'bias': jnp.ones(2)}
     x = jnp.ones((1, 3))
-    actual = run(Scaled().apply)({'params': {'layer': params}}, x)
+    actual = Scaled().apply({'params': {'layer': params}}, x)
     doubled = jax.tree.map(lambda leaf: leaf * 2.0, params)
     oracle.assert_same(actual, linen.Dense(2).apply({'params': doubled}, x))
 
@@ -863,7 +847,7 @@ def test_what_is_made_of_numbers_of_the_parent_is_other_numbers():
 
 
 @pytest.mark.usefixtures('leaks')
-@pytest.mark.parametrize('name', ['lambda', 'call of a child', 'random'])
+@pytest.mark.parametrize('name', ['lambda', 'random'])
 def test_no_tracer_outlives_its_trace(name):
     make, program = ROUTES[name], PROGRAMS['nested']
     variables = variables_of(make, program)

@@ -172,19 +172,12 @@ UNMATCHED: dict[str, Any] = {
     'separator': 'gln_0.dense.kernel',
     'module without its inside': 'gln_0',
     'one level too little': 'gln_0/*',
-    'case': 'GLN_0/**',
-    'depth': 'dense/kernel',
     'absolute for relative': 'enc/gln_0/**',
-    'leading slash': '/gln_0/**',
     'regex that would be found within': re.compile('dense'),
-    'regex': re.compile('gnl_.*'),
     'predicate': lambda path: path.startswith('params'),
     'second of a sequence': ['gln_0/**', 'gnl_1/**'],
-    'first of a sequence': ['gnl_0/**', 'gln_1/**'],
-    'of a set': {'gln_0/**', 'gnl_1/**'},
     'of a nested sequence': ['gln_0/**', ['gln_1/**', ['nothing']]],
     'of an or': flax_sg.filters.as_filter('gln_0/**') | 'nothing',
-    'of an and': flax_sg.filters.as_filter('**') & 'nothing',
     'of a not': ~flax_sg.filters.as_filter('nothing'),
     'not of what is left out': flax_sg.filters.as_filter('gln_*/**')
     & ~flax_sg.filters.as_filter('gln_2/**'),
@@ -192,17 +185,12 @@ UNMATCHED: dict[str, Any] = {
 
 MATCHED: dict[str, Any] = {
     'glob': 'gln_*/**',
-    'a parameter': 'scale',
-    'any depth': '**/kernel',
-    'regex': re.compile(r'gln_\d/.*'),
-    'predicate': lambda path: path.name == 'kernel',
     'sequence': ['gln_0/**', re.compile('scale'), lambda path: path.endswith('bias')],
     'the same twice': ['gln_0/**', 'gln_0/**', '**'],
     'everything': True,
     'nothing': False,
     'no pattern': [],
     'not': ~flax_sg.filters.as_filter('gln_0/**'),
-    'not everything': ~flax_sg.filters.as_filter('**'),
     'a tree': {'gln_0': True, 'gln_1': False, 'norm': False, 'scale': True},
     'a tree of False': {'gln_0': False, 'gln_1': False, 'norm': False, 'scale': False},
 }
@@ -212,7 +200,6 @@ MATCHED: dict[str, Any] = {
 def test_a_pattern_that_matches_nothing_raises(case):
     with pytest.raises(errors.UnusedFilterError):
         _block_in_a_method(UNMATCHED[case])
-    _block_in_a_method(UNMATCHED[case], unused='ignore')
 
 
 @pytest.mark.parametrize('case', MATCHED)
@@ -282,38 +269,6 @@ def test_what_lies_outside_the_module_counts_when_it_is_read():
             read(Outer(where), variables)
 
 
-def test_variables_count_read_or_not():
-    class Half(Model):
-        def __call__(self, x):
-            with nn.stop_gradient('gln_1/**'):
-                return self.gln_0(x)
-
-    with NOTHING_READ:
-        Half().apply(VARIABLES, X)
-    with NOTHING_READ, nn.stop_gradient('gln_1/**'):
-        MODEL.apply(VARIABLES, X, method=lambda model, x: model.gln_0(x))
-    bound = MODEL.bind(VARIABLES)
-    with NOTHING_READ, nn.stop_gradient('gln_1/**'):
-        bound.gln_0(X)
-
-
-def test_variables_that_are_created_in_the_block_count():
-    class Creates(fnn.Module):
-        where: Any
-
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient(self.where):
-                return fnn.Dense(3, name='dense')(x)
-
-    trace(Creates('dense/kernel').init, jax.random.key(0), X)
-    with pytest.raises(errors.UnusedFilterError) as caught:
-        trace(Creates('dense/kernle').init, jax.random.key(0), X)
-    assert "Did you mean 'dense/kernel'?" in str(caught.value).splitlines()
-    with nn.stop_gradient('gln_1/**'):
-        jax.eval_shape(MODEL.init, jax.random.key(0), X)
-
-
 def _body_of_a_block(raised):
     with nn.stop_gradient('nothing'):
         read()
@@ -336,32 +291,15 @@ def _body_of_a_function(raised):
     nn.stop_gradient(fn, 'nothing')(MODEL.bind(VARIABLES))
 
 
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, GeneratorExit])
 @pytest.mark.parametrize(
     'extent', [_body_of_a_block, _body_of_a_method, _body_of_a_function]
 )
-def test_the_exception_of_the_body_is_never_masked(extent, error):
-    raised = error('of the body')
-    with pytest.raises(error) as caught:
+def test_the_exception_of_the_body_is_never_masked(extent):
+    raised = ValueError('of the body')
+    with pytest.raises(ValueError, match='of the body') as caught:
         extent(raised)
     assert caught.value is raised
     assert caught.value.__context__ is None
-
-
-def test_an_inner_error_about_a_filter_passes_through_the_outer_block():
-    with (
-        pytest.raises(errors.UnusedFilterError) as caught,
-        nn.stop_gradient('outer'),
-        nn.stop_gradient('inner'),
-    ):
-        read()
-    assert "Glob('inner')" in str(caught.value)
-
-
-@pytest.mark.parametrize('unused', ['warn', None, True, 'Raise', 0])
-def test_unused_has_two_values(unused):
-    with pytest.raises(errors.FilterValueError):
-        nn.stop_gradient('scale', unused=unused)
 
 
 # Blocks at top level in which nothing is read.
@@ -404,19 +342,6 @@ def test_a_tree_that_ends_unread_beside_one_that_is_read():
         bound.variables['params']
         # No module looks at this one either.
         assert flax.core.apply(lambda scope: scope.path)({'params': {}}) == ()
-
-
-def test_a_compiled_step_is_read_once():
-    step = compiled_step()
-    for _ in range(3):
-        with nn.stop_gradient('gln_1/dense/bias'):
-            step(VARIABLES)
-    # Nor in a block that is equal and not the same.
-    for _ in range(2):
-        with nn.stop_gradient(['gln_1/dense/bias']):
-            step(VARIABLES)
-        with nn.stop_gradient(lambda path: path == 'gln_1/dense/kernel'):
-            step(VARIABLES)
 
 
 def test_a_compiled_step_with_a_typo_raises_every_time():

@@ -23,12 +23,12 @@ import test_placing
 import test_programs
 import test_read_only
 import test_setup_values
-import test_stateful
 import test_substitutes
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
 from flax_sg.internals import hooking
+from sequences import Block, Thread
 
 # How checks fail: a gradient differs from the one by hand, in any bit.
 GRADIENT = r'(?s)\[.*\]:\n.*\nis not\n'
@@ -64,38 +64,27 @@ def called_outside_and_inside() -> None:
         oracle.assert_same(actual, expected)
 
 
-def sequence(
-    palette: list[str], *steps: Callable[[test_stateful.Machine], None]
-) -> Callable[[], None]:
-    """Runs the given steps of the random sequences, whose comparisons must fail too."""
+def program(*items: Any) -> Callable[[], None]:
+    """Runs a program, as the random ones, whose comparisons must fail too."""
 
     def check() -> None:
-        machine = test_stateful.Machine()
-        machine.palette = palette
-        try:
-            for step in steps:
-                step(machine)
-            machine.leave_all()
-        finally:
-            machine.end()
+        sequences.Runner().run(items)
 
     return check
 
 
-def go(who: int, *steps: Any) -> Callable[[test_stateful.Machine], None]:
-    """Opens blocks by their number in the palette, enters modules by their letter."""
-    return lambda machine: machine.go(who, list(steps), 0, False)
+def in_pair(*items: Any, mutable: bool = False) -> sequences.Session:
+    """What runs in a method of a pair of modules."""
+    return sequences.Session((sequences.Pair(items, mutable),))
 
 
-def leave(who: int, levels: int = 0) -> Callable[[test_stateful.Machine], None]:
-    return lambda machine: machine.leave(who, levels)
+def at(part: str, what: str, call: Any) -> sequences.Part:
+    """A call in a block of a part of the pair."""
+    return sequences.Part(part, (sequences.Block(what, (call,)),))
 
 
-def call(who: int, number: int) -> Callable[[test_stateful.Machine], None]:
-    return lambda machine: machine.call(who, [(number, 'a')], None)
-
-
-JIT_OF_SCAN, RAW_JIT, CHILD, REMAT_OF_JIT, KEPT, SHARED = 5, 0, 4, 7, 8, 9
+SCAN, JIT = sequences.Call('jit of scan'), sequences.Call('jit')
+RAW_JIT, BOTH = sequences.Raw('a', 'jit'), sequences.Child('a', 'both')
 
 CAUGHT = [
     Caught(broken.no_cache_key, called_outside_and_inside, AssertionError, GRADIENT),
@@ -225,76 +214,62 @@ CAUGHT = [
         AssertionError,
         r'^assert not True\n.*is_zero',
     ),
-    Caught(
-        broken.no_cache_key,
-        sequence(
-            ['kernels'],
-            call(0, JIT_OF_SCAN),
-            go(0, 0),
-            call(1, JIT_OF_SCAN),
-            call(0, JIT_OF_SCAN),
-        ),
-        AssertionError,
-        '^traced',
-    ),
-    Caught(
-        broken.stops_are_written_back,
-        sequence(['kernels'], go(0, 'm', 0), call(0, REMAT_OF_JIT)),
-        AssertionError,
-        r"(?s)'written in .*\nis not\n",
-    ),
-    Caught(
-        broken.absolute_paths,
-        sequence(['enc of the owner'], go(0, 'p', 'a', 0), call(0, CHILD)),
-        AssertionError,
-        GRADIENT,
-    ),
-    Caught(
-        broken.open_after_an_exception,
-        sequence(['kernels', 'all'], go(0, 0, 1), leave(0, 1), call(0, JIT_OF_SCAN)),
-        AssertionError,
-        GRADIENT,
-    ),
-    Caught(
-        broken.kept_values_ignored,
-        sequence(['all'], go(0, 'p', 'a', 0), call(0, KEPT)),
-        AssertionError,
-        GRADIENT,
-    ),
-    Caught(
-        broken.owners_in_the_key,
-        sequence(
-            ['kernels'],
-            *(go(0, 'p', 'a', 0), call(0, SHARED), leave(0), leave(0)),
-            *(go(0, 'b', 0), call(0, SHARED)),
-        ),
-        AssertionError,
-        '^traced',
-    ),
-    Caught(
-        broken.owners_never_told_apart,
-        sequence(
-            ['enc of the owner'],
-            *(go(0, 'p', 'a', 0), call(0, RAW_JIT), leave(0), leave(0)),
-            *(go(0, 'b', 0), call(0, RAW_JIT)),
-        ),
-        AssertionError,
-        '^traced',
-    ),
-    Caught(
-        broken.decisions_shared,
-        sequence(
-            ['kernels', 'enc by a regex'],
-            *(go(0, 0), call(0, JIT_OF_SCAN), leave(0), go(0, 1), call(0, JIT_OF_SCAN)),
-        ),
-        AssertionError,
-        GRADIENT,
-    ),
-    Caught(
-        broken.one_stack_for_all_threads,
-        sequence(['kernels'], go(0, 0), call(1, JIT_OF_SCAN)),
-        AssertionError,
-        GRADIENT,
+    *(
+        Caught(fault, program(*items), AssertionError, match)
+        for fault, match, *items in (
+            (
+                broken.no_cache_key,
+                '^traced',
+                Block('kernels', (Thread((SCAN,)), SCAN)),
+            ),
+            (
+                broken.stops_are_written_back,
+                r"(?s)'written in .*\nis not\n",
+                in_pair(
+                    Block('kernels', (sequences.Child('a', 'both'),)), mutable=True
+                ),
+            ),
+            (
+                broken.absolute_paths,
+                GRADIENT,
+                in_pair(at('a', 'enc of the owner', sequences.Child('a', 'net'))),
+            ),
+            (
+                broken.open_after_an_exception,
+                GRADIENT,
+                Block('all', (sequences.Leave(),)),
+                SCAN,
+            ),
+            (
+                broken.kept_values_ignored,
+                GRADIENT,
+                in_pair(at('a', 'all', sequences.Kept('a'))),
+            ),
+            (
+                broken.owners_in_the_key,
+                '^traced',
+                in_pair(at('a', 'kernels', JIT), at('b', 'kernels', JIT)),
+            ),
+            (
+                broken.owners_never_told_apart,
+                '^traced',
+                in_pair(
+                    at('a', 'enc of the owner', RAW_JIT),
+                    at('b', 'enc of the owner', RAW_JIT),
+                ),
+            ),
+            (
+                broken.decisions_shared,
+                GRADIENT,
+                Block('kernels', (SCAN,)),
+                Block('enc by a regex', (SCAN,)),
+            ),
+            (
+                broken.one_stack_for_all_threads,
+                GRADIENT,
+                Block('kernels', (Thread((SCAN,)),)),
+            ),
+        )
     ),
     Caught(
         broken.loops_turn_once,

@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -13,11 +12,13 @@ import oracle
 import processes
 from flax_sg import demo
 
-STEPS = 12
+STEPS = 6
 
 
 def test_two_processes_train_as_one(tmp_path):
-    [alone] = processes.trained(1, 2, STEPS, tmp_path / 'one')
+    with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+        processes.work('', 1, 0, STEPS, tmp_path, jax.devices()[:2])
+    alone = dict(np.load(tmp_path / '0.npz'))
     for one_of_two in processes.trained(2, 1, STEPS, tmp_path / 'two'):
         oracle.assert_same(one_of_two, alone)
     initial = demo.initial(demo.DigitModel())
@@ -37,12 +38,6 @@ def test_two_processes_train_as_one(tmp_path):
     assert np.all(losses[-1] < losses[0])
     before = processes.by_name({'params': initial})
     assert not any(np.array_equal(before[name], alone[name]) for name in alone)
-
-
-def test_a_process_that_fails_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, 'executable', 'false')
-    with pytest.raises(RuntimeError, match=r'^process \d of 2 ended with 1:'):
-        processes.trained(2, 1, 3, tmp_path / 'out')
 
 
 def test_the_others_do_not_wait_for_a_process_that_has_failed(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-from flax_sg import filters
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero
 
@@ -45,24 +44,6 @@ def test_free_gradients_are_those_of_the_bare_model() -> None:
             assert_same(frozen[name], bare[name])
 
 
-def test_frozen_gradients_are_absent_where_the_gradient_call_selects() -> None:
-    """One filter selects the frozen layer, and so the differentiated layers."""
-    frozen = filters.as_filter(f'{FROZEN}/**')
-
-    def loss(params: Any) -> Any:
-        model = nn.Frozen(chain(), frozen)
-        return jnp.sum(model.apply({'params': params}, X))
-
-    selected = sg.grad(loss, wrt=~frozen)(PARAMS)
-    assert tuple(selected) == NAMES
-    assert selected[FROZEN] == {'bias': sg.ABSENT, 'kernel': sg.ABSENT}
-    bare = gradient(chain())
-    for name in NAMES:
-        if name != FROZEN:
-            assert_same(selected[name], bare[name])
-    assert len(jax.tree.leaves(selected)) == 4
-
-
 def test_no_gradient_of_a_fully_frozen_model() -> None:
     frozen = nn.Frozen(chain())
     assert is_zero(gradient(frozen))
@@ -89,7 +70,7 @@ def is_constant(equation: Any) -> bool:
     ]
 
 
-@pytest.mark.parametrize('how', ['two models', 'two uses in one model', 'a mirror'])
+@pytest.mark.parametrize('how', ['two models', 'a mirror'])
 def test_the_difference_of_a_model_and_its_frozen_self(how: str) -> None:
     """The gradient is exactly zero for the free layers, which are in both terms."""
 
@@ -149,20 +130,3 @@ def test_an_optimizer_step() -> None:
         return params
 
     assert_same(frozen, by_hand(PARAMS))
-
-
-def test_a_layer_and_its_frozen_self_in_one_model() -> None:
-    """The free use trains the shared weights."""
-    layer = linen.Dense(3)
-    model = linen.Sequential([layer, jnp.tanh, nn.Frozen(layer)])
-    params = model.init(jax.random.key(0), X)['params']
-    assert list(params) == ['layers_0']
-    found = jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X)))(params)
-
-    def by_hand(params: Any) -> Any:
-        y = jnp.tanh(layer.apply({'params': params['layers_0']}, X))
-        still = jax.lax.stop_gradient(params['layers_0'])
-        return jnp.sum(layer.apply({'params': still}, y))
-
-    assert_same(found, jax.grad(by_hand)(params))
-    assert not is_zero(found)

@@ -81,13 +81,9 @@ def nnx_grads(model: Any, stop: Any = (), where: Any = None) -> Any:
     return value, stats, nnx.to_pure_dict(grads)
 
 
-BY_HAND = {'body/**': 'body/', '**/kernel': ('body/kernel', 'head/kernel')}
-
-
-@pytest.mark.parametrize('where', BY_HAND)
-def test_a_block_around_a_call_of_linen_in_nnx(where):
-    expected = nnx_grads(InNNX(Net()), BY_HAND[where])
-    oracle.assert_same(nnx_grads(InNNX(Net()), where=where), expected)
+def test_a_block_around_a_call_of_linen_in_nnx():
+    expected = nnx_grads(InNNX(Net()), ('body/kernel', 'head/kernel'))
+    oracle.assert_same(nnx_grads(InNNX(Net()), where='**/kernel'), expected)
     # Layers below the stop are trained, and batch statistics are updated.
     _, stats, grads = expected
     assert all(leaf.any() for leaf in jax.tree.leaves(grads['lower']))
@@ -96,12 +92,8 @@ def test_a_block_around_a_call_of_linen_in_nnx(where):
 
 @pytest.mark.parametrize(
     'net',
-    [
-        Inside(),
-        nn.Frozen(Net(), 'body/**'),
-        nn.stop_gradient(Net, 'body/**')(),
-    ],
-    ids=['block', 'Frozen', 'class'],
+    [Inside(), nn.Frozen(Net(), 'body/**')],
+    ids=['block', 'Frozen'],
 )
 def test_a_stop_inside_of_linen_in_nnx(net):
     oracle.assert_same(nnx_grads(InNNX(net)), nnx_grads(InNNX(Net()), 'body/'))
@@ -217,8 +209,6 @@ KERNELS = ('below/kernel', 'inner/first/kernel', 'inner/second/kernel', 'head/ke
 @pytest.mark.parametrize(
     ('where', 'stop'),
     [
-        ('inner/**', 'inner/'),
-        ('inner/first/**', 'inner/first/'),
         ('**/kernel', KERNELS),
         (['below/**', 'inner/second/bias'], ('below/', 'inner/second/bias')),
     ],
@@ -229,8 +219,8 @@ def test_a_block_around_linen_with_nnx_inside(where, stop):
     assert any(leaf.any() for leaf in jax.tree.leaves(expected[-1]))
 
 
-@pytest.mark.parametrize('where', ['inner/**', 'inner/first/**'])
-def test_a_block_inside_of_linen_around_nnx(where):
+def test_a_block_inside_of_linen_around_nnx():
+    where = 'inner/first/**'
     expected = linen_grads(InLinen(), where.removesuffix('**'))
     oracle.assert_same(linen_grads(InLinen(where=where)), expected)
     # Gradients pass through the frozen part.

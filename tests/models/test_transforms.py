@@ -145,21 +145,6 @@ def scans(
     return lambda body: transform(functools.partial(body, pair=True), **kwargs)
 
 
-def method(decorate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def make(body: Any) -> Any:
-        class Decorated(nn.Module):
-            def setup(self):
-                self.body = body()
-
-            @decorate
-            def __call__(self, *args):
-                return self.body(*args)
-
-        return Decorated
-
-    return make
-
-
 STACKED = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
 SHARED = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
 
@@ -167,21 +152,6 @@ SHARED = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
 def nested_scan(body: Any) -> Any:
     inner = nn.scan(functools.partial(body, pair=True), length=2, **STACKED)
     return nn.scan(inner, length=2, **STACKED)
-
-
-def scan_method(body: Any) -> Any:
-    class ScanMethod(nn.Module):
-        def setup(self):
-            self.body = body()
-
-        def __call__(self, x):
-            return self.step(x, jnp.zeros((2,)))
-
-        @functools.partial(nn.scan, **SHARED)
-        def step(self, x, unused):
-            return self.body(x), x
-
-    return ScanMethod
 
 
 def custom_vjp(module: Any, body: Any, x: Any) -> Any:
@@ -196,10 +166,6 @@ def custom_vjp(module: Any, body: Any, x: Any) -> Any:
         return jax.tree.map(jnp.cos, params), 3 * x
 
     return nn.custom_vjp(fn, forward, backward)(body, x)
-
-
-def transposed(tree: Any) -> Any:
-    return jax.tree.map(jnp.transpose, tree)
 
 
 def renamed(old: str, new: str) -> Callable[[Any], Any]:
@@ -223,30 +189,12 @@ DENSES = {
 TRANSFORMS = [
     Row('none', lambda body: body),
     Row('jit', lifts(nn.jit)),
-    Row('jit_method', method(nn.jit)),
     Row('remat', lifts(nn.remat)),
-    Row('remat_of_jit', lambda body: nn.remat(nn.jit(body))),
     Row('scan_stacked', scans(**STACKED), (X, None)),
     Row('scan_broadcast', scans(**SHARED), (X, None)),
     Row(
-        'scan_axis_1',
-        scans(variable_axes={'params': 1}, split_rngs={'params': True}),
-        (X, None),
-    ),
-    Row('scan_method', scan_method),
-    Row(
         'scan_of_remat',
         scans(lambda b, **kw: nn.scan(nn.remat(b), **kw), **STACKED),
-        (X, None),
-    ),
-    Row(
-        'scan_of_jit',
-        scans(lambda b, **kw: nn.scan(nn.jit(b), **kw), **STACKED),
-        (X, None),
-    ),
-    Row(
-        'jit_of_scan',
-        scans(lambda b, **kw: nn.jit(nn.scan(b, **kw)), **SHARED),
         (X, None),
     ),
     Row('scan_nested', nested_scan, (X, None)),
@@ -293,17 +241,6 @@ TRANSFORMS = [
         lifts(nn.map_variables, mapped_collections='params', mutable=True),
     ),
     Row(
-        'map_variables_transposed',
-        lifts(
-            nn.map_variables,
-            mapped_collections='params',
-            trans_in_fn=transposed,
-            trans_out_fn=transposed,
-            init=True,
-        ),
-        keeps_params=False,
-    ),
-    Row(
         'map_variables_renamed',
         lifts(
             nn.map_variables,
@@ -325,8 +262,6 @@ TRANSFORMS = [
         ),
         variables={'params': DENSES, 'ema': jax.tree.map(jnp.cos, DENSES)},
     ),
-    Row('add_metadata_axis', lifts(nn.add_metadata_axis)),
-    Row('fold_rngs', lifts(nn.fold_rngs)),
 ]
 
 
@@ -337,16 +272,6 @@ def layer(make: Callable[[], Any], name: str, *args: Any, **kwargs: Any) -> Row:
 def boxed(annotate: Any, *names: Any) -> Any:
     init = annotate(nn.initializers.lecun_normal(), names)
     return functools.partial(nn.Dense, 3, kernel_init=init)
-
-
-def boxed_scan() -> Any:
-    class Step(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return jnp.tanh(boxed(nn.with_partitioning, 'in', 'out')()(x)), None
-
-    params = {nn.PARTITION_NAME: 'layers'}
-    return nn.scan(Step, length=2, metadata_params=params, **STACKED)
 
 
 def rnn(cell: Any) -> Any:
@@ -367,22 +292,11 @@ LAYERS = [
         mutable=('batch_stats',),
     ),
     layer(
-        lambda: functools.partial(
-            nn.Sequential,
-            [nn.Dense(4), nn.Dropout(0.5, deterministic=False), nn.Dense(2)],
-        ),
-        'dropout',
-        rngs=('dropout',),
-    ),
-    layer(lambda: functools.partial(nn.WeightNorm, nn.Dense(3)), 'weight_norm'),
-    layer(
         lambda: SpectralDense,
         'spectral_norm',
         mutable=('batch_stats',),
         keeps_params=False,
     ),
-    layer(lambda: boxed(nn.with_partitioning, 'in', 'out'), 'partitioned'),
-    layer(boxed_scan, 'partitioned_scan', X, None),
     layer(
         lambda: nn.vmap(
             boxed(nn.with_partitioning, 'in', 'out'),
@@ -468,8 +382,8 @@ def applied(row: Row, model: nn.Module, mutable: Any) -> Callable[..., Any]:
     [
         pytest.param(row, made_inside, id=f'{row.name}-{made_inside}')
         for names, made_inside in (
-            (('none', 'jit', 'scan_stacked', 'vmap_each', 'cond'), False),
-            (('jit', 'remat_scan', 'attention', 'dropout', 'partitioned_vmap'), True),
+            (('jit', 'vmap_each'), False),
+            (('remat_scan', 'partitioned_vmap'), True),
         )
         for row in ROWS
         if row.name in names
@@ -505,7 +419,7 @@ def check_in_a_block(
     assert_same_grads(actual, expected, variables_of(row.name), row.args[0])
 
 
-@only('none', 'jit', 'remat', 'scan_stacked', 'vmap_shared', 'cond', 'map_variables')
+@only('scan_stacked', 'vmap_shared', 'map_variables')
 def test_in_a_block(row):
     check_in_a_block(row, mutable=False)
 
@@ -515,7 +429,7 @@ def test_in_a_block_with_mutable_parameters(row):
     check_in_a_block(row, mutable=True, kernels_only=True)
 
 
-@only('jit', 'remat', 'scan_broadcast', 'vmap_each', 'map_variables_renamed')
+@only('jit', 'scan_broadcast', 'map_variables_renamed')
 def test_first_use_in_a_block_with_mutable_parameters(row):
     check_in_a_block(row, mutable=True, made_inside=True)
 
@@ -523,7 +437,7 @@ def test_first_use_in_a_block_with_mutable_parameters(row):
 # A block in the body.
 
 
-@only('jit', 'scan_stacked', 'vmap_each', 'map_variables_transposed')
+@only('scan_stacked')
 def test_init_values_with_a_block_in_the_body(row):
     keys = row.keys('params')
     assert_same(
@@ -560,7 +474,7 @@ class Bodies(nn.Module):
         return {'before': y, 'inside': z, 'after': one(*args)}
 
 
-@named([row for row in TRANSFORMS if row.name in ('jit', 'scan_of_jit', 'remat_scan')])
+@only('remat_scan')
 def test_blocks_in_the_body_and_around_it(row):
     variables = evaluate(Bodies(row, 'plain').init, row.keys('params'), *row.args)
     plain = applied(row, Bodies(row, 'hand'), True)
@@ -752,57 +666,11 @@ def test_while_loop(inner):
     )
 
 
-# nn.jit keeps its traces.
-
-
-class Jitted(nn.Module):
-    """Uses of two modules of one jitted class; 'a' is in the block where it says so."""
-
-    cls: Any
-    uses: str
-    stops: bool
-
-    @nn.compact
-    def __call__(self, x):
-        parts = {'a': self.cls(name='a'), 'b': self.cls(name='b')}
-        out = {}
-        for i, use in enumerate(self.uses):
-            # 'A' and 'B' are uses in the block. The block stops nothing of 'B'.
-            with block('a/**', self.stops and use.isupper(), unused='ignore'):
-                out[f'{i}{use}'] = flat(parts[use.lower()](x))
-        return out
-
-
-@pytest.mark.parametrize('lift', [nn.jit, lambda cls: nn.remat(nn.jit(cls))])
-@pytest.mark.parametrize('uses', ['Aa', 'aAaA', 'BA', 'abBAba'])
-def test_traces_kept_by_jit(uses, lift):
-    cls = lift(Once)
-    params = {name: {'layer': DENSES['layer']} for name in sorted(set(uses.lower()))}
-
-    def expected(variables, x):
-        live, written = plain(variables, x)
-        halted, _ = plain({'params': stopped(variables['params'], in_a)}, x)
-        return {k: halted[k] if k[1:] == 'A' else y for k, y in live.items()}, written
-
-    def in_a(path):
-        return path.startswith('a/')
-
-    row = Row('', lambda: None)
-    plain = applied(row, Jitted(Once, uses, stops=False), True)
-    blocked = applied(row, Jitted(cls, uses, stops=True), True)
-    unblocked = applied(row, Jitted(cls, uses, stops=False), True)
-    variables = {'params': params}
-    # The next call finds the traces of the call before: in, out, in.
-    assert_same_grads(blocked, expected, variables, X)
-    assert_same_grads(unblocked, plain, variables, X)
-    assert_same_grads(blocked, expected, variables, X)
-
-
 # Not traced as a whole, so values are concrete where no derivative needs them.
 
 
-@pytest.mark.parametrize('name', ['jit', 'custom_vjp'])
-def test_in_a_block_eagerly(name):
+def test_in_a_block_eagerly():
+    name = 'custom_vjp'
     row = next(row for row in ROWS if row.name == name)
     variables = variables_of(name)
     mutable = ['params'] if row.keeps_params else False
@@ -825,8 +693,8 @@ def test_in_a_block_eagerly(name):
 
 
 @pytest.mark.usefixtures('leaks')
-@pytest.mark.parametrize('name', ['jit_of_scan', 'cond', 'batch_norm'])
-def test_no_tracer_is_kept(name):
+def test_no_tracer_is_kept():
+    name = 'cond'
     row = next(row for row in ROWS if row.name == name)
     fn = applied(row, Around(row, '**'), True)
     variables = variables_of(name)
@@ -838,9 +706,8 @@ def test_no_tracer_is_kept(name):
 
 
 @pytest.mark.usefixtures('leaks')
-@pytest.mark.parametrize('name', ['jit', 'vmap_of_scan'])
-def test_no_tracer_is_kept_by_a_block_in_the_body(name):
-    row = next(row for row in ROWS if row.name == name)
+def test_no_tracer_is_kept_by_a_block_in_the_body():
+    row = next(row for row in ROWS if row.name == 'vmap_of_scan')
     model = row.module(None, Body, how='block')
 
     def loss(x):
@@ -870,14 +737,8 @@ def renamed_kernel_is_stopped(where: Any) -> bool:
     return is_zero(grad['core'])
 
 
-@pytest.mark.parametrize(
-    'where', ['part/*/core', {'part': {'layer': {'core': True, 'bias': False}}}]
-)
-def test_a_filter_takes_names_outside_of_map_variables(where):
-    assert renamed_kernel_is_stopped(where)
-
-
-def test_a_filter_does_not_take_names_inside_of_map_variables():
+def test_a_filter_takes_names_outside_of_map_variables():
+    assert renamed_kernel_is_stopped('part/*/core')
     with pytest.raises(errors.UnusedFilterError):
         renamed_kernel_is_stopped('part/*/kernel')
 
@@ -885,14 +746,11 @@ def test_a_filter_does_not_take_names_inside_of_map_variables():
 # Boxes.
 
 
-@pytest.mark.parametrize(
-    'annotate', [nn.with_partitioning, nn.with_logical_partitioning]
-)
-def test_a_gradient_keeps_its_box(annotate):
+def test_a_gradient_keeps_its_box():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            part = boxed(annotate, 'in', 'out')(name='part')
+            part = boxed(nn.with_partitioning, 'in', 'out')(name='part')
             y = part(x)
             with nn.stop_gradient('part/kernel'):
                 return y, part(x)
