@@ -699,29 +699,6 @@ def test_a_filter_that_knows_one_of_two_models():
 
 
 @a_config
-def test_init_and_apply_in_one_loop(reads):
-    """The paths become known one by one: first those of init, then those of a step."""
-    makes: list[None] = []
-
-    @jax.jit
-    def init(key):
-        makes.append(None)
-        return NET.init(key, X)['params']
-
-    step = make_step()
-    for frozen, traces in phases(reads):
-        for _ in range(3):
-            with nn.stop_gradient(reads.fresh()):
-                params = init(jax.random.key(0))
-                found = step(params)
-            oracle.assert_same(found, by_hand(*inside(frozen)))
-            with nn.stop_gradient(reads.fresh()):
-                oracle.assert_same(step(params), found)
-        assert len(TRACES) == traces
-    assert len(makes) <= 2
-
-
-@a_config
 def test_a_model_that_grows(reads):
     """Longer programs ask about more variables: what is known stays known."""
     nets = [Net(('a',)), NET, TWICE]

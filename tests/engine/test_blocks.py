@@ -421,16 +421,6 @@ def test_blocks_closed_in_another_order():
     assert_no_block_is_left()
 
 
-def test_blocks_closed_in_another_order_after_an_exception():
-    first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
-    first.__enter__()
-    second.__enter__()
-    error = ValueError()
-    first.__exit__(ValueError, error, None)
-    second.__exit__(ValueError, error, None)
-    assert_no_block_is_left()
-
-
 def test_a_block_closed_twice_or_never_opened():
     where = nn.stop_gradient('a/**')
     with pytest.raises(errors.BlockError):
@@ -449,15 +439,6 @@ def test_a_block_closed_by_another_thread_or_read_there():
         error = in_another_thread(lambda: where.__exit__(None, None, None))
         assert isinstance(error, errors.BlockError)
         assert frozen() == 'a'
-
-
-def test_a_thread_keeps_nothing_of_the_trees_in_its_blocks():
-    def work():
-        with nn.stop_gradient('a/**'):
-            MODEL.bind({'params': PARAMS})(X)
-            return len(blocks.thread.roots)
-
-    assert in_another_thread(lambda: [work(), len(blocks.thread.roots)]) == [1, 0]
 
 
 # Tasks.

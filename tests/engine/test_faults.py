@@ -11,9 +11,7 @@ import importlib
 import pickle
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +249,7 @@ IN_AND_OUT = frozenset(
 def test_an_exception_at_any_point(name, within):
     program, model, every = PROGRAMS[name]
     every = 1 + every // 45 if within else every
-    every *= 1 if LONG else 4
+    every *= 4 if within and not LONG else 1
     keys = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
     variables = jax.jit(model.init)(keys, X)
 
@@ -369,49 +367,6 @@ def test_no_tracer_leaks(name):
     jax.eval_shape(lambda v: jax.jit(program)(v), variables)
 
 
-# Many threads.
-
-
-@pytest.mark.slow
-def test_sixteen_threads_in_blocks_of_their_own():
-    """Each opens, nests and leaves blocks of four filters while the others do."""
-    names = 'abcd'
-    params = {name: jnp.full((2,), 1.0 + number) for number, name in enumerate(names)}
-    count = 16
-    barrier = threading.Barrier(count)
-
-    class Four(fnn.Module):
-        @fnn.compact
-        def __call__(self):
-            wait()
-            return sum(
-                jnp.sum(self.param(name, fnn.initializers.ones, (2,)) ** 2)
-                for name in names
-            )
-
-    def wait() -> None:
-        barrier.wait(60)
-
-    def loss(params: Any) -> Any:
-        return Four().apply({'params': params})
-
-    def work(number: int) -> None:
-        outer, inner = names[(number + number // 8) % 4], names[(number // 4) % 4]
-        factor = float(number)
-        with nn.stop_gradient(lambda path: path == outer):
-            once = jax.grad(loss)(params)
-            with nn.scale_gradient(inner, factor):
-                twice = jax.grad(loss)(params)
-        for name in names:
-            expected = 0.0 * params[name] if name == outer else 2.0 * params[name]
-            scaled = factor * expected if name == inner else expected
-            assert (once[name] == expected).all(), (number, name)
-            assert (twice[name] == scaled).all(), (number, name)
-
-    with ThreadPoolExecutor(count) as pool:
-        assert list(pool.map(work, range(count))) == [None] * count
-
-
 # Recursion, depth and size.
 
 
@@ -455,17 +410,13 @@ def test_models_may_be_as_deep_as_without_blocks():
     shapes(2)  # What is imported and cached at first takes more of the stack.
     limit = deepest(shapes, 20, 400)
     assert 20 < limit < 400
-    for block in (
-        nn.stop_gradient('**/kernel'),
-        nn.stop_gradient(lambda path: path.name == 'kernel'),
-        nn.read_only(True),
-    ):
-        with block:
-            shapes(limit)
-        # Too deep is too deep in a block too, and says so.
-        with pytest.raises(RecursionError), block:
-            shapes(400)
-        assert_nothing_is_left()
+    block = nn.stop_gradient(lambda path: path.name == 'kernel')
+    with block:
+        shapes(limit)
+    # Too deep is too deep in a block too, and says so.
+    with pytest.raises(RecursionError), block:
+        shapes(400)
+    assert_nothing_is_left()
     # The frames of the wrapper take the place of one module.
     shapes(limit - 1, nn.Frozen)
 
@@ -517,36 +468,6 @@ def test_setup_may_keep_what_is_deeper_than_the_stack():
             return KeepsDeep().apply(params)
 
     assert oracle.is_zero(jax.grad(loss)(params))
-
-
-@pytest.mark.slow
-def test_ten_thousand_leaves():
-    params = {
-        f'm{i}': {f'w{j}': np.float32(i + j) for j in range(10)} for i in range(1000)
-    }
-
-    class Many(fnn.Module):
-        @fnn.compact
-        def __call__(self):
-            return self.variables['params']
-
-    def read(params: Any) -> Any:
-        with nn.stop_gradient('m1*/w[0-4]'):
-            return Many().apply({'params': params})
-
-    equations = jax.make_jaxpr(read)(params).eqns
-    stopped = 111 * 5  # m1, m10 to m19, m100 to m199
-    names = [equation.primitive.name for equation in equations]
-    assert names == ['stop_gradient'] * stopped
-    one, rest = sg.partition(params, 'm1*/w[0-4]')
-    assert len(jax.tree.leaves(one)) == stopped
-    assert sg.combine(rest, one) == params
-    with pytest.raises(errors.UnusedFilterError, match='none of the 10000 variables'):
-        sg.partition(params, 'm1x/**')
-    tx = sg.freeze(optax.sgd(0.5), ~sg.filters.as_filter('m7/*'))
-    updates, _ = tx.update(params, tx.init(params), params)
-    new = sg.apply_updates(params, updates)
-    assert [name for name in params if new[name] != params[name]] == ['m7']
 
 
 # Names.

@@ -313,27 +313,6 @@ def test_rule_10_a_bound_module_keeps_nothing_of_a_closed_block():
     oracle.assert_same(jax.vmap(jax.grad(loss))(PARAMS['w'][None]), X[None])
 
 
-def test_rule_13_another_apply_in_the_block_is_named_from_its_own_root():
-    """Its root has the path ``()``, as that of the module that opened the block may."""
-
-    def another(params, x):
-        return Other().apply({'params': params}, x)
-
-    def body(module, x):
-        params = {'other': {'w': read(module, 'w'), 'b': read(module, 'b')}}
-        with nn.stop_gradient('other/w'):
-            inside = another(params, x), Kid(name='other')(x)
-        return inside, another(params, x)
-
-    def by_hand(module, x):
-        w, b = read(module, 'w'), read(module, 'b')
-        own = module.variables['params']['other']
-        stopped = another({'other': {'w': stop(w), 'b': b}}, x)
-        return (stopped, x * stop(own['w']) + own['b']), x * w + b
-
-    assert_same_program(body, by_hand, {**PARAMS, 'other': PARAMS})
-
-
 # G1: random numbers and collections are as without the block.
 
 

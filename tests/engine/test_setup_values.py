@@ -98,20 +98,6 @@ class Pair(NamedTuple):
     b: Any
 
 
-@dataclasses.dataclass
-class Record:
-    a: Any
-    b: Any
-
-
-class Slots:
-    __slots__ = ('a', 'b')
-
-    def __init__(self, a: Any, b: Any):
-        self.a = a
-        self.b = b
-
-
 class Helper:
     def __init__(self, w: Any):
         self.w = w
@@ -152,9 +138,7 @@ VALUES: dict[str, type[Route]] = {
     'derived': keeps(lambda m: m.w * m.w + m.b, lambda w, x: x * w),
     'order of a dict': keeps(lambda m: {'z': m.w, 'a': m.b}, in_order),
     'named tuple': keeps(lambda m: Pair(*pairs(m)), use_pair),
-    'dataclass': keeps(lambda m: Record(*pairs(m)), use_pair),
     'lambda': keeps(lambda m: times(m.w * m.w), call),
-    'checkpoint': keeps(lambda m: jax.checkpoint(times(m.w)), call),
     'helper': keeps(lambda m: Helper(m.w), call),
     'cyclic helper': keeps(cyclic, call),
     'closure over self': keeps(lambda m: lambda x: x * m.w, call),
@@ -162,7 +146,6 @@ VALUES: dict[str, type[Route]] = {
 
 # Containers that nothing has to look into: seen right, or an error.
 OPAQUE: dict[str, type[Route]] = {
-    'slots': keeps(lambda m: Slots(*pairs(m)), use_pair),
     'jit': keeps(lambda m: jax.jit(times(m.w)), call),
 }
 
@@ -200,23 +183,6 @@ class FromCallingChild(Route):
 
     def use(self, x):
         return self.kid(x) * self.h
-
-
-class ReadsParent(nn.Module):
-    def setup(self):
-        self.w = param(self, 'w') * self.parent.w
-
-    def __call__(self, x):
-        return x * self.w
-
-
-class FromParent(Route):
-    def setup(self):
-        self.w = param(self, 'w')
-        self.kid = ReadsParent()
-
-    def use(self, x):
-        return self.kid(x)
 
 
 class FromField(nn.Module):
@@ -319,7 +285,6 @@ ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     **VALUES,
     'several things': SeveralThings,
     'call of a child': FromCallingChild,
-    'parent': FromParent,
     'fields of others': FromFieldsOfOthers,
     'share_scope': ShareScope,
     'non-init field': NonInitField,

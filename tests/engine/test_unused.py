@@ -336,14 +336,6 @@ def compiled_step() -> Any:
     return lambda variables: jax.eval_shape(lambda v: jitted(v), variables)
 
 
-def test_a_tree_that_ends_unread_beside_one_that_is_read():
-    bound = fnn.Dense(3, use_bias=False).bind({'params': {'kernel': jnp.ones((3, 3))}})
-    with nn.stop_gradient('kernel'):
-        bound.variables['params']
-        # No module looks at this one either.
-        assert flax.core.apply(lambda scope: scope.path)({'params': {}}) == ()
-
-
 def test_a_compiled_step_with_a_typo_raises_every_time():
     step = compiled_step()
     for _ in range(3):
@@ -410,13 +402,6 @@ def test_a_module_without_parameters_lacks_no_collection():
         fnn.LayerNorm(use_bias=False, use_scale=False).apply({}, X)
     with nn.stop_gradient(True):
         pass
-
-
-def test_a_collection_that_is_unknown_raises_under_true():
-    with pytest.raises(errors.UnusedFilterError):
-        _block(True, collections='batch_stat')
-    with pytest.raises(errors.UnusedFilterError):
-        _block(False, collections='batch_stat')
 
 
 def test_a_collection_that_nobody_reads_exists_all_the_same():

@@ -225,9 +225,7 @@ CAUGHT = [
             (
                 broken.stops_are_written_back,
                 r"(?s)'written in .*\nis not\n",
-                in_pair(
-                    Block('kernels', (sequences.Child('a', 'both'),)), mutable=True
-                ),
+                in_pair(Block('kernels', (BOTH,)), mutable=True),
             ),
             (
                 broken.absolute_paths,

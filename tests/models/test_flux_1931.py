@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import linen
 
@@ -100,33 +99,3 @@ def test_the_difference_of_a_model_and_its_frozen_self(how: str) -> None:
     for name in NAMES:
         assert is_zero(found[name]) == (name != FROZEN), name
     assert_same(found[FROZEN], gradient(chain())[FROZEN])
-
-
-def test_an_optimizer_step() -> None:
-    """Frozen weights stay bit-identical; the others are updated as before."""
-    tx = optax.sgd(0.1, momentum=0.9)
-
-    def train(model: Any, params: Any) -> Any:
-        state = tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(gradient(model, params), state, params)
-            params = optax.apply_updates(params, updates)
-        return params
-
-    frozen = train(chain(nn.Frozen), PARAMS)
-    assert_same(frozen[FROZEN], PARAMS[FROZEN])
-    for name in NAMES:
-        assert name == FROZEN or not is_zero(
-            jax.tree.map(jnp.subtract, frozen[name], PARAMS[name])
-        )
-
-    def by_hand(params: Any) -> Any:
-        state = tx.init(params)
-        for _ in range(3):
-            grads = gradient(chain(), params)
-            grads = {**grads, FROZEN: jax.tree.map(jnp.zeros_like, grads[FROZEN])}
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params
-
-    assert_same(frozen, by_hand(PARAMS))

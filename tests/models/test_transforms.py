@@ -274,17 +274,7 @@ def boxed(annotate: Any, *names: Any) -> Any:
     return functools.partial(nn.Dense, 3, kernel_init=init)
 
 
-def rnn(cell: Any) -> Any:
-    return functools.partial(nn.RNN, cell)
-
-
 LAYERS = [
-    layer(lambda: rnn(nn.LSTMCell(2)), 'rnn_lstm', XS),
-    layer(
-        lambda: functools.partial(nn.MultiHeadDotProductAttention, 2, qkv_features=4),
-        'attention',
-        XS,
-    ),
     layer(
         lambda: functools.partial(nn.BatchNorm, use_running_average=False),
         'batch_norm',
@@ -474,7 +464,7 @@ class Bodies(nn.Module):
         return {'before': y, 'inside': z, 'after': one(*args)}
 
 
-@only('remat_scan')
+@only('jit')
 def test_blocks_in_the_body_and_around_it(row):
     variables = evaluate(Bodies(row, 'plain').init, row.keys('params'), *row.args)
     plain = applied(row, Bodies(row, 'hand'), True)

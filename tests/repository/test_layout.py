@@ -293,7 +293,6 @@ def modules_at_top(package: Path) -> list[str]:
 # Each check with a faulty file, and the report that the check must give.
 CHECKS: list[tuple[Check, str, str, str]] = [
     (relative_imports, 'a.py', 'from . import b', 'pkg.a imports ..b'),
-    (import_cycles, 'b.py', 'import pkg.a', 'pkg.a -> pkg.b -> pkg.a'),
     (import_cycles, 'b.py', 'def f():\n    from pkg.a import x', 'pkg.a -> pkg.b'),
     (
         import_cycles,
@@ -303,7 +302,6 @@ CHECKS: list[tuple[Check, str, str, str]] = [
     ),
     (import_cycles, 'b.py', 'from pkg import a', 'pkg.a -> pkg.b -> pkg.a'),
     (private_names, 'a.py', 'from jax._src import core', 'pkg.a imports jax._src.core'),
-    (private_names, 'a.py', 'from flax.core.lift import _x', 'flax.core.lift._x'),
     (private_names, 'a.py', 'import jax\njax._src.core', 'pkg.a:2 reads jax._src'),
     (private_names, 'a.py', 'from flax.core import Scope as S\nS._x()', 'reads S._x'),
     (private_names, 'a.py', 'def f(scope):\n    scope._x', 'pkg.a:2 reads scope._x'),

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,20 +56,8 @@ def test_the_core_needs_exactly_five_packages(metadata: email.message.Message):
     assert requirements(metadata, None) == CORE
 
 
-def test_every_lower_bound_of_the_core_is_stated():
-    # `dev.py versions` reads them, to test on the oldest allowed versions.
-    project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-    bounds = [re.fullmatch(r'(\w+)>=[\d.]+', line) for line in project['dependencies']]
-    assert {bound.group(1) for bound in bounds if bound} == CORE
-    assert None not in bounds
-
-
 def test_the_demo_is_an_extra(metadata: email.message.Message):
     assert requirements(metadata, 'demo') == {'scikit-learn'}
-
-
-def test_pictures_are_an_extra(metadata: email.message.Message):
-    assert requirements(metadata, 'plot') == {'matplotlib'}
 
 
 def test_dev_brings_every_extra(metadata: email.message.Message):

@@ -69,7 +69,7 @@ def files_in(folder: Path) -> set[str]:
 
 def test_a_test_whose_outcome_a_block_changes_is_listed(checkout: Path):
     before = files_in(checkout)
-    script, modes = ROOT / 'tests/witness.py', 'test-false,method-never'
+    script, modes = ROOT / 'tests/witness.py', 'test-false'
     command = [sys.executable, script, checkout, '--modes', modes]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
@@ -87,9 +87,6 @@ def test_a_test_whose_outcome_a_block_changes_is_listed(checkout: Path):
     ]
     for line, start in zip(report[2:5], starts, strict=True):
         assert line.startswith(start)
-    # The tests of flax.core call no methods.
-    assert report[5] == 'method-never: 3 as without a block (1 fail), 1 faults'
-    assert report[6:] == starts[-1:]
     assert files_in(checkout) == before
 
 
@@ -102,15 +99,9 @@ def test_options_are_those_of_pytest_and_no_difference_is_a_success(
     assert re.search(r'method-stop, \d+ s: 2 as .* \(1 fail\), 0 faults\n', out)
 
 
-def test_pytest_itself_failing_is_no_success(checkout: Path):
-    with pytest.raises(SystemExit, match=r'^pytest could not run .* ended with 5\.$'):
-        witness.main([str(checkout), '-k', 'nosuchtest'])
-
-
 @pytest.mark.parametrize(
     ('spoil', 'said'),
     [
-        (lambda c: (c / 'tests/core').rename(c / 'tests/cores'), 'has no tests/core.'),
         (lambda c: (c / 'flax/version.py').unlink(), 'has no flax/version.py.'),
         (
             lambda c: (c / 'flax/version.py').write_text("__version__ = '0.0.7'"),
@@ -160,18 +151,6 @@ def test_an_expected_change_is_no_fault_and_its_absence_is_one():
         'b: passed as without a block; it was expected to differ, since it looks.',
     )
     assert witness.reasons_for('test-copy', [group]) == {}
-
-
-def test_what_is_expected_is_in_order():
-    assert all(group.reason.endswith('.') for group in witness.EXPECTED)
-    for mode in witness.MODES:
-        # A block that selects nothing and asks nothing must change nothing.
-        asks = not mode.endswith('false')
-        groups = [group for group in witness.EXPECTED if mode in group.modes]
-        tests = [test for group in groups for test in group.tests]
-        assert asks or not groups
-        assert len(set(tests)) == len(tests)
-        assert all(test.startswith(('tests/linen/', 'tests/core/')) for test in tests)
 
 
 class Net(fnn.Module):
