@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_sg import demo
 from flax_sg.demo import data
+from flax_sg.demo.model import infer
 
 CHECKPOINT = 'checkpoint'
 DATA = 'data'  # the axis of the mesh along which a batch is cut
@@ -120,7 +121,21 @@ def work(
     tx = optax.adam(1e-2)
     params = demo.initial(model)
     state = placed((params, tx.init(params)))
-    step = jax.jit(demo.step_of(model, tx))
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        params, opt_state = state
+        images, labels, number = batch
+        key = jax.random.fold_in(jax.random.key(3), number)
+
+        def total(params: Any) -> tuple[Any, Any]:
+            _, losses = infer(model, params, images, labels, key)
+            return losses.gln + losses.code + losses.explanation, losses
+
+        grads, losses = jax.grad(total, has_aux=True)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), losses
+
     draw, losses = np.random.default_rng(2), []
     for index in range(steps):
         chosen = draw.integers(len(digits.labels), size=demo.BATCH_SIZE)
