@@ -204,7 +204,7 @@ def _method_of(module: Any, name: str) -> Callable[..., Any] | None:
     # Not getattr(type(module), name): for ``__call__`` a class without one gives the
     # function that makes instances.
     classes = type(module).__mro__
-    found = next((vars(cls)[name] for cls in classes if name in vars(cls)), None)
+    found: Any = next((vars(cls)[name] for cls in classes if name in vars(cls)), None)
     bound = found.__get__(module) if hasattr(found, '__get__') else found
     return bound.__func__ if inspect.ismethod(bound) else None
 

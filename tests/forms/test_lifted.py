@@ -291,18 +291,19 @@ def test_equal_stops_of_a_class_are_one_class(monkeypatch):
         stopped(collections=['params']),
         stopped(cls=fnn.DenseGeneral),
         nn.stop_gradient('kernel').lift(fnn.Dense, methods=['__call__', 'setup']),
-        nn.scale_gradient(fnn.Dense, 0.5),
-        nn.scale_gradient(fnn.Dense, 0.5),
+        nn.scale_gradient('kernel', 0.5)(fnn.Dense),
+        nn.scale_gradient('kernel', 0.5)(fnn.Dense),
         stopped(lambda path: path == 'kernel'),
         stopped(lambda path: path == 'kernel'),
     ]
     monkeypatch.setattr(fnn.Dense, '__call__', lambda self, x: x)
     assert len({first, *others, stopped()}) == 2 + len(others)
-    # What the cache holds goes with the last user of the class.
-    gone = weakref.ref(first)
-    del first, others
+
+
+def test_a_stopped_class_is_not_kept_for_others():
+    stopped = weakref.ref(nn.stop_gradient(fnn.Dense, 'kern*'))
     gc.collect()
-    assert gone() is None
+    assert stopped() is None
 
 
 @pytest.mark.parametrize(
