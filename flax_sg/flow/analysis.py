@@ -255,7 +255,12 @@ class Analysis(NamedTuple):
         try:
             closed = jax.make_jaxpr(fun_of_arrays)(*(leaves[n] for n in inputs))
         except _ASKED_FOR_A_VALUE as error:
-            raise _value_needed(name) from error
+            raise errors.ArgumentTypeError(
+                f'{name} needs the values of its arguments, but it is traced on their '
+                "shapes. JAX's error above says where.\n"
+                'Bind such an argument, as a number or a NumPy array: '
+                'functools.partial(fun, ...).'
+            ) from error
         slots = {leaf: slot for slot, leaf in enumerate(inputs)}
         trees = [leaves_of(args[number]) for number in numbers]
         parameters: list[Parameter] = []
@@ -401,13 +406,3 @@ def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind in 'biufcV'
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-
-
-def _value_needed(name: str) -> errors.ArgumentTypeError:
-    """A function needs values to run, and the analysis has shapes alone."""
-    return errors.ArgumentTypeError(
-        f'{name} needs the values of its arguments, but it is traced on their shapes. '
-        "JAX's error above says where.\n"
-        'Bind such an argument, as a number or a NumPy array: '
-        'functools.partial(fun, ...).'
-    )

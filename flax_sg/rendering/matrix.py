@@ -72,14 +72,12 @@ class Matrix:
         rows: the rows.
         words: the words that cells may have, by key.
         notes: the heading of the last column.
-        remarks: sentences below the table.
     """
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     words: Mapping[str, Word]
     notes: str
-    remarks: tuple[str, ...] = ()
 
     def used_words(self) -> list[Word]:
         """Returns the words that some cell has, for the legend."""
@@ -143,7 +141,6 @@ class Matrix:
         for word in self.used_words():
             legend.add_row(word.styled(), word.meaning)
         yield legend
-        yield from map(Text, self.remarks)
 
     def _lists(self) -> Iterator[Any]:
         for number, column in enumerate(self.columns):
@@ -169,8 +166,7 @@ class Matrix:
             ]
             lines.append(''.join(cells))
         legend = [_word(word) + _cell(word.meaning) for word in self.used_words()]
-        remarks = (f'<p>{html.escape(remark)}</p>' for remark in self.remarks)
-        return '\n'.join([_table(lines), '<p>Legend</p>', _table(legend), *remarks])
+        return '\n'.join([_table(lines), '<p>Legend</p>', _table(legend)])
 
 
 def _table(rows: list[str]) -> str:

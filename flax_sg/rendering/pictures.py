@@ -46,7 +46,7 @@ def save(
     letters = int(width / (0.8 * _LETTER))
     lines = [
         line
-        for sentence in [*legend, *matrix.remarks]
+        for sentence in legend
         for line in textwrap.wrap(sentence, letters, subsequent_indent='   ')
     ]
     height = _ROW * (len(matrix.rows) + 3) + _LINE * len(lines)

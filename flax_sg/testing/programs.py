@@ -16,7 +16,10 @@ from flax_sg.engine import blocks
 from flax_sg.errors.texts import shown, table
 from flax_sg.internals import jaxprs, tracing
 
-_TABLES = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
+# Tables of lines in the source, each up to an empty line.
+_TABLES = re.compile(
+    r'^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*', re.MULTILINE
+)
 _OPERATION = re.compile(r'= \S+ ([a-z][a-z0-9-]*)\(|= \(.*?\) ([a-z][a-z0-9-]*)\(')
 
 
@@ -55,50 +58,8 @@ def assert_same_program(
         ``{'a': a, 'b': b}`` have the same one.
     """
     one, other = (optimized_hlo(fn, *args, **kwargs) for fn in (f, g))
-    if one != other:
-        raise _different_programs(one, other)
-
-
-def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the optimized HLO of a program, without names.
-
-    Instructions and computations are numbered in the order of their first use. So two
-    texts are equal exactly if the programs are.
-
-    Args:
-        fn: a function or a compiled program, as for ``assert_same_program``.
-        *args: the arguments to compile for.
-        **kwargs: the keyword arguments to compile for.
-    """
-    text = jaxprs.program_text(_compiled(fn, *args, **kwargs))
-    lines: list[str] = []
-    skipping = False
-    for line in text.splitlines():
-        if line.strip() in _TABLES:  # Of lines in the source.
-            skipping = True
-        elif not line.strip():
-            skipping = False
-        if not skipping:
-            lines.append(line)
-    text = '\n'.join(lines)
-    # The head of a computation repeats the names of its parameters.
-    text = re.sub(r'\b[\w.-]+: (?=[a-z]+\d*\[|\()', '', text)
-    names: dict[str, str] = {}
-    text = re.sub(
-        r'%[\w.-]+', lambda m: names.setdefault(m.group(), f'%{len(names)}'), text
-    )
-    return re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
-
-
-def _compiled(fn: Any, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
-    if isinstance(fn, jax.stages.Compiled):
-        return fn
-    jitted = fn if hasattr(fn, 'lower') else jax.jit(fn)
-    return jitted.lower(*args, **kwargs).compile()
-
-
-def _different_programs(one: str, other: str) -> errors.ExpectationError:
-    """Two functions compile to different programs."""
+    if one == other:
+        return
     first, second = (
         collections.Counter(a or b for a, b in _OPERATION.findall(text))
         for text in (one, other)
@@ -113,11 +74,36 @@ def _different_programs(one: str, other: str) -> errors.ExpectationError:
     )
     different = next((a, b) for a, b in pairs if a != b)
     shown = (' '.join(line.split())[:120] for line in different)
-    return errors.ExpectationError(
+    raise errors.ExpectationError(
         'The two functions compile to different programs: '
         f'{", ".join(counts) or "with the same operations"}.\n'
         'The first line that differs:\n' + '\n'.join(f'  {line}' for line in shown)
     )
+
+
+def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> str:
+    """Returns the optimized HLO of a program, without names.
+
+    Instructions and computations are numbered in the order of their first use. So two
+    texts are equal exactly if the programs are.
+
+    Args:
+        fn: a function or a compiled program, as for ``assert_same_program``.
+        *args: the arguments to compile for.
+        **kwargs: the keyword arguments to compile for.
+    """
+    compiled: Any = fn
+    if not isinstance(fn, jax.stages.Compiled):
+        jitted: Any = fn if hasattr(fn, 'lower') else jax.jit(fn)
+        compiled = jitted.lower(*args, **kwargs).compile()
+    text = _TABLES.sub('', jaxprs.program_text(compiled))
+    # The head of a computation repeats the names of its parameters.
+    text = re.sub(r'\b[\w.-]+: (?=[a-z]+\d*\[|\()', '', text)
+    names: dict[str, str] = {}
+    text = re.sub(
+        r'%[\w.-]+', lambda m: names.setdefault(m.group(), f'%{len(names)}'), text
+    )
+    return re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
 
 
 _F = TypeVar('_F', bound=Callable[..., Any])
@@ -159,7 +145,7 @@ def assert_traces_once(fn: _F) -> _F:
     name = getattr(fn, '__name__', type(fn).__name__)
     if hasattr(fn, 'lower'):
         raise _never_traced(name)
-    first: list[dict[str, Any]] = []
+    first: list[dict[str, str]] = []
 
     @functools.wraps(fn)
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -175,10 +161,10 @@ def assert_traces_once(fn: _F) -> _F:
     return counted  # pyright: ignore[reportReturnType]
 
 
-def _described(args: Any, kwargs: Any) -> dict[str, Any]:
+def _described(args: Any, kwargs: Any) -> dict[str, str]:
     """Everything that a trace depends on, by its name in a message."""
-    open_now = tuple(block.rewrite for block in blocks.active())
-    seen: dict[str, Any] = {'open blocks': open_now}
+    open_now = ', '.join(repr(block.rewrite) for block in blocks.active())
+    seen = {'open blocks': open_now or 'none'}
     for name, tree in (('args', args), ('kwargs', kwargs)):
         for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
             weak = ' (weak)' if getattr(leaf, 'weak_type', False) else ''
@@ -186,18 +172,12 @@ def _described(args: Any, kwargs: Any) -> dict[str, Any]:
     return seen
 
 
-def _text(seen: Any) -> str:
-    if isinstance(seen, tuple):
-        return ', '.join(map(repr, seen)) or 'none'
-    return '-' if seen is None else seen
-
-
 def _traced_again(
-    name: str, first: dict[str, Any], now: dict[str, Any]
+    name: str, first: dict[str, str], now: dict[str, str]
 ) -> errors.ExpectationError:
     """A function that should be traced once was traced again."""
     rows = [
-        (key, _text(first.get(key)), _text(now.get(key)))
+        (key, first.get(key, '-'), now.get(key, '-'))
         for key in first | now
         if first.get(key) != now.get(key)
     ]

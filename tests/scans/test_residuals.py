@@ -145,7 +145,7 @@ class MLP(linen.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('lift', [bare, remat, linen.jit])
+@pytest.mark.parametrize('lift', [bare, remat])
 def test_values_and_gradients(lift: Any) -> None:
     model, plain = (Stack(wrap, lift, MLP) for wrap in (nn.Frozen, bare))
     rngs = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
