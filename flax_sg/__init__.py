@@ -28,11 +28,11 @@ from flax_sg.optim.updates import TrainState as TrainState
 from flax_sg.optim.updates import apply_updates as apply_updates
 from flax_sg.summary import paths as paths
 from flax_sg.summary import tabulate as tabulate
-from flax_sg.trees.absent import ABSENT as ABSENT
+from flax_sg.trees import combine as combine
+from flax_sg.trees import partition as partition
+from flax_sg.trees import partition_n as partition_n
+from flax_sg.trees.leaves import ABSENT as ABSENT
 from flax_sg.trees.nondifferentiable import NonDifferentiable as NonDifferentiable
-from flax_sg.trees.partition import combine as combine
-from flax_sg.trees.partition import partition as partition
-from flax_sg.trees.partition import partition_n as partition_n
 from flax_sg.trees.trainable import trainable as trainable
 
 __version__ = '0.1.0'

@@ -14,8 +14,14 @@ import optax
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by
 from flax_sg.filters.paths import Path
-from flax_sg.trees.absent import ABSENT, is_absent, missing_leaf
-from flax_sg.trees.leaves import different_structures, is_whole, leaves_of
+from flax_sg.trees.leaves import (
+    ABSENT,
+    different_structures,
+    is_absent,
+    is_whole,
+    leaves_of,
+    missing_leaf,
+)
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.trainable import chosen
 

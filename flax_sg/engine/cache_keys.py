@@ -69,10 +69,9 @@ class Asker:
 
     def __post_init__(self) -> None:
         where, rule = self.rewrite.where, self.rewrite.rule
-        kinds = expressions.kinds_of(where)
-        self.has_functions = filters.Predicate in kinds
-        self.asks_classes = filters.OfType in kinds
-        self.shape = expressions.shape_of(where)
+        self.has_functions = filters.Predicate in where.kinds
+        self.asks_classes = filters.OfType in where.kinds
+        self.shape = where.shape
         self.sure: Hashable = None
         if not self.has_functions:
             self.sure = where, rule.values(), self.owner_path, self.tree
@@ -116,16 +115,16 @@ class Asker:
         for path in paths:
             if len(matched) == len(where.atoms):
                 break
-            took, unknown = expressions.asked(where, path, self._takes)
-            matched |= took | unknown
+            matched |= expressions.asked(where, path, self._takes).keys()
         return matched
 
     def agrees_with(self, answers: _Answers) -> bool:
         """Whether the filter gives these answers."""
         where = self.rewrite.where
-        fn, opposite = expressions.as_function(where) or (None, False)
+        alone = where.filter if isinstance(where, filters.Not) else where
+        fn = alone.fn if isinstance(alone, filters.Predicate) else None
         # A loop over one function, since a block that opens asks for each variable.
-        said = self._said.setdefault(where.atoms[0], {}) if fn else {}
+        said = self._said.setdefault(alone, {}) if fn else {}
         for key, (path, expected) in answers.items():
             if fn is None or path.is_inner:
                 found = self.ask(path)
@@ -136,7 +135,7 @@ class Asker:
                     if not isinstance(found, (bool, np.bool_)):
                         return False  # The next read raises.
                     found = said[key] = bool(found)
-                found = found is not opposite
+                found = found is (alone is where)
             if found != expected:
                 return False
         return True

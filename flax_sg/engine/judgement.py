@@ -18,7 +18,7 @@ from flax.core.scope import Scope
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
 from flax_sg.engine.selection import selects, wants
-from flax_sg.filters.expressions import find_unused, kinds_of, may_be_empty
+from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes, places
 from flax_sg.trees.variables import iter_leaf_keys
@@ -126,11 +126,9 @@ def _compiled(block: Block) -> Sequence[Path]:
 
 def _check_reads(block: Block) -> None:
     where, number = block.rewrite.where, block.number
-    if block.rewrite.rule.refuses_writes or not where.atoms or may_be_empty(where):
+    if block.rewrite.rule.refuses_writes or not where.atoms or where.may_be_empty:
         return
     if block.took or number.takes_any or thread.doubts is not None:
-        return
-    if all(isinstance(a, filters.BoolTree) and a.takes_nothing for a in where.atoms):
         return
     # ``train_only`` stops the rest, and a block may read only what it names.
     if isinstance(where, filters.Not) and (block.reads or not number.is_blank):
@@ -185,7 +183,7 @@ def _meet(
     paths = [path for path, _ in block.decisions.values()]
     is_met = len(block.asker.matched_by(paths)) == len(where.atoms)
     # Judging these takes more than a match for each of their parts.
-    judges_all = isinstance(where, filters.And) or kinds_of(where) & _TREES
+    judges_all = isinstance(where, filters.And) or where.kinds & _TREES
     if is_met and not judges_all:
         return
     for collection, tree in variables.items():

@@ -24,7 +24,7 @@ from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg import filters
 from flax_sg.engine import blocks, selection, views
-from flax_sg.filters.expressions import kinds_of, unknown_class
+from flax_sg.filters.expressions import unknown_class
 from flax_sg.internals import core_scopes, lifting, tracing
 from flax_sg.rules import rules
 from flax_sg.trees.variables import (
@@ -371,9 +371,8 @@ def _too_late(
     for block in open_blocks[open_blocks.index(first) :]:
         rule = block.rewrite.rule
         is_same = type(rule) is rules.StopGradient or rule.refuses_writes
-        has_parts = block.asker.asks_classes and filters.Index in kinds_of(
-            block.rewrite.where
-        )
+        kinds = block.rewrite.where.kinds
+        has_parts = block.asker.asks_classes and filters.Index in kinds
         if name not in _SAME_VARIABLES or not is_same or has_parts:
             return first
     return None

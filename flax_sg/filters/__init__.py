@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -19,20 +18,19 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
-from flax_sg.filters.classes import OfType as OfType
-from flax_sg.filters.classes import of_type
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
+from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index
 from flax_sg.filters.indices import Part as Part
 from flax_sg.filters.indices import at
 from flax_sg.filters.indices import merged as merged
-from flax_sg.filters.indices import negated as negated
-from flax_sg.filters.names import BoolTree
+from flax_sg.filters.names import BoolTree, of_type
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
+from flax_sg.filters.names import OfType as OfType
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
-from flax_sg.filters.predicates import Predicate
+from flax_sg.filters.predicates import Predicate, innermost
 
 # What stands for a filter; as_filter explains the members.
 Where: TypeAlias = (
@@ -77,17 +75,15 @@ def as_filter(where: Where) -> Filter:
     """
     if isinstance(where, Filter):
         return where
-    if isinstance(where, Path):
-        return Glob.of_path(str(where))
     if isinstance(where, str):
+        if isinstance(where, Path) and _SPECIAL.search(where):
+            return Regex(re.compile(re.escape(where)))
         return _glob(str(where))
     if isinstance(where, re.Pattern):
         return Regex(where)
     if isinstance(where, (bool, np.bool_)):
         return Constant(bool(where))
-    if isinstance(where, types.FunctionType):  # Before checks that take longer.
-        return Predicate(where)
-    if _means_something_else(where):
+    if isinstance(where, (nn.Module, bytes, *_VALUES)):
         raise _no_filter(where)
     if isinstance(where, Mapping):
         return BoolTree(where)
@@ -97,29 +93,19 @@ def as_filter(where: Where) -> Filter:
             parts.sort(key=repr)
         any_of = Or(tuple(parts))
         return any_of if len(any_of.filters) > 1 else (*parts, Constant(False))[0]
-    if callable(where):
+    if callable(where) and not isinstance(innermost(where), type):
         return Predicate(where)
     raise _no_filter(where)
 
 
 _VALUES = (jax.Array, np.ndarray, np.generic)
-
-
-def _called(where: Any) -> Any:
-    while isinstance(where, functools.partial):
-        where = where.func
-    return where
-
-
-def _means_something_else(where: Any) -> bool:
-    """Whether people give it where they mean something else than a filter."""
-    others = (nn.Module, *_VALUES, bytes, bytearray, memoryview)
-    return isinstance(where, others) or isinstance(_called(where), type)
+# What a sg.Path may hold, and a glob gives another meaning.
+_SPECIAL = re.compile(r'[*?\[\\!]|//|/$|^$')
 
 
 def _no_filter(where: Any) -> errors.FilterTypeError:
     """The error for what is no filter, with what to write instead."""
-    cls, fix = _called(where), "Write a glob such as 'encoder/**'."
+    cls, fix = innermost(where), "Write a glob such as 'encoder/**'."
     if isinstance(cls, type) and issubclass(cls, nn.Module):
         of_flax = getattr(nn, cls.__name__, None) is cls
         name = f'nn.{cls.__name__}' if of_flax else cls.__name__
@@ -131,14 +117,6 @@ def _no_filter(where: Any) -> errors.FilterTypeError:
         )
     elif isinstance(where, _VALUES):
         fix = 'To stop the gradient of a value, write jax.lax.stop_gradient(x).'
-    elif where is None:
-        fix = 'Write False for no variable, True for every one.'
-    elif isinstance(where, int):
-        fix = f'Write {bool(where)}.'
-    elif isinstance(where, bytes):
-        fix = f'Write {where.decode(errors="replace")!r}.'
-    elif isinstance(where, Iterator):
-        fix = 'An iterator is empty after its first use: give a list.'
     return errors.FilterTypeError(
         f'{brief(cls if isinstance(cls, type) else where)} is no filter.\n'
         'A filter is a glob, a compiled regular expression, a function of the path, a '

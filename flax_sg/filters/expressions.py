@@ -3,20 +3,22 @@
 The functions at the end are what the rest of the library asks a filter.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import abc
 import dataclasses
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from typing import Any, ClassVar, TypeAlias
 
 from flax_sg import errors
-from flax_sg.filters.hints import unused_filter
 from flax_sg.filters.paths import Owner, Path
+
+# The elementary filters that take a variable (True), or cannot say (None). All others
+# do not take it.
+Answers: TypeAlias = 'Mapping[Filter, bool | None]'
 
 
 class Filter(abc.ABC):
@@ -32,12 +34,11 @@ class Filter(abc.ABC):
     convert: ClassVar[Callable[[Any], Filter]]
 
     @abc.abstractmethod
-    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
+    def evaluate(self, answers: Answers) -> Any:
         """The value of the expression for one variable.
 
         Args:
-            took: the atoms that take the variable.
-            unknown: the atoms that cannot say.
+            answers: what the atoms say of the variable.
 
         Returns:
             A bool; a ``Part`` if elements of the variable are meant, see
@@ -45,12 +46,13 @@ class Filter(abc.ABC):
         """
 
     @functools.cached_property
-    @abc.abstractmethod
-    def _value(self) -> Hashable:
+    def identity(self) -> Hashable:
         """What equality and hash look at, beside the type."""
+        return tuple(self.__getstate__().values())
 
     @property
-    def _parts(self) -> tuple[Filter, ...]:
+    def parts(self) -> tuple[Filter, ...]:
+        """The filters that an expression is made of."""
         return ()
 
     @functools.cached_property
@@ -59,53 +61,74 @@ class Filter(abc.ABC):
 
         Each of them has to match something, where a filter may not be empty.
         """
-        return tuple(dict.fromkeys(a for part in self._parts for a in part.atoms))
+        return tuple(dict.fromkeys(a for part in self.parts for a in part.atoms))
 
     @functools.cached_property
-    def _kinds(self) -> frozenset[type[Filter]]:
-        return frozenset({type(self)}).union(*(part._kinds for part in self._parts))
+    def kinds(self) -> frozenset[type[Filter]]:
+        """The classes of the filters in it."""
+        return frozenset({type(self)}).union(*(part.kinds for part in self.parts))
 
     @functools.cached_property
-    def _by_path(self) -> tuple[dict[str, list[Filter]], list[Filter]]:
+    def by_path(self) -> tuple[dict[str, list[Filter]], list[Filter]]:
         """The atoms that mean one path, by this path; and the others."""
         exact: dict[str, list[Filter]] = {}
         others: list[Filter] = []
         for atom in self.atoms:
             assert isinstance(atom, Atom)
-            if not atom._only:
+            if atom.only is None:
                 others.append(atom)
-            for path in atom._only:
-                exact.setdefault(path, []).append(atom)
+            else:
+                exact.setdefault(atom.only, []).append(atom)
         return exact, others
 
-    def __call__(self, path: Path) -> Any:
-        """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""
-        said = decide(self, path)
+    def __call__(self, path: Path, matched: set[Filter] | None = None) -> Any:
+        """Whether the variable at this path is meant: a bool, or a ``Part`` of it.
+
+        Args:
+            path: the path.
+            matched: gets the atoms that take the variable.
+        """
+        said = decide(self, path, matched)
         if said is None:
             raise unknown_class(self, path)
         return said
 
     @functools.cached_property
-    def _shape(self) -> Hashable:
-        shapes = tuple(part._shape for part in self._parts)
-        if all(map(operator.is_, shapes, self._parts)):
+    def shape(self) -> Hashable:
+        """Equal for filters that are spelled alike: functions made by the same code."""
+        shapes = tuple(part.shape for part in self.parts)
+        if all(map(operator.is_, shapes, self.parts)):
             return self
         return type(self), shapes
 
-    def _as_function(self) -> tuple[Callable[[Path], Any], bool] | None:
-        return None
-
     @property
-    def _may_be_empty(self) -> bool:
-        return any(part._may_be_empty for part in self._parts)
+    def may_be_empty(self) -> bool:
+        """Whether it is no mistake if it matches nothing: what was derived may."""
+        return any(part.may_be_empty for part in self.parts)
 
-    def _unused(
+    def unused(
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.FlaxSGError | None:
-        """The error if it means something that does not exist."""
-        if took or self._may_be_empty:
+        """The error if it means something that does not exist.
+
+        Args:
+            took: whether it takes one of the variables.
+            paths: the path of every variable.
+            owner: the names of the module that the paths are relative to.
+        """
+        if took or self.may_be_empty:
             return None
-        return unused_filter(self, self._advice(paths, owner), paths, owner)
+        found, under = 'nothing', f' under {"/".join(owner)!r}' if owner else ''
+        advice = 'There are no variables.'
+        if paths:
+            found = f'none of the {len(paths)} variable{"s" * (len(paths) != 1)}'
+            some = itertools.islice(dict.fromkeys(paths), 3)
+            advice = self._advice(paths, owner)
+            advice = advice or f'Paths look like this: {", ".join(map(repr, some))}.'
+        return errors.UnusedFilterError(
+            f'{self!r} matches {found}{under}.\n{advice}\n'
+            "If nothing has to match, pass unused='ignore'."
+        )
 
     def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
         """A line of an error that says what was probably meant; '' if unknown."""
@@ -114,7 +137,7 @@ class Filter(abc.ABC):
     @functools.cached_property
     def _hash(self) -> int:
         # Filters are part of JAX's trace cache keys: hashed again and again.
-        return hash((type(self), self._value))
+        return hash((type(self), self.identity))
 
     def __hash__(self) -> int:
         return self._hash
@@ -124,11 +147,13 @@ class Filter(abc.ABC):
             return True
         if not isinstance(other, Filter) or type(self) is not type(other):
             return NotImplemented
-        return self._value == other._value
+        return self.identity == other.identity
 
-    def __reduce__(self) -> Any:
-        fields: Any = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
-        return type(self), tuple(getattr(self, f.name) for f in fields if f.init)
+    def __getstate__(self) -> dict[str, Any]:
+        """What it was made of, without what was computed since."""
+        kept = functools.cached_property
+        known = {k: getattr(type(self), k, None) for k in vars(self)}
+        return {k: vars(self)[k] for k, v in known.items() if not isinstance(v, kept)}
 
     def __invert__(self) -> Filter:
         return Not(self)
@@ -165,16 +190,17 @@ class Atom(Filter):
         raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
 
     @abc.abstractmethod
-    def _matches(self, path: Path) -> bool | None:
+    def matches(self, path: Path) -> bool | None:
         """Whether the variable at this path is meant; None if that is not known."""
 
     @functools.cached_property
-    def _only(self) -> tuple[str, ...]:
-        """The paths that it means, if it means no others; () if it has to be asked."""
-        return ()
+    def only(self) -> str | None:
+        """The one path that it means; None if it has to be asked."""
+        return None
 
-    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> bool | None:
-        return self in took or (None if self in unknown else False)
+    def evaluate(self, answers: Answers) -> bool | None:
+        """What it says of the variable."""
+        return answers.get(self, False)
 
     @functools.cached_property
     def atoms(self) -> tuple[Filter, ...]:
@@ -188,11 +214,8 @@ class Constant(Filter):
 
     value: bool
 
-    @functools.cached_property
-    def _value(self) -> Hashable:
-        return self.value
-
-    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> bool:
+    def evaluate(self, answers: Answers) -> bool:
+        """The constant."""
         return self.value
 
     def __invert__(self) -> Filter:
@@ -208,23 +231,14 @@ class Not(Filter):
 
     filter: Filter
 
-    @functools.cached_property
-    def _value(self) -> Hashable:
-        return self.filter
-
     @property
-    def _parts(self) -> tuple[Filter, ...]:
+    def parts(self) -> tuple[Filter, ...]:
+        """The other filter."""
         return (self.filter,)
 
-    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
-        said = self.filter._evaluate(took, unknown)
-        if said is None or isinstance(said, bool):
-            return None if said is None else not said
-        return ~said
-
-    def _as_function(self) -> tuple[Callable[[Path], Any], bool] | None:
-        simple = self.filter._as_function()
-        return None if simple is None else (simple[0], not simple[1])
+    def evaluate(self, answers: Answers) -> Any:
+        """The opposite of what the other filter says."""
+        return negated(self.filter.evaluate(answers))
 
     def __invert__(self) -> Filter:
         return self.filter
@@ -239,6 +253,9 @@ class _Several(Filter):
 
     filters: tuple[Filter, ...]
     symbol: ClassVar[str]
+    combine: ClassVar[Callable[[Any, Any], Any]]
+    decisive: ClassVar[bool]
+    """What settles the value, whatever the other parts say."""
 
     def __post_init__(self) -> None:
         flat: list[Filter] = []
@@ -247,12 +264,25 @@ class _Several(Filter):
         object.__setattr__(self, 'filters', tuple(dict.fromkeys(flat)))
 
     @functools.cached_property
-    def _value(self) -> Hashable:
+    def identity(self) -> Hashable:
+        """The parts, in any order."""
         return frozenset(self.filters)
 
     @property
-    def _parts(self) -> tuple[Filter, ...]:
+    def parts(self) -> tuple[Filter, ...]:
+        """The filters that it combines."""
         return self.filters
+
+    def _said(self, answers: Answers) -> list[Any]:
+        return [part.evaluate(answers) for part in self.filters]
+
+    def evaluate(self, answers: Answers) -> Any:
+        """What the parts say, combined."""
+        said = self._said(answers)
+        if self.decisive in said:
+            return self.decisive
+        neutral = not self.decisive
+        return None if None in said else functools.reduce(self.combine, said, neutral)
 
     def __repr__(self) -> str:
         texts = map(_enclosed, self.filters)
@@ -263,13 +293,9 @@ class _Several(Filter):
 class And(_Several):
     """The variables that all of several filters mean."""
 
-    symbol: ClassVar[str] = '&'
-
-    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
-        said = [part._evaluate(took, unknown) for part in self.filters]
-        if None in said:
-            return False if False in said else None
-        return functools.reduce(operator.and_, said, True)
+    symbol = '&'
+    combine = operator.and_
+    decisive = False
 
     def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
         return 'Each part matches something, but no variable is in all of them.'
@@ -279,7 +305,9 @@ class And(_Several):
 class Or(_Several):
     """The variables that at least one of several filters means."""
 
-    symbol: ClassVar[str] = '|'
+    symbol = '|'
+    combine = operator.or_
+    decisive = True
 
     @functools.cached_property
     def _split(self) -> tuple[frozenset[Filter], list[Filter]]:
@@ -287,16 +315,11 @@ class Or(_Several):
         atoms = frozenset(part for part in self.filters if isinstance(part, Atom))
         return atoms, [part for part in self.filters if part not in atoms]
 
-    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
+    def _said(self, answers: Answers) -> list[Any]:
         # Of thousands of atoms few took the variable: only these are looked at.
         atoms, others = self._split
-        if any(atom in atoms for atom in took):
-            return True
-        said = [part._evaluate(took, unknown) for part in others]
-        said.extend(None for atom in unknown if atom in atoms)
-        if None in said:
-            return True if True in said else None
-        return functools.reduce(operator.or_, said, False)
+        said = [answer for atom, answer in answers.items() if atom in atoms]
+        return said + [part.evaluate(answers) for part in others]
 
 
 def _enclosed(part: Filter) -> str:
@@ -304,36 +327,37 @@ def _enclosed(part: Filter) -> str:
     return f'({part!r})' if several else repr(part)
 
 
+def negated(said: Any) -> Any:
+    """The opposite of what a filter says; None if it cannot say."""
+    return not said if isinstance(said, bool) else said if said is None else ~said
+
+
 def takes(atom: Filter, path: Path) -> bool | None:
     """Whether an atom takes a variable, or the leaf of one; None if it cannot say."""
     assert isinstance(atom, Atom)
-    said = atom._matches(path)
+    said = atom.matches(path)
     if said or not path.is_inner or atom.names_leaves:
         return said
-    return atom._matches(path.variable)
+    return atom.matches(path.variable)
 
 
 Asks = Callable[[Filter, Path], bool | None]
 
 
-def asked(
-    where: Filter, path: Path, asks: Asks = takes
-) -> tuple[set[Filter], set[Filter]]:
-    """The atoms of a filter that take a variable, and those that cannot say.
+def asked(where: Filter, path: Path, asks: Asks = takes) -> Answers:
+    """What the atoms of a filter say of a variable.
 
     Atoms that mean one path are looked up; ``asks`` answers for the others.
     """
-    exact, others = where._by_path
-    took: set[Filter] = set(exact.get(path, ()))
+    exact, others = where.by_path
+    found = exact.get(path, [])
     if path.is_inner:
-        took.update(exact.get(path.variable, ()))
-    unknown: set[Filter] = set()
+        found = [*found, *exact.get(path.variable, [])]
+    answers: dict[Filter, bool | None] = dict.fromkeys(found, True)
     for atom in others:
-        if said := asks(atom, path):
-            took.add(atom)
-        elif said is None:
-            unknown.add(atom)
-    return took, unknown
+        if (said := asks(atom, path)) is not False:
+            answers[atom] = said
+    return answers
 
 
 def decide(
@@ -346,30 +370,10 @@ def decide(
 
     None if it depends on the class of a module that is not known.
     """
-    took, unknown = asked(where, path, asks)
+    answers = asked(where, path, asks)
     if matched is not None:
-        matched |= took
-    return where._evaluate(took, unknown)
-
-
-def kinds_of(where: Filter) -> frozenset[type[Filter]]:
-    """The classes of the filters that an expression is made of."""
-    return where._kinds
-
-
-def shape_of(where: Filter) -> Hashable:
-    """Equal for filters that are spelled alike: functions made by the same code."""
-    return where._shape
-
-
-def as_function(where: Filter) -> tuple[Callable[[Path], Any], bool] | None:
-    """The one function that a filter asks, and whether the filter says the opposite."""
-    return where._as_function()
-
-
-def may_be_empty(where: Filter) -> bool:
-    """Whether it is no mistake if it matches nothing: what was derived may."""
-    return where._may_be_empty
+        matched.update(atom for atom, said in answers.items() if said)
+    return where.evaluate(answers)
 
 
 def find_unused(
@@ -389,9 +393,9 @@ def find_unused(
         any_taken: whether the filter as a whole takes a variable.
     """
     for atom in where.atoms:
-        if error := atom._unused(atom in matched, paths, owner):
+        if error := atom.unused(atom in matched, paths, owner):
             return error
-    return where._unused(any_taken, paths, owner) if isinstance(where, And) else None
+    return where.unused(any_taken, paths, owner) if isinstance(where, And) else None
 
 
 def unknown_class(where: Filter, path: Path) -> errors.FilterTypeError:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Set
+import operator
+from collections.abc import Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,8 +18,7 @@ from numpy.typing import NDArray
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
-from flax_sg.filters.expressions import And, Filter, Not, Or
-from flax_sg.internals import tracing
+from flax_sg.filters.expressions import And, Answers, Filter, Not, Or
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,10 +36,12 @@ class Index(Filter):
         object.__setattr__(self, 'index', _plain(self.index))
 
     @functools.cached_property
-    def _value(self) -> Hashable:
+    def identity(self) -> Hashable:
+        """The index, in a form that has a hash."""
         return _key(self.index)
 
-    def _evaluate(self, took: Set[Filter], unknown: Set[Filter]) -> Any:
+    def evaluate(self, answers: Answers) -> Any:
+        """The part of every variable."""
         return Part(self)
 
     @property
@@ -94,28 +96,20 @@ class Part:
         """
         return _mask(self.elements, shape, path)
 
-    def merge(self, meant: Any, others: Any, path: str) -> Any:
-        """An array with some elements of one and the other elements of another.
-
-        Args:
-            meant: has the elements that are meant.
-            others: has the others; of the same shape and type.
-            path: where they are, for an error.
-        """
-        shape = jnp.shape(others)
-        return jnp.where(np.broadcast_to(self.mask(shape, path), shape), meant, others)
-
-
-def negated(said: bool | Part) -> bool | Part:
-    """The opposite of what a filter says."""
-    return ~said if isinstance(said, Part) else not said
-
 
 def merged(said: bool | Part, meant: Any, others: Any, path: str) -> Any:
-    """What is meant, with the elements of others where a filter means a part."""
-    if isinstance(said, Part) and meant is not others:
-        return said.merge(meant, others, path)
-    return meant
+    """What is meant, with the elements of others where a filter means a part.
+
+    Args:
+        said: what a filter says of the array.
+        meant: has the elements that are meant.
+        others: has the others; of the same shape and type.
+        path: where they are, for an error.
+    """
+    if meant is others or not isinstance(said, Part):
+        return meant
+    shape = jnp.shape(others)
+    return jnp.where(np.broadcast_to(said.mask(shape, path), shape), meant, others)
 
 
 def at(where: Any, index: Any) -> Filter:
@@ -161,15 +155,12 @@ def at(where: Any, index: Any) -> Filter:
 def _plain(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(map(_plain, index))
-    if isinstance(index, tracing.Tracer):
-        raise errors.FilterTypeError(
-            f'The index of sg.at is {brief(index)}. Which elements are meant has to be '
-            'known while tracing.\n'
-            'Give numbers or numpy arrays.'
-        )
     if isinstance(index, slice):
         parts = (index.start, index.stop, index.step)
-        return slice(*(None if part is None else _int(part) for part in parts))
+        try:
+            return slice(*(None if n is None else operator.index(n) for n in parts))
+        except TypeError:
+            raise _no_index(index) from None
     if index is Ellipsis:
         return index
     array = np.array(index)
@@ -181,13 +172,6 @@ def _plain(index: Any) -> Any:
             return int(array)
     array.setflags(write=False)
     return array
-
-
-def _int(part: Any) -> int:
-    try:
-        return part.__index__()
-    except AttributeError:
-        raise _no_index(part) from None
 
 
 def _key(index: Any) -> Hashable:
@@ -213,10 +197,8 @@ def _mask(elements: Filter, shape: tuple[int, ...], path: str) -> NDArray[np.boo
     if isinstance(elements, Not):
         return ~_mask(elements.filter, shape, path)
     if isinstance(elements, And | Or):
-        combine = np.logical_and if isinstance(elements, And) else np.logical_or
-        return functools.reduce(
-            combine, (_mask(part, shape, path) for part in elements.filters)
-        )
+        masks = (_mask(part, shape, path) for part in elements.filters)
+        return functools.reduce(elements.combine, masks)
     assert isinstance(elements, Index)
     return _mask_of(elements, shape, path)
 
@@ -238,20 +220,18 @@ def _small_shape(index: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
     axes = [
         entry.ndim if isinstance(entry, np.ndarray) and entry.dtype == bool else 1
         for entry in index.entries
-        if entry is not Ellipsis
     ]
-    missing, dots = len(shape) - sum(axes), len(index.entries) - len(axes)
-    if missing < 0 or dots > 1:
-        return shape  # It does not fit, as numpy will say.
-    counts, left, out = iter(axes), iter(shape), list[int]()
-    for entry in (*index.entries, *([] if dots else [Ellipsis])):
-        count = missing if entry is Ellipsis else next(counts)
-        taken = [next(left) for _ in range(count)]
-        is_whole = entry is Ellipsis or (
-            isinstance(entry, slice) and entry == slice(None)
-        )
-        out.extend([1] * count if is_whole else taken)
-    return tuple(out)
+    dots = [n for n, entry in enumerate(index.entries) if entry is Ellipsis]
+    rest = len(shape) - sum(axes) + len(dots)
+    out: list[int] = []
+    for number, (entry, count) in enumerate(zip(index.entries, axes, strict=True)):
+        if number in dots:
+            out += [1] * rest
+        elif isinstance(entry, slice) and entry == slice(None):
+            out.append(1)
+        else:
+            out += shape[len(out) : len(out) + count]
+    return tuple(out + [1] * (0 if dots else rest))
 
 
 def wrong_part(
@@ -270,12 +250,4 @@ def _no_index(index: Any) -> errors.PartError:
         f'{brief(index)} is no index: give ints, slices, ..., arrays of ints or bools, '
         'or a tuple of these.\n'
         "Write it as numpy does: sg.at('embed/embedding', np.s_[:100]).",
-    )
-
-
-def whole_only(what: str, path: str) -> errors.PartError:
-    """A leaf cannot be split here."""
-    return errors.PartError(
-        f'The filter means a part of {path!r}, and {what} takes whole leaves.\n'
-        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
     )

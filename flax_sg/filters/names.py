@@ -1,23 +1,24 @@
-"""Variables by name: a tree of bools, the names of given values, what was derived."""
+"""Variables by name: a tree of bools, given values, the modules that they lie in."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
-from flax_sg.filters.expressions import Atom
-from flax_sg.filters.hints import nearest
-from flax_sg.filters.paths import Owner, Path, names_within
-
-_Bools: TypeAlias = dict[tuple[str, ...], bool]
+from flax_sg.filters.expressions import Atom, Filter
+from flax_sg.filters.paths import Classes, Owner, Path, names_in, names_within
+from flax_sg.filters.patterns import nearest
+from flax_sg.internals import modules
 
 
 class BoolTree(Atom):
@@ -41,26 +42,19 @@ class BoolTree(Atom):
     """
 
     names_leaves: ClassVar[bool] = True
-    bools: _Bools
+    bools: dict[tuple[str, ...], bool]
 
     # No dataclass: see ``Predicate``.
     def __init__(self, tree: Mapping[str, Any]) -> None:
-        object.__setattr__(self, 'bools', _bools_in(tree, ()))
+        object.__setattr__(self, 'bools', _bools_in(tree))
 
     @functools.cached_property
-    def _value(self) -> Hashable:
+    def identity(self) -> Hashable:
+        """The bools, in any order."""
         return frozenset(self.bools.items())
 
-    @functools.cached_property
-    def _below(self) -> dict[tuple[str, ...], set[bool]]:
-        """The bools in each subtree."""
-        out: dict[tuple[str, ...], set[bool]] = {}
-        for names, take in self.bools.items():
-            for depth in range(len(names) + 1):
-                out.setdefault(names[:depth], set()).add(take)
-        return out
-
-    def _matches(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
+        """What the tree says; raises if it says nothing."""
         if path.outside:
             return False
         names = path.parts
@@ -68,18 +62,20 @@ class BoolTree(Atom):
             if (take := self.bools.get(names[:depth])) is not None:
                 return take
         # Below the path are the leaves of one variable, if its value is a dict.
-        if names not in self._below:
+        below = [take for n, take in self.bools.items() if n[: len(names)] == names]
+        if not below:
             raise self._misfit(path)
-        return _agreed(self._below[names], names)
+        return _agreed(below, names)
 
     @property
-    def takes_nothing(self) -> bool:
+    def may_be_empty(self) -> bool:
         """Whether no leaf of the tree is True."""
         return not any(self.bools.values())
 
-    def _unused(
+    def unused(
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.FilterValueError | None:
+        """The error if a name in the tree belongs to no variable."""
         variables = {path.parts for path in paths if not path.outside}
         known = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
         missing = ['/'.join(names) for names in self.bools if names not in known]
@@ -91,63 +87,34 @@ class BoolTree(Atom):
         )
 
     def _misfit(self, path: Path) -> errors.FilterValueError:
-        names = ['/'.join(names) for names in self.bools]
-        near = ', '.join(map(repr, nearest(path, names))) or 'none'
-        depth = 1
-        while path.parts[:depth] in self._below:
-            depth += 1
-        fix = f'Add True or False for {"/".join(path.parts[:depth])!r} to the tree.'
-        if depth == 1 and (path.collection,) in self._below.keys() - self.bools.keys():
+        fix = f'Add True or False for {str(path)!r} to the tree.'
+        if any(names[0] == path.collection for names in self.bools):
             fix = f'A tree starts below the collection: give tree[{path.collection!r}].'
         return errors.FilterValueError(
             f'A tree of bools has no answer for the variable {str(path)!r} of the '
-            f'collection {path.collection!r}.\nNearest in the tree: {near}.\n{fix}'
+            f'collection {path.collection!r}.\n{fix}'
         )
-
-    def __reduce__(self) -> Any:
-        return BoolTree, (self._tree(),)
 
     def __repr__(self) -> str:
-        return f'BoolTree({self._tree()!r})'
-
-    def _tree(self) -> Any:
-        if () in self.bools:
-            return self.bools[()]
-        out: dict[str, Any] = {}
-        for names, take in self.bools.items():
-            node = out
-            for name in names[:-1]:
-                node = node.setdefault(str(name), {})
-            node[str(names[-1])] = take
-        return out
+        return f'BoolTree({traverse_util.unflatten_dict(self.bools)!r})'
 
 
-def _bools_in(tree: Any, names: tuple[str, ...]) -> _Bools:
+def _bools_in(tree: Mapping[str, Any]) -> dict[tuple[str, ...], bool]:
     """The bools of a tree, Python's own, by name."""
-    place = f'at {"/".join(names)!r}' if names else 'at its top'
-    out: _Bools = {}
-    if isinstance(tree, Mapping):
-        for name, below in tree.items():
-            if not isinstance(name, str):
+    out: dict[tuple[str, ...], bool] = {}
+    for keys, value in traverse_util.flatten_dict(dict(tree)).items():
+        names = tuple(map(str, keys))
+        for leaf in jax.tree.leaves(value, is_leaf=lambda node: node is None):
+            if not isinstance(leaf, (bool, np.bool_)):
                 raise errors.FilterTypeError(
-                    f'A tree of bools has the key {brief(name)} {place}.\n'
-                    'Keys are the names of modules and variables, which are str.'
+                    f'A tree of bools has {brief(leaf)} at {"/".join(names)!r}.\n'
+                    "Give True or False at every leaf: {'gln': True, 'dec': {'bias': "
+                    'False}}.\n'
+                    'For a tree of arrays write sg.stop_gradient(tree, where).'
                 )
-            out.update(_bools_in(below, (*names, name)))
-        return out
-    leaves = jax.tree.leaves(tree)
-    wrong = [leaf for leaf in leaves if not isinstance(leaf, (bool, np.bool_))]
-    if wrong or not leaves:
-        raise errors.FilterTypeError(
-            f'A tree of bools has {brief((*wrong, tree)[0])} {place}.\n'
-            "Give True or False at every leaf: {'gln': True, 'dec': {'bias': False}}.\n"
-            'For a tree of arrays write sg.stop_gradient(tree, where).'
-        )
-    if len(set(leaves)) == 1:
-        return {names: bool(leaves[0])}
-    for inner, node in names_within(tree):  # A tuple or a dataclass of bools, or a box.
-        path = (*names, *inner)
-        out[path] = _agreed(map(bool, jax.tree.leaves(node)), path)
+        for inner, node in names_within(value):  # A tuple of bools, or a box.
+            path = (*names, *inner)
+            out[path] = _agreed(map(bool, jax.tree.leaves(node)), path)
     return out
 
 
@@ -177,20 +144,19 @@ class Names(Atom):
 
     names: frozenset[tuple[str, tuple[str, ...]]]
 
-    @functools.cached_property
-    def _value(self) -> Hashable:
-        return self.names
-
     @property
-    def _may_be_empty(self) -> bool:
-        return not self.names  # At initialization nothing has a value yet.
+    def may_be_empty(self) -> bool:
+        """Whether no name is given: at initialization nothing has a value yet."""
+        return not self.names
 
-    def _matches(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
+        """Whether the variable is named."""
         return not path.outside and (path.collection, path.parts) in self.names
 
-    def _unused(
+    def unused(
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
+        """The error if a name belongs to no variable."""
         variables = [path.variable for path in paths if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
         missing = sorted('/'.join(parts) for _, parts in self.names - met)
@@ -206,8 +172,6 @@ class Names(Atom):
 class Derived(Atom):
     """The variables that ``sg.live`` or ``of_type`` found.
 
-    Two are equal if they say the same of the same variables.
-
     Attributes:
         selected: the variables that are meant, by collection and absolute path.
         known: all variables that were looked at.
@@ -219,18 +183,22 @@ class Derived(Atom):
     known: frozenset[tuple[str, str]]
     source: str = 'live'
 
-    @functools.cached_property
-    def _value(self) -> Hashable:
-        return self.selected, self.known, self._may_be_empty
-
     @property
-    def _may_be_empty(self) -> bool:
-        return self.source == 'live'  # A function may train nothing.
+    def may_be_empty(self) -> bool:
+        """Whether ``sg.live`` found it: a function may train nothing."""
+        return self.source == 'live'
 
-    def _matches(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
+        """Whether the variable is selected; raises if it was not looked at."""
         key = path.collection, path.absolute
         if key not in self.known:
-            raise _not_known(self.source, path, [name for _, name in self.known])
+            near = nearest(path.absolute, (name for _, name in self.known))
+            raise errors.UnknownNameError(
+                f'There was no {path.absolute!r} in the parameters that '
+                f'sg.{self.source} derived this filter from.\n'
+                f'Nearest: {", ".join(map(repr, near)) or "none"}.\n'
+                'Derive the filter again, from the tree that it is used for.'
+            )
         return key in self.selected
 
     def __repr__(self) -> str:
@@ -241,7 +209,7 @@ class Derived(Atom):
 
 def without_variable(missing: Sequence[str], paths: Iterable[str]) -> str:
     """Words that name what belongs to no variable, with the nearest variable."""
-    near = difflib.get_close_matches(missing[0], list(map(str, paths)), 1, cutoff=0.0)
+    near = nearest(missing[0], map(str, paths), 1)
     more = f' and {len(missing) - 1} more' if len(missing) > 1 else ''
     hint = f' (nearest: {near[0]!r})' if near else ''
     return f'{missing[0]!r}{more}, which is no variable{hint}'
@@ -264,14 +232,134 @@ def unused_value(
     )
 
 
-def _not_known(
-    source: str, path: Path, known: Sequence[str]
-) -> errors.UnknownNameError:
-    """A filter that was derived from a program is asked for another variable."""
-    near = difflib.get_close_matches(path.absolute, known, 3, cutoff=0.0)
-    return errors.UnknownNameError(
-        f'There was no {path.absolute!r} in the parameters that sg.{source} derived '
-        'this filter from.\n'
-        f'Nearest: {", ".join(map(repr, near)) or "none"}.\n'
-        'Derive the filter again, from the tree that it is used for.'
+class OfType(Atom):
+    """The variables inside modules of some classes; see ``of_type``."""
+
+    classes: tuple[type, ...]
+
+    # No dataclass: see ``Predicate``.
+    def __init__(self, *classes: type) -> None:
+        object.__setattr__(self, 'classes', classes)
+
+    @functools.cached_property
+    def identity(self) -> Hashable:
+        """The classes, in any order."""
+        return frozenset(self.classes)
+
+    def matches(self, path: Path) -> bool | None:
+        """Whether a module around the variable is of the class; None if unknown."""
+        around = path.classes or Classes((), complete=False)
+        if any(issubclass(cls, self.classes) for cls in around.found):
+            return True
+        return False if around.complete else None
+
+    def __repr__(self) -> str:
+        return f'OfType({_names(self.classes)})'
+
+
+def of_type(
+    cls: type | tuple[type, ...], model: nn.Module | None = None, *args: Any, **kw: Any
+) -> Filter:
+    """Selects variables by the class of their module: all BatchNorm, every Embed.
+
+    Inside a block or ``nn.Frozen`` the class is enough:
+
+    >>> import jax, jax.numpy as jnp, flax_sg as sg
+    >>> from flax_sg import linen as nn
+    >>> model = nn.Sequential([nn.Dense(2), nn.LayerNorm(), nn.Dense(1)])
+    >>> x = jnp.ones((4, 3))
+    >>> params = model.init(jax.random.key(0), x)['params']
+    >>> def loss(params):
+    ...     with nn.stop_gradient(~of_type(nn.LayerNorm)):
+    ...         return jnp.sum(model.apply({'params': params}, x) ** 2)
+    >>> grads = jax.grad(loss)(params)
+    >>> {name: bool(jnp.any(g['bias'] != 0)) for name, g in grads.items()}
+    {'layers_0': False, 'layers_1': True, 'layers_2': False}
+
+    A tree does not know its modules. For ``sg.freeze``, ``wrt=``, masks and other trees
+    give the model and example inputs. ``model.init`` is traced on shapes, and not run:
+
+    >>> norms = of_type(nn.LayerNorm, model, x)
+    >>> norms
+    <of_type(LayerNorm): 'layers_1/bias', 'layers_1/scale'>
+    >>> sg.mask(params, frozen=norms)['layers_1']
+    {'bias': True, 'scale': True}
+
+    A variable is meant if *any* module around it is of the class: the module that holds
+    it, or one further out. Subclasses count, and so do modules in transforms
+    (``nn.remat(Block)``, ``nn.scan(Cell)``) and in wrappers such as ``nn.Frozen``.
+
+    Args:
+        cls: a Module class, or a tuple of classes, as for ``isinstance``.
+        model: an unbound module; without it the filter is for blocks and modules.
+        *args: example inputs of ``model.init``, arrays or their shapes.
+        **kw: more of them, such as ``train=False`` or ``method=``.
+
+    Returns:
+        A filter. With a model its paths begin at the root of the model.
+
+    Raises:
+        FilterTypeError: if ``cls`` is no class, or ``model`` no module; later, if a
+            filter without a model is used on a tree, or a variable is read before its
+            module exists.
+
+    Note:
+        A block cannot know what the body of a transform will run, so it stops the
+        gradient in the body. In ``nn.scan`` this costs memory for a copy of what is
+        stopped; with a model the gradient is stopped outside. Give the model for
+        other transforms than remat, jit, scan, vmap, while loops and branches, and, in
+        all of them, for other rules than ``stop_gradient`` and ``read_only``.
+    """
+    given: Any = cls
+    classes = given if isinstance(given, tuple) else (given,)
+    wrong = [one for one in classes if not isinstance(one, type)]
+    if wrong or not classes:
+        raise errors.FilterTypeError(
+            f'filters.of_type got {brief(wrong[0] if wrong else classes)}, and expects '
+            'a Module class or a tuple of them.\n'
+            'Write filters.of_type(nn.BatchNorm).'
+        )
+    where = OfType(*classes)
+    if model is None:
+        return where
+    paths = list(_paths_in(model, args, kw))
+    return Derived(
+        frozenset((path.collection, path.absolute) for path in paths if where(path)),
+        frozenset((path.collection, path.absolute) for path in paths),
+        f'of_type({_names(classes)})',
     )
+
+
+def _paths_in(model: nn.Module, args: Any, kwargs: Any) -> Iterator[Path]:
+    """The paths of the variables of a model, with the classes of its modules."""
+    found: dict[tuple[str, ...], Classes] = {}
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        out = next_fun(*args, **kwargs)
+        module = context.module
+        for name, child in modules.children_of(module).items():
+            if isinstance(child, str):  # A variable, and its collection.
+                path = module.scope.path
+                around = modules.classes_around(path, name, lambda scope: True)
+                found[*path, name] = Classes(*around)
+        return out
+
+    def filled(leaf: Any) -> Any:
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        return jnp.zeros(leaf.shape, leaf.dtype) if is_shape else leaf
+
+    def init() -> Any:
+        args_, kwargs_ = jax.tree.map(filled, (args, kwargs))
+        with nn.intercept_methods(note):
+            return model.init(jax.random.key(0), *args_, **kwargs_)
+
+    variables = jax.eval_shape(init)
+    for collection, tree in variables.items():
+        for names, _ in names_in(tree):
+            ends = (names[:n] for n in range(len(names), 0, -1))
+            around = next((found[path] for path in ends if path in found), None)
+            yield Path.of(collection, names, (), around)
+
+
+def _names(classes: tuple[type, ...]) -> str:
+    return ', '.join(cls.__name__ for cls in classes)

@@ -198,10 +198,7 @@ def names_in(
 
 def name_of(key: Any) -> str:
     """The name that one key of a key path of JAX has in a path."""
-    for attribute in ('name', 'idx', 'key'):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return jax.tree_util.keystr((key,), simple=True)
 
 
 def in_natural_order(paths: Sequence[str]) -> list[int]:

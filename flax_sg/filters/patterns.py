@@ -1,21 +1,99 @@
-"""Filters by pattern: globs and regular expressions on whole paths."""
+"""Filters by pattern: globs and regular expressions on whole paths.
+
+A pattern that matches no variable raises an error, which says what was probably meant.
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import difflib
 import functools
 import re
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from flax_sg import errors
-from flax_sg.filters.expressions import Atom, Filter
-from flax_sg.filters.hints import Syntax
+from flax_sg.filters.expressions import Atom
 from flax_sg.filters.paths import Owner, Path
+
+_S = TypeVar('_S', bound=str)
+
+
+class _Pattern(Atom):
+    """What globs and regular expressions share: hints for one that matches nothing."""
+
+    everything: ClassVar[str]
+    """The pattern for all variables inside a module."""
+    separators: ClassVar[str]
+    """A regular expression for what people write in place of '/'."""
+    anywhere: ClassVar[str]
+    """A format for a pattern that matches at any depth."""
+
+    @abc.abstractmethod
+    def _text(self) -> str:
+        """The pattern as it is written."""
+
+    @abc.abstractmethod
+    def _compiled(self, text: str) -> re.Pattern[str]:
+        """Another pattern, as a regular expression."""
+
+    def _fits(self, text: str) -> Callable[[str], object]:
+        try:
+            return self._compiled(text).fullmatch
+        except re.error:
+            return lambda path: None
+
+    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
+        for meant, why in self._candidates(paths, owner):
+            # Where dots join names, ``encoder.*`` means all that is in the encoder.
+            for text in (meant, f'{meant.removesuffix("/*")}/{self.everything}'):
+                if any(map(self._fits(text), paths)):
+                    return f'Did you mean {text!r}? {why}'.rstrip()
+        near = nearest(self._text(), paths)
+        return f'Nearest: {", ".join(repr(str(path)) for path in near)}.'
+
+    def _candidates(
+        self, paths: Sequence[Path], owner: Owner
+    ) -> Iterator[tuple[str, str]]:
+        """Yields what may have been meant, and why the pattern does not say it."""
+        slashed = re.sub(self.separators, '/', self._text())
+        names = slashed.lstrip('/').split('/')
+        collections = {'params', *(path.collection for path in paths)}
+        for depth, name in enumerate(names[:2], 1):
+            if name in collections:
+                rest = '/'.join(names[depth:]) or self.everything
+                yield rest, f'Paths start below the collection {name!r}.'
+        yield f'{self._text()}/{self.everything}', 'Variables are inside the module.'
+        yield slashed, "'/' joins names."
+        yield slashed.lstrip('/'), "Only paths outside the module begin with '/'."
+        yield f'/{slashed}', 'Paths outside the module begin with a slash.'
+        if owner and tuple(names[: len(owner)]) == owner:
+            relative = '/'.join(names[len(owner) :]) or self.everything
+            yield relative, f'Paths are relative to the module at {"/".join(owner)!r}.'
+        for form in ('NFC', 'NFD'):
+            yield unicodedata.normalize(form, slashed), 'Its Unicode form differs.'
+        yield self.anywhere.format(slashed), 'A pattern matches the whole path.'
+        respelled = self._respelled(slashed, paths)
+        yield respelled, ''
+        yield self.anywhere.format(respelled), ''
+
+    def _respelled(self, pattern: str, paths: Sequence[Path]) -> str:
+        """The pattern with the nearest name for each that no path has."""
+        names = {name for path in paths for name in path.parts}
+        # 'layer_*' is near to 'layers_*', which stands for names with numbers.
+        names |= {re.sub('[0-9]+', '*', name) for name in names}
+        out: list[str] = []
+        for name in pattern.split('/'):
+            if name.strip('*') and not any(map(self._fits(name), names)):
+                name = (difflib.get_close_matches(name, sorted(names), 1) or [name])[0]
+            out.append(name)
+        return '/'.join(out)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Glob(Atom):
+class Glob(_Pattern):
     r"""The variables whose whole path fits a pattern, by the rules of gitignore.
 
     ``*``, ``?``, ``[abc]`` and ``[!abc]`` match characters within one component.
@@ -38,50 +116,46 @@ class Glob(Atom):
         FilterValueError: if no path can fit the pattern.
     """
 
+    everything = '**'
+    separators = r'\.|::|\\+'
+    anywhere = '**/{}'
     pattern: str
 
     def __post_init__(self) -> None:
-        if _SPECIAL.search(self.pattern):
-            glob_regex(self.pattern)
-        else:  # Filters may name thousands of variables: nothing is compiled for those.
-            _check_glob(self.pattern)
-
-    @classmethod
-    def of_path(cls, path: str) -> Filter:
-        """The filter for one path: its characters mean themselves."""
-        try:
-            return cls(re.sub(r'[\\*?\[]|^!', r'\\\g<0>', path))
-        except errors.FilterValueError:  # A name is empty: '' or 'a//b'.
-            return Regex(re.compile(re.escape(path)))
-
-    @functools.cached_property
-    def _value(self) -> Hashable:
-        return self.pattern
+        _check_glob(self.pattern)
 
     @functools.cached_property
     def _fullmatch(self) -> Callable[[str], object]:
         return glob_regex(self.pattern).fullmatch
 
     @functools.cached_property
-    def _only(self) -> tuple[str, ...]:
-        path = literal(self.pattern)
-        return () if path is None else tuple({path, self.pattern})
+    def only(self) -> str | None:
+        """The pattern itself, if no character in it has a meaning."""
+        return None if _SPECIAL.search(self.pattern) else self.pattern
 
-    def _matches(self, path: Path) -> bool:
-        if self._only:
-            return path in self._only
+    def matches(self, path: Path) -> bool:
+        """Whether the pattern fits the path, or is the path."""
+        if self.only is not None:
+            return path == self.only
         return path == self.pattern or self._fullmatch(path) is not None
+
+    def _text(self) -> str:
+        return self.pattern
+
+    def _compiled(self, text: str) -> re.Pattern[str]:
+        return glob_regex(text)
 
     def __repr__(self) -> str:
         return f'Glob({self.pattern!r})'
 
     def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
-        syntax = Syntax(glob_regex, '**', r'\.|::|\\+', '**/{}')
-        return syntax.advice(self.pattern, paths, owner)
+        if '{' in self.pattern:
+            return "'{' and '}' mean themselves: write a list of patterns."
+        return super()._advice(paths, owner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Regex(Atom):
+class Regex(_Pattern):
     """The variables whose whole path matches a compiled regular expression.
 
     The whole path has to match (``fullmatch``), so that 'gln' does not freeze
@@ -97,6 +171,9 @@ class Regex(Atom):
         FilterTypeError: for a pattern on bytes.
     """
 
+    everything = '.*'
+    separators = r'\\\.|::'
+    anywhere = '.*{}.*'
     pattern: re.Pattern[str]
 
     def __post_init__(self) -> None:
@@ -107,27 +184,18 @@ class Regex(Atom):
                 f'Write re.compile({text.decode(errors="replace")!r}).'
             )
 
-    @functools.cached_property
-    def _value(self) -> Hashable:
-        return self.pattern
-
-    def _matches(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
+        """Whether the expression matches the whole path."""
         return self.pattern.fullmatch(path) is not None
+
+    def _text(self) -> str:
+        return self.pattern.pattern.lstrip('^')
+
+    def _compiled(self, text: str) -> re.Pattern[str]:
+        return re.compile(text, self.pattern.flags)
 
     def __repr__(self) -> str:
         return f'Regex({self.pattern!r})'
-
-    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
-        flags = re.RegexFlag(self.pattern.flags) & ~re.UNICODE
-
-        def compiled(text: str) -> re.Pattern[str]:
-            return re.compile(text, flags)
-
-        def spelled(text: str) -> str:
-            return f're.compile({text!r}{f", {flags!r}" if flags else ""})'
-
-        syntax = Syntax(compiled, '.*', r'\\\.|::', '.*{}.*', spelled)
-        return syntax.advice(self.pattern.pattern.lstrip('^'), paths, owner)
 
 
 # What a glob may be made of. A set ends within its component.
@@ -136,22 +204,9 @@ _TOKEN = re.compile(
     r'(?P<members>(?:\]|\\[^/]|[^\]\\/])(?:\\[^/]|[^\]\\/])*)\]|(?P<literal>.)',
     re.DOTALL,
 )
-_SPECIAL = re.compile(r'[*?\[]')
+_SPECIAL = re.compile(r'[*?\[\\]')
 
 
-def literal(pattern: str) -> str | None:
-    r"""Returns the one path that a glob fits, None if it may fit several.
-
-    >>> print(literal(r'w\[0,0] 1x0e'), literal('gln_*/**'))
-    w[0,0] 1x0e None
-    """
-    if not _SPECIAL.search(pattern) and '\\' not in pattern:  # Nearly always.
-        return pattern
-    characters = [t['escaped'] or t['literal'] for t in _TOKEN.finditer(pattern)]
-    return None if None in characters else ''.join(characters)
-
-
-@functools.lru_cache(maxsize=1024)
 def glob_regex(pattern: str) -> re.Pattern[str]:
     r"""Translates a glob on whole path components, to be used with ``fullmatch``.
 
@@ -160,11 +215,7 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
 
     Args:
         pattern: as ``flax_sg.filters.Glob`` explains.
-
-    Raises:
-        FilterValueError: if no path can fit the pattern.
     """
-    _check_glob(pattern)
     rooted = pattern.startswith('/')
     names = pattern[rooted:].split('/')
     # Neighbouring '**' say the same as one, and would make matching slow.
@@ -204,32 +255,45 @@ def _token(token: re.Match[str]) -> str:
 def _check_glob(pattern: str) -> None:
     """Raises for a glob that no path can fit."""
     if not pattern:
-        raise _glob_error(pattern, 'is empty', "'**' for every variable")
-    if pattern.startswith('!'):
+        problem, fix = 'is empty', "'**' for every variable"
+    elif pattern.startswith('!'):
+        problem = "begins with '!', which negates nothing here"
         fix = f'~flax_sg.filters.as_filter({pattern[1:]!r})'
-        raise _glob_error(pattern, "begins with '!', which negates nothing here", fix)
-    if pattern.endswith('/'):
-        inside = re.sub('/+', '/', f'{pattern}/**').lstrip('/')
-        fix = f'{inside!r} for everything inside'
-        raise _glob_error(pattern, "ends in '/', and no path does", fix)
-    if '//' in pattern:
-        fix = repr(re.sub('/+', '/', pattern))
-        raise _glob_error(pattern, "has '//' in it", fix)
-    if any('**' in name and name != '**' for name in pattern.split('/')):
-        fixed = pattern
-        for glued, separate in _GLUED:
-            fixed = re.sub(glued, separate, fixed)
-        raise _glob_error(pattern, "has '**' beside other characters", f'{fixed!r}')
+    elif pattern.endswith('/'):
+        problem = "ends in '/', and no path does"
+        fix = f'{pattern.rstrip("/") + "/**"!r} for everything inside'
+    elif '//' in pattern:
+        problem, fix = "has '//' in it", repr(re.sub('/+', '/', pattern))
+    elif any('**' in name and name != '**' for name in pattern.split('/')):
+        problem = "has '**' beside other characters"
+        fix = "'**' alone between slashes, as in 'gln*/**' or '**/*kernel'"
+    else:
+        return
+    raise errors.FilterValueError(f'The glob {pattern!r} {problem}.\nWrite {fix}.')
 
 
-_GLUED = (
-    (r'\*{2,}', '**'),
-    (r'[.:\\]+\*\*', '/**'),
-    (r'\*\*[.:\\]+', '**/'),
-    (r'([^/*])\*\*', r'\1*/**'),
-    (r'\*\*([^/*])', r'**/*\1'),
-)
+def nearest(pattern: str, paths: Iterable[_S], n: int = 3) -> list[_S]:
+    """Returns the n paths that look most like a pattern, the nearest first.
 
+    The pattern is compared with the part of each path that fits it best. So the name of
+    a module finds the variables inside the module.
 
-def _glob_error(pattern: str, problem: str, fix: str) -> errors.FilterValueError:
-    return errors.FilterValueError(f'The glob {pattern!r} {problem}.\nWrite {fix}.')
+    >>> nearest('gl/**', ['enc/bias', 'dec/kernel', 'gln/kernel', 'gln/bias'], 2)
+    ['gln/bias', 'gln/kernel']
+    """
+    wanted = re.sub(r'[^\w/]+', '', pattern).casefold().strip('/')
+    width = wanted.count('/') + 1
+    matcher = difflib.SequenceMatcher(b=wanted, autojunk=False)
+
+    def likeness(text: str) -> float:
+        matcher.set_seq1(text)
+        # 'enc' means 'encoder' rather than 'dec'.
+        return matcher.ratio() + text.startswith(wanted)
+
+    def score(path: str) -> tuple[float, float]:
+        names = path.casefold().strip('/').split('/')
+        runs = ('/'.join(names[i : i + width]) for i in range(len(names)))
+        return max(map(likeness, runs)), likeness(path.casefold())
+
+    # sorted is stable: paths that look alike stay in the order they came in.
+    return sorted(dict.fromkeys(paths), key=score, reverse=True)[:n]

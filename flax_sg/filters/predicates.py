@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -16,8 +16,7 @@ from jax.core import Tracer
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Atom
-from flax_sg.filters.hints import nearest_to
-from flax_sg.filters.paths import Owner, Path
+from flax_sg.filters.paths import Path
 
 _BOOL = (
     'Return True or False for every path, as '
@@ -39,8 +38,8 @@ class Predicate(Atom):
     [True, False]
 
     Raises:
-        FilterTypeError: if the function is async or a generator, takes anything but
-            one path, or, when called, returns anything but a bool.
+        FilterTypeError: if the function takes anything but one path, or, when called,
+            returns anything but a bool.
         FilterTypeError: if it reads a traced value.
     """
 
@@ -50,17 +49,23 @@ class Predicate(Atom):
     # at the fields of the dataclass.
     def __init__(self, fn: Callable[[Path], Any]) -> None:
         object.__setattr__(self, 'fn', fn)
-        if problem := _problem_of(fn):
-            raise self._error(*problem)
+        try:
+            inspect.signature(fn).bind(None)
+        except ValueError:  # Written in C: it does not say.
+            pass
+        except TypeError as error:
+            raise self._error(
+                f'cannot be called with a path: {error}',
+                'To lift a function of a module, write nn.stop_gradient(fn, where), or '
+                '@nn.stop_gradient(where) above it.',
+            ) from None
         if traced := tracer_in(fn):
             name, value = traced
             raise self._error(f'reads {brief(value)} as {name!r}', _STATIC)
 
-    def __reduce__(self) -> Any:
-        return Predicate, (self.fn,)
-
     @functools.cached_property
-    def _value(self) -> Hashable:
+    def identity(self) -> Hashable:
+        """The function; its id if the function has no hash."""
         try:
             hash(self.fn)
         except TypeError:
@@ -68,17 +73,15 @@ class Predicate(Atom):
         return self.fn
 
     @functools.cached_property
-    def _shape(self) -> Hashable:
+    def shape(self) -> Hashable:
         """Equal for functions that were made by the same code, a lambda in a loop."""
-        fn = _innermost(self.fn)
+        fn = innermost(self.fn)
         if isinstance(fn, types.FunctionType):
             return fn.__code__
         return type(fn), getattr(fn, '__qualname__', None)
 
-    def _as_function(self) -> tuple[Callable[[Path], Any], bool]:
-        return self.fn, False
-
-    def _matches(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
+        """Whether the function returns True; raises if it returns no bool."""
         try:
             result = self.fn(path)
         except jax.errors.ConcretizationTypeError as error:
@@ -88,9 +91,8 @@ class Predicate(Atom):
             raise
         if isinstance(result, (bool, np.bool_)):
             return bool(result)
-        if isinstance(result, Tracer):
-            raise self._error(f'returned {brief(result)}', _STATIC)
-        raise self._error(f'returned {brief(result)} for the path {str(path)!r}', _BOOL)
+        fix = _STATIC if isinstance(result, Tracer) else _BOOL
+        raise self._error(f'returned {brief(result)} for the path {str(path)!r}', fix)
 
     def _error(self, problem: str, fix: str) -> errors.FilterTypeError:
         return errors.FilterTypeError(f'{self!r} {problem}.\n{fix}')
@@ -98,51 +100,10 @@ class Predicate(Atom):
     def __repr__(self) -> str:
         return f'Predicate({describe(self.fn)})'
 
-    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
-        code = getattr(self.fn, '__code__', None)
-        constants = code.co_consts if isinstance(code, types.CodeType) else ()
-        doc = self.fn.__doc__
-        texts = (c for c in constants if isinstance(c, str) and c != doc)
-        return nearest_to(next(texts, None), paths)
-
-
-def _problem_of(fn: Any) -> tuple[str, str] | None:
-    """What keeps a function from being a predicate, and the fix."""
-    if type(fn) is types.FunctionType and not fn.__dict__:  # Nearly always.
-        # inspect.signature takes longer than all the rest of a block that opens.
-        code = fn.__code__
-        plain = not code.co_flags & _NO_RESULT and not code.co_kwonlyargcount
-        if plain and code.co_argcount - len(fn.__defaults__ or ()) == 1:
-            return None
-    for called in (fn, type(fn).__call__):
-        if any(is_such(called) for is_such in _NO_BOOL):
-            return 'is async or a generator, and returns no bool', _BOOL
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # Written in C: it does not say.
-        return None
-    try:
-        signature.bind(None)
-    except TypeError:
-        return (
-            f'cannot be called with a path: it takes {signature}',
-            'To lift a function of a module, write nn.stop_gradient(fn, where), or '
-            '@nn.stop_gradient(where) above it.',
-        )
-    return None
-
-
-_NO_RESULT = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_NO_BOOL = (
-    inspect.iscoroutinefunction,
-    inspect.isasyncgenfunction,
-    inspect.isgeneratorfunction,
-)
-
 
 def describe(fn: Any) -> str:
     """The name of a function and where it stands, for messages."""
-    fn = _innermost(fn)
+    fn = innermost(fn)
     if not isinstance(fn, types.FunctionType):
         name = getattr(fn, '__qualname__', None)
         return name if isinstance(name, str) else type(fn).__qualname__
@@ -161,7 +122,8 @@ def tracer_in(fn: Callable[..., Any]) -> tuple[str, Any] | None:
     return None
 
 
-def _innermost(fn: Any) -> Any:
+def innermost(fn: Any) -> Any:
+    """The function within partials and a bound method."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, '__func__', fn)

@@ -11,15 +11,15 @@ from flax_sg.filters.names import unused_value
 from flax_sg.filters.paths import Path
 from flax_sg.forms import reads
 from flax_sg.rules import cotangents, rules, substitutes
-from flax_sg.trees import shape_check
-from flax_sg.trees.absent import is_absent
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     check_unused,
+    fitting,
+    is_absent,
     leaves_of,
+    no_value,
     selected,
 )
-from flax_sg.trees.shape_check import no_value
 
 
 def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
@@ -156,7 +156,7 @@ def substitute(
         if take and keys not in there:
             raise no_value(path, 'the tree')
         if take:
-            new = shape_check.fitting(path, leaf, there[keys][1])
+            new = fitting(path, leaf, there[keys][1])
             leaf = filters.merged(take, new, leaf, path)
         out.append(leaf)
     return leaves.restore(out)

@@ -15,8 +15,14 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by
 from flax_sg.filters.paths import Path
 from flax_sg.optim.masks import live_leaves, parameters_of, values_at
-from flax_sg.trees.absent import ABSENT, is_absent, missing_leaf
-from flax_sg.trees.leaves import Leaves, is_differentiable, is_whole
+from flax_sg.trees.leaves import (
+    ABSENT,
+    Leaves,
+    is_absent,
+    is_differentiable,
+    is_whole,
+    missing_leaf,
+)
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
@@ -389,7 +395,7 @@ def _pruned(leaves: Leaves, live: Sequence[bool]) -> Any:
 def _only(takes: Any, leaf: Any, rest: float, path: Path) -> Any:
     """A leaf, with a number in place of the elements that are frozen."""
     if isinstance(takes, filters.Part):
-        return takes.merge(leaf, jnp.full_like(leaf, rest), path)
+        return filters.merged(takes, leaf, jnp.full_like(leaf, rest), path)
     return leaf
 
 

@@ -8,16 +8,18 @@ from typing import Any
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by
 from flax_sg.filters.paths import Path
-from flax_sg.trees.absent import ABSENT, Absent, is_absent
+from flax_sg.trees import classified
 from flax_sg.trees.leaves import (
+    ABSENT,
+    Absent,
     Leaves,
     different_structures,
+    is_absent,
     is_differentiable,
     leaves_of,
     selected,
     whole,
 )
-from flax_sg.trees.partition import classified
 from flax_sg.trees.trainable import chosen, overwritten
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from flax.training import train_state
 
 from flax_sg.optim.masks import values_at
-from flax_sg.trees.absent import is_absent
-from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, leaves_of
+from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, is_absent, leaves_of
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 

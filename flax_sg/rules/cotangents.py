@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief, shown
-from flax_sg.filters import hints, paths, predicates
+from flax_sg.filters import paths, predicates
 from flax_sg.filters.paths import Path
+from flax_sg.filters.patterns import nearest
 from flax_sg.internals import tracing
 from flax_sg.rules import custom_gradients, rules
 from flax_sg.trees.leaves import is_differentiable
@@ -350,10 +351,10 @@ class Replace(OnCotangents):
             if leaves is not None:
                 return leaves[index] if index < len(leaves) else None
         known = [paths.Path.of(*key, owner) for key in stored if key[0] == collection]
-        nearest = ', '.join(map(repr, hints.nearest(variable, known)))
+        near = ', '.join(map(repr, nearest(variable, known)))
         return errors.UnknownNameError(
             f'there is no variable {variable!r} in the collection {collection!r}, '
-            f'whose value was to be a cotangent; nearest: {nearest}.'
+            f'whose value was to be a cotangent; nearest: {near}.'
         )
 
 

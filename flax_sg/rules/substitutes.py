@@ -18,9 +18,15 @@ from flax_sg import errors
 from flax_sg.filters.paths import Path
 from flax_sg.internals import modules
 from flax_sg.rules import rules
-from flax_sg.trees import shape_check
-from flax_sg.trees.absent import is_absent
-from flax_sg.trees.shape_check import misfit, no_value
+from flax_sg.trees.leaves import (
+    as_array,
+    described,
+    fitting,
+    is_absent,
+    misfit,
+    no_value,
+    shape_of,
+)
 
 # The collection of a variable, and its names from the module on that opens the block.
 Entry = tuple[str, tuple[str, ...]]
@@ -47,7 +53,7 @@ class FromTree(Substitute):
 
     def __init__(self, entries: Mapping[Entry, Any]) -> None:
         self.entries = {
-            entry: jax.tree_util.tree_map(shape_check.as_array, value)
+            entry: jax.tree_util.tree_map(as_array, value)
             for entry, value in entries.items()
         }
         leaves = jax.tree_util.tree_leaves(list(self.entries.values()))
@@ -63,7 +69,7 @@ class FromTree(Substitute):
         entry = (path.collection, path.parts)
         if path.outside or entry not in self.entries:
             raise no_value(path, 'the tree')
-        return shape_check.fitting(path, value, self.entries[entry])
+        return fitting(path, value, self.entries[entry])
 
 
 class FromCollection(Substitute):
@@ -78,7 +84,7 @@ class FromCollection(Substitute):
         other = find(self.collection)
         if other is rules.AS_IT_IS:
             raise no_value(path, f'the collection {self.collection!r}')
-        return shape_check.fitting(path, value, other)
+        return fitting(path, value, other)
 
 
 class FromFunction(Substitute):
@@ -94,13 +100,13 @@ class FromFunction(Substitute):
         """Returns what the function returns: any dtype, the shape of the leaf."""
         new = self.fn(path, leaf)
         if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(new)):
-            new = shape_check.as_array(new) if isinstance(leaf, jax.Array) else new
-            if shape_check.shape_of(new) == shape_check.shape_of(leaf):
+            new = as_array(new) if isinstance(leaf, jax.Array) else new
+            if shape_of(new) == shape_of(leaf):
                 return new
         raise misfit(
             path,
-            f'a value of shape {shape_check.shape_of(leaf)}',
-            shape_check.described(new),
+            f'a value of shape {shape_of(leaf)}',
+            described(new),
         )
 
 
@@ -147,7 +153,7 @@ def _collect(
             _collect(found, collection, (*names, str(name)), below)
     elif not names:
         raise no_values(
-            f'{shape_check.described(node)} for the collection {collection!r}',
+            f'{described(node)} for the collection {collection!r}',
             "Fix: nest them as {'params': {'kernel': value}}.",
         )
     elif not is_absent(node):

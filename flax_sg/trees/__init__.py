@@ -1,1 +1,183 @@
-"""Pytrees by path: leaves, parts, absent leaves, what is trainable."""
+"""Splits a tree into parts by path, and combines parts to a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from flax_sg import errors, filters
+from flax_sg.errors.texts import shown
+from flax_sg.filters.paths import Path
+from flax_sg.trees.leaves import (
+    ABSENT,
+    different_structures,
+    is_absent,
+    leaves_of,
+    selected,
+    whole,
+)
+
+
+def partition(
+    tree: Any, where: filters.Where, *, unused: str = 'raise'
+) -> tuple[Any, Any]:
+    """Splits a tree into the leaves that a filter selects and the rest.
+
+    Both parts have the structure of the tree. ``ABSENT``, which has no leaves, marks a
+    leaf that is in the other part. ``combine`` undoes the split.
+
+    >>> import flax_sg as sg
+    >>> params = {'backbone': {'w': 1.0}, 'head': {'w': 2.0, 'b': 3.0}}
+    >>> head, rest = sg.partition(params, 'head/**')
+    >>> head
+    {'backbone': {'w': ABSENT}, 'head': {'b': 3.0, 'w': 2.0}}
+    >>> sg.combine(head, rest) == params
+    True
+
+    Args:
+        tree: any pytree, its leaves of any kind. In a dict of collections
+            (``{'params': ..., 'batch_stats': ...}``) paths start below the collection,
+            which is ``path.collection``. Leaves in a box share the path of the box. A
+            ``NonDifferentiable`` is one leaf.
+        where: which leaves the first part holds: any kind of filter.
+        unused: ``'raise'`` (default), or ``'ignore'`` if the filter may match nothing.
+
+    Returns:
+        The selected part and the rest.
+
+    Raises:
+        FilterTypeError: if ``where`` is no filter.
+        UnusedFilterError: if a part of ``where`` matches no leaf.
+        PartError: if ``where`` means a part of a leaf.
+
+    Note:
+        ``equinox.partition`` and ``haiku.data_structures.partition`` do this; here
+        None is no sentinel, so that trees which hold None come back as they were.
+    """
+    leaves = leaves_of(tree)
+    [said] = selected([leaves.paths], filters.as_filter(where), unused)
+    takes = whole(said, leaves.paths, 'partition')
+    pairs = list(zip(takes, leaves.values, strict=True))
+    return (
+        leaves.restore(leaf if take else ABSENT for take, leaf in pairs),
+        leaves.restore(ABSENT if take else leaf for take, leaf in pairs),
+    )
+
+
+def combine(*parts: Any) -> Any:
+    """Puts the parts of a tree together again.
+
+    >>> import flax_sg as sg
+    >>> sg.combine({'a': 1.0, 'b': sg.ABSENT}, {'a': sg.ABSENT, 'b': 2.0})
+    {'a': 1.0, 'b': 2.0}
+
+    Args:
+        *parts: trees of one structure, of which at most one has a leaf at each place,
+            the others ``ABSENT``. In any order.
+
+    Returns:
+        The tree with every leaf. ``ABSENT`` stays where no part has one.
+
+    Raises:
+        StructureError: if the structures differ, with the first path that does.
+        StructureError: if two parts have a leaf at one path.
+        TypeError: if there are no parts.
+    """
+    if not parts:
+        raise TypeError('combine() takes at least one part')
+    first, *others = map(leaves_of, parts)
+    values = list(first.values)
+    for number, other in enumerate(others, start=2):
+        if other.treedef != first.treedef:
+            structures = str(first.treedef), str(other.treedef)
+            paths = first.by_path(), other.by_path()
+            name = f'part {number}'
+            raise different_structures('part 1', name, *paths, *structures)
+        for index, leaf in enumerate(other.values):
+            if is_absent(leaf):
+                continue
+            if not is_absent(values[index]):
+                raise errors.StructureError(
+                    f'Two parts have a leaf at {str(first.paths[index])!r}: '
+                    f'{shown(values[index])} and {shown(leaf)}.\n'
+                    'Each leaf has to be in one part, and ABSENT in the others.'
+                )
+            values[index] = leaf
+    return first.restore(values)
+
+
+def partition_n(
+    tree: Any,
+    classify: Callable[[Path], Hashable] | Mapping[Any, filters.Where],
+) -> dict[Any, Any]:
+    """Splits a tree into several parts, with each leaf in exactly one part.
+
+    >>> import flax_sg as sg
+    >>> params = {'gln_0': {'w': 1.0}, 'code': {'w': 2.0}}
+    >>> parts = sg.partition_n(params, {'gln': 'gln_*/**', 'code': 'code/**'})
+    >>> parts['gln']
+    {'code': {'w': ABSENT}, 'gln_0': {'w': 1.0}}
+    >>> sg.combine(*parts.values()) == params
+    True
+
+    Args:
+        tree: any pytree, as for ``partition``.
+        classify: a dict from labels to filters, or a function that returns the label
+            of a path, None if it knows none.
+
+    Returns:
+        For each label the part of the tree that it names: for filters all labels in
+        their order, for a function those that occur, in the order of the leaves.
+
+    Raises:
+        StructureError: if a leaf has no label, or two.
+        UnusedFilterError: if one of the filters matches nothing.
+
+    Note:
+        The exhaustive ``partition_n`` of dm-haiku, as google/flax#1857 uses it.
+    """
+    leaves = leaves_of(tree)
+    found, names = classified(leaves.paths, classify)
+    return {
+        name: leaves.restore(
+            leaf if label == name else ABSENT
+            for label, leaf in zip(found, leaves.values, strict=True)
+        )
+        for name in names
+    }
+
+
+def classified(
+    paths: Sequence[Path],
+    classify: Callable[[Path], Hashable] | Mapping[Any, filters.Where],
+) -> tuple[list[Any], list[Any]]:
+    """The label of each path, and all labels."""
+    if isinstance(classify, Mapping):
+        labels: list[list[Any]] = [[] for _ in paths]
+        for label, where in classify.items():
+            [said] = selected([paths], filters.as_filter(where))
+            takes = whole(said, paths, 'a label')
+            for several, take in zip(labels, takes, strict=True):
+                several.extend([label] * take)
+    elif callable(classify):
+        labels = [[] if (label := classify(p)) is None else [label] for p in paths]
+    else:
+        raise errors.FilterTypeError(
+            f'{classify!r} classifies nothing: expected filters by label, such as '
+            "{'gln': 'gln_*/**', ...}, or a function of the path."
+        )
+    for path, several in zip(paths, labels, strict=True):
+        if len(several) != 1:
+            raise _unclassified(path, several)
+    found = [label for [label] in labels]
+    known = classify if isinstance(classify, Mapping) else dict.fromkeys(found)
+    return found, list(known)
+
+
+def _unclassified(path: str, labels: Sequence[Any]) -> errors.StructureError:
+    """A leaf has no label, or more than one."""
+    several = f'{len(labels)} labels: {", ".join(map(repr, labels))}'
+    return errors.StructureError(
+        f'The leaf at {str(path)!r} has {several if labels else "no label"}.\n'
+        'Give each leaf one label: filters exclude each other with & and ~.'
+    )

@@ -4,27 +4,111 @@ JAX names a leaf by a key path; a filter sees a ``Path``. They differ in four th
 '/' joins the names of a path. Leaves inside a box (``nn.Partitioned``) share the path
 of the box. In a dict of collections the first name is the collection. Nested dicts are
 modules and variables: everything below the last dict belongs to one variable.
+
+``ABSENT`` stands in place of a leaf that was taken out of a tree.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 
 from flax_sg import errors, filters
-from flax_sg.filters.expressions import decide, find_unused, unknown_class
-from flax_sg.filters.indices import whole_only
+from flax_sg.errors.texts import brief, shown
+from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path, name_of, names_in
-from flax_sg.trees.absent import is_absent
+from flax_sg.filters.patterns import nearest
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 Keys: TypeAlias = tuple[Any, ...]
+
+
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise errors.AbsentLeafError(
+        'ABSENT is no array: this leaf was not selected, or is in another part of the '
+        'tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates.\n'
+        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to "
+        'the gradient call.'
+    )
+
+
+class _NamedInErrors(type):
+    """Makes JAX's own error of two trees that differ say what to do."""
+
+    def __repr__(cls) -> str:
+        return (
+            'ABSENT: no gradient was computed for this leaf. Wrap the optimizer, '
+            'sg.freeze(tx, where), and use sg.apply_updates'
+        )
+
+
+class Absent(metaclass=_NamedInErrors):
+    """Marks a leaf that is not in this part of a tree. ``sg.ABSENT`` is the only one.
+
+    ``ABSENT`` is a pytree node without leaves. It is not None, which many trees hold
+    for reasons of their own. Arithmetic, indexing, attributes and conversions raise.
+
+    >>> import jax, flax_sg as sg
+    >>> sg.ABSENT, jax.tree.leaves({'a': sg.ABSENT, 'b': 1.0})
+    (ABSENT, [1.0])
+    >>> sg.ABSENT + 1.0
+    Traceback (most recent call last):
+        ...
+    flax_sg.errors.AbsentLeafError: ABSENT is no array: ...
+
+    Raises:
+        AbsentLeafError: when it is used as a value.
+    """
+
+    __slots__ = ()
+    __array_priority__ = 1000
+
+    def __repr__(self) -> str:
+        return 'ABSENT'
+
+    def __reduce__(self) -> str:
+        return 'ABSENT'
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):  # Python, numpy and JAX ask what an object can do.
+            raise AttributeError(name)
+        _refuse(self)
+
+    __call__: Callable[..., Any] = _refuse
+    __array__ = __jax_array__ = __bool__ = __float__ = __int__ = __complex__ = (
+        __index__
+    ) = _refuse
+    __len__ = __iter__ = __getitem__ = __contains__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
+    __neg__ = __pos__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+ABSENT = Absent()
+
+jax.tree_util.register_pytree_node(Absent, lambda _: ((), None), lambda *_: ABSENT)
+serialization.register_serialization_state(Absent, lambda _: {}, lambda *_: ABSENT)
+
+
+def is_absent(leaf: Any) -> bool:
+    """Whether something is ``ABSENT``; an ``is_leaf`` that keeps it in a tree."""
+    return leaf is ABSENT
+
+
+def missing_leaf(what: str, path: str, why: str, fix: str) -> errors.StructureError:
+    """A leaf is needed, and ``ABSENT`` (or None, or a ``MaskedNode``) stands there."""
+    return errors.StructureError(
+        f'there is nothing at {str(path)!r} in {what}, and it {why}.\n{fix}'
+    )
+
 
 # fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
 OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'
@@ -131,7 +215,7 @@ def selected(
     """
     check_unused(unused)
     matched: set[filters.Filter] = set()
-    out = [[_decided(where, path, matched) for path in tree] for tree in trees]
+    out = [[where(path, matched) for path in tree] for tree in trees]
     if unused == 'raise':
         paths = [path for tree in trees for path in tree]
         error = find_unused(where, matched, paths, None, any(map(any, out)))
@@ -140,18 +224,15 @@ def selected(
     return out
 
 
-def _decided(where: filters.Filter, path: Path, matched: set[filters.Filter]) -> Any:
-    said = decide(where, path, matched)
-    if said is None:
-        raise unknown_class(where, path)
-    return said
-
-
 def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
     """What a filter says of leaves that cannot be split; raises if it means a part."""
     for takes, path in zip(said, paths, strict=True):
         if isinstance(takes, filters.Part):
-            raise whole_only(what, path)
+            raise errors.PartError(
+                f'The filter means a part of {path!r}, and {what} takes whole leaves.\n'
+                'Blocks, gradient calls and sg.freeze take parts; here name whole '
+                'leaves.'
+            )
     return list(said)
 
 
@@ -173,14 +254,11 @@ def different_structures(
     pruned: bool = False,
 ) -> errors.StructureError:
     """Two trees that belong together have different structures."""
-    lines = [f'{name_a} and {name_b} have different structures.']
-    if not pruned:
-        lines.extend(_only_in(a, b, name_a, name_b))
-    lines.extend(_only_in(b, a, name_b, name_a))
-    if len(lines) == 1:
-        lines.append(f'  {name_a}: {structure_a}')
-        lines.append(f'  {name_b}: {structure_b}')
-    return errors.StructureError('\n'.join(lines))
+    lines = [] if pruned else _only_in(a, b, name_a, name_b)
+    lines += _only_in(b, a, name_b, name_a)
+    lines = lines or [f'  {name_a}: {structure_a}', f'  {name_b}: {structure_b}']
+    said = f'{name_a} and {name_b} have different structures.'
+    return errors.StructureError('\n'.join([said, *lines]))
 
 
 def _only_in(
@@ -189,7 +267,57 @@ def _only_in(
     paths = [str(path) for path in here if path not in there]
     if not paths:
         return []
-    near = difflib.get_close_matches(paths[0], list(map(str, there)), 1, cutoff=0.0)
+    near = nearest(paths[0], map(str, there), 1)
     more = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
     hint = f'; nearest there: {near[0]!r}' if near else ''
     return [f'  {paths[0]!r}{more}: in {one}, not in {other}{hint}']
+
+
+def fitting(path: Path, value: Any, other: Any) -> Any:
+    """Returns the value that is read in place of another; raises if it does not fit."""
+    if _form(value) != _form(other):
+        raise misfit(path, described(value), described(other))
+    return other
+
+
+def _form(value: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(value)
+    return treedef, [(getattr(x, 'dtype', type(x)), shape_of(x)) for x in leaves]
+
+
+def as_array(leaf: Any) -> Any:
+    """A number or a NumPy array as a JAX array; anything else as it is."""
+    if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
+        return jnp.asarray(leaf)
+    return leaf
+
+
+def shape_of(leaf: Any) -> Any:
+    """The shape of a leaf; () if it is no array."""
+    return getattr(leaf, 'shape', ())
+
+
+def described(value: Any) -> str:
+    """A value by the types in it."""
+    leaves, treedef = jax.tree.flatten(value)
+    if jax.tree_util.treedef_is_leaf(treedef) and leaves:
+        return shown(leaves[0])
+    more = ', ...' if len(leaves) > 3 else ''
+    return f'{brief(value)} of {", ".join(map(shown, leaves[:3])) or "nothing"}{more}'
+
+
+def misfit(path: Path, expected: str, found: str) -> errors.StructureError:
+    """A value does not fit the variable that it should be read in place of."""
+    return errors.StructureError(
+        f'nn.substitute: the value for {str(path)!r} of the collection '
+        f'{path.collection!r} does not fit.\nExpected: {expected}\nFound:    {found}'
+    )
+
+
+def no_value(path: Path, where: str) -> errors.StructureError:
+    """The error for a selected variable that has no other value."""
+    return errors.StructureError(
+        f'nn.substitute: there is no value for {str(path)!r} of the collection '
+        f'{path.collection!r} in {where}.\n'
+        'Fix: give one, or leave the variable out with substitute(..., where=).',
+    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ from flax_sg.internals import tracing
 _PIECE = np.uint16
 
 
-@dataclasses.dataclass(frozen=True)
 class _Static:
     """A leaf that is no number: part of the structure, compared by value if it can be.
 
@@ -37,25 +36,22 @@ class _Static:
         value: the leaf.
     """
 
-    value: Any
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Static):
-            return NotImplemented
-        if self.value is other.value:
-            return True
+    @property
+    def _key(self) -> Hashable:
         try:
             hash(self.value)
-            same: Any = type(self.value) is type(other.value)
-            return same and bool(self.value == other.value)
-        except Exception:  # A leaf that cannot be hashed or compared equals itself.
-            return False
+        except TypeError:  # It equals itself alone.
+            return id(self.value)
+        return type(self.value), self.value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self._key == other._key
 
     def __hash__(self) -> int:
-        try:
-            return hash(self.value)
-        except TypeError:
-            return id(self.value)
+        return hash(self._key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +162,7 @@ def _reflected(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda self, other: fn(value_of(other), self.value)
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_pytree_node_class
 class NonDifferentiable:
     """Marks a value in a tree of parameters that must never get a gradient.
 
@@ -225,12 +221,6 @@ class NonDifferentiable:
         arrays = iter(self._arrays)
         return treedef.unflatten([_decoded(kind, arrays) for kind in kinds])
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The value as floats, numbered."""
-        arrays, structure = self.tree_flatten()
-        keys = map(jax.tree_util.FlattenedIndexKey, range(len(arrays)))
-        return list(zip(keys, arrays, strict=True)), structure
-
     def tree_flatten(self) -> tuple[list[Any], Any]:
         """The value as floats."""
         if self._arrays is not None:
@@ -257,12 +247,6 @@ class NonDifferentiable:
             return f'NonDifferentiable({self.value!r})'
         except Exception:  # Of a tree that holds something else: shapes, shardings.
             return f'NonDifferentiable(<{self._arrays!r}>)'
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    def __jax_array__(self) -> jax.Array:
-        return jnp.asarray(self.value)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype, copy=copy)
@@ -293,34 +277,26 @@ class NonDifferentiable:
             raise AttributeError(name)
         return getattr(self.value, name)
 
-    def __reduce__(self) -> Any:
-        arrays, structure = self.tree_flatten()
-        if self._arrays is None:
-            return NonDifferentiable, (self._held,)
-        return NonDifferentiable.tree_unflatten, (structure, arrays)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the value."""
         return self.value(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.value[jax.tree.map(value_of, index, is_leaf=_is_marked)]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.value)
-
-    def __contains__(self, item: Any) -> bool:
-        return value_of(item) in self.value
+        several = isinstance(index, tuple)
+        return self.value[tuple(map(value_of, index)) if several else value_of(index)]
 
     def __hash__(self) -> int:
         return hash(self.value)
 
+    def __str__(self) -> str:
+        return str(self.value)
+
     def __round__(self, ndigits: int | None = None) -> Any:
         return round(self.value, ndigits)
 
-    def __format__(self, spec: str) -> str:
-        return format(self.value, spec)
-
+    __iter__ = _unary(iter)
+    __format__, __contains__ = _binary(format), _binary(operator.contains)
+    __jax_array__ = _unary(jnp.asarray)
     __len__, __bool__, __float__ = _unary(len), _unary(bool), _unary(float)
     __int__, __complex__ = _unary(int), _unary(complex)
     __index__ = _unary(operator.index)
@@ -353,10 +329,6 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, NonDifferentiable) else x
 
 
-def _is_marked(x: Any) -> bool:
-    return isinstance(x, NonDifferentiable)
-
-
 def _stopped(leaf: Any) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
@@ -369,7 +341,12 @@ def _decoded(kind: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
         witness = np.asarray(mine[-1])
         changed = witness[(witness != 1) & (witness != 0)]
         if changed.size:
-            raise _changed(changed[0])
+            raise errors.ChangedValueError(
+                'An optimizer changed a NonDifferentiable: its guard value is '
+                f'{changed[0]} instead of 1.0.\n'
+                'Weight decay, averaging and scaling change parameters without a '
+                'gradient.\nWrap the optimizer: sg.freeze(tx).'
+            )
     return _decode(mine, kind)
 
 
@@ -386,13 +363,3 @@ def _from_state_dict(x: NonDifferentiable, state: dict[str, Any]) -> NonDifferen
 serialization.register_serialization_state(
     NonDifferentiable, _to_state_dict, _from_state_dict
 )
-
-
-def _changed(witness: Any) -> errors.ChangedValueError:
-    """A ``NonDifferentiable`` has been changed, most likely by an optimizer's decay."""
-    return errors.ChangedValueError(
-        'An optimizer changed a NonDifferentiable: its guard value is '
-        f'{witness} instead of 1.0.\n'
-        'Weight decay, averaging and scaling change parameters without a gradient.\n'
-        'Wrap the optimizer: sg.freeze(tx).'
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -87,11 +86,9 @@ def trainable(*fields: str) -> Callable[[T], T]:
 def _check_fields(cls: type, fields: Sequence[str], known: Sequence[str]) -> None:
     for name in fields:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            meant = f'\nDid you mean {close[0]!r}?' if close else ''
             raise errors.ArgumentTypeError(
                 f'{cls.__name__} declares the field {name!r} as trained; its fields '
-                f'are {", ".join(map(repr, known)) or "none"}.{meant}'
+                f'are {", ".join(map(repr, known)) or "none"}.'
             )
 
 
@@ -104,8 +101,6 @@ def _fields_of(node: Any) -> frozenset[str] | None:
 
 def declared(tree: Any) -> list[bool]:
     """For each leaf whether no class on the way to it declares it as not trained."""
-    if not _declared:
-        return [True] * len(jax.tree.leaves(tree, is_leaf=is_whole))
     nodes = jax.tree.leaves(
         tree, is_leaf=lambda node: is_whole(node) or _fields_of(node) is not None
     )

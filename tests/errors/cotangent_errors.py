@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 
-import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
 
@@ -43,22 +41,8 @@ def forwards() -> None:
         jax.jvp(loss, (PARAMS,), (PARAMS,))
 
 
-def many_forwards() -> None:
-    tree = {name: jnp.ones(1) for name in 'abcde'}
-    clip = nn.clip_gradient(True, global_norm=1.0)
-    jax.jvp(lambda t: sg.rewrite(t, clip), (tree,), (tree,))
-
-
 def summed(path: Any, ct: Any) -> Any:
     return jnp.sum(ct)
-
-
-def rounded(path: Any, ct: Any) -> Any:
-    return ct.astype(jnp.bfloat16)
-
-
-def forgotten(path: Any, ct: Any) -> Any:
-    ct * 2.0
 
 
 @jax.jit
@@ -125,28 +109,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.CotangentError,
         f"nn.clip_gradient of 'enc/b'{NO_FORWARD}",
     ),
-    'forward mode of many': (
-        many_forwards,
-        errors.CotangentError,
-        f"nn.clip_gradient of 'a', 'b', 'c' and 2 more{NO_FORWARD}",
-    ),
     'a function that changes the shape': (
         lambda: grads(nn.map_cotangent('enc/w', summed)),
         errors.CotangentError,
         "the cotangent of 'enc/w' is float32[2, 3], and what summed at "
         f'cotangent_errors.py:LINE returns is float32[].{LIKE_ITS_PARAMETER}',
-    ),
-    'a function that changes the dtype': (
-        lambda: grads(nn.map_cotangent('enc/w', rounded)),
-        errors.CotangentError,
-        "the cotangent of 'enc/w' is float32[2, 3], and what rounded at "
-        f'cotangent_errors.py:LINE returns is bfloat16[2, 3].{LIKE_ITS_PARAMETER}',
-    ),
-    'a function that returns nothing': (
-        lambda: grads(nn.map_cotangent('enc/w', forgotten)),
-        errors.CotangentError,
-        "the cotangent of 'enc/w' is float32[2, 3], and what forgotten at "
-        f'cotangent_errors.py:LINE returns is None.{LIKE_ITS_PARAMETER}',
     ),
     'a value of another shape': (
         lambda: grads(nn.replace_cotangent('enc/w', jnp.ones(3))),
@@ -173,22 +140,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'holds int32[].\n'
         'Select real or complex variables; True takes those and no others.',
     ),
-    'an integer in a tree': (
-        lambda: sg.rewrite({'n': 3}, nn.clip_gradient('n', value=1.0)),
-        errors.CotangentError,
-        "clip_gradient(Glob('n')) selects 'n', which has no cotangent: it holds 3.\n"
-        'Select real or complex variables; True takes those and no others.',
-    ),
     'a circle of copies': (
         lambda: nn.copy_cotangent({'a': 'b', 'b': 'a'}),
         errors.ArgumentValueError,
         "cotangents are copied in a circle: 'a' <- 'b' <- 'a'.\n"
-        'Each target is given with its source, {target: source}; leave one out.',
-    ),
-    'a copy of itself': (
-        lambda: nn.copy_cotangent({'a': 'a'}),
-        errors.ArgumentValueError,
-        "cotangents are copied in a circle: 'a' <- 'a'.\n"
         'Each target is given with its source, {target: source}; leave one out.',
     ),
     'copies without sources': (
@@ -197,22 +152,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "copy_cotangent('a'): expected the paths of parameters, each with the one that "
         "it gets its cotangent from, such as {'a/kernel': 'b/kernel'}.",
     ),
-    'a source that is not there': (
-        lambda: grads(nn.copy_cotangent({'enc/w': 'enc/v'})),
-        errors.UnusedFilterError,
-        "Glob('enc/v') matches none of the 2 variables.\n"
-        "Nearest: 'enc/b', 'enc/w'.\n"
-        "If nothing has to match, pass unused='ignore'.",
-    ),
     'clip without a bound': (
         lambda: nn.clip_gradient('enc/**'),
         errors.ArgumentValueError,
         f'clip_gradient() was given no bound{ONE_BOUND}',
-    ),
-    'clip with two bounds': (
-        lambda: nn.clip_gradient('enc/**', value=1.0, norm=2.0),
-        errors.ArgumentValueError,
-        f'clip_gradient() was given value and norm{ONE_BOUND}',
     ),
     'clip below zero': (
         lambda: nn.clip_gradient('enc/**', norm=-1.0),
@@ -231,11 +174,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'replaced by nothing': (
         lambda: nn.replace_cotangent('enc/**'),
-        errors.ArgumentValueError,
-        VALUE_OR_VARIABLE,
-    ),
-    'replaced by two': (
-        lambda: nn.replace_cotangent('enc/**', 1.0, variable='w'),
         errors.ArgumentValueError,
         VALUE_OR_VARIABLE,
     ),
@@ -268,10 +206,6 @@ def counted(path: Any, ct: Any) -> Any:
     return ct / jnp.sum(ct)
 
 
-def widened(path: Any, ct: Any) -> Any:
-    return ct.astype(jnp.bfloat16).astype(ct.dtype)
-
-
 @jax.jit
 def handed_over(factor: Any) -> Any:
     return grads(nn.map_cotangent('enc/w', lambda path, ct, f: f * ct, factor))
@@ -279,90 +213,19 @@ def handed_over(factor: Any) -> Any:
 
 def backwards_twice() -> Any:
     with nn.clip_gradient('enc/b', norm=1.0):
-        jax.jacrev(jax.jacrev(loss))(PARAMS)
         return jax.jacfwd(jax.grad(loss))(PARAMS)
 
 
-class ReadsOne(fnn.Module):
-    @fnn.compact
-    def __call__(self):
-        return jnp.sum(self.variables['params']['w'])
-
-
-def of_reals(where: Any) -> Any:
-    with nn.scale_gradient(where, 0.5):
-        return ReadsOne().apply({'params': {'steps': jnp.array(3), 'w': jnp.ones(2)}})
-
-
 where, path, fn, value = 'enc/w', 'enc/w', counted, 1.0
-ONES = {'enc': {'w': jnp.ones((2, 3)), 'v': jnp.ones((2, 3)), 'b': jnp.ones(3)}}
 
 
-def of_three(rule: Any) -> Any:
-    def under(params: Any) -> jax.Array:
-        with rule:
-            return loss(params)
-
-    return jax.grad(under)(ONES)['enc']
-
-
-SAME_SHAPE = functools.partial(of_three, nn.copy_cotangent({'enc/w': 'enc/v'}))
 ONE_BOUND_EACH = 'nn.clip_gradient(where, global_norm=1.0)'
 
 FIXES: dict[str, str | Callable[[], Any]] = {
     'forward mode': backwards_twice,
-    'forward mode of many': lambda: jax.grad(
-        lambda t: jnp.sum(sg.rewrite(t, nn.clip_gradient(True, global_norm=1.0))['a'])
-    )({name: jnp.ones(1) for name in 'ab'}),
-    'a function that changes the shape': lambda: grads(
-        nn.map_cotangent('enc/w', counted)
-    ),
-    'a function that changes the dtype': lambda: grads(
-        nn.map_cotangent('enc/w', widened)
-    ),
-    'a function that returns nothing': lambda: grads(
-        nn.map_cotangent('enc/w', lambda path, ct: ct * 2.0)
-    ),
-    'a value of another shape': lambda: grads(
-        nn.replace_cotangent('enc/w', jnp.ones((2, 3)))
-    ),
-    'a variable of another shape': lambda: of_three(
-        nn.replace_cotangent('enc/w', variable='enc/v')
-    ),
-    'a source of another shape': SAME_SHAPE,
-    'an integer': lambda: [of_reals('w'), of_reals(True)],
-    'an integer in a tree': lambda: [
-        sg.rewrite({'n': 3, 'w': 1.0}, nn.clip_gradient(choice, value=1.0))
-        for choice in ('w', True)
-    ],
-    'a circle of copies': lambda: nn.copy_cotangent({'a': 'b'}),
-    'a copy of itself': lambda: nn.copy_cotangent({'a': 'b'}),
     'copies without sources': "{'a/kernel': 'b/kernel'}",
-    'a source that is not there': lambda: [
-        SAME_SHAPE(),
-        grads(nn.copy_cotangent({'enc/w': 'enc/v'}, unused='ignore')),
-    ],
     'clip without a bound': ONE_BOUND_EACH,
-    'clip with two bounds': lambda: grads(nested_clips()),
-    'clip below zero': lambda: nn.clip_gradient('enc/**', norm=0.0),
-    'a factor for each': lambda: nn.scale_gradient('enc/**', jnp.ones(())),
-    'a factor that is none': lambda: [
-        nn.scale_gradient('enc/**', factor) for factor in (0.5, jnp.float32(0.5))
-    ],
     'replaced by nothing': 'nn.replace_cotangent(where, value)',
-    'replaced by two': lambda: [
-        nn.replace_cotangent(where, **choice)
-        for choice in ({'value': 1.0}, {'variable': 'path'}, {'collection': 'name'})
-    ],
-    'replaced by what is not there': lambda: of_three(
-        nn.replace_cotangent('enc/w', variable='enc/w')
-    ),
     'a function that reads a tracer': lambda: handed_over(2.0),
     'modules from outside of a body': lambda: split(around=True),
 }
-
-
-@contextlib.contextmanager
-def nested_clips() -> Iterator[None]:
-    with nn.clip_gradient(where, value=1.0), nn.clip_gradient(where, norm=2.0):
-        yield

@@ -9,7 +9,6 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import flax_sg as sg
 from flax_sg import errors, testing
@@ -138,31 +137,5 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 FIXES: dict[str, str | Callable[[], Any]] = {
-    'a depth of a table': lambda: [
-        sg.tabulate(Layer(), jax.random.key(0), depth=depth)(jnp.ones(2), None)
-        for depth in ('fit', 1, None)
-    ],
-    'another program': lambda: testing.assert_same_program(jnp.sin, jnp.sin, SHAPES),
-    'traced again': lambda: jax.jit(testing.assert_traces_once(jnp.negative))(
-        jnp.ones(2)
-    ),
-    'never traced': lambda: jax.jit(assert_traces_once(loss))(PARAMS),
-    'another part trained': lambda: testing.assert_trains_only(loss, 'head', PARAMS),
-    'a report with arguments': lambda: [
-        testing.assert_flows(sg.gradient_flow(loss, PARAMS), 'head'),
-        testing.assert_flows(loss, 'head', PARAMS),
-    ],
-    'a class as a table': lambda: sg.tabulate(fnn.Dense(2), jax.random.key(0))(
-        jnp.ones(2)
-    ),
-    'a part that there is not': lambda: in_block(np.s_[1:]),
-    'a part of a leaf': lambda: [
-        sg.partition(PARAMS, 'body'),
-        sg.freeze(optax.sgd(0.1), sg.at('body', np.s_[:2])).init(PARAMS),
-    ],
     'no index': "sg.at('embed/embedding', np.s_[:100])",
-    'layers that there are not': lambda: [
-        layers(slice(0, 2)),
-        layers([True, False, True, False]),
-    ],
 }

@@ -16,7 +16,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,13 +36,7 @@ from flax_sg.filters import (
     Regex,
     as_filter,
 )
-from flax_sg.filters.expressions import (
-    as_function,
-    decide,
-    find_unused,
-    kinds_of,
-    shape_of,
-)
+from flax_sg.filters.expressions import decide, find_unused
 from flax_sg.filters.names import Names
 from flax_sg.filters.paths import Path
 from flax_sg.linen import Frozen, stop_gradient
@@ -83,28 +76,22 @@ LITERALS = [
 OF_A_PATH_ONLY = ['w**2', '!w', '[!w]', '*', '**', 'a/**', '[ab]/!c']
 
 
-@pytest.mark.parametrize('text', LITERALS)
-def test_a_string_that_is_a_path_means_that_path(text):
-    glob = as_filter(text)
-    assert glob == Glob(text) and hash(glob) == hash(Glob(text))
-    assert repr(glob) == f'Glob({text!r})'
-    assert pickle.loads(pickle.dumps(glob)) == glob
-    assert glob(path(text)) is True
-    for other in PATHS:
-        assert glob(other) is False
-    assert (~glob)(path(text)) is False
-
-
 @pytest.mark.parametrize('text', LITERALS + OF_A_PATH_ONLY)
 def test_a_path_means_itself_alone(text):
     this = path(text)
     chosen = as_filter(this)
-    assert chosen(this) is True
     # What the same characters would mean in a glob.
     others = [path(p) for p in ('w0 1x0e', 'w, 1x0e', 'wx', 'w', 'wab2', 'a', 'a/x/y')]
-    assert not any(map(chosen, [*PATHS, *others]))
+    alone = [chosen]
+    if text in LITERALS:  # A str that is a path means that path too.
+        alone.append(as_filter(text))
+        assert alone[1] == Glob(text) and repr(alone[1]) == f'Glob({text!r})'
+    for one in alone:
+        assert one(this) is True and (~one)(this) is False
+        assert not any(map(one, PATHS))
+        assert pickle.loads(pickle.dumps(one)) == one
+    assert not any(map(chosen, others))
     assert eval(repr(chosen)) == chosen == as_filter(path(text, 'batch_stats'))
-    assert pickle.loads(pickle.dumps(chosen)) == chosen
     assert [p for p in (this, *PATHS) if as_filter([this, 'scale'])(p)] == [
         this,
         PATHS[3],
@@ -128,9 +115,9 @@ class Irreps(nn.Module):
         return x
 
 
-@pytest.mark.parametrize('text', ['w[0,0] 1x0e', 'a[b'])
 @pytest.mark.parametrize('kind', [str, path])
-def test_a_literal_path_is_the_same_in_every_extent(text, kind):
+def test_a_literal_path_is_the_same_in_every_extent(kind):
+    text = 'w[0,0] 1x0e'
     names, x = (text, 'w[9] 1x0e', 'b'), jnp.ones((2,))
     where = kind(text)
     params = Irreps(names).init(jax.random.key(0), x)['params']
@@ -144,19 +131,10 @@ def test_a_literal_path_is_the_same_in_every_extent(text, kind):
     expected = oracle.grads(by_hand, params)
     oracle.assert_same(grads(Irreps(names, where)), expected)
     oracle.assert_same(grads(Frozen(Irreps(names), where)), expected)
-    oracle.assert_same(grads(stop_gradient(Irreps, where)(names)), expected)
     with stop_gradient(where):
         oracle.assert_same(grads(Irreps(names)), expected)
-    tree = {name: name == text for name in names}
-    assert sg.mask(params, frozen=where) == tree
+    assert sg.mask(params, frozen=where) == {name: name == text for name in names}
     assert jax.tree.leaves(sg.partition(params, where)[0]) == [params[text]]
-    only = sg.grad(lambda p: jnp.sum(Irreps(names).apply({'params': p}, x)), wrt=where)
-    found = only(params)
-    assert [name for name in names if jax.tree.leaves(found[name])] == [text]
-    tx = sg.freeze(optax.sgd(1.0), where)
-    updates, _ = tx.update(params, tx.init(params), params)
-    moved = sg.apply_updates(params, updates)
-    assert {name for name in names if moved[name] != params[name]} == {*names} - {text}
 
 
 def test_a_path_without_special_characters_is_its_glob():
@@ -194,68 +172,58 @@ UNHASHABLE = Unhashable('kernel')
 
 # What each kind of argument selects of PATHS
 
-SELECTIONS: dict[str, tuple[Any, list[str]]] = {
-    'glob': ('gln/*', ['gln/kernel', 'gln/bias']),
-    'glob that is a Path': (path('gln/kernel'), ['gln/kernel']),
-    'glob that is a numpy str': (np.str_('scale'), ['scale']),
-    'glob for everything': (
-        '**',
-        ['gln/kernel', 'gln/bias', 'dec/kernel', 'scale', '/cell/w'],
-    ),
-    'regular expression': (re.compile('gln/.*'), ['gln/kernel', 'gln/bias']),
-    'regular expression, a part of a path': (re.compile('kernel'), []),
-    'regular expression with a flag': (re.compile('SCALE', re.I), ['scale']),
-    'lambda': (lambda p: p.startswith('gln'), ['gln/kernel', 'gln/bias']),
-    'lambda on an attribute': (lambda p: p.module == '', ['scale']),
-    'function': (is_kernel, ['gln/kernel', 'dec/kernel']),
-    'numpy bool as the result': (lambda p: np.bool_(p == 'scale'), ['scale']),
-    'callable object': (Named('bias'), ['gln/bias']),
-    'bound method': (Named('bias').method, ['gln/bias']),
-    'partial': (functools.partial(lambda n, p: p.name == n, 'bias'), ['gln/bias']),
-    'builtin': ({'scale'}.__contains__, ['scale']),
-    'True': (True, ['gln/kernel', 'gln/bias', 'dec/kernel', 'scale', '/cell/w']),
-    'False': (False, []),
-    'numpy bool': (np.False_, []),
-    'tree': (
+K, B, D, S, W = PATHS
+FROZEN = flax.core.freeze({'gln': np.True_, 'dec': np.False_, 'scale': np.False_})
+SELECTIONS: list[tuple[Any, list[Path]]] = [
+    ('gln/*', [K, B]),
+    (path('gln/kernel'), [K]),
+    (np.str_('scale'), [S]),
+    ('**', [K, B, D, S, W]),
+    (re.compile('gln/.*'), [K, B]),
+    (re.compile('kernel'), []),
+    (re.compile('SCALE', re.I), [S]),
+    (lambda p: p.module == '', [S]),
+    (is_kernel, [K, D]),
+    (lambda p: np.bool_(p == 'scale'), [S]),
+    (Named('bias'), [B]),
+    (Named('bias').method, [B]),
+    (functools.partial(lambda n, p: p.name == n, 'bias'), [B]),
+    ({'scale'}.__contains__, [S]),
+    (True, PATHS),
+    (False, []),
+    (np.False_, []),
+    (
         {
             'gln': {'kernel': True, 'bias': False},
             'dec': {'kernel': True},
             'scale': 0 > 1,
         },
-        ['gln/kernel', 'dec/kernel'],
+        [K, D],
     ),
-    'prefix of a tree': (
-        {'gln': True, 'dec': False, 'scale': True},
-        ['gln/kernel', 'gln/bias', 'scale'],
-    ),
-    'frozen tree of numpy bools': (
-        flax.core.freeze({'gln': np.True_, 'dec': np.False_, 'scale': np.False_}),
-        ['gln/kernel', 'gln/bias'],
-    ),
-    'list': (['scale', re.compile('dec.*')], ['dec/kernel', 'scale']),
-    'tuple with a function': (
-        (is_kernel, 'scale'),
-        ['gln/kernel', 'dec/kernel', 'scale'],
-    ),
-    'set': ({'scale', 'gln/bias'}, ['gln/bias', 'scale']),
-    'keys of a dict': ({'scale': 1}.keys(), ['scale']),
-    'deque': (collections.deque(['scale']), ['scale']),
-    'nested lists': ([['scale'], ['gln/bias', []]], ['gln/bias', 'scale']),
-    'empty list': ([], []),
-    'filter': (~Glob('**/kernel'), ['gln/bias', 'scale', '/cell/w']),
-    'and': (Glob('gln/*') & is_kernel, ['gln/kernel']),
-    'or': (Glob('scale') | {'gln': True, 'dec': False, 'scale': False} | [], None),
-}
-SELECTIONS['or'] = (SELECTIONS['or'][0], ['gln/kernel', 'gln/bias', 'scale'])
+    ({'gln': True, 'dec': False, 'scale': True}, [K, B, S]),
+    (FROZEN, [K, B]),
+    (['scale', re.compile('dec.*')], [D, S]),
+    ((is_kernel, 'scale'), [K, D, S]),
+    ({'scale', 'gln/bias'}, [B, S]),
+    ({'scale': 1}.keys(), [S]),
+    (collections.deque(['scale']), [S]),
+    ([['scale'], ['gln/bias', []]], [B, S]),
+    ([], []),
+    (~Glob('**/kernel'), [B, S, W]),
+    (Glob('gln/*') & is_kernel, [K]),
+    (Glob('scale') | {'gln': True, 'dec': False, 'scale': False} | [], [K, B, S]),
+]
 
 
-@pytest.mark.parametrize('row', SELECTIONS.values(), ids=SELECTIONS)
+@pytest.mark.parametrize('row', SELECTIONS)
 def test_selects(row):
     where, expected = row
     chosen = as_filter(where)
-    assert [p for p in PATHS if chosen(p)] == expected
-    assert [p for p in PATHS if (~chosen)(p)] == [p for p in PATHS if p not in expected]
-    assert all(type(chosen(p)) is bool for p in PATHS)
+    for p in PATHS:
+        assert chosen(p) is (p in expected) and (~chosen)(p) is (p not in expected)
+        matched: set[Filter] = {Glob('x')}
+        assert decide(chosen, p, matched) == chosen(p)
+        assert matched == {Glob('x'), *(atom for atom in chosen.atoms if atom(p))}
 
 
 def test_kinds():
@@ -275,69 +243,70 @@ def test_kinds():
 
 A, B, C = Glob('a'), Glob('b'), Glob('c/**')
 
-ATOMS: dict[str, tuple[Filter, tuple[Filter, ...]]] = {
-    'constant': (Constant(True), ()),
-    'atom': (A, (A,)),
-    'not': (~A, (A,)),
-    'twice': ((A & B) | (A & ~C), (A, B, C)),
-    'equal ones': (Glob('a') | ~Glob('a'), (A,)),
-    'constant beside': (A & True, (A,)),
-    'all kinds': (
+ATOMS: list[tuple[Filter, tuple[Filter, ...]]] = [
+    (Constant(True), ()),
+    (A, (A,)),
+    (~A, (A,)),
+    ((A & B) | (A & ~C), (A, B, C)),
+    (Glob('a') | ~Glob('a'), (A,)),
+    (A & True, (A,)),
+    (
         A | re.compile('r') | is_kernel | {'t': True},
         (A, Regex(re.compile('r')), Predicate(is_kernel), BoolTree({'t': True})),
     ),
-}
+]
 
 
-@pytest.mark.parametrize('row', ATOMS.values(), ids=ATOMS)
+@pytest.mark.parametrize('row', ATOMS)
 def test_atoms(row):
     chosen, atoms = row
     assert chosen.atoms == atoms
 
 
-EQUAL: dict[str, tuple[Any, Any]] = {
-    'glob': ('a', 'a'),
-    'regex': (re.compile('a', re.I), re.compile('a', re.I)),
-    'function': (is_kernel, is_kernel),
-    'method': (NAMED.method, NAMED.method),
-    'object that has no hash': (UNHASHABLE, UNHASHABLE),
-    'tree, in another order': ({'a': True, 'b': False}, {'b': False, 'a': True}),
-    'tree, numpy': ({'a': True}, flax.core.freeze({'a': np.True_})),
-    'tree, an empty branch': ({'a': True, 'b': {}}, {'a': True}),
-    'or, in another order': (['a', 'b'], ['b', 'a']),
-    'and, in another order': (A & B, B & A),
-    'nested or': ((A | B) | C, A | (B | C)),
-    'twice the same': ([A, B, A], [A, B]),
-    'double not': (~~(A & B), A & B),
-    'not a constant': (~as_filter(True), False),
-}
+EQUAL: list[tuple[Any, Any]] = [
+    ('a', 'a'),
+    (re.compile('a', re.I), re.compile('a', re.I)),
+    (is_kernel, is_kernel),
+    (NAMED.method, NAMED.method),
+    (UNHASHABLE, UNHASHABLE),
+    ({'a': True, 'b': False}, {'b': False, 'a': True}),
+    ({'a': True}, flax.core.freeze({'a': np.True_})),
+    ({'a': True, 'b': {}}, {'a': True}),
+    (['a', 'b'], ['b', 'a']),
+    (A & B, B & A),
+    ((A | B) | C, A | (B | C)),
+    ([A, B, A], [A, B]),
+    (~~(A & B), A & B),
+    (~as_filter(True), False),
+]
 
-UNEQUAL: dict[str, tuple[Any, Any]] = {
-    'glob': ('a', 'b'),
-    'glob and regex': ('a', re.compile('a')),
-    'regex flags': (re.compile('a'), re.compile('a', re.I)),
-    'lambda, written twice': (lambda p: p == 'a', lambda p: p == 'a'),
-    'methods of two objects': (Named('a').method, Named('a').method),
-    'objects that have no hash': (UNHASHABLE, Unhashable('kernel')),
-    'tree, a value': ({'a': True}, {'a': False}),
-    'tree, a name': ({'a': True}, {'b': True}),
-    'tree, its depth': ({'a': {'b': True}}, {'a': True}),
-    'and, or': (A & B, A | B),
-    'not': (A, ~A),
-    'constant': (True, False),
-    'a part more': (A | B, A | B | C),
-    'a glob and its name': ('a', lambda p: p == 'a'),
-}
+UNEQUAL: list[tuple[Any, Any]] = [
+    ('a', 'b'),
+    ('a', re.compile('a')),
+    (re.compile('a'), re.compile('a', re.I)),
+    (lambda p: p == 'a', lambda p: p == 'a'),
+    (Named('a').method, Named('a').method),
+    (UNHASHABLE, Unhashable('kernel')),
+    ({'a': True}, {'a': False}),
+    ({'a': True}, {'b': True}),
+    ({'a': {'b': True}}, {'a': True}),
+    (A & B, A | B),
+    (A, ~A),
+    (True, False),
+    (A | B, A | B | C),
+    ('a', lambda p: p == 'a'),
+]
 
 
-@pytest.mark.parametrize('row', EQUAL.values(), ids=EQUAL)
+@pytest.mark.parametrize('row', EQUAL)
 def test_equal(row):
     one, other = map(as_filter, row)
-    assert one == other
-    assert hash(one) == hash(other)
+    assert one == other and hash(one) == hash(other)
+    with pytest.raises(AttributeError):  # Filters are immutable.
+        one.pattern = 'b'  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize('row', UNEQUAL.values(), ids=UNEQUAL)
+@pytest.mark.parametrize('row', UNEQUAL)
 def test_unequal(row):
     one, other = map(as_filter, row)
     assert one != other
@@ -348,24 +317,24 @@ def test_a_filter_is_equal_to_no_other_thing():
     assert Constant(True) != True  # noqa: E712
 
 
-REPRS: dict[str, tuple[Filter, str]] = {
-    'glob': (A, "Glob('a')"),
-    'regex': (Regex(re.compile('a', re.I)), "Regex(re.compile('a', re.IGNORECASE))"),
-    'constant': (Constant(False), 'Constant(False)'),
-    'tree': (BoolTree({'a': {'b': np.True_}}), "BoolTree({'a': {'b': True}})"),
-    'not': (~A, "~Glob('a')"),
-    'not of several': (~(A | B), "~(Glob('a') | Glob('b'))"),
-    'and': (A & B & C, "Glob('a') & Glob('b') & Glob('c/**')"),
-    'and of or': (A & (B | C), "Glob('a') & (Glob('b') | Glob('c/**'))"),
-    'or of and': (A | B & ~C, "Glob('a') | (Glob('b') & ~Glob('c/**'))"),
-    'and of not': (~(A & B) & C, "~(Glob('a') & Glob('b')) & Glob('c/**')"),
-    'or of nothing': (Or(()), 'Or(())'),
-    'and of nothing': (And(()), 'And(())'),
-    'or of one': (Not(Or((A,))), "~Glob('a')"),
-}
+REPRS: list[tuple[Filter, str]] = [
+    (A, "Glob('a')"),
+    (Regex(re.compile('a', re.I)), "Regex(re.compile('a', re.IGNORECASE))"),
+    (Constant(False), 'Constant(False)'),
+    (BoolTree({'a': {'b': np.True_}}), "BoolTree({'a': {'b': True}})"),
+    (~A, "~Glob('a')"),
+    (~(A | B), "~(Glob('a') | Glob('b'))"),
+    (A & B & C, "Glob('a') & Glob('b') & Glob('c/**')"),
+    (A & (B | C), "Glob('a') & (Glob('b') | Glob('c/**'))"),
+    (A | B & ~C, "Glob('a') | (Glob('b') & ~Glob('c/**'))"),
+    (~(A & B) & C, "~(Glob('a') & Glob('b')) & Glob('c/**')"),
+    (Or(()), 'Or(())'),
+    (And(()), 'And(())'),
+    (Not(Or((A,))), "~Glob('a')"),
+]
 
 
-@pytest.mark.parametrize('row', REPRS.values(), ids=REPRS)
+@pytest.mark.parametrize('row', REPRS, ids=lambda row: row[1])
 def test_repr_is_the_expression(row):
     chosen, text = row
     assert repr(chosen) == text
@@ -417,12 +386,6 @@ def test_cloudpickles_a_lambda():
     assert [p for p in PATHS if twin(p)] == ['gln/bias', 'scale']
 
 
-@pytest.mark.parametrize('row', EQUAL.values(), ids=EQUAL)
-def test_immutable(row):
-    with pytest.raises(AttributeError):
-        as_filter(row[0]).pattern = 'b'  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def test_a_tree_is_copied():
     given_tree = {'a': {'b': True}}
     chosen = BoolTree(given_tree)
@@ -430,17 +393,17 @@ def test_a_tree_is_copied():
     assert chosen(path('a/b'))
 
 
-OTHER_SIDES: dict[str, tuple[Any, Filter]] = {
-    'str': ('b', B),
-    'numpy bool': (np.True_, Constant(True)),
-    'dict': ({'b': True}, BoolTree({'b': True})),
-    'list': (['b', 'c/**'], B | C),
-    'function': (is_kernel, Predicate(is_kernel)),
-    'filter': (~B, ~B),
-}
+OTHER_SIDES: list[tuple[Any, Filter]] = [
+    ('b', B),
+    (np.True_, Constant(True)),
+    ({'b': True}, BoolTree({'b': True})),
+    (['b', 'c/**'], B | C),
+    (is_kernel, Predicate(is_kernel)),
+    (~B, ~B),
+]
 
 
-@pytest.mark.parametrize('row', OTHER_SIDES.values(), ids=OTHER_SIDES)
+@pytest.mark.parametrize('row', OTHER_SIDES)
 def test_operators_take_anything(row):
     other, expected = row
     assert A & other == And((A, expected))
@@ -475,7 +438,7 @@ ALL_RESULTS = [
 
 def table(chosen: Filter) -> list[bool]:
     """The value of an expression for every value of its atoms."""
-    return [chosen._evaluate(took, set()) for took in ALL_RESULTS]
+    return [chosen.evaluate(dict.fromkeys(took, True)) for took in ALL_RESULTS]
 
 
 @given(EXPRESSIONS, EXPRESSIONS)
@@ -491,15 +454,6 @@ def test_expressions_obey_the_laws(x, y):
 
 
 # What a block asks a filter
-
-
-@pytest.mark.parametrize('row', SELECTIONS.values(), ids=SELECTIONS)
-def test_decide_says_the_same_and_which_atoms_took_something(row):
-    chosen = as_filter(row[0])
-    for p in PATHS:
-        matched: set[Filter] = {C}
-        assert decide(chosen, p, matched) == chosen(p)
-        assert matched == {C, *(atom for atom in chosen.atoms if atom(p))}
 
 
 def test_decide_asks_each_function_once():
@@ -519,58 +473,43 @@ def fresh() -> Any:
     return lambda p: True
 
 
-SHAPES: dict[str, tuple[Any, Any, bool]] = {
-    'glob': ('a', 'a', True),
-    'globs': ('a', 'b', False),
-    'one lambda made twice': (fresh(), fresh(), True),
-    'in an expression': (A & ~as_filter(fresh()), A & ~as_filter(fresh()), True),
-    'partials of it': (functools.partial(fresh()), fresh(), True),
-    'other expressions': (A & as_filter(fresh()), A | as_filter(fresh()), False),
-    'beside another glob': (A & as_filter(fresh()), B & as_filter(fresh()), False),
-    'two lambdas': (lambda p: True, lambda p: True, False),
-    'methods of two objects': (Named('a').method, Named('b').method, True),
-    'objects of one class': (Named('a'), Named('b'), True),
-    'objects of two classes': (Named('a'), UNHASHABLE, False),
-    'written in C': (operator.methodcaller('a'), operator.methodcaller('b'), True),
-}
+SHAPES: list[tuple[Any, Any, bool]] = [
+    ('a', 'a', True),
+    ('a', 'b', False),
+    (fresh(), fresh(), True),
+    (A & ~as_filter(fresh()), A & ~as_filter(fresh()), True),
+    (functools.partial(fresh()), fresh(), True),
+    (A & as_filter(fresh()), A | as_filter(fresh()), False),
+    (A & as_filter(fresh()), B & as_filter(fresh()), False),
+    (lambda p: True, lambda p: True, False),
+    (Named('a').method, Named('b').method, True),
+    (Named('a'), Named('b'), True),
+    (Named('a'), UNHASHABLE, False),
+    (operator.methodcaller('a'), operator.methodcaller('b'), True),
+]
 
 
-@pytest.mark.parametrize('row', SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize('row', SHAPES)
 def test_filters_that_are_spelled_alike_have_one_shape(row):
     one, other, alike = row
     one, other = as_filter(one), as_filter(other)
-    assert (shape_of(one) == shape_of(other)) is alike
+    assert (one.shape == other.shape) is alike
     if alike:
-        assert hash(shape_of(one)) == hash(shape_of(other))
+        assert hash(one.shape) == hash(other.shape)
 
 
 def test_functions_in_a_filter_are_known():
     values = (A & ~B) | BoolTree({'a': True}) | Derived(frozenset(), frozenset())
-    assert Predicate not in kinds_of(values)
+    assert Predicate not in values.kinds
     for chosen in (as_filter(is_kernel), ~as_filter(is_kernel), values | is_kernel):
-        assert Predicate in kinds_of(chosen)
-    assert as_function(as_filter(is_kernel)) == (is_kernel, False)
-    assert as_function(~as_filter(is_kernel)) == (is_kernel, True)
-    for chosen in (A, ~A, A & is_kernel, as_filter(True)):
-        assert as_function(chosen) is None
-
-
-def test_a_function_that_finds_nothing_is_asked_for_nothing_else():
-    asked = []
-
-    def spy(path):
-        asked.append(path)
-        return False
-
-    assert 'Did you mean' not in unused(spy, MET, ENC)
-    assert asked == []
+        assert Predicate in chosen.kinds
 
 
 def test_a_list_of_thousands_of_paths_is_looked_up(monkeypatch):
     names = [f'layer_{n}/w[{n}]' if n % 2 else f'layer_{n}/w' for n in range(2000)]
     paths = [path(name) for name in names]
     asked: list[Path] = []
-    monkeypatch.setattr(Glob, '_matches', lambda self, p: asked.append(p))
+    monkeypatch.setattr(Glob, 'matches', lambda self, p: asked.append(p))
     for where in (names[::2], paths):
         chosen, matched = as_filter(where), set()
         said = [decide(~~chosen, p, matched) for p in paths]
@@ -589,9 +528,8 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ('where', 'problem', 'fix'),
     [
-        (['a', 3], '3 (int)', 'Write True.'),
-        (0.5, '0.5 (float)', "Write a glob such as 'encoder/**'."),
-        (b'\xff', "b'\\xff' (bytes)", "Write '\ufffd'."),
+        (['a', 3], '3 (int)', "Write a glob such as 'encoder/**'."),
+        (b'x', "b'x' (bytes)", "Write a glob such as 'encoder/**'."),
         (object(), 'an object', "Write a glob such as 'encoder/**'."),
         (functools.partial(int, base=2), 'the class int', 'Write a glob such as'),
         (Model, 'the class Model', 'write nn.stop_gradient(Model, where).'),
@@ -617,7 +555,6 @@ def test_what_is_no_filter(where, problem, fix):
         ({'gln': None}, "None at 'gln'"),
         ({'gln': {'w': jnp.ones(2)}}, "an array (float32[2]) at 'gln/w'"),
         ({'gln': ['kernel']}, "'kernel' (str) at 'gln'"),
-        ({'gln': {0: True}}, "the key 0 (int) at 'gln'"),
     ],
 )
 def test_what_is_no_tree_of_bools(tree, what):
@@ -629,23 +566,6 @@ def test_what_is_no_tree_of_bools(tree, what):
 def test_a_traced_value_is_no_filter():
     with pytest.raises(errors.FilterTypeError, match=r'^a traced value \(float32'):
         jax.jit(as_filter)(1.0)
-
-
-async def coroutine(path):
-    return True
-
-
-async def async_generator(path):
-    yield True
-
-
-def generator(path):
-    yield True
-
-
-class AsyncCall:
-    async def __call__(self, path):
-        return True
 
 
 def no_path() -> bool:
@@ -666,27 +586,17 @@ functools.update_wrapper(wrapped, path_and_leaf)
 @pytest.mark.parametrize(
     ('fn', 'problem'),
     [
-        (no_path, '() -> bool'),
-        (path_and_leaf, '(path: str, leaf: object) -> bool'),
-        (wrapped, '(path: str, leaf: object) -> bool'),
-        (lambda path, *, leaf: True, '(path, *, leaf)'),
-        (lambda *, path: True, '(*, path)'),
-        *(
-            (fn, 'is async or a generator, and returns no bool')
-            for fn in (
-                coroutine,
-                async_generator,
-                generator,
-                functools.partial(generator),
-                AsyncCall(),
-            )
-        ),
+        (no_path, 'too many positional arguments'),
+        (path_and_leaf, "missing a required argument: 'leaf'"),
+        (wrapped, "missing a required argument: 'leaf'"),
+        (lambda path, *, leaf: True, 'missing a required'),
+        (lambda *, path: True, 'too many positional arguments'),
     ],
 )
 def test_functions_that_cannot_be_predicates_are_refused_at_once(fn, problem):
     # Among them what stands below a decorator that was given no filter.
-    said = problem if problem.startswith('is ') else f'it takes {problem}.'
-    with pytest.raises(errors.FilterTypeError, match=re.escape(f' {said}')):
+    said = f' cannot be called with a path: {problem}'
+    with pytest.raises(errors.FilterTypeError, match=re.escape(said)):
         as_filter(fn)
 
 
@@ -704,12 +614,6 @@ def test_functions_that_cannot_be_predicates_are_refused_at_once(fn, problem):
 def test_functions_that_can_be_called_with_a_path_are_taken(fn):
     kernel, bias = (Path.of('params', ('a', name)) for name in ('kernel', 'bias'))
     assert [as_filter(fn)(path) for path in (kernel, bias)] == [True, False]
-
-
-def test_a_plain_function_is_not_inspected(monkeypatch):
-    # inspect.signature takes longer than all the rest of a block that opens.
-    monkeypatch.setattr('inspect.signature', None)
-    assert as_filter(lambda path: path.name == 'kernel')(PATHS[0])
 
 
 @pytest.mark.parametrize(
@@ -757,7 +661,7 @@ def test_a_tree_answers_within_a_variable():
 def test_leaves_of_a_box_share_a_path():
     box = nn.Partitioned(True, names=(None,))
     assert BoolTree({'kernel': box}) == BoolTree({'kernel': True})
-    assert BoolTree({'pair': (False, np.False_)}) == BoolTree({'pair': False})
+    assert not BoolTree({'pair': (False, np.False_)})(path('pair'))
 
 
 @pytest.mark.parametrize(
@@ -773,23 +677,22 @@ def test_leaves_of_a_variable_agree(build):
 
 
 @pytest.mark.parametrize(
-    ('tree', 'where', 'near', 'fix'),
+    ('tree', 'where', 'fix'),
     [
-        ({'gln': True, 'enc': False}, path('dec/w'), "'enc', 'gln'", "for 'dec' to"),
-        ({'gln': {'w': True}}, path('gln/b'), "'gln/w'", "for 'gln/b' to"),
-        ({'params': {'gln': True}}, path('gln/b'), "'params/gln'", "tree['params']"),
-        ({}, path('gln/b', 'cache'), 'none', "for 'gln' to"),
+        ({'gln': True, 'enc': False}, path('dec/w'), "False for 'dec/w' to"),
+        ({'params': {'gln': True}}, path('gln/b'), "tree['params']"),
+        ({}, path('gln/b', 'cache'), "for 'gln/b' to"),
     ],
 )
-def test_a_tree_that_has_no_answer(tree, where, near, fix):
+def test_a_tree_that_has_no_answer(tree, where, fix):
     with pytest.raises(errors.FilterValueError) as caught:
         BoolTree(tree)(where)
-    first, second, third = str(caught.value).splitlines()
+    first, second = str(caught.value).splitlines()
     assert first == (
         f"A tree of bools has no answer for the variable '{where}' of the collection "
         f"'{where.collection}'."
     )
-    assert second == f'Nearest in the tree: {near}.' and fix in third
+    assert fix in second
 
 
 @pytest.mark.parametrize(
@@ -827,7 +730,7 @@ TOP = [path('gln_0/kernel'), path('dec/bias'), path('norm/mean', 'batch_stats')]
 
 def unused(where: Any, met: list[Path], owner: tuple[str, ...] | None) -> str:
     """The second line of the error for a filter that matches nothing."""
-    lines = str(as_filter(where)._unused(False, met, owner)).splitlines()
+    lines = str(as_filter(where).unused(False, met, owner)).splitlines()
     some = '1 variable' if len(met) == 1 else f'{len(met)} variables'
     count = f'none of the {some}' if met else 'nothing'
     under = " under '" + '/'.join(owner) + "'" if owner else ''
@@ -841,8 +744,6 @@ JOINS = "'/' joins names."
 RELATIVE = "Paths are relative to the module at 'enc'."
 WHOLE = 'A pattern matches the whole path.'
 INSIDE = 'Variables are inside the module.'
-BRACES = "'{' and '}' mean themselves."
-FLAGS = re.IGNORECASE | re.DOTALL
 
 # In the module 'enc': what is meant, as it is written, and why
 MEANT: list[tuple[Any, str, str]] = [
@@ -850,23 +751,20 @@ MEANT: list[tuple[Any, str, str]] = [
     ('params/**', "'**'", BELOW),
     ('/params/gln_0/**', "'gln_0/**'", BELOW),
     ('params.gln_0.kernel', "'gln_0/kernel'", BELOW),
-    (re.compile('^params/gln_.*'), "re.compile('gln_.*')", BELOW),
+    (re.compile('^params/gln_.*'), "'gln_.*'", BELOW),
     ('gln_0::*', "'gln_0/*'", JOINS),
-    (re.compile(r'gln_\d\.kernel'), r"re.compile('gln_\\d/kernel')", JOINS),
+    (re.compile(r'gln_\d\.kernel'), r"'gln_\\d/kernel'", JOINS),
     ('enc/gln_0/**', "'gln_0/**'", RELATIVE),
     ('/enc/gln_0/**', "'gln_0/**'", RELATIVE),
     ('cell/*', "'/cell/*'", 'Paths outside the module begin with a slash.'),
     ('gln_*', "'gln_*/**'", INSIDE),
-    (re.compile('DEC', FLAGS), f"re.compile('DEC/.*', {FLAGS!r})", INSIDE),
+    (re.compile('DEC', re.I), "'DEC/.*'", INSIDE),
     ('dense/kernel', "'**/dense/kernel'", WHOLE),
     ('dense.kernel', "'**/dense/kernel'", WHOLE),
-    (re.compile('ense'), "re.compile('.*ense.*')", WHOLE),
-    ('gln_{0,7}/{kernel,bias}', "['gln_0/kernel', 'gln_0/bias']", BRACES),
-    ('{gln_{0,1},dec}.*', "['gln_0/*', 'dec/**', 'gln_1/*']", BRACES),
-    ('gln_{0..1}/*', "['gln_0/*', 'gln_1/*']", BRACES),
+    (re.compile('ense'), "'.*ense.*'", WHOLE),
     ('glm_0/**', "'gln_0/**'", ''),
     ('glm_0.kernel', "'gln_0/kernel'", ''),
-    (re.compile('glm_0/.*'), "re.compile('gln_0/.*')", ''),
+    (re.compile('glm_0/.*'), "'gln_0/.*'", ''),
     ('deck', "'dec/**'", ''),
     ('**/kernal', "'**/kernel'", ''),
     ('dens/kernel', "'**/dense/kernel'", ''),
@@ -879,12 +777,13 @@ def test_did_you_mean(row):
     where, meant, why = row
     assert not any(map(as_filter(where), MET))
     assert unused(where, MET, ENC) == f'Did you mean {meant}? {why}'.rstrip()
-    assert any(map(as_filter(eval(meant)), MET))
+    if isinstance(where, re.Pattern):
+        assert any(map(re.compile(eval(meant), where.flags).fullmatch, MET))
+    else:
+        assert any(map(as_filter(eval(meant)), MET))
 
 
 AT = "Only paths outside the module begin with '/'."
-CODE = 'Its Unicode form differs.'
-SET = "'[' begins a set of characters."
 
 
 @pytest.mark.parametrize(
@@ -896,9 +795,12 @@ SET = "'[' begins a set of characters."
             "'w'? Paths start below the collection 'stats'.",
         ),
         ('/gln_0/**', TOP, f"'gln_0/**'? {AT}"),
-        ('caf\u00e9/*', [path('cafe\u0301/w')], f"'cafe\u0301/*'? {CODE}"),
+        (
+            'caf\u00e9/*',
+            [path('cafe\u0301/w')],
+            "'cafe\u0301/*'? Its Unicode form differs.",
+        ),
         ('a.*.b', [path('a/0/b/w')], f"'a/*/b/**'? {JOINS}"),
-        ('w[0,0] 1x0e/**', [path('w[0,0] 1x0e/k')], f"'w[[]0,0] 1x0e/**'? {SET}"),
         ('w[0', [path('w[0/kernel')], f"'w[0/**'? {INSIDE}"),
     ],
 )
@@ -907,18 +809,17 @@ def test_did_you_mean_at_top_level(where, met, line):
 
 
 def glm(path):
-    """Not 'dec/bias'."""
     return path.startswith('glm')
 
 
 @pytest.mark.parametrize(
     ('where', 'line'),
     [
-        ('gln_2/**', "Nearest: 'gln_0/kernel', 'norm/mean', 'dec/bias'."),
-        ('gln_{0..999}/**', "Nearest: 'gln_0/kernel', 'norm/mean', 'dec/bias'."),
+        ('gln_2/**', "Did you mean 'gln_0/**'?"),
+        ('gln_{0..2}/**', "'{' and '}' mean themselves: write a list of patterns."),
         ('xyz/**', "Nearest: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
-        (glm, "Nearest: 'gln_0/kernel', 'norm/mean', 'dec/bias'."),
-        (Named('no'), "Paths look like this: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
+        (glm, "Paths look like this: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
+        (re.compile('xyz'), "Nearest: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
     ],
 )
 def test_where_nobody_knows_what_was_meant(where, line):
@@ -926,12 +827,8 @@ def test_where_nobody_knows_what_was_meant(where, line):
     assert unused(where, [], None) == 'There are no variables.'
 
 
-def test_two_names_as_close_as_each_other_are_not_guessed():
-    assert unused('gln_2/**', MET, ENC).startswith("Nearest: 'gln_0/")
-
-
 def test_errors_pickle():
-    nothing = as_filter('glm')._unused(False, TOP, None)
+    nothing = as_filter('glm').unused(False, TOP, None)
     for error in (nothing, errors.FilterValueError('x')):
         twin = pickle.loads(pickle.dumps(error))
         assert type(twin) is type(error) and str(twin) == str(error)

@@ -25,9 +25,6 @@ class Whitened(flax.struct.PyTreeNode):
     mean: Any
     name: str = flax.struct.field(pytree_node=False, default='layer')
 
-    def __call__(self, x):
-        return (x - self.mean) @ self.kernel + self.bias
-
 
 class Inherits(Whitened):
     """Declares nothing of its own."""
@@ -55,9 +52,6 @@ def layer(cls: Any = Whitened) -> Any:
     return cls(jnp.ones((2, 2)), jnp.ones((1, 2)), 0.5 * jnp.ones((1, 2)))
 
 
-X = jnp.array([[1.0, 2.0]])
-
-
 def loss(model: Any) -> Any:
     leaves = [jnp.asarray(leaf, jnp.float32) for leaf in jax.tree.leaves(model)]
     return sum(jnp.sum(leaf**2) for leaf in leaves)
@@ -79,11 +73,6 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-def test_nothing_is_declared_where_no_class_is(monkeypatch):
-    monkeypatch.setattr(trainable, '_declared', {})
-    assert trainable.declared({'a': layer(), 'w': 1.0}) == [True] * 4
-
-
 @pytest.mark.parametrize('name', MODELS)
 def test_everything_follows_the_declaration(name):
     model, trained = MODELS[name]
@@ -102,8 +91,7 @@ def test_everything_follows_the_declaration(name):
     updates, _ = tx.update(sg.grad(loss)(model), tx.init(model), model)
     new = sg.apply_updates(model, updates)
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(model), expected, strict=True)
-    for after, before, moved in pairs:
-        assert (after is before) is not moved
+    assert all((after is before) is not moved for after, before, moved in pairs)
 
 
 def test_a_filter_at_the_call_overrides_it():
@@ -116,26 +104,6 @@ def test_a_filter_at_the_call_overrides_it():
     assert jax.tree.leaves(sg.mask(model, trained=True)) == [True] * 4
     tx = sg.freeze(optax.sgd(0.1, momentum=0.9), 'w')
     assert len(jax.tree.leaves(tx.init(model))) == 3
-
-
-def test_the_gradient_is_that_of_the_trained_fields():
-    def fun(model, x):
-        return jnp.sum(jnp.tanh(model(x)))
-
-    model = layer()
-    expected = jax.grad(
-        lambda live: fun(model.replace(kernel=live[0], bias=live[1]), X)
-    )((model.kernel, model.bias))
-    got = sg.grad(fun)(model, X)
-    oracle.assert_same((got.kernel, got.bias), expected)
-    assert got.mean is sg.ABSENT
-    assert got.name == 'layer'
-
-
-def test_what_is_declared_is_moved_all_the_same():
-    model = jax.jit(lambda m: jax.tree.map(lambda x: 2 * x, m))(layer())
-    oracle.assert_same(model.mean, jnp.ones((1, 2)))
-    assert len(jax.tree.leaves(jax.device_put(layer()))) == 3
 
 
 @jax.tree_util.register_pytree_node_class
@@ -152,7 +120,7 @@ class Keyless:
 
 
 def test_bad_declarations():
-    with pytest.raises(errors.ArgumentTypeError, match="Did you mean 'kernel'"):
+    with pytest.raises(errors.ArgumentTypeError, match="'kernal' as trained"):
 
         @sg.trainable('kernal')
         class _Typo(flax.struct.PyTreeNode):

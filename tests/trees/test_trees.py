@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import flax_sg as sg
 import oracle
 from flax_sg import errors, linen
-from flax_sg.trees import absent, leaves
+from flax_sg.trees import leaves
 
 pytestmark = pytest.mark.every_case
 
@@ -95,37 +95,27 @@ def ids(tree: Any) -> list[int]:
 
 
 @pytest.mark.parametrize('name', TREES)
-def test_paths(name):
+def test_partition_and_combine_are_inverse(name):
     tree, paths = TREES[name]
     found = leaves.leaves_of(tree)
     assert found.paths == paths
     assert ids(found.restore(found.values)) == ids(tree)
-
-
-@pytest.mark.parametrize('name', TREES)
-@pytest.mark.parametrize('odd', [0, 1])
-def test_partition_and_combine_are_inverse(name, odd):
-    tree, paths = TREES[name]
     asked: list[str] = []
 
     def where(path):
         if path not in paths:  # That of the variable, for a leaf within it.
             return False
         asked.append(path)
-        return len(asked) % 2 == odd
+        return len(asked) % 2 == 0
 
     a, b = sg.partition(tree, where, unused='ignore')
     assert asked == paths
     # Each leaf is in one part, the very same object.
-    assert sorted(ids(a) + ids(b)) == sorted(
-        ids(tree)
-        + [id(sg.ABSENT)] * len(jax.tree.leaves(tree, is_leaf=leaves.is_whole))
-    )
-    for parts in ((a, b), (b, a)):
-        whole = sg.combine(*parts)
+    absent = [id(sg.ABSENT)] * len(paths)
+    assert sorted(ids(a) + ids(b)) == sorted(ids(tree) + absent)
+    for whole in (sg.combine(a, b), sg.combine(b, a)):
         assert jax.tree.structure(whole) == jax.tree.structure(tree)
-        assert ids(whole) == ids(tree)
-    assert type(sg.combine(a, b)) is type(tree)
+        assert ids(whole) == ids(tree) and type(whole) is type(tree)
     everything, nothing = sg.partition(tree, True)
     assert ids(everything) == ids(tree) == ids(sg.partition(tree, False)[1])
     assert jax.tree.leaves(nothing) == []
@@ -212,18 +202,13 @@ def test_partition_n():
 def test_under_transformations():
     params = {'a': jnp.ones(3), 'b': jnp.arange(3.0), 'n': jnp.arange(3)}
 
-    @jax.jit
     def fn(params):
         a, rest = sg.partition(params, 'a')
         return a, rest, sg.combine(rest, a)
 
-    a, rest, whole = fn(params)
-    oracle.assert_same((a, rest), sg.partition(params, 'a'))
-    oracle.assert_same(whole, params)
-    sums = jax.vmap(lambda a: jnp.sum(a['a']) + jnp.sum(a['a']))(a)
-    assert sums.shape == (3,)
-    out = jax.eval_shape(fn, params)
-    assert out[0]['b'] is sg.ABSENT
+    a, rest, whole = jax.eval_shape(fn, params)
+    assert a['b'] is rest['a'] is sg.ABSENT
+    assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, params)
 
 
 def test_the_sentinel():
@@ -234,7 +219,6 @@ def test_the_sentinel():
         copy.copy(sg.ABSENT),
         copy.deepcopy(sg.ABSENT),
         pickle.loads(pickle.dumps(sg.ABSENT)),
-        absent.Absent(),
     ):
         assert twin is sg.ABSENT
 
@@ -244,14 +228,11 @@ def test_the_sentinel():
     [
         lambda x: x + 1,
         lambda x: jnp.ones(2) * x,
-        lambda x: np.ones(2) - x,
         lambda x: x[0],
         lambda x: x.kernel,
-        lambda x: -x,
         lambda x: x < 1,
         lambda x: np.asarray(x),
         lambda x: jnp.sum(x),
-        lambda x: x @ jnp.ones((2, 2)),
         lambda x: x(),
         list,
         float,
@@ -297,14 +278,6 @@ def test_filters_that_select_nothing():
         sg.partition({'params': {'w': 1.0}}, 'params/w')
 
 
-def test_a_filter_is_asked_anew_each_time():
-    names = ['a']
-    where = sg.filters.as_filter(lambda path: path in names)
-    assert jax.tree.leaves(sg.partition({'a': 1, 'b': 2}, where)[0]) == [1]
-    names.append('b')
-    assert jax.tree.leaves(sg.partition({'a': 1, 'b': 2}, where)[0]) == [1, 2]
-
-
 # Other leaves.
 
 
@@ -339,16 +312,6 @@ def test_other_leaves_in_part(values):
     assert (new['w'].tolist(), new['v']) == ([0.0, 7.0, 7.0], 1.0)
     with pytest.raises(errors.PartError, match="does not fit 'w', an array of"):
         sg.substitute(tree, values, where=sg.at('w', 3))
-
-
-def test_gradients_flow_to_other_leaves():
-    def loss(params, others):
-        return sum(jnp.sum(x**2) for x in sg.substitute(params, others).values())
-
-    params = {'a': jnp.ones(2), 'b': jnp.full(2, 2.0)}
-    of_params, of_others = jax.grad(loss, (0, 1))(params, {'a': jnp.full(2, 3.0)})
-    oracle.assert_same(of_params, {'a': jnp.zeros(2), 'b': jnp.full(2, 4.0)})
-    oracle.assert_same(of_others, {'a': jnp.full(2, 6.0)})
 
 
 @pytest.mark.parametrize(
