@@ -627,7 +627,10 @@ def test_the_name_of_a_module_from_outside_is_that_of_its_class() -> None:
         def __call__(self, x):
             x = nn.Frozen(linen.Dense(4, parent=None))(x)
             x = nn.Frozen(linen.Dense(4, parent=None), name='named')(x)
-            return nn.Frozen(linen.Dense(4, name='inner'))(linen.Dense(4)(x))
+            inner = linen.Dense(4, name='inner')
+            view = nn.Frozen(inner)
+            assert (view.name, view.parent) == (inner.name, self) == ('inner', self)
+            return view(linen.Dense(4)(x))
 
     names = list(Model().init(KEY, X)['params'])
     assert names == ['Dense_0', 'named', 'Dense_1', 'inner']
