@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -49,16 +51,18 @@ class Predicate(Atom):
     # at the fields of the dataclass.
     def __init__(self, fn: Callable[[Path], Any]) -> None:
         object.__setattr__(self, 'fn', fn)
-        try:
-            inspect.signature(fn).bind(None)
-        except ValueError:  # Written in C: it does not say.
-            pass
-        except TypeError as error:
-            raise self._error(
-                f'cannot be called with a path: {error}',
-                'To lift a function of a module, write nn.stop_gradient(fn, where), or '
-                '@nn.stop_gradient(where) above it.',
-            ) from None
+        if not _is_of_one_argument(fn):
+            # This takes longer than all the rest of a block that opens.
+            try:
+                inspect.signature(fn).bind(None)
+            except ValueError:  # Written in C: it does not say.
+                pass
+            except TypeError as error:
+                raise self._error(
+                    f'cannot be called with a path: {error}',
+                    'To lift a function of a module, write nn.stop_gradient(fn, '
+                    'where), or @nn.stop_gradient(where) above it.',
+                ) from None
         if traced := tracer_in(fn):
             name, value = traced
             raise self._error(f'reads {brief(value)} as {name!r}', _STATIC)
@@ -71,6 +75,14 @@ class Predicate(Atom):
         except TypeError:
             return id(self.fn)
         return self.fn
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Of a module's field, ``nn.jit`` keeps the hash alone. Python gives the id of a
+        # function that is gone to another function, so functions are numbered.
+        if isinstance(self.fn, types.FunctionType):
+            return hash((Predicate, _numbers.setdefault(self.fn, next(_count))))
+        return hash((Predicate, self.identity))
 
     @functools.cached_property
     def shape(self) -> Hashable:
@@ -99,6 +111,18 @@ class Predicate(Atom):
 
     def __repr__(self) -> str:
         return f'Predicate({describe(self.fn)})'
+
+
+_numbers = weakref.WeakKeyDictionary[types.FunctionType, int]()
+_count = itertools.count()
+
+
+def _is_of_one_argument(fn: Any) -> bool:
+    """Whether ``fn`` is a plain function with one argument, as most predicates are."""
+    if type(fn) is not types.FunctionType or fn.__dict__:
+        return False
+    code = fn.__code__
+    return code.co_argcount == 1 and not code.co_kwonlyargcount
 
 
 def describe(fn: Any) -> str:

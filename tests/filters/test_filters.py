@@ -348,6 +348,18 @@ def test_repr_of_a_set_is_the_same_in_every_run():
     assert repr(as_filter(names)) == ' | '.join(f"Glob('{n}')" for n in 'abcdefgh')
 
 
+def test_a_function_in_the_place_of_one_that_is_gone_has_another_hash():
+    """Of a module's field, ``nn.jit`` keeps the hash alone."""
+    hashes, ids = set(), set()
+    for name in map(str, range(100)):
+        found = as_filter(lambda path, name=name: path == name)
+        hashes.add(hash(found))
+        ids.add(id(found.fn))
+        assert hash(found) == hash(as_filter(found.fn))
+        del found
+    assert len(hashes) == 100 > len(ids)
+
+
 def test_repr_of_predicates():
     line = is_kernel.__code__.co_firstlineno
     assert (
