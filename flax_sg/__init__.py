@@ -1,10 +1,12 @@
 """Stop gradients in Flax linen by path: choose parameters and say where it holds."""
 
+import importlib as _importlib
+import typing as _typing
+
 from flax_sg import core as core
 from flax_sg import errors as errors
 from flax_sg import filters as filters
 from flax_sg import linen as linen
-from flax_sg import testing as testing
 from flax_sg.autodiff.gradients import grad as grad
 from flax_sg.autodiff.gradients import hessian as hessian
 from flax_sg.autodiff.gradients import jacfwd as jacfwd
@@ -15,8 +17,6 @@ from flax_sg.autodiff.gradients import value_and_grad as value_and_grad
 from flax_sg.autodiff.gradients import vjp as vjp
 from flax_sg.filters import at as at
 from flax_sg.filters.paths import Path as Path
-from flax_sg.flow import gradient_flow as gradient_flow
-from flax_sg.flow import live as live
 from flax_sg.forms.on_trees import rewrite as rewrite
 from flax_sg.forms.on_trees import stop_gradient as stop_gradient
 from flax_sg.forms.on_trees import substitute as substitute
@@ -26,13 +26,38 @@ from flax_sg.optim.masks import labels as labels
 from flax_sg.optim.masks import mask as mask
 from flax_sg.optim.updates import TrainState as TrainState
 from flax_sg.optim.updates import apply_updates as apply_updates
-from flax_sg.summary import paths as paths
-from flax_sg.summary import tabulate as tabulate
 from flax_sg.trees import combine as combine
 from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n
 from flax_sg.trees.leaves import ABSENT as ABSENT
 from flax_sg.trees.nondifferentiable import NonDifferentiable as NonDifferentiable
 from flax_sg.trees.trainable import trainable as trainable
+
+if _typing.TYPE_CHECKING:
+    from flax_sg import testing as testing
+    from flax_sg.flow import gradient_flow as gradient_flow
+    from flax_sg.flow import live as live
+    from flax_sg.summary import paths as paths
+    from flax_sg.summary import tabulate as tabulate
+else:
+    # Imported when they are used: reports and assertions are no part of a training run.
+    _LATER = {
+        'testing': 'flax_sg.testing',
+        'gradient_flow': 'flax_sg.flow',
+        'live': 'flax_sg.flow',
+        'paths': 'flax_sg.summary',
+        'tabulate': 'flax_sg.summary',
+    }
+
+    def __getattr__(name):
+        if name not in _LATER:
+            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        module = _importlib.import_module(_LATER[name])
+        globals()[name] = value = getattr(module, name, module)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *_LATER})
+
 
 __version__ = '0.1.0'

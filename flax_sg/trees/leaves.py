@@ -24,12 +24,24 @@ from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.filters.patterns import nearest
+from flax_sg.internals import frames
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 Keys: TypeAlias = tuple[Any, ...]
 
 
 def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    updates = frames.argument_of('optax', 'apply_updates', 'updates')
+    pairs, _ = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_absent)
+    for keys, leaf in pairs:
+        if is_absent(leaf):  # The first one is the one that is added.
+            path = jax.tree_util.keystr(keys, simple=True, separator='/')
+            raise errors.AbsentLeafError(
+                f'optax.apply_updates adds ABSENT to {path!r}: no gradient was '
+                'computed for this parameter.\n'
+                'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for '
+                'tx.'
+            )
     raise errors.AbsentLeafError(
         'ABSENT is no array: this leaf was not selected, or is in another part of the '
         'tree.\n'

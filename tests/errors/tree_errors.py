@@ -81,6 +81,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "  'tail/w': in the updates, not in the parameters; nearest there: "
         "'head/w'",
     ),
+    'pruned updates for a function of optax': (
+        lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
+        errors.AbsentLeafError,
+        "optax.apply_updates adds ABSENT to 'body/w': no gradient was computed for "
+        'this parameter.\n'
+        'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.',
+    ),
     'a filter of wrt= that matches nothing': (
         lambda: sg.grad(product, wrt='haed/w')(PARAMS),
         errors.UnusedFilterError,
