@@ -192,6 +192,7 @@ class Compact(fnn.Module):
     """Opens a block around a function whose rule reads the module."""
 
     how: str
+    compiled: bool = False
 
     @fnn.compact
     def __call__(self, x):
@@ -201,15 +202,19 @@ class Compact(fnn.Module):
             w = self.get_variable('params', 'w')
             return lax.stop_gradient(w) if self.how == 'hand' else w
 
-        block = nn.stop_gradient('w', unused='ignore')
+        fn, where = ruled, 'w'
+        if self.compiled:  # A function that reads no variable; its rule reads one.
+            fn, where = jax.jit(ruled, static_argnums=1), lambda path: path == 'w'
+        block = nn.stop_gradient(where, unused='ignore')
         with block if self.how == 'block' else contextlib.nullcontext():
-            return ruled(x, weight)
+            return fn(x, weight)
 
 
 def mapped(how: str, name: str) -> fnn.Module:
     return fnn.map_variables(Compact, 'params', init=False)(how, name=name)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('make', [Compact, mapped])
 def test_the_rule_of_a_custom_vjp_belongs_to_the_module_that_opened_the_block(make):
     class Outer(fnn.Module):
@@ -231,6 +236,16 @@ def test_the_rule_of_a_custom_vjp_belongs_to_the_module_that_opened_the_block(ma
     oracle.assert_same(actual, oracle.grads(slope('hand'), params, X))
     assert oracle.is_zero(actual[0][0])
     assert not oracle.is_zero(oracle.grads(slope('none'), params, X)[0][0])
+
+
+def test_a_late_rule_may_read_what_its_function_does_not():
+    """The predicate is asked for the module's variables while the block is open."""
+
+    def slope(how):
+        net = Compact(how, compiled=True)
+        return jax.grad(lambda x: net.apply({'params': {'w': jnp.eye(3)}}, x).sum())(X)
+
+    oracle.assert_same(slope('block'), slope('hand'))
 
 
 # Modules that Flax traces and caches: a model that calls one of them several times.
@@ -870,6 +885,7 @@ def summed(params: Any) -> Any:
     return jnp.sum(apply(params, X))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(('jitted', 'of_functions'), [(True, True), (False, False)])
 def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functions):
     sequences.forget_contexts()
