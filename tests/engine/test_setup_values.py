@@ -979,6 +979,7 @@ RAISING: list[tuple[type[Route], str, str]] = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(('cls', 'program', 'reason'), RAISING)
 def test_what_cannot_be_computed_again_raises(cls, program, reason):
     params = {'w': X, 'b': X, 'kid': {'w': X, 'b': X}}
