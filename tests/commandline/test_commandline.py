@@ -8,6 +8,7 @@ import sys
 import types
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import flax
 import jax
@@ -333,6 +334,15 @@ def test_a_report_for_bugs_has_versions_devices_and_flags(monkeypatch, capsys):
     assert ['Python', platform.python_version()] in rows
     assert 'CPU' in dict(rows)['devices'].upper()
     assert ['flag', 'JAX_ENABLE_X64 = 1'] in rows
+
+
+def test_a_report_for_bugs_says_that_a_driver_fails(monkeypatch, capsys):
+    def devices() -> Any:
+        raise RuntimeError('no driver')
+
+    monkeypatch.setattr(jax, 'devices', devices)
+    assert main(['env']) == 0
+    assert 'devices    none: no driver' in capsys.readouterr().out
 
 
 # Without a command, and the demo.

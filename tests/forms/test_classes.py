@@ -136,6 +136,7 @@ def trained(model: Any, params: Any) -> dict[str, bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.parametrize('kind', [kind for kind in CHILDREN if kind != 'remat'])
 def test_in_every_extent(kind):
     params = jax.tree.map(lambda leaf: leaf + 0.3, Model(kind).init(KEY, X)['params'])
