@@ -57,7 +57,8 @@ class Asker:
         asks_classes: whether the filter chooses by the class of the module around a
             variable.
         shape: equal for filters that are spelled alike.
-        sure: equal for askers that surely give the same answers; None if unknown.
+        sure: equal for askers that surely give the same answers, of one kind; None if
+            unknown.
         kind: the rule and collections; under another kind the same answers have
             another effect.
         blank_kind: equal for blocks that act alike until a question is asked.
@@ -72,10 +73,10 @@ class Asker:
         self.has_functions = filters.Predicate in where.kinds
         self.asks_classes = filters.OfType in where.kinds
         self.shape = where.shape
+        self.kind = rule.key(), self.rewrite.collections
         self.sure: Hashable = None
         if not self.has_functions:
-            self.sure = where, rule.values(), self.owner_path, self.tree
-        self.kind = rule.key(), self.rewrite.collections
+            self.sure = where, self.kind, rule.values(), self.owner_path, self.tree
         # A write asks a question only where the rule refuses writes. A lifted transform
         # writes back what it was handed, in the collections that the block looks at.
         self.blank_kind = rule.refuses_writes, self.rewrite.collections

@@ -150,7 +150,9 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     found = {name: getattr(target, name) for name in _method_names(target, methods)}
     # Flax takes longer to make a class than to run a small module, and ``nn.jit``
     # traces each class. So equal stops of a class, in a loop say, are one class.
-    stops = type(rewrite.rule) is rules.StopGradient
+    # A function may change, or be equal to another one that does.
+    is_plain = filters.Predicate not in rewrite.where.kinds
+    stops = is_plain and type(rewrite.rule) is rules.StopGradient
     key = target, rewrite, rewrite.unused, tuple(found.items())
     if stops and (known := _stopped_classes.get(key)):
         return known

@@ -931,6 +931,38 @@ def test_a_late_question_that_is_answered_otherwise_raises():
 # Blocks of several rules share a number until something is read.
 
 
+@pytest.mark.parametrize('names', [('stop', 'scale'), ('scale', 'stop')])
+def test_two_threads_with_one_filter_and_two_rules_have_two_numbers(names):
+    """Both blocks are open before either has read anything."""
+    sequences.forget_contexts()
+    blocks = {
+        'stop': nn.stop_gradient('dense/kernel'),
+        'scale': nn.scale_gradient('dense/kernel', 2.0),
+    }
+    fn = jax.jit(jax.grad(summed))
+    plain, factors = (
+        jax.grad(summed)(PARAMS)['dense']['kernel'],
+        {'stop': 0, 'scale': 2},
+    )
+    is_open, goes_on, found = threading.Event(), threading.Event(), {}
+
+    def other() -> None:
+        with blocks[names[0]]:
+            is_open.set()
+            goes_on.wait(60)
+            found[names[0]] = fn(PARAMS)['dense']['kernel']
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert is_open.wait(60)
+    with blocks[names[1]]:
+        goes_on.set()
+        thread.join()
+        found[names[1]] = fn(PARAMS)['dense']['kernel']
+    for name, factor in factors.items():
+        assert jnp.array_equal(found[name], factor * plain)
+
+
 def test_a_late_rule_keeps_the_rule_of_its_block():
     """The same variables are meant by a stop and by a factor."""
     sequences.forget_contexts()

@@ -283,6 +283,9 @@ def test_equal_stops_of_a_class_are_one_class(monkeypatch):
     def stopped(where: Any = 'kernel', cls: Any = fnn.Dense, **more: Any) -> Any:
         return nn.stop_gradient(cls, where, **more)
 
+    def is_kernel(path: Any) -> bool:
+        return path == 'kernel'
+
     first = stopped()
     assert stopped() is first
     others = [
@@ -293,8 +296,8 @@ def test_equal_stops_of_a_class_are_one_class(monkeypatch):
         nn.stop_gradient('kernel').lift(fnn.Dense, methods=['__call__', 'setup']),
         nn.scale_gradient('kernel', 0.5)(fnn.Dense),
         nn.scale_gradient('kernel', 0.5)(fnn.Dense),
-        stopped(lambda path: path == 'kernel'),
-        stopped(lambda path: path == 'kernel'),
+        stopped(is_kernel),
+        stopped(is_kernel),
     ]
     monkeypatch.setattr(fnn.Dense, '__call__', lambda self, x: x)
     assert len({first, *others, stopped()}) == 2 + len(others)
