@@ -57,18 +57,3 @@ def clipped_together(bound: float, tree: Any) -> Any:
         return jax.tree.map(lambda ct: ct * factor, cts)
 
     return identity(clip, tree)
-
-
-def replaced(value: Any, other: Any) -> Any:
-    """``value``, whose gradient is the other value."""
-
-    @jax.custom_vjp
-    def through(value: Any, other: Any) -> Any:
-        del other
-        return value
-
-    through.defvjp(
-        lambda value, other: (value, other),
-        lambda other, _: (other, jnp.zeros_like(other)),
-    )
-    return through(value, other)

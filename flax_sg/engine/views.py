@@ -315,14 +315,11 @@ def _rewritten_together(
     block: Block, root: Root
 ) -> dict[tuple[Key, int], tuple[Any, Any]]:
     """Returns the selected leaves of a tree, and what readers see instead."""
-    every: dict[Key, list[Any]] = {}
     chosen: dict[Key, list[Any]] = {}
     for key, value in _variables(root):
-        keys = leaf_keys(key, value)
-        for leaf_key, leaf in zip(keys, leaves_of(value), strict=True):
-            every.setdefault(leaf_key, []).append(leaf)
         if not wants(block, key[0]):
             continue
+        keys = leaf_keys(key, value)
         took = [selects(block, root, leaf_key) for leaf_key in keys]
         if not any(took):
             continue
@@ -331,9 +328,8 @@ def _rewritten_together(
             if take and is_differentiable(leaf):
                 chosen.setdefault(leaf_key, []).append(leaf)
     selected = [(path_of(block, root, key), chosen[key]) for key in chosen]
-    owner = block.owner_path if root.tree is block.tree else ()
     with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):
-        together = block.rewrite.rule.together(selected, (every, owner))
+        together = block.rewrite.rule.together(selected)
         found = {
             (key, id(old)): (
                 old,

@@ -10,9 +10,11 @@ import numpy as np
 from flax.core.scope import CollectionFilter
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import brief
+from flax_sg.filters import predicates
 from flax_sg.forms import rewrites
 from flax_sg.internals import tracing
-from flax_sg.rules import cotangents, rules
+from flax_sg.rules import cotangents
 
 
 def map_cotangent(
@@ -73,7 +75,15 @@ def map_cotangent(
         parameter that no output depends on. Asked for at the end of google/flax issue
         #1857.
     """
-    rule = cotangents.through(fn, list(map(_owned, values)))
+    traced = predicates.tracer_in(fn)
+    if traced is not None:
+        name, value = traced
+        raise errors.ArgumentTypeError(
+            f'{predicates.describe(fn)} reads {brief(value)} as {name!r}.\n'
+            'Hand it over: nn.map_cotangent(where, fn, value) calls '
+            'fn(path, cotangent, value).'
+        )
+    rule = cotangents.Each('map_cotangent', fn, *values)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -112,7 +122,8 @@ def scale_gradient(
     Raises:
         ArgumentValueError: if ``factor`` is not one number.
     """
-    rule = cotangents.Scale(_array('factor', factor, single=True))
+    _check_number('factor', factor)
+    rule = cotangents.Scale(factor)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -148,8 +159,7 @@ def reverse_gradient(
     Note:
         Domain-adversarial training (Ganin and Lempitsky, 2015).
     """
-    rule = cotangents.Scale(-_array('factor', factor, single=True))
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return scale_gradient(where, -factor, collections=collections, unused=unused)
 
 
 def clip_gradient(
@@ -203,14 +213,14 @@ def clip_gradient(
             'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
         )
     [(name, bound)] = given.items()
-    number = _array(name, bound, single=True)
+    _check_number(name, bound)
     if not isinstance(bound, tracing.Tracer) and not bound >= 0:
         raise errors.ArgumentValueError(f'{name}={bound}: expected a number from 0 on.')
     fns = {'value': cotangents.clipped_by_value, 'norm': cotangents.clipped_by_norm}
     rule = (
-        cotangents.Each('clip_gradient', fns[name], number)
+        cotangents.Each('clip_gradient', fns[name], bound)
         if name in fns
-        else cotangents.ClipGlobalNorm(number)
+        else cotangents.ClipGlobalNorm(bound)
     )
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
@@ -242,16 +252,14 @@ def print_cotangent(
         As ``map_cotangent``. ``jax.debug.callback`` prints, in compiled programs too,
         in no fixed order.
     """
-    rule = cotangents.Each('print_cotangent', cotangents.printed, asks_path=True)
+    rule = cotangents.Each('print_cotangent', cotangents.printed)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def replace_cotangent(
     where: filters.Where,
-    value: Any = None,
+    value: Any,
     *,
-    variable: str | None = None,
-    collection: str | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
@@ -261,22 +269,17 @@ def replace_cotangent(
     >>> from flax_sg import linen as nn
     >>> dense, x = nn.Dense(1), jnp.ones((4, 2))
     >>> params = dense.init(jax.random.key(0), x)['params']
-    >>> synthetic = {'kernel': jnp.full((2, 1), 7.0)}
+    >>> synthetic = jnp.full((2, 1), 7.0)
     >>> def loss(params):
-    ...     variables = {'params': params, 'synthetic': synthetic}
-    ...     with nn.replace_cotangent('kernel', collection='synthetic'):
-    ...         return jnp.sum(dense.apply(variables, x))
+    ...     with nn.replace_cotangent('kernel', synthetic):
+    ...         return jnp.sum(dense.apply({'params': params}, x))
     >>> jax.grad(loss)(params)['kernel'].tolist()
     [[7.0], [7.0]]
 
     Args:
         where: the parameters, as for ``map_cotangent``.
         value: a number, or an array of the shape and the dtype of the parameters,
-            traced or not.
-        variable: instead of ``value``, the path of a variable that holds it, by the
-            same rules as paths in ``where``.
-        collection: the collection of that variable, ``'params'`` by default. Alone: the
-            variable of the same path in this collection.
+            traced or not. In a method it may be the value of another variable.
         collections: as for ``map_cotangent``.
         unused: as for ``map_cotangent``.
 
@@ -284,22 +287,9 @@ def replace_cotangent(
         As ``map_cotangent``. A parameter that no output depends on keeps its zeros.
 
     Raises:
-        CotangentError: if the value has another shape or dtype.
-        UnknownNameError: in the backward pass, if there is no such variable.
-        ArgumentValueError: unless there is either a value or a variable.
+        CotangentError: in the backward pass, if the value has another shape or dtype.
     """
-    named = variable is not None or collection is not None
-    if named == (value is not None):
-        raise errors.ArgumentValueError(
-            'replace_cotangent() takes either a value or a variable.\n'
-            "Write nn.replace_cotangent(where, value), or variable='path', or "
-            "collection='name'."
-        )
-    rule: rules.Rule = (
-        cotangents.Replace(variable, collection or 'params')
-        if named
-        else cotangents.Fill(_array('value', value))
-    )
+    rule = cotangents.Each('replace_cotangent', cotangents.replaced, value)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -324,8 +314,9 @@ def copy_cotangent(
 
     Args:
         sources: ``{target: source}``, paths without patterns: the target gets the
-            gradient of the source. A source that is a target itself passes on the
-            gradient that it got. The block need not read the target.
+            gradient of the source. A source that is a target itself passes on its
+            own gradient: ``{'a': 'b', 'b': 'a'}`` swaps two. The block need not read
+            the target.
         add: whether a target keeps its own gradient as well.
         collections: as for ``map_cotangent``.
         unused: as for ``map_cotangent``, of all these paths.
@@ -334,37 +325,16 @@ def copy_cotangent(
         As ``map_cotangent``.
 
     Raises:
-        ArgumentValueError: if sources form a cycle.
         CotangentError: if two parameters differ in shape or dtype.
     """
-    given: Any = sources
-    if not isinstance(given, Mapping) or not all(
-        isinstance(path, str) for path in (*given, *given.values())
-    ):
-        raise errors.ArgumentValueError(
-            f'copy_cotangent({sources!r}): expected the paths of parameters, each with '
-            "the one that it gets its cotangent from, such as {'a/kernel': 'b/kernel'}."
-        )
     named = dict.fromkeys([*sources, *sources.values()])
     where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
     rule = cotangents.Copy(sources, add)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
-def _owned(value: Any) -> Any:
-    """A value that nobody else writes to: numpy arrays are copied."""
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _array(name: str, value: Any, single: bool = False) -> Any:
-    """A number or an array; raises for anything else."""
-    known = isinstance(value, (bool, int, float, complex, np.ndarray, np.generic))
-    if not known and not hasattr(value, 'aval'):
-        raise errors.ArgumentValueError(
-            f'{name}={value!r}: expected a number or an array.'
-        )
-    if single and np.ndim(value):
+def _check_number(name: str, value: Any) -> None:
+    if np.ndim(value):
         raise errors.ArgumentValueError(
             f'{name} has the shape {np.shape(value)}: expected one number.'
         )
-    return _owned(value)

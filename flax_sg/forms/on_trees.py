@@ -65,12 +65,7 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
         if not rule.in_extent or cotangents.has_cotangent(rewrite, path, values[i]):
             together.setdefault((path.collection, path), []).append((i, said))
     given = [(path, [values[i] for i, _ in of]) for (_, path), of in together.items()]
-    variables: dict[Any, list[Any]] = {}
-    for path, value in leaves:
-        key = path.collection, tuple(path.absolute.split('/'))
-        variables.setdefault(key, []).append(value)
-    made = rule.together(given, (variables, ()))
-    for of, new in zip(together.values(), made, strict=True):
+    for of, new in zip(together.values(), rule.together(given), strict=True):
         for (i, said), leaf in zip(of, new, strict=True):
             values[i] = filters.merged(said, leaf, values[i], leaves.paths[i])
     return leaves.restore(values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -26,12 +26,9 @@ from flax_sg.trees.leaves import (
     is_differentiable,
 )
 from flax_sg.trees.variables import AS_IT_IS as AS_IT_IS
-from flax_sg.trees.variables import Key
 
 # Variables that a rule rewrites together, each with its leaves.
 Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
-# The leaves of all variables in a tree, and the module that paths are relative to.
-Tree: TypeAlias = tuple[Mapping[Key, Sequence[Any]], tuple[str, ...]]
 
 
 class Rule:
@@ -81,17 +78,15 @@ class Rule:
         del path
         return leaf
 
-    def together(self, selected: Selected, tree: Tree) -> list[list[Any]]:
+    def together(self, selected: Selected) -> list[list[Any]]:
         """Returns what readers see instead of the selected variables of one tree.
 
         Args:
             selected: the variables, each with its leaves.
-            tree: all variables of the tree, selected or not.
 
         Returns:
             Leaves for each of the variables.
         """
-        del tree
         return [[self(path, leaf) for leaf in leaves] for path, leaves in selected]
 
     def instead(self, path: paths.Path, value: Any, find: Callable[[str], Any]) -> Any:

@@ -571,8 +571,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'copies of other leaves': (
         lambda: copied({'x': X, 'y': X}),
         errors.CotangentError,
-        "the cotangent of 'a' is [float32[2, 2]], and that of 'b' is "
-        '[float32[2, 2], float32[2, 2]].\n'
+        "the cotangent of 'a' is float32[2, 2], and that of 'b' is float32[2, 2], "
+        'float32[2, 2].\n'
         'A cotangent has the shape and the dtype of its parameter.',
     ),
     'counted outside of a trace': (

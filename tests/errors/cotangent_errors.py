@@ -97,11 +97,6 @@ ONE_BOUND = (
     ': expected one of value=, norm= and global_norm=.\n'
     'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
 )
-VALUE_OR_VARIABLE = (
-    'replace_cotangent() takes either a value or a variable.\n'
-    "Write nn.replace_cotangent(where, value), or variable='path', or "
-    "collection='name'."
-)
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'forward mode': (
@@ -121,12 +116,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "the cotangent of 'enc/w' is float32[2, 3], and the value is float32[3]."
         f'{LIKE_ITS_PARAMETER}',
     ),
-    'a variable of another shape': (
-        lambda: grads(nn.replace_cotangent('enc/w', variable='enc/b')),
-        errors.CotangentError,
-        "the cotangent of 'enc/w' is float32[2, 3], and the value of 'enc/b' is "
-        f'float32[3].{LIKE_ITS_PARAMETER}',
-    ),
     'a source of another shape': (
         lambda: grads(nn.copy_cotangent({'enc/w': 'enc/b'})),
         errors.CotangentError,
@@ -139,18 +128,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "scale_gradient(Glob('steps')) selects 'steps', which has no cotangent: it "
         'holds int32[].\n'
         'Select real or complex variables; True takes those and no others.',
-    ),
-    'a circle of copies': (
-        lambda: nn.copy_cotangent({'a': 'b', 'b': 'a'}),
-        errors.ArgumentValueError,
-        "cotangents are copied in a circle: 'a' <- 'b' <- 'a'.\n"
-        'Each target is given with its source, {target: source}; leave one out.',
-    ),
-    'copies without sources': (
-        lambda: nn.copy_cotangent('a'),  # pyright: ignore[reportArgumentType]
-        errors.ArgumentValueError,
-        "copy_cotangent('a'): expected the paths of parameters, each with the one that "
-        "it gets its cotangent from, such as {'a/kernel': 'b/kernel'}.",
     ),
     'clip without a bound': (
         lambda: nn.clip_gradient('enc/**'),
@@ -166,22 +143,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: nn.scale_gradient('enc/**', jnp.ones(2)),
         errors.ArgumentValueError,
         'factor has the shape (2,): expected one number.',
-    ),
-    'a factor that is none': (
-        lambda: nn.scale_gradient('enc/**', 'half'),
-        errors.ArgumentValueError,
-        "factor='half': expected a number or an array.",
-    ),
-    'replaced by nothing': (
-        lambda: nn.replace_cotangent('enc/**'),
-        errors.ArgumentValueError,
-        VALUE_OR_VARIABLE,
-    ),
-    'replaced by what is not there': (
-        lambda: grads(nn.replace_cotangent('enc/w', variable='enc/v')),
-        errors.UnknownNameError,
-        "there is no variable 'enc/v' in the collection 'params', whose value was to "
-        "be a cotangent; nearest: 'enc/b', 'enc/w'.",
     ),
     'a function that reads a tracer': (
         lambda: traced(2.0),
@@ -223,9 +184,7 @@ ONE_BOUND_EACH = 'nn.clip_gradient(where, global_norm=1.0)'
 
 FIXES: dict[str, str | Callable[[], Any]] = {
     'forward mode': backwards_twice,
-    'copies without sources': "{'a/kernel': 'b/kernel'}",
     'clip without a bound': ONE_BOUND_EACH,
-    'replaced by nothing': 'nn.replace_cotangent(where, value)',
     'a function that reads a tracer': lambda: handed_over(2.0),
     'modules from outside of a body': lambda: split(around=True),
 }

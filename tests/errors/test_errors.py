@@ -786,7 +786,6 @@ ELSEWHERE = {
     ): 'as in the same file; each name in test_versions.py',
     ('engine/extents.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
-    ('rules/cotangents.py', 'found'): 'raised where it was kept until then',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/expressions.py',
     ('trees/leaves.py', 'error'): 'made by the filter, see filters/expressions.py',
     ('trees/leaves.py', 'AttributeError(name)'): 'what Python asks of any object',
