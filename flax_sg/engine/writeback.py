@@ -370,7 +370,7 @@ def _too_late(
         return None
     for block in open_blocks[open_blocks.index(first) :]:
         rule = block.rewrite.rule
-        is_same = type(rule) is rules.StopGradient or rule.refuses_writes
+        is_same = rule == rules.StopGradient() or rule.refuses_writes
         kinds = block.rewrite.where.kinds
         has_parts = block.asker.asks_classes and filters.Index in kinds
         if name not in _SAME_VARIABLES or not is_same or has_parts:

@@ -97,18 +97,19 @@ class ArgumentValueError(FlaxSGError, ValueError):
 
     ::
 
-        nn.stop_gradient('a/**', order='second')  # wrong: no such order
-        nn.stop_gradient('a/**', order='first')
+        nn.stop_gradient('a/**', levels=2)  # wrong: all levels, or the innermost one
+        nn.stop_gradient('a/**', levels=1)
     """
 
 
 class UnknownNameError(FlaxSGError, LookupError):
-    """A method, an output, a field or a variable is named that does not exist.
+    """An output, a parameter or a leaf is named that does not exist.
 
     ::
 
-        nn.stop_gradient(Model, 'encoder/**', methods=['encodee'])  # wrong
-        nn.stop_gradient(Model, 'encoder/**', methods=['encode'])
+        report = sg.gradient_flow(losses, params)
+        report.status_of('los', 'kernel')  # wrong: the output is called 'loss'
+        report.status_of('loss', 'kernel')
     """
 
 

@@ -4,9 +4,9 @@
 state, ``rngs=`` of ``nn.mirror`` for random numbers.
 
 Other libraries get the answers of the module. Keras reads the signature of
-``__call__``. penzai opens ``nn.intercept_methods`` around ``apply``. MaxText overrides
-``apply``. A wrapper has one class for all modules, and Flax does not wrap its
-``__call__``: otherwise ``capture_intermediates`` would store each result twice.
+``__call__``. penzai opens ``nn.intercept_methods`` around ``apply``. A wrapper has one
+class for all modules, and Flax does not wrap its ``__call__``: otherwise
+``capture_intermediates`` would store each result twice.
 """
 
 from __future__ import annotations
@@ -248,36 +248,18 @@ def intercepted(wrapper: Any, name: str, module: Any) -> Callable[..., Any] | No
     return forwards(name, method, intercept=False)
 
 
-def starts(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply`` or ``init`` of a wrapper: the module's own one, as it overrides it.
+def refuses(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes ``apply`` or ``init`` of a wrapper whose module overrides it: it raises.
 
     A call of ``Module.apply`` with the wrapper would skip what the module does there.
     """
 
     @functools.wraps(method)
     def start(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        if wrapper.state != UPDATE:
-            raise _has_its_own(wrapper, name)
-        target = kwargs.get('method')
-        if inspect.ismethod(target) and target.__self__ is wrapper:
-            kwargs['method'] = getattr(wrapper.module, target.__name__)
-        # A method other than ``__call__`` may create a part of the variables.
-        judge = name == 'apply' or target in (None, '__call__')
-        # The module is not bound yet, so it is the root of its tree.
-        with wrapper._block(wrapper._rewrite, judge):
-            return getattr(wrapper.module, name)(*args, **kwargs)
+        cls = type(wrapper.module).__name__
+        raise errors.ArgumentTypeError(
+            f'{cls} defines its own {name}, which a wrapper cannot call.\n'
+            f'Open a block: with nn.stop_gradient(where): {cls}(...).{name}(...).'
+        )
 
     return start
-
-
-def _has_its_own(wrapper: Any, method: str) -> errors.ArgumentTypeError:
-    """The module overrides ``apply`` or ``init``, and its state is to be held."""
-    call = {'Mirror': 'mirror'}.get(type(wrapper).__name__, 'Frozen')
-    name = type(wrapper.module).__name__
-    return errors.ArgumentTypeError(
-        f'nn.{call}({name}(...), state={wrapper.state!r}): {name} defines its own '
-        f'{method}, which the wrapper calls in a block.\n'
-        'A block stops gradients; it does not hold state or show other variables.\n'
-        f'Open the block yourself: with nn.stop_gradient(where): '
-        f'{name}(...).{method}(...).',
-    )

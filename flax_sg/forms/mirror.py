@@ -130,7 +130,7 @@ def mirror(
         deep Q-learning (Mnih et al., 2015) have targets like these.
     """
     if not isinstance(module, modules.Module):
-        raise wrappers.not_wrappable('mirror', module)
+        raise wrappers.refused('nn.mirror wraps a Module instance', module)
     if variables is not None and state == calls.UPDATE:
         choices = {k: v for k, v in calls.STATE.items() if k != state}
         raise unknown_choice('with variables=, state', state, choices)

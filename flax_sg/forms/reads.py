@@ -117,17 +117,10 @@ def stop_gradient(
         functions may be called inside and outside of it; a fresh but equal filter
         does not retrace. See google/flax issue #1857, where the idea comes from.
     """
-    return rewrites.BlockDecorator(
-        filters.as_filter(where), _stop_of(levels), collections, unused
-    )
-
-
-def _stop_of(levels: int | None) -> rules.Rule:
-    if levels is None:
-        return rules.StopGradient()
-    if isinstance(levels, bool) or levels != 1:
+    if levels not in _LEVELS:
         raise unknown_choice('levels', levels, _LEVELS)
-    return rules.StopOneLevel()
+    rule = rules.StopGradient(levels)
+    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 @rewrites.takes_target

@@ -9,13 +9,12 @@ runs, so a block around its calls would stop nothing: that raises.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, overload
 
 from flax.core.scope import Scope
@@ -29,12 +28,7 @@ from flax_sg.rules import rules
 T = TypeVar('T')
 P = ParamSpec('P')
 
-# What returns before its body has run, and what it returns.
-_RUN_LATER = (
-    inspect.isgeneratorfunction,
-    inspect.iscoroutinefunction,
-    inspect.isasyncgenfunction,
-)
+# What a function returns whose body has not run yet.
 _NOT_RUN = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -48,7 +42,7 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
         with r: ...        # around these lines
         @r                 # around each call of the method or function
         r(model.apply)     # around each call of the function
-        r(nn.Dense)        # around each call of a method of the class; see ``lift``
+        r(nn.Dense)        # around each call of a method of the class
         r(nn.Dense(4))     # around all that goes through the wrapper; see ``nn.Frozen``
     """
 
@@ -82,11 +76,7 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
                 place,
             )
 
-    def __call__(self, target: T) -> T:
-        """Puts a block around a function, a method, a Module class or a module."""
-        return self.lift(target)
-
-    def lift(self, target: T, methods: Any = None) -> T:
+    def __call__(self, target: T, methods: Any = None) -> T:
         """Puts a block around each call of a function, a method or a Module class.
 
         Args:
@@ -96,16 +86,17 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
                 class (or ``functools.partial`` of one): paths are relative to each
                 module of the class. A module is wrapped, see ``nn.Frozen``.
             methods: for a class, the names of the methods to lift. By default
-                ``('__call__',)``.
+                ``'__call__'``.
 
         Returns:
             The same kind of thing. A class keeps its name, so that parameters keep
             their paths.
 
         Raises:
-            ArgumentTypeError: for a generator function or a coroutine: its body runs
-                when the call is over. For what has no calls, such as a tree.
-            UnknownNameError: for ``methods`` that the class does not have.
+            ArgumentTypeError: for what has no calls, such as a tree, and for
+                ``methods`` of what is no class. When a call returns a generator or a
+                coroutine, whose body runs later.
+            AttributeError: for ``methods`` that the class does not have.
         """
         self._use()
         lifted: Any = _lifted(self, target, methods)
@@ -128,26 +119,26 @@ def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         )
     if isinstance(target, (staticmethod, classmethod)):
         return type(target)(_lifted(rewrite, target.__func__))
-    if isinstance(target, type) or not _has_calls(target):
-        raise _not_liftable(rewrite.rule.name, target)
+    if isinstance(target, (type, filters.Filter)) or not callable(target):
+        raise wrappers.refused(
+            f'nn.{rewrite.rule.name} decorates a function, a method, a Module class '
+            'or a module',
+            target,
+        )
     if inspect.ismethod(target) and isinstance(target.__self__, modules.Module):
         lifted = _lifted_function(rewrite, target.__func__)
         return types.MethodType(lifted, target.__self__)
     return _lifted_function(rewrite, target)
 
 
-def _has_calls(target: Any) -> bool:
-    """Whether ``target`` is a class, or there can be a block around its calls."""
-    called = callable(target) or isinstance(target, classmethod)
-    return called and not isinstance(target, filters.Filter)
-
-
 def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     if isinstance(target, functools.partial):
         cls = _lifted_class(rewrite, target.func, methods)
         return functools.partial(cls, *target.args, **target.keywords)
+    methods = '__call__' if methods is None else methods
+    names = (methods,) if isinstance(methods, str) else methods
     # The methods are as Flax has wrapped them: the block is around setup and all.
-    found = {name: getattr(target, name) for name in _method_names(target, methods)}
+    found = {name: getattr(target, name) for name in names}
     # Flax takes longer to make a class than to run a small module, and ``nn.jit``
     # traces each class. So equal stops of a class, in a loop say, are one class.
     # A function may change, or be equal to another one that does.
@@ -170,24 +161,8 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
 _stopped_classes = weakref.WeakValueDictionary[Any, Any]()
 
 
-def _method_names(cls: type, methods: Any) -> tuple[str, ...]:
-    methods = '__call__' if methods is None else methods
-    several = isinstance(methods, Iterable) and not isinstance(methods, str)
-    names: tuple[Any, ...] = tuple(methods) if several else (methods,)
-    for name in map(str, names):
-        if not callable(getattr(cls, name, None)):
-            close = difflib.get_close_matches(name, dir(cls), 3)
-            meant = f' Did you mean {" or ".join(map(repr, close))}?' if close else ''
-            raise errors.UnknownNameError(
-                f'{cls.__name__} has no method {name!r}.{meant}'
-            )
-    return names
-
-
 def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
     """A function or a method with a block around each call."""
-    if any(is_kind(fn) for is_kind in _RUN_LATER):
-        raise _runs_later(fn)
     of_module = modules.as_method(fn)  # Called if no method of the module is running.
 
     @functools.wraps(fn)
@@ -203,7 +178,12 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
         with extents.Extent(rewrite, owner, judged):
             y = called(*args, **kwargs)
         if isinstance(y, _NOT_RUN):
-            raise _runs_later(fn)
+            raise errors.ArgumentTypeError(
+                f'{getattr(fn, "__qualname__", fn)} returns a generator or a '
+                'coroutine, whose body runs when the call is over and its block is '
+                'closed.\n'
+                'Open the block in the body: with nn.stop_gradient(where):'
+            )
         return y
 
     return wrapper
@@ -233,74 +213,26 @@ def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
 
     Args:
         make: its first parameter says which variables. A parameter ``methods`` is not
-            handed to it: it goes to ``BlockDecorator.lift``.
+            handed to it: it goes to ``BlockDecorator.__call__``.
     """
     make_of: Any = make
-    name = make.__name__
     first, *_ = inspect.signature(make).parameters
 
     @functools.wraps(make)
     def with_target(*args: Any, methods: Any = None, **kwargs: Any) -> Any:
-        given = len(args) + (first in kwargs)
-        if given == 0:
-            example = (
-                "'encoder/**'" if first == 'where' else "{'encoder': {'bias': value}}"
-            )
-            raise errors.FilterTypeError(
-                f'nn.{name}() lacks its argument {first!r}.\n'
-                f'Write nn.{name}({example}).'
-            )
-        if given == 1:
+        if len(args) + (first in kwargs) < 2:
             if methods is not None:
                 raise _methods_without_class(methods)
             return make_of(*args, **kwargs)
         target, *rest = args
-        rewrite = make_of(*rest, **kwargs)
-        if not _has_calls(target):
-            raise _not_liftable(name, target, rest[0] if rest else kwargs[first])
-        return rewrite.lift(target, methods)
+        return make_of(*rest, **kwargs)(target, methods)
 
     out: Any = with_target
     return out
 
 
-# What cannot be decorated, and what to write in place of it.
-
-
-def _not_liftable(
-    name: str, target: object, argument: object = None
-) -> errors.ArgumentTypeError:
-    """Something was decorated that has no calls.
-
-    Args:
-        name: the name of the rule.
-        target: what was given.
-        argument: what was given with it, as in ``nn.stop_gradient(target, argument)``.
-    """
-    fix, for_a_tree = '', f'sg.rewrite(tree, nn.{name}(...))'
-    if name in ('stop_gradient', 'substitute'):
-        for_a_tree = f'sg.{name}(tree, {"where" if name[:2] == "st" else "values"})'
-    if name == 'substitute' and isinstance(argument, str):
-        fix = f'To say which variables write where={argument!r}.'
-    elif isinstance(target, str) and argument is not None:
-        fix = f'For several filters write [{target!r}, {argument!r}].'
-    expected = 'expected a function, a method, a Module class or a module'
-    text = f'nn.{name} cannot decorate {{}}: {expected}.'
-    return wrappers.refused(text, target, fix, for_a_tree)
-
-
-def _methods_without_class(methods: object) -> errors.UnknownNameError:
-    return errors.UnknownNameError(
+def _methods_without_class(methods: object) -> errors.ArgumentTypeError:
+    return errors.ArgumentTypeError(
         f'methods={methods!r} was given, but no Module class to lift.\n'
         'Write nn.stop_gradient(Model, where, methods=[...]).',
-    )
-
-
-def _runs_later(fn: object) -> errors.ArgumentTypeError:
-    """A generator or a coroutine was decorated: a block around the call is no help."""
-    name = getattr(fn, '__qualname__', type(fn).__name__)
-    return errors.ArgumentTypeError(
-        f'{name} returns a generator or a coroutine, whose body runs when the call is '
-        'over and its block is closed.\n'
-        'Open the block in the body: with nn.stop_gradient(where):'
     )

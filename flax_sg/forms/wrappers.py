@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import types
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-import jax
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 from flax.linen import nowrap
@@ -107,12 +105,12 @@ class _Forwards:
     get_variable: Any = calls.forwards('get_variable', modules.Module.get_variable)
     put_variable: Any = calls.forwards('put_variable', modules.Module.put_variable)
     # With these a program starts a module; ``Module.init`` calls ``init_with_output``.
-    apply: Any = calls.OfModule(modules.Module.apply, calls.starts)
-    init: Any = calls.OfModule(modules.Module.init, calls.starts)
+    apply: Any = calls.OfModule(modules.Module.apply, calls.refuses)
+    init: Any = calls.OfModule(modules.Module.init, calls.refuses)
     init_with_output: Any = calls.OfModule(
-        modules.Module.init_with_output, calls.starts
+        modules.Module.init_with_output, calls.refuses
     )
-    lazy_init: Any = calls.OfModule(modules.Module.lazy_init, calls.starts)
+    lazy_init: Any = calls.OfModule(modules.Module.lazy_init, calls.refuses)
 
     def _run(
         self: Any, name: str, args: Any, kwargs: Any, intercept: bool = True
@@ -151,11 +149,6 @@ class _Forwards:
             return self._seen(name, getattr(self.module, name))
         with self._extent(judge=False):
             return self._seen(name, getattr(self.module, name))
-
-    def __kontext_keys__(self: Any) -> dict[str, str]:
-        """The keys of the wrapped module, for Kauldron, which asks the class."""
-        kontext: Any = importlib.import_module('kauldron.kontext')
-        return kontext.get_keypaths(self.module)
 
     @property
     def variables(self: Any) -> Mapping[str, Mapping[str, Any]]:
@@ -222,7 +215,9 @@ class Rewritten(_Forwards, modules.Module):
         if self.state not in calls.STATE:
             raise unknown_choice('state', self.state, calls.STATE)
         if not isinstance(self.module, modules.Module):
-            raise not_wrappable(type(self).__name__, self.module)
+            raise refused(
+                f'nn.{type(self).__name__} wraps a Module instance', self.module
+            )
         place = modules.place_of(self)
         scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
         module = self.module if scope is None else _attached(self.module, scope)
@@ -298,9 +293,9 @@ class Frozen(Rewritten):
     ``isinstance(Frozen(dense), nn.Dense)`` is False: it is a wrapper, and the module
     is its attribute ``module``, which is not under the rule. A field of the wrapper
     hides an attribute of the same name, and special methods other than ``__call__``
-    are not forwarded. ``__call__`` has the signature of the module's, and an ``apply``
-    or ``init`` that the module overrides is called. ``nn.vjp``, ``nn.jvp`` and
-    ``nn.custom_vjp`` take no module with a module in it: wrap inside of them.
+    are not forwarded. ``__call__`` has the signature of the module's. ``nn.vjp``,
+    ``nn.jvp`` and ``nn.custom_vjp`` take no module with a module in it: wrap inside of
+    them.
 
     Args:
         module: a Module instance, bound or not.
@@ -328,8 +323,7 @@ class Frozen(Rewritten):
 
     Raises:
         ArgumentTypeError: if ``module`` is no module: None, a function, a class. When
-            ``apply`` or ``init`` is called that the module overrides, if ``state`` is
-            not ``'update'``.
+            ``apply`` or ``init`` is called that the module overrides.
         ArgumentValueError: if it is given another name than the module has already.
         UnusedFilterError: at the end of a call, if a part of ``where`` took nothing.
 
@@ -386,47 +380,13 @@ class _Variable(modules.Variable[Any]):
     value: Any = property(_value, _set_value)
 
 
-def refused(
-    text: str,
-    target: Any,
-    fix: str = '',
-    for_a_tree: str = 'sg.stop_gradient(tree, where)',
-) -> errors.ArgumentTypeError:
-    """The error for what is no module, class or function.
-
-    Args:
-        text: the first line, with a place for what was given.
-        target: what was given.
-        fix: what to write instead.
-        for_a_tree: the same, for a tree of arrays.
-    """
-    what = brief(target)
-    leaves = jax.tree_util.tree_leaves(target)
-    arrays = sum(hasattr(leaf, 'shape') for leaf in leaves)
-    if hasattr(target, 'shape'):
-        fix = 'To stop the gradient of a value write jax.lax.stop_gradient(x).'
-    elif arrays:
-        what = f'a {type(target).__name__} of {arrays} array{"s" if arrays > 1 else ""}'
-        fix = fix or f'For a tree of parameters write {for_a_tree}.'
-    return errors.ArgumentTypeError(f'{text.format(what)}\n{fix}'.rstrip())
-
-
-def not_wrappable(wrapper: str, target: Any) -> errors.ArgumentTypeError:
-    """Something was given to ``nn.Frozen`` or ``nn.mirror`` that is no module."""
-    text, fix = f'nn.{wrapper} wraps a Module instance, and was given {{}}.', ''
-    if target is None:
-        fix = 'Has the module been made? setup assigns attributes.'
-    elif isinstance(target, type) and issubclass(target, modules.Module):
-        name = target.__name__
-        fix = (
-            f'Make the module, nn.{wrapper}({name}(...)), or lift the class, '
-            f'nn.stop_gradient({name}, where).'
-        )
-    elif callable(target):
-        name = getattr(target, '__qualname__', type(target).__name__)
-        text = text.format(f'the function {name}')
-        fix = 'For a function write nn.stop_gradient(fn, where).'
-    return refused(text, target, fix)
+def refused(expected: str, target: Any) -> errors.ArgumentTypeError:
+    """The error for what is no module, class or function."""
+    return errors.ArgumentTypeError(
+        f'{expected}, and was given {brief(target)}.\n'
+        'For a class or a function write nn.stop_gradient(target, where), for an array '
+        'jax.lax.stop_gradient(x), for a tree sg.stop_gradient(tree, where).'
+    )
 
 
 def _named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:

@@ -118,32 +118,24 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class StopGradient(Rule):
-    """Reads are seen through ``jax.lax.stop_gradient``."""
+    """Reads are seen through ``jax.lax.stop_gradient``.
+
+    Attributes:
+        levels: None, or 1: reads are constants for the innermost derivative alone.
+    """
 
     name = 'stop_gradient'
     asks_path = False
+    levels: int | None = None
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
         # An array that is no tracer is a constant to every derivative in progress,
         # and arrays of other types (integers, keys) carry no gradient.
-        if not isinstance(leaf, tracing.Tracer):
-            return leaf
-        return tracing.stopped(leaf) if is_differentiable(leaf) else leaf
-
-
-@dataclasses.dataclass(frozen=True)
-class StopOneLevel(Rule):
-    """Reads are constants for the innermost derivative alone."""
-
-    name = 'stop_gradient'
-    asks_path = False
-
-    def __call__(self, path: paths.Path, leaf: Any) -> Any:
-        """Returns the leaf, stopped for one level of differentiation."""
         if not (isinstance(leaf, tracing.Tracer) and is_differentiable(leaf)):
             return leaf
-        return custom_gradients.stop_one_level(leaf)
+        stop = custom_gradients.stop_one_level if self.levels else tracing.stopped
+        return stop(leaf)
 
 
 @dataclasses.dataclass(frozen=True)

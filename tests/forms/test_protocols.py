@@ -5,8 +5,6 @@ They are represented by the few lines of theirs that look something up.
 
 import functools
 import inspect
-import sys
-import types
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ import pytest
 from flax import linen
 
 import oracle
-from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.forms import wrappers
 from oracle import assert_same, stopped
@@ -247,64 +244,7 @@ def test_captured_results_are_those_of_the_module_alone() -> None:
         assert_same(captured(model, through), captured(Net(), through))
 
 
-# Methods that a module overrides.
-
-
-class Modes(linen.Module):
-    """As in MaxText: ``init`` and ``apply`` take an argument for a field."""
-
-    mode: str = 'train'
-
-    @linen.compact
-    def __call__(self, x):
-        factor = 2.0 if self.mode == 'train' else 5.0
-        y = Net(name='net')(x)
-        return factor * (y + self.param('shift', linen.initializers.ones, (1, 2)))
-
-    def encode(self, x):
-        return -self(x)
-
-    def init(self, *args, mode='train', **kwargs):
-        return linen.Module.init(self.clone(mode=mode), *args, **kwargs)
-
-    def apply(self, *args, mode='train', **kwargs):
-        return linen.Module.apply(self.clone(mode=mode), *args, **kwargs)
-
-
-@pytest.mark.parametrize('method', [None, 'taken', Modes.encode])
-def test_apply_and_init_of_the_module_are_called(method: Any) -> None:
-    mode = 'test'
-
-    def view(module: Any) -> Any:
-        return nn.Frozen(nn.Frozen(module, 'net/backbone/**'), 'shift')
-
-    model = view(Modes())
-    of_plain = Modes().encode if method == 'taken' else method
-    method = model.encode if method == 'taken' else method
-    variables = Modes().init(KEY, X, mode=mode, method=of_plain)
-    assert_same(model.init(KEY, X, mode=mode, method=method), variables)
-    params = variables['params']
-
-    def by_hand(params: Any, x: Any) -> Any:
-        chosen = ('net/backbone', 'shift')
-        params = stopped(params, lambda path: path.startswith(chosen))
-        return Modes().apply({'params': params}, x, mode=mode, method=of_plain)
-
-    def fn(params: Any, x: Any) -> Any:
-        return model.apply({'params': params}, x, mode=mode, method=method)
-
-    assert_same(oracle.grads(fn, params, X), oracle.grads(by_hand, params, X))
-    assert inspect.signature(model.apply) == inspect.signature(Modes().apply)
-
-
-def test_a_filter_that_takes_nothing_raises_in_apply_and_init_of_the_module() -> None:
-    model = nn.Frozen(Modes(), 'nett/**')
-    with pytest.raises(errors.UnusedFilterError):
-        model.init(KEY, X)
-    with pytest.raises(errors.UnusedFilterError):
-        model.apply(Modes().init(KEY, X), X)
-    # With another method a part of the variables may be all that there is yet.
-    model.init(KEY, X, method='encode')
+# Methods that a module may override.
 
 
 def test_without_methods_of_their_own_they_are_those_of_flax() -> None:
@@ -312,34 +252,3 @@ def test_without_methods_of_their_own_they_are_those_of_flax() -> None:
     for name in ('apply', 'init', 'init_with_output', 'lazy_init'):
         assert getattr(frozen, name).__func__ is getattr(linen.Module, name)
         assert getattr(nn.Frozen, name) is getattr(linen.Module, name)
-
-
-# Kauldron.
-
-
-class Keyed(linen.Module):
-    """Says by a method which keys of a batch are its arguments."""
-
-    image: str = 'batch.image'
-
-    def __call__(self, image):
-        return linen.Dense(2)(image)
-
-    def __kontext_keys__(self):
-        return {'image': self.image}
-
-
-@pytest.mark.parametrize('view', [nn.Frozen, nn.mirror])
-def test_the_keys_of_a_module_are_found(view: Any, monkeypatch: Any) -> None:
-    def get_keypaths(keyed: Any) -> dict[str, str]:
-        if hasattr(type(keyed), '__kontext_keys__'):
-            return type(keyed).__kontext_keys__(keyed)
-        return {'x': 'annotated'}
-
-    kontext = types.ModuleType('kauldron.kontext')
-    kontext.get_keypaths = get_keypaths
-    monkeypatch.setitem(sys.modules, 'kauldron', types.ModuleType('kauldron'))
-    monkeypatch.setitem(sys.modules, 'kauldron.kontext', kontext)
-    for module in (Keyed(), Keyed('batch.other'), Net()):
-        wrapper = view(view(module))
-        assert get_keypaths(wrapper) == get_keypaths(module)

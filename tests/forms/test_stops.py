@@ -88,7 +88,7 @@ def test_spellings_that_say_the_same(make):
         make(Model, 'enc/**'),
         make(Model, where='enc/**'),
         make('enc/**')(Model),
-        make('enc/**').lift(Model),
+        make('enc/**')(Model, methods='__call__'),
         make(Model, 'enc/**', methods=['__call__']),
         make(functools.partial(Model), 'enc/**'),
         Decorated,
@@ -110,11 +110,14 @@ def test_options(make):
         make('enc/**', colections='params')
     with pytest.raises(TypeError, match='positional'):
         make(Model, 'enc/**', 'dec/**')
+    with pytest.raises(TypeError, match='where'):
+        make()
+    with pytest.raises(AttributeError, match='encode'):
+        make(Model, 'enc/**', methods=['encode'])
 
 
 METHODS = "methods=['encode'] was given, but no Module class"
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    'nothing': ((), {}, "lacks its argument 'where'"),
     'None': ((None,), {}, 'None is no filter'),
     'None by name': ((), {'where': None}, 'None is no filter'),
     'None for a class': ((Model, None), {}, 'None is no filter'),
@@ -130,7 +133,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {},
         r'nn\.stop_gradient\(Model, where\)',
     ),
-    'two filters': (('enc/**', 'dec/**'), {}, r"\['enc/\*\*', 'dec/\*\*'\]"),
+    'two filters': (('enc/**', 'dec/**'), {}, 'was given .enc/'),
     'methods of a block': (('enc/**',), {'methods': ['encode']}, re.escape(METHODS)),
     'methods of a function': (
         (lambda mdl: None, 'enc/**'),

@@ -20,7 +20,7 @@ from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 PATH = flax_sg.Path.of('params', ('enc', 'kernel'))
-STOP, ONE_LEVEL = rules.StopGradient(), rules.StopOneLevel()
+STOP, ONE_LEVEL = rules.StopGradient(), rules.StopGradient(levels=1)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_one_level_is_stopped_for_what_differentiates_first():
     def product(rule):
         return jax.grad(lambda x: x * rule(PATH, x))
 
-    assert product(STOP)(3.0) == product(rules.StopOneLevel())(3.0) == 3.0
+    assert product(STOP)(3.0) == product(rules.StopGradient(levels=1))(3.0) == 3.0
     assert jax.grad(product(STOP))(3.0) == 0.0
-    assert jax.grad(product(rules.StopOneLevel()))(3.0) == 1.0
+    assert jax.grad(product(rules.StopGradient(levels=1)))(3.0) == 1.0
 
 
 LEVELS = {
