@@ -57,9 +57,6 @@ class Block:
             function called in the block; see ``custom_rules.py``.
         home: while such a rule runs, the number under which the function was compiled;
             None if the block was opened inside of the compiled function.
-        lent: modules whose helper (a value kept by ``setup`` that reads modules) was
-            used in the block, by the module's id and the helper's name. Empty once the
-            block closes.
     """
 
     rewrite: rules.Rewrite
@@ -81,7 +78,6 @@ class Block:
     ended: bool = False
     is_open: bool = True
     home: cache_keys.Number | None = None
-    lent: dict[tuple[int, str], Any] = field(default_factory=dict)
 
 
 class Root:
@@ -98,8 +94,7 @@ class Root:
         level, kept_trace: the trace in which the tree began, and the innermost trace
             around the tree that JAX may cache.
         pending: checks that wait until the tree is complete; see ``judgement.py``.
-        scratch: whether the tree serves a second run of a ``setup``.
-        from_nothing: whether that run makes all its variables.
+        made_in: if the tree serves a second run of a ``setup``, the blocks of that run.
         handed: the variables that the body starts with, as Flax passed them in.
         selected: the variables in ``handed`` that were rewritten outside.
         parts: the paths and collections that make up the tree; several in the body of
@@ -107,8 +102,6 @@ class Root:
         seen: the leaves that were rewritten for readers of this tree; see ``views.py``.
         joint: for each block, the leaves that its rule rewrites together.
         setup_values: for each block, the values kept by ``setup``, as readers see them.
-        set_up_in: references to modules whose ``setup`` runs, or has run on scratch
-            scopes, by id, and the blocks that were open then.
         sown: the variables that ``Module.sow`` has written in a block.
     """
 
@@ -119,22 +112,19 @@ class Root:
         self.level: Any = None
         self.kept_trace: Any = None
         self.pending: list[Any] = []
-        self.scratch = False
-        self.from_nothing = False
+        self.made_in: tuple[Block, ...] | None = None
         self.handed: dict[Key, Any] = {}
         self.selected: frozenset[Key] = frozenset()
         self.parts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
         self.seen: dict[Block, dict[Key, Any]] = {}
         self.joint: dict[Block, Any] = {}
         self.setup_values: dict[Block, dict[int, Any]] = {}
-        self.set_up_in: dict[int, tuple[Any, tuple[Block, ...]]] = {}
         self.sown: set[Key] = set()
 
-    def as_scratch(self, from_nothing: bool = False) -> Root:
-        """Returns a root of the same tree, for a second run of ``setup``."""
+    def as_scratch(self, made_in: tuple[Block, ...]) -> Root:
+        """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
         scratch = copy.copy(self)
-        scratch.scratch, scratch.from_nothing = True, from_nothing
-        scratch.setup_values, scratch.set_up_in = {}, {}
+        scratch.made_in, scratch.setup_values = made_in, {}
         scratch.pending, scratch.sown = [], set()
         return scratch
 
@@ -142,7 +132,7 @@ class Root:
         """Returns a root of the same tree, for a body that begins in blocks."""
         inner = Root(self.tree, covered)
         inner.initializing, inner.pending = self.initializing, self.pending
-        inner.scratch, inner.from_nothing = self.scratch, self.from_nothing
+        inner.made_in = self.made_in
         inner.level, inner.kept_trace = self.level, self.kept_trace
         return inner
 
@@ -287,7 +277,6 @@ def remove(block: Block | None) -> None:
     thread.set_blocks(rest)
     thread.forget(block)
     block.is_open = False
-    block.lent.clear()
     block.number.give_back(block.asker)
     if block.owner is not None:
         # The root, because Flax replaces the owner's scope when a compact method ends.

@@ -195,8 +195,6 @@ class Number:
         self._agreed: _Ordered = collections.OrderedDict()
         # The shapes of filters that used the number, and whether one was judged right.
         self._shapes: _Ordered = collections.OrderedDict()
-        # ``Asker.sure`` of those who may use the number, once rules may run late.
-        self._late: Hashable = _NO_RULES
 
     # Leases.
 
@@ -218,8 +216,6 @@ class Number:
             for other in self._holders:
                 if asker.sure is None or asker.sure != other.sure:
                     return False
-            if self._late not in (_NO_RULES, asker.sure):
-                return False
             self._holders.add(asker)
         return True
 
@@ -283,12 +279,12 @@ class Number:
         """Notes an answer for a variable of a tree made inside a trace.
 
         Raises:
-            BlockError: if the question is new and comes ``late``, after blocks of
-                other functions may have used the number.
+            BlockError: if the question is new and comes ``late``, after other blocks
+                may have used the number.
         """
         known = self.answers.get(path.key)
         if late and (known is None or known[1] != said):
-            _check_late(asker)
+            raise _late_question(asker)
         if known is None:
             with _lock:
                 self.kind = asker.kind
@@ -303,24 +299,13 @@ class Number:
         if question in self.in_older_trees:
             return
         if late:
-            _check_late(asker)
+            raise _late_question(asker)
         answer = asker.answer_in_older_tree(path)
         with _lock:
             self.kind = asker.kind
             self.in_older_trees[question] = answer
 
-    def expect_late_questions(self, asker: Asker) -> None:
-        """Lets only askers with an equal ``sure`` take the number from now on.
 
-        Rules of ``jax.custom_vjp`` and the like run after their block has closed.
-        """
-        with _lock:
-            self.kind = asker.kind
-            if self._late is _NO_RULES:
-                self._late = asker.sure
-
-
-_NO_RULES = object()
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
 _values = itertools.count(1)
 _MOST_KNOWN = 128  # Numbers inside one number, and entries of each other table.
@@ -396,13 +381,12 @@ def _put_last(table: _Ordered, key: Hashable, value: Any) -> None:
             table.pop(next(free, None), None)
 
 
-def _check_late(asker: Asker) -> None:
-    """Raises for a new question of a late rule, if other blocks may answer it."""
-    if asker.sure is None:
-        raise errors.BlockError(
-            'a rule of a function that was compiled in the block of '
-            f'{asker.rewrite!r} reads a variable after the block has closed, and the '
-            'function has not read it.\n'
-            'Read the variable in the function as well, open the block inside of the '
-            'function that jax.jit compiles, or select by a glob.'
-        )
+def _late_question(asker: Asker) -> errors.BlockError:
+    """Returns the error for a new question of a rule that runs after its block."""
+    return errors.BlockError(
+        'a rule of a function that was compiled in the block of '
+        f'{asker.rewrite!r} reads a variable after the block has closed, and the '
+        'function has not read it.\n'
+        'Read the variable in the function as well, or open the block inside of the '
+        'function that jax.jit compiles.'
+    )

@@ -12,9 +12,8 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
-from flax_sg.engine import blocks, cache_keys, selection
+from flax_sg.engine import blocks, cache_keys
 from flax_sg.internals import hooking, tracing
-from flax_sg.trees.variables import iter_leaf_keys
 
 _Blocks: TypeAlias = tuple[blocks.Block, ...]
 
@@ -32,7 +31,6 @@ def hook_for(*names: str) -> Callable[[Any], Any]:
                 # Blocks that were opened inside the trace are part of it.
                 now = tracing.kept_trace()
                 around = tuple(b for b in open_blocks if b.kept_trace != now)
-                _note_all(around)
                 for name in names:
                     rule = getattr(self, name)
                     if rule is not None:
@@ -42,20 +40,6 @@ def hook_for(*names: str) -> Callable[[Any], Any]:
         return hook
 
     return make_hook
-
-
-def _note_all(around: _Blocks) -> None:
-    """Asks now what the rules may ask later, when other blocks may share the trace."""
-    for block in around:
-        block.number.expect_late_questions(block.asker)
-        block.number.brought = block.rewrite.rule.values()
-        if block.asker.asks_classes:  # A class is known only at a read.
-            continue
-        for root, path, variables in list(blocks.thread.roots.values()):
-            for collection, tree in variables.items():
-                if selection.wants(block, collection):
-                    for key in iter_leaf_keys((collection, path), tree):
-                        selection.selects(block, root, key, read=False, noted=True)
 
 
 def _copy(function: Any) -> Any:

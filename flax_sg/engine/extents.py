@@ -76,7 +76,6 @@ def close_block(block: Block, judged: str = NOTHING) -> None:
         in_order = before[-1] is block and block.place.is_in_this_task()
         if judged != NOTHING and in_order:
             judgement.judge(block, reads=judged == READS)
-            setup_values.judge(block)
     finally:
         try:
             blocks.remove(block)

@@ -61,7 +61,7 @@ def _waits_for_existence(block: Block) -> bool:
         if nothing_met and block.owner is None and block.rewrite.where.atoms:
             raise _nothing_read(block) from None
         root = None if block.owner is None else root_of(block.owner)
-        if root is None or not root.initializing or root.scratch:
+        if root is None or not root.initializing:
             raise
         # During initialization variables are still missing: ``settle`` judges later.
         root.pending.append(_Pending(block, error.__context__))
@@ -179,6 +179,8 @@ def _meet(
 ) -> None:
     """Asks the filter about variables that nobody read, if it may have missed them."""
     block.collections.update(variables)
+    # What ``init`` makes need not be read, and nothing is differentiated by it.
+    block.took = block.took or root.initializing
     where = block.rewrite.where
     paths = [path for path, _ in block.decisions.values()]
     is_met = len(block.asker.matched_by(paths)) == len(where.atoms)

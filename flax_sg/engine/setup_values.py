@@ -1,8 +1,9 @@
 """Applies the open blocks to values that ``setup`` keeps on a module.
 
 ``self.w = self.param(...)`` and ``self.w2 = jnp.tanh(self.w)`` are plain attributes:
-a method that uses them reads no scope. The module keeps the values of a program without
-blocks. A reader in a block gets the values that ``setup`` would make under the block:
+a method that uses them reads no scope. ``setup`` runs with all blocks set aside, so the
+module keeps the values of a program without blocks. A reader in a block gets the values
+that ``setup`` would make under the block:
 
 1. A parameter is recognized by identity, and read again.
 2. If a value was computed from variables, ``setup`` runs once more, under the block.
@@ -20,8 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the hook for ``Module._try_setup``, for modules set up inside a block."""
+    """Makes the hook for ``Module._try_setup``: what it keeps depends on no block."""
 
     def hook(self: Any, shallow: bool = False) -> None:
         open_blocks = blocks.active()
@@ -84,36 +84,18 @@ def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
             watch(self)
         if not open_blocks or not modules.starts_setup(self):
             return original(self, shallow)
-        if shallow:  # Flax only checks setup, on a scope made for the check.
-            with blocks.thread.only(()):
+        kept: _Blocks = ()
+        if not shallow:  # Otherwise Flax only checks setup, on a scope for the check.
+            if blocks.root_of(self.scope).made_in is not None:
                 return original(self, shallow)
-        root, before = blocks.root_of(self.scope), blocks.thread.rewritten
-        root.set_up_in[id(self)] = weakref.ref(self), open_blocks
-        try:
-            original(self, shallow)
-            if root.scratch:
-                return None
-            if blocks.thread.rewritten != before:
-                _make_plain(_SetupValues.of(self, root, open_blocks))
-        except BaseException:
-            # Flax marks the module as set up even if setup raises.
-            for name in _made_of_arrays(self):
-                object.__delattr__(self, name)
-            raise
-        del root.set_up_in[id(self)]
-        return None
+            kept = tuple(b for b in open_blocks if b.rewrite.rule.refuses_writes)
+        with blocks.thread.only(kept):
+            return original(self, shallow)
 
     return hook
 
 
 _OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
-
-
-def _is_kept(module: Any, name: str) -> bool:
-    """Whether an attribute is stored on the module and is not one of its fields."""
-    if name not in object.__getattribute__(module, '__dict__') or name in _OF_FLAX:
-        return False
-    return name not in _arguments(type(module))
 
 
 def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
@@ -127,24 +109,6 @@ def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
         attributes.update(cached)
 
 
-def _make_plain(viewed: _SetupValues) -> None:
-    """Replaces values made in blocks by those that ``setup`` makes without blocks."""
-    plain = _SetupValues(viewed.module, viewed.root, ())
-    for name, value in _made_of_arrays(viewed.module).items():
-        new = plain.convert(name, value, viewed.blocks)
-        viewed.seen[name] = new, value, True
-        object.__setattr__(viewed.module, name, new)
-
-
-def _made_of_arrays(module: Any) -> dict[str, Any]:
-    """The values that ``setup`` kept on a module and that hold numbers."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if _is_kept(module, name) and contents.holds(value, contents.NUMBERS)
-    }
-
-
 def _seen(module: Any, name: str, value: Any) -> Any:
     """Returns the value of an attribute that a reader in the open blocks sees."""
     if isinstance(value, contents.CLOSED):  # Most attributes are modules.
@@ -154,32 +118,20 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if scope is None or not open_blocks:
         return value
     root = blocks.root_of(scope)
-    of_module, made_in = root.set_up_in.get(id(module), (None, ()))
-    made_in = made_in if of_module is not None and of_module() is module else ()
-    if made_in == open_blocks:
+    if root.initializing or root.made_in == open_blocks:
         return value
     values = _SetupValues.of(module, root, open_blocks)
     found = values.seen.get(name)
     if found is not None and found[1] is value:  # A base class's hook converted it.
         return value
     if found is None or found[0] is not value:
-        viewed = values.convert(name, value, made_in)
-        has_arrays = contents.holds(value, contents.ARRAYS)
-        found = values.seen[name] = value, viewed, has_arrays or viewed is not value
-        if not has_arrays and contents.holds_modules(value):
-            open_blocks[-1].lent[id(module), name] = module
+        viewed = values.convert(name, value, root.made_in or ())
+        depends = viewed is not value or contents.holds(value, contents.ARRAYS)
+        found = values.seen[name] = value, viewed, depends
     if found[2]:  # Another trace may have cached the value.
         for block in open_blocks:
             selection.note_all(block, root)
     return found[1]
-
-
-def judge(block: blocks.Block) -> None:
-    """Raises if a helper still holds arrays read from a module in a closing block."""
-    for (_, name), module in block.lent.items():
-        if contents.holds(vars(module).get(name), contents.ARRAYS):
-            reason = 'it keeps what it has read of a module in the block'
-            raise _cannot_see(module, name, reason)
 
 
 @dataclasses.dataclass
@@ -217,9 +169,8 @@ class _SetupValues:
         if not contents.holds(value, kinds):
             return value
         # An untraced array may be a parameter, and also the stopped form of another
-        # one. A stop treats both alike; without blocks they differ.
-        same = bool(self.blocks) and not numbers
-        if isinstance(value, contents.ARRAYS if same else tracing.Tracer):
+        # one. A stop treats both alike.
+        if isinstance(value, tracing.Tracer if numbers else contents.ARRAYS):
             found = _parameter(self.module.scope, self.root, value, made_in)
             if found is not None:
                 return views.view(self.root, self.blocks, *found)
@@ -290,7 +241,7 @@ def _run_again(
     Args:
         module: a bound module whose ``setup`` has run.
         name: the attribute to report in an error.
-        open_blocks: the blocks to run under; empty for the values without blocks.
+        open_blocks: the blocks to run under.
 
     Returns:
         The attributes that ``setup`` makes; empty if the blocks change nothing.
@@ -298,34 +249,16 @@ def _run_again(
     Raises:
         SetupValueError: if this run may differ from the first one.
     """
-    made, doubts = _run(module, open_blocks)
-    if doubts and module.scope.get_flag('initializing', False):
-        # Under ``init``, all variables can be created again from nothing.
-        made, doubts = _run(module, open_blocks, from_nothing=True)
-    if doubts:
-        reason = f'setup would have to run again, and {doubts[0]}'
-        raise _cannot_see(module, name, reason)
-    return made
-
-
-def _run(
-    module: Any, open_blocks: tuple[blocks.Block, ...], from_nothing: bool = False
-) -> tuple[dict[str, Any], list[str]]:
-    """Returns the attributes, and reasons why they may differ from the first run."""
 
     def scratch_of(scope: Scope) -> Scope:
-        root = blocks.root_of(scope).as_scratch(from_nothing)
-        mutable = {} if from_nothing else None
-        return core_scopes.scratch_scope(
-            scope, {blocks.ROOT_FLAG: root}, mutable=mutable
-        )
+        root = blocks.root_of(scope).as_scratch(open_blocks)
+        return core_scopes.scratch_scope(scope, {blocks.ROOT_FLAG: root})
 
     outer, thread = blocks.thread.doubts, blocks.thread
     levels = [block.level for block in open_blocks if block.rewrite.rule.brings]
     trace = tracing.in_innermost_trace([*levels, module.scope.trace_level])
     with trace, thread.only(open_blocks):
-        scopes = modules.scopes_of(module)
-        tops, copies = core_scopes.copy_scopes(scopes, scratch_of)
+        tops, copies = core_scopes.copy_scopes(modules.scopes_of(module), scratch_of)
         clone = modules.clone_on(module, copies)
         before = thread.rewritten
         doubts = thread.doubts = []
@@ -337,21 +270,14 @@ def _run(
         finally:
             thread.doubts = outer
         # A second run makes new array objects: use them only if a rule was applied.
-        if open_blocks and thread.rewritten == before:
-            return {}, []
-    for scope, copied in tops.items():
-        doubts += _differences(copied.rng_counters, scope.rng_counters)
+        if thread.rewritten == before:
+            return {}
+    if doubts:
+        reason = f'setup would have to run again, and {doubts[0]}'
+        raise _cannot_see(module, name, reason)
+    for copied in tops.values():
         copied.invalidate()
-    return dict(vars(clone)), doubts
-
-
-def _differences(used: Mapping[Any, Any], now: Mapping[Any, Any]) -> Iterator[str]:
-    """Yields a reason per random stream also used before the first run, or since."""
-    for stream, count in used.items():
-        if isinstance(count, Mapping):
-            yield from _differences(count, now.get(stream, {}))
-        elif count and count != now.get(stream):
-            yield f'it draws from the random stream {stream!r}, which others use too'
+    return dict(vars(clone))
 
 
 # The hooks call these. During a second run they note why its values may differ.
@@ -378,16 +304,14 @@ def has_variable(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _asks(scope: Scope, collection: str) -> None:
     doubts = blocks.thread.doubts
-    if doubts is None or not scope.is_mutable_collection(collection):
-        return
-    if not blocks.root_of(scope).from_nothing:
+    if doubts is not None and scope.is_mutable_collection(collection):
         doubts.append(f'it asks for {collection!r}, which may have been written since')
 
 
 def writes_elsewhere(scope: Scope, collection: str) -> bool:
     """Whether a second run writes outside its scratch scopes; notes a doubt if so."""
     doubts = blocks.thread.doubts
-    if doubts is None or blocks.root_of(scope).scratch:
+    if doubts is None or blocks.root_of(scope).made_in is not None:
         return False
     doubts.append(f'it lets a module elsewhere write {collection!r}')
     return True
@@ -398,9 +322,9 @@ def make_rng(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def hook(self: Scope, name: str = 'params') -> Any:
         key, doubts = original(self, name), blocks.thread.doubts
-        if doubts is not None and not blocks.root_of(self).scratch:
+        if doubts is not None:  # A module elsewhere shall draw the same afterwards.
             self.rng_counters[name if self.has_rng(name) else 'params'] -= 1
-            doubts.append('it lets a module elsewhere draw random numbers')
+            doubts.append('it draws random numbers')
         return key
 
     return hook

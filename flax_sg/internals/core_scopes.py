@@ -55,7 +55,6 @@ def scratch_scope(
     flags: Mapping[str, Any],
     rngs: Mapping[str, Any] | None = None,
     counters: Mapping[Any, Any] | None = None,
-    mutable: Mapping[str, Any] | None = None,
 ) -> Scope:
     """Makes a separate scope with the same values, so writes leave ``scope`` unchanged.
 
@@ -64,14 +63,12 @@ def scratch_scope(
         flags: flags to add.
         rngs: the random streams; None for the current ones of ``scope``.
         counters: how often each stream was used; None for never.
-        mutable: the mutable collections; None for the current ones of ``scope``.
     """
     kept = {
         c: t for c, t in stored(scope).items() if not scope.is_mutable_collection(c)
     }
-    written = copied_mutable(scope) if mutable is None else copied(mutable)
     out = Scope(
-        {**kept, **written},
+        {**kept, **copied_mutable(scope)},
         rngs=dict(scope.rngs if rngs is None else rngs),
         name=scope.name,
         mutable=scope.mutable,

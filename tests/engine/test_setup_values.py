@@ -289,7 +289,6 @@ ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     'share_scope': ShareScope,
     'non-init field': NonInitField,
     'lifted': Lifted,
-    'random': Noisy,
 }
 
 # What a second run of ``setup`` does not do as the first one did. A block may not be
@@ -812,7 +811,7 @@ def test_what_is_made_of_numbers_of_the_parent_is_other_numbers():
 
 
 @pytest.mark.usefixtures('leaks')
-@pytest.mark.parametrize('name', ['lambda', 'random'])
+@pytest.mark.parametrize('name', ['lambda', 'derived'])
 def test_no_tracer_outlives_its_trace(name):
     make, program = ROUTES[name], PROGRAMS['nested']
     variables = variables_of(make, program)
@@ -952,12 +951,10 @@ class CountsInSetup(Raw):
 
 
 HOLDS_MODULE = 'it holds a module as well as an array'
-FILLED = 'it keeps what it has read of a module in the block'
 RAISING: list[tuple[type[Route], str, str]] = [
     (ClosureOverArrayAndModule, 'around', HOLDS_MODULE),
     (ClosureOverArrayAndModule, 'first in it', HOLDS_MODULE),
     *((memo, 'around', HOLDS_MODULE) for memo in (Memo, MemoInClosure)),
-    *((memo, 'first in it', FILLED) for memo in (Memo, MemoInClosure)),
     (
         BlockAfterTheValue,
         'around',
@@ -972,8 +969,7 @@ RAISING: list[tuple[type[Route], str, str]] = [
     (
         DrawnSince,
         'around',
-        'setup would have to run again, and it draws from the random stream '
-        "'noise', which others use too",
+        'setup would have to run again, and it draws random numbers',
     ),
     (SetByHand, 'around', 'setup did not make it again'),
 ]

@@ -455,6 +455,7 @@ def test_values_that_are_arguments_retrace_nothing() -> None:
 def test_a_jitted_function_in_a_block_around_which_values_change() -> None:
     # The inner function is found in JAX's cache by both traces of the outer one.
     bound = Exact().bind({'params': ONES})
+    bound(X)  # In a trace, Flax would keep tracers on it.
     inner = jax.jit(lambda x: bound(x))
 
     def outer(others: Any, x: Any) -> Any:
