@@ -44,8 +44,14 @@ def stop_inside_the_body(patch: Patch) -> None:
 def _without_hooks(patch: Patch, *names: str) -> None:
     """Flax's own functions in place of some hooks."""
     for name in names:
-        patch.setitem(hooks.HOOKS, name, lambda original: original)
+        patch.setitem(hooks.HOOKS, name, _original(name))
     patch.setattr(hooking, '_planned', (None, None, []))
+
+
+def _original(name: str) -> Any:
+    if name == 'getattribute':
+        return lambda original: original
+    return lambda *args, **kwargs: hooking.originals[name](*args, **kwargs)
 
 
 def stops_are_written_back(patch: Patch) -> None:

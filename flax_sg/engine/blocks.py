@@ -93,7 +93,8 @@ class Root:
         initializing: whether ``init`` is making the variables.
         level, kept_trace: the trace in which the tree began, and the innermost trace
             around the tree that JAX may cache.
-        pending: checks that wait until the tree is complete; see ``judgement.py``.
+        pending: closed blocks that are judged when the tree is complete, each with
+            the exception that was being handled when it closed.
         made_in: if the tree serves a second run of a ``setup``, the blocks of that run.
         handed: the variables that the body starts with, as Flax passed them in.
         selected: the variables in ``handed`` that were rewritten outside.

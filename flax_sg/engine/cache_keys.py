@@ -21,7 +21,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -284,7 +284,7 @@ class Number:
         """
         known = self.answers.get(path.key)
         if late and (known is None or known[1] != said):
-            raise _late_question(asker)
+            _refuse_late_question(asker)
         if known is None:
             with _lock:
                 self.kind = asker.kind
@@ -299,7 +299,7 @@ class Number:
         if question in self.in_older_trees:
             return
         if late:
-            raise _late_question(asker)
+            _refuse_late_question(asker)
         answer = asker.answer_in_older_tree(path)
         with _lock:
             self.kind = asker.kind
@@ -381,9 +381,9 @@ def _put_last(table: _Ordered, key: Hashable, value: Any) -> None:
             table.pop(next(free, None), None)
 
 
-def _late_question(asker: Asker) -> errors.BlockError:
-    """Returns the error for a new question of a rule that runs after its block."""
-    return errors.BlockError(
+def _refuse_late_question(asker: Asker) -> NoReturn:
+    """Raises for a new question of a rule that runs after its block."""
+    raise errors.BlockError(
         'a rule of a function that was compiled in the block of '
         f'{asker.rewrite!r} reads a variable after the block has closed, and the '
         'function has not read it.\n'

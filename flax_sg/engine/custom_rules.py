@@ -18,28 +18,24 @@ from flax_sg.internals import hooking, tracing
 _Blocks: TypeAlias = tuple[blocks.Block, ...]
 
 
-def hook_for(*names: str) -> Callable[[Any], Any]:
-    """Makes the hook for ``__call__`` of a class that keeps its rules in ``names``."""
+def hook_for(kind: str) -> Callable[..., Any]:
+    """Makes the hook for ``__call__`` of a class in ``hooking.RULES``."""
 
-    def make_hook(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-            open_blocks = blocks.active()
-            # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
-            if open_blocks and not _of_jax(self):
-                self = _copy(self)
-                # Blocks that were opened inside the trace are part of it.
-                now = tracing.kept_trace()
-                around = tuple(b for b in open_blocks if b.kept_trace != now)
-                for name in names:
-                    rule = getattr(self, name)
-                    if rule is not None:
-                        setattr(self, name, _resuming(rule, open_blocks, around))
-            return original(self, *args, **kwargs)
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        open_blocks = blocks.active()
+        # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
+        if open_blocks and not _of_jax(self):
+            self = _copy(self)
+            # Blocks that were opened inside the trace are part of it.
+            now = tracing.kept_trace()
+            around = tuple(b for b in open_blocks if b.kept_trace != now)
+            for name in hooking.RULES[kind]:
+                rule = getattr(self, name)
+                if rule is not None:
+                    setattr(self, name, _resuming(rule, open_blocks, around))
+        return hooking.originals[kind](self, *args, **kwargs)
 
-        return hook
-
-    return make_hook
+    return hook
 
 
 def _copy(function: Any) -> Any:

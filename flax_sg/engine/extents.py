@@ -120,9 +120,6 @@ def close_last(
         # or ends in this thread.
         if block.place.frame == here.frame:
             block.ended = True  # ``active`` removes it in the block's thread.
-            if not block.place.thread.is_alive():
-                block.number.give_back(block.asker)
-                hooking.release_hooks(block)
     if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
         place = elsewhere[-1].place if elsewhere else None
         reason = f'it is not open in this thread, {here.thread.name}'

@@ -22,91 +22,77 @@ from flax_sg.internals import core_scopes, hooking, modules
 _MISSING = object()
 
 
-def _get_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(self: Scope, col: str, name: str, default: Any = None) -> Any:
-        open_blocks = blocks.active()
-        if not open_blocks and blocks.thread.doubts is None:
-            return original(self, col, name, default)
-        value = original(self, col, name, _MISSING)
-        if value is _MISSING:
-            return default
-        setup_values.reads(self, col)
+# What Flax and JAX do without hooks.
+_original = hooking.originals
+
+
+def _get_variable(self: Scope, col: str, name: str, default: Any = None) -> Any:
+    open_blocks = blocks.active()
+    if not open_blocks and blocks.thread.doubts is None:
+        return _original['get_variable'](self, col, name, default)
+    value = _original['get_variable'](self, col, name, _MISSING)
+    if value is _MISSING:
+        return default
+    setup_values.reads(self, col)
+    key = (col, (*self.path, name))
+    if not blocks.thread.asks_classes:
+        return views.view(blocks.root_of(self), open_blocks, key, value)
+    with blocks.thread.reading(self.path):
+        return views.view(blocks.root_of(self), open_blocks, key, value)
+
+
+def _variables(self: Scope) -> Any:
+    variables = _original['variables'](self)
+    open_blocks = blocks.active()
+    if not open_blocks:
+        return variables
+    root = blocks.root_of(self)
+    viewed = {
+        col: views.view(root, open_blocks, (col, self.path), tree)
+        for col, tree in variables.items()
+    }
+    return FrozenDict(viewed) if isinstance(variables, FrozenDict) else viewed
+
+
+def _param(
+    self: Scope, name: str, init_fn: Any, *args: Any, unbox: bool = True, **kw: Any
+) -> Any:
+    exists = self.has_variable('params', name)
+    value = _original['param'](self, name, init_fn, *args, unbox=unbox, **kw)
+    if exists or not blocks.thread.blocks:
+        return value
+    # Flax returns a new parameter without calling ``get_variable``: read it here.
+    value = self.get_variable('params', name)
+    return core_scopes.unbox(value) if unbox else value
+
+
+def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
+    if setup_values.writes_elsewhere(self, col):
+        return
+    open_blocks = blocks.active()
+    if open_blocks:
         key = (col, (*self.path, name))
-        if not blocks.thread.asks_classes:
-            return views.view(blocks.root_of(self), open_blocks, key, value)
-        with blocks.thread.reading(self.path):
-            return views.view(blocks.root_of(self), open_blocks, key, value)
-
-    return hook
-
-
-def _variables(original: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(self: Scope) -> Any:
-        variables = original(self)
-        open_blocks = blocks.active()
-        if not open_blocks:
-            return variables
-        root = blocks.root_of(self)
-        viewed = {
-            col: views.view(root, open_blocks, (col, self.path), tree)
-            for col, tree in variables.items()
-        }
-        return FrozenDict(viewed) if isinstance(variables, FrozenDict) else viewed
-
-    return hook
+        value = views.stored(blocks.root_of(self), open_blocks, key, value)
+        writes.check(self, open_blocks, key, value)
+        if modules.is_sowing():
+            blocks.root_of(self).sown.add(key)
+    _original['put_variable'](self, col, name, value)
 
 
-def _param(original: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(
-        self: Scope, name: str, init_fn: Any, *args: Any, unbox: bool = True, **kw: Any
-    ) -> Any:
-        exists = self.has_variable('params', name)
-        value = original(self, name, init_fn, *args, unbox=unbox, **kw)
-        if exists or not blocks.thread.blocks:
-            return value
-        # Flax returns a new parameter without calling ``get_variable``: read it here.
-        value = self.get_variable('params', name)
-        return core_scopes.unbox(value) if unbox else value
-
-    return hook
+def _invalidate(self: Scope) -> None:
+    # An ``apply`` may end here. If it raised, this is the only sign of its end.
+    with hooking.released(self):
+        _original['invalidate'](self)
+        if blocks.thread.roots:
+            judgement.settle(self)
 
 
-def _put_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(self: Scope, col: str, name: str, value: Any) -> None:
-        if setup_values.writes_elsewhere(self, col):
-            return
-        open_blocks = blocks.active()
-        if open_blocks:
-            key = (col, (*self.path, name))
-            value = views.stored(blocks.root_of(self), open_blocks, key, value)
-            writes.check(self, open_blocks, key, value)
-            if modules.is_sowing():
-                blocks.root_of(self).sown.add(key)
-        original(self, col, name, value)
-
-    return hook
+def _post_init(self: Any) -> None:
+    setup_values.watch(self)
+    _original['post_init'](self)
 
 
-def _invalidate(original: Callable[..., Any]) -> Callable[..., Any]:
-    def end(self: Scope) -> None:
-        # An ``apply`` may end here. If it raised, this is the only sign of its end.
-        with hooking.released(self):
-            original(self)
-            if blocks.thread.roots:
-                judgement.settle(self)
-
-    return end
-
-
-def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(self: Any) -> None:
-        setup_values.watch(self)
-        original(self)
-
-    return hook
-
-
-HOOKS: dict[str, Callable[[Any], Any]] = {
+HOOKS: dict[str, Callable[..., Any]] = {
     'get_variable': _get_variable,
     'variables': _variables,
     'param': _param,
@@ -118,5 +104,5 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     'post_init': _post_init,
     'try_setup': setup_values.try_setup,
     'getattribute': setup_values.getattribute,
-    **{name: custom_rules.hook_for(*hooking.RULES[name]) for name in hooking.RULES},
+    **{name: custom_rules.hook_for(name) for name in hooking.RULES},
 }

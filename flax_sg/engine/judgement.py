@@ -8,7 +8,6 @@ nothing that was read: perhaps what it names was computed a line before.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -64,7 +63,7 @@ def _waits_for_existence(block: Block) -> bool:
         if root is None or not root.initializing:
             raise
         # During initialization variables are still missing: ``settle`` judges later.
-        root.pending.append(_Pending(block, error.__context__))
+        root.pending.append((block, error.__context__))
         return True
     met = (path for path, _ in block.decisions.values())
     block.number.existing.update((path.key, path) for path in met)
@@ -142,19 +141,6 @@ def _check_reads(block: Block) -> None:
     )
 
 
-@dataclasses.dataclass
-class _Pending:
-    """A closed block that is judged when its tree is complete.
-
-    Attributes:
-        block: the block, whose filter has not yet matched all that it names.
-        handled: the exception that was being handled when the block closed.
-    """
-
-    block: Block
-    handled: BaseException | None
-
-
 def settle(scope: Scope) -> None:
     """Forgets a tree whose scope has become invalid, and judges the waiting blocks."""
     if scope.parent is not None or ROOT_FLAG in scope.flags:
@@ -166,12 +152,12 @@ def settle(scope: Scope) -> None:
         _meet(block, *known)
     root, path, variables = known
     pending, root.pending[:] = list(root.pending), []
-    for waiting in pending:
+    for block, handled in pending:
         # If the body raised, its own exception is shown instead.
-        if sys.exception() is waiting.handled:
-            _meet(waiting.block, root, path, variables)
-            _check_collections(waiting.block)
-            _check_atoms(waiting.block)
+        if sys.exception() is handled:
+            _meet(block, root, path, variables)
+            _check_collections(block)
+            _check_atoms(block)
 
 
 def _meet(

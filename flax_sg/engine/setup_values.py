@@ -75,24 +75,20 @@ def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def try_setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the hook for ``Module._try_setup``: what it keeps depends on no block."""
-
-    def hook(self: Any, shallow: bool = False) -> None:
-        open_blocks = blocks.active()
-        if open_blocks:
-            watch(self)
-        if not open_blocks or not modules.starts_setup(self):
+def try_setup(self: Any, shallow: bool = False) -> None:
+    """The hook for ``Module._try_setup``: what ``setup`` keeps depends on no block."""
+    open_blocks, original = blocks.active(), hooking.originals['try_setup']
+    if open_blocks:
+        watch(self)
+    if not open_blocks or not modules.starts_setup(self):
+        return original(self, shallow)
+    kept: _Blocks = ()
+    if not shallow:  # Otherwise Flax only checks setup, on a scope for the check.
+        if blocks.root_of(self.scope).made_in is not None:
             return original(self, shallow)
-        kept: _Blocks = ()
-        if not shallow:  # Otherwise Flax only checks setup, on a scope for the check.
-            if blocks.root_of(self.scope).made_in is not None:
-                return original(self, shallow)
-            kept = tuple(b for b in open_blocks if b.rewrite.rule.refuses_writes)
-        with blocks.thread.only(kept):
-            return original(self, shallow)
-
-    return hook
+        kept = tuple(b for b in open_blocks if b.rewrite.rule.refuses_writes)
+    with blocks.thread.only(kept):
+        return original(self, shallow)
 
 
 _OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
@@ -290,16 +286,12 @@ def reads(scope: Scope, collection: str) -> None:
         _asks(scope, collection)
 
 
-def has_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the hook for ``Scope.has_variable``."""
-
-    def hook(self: Scope, col: str, name: str) -> bool:
-        # Flax itself calls this for each parameter: count the user's calls only.
-        if blocks.thread.doubts is not None and modules.asks_for_variable():
-            _asks(self, col)
-        return original(self, col, name)
-
-    return hook
+def has_variable(self: Scope, col: str, name: str) -> bool:
+    """The hook for ``Scope.has_variable``."""
+    # Flax itself calls this for each parameter: count the user's calls only.
+    if blocks.thread.doubts is not None and modules.asks_for_variable():
+        _asks(self, col)
+    return hooking.originals['has_variable'](self, col, name)
 
 
 def _asks(scope: Scope, collection: str) -> None:
@@ -317,17 +309,13 @@ def writes_elsewhere(scope: Scope, collection: str) -> bool:
     return True
 
 
-def make_rng(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the hook for ``Scope.make_rng``."""
-
-    def hook(self: Scope, name: str = 'params') -> Any:
-        key, doubts = original(self, name), blocks.thread.doubts
-        if doubts is not None:  # A module elsewhere shall draw the same afterwards.
-            self.rng_counters[name if self.has_rng(name) else 'params'] -= 1
-            doubts.append('it draws random numbers')
-        return key
-
-    return hook
+def make_rng(self: Scope, name: str = 'params') -> Any:
+    """The hook for ``Scope.make_rng``."""
+    key, doubts = hooking.originals['make_rng'](self, name), blocks.thread.doubts
+    if doubts is not None:  # A module elsewhere shall draw the same afterwards.
+        self.rng_counters[name if self.has_rng(name) else 'params'] -= 1
+        doubts.append('it draws random numbers')
+    return key
 
 
 def _cannot_see(module: Any, name: str, reason: str) -> errors.SetupValueError:

@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
-from flax_sg import filters
+from flax_sg import errors, filters
 from flax_sg.engine import blocks, selection, views
 from flax_sg.filters.expressions import unknown_class
-from flax_sg.internals import core_scopes, lifting, tracing
+from flax_sg.internals import core_scopes, hooking, lifting, tracing
 from flax_sg.rules import rules
+from flax_sg.trees.leaves import shape_of
 from flax_sg.trees.variables import (
     Key,
     iter_variables,
@@ -82,20 +82,16 @@ class Mark:
     facts: Any
 
 
-def partial_pack(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for ``flax.core.lift._partial_pack``."""
-
-    # Flax's own signature; ``name`` is the name of the transform.
-    def hook(scope_tree: Any, ins: Any, outs: Any, rngs: Any, name: Any = None) -> Any:
-        packed = original(scope_tree, ins, outs, rngs, name)
-        open_blocks = blocks.active()
-        if not open_blocks and blocks.thread.doubts is None:
-            return packed
-        scopes = core_scopes.minimal_scopes(scope_tree)
-        axes = lifting.axes_of_caller()
-        return _Lift(scopes, open_blocks, name, axes).wrap(*packed)
-
-    return hook
+def partial_pack(
+    scope_tree: Any, ins: Any, outs: Any, rngs: Any, name: str | None = None
+) -> Any:
+    """The hook for ``flax.core.lift._partial_pack``; ``name`` is the transform's."""
+    packed = hooking.originals['partial_pack'](scope_tree, ins, outs, rngs, name)
+    open_blocks = blocks.active()
+    if not open_blocks and blocks.thread.doubts is None:
+        return packed
+    scopes = core_scopes.minimal_scopes(scope_tree)
+    return _Lift(scopes, open_blocks, name).wrap(*packed)
 
 
 class _Lift:
@@ -106,7 +102,6 @@ class _Lift:
         scopes: Sequence[Scope],
         open_blocks: tuple[blocks.Block, ...],
         name: str | None,
-        axes: Callable[[str], tuple[int | None, int | None]],
     ) -> None:
         self.scopes = scopes
         self.roots = [blocks.root_of(scope) for scope in scopes]
@@ -119,7 +114,6 @@ class _Lift:
         self.is_loop = name in lifting.LOOPS
         self.is_scan = name == lifting.SCAN
         self.has_branches = name in lifting.BRANCHES
-        self.axes = axes
         self.trace = tracing.current_trace()
         self.stored: list[dict[Key, Any]] = [{} for _ in scopes]
         # For each leaf of each variable the index of the same stored leaf; None if the
@@ -158,7 +152,9 @@ class _Lift:
 
         def leaf_stored(value: Any, origin: int, leaf: Any, key: Key) -> Any:
             stored = jax.tree_util.tree_leaves(value)[origin]
-            return _moved(stored, *self.axes(key[0]), leaf)
+            if isinstance(leaf, Unwritten) or shape_of(leaf) == shape_of(stored):
+                return stored
+            raise _moved(key)
 
         def stored_publish_fn(groups: Groups) -> None:
             for group in groups[0] if groups else ():
@@ -387,14 +383,14 @@ def _unmoved(origin: _Origin) -> _Origin:
     return tuple(at if at == i else None for i, at in enumerate(origin))
 
 
-def _moved(stored: Any, axis_in: Any, axis_out: Any, out: Any) -> Any:
-    """Returns an unwritten leaf, with its axis where the transform puts it."""
-    # ``axis_out`` is an int below: JAX refuses None for an output that is mapped.
-    if axis_in == axis_out:
-        return stored
-    if axis_in is None:
-        return jnp.broadcast_to(jnp.expand_dims(stored, axis_out), out.shape)
-    return jnp.moveaxis(stored, axis_in, axis_out)
+def _moved(key: Key) -> errors.BlockError:
+    """Returns the error for a transform that gives back another shape than it got."""
+    return errors.BlockError(
+        f'a transform in a block gives the variable {"/".join(key[1])!r} of the '
+        f'collection {key[0]!r} back in another shape than it got.\n'
+        'Give nn.vmap and nn.scan one axis for the collection, in and out, or leave '
+        'it out of the block with collections=.'
+    )
 
 
 def _agreed(one: _Origin, other: _Origin) -> _Origin:

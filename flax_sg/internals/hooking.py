@@ -55,7 +55,10 @@ _users: set[object] = set()
 
 _applies: list[weakref.ref[Scope]] = []  # Roots of running applies that used hooks.
 
-_make: Mapping[str, Callable[[Any], Any]] = {}
+_hooks: Mapping[str, Callable[..., Any]] = {}
+
+# What the hooked attributes were, by their keys in ``HOOKED``.
+originals: dict[str, Any] = {}
 
 _before: dict[tuple[Any, str], Any] = {}  # The attributes to restore.
 
@@ -74,32 +77,37 @@ class _Hook(NamedTuple):
 
     @classmethod
     def of(cls, key: str, owner: Any, name: str) -> _Hook:
-        """Makes the hook for an attribute that a class has or inherits."""
+        """Returns the hook for an attribute that a class has or inherits."""
         holders = [
             base for base in getattr(owner, '__mro__', [owner]) if name in vars(base)
         ]
         found = (_before.get((base, name), vars(base)[name]) for base in holders)
         original = next(value for value in found if value is not _INHERITED)
-        before = vars(owner).get(name, _INHERITED)
-        return cls(weakref.ref(owner), name, before, _make[key](original))
+        before, hook = vars(owner).get(name, _INHERITED), _hooks[key]
+        if key in HOOKED:
+            originals[key] = original
+        else:  # Classes differ in what they inherit.
+            hook = hook(original)
+        return cls(weakref.ref(owner), name, before, hook)
 
 
 _planned: tuple[Any, Any, list[_Hook]] = None, None, []  # The hooks installed last.
 
 
 def acquire_hooks(
-    user: object, make: Mapping[str, Callable[[Any], Any]] | None = None
+    user: object, hooks: Mapping[str, Callable[..., Any]] | None = None
 ) -> None:
     """Installs hooks on Flax's reads, unless another user already has.
 
     Args:
         user: a hashable object that identifies the user of the hooks.
-        make: for each name in ``HOOKED`` and ``HOOKED_THAT_KEEP``, a function from the
-            original to its hook; by default the functions of the previous call.
+        hooks: for each name in ``HOOKED`` the function to install, and for that of
+            ``HOOKED_THAT_KEEP`` a function from the original to it; by default those
+            of the previous call.
     """
-    global _make, _complete
+    global _hooks, _complete
     with _lock:
-        _make = make or _make
+        _hooks = hooks or _hooks
         _users.add(user)
         if _complete:
             return
@@ -127,12 +135,12 @@ def _plan(anew: bool = False) -> list[_Hook]:
     """Returns the hooks to install; reuses the last ones if no class or hook is new."""
     global _planned
     classes = modules.classes_that_keep()
-    make, known, plan = _planned
-    if make is not _make or known is not classes or anew:
+    hooks, known, plan = _planned
+    if hooks is not _hooks or known is not classes or anew:
         key, name = HOOKED_THAT_KEEP
         plan = [_Hook.of(key, *where) for key, where in HOOKED.items()]
         plan += [_Hook.of(key, cls, name) for ref in classes if (cls := ref())]
-        _planned = _make, classes, plan
+        _planned = _hooks, classes, plan
     return plan
 
 

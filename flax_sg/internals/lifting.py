@@ -1,8 +1,8 @@
 """Wraps private names of Flax's lifted transforms.
 
 For ``nn.scan``: its loop ``axes_scan.scan`` (:func:`scan_with`), the order of the
-variables in the loop (:func:`param_path`), their axes, read from the frame of
-``lift.pack`` (:func:`axes_of_caller`), its name in ``debug_path`` (:func:`is_in_scan`).
+variables in the loop (:func:`param_path`), its name in ``debug_path``
+(:func:`is_in_scan`).
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax.core import axes_scan, lift
-from flax.core.scope import Scope, in_filter
+from flax.core.scope import Scope
 from flax.linen import transforms as linen_transforms
 
 from flax_sg.internals import versions
@@ -41,32 +40,6 @@ def is_in_scan(scope: Scope) -> bool:
         if lifts:
             return lifts[0] == SCAN
     return False
-
-
-def axes_of_caller() -> Callable[[str], tuple[int | None, int | None]]:
-    """Returns a function from a collection to the (in, out) axes of a lifted transform.
-
-    The transform is the caller of ``pack``. ``nn.vmap`` and ``nn.scan`` may map inputs
-    along one axis and outputs along another. Only the closure two frames up holds both.
-    """
-    names = sys._getframe(2).f_locals
-    fn = names.get('fn')
-    cells = getattr(fn, '__closure__', None) or ()
-    free = fn.__code__.co_freevars if fn is not None and cells else ()
-    closure: dict[str, Any] = {
-        name: cell.cell_contents
-        for name, cell in zip(free, cells, strict=True)
-        if name in ('variable_in_axes', 'variable_out_axes')
-    }
-
-    def axis(collection: str, side: str) -> Any:
-        axes = closure.get(f'variable_{side}_axes', ())
-        filters = names[f'{side}_variable_filters']
-        unmapped = len(filters) - len(axes)
-        number = next(n for n, f in enumerate(filters) if in_filter(f, collection))
-        return axes[number - unmapped] if number >= unmapped else None
-
-    return lambda collection: (axis(collection, 'in'), axis(collection, 'out'))
 
 
 def scan_with(loop: Callable[..., Any]) -> Callable[..., Any]:

@@ -328,11 +328,14 @@ def test_what_is_interrupted_as_it_ends_ends_all_the_same(monkeypatch):
 def test_hooks_that_are_half_installed(at):
     user = object()
 
-    def interrupted(original):
-        raise Ctrl
+    class Interrupted(dict[str, Any]):
+        def __getitem__(self, key):
+            if key == at:
+                raise Ctrl
+            return super().__getitem__(key)
 
     def installed():
-        return hooking.acquire_hooks(user, {**hooks.HOOKS, at: interrupted})
+        return hooking.acquire_hooks(user, Interrupted(hooks.HOOKS))
 
     for goes_on in (True, False):
         with pytest.raises(Ctrl):

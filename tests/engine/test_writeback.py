@@ -12,9 +12,7 @@ from typing import Any
 import flax.core
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax.typing import In, Out
 
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
@@ -265,85 +263,6 @@ def variables_of(lift: str) -> Any:
 )
 def test_real_writes_in_a_lifted_body(lift, mutable):
     check(lambda how: Model(lift, how), variables_of(lift), mutable=mutable)
-
-
-# What is not written comes out as it came in, wherever its axes go.
-
-
-class Reader(nn.Module):
-    writes: bool
-    see: Any
-
-    @nn.compact
-    def __call__(self, x):
-        kept = self.variable('cache', 'kept', jnp.ones, (2, 3))
-        moved = self.variable('cache', 'moved', jnp.ones, (2, 3))
-        if self.writes:
-            moved.value = moved.value * x
-        return jnp.tanh(x * kept.value * self.see(moved.value))
-
-
-class Step(Reader):
-    def __call__(self, x, _):
-        return super().__call__(x), None
-
-
-AXES = {('cache',): In(1), 'cache': Out(0)}
-SPREAD = {('cache',): In(None), 'cache': Out(1)}
-MOVES = {
-    'vmap of one for all': nn.vmap(Reader, variable_axes=SPREAD),
-    'vmap': nn.vmap(Reader, variable_axes=AXES),
-    'scan': nn.scan(Step, variable_axes=AXES, length=3),
-}
-
-
-class Moving(nn.Module):
-    lift: str
-    writes: bool
-    where: Any = None
-    see: Any = lambda v: v
-
-    @nn.compact
-    def __call__(self, x):
-        args = (x, None) if self.lift == 'scan' else (jnp.stack([x, 2 * x, 3 * x]),)
-        part = MOVES[self.lift](self.writes, self.see, name='part')
-        with block(self.where, self.where is not None, collections='cache'):
-            inside = part(*args)
-        stored = {k: v for k, v in part.variables['cache'].items()}
-        return inside, stored
-
-
-@pytest.mark.parametrize('writes', [False, True])
-@pytest.mark.parametrize(
-    ('lift', 'square', 'shape'),
-    [
-        # Three steps: stacked along axis 1, they come out stacked along axis 0.
-        ('vmap', False, (2, 3, 3)),
-        ('scan', True, (3, 3, 3)),
-        ('vmap of one for all', False, (2, 3)),
-    ],
-)
-def test_axes_that_move(lift, writes, square, shape):
-    x = jnp.arange(9.0).reshape(3, 3) if square else X
-
-    def run(how):
-        def fn(cache, x):
-            variables = {'cache': {'part': cache}}
-            model = Moving(lift, writes, 'part/*' if how == 'block' else None)
-            (inside, stored), written = model.apply(variables, x, mutable=['cache'])
-            if how == 'hand':
-                model = Moving(lift, writes, see=stop)
-                (inside, halted), _ = model.apply(stop(variables), x, mutable=['cache'])
-                if writes:
-                    stored['moved'] = halted['moved']
-                    written['cache']['part']['moved'] = halted['moved']
-            return {'inside': inside, 'stored': stored, 'written': written}
-
-        return fn
-
-    cache = {'kept': 1 + jnp.arange(float(np.prod(shape))).reshape(shape)}
-    cache['moved'] = jnp.cos(cache['kept'])
-    assert_same_grads(run('block'), run('hand'), cache, x)
 
 
 # One program for each way of writing: with `see` where a read is in the block, and with

@@ -13,6 +13,7 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import In, Out
 
 import flax_sg as sg
 import sequences
@@ -139,6 +140,8 @@ class Draws(fnn.Module):
 
     def setup(self) -> None:
         self.w = self.param('w', ONES, (2, 2))
+        if self.inside:
+            return
         if self.drawn == 'state':
             self.count = self.variable('state', 'count', lambda: X)
             self.kept = self.w + self.count.value
@@ -149,7 +152,9 @@ class Draws(fnn.Module):
 
     def __call__(self, x: Any) -> Any:
         if self.inside:
-            return self.kept * x
+            noise = jax.random.normal(self.make_rng('noise'), (2, 2))
+            with nn.stop_gradient('w'):
+                return (self.w + noise) * x
 
         if self.drawn:
             if self.is_mutable_collection('state'):
@@ -169,8 +174,7 @@ def kept(drawn: str = '', inside: bool = False) -> Any:
     rngs = {'noise': jax.random.key(0)}
     model = Draws(drawn, inside)
 
-    with nn.stop_gradient('w') if inside else contextlib.nullcontext():
-        return traced(model, variables, rngs=rngs, mutable=['state'])
+    return traced(model, variables, rngs=rngs, mutable=['state'])
 
 
 elsewhere_is: dict[str, Any] = {}
@@ -264,21 +268,6 @@ def forgets(again: str) -> Any:
     return traced(Forgets(again), {'params': {'w': X}})
 
 
-class Fills(fnn.Module):
-    """Keeps a function that remembers what it has read."""
-
-    by_hand: bool = False
-
-    def setup(self) -> None:
-        self.w = self.param('w', ONES, (2, 2))
-        memo: dict[str, Any] = {}
-        self.kept = lambda: memo.setdefault('w', 2.0 * self.w)
-
-    def __call__(self, x: Any) -> Any:
-        with nn.stop_gradient('w'):
-            return x * (2.0 * self.w if self.by_hand else self.kept())
-
-
 class OpensAfter(fnn.Module):
     """Opens a block in ``setup``, and reads in it what was computed before."""
 
@@ -315,6 +304,19 @@ def in_scan(within: bool) -> None:
         warnings.simplefilter('error')
         model = scan(within)
         jax.eval_shape(lambda: model.apply({'params': params}, X, None))
+
+
+class Keeps(fnn.Module):
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        return x * self.variable('cache', 'kept', jnp.ones, (2,)).value
+
+
+def spread(out: Any) -> None:
+    axes: dict[Any, Any] = {('cache',): In(None), 'cache': out}
+    model = fnn.vmap(Keeps, variable_axes=axes)()
+    with nn.stop_gradient('kept', collections='cache'):
+        traced(model, {'cache': {'kept': X[0]}}, mutable=['cache'])
 
 
 def read_late(read: bool = False, inside: bool = False) -> None:
@@ -599,8 +601,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'a rule of a function that was compiled in the block of '
         'stop_gradient(Predicate(<lambda> at block_errors.py:LINE)) reads a variable '
         'after the block has closed, and the function has not read it.\n'
-        'Read the variable in the function as well, open the block inside of the '
-        'function that jax.jit compiles, or select by a glob.',
+        'Read the variable in the function as well, or open the block inside of the '
+        'function that jax.jit compiles.',
+    ),
+    'another axis out than in': (
+        lambda: spread(Out(1)),
+        errors.BlockError,
+        "a transform in a block gives the variable 'kept' of the collection 'cache' "
+        'back in another shape than it got.\n'
+        'Give nn.vmap and nn.scan one axis for the collection, in and out, or leave '
+        'it out of the block with collections=.',
     ),
     'a draw that is kept': (
         kept,
@@ -608,8 +618,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         made_by_setup(
             'kept',
             "Draws (at '')",
-            'setup would have to run again, and it draws from the random stream '
-            "'noise', which others use too",
+            'setup would have to run again, and it draws random numbers',
         ),
     ),
     'a state that is kept': (
@@ -623,8 +632,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         made_by_setup(
             'kept',
             "Others (at 'kid')",
-            'setup would have to run again, and it lets a module elsewhere draw '
-            'random numbers',
+            'setup would have to run again, and it draws random numbers',
         ),
     ),
     'a write elsewhere': (
@@ -654,15 +662,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             'kept',
             "Forgets (at '')",
             'setup made another type of value when it ran again',
-        ),
-    ),
-    'a memo that is filled in a block': (
-        lambda: traced(Fills(), {'params': {'w': X}}),
-        errors.SetupValueError,
-        made_by_setup(
-            'kept',
-            "Fills (at '')",
-            'it keeps what it has read of a module in the block',
         ),
     ),
     'a value that is read in setup': (
@@ -717,11 +716,9 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         read_late(read=True),
         read_late(inside=True),
     ],
+    'another axis out than in': lambda: spread(In(None)),
     'a draw that is kept': lambda: kept(inside=True),
     'a module beside an array': lambda: traced(Hides(True), {'params': {'w': X}}),
-    'a memo that is filled in a block': lambda: traced(
-        Fills(True), {'params': {'w': X}}
-    ),
     'a value that is read in setup': lambda: traced(
         OpensAfter(True), {'params': {'w': X}}
     ),

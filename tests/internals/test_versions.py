@@ -97,7 +97,6 @@ OTHERWISE: list[tuple[Any, str, Any, str]] = [
     (lift, 'pack', nothing, PACK),
     (lift, 'jit', lift.remat, PACK),
     (lift, 'cond', lift.switch, PACK),
-    (lifting, 'axes_of_caller', lambda: lambda col: (None, None), PACK),
 ]
 
 
