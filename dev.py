@@ -28,7 +28,7 @@ PYTHON_NAMES = ['python3', *(f'python3.{minor}' for minor in range(11, 20))]
 
 
 def demo(*args):
-    """Train the demo model on real data: [--steps N]."""
+    """Train the demo model on real data."""
     return run(development_env(), '-m', 'flax_sg', 'demo', *args)
 
 

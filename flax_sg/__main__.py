@@ -1,7 +1,7 @@
 """The commands of ``python -m flax_sg``.
 
 python -m flax_sg                           this text
-python -m flax_sg demo [--steps N]          train a model in which each of three
+python -m flax_sg demo                      train a model in which each of three
                                             losses trains only its part
 python -m flax_sg flow PLACE [--args PLACE] [--expect TEXT] [--json] [--plot FILE]
                                             which loss of your program trains which

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_sg import demo
 from flax_sg.demo import data
-from flax_sg.demo.model import infer
 
 CHECKPOINT = 'checkpoint'
 DATA = 'data'  # the axis of the mesh along which a batch is cut
@@ -129,8 +128,8 @@ def work(
         key = jax.random.fold_in(jax.random.key(3), number)
 
         def total(params: Any) -> tuple[Any, Any]:
-            _, losses = infer(model, params, images, labels, key)
-            return losses.gln + losses.code + losses.explanation, losses
+            losses = demo.losses(model, params, images, labels, key)
+            return sum(losses), losses
 
         grads, losses = jax.grad(total, has_aux=True)(params)
         updates, opt_state = tx.update(grads, opt_state, params)

@@ -1,97 +1,204 @@
 """``python -m flax_sg demo`` trains three parts of a model, each by its own loss.
 
-The model (``model.py``) comes from google/flax issue #1857. The data (``data.py``) are
-scikit-learn's handwritten digits. The demo prints which loss trains which part, by
-``sg.gradient_flow``. It compares all gradients with the same program written by hand.
+The model comes from google/flax issue #1857, the data (``data.py``) are scikit-learn's
+handwritten digits. The model compresses a digit into a short code. A noisy sampler
+improves the code step by step. The explanation network draws the code, and nothing
+else, as an image. A gated linear network then has to recognise the drawing::
 
-Every part has to learn. To show that, the demo trains the model four times, from the
-same weights on the same batches: once as a whole, and once with each part frozen.
-Held-out accuracy after 500 steps, for seeds of ``data.load``:
+    observation --code_message--> code            a first guess: 64 pixels, 10 numbers
+    code --code_step, explanation--> code         the sampler, many noisy steps
+    code --explanation--> explained               the code drawn as an image
+    explained --gln_0, gln_1--> label             the drawing read
 
-======  =================  ==========  ===========  ==================
-seed    every part learns  gln frozen  code frozen  explanation frozen
-======  =================  ==========  ===========  ==================
-0       0.964              0.092       0.533        0.653
-1       0.944              0.114       0.550        0.608
-2       0.917              0.111       0.594        0.667
-3       0.956              0.103       0.544        0.581
-======  =================  ==========  ===========  ==================
-
-(flax 0.12.8, jax 0.10.2 on CPU.)
+The value of each loss depends on all three parts, and each loss trains only its own.
+After 500 steps the model recognises 0.964 of the held-out digits (flax 0.12.8, jax
+0.10.2 on CPU). With one of the parts left as it was, it recognises at most 0.67.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import textwrap
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flax_sg import linen as nn
 from flax_sg.demo import data
-from flax_sg.demo.model import MODULES, PARTS, DigitModel, infer, infer_by_hand
-from flax_sg.flow import GradientFlow, gradient_flow
-from flax_sg.optim.freezing import freeze
+from flax_sg.flow import gradient_flow
 
 Params = Mapping[str, Any]
-Claims = dict[str, bool]
 
 STEPS = 500
 BATCH_SIZE = 128
-# The name of each training run, by the frozen part.
-RUNS = {None: 'every part learns', **{part: f'{part} frozen' for part in PARTS}}
+
+
+class Losses(NamedTuple):
+    """One loss for each part. The modules of a part begin with the name of its loss."""
+
+    gln: jax.Array
+    code: jax.Array
+    explanation: jax.Array
+
+
+class GatedLinear(nn.Module):
+    """A linear layer whose outputs are gated by side information."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, side: jax.Array) -> jax.Array:
+        """Returns the inputs mapped linearly, each output scaled by its gate."""
+        gate = nn.sigmoid(nn.Dense(self.features, name='gate')(side))
+        return gate * nn.Dense(self.features, name='linear')(inputs)
+
+
+def two_layers(hidden: int, features: int) -> nn.Module:
+    """Makes two dense layers."""
+    return nn.Sequential([nn.Dense(hidden), nn.tanh, nn.Dense(features)])
+
+
+class DigitModel(nn.Module):
+    """Explains digits, and reads its own explanations.
+
+    Attributes:
+        code_size: how many numbers a code has.
+        hidden: the width of the hidden layers.
+        sampler_steps: how often the sampler improves a code.
+    """
+
+    code_size: int = 10
+    hidden: int = 96
+    sampler_steps: int = 16
+
+    def setup(self) -> None:
+        """Names the modules so that one glob selects each part."""
+        self.code_message = two_layers(self.hidden, self.code_size)
+        self.code_step = two_layers(self.hidden, self.code_size)
+        self.explanation = two_layers(self.hidden, 64)
+        self.gln_0 = GatedLinear(self.hidden)
+        self.gln_1 = GatedLinear(10)
+
+    def __call__(self, observation: jax.Array) -> jax.Array:
+        """Returns logits ``[n, 10]``, read from the explanations alone."""
+        explained = self.explanation(self.sample(observation))
+        return self.read(explained, explained)[1]
+
+    def infer(
+        self, observation: jax.Array, label: jax.Array
+    ) -> tuple[jax.Array, Losses]:
+        """Samples codes once, and returns them with the loss of each part."""
+        # Trains nothing; the cotangent of the code still reaches the observation.
+        with nn.stop_gradient(True):
+            code = self.sample(observation)
+        with nn.train_only('gln_*/**'):
+            gln_loss = self.gln_loss(code, observation, label)
+        with nn.train_only('code_*/**'):
+            code_loss = self.code_loss(code, observation)
+        with nn.train_only('explanation/**'):
+            explanation_loss = self.explanation_loss(code, observation)
+        return code, Losses(gln_loss, code_loss, explanation_loss)
+
+    def sample(self, observation: jax.Array) -> jax.Array:
+        """Guesses codes and improves them in many noisy steps (the expensive part)."""
+
+        def step(
+            model: DigitModel, code: jax.Array, observation: jax.Array
+        ) -> tuple[jax.Array, None]:
+            noise = jax.random.normal(model.make_rng('sampler'), code.shape)
+            return model.improve(code, observation) + 0.05 * noise, None
+
+        steps = nn.scan(
+            step,
+            variable_broadcast='params',
+            split_rngs={'params': False, 'sampler': True},
+            in_axes=nn.broadcast,
+            length=self.sampler_steps,
+        )
+        return steps(self, self.code_message(observation), observation)[0]
+
+    def improve(self, code: jax.Array, observation: jax.Array) -> jax.Array:
+        """Moves a code halfway to the one that its explanation's error calls for."""
+        error = observation - self.explanation(code)
+        return 0.5 * (code + self.code_step(jnp.concatenate([error, code], axis=-1)))
+
+    def read(self, image: jax.Array, side: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns features and logits of an image; ``side`` gates the layers."""
+        features = self.gln_0(image, side)
+        return features, self.gln_1(features, side)
+
+    # The sampler trains nothing, so each loss improves the sampled code once more.
+    # Through this extra step, without its filter, a loss could train every part.
+
+    def gln_loss(
+        self, code: jax.Array, observation: jax.Array, label: jax.Array
+    ) -> jax.Array:
+        """Cross-entropy of reading the digit itself, gated by its explanation.
+
+        Only this loss uses labels: code and explanation never learn from them.
+        """
+        explained = self.explanation(self.improve(code, observation))
+        _, logits = self.read(observation, explained)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        return jnp.mean(losses)
+
+    def code_loss(self, code: jax.Array, observation: jax.Array) -> jax.Array:
+        """The error of a code's explanation, and of the first guess of the code."""
+        surprise = jnp.mean((self.code_message(observation) - code) ** 2)
+        return self.explanation_loss(code, observation) + 0.1 * surprise
+
+    def explanation_loss(self, code: jax.Array, observation: jax.Array) -> jax.Array:
+        """How far explanations are off, as pixels and as the gated network sees them.
+
+        It trains one part under ``train_only('code_*/**')``, and another one under
+        ``train_only('explanation/**')``.
+        """
+        explained = self.explanation(self.improve(code, observation))
+        seen, _ = self.read(explained, explained)
+        expected, _ = self.read(observation, observation)
+        pixels = jnp.mean((explained - observation) ** 2)
+        return pixels + 0.1 * jnp.mean((seen - expected) ** 2)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains the model, measures, prints.
+    """Trains the model, and prints which loss trains which module.
 
     Args:
-        argv: ``[--steps N]``.
+        argv: no arguments.
 
     Returns:
-        The exit status: 0 if every claim of the demo holds, 1 otherwise. With
-        ``--steps`` the demo makes no claim about accuracy.
+        The exit status: 0 if each loss trains its own part alone, and the model
+        recognises at least 0.9 of the held-out digits; 1 otherwise.
 
     Raises:
         ModuleNotFoundError: if scikit-learn is not installed.
     """
-    parser = argparse.ArgumentParser('python -m flax_sg demo')
-    parser.add_argument('--steps', metavar='N', type=int)
-    steps = parser.parse_args(argv).steps
-    if steps is not None and steps < 1:
-        parser.error(f'argument --steps: expected 1 or more, got {steps}')
-    began = time.perf_counter()
+    argparse.ArgumentParser('python -m flax_sg demo').parse_args(argv)
     digits, held_out = data.load()
     print('Three losses, each of which trains its own part of a model:')
     print('code compresses digits, explanation draws codes, gln reads the drawings.')
-    print('Each part is then frozen in turn. Accuracy on held-out digits:\n')
     model = DigitModel()
-    params, trained, accuracies = initial(model), list[Params](), list[float]()
-    for frozen, name in RUNS.items():
-        trained.append(train(model, params, digits, steps or STEPS, frozen))
-        accuracies.append(accuracy(model, trained[-1], held_out))
-        print(f'{name:18}  accuracy {accuracies[-1]:.3f}', flush=True)
-    batch = data.Digits(digits.images[:BATCH_SIZE], digits.labels[:BATCH_SIZE])
-    flow, claims = measure(model, trained[0], batch)
+    params = train(model, initial(model), digits, STEPS)
+
+    def losses_of(params: Params) -> Losses:
+        batch = digits.images[:BATCH_SIZE], digits.labels[:BATCH_SIZE]
+        return losses(model, params, *batch, jax.random.key(5))
+
     print('\nWhich loss trains which module, by sg.gradient_flow:')
-    print(flow.table(depth=1, width=80) + '\n')
-    if steps is None:
-        whole, *frozen = accuracies
-        claims |= {
-            f'Held-out digits recognised: {whole:.3f} (0.9 required).': whole >= 0.9,
-            f'At most {max(frozen):.3f} if a part is frozen.': max(frozen) < 0.9,
-        }
-    for text, holds in claims.items():
-        verdict = 'ok' if holds else 'FAILED'
-        print(textwrap.fill(f'{verdict:6}  {text}', 80, subsequent_indent=' ' * 8))
-    print(f'{time.perf_counter() - began:.0f} s')
-    return int(not all(claims.values()))
+    print(gradient_flow(losses_of, params).table(depth=1, width=80))
+    print('\nWhich modules have a gradient that is not zero:')
+    gradients, is_right = jax.jit(jax.jacrev(losses_of))(params), True
+    for part, grads in gradients._asdict().items():
+        leaves = {name: jax.tree.leaves(module) for name, module in grads.items()}
+        trained = [name for name in leaves if any(map(np.any, leaves[name]))]
+        is_right &= trained == [name for name in grads if name.startswith(part)]
+        print(f'  {part:11}  {", ".join(trained)}')
+    share = accuracy(model, params, held_out)
+    print(f'\nHeld-out digits recognised: {share:.3f} (0.9 required)')
+    return int(not is_right or share < 0.9)
 
 
 def initial(model: DigitModel) -> Params:
@@ -100,38 +207,27 @@ def initial(model: DigitModel) -> Params:
     return jax.jit(model.init)(rngs, jnp.zeros((1, 64)))['params']
 
 
-def train(
-    model: DigitModel,
-    params: Params,
-    digits: data.Digits,
-    steps: int,
-    frozen: str | None = None,
-) -> Params:
+def losses(
+    model: DigitModel, params: Params, images: Any, labels: Any, key: jax.Array
+) -> Any:
+    """Calls ``model.infer`` and returns its losses; ``key`` seeds the sampler."""
+    args = {'params': params}, images, labels
+    return model.apply(*args, rngs={'sampler': key}, method='infer')[1]
+
+
+def train(model: DigitModel, params: Params, digits: data.Digits, steps: int) -> Params:
     """Trains a model with Adam, and returns its parameters.
 
     One ``jax.grad`` call differentiates the sum of the three losses.
-
-    Args:
-        model: the model.
-        params: its initial parameters.
-        digits: the digits to learn from.
-        steps: the number of steps.
-        frozen: the part of ``PARTS`` to freeze, if any.
     """
     tx = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
-    if frozen is not None:
-        tx = freeze(tx, PARTS[frozen])
 
     def step(state: Any, batch: Any) -> tuple[Any, None]:
         params, opt_state = state
-        images, labels, number = batch
+        *examples, number = batch
         key = jax.random.fold_in(jax.random.key(3), number)
-
-        def total(params: Params) -> Any:
-            _, losses = infer(model, params, images, labels, key)
-            return losses.gln + losses.code + losses.explanation
-
-        updates, opt_state = tx.update(jax.grad(total)(params), opt_state, params)
+        grads = jax.grad(lambda params: sum(losses(model, params, *examples, key)))
+        updates, opt_state = tx.update(grads(params), opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), None
 
     chosen = np.random.default_rng(2).integers(
@@ -142,87 +238,8 @@ def train(
     return all_steps((params, tx.init(params)), batches)[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def read(model: DigitModel, params: Params, images: Any) -> jax.Array:
-    """Returns logits of images, with fixed noise in the sampler."""
-    rngs = {'sampler': jax.random.key(4)}
-    return model.apply({'params': params}, images, rngs=rngs)[0]
-
-
 def accuracy(model: DigitModel, params: Params, held_out: data.Digits) -> float:
     """Returns the share of digits that the model reads correctly."""
-    answers = np.argmax(read(model, params, held_out.images), axis=-1)
-    return float(np.mean(answers == held_out.labels))
-
-
-def measure(
-    model: DigitModel, params: Params, batch: data.Digits
-) -> tuple[GradientFlow, Claims]:
-    """Measures which loss trains which part; compares with the program by hand.
-
-    Returns:
-        The gradient flow of the traced program; and the claims of the demo, each with
-        whether it holds.
-    """
-    ours = grads, _ = gradients(infer, model, params, batch)
-    by_hand = gradients(infer_by_hand, model, params, batch)
-
-    def losses(params: Params) -> Any:
-        return infer(model, params, *batch, jax.random.key(5))[1]
-
-    flow = gradient_flow(losses, params)
-    flows = [[nonzero(x) for x in jax.tree.leaves(grads[loss][0])] for loss in PARTS]
-    trains = [
-        [nonzero([grads[loss][0][name] for name in part]) for part in MODULES.values()]
-        for loss in PARTS
-    ]
-    to_params, to_images = map(nonzero, grads['codes'])
-    claims = {
-        'Each loss trains its own part, and nothing else at all.': np.array_equal(
-            trains, np.eye(3)
-        ),
-        f'sg.gradient_flow finds which of {np.size(flows)} gradients are zero.': (
-            np.array_equal(np.array(flow.status) == 'flows', flows)
-        ),
-        f'All {len(bits(ours))} arrays of values and gradients are, to the last bit, '
-        'those of the program by hand, with copies of weights.': (
-            bits(ours) == bits(by_hand)
-        ),
-        'The codes of the stopped inference pass send a gradient to the observation, '
-        'and none to a parameter.': to_images and not to_params,
-    }
-    return flow, claims
-
-
-def gradients(
-    infer: Callable[..., Any], model: DigitModel, params: Params, batch: data.Digits
-) -> Any:
-    """Computes all gradients of a program with a single compilation.
-
-    Returns:
-        Gradients with respect to parameters and images, by name: each loss in
-        ``PARTS``, and the ``'codes'`` (the result of the inference pass). And what
-        ``infer`` returns.
-    """
-
-    def outputs(params: Params, images: jax.Array) -> Any:
-        values = infer(model, params, images, batch.labels, jax.random.key(5))
-        code, losses = values
-        return {**losses._asdict(), 'codes': jnp.sum(code)}, values
-
-    jacobian = jax.jit(jax.jacrev(outputs, argnums=(0, 1), has_aux=True))
-    return jacobian(params, batch.images)
-
-
-def nonzero(tree: Any) -> bool:
-    """Whether any value in a tree of arrays is nonzero."""
-    return any(bool(np.any(leaf)) for leaf in jax.tree.leaves(tree))
-
-
-def bits(tree: Any) -> list[bytes]:
-    """Returns the bytes of each array in a tree.
-
-    >>> bits(np.zeros(2)) == bits(-np.zeros(2))
-    False
-    """
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+    variables, rngs = {'params': params}, {'sampler': jax.random.key(4)}
+    logits = jax.jit(model.apply)(variables, held_out.images, rngs=rngs)
+    return float(np.mean(np.argmax(logits, axis=-1) == held_out.labels))

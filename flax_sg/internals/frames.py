@@ -20,21 +20,19 @@ _OURS, _FLAX, _JAX = (
 )
 # Dataclasses compile their constructors as ``<string>``.
 _NOT_OF_USERS = (_OURS, _FLAX, _JAX, '<string>')
-_DEMO = os.path.join(_OURS, 'demo') + os.sep
 _STANDARD = sysconfig.get_path('stdlib') + os.sep
 
 
 def is_of_user(code: types.CodeType) -> bool:
-    """Whether code belongs to the user's program or to the demo."""
+    """Whether code belongs to the user's program."""
     return _is_file_of_user(code.co_filename)
 
 
 @functools.lru_cache(4096)
 def _is_file_of_user(file: str) -> bool:
-    if file.startswith(_NOT_OF_USERS):
-        return file.startswith(_DEMO)
     # ``site-packages`` may lie inside the folder of the standard library.
-    return not file.startswith(_STANDARD) or 'site-packages' in file
+    is_standard = file.startswith(_STANDARD) and 'site-packages' not in file
+    return not is_standard and not file.startswith(_NOT_OF_USERS)
 
 
 def frame(depth: int) -> types.FrameType:

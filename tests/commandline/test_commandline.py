@@ -245,7 +245,7 @@ WRONG = [
     ('paths mine.train:MODLE', "did you mean 'MODEL'?"),
     ('paths mine.train:PAIR --where gln/**', "Glob('gln/**') matches none of"),
     ('paths mine.train:MODEL --args mine.train:X', 'expected a tuple'),
-    ('demo --steps 0', 'argument --steps: expected 1 or more, got 0'),
+    ('demo --steps 3', 'unrecognized arguments: --steps 3'),
 ]
 
 

@@ -1,12 +1,11 @@
-"""The demo: what it claims holds, and each of its claims can fail."""
+"""The demo: each loss trains its part, as in the same program written by hand."""
 
-import contextlib
-import io
 import subprocess
 import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,11 +13,10 @@ import pytest
 import oracle
 from flax_sg import demo
 from flax_sg.demo import data
-from flax_sg.demo import model as models
 
 SIZE = {'code_size': 3, 'hidden': 8, 'sampler_steps': 2}
-SMALL = models.DigitModel(**SIZE)
-OWN_PART, REPORT, BY_HAND, CODES = range(4)
+SMALL = demo.DigitModel(**SIZE)
+KEY = jax.random.key(5)
 
 
 @pytest.fixture(scope='module')
@@ -32,112 +30,51 @@ def params():
     return demo.initial(SMALL)
 
 
-@pytest.fixture(scope='module')
-def measured(params, batch) -> Any:
-    return demo.measure(SMALL, params, batch)
+def infer(model: Any, params: Any, images: Any, labels: Any, key: Any) -> Any:
+    args = {'params': params}, images, labels
+    return model.apply(*args, rngs={'sampler': key}, method='infer')
 
 
-def test_a_run_of_the_demo(measured, monkeypatch):
-    printed, trained, train = io.StringIO(), {}, demo.train
+def infer_by_hand(model: Any, params: Any, images: Any, labels: Any, key: Any) -> Any:
+    """What ``infer`` returns, with four copies of the weights, three of them stopped.
 
-    def noted(model, params, digits, steps, frozen):
-        trained[None] = params
-        trained[frozen or 'whole'] = train(model, params, digits, steps, frozen)
-        return trained[frozen or 'whole']
+    Programs had to be written like this before there was flax_sg.
+    """
 
-    monkeypatch.setattr(demo, 'train', noted)
-    monkeypatch.setattr(demo, 'DigitModel', lambda: SMALL)
-    monkeypatch.setattr(demo, 'RUNS', {None: 'all learn', 'code': 'code frozen'})
-    monkeypatch.setattr(demo, 'measure', lambda *_: measured)
-    with jax.numpy_dtype_promotion('standard'), contextlib.redirect_stdout(printed):
-        assert demo.main(['--steps', '3']) == 0
-    lines = printed.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    # All claims hold. With --steps nothing is claimed of accuracy.
-    assert len([line for line in lines if line.startswith('ok ')]) == 4
-    runs = [line.partition('  ')[0] for line in lines if '  accuracy 0.' in line]
-    assert runs == list(demo.RUNS.values())
-    initial = trained.pop(None)
-    for frozen, params in trained.items():
-        still = {n for n in initial if demo.bits(params[n]) == demo.bits(initial[n])}
-        assert still == set(models.MODULES.get(frozen, ()))
+    def call(trained: tuple[str, ...], method: str, *args: Any, **kwargs: Any) -> Any:
+        weights = {
+            name: module if name in trained else jax.lax.stop_gradient(module)
+            for name, module in params.items()
+        }
+        return model.apply({'params': weights}, *args, method=method, **kwargs)
+
+    code = call((), 'sample', images, rngs={'sampler': key})
+    return code, demo.Losses(
+        call(('gln_0', 'gln_1'), 'gln_loss', code, images, labels),
+        call(('code_message', 'code_step'), 'code_loss', code, images),
+        call(('explanation',), 'explanation_loss', code, images),
+    )
 
 
-def test_the_report_names_what_each_loss_trains(measured, params):
-    flow, claims = measured
-    assert {row.name: row.cells for row in flow.matrix(depth=1).rows} == {
-        'code_message': ('stopped', 'flows', 'stopped'),
-        'code_step': ('stopped', 'flows', 'stopped'),
-        'explanation': ('stopped', 'stopped', 'flows'),
-        'gln_0': ('flows', 'stopped', 'stopped'),
-        'gln_1': ('flows', 'unused', 'unused'),  # Only labels are read with it.
-    }
-    assert all(claims.values())
-    # Codes and three losses; four gradients of all parameters and the observation.
-    compared = 4 + 4 * (len(jax.tree.leaves(params)) + 1)
-    assert f'All {compared} arrays' in list(claims)[BY_HAND]
+def gradients(infer: Any, params: Any, batch: data.Digits) -> Any:
+    """Gradients of the code and of each loss, and what ``infer`` returns."""
+
+    def outputs(params: Any, images: Any) -> Any:
+        values = infer(SMALL, params, images, batch.labels, KEY)
+        code, losses = values
+        return {**losses._asdict(), 'codes': jnp.sum(code)}, values
+
+    jacobian = jax.jit(jax.jacrev(outputs, argnums=(0, 1), has_aux=True))
+    return jacobian(params, batch.images)
 
 
-class NoBlocks(models.DigitModel):
-    def infer(self, observation, label):
-        code = self.sample(observation)
-        return code, models.Losses(
-            self.gln_loss(code, observation, label),
-            self.code_loss(code, observation),
-            self.explanation_loss(code, observation),
-        )
-
-
-def failing(model: Any, params: Any, batch: Any) -> set[int]:
-    _, claims = demo.measure(model, params, batch)
-    return {n for n, holds in enumerate(claims.values()) if not holds}
-
-
-def test_the_claims_fail_of_another_model(params, batch):
-    expected = {OWN_PART, BY_HAND, CODES}
-    assert failing(NoBlocks(**SIZE), params, batch) == expected
-
-
-def test_a_report_and_a_program_by_hand_that_are_wrong_are_found_out(
-    params, batch, monkeypatch
-):
-    report, by_hand = demo.gradient_flow, demo.infer_by_hand
-
-    def of_no_blocks(_, params):
-        def losses(params):
-            model = NoBlocks(**SIZE)
-            return demo.infer(model, params, *batch, jax.random.key(5))[1]
-
-        return report(losses, params)
-
-    def stopped(model, params, *args):
-        stopped = {'gln_1': jax.lax.stop_gradient(params['gln_1'])}
-        return by_hand(model, {**params, **stopped}, *args)
-
-    monkeypatch.setattr(demo, 'gradient_flow', of_no_blocks)
-    monkeypatch.setattr(demo, 'infer_by_hand', stopped)
-    assert failing(SMALL, params, batch) == {REPORT, BY_HAND}
-
-
-@pytest.mark.parametrize(
-    ('accuracies', 'fail'),
-    [
-        ((0.95, 0.1, 0.5, 0.6), []),
-        ((0.89, 0.1, 0.5, 0.6), ['Held-out digits recognised: 0.890']),
-        ((0.95, 0.1, 0.91, 0.6), ['At most 0.910 if a part is frozen.']),
-    ],
-)
-def test_the_accuracies_required(accuracies, fail, params, capsys, monkeypatch):
-    given = iter(accuracies)
-    flow = demo.gradient_flow(lambda p: p, 1.0)
-    monkeypatch.setattr(demo, 'initial', lambda model: params)
-    monkeypatch.setattr(demo, 'train', lambda model, params, *_: params)
-    monkeypatch.setattr(demo, 'accuracy', lambda *_: next(given))
-    monkeypatch.setattr(demo, 'measure', lambda *_: (flow, {'Pigs fly.': True}))
-    assert demo.main([]) == bool(fail)
-    lines = capsys.readouterr().out.splitlines()
-    failed = [line.removeprefix('FAILED  ') for line in lines if 'FAILED' in line]
-    assert [line[: len(text)] for line, text in zip(failed, fail, strict=True)] == fail
+def test_values_and_gradients_are_those_of_the_program_by_hand(params, batch):
+    ours = gradients(infer, params, batch)
+    oracle.assert_same(ours, gradients(infer_by_hand, params, batch))
+    # The codes of the stopped pass send a gradient to the observation alone.
+    to_params, to_images = ours[0]['codes']
+    assert oracle.is_zero(to_params)
+    assert not oracle.is_zero(to_images)
 
 
 @pytest.mark.usefixtures('standard_promotion')
@@ -150,7 +87,7 @@ def test_training_is_that_of_the_program_by_hand(params, batch):
 
         def total(params):
             key = jax.random.fold_in(jax.random.key(3), number)
-            return sum(models.infer_by_hand(SMALL, params, images, labels, key)[1])
+            return sum(infer_by_hand(SMALL, params, images, labels, key)[1])
 
         updates, opt_state = tx.update(jax.grad(total)(params), opt_state)
         return (optax.apply_updates(params, updates), opt_state), None
@@ -160,6 +97,59 @@ def test_training_is_that_of_the_program_by_hand(params, batch):
     scan = jax.jit(lambda *args: jax.lax.scan(step, *args))
     (expected, _), _ = scan((params, tx.init(params)), batches)
     oracle.assert_same(demo.train(SMALL, params, batch, 3), expected)
+
+
+def run(model: Any, share: float | None, patch: Any, capsys: Any) -> Any:
+    """The demo of a small model, trained for three steps: its status and its lines."""
+    patch.setattr(demo, 'DigitModel', lambda: model)
+    patch.setattr(demo, 'STEPS', 3)
+    if share is not None:
+        patch.setattr(demo, 'accuracy', lambda *_: share)
+    with jax.numpy_dtype_promotion('standard'):
+        status = demo.main([])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_a_run_of_the_demo(monkeypatch, capsys):
+    status, lines = run(SMALL, 0.9, monkeypatch, capsys)
+    assert status == 0
+    assert max(map(len, lines)) <= 80
+    table = {words[0]: words[1:4] for words in map(str.split, lines) if words}
+    assert (
+        table['code_message'] == table['code_step'] == ['stopped', 'trains', 'stopped']
+    )
+    assert table['gln_0'] == ['trains', 'stopped', 'stopped']
+    assert table['gln_1'] == ['trains', '-', '-']  # Only labels are read with it.
+    assert lines[-5:] == [
+        '  gln          gln_0, gln_1',
+        '  code         code_message, code_step',
+        '  explanation  explanation',
+        '',
+        'Held-out digits recognised: 0.900 (0.9 required)',
+    ]
+
+
+class NoBlocks(demo.DigitModel):
+    def infer(self, observation, label):
+        code = self.sample(observation)
+        return code, demo.Losses(
+            self.gln_loss(code, observation, label),
+            self.code_loss(code, observation),
+            self.explanation_loss(code, observation),
+        )
+
+
+def test_the_demo_fails_if_a_loss_trains_another_part(monkeypatch, capsys):
+    status, lines = run(NoBlocks(**SIZE), 1.0, monkeypatch, capsys)
+    assert status == 1
+    assert '  gln          code_message, code_step, explanation, gln_0, gln_1' in lines
+
+
+def test_the_demo_fails_if_the_model_has_not_learned(monkeypatch, capsys):
+    status, lines = run(SMALL, None, monkeypatch, capsys)
+    assert status == 1
+    assert lines[-3].strip() == 'explanation  explanation'
+    assert lines[-1].startswith('Held-out digits recognised: 0.')
 
 
 def test_sklearn_is_imported_late_and_its_lack_is_said(monkeypatch):
