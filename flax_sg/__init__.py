@@ -20,8 +20,8 @@ from flax_sg.filters.paths import Path as Path
 from flax_sg.forms.on_trees import rewrite as rewrite
 from flax_sg.forms.on_trees import stop_gradient as stop_gradient
 from flax_sg.forms.on_trees import substitute as substitute
+from flax_sg.optim.freezing import adopt as adopt
 from flax_sg.optim.freezing import freeze as freeze
-from flax_sg.optim.freezing import thaw as thaw
 from flax_sg.optim.masks import labels as labels
 from flax_sg.optim.masks import mask as mask
 from flax_sg.optim.updates import TrainState as TrainState

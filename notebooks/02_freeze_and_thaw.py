@@ -352,9 +352,9 @@ groups = optax.multi_transform(
 slow_backbone = optax.chain(clip, groups)
 
 # %% [markdown]
-# `sg.thaw` returns the transformation that trains more, and its state: parameters that
-# were trained keep their moments, the new ones get fresh moments. The same filter goes
-# to the gradient call, so nothing is computed for parameters that are still frozen.
+# Each stage freezes less. `sg.adopt` takes the state along: parameters that were
+# trained keep their moments, the new ones get fresh moments. The same filter goes to
+# the gradient call, so nothing is computed for parameters that are still frozen.
 #
 # One program trains all seeds. Each has its own 25 images, five of each digit, and its
 # own head.
@@ -407,11 +407,10 @@ def start(key, params):
 
 def fine_tuned(params, stages):
     params, x, y = start(jax.random.split(jax.random.key(2), SEEDS), params)
-    tx = sg.freeze(slow_backbone, ~stages[0])
-    state = jax.vmap(tx.init)(params)
+    state = jax.vmap(sg.freeze(slow_backbone, ~stages[0]).init)(params)
     states, curves = [], []
     for live in stages:
-        tx, state = sg.thaw(tx, state, params, live)
+        state = sg.adopt(sg.freeze(slow_backbone, ~live), params, state)
         states.append(state)
         params, state, curve = loop_of(live)(params, state, x, y)
         states.append(state)
@@ -467,12 +466,13 @@ def longest_step(after_thaw):
     """Of a parameter that is thawed after 300 steps; a right one has the length 1."""
     pair = {'head': jnp.zeros(()), 'backbone': jnp.zeros(())}
     ones = {'head': jnp.ones(()), 'backbone': jnp.ones(())}
-    tx = sg.freeze(optax.adam(1.0), 'backbone')
+    adam = optax.adam(1.0)
+    tx = sg.freeze(adam, 'backbone')
     state, update = tx.init(pair), jax.jit(tx.update)
     for _ in range(300):
         _, state = update(ones, state, pair)
-    tx, state = sg.thaw(tx, state, pair, 'backbone')
-    state, update = after_thaw(state), jax.jit(tx.update)
+    state = after_thaw(sg.adopt(adam, pair, state))
+    update = jax.jit(adam.update)
     steps = []
     for _ in range(20):
         updates, state = update(ones, state, pair)
@@ -489,19 +489,14 @@ print(
 # %% [markdown]
 # ## And back again
 #
-# With `keep_state=True` parameters that are frozen later keep their moments, outside of
-# the optimizer's state, and continue with them when they are thawed.
+# Parameters that are frozen later lose their moments. Keep the state of before, and
+# `sg.adopt` finds them there when they are thawed.
 
 # %%
 tuned, states, _ = results['thawed from the top']
-held = sg.freeze(slow_backbone, 'backbone/**', keep_state=True)
-held_state = held.adopt(states[-1], tuned)
-again, again_state = sg.thaw(held, held_state, tuned, 'backbone/**')
-in_use = sg.freeze(slow_backbone, 'backbone/**').adopt(states[-1], tuned)
-print('The state of all seeds:')
-print(f'in use while frozen: {size(held_state.inner_state):.1f} kB')
-print(f'kept beside it:      {size(held_state.kept_state):.1f} kB')
-print(f'without keep_state:  {size(in_use):.1f} kB')
+in_use = sg.adopt(sg.freeze(slow_backbone, 'backbone/**'), tuned, states[-1])
+again = sg.adopt(slow_backbone, tuned, in_use, states[-1])
+print(f'The state of all seeds while frozen: {size(in_use):.1f} kB')
 
 # %% [markdown]
 # ## What was claimed
@@ -541,14 +536,13 @@ assert count_at_zero < 1.001
 
 # Thawing keeps the moments of what was trained, and those of what was kept.
 def moments(state, group):
-    return state.inner_state[1].inner_states[group].inner_state[0]
+    return state[1].inner_states[group].inner_state[0]
 
 
 before, after_thaw = (moments(state, 'head').mu['head'] for state in states[1:3])
 assert equal(before, after_thaw)
 assert not jnp.any(moments(states[2], 'backbone').mu['backbone']['norm']['scale'])
-assert equal(again_state.inner_state, states[-1].inner_state)
-assert size(held_state.inner_state) == size(in_use)
+assert equal(again, states[-1])
 
 # What was learned on other digits helps, and so does thawing it.
 if FULL:

@@ -537,7 +537,7 @@ changed = {
     for part, trees in ((part, (learned[part], tuned[part])) for part in learned)
 }
 print(f'reading loss {values[0]:.3f} -> {values[-1]:.3f}, on all digits to learn from')
-moments = jax.tree.map(jnp.shape, state.inner_state[0].mu)
+moments = jax.tree.map(jnp.shape, state[0].mu)
 print('moments of the codebook:', moments['codebook'])
 print('moments of the reader:  ', moments['reader'])
 print('what has changed:       ', [part for part in changed if changed[part]])
@@ -586,6 +586,6 @@ assert broken.keys() == MODELS.keys() - {'as meant'}
 assert run.returncode == 1 and run.stdout.count('BROKEN') == 1
 # Only the reader was trained on: no decay, no momentum, no moments for the rest.
 assert [part for part in changed if changed[part]] == ['reader']
-of_moments = sg.partition(state.inner_state[0].mu, 'reader/**')
+of_moments = sg.partition(state[0].mu, 'reader/**')
 assert [len(jax.tree.leaves(tree)) for tree in of_moments] == [2, 0]
 assert values[-1] < values[0]

@@ -569,7 +569,7 @@ with jax.enable_x64(True):
     stepped, moments, grads, value = step(sharded, moments, *batch)
     hand = step_by_hand(double, *(part[:64] for part in old))
 
-mu = moments.inner_state[1][0].mu
+mu = moments[1][0].mu
 for kind, tree in {'parameter': stepped, 'gradient': grads, 'moment': mu}.items():
     for part, name in (('base', 'wide'), ('adapter', 'down')):
         leaf = tree['layers'][part][name]['kernel']

@@ -16,7 +16,7 @@
 # | `functional_call(m, values, x)` | other values, once | `nn.substitute`, `apply` |
 # | a deep copy, and EMA | a target network | `nn.mirror(m, variables=ema)` |
 # | `layer.trainable = False` | that, *and* inference mode | `nn.Frozen(m, state=...)` |
-# | `Flux.freeze!(state.encoder)` | no update | `sg.freeze(tx, where)`, `sg.thaw` |
+# | `Flux.freeze!(state.encoder)` | no update | `sg.freeze(tx, where)`, `sg.adopt` |
 # | `eqx.partition`, `filter_grad` | differentiate a part | `sg.partition`, `sg.grad` |
 # | `eqx.tree_at` | other values in a tree | `sg.substitute(tree, values)` |
 # | `optax.masked`, `set_to_zero` | no update | `sg.freeze(tx, where)` |
@@ -327,22 +327,21 @@ for state, (out, new) in norm_ways.items():
 # Flux.thaw!(state.encoder)
 # ```
 #
-# The counterpart is `sg.freeze` and `sg.thaw`. As in Flux, moments of what goes on
+# The counterpart is `sg.freeze` and `sg.adopt`. As in Flux, moments of what goes on
 # being trained survive a thaw. In Flux the gradient of the frozen part is computed and
 # dropped; hand the same filter to `sg.grad` and it is not computed.
 
 # %%
-tx = sg.freeze(optax.adamw(1e-3), 'encoder/**')
+adamw = optax.adamw(1e-3)
+tx = sg.freeze(adamw, 'encoder/**')
 state = tx.init(params)
 updates, state = tx.update(sg.grad(loss, wrt='head/**')(params), state, params)
 stepped = sg.apply_updates(params, updates)
-before = state.inner_state[0].mu['head']['kernel']
-with_moments = [
-    part for part, tree in state.inner_state[0].mu.items() if jax.tree.leaves(tree)
-]
+before = state[0].mu['head']['kernel']
+with_moments = [part for part, tree in state[0].mu.items() if jax.tree.leaves(tree)]
 
-tx, state = sg.thaw(tx, state, stepped, 'encoder/**')
-after = state.inner_state[0].mu
+state = sg.adopt(adamw, stepped, state)
+after = state[0].mu
 print('AdamW has moments of', with_moments, 'and after the thaw of', sorted(after))
 
 # %% [markdown]

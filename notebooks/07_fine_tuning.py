@@ -283,7 +283,7 @@ print(f'digits 0 to 4, trained on: {first_right:.3f} right')
 # ## The second task
 #
 # There are three stages. Gradual unfreezing has another filter in each; the other ways
-# keep theirs. `sg.thaw` goes from one filter to the next, and keeps the moments of
+# keep theirs. `sg.adopt` goes from one filter to the next, and keeps the moments of
 # parameters that were trained before. The LoRA model takes the checkpoint by path
 # (`sg.substitute`). `from scratch` shows what the pretraining is worth.
 
@@ -311,10 +311,10 @@ def start(seed, params):
 def fine_tuned(seed, model, params, filters, rate):
     """Parameters before and after, and accuracy after each half of a stage."""
     before, x, y = start(seed, params)
-    tx = optimizer(rate, filters[0])
-    params, state, curve = before, tx.init(before), []
+    state = optimizer(rate, filters[0]).init(before)
+    params, curve = before, []
     for trained in filters:
-        tx, state = sg.thaw(tx, state, params, trained, unused='ignore')
+        state = sg.adopt(optimizer(rate, trained), params, state)
         for number in range(STEPS):
             params, state = programs[trained](np.float32(rate), params, state, x, y)
             if number % (STEPS // 2) == STEPS // 2 - 1:

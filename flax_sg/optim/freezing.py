@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,42 +20,24 @@ from flax_sg.trees.leaves import (
     ABSENT,
     Leaves,
     is_absent,
-    is_differentiable,
     is_whole,
     missing_leaf,
 )
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
-class FreezeState(NamedTuple):
-    """The state of ``freeze``.
-
-    Attributes:
-        inner_state: the state of the wrapped transformation for what is trained, with
-            ``ABSENT`` in place of everything that is frozen.
-        kept_state: the rest of the state if ``keep_state``, ``ABSENT`` otherwise.
-    """
-
-    inner_state: Any
-    kept_state: Any
-
-
 @dataclasses.dataclass(frozen=True)
-class Wrapped:
+class Freeze:
     """A transformation that is given what is trained alone.
 
     Attributes:
         tx: the wrapped transformation.
         where: what is frozen; None for what is declared.
-        thawed: what was thawed since, each filter with its own ``unused``.
-        keep_state: whether the state of what is frozen is kept.
         unused: what to do with a filter that matches nothing.
     """
 
     tx: Any
     where: filters.Filter | None
-    thawed: tuple[tuple[filters.Filter, str], ...]
-    keep_state: bool
     unused: str
 
     def live(self, leaves: Leaves, judge: bool = True) -> list[Any]:
@@ -67,57 +50,16 @@ class Wrapped:
         # optax asks for the state of parameters without leaves, to see what is where.
         judged = judge and leaves.values
         with raised_by('sg.freeze'):
-            live = live_leaves(leaves, self.where, self.unused if judged else 'ignore')
-        able = list(map(is_differentiable, leaves.values))
-        for where, unused in self.thawed:
-            with raised_by('sg.thaw'):
-                rest = live_leaves(leaves, where, unused if judged else 'ignore')
-            parts = zip(live, rest, able, strict=True)
-            live = [was | (can and filters.negated(other)) for was, other, can in parts]
-        return live
+            return live_leaves(leaves, self.where, self.unused if judged else 'ignore')
 
-    def init(self, params: Any) -> FreezeState:
-        """The state for what is trained."""
+    def init(self, params: Any) -> Any:
+        """The state for what is trained, with ``ABSENT`` in place of the rest."""
         leaves = parameters_of(params)
-        live = self.live(leaves)
-        return self._split(self._full(leaves, live), leaves, live)
-
-    def adopt(self, state: Any, params: Any) -> FreezeState:
-        """See ``Freeze.adopt``."""
-        leaves = parameters_of(params)
-        live = self.live(leaves)
-        marks, treedef = jax.tree.flatten(self._full(leaves, live), is_leaf=_is_vacant)
-        used, kept = state if isinstance(state, FreezeState) else (state, ABSENT)
-        known = treedef.flatten_up_to(used)
-        if not is_absent(kept):
-            known = _first(known, treedef.flatten_up_to(kept))
-        merged = (
-            mark if _is_vacant(mark) else leaf
-            for mark, leaf in zip(marks, _first(known, marks), strict=True)
-        )
-        return self._split(treedef.unflatten(merged), leaves, live)
-
-    def _full(self, leaves: Leaves, live: Sequence[Any]) -> Any:
-        """A new state for what is trained, and for all if the rest is kept."""
-        if self.keep_state:
-            live = list(map(is_differentiable, leaves.values))
-        return self.tx.init(_pruned(leaves, live))
-
-    def _split(self, full: Any, leaves: Leaves, live: Sequence[Any]) -> FreezeState:
-        """A full state, split into what the optimizer uses and what is only kept."""
-        if not self.keep_state:
-            return FreezeState(full, ABSENT)
-        template = jax.eval_shape(self.tx.init, _pruned(leaves, live))
-        marks, treedef = jax.tree.flatten(template, is_leaf=_is_vacant)
-        parts = list(zip(marks, treedef.flatten_up_to(full), strict=True))
-        return FreezeState(
-            treedef.unflatten([m if _is_vacant(m) else part for m, part in parts]),
-            treedef.unflatten([part if _is_vacant(m) else ABSENT for m, part in parts]),
-        )
+        return self.tx.init(_pruned(leaves, self.live(leaves)))
 
     def update(
-        self, updates: Any, state: FreezeState, params: Any = None, **extra: Any
-    ) -> tuple[Any, FreezeState]:
+        self, updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
         """Updates of what is trained, in the structure of the gradients."""
         given = parameters_of(updates)
         leaves = parameters_of(_unmasked(updates) if params is None else params)
@@ -132,18 +74,16 @@ class Wrapped:
         for name, value in extra.items():
             extra[name] = _fitting(name, value, leaves, live, params)
         try:
-            new, inner_state = self.tx.update(
-                shown, state.inner_state, pruned_params, **extra
-            )
+            new, new_state = self.tx.update(shown, state, pruned_params, **extra)
         except (ValueError, TypeError, KeyError) as error:
             expected = jax.eval_shape(self.tx.init, _pruned(leaves, live))
-            if jax.tree.structure(expected) == jax.tree.structure(state.inner_state):
+            if jax.tree.structure(expected) == jax.tree.structure(state):
                 raise
             raise errors.StructureError(
                 'the state does not belong to what sg.freeze trains of these '
                 'parameters.\n'
                 'Make it with tx.init(params), or keep what it knows: '
-                'tx.adopt(state, params).'
+                'sg.adopt(tx, params, state).'
             ) from error
         new_leaves = leaves.treedef.flatten_up_to(new)
         rows = zip(leaves.key_paths, leaves.paths, live, new_leaves, strict=True)
@@ -156,7 +96,7 @@ class Wrapped:
             made[keys] if keys in made else _nothing(leaf)
             for keys, leaf in zip(given.key_paths, given.values, strict=True)
         )
-        return out, FreezeState(inner_state, state.kept_state)
+        return out, new_state
 
     def _check_gradients(
         self, leaves: Leaves, live: Sequence[Any], grads: Sequence[Any]
@@ -186,38 +126,12 @@ class Wrapped:
         )
 
 
-class Freeze(optax.GradientTransformationExtraArgs):
-    """What ``freeze`` returns: an optax transformation that can be thawed.
-
-    Attributes:
-        wrapped: the transformation that it was made of, and what of it is frozen.
-    """
-
-    wrapped: Wrapped
-
-    def adopt(self, state: Any, params: Any) -> FreezeState:
-        """The state of this transformation, taken from that of another selection.
-
-        Args:
-            state: a state of the wrapped transformation, frozen in other places or
-                nowhere.
-            params: the parameters.
-
-        Returns:
-            A state in which everything that ``state`` knows is kept, and what it does
-            not know is as ``init`` makes it. What is frozen now is dropped, unless
-            ``keep_state``.
-        """
-        return self.wrapped.adopt(state, params)
-
-
 def freeze(
     tx: Any,
     where: filters.Where | None = None,
     *,
-    keep_state: bool = False,
     unused: str = 'raise',
-) -> Freeze:
+) -> optax.GradientTransformationExtraArgs:
     """Freezes parameters in an optimizer: it never sees them.
 
     No state, no update, no decay, no momentum for what is frozen, no share in the norm
@@ -263,13 +177,12 @@ def freeze(
         where: what is **frozen**: any kind of filter. By default what the classes in
             the tree declare as not trained, see ``sg.trainable``. Integers, keys and
             ``NonDifferentiable`` are frozen in any case.
-        keep_state: keeps the state of what is frozen, as it is, so that ``thaw`` can
-            go on with it. The state has to be made of trees like the parameters, which
-            that of ``optax.flatten`` is not.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
-        A transformation, to be used as any other. Updates of what is frozen, where the
+        A transformation, to be used as any other. Its state is that of ``tx`` for what
+        is trained, with ``ABSENT`` in place of the rest; ``sg.adopt`` takes it to
+        another selection. Updates of what is frozen, where the
         gradients are full, are constants of negative zero: adding one changes no sign
         and no number (XLA may flush denormals); ``sg.apply_updates`` does not add it.
 
@@ -282,62 +195,58 @@ def freeze(
         ArgumentValueError: if it is given fp8 values that no optimizer may see.
     """
     chosen = None if where is None else filters.as_filter(where)
-    return _made(Wrapped(_with_extra_args(tx), chosen, (), keep_state, unused))
+    frozen = Freeze(_with_extra_args(tx), chosen, unused)
+    return optax.GradientTransformationExtraArgs(frozen.init, frozen.update)
 
 
-def thaw(
-    tx: Any,
-    state: Any,
-    params: Any,
-    where: filters.Where,
-    *,
-    unused: str = 'raise',
-) -> tuple[Freeze, FreezeState]:
-    """Trains some of what is frozen from now on, and forgets nothing.
+def adopt(tx: Any, params: Any, state: Any, *earlier: Any) -> Any:
+    """A state of ``tx`` that keeps what states of other selections know.
+
+    Freeze and thaw with it: make ``tx`` of the new selection, and take the old state
+    along. What was trained before keeps its moments.
 
     >>> import jax.numpy as jnp, optax, flax_sg as sg
     >>> params = {'body': jnp.ones(2), 'head': jnp.ones(1)}
-    >>> tx = sg.freeze(optax.sgd(0.1, momentum=0.9), 'body')
-    >>> state = tx.init(params)
-    >>> updates, state = tx.update({'head': jnp.ones(1)}, state, params)
-    >>> tx, state = sg.thaw(tx, state, params, 'body')
-    >>> state.inner_state[0].trace
+    >>> sgd = optax.sgd(0.1, momentum=0.9)
+    >>> tx = sg.freeze(sgd, 'body')
+    >>> updates, state = tx.update({'head': jnp.ones(1)}, tx.init(params), params)
+    >>> sg.adopt(sgd, params, state)[0].trace
     {'body': Array([0., 0.], dtype=float32), 'head': Array([1.], dtype=float32)}
 
     Args:
-        tx: what ``freeze`` returned.
-        state: its state.
+        tx: a transformation from ``sg.freeze``, or the one that it wraps.
         params: the parameters.
-        where: which of the frozen ones are trained from now on.
-        unused: ``'ignore'`` to let a filter pass that matches nothing.
+        state: a state of the same transformation, frozen in other places or nowhere.
+        *earlier: more of them, for what ``state`` does not know.
 
     Returns:
-        The transformation that updates these too, and its state: what was trained
-        keeps its moments; what is thawed has those of before it was frozen if they
-        were kept (``keep_state=True``), and new ones otherwise. A jitted step compiles
-        once for each change. What optimizers share among parameters goes on: Adam's
-        count of steps does, so new moments are taken for old ones, and begin with
-        larger updates. ``optax.tree_utils.tree_set(state, count=0)`` counts anew.
+        A state of ``tx``. Each value comes from the first state that has it, and from
+        ``tx.init`` if none has. What is frozen now is dropped: if it is to go on later
+        from where it was, keep the state of today, and give it as ``earlier`` then.
+
+        A jitted step compiles once for each selection. What optimizers share among
+        parameters goes on: Adam's count of steps does, so new moments are taken for old
+        ones, and begin with larger updates. ``optax.tree_utils.tree_set(state,
+        count=0)`` counts anew.
 
     Raises:
-        ArgumentTypeError: if ``tx`` is not from ``freeze``.
-        UnusedFilterError: if a part of ``where`` matches no parameter.
+        StructureError: if a state is that of another transformation.
     """
-    if not isinstance(tx, Freeze):
-        raise errors.ArgumentTypeError(
-            f'thaw() takes what sg.freeze returned, got {type(tx).__name__}.\n'
-            'Put sg.freeze outermost: sg.freeze(optax.chain(...), where).'
-        )
-    added = (*tx.wrapped.thawed, (filters.as_filter(where), unused))
-    thawed = _made(dataclasses.replace(tx.wrapped, thawed=added))
-    return thawed, thawed.adopt(state, params)
-
-
-def _made(wrapped: Wrapped) -> Freeze:
-    update: Any = wrapped.update
-    tx = Freeze(wrapped.init, update)
-    tx.wrapped = wrapped
-    return tx
+    new, treedef = jax.tree.flatten(tx.init(params), is_leaf=_is_vacant)
+    try:
+        known = zip(*map(treedef.flatten_up_to, (state, *earlier)), strict=True)
+    except (ValueError, TypeError):
+        raise errors.StructureError(
+            'sg.adopt got a state of another transformation, or of other parameters.\n'
+            'Give the state of what sg.freeze wraps: sg.adopt(tx, params, state).'
+        ) from None
+    merged = [
+        mark
+        if _is_vacant(mark)
+        else next(itertools.filterfalse(_is_vacant, olds), mark)
+        for mark, olds in zip(new, known, strict=True)
+    ]
+    return treedef.unflatten(merged)
 
 
 def _with_extra_args(tx: Any) -> Any:
@@ -411,9 +320,3 @@ def _nothing(leaf: Any) -> Any:
     zero = np.zeros((), dtype)
     inexact = jnp.issubdtype(dtype, jnp.inexact)
     return np.broadcast_to(-zero if inexact else zero, shape)
-
-
-def _first(states: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The leaves of a state, and those of another one where the first is vacant."""
-    pairs = zip(states, others, strict=True)
-    return [other if _is_vacant(leaf) else leaf for leaf, other in pairs]

@@ -462,12 +462,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'of=Model(...) has no variables: expected a bound module, such as '
         'model.bind(variables).',
     ),
-    'thawing what is not frozen': (
-        lambda: sg.thaw(optax.sgd(0.1), None, {}, 'a'),
-        errors.ArgumentTypeError,
-        'thaw() takes what sg.freeze returned, got GradientTransformationExtraArgs.\n'
-        'Put sg.freeze outermost: sg.freeze(optax.chain(...), where).',
-    ),
     'freezing no optimizer': (
         lambda: sg.freeze('adam', 'a'),
         errors.ArgumentTypeError,
@@ -641,12 +635,6 @@ FIXES: dict[str, str | Callable[[], Any]] = {
         )['n'].value
     ),
     'a module that is not bound': 'model.bind(variables)',
-    'thawing what is not frozen': lambda: sg.thaw(
-        sg.freeze(optax.chain(optax.sgd(0.1)), 'a'),
-        sg.freeze(optax.chain(optax.sgd(0.1)), 'a').init({'a': 1.0, 'b': 1.0}),
-        {'a': 1.0, 'b': 1.0},
-        'a',
-    ),
     'freezing no optimizer': "sg.freeze(optax.adam(1e-3), 'backbone/**')",
     'wrapper with a second name': lambda: Named().init(jax.random.key(0), X),
     'output': lambda: sg.gradient_flow(

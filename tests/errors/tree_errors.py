@@ -41,7 +41,7 @@ def stepped(tx: Any, grads: Any) -> None:
 
 OTHER_STATE = (
     'the state does not belong to what sg.freeze trains of these parameters.\n'
-    'Make it with tx.init(params), or keep what it knows: tx.adopt(state, params).'
+    'Make it with tx.init(params), or keep what it knows: sg.adopt(tx, params, state).'
 )
 NOTHING = (
     "Glob('haed/w') matches none of the 2 variables.\n"
@@ -97,6 +97,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: state_of('body/w'),
         errors.StructureError,
         OTHER_STATE,
+    ),
+    'the state of another optimizer': (
+        lambda: sg.adopt(adam, PARAMS, optax.sgd(0.1).init(PARAMS)),
+        errors.StructureError,
+        'sg.adopt got a state of another transformation, or of other parameters.\n'
+        'Give the state of what sg.freeze wraps: sg.adopt(tx, params, state).',
     ),
     'tangents of another tree': (
         lambda: jvp(({'head': 1.0},)),
@@ -195,6 +201,9 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     ),
     'pruned gradients for an optimizer of optax': lambda: stepped(
         sg.freeze(optax.sgd(0.1), 'body/w'), HEAD
+    ),
+    'the state of another optimizer': lambda: sg.adopt(
+        sg.freeze(adam, 'head/w'), PARAMS, adam.init(PARAMS)
     ),
     'one filter for what is trained and what is frozen': lambda: stepped(
         sg.freeze(optax.sgd(0.1), ~sg.filters.as_filter('head/w')), HEAD

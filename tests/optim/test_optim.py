@@ -248,15 +248,12 @@ def test_masks_and_labels_keep_boxes_and_judge_their_filters():
     assert sg.mask(boxed, trained='d')['d'].value is True
     pruned = {'body': sg.ABSENT, 'head': 1.0}
     assert sg.labels(pruned, {'fast': 'head'}) == {'body': sg.ABSENT, 'head': 'fast'}
-    tx = sg.freeze(optax.sgd(0.1), 'head')
-    state = tx.init({'head': 1.0, 'body': 1.0})
     params = {'head': 1.0, 'body': 1.0}
     for call, name in (
         (lambda: sg.mask(params, trained='haed'), r'mask\(trained=...\)'),
         (lambda: sg.mask(params, frozen='haed'), r'mask\(frozen=...\)'),
         (lambda: sg.labels(params, {'a': 'haed', 'b': True}), 'labels'),
         (lambda: sg.freeze(optax.sgd(0.1), 'haed').init(params), 'freeze'),
-        (lambda: sg.thaw(tx, state, params, 'haed'), 'thaw'),
     ):
         said = rf"^sg\.{name}: Glob\('haed'\) matches none of"
         with pytest.raises(errors.UnusedFilterError, match=said):
@@ -313,7 +310,7 @@ def test_leaves_that_no_optimizer_can_take():
     assert float(plain['f']) == np.float32(0.3)
 
 
-def test_thaw_forgets_nothing():
+def test_adopting_a_state_forgets_nothing():
     traces: list[int] = []
 
     def train(tx, params, state, steps):
@@ -330,17 +327,17 @@ def test_thaw_forgets_nothing():
     adam = optax.adam(0.1)
     # All is trained, then two layers are frozen, then one of them is thawed.
     params, full = train(adam, PARAMS, adam.init(PARAMS), 3)
-    tx = sg.freeze(adam, 'layer_*/**', keep_state=True)
-    dropped = sg.freeze(adam, 'layer_*/**').adopt(full, params)
-    state = tx.adopt(full, params)
-    oracle.assert_same(dropped.inner_state, state.inner_state)
-    assert state.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
-    assert state.kept_state[0].mu['head']['bias'] is sg.ABSENT
-    oracle.assert_same(state.kept_state[0].mu['layer_1'], full[0].mu['layer_1'])
+    tx = sg.freeze(adam, 'layer_*/**')
+    state = sg.adopt(tx, params, full)
+    assert state[0].mu['layer_1']['bias'] is sg.ABSENT
+    oracle.assert_same(state[0].mu['head'], full[0].mu['head'])
     params, state = train(tx, params, state, 2)
-    tx, state = sg.thaw(tx, state, params, 'layer_1/**')
-    oracle.assert_same(state.inner_state[0].mu['layer_1'], full[0].mu['layer_1'])
-    assert state.inner_state[0].mu['layer_0']['bias'] is sg.ABSENT
+    tx, before = sg.freeze(adam, 'layer_0/**'), state
+    state = sg.adopt(tx, params, before, full)
+    oracle.assert_same(state[0].mu['head'], before[0].mu['head'])
+    oracle.assert_same(state[0].mu['layer_1'], full[0].mu['layer_1'])
+    assert state[0].mu['layer_0']['bias'] is sg.ABSENT
+    assert int(state[0].count) == 5
     params, state = train(tx, params, state, 2)
     assert len(traces) == 3
 
@@ -362,19 +359,19 @@ def test_thaw_forgets_nothing():
     oracle.assert_same(params['layer_0'], hand['layer_0'])
 
 
-@pytest.mark.parametrize('keep_state', [False, True])
-def test_thaw_in_groups_of_optax(keep_state):
+def test_adopting_in_groups_of_optax():
     # A group keeps optax's own sentinel for what belongs to another group.
     groups = {'layers': optax.adam(0.1), 'head': optax.adam(0.2)}
     group_of = lambda path: 'head' if path.startswith('head') else 'layers'  # noqa: E731
     grouped = optax.multi_transform(groups, lambda p: sg.labels(p, group_of))
-    tx = sg.freeze(grouped, 'layer_*/**', keep_state=keep_state)
+    tx = sg.freeze(grouped, 'layer_*/**')
     state = tx.init(PARAMS)
     _, state = tx.update(GRADS, state, PARAMS)
-    head = state.inner_state.inner_states['head']
-    tx, state = sg.thaw(tx, state, PARAMS, 'layer_1/**')
+    head = state.inner_states['head']
+    tx = sg.freeze(grouped, 'layer_0/**')
+    state = sg.adopt(tx, PARAMS, state)
     _, state = tx.update(GRADS, state, PARAMS)
-    now = state.inner_state.inner_states
+    now = state.inner_states
     # Alone: the head took two steps, the thawed layer one, the frozen one none.
     for name, rate, steps in (('head', 0.2, 2), ('layer_1', 0.1, 1)):
         alone = optax.adam(rate)
@@ -387,51 +384,34 @@ def test_thaw_in_groups_of_optax(keep_state):
     assert now['layers'].inner_state[0].mu['layer_0']['bias'] is sg.ABSENT
 
 
-def test_thaw_without_kept_state_starts_anew():
-    tx = sg.freeze(optax.adam(0.1), ['layer_0/**', 'layer_1/**'])
+def test_what_no_state_knows_starts_anew():
+    adam = optax.adam(0.1)
+    tx = sg.freeze(adam, ['layer_0/**', 'layer_1/**'])
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
-    assert state.kept_state is sg.ABSENT
-    before = state.inner_state[0].mu['head']
-    for name in ('layer_1', 'layer_0'):
-        tx, state = sg.thaw(tx, state, PARAMS, f'{name}/**')
-        assert oracle.is_zero(state.inner_state[0].mu[name])
-        oracle.assert_same(state.inner_state[0].mu['head'], before)
-    assert int(state.inner_state[0].count) == 1
-    full = optax.adam(0.1).init(PARAMS)
-    assert jax.tree.structure(state.inner_state) == jax.tree.structure(full)
-    with pytest.raises(errors.ArgumentTypeError):
-        sg.thaw(optax.adam(0.1), full, PARAMS, 'head/**')
+    before = state[0].mu['head']
+    for name, tx in ('layer_1', sg.freeze(adam, 'layer_0/**')), ('layer_0', adam):
+        state = sg.adopt(tx, PARAMS, state)
+        assert oracle.is_zero(state[0].mu[name])
+        oracle.assert_same(state[0].mu['head'], before)
+    assert int(state[0].count) == 1
+    assert jax.tree.structure(state) == jax.tree.structure(adam.init(PARAMS))
+    with pytest.raises(errors.StructureError, match='another transformation'):
+        sg.adopt(optax.sgd(0.1, momentum=0.9), PARAMS, state)
 
 
-def test_each_filter_is_judged_as_its_call_says():
-    sgd = optax.sgd(0.1)
-    for first, then in ('raise', 'ignore'), ('ignore', 'raise'):
-        where = {'raise': 'layer_0/**', 'ignore': 'later/**'}
-        tx = sg.freeze(sgd, where[first], unused=first)
-        tx, state = sg.thaw(tx, tx.init(PARAMS), PARAMS, where[then], unused=then)
-        tx, _ = sg.thaw(tx, state, PARAMS, where[first], unused=first)
-        other = {'head': PARAMS['head']}
-        with pytest.raises(errors.UnusedFilterError, match=r'layer_0/\*\*'):
-            tx.init(other)
-        # Gradients that stand for the parameters may lack what the filters name.
-        assert list(tx.update(other, state)[0]) == ['head']
-    with pytest.raises(errors.UnusedFilterError, match='later'):
-        sg.thaw(sg.freeze(sgd, False), None, PARAMS, 'later/**')
-
-
-def test_kept_state_takes_no_part():
-    tx = sg.freeze(optax.adam(0.1), 'layer_*/**', keep_state=True)
-    state = tx.init(PARAMS)
-    _, new = jax.jit(tx.update)(GRADS, state, PARAMS)
-    oracle.assert_same(new.kept_state, state.kept_state)
-    plain = sg.freeze(optax.adam(0.1), 'layer_*/**')
-    _, expected = jax.jit(plain.update)(GRADS, plain.init(PARAMS), PARAMS)
-    oracle.assert_same(new.inner_state, expected.inner_state)
+def test_a_filter_is_judged_when_the_state_is_made():
+    tx = sg.freeze(optax.sgd(0.1), 'layer_0/**')
+    state, other = tx.init(PARAMS), {'head': PARAMS['head']}
+    with pytest.raises(errors.UnusedFilterError, match=r'layer_0/\*\*'):
+        tx.init(other)
+    # Gradients that stand for the parameters may lack what the filter names.
+    assert list(tx.update(other, state)[0]) == ['head']
+    sg.freeze(optax.sgd(0.1), 'layer_0/**', unused='ignore').init(other)
 
 
 def test_checkpoints(tmp_path):
     def start():
-        tx = sg.freeze(optax.adamw(0.1), 'layer_*/**', keep_state=True)
+        tx = sg.freeze(optax.adamw(0.1), 'layer_*/**')
         params = {**PARAMS, 'extra': {'m': sg.NonDifferentiable(3)}}
         return sg.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
 
@@ -513,7 +493,7 @@ def test_what_the_optimizer_is_given():
     grads = {'body': 2.0, 'head': 1.0, 'mark': mark}
     pruned = {'body': sg.ABSENT, 'head': 1.0, 'mark': sg.ABSENT}
     state = tx.init(params)
-    assert state == ({'m': {**pruned, 'head': 3.0}}, sg.ABSENT)
+    assert state == {'m': {**pruned, 'head': 3.0}}
     called: list[Any] = []
     extra = {'grad': grads, 'value': 5.0, 'other': {'head': 1.0}, 'fun': called.append}
     updates, new = tx.update(grads, state, params, value_fn=called.append, **extra)
@@ -551,9 +531,8 @@ def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit(
     state = tx.init(params)
     with pytest.raises(ValueError, match=r'^of its own$'):
         tx.update(params, state, params)
-    other = frozen_dict(state.inner_state)
     with pytest.raises(errors.StructureError, match='does not belong'):
-        tx.update(params, state._replace(inner_state=other), params)
+        tx.update(params, frozen_dict(state), params)
 
 
 def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
@@ -613,8 +592,8 @@ def test_sharding_of_the_state_by_tree_map_params():
     specs = optax.tree_map_params(
         tx, lambda _: 'spec', tx.init(PARAMS), transform_non_params=lambda _: None
     )
-    assert specs.inner_state[0].mu['head'] == {'bias': 'spec', 'kernel': 'spec'}
-    assert specs.inner_state[0].count is None
+    assert specs[0].mu['head'] == {'bias': 'spec', 'kernel': 'spec'}
+    assert specs[0].count is None
 
 
 def test_bad_input():
