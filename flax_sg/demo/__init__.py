@@ -224,10 +224,13 @@ def train(model: DigitModel, params: Params, digits: data.Digits, steps: int) ->
 
     def step(state: Any, batch: Any) -> tuple[Any, None]:
         params, opt_state = state
-        *examples, number = batch
+        images, labels, number = batch
         key = jax.random.fold_in(jax.random.key(3), number)
-        grads = jax.grad(lambda params: sum(losses(model, params, *examples, key)))
-        updates, opt_state = tx.update(grads(params), opt_state, params)
+
+        def total(params: Params) -> Any:
+            return sum(losses(model, params, images, labels, key))
+
+        updates, opt_state = tx.update(jax.grad(total)(params), opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), None
 
     chosen = np.random.default_rng(2).integers(
