@@ -18,8 +18,6 @@ from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters import Where
 
 Argnums: TypeAlias = int | Sequence[int]
-# What ``argnums`` may be for a module in the closure.
-_OF_MODULE = {0: 'the variables of the module'}
 
 
 def derivative(
@@ -53,7 +51,7 @@ def derivative(
     """
     if of is not None:
         if argnums != 0:
-            raise unknown_choice('with of=, argnums', argnums, _OF_MODULE)
+            raise unknown_choice('with of=, argnums', argnums, (0,))
         variables_of(of)
     fun_of_args = fun if of is None else as_function_of(fun, of)
     several = isinstance(argnums, Sequence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -71,10 +71,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def unknown_choice(
-    option: str, value: Any, choices: Mapping[Any, str]
+    option: str, value: Any, choices: Iterable[Any]
 ) -> ArgumentValueError:
     """The error for an option with a value that it does not have."""
-    lines = [f'  {name!r}: {what}' for name, what in choices.items()]
-    return ArgumentValueError(
-        f'{option}={value!r} is none of the choices:\n' + '\n'.join(lines)
-    )
+    expected = ' or '.join(map(repr, choices))
+    return ArgumentValueError(f'{option}={value!r}: expected {expected}.')

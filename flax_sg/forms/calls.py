@@ -26,23 +26,13 @@ from flax_sg.engine import blocks
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.trees.variables import Key
 
-UPDATE = 'update'
-HOLD = 'hold'
-USE_RUNNING_AVERAGE = 'use_running_average'
-STATE = {
-    UPDATE: 'it is updated, as without the wrapper',
-    HOLD: 'a call works on a copy that is dropped when it ends',
-    USE_RUNNING_AVERAGE: 'held, and normalization layers use what is stored, not the '
-    'batch',
-}
-
-SAME = 'same'
-FRESH = 'fresh'
-RNGS = {
-    SAME: 'the n-th call draws what the n-th call of the module does, and leaves the '
-    'draws of the module alone',
-    FRESH: 'each call draws new numbers, as another call of the module would',
-}
+# 'update': state changes as without the wrapper. 'hold': a call works on a copy that is
+# dropped when it ends. 'use_running_average': held, and normalization layers use what
+# is stored, not the batch.
+STATE = UPDATE, HOLD, USE_RUNNING_AVERAGE = 'update', 'hold', 'use_running_average'
+# 'same': the n-th call draws what the n-th call of the module does, and leaves the
+# draws of the module alone. 'fresh': it draws as another call of the module would.
+RNGS = SAME, FRESH = 'same', 'fresh'
 
 # What methods and modules call the choice between the batch and the stored values.
 _SWITCHES = {'use_running_average': True, 'update_stats': False}

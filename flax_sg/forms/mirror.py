@@ -132,8 +132,7 @@ def mirror(
     if not isinstance(module, modules.Module):
         raise wrappers.refused('nn.mirror wraps a Module instance', module)
     if variables is not None and state == calls.UPDATE:
-        choices = {k: v for k, v in calls.STATE.items() if k != state}
-        raise unknown_choice('with variables=, state', state, choices)
+        raise unknown_choice('with variables=, state', state, calls.STATE[1:])
     values = None
     if isinstance(variables, Mapping):
         values = reads.substitute(variables, collections=[*variables])

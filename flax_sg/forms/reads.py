@@ -13,9 +13,6 @@ from flax_sg.filters.paths import Path
 from flax_sg.forms import rewrites
 from flax_sg.internals import modules
 from flax_sg.rules import rules, substitutes
-from flax_sg.rules.substitutes import no_values
-
-_LEVELS: dict[Any, str] = {None: 'all of them', 1: 'the innermost one'}
 
 
 @rewrites.takes_target
@@ -117,8 +114,8 @@ def stop_gradient(
         functions may be called inside and outside of it; a fresh but equal filter
         does not retrace. See google/flax issue #1857, where the idea comes from.
     """
-    if levels not in _LEVELS:
-        raise unknown_choice('levels', levels, _LEVELS)
+    if levels not in (None, 1):
+        raise unknown_choice('levels', levels, (None, 1))
     rule = rules.StopGradient(levels)
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
@@ -311,23 +308,13 @@ def substitute(
 
 
 def _rule_of(values: Any, collections: CollectionFilter) -> substitutes.Substitute:
-    if isinstance(values, str):
-        if not isinstance(collections, str):
-            raise no_values(
-                f'the collection {values!r} for collections={collections!r}',
-                "Fix: name one collection, such as collections='params'.",
-            )
+    if isinstance(values, str) and isinstance(collections, str):
         return substitutes.FromCollection(values)
     if isinstance(values, (Mapping, modules.Module)):
         entries = substitutes.entries_of(values, collections)
         if not entries and not substitutes.is_initializing(values):
-            raise no_values('a tree without a value')
+            raise substitutes.no_values('a tree without a value')
         return substitutes.FromTree(entries)
     if callable(values) and not isinstance(values, type):
         return substitutes.FromFunction(values)
-    fix = ''
-    if isinstance(values, type):
-        fix = f'Fix: to lift a class write nn.substitute({values.__name__}, values).'
-    elif hasattr(values, 'shape'):
-        fix = "Fix: say of which variable: nn.substitute({'encoder': {'bias': value}})."
-    raise no_values(brief(values), fix)
+    raise substitutes.no_values(brief(values))

@@ -126,9 +126,8 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
     """
     found: dict[Entry, Any] = {}
     if isinstance(collections, str):
-        _collect(found, collections, (), values)
-        return found
-    if isinstance(values, modules.Module):
+        values = {collections: values}
+    elif isinstance(values, modules.Module):
         of_module = _of_module(values).items()
         values = {
             name: tree for name, tree in of_module if in_filter(collections, name)
@@ -152,20 +151,14 @@ def _collect(
         for name, below in node.items():
             _collect(found, collection, (*names, str(name)), below)
     elif not names:
-        raise no_values(
-            f'{described(node)} for the collection {collection!r}',
-            "Fix: nest them as {'params': {'kernel': value}}.",
-        )
+        raise no_values(f'{described(node)} for the collection {collection!r}')
     elif not is_absent(node):
         found[collection, names] = node
 
 
 def _of_module(module: Any) -> Mapping[str, Any]:
     if module.scope is None:
-        raise no_values(
-            f'a {type(module).__name__} that is not bound, and so has no variables',
-            'Fix: in a method write self.module; at top level module.bind(variables).',
-        )
+        raise no_values(f'a {type(module).__name__} that is not bound')
     return module.variables
 
 
@@ -176,12 +169,11 @@ def is_initializing(values: Any) -> bool:
     return isinstance(values, modules.Module) and values.is_initializing()
 
 
-def no_values(what: str, fix: str = '') -> errors.ArgumentTypeError:
+def no_values(what: str) -> errors.ArgumentTypeError:
     """Something was given as values that can be read in the place of no variable."""
-    lines = [
-        f'nn.substitute was given {what}.',
-        'Expected: a tree of values, nested as the variables are; the name of '
-        'another collection; a bound module; or a function (path, value) -> value.',
-        fix,
-    ]
-    return errors.ArgumentTypeError('\n'.join(filter(None, lines)))
+    return errors.ArgumentTypeError(
+        f'nn.substitute was given {what}.\n'
+        "Expected: a tree of values, nested as the variables are, {'kernel': value}; "
+        'the name of another collection, for variables of one collection; a bound '
+        'module; or a function (path, value) -> value.'
+    )

@@ -22,11 +22,6 @@ from flax_sg.trees import leaves
 TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
 FIT = 'fit'
 _LINES = 50
-_DEPTHS = {
-    FIT: f'as deep as fits into {_LINES} lines',
-    'an int': 'so many submodules deep',
-    None: 'all submodules',
-}
 
 
 def tabulate(
@@ -83,7 +78,7 @@ def tabulate(
             'Make the module: sg.tabulate(Model(...), rngs)(x).'
         )
     if depth not in (FIT, None) and not isinstance(depth, int):
-        raise unknown_choice('depth', depth, _DEPTHS)
+        raise unknown_choice('depth', depth, (FIT, 1, 2, None))
 
     def show(*args: Any, **call_kwargs: Any) -> str:
         program = program_of(module, rngs, args, {**call_kwargs, **kwargs})

@@ -395,63 +395,44 @@ def made_by_setup(name: str, who: str, reason: str) -> str:
     )
 
 
+VALUES = (
+    '\nExpected: a tree of values, nested as the variables are, '
+    "{'kernel': value}; the name of another collection, for variables of one "
+    'collection; a bound module; or a function (path, value) -> value.'
+)
+
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'the twin of several collections': (
         lambda: nn.substitute('ema', collections=['params', 'batch_stats']),
         errors.ArgumentTypeError,
-        "nn.substitute was given the collection 'ema' for "
-        "collections=['params', 'batch_stats'].\n"
-        'Expected: a tree of values, nested as the variables are; the name of '
-        'another collection; a bound module; or a function (path, value) -> '
-        'value.\n'
-        "Fix: name one collection, such as collections='params'.",
+        f"nn.substitute was given 'ema' (str).{VALUES}",
     ),
     'an empty tree of values': (
         lambda: nn.substitute({}),
         errors.ArgumentTypeError,
-        'nn.substitute was given a tree without a value.\n'
-        'Expected: a tree of values, nested as the variables are; the name of '
-        'another collection; a bound module; or a function (path, value) -> '
-        'value.',
+        f'nn.substitute was given a tree without a value.{VALUES}',
     ),
     'an array of values': (
         lambda: nn.substitute(X),
         errors.ArgumentTypeError,
-        'nn.substitute was given an array (float32[2, 2]).\n'
-        'Expected: a tree of values, nested as the variables are; the name of '
-        'another collection; a bound module; or a function (path, value) -> '
-        'value.\n'
-        "Fix: say of which variable: nn.substitute({'encoder': {'bias': "
-        'value}}).',
+        f'nn.substitute was given an array (float32[2, 2]).{VALUES}',
     ),
     'an array for a collection': (
         lambda: nn.substitute({'params': X}, collections=['params']),
         errors.ArgumentTypeError,
-        "nn.substitute was given float32[2, 2] for the collection 'params'.\n"
-        'Expected: a tree of values, nested as the variables are; the name of '
-        'another collection; a bound module; or a function (path, value) -> '
-        'value.\n'
-        "Fix: nest them as {'params': {'kernel': value}}.",
+        f"nn.substitute was given float32[2, 2] for the collection 'params'.{VALUES}",
     ),
     'values of a collection that is left out': (
         lambda: nn.substitute({'ema': {'bias': X}}, collections=['params', 'stats']),
         errors.ArgumentTypeError,
         "nn.substitute was given values for the collection 'ema', and "
-        "collections=['params', 'stats'] leaves it out.\n"
-        'Expected: a tree of values, nested as the variables are; the name of '
-        'another collection; a bound module; or a function (path, value) -> '
-        'value.',
+        "collections=['params', 'stats'] leaves it out."
+        f'{VALUES}',
     ),
     'values of a module that is not bound': (
         lambda: nn.substitute(MODEL),
         errors.ArgumentTypeError,
-        'nn.substitute was given a Model that is not bound, and so has no '
-        'variables.\n'
-        'Expected: a tree of values, nested as the variables are; the name of '
-        'another collection; a bound module; or a function (path, value) -> '
-        'value.\n'
-        'Fix: in a method write self.module; at top level '
-        'module.bind(variables).',
+        f'nn.substitute was given a Model that is not bound.{VALUES}',
     ),
     'a selected variable without a value': (
         lambda: run(nn.substitute({'bias': 2.0 * PARAMS['bias']}, where='*')),
@@ -494,24 +475,17 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'levels': (
         lambda: nn.stop_gradient('kernel', levels=2),
         errors.ArgumentValueError,
-        'levels=2 is none of the choices:\n  None: all of them\n  1: the innermost one',
+        'levels=2: expected None or 1.',
     ),
     'rngs': (
         lambda: mirrored(rngs='other'),
         errors.ArgumentValueError,
-        "rngs='other' is none of the choices:\n"
-        "  'same': the n-th call draws what the n-th call of the module does, "
-        'and leaves the draws of the module alone\n'
-        "  'fresh': each call draws new numbers, as another call of the module "
-        'would',
+        "rngs='other': expected 'same' or 'fresh'.",
     ),
     'an update of other variables': (
         lambda: mirrored(variables=VARIABLES, state='update'),
         errors.ArgumentValueError,
-        "with variables=, state='update' is none of the choices:\n"
-        "  'hold': a call works on a copy that is dropped when it ends\n"
-        "  'use_running_average': held, and normalization layers use what is "
-        'stored, not the batch',
+        "with variables=, state='update': expected 'hold' or 'use_running_average'.",
     ),
     'created and read only': (
         created,

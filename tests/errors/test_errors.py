@@ -281,10 +281,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'no values': (
         lambda: nn.substitute(Model),
         errors.ArgumentTypeError,
-        'nn.substitute was given the class Model.\n'
-        'Expected: a tree of values, nested as the variables are; the name of another '
-        'collection; a bound module; or a function (path, value) -> value.\n'
-        'Fix: to lift a class write nn.substitute(Model, values).',
+        f'nn.substitute was given the class Model.{block_errors.VALUES}',
     ),
     'a value that does not fit': (
         lambda: run(nn.substitute({'encoder': {'bias': jnp.zeros(3, jnp.bfloat16)}})),
@@ -495,11 +492,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'state': (
         lambda: nn.Frozen(MODEL, state='eval'),
         errors.ArgumentValueError,
-        "state='eval' is none of the choices:\n"
-        "  'update': it is updated, as without the wrapper\n"
-        "  'hold': a call works on a copy that is dropped when it ends\n"
-        "  'use_running_average': held, and normalization layers use what is stored, "
-        'not the batch',
+        "state='eval': expected 'update' or 'hold' or 'use_running_average'.",
     ),
     'output': (
         lambda: sg.gradient_flow(by_place, {'w': X, 'steps': 3}),
