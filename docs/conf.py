@@ -88,7 +88,7 @@ def show_for_users(app, what, name, obj, options, signature, returns):
         return str(inspect.Signature(shown)), returns
     if name == 'flax_sg.TrainState':
         return '(**fields)', None
-    if name.endswith(('.BlockDecorator', '.GradientFlow', '.ModuleFlow', '.Use')):
+    if name.endswith(('.BlockDecorator', '.GradientFlow', '.Use')):
         return '', None  # What functions return; nobody calls the classes.
     return signature, returns
 

@@ -408,7 +408,7 @@ assert equal(results['with_mirror'], results['by_hand'])
 of_params, of_ema = results['with_mirror'][1]
 assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_ema))
 assert np.any(of_params['online']['hidden']['kernel'])
-states = {group.module: group.status for group in flow.by_module(depth=2)}
+states = flow.by_module(depth=2)
 assert {group for group in states if states[group] == ('flows',)} == {
     'student/online',
     'student/predictor',

@@ -12,7 +12,6 @@
 # compute the table with `sg.gradient_flow`.
 
 # %%
-import os
 import shlex
 import subprocess
 import sys
@@ -138,7 +137,7 @@ model = Codes()
 x, labels = held_out.images, held_out.labels
 params = jax.eval_shape(model.init, jax.random.key(0), x, labels)['params']
 flow = sg.gradient_flow(partial(losses, model), params, x, labels)
-print(flow.table(depth=1, width=88))
+print(flow.table(depth=1))
 
 # %% [markdown]
 # That is the table that we wanted. A notebook shows the report as HTML, with a line for
@@ -267,9 +266,9 @@ tables = {
 def cells(flow):
     """For each part and loss what the table says."""
     return {
-        (group.module, output): status
-        for group in flow.by_module(depth=1)
-        for output, status in zip(flow.outputs, group.status, strict=True)
+        (module, output): status
+        for module, row in flow.by_module(depth=1).items()
+        for output, status in zip(flow.outputs, row, strict=True)
     }
 
 
@@ -278,7 +277,7 @@ for axes, (name, table) in zip(grid.flat, tables.items(), strict=True):
     table.draw(axes, depth=1)
     axes.set_title(name, pad=8)
     meant, found = cells(flow), cells(table)
-    parts = [group.module for group in table.by_module(depth=1)]
+    parts = list(table.by_module(depth=1))
     for part, output in meant:
         if found[part, output] != meant[part, output]:
             corner = table.outputs.index(output) + 0.03, parts.index(part) + 0.06
@@ -408,7 +407,7 @@ def rounded(params, x, labels):
 
 
 rounded_report = sg.gradient_flow(rounded, params, x, labels)
-print(rounded_report.table(depth=1, width=88))
+print(rounded_report.table(depth=1))
 print()
 for use in rounded_report.uses_of('encoder/layers_2/kernel')[:1]:
     print('a use of the encoder:', use.place)
@@ -475,22 +474,21 @@ def losses(params, x, labels):
     return {'drawing': jnp.mean((drawn - x) ** 2), 'reading': -jnp.mean(right)}
 
 
-def example():
+def check():
     x, labels = jnp.zeros((8, 64)), jnp.zeros(8, int)
-    return jax.eval_shape(Net().init, jax.random.key(0), x)['params'], x, labels
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)['params']
+    return losses, params, x, labels
 """
 EXPECTED = {'drawing': 'encoder/** decoder/**', 'reading': 'reader/**'}
-command = ['flow', 'train:losses', '--args', 'train:example']
+command = ['flow', 'train:check']
 for loss, where in EXPECTED.items():
     command += ['--expect', f'{loss}: {where}']
 
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, 'train.py').write_text(TRAIN)
-    plain = {'FORCE_COLOR': '', 'CLICOLOR_FORCE': '', 'TERM': 'dumb', 'COLUMNS': '88'}
     run = subprocess.run(
         [sys.executable, '-m', 'flax_sg', *command],
         cwd=folder,
-        env=os.environ | plain,
         capture_output=True,
         text=True,
     )
@@ -546,7 +544,7 @@ print('what has changed:       ', [part for part in changed if changed[part]])
 # `sg.tabulate` says which modules a call trains: here the reader alone.
 
 # %%
-show = sg.tabulate(Codes(), jax.random.key(0), method='reading_loss', width=80)
+show = sg.tabulate(Codes(), jax.random.key(0), method='reading_loss')
 print(show(x, labels))
 
 # %% [markdown]

@@ -168,7 +168,7 @@ def folded(params):
 
 with_adapters = jax.jit(lora.init)(jax.random.key(0), first_x[:1])['params']
 untrained = folded(with_adapters)
-print(sg.paths(lora, first_x[:1], where=LORA).table(width=80))
+print(sg.paths(lora, first_x[:1], where=LORA))
 
 # %% [markdown]
 # ## Time and memory of a step

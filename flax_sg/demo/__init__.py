@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
         return losses(model, params, *batch, jax.random.key(5))
 
     print('\nWhich loss trains which module, by sg.gradient_flow:')
-    print(gradient_flow(losses_of, params).table(depth=1, width=80))
+    print(gradient_flow(losses_of, params).table(depth=1))
     print('\nWhich modules have a gradient that is not zero:')
     gradients, is_right = jax.jit(jax.jacrev(losses_of))(params), True
     for part, grads in gradients._asdict().items():

@@ -3,5 +3,4 @@
 from flax_sg.flow.analysis import gradient_flow as gradient_flow
 from flax_sg.flow.analysis import live as live
 from flax_sg.flow.report import GradientFlow as GradientFlow
-from flax_sg.flow.report import ModuleFlow as ModuleFlow
 from flax_sg.flow.report import Use as Use

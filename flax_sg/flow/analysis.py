@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
@@ -15,7 +15,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
-from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence, bit, bits
+from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence, bit
 from flax_sg.flow.derivatives import (
     Derivatives,
     differentiable,
@@ -23,7 +23,7 @@ from flax_sg.flow.derivatives import (
     on_values,
 )
 from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
-from flax_sg.flow.uses import UNKNOWN, Uses
+from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import is_differentiable, leaves_of, path_of
 from flax_sg.trees.trainable import chosen
@@ -39,8 +39,8 @@ _ASKED_FOR_A_VALUE = (
 
 def gradient_flow(
     fun: Callable[..., Any],
+    params: Any,
     *args: Any,
-    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     wrt: filters.Where | None = None,
 ) -> GradientFlow:
@@ -79,10 +79,10 @@ def gradient_flow(
     Args:
         fun: a function of pytrees that returns a pytree of arrays of any shape, or an
             unbound module for its ``apply``.
-        *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
-            ``jax.eval_shape``).
-        argnums: which arguments hold the parameters, by default the first. With several
-            of them, each path begins with the number of the argument.
+        params: its first argument, a tree of parameters or of their shapes
+            (``jax.ShapeDtypeStruct``, ``jax.eval_shape``). If several arguments hold
+            parameters, ask about a function of one dict of them.
+        *args: its other arguments, or their shapes.
         has_aux: whether ``fun`` returns ``(outputs, aux)``. The report leaves ``aux``
             out. Default False.
         wrt: the parameters to differentiate, a filter of any kind. All others count as
@@ -103,7 +103,7 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    analysis = Analysis.of(fun, args, argnums, has_aux, wrt)
+    analysis = Analysis.of(fun, params, args, has_aux, wrt)
     analysis.check_outputs()
     return analysis.report()
 
@@ -156,7 +156,7 @@ def live(
             ``params``.
         ArgumentTypeError: as ``sg.gradient_flow``.
     """
-    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt)
+    analysis = Analysis.of(fun, params, args, has_aux, wrt)
     analysis.check_outputs()
     pairs = zip(analysis.parameters, analysis.trained(), strict=True)
     paths = [parameter.path for parameter, is_trained in pairs if is_trained]
@@ -181,79 +181,60 @@ class Parameter(NamedTuple):
     is_wanted: bool
 
 
-class Output(NamedTuple):
-    """One leaf of the result.
-
-    Attributes:
-        path: its path.
-        leaf: its shape, or the leaf itself if it is no array.
-        number: its number among the outputs of the program, None if it is no array.
-    """
-
-    path: str
-    leaf: Any
-    number: int | None
-
-
 class Analysis(NamedTuple):
     """The trace of a function, with its parameters and outputs.
 
     Attributes:
-        jaxpr: from the arrays in the arguments to the arrays in the result.
+        jaxpr: from the arrays in the arguments to the arrays that are returned, without
+            ``aux``.
         name: the name of the function, and where it stands.
-        outputs: the leaves of the result, without ``aux``.
-        parameters: the leaves of the differentiated arguments.
+        outputs: the path of each leaf that is returned, and its shape, or the leaf
+            itself if it is no array.
+        parameters: the leaves of the differentiated argument.
     """
 
     jaxpr: Any
     name: str
-    outputs: list[Output]
+    outputs: list[tuple[str, Any]]
     parameters: list[Parameter]
 
     @classmethod
     def of(
         cls,
         fun: Callable[..., Any],
+        params: Any,
         args: Sequence[Any],
-        argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         wrt: filters.Where | None = None,
     ) -> Analysis:
         """Traces a function once and finds its parameters; see ``gradient_flow``.
 
-        Python numbers in the differentiated arguments are traced. In the other
+        Python numbers in the differentiated argument are traced. In the other
         arguments they are constants.
         """
-        given = [argnums] if isinstance(argnums, int) else list(argnums)
-        for number in given:
-            if not -len(args) <= number < len(args):
-                raise TypeError(
-                    f'argnums={number} is out of range: arguments are counted from 0, '
-                    f'and {len(args)} were given.'
-                )
-        numbers = [number % len(args) for number in given]
         run = fun.apply if isinstance(fun, linen.Module) else fun
         name = predicates.describe(run)
-        leaves, treedef = jax.tree.flatten(tuple(args))
-        ends = (len(jax.tree.leaves(arg)) for arg in args)
-        first = list(itertools.accumulate(ends, initial=0))
-        own = {n for k in numbers for n in range(first[k], first[k + 1])}
-        inputs = [
-            n
+        leaves, treedef = jax.tree.flatten((params, *args))
+        own = len(jax.tree.leaves(params))
+        inputs = {
+            n: leaf
             for n, leaf in enumerate(leaves)
-            if _is_array(leaf) or (n in own and is_differentiable(leaf))
-        ]
-        results: list[Any] = []
+            if _is_array(leaf) or (n < own and is_differentiable(leaf))
+        }
+        outputs: list[tuple[str, Any]] = []
 
-        def fun_of_arrays(*arrays: Any) -> list[Any]:
-            values = dict(zip(inputs, arrays, strict=True))
-            full = [values.get(n, leaf) for n, leaf in enumerate(leaves)]
+        def of_arrays(arrays: dict[int, Any]) -> list[Any]:
+            full = [arrays.get(n, leaf) for n, leaf in enumerate(leaves)]
             out = run(*treedef.unflatten(full))
-            results.append(jax.tree.map(_shape_of, out))
-            return list(filter(_is_array, jax.tree.leaves(out)))
+            if has_aux:
+                out = _without_aux(out, name)
+            pairs = jax.tree_util.tree_leaves_with_path(out)
+            outputs[:] = [(str(path_of(keys)), _shape_of(leaf)) for keys, leaf in pairs]
+            is_array = [isinstance(x, jax.ShapeDtypeStruct) for _, x in outputs]
+            return list(itertools.compress(jax.tree.leaves(out), is_array))
 
         try:
-            closed = jax.make_jaxpr(fun_of_arrays)(*(leaves[n] for n in inputs))
+            closed = jax.make_jaxpr(of_arrays)(inputs)
         except _ASKED_FOR_A_VALUE as error:
             raise errors.ArgumentTypeError(
                 f'{name} needs the values of its arguments, but it is traced on their '
@@ -262,20 +243,15 @@ class Analysis(NamedTuple):
                 'functools.partial(fun, ...).'
             ) from error
         slots = {leaf: slot for slot, leaf in enumerate(inputs)}
-        trees = [leaves_of(args[number]) for number in numbers]
+        tree = leaves_of(params)
+        [mask] = chosen([tree], wrt)
+        numbers = itertools.count()
         parameters: list[Parameter] = []
-        masks = chosen(trees, wrt)
-        for number, tree, mask in zip(numbers, trees, masks, strict=True):
-            of_argument = itertools.count(first[number])
-            for (path, leaf), is_wanted in zip(tree, mask, strict=True):
-                inside = itertools.islice(of_argument, len(jax.tree.leaves(leaf)))
-                mine = tuple(slots[n] for n in inside if n in slots)
-                if not isinstance(argnums, int):
-                    parts = str(number), *filter(None, path.parts)
-                    path = Path.of(path.collection, parts)
-                if mine:
-                    parameters.append(Parameter(path, mine, is_wanted))
-        outputs = list(_outputs_of(results[0], name, has_aux))
+        for (path, leaf), is_wanted in zip(tree, mask, strict=True):
+            inside = itertools.islice(numbers, len(jax.tree.leaves(leaf)))
+            mine = tuple(slots[n] for n in inside if n in slots)
+            if mine:
+                parameters.append(Parameter(path, mine, is_wanted))
         return cls(closed.jaxpr, name, outputs, parameters)
 
     def check_outputs(self) -> None:
@@ -284,14 +260,16 @@ class Analysis(NamedTuple):
         Raises:
             ArgumentTypeError: if it is so.
         """
-        arrays = (jax.ShapeDtypeStruct, bool, int, float, complex)
-        wrong = [out for out in self.outputs if not isinstance(out.leaf, arrays)]
-        leaves = [output.leaf for output in self.outputs]
-        if not wrong and any(isinstance(x, float) or has_tangent(x) for x in leaves):
+        wrong = [
+            (path, leaf)
+            for path, leaf in self.outputs
+            if not isinstance(leaf, jax.ShapeDtypeStruct)
+        ]
+        if not wrong and any(has_tangent(leaf) for _, leaf in self.outputs):
             return
         which, what = 'output', 'empty'
         if wrong or self.outputs:
-            path, leaf, _ = (wrong or self.outputs)[0]
+            path, leaf = (wrong or self.outputs)[0]
             which += f' {path!r}' * bool(path)
             what = f'{shown(leaf)}, which has no gradient'
         raise errors.ArgumentTypeError(
@@ -302,32 +280,32 @@ class Analysis(NamedTuple):
 
     def trained(self) -> list[bool]:
         """For each parameter whether it flows to any output."""
-        asked = bits(out.number for out in self.outputs if out.number is not None)
         masks = self._masks(differentiable(), on_values())
-        return [bool(live & asked) for live, _ in masks]
+        return [bool(live & ~(REFUSED | FROM_NOTHING)) for live, _ in masks]
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        jaxpr = self.jaxpr
         flow, values = differentiable(), on_values()
         masks = self._masks(flow, values)
-        owners: list[int | None] = [None] * len(jaxpr.invars)
-        for index, parameter in enumerate(self.parameters):
-            for slot in parameter.slots:
-                owners[slot] = index
-        asked = [out.number for out in self.outputs if out.number is not None]
-        uses = Uses(flow, values, len(self.parameters)).of(jaxpr, owners, asked)
-        for parameter, found in zip(self.parameters, uses, strict=True):
-            if not parameter.is_wanted:
-                found[:] = [dataclasses.replace(use, stopped=True) for use in found]
-        avals = [jaxpr.invars[parameter.slots[0]].aval for parameter in self.parameters]
+        invars = self.jaxpr.invars
+        # A parameter that nobody asked about counts as stopped from the beginning.
+        aliases: Aliases = {
+            invars[slot]: {(number, not parameter.is_wanted)}
+            for number, parameter in enumerate(self.parameters)
+            for slot in parameter.slots
+        }
+        uses = Uses(flow, values, len(self.parameters)).of(self.jaxpr, aliases)
+        avals = [invars[parameter.slots[0]].aval for parameter in self.parameters]
         return GradientFlow(
-            tuple(output.path for output in self.outputs),
+            tuple(path for path, _ in self.outputs),
             tuple(parameter.path for parameter in self.parameters),
             tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
             tuple(
-                tuple(_status(live, read, output.number) for live, read in masks)
-                for output in self.outputs
+                tuple(
+                    _status(live & bit(number), read & bit(number))
+                    for live, read in masks
+                )
+                for number in range(len(self.outputs))
             ),
             tuple(map(tuple, uses)),
         )
@@ -374,32 +352,23 @@ class Analysis(NamedTuple):
         ) from next((error for _, error in refused if error), None)
 
 
-def _status(live: int, read: int, output: int | None) -> str:
-    if output is None:
-        return UNUSED
-    if live & bit(output):
-        return FLOWS
-    return STOPPED if read & bit(output) else UNUSED
+def _status(live: int, read: int) -> str:
+    return FLOWS if live else STOPPED if read else UNUSED
 
 
-def _outputs_of(out: Any, name: str, has_aux: bool) -> Iterator[Output]:
-    if has_aux:
-        if not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(
-                'With has_aux=True the function has to return a pair (outputs, aux), '
-                f'but {name} returned {shown(out)}.'
-            )
-        out = out[0]
-    numbers = itertools.count()
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(out):
-        is_array = isinstance(leaf, jax.ShapeDtypeStruct)
-        yield Output(str(path_of(keys)), leaf, next(numbers) if is_array else None)
+def _without_aux(out: Any, name: str) -> Any:
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            'With has_aux=True the function has to return a pair (outputs, aux), but '
+            f'{name} returned {shown(out)}.'
+        )
+    return out[0]
 
 
 def _shape_of(leaf: Any) -> Any:
-    if not _is_array(leaf):
-        return leaf
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+    if isinstance(leaf, (bool, int, float, complex)):
+        leaf = jnp.asarray(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if _is_array(leaf) else leaf
 
 
 def _is_array(leaf: Any) -> bool:

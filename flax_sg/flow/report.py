@@ -23,28 +23,24 @@ WORDS = {
     FLOWS: Word(
         'trains',
         'the output depends differentiably on every parameter there',
-        'bold green',
         ('#0072b2', '#ffffff'),
         ('#7cc4f4', '#000000'),
     ),
     PARTLY: Word(
         'partly',
         'on some of the parameters there, or of their elements',
-        'yellow',
         ('#56b4e9', '#000000'),
         ('#0072b2', '#ffffff'),
     ),
     STOPPED: Word(
         'stopped',
         'it uses them, and their gradient is exactly zero',
-        '',
         ('#e8e8e8', '#333333'),
         ('#30363d', '#e6edf3'),
     ),
     UNUSED: Word(
         '-',
         'it does not use them',
-        'dim',
         None,
         None,
     ),
@@ -72,23 +68,6 @@ class Use:
     source: str
     stopped: bool
     part: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class ModuleFlow:
-    """Which outputs train the parameters of one module.
-
-    Attributes:
-        module: the path of the module, ``''`` for parameters outside of a module.
-        parameters: the number of parameters.
-        status: for each output ``'flows'`` (to all parameters), ``'partly'`` (to some,
-            or to a part of their elements), ``'stopped'`` (to none, but it uses some)
-            or ``'unused'``.
-    """
-
-    module: str
-    parameters: int
-    status: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +115,6 @@ class GradientFlow:
         uses = self.uses_of(parameter)
         return sum(use.stopped for use in uses), len(uses)
 
-    def is_partly(self, number: int) -> bool:
-        """Whether only a part of the elements of a parameter flows."""
-        flowing = [use for use in self.uses[number] if not use.stopped]
-        return bool(flowing) and all(use.part for use in flowing)
-
     @property
     def output_names(self) -> tuple[str, ...]:
         """The outputs as a heading calls them: a single one is ``'output'``."""
@@ -152,29 +126,34 @@ class GradientFlow:
         columns = zip(*self.status, strict=True)
         return tuple(FLOWS in column for column in columns)
 
-    def by_module(self, depth: int | None = None) -> tuple[ModuleFlow, ...]:
-        """The status of each module, in natural order: ``layer_2``, ``layer_10``.
+    def by_module(self, depth: int | None = None) -> dict[str, tuple[str, ...]]:
+        """The status of each module for each output, by the module's path.
+
+        It is ``'flows'`` (to all parameters), ``'partly'`` (to some, or to a part of
+        their elements), ``'stopped'`` (to none, but the output uses some) or
+        ``'unused'``. Modules are in natural order: ``layer_2``, ``layer_10``. The path
+        of parameters outside of a module is ``''``.
 
         Args:
             depth: the number of names of a module's path to group by. Default all.
         """
-        return tuple(
-            ModuleFlow(
-                module,
-                len(members),
-                tuple(
-                    together(self.shown(row, n) for n in members) for row in self.status
-                ),
-            )
-            for module, members in self.members(depth).items()
-        )
+        return {
+            module: self._together(numbers)
+            for module, numbers in self._members(depth).items()
+        }
 
-    def shown(self, row: Sequence[str], number: int) -> str:
-        """The status of a parameter in a row of ``status``, or ``'partly'``."""
-        partly = row[number] == FLOWS and self.is_partly(number)
-        return PARTLY if partly else row[number]
+    def _column(self, number: int) -> tuple[str, ...]:
+        """The status of a parameter for each output; ``'partly'`` is one of them."""
+        flowing = [use.part for use in self.uses[number] if not use.stopped]
+        flows = PARTLY if flowing and all(flowing) else FLOWS
+        found = (row[number] for row in self.status)
+        return tuple(flows if status == FLOWS else status for status in found)
 
-    def members(self, depth: int | None = None) -> dict[str, list[int]]:
+    def _together(self, numbers: Sequence[int]) -> tuple[str, ...]:
+        """The status of several parameters together for each output."""
+        return tuple(map(together, zip(*map(self._column, numbers), strict=True)))
+
+    def _members(self, depth: int | None = None) -> dict[str, list[int]]:
         """The numbers of the parameters of each group of ``by_module``, by its path."""
         groups: dict[str, list[int]] = {}
         for number in paths.in_natural_order(self.parameters):
@@ -183,21 +162,18 @@ class GradientFlow:
         return groups
 
     def rows(self) -> list[dict[str, Any]]:
-        """A plain dict for each output and parameter, for ``pandas.DataFrame``."""
+        """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
+        statuses = zip(*self.status, strict=True)
+        columns = zip(self.parameters, self.shapes, statuses, self.uses, strict=True)
         return [
             {
-                'output': output,
                 'parameter': str(path),
                 'shape': shape.shape,
                 'dtype': str(shape.dtype),
-                'status': status,
-                'uses': len(uses),
-                'stopped_uses': sum(use.stopped for use in uses),
+                'status': dict(zip(self.outputs, status, strict=True)),
+                'uses': list(map(dataclasses.asdict, uses)),
             }
-            for output, statuses in zip(self.outputs, self.status, strict=True)
-            for path, shape, status, uses in zip(
-                self.parameters, self.shapes, statuses, self.uses, strict=True
-            )
+            for path, shape, status, uses in columns
         ]
 
     def matrix(self, depth: int | None = None) -> Matrix:
@@ -210,49 +186,35 @@ class GradientFlow:
             depth: the number of names of a module's path to group by. Default all.
                 With a number, no parameter has a row of its own.
         """
-        modules = list(self.by_module(depth))
-        members = list(self.members(depth).values())
-        parts = [self._parts(numbers) if depth is None else {} for numbers in members]
-        joined = text.repeated(
-            [tuple(filter(None, module.module.split('/'))) for module in modules],
-            [
-                (module.status, tuple((key, None) for key in part))
-                for module, part in zip(modules, parts, strict=True)
-            ],
-        )
-        rows: list[Row] = []
+        rows: list[tuple[tuple[str, ...], bool, tuple[str, ...]]] = []
+        members: list[list[int]] = []
+        for module, numbers in self._members(depth).items():
+            names = tuple(filter(None, module.split('/')))
+            status = self._together(numbers)
+            rows.append((names, False, status))
+            members.append(numbers)
+            is_mixed = PARTLY in status or {*map(self._column, numbers)} != {status}
+            for n in numbers if depth is None and is_mixed else ():
+                name = self.parameters[n].rpartition('/')[2]
+                rows.append(((*names, name), True, self._column(n)))
+                members.append([n])
+        found: list[Row] = []
+        joined = text.repeated([row[0] for row in rows], [row[1:] for row in rows])
         for names, same in joined:
-            inside = [n for group in same for n in members[group]]
-            name = '/'.join(names) or NO_MODULE
-            rows.append(Row(name, modules[same[0]].status, self._stopped_of(inside)))
-            for name, status in parts[same[0]]:
-                numbers = [n for group in same for n in parts[group][name, status]]
-                rows.append(Row(name, status, self._stopped_of(numbers), is_part=True))
-        return Matrix(self.output_names, tuple(rows), WORDS, 'uses stopped')
+            _, is_part, status = rows[same[0]]
+            name = names[-1] if is_part else '/'.join(names) or NO_MODULE
+            uses = [use for row in same for n in members[row] for use in self.uses[n]]
+            note = f'{sum(use.stopped for use in uses)} of {len(uses)}'
+            found.append(Row(name, status, note, is_part))
+        return Matrix(self.output_names, tuple(found), WORDS, 'uses stopped')
 
-    def _parts(self, members: Sequence[int]) -> dict[tuple[str, Any], list[int]]:
-        """The parameters of a module by name and status, if their statuses differ."""
-        parts: dict[tuple[str, Any], list[int]] = {}
-        for n in members:
-            status = tuple(self.shown(row, n) for row in self.status)
-            name = self.parameters[n].rpartition('/')[2]
-            parts.setdefault((name, status), []).append(n)
-        statuses = {status for _, status in parts}
-        differ = len(statuses) > 1 or any(PARTLY in status for status in statuses)
-        return parts if differ else {}
-
-    def _stopped_of(self, members: Sequence[int]) -> str:
-        uses = [use for n in members for use in self.uses[n]]
-        return f'{sum(use.stopped for use in uses)} of {len(uses)}'
-
-    def table(self, depth: int | None = None, width: int | None = None) -> str:
+    def table(self, depth: int | None = None) -> str:
         """The report as text: modules down, outputs across; ``str`` gives the same.
 
         Args:
             depth: the number of names of a module's path to group by. Default all.
-            width: in characters. Default that of the terminal.
         """
-        return text.plain(self.matrix(depth), width)
+        return self.matrix(depth).table()
 
     def plot(
         self,
@@ -262,8 +224,6 @@ class GradientFlow:
         dark: bool = False,
     ) -> None:
         """Draws the table as a picture into a file; needs the extra ``plot``.
-
-        Outputs are sorted by the first modules that they train.
 
         Args:
             path: the file; its name says of which kind (png, svg, pdf, ...).
@@ -280,8 +240,6 @@ class GradientFlow:
     def draw(self, axes: Any, depth: int | None = None) -> None:
         """Draws the table into axes of matplotlib, beside other plots; no legend.
 
-        Outputs keep their order, so that several reports can be compared.
-
         Args:
             axes: the axes, with nothing in them. A cell is one unit wide and high.
             depth: the number of names of a module's path to group by. Default all.
@@ -293,9 +251,6 @@ class GradientFlow:
 
     def __str__(self) -> str:
         return self.table()
-
-    def __rich__(self) -> Matrix:
-        return self.matrix()
 
     def _repr_html_(self) -> str:
         return self.matrix().html()

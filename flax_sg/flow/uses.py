@@ -21,7 +21,7 @@ from flax_sg.flow.dependence import (
 )
 from flax_sg.flow.report import Use
 from flax_sg.internals import jaxprs
-from flax_sg.internals.jaxprs import JITTED, opened
+from flax_sg.internals.jaxprs import JITTED
 
 # For each variable the parameters that it is: their numbers, and whether each has been
 # stopped on its way.
@@ -96,29 +96,16 @@ class Uses:
         self.values = values
         self.found: list[list[Use]] = [[] for _ in range(count)]
 
-    def of(
-        self, jaxpr: Any, owners: Sequence[int | None], asked: Sequence[int]
-    ) -> list[list[Use]]:
+    def of(self, jaxpr: Any, aliases: Aliases) -> list[list[Use]]:
         """The uses of each parameter.
 
         Args:
             jaxpr: the program.
-            owners: for each input the number of the parameter that it belongs to.
-            asked: the numbers of the outputs that count.
+            aliases: the inputs that are parameters.
         """
-        jaxpr = opened(jaxpr)
-        aliases: Aliases = {
-            var: {(number, False)}
-            for var, number in zip(jaxpr.invars, owners, strict=True)
-            if number is not None
-        }
-        outs = [jaxpr.outvars[number] for number in asked]
-        live = bits(
-            n for n, v in zip(asked, outs, strict=True) if self.flow.carries(v.aval)
-        )
-        wanted = _Wanted(live, bits(asked))
-        self._walk(jaxpr, wanted, aliases, _Place())
-        self._end(jaxpr.outvars, wanted, aliases, _Place())
+        every = bits(range(len(jaxpr.outvars)))
+        self._walk(jaxpr, _Wanted(every, every), aliases, _Place())
+        self._end(jaxpr.outvars, _Wanted(every, every), aliases, _Place())
         return self.found
 
     def _walk(

@@ -126,11 +126,6 @@ def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
     return next(iter(kept_traces(scope)), None)
 
 
-def is_tracing() -> bool:
-    """Whether JAX is tracing here, so that new values may be tracers."""
-    return not jax_core.trace_state_clean()
-
-
 def as_weak(x: Any) -> Any:
     """Gives an array a weak type, as JAX gives to Python's numbers.
 

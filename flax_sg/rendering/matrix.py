@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from rich import box
-from rich.console import Console, ConsoleOptions
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
+from flax_sg.rendering import text
 
 # Background and text colour.
 Colors = tuple[str, str]
@@ -30,20 +25,14 @@ class Word:
     Attributes:
         text: the word.
         meaning: the explanation in the legend.
-        style: the style in a terminal, as rich spells it.
         light: background and text colour in light mode; None for the page's own.
         dark: the same in dark mode.
     """
 
     text: str
     meaning: str
-    style: str
     light: Colors | None
     dark: Colors | None
-
-    def styled(self) -> Text:
-        """Returns the word as rich prints it."""
-        return Text(self.text, self.style)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,75 +73,21 @@ class Matrix:
         used = {cell for row in self.rows for cell in row.cells}
         return [word for key, word in self.words.items() if key in used]
 
-    def leaves(self, column: int, key: str) -> list[str]:
-        """Lists the rows with a word in one column, as ``'head (bias, kernel)'``.
-
-        If all parts of a row have the word, only the row is named. Otherwise the parts
-        with the word follow in brackets.
-        """
-        families: list[tuple[Row, list[Row]]] = []
-        for row in self.rows:
-            if row.is_part:
-                families[-1][1].append(row)
-            else:
-                families.append((row, []))
-        found: list[str] = []
-        for row, parts in families:
-            having = [part for part in parts or [row] if part.cells[column] == key]
-            if having and len(having) < len(parts):
-                names = ', '.join(part.name for part in having)
-                found.append(f'{row.name} ({names})')
-            elif having:
-                found.append(row.name)
-        return found
-
-    def diagonal(self) -> Matrix:
-        """Sorts columns by the first row in which they have the first word."""
-        first = next(iter(self.words))
-
-        def is_elsewhere(column: int) -> list[bool]:
-            return [row.cells[column] != first for row in self.rows]
-
-        order = sorted(range(len(self.columns)), key=is_elsewhere)
-        rows = (
-            dataclasses.replace(row, cells=tuple(row.cells[n] for n in order))
+    def table(self) -> str:
+        """Returns the matrix and its legend as text."""
+        rows = [
+            ['  ' * row.is_part + row.name, *map(self._text, row.cells), row.note]
             for row in self.rows
-        )
-        columns = tuple(self.columns[n] for n in order)
-        return dataclasses.replace(self, columns=columns, rows=tuple(rows))
+        ]
+        words = self.used_words()
+        width = max((len(word.text) for word in words), default=0)
+        legend = [f'{word.text:{width}}  {word.meaning}' for word in words]
+        head = ['', *self.columns, self.notes]
+        lines = [text.table(head, rows, [self.notes]), '', *legend]
+        return '\n'.join(lines).rstrip()
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[Any]:
-        """Yields the matrix (a list for each column if too wide) and its legend."""
-        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ('', *self.columns):
-            grid.add_column(Text(name), no_wrap=True)
-        grid.add_column(self.notes, justify='right', no_wrap=True)
-        for row in self.rows:
-            words = (self.words[cell].styled() for cell in row.cells)
-            grid.add_row(Text('  ' * row.is_part + row.name), *words, row.note)
-        unlimited = options.update(width=10_000)
-        if Measurement.get(console, unlimited, grid).maximum <= options.max_width:
-            yield grid
-        else:
-            yield from self._lists()
-        legend = Table.grid(padding=(0, 2))
-        for word in self.used_words():
-            legend.add_row(word.styled(), word.meaning)
-        yield legend
-
-    def _lists(self) -> Iterator[Any]:
-        for number, column in enumerate(self.columns):
-            yield Text(column, 'bold')
-            grid = Table.grid(padding=(0, 2))
-            grid.add_column()
-            grid.add_column(overflow='fold')
-            for key, word in self.words.items():
-                if names := self.leaves(number, key):
-                    grid.add_row(word.styled(), Text(', '.join(names)))
-            yield grid
-            yield Text()
+    def _text(self, cell: str) -> str:
+        return self.words[cell].text
 
     def html(self) -> str:
         """Returns the matrix as HTML tables, legible in light and dark mode."""
@@ -184,5 +119,5 @@ def _word(word: Word) -> str:
     return _cell(word.text, style)
 
 
-def _cell(text: str, style: str = '', tag: str = 'td') -> str:
-    return f'<{tag} style="{_CELL};{style}">{html.escape(text)}</{tag}>'
+def _cell(shown: str, style: str = '', tag: str = 'td') -> str:
+    return f'<{tag} style="{_CELL};{style}">{html.escape(shown)}</{tag}>'

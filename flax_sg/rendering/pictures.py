@@ -28,8 +28,7 @@ def save(
     """Draws a matrix into a picture file, as narrow as its names allow.
 
     Args:
-        matrix: the matrix. Its columns are sorted so that the cells with the first
-            word form a diagonal.
+        matrix: the matrix.
         path: the file; its suffix chooses the format (png, svg, pdf, ...).
         title: the heading above the matrix.
         names: the headings of the rows and of the columns.
@@ -51,7 +50,7 @@ def save(
     ]
     height = _ROW * (len(matrix.rows) + 3) + _LINE * len(lines)
     figure = figure_type(figsize=(width, height), layout='constrained', facecolor=paper)
-    draw(figure.subplots(), matrix.diagonal(), names, dark)
+    draw(figure.subplots(), matrix, names, dark)
     figure.suptitle(title, x=0.02, ha='left', weight='bold', color=ink, fontsize=12)
     figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
     figure.savefig(path, dpi=150)

@@ -2,63 +2,36 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import re
-import shutil
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-from rich.console import Console
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 
 def table(
-    columns: Mapping[str, Sequence[str]],
-    optional: str,
-    right: Sequence[str] = (),
-    width: int | None = None,
+    head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
 ) -> str:
-    """Formats columns of text below their headings. No word is cut.
+    """Formats rows of text below a heading. No word is cut.
 
-    >>> columns = {'module': ['head'], 'class': ['Dense'], 'size': ['8']}
-    >>> print(table(columns, optional='class', right=['size']))
-    module   class   size
-    ─────────────────────
-    head     Dense      8
+    >>> print(table(['module', 'size'], [['head', '8'], ['body', '64']], ['size']))
+    module   size
+    ─────────────
+    head        8
+    body       64
 
     Args:
-        columns: the cells of each column, by heading.
-        optional: the column that is left out if the table is too wide.
-        right: the columns that are aligned on the right.
-        width: in characters; by default the terminal's.
+        head: the heading of each column.
+        rows: the cells of each row.
+        right: the headings of the columns that are aligned on the right.
     """
-    gap = '   '
-    widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
-    room = shutil.get_terminal_size().columns if width is None else width
-    fits = sum(widths.values()) + len(gap) * (len(columns) - 1) <= room
     aligned: list[list[str]] = []
-    for name, cells in columns.items():
-        if fits or name != optional:
-            align = str.rjust if name in right else str.ljust
-            aligned.append([align(text, widths[name]) for text in (name, *cells)])
-    lines = [gap.join(row) for row in zip(*aligned, strict=True)]
-    lines.insert(1, '─' * max(map(len, lines)))
+    for name, *cells in zip(head, *rows, strict=True):
+        width = max(map(len, (name, *cells)))
+        align = str.rjust if name in right else str.ljust
+        aligned.append([align(text, width) for text in (name, *cells)])
+    lines = ['   '.join(row) for row in zip(*aligned, strict=True)]
+    lines.insert(1, '─' * len(lines[0]))
     return '\n'.join(line.rstrip() for line in lines)
-
-
-def plain(printed: Any, width: int | None = None) -> str:
-    """Returns what rich prints, as text without colours.
-
-    Args:
-        printed: an object that rich can print.
-        width: in characters; by default the terminal's.
-    """
-    file = io.StringIO()
-    # No colour system means no styles, even where a notebook kernel sets FORCE_COLOR.
-    console = Console(file=file, width=width, color_system=None, force_jupyter=False)
-    console.print(printed)
-    lines = [line.rstrip() for line in file.getvalue().splitlines()]
-    return '\n'.join(lines).strip('\n')
 
 
 _NUMBERED = re.compile(r'(.*?)(?:([0-9]+)\.\.)?([0-9]+)([^0-9]*)', re.DOTALL)

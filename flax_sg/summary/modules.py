@@ -12,7 +12,7 @@ from flax import linen
 from flax.core.scope import DenyList
 
 from flax_sg import errors
-from flax_sg.errors.texts import brief, unknown_choice
+from flax_sg.errors.texts import brief
 from flax_sg.filters.paths import Path
 from flax_sg.flow.analysis import Analysis
 from flax_sg.internals import tracing
@@ -20,15 +20,12 @@ from flax_sg.rendering import text
 from flax_sg.trees import leaves
 
 TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
-FIT = 'fit'
-_LINES = 50
 
 
 def tabulate(
     module: linen.Module,
     rngs: Any,
-    depth: int | str | None = FIT,
-    width: int | None = None,
+    depth: int | None = None,
     **kwargs: Any,
 ) -> Callable[..., str]:
     """Returns a function that shows which modules of a model are trained.
@@ -40,7 +37,7 @@ def tabulate(
     >>> from flax_sg import linen as nn
     >>> layers = [nn.Frozen(nn.Dense(8)), nn.Frozen(nn.Dense(8)), nn.Dense(2)]
     >>> model = nn.Sequential(layers)
-    >>> print(sg.tabulate(model, jax.random.key(0), width=80)(jnp.ones((4, 8))))
+    >>> print(sg.tabulate(model, jax.random.key(0))(jnp.ones((4, 8))))
     module          class        parameters   trainable   gradient
     ───────────────────────────────────────────────────────────────
     (model)         Sequential          162          18   partly
@@ -52,10 +49,7 @@ def tabulate(
     Args:
         module: the module.
         rngs: random keys, as for ``init``.
-        depth: how many submodules deep the table goes: an int, or ``None`` for all.
-            The default ``'fit'`` goes as deep as fits into 50 lines, at least one.
-        width: in characters; by default the terminal's. A table that is too wide leaves
-            out the classes; no name is cut.
+        depth: how many submodules deep the table goes. Default all of them.
         **kwargs: further arguments of ``init``; ``method=`` chooses the method. Only
             the method's outputs decide what is trained. If the loss trains more, give
             a method that returns the loss.
@@ -66,7 +60,6 @@ def tabulate(
 
     Raises:
         ArgumentTypeError: if ``module`` is not a Module instance.
-        ArgumentValueError: if ``depth`` is not an int, ``None`` or ``'fit'``.
 
     Note:
         Modules without parameters are left out. For flops and the shapes of inputs and
@@ -77,20 +70,12 @@ def tabulate(
             f'tabulate() takes a Module instance, and was given {brief(module)}.\n'
             'Make the module: sg.tabulate(Model(...), rngs)(x).'
         )
-    if depth not in (FIT, None) and not isinstance(depth, int):
-        raise unknown_choice('depth', depth, (FIT, 1, 2, None))
 
     def show(*args: Any, **call_kwargs: Any) -> str:
         program = program_of(module, rngs, args, {**call_kwargs, **kwargs})
         parameters = program.parameters()
         rows = rows_of(program.classes, parameters)
-        deepest = max(len(row.names) for row in rows)
-        depths = range(2, deepest + 1)
-        fitting = (n for n in depths if len(joined(rows, n)) <= _LINES)
-        fits = max(fitting, default=1) if isinstance(depth, str) else depth
-        lines = [_as_text(joined(rows, fits), width), '']
-        if fits is not None and fits < deepest:
-            lines.append(f'Deeper than {fits} nothing is shown; depth=None shows all.')
+        lines = [_as_text(joined(rows, depth)), '']
         trainable, frozen = (
             amount([leaf for _, leaf, is_trained in parameters if is_trained is kind])
             for kind in (True, False)
@@ -172,19 +157,19 @@ def joined(rows: Sequence[Row], depth: int | None = None) -> list[Row]:
     ]
 
 
-def _as_text(rows: Sequence[Row], width: int | None) -> str:
-    names = [
-        '  ' * len(row.names) + (row.names[-1] if row.names else '(model)')
+def _as_text(rows: Sequence[Row]) -> str:
+    counts = ['parameters', 'trainable']
+    cells = [
+        [
+            '  ' * len(row.names) + (row.names[-1] if row.names else '(model)'),
+            row.cls,
+            f'{row.trainable + row.frozen:,}',
+            f'{row.trainable:,}',
+            row.gradient,
+        ]
         for row in rows
     ]
-    columns = {
-        'module': names,
-        'class': [row.cls for row in rows],
-        'parameters': [f'{row.trainable + row.frozen:,}' for row in rows],
-        'trainable': [f'{row.trainable:,}' for row in rows],
-        'gradient': [row.gradient for row in rows],
-    }
-    return text.table(columns, 'class', ['parameters', 'trainable'], width)
+    return text.table(['module', 'class', *counts, 'gradient'], cells, right=counts)
 
 
 # Parameters are immutable here: written collections do not count as outputs.
@@ -210,7 +195,7 @@ class Program(NamedTuple):
     def parameters(self) -> list[tuple[Path, Any, bool]]:
         """Returns the path and shape of each parameter, and if the outputs train it."""
         params = self.variables.get('params', {})
-        analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
+        analysis = Analysis.of(self.forward, params, [self.rest], has_aux=True)
         pairs = zip(analysis.parameters, analysis.trained(), strict=True)
         live = {parameter.path for parameter, is_trained in pairs if is_trained}
         return [(path, leaf, path in live) for path, leaf in leaves.leaves_of(params)]

@@ -39,37 +39,22 @@ class Paths(tuple[Variable, ...]):
 
     __slots__ = ()
 
-    def table(self, width: int | None = None) -> str:
-        """Returns the table as text; equal repeated layers share one row.
-
-        Args:
-            width: in characters; by default the terminal's.
-        """
+    def __repr__(self) -> str:
         rows = text.repeated(
             [(one.path.collection, *one.path.parts) for one in self],
             [(one.module, one.shape, str(one.selected)) for one in self],
         )
-        shown = [self[same[0]] for _, same in rows]
-        columns = {
-            'selected': [_word(one.selected) for one in shown],
-            'path': ['/'.join(names[1:]) for names, _ in rows],
-            'module': [one.module for one in shown],
-            'shape': [one.shape for one in shown],
-            'collection': [one.path.collection for one in shown],
-        }
-        is_filtered = any(one.selected is not None for one in self)
-        if not is_filtered:
-            del columns['selected']
-        if len({*columns['collection']}) < 2:
-            del columns['collection']
-        lines = [text.table(columns, optional='module', width=width)]
-        if is_filtered:
-            count = sum(bool(one.selected) for one in self)
-            lines += ['', f'The filter selects {count} of {len(self)} variables.']
-        return '\n'.join(lines)
-
-    def __repr__(self) -> str:
-        return self.table()
+        head = ['selected', 'path', 'module', 'shape', 'collection']
+        cells: list[list[str]] = []
+        for (collection, *names), same in rows:
+            one = self[same[0]]
+            path = '/'.join(names)
+            cells.append([_word(one.selected), path, one.module, one.shape, collection])
+        if all(one.selected is None for one in self):
+            return text.table(head[1:], [row[1:] for row in cells])
+        count = sum(bool(one.selected) for one in self)
+        said = f'The filter selects {count} of {len(self)} variables.'
+        return f'{text.table(head, cells)}\n\n{said}'
 
     __str__ = __repr__
 
@@ -87,12 +72,12 @@ def paths(
     >>> from flax_sg import linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8), nn.Dense(2)])
     >>> print(sg.paths(model, jnp.ones((4, 8)), where='*/kernel'))
-    selected   path                 module   shape
-    ──────────────────────────────────────────────────────
-    -          layers_0..1/bias     Dense    float32[8]
-    yes        layers_0..1/kernel   Dense    float32[8, 8]
-    -          layers_2/bias        Dense    float32[2]
-    yes        layers_2/kernel      Dense    float32[8, 2]
+    selected   path                 module   shape           collection
+    ───────────────────────────────────────────────────────────────────
+    -          layers_0..1/bias     Dense    float32[8]      params
+    yes        layers_0..1/kernel   Dense    float32[8, 8]   params
+    -          layers_2/bias        Dense    float32[2]      params
+    yes        layers_2/kernel      Dense    float32[8, 2]   params
     <BLANKLINE>
     The filter selects 3 of 6 variables.
     >>> sg.paths(model, jnp.ones((4, 8)))[0].path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax_sg import errors, filters, flow
 from flax_sg.filters.paths import Path
@@ -17,7 +17,6 @@ def assert_flows(
     where: filters.Where,
     *args: Any,
     output: filters.Where | None = None,
-    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains every selected parameter.
@@ -40,8 +39,6 @@ def assert_flows(
             None for a report.
         output: the outputs of the function to look at, a filter on their names. Each of
             them has to train the parameters. By default they may do so together.
-        argnums: which arguments hold parameters, by default the first. See
-            ``sg.gradient_flow``.
         has_aux: whether the function returns ``(outputs, aux)``. Default False.
 
     Raises:
@@ -51,7 +48,7 @@ def assert_flows(
         NotDifferentiableError: if ``where`` selects only leaves without a gradient.
         ArgumentTypeError: if arguments are given with a report.
     """
-    _check(Expectation(where, output=output), loss, args, argnums, has_aux)
+    _check(loss, args, has_aux, where, output)
 
 
 def assert_stopped(
@@ -59,7 +56,6 @@ def assert_stopped(
     where: filters.Where,
     *args: Any,
     output: filters.Where | None = None,
-    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains no selected parameter.
@@ -78,9 +74,7 @@ def assert_stopped(
     Expected no gradient to 'encoder', but the loss trains 1 of its parameters: encoder.
     encoder is used at ...
     """
-    _check(
-        Expectation(where, trained=False, output=output), loss, args, argnums, has_aux
-    )
+    _check(loss, args, has_aux, where, output, trained=False)
 
 
 def assert_trains_only(
@@ -88,7 +82,6 @@ def assert_trains_only(
     where: filters.Where,
     *args: Any,
     output: filters.Where | None = None,
-    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains every selected parameter and no other one.
@@ -104,25 +97,64 @@ def assert_trains_only(
     >>> assert_trains_only(losses, 'head', params, jnp.ones(2), output='head')
     >>> assert_trains_only(losses, ['encoder', 'head'], params, jnp.ones(2))
     """
-    _check(Expectation(where, only=True, output=output), loss, args, argnums, has_aux)
+    _check(loss, args, has_aux, where, output, only=True)
 
 
-class Broken(NamedTuple):
-    """One parameter that does not meet an expectation.
+def broken(
+    report: flow.GradientFlow,
+    where: filters.Where,
+    trained: bool = True,
+    only: bool = False,
+    output: filters.Where | None = None,
+) -> list[str]:
+    """Says which parameters are trained, or not trained, against an expectation.
 
-    Attributes:
-        output: the name of the output.
-        parameter: the path of the parameter.
-        expected: ``'flows'`` or ``'stopped'``.
-        found: the status in the report.
-        place: says where the parameter is used, or stopped if it should be trained.
+    Leaves without a gradient may be anything.
+
+    Args:
+        report: the report.
+        where: the parameters, a filter of any kind.
+        trained: whether they should be trained.
+        only: whether all others should be the opposite.
+        output: the outputs to look at, each alone. None for all of them together.
+
+    Returns:
+        Lines of text, none if the report is as expected.
+
+    Raises:
+        UnusedFilterError: if a part of the filter selects no parameter.
+        UnknownNameError: if a part of ``output`` selects no output.
+        NotDifferentiableError: if all selected parameters are integers, keys and the
+            like, and should be trained.
     """
-
-    output: str
-    parameter: str
-    expected: str
-    found: str
-    place: str
+    where = filters.as_filter(where)
+    [named] = leaves.selected([_paths(report.parameters)], where)
+    taken = [n for n, takes in enumerate(named) if takes]
+    judged = [n for n, x in enumerate(report.shapes) if leaves.is_differentiable(x)]
+    if trained and taken and not {*taken} & {*judged}:
+        shapes = {report.parameters[n]: report.shapes[n] for n in taken}
+        raise not_differentiable(where, shapes)
+    wrong: dict[tuple[str, bool], list[tuple[int, str]]] = {}
+    for name, statuses in _outputs(report, output):
+        for n in judged:
+            wanted = trained == bool(named[n])
+            if (only or named[n]) and wanted != (statuses[n] == FLOWS):
+                wrong.setdefault((name, wanted), []).append((n, statuses[n]))
+    lines: list[str] = []
+    for (name, wanted), group in list(wrong.items())[:2]:
+        who = 'The loss' if output is None else f'Output {name!r}'
+        names: list[str] = [report.parameters[n] for n, _ in group[:3]]
+        names += [f'{len(group) - 3} more'] * (len(group) > 3)
+        what = 'of its parameters'
+        if only and not wanted:
+            what = f'other parameter{"s" * (len(group) > 1)}'
+        trains = 'does not train' if wanted else 'trains'
+        n, status = group[0]
+        lines.append(f'{who} {trains} {len(group)} {what}: {", ".join(names)}.')
+        lines.append(_place(names[0], status, report.uses[n]))
+    if len(wrong) > 2:
+        lines.append(f'{len({name for name, _ in wrong})} outputs are wrong.')
+    return lines
 
 
 def _place(parameter: str, found: str, uses: Sequence[flow.Use]) -> str:
@@ -137,82 +169,21 @@ def _place(parameter: str, found: str, uses: Sequence[flow.Use]) -> str:
     return f'{parameter} is {verb} at {lines[0]}{more}.'
 
 
-class Expectation(NamedTuple):
-    """What a report should say. Leaves without a gradient may be anything.
-
-    Attributes:
-        where: the parameters, a filter of any kind.
-        trained: whether they should be trained.
-        only: whether all others should be the opposite.
-        output: the outputs to look at, each alone. None for all of them together.
-    """
-
-    where: filters.Where
-    trained: bool = True
-    only: bool = False
-    output: filters.Where | None = None
-
-    def broken(self, report: flow.GradientFlow) -> list[Broken]:
-        """The parameters that do not meet the expectation.
-
-        Raises:
-            UnusedFilterError: if a part of the filter selects no parameter.
-            UnknownNameError: if a part of ``output`` selects no output.
-            NotDifferentiableError: if all selected parameters are integers, keys and
-                the like, and should be trained.
-        """
-        where = filters.as_filter(self.where)
-        [named] = leaves.selected([_paths(report.parameters)], where)
-        columns = zip(report.parameters, report.shapes, report.uses, named, strict=True)
-        rows = [(n, *column) for n, column in enumerate(columns)]
-        taken = {path: shape for _, path, shape, _, takes in rows if takes}
-        judged = [row for row in rows if leaves.is_differentiable(row[2])]
-        if self.trained and taken and not any(row[-1] for row in judged):
-            raise not_differentiable(where, taken)
-        found: list[Broken] = []
-        for output, statuses in self._outputs(report):
-            for n, path, _, uses, takes in judged:
-                word = FLOWS if self.trained == bool(takes) else STOPPED
-                is_wrong = (word == FLOWS) != (statuses[n] == FLOWS)
-                if is_wrong and (takes or self.only):
-                    place = _place(path, statuses[n], uses)
-                    found.append(Broken(output, path, word, statuses[n], place))
-        return found
-
-    def explained(self, broken: Sequence[Broken]) -> list[str]:
-        """Lines that say what is trained, or not trained, against the expectation."""
-        groups: dict[tuple[str, str], list[Broken]] = {}
-        for one in broken:
-            groups.setdefault((one.output, one.expected), []).append(one)
-        lines: list[str] = []
-        for (output, expected), group in list(groups.items())[:2]:
-            who = 'The loss' if self.output is None else f'Output {output!r}'
-            trains = 'does not train' if expected == FLOWS else 'trains'
-            names = [one.parameter for one in group[:3]]
-            names += [f'{len(group) - 3} more'] * (len(group) > 3)
-            what = 'of its parameters'
-            if self.only and expected == STOPPED:
-                what = f'other parameter{"s" * (len(group) > 1)}'
-            text = f'{who} {trains} {len(group)} {what}: {", ".join(names)}.'
-            lines += [text, group[0].place]
-        if len(groups) > 2:
-            lines.append(f'{len({name for name, _ in groups})} outputs are wrong.')
-        return lines
-
-    def _outputs(self, report: flow.GradientFlow) -> list[tuple[str, Sequence[str]]]:
-        """The outputs to judge: a name, and a status for each parameter."""
-        names = report.output_names
-        if self.output is None:
-            columns = zip(*report.status, strict=True)
-            together = [min(column, key=_BEST_FIRST.index) for column in columns]
-            return [(names[0] if len(names) == 1 else 'together', together)]
-        output, paths = filters.as_filter(self.output), _paths(names)
-        for part in (*output.atoms, output):
-            if not any(map(part, paths)):
-                said = part.pattern if isinstance(part, filters.Glob) else repr(part)
-                raise unknown_name('output', said, names)
-        rows = zip(names, report.status, map(output, paths), strict=True)
-        return [(name, row) for name, row, takes in rows if takes]
+def _outputs(
+    report: flow.GradientFlow, output: filters.Where | None
+) -> list[tuple[str, Sequence[str]]]:
+    """The outputs to judge: a name, and a status for each parameter."""
+    names = report.output_names
+    if output is None:
+        columns = zip(*report.status, strict=True)
+        return [('', [min(column, key=_BEST_FIRST.index) for column in columns])]
+    output, paths = filters.as_filter(output), _paths(names)
+    for part in (*output.atoms, output):
+        if not any(map(part, paths)):
+            said = part.pattern if isinstance(part, filters.Glob) else repr(part)
+            raise unknown_name('output', said, names)
+    rows = zip(names, report.status, map(output, paths), strict=True)
+    return [(name, row) for name, row, takes in rows if takes]
 
 
 _BEST_FIRST = (FLOWS, STOPPED, UNUSED)
@@ -226,29 +197,30 @@ def _paths(names: Sequence[str]) -> list[Path]:
 
 
 def _check(
-    expected: Expectation,
     loss: Callable[..., Any] | flow.GradientFlow,
     args: tuple[Any, ...],
-    argnums: int | Sequence[int],
     has_aux: bool,
+    where: filters.Where,
+    output: filters.Where | None,
+    trained: bool = True,
+    only: bool = False,
 ) -> None:
     """Raises ``ExpectationError`` if a function or a report is not as expected."""
     if not isinstance(loss, flow.GradientFlow):
-        loss = flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
+        loss = flow.gradient_flow(loss, *args, has_aux=has_aux)
     elif args:
         several = '1 argument' if len(args) == 1 else f'{len(args)} arguments'
         raise errors.ArgumentTypeError(
             f'A report was given with {several}, but it was made with its own.\n'
             'Leave the arguments out, or give the function instead of the report.'
         )
-    broken = expected.broken(loss)
-    if not broken:
+    lines = broken(loss, where, trained, only, output)
+    if not lines:
         return
-    what = 'a gradient' if expected.trained else 'no gradient'
-    where = filters.as_filter(expected.where)
-    shown = repr(expected.where if isinstance(expected.where, str) else where)
-    who = 'all parameters' if where == filters.as_filter(True) else shown
-    rest = ' and to nothing else' * expected.only
-    but = '\n'.join(expected.explained(broken))
+    what = 'a gradient' if trained else 'no gradient'
+    shown = repr(where if isinstance(where, str) else filters.as_filter(where))
+    who = 'all parameters' if where is True else shown
+    rest = ' and to nothing else' * only
+    but = '\n'.join(lines)
     but = but[0].lower() + but[1:]
     raise errors.ExpectationError(f'Expected {what} to {who}{rest}, but {but}')

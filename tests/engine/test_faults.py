@@ -503,7 +503,7 @@ def test_names_of_all_kinds(name):
         lambda p: jnp.sum(Named().apply({'params': p}, X)), params
     )
     assert f'{name}/kernel' in report.parameters
-    assert name in report.table(width=80)
+    assert name in report.table()
     with pytest.raises(errors.UnusedFilterError) as caught:
         sg.partition(params, f'{literal}/kernl')
     assert repr(f'{name}/kernel') in str(caught.value)
@@ -612,8 +612,8 @@ def test_copies_of_modules_and_reports_do_the_same():
         assert actual == [expected] * 2
     report = COPIED['a report']()
     twin = pickle.loads(pickle.dumps(report))
-    assert (twin.table(width=60), twin.rows()) == (
-        report.table(width=60),
+    assert (twin.table(), twin.rows()) == (
+        report.table(),
         report.rows(),
     )
     assert twin.status_of('w', 'w') == 'flows'

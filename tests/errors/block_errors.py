@@ -17,7 +17,7 @@ from flax.typing import In, Out
 
 import flax_sg as sg
 import sequences
-from flax_sg import errors, testing
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.internals import optional
 
@@ -523,12 +523,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "the cotangent of 'a' is float32[2, 2], and that of 'b' is float32[2, 2], "
         'float32[2, 2].\n'
         'A cotangent has the shape and the dtype of its parameter.',
-    ),
-    'counted outside of a trace': (
-        lambda: testing.assert_traces_once(reload)('x'),
-        errors.ArgumentTypeError,
-        'assert_traces_once(reload) runs outside of any trace, and counts nothing.\n'
-        'Write jax.jit(assert_traces_once(reload)), not the other way round.',
     ),
     'no name of flax.linen': (
         lambda: nn.Densse,

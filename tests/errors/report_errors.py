@@ -14,7 +14,6 @@ import flax_sg as sg
 from flax_sg import errors, testing
 from flax_sg import linen as nn
 
-assert_traces_once = testing.assert_traces_once
 PARAMS = {'head': jnp.ones(3), 'body': jnp.ones((4, 3))}
 SHAPES = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -55,19 +54,12 @@ def layers(frozen_layers: Any) -> None:
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    'a depth of a table': (
-        lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
-        errors.ArgumentValueError,
-        "depth='all': expected 'fit' or 1 or 2 or None.",
-    ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
         errors.ExpectationError,
         'The two functions compile to different programs: negate 0 and 1, sine 1 and '
         '0.\n'
-        'The first line that differs:\n'
-        '  ROOT %2 = f32[3]{0} sine(%1)\n'
-        '  ROOT %2 = f32[3]{0} negate(%1)',
+        'To see more, compare what testing.optimized_hlo returns for each.',
     ),
     'traced again': (
         traced_twice,
@@ -75,12 +67,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'sum is traced a second time.\n'
         '           first trace  this trace\n'
         '  args[0]  float32[2]   float32[3]',
-    ),
-    'never traced': (
-        lambda: testing.assert_traces_once(jax.jit(loss)),
-        errors.ArgumentTypeError,
-        'assert_traces_once(loss) runs outside of any trace, and counts nothing.\n'
-        'Write jax.jit(assert_traces_once(loss)), not the other way round.',
     ),
     'another part trained': (
         lambda: testing.assert_trains_only(loss, 'body', PARAMS),

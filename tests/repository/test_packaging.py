@@ -120,9 +120,8 @@ def test_the_workflows_call_commands_that_exist():
 
 
 def test_the_library_imports_only_what_it_requires():
-    # numpy comes with jax, which takes and returns its arrays; rich with flax, whose
-    # tables are rendered with it.
-    allowed = CORE | {'flax_sg', 'numpy', 'rich'} | set(sys.stdlib_module_names)
+    # numpy comes with jax, which takes and returns its arrays.
+    allowed = CORE | {'flax_sg', 'numpy'} | set(sys.stdlib_module_names)
     package = ROOT / 'flax_sg'
     found = {}
     for file in set(package.rglob('*.py')) - set(package.glob('demo/**/*.py')):

@@ -69,12 +69,9 @@ def test_different_programs_are_counted_and_not_printed():
     params = {'a': jnp.ones((3, 3)), 'b': jnp.ones((3, 2))}
     with pytest.raises(AssertionError) as info:
         testing.assert_same_program(jax.grad(loss), jax.grad(frozen), params, X)
-    counts, *lines = str(info.value).splitlines()
+    counts, *_ = str(info.value).splitlines()
     assert counts.startswith('The two functions compile to different programs: ')
     assert 'cosine 1 and 0, ' in counts
-    assert lines[0] == 'The first line that differs:'
-    assert len(lines) == 3
-    assert max(map(len, lines)) <= 130
 
 
 def test_the_settings_of_jit_are_compared():
@@ -135,11 +132,13 @@ def test_a_function_jitted_anew_is_told_so_and_a_trace_that_fails_does_not_count
     fails.clear()
     jax.jit(counted)(X)
     jax.clear_caches()
-    with pytest.raises(errors.ExpectationError, match='jit the function once'):
+    with pytest.raises(errors.ExpectationError, match=r'fn\)\) once'):
         jax.jit(counted)(X)
-    # What would count nothing is refused.
-    with pytest.raises(errors.ArgumentTypeError, match='outside of any trace'):
-        testing.assert_traces_once(np.sin)(1.0)
+    # Outside of jit, each call is one of the function.
+    never_traced = testing.assert_traces_once(np.sin)
+    never_traced(1.0)
+    with pytest.raises(errors.ExpectationError, match=r'jax\.jit\(assert'):
+        never_traced(1.0)
 
 
 # Flows.
