@@ -107,13 +107,14 @@ def flow(argv: Sequence[str]) -> int:
     if options.plot:
         report.plot(options.plot, options.depth)
     if options.json:
-        data = {'outputs': report.outputs, 'parameters': report.rows(), 'broken': found}
-        print(json.dumps(data, indent=2))
+        data = {'outputs': report.outputs, 'parameters': report.rows()}
+        print(json.dumps({**data, 'expectations': found}, indent=2))
     else:
         print(report.table(options.depth))
         for text, lines in found.items():
             print(f'\n{"BROKEN" if lines else "ok"}  {text}')
-            print(*(f'  {line}\n' for line in lines), sep='', end='')
+            for line in lines:
+                print(f'  {line}')
     return int(any(found.values()))
 
 

@@ -222,7 +222,7 @@ def rules_are_not_read(patch: Patch) -> None:
     def of_function(eqn: Any, backwards: bool) -> Any:
         if not backwards:
             return differentiated(eqn, backwards)
-        return derivatives.differentiable().of(eqn.params['call_jaxpr'])
+        return derivatives.Derivatives().of(eqn.params['call_jaxpr'])
 
     patch.setattr(derivatives, '_differentiated', of_function)
 

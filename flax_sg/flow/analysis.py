@@ -16,12 +16,7 @@ from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
 from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence, bit
-from flax_sg.flow.derivatives import (
-    Derivatives,
-    differentiable,
-    has_tangent,
-    on_values,
-)
+from flax_sg.flow.derivatives import Derivatives, has_tangent
 from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
 from flax_sg.internals import jaxprs
@@ -280,12 +275,12 @@ class Analysis(NamedTuple):
 
     def trained(self) -> list[bool]:
         """For each parameter whether it flows to any output."""
-        masks = self._masks(differentiable(), on_values())
+        masks = self._masks(Derivatives(), Dependence())
         return [bool(live & ~(REFUSED | FROM_NOTHING)) for live, _ in masks]
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        flow, values = differentiable(), on_values()
+        flow, values = Derivatives(), Dependence()
         masks = self._masks(flow, values)
         invars = self.jaxpr.invars
         # A parameter that nobody asked about counts as stopped from the beginning.
@@ -310,7 +305,7 @@ class Analysis(NamedTuple):
             tuple(map(tuple, uses)),
         )
 
-    def _masks(self, flow: Dependence, values: Dependence) -> list[tuple[int, int]]:
+    def _masks(self, flow: Derivatives, values: Dependence) -> list[tuple[int, int]]:
         """For each parameter the outputs that it flows to, and those that read it."""
         flows, reads = flow.of(self.jaxpr), values.of(self.jaxpr)
         self._check_refused(flow, flows)
@@ -327,7 +322,7 @@ class Analysis(NamedTuple):
             out.append((live if parameter.is_wanted else 0, read))
         return out
 
-    def _check_refused(self, flow: Dependence, flows: Sequence[int]) -> None:
+    def _check_refused(self, flow: Derivatives, flows: Sequence[int]) -> None:
         """Raises if a parameter reaches an equation that JAX cannot differentiate."""
         met = [
             path
@@ -336,11 +331,9 @@ class Analysis(NamedTuple):
         ]
         if not met:
             return
-        assert isinstance(flow.leaf, Derivatives)
-        refused = flow.leaf.refused
         lines = [
             f'{eqn.primitive.name} at {jaxprs.source_of(eqn) or UNKNOWN}'
-            for eqn, _ in refused
+            for eqn, _ in flow.refused
         ]
         places = list(dict.fromkeys(lines))[:3]
         more = f' and {len(met) - 3} more' if len(met) > 3 else ''
@@ -349,7 +342,7 @@ class Analysis(NamedTuple):
             f'through {", ".join(places)}, which JAX cannot differentiate.\n'
             'If none should come back from there, apply jax.lax.stop_gradient before.\n'
             'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
-        ) from next((error for _, error in refused if error), None)
+        ) from next((error for _, error in flow.refused if error), None)
 
 
 def _status(live: int, read: int) -> str:

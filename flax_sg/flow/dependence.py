@@ -6,7 +6,7 @@ the input. Rows are computed backwards, each equation once, through all control 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
@@ -66,25 +66,27 @@ class Bodies(NamedTuple):
 
 
 class Dependence:
-    """One kind of dependence, such as the differentiable one.
+    """Dependence on values, with or without a derivative.
 
     It holds in a loop if it holds after any number of turns, and in a conditional if it
     holds in any branch.
 
     Attributes:
-        leaf: returns the rows of an equation that runs no jaxpr.
-        carries: whether a value of some type can carry the dependence at all.
         visits: the number of equations that were looked at.
     """
 
-    def __init__(
-        self, leaf: Callable[[JaxprEqn], Rows], carries: Callable[[Any], bool]
-    ) -> None:
-        self.leaf = leaf
-        self.carries = carries
+    def __init__(self) -> None:
         self.visits = 0
         # By id, with the object: a function that is called twice has one jaxpr.
         self._known: dict[int, tuple[Any, Rows]] = {}
+
+    def leaf(self, eqn: JaxprEqn) -> Rows:
+        """The rows of an equation that runs no jaxpr."""
+        return [bits(range(len(eqn.outvars)))] * len(eqn.invars)
+
+    def carries(self, aval: Any) -> bool:
+        """Whether a value of a type can carry the dependence at all."""
+        return True
 
     def of(self, jaxpr: Any) -> Rows:
         """The rows of the inputs of a jaxpr."""

@@ -46,35 +46,26 @@ def has_tangent(aval: Any) -> bool:
     return jnp.issubdtype(dtype, np.inexact)
 
 
-def on_values() -> Dependence:
-    """Dependence on values, with or without a derivative."""
-
-    def leaf(eqn: JaxprEqn) -> Rows:
-        return [bits(range(len(eqn.outvars)))] * len(eqn.invars)
-
-    return Dependence(leaf, lambda aval: True)
-
-
-def differentiable() -> Dependence:
-    """Differentiable dependence. Its ``leaf`` is a ``Derivatives``."""
-    return Dependence(Derivatives(), has_tangent)
-
-
-class Derivatives:
-    """The rows of equations that run no jaxpr.
+class Derivatives(Dependence):
+    """Differentiable dependence.
 
     Attributes:
         refused: the equations that JAX cannot differentiate, with its errors.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.refused: list[tuple[JaxprEqn, Exception | None]] = []
         # Primitives through which everything flowed once. Saying the same of other
         # shapes is safe.
         self._smooth: set[Hashable] = set()
 
-    def __call__(self, eqn: JaxprEqn) -> Rows:
-        """The rows of an equation."""
+    def carries(self, aval: Any) -> bool:
+        """Whether a derivative may flow through values of a type."""
+        return has_tangent(aval)
+
+    def leaf(self, eqn: JaxprEqn) -> Rows:
+        """The rows of an equation that runs no jaxpr."""
         name = eqn.primitive.name
         if any(map(_is_ref, eqn.invars)) or name.endswith('callback'):
             return self._refuse(eqn, None)
@@ -153,7 +144,7 @@ def _differentiated(eqn: JaxprEqn, backwards: bool) -> Rows:
 
     shapes = [list(map(_shape_of, some)) for some in (takes, rest, given)]
     closed = jax.make_jaxpr(derivative)(*shapes)
-    found = on_values().of(closed)[-len(given) :]
+    found = Dependence().of(closed)[-len(given) :]
     constant = _constants(closed, found)
     if backwards:
         rows = [

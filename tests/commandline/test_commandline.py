@@ -168,7 +168,7 @@ def test_json_is_all_that_is_printed(capsys):
     assert kernel['status'] == {'code': 'flows', 'gln': 'stopped'}
     assert sorted(use['stopped'] for use in kernel['uses']) == [False, True]
     assert all('train.py:' in use['source'] for use in kernel['uses'])
-    [[expected, (said, place)]] = data['broken'].items()
+    [[expected, (said, place)]] = data['expectations'].items()
     assert expected == 'gln: gln_0/kernel'
     assert said == "Output 'gln' trains 1 other parameter: gln_0/bias."
     assert place.startswith('gln_0/bias is used at train.py:')
