@@ -18,9 +18,8 @@ from flax.core import Scope, freeze, lift
 
 import oracle
 import stepwise
-from flax_sg import errors
 from flax_sg import linen as nn
-from uses import RNGS, CompactKid, Kid, X, both, integers, param, staged
+from uses import RNGS, CompactKid, Kid, X, both, integers, staged
 
 stop = jax.lax.stop_gradient
 PARAMS = {'w': jnp.array([1.0, 2.0, 3.0]), 'b': jnp.array([4.0, 1.0, 2.0])}
@@ -88,54 +87,6 @@ def test_hooks_stand_while_a_block_is_open_and_no_longer():
     assert during != before
     assert snapshot() == before
     assert '__getattribute__' not in vars(linen.Module)
-
-
-def selects_nothing():
-    with nn.stop_gradient('nothing'):
-        Kid().apply({'params': PARAMS}, X)
-
-
-def asks_a_predicate_that_raises():
-    with nn.stop_gradient(lambda path: 1 / 0):
-        Kid().apply({'params': PARAMS}, X)
-
-
-def cannot_open():
-    def opens(x):
-        with nn.stop_gradient(lambda path: bool(x.shape) and x):
-            pass
-
-    jax.jit(opens)(X)
-
-
-def raises_in_setup():
-    class Fails(nn.Module):
-        def setup(self):
-            with nn.stop_gradient('w'):
-                self.w = param(self, 'w')
-                raise ArithmeticError
-
-        def __call__(self, x):
-            return self.w * x
-
-    with nn.stop_gradient('w'):
-        Fails().apply({'params': PARAMS}, X)
-
-
-@pytest.mark.parametrize(
-    ('program', 'error'),
-    [
-        (selects_nothing, errors.UnusedFilterError),
-        (asks_a_predicate_that_raises, ZeroDivisionError),
-        (cannot_open, errors.FilterTypeError),
-        (raises_in_setup, ArithmeticError),
-    ],
-)
-def test_an_exception_takes_the_hooks_away(program, error):
-    before = snapshot()
-    with pytest.raises(error):
-        program()
-    assert snapshot() == before
 
 
 # Values: what readers are given is of the kind that they would have been given.
@@ -613,13 +564,3 @@ def test_paths_and_one_evaluation_for_each(name):
         assert path.module == path[: -len(own[-1]) - 1] or path.module == '/'
         statistic = path.name in ('mean', 'var')
         assert path.collection == ('batch_stats' if statistic else 'params')
-
-
-def test_a_predicate_never_meets_a_variable_that_does_not_exist():
-    """Flax runs ``setup`` of a lifted module on a scope of its own, for its checks."""
-    module = mounted(calls(lambda: nn.remat(Kid)(name='kid')))
-    params = module(True).init(RNGS, X)['params']
-    with pytest.raises(
-        errors.UnusedFilterError, match=r"'w'\) matches none.*\nDid you mean '\*\*/w'"
-    ):
-        module('w').apply({'params': params}, X)

@@ -73,15 +73,6 @@ def nothing_stopped() -> type[UserWarning]:
     return errors.NothingStoppedWarning
 
 
-def alone() -> Any:
-    """A block in which no program of another test is found: what it read counts too.
-
-    It selects nothing, by a rule that is equal to no other one.
-    """
-    mine = object()
-    return nn.map_cotangent(False, lambda path, cotangent, _=mine: cotangent)
-
-
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Nothing may warn in here."""
@@ -92,9 +83,9 @@ def silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def warned(line: int, outer: Any = None) -> Iterator[None]:
+def warned(line: int) -> Iterator[None]:
     """One warning that a block stopped nothing, which names a line of this file."""
-    with warnings.catch_warnings(record=True) as caught, outer or alone():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         yield
     assert [warning.category for warning in caught] == [nothing_stopped()]
@@ -183,13 +174,6 @@ def test_a_typo_raises_when_the_tree_is_complete(make, run):
         # Not at the end of the block: the nearest path is one that was made later.
         assert reached
         assert "'b/" in str(caught.value)
-
-
-def test_a_block_around_init_judges_the_complete_tree():
-    with silent(), nn.train_only('b/**'):
-        MODEL.init(KEY, X)
-    with pytest.raises(errors.UnusedFilterError), nn.train_only('c/**'):
-        MODEL.init(KEY, X)
 
 
 # Exceptions of the body.
@@ -299,9 +283,9 @@ def test_a_compiled_step_counts_at_each_call():
 
 
 def test_a_compiled_step_that_reads_none_of_it_warns_at_each_call():
-    step, outer = jax.jit(lambda v: MODEL.apply(v, X, method='first')), alone()
+    step = jax.jit(lambda v: MODEL.apply(v, X, method='first'))
     for _ in range(3):
-        with warned(line_of('compiled'), outer), nn.stop_gradient('b/**'):  # compiled
+        with warned(line_of('compiled')), nn.stop_gradient('b/**'):  # compiled
             step(VARIABLES)
 
 
@@ -347,6 +331,11 @@ def test_a_block_that_may_stop_nothing_is_silent(name):
         Blocks().apply(VARIABLES, X)
 
 
+def test_read_only_judges_what_exists():
+    with pytest.raises(errors.UnusedFilterError), nn.read_only('c/**'):
+        nothing_in_it()
+
+
 def test_train_only_warns_where_nothing_is_read():
     class Blocks(Two):
         def __call__(self, x):
@@ -356,13 +345,6 @@ def test_train_only_warns_where_nothing_is_read():
 
     with warned(line_of('unread')):
         Blocks().apply(VARIABLES, X)
-
-
-def test_read_only_judges_what_exists_alone():
-    with silent(), nn.read_only('b/**'):
-        nothing_in_it()
-    with pytest.raises(errors.UnusedFilterError), nn.read_only('c/**'):
-        nothing_in_it()
 
 
 class First(Two):
