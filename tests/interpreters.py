@@ -177,20 +177,11 @@ def _forget(module: linen.Module, scopes: Mapping[int, Any]) -> None:
 hand = _Hand()
 
 
-@contextlib.contextmanager
-def block(module: linen.Module, by_hand: bool, item: specs.Block) -> Generator[None]:
+def block(module: linen.Module, by_hand: bool, item: specs.Block) -> Any:
     """A block of one of the interpreters."""
-    where = item.where
     if by_hand:
-        with hand.block(module, where, item.rule):
-            yield
-    elif item.positive and item.rule == 'stop':
-        complement = specs.Where('not', parts=(where,))
-        with nn.train_only(complement.filter(), unused='ignore'):
-            yield
-    else:
-        with rewrite_of(where, item.rule):
-            yield
+        return hand.block(module, item.where, item.rule)
+    return rewrite_of(item.where, item.rule)
 
 
 def rewrite_of(where: specs.Where, rule: str) -> Any:
@@ -270,12 +261,6 @@ class BatchNorm(linen.Module):
     def __call__(self, x):
         norm = linen.BatchNorm(False, momentum=0.5, epsilon=0.1)
         return norm(x) + jnp.tanh(norm.variables['params']['scale'])
-
-
-class Attention(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        return linen.MultiHeadDotProductAttention(num_heads=2, name='base')(x)
 
 
 class Recurrent(linen.Module):
@@ -358,10 +343,8 @@ MODULES: dict[str, Callable[..., linen.Module]] = {
     'dense': functools.partial(linen.Dense, 4),
     'batch_norm': BatchNorm,
     'dropout': Dropout,
-    'attention': Attention,
     'rnn': Recurrent,
     'boxed': Boxed,
-    'sower': Sower,
     'lora': Lora,
     'list': Listed,
     'record': Record,
@@ -638,30 +621,12 @@ class CompactComposite(Composite):
 class SetupComposite(Composite):
     def setup(self):
         kids = self.make_kids(compact=False)
-        places = {'list': [], 'dict': {}}
-        for i, (kid, module) in enumerate(zip(self.spec.kids, kids, strict=True)):
-            if kid.place == 'attribute':
-                setattr(self, f'k{i}', module)
-            elif kid.place == 'list':
-                places['list'].append(module)
-            else:
-                places['dict'][f'k{i}'] = module
-        self.listed, self.named = places['list'], places['dict']
+        for i, module in enumerate(kids):
+            setattr(self, f'k{i}', module)
         self.p0, self.p1 = number(self, 'p0'), number(self, 'p1')
 
-    def kids(self):
-        found, listed = [], iter(self.listed)
-        for i, kid in enumerate(self.spec.kids):
-            if kid.place == 'attribute':
-                found.append(getattr(self, f'k{i}'))
-            else:
-                found.append(
-                    next(listed) if kid.place == 'list' else self.named[f'k{i}']
-                )
-        return found
-
     def __call__(self, x):
-        return self.run(self.kids(), x)
+        return self.run([getattr(self, f'k{i}') for i in range(len(self.spec.kids))], x)
 
     def own(self, name):
         if not self.by_hand:

@@ -72,6 +72,13 @@ def grads(fn: Callable[..., Any], *args: Any) -> Any:
     return [pull_back(i) for i in range(len(leaves))]
 
 
+def assert_same_grads(
+    actual: Callable[..., Any], expected: Callable[..., Any], *args: Any
+) -> None:
+    """Both functions have the same gradients, to the last bit."""
+    assert_same(grads(actual, *args), grads(expected, *args))
+
+
 def is_zero(tree: Any) -> bool:
     """Whether every leaf of a tree of gradients is exactly zero."""
     return all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(tree))

@@ -25,49 +25,38 @@ class Where:
     """A filter.
 
     Attributes:
-        kind: ``'all'``, ``'names'`` (the variable's own name is one of these),
-            ``'under'`` (a component of its path is one of these), ``'not'``,
-            ``'any'`` or ``'both'``.
+        kind: ``'all'``, ``'names'`` (the variable's own name is one of these), or
+            ``'under'`` (a component of its path is one of these).
         names: the names.
-        parts: what the last three combine.
         style: how it is written for flax_sg.
+        negated: whether all other variables are meant.
     """
 
-    kind: str
+    kind: str = 'all'
     names: tuple[str, ...] = ()
-    parts: tuple[Where, ...] = ()
     style: str = 'predicate'
+    negated: bool = False
 
     def takes(self, parts: tuple[str, ...]) -> bool:
         """Whether the variable with this path, relative to the owner, is meant."""
-        if self.kind == 'all':
-            return True
-        if self.kind == 'names':
-            return parts[-1] in self.names
-        if self.kind == 'under':
-            return any(part in self.names for part in parts[:-1])
-        taken = [part.takes(parts) for part in self.parts]
-        if self.kind == 'not':
-            return not taken[0]
-        return any(taken) if self.kind == 'any' else all(taken)
+        looked_at = {'all': (), 'names': parts[-1:], 'under': parts[:-1]}[self.kind]
+        taken = self.kind == 'all' or any(part in self.names for part in looked_at)
+        return taken != self.negated
 
     def filter(self) -> Any:
         """The same for flax_sg; a fresh value at each call."""
+        return ~filters.as_filter(self._plain()) if self.negated else self._plain()
+
+    def _plain(self) -> Any:
+        names = self.names
         if self.kind == 'all':
             return True
-        if self.parts:
-            made = [filters.as_filter(part.filter()) for part in self.parts]
-            if self.kind == 'not':
-                return ~made[0]
-            return made[0] | made[1] if self.kind == 'any' else made[0] & made[1]
-        names = self.names
         if self.style == 'glob':
             # Paths outside of the owner start with '/'. '**' begins at the owner.
             ends = '**/{}' if self.kind == 'names' else '**/{}/**'
             return [ends.format(name) for name in names]
         if self.style == 'regex':
-            one = '|'.join(map(re.escape, names))
-            ends = rf'(.*/)?({one})'
+            ends = rf'(.*/)?({"|".join(map(re.escape, names))})'
             return re.compile(ends if self.kind == 'names' else rf'{ends}/.*')
         if self.kind == 'names':
             return lambda path: path.name in names
@@ -76,14 +65,14 @@ class Where:
 
 # Names that variables and modules in the models have.
 VARIABLES = ('w', 'b', 'kernel', 'bias', 'scale', 'A', 'p0', 'p1')
-MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'query', 'shared')
+MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'shared')
 
 
 # Modules.
 
 # Modules without state and random numbers, the only ones that some transforms take.
-STATELESS = ('affine', 'kept', 'dense', 'attention', 'rnn', 'boxed', 'lora')
-LEAVES = (*STATELESS, 'dropout', 'sower', 'list', 'batch_norm', 'record')
+STATELESS = ('affine', 'kept', 'dense', 'rnn', 'boxed', 'lora')
+LEAVES = (*STATELESS, 'dropout', 'list', 'batch_norm', 'record')
 METHODS = ('__call__', 'other')
 
 # The rules of blocks: stop gradients; replace values by those of a function or of a
@@ -120,7 +109,6 @@ class Kid:
 
     Attributes:
         spec: what it is.
-        place: where it is kept: ``'attribute'``, ``'list'``, ``'dict'``.
         wraps: transforms of its class, innermost first; ``'stop'`` is a lifted class.
         where: what the lifted class, or ``Frozen``, stops.
         rule: what they do instead, one of ``RULES``.
@@ -129,9 +117,8 @@ class Kid:
     """
 
     spec: Leaf | Composite
-    place: str = 'attribute'
     wraps: tuple[str, ...] = ()
-    where: Where = dataclasses.field(default_factory=lambda: Where('all'))
+    where: Where = Where()
     shares: bool = False
     frozen: bool = False
     rule: str = 'stop'
@@ -186,14 +173,12 @@ class Block:
         where: what its rule is for.
         body: the statements.
         raises: whether an exception leaves it at its end.
-        positive: whether it is ``train_only`` of the complement, if it stops.
         rule: one of ``RULES``.
     """
 
     where: Where
     body: tuple[Any, ...]
     raises: bool = False
-    positive: bool = False
     rule: str = 'stop'
 
 
@@ -249,29 +234,16 @@ def rules(spec: Leaf | Composite) -> set[str]:
 # Draws.
 
 
-def wheres(depth: int = 1) -> st.SearchStrategy[Where]:
+def wheres() -> st.SearchStrategy[Where]:
     """Filters."""
-    styles = st.sampled_from(['predicate', 'glob', 'regex'])
 
-    def some(names: Sequence[str]) -> st.SearchStrategy[tuple[str, ...]]:
+    def some(kind: str, names: Sequence[str]) -> st.SearchStrategy[Where]:
         lists = st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True)
-        return lists.map(sorted).map(tuple)
+        styles = st.sampled_from(['predicate', 'glob', 'regex'])
+        chosen = lists.map(sorted).map(tuple)
+        return st.builds(Where, st.just(kind), chosen, styles, st.booleans())
 
-    simple = st.one_of(
-        st.just(Where('all')),
-        st.builds(Where, st.just('names'), some(VARIABLES), style=styles),
-        st.builds(Where, st.just('under'), some(MODULES), style=styles),
-    )
-    if not depth:
-        return simple
-    inner = wheres(depth - 1)
-    return st.one_of(
-        simple,
-        st.builds(Where, st.just('not'), parts=st.tuples(inner)),
-        st.builds(
-            Where, st.sampled_from(['any', 'both']), parts=st.tuples(inner, inner)
-        ),
-    )
+    return st.one_of(st.just(Where()), some('names', VARIABLES), some('under', MODULES))
 
 
 @st.composite
@@ -285,10 +257,9 @@ def kids(draw: st.DrawFn, depth: int) -> Kid:
     mapped = [wrap for wrap in wraps if wrap in ('scan', 'vmap')]
     # Each copy of a module that is passed in would create its inner modules.
     shares = isinstance(spec, Composite) and not mapped and draw(st.booleans())
-    place = draw(st.sampled_from(['attribute', 'list', 'dict']))
     frozen = draw(st.integers(0, 3)) == 0
     rule = draw(st.sampled_from(RULES))
-    return Kid(spec, place, wraps, draw(wheres(0)), shares, frozen, rule)
+    return Kid(spec, wraps, draw(wheres()), shares, frozen, rule)
 
 
 @st.composite
@@ -298,14 +269,14 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
     def use() -> Use:
         index = draw(st.integers(0, len(kids) - 1))
         kid = kids[index]
-        mirror = draw(wheres(0)) if draw(st.integers(0, 2)) == 0 else None
+        mirror = draw(wheres()) if draw(st.integers(0, 2)) == 0 else None
         if kid.spec == Leaf('kept') and not kid.wraps and draw(st.booleans()):
             return Use(index, 'other', mirror=mirror)
         lift = ''
         # In a lifted function Flax runs ``setup`` before the class maps over the
         # module.
         mapped = {'scan', 'vmap'} & set(kid.wraps)
-        if kid.place == 'attribute' and not (kid.shares or mapped):
+        if not (kid.shares or mapped):
             # Some take no state, and ``nn.jit`` does not go into all of them.
             plain = kid.stateless and 'jit' not in kid.wraps
             wrapped = kid.frozen or mirror is not None
@@ -333,9 +304,8 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
             out.append(Residual(draw(bodies(kids, nesting - 1))))
         else:
             body = draw(bodies(kids, nesting - 1))
-            flags = draw(st.booleans()), draw(st.booleans())
             rule = draw(st.sampled_from(RULES))
-            out.append(Block(draw(wheres()), body, *flags, rule))
+            out.append(Block(draw(wheres()), body, draw(st.booleans()), rule))
     return tuple(out)
 
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flax_sg import linen as nn
 from oracle import assert_same, stopped
-from stepwise import assert_same_grads, evaluate, flat
+from stepwise import assert_same_grads, evaluate
 
 X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
 W = 0.1 * jnp.arange(9.0).reshape(3, 3)
@@ -24,7 +24,6 @@ PARAMS = {
     'body': {'kernel': W, 'bias': W[0]},
     'head': {'kernel': jnp.cos(W), 'bias': jnp.sin(W[1])},
 }
-KEY = jax.random.key(5)
 WHERE = ['body/**', 'head/bias']
 
 
@@ -162,11 +161,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 
 # Those that ``test_caches`` does not call in and out of blocks.
 @pytest.mark.parametrize(
-    'name',
-    [
-        *('checkpoint_names', 'vmap_params', 'scan_over_params', 'cond', 'jvp'),
-        *('hessian', 'custom_jvp', 'shard_map', 'jit_of_grad_of_scan'),
-    ],
+    'name', ['checkpoint_names', 'scan_over_params', 'cond', 'jvp', 'custom_jvp']
 )
 def test_a_block_around_a_transform(name):
     transform = AROUND[name]
@@ -218,9 +213,6 @@ def test_while_loop():
         assert_same(evaluate(actual, PARAMS, X), expected)
 
 
-# Derivatives that were taken in a block and are used after it.
-
-
 # Compiling ahead of time.
 
 
@@ -250,100 +242,38 @@ def test_export():
     assert_same(grad(in_a_block), grad(exported(by_hand)))
 
 
-@pytest.mark.parametrize('fn', [block_around, block_within])
-def test_with_jit_disabled(fn):
+def test_with_jit_disabled():
     with jax.disable_jit():
-        actual = jax.grad(scalar(fn), argnums=(0, 1))(PARAMS, X)
-        assert_same(actual, jax.grad(scalar(by_hand), argnums=(0, 1))(PARAMS, X))
-
-
-# Looking at a model.
-
-
-class Perturbed(nn.Module):
-    how: str
-
-    @nn.compact
-    def __call__(self, x):
-        part = nn.Dense(3, name='body')
-        with (
-            nn.stop_gradient(True) if self.how == 'block' else contextlib.nullcontext()
-        ):
-            y = self.perturb('y', jnp.tanh(part(x)))
-            return self.perturb('z', y * x)
-
-
-def test_perturb():
-    def fn(how):
-        def perturbed(variables, x):
-            params = variables['params']
-            params = stopped(params) if how == 'hand' else params
-            return {'out': Perturbed(how).apply({**variables, 'params': params}, x)}
-
-        return perturbed
-
-    variables = Perturbed('block').init(KEY, X)
-    assert_same(variables, Perturbed('hand').init(KEY, X))
-    assert_same_grads(fn('block'), fn('hand'), variables, X)
-
-
-def test_intercept_methods():
-    """Interceptors may open blocks themselves."""
-
-    def halt(next_fun, args, kwargs, context):
-        if context.method_name != '__call__' or context.module.path != ('body',):
-            return next_fun(*args, **kwargs)
-        with nn.stop_gradient('**'):
-            return next_fun(*args, **kwargs)
-
-    def halted(params, x):
-        with nn.intercept_methods(halt):
-            return {'out': plain(params, x)}
-
-    def expected(params, x):
-        return {'out': plain(stopped(params, lambda path: path.startswith('body/')), x)}
-
-    assert_same_grads(halted, expected, PARAMS, X)
+        actual, expected = (
+            jax.grad(scalar(fn), argnums=(0, 1))(PARAMS, X)
+            for fn in (block_within, by_hand)
+        )
+    assert_same(actual, expected)
 
 
 # Raw transforms of JAX in a method: their functions close over the module.
 
 
 class Raw(nn.Module):
-    """Reads a weight inside a closure and outside of it, in a given order."""
+    """Reads a weight inside of a closure, and then outside of it."""
 
     raw: Any
-    read: str
-    first: str
     how: str
 
-    def setup(self):
-        self.kept = self.param('w', nn.initializers.ones, (3, 3))
-        self.held = self.variable('params', 'v', jnp.ones, (3, 3))
-
-    def see(self, value):
-        return jax.lax.stop_gradient(value) if self.how == 'hand' else value
-
-    def weight(self):
-        if self.read == 'get_variable':
-            return self.see(self.get_variable('params', 'w'))
-        if self.read == 'variables':
-            return self.see(self.variables['params']['w'])
-        if self.read == 'Variable':
-            return self.see(self.held.value)
-        return self.see(self.kept)
-
+    @nn.compact
     def __call__(self, x):
+        def weight():
+            w = self.get_variable('params', 'w')
+            return jax.lax.stop_gradient(w) if self.how == 'hand' else w
+
         def closure(x):
-            return jnp.tanh(x @ self.weight())
+            return jnp.tanh(x @ weight())
 
         with nn.stop_gradient('*') if self.how == 'block' else contextlib.nullcontext():
-            outside = closure(x) if self.first == 'outside' else None
             inside = self.raw(closure, x)
-            if outside is None:
-                outside = closure(x)
+            outside = closure(x)
             again = self.raw(closure, 2 * x)
-        after = self.get_variable('params', 'w'), self.held.value, self.kept
+        after = self.get_variable('params', 'w')
         return {'outside': outside, 'inside': inside, 'again': again, 'after': after}
 
 
@@ -364,43 +294,12 @@ RAW = {
     )(x),
     'shard_map': lambda fn, x: shard_mapped(lambda _, x: fn(x))(x, x),
 }
-READS = ['get_variable', 'variables', 'Variable', 'attribute']
 
 
-@pytest.mark.parametrize(
-    ('raw', 'read', 'first'),
-    [
-        *((raw, 'get_variable', 'inside') for raw in RAW),
-        *((raw, 'get_variable', 'outside') for raw in ('scan', 'jit')),
-        *(('scan', read, 'inside') for read in READS[1:]),
-        *(('grad', read, 'outside') for read in READS[1:]),
-    ],
-)
-def test_a_raw_transform_that_closes_over_the_module(raw, read, first):
+@pytest.mark.parametrize('raw', RAW)
+def test_a_raw_transform_that_closes_over_the_module(raw):
     def fn(how):
-        model = Raw(RAW[raw], read, first, how)
+        model = Raw(RAW[raw], how)
         return lambda params, x: model.apply({'params': params}, x)
 
-    assert_same_grads(fn('block'), fn('hand'), {'w': W, 'v': jnp.cos(W)}, X)
-
-
-@pytest.mark.usefixtures('leaks')
-@pytest.mark.parametrize(('raw', 'read'), [('scan', 'Variable'), ('grad', 'attribute')])
-def test_no_tracer_of_a_raw_transform_escapes(raw, read):
-    model = Raw(RAW[raw], read, 'inside', 'block')
-
-    def loss(params, x):
-        return jnp.sum(flat(model.apply({'params': params}, x)))
-
-    jax.eval_shape(jax.grad(loss), {'w': W, 'v': W}, X)
-
-
-@pytest.mark.usefixtures('leaks')
-def test_no_tracer_is_kept():
-    transformed = AROUND['vmap_of_jit'](block_within)
-
-    def loss(params, x):
-        with nn.stop_gradient(True):
-            return jnp.sum(flat(transformed(params, x)))
-
-    jax.eval_shape(jax.grad(loss), PARAMS, X)
+    assert_same_grads(fn('block'), fn('hand'), {'w': W}, X)

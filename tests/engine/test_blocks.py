@@ -117,10 +117,7 @@ def test_modules_open_blocks_in_each_other():
             x = x @ p[name]['kernel'] + p[name]['bias']
         return x * p['kernel']
 
-    oracle.assert_same(
-        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
-        oracle.grads(by_hand, params),
-    )
+    oracle.assert_same_grads(lambda p: Outer().apply({'params': p}, X), by_hand, params)
 
 
 # Whose paths a block speaks of.
@@ -161,9 +158,8 @@ def test_a_name_that_two_trees_have_is_judged_in_each(mine_first):
         y = Whole().apply({'params': first}, X)
         return y + Whole().apply({'params': second}, X)
 
-    oracle.assert_same(
-        oracle.grads(lambda p, q: Outer().apply({'params': p}, X, q), params, params),
-        oracle.grads(by_hand, params, params),
+    oracle.assert_same_grads(
+        lambda p, q: Outer().apply({'params': p}, X, q), by_hand, params, params
     )
 
 
@@ -194,10 +190,7 @@ def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
         x = fnn.Dense(3).apply({'params': params['other']}, x)
         return x @ params['opener']['own']['kernel']
 
-    oracle.assert_same(
-        oracle.grads(lambda p: Outer().apply({'params': p}, X), params),
-        oracle.grads(by_hand, params),
-    )
+    oracle.assert_same_grads(lambda p: Outer().apply({'params': p}, X), by_hand, params)
 
 
 def test_a_bound_module_beside_the_body_of_the_one_that_opened_the_block():
@@ -228,9 +221,8 @@ def test_a_bound_module_beside_the_body_of_the_one_that_opened_the_block():
         stopped = jax.lax.stop_gradient(params['part']['cell'])
         return fnn.Dense(3).apply({'params': stopped}, x)
 
-    oracle.assert_same(
-        oracle.grads(lambda p, q: Outer().apply({'params': p}, X, q), params, other),
-        oracle.grads(by_hand, params, other),
+    oracle.assert_same_grads(
+        lambda p, q: Outer().apply({'params': p}, X, q), by_hand, params, other
     )
 
 
@@ -532,7 +524,7 @@ def test_a_function_for_values_reads_what_is_outside_of_its_block():
         a, b = params['a']['kernel'], jax.lax.stop_gradient(params['b']['kernel'])
         return [a + b, b + b]
 
-    oracle.assert_same(oracle.grads(read, PARAMS), oracle.grads(by_hand, PARAMS))
+    oracle.assert_same_grads(read, by_hand, PARAMS)
 
 
 def test_the_stack_of_frames_is_not_kept_alive():

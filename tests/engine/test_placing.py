@@ -107,14 +107,21 @@ def both(fn: Any, *args: Any) -> Any:
     return stepwise.evaluate(run, *args)
 
 
+def assert_same_both(actual: Any, expected: Any, *args: Any) -> None:
+    oracle.assert_same(both(actual, *args), both(expected, *args))
+
+
+def applied(model: fnn.Module) -> Callable[..., Any]:
+    return lambda params, x: model.apply({'params': params}, x)
+
+
 @every_rule
 def test_transforms_in_a_block_add_up_before_the_rule(name):
     rule, hand = RULES[name]
     params = variables(Loops())
     model = Loops(around=lambda: rule(True))
-    oracle.assert_same(
-        both(lambda p, x: model.apply({'params': p}, x), params, X),
-        both(lambda p, x: Loops().apply({'params': hand(p)}, x), params, X),
+    assert_same_both(
+        applied(model), lambda p, x: Loops().apply({'params': hand(p)}, x), params, X
     )
 
 
@@ -136,10 +143,7 @@ def test_a_block_in_the_body_of_a_scan_maps_each_step(name):
 
         return jax.lax.scan(step, x, None, length=3)[0]
 
-    oracle.assert_same(
-        both(lambda p, x: model.apply({'params': p}, x), params, X),
-        both(by_hand, params, X),
-    )
+    assert_same_both(applied(model), by_hand, params, X)
 
 
 @every_rule
@@ -154,9 +158,11 @@ def test_an_apply_in_the_body_of_a_scan_maps_each_step(name):
             return jax.lax.scan(step, x, None, length=3)[0]
 
     params = variables(Cell())
-    oracle.assert_same(
-        both(lambda p, x: loss(p, x, rule(True), lambda p: p), params, X),
-        both(lambda p, x: loss(p, x, none(), hand), params, X),
+    assert_same_both(
+        lambda p, x: loss(p, x, rule(True), lambda p: p),
+        lambda p, x: loss(p, x, none(), hand),
+        params,
+        X,
     )
 
 
@@ -179,10 +185,7 @@ def test_two_blocks_in_one_apply_are_mapped_each_alone(name):
 
     params = {'cell': variables(Cell())}
     model = Two()
-    oracle.assert_same(
-        both(lambda p, x: model.apply({'params': p}, x), params, X),
-        both(by_hand, params, X),
-    )
+    assert_same_both(applied(model), by_hand, params, X)
 
 
 @every_rule
@@ -237,10 +240,7 @@ def test_reads_in_raw_transforms_share_it(name):
 
     params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
     model = Raw()
-    oracle.assert_same(
-        both(lambda p, x: model.apply({'params': p}, x), params, X),
-        both(by_hand, params, X),
-    )
+    assert_same_both(applied(model), by_hand, params, X)
 
 
 @every_rule
@@ -263,10 +263,7 @@ def test_values_kept_by_setup_share_the_identity(name):
 
     params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
     model = Kept()
-    oracle.assert_same(
-        both(lambda p, x: model.apply({'params': p}, x), params, X),
-        both(by_hand, params, X),
-    )
+    assert_same_both(applied(model), by_hand, params, X)
 
 
 def test_modules_of_several_scopes_in_one_body_are_one_tree():
@@ -295,9 +292,8 @@ def test_modules_of_several_scopes_in_one_body_are_one_tree():
     params = Model().init(jax.random.key(0), X)['params']
     model = Model(around=lambda: nn.clip_gradient(True, global_norm=0.5))
     hand = functools.partial(backward.clipped_together, 0.5)
-    oracle.assert_same(
-        both(lambda p, x: model.apply({'params': p}, x), params, X),
-        both(lambda p, x: Model().apply({'params': hand(p)}, x), params, X),
+    assert_same_both(
+        applied(model), lambda p, x: Model().apply({'params': hand(p)}, x), params, X
     )
 
 
@@ -318,7 +314,7 @@ def test_what_is_created_or_written_in_the_extent_is_left_alone_by_joint_rules()
         return x * (2.0 * backward.clipped_together(0.5, p)['w'])
 
     params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
-    oracle.assert_same(both(loss, params, X), both(by_hand, params, X))
+    assert_same_both(loss, by_hand, params, X)
     fresh = Writes().init(jax.random.key(0), X)
     with nn.clip_gradient(True, global_norm=0.5):
         oracle.assert_same(Writes().init(jax.random.key(0), X), fresh)

@@ -23,23 +23,21 @@ from flax_sg import linen as nn
 AXIS = 'data'
 RULES = (('embed', AXIS), ('mlp', None))
 FROZEN = 'backbone/**'
-INITS = {
-    '': lambda init: init,
-    'boxes': lambda init: linen.with_partitioning(init, (AXIS, None)),
-    'logical boxes': lambda init: linen.with_logical_partitioning(
-        init, ('embed', 'mlp')
-    ),
-}
+
+
+def boxed(init: Any) -> Any:
+    return linen.with_logical_partitioning(init, ('embed', 'mlp'))
 
 
 class Backbone(linen.Module):
     layers: int
     width: int
-    boxes: str
+    boxes: bool
 
     @linen.compact
     def __call__(self, x):
-        init = INITS[self.boxes](linen.initializers.lecun_normal())
+        init = linen.initializers.lecun_normal()
+        init = boxed(init) if self.boxes else init
         for _ in range(self.layers):
             wide = linen.Dense(4 * self.width, use_bias=False, kernel_init=init)(x)
             narrow = linen.Dense(self.width, use_bias=False, kernel_init=init)
@@ -53,7 +51,7 @@ class Net(linen.Module):
     layers: int = 1
     width: int = 16
     features: int = 8
-    boxes: str = ''
+    boxes: bool = False
     spelling: str = ''
 
     @linen.compact
@@ -130,12 +128,12 @@ class Layout:
     """How parameters are placed on the devices.
 
     Attributes:
-        boxes: how the parameters of the backbone say it, if they do.
+        boxes: whether the parameters of the backbone say it.
         sharded: whether each parameter is sharded; otherwise it is replicated.
         mapped: whether the step is under ``jax.shard_map``.
     """
 
-    boxes: str = ''
+    boxes: bool = False
     sharded: bool = False
     mapped: bool = False
 
@@ -168,21 +166,9 @@ class Layout:
 
 LAYOUTS = {
     'data parallel': Layout(),
-    'fully sharded': Layout(sharded=True),
-    'boxes': Layout(boxes='boxes'),
-    'logical boxes': Layout(boxes='logical boxes'),
+    'boxes': Layout(boxes=True),
     'shard_map': Layout(mapped=True),
 }
-
-
-def some_layouts(*names: str) -> list[Any]:
-    """All layouts, of which CI runs these."""
-    return [
-        pytest.param(name, marks=[] if name in names else pytest.mark.long)
-        for name in LAYOUTS
-    ]
-
-
 SPELLINGS = ('block at top', 'block inside', 'lifted class', 'Frozen', 'mirror')
 TX = optax.sgd(0.1, momentum=0.9)
 
@@ -259,9 +245,7 @@ def assert_same_program(ours: Any, hand: Any) -> None:
     assert out == jax.tree.leaves(hand.output_shardings)
 
 
-@pytest.mark.parametrize(
-    'name', some_layouts('data parallel', 'logical boxes', 'shard_map')
-)
+@pytest.mark.parametrize('name', LAYOUTS)
 def test_the_program_is_that_of_stops_by_hand(name):
     layout = LAYOUTS[name]
     net = Net(boxes=layout.boxes)
@@ -284,9 +268,8 @@ def test_the_program_is_that_of_stops_by_hand(name):
         assert_same_program(compiled(layout, bare, *args), hand(False))
 
 
-@pytest.mark.parametrize('name', some_layouts('logical boxes'))
-def test_the_program_of_the_gradient_call_is_that_of_a_split_by_hand(name):
-    layout = LAYOUTS[name]
+def test_the_program_of_the_gradient_call_is_that_of_a_split_by_hand():
+    layout = LAYOUTS['boxes']
     net = Net(boxes=layout.boxes)
     params, batch = layout.place(params_of(net)), batch_for(net)
     loss = layout.loss(functools.partial(loss_of, net))
@@ -297,10 +280,8 @@ def test_the_program_of_the_gradient_call_is_that_of_a_split_by_hand(name):
     assert_same_program(ours, hand)
 
 
-@pytest.mark.parametrize('name', some_layouts('fully sharded'))
-def test_losses_are_those_of_one_device(name):
-    layout = LAYOUTS[name]
-    net = Net(boxes=layout.boxes, spelling='Frozen')
+def test_losses_are_those_of_one_device():
+    layout, net = Layout(sharded=True), Net(spelling='Frozen')
     params, batch = params_of(net), batch_for(net)
     alone = jax.jit(train_step(frozen(net)[1]))
     many = train_step(layout.loss(frozen(net)[0]))

@@ -8,7 +8,6 @@ body is compared with a body that stops the weights by hand at that place.
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,12 @@ import pytest
 
 from flax_sg import errors
 from flax_sg import linen as nn
-from oracle import assert_same, grads, is_zero, stopped
+from oracle import assert_same, is_zero, stopped
 from stepwise import evaluate, flat, outputs_and_grads
 
 X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
 XS = jnp.stack([X, -X, 0.5 * X])  # Something to scan or map over.
-KEY = jax.random.key(7)
+INIT = {'params': jax.random.key(7)}
 
 
 def block(where: Any, on: bool = True, **kwargs: Any) -> Any:
@@ -88,7 +87,6 @@ class Row:
             from nothing if the row is a layer that has no body.
         args: what it is called with.
         variables: for a row that cannot make its own: what it is applied to.
-        rngs: the streams that it draws from.
         mutable: the collections that it must be able to write.
         has_body: whether ``make`` takes a body.
         kernels: the name of the parameters that are stopped when not all are.
@@ -100,7 +98,6 @@ class Row:
     make: Callable[..., Any]
     args: tuple[Any, ...] = (X,)
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rngs: tuple[str, ...] = ()
     mutable: tuple[str, ...] = ()
     has_body: bool = True
     kernels: str = 'kernel'
@@ -109,11 +106,6 @@ class Row:
     def module(self, name: str | None = None, body: Any = Once, **fields: Any) -> Any:
         body = (functools.partial(body, **fields),) if self.has_body else ()
         return self.make(*body)(name=name)
-
-    def keys(self, *more: str) -> dict[str, Any]:
-        return {
-            s: jax.random.fold_in(KEY, i) for i, s in enumerate((*more, *self.rngs))
-        }
 
 
 def calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -307,6 +299,10 @@ class SpectralDense(nn.Module):
 
 
 ROWS = [*TRANSFORMS, *LAYERS]
+WITH_WRITES = (
+    *('none', 'jit', 'remat', 'scan_stacked', 'scan_broadcast', 'vmap_each'),
+    *('vmap_shared', 'cond', 'map_variables', 'custom_vjp'),
+)
 
 
 def named(rows: list[Row]) -> Any:
@@ -344,7 +340,7 @@ def variables_of(row_name: str) -> Any:
     row = next(row for row in ROWS if row.name == row_name)
     if row.variables:
         return {col: {'part': tree} for col, tree in row.variables.items()}
-    return evaluate(Around(row).init, row.keys('params'), *row.args)
+    return evaluate(Around(row).init, INIT, *row.args)
 
 
 def applied(row: Row, model: nn.Module, mutable: Any) -> Callable[..., Any]:
@@ -357,7 +353,7 @@ def applied(row: Row, model: nn.Module, mutable: Any) -> Callable[..., Any]:
         mutable = row.mutable or False
 
     def fn(variables: Any, x: Any) -> Any:
-        out = model.apply(variables, x, *row.args[1:], mutable=mutable, rngs=row.keys())
+        out = model.apply(variables, x, *row.args[1:], mutable=mutable)
         out, written = out if mutable else (out, {})
         params = written.pop('params', {})
         out = out if isinstance(out, dict) else {'out': out}
@@ -367,38 +363,14 @@ def applied(row: Row, model: nn.Module, mutable: Any) -> Callable[..., Any]:
     return fn
 
 
-@pytest.mark.parametrize(
-    ('row', 'made_inside'),
-    [
-        pytest.param(row, made_inside, id=f'{row.name}-{made_inside}')
-        for names, made_inside in (
-            (('jit', 'vmap_each'), False),
-            (('remat_scan', 'partitioned_vmap'), True),
-        )
-        for row in ROWS
-        if row.name in names
-    ],
-)
-def test_init_values_are_those_of_plain_flax(row, made_inside):
-    keys = row.keys('params')
-    plain = Around(row, None, made_inside)
-    blocked = Around(row, '**', made_inside)
-    assert_same(
-        evaluate(blocked.init_with_output, keys, *row.args),
-        evaluate(plain.init_with_output, keys, *row.args),
-    )
-
-
-def check_in_a_block(
-    row: Row, mutable: bool, kernels_only: bool = False, made_inside: bool = False
-) -> None:
-    where = f'**/{row.kernels}' if kernels_only else '**'
+def check_in_a_block(row: Row, where: str = '**', made_inside: bool = False) -> None:
+    """With mutable parameters: immutable ones take the shorter way of these."""
 
     def halted(path):
-        return path.endswith(f'/{row.kernels}') or not kernels_only
+        return where == '**' or path.endswith(where.removeprefix('**'))
 
-    actual = applied(row, Around(row, where, made_inside), mutable)
-    plain = applied(row, Around(row, None, made_inside), mutable)
+    actual = applied(row, Around(row, where, made_inside), True)
+    plain = applied(row, Around(row, None, made_inside), True)
 
     def expected(variables, x):
         live, written = plain(variables, x)
@@ -409,37 +381,33 @@ def check_in_a_block(
     assert_same_grads(actual, expected, variables_of(row.name), row.args[0])
 
 
-@only('scan_stacked', 'vmap_shared', 'map_variables')
+# Those that ``test_writeback`` has not, with a body that writes.
+@named([row for row in ROWS if row.name not in WITH_WRITES])
 def test_in_a_block(row):
-    check_in_a_block(row, mutable=False)
+    check_in_a_block(row, f'**/{row.kernels}')
 
 
-@named(ROWS)
-def test_in_a_block_with_mutable_parameters(row):
-    check_in_a_block(row, mutable=True, kernels_only=True)
-
-
-@only('jit', 'scan_broadcast', 'map_variables_renamed')
-def test_first_use_in_a_block_with_mutable_parameters(row):
-    check_in_a_block(row, mutable=True, made_inside=True)
+@only('remat_scan', 'partitioned_vmap', 'map_variables_renamed')
+def test_first_use_in_a_block(row):
+    check_in_a_block(row, made_inside=True)
+    assert_same(
+        evaluate(Around(row, '**', True).init_with_output, INIT, *row.args),
+        evaluate(Around(row, None, True).init_with_output, INIT, *row.args),
+    )
 
 
 # A block in the body.
 
 
-@only('scan_stacked')
-def test_init_values_with_a_block_in_the_body(row):
-    keys = row.keys('params')
-    assert_same(
-        evaluate(row.module(None, Body, how='block').init, keys, *row.args),
-        evaluate(row.module(None, Body, how='plain').init, keys, *row.args),
-    )
-
-
 @named(TRANSFORMS)
 def test_in_the_body(row):
-    model = row.module(None, Body)
-    variables = row.variables or evaluate(model.init, row.keys('params'), *row.args)
+    variables = row.variables
+    if not variables:
+        variables, plain = (
+            evaluate(row.module(None, Body, how=how).init, INIT, *row.args)
+            for how in ('block', 'plain')
+        )
+        assert_same(variables, plain)
     assert_same_grads(
         applied(row, row.module(None, Body, how='block'), True),
         applied(row, row.module(None, Body, how='hand'), True),
@@ -448,44 +416,7 @@ def test_in_the_body(row):
     )
 
 
-class Bodies(nn.Module):
-    """Two transformed bodies under one block, each with a block of its own in it."""
-
-    row: Row
-    how: str
-
-    @nn.compact
-    def __call__(self, *args):
-        one = self.row.module('one', Body, how=self.how)
-        two = self.row.module('two', Body, how=self.how)
-        y = two(*args)
-        with block('one/**/other/*', self.how == 'block'):
-            z = flat(one(*args)) + flat(two(*args))
-        return {'before': y, 'inside': z, 'after': one(*args)}
-
-
-@only('jit')
-def test_blocks_in_the_body_and_around_it(row):
-    variables = evaluate(Bodies(row, 'plain').init, row.keys('params'), *row.args)
-    plain = applied(row, Bodies(row, 'hand'), True)
-
-    def expected(variables, x):
-        live, written = plain(variables, x)
-        copies = stopped(
-            variables['params'], re.compile('one/(.*/)?other/.*').fullmatch
-        )
-        inside, _ = plain({**variables, 'params': copies}, x)
-        return {**live, 'inside': inside['inside']}, written
-
-    actual = applied(row, Bodies(row, 'block'), True)
-    assert_same_grads(actual, expected, variables, row.args[0])
-
-
 # A block in a lifted function. The owner is the module that the function gets.
-
-
-def in_cond(use, part, x):
-    return nn.cond(jnp.sum(x) > 0, use, lambda m, x: 2 * m(x), part, x)
 
 
 def in_switch(use, part, x):
@@ -505,35 +436,6 @@ def in_jvp(use, part, x):
 
 def in_value_and_grad(use, part, x):
     return nn.value_and_grad(lambda m, x: jnp.sum(use(m, x)), part, x)
-
-
-def in_custom_vjp(use, part, x):
-    def forward(m, x):
-        return nn.vjp(use, m, x)
-
-    def backward(pull_back, ct):
-        params, x = pull_back(ct)
-        return jax.tree.map(jnp.cos, params), x
-
-    return nn.custom_vjp(use, forward, backward)(part, x)
-
-
-def in_scan(use, part, x):
-    def step(m, x, _):
-        return use(m, x) + m(x), x
-
-    return nn.scan(step, length=2, **SHARED)(part, x, None)
-
-
-def in_vmap(use, part, x):
-    axes = {'variable_axes': {'params': None}, 'split_rngs': {'params': False}}
-    return nn.vmap(use, **axes)(part, x)
-
-
-def in_map_variables(use, part, x):
-    return nn.map_variables(
-        use, 'params', trans_in_fn=lambda t: jax.tree.map(jnp.sin, t)
-    )(part, x)
 
 
 class Uses(nn.Module):
@@ -556,34 +458,14 @@ class Uses(nn.Module):
         return {'before': y, 'inside': self.lifted(use, part, y), 'after': part(y)}
 
 
+def in_remat(use, part, x):
+    return nn.remat(use)(part, x)
+
+
 @pytest.mark.parametrize(
     'lifted',
-    [
-        lambda use, part, x: nn.remat(use)(part, x),
-        lambda use, part, x: nn.jit(use)(part, x),
-        in_cond,
-        in_switch,
-        in_vjp,
-        in_jvp,
-        in_value_and_grad,
-        in_custom_vjp,
-        in_scan,
-        in_vmap,
-        in_map_variables,
-    ],
-    ids=[
-        'remat',
-        'jit',
-        'cond',
-        'switch',
-        'vjp',
-        'jvp',
-        'value_and_grad',
-        'custom_vjp',
-        'scan',
-        'vmap',
-        'map',
-    ],
+    [in_remat, in_switch, in_vjp, in_jvp, in_value_and_grad],
+    ids=lambda fn: fn.__name__,
 )
 def test_in_a_lifted_function(lifted):
     row = Row('', lambda: None)
@@ -600,10 +482,9 @@ def test_in_a_lifted_function(lifted):
 
 
 class Loop(nn.Module):
-    """A loop in a block, and a block in the body of a loop."""
+    """A block in the body of a loop."""
 
     how: str
-    inner: bool
 
     @nn.compact
     def __call__(self, x):
@@ -614,98 +495,25 @@ class Loop(nn.Module):
             return (carry[0] < 3) & (jnp.sum(m.variables['params']['kernel']) > 0)
 
         def step(m, carry):
-            use = m if self.how == 'plain' or not self.inner else self.use(m)
-            return carry[0] + 1, jnp.tanh(use(carry[1]) + m(carry[1]))
+            if self.how == 'hand':
+                used = by_hand(m, carry[1])
+            else:
+                with nn.stop_gradient('**'):
+                    used = m(carry[1])
+            return carry[0] + 1, jnp.tanh(used + m(carry[1]))
 
-        if self.inner:
-            _, z = nn.while_loop(below, step, part, (0, x))
-        else:
-            with block('part/*', self.how == 'block'):
-                _, z = nn.while_loop(below, step, part, (0, x))
+        _, z = nn.while_loop(below, step, part, (0, x))
         return {'before': y, 'inside': z, 'after': part(y)}
 
-    def use(self, m):
-        def call(x):
-            if self.how == 'hand':
-                return by_hand(m, x)
-            with nn.stop_gradient('**'):
-                return m(x)
 
-        return call
+def test_while_loop():
+    args = {'params': {'part': DENSES['layer']}}, X
+    tangents = jax.tree.map(jnp.cos, args)
 
+    def run(how):
+        return evaluate(lambda *args: jax.jvp(Loop(how).apply, *args), args, tangents)
 
-@pytest.mark.parametrize('inner', [False, True], ids=['in a block', 'block in it'])
-def test_while_loop(inner):
-    params = {'part': DENSES['layer']}
-    model, plain = Loop('block', inner), Loop('hand' if inner else 'plain', inner)
-
-    def actual(params, x):
-        return model.apply({'params': params}, x)
-
-    def expected(params, x):
-        live = plain.apply({'params': params}, x)
-        if inner:
-            return live
-        halted = plain.apply({'params': stopped(params)}, x)
-        return {**live, 'inside': halted['inside']}
-
-    tangents = jax.tree.map(jnp.cos, (params, X))
-    assert_same(
-        evaluate(lambda *args: jax.jvp(actual, *args), (params, X), tangents),
-        evaluate(lambda *args: jax.jvp(expected, *args), (params, X), tangents),
-    )
-
-
-# Not traced as a whole, so values are concrete where no derivative needs them.
-
-
-def test_in_a_block_eagerly():
-    name = 'custom_vjp'
-    row = next(row for row in ROWS if row.name == name)
-    variables = variables_of(name)
-    mutable = ['params'] if row.keeps_params else False
-    actual = applied(row, Around(row, '**'), mutable)
-    plain = applied(row, Around(row), mutable)
-
-    def expected(variables, x):
-        live, written = plain(variables, x)
-        halted, _ = plain({'params': stopped(variables['params'])}, x)
-        return {**live, 'inside': halted['inside']}, written
-
-    def differentiated(fn):
-        return lambda variables: fn(variables, row.args[0])[0]
-
-    assert_same(
-        grads(differentiated(actual), variables),
-        grads(differentiated(expected), variables),
-    )
-    assert_same(actual(variables, row.args[0]), plain(variables, row.args[0]))
-
-
-@pytest.mark.usefixtures('leaks')
-def test_no_tracer_is_kept():
-    name = 'cond'
-    row = next(row for row in ROWS if row.name == name)
-    fn = applied(row, Around(row, '**'), True)
-    variables = variables_of(name)
-
-    def loss(variables):
-        return sum(jnp.sum(y) for y in fn(variables, row.args[0])[0].values())
-
-    jax.eval_shape(jax.grad(loss), variables)
-
-
-@pytest.mark.usefixtures('leaks')
-def test_no_tracer_is_kept_by_a_block_in_the_body():
-    row = next(row for row in ROWS if row.name == 'vmap_of_scan')
-    model = row.module(None, Body, how='block')
-
-    def loss(x):
-        return jnp.sum(
-            flat(model.init_with_output(row.keys('params'), x, *row.args[1:]))
-        )
-
-    jax.eval_shape(jax.grad(loss), row.args[0])
+    assert_same(run('block'), run('hand'))
 
 
 # A filter sees the names outside of nn.map_variables.
@@ -731,25 +539,3 @@ def test_a_filter_takes_names_outside_of_map_variables():
     assert renamed_kernel_is_stopped('part/*/core')
     with pytest.raises(errors.UnusedFilterError):
         renamed_kernel_is_stopped('part/*/kernel')
-
-
-# Boxes.
-
-
-def test_a_gradient_keeps_its_box():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            part = boxed(nn.with_partitioning, 'in', 'out')(name='part')
-            y = part(x)
-            with nn.stop_gradient('part/kernel'):
-                return y, part(x)
-
-    params = Model().init(KEY, X)['params']
-    inside = jax.grad(lambda p: jnp.sum(Model().apply({'params': p}, X)[1]))(params)
-    before = jax.grad(lambda p: jnp.sum(Model().apply({'params': p}, X)[0]))(params)
-    for grad in (inside, before):
-        assert jax.tree.structure(grad) == jax.tree.structure(params)
-        assert grad['part']['kernel'].names == ('in', 'out')
-    assert is_zero(inside['part']['kernel']) and not is_zero(before['part']['kernel'])
-    assert not is_zero(inside['part']['bias'])
