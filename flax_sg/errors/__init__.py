@@ -41,7 +41,7 @@ class FilterValueError(FlaxSGError, ValueError):
 
     A glob describes whole path components::
 
-        nn.stop_gradient('gln/')  # raises: a path never ends in '/'
+        nn.stop_gradient('gln/')  # raises: no path ends in '/'
         nn.stop_gradient('gln**')  # raises: '**' stands alone between slashes
         nn.stop_gradient('gln*/**')  # everything inside gln, gln_0, gln2, ...
 
@@ -63,10 +63,10 @@ class UnusedFilterError(FlaxSGError, ValueError):
         with nn.stop_gradient('gln/**'):  # right
             y = self.gln(x)
 
-    The message shows the pattern, how many variables were looked at, the nearest
-    paths and, where one is found, what was probably meant. It is raised too for a
-    collection that does not exist, for a value of ``substitute`` that belongs to no
-    variable, and for a block at top level in which no variable was read::
+    The message shows the pattern, how many variables were looked at, and the nearest
+    paths. It is raised too for a collection that does not exist, for a value of
+    ``substitute`` that belongs to no variable, and for a block at top level in which no
+    variable was read::
 
         grads = vjp_fn(ct)                      # made by jax.vjp before the block
         with nn.stop_gradient('encoder/**'):    # wrong: nothing is read in here

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import flax.linen as nn
-import jax
 import numpy as np
 
 from flax_sg import errors
@@ -83,45 +82,28 @@ def as_filter(where: Where) -> Filter:
         return Regex(where)
     if isinstance(where, (bool, np.bool_)):
         return Constant(bool(where))
-    if isinstance(where, (nn.Module, bytes, *_VALUES)):
-        raise _no_filter(where)
     if isinstance(where, Mapping):
         return BoolTree(where)
-    if isinstance(where, (Sequence, Set)):
+    if isinstance(where, (Sequence, Set)) and not isinstance(where, bytes):
         parts = [as_filter(part) for part in where]
         if isinstance(where, Set):  # The order of a set differs from run to run.
             parts.sort(key=repr)
         any_of = Or(tuple(parts))
         return any_of if len(any_of.filters) > 1 else (*parts, Constant(False))[0]
-    if callable(where) and not isinstance(innermost(where), type):
+    fn = innermost(where)
+    if callable(where) and not isinstance(fn, (type, nn.Module)):
         return Predicate(where)
-    raise _no_filter(where)
-
-
-_VALUES = (jax.Array, np.ndarray, np.generic)
-# What a sg.Path may hold, and a glob gives another meaning.
-_SPECIAL = re.compile(r'[*?\[\\!]|//|/$|^$')
-
-
-def _no_filter(where: Any) -> errors.FilterTypeError:
-    """The error for what is no filter, with what to write instead."""
-    cls, fix = innermost(where), "Write a glob such as 'encoder/**'."
-    if isinstance(cls, type) and issubclass(cls, nn.Module):
-        of_flax = getattr(nn, cls.__name__, None) is cls
-        name = f'nn.{cls.__name__}' if of_flax else cls.__name__
-        fix = f'To lift the class, write nn.stop_gradient({name}, where).'
-    elif isinstance(where, nn.Module):
-        fix = (
-            'Open a block around the call, `with nn.stop_gradient(where): ...`, or '
-            'wrap the module: nn.Frozen(module, where).'
-        )
-    elif isinstance(where, _VALUES):
-        fix = 'To stop the gradient of a value, write jax.lax.stop_gradient(x).'
-    return errors.FilterTypeError(
-        f'{brief(cls if isinstance(cls, type) else where)} is no filter.\n'
+    raise errors.FilterTypeError(
+        f'{brief(fn)} is no filter.\n'
         'A filter is a glob, a compiled regular expression, a function of the path, a '
-        f'bool, a tree of bools, or a list of these.\n{fix}'
+        'bool, a tree of bools, or a list of these.\n'
+        'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
+        'nn.Frozen(module, where); for an array, jax.lax.stop_gradient(x).'
     )
+
+
+# What a sg.Path may hold, and a glob gives another meaning.
+_SPECIAL = re.compile(r'[*?\[\\]|//|/$|^$')
 
 
 _glob = functools.lru_cache(1024)(Glob)  # A step opens the same blocks each time.

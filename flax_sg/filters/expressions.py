@@ -118,21 +118,18 @@ class Filter(abc.ABC):
         """
         if took or self.may_be_empty:
             return None
-        found, under = 'nothing', f' under {"/".join(owner)!r}' if owner else ''
-        advice = 'There are no variables.'
-        if paths:
-            found = f'none of the {len(paths)} variable{"s" * (len(paths) != 1)}'
-            some = itertools.islice(dict.fromkeys(paths), 3)
-            advice = self._advice(paths, owner)
-            advice = advice or f'Paths look like this: {", ".join(map(repr, some))}.'
+        under = f' under {"/".join(owner)!r}' if owner else ''
+        advice = self._advice(paths) if paths else 'There are no variables.'
+        some = f'{len(paths)} variable{"s" * (len(paths) != 1)}{under}'
         return errors.UnusedFilterError(
-            f'{self!r} matches {found}{under}.\n{advice}\n'
+            f'{self!r} matches none of the {some}.\n{advice}\n'
             "If nothing has to match, pass unused='ignore'."
         )
 
-    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
-        """A line of an error that says what was probably meant; '' if unknown."""
-        return ''
+    def _advice(self, paths: Sequence[Path]) -> str:
+        """The part of an error that helps to find what was meant."""
+        some = itertools.islice(dict.fromkeys(paths), 3)
+        return f'Paths look like this: {", ".join(map(repr, some))}.'
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -297,7 +294,7 @@ class And(_Several):
     combine = operator.and_
     decisive = False
 
-    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
+    def _advice(self, paths: Sequence[Path]) -> str:
         return 'Each part matches something, but no variable is in all of them.'
 
 

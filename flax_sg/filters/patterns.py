@@ -1,99 +1,26 @@
 """Filters by pattern: globs and regular expressions on whole paths.
 
-A pattern that matches no variable raises an error, which says what was probably meant.
+A pattern that matches no variable raises an error, which shows the nearest paths.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import difflib
 import functools
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Atom
-from flax_sg.filters.paths import Owner, Path
+from flax_sg.filters.paths import Path
 
 _S = TypeVar('_S', bound=str)
 
 
-class _Pattern(Atom):
-    """What globs and regular expressions share: hints for one that matches nothing."""
-
-    everything: ClassVar[str]
-    """The pattern for all variables inside a module."""
-    separators: ClassVar[str]
-    """A regular expression for what people write in place of '/'."""
-    anywhere: ClassVar[str]
-    """A format for a pattern that matches at any depth."""
-
-    @abc.abstractmethod
-    def _text(self) -> str:
-        """The pattern as it is written."""
-
-    @abc.abstractmethod
-    def _compiled(self, text: str) -> re.Pattern[str]:
-        """Another pattern, as a regular expression."""
-
-    def _fits(self, text: str) -> Callable[[str], object]:
-        try:
-            return self._compiled(text).fullmatch
-        except re.error:
-            return lambda path: None
-
-    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
-        for meant, why in self._candidates(paths, owner):
-            # Where dots join names, ``encoder.*`` means all that is in the encoder.
-            for text in (meant, f'{meant.removesuffix("/*")}/{self.everything}'):
-                if any(map(self._fits(text), paths)):
-                    return f'Did you mean {text!r}? {why}'.rstrip()
-        near = nearest(self._text(), paths)
-        return f'Nearest: {", ".join(repr(str(path)) for path in near)}.'
-
-    def _candidates(
-        self, paths: Sequence[Path], owner: Owner
-    ) -> Iterator[tuple[str, str]]:
-        """Yields what may have been meant, and why the pattern does not say it."""
-        slashed = re.sub(self.separators, '/', self._text())
-        names = slashed.lstrip('/').split('/')
-        collections = {'params', *(path.collection for path in paths)}
-        for depth, name in enumerate(names[:2], 1):
-            if name in collections:
-                rest = '/'.join(names[depth:]) or self.everything
-                yield rest, f'Paths start below the collection {name!r}.'
-        yield f'{self._text()}/{self.everything}', 'Variables are inside the module.'
-        yield slashed, "'/' joins names."
-        yield slashed.lstrip('/'), "Only paths outside the module begin with '/'."
-        yield f'/{slashed}', 'Paths outside the module begin with a slash.'
-        if owner and tuple(names[: len(owner)]) == owner:
-            relative = '/'.join(names[len(owner) :]) or self.everything
-            yield relative, f'Paths are relative to the module at {"/".join(owner)!r}.'
-        for form in ('NFC', 'NFD'):
-            yield unicodedata.normalize(form, slashed), 'Its Unicode form differs.'
-        yield self.anywhere.format(slashed), 'A pattern matches the whole path.'
-        respelled = self._respelled(slashed, paths)
-        yield respelled, ''
-        yield self.anywhere.format(respelled), ''
-
-    def _respelled(self, pattern: str, paths: Sequence[Path]) -> str:
-        """The pattern with the nearest name for each that no path has."""
-        names = {name for path in paths for name in path.parts}
-        # 'layer_*' is near to 'layers_*', which stands for names with numbers.
-        names |= {re.sub('[0-9]+', '*', name) for name in names}
-        out: list[str] = []
-        for name in pattern.split('/'):
-            if name.strip('*') and not any(map(self._fits(name), names)):
-                name = (difflib.get_close_matches(name, sorted(names), 1) or [name])[0]
-            out.append(name)
-        return '/'.join(out)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class Glob(_Pattern):
+class Glob(Atom):
     r"""The variables whose whole path fits a pattern, by the rules of gitignore.
 
     ``*``, ``?``, ``[abc]`` and ``[!abc]`` match characters within one component.
@@ -116,13 +43,17 @@ class Glob(_Pattern):
         FilterValueError: if no path can fit the pattern.
     """
 
-    everything = '**'
-    separators = r'\.|::|\\+'
-    anywhere = '**/{}'
     pattern: str
 
     def __post_init__(self) -> None:
-        _check_glob(self.pattern)
+        names = self.pattern.removeprefix('/').split('/')
+        if '' in names or any('**' in name and name != '**' for name in names):
+            raise errors.FilterValueError(
+                f'No path fits the glob {self.pattern!r}: names are not empty, and '
+                "'**' stands alone between slashes.\n"
+                "Write 'gln/**' for everything in gln, '**/*kernel' for names that "
+                "end in kernel, '**' for every variable."
+            )
 
     @functools.cached_property
     def _fullmatch(self) -> Callable[[str], object]:
@@ -139,23 +70,15 @@ class Glob(_Pattern):
             return path == self.only
         return path == self.pattern or self._fullmatch(path) is not None
 
-    def _text(self) -> str:
-        return self.pattern
-
-    def _compiled(self, text: str) -> re.Pattern[str]:
-        return glob_regex(text)
+    def _advice(self, paths: Sequence[Path]) -> str:
+        return _advice(self.pattern, paths, 'encoder/**')
 
     def __repr__(self) -> str:
         return f'Glob({self.pattern!r})'
 
-    def _advice(self, paths: Sequence[Path], owner: Owner) -> str:
-        if '{' in self.pattern:
-            return "'{' and '}' mean themselves: write a list of patterns."
-        return super()._advice(paths, owner)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Regex(_Pattern):
+class Regex(Atom):
     """The variables whose whole path matches a compiled regular expression.
 
     The whole path has to match (``fullmatch``), so that 'gln' does not freeze
@@ -171,9 +94,6 @@ class Regex(_Pattern):
         FilterTypeError: for a pattern on bytes.
     """
 
-    everything = '.*'
-    separators = r'\\\.|::'
-    anywhere = '.*{}.*'
     pattern: re.Pattern[str]
 
     def __post_init__(self) -> None:
@@ -188,14 +108,20 @@ class Regex(_Pattern):
         """Whether the expression matches the whole path."""
         return self.pattern.fullmatch(path) is not None
 
-    def _text(self) -> str:
-        return self.pattern.pattern.lstrip('^')
-
-    def _compiled(self, text: str) -> re.Pattern[str]:
-        return re.compile(text, self.pattern.flags)
+    def _advice(self, paths: Sequence[Path]) -> str:
+        return _advice(self.pattern.pattern, paths, 'encoder/.*')
 
     def __repr__(self) -> str:
         return f'Regex({self.pattern!r})'
+
+
+def _advice(pattern: str, paths: Sequence[Path], example: str) -> str:
+    near = ', '.join(repr(str(path)) for path in nearest(pattern, paths))
+    return (
+        f'Nearest: {near}.\n'
+        f'A pattern matches whole paths, from below the collection: {example!r} takes '
+        'all variables in encoder.'
+    )
 
 
 # What a glob may be made of. A set ends within its component.
@@ -250,26 +176,6 @@ def _token(token: re.Match[str]) -> str:
             return re.escape(token[0])
         return f'(?!/)[{"^" if token["negated"] else ""}{members}]'
     return re.escape(token['escaped'] or token['literal'])
-
-
-def _check_glob(pattern: str) -> None:
-    """Raises for a glob that no path can fit."""
-    if not pattern:
-        problem, fix = 'is empty', "'**' for every variable"
-    elif pattern.startswith('!'):
-        problem = "begins with '!', which negates nothing here"
-        fix = f'~flax_sg.filters.as_filter({pattern[1:]!r})'
-    elif pattern.endswith('/'):
-        problem = "ends in '/', and no path does"
-        fix = f'{pattern.rstrip("/") + "/**"!r} for everything inside'
-    elif '//' in pattern:
-        problem, fix = "has '//' in it", repr(re.sub('/+', '/', pattern))
-    elif any('**' in name and name != '**' for name in pattern.split('/')):
-        problem = "has '**' beside other characters"
-        fix = "'**' alone between slashes, as in 'gln*/**' or '**/*kernel'"
-    else:
-        return
-    raise errors.FilterValueError(f'The glob {pattern!r} {problem}.\nWrite {fix}.')
 
 
 def nearest(pattern: str, paths: Iterable[_S], n: int = 3) -> list[_S]:

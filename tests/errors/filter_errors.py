@@ -96,11 +96,13 @@ BOOL = (
 IGNORE = "If nothing has to match, pass unused='ignore'."
 
 
-def no_filter(what: str, fix: str) -> tuple[type[Exception], str]:
+def no_filter(what: str) -> tuple[type[Exception], str]:
     return errors.FilterTypeError, (
         f'{what} is no filter.\n'
         'A filter is a glob, a compiled regular expression, a function of the path, a '
-        f'bool, a tree of bools, or a list of these.\n{fix}'
+        'bool, a tree of bools, or a list of these.\n'
+        'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
+        'nn.Frozen(module, where); for an array, jax.lax.stop_gradient(x).'
     )
 
 
@@ -152,11 +154,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an empty glob': (
         lambda: as_filter(''),
         errors.FilterValueError,
-        "The glob '' is empty.\nWrite '**' for every variable.",
+        "No path fits the glob '': names are not empty, and '**' stands alone between "
+        'slashes.\n'
+        "Write 'gln/**' for everything in gln, '**/*kernel' for names that end in "
+        "kernel, '**' for every variable.",
     ),
     'unused in a tree': (
         lambda: split('haed/w'),
-        *unused("Glob('haed/w')", "Did you mean 'head/w'?"),
+        *unused(
+            "Glob('haed/w')",
+            "Nearest: 'head/w', 'body/w'.\n"
+            "A pattern matches whole paths, from below the collection: 'encoder/**' "
+            'takes all variables in encoder.',
+        ),
     ),
     'parts that exclude each other': (
         lambda: split(a & b),
@@ -181,23 +191,17 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'no filter': (
         lambda: as_filter(iter(['head/w'])),
-        *no_filter('a list_iterator', "Write a glob such as 'encoder/**'."),
+        *no_filter('a list_iterator'),
     ),
     'a Module class': (
         lambda: as_filter(fnn.Dense),
-        *no_filter(
-            'the class Dense',
-            'To lift the class, write nn.stop_gradient(nn.Dense, where).',
-        ),
+        *no_filter('the class Dense'),
     ),
     'a module': (
         lambda: as_filter(Model()),
-        *no_filter(
-            'a Model',
-            'Open a block around the call, `with nn.stop_gradient(where): ...`, or '
-            'wrap the module: nn.Frozen(module, where).',
-        ),
+        *no_filter('a Model'),
     ),
+    'an array': (lambda: as_filter(jnp.ones(2)), *no_filter('an array (float32[2])')),
     'a pattern on bytes': (
         lambda: split(re.compile(b'head/.*')),
         errors.FilterTypeError,
@@ -294,6 +298,7 @@ FIXES: dict[str, str | Callable[[], Any]] = {
     'a slice of no numbers': "sg.at('embed/embedding', np.s_[:100])",
     'a Module class': 'nn.stop_gradient(nn.Dense, where)',
     'a module': 'nn.Frozen(module, where)',
+    'an array': 'jax.lax.stop_gradient(x)',
     'a filter that is assigned to': lambda: as_filter(several.__name__),
     'a tree with the collection': lambda: in_block({'params': TREE}['params']),
     'a predicate that reads a tracer': lambda: jax.jit(decided, static_argnames='flag')(

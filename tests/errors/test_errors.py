@@ -239,14 +239,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: run(nn.stop_gradient('encodr/**')),
         errors.UnusedFilterError,
         "Glob('encodr/**') matches none of the 4 variables.\n"
-        "Did you mean 'encoder/**'?\n"
+        "Nearest: 'encoder/kernel', 'encoder/bias', 'norm/scale'.\n"
+        "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
+        'all variables in encoder.\n'
         "If nothing has to match, pass unused='ignore'.",
     ),
     'unused in a module': (
         lambda: Mounted('dense/**').apply(MOUNTED, X),
         errors.UnusedFilterError,
         "Glob('dense/**') matches none of the 2 variables under 'enc'.\n"
-        "Did you mean '**/dense/**'? A pattern matches the whole path.\n"
+        "Nearest: 'm/dense/bias', 'm/dense/kernel'.\n"
+        "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
+        'all variables in encoder.\n'
         "If nothing has to match, pass unused='ignore'.",
     ),
     'unknown collection': (

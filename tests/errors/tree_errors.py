@@ -45,7 +45,9 @@ OTHER_STATE = (
 )
 NOTHING = (
     "Glob('haed/w') matches none of the 2 variables.\n"
-    "Did you mean 'head/w'?\n"
+    "Nearest: 'head/w', 'body/w'.\n"
+    "A pattern matches whole paths, from below the collection: 'encoder/**' takes all "
+    'variables in encoder.\n'
     "If nothing has to match, pass unused='ignore'."
 )
 adam = optax.adam(0.1)

@@ -538,27 +538,24 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ('where', 'problem', 'fix'),
+    ('where', 'problem'),
     [
-        (['a', 3], '3 (int)', "Write a glob such as 'encoder/**'."),
-        (b'x', "b'x' (bytes)", "Write a glob such as 'encoder/**'."),
-        (object(), 'an object', "Write a glob such as 'encoder/**'."),
-        (functools.partial(int, base=2), 'the class int', 'Write a glob such as'),
-        (Model, 'the class Model', 'write nn.stop_gradient(Model, where).'),
-        (
-            functools.partial(nn.Dense, 3),
-            'the class Dense',
-            'write nn.stop_gradient(nn.Dense, where).',
-        ),
-        (np.ones(2, np.int8), 'an array (int8[2])', 'write jax.lax.stop_gradient(x).'),
+        (['a', 3], '3 (int)'),
+        (b'x', "b'x' (bytes)"),
+        (object(), 'an object'),
+        (functools.partial(int, base=2), 'the class int'),
+        (Model, 'the class Model'),
+        (functools.partial(nn.Dense, 3), 'the class Dense'),
+        (nn.Dense(3), 'a Dense'),
+        (np.ones(2, np.int8), 'an array (int8[2])'),
     ],
 )
-def test_what_is_no_filter(where, problem, fix):
+def test_what_is_no_filter(where, problem):
     with pytest.raises(errors.FilterTypeError) as caught:
         as_filter(where)
-    first, kinds, last = str(caught.value).splitlines()
+    first, kinds, _ = str(caught.value).splitlines()
     assert first == f'{problem} is no filter.'
-    assert kinds.startswith('A filter is a glob, ') and fix in last
+    assert kinds.startswith('A filter is a glob, ')
 
 
 @pytest.mark.parametrize(
@@ -744,80 +741,10 @@ def unused(where: Any, met: list[Path], owner: tuple[str, ...] | None) -> str:
     """The second line of the error for a filter that matches nothing."""
     lines = str(as_filter(where).unused(False, met, owner)).splitlines()
     some = '1 variable' if len(met) == 1 else f'{len(met)} variables'
-    count = f'none of the {some}' if met else 'nothing'
     under = " under '" + '/'.join(owner) + "'" if owner else ''
-    assert lines[0] == f'{as_filter(where)!r} matches {count}{under}.'
-    assert lines[2:] == ["If nothing has to match, pass unused='ignore'."]
+    assert lines[0] == f'{as_filter(where)!r} matches none of the {some}{under}.'
+    assert lines[-1] == "If nothing has to match, pass unused='ignore'."
     return lines[1]
-
-
-BELOW = "Paths start below the collection 'params'."
-JOINS = "'/' joins names."
-RELATIVE = "Paths are relative to the module at 'enc'."
-WHOLE = 'A pattern matches the whole path.'
-INSIDE = 'Variables are inside the module.'
-
-# In the module 'enc': what is meant, as it is written, and why
-MEANT: list[tuple[Any, str, str]] = [
-    ('params/gln_0/**', "'gln_0/**'", BELOW),
-    ('params/**', "'**'", BELOW),
-    ('/params/gln_0/**', "'gln_0/**'", BELOW),
-    ('params.gln_0.kernel', "'gln_0/kernel'", BELOW),
-    (re.compile('^params/gln_.*'), "'gln_.*'", BELOW),
-    ('gln_0::*', "'gln_0/*'", JOINS),
-    (re.compile(r'gln_\d\.kernel'), r"'gln_\\d/kernel'", JOINS),
-    ('enc/gln_0/**', "'gln_0/**'", RELATIVE),
-    ('/enc/gln_0/**', "'gln_0/**'", RELATIVE),
-    ('cell/*', "'/cell/*'", 'Paths outside the module begin with a slash.'),
-    ('gln_*', "'gln_*/**'", INSIDE),
-    (re.compile('DEC', re.I), "'DEC/.*'", INSIDE),
-    ('dense/kernel', "'**/dense/kernel'", WHOLE),
-    ('dense.kernel', "'**/dense/kernel'", WHOLE),
-    (re.compile('ense'), "'.*ense.*'", WHOLE),
-    ('glm_0/**', "'gln_0/**'", ''),
-    ('glm_0.kernel', "'gln_0/kernel'", ''),
-    (re.compile('glm_0/.*'), "'gln_0/.*'", ''),
-    ('deck', "'dec/**'", ''),
-    ('**/kernal', "'**/kernel'", ''),
-    ('dens/kernel', "'**/dense/kernel'", ''),
-    ('deck/dens/*', "'dec/dense/*'", ''),
-]
-
-
-@pytest.mark.parametrize('row', MEANT, ids=lambda row: repr(row[0]))
-def test_did_you_mean(row):
-    where, meant, why = row
-    assert not any(map(as_filter(where), MET))
-    assert unused(where, MET, ENC) == f'Did you mean {meant}? {why}'.rstrip()
-    if isinstance(where, re.Pattern):
-        assert any(map(re.compile(eval(meant), where.flags).fullmatch, MET))
-    else:
-        assert any(map(as_filter(eval(meant)), MET))
-
-
-AT = "Only paths outside the module begin with '/'."
-
-
-@pytest.mark.parametrize(
-    ('where', 'met', 'line'),
-    [
-        (
-            'stats/w',
-            [path('w', 'stats')],
-            "'w'? Paths start below the collection 'stats'.",
-        ),
-        ('/gln_0/**', TOP, f"'gln_0/**'? {AT}"),
-        (
-            'caf\u00e9/*',
-            [path('cafe\u0301/w')],
-            "'cafe\u0301/*'? Its Unicode form differs.",
-        ),
-        ('a.*.b', [path('a/0/b/w')], f"'a/*/b/**'? {JOINS}"),
-        ('w[0', [path('w[0/kernel')], f"'w[0/**'? {INSIDE}"),
-    ],
-)
-def test_did_you_mean_at_top_level(where, met, line):
-    assert unused(where, met, ()) == f'Did you mean {line}'
 
 
 def glm(path):
@@ -825,18 +752,24 @@ def glm(path):
 
 
 @pytest.mark.parametrize(
-    ('where', 'line'),
+    ('where', 'met', 'owner', 'line'),
     [
-        ('gln_2/**', "Did you mean 'gln_0/**'?"),
-        ('gln_{0..2}/**', "'{' and '}' mean themselves: write a list of patterns."),
-        ('xyz/**', "Nearest: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
-        (glm, "Paths look like this: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
-        (re.compile('xyz'), "Nearest: 'gln_0/kernel', 'dec/bias', 'norm/mean'."),
+        ('gln_2/**', TOP, None, "Nearest: 'gln_0/kernel', 'norm/mean', 'dec/bias'."),
+        ('params/dec/**', TOP, (), "Nearest: 'dec/bias', "),
+        ('enc/gln_0/kernel', MET, ENC, "Nearest: 'gln_0/kernel', "),
+        ('cell/*', MET, ENC, "Nearest: '/cell/kernel', "),
+        ('gln_*', MET, ENC, "Nearest: 'gln_0/kernel', 'gln_0/bias', 'gln_1/kernel'."),
+        ('dense.kernel', MET[-2:], ENC, "Nearest: 'dec/dense/kernel', "),
+        (re.compile('norm/meen'), TOP, None, "Nearest: 'norm/mean', "),
+        (glm, TOP, None, "Paths look like this: 'gln_0/kernel', 'dec/bias', 'norm/"),
+        (glm, MET[:1], ENC, "Paths look like this: 'gln_0/kernel'."),
+        ('gln_2/**', [], None, 'There are no variables.'),
+        (glm, [], None, 'There are no variables.'),
     ],
 )
-def test_where_nobody_knows_what_was_meant(where, line):
-    assert unused(where, TOP, None) == line
-    assert unused(where, [], None) == 'There are no variables.'
+def test_a_filter_that_matches_nothing_shows_paths(where, met, owner, line):
+    assert not any(map(as_filter(where), met))
+    assert unused(where, met, owner).startswith(line)
 
 
 def test_errors_pickle():

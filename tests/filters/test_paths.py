@@ -121,25 +121,14 @@ def test_glob(row):
     assert [path for path in [*fitting, *others] if fullmatch(path)] == fitting
 
 
-# pattern, problem, what to write
-BAD_GLOBS = [
-    ('', 'is empty', "'**' for every"),
-    ('Xs/dense/', "ends in '/', and no path does", "'Xs/dense/**' for"),
-    ('gln//kernel', "has '//' in it", "'gln/kernel'"),
-    ('//gln', "has '//' in it", "'/gln'"),
-    ('gln**', "has '**' beside other characters", "as in 'gln*/**'"),
-    ('x/***', "has '**' beside other characters", "as in 'gln*/**'"),
-    ('!gln/**', "begins with '!', which negates nothing here", "as_filter('gln/**')"),
-]
+BAD_GLOBS = ['', '/', 'Xs/dense/', 'gln//kernel', '//gln', 'gln**', 'x/***']
 
 
-@pytest.mark.parametrize(('pattern', 'problem', 'fix'), BAD_GLOBS)
-def test_bad_glob(pattern, problem, fix):
-    with pytest.raises(FilterValueError) as caught:
+@pytest.mark.parametrize('pattern', BAD_GLOBS)
+def test_bad_glob(pattern):
+    with pytest.raises(FilterValueError, match=r'^No path fits the glob ') as caught:
         Glob(pattern)
-    first, second = str(caught.value).splitlines()
-    assert first == f'The glob {pattern!r} {problem}.'
-    assert second.startswith('Write ') and fix in second
+    assert repr(pattern) in str(caught.value)
 
 
 def fits(pattern: str, path: str) -> bool:

@@ -274,7 +274,7 @@ def test_filters_that_select_nothing():
     }
     part, _ = sg.partition({'body': 1.0}, 'head/**', unused='ignore')
     assert jax.tree.leaves(part) == []
-    with pytest.raises(errors.UnusedFilterError, match="Did you mean 'w'"):
+    with pytest.raises(errors.UnusedFilterError, match="Nearest: 'w'"):
         sg.partition({'params': {'w': 1.0}}, 'params/w')
 
 
