@@ -119,16 +119,9 @@ class Form:
             try:
                 found += argument.flatten_up_to(tree)
             except (ValueError, TypeError):
-                given = leaves_of(tree)
-                paths = self.paths[len(found) : len(found) + argument.num_leaves]
-                raise different_structures(
-                    'the argument',
-                    what,
-                    dict.fromkeys(paths),
-                    given.by_path(),
-                    str(argument),
-                    str(given.treedef),
-                ) from None
+                expected = self.paths[len(found) : len(found) + argument.num_leaves]
+                paths = expected, leaves_of(tree).paths
+                raise different_structures('the argument', what, *paths) from None
         live = [
             (path, leaf)
             for takes, path, leaf in zip(self.live, self.paths, found, strict=True)

@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import jax
 from flax.core.scope import Scope
 
 from flax_sg import errors
@@ -18,7 +19,7 @@ from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import core_scopes, hooking, tracing, versions
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
-from flax_sg.trees.variables import Key, leaves_of
+from flax_sg.trees.variables import Key
 
 versions.load_once(globals())
 
@@ -160,8 +161,8 @@ class Root:
         """
         if block not in self.covered:
             return False
-        begun = {id(leaf) for leaf in leaves_of(self.handed.get(key))}
-        return all(id(leaf) in begun for leaf in leaves_of(value))
+        begun = {id(leaf) for leaf in jax.tree.leaves(self.handed.get(key))}
+        return all(id(leaf) in begun for leaf in jax.tree.leaves(value))
 
 
 _KnownRoot = tuple[Root, tuple[str, ...], dict[str, Any]]

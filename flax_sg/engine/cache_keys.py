@@ -92,7 +92,7 @@ class Asker:
             return expressions.decide(self.rewrite.where, path)
         return expressions.decide(self.rewrite.where, path, asks=self._takes)
 
-    def _takes(self, atom: filters.Filter, path: Path) -> bool | None:
+    def _takes(self, atom: expressions.Atom, path: Path) -> bool | None:
         """Whether an elementary filter takes a variable.
 
         A function is asked once for each variable; its answer holds for the block.

@@ -31,7 +31,7 @@ from flax.core.scope import Scope
 from flax_sg import errors
 from flax_sg.engine import blocks, contents, selection, views
 from flax_sg.internals import core_scopes, hooking, modules, tracing
-from flax_sg.trees.variables import Key, leaves_of
+from flax_sg.trees.variables import Key
 
 _Blocks = tuple[blocks.Block, ...]
 _cached_properties = functools.lru_cache(4096)(modules.cached_properties)
@@ -196,7 +196,8 @@ def _parameter(
             key = collection, (*scope.path, name)
             leaf = views.stored(root, made_in, key, value)
             if not isinstance(variable, Mapping):
-                found += [(key, leaf) for one in leaves_of(variable) if one is leaf]
+                count = sum(one is leaf for one in jax.tree.leaves(variable))
+                found += [(key, leaf)] * count
     if len(found) != 1:
         return None
     # Variables may share one array: then the one that was read is unknown.

@@ -37,7 +37,6 @@ from flax_sg.trees.variables import (
     find,
     iter_variables,
     leaf_keys,
-    leaves_of,
     map_leaves,
     map_variables,
 )
@@ -66,7 +65,7 @@ class Seen:
     def stored_value(self, value: Any) -> Any:
         """Returns what to store when a reader writes ``value``."""
         # Compare by position first: readers may see one object for several leaves.
-        stored, seen = map(leaves_of, self.last)
+        stored, seen = map(jax.tree.leaves, self.last)
         leaves, treedef = jax.tree_util.tree_flatten(value)
         if len(leaves) == len(seen) and all(map(operator.is_, leaves, seen)):
             return treedef.unflatten(stored)
@@ -138,7 +137,8 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
         leaf = functools.partial(_view_leaf, root, block, key, seen)
         viewed = map_leaves(leaf, key, value)
     else:
-        for old, new in zip(leaves_of(value), leaves_of(viewed), strict=True):
+        pair = jax.tree.leaves(value), jax.tree.leaves(viewed)
+        for old, new in zip(*pair, strict=True):
             seen.note(old, new)
         thread.rewritten += 1
     seen.last = value, viewed
@@ -189,7 +189,7 @@ def _instead(block: Block, root: Root, key: Key, value: Any) -> Any:
     if all(said is True for _, said in asked):
         return new
     olds, treedef = jax.tree.flatten(value)
-    leaves = zip(asked, leaves_of(new), olds, strict=True)
+    leaves = zip(asked, jax.tree.leaves(new), olds, strict=True)
     return treedef.unflatten(
         filters.merged(said, meant, old, path) if said else old
         for (path, said), meant, old in leaves
@@ -278,7 +278,7 @@ def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
     """Notes the rewritten leaves that a lifted body in a block starts with."""
     if block.rewrite.rule.in_extent:
         for key in handed.keys() & root.selected:
-            for leaf in leaves_of(handed[key]):
+            for leaf in jax.tree.leaves(handed[key]):
                 made_by(block).note(leaf)
 
 
@@ -323,7 +323,7 @@ def _rewritten_together(
         took = [selects(block, root, leaf_key) for leaf_key in keys]
         if not any(took):
             continue
-        shown = leaves_of(view(root, block.outer, key, value))
+        shown = jax.tree.leaves(view(root, block.outer, key, value))
         for leaf_key, take, leaf in zip(keys, took, shown, strict=True):
             if take and is_differentiable(leaf):
                 chosen.setdefault(leaf_key, []).append(leaf)

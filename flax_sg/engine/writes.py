@@ -85,8 +85,8 @@ def _read_only(rewrite: Any, path: Any, by: str, exists: bool) -> errors.ReadOnl
     done = 'wrote' if exists else 'created'
     return errors.ReadOnlyError(
         f'{by} {done} the variable {path.name!r} of the collection '
-        f'{path.collection!r} in the module at {path.from_root().module!r}, which '
-        f'is read only under {rewrite!r}.\n'
+        f'{path.collection!r} in the module at '
+        f'{path.absolute.rpartition("/")[0]!r}, which is read only under {rewrite!r}.\n'
         'Fix: leave the block for the write, or leave the variable out with where= '
         'or collections=.'
     )

@@ -65,8 +65,8 @@ class UnusedFilterError(FlaxSGError, ValueError):
 
     The message shows the pattern, how many variables were looked at, and the nearest
     paths. It is raised too for a collection that does not exist, for a value of
-    ``substitute`` that belongs to no variable, and for a block at top level in which no
-    variable was read::
+    ``substitute`` or a bool that belongs to no variable, and for a block at top level
+    in which no variable was read::
 
         grads = vjp_fn(ct)                      # made by jax.vjp before the block
         with nn.stop_gradient('encoder/**'):    # wrong: nothing is read in here

@@ -56,7 +56,7 @@ class Filter(abc.ABC):
         return ()
 
     @functools.cached_property
-    def atoms(self) -> tuple[Filter, ...]:
+    def atoms(self) -> tuple[Atom, ...]:
         """The distinct elementary filters in it.
 
         Each of them has to match something, where a filter may not be empty.
@@ -69,12 +69,11 @@ class Filter(abc.ABC):
         return frozenset({type(self)}).union(*(part.kinds for part in self.parts))
 
     @functools.cached_property
-    def by_path(self) -> tuple[dict[str, list[Filter]], list[Filter]]:
+    def by_path(self) -> tuple[dict[str, list[Atom]], list[Atom]]:
         """The atoms that mean one path, by this path; and the others."""
-        exact: dict[str, list[Filter]] = {}
-        others: list[Filter] = []
+        exact: dict[str, list[Atom]] = {}
+        others: list[Atom] = []
         for atom in self.atoms:
-            assert isinstance(atom, Atom)
             if atom.only is None:
                 others.append(atom)
             else:
@@ -200,7 +199,7 @@ class Atom(Filter):
         return answers.get(self, False)
 
     @functools.cached_property
-    def atoms(self) -> tuple[Filter, ...]:
+    def atoms(self) -> tuple[Atom, ...]:
         """The filter itself."""
         return (self,)
 
@@ -329,16 +328,15 @@ def negated(said: Any) -> Any:
     return not said if isinstance(said, bool) else said if said is None else ~said
 
 
-def takes(atom: Filter, path: Path) -> bool | None:
+def takes(atom: Atom, path: Path) -> bool | None:
     """Whether an atom takes a variable, or the leaf of one; None if it cannot say."""
-    assert isinstance(atom, Atom)
     said = atom.matches(path)
     if said or not path.is_inner or atom.names_leaves:
         return said
     return atom.matches(path.variable)
 
 
-Asks = Callable[[Filter, Path], bool | None]
+Asks = Callable[[Atom, Path], bool | None]
 
 
 def asked(where: Filter, path: Path, asks: Asks = takes) -> Answers:

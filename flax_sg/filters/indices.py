@@ -94,7 +94,14 @@ class Part:
         Raises:
             PartError: if an index does not fit the array, or takes nothing of it.
         """
-        return _mask(self.elements, shape, path)
+        elements = self.elements
+        if isinstance(elements, Not):
+            return ~Part(elements.filter).mask(shape, path)
+        if isinstance(elements, And | Or):
+            masks = (Part(one).mask(shape, path) for one in elements.filters)
+            return functools.reduce(elements.combine, masks)
+        assert isinstance(elements, Index)
+        return _mask_of(elements, shape, path)
 
 
 def merged(said: bool | Part, meant: Any, others: Any, path: str) -> Any:
@@ -146,7 +153,7 @@ def at(where: Any, index: Any) -> Filter:
         refused.
 
     Raises:
-        PartError: if ``index`` is none; or later, if it does not fit an array, or takes
+        PartError: if ``index`` is none; later, if it does not fit an array, or takes
             nothing of it.
     """
     return Filter.convert(where) & Index(index)
@@ -157,16 +164,17 @@ def _plain(index: Any) -> Any:
         return tuple(map(_plain, index))
     if isinstance(index, slice):
         parts = (index.start, index.stop, index.step)
-        try:
-            return slice(*(None if n is None else operator.index(n) for n in parts))
-        except TypeError:
-            raise _no_index(index) from None
+        return slice(*(None if n is None else operator.index(n) for n in parts))
     if index is Ellipsis:
         return index
     array = np.array(index)
     if array.dtype != bool:
         if not np.issubdtype(array.dtype, np.integer):
-            raise _no_index(index)
+            raise errors.PartError(
+                f'{brief(index)} is no index: give ints, slices, ..., arrays of ints '
+                'or bools, or a tuple of these.\n'
+                "Write it as numpy does: sg.at('embed/embedding', np.s_[:100])."
+            )
         array = array.astype(np.int64)
         if array.ndim == 0:
             return int(array)
@@ -191,16 +199,6 @@ def _written(index: Any) -> str:
     if isinstance(index, np.ndarray):
         return np.array2string(index, separator=', ', threshold=8)
     return '...' if index is Ellipsis else str(index)
-
-
-def _mask(elements: Filter, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
-    if isinstance(elements, Not):
-        return ~_mask(elements.filter, shape, path)
-    if isinstance(elements, And | Or):
-        masks = (_mask(part, shape, path) for part in elements.filters)
-        return functools.reduce(elements.combine, masks)
-    assert isinstance(elements, Index)
-    return _mask_of(elements, shape, path)
 
 
 def _mask_of(index: Index, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
@@ -241,13 +239,4 @@ def wrong_part(
     return errors.PartError(
         f'{index!r} does not fit {path!r}, an array of shape {shape}: {problem}.\n'
         'Name elements that the array has, or other variables in sg.at.'
-    )
-
-
-def _no_index(index: Any) -> errors.PartError:
-    """What was given is no index."""
-    return errors.PartError(
-        f'{brief(index)} is no index: give ints, slices, ..., arrays of ints or bools, '
-        'or a tuple of these.\n'
-        "Write it as numpy does: sg.at('embed/embedding', np.s_[:100]).",
     )

@@ -16,9 +16,9 @@ from flax import traverse_util
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Atom, Filter
-from flax_sg.filters.paths import Classes, Owner, Path, names_in, names_within
+from flax_sg.filters.paths import Classes, Owner, Path, names_in
 from flax_sg.filters.patterns import nearest
-from flax_sg.internals import modules
+from flax_sg.internals import modules, tracing
 
 
 class BoolTree(Atom):
@@ -46,7 +46,19 @@ class BoolTree(Atom):
 
     # No dataclass: see ``Predicate``.
     def __init__(self, tree: Mapping[str, Any]) -> None:
-        object.__setattr__(self, 'bools', _bools_in(tree))
+        bools: dict[tuple[str, ...], bool] = {}
+        for names, node in names_in(dict(tree), lambda node: node is None):
+            leaves = jax.tree.leaves(node)
+            are_bools = all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves)
+            if not are_bools or len({*map(bool, leaves)}) != 1:
+                raise errors.FilterTypeError(
+                    f'A tree of bools has {brief(node)} at {"/".join(names)!r}.\n'
+                    'Give True or False at every leaf, and one of them for all that is '
+                    "in a box: {'gln': True, 'dec': {'bias': False}}.\n"
+                    'For a tree of arrays write sg.stop_gradient(tree, where).'
+                )
+            bools[names] = bool(leaves[0])
+        object.__setattr__(self, 'bools', bools)
 
     @functools.cached_property
     def identity(self) -> Hashable:
@@ -57,15 +69,15 @@ class BoolTree(Atom):
         """What the tree says; raises if it says nothing."""
         if path.outside:
             return False
-        names = path.parts
-        for depth in range(len(names) + 1):
-            if (take := self.bools.get(names[:depth])) is not None:
+        for depth in range(len(path.parts) + 1):
+            if (take := self.bools.get(path.parts[:depth])) is not None:
                 return take
-        # Below the path are the leaves of one variable, if its value is a dict.
-        below = [take for n, take in self.bools.items() if n[: len(names)] == names]
-        if not below:
-            raise self._misfit(path)
-        return _agreed(below, names)
+        raise errors.FilterValueError(
+            f'A tree of bools has no answer for the variable {str(path)!r} of the '
+            f'collection {path.collection!r}.\n'
+            'Give True or False for it. A tree starts below the collection: give '
+            'tree[collection].'
+        )
 
     @property
     def may_be_empty(self) -> bool:
@@ -74,60 +86,15 @@ class BoolTree(Atom):
 
     def unused(
         self, took: bool, paths: Sequence[Path], owner: Owner
-    ) -> errors.FilterValueError | None:
+    ) -> errors.UnusedFilterError | None:
         """The error if a name in the tree belongs to no variable."""
         variables = {path.parts for path in paths if not path.outside}
         known = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
         missing = ['/'.join(names) for names in self.bools if names not in known]
-        if not missing:
-            return None
-        return errors.FilterValueError(
-            f'A tree of bools names {without_variable(missing, paths)}.\n'
-            'Take that out of the tree, or spell it as the variables.'
-        )
-
-    def _misfit(self, path: Path) -> errors.FilterValueError:
-        fix = f'Add True or False for {str(path)!r} to the tree.'
-        if any(names[0] == path.collection for names in self.bools):
-            fix = f'A tree starts below the collection: give tree[{path.collection!r}].'
-        return errors.FilterValueError(
-            f'A tree of bools has no answer for the variable {str(path)!r} of the '
-            f'collection {path.collection!r}.\n{fix}'
-        )
+        return no_variables('A tree of bools', missing, paths) if missing else None
 
     def __repr__(self) -> str:
         return f'BoolTree({traverse_util.unflatten_dict(self.bools)!r})'
-
-
-def _bools_in(tree: Mapping[str, Any]) -> dict[tuple[str, ...], bool]:
-    """The bools of a tree, Python's own, by name."""
-    out: dict[tuple[str, ...], bool] = {}
-    for keys, value in traverse_util.flatten_dict(dict(tree)).items():
-        names = tuple(map(str, keys))
-        for leaf in jax.tree.leaves(value, is_leaf=lambda node: node is None):
-            if not isinstance(leaf, (bool, np.bool_)):
-                raise errors.FilterTypeError(
-                    f'A tree of bools has {brief(leaf)} at {"/".join(names)!r}.\n'
-                    "Give True or False at every leaf: {'gln': True, 'dec': {'bias': "
-                    'False}}.\n'
-                    'For a tree of arrays write sg.stop_gradient(tree, where).'
-                )
-        for inner, node in names_within(value):  # A tuple of bools, or a box.
-            path = (*names, *inner)
-            out[path] = _agreed(map(bool, jax.tree.leaves(node)), path)
-    return out
-
-
-def _agreed(leaves: Iterable[bool], names: Sequence[str]) -> bool:
-    """The one value of the leaves of one variable."""
-    values = set(leaves)
-    if len(values) > 1:
-        raise errors.FilterValueError(
-            f'A tree of bools has both True and False within {"/".join(names)!r}, '
-            'whose leaves share one path.\n'
-            'Give it one bool.'
-        )
-    return True in values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -160,7 +127,7 @@ class Names(Atom):
         variables = [path.variable for path in paths if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
         missing = sorted('/'.join(parts) for _, parts in self.names - met)
-        return unused_value(missing, paths) if missing else None
+        return no_variables('nn.substitute', missing, paths) if missing else None
 
     def __repr__(self) -> str:
         names = sorted('/'.join(parts) for _, parts in self.names)
@@ -207,28 +174,17 @@ class Derived(Atom):
         return f'<{self.source}: {", ".join(shown) or "nothing"}>'
 
 
-def without_variable(missing: Sequence[str], paths: Iterable[str]) -> str:
-    """Words that name what belongs to no variable, with the nearest variable."""
+def no_variables(
+    who: str, missing: Sequence[str], paths: Iterable[str]
+) -> errors.UnusedFilterError:
+    """A tree has names that belong to no variable."""
     near = nearest(missing[0], map(str, paths), 1)
     more = f' and {len(missing) - 1} more' if len(missing) > 1 else ''
     hint = f' (nearest: {near[0]!r})' if near else ''
-    return f'{missing[0]!r}{more}, which is no variable{hint}'
-
-
-def unused_value(
-    missing: Sequence[str], paths: Iterable[str]
-) -> errors.UnusedFilterError:
-    """A value was given that belongs to no variable."""
-    paths = list(map(str, paths))
-    first, _, rest = missing[0].partition('/')
-    fix = (
-        'Spell the names as the variables. If some may be missing, pass '
-        "unused='ignore'."
-    )
-    if rest in paths:
-        fix = f'Give values[{first!r}] in place of values.'
     return errors.UnusedFilterError(
-        f'nn.substitute has a value for {without_variable(missing, paths)}.\n{fix}'
+        f'{who} has a value for {missing[0]!r}{more}, which is no variable{hint}.\n'
+        'Spell names as the variables, from below the collection. If some may be '
+        "missing, pass unused='ignore'."
     )
 
 
@@ -239,6 +195,7 @@ class OfType(Atom):
 
     # No dataclass: see ``Predicate``.
     def __init__(self, *classes: type) -> None:
+        issubclass(nn.Module, classes)  # Raises if one of them is no class.
         object.__setattr__(self, 'classes', classes)
 
     @functools.cached_property
@@ -299,9 +256,9 @@ def of_type(
         A filter. With a model its paths begin at the root of the model.
 
     Raises:
-        FilterTypeError: if ``cls`` is no class, or ``model`` no module; later, if a
-            filter without a model is used on a tree, or a variable is read before its
-            module exists.
+        TypeError: if ``cls`` is no class.
+        FilterTypeError: later, if a filter without a model is used on a tree, or a
+            variable is read before its module exists.
 
     Note:
         A block cannot know what the body of a transform will run, so it stops the
@@ -310,23 +267,14 @@ def of_type(
         other transforms than remat, jit, scan, vmap, while loops and branches, and, in
         all of them, for other rules than ``stop_gradient`` and ``read_only``.
     """
-    given: Any = cls
-    classes = given if isinstance(given, tuple) else (given,)
-    wrong = [one for one in classes if not isinstance(one, type)]
-    if wrong or not classes:
-        raise errors.FilterTypeError(
-            f'filters.of_type got {brief(wrong[0] if wrong else classes)}, and expects '
-            'a Module class or a tuple of them.\n'
-            'Write filters.of_type(nn.BatchNorm).'
-        )
-    where = OfType(*classes)
+    where = OfType(*(cls if isinstance(cls, tuple) else (cls,)))
     if model is None:
         return where
     paths = list(_paths_in(model, args, kw))
     return Derived(
         frozenset((path.collection, path.absolute) for path in paths if where(path)),
         frozenset((path.collection, path.absolute) for path in paths),
-        f'of_type({_names(classes)})',
+        f'of_type({_names(where.classes)})',
     )
 
 
@@ -350,7 +298,8 @@ def _paths_in(model: nn.Module, args: Any, kwargs: Any) -> Iterator[Path]:
 
     def init() -> Any:
         args_, kwargs_ = jax.tree.map(filled, (args, kwargs))
-        with nn.intercept_methods(note):
+        # On a cache hit, a function of nn.jit would call no modules.
+        with tracing.traced_anew(), nn.intercept_methods(note):
             return model.init(jax.random.key(0), *args_, **kwargs_)
 
     variables = jax.eval_shape(init)

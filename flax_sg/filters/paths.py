@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -134,10 +134,6 @@ class Path(str):
         """What tells variables apart: two of them may have paths of equal text."""
         return self.collection, self._absolute, self._owner, self._depth, self.classes
 
-    def from_root(self) -> Path:
-        """The path of the same variable as it is seen at top level."""
-        return Path.of(self.collection, self._absolute)
-
     def __reduce__(self) -> Any:
         return Path.of, (self.collection, self._absolute, self._owner)
 
@@ -201,25 +197,11 @@ def name_of(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)
 
 
-def in_natural_order(paths: Sequence[str]) -> list[int]:
-    """Returns the numbers of some paths so that 'layer_2' comes before 'layer_10'.
+def natural_key(path: str) -> list[Any]:
+    """A key that sorts paths by name, and 'layer_2' before 'layer_10'.
 
-    Names that differ in more than numbers stay in the order in which they come.
-
-    >>> in_natural_order(['b/10', 'b/2', 'a'])
-    [1, 0, 2]
+    >>> sorted(['b/10', 'b/2', 'a'], key=natural_key)
+    ['a', 'b/2', 'b/10']
     """
-    first: dict[str, int] = {}
-
-    def key(number: int) -> list[tuple[int, tuple[int, ...]]]:
-        stem, out = '', []
-        for name in paths[number].split('/'):
-            stem += '/' + _NUMBER.sub('0', name)
-            place = first.setdefault(stem, len(first))
-            out.append((place, tuple(map(int, _NUMBER.findall(name)))))
-        return out
-
-    return sorted(range(len(paths)), key=key)
-
-
-_NUMBER = re.compile('[0-9]{1,99}')
+    names = (re.split('([0-9]{1,99})', name) for name in path.split('/'))
+    return [(name[::2], [*map(int, name[1::2])]) for name in names]

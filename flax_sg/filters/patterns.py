@@ -10,13 +10,11 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Atom
 from flax_sg.filters.paths import Path
-
-_S = TypeVar('_S', bound=str)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,9 +114,11 @@ class Regex(Atom):
 
 
 def _advice(pattern: str, paths: Sequence[Path], example: str) -> str:
-    near = ', '.join(repr(str(path)) for path in nearest(pattern, paths))
+    # A pattern may begin with the collection, or with names of modules further out.
+    known = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
+    near = [known[text] for text in nearest(pattern, known)]
     return (
-        f'Nearest: {near}.\n'
+        f'Nearest: {", ".join(map(repr, near))}.\n'
         f'A pattern matches whole paths, from below the collection: {example!r} takes '
         'all variables in encoder.'
     )
@@ -178,7 +178,7 @@ def _token(token: re.Match[str]) -> str:
     return re.escape(token['escaped'] or token['literal'])
 
 
-def nearest(pattern: str, paths: Iterable[_S], n: int = 3) -> list[_S]:
+def nearest(pattern: str, paths: Iterable[str], n: int = 3) -> list[str]:
     """Returns the n paths that look most like a pattern, the nearest first.
 
     The pattern is compared with the part of each path that fits it best. So the name of

@@ -20,11 +20,10 @@ from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Atom
 from flax_sg.filters.paths import Path
 
-_BOOL = (
-    'Return True or False for every path, as '
-    "lambda path: path.startswith('encoder') does."
+_FIX = (
+    "Return True or False for every path, as lambda path: path.startswith('encoder') "
+    'does. Pass values that it depends on by static_argnames of jax.jit.'
 )
-_STATIC = 'Choose while tracing: pass such values by static_argnames of jax.jit.'
 
 
 class Predicate(Atom):
@@ -65,7 +64,7 @@ class Predicate(Atom):
                 ) from None
         if traced := tracer_in(fn):
             name, value = traced
-            raise self._error(f'reads {brief(value)} as {name!r}', _STATIC)
+            raise self._error(f'reads {brief(value)} as {name!r}')
 
     @functools.cached_property
     def identity(self) -> Hashable:
@@ -97,16 +96,15 @@ class Predicate(Atom):
         try:
             result = self.fn(path)
         except jax.errors.ConcretizationTypeError as error:
-            raise self._error('reads a traced value', _STATIC) from error
+            raise self._error('reads a traced value') from error
         except Exception as error:
             error.add_note(f'raised by {self!r} for the path {str(path)!r}')
             raise
         if isinstance(result, (bool, np.bool_)):
             return bool(result)
-        fix = _STATIC if isinstance(result, Tracer) else _BOOL
-        raise self._error(f'returned {brief(result)} for the path {str(path)!r}', fix)
+        raise self._error(f'returned {brief(result)} for the path {str(path)!r}')
 
-    def _error(self, problem: str, fix: str) -> errors.FilterTypeError:
+    def _error(self, problem: str, fix: str = _FIX) -> errors.FilterTypeError:
         return errors.FilterTypeError(f'{self!r} {problem}.\n{fix}')
 
     def __repr__(self) -> str:
@@ -129,13 +127,11 @@ def describe(fn: Any) -> str:
     """The name of a function and where it stands, for messages."""
     fn = innermost(fn)
     if not isinstance(fn, types.FunctionType):
-        name = getattr(fn, '__qualname__', None)
-        return name if isinstance(name, str) else type(fn).__qualname__
+        return getattr(fn, '__qualname__', type(fn).__qualname__)
     code = fn.__code__
     file = os.path.basename(code.co_filename)
-    return (
-        f'{fn.__qualname__.rpartition("<locals>.")[2]} at {file}:{code.co_firstlineno}'
-    )
+    name = fn.__qualname__.rpartition('<locals>.')[2]
+    return f'{name} at {file}:{code.co_firstlineno}'
 
 
 def tracer_in(fn: Callable[..., Any]) -> tuple[str, Any] | None:

@@ -156,8 +156,9 @@ class GradientFlow:
     def _members(self, depth: int | None = None) -> dict[str, list[int]]:
         """The numbers of the parameters of each group of ``by_module``, by its path."""
         groups: dict[str, list[int]] = {}
-        for number in paths.in_natural_order(self.parameters):
-            module = '/'.join(self.parameters[number].split('/')[:-1][:depth])
+        numbers = enumerate(self.parameters)
+        for number, path in sorted(numbers, key=lambda row: paths.natural_key(row[1])):
+            module = '/'.join(path.split('/')[:-1][:depth])
             groups.setdefault(module, []).append(number)
         return groups
 

@@ -7,7 +7,7 @@ from typing import Any
 from flax.core.scope import in_filter
 
 from flax_sg import filters
-from flax_sg.filters.names import unused_value
+from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path
 from flax_sg.forms import reads
 from flax_sg.rules import cotangents, rules, substitutes
@@ -142,7 +142,7 @@ def substitute(
     }
     missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
     if missing and unused == 'raise':
-        raise unused_value(sorted(missing), leaves.paths)
+        raise no_variables('sg.substitute', sorted(missing), leaves.paths)
     takes = [keys in there for keys in leaves.key_paths]
     if where is not None:
         [takes] = selected([leaves.paths], chosen, unused)

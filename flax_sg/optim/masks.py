@@ -167,6 +167,6 @@ def values_at(leaves: Leaves, given: Leaves, what: str) -> list[Any]:
     """
     found = dict(zip(given.key_paths, given.values, strict=True))
     if not found.keys() <= set(leaves.key_paths):
-        old, new = leaves.by_path(), given.by_path()
-        raise different_structures('the parameters', what, old, new, pruned=True)
+        paths = leaves.paths, given.paths
+        raise different_structures('the parameters', what, *paths, pruned=True)
     return [found.get(keys, ABSENT) for keys in leaves.key_paths]

@@ -10,7 +10,7 @@ from flax import linen
 
 from flax_sg import filters
 from flax_sg.errors.texts import shown
-from flax_sg.filters.paths import Path, in_natural_order
+from flax_sg.filters.paths import Path, natural_key
 from flax_sg.rendering import text
 from flax_sg.summary.modules import program_of
 from flax_sg.trees import leaves
@@ -111,11 +111,13 @@ def paths(
         Variable(path, _class_of(path, classes), shown(leaf), takes)
         for (path, leaf), takes in zip(found, selected, strict=True)
     ]
-    # Parameters first; each collection stays together, in natural order.
-    order = in_natural_order([f'{path.collection}/{path}' for path in names])
-    return Paths(
-        sorted((out[n] for n in order), key=lambda one: one.path.collection != 'params')
-    )
+    return Paths(sorted(out, key=_order))
+
+
+def _order(one: Variable) -> Any:
+    """Parameters come first; each collection stays together, in natural order."""
+    collection = one.path.collection
+    return collection != 'params', collection, natural_key(one.path)
 
 
 def _class_of(path: Path, classes: Any) -> str:

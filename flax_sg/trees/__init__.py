@@ -64,7 +64,7 @@ def partition(
     )
 
 
-def combine(*parts: Any) -> Any:
+def combine(part: Any, *others: Any) -> Any:
     """Puts the parts of a tree together again.
 
     >>> import flax_sg as sg
@@ -72,8 +72,9 @@ def combine(*parts: Any) -> Any:
     {'a': 1.0, 'b': 2.0}
 
     Args:
-        *parts: trees of one structure, of which at most one has a leaf at each place,
-            the others ``ABSENT``. In any order.
+        part: a tree with ``ABSENT`` where another part has a leaf.
+        *others: trees of the same structure, in any order. At each place at most one
+            part has a leaf, the others ``ABSENT``.
 
     Returns:
         The tree with every leaf. ``ABSENT`` stays where no part has one.
@@ -81,18 +82,13 @@ def combine(*parts: Any) -> Any:
     Raises:
         StructureError: if the structures differ, with the first path that does.
         StructureError: if two parts have a leaf at one path.
-        TypeError: if there are no parts.
     """
-    if not parts:
-        raise TypeError('combine() takes at least one part')
-    first, *others = map(leaves_of, parts)
+    first = leaves_of(part)
     values = list(first.values)
-    for number, other in enumerate(others, start=2):
+    for number, other in enumerate(map(leaves_of, others), start=2):
         if other.treedef != first.treedef:
-            structures = str(first.treedef), str(other.treedef)
-            paths = first.by_path(), other.by_path()
             name = f'part {number}'
-            raise different_structures('part 1', name, *paths, *structures)
+            raise different_structures('part 1', name, first.paths, other.paths)
         for index, leaf in enumerate(other.values):
             if is_absent(leaf):
                 continue
@@ -168,16 +164,11 @@ def classified(
         )
     for path, several in zip(paths, labels, strict=True):
         if len(several) != 1:
-            raise _unclassified(path, several)
+            labels_of = f'{len(several)} labels: {", ".join(map(repr, several))}'
+            raise errors.StructureError(
+                f'The leaf at {str(path)!r} has {labels_of if several else "no label"}.'
+                '\nGive each leaf one label: filters exclude each other with & and ~.'
+            )
     found = [label for [label] in labels]
     known = classify if isinstance(classify, Mapping) else dict.fromkeys(found)
     return found, list(known)
-
-
-def _unclassified(path: str, labels: Sequence[Any]) -> errors.StructureError:
-    """A leaf has no label, or more than one."""
-    several = f'{len(labels)} labels: {", ".join(map(repr, labels))}'
-    return errors.StructureError(
-        f'The leaf at {str(path)!r} has {several if labels else "no label"}.\n'
-        'Give each leaf one label: filters exclude each other with & and ~.'
-    )

@@ -11,7 +11,7 @@ modules and variables: everything below the last dict belongs to one variable.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import jax
@@ -24,28 +24,18 @@ from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.filters.patterns import nearest
-from flax_sg.internals import frames
 from flax_sg.trees.nondifferentiable import NonDifferentiable
+from flax_sg.trees.operators import operators
 
 Keys: TypeAlias = tuple[Any, ...]
 
 
-def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    updates = frames.argument_of('optax', 'apply_updates', 'updates')
-    pairs, _ = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_absent)
-    for keys, leaf in pairs:
-        if is_absent(leaf):  # The first one is the one that is added.
-            path = jax.tree_util.keystr(keys, simple=True, separator='/')
-            raise errors.AbsentLeafError(
-                f'optax.apply_updates adds ABSENT to {path!r}: no gradient was '
-                'computed for this parameter.\n'
-                'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for '
-                'tx.'
-            )
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise errors.AbsentLeafError(
         'ABSENT is no array: this leaf was not selected, or is in another part of the '
         'tree.\n'
-        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates.\n'
+        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates(params, '
+        'updates).\n'
         "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to "
         'the gradient call.'
     )
@@ -61,7 +51,7 @@ class _NamedInErrors(type):
         )
 
 
-class Absent(metaclass=_NamedInErrors):
+class Absent(operators(_refuse), metaclass=_NamedInErrors):
     """Marks a leaf that is not in this part of a tree. ``sg.ABSENT`` is the only one.
 
     ``ABSENT`` is a pytree node without leaves. It is not None, which many trees hold
@@ -93,15 +83,8 @@ class Absent(metaclass=_NamedInErrors):
             raise AttributeError(name)
         _refuse(self)
 
-    __call__: Callable[..., Any] = _refuse
-    __array__ = __jax_array__ = __bool__ = __float__ = __int__ = __complex__ = (
-        __index__
-    ) = _refuse
-    __len__ = __iter__ = __getitem__ = __contains__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
-    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
-    __neg__ = __pos__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __call__ = __array__ = __jax_array__ = _refuse
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
 
 
 ABSENT = Absent()
@@ -159,10 +142,6 @@ class Leaves:
 
     def __iter__(self) -> Iterator[tuple[Path, Any]]:
         return zip(self.paths, self.values, strict=True)
-
-    def by_path(self) -> dict[Path, Any]:
-        """The leaves by path; of several in one box the last."""
-        return dict(zip(self.paths, self.values, strict=True))
 
 
 def is_whole(node: Any) -> bool:
@@ -257,26 +236,21 @@ def check_unused(unused: str) -> None:
 
 
 def different_structures(
-    name_a: str,
-    name_b: str,
-    a: Mapping[Any, Any],
-    b: Mapping[Any, Any],
-    structure_a: str = '',
-    structure_b: str = '',
-    pruned: bool = False,
+    name_a: str, name_b: str, a: Sequence[Path], b: Sequence[Path], pruned: bool = False
 ) -> errors.StructureError:
-    """Two trees that belong together have different structures."""
+    """Two trees that belong together have leaves at different paths."""
     lines = [] if pruned else _only_in(a, b, name_a, name_b)
     lines += _only_in(b, a, name_b, name_a)
-    lines = lines or [f'  {name_a}: {structure_a}', f'  {name_b}: {structure_b}']
+    lines = lines or ['  Their nodes are of different types, such as list and tuple.']
     said = f'{name_a} and {name_b} have different structures.'
     return errors.StructureError('\n'.join([said, *lines]))
 
 
 def _only_in(
-    here: Mapping[Any, Any], there: Mapping[Any, Any], one: str, other: str
+    here: Sequence[Path], there: Sequence[Path], one: str, other: str
 ) -> list[str]:
-    paths = [str(path) for path in here if path not in there]
+    known = set(there)
+    paths = [str(path) for path in dict.fromkeys(here) if path not in known]
     if not paths:
         return []
     near = nearest(paths[0], map(str, there), 1)

@@ -14,8 +14,7 @@ longer 1.0 is refused.
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -25,33 +24,31 @@ from flax import serialization
 
 from flax_sg import errors
 from flax_sg.internals import tracing
+from flax_sg.trees.operators import operators
 
 _PIECE = np.uint16
 
 
+@dataclasses.dataclass(frozen=True)
 class _Static:
-    """A leaf that is no number: part of the structure, compared by value if it can be.
+    """A leaf that is no number: part of the structure.
 
     Attributes:
+        key: what it is compared by: its value, its identity if it has no hash.
         value: the leaf.
     """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    key: Hashable
+    value: Any = dataclasses.field(compare=False)
 
-    @property
-    def _key(self) -> Hashable:
+    @classmethod
+    def of(cls, leaf: Any) -> _Static:
+        """A leaf with its key."""
         try:
-            hash(self.value)
-        except TypeError:  # It equals itself alone.
-            return id(self.value)
-        return type(self.value), self.value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+            hash(leaf)
+        except TypeError:
+            return cls(id(leaf), leaf)
+        return cls((type(leaf), leaf), leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +87,12 @@ def _encoding_of(leaf: Any) -> _Encoding | _Static:
     if isinstance(leaf, (bool, int, float, complex)):
         return _Encoding(jnp.result_type(leaf), weak=not isinstance(leaf, bool))
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return _Static(leaf)
+        return _Static.of(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         key: Any = leaf
         return _Encoding(np.dtype(np.uint32), key=str(jax.random.key_impl(key)))
     if leaf.dtype.kind in 'OSUmM':
-        return _Static(leaf)
+        return _Static.of(leaf)
     weak = bool(getattr(leaf, 'weak_type', False))
     return _Encoding(jax.dtypes.canonicalize_dtype(leaf.dtype), weak)
 
@@ -150,20 +147,13 @@ def _decode(arrays: list[Any], how: _Encoding) -> Any:
     return tracing.as_weak(value) if how.weak else value
 
 
-def _unary(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: fn(self.value)
-
-
-def _binary(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: fn(self.value, value_of(other))
-
-
-def _reflected(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: fn(value_of(other), self.value)
+def value_of(x: Any) -> Any:
+    """The value of a ``NonDifferentiable``; anything else is its own."""
+    return x.value if isinstance(x, NonDifferentiable) else x
 
 
 @jax.tree_util.register_pytree_node_class
-class NonDifferentiable:
+class NonDifferentiable(operators(value_of)):
     """Marks a value in a tree of parameters that must never get a gradient.
 
     Plain ``jax.grad`` accepts a tree with these in it, and returns a gradient of zero
@@ -251,25 +241,8 @@ class NonDifferentiable:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype, copy=copy)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the value."""
-        return np.shape(self.value)
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the value."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the value."""
-        return int(np.prod(self.shape, dtype=int))
-
-    @property
-    def dtype(self) -> Any:
-        """The type of the value as an array."""
-        return jnp.result_type(self.value)
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.value)
 
     def __getattr__(self, name: str) -> Any:
         # Not for what Python asks objects for, while they are copied for instance.
@@ -291,42 +264,8 @@ class NonDifferentiable:
     def __str__(self) -> str:
         return str(self.value)
 
-    def __round__(self, ndigits: int | None = None) -> Any:
-        return round(self.value, ndigits)
-
-    __iter__ = _unary(iter)
-    __format__, __contains__ = _binary(format), _binary(operator.contains)
-    __jax_array__ = _unary(jnp.asarray)
-    __len__, __bool__, __float__ = _unary(len), _unary(bool), _unary(float)
-    __int__, __complex__ = _unary(int), _unary(complex)
-    __index__ = _unary(operator.index)
-    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
-    __abs__, __invert__ = _unary(abs), _unary(operator.invert)
-
-    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
-    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
-    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
-    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
-    __truediv__ = _binary(operator.truediv)
-    __rtruediv__ = _reflected(operator.truediv)
-    __floordiv__ = _binary(operator.floordiv)
-    __rfloordiv__ = _reflected(operator.floordiv)
-    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
-    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
-    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
-    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
-    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
-    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
-    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
-    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
-    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
-    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
-    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
-
-
-def value_of(x: Any) -> Any:
-    """The value of a ``NonDifferentiable``; anything else is its own."""
-    return x.value if isinstance(x, NonDifferentiable) else x
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
 
 
 def _stopped(leaf: Any) -> Any:

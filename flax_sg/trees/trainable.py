@@ -56,40 +56,23 @@ def trainable(*fields: str) -> Callable[[T], T]:
         inherit the declaration, or make their own.
 
     Raises:
-        ArgumentTypeError: if the class, or later an instance, has no such field.
+        ArgumentTypeError: if it is given the class; later, if an instance in a tree
+            has no such field.
 
     Note:
         ``Flux.trainable`` and the fields of ``Functors.functor`` draw the same line.
     """
+    if any(map(callable, fields)):  # The class, in place of names.
+        raise errors.ArgumentTypeError(
+            f'trainable() got {", ".join(map(brief, fields))}, and takes names of '
+            "fields.\nWrite @sg.trainable('kernel', ...) above a pytree class."
+        )
 
     def declare(cls: T) -> T:
-        given: Any = (cls, *fields)
-        if not isinstance(given[0], type) or not all(
-            isinstance(name, str) for name in given[1:]
-        ):
-            raise errors.ArgumentTypeError(
-                f'trainable() got {brief(given[0])} and the fields '
-                f'{", ".join(map(brief, fields)) or "none"}.\n'
-                "Write @sg.trainable('kernel', ...) above a pytree class."
-            )
-        known: Any = getattr(cls, '__dataclass_fields__', None) or getattr(
-            cls, '_fields', None
-        )
-        if known is not None:
-            _check_fields(cls, fields, list(known))
         _declared[cls] = frozenset(fields)
         return cls
 
     return declare
-
-
-def _check_fields(cls: type, fields: Sequence[str], known: Sequence[str]) -> None:
-    for name in fields:
-        if name not in known:
-            raise errors.ArgumentTypeError(
-                f'{cls.__name__} declares the field {name!r} as trained; its fields '
-                f'are {", ".join(map(repr, known)) or "none"}.'
-            )
 
 
 def _fields_of(node: Any) -> frozenset[str] | None:
@@ -116,7 +99,11 @@ def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
         node, is_leaf=lambda other: other is not node
     )
     names = [name_of(keys[0]) for keys, _ in children]
-    _check_fields(type(node), sorted(fields), names)
+    for name in sorted(fields - set(names)):
+        raise errors.ArgumentTypeError(
+            f'{type(node).__name__} declares the field {name!r} as trained; its fields '
+            f'are {", ".join(map(repr, names)) or "none"}.'
+        )
     out: list[bool] = []
     for name, (_, child) in zip(names, children, strict=True):
         out.extend(took and name in fields for took in declared(child))
@@ -174,10 +161,9 @@ def not_differentiable(
     where: object, leaves: Mapping[Any, Any]
 ) -> errors.NotDifferentiableError:
     """What was selected by name cannot be differentiated."""
-    lines = [f'{where!r} selects only what cannot be differentiated:']
-    for path, leaf in list(leaves.items())[:3]:
-        lines.append(f'  {str(path)!r}: {shown(leaf)}')
-    if len(leaves) > 3:
-        lines.append(f'  and {len(leaves) - 3} more')
-    lines.append('Select real or complex leaves; True takes those and no others.')
-    return errors.NotDifferentiableError('\n'.join(lines))
+    found = [f'{str(path)!r} ({shown(leaf)})' for path, leaf in leaves.items()]
+    some = ', '.join(found[:3] + ['...'] * (len(found) > 3))
+    return errors.NotDifferentiableError(
+        f'{where!r} selects only what cannot be differentiated: {some}.\n'
+        'Select real or complex leaves; True takes those and no others.'
+    )

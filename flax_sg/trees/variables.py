@@ -85,7 +85,7 @@ def leaf_keys(key: Key, value: Any) -> list[Key]:
     return [
         (collection, (*path, *inner))
         for inner, node in names_within(value, is_whole)
-        for _ in leaves_of(node)
+        for _ in jax.tree.leaves(node)
     ]
 
 
@@ -121,10 +121,3 @@ def map_leaves(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
 
 def _within(key: Key, name: Any) -> Key:
     return key[0], (*key[1], Inner(name))
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """Returns the leaves of one variable."""
-    if isinstance(value, jax.Array):
-        return [value]
-    return jax.tree_util.tree_leaves(value)

@@ -431,7 +431,7 @@ def test_a_tree_that_does_not_fit():
             run({'gln_0': True})
         with pytest.raises(errors.FilterValueError):
             run({'params': {'gln_0': True, **rest}})
-        with pytest.raises(errors.FilterValueError) as caught:
+        with pytest.raises(errors.UnusedFilterError) as caught:
             run({'gln_0': True, 'gnl_1': True, **rest})
         assert "'gnl_1'" in str(caught.value)
         with pytest.raises(errors.FilterValueError):

@@ -239,7 +239,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: run(nn.stop_gradient('encodr/**')),
         errors.UnusedFilterError,
         "Glob('encodr/**') matches none of the 4 variables.\n"
-        "Nearest: 'encoder/kernel', 'encoder/bias', 'norm/scale'.\n"
+        "Nearest: 'encoder/bias', 'encoder/kernel', 'norm/bias'.\n"
         "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
         'all variables in encoder.\n'
         "If nothing has to match, pass unused='ignore'.",
@@ -315,15 +315,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.UnusedFilterError,
         "nn.substitute has a value for 'encoder/bais', which is no variable (nearest: "
         "'encoder/bias').\n"
-        'Spell the names as the variables. If some may be missing, pass '
-        "unused='ignore'.",
+        'Spell names as the variables, from below the collection. If some may be '
+        "missing, pass unused='ignore'.",
     ),
     'values with the collection': (
         lambda: run(nn.substitute({'params': {'encoder': {'bias': jnp.zeros(3)}}})),
         errors.UnusedFilterError,
         "nn.substitute has a value for 'params/encoder/bias', which is no variable "
         "(nearest: 'encoder/bias').\n"
-        "Give values['params'] in place of values.",
+        'Spell names as the variables, from below the collection. If some may be '
+        "missing, pass unused='ignore'.",
     ),
     'written and read only': (
         lambda: writes(),
@@ -380,7 +381,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         errors.AbsentLeafError,
         'ABSENT is no array: this leaf was not selected, or is in another part of the '
         'tree.\n'
-        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates.\n'
+        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates(params, '
+        'updates).\n'
         "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to the "
         'gradient call.',
     ),
@@ -401,8 +403,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: sg.combine([1.0], (sg.ABSENT,)),
         errors.StructureError,
         'part 1 and part 2 have different structures.\n'
-        '  part 1: PyTreeDef([*])\n'
-        '  part 2: PyTreeDef((*,))',
+        '  Their nodes are of different types, such as list and tuple.',
     ),
     'a leaf with two labels': (
         lambda: sg.partition_n({'gln': 1.0}, {'gln': 'gln', 'all': True}),
@@ -419,8 +420,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'an integer by name': (
         lambda: sg.grad(lambda p: p['w'], wrt='step')({'w': 1.0, 'step': 3}),
         errors.NotDifferentiableError,
-        "sg.grad(wrt=...): Glob('step') selects only what cannot be differentiated:\n"
-        "  'step': 3\n"
+        "sg.grad(wrt=...): Glob('step') selects only what cannot be differentiated: "
+        "'step' (3).\n"
         'Select real or complex leaves; True takes those and no others.',
     ),
     'absent=': (
@@ -446,15 +447,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'Wrap the optimizer: sg.freeze(tx).',
     ),
     'a field that is not there': (
-        lambda: sg.trainable('kernal')(Declared),
+        lambda: sg.grad(jnp.sum)(sg.trainable('kernal')(Declared)(X, X)),
         errors.ArgumentTypeError,
-        "Declared declares the field 'kernal' as trained; its fields are 'kernel', "
-        "'mean'.",
+        "sg.grad(wrt=...): Declared declares the field 'kernal' as trained; its fields "
+        "are 'kernel', 'mean'.",
     ),
     'a declaration of no class': (
-        lambda: sg.trainable('kernel')(3),
+        lambda: sg.trainable(Declared),
         errors.ArgumentTypeError,
-        "trainable() got 3 (int) and the fields 'kernel' (str).\n"
+        'trainable() got the class Declared, and takes names of fields.\n'
         "Write @sg.trainable('kernel', ...) above a pytree class.",
     ),
     'a module that is not bound': (

@@ -54,14 +54,13 @@ adam = optax.adam(0.1)
 jvp = functools.partial(sg.jvp, product, (PARAMS,))
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    'no parts': (sg.combine, TypeError, 'combine() takes at least one part'),
     'a value without a leaf': (
         lambda: sg.substitute(PARAMS, {'head': {'v': 3.0}}),
         errors.UnusedFilterError,
-        "nn.substitute has a value for 'head/v', which is no variable (nearest: "
+        "sg.substitute has a value for 'head/v', which is no variable (nearest: "
         "'head/w').\n"
-        'Spell the names as the variables. If some may be missing, pass '
-        "unused='ignore'.",
+        'Spell names as the variables, from below the collection. If some may be '
+        "missing, pass unused='ignore'.",
     ),
     'a leaf without a value': (
         lambda: sg.substitute(PARAMS, HEAD, where='**'),
@@ -86,9 +85,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     'pruned updates for a function of optax': (
         lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
         errors.AbsentLeafError,
-        "optax.apply_updates adds ABSENT to 'body/w': no gradient was computed for "
-        'this parameter.\n'
-        'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.',
+        'ABSENT is no array: this leaf was not selected, or is in another part of the '
+        'tree.\n'
+        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates(params, '
+        'updates).\n'
+        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to the "
+        'gradient call.',
     ),
     'a filter of wrt= that matches nothing': (
         lambda: sg.grad(product, wrt='haed/w')(PARAMS),

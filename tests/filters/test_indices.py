@@ -399,7 +399,6 @@ def test_a_mask_on_rows_is_as_small_as_the_rows():
         (0.5, '0.5 (float)'),
         (None, 'None'),
         ((0, [0.5]), 'a list'),
-        (np.s_['a':], 'a slice'),
     ],
 )
 def test_what_is_no_index(index, shown):

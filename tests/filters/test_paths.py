@@ -60,13 +60,6 @@ def test_it_is_a_str():
     assert type(path[:3]) is str
 
 
-def test_from_root_forgets_the_owner():
-    path = Path.of('cache', ('enc', 'dense', 'kernel'), ('enc',))
-    assert path == 'dense/kernel'
-    assert path.from_root() == 'enc/dense/kernel'
-    assert path.from_root().collection == 'cache'
-
-
 # Globs
 
 # pattern, paths that fit, paths that do not

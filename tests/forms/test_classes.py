@@ -235,6 +235,13 @@ class Top(fnn.Module):
         return Other(name='free')(self.below(name='below')(x))
 
 
+def test_a_jitted_module_that_is_traced_already():
+    model = Named(fnn.jit(Block))
+    for _ in range(2):
+        where = of_type(fnn.LayerNorm, model, X)
+        assert where(Path.of('params', ('norm', 'norm', 'bias')))
+
+
 @pytest.mark.parametrize('cls', [Below, fnn.remat(Below), fnn.jit(Below)])
 def test_a_block_below_the_top(cls):
     params = Top(cls).init(KEY, X)['params']
@@ -289,6 +296,8 @@ def test_it_is_a_value():
     assert known == of_type(fnn.Dense, fnn.Dense(2), X)
     assert pickle.loads(pickle.dumps(known)) == known
     assert repr(known) == "<of_type(Dense): 'bias', 'kernel'>"
+    with pytest.raises(TypeError, match='must be a class'):
+        of_type(fnn.Dense(2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(AttributeError):
         one.classes = ()  # pyright: ignore[reportAttributeAccessIssue]
 

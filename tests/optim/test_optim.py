@@ -622,11 +622,12 @@ def test_bad_input():
     with pytest.raises(errors.StructureError, match='new/w'):
         sg.apply_updates(PARAMS, extra)
     # Masks of other trees.
-    for mask, said in (
-        (sg.mask({'layer_0': PARAMS['layer_0']}, frozen=True), 'head'),
-        (sg.mask(more, frozen='new/w'), 'new/w'),
+    some = {'layer_0': PARAMS['layer_0']}
+    for mask, error, said in (
+        (sg.mask(some, frozen=True), errors.FilterValueError, 'head'),
+        (sg.mask(more, frozen='new/w'), errors.UnusedFilterError, 'new/w'),
     ):
-        with pytest.raises(errors.FilterValueError, match=said):
+        with pytest.raises(error, match=said):
             sg.freeze(optax.adam(0.1), mask).init(PARAMS)
 
 
