@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import jax
@@ -11,8 +11,6 @@ import numpy as np
 from jax.core import Tracer
 
 from flax_sg.errors import ArgumentValueError, FlaxSGError
-
-SHOWN = 12  # Rows of a table in a message: enough to see what is wrong.
 
 
 def shown(leaf: Any) -> str:
@@ -47,27 +45,6 @@ def raised_by(call: str) -> Generator[None]:
     except FlaxSGError as error:
         error.args = (f'{call}: {error}', *error.args[1:])
         raise
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lines in columns, indented; of many rows the first ones and how many more.
-
-    >>> print(table(['', 'first', 'second'], [['dot', '6', '4'], ['add', '1', '2']]))
-           first  second
-      dot  6      4
-      add  1      2
-
-    Args:
-        head: the heading of each column.
-        rows: the cells of each row.
-    """
-    rows = list(rows)
-    shown = [head, *rows[:SHOWN]]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = ['  ' + '  '.join(map(str.ljust, row, widths)) for row in shown]
-    if len(rows) > SHOWN:
-        lines.append(f'  and {len(rows) - SHOWN} more')
-    return '\n'.join(line.rstrip() for line in lines)
 
 
 def unknown_choice(

@@ -12,8 +12,9 @@ import jax
 
 from flax_sg import errors
 from flax_sg.engine import blocks
-from flax_sg.errors.texts import shown, table
+from flax_sg.errors.texts import shown
 from flax_sg.internals import jaxprs
+from flax_sg.rendering.text import table
 
 # Tables of lines in the source, each up to an empty line.
 _TABLES = re.compile(
@@ -117,8 +118,9 @@ def assert_traces_once(fn: _F) -> _F:
     ... except AssertionError as error:
     ...     print(error)
     <lambda> is traced a second time.
-               first trace  this trace
-      args[0]  float32[3]   float32[4]
+              first trace   this trace
+    ──────────────────────────────────
+    args[0]   float32[3]    float32[4]
 
     Args:
         fn: a function to give to ``jax.jit``, ``jax.grad`` or another transform.
@@ -170,7 +172,8 @@ def _traced_again(
         if first.get(key) != now.get(key)
     ]
     if rows:
-        text = table(['', 'first trace', 'this trace'], rows)
+        more = [(f'and {len(rows) - 12} more', '', '')] * (len(rows) > 12)
+        text = table(['', 'first trace', 'this trace'], [*rows[:12], *more])
     else:
         text = (
             'Its arguments and the open blocks are the same. JAX caches traces by '

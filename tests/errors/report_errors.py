@@ -65,8 +65,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         traced_twice,
         errors.ExpectationError,
         'sum is traced a second time.\n'
-        '           first trace  this trace\n'
-        '  args[0]  float32[2]   float32[3]',
+        '          first trace   this trace\n'
+        '──────────────────────────────────\n'
+        'args[0]   float32[2]    float32[3]',
     ),
     'another part trained': (
         lambda: testing.assert_trains_only(loss, 'body', PARAMS),

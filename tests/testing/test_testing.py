@@ -104,10 +104,11 @@ def test_what_differs_is_shown_when_a_function_is_traced_again():
         jitted(params, X[:1], scale=2.0)
     assert str(info.value).splitlines() == [
         'step is traced a second time.',
-        '                   first trace    this trace',
-        "  open blocks      none           stop_gradient(Glob('bias'))",
-        '  args[1]          float32[2, 3]  float32[1, 3]',
-        "  kwargs['scale']  1.0            2.0",
+        '                  first trace     this trace',
+        '─' * 61,
+        "open blocks       none            stop_gradient(Glob('bias'))",
+        'args[1]           float32[2, 3]   float32[1, 3]',
+        "kwargs['scale']   1.0             2.0",
     ]
 
 
