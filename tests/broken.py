@@ -257,7 +257,7 @@ def rules_stand_at_each_read(patch: Patch) -> None:
 
 def mapped_again(patch: Patch) -> None:
     """What was read in a block is mapped once more in another ``apply`` there."""
-    patch.setattr(views.Made, '__contains__', lambda self, leaf: False)
+    patch.setattr(blocks.Made, '__contains__', lambda self, leaf: False)
 
 
 def higher_orders_mapped_too(patch: Patch) -> None:

@@ -31,6 +31,30 @@ ROOT_FLAG = 'flax_sg'
 Question: TypeAlias = tuple[bool, Key, Classes | None, int]
 
 
+class Made:
+    """Holds the leaves that a block has rewritten, by identity.
+
+    A leaf that was read in a block and passed to another ``apply`` there is not
+    rewritten again. Only tracers have cotangents to map. A trace is over when nobody
+    holds its tracers, so the references are weak.
+
+    Attributes:
+        together: for each tree, the root whose leaves a joint rule has rewritten.
+    """
+
+    def __init__(self) -> None:
+        self._leaves = weakref.WeakValueDictionary[int, Any]()
+        self.together = weakref.WeakValueDictionary[object, Root]()
+
+    def note(self, leaf: Any) -> None:
+        """Notes that a leaf is rewritten, if it is a tracer."""
+        if isinstance(leaf, tracing.Tracer):
+            self._leaves[id(leaf)] = leaf
+
+    def __contains__(self, leaf: Any) -> bool:
+        return self._leaves.get(id(leaf)) is leaf
+
+
 @dataclass(eq=False)
 class Block:
     """Holds the data of one open extent of a rewrite.
@@ -51,7 +75,7 @@ class Block:
         collections: the collections met so far.
         reads: the variables that were read.
         took: whether the filter selects a variable in ``reads``.
-        made: the leaves that a rule on cotangents has made; see ``placing.py``.
+        made: the leaves that a rule on cotangents has made.
         closed_root: the top scope of the owner, once the block is closed.
         ended: set by another thread, once the block's code has ended there.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
@@ -74,7 +98,7 @@ class Block:
     collections: set[str] = field(default_factory=set)
     reads: set[Key] = field(default_factory=set)
     took: bool = False
-    made: Any = None
+    made: Made = field(default_factory=Made)
     closed_root: weakref.ref[Scope] | None = None
     ended: bool = False
     is_open: bool = True
@@ -135,7 +159,6 @@ class Root:
         inner = Root(self.tree, covered)
         inner.initializing, inner.pending = self.initializing, self.pending
         inner.made_in = self.made_in
-        inner.level, inner.kept_trace = self.level, self.kept_trace
         return inner
 
     # All roots are equal, and no dataclasses: scopes carry them in their flags, and
@@ -149,9 +172,8 @@ class Root:
 
     def forget(self, block: Block) -> None:
         """Drops the values kept for a closed block."""
-        self.seen.pop(block, None)
-        self.joint.pop(block, None)
-        self.setup_values.pop(block, None)
+        for kept in (self.seen, self.joint, self.setup_values):
+            kept.pop(block, None)
 
     def begins_with(self, block: Block, key: Key, value: Any) -> bool:
         """Whether the block's rule was applied to ``value`` outside the lifted body.
@@ -261,14 +283,8 @@ def active() -> tuple[Block, ...]:
     return blocks
 
 
-def remove(block: Block | None) -> None:
-    """Removes a block from this thread, even if an exception left it half open.
-
-    Args:
-        block: the block; None if the exception came before the block was made.
-    """
-    if block is None:
-        return thread.forget()
+def remove(block: Block) -> None:
+    """Removes a block from this thread, even if an exception left it half open."""
     rest = tuple(other for other in thread.blocks if other is not block)
     for number, other in enumerate(rest):
         if block in other.outer:
@@ -313,10 +329,8 @@ class Tree:
 
 def is_of_tree(scope: Scope, root: Root) -> bool | None:
     """Whether a scope is in the tree of ``root``; None if nobody has read it yet."""
-    known: Any = scope.root.flags.get(ROOT_FLAG)
-    if known is None:
-        found = thread.roots.get(id(core_scopes.variables_of(scope.root)))
-        known = None if found is None else found[0]
+    met = thread.roots.get(id(core_scopes.variables_of(scope.root)), (None,))
+    known: Any = scope.root.flags.get(ROOT_FLAG) or met[0]
     return None if known is None else known.tree is root.tree
 
 

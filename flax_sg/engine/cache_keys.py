@@ -56,6 +56,7 @@ class Asker:
         has_functions: whether the filter calls a function of the user.
         asks_classes: whether the filter chooses by the class of the module around a
             variable.
+        asks_path: whether two variables may be treated differently by their names.
         shape: equal for filters that are spelled alike.
         sure: equal for askers that surely give the same answers, of one kind; None if
             unknown.
@@ -72,6 +73,7 @@ class Asker:
         where, rule = self.rewrite.where, self.rewrite.rule
         self.has_functions = filters.Predicate in where.kinds
         self.asks_classes = filters.OfType in where.kinds
+        self.asks_path = bool(where.atoms) or rule.asks_path
         self.shape = where.shape
         self.kind = rule.key(), self.rewrite.collections
         self.sure: Hashable = None
@@ -206,9 +208,9 @@ class Number:
         """Whether a filter of this shape was judged, and all its parts matched."""
         return self._shapes.get(asker.shape, False)
 
-    def use(self, asker: Asker, is_right: bool) -> None:
+    def use(self, asker: Asker, is_right: bool = False) -> None:
         """Notes that a filter uses the number, and whether it was judged right."""
-        _put_last(self._shapes, asker.shape, is_right)
+        _put_last(self._shapes, asker.shape, is_right or self.was_right(asker))
 
     def take(self, asker: Asker) -> bool:
         """Leases the number, unless another holder may give other answers."""
@@ -337,7 +339,7 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
     else:
         number = fresh(asker.blank_kind)
         number.take(asker)
-    number.use(asker, is_right=number.was_right(asker))
+    number.use(asker)
     _put_last(around.inside, number.value, number)
     return number
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -22,15 +21,10 @@ NUMBERS = (*ARRAYS, np.ndarray, np.generic, float, complex)
 # Types whose contents are not searched.
 CLOSED = (
     *(*MODULES, rules.Rewrite, types.ModuleType, types.CodeType),
-    *(str, bytes, int, type(None)),
+    *(type, str, bytes, int, type(None)),
 )
 # The search gives up after this many objects.
 _MOST = 20_000
-
-
-def holds_modules(value: Any) -> bool:
-    """Whether a module can be reached from a value; True if the search gives up."""
-    return holds(value, MODULES)
 
 
 def holds(value: Any, kinds: tuple[type, ...]) -> bool:
@@ -54,12 +48,4 @@ def _reached_from(value: Any) -> Iterable[Any]:
     if isinstance(value, types.FunctionType):  # Without its globals.
         parts = (value.__defaults__, value.__kwdefaults__, value.__dict__)
         return (*(value.__closure__ or ()), *parts)
-    if isinstance(value, type) and _is_importable(value):
-        return ()
     return gc.get_referents(value)
-
-
-def _is_importable(cls: type) -> bool:
-    outermost, _, _ = cls.__qualname__.partition('.')
-    is_local = '<locals>' in cls.__qualname__
-    return not is_local and hasattr(sys.modules.get(cls.__module__), outermost)

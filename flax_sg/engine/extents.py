@@ -31,23 +31,22 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
     """
     outer = blocks.active()
     around = outer[-1].number if outer else cache_keys.NONE
-    block: Block | None = None
+    path = () if owner is None else owner.path
+    tree = None if owner is None else blocks.root_of(owner).tree
+    asker = cache_keys.Asker(rewrite, path, weakref.ref(tree) if path else None)
+    block = Block(
+        rewrite=rewrite,
+        outer=outer,
+        owner=owner,
+        owner_path=path,
+        tree=tree,
+        asker=asker,
+        number=cache_keys.NONE,
+        level=tracing.current_trace(),
+        kept_trace=tracing.kept_trace(),
+        place=Place.here(),
+    )
     try:
-        path = () if owner is None else owner.path
-        tree = None if owner is None else blocks.root_of(owner).tree
-        asker = cache_keys.Asker(rewrite, path, weakref.ref(tree) if path else None)
-        block = Block(
-            rewrite=rewrite,
-            outer=outer,
-            owner=owner,
-            owner_path=path,
-            tree=tree,
-            asker=asker,
-            number=cache_keys.NONE,
-            level=tracing.current_trace(),
-            kept_trace=tracing.kept_trace(),
-            place=Place.here(),
-        )
         block.number = cache_keys.lease(around, asker, lambda: thread.only(()))
         hooking.acquire_hooks(block, hooks.HOOKS)
         for module in modules.running():
@@ -110,21 +109,16 @@ def close_last(
     if mine:
         close_block(mine[-1], READS if exc_type is None else NOTHING)
         return
-    elsewhere = [
-        user
-        for user in hooking.users_of_hooks()
-        if isinstance(user, Block) and user.rewrite is rewrite
-    ]
-    for block in elsewhere:
-        # A generator was suspended inside the block in another thread. It now resumes
-        # or ends in this thread.
-        if block.place.frame == here.frame:
-            block.ended = True  # ``active`` removes it in the block's thread.
+    place, elsewhere = None, ''
+    for block in hooking.users_of_hooks():
+        if isinstance(block, Block) and block.rewrite is rewrite:
+            place = block.place
+            # If a generator was suspended inside the block in another thread, and now
+            # resumes or ends in this thread, ``active`` removes the block there.
+            block.ended = block.ended or place.frame == here.frame
+            elsewhere = f', which closes it at {here}, but in {place.thread.name}'
     if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
-        place = elsewhere[-1].place if elsewhere else None
-        reason = f'it is not open in this thread, {here.thread.name}'
-        if place is not None:
-            reason += f', which closes it at {here}, but in {place.thread.name}'
+        reason = f'it is not open in this thread, {here.thread.name}{elsewhere}'
         raise _wrong_order(rewrite, place, reason)
 
 

@@ -43,31 +43,24 @@ def judge(block: Block, reads: bool) -> None:
     waits = False
     if met or number.is_blank or not number.was_right(asker):
         waits = _waits_for_existence(block)
-    if not number.was_right(asker):
-        number.use(asker, is_right=True)
+    number.use(asker, is_right=True)
     if reads and not waits:
         _check_reads(block)
 
 
 def _waits_for_existence(block: Block) -> bool:
     """Raises if a pattern matches nothing; True if only ``settle`` can tell."""
-    try:
-        if block.collections:
-            _check_collections(block)
-        _check_atoms(block, _compiled(block))
-    except (errors.UnusedFilterError, errors.FilterValueError) as error:
-        nothing_met = not block.decisions and not block.collections
-        if nothing_met and block.owner is None and block.rewrite.where.atoms:
-            raise _nothing_read(block) from None
-        root = None if block.owner is None else root_of(block.owner)
-        if root is None or not root.initializing:
-            raise
-        # During initialization variables are still missing: ``settle`` judges later.
-        root.pending.append((block, error.__context__))
-        return True
-    met = (path for path, _ in block.decisions.values())
-    block.number.existing.update((path.key, path) for path in met)
-    return False
+    error = _unused(block, _compiled(block))
+    if error is None:
+        met = (path for path, _ in block.decisions.values())
+        block.number.existing.update((path.key, path) for path in met)
+        return False
+    root = None if block.owner is None else root_of(block.owner)
+    if root is None or not root.initializing:
+        raise error
+    # During initialization variables are still missing: ``settle`` judges later.
+    root.pending.append((block, sys.exception()))
+    return True
 
 
 def _meet_the_rest(block: Block) -> None:
@@ -81,26 +74,22 @@ def _meet_the_rest(block: Block) -> None:
     block.collections.update(core_scopes.stored(block.owner.root))
 
 
-def _check_collections(block: Block) -> None:
-    named = block.rewrite.collections
-    if isinstance(named, str):
-        named = (named,)
-    for name in named if isinstance(named, Iterable) else ():
-        # Many modules have no parameters, so a missing 'params' is no mistake.
-        if name not in block.collections and name != 'params':
-            raise _unknown_collection(block, name)
-
-
-def _check_atoms(block: Block, compiled: Sequence[Path] = ()) -> None:
+def _unused(block: Block, compiled: Sequence[Path] = ()) -> errors.FlaxSGError | None:
+    """Returns the error for a name in a block that nothing under its extent has."""
     where, ask = block.rewrite.where, block.asker
     everything = [*(path for path, _ in block.decisions.values()), *compiled]
     owner = None if block.tree is None else block.owner_path
     matched = ask.matched_by(everything)
     both = isinstance(where, filters.And)
     any_taken = both and any(ask.ask(path) is not False for path in everything)
-    if error := find_unused(where, matched, everything, owner, any_taken):
-        error.add_note(_origin(block))
-        raise error
+    error = find_unused(where, matched, everything, owner, any_taken)
+    if block.collections:
+        error = _unknown_collection(block) or error
+    elif error and block.owner is None and not block.decisions and where.atoms:
+        error = _nothing_read(block)
+    if error:  # A traceback may show another line.
+        error.add_note(f'From {block.rewrite!r}, opened at {block.place}.')
+    return error
 
 
 def _compiled(block: Block) -> Sequence[Path]:
@@ -156,8 +145,8 @@ def settle(scope: Scope) -> None:
         # If the body raised, its own exception is shown instead.
         if sys.exception() is handled:
             _meet(block, root, path, variables)
-            _check_collections(block)
-            _check_atoms(block)
+            if error := _unused(block):
+                raise error
 
 
 def _meet(
@@ -185,26 +174,24 @@ def _meet(
                     selects(block, root, key, read=False)
 
 
-def _origin(block: Block) -> str:
-    """The call that an error comes from: a traceback may show another line."""
-    return f'From {block.rewrite!r}, opened at {block.place}.'
-
-
-def _unknown_collection(block: Block, name: str) -> errors.UnusedFilterError:
-    """The error for a named collection that does not exist under the extent."""
-    known = ', '.join(map(repr, sorted(block.collections)))
-    error = errors.UnusedFilterError(
-        f'no collection {name!r} exists under this extent; there are '
-        f'{known or "none"}.\n'
-        "Name one of these, or pass unused='ignore' if it may be absent.",
-    )
-    error.add_note(_origin(block))
-    return error
+def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
+    """Returns the error for a named collection that does not exist, if any."""
+    named = block.rewrite.collections
+    names = (named,) if isinstance(named, str) else named
+    for name in names if isinstance(names, Iterable) else ():
+        # Many modules have no parameters, so a missing 'params' is no mistake.
+        if name not in block.collections and name != 'params':
+            known = ', '.join(map(repr, sorted(block.collections)))
+            return errors.UnusedFilterError(
+                f'no collection {name!r} exists under this extent; there are {known}.\n'
+                "Name one of these, or pass unused='ignore' if it may be absent.",
+            )
+    return None
 
 
 def _nothing_read(block: Block) -> errors.UnusedFilterError:
-    """The error for a block at top level in which no variable was read."""
-    error = errors.UnusedFilterError(
+    """Returns the error for a block at top level in which no variable was read."""
+    return errors.UnusedFilterError(
         f'{block.rewrite!r} did nothing: no variable of a Flax module was read in its '
         'block.\n'
         'Open the block around jax.grad or model.apply: it cannot reach results of '
@@ -212,5 +199,3 @@ def _nothing_read(block: Block) -> errors.UnusedFilterError:
         'For a tree of parameters write sg.stop_gradient(tree, where). If nothing may '
         "be read here, pass unused='ignore'."
     )
-    error.add_note(_origin(block))
-    return error

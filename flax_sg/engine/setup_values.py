@@ -209,7 +209,7 @@ def _joined(old: Any, new: Any, kinds: tuple[type, ...]) -> Any:
     """Combines new arrays of a second ``setup`` run with the first run's modules."""
     if not contents.holds(old, kinds):
         return old
-    if not contents.holds_modules(new):
+    if not contents.holds(new, contents.MODULES):
         return new
     if type(old) is not type(new):
         raise ValueError('setup made another type of value when it ran again')

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -186,8 +185,6 @@ def _instead(block: Block, root: Root, key: Key, value: Any) -> Any:
     if new is AS_IT_IS:
         return new
     asked = [answer(block, root, leaf_key) for leaf_key in leaf_keys(key, value)]
-    if all(said is True for _, said in asked):
-        return new
     olds, treedef = jax.tree.flatten(value)
     leaves = zip(asked, jax.tree.leaves(new), olds, strict=True)
     return treedef.unflatten(
@@ -206,8 +203,7 @@ def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
         with trace, _seeing_outside(block):
             return _applied(block, root, key, leaf)
     path = path_of(block, root, key)
-    made = made_by(block)
-    if leaf in made or not has_cotangent(block.rewrite, path, leaf):
+    if leaf in block.made or not has_cotangent(block.rewrite, path, leaf):
         return leaf
     if rule.jointly:
         note_all(block, root)
@@ -218,7 +214,7 @@ def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
         with _seeing_outside(block), _begin(block, root, [leaf]):
             new = _applied(block, root, key, leaf)
     if new is not leaf:
-        made.note(new)
+        block.made.note(new)
     return new
 
 
@@ -243,43 +239,12 @@ def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     return tracing.in_innermost_trace(levels, *used, examples=False)
 
 
-class Made:
-    """Holds the leaves that a block has rewritten, by identity.
-
-    A leaf that was read in a block and passed to another ``apply`` there is not
-    rewritten again. Only tracers have cotangents to map. A trace is over when nobody
-    holds its tracers, so the references are weak.
-
-    Attributes:
-        together: for each tree, the root whose leaves a joint rule has rewritten.
-    """
-
-    def __init__(self) -> None:
-        self._leaves = weakref.WeakValueDictionary[int, Any]()
-        self.together = weakref.WeakValueDictionary[object, Root]()
-
-    def note(self, leaf: Any) -> None:
-        """Notes that a leaf is rewritten, if it is a tracer."""
-        if isinstance(leaf, tracing.Tracer):
-            self._leaves[id(leaf)] = leaf
-
-    def __contains__(self, leaf: Any) -> bool:
-        return self._leaves.get(id(leaf)) is leaf
-
-
-def made_by(block: Block) -> Made:
-    """Returns the leaves that a block has rewritten."""
-    if block.made is None:
-        block.made = Made()
-    return block.made
-
-
 def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
     """Notes the rewritten leaves that a lifted body in a block starts with."""
     if block.rewrite.rule.in_extent:
         for key in handed.keys() & root.selected:
             for leaf in jax.tree.leaves(handed[key]):
-                made_by(block).note(leaf)
+                block.made.note(leaf)
 
 
 class _Joint:
@@ -295,7 +260,7 @@ class _Joint:
         # The leaves may have been rewritten outside the body. And a block opened in a
         # body may read its tree on both sides of the transform.
         is_outside = any(block is other for other in root.covered)
-        together = made_by(block).together
+        together = block.made.together
         self._is_split = not is_outside and (
             together.setdefault(root.tree, root) is not root
         )
@@ -339,7 +304,7 @@ def _rewritten_together(
             for old, new in zip(olds, news, strict=True)
         }
     for _, new in found.values():
-        made_by(block).note(new)
+        block.made.note(new)
     return found
 
 

@@ -27,23 +27,8 @@ from flax_sg.filters.expressions import unknown_class
 from flax_sg.internals import core_scopes, hooking, lifting, tracing
 from flax_sg.rules import rules
 from flax_sg.trees.leaves import shape_of
-from flax_sg.trees.variables import (
-    Key,
-    iter_variables,
-    leaf_keys,
-    map_variables,
-)
+from flax_sg.trees.variables import Key, iter_variables, leaf_keys, map_variables
 
-# In the body of these transforms a variable has the same name as outside, and a
-# gradient that is stopped in the body is also stopped outside.
-_SAME_VARIABLES = (
-    lifting.JIT,
-    lifting.REMAT,
-    'checkpoint',
-    'vmap',
-    *lifting.LOOPS,
-    *lifting.BRANCHES,
-)
 _Origin: TypeAlias = tuple[int | None, ...]
 _MARK = '\0flax_sg'  # A name that no user gives to a collection.
 
@@ -292,12 +277,7 @@ class _Lift:
         return _map_groups(mapped_group, groups)
 
     def _with_names(self, groups: Groups) -> Groups:
-        # These may rewrite two variables differently because of their names.
-        asking = [
-            block
-            for block in self.open_blocks
-            if block.rewrite.where.atoms or block.rewrite.rule.asks_path
-        ]
+        asking = [block for block in self.open_blocks if block.asker.asks_path]
         # A variable that the body may write need not exist yet.
         writable = any(
             not is_filter_empty(
@@ -306,8 +286,7 @@ class _Lift:
             for scope in self.scopes
             for block in asking
         )
-        needed = writable or self.inside
-        if not (self.is_jit and needed and groups and groups[0]):
+        if not (self.is_jit and (writable or self.inside)):
             return groups
         names = tuple(
             tuple(_names(block, root, scope.path) for block in asking)
@@ -369,7 +348,7 @@ def _too_late(
         is_same = rule == rules.StopGradient() or rule.refuses_writes
         kinds = block.rewrite.where.kinds
         has_parts = block.asker.asks_classes and filters.Index in kinds
-        if name not in _SAME_VARIABLES or not is_same or has_parts:
+        if name not in lifting.SAME_VARIABLES or not is_same or has_parts:
             return first
     return None
 

@@ -43,15 +43,14 @@ def check(
     if root.made_in is not None:  # A second run of ``setup``: its writes are discarded.
         return
     stored = core_scopes.stored(scope)
-    for (collection, names), new in iter_variables(key, value):
-        old = find(stored, collection, names[len(scope.path) :])
+    for variable, new in iter_variables(key, value):
+        old = find(stored, variable[0], variable[1][len(scope.path) :])
         if old is AS_IT_IS and root.initializing:
             continue  # Initialization creates variables.
-        key = collection, names
         for block in refusing:
             changed = [
                 leaf_key
-                for leaf_key in _changed(key, old, new)
+                for leaf_key in _changed(variable, old, new)
                 if selection.selects(block, root, leaf_key, read=False, noted=True)
             ]
             if changed:

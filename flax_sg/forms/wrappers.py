@@ -133,7 +133,7 @@ class _Forwards:
             fields = modules.field_leaves(self)
             functions = [leaf for leaf in fields if isinstance(leaf, _FUNCTIONS)]
             # A call may use modules that belong to another trace.
-            if not contents.holds_modules((args, kwargs, functions)):
+            if not contents.holds((args, kwargs, functions), contents.MODULES):
                 return residuals.stop_again(self, use)
             residuals.warn(type(self).__name__, innermost(self))
         return use(self)
@@ -169,7 +169,7 @@ class _Forwards:
             return type(value)(self._seen(name, item) for item in value)
         if isinstance(value, (dict, FrozenDict)):
             return type(value)({k: self._seen(name, v) for k, v in value.items()})
-        if isinstance(value, _FUNCTIONS) and contents.holds_modules(value):
+        if isinstance(value, _FUNCTIONS) and contents.holds(value, contents.MODULES):
             return self._part(self.module)._in_extent(value)
         return value
 

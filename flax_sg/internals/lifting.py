@@ -28,6 +28,9 @@ from flax_sg.internals import versions
 JIT, SCAN, REMAT = 'jit', 'scan', 'remat'
 LOOPS = (SCAN, 'while_loop')
 BRANCHES = ('cond', 'switch')
+# In the body of these a variable has the same name as outside, and a gradient that is
+# stopped in the body is also stopped outside.
+SAME_VARIABLES = (JIT, REMAT, 'vmap', *LOOPS, *BRANCHES)
 
 # ``debug_path`` names the transforms around each module: ``remat(scan(layers))``.
 _SCAN_OR_REMAT = re.compile(rf'({SCAN}|{REMAT})\(')
