@@ -458,12 +458,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         'trainable() got the class Declared, and takes names of fields.\n'
         "Write @sg.trainable('kernel', ...) above a pytree class.",
     ),
-    'a module that is not bound': (
-        lambda: sg.grad(lambda: 1.0, of=MODEL),
-        errors.ArgumentTypeError,
-        'of=Model(...) has no variables: expected a bound module, such as '
-        'model.bind(variables).',
-    ),
     'freezing no optimizer': (
         lambda: sg.freeze('adam', 'a'),
         errors.ArgumentTypeError,
@@ -632,7 +626,6 @@ FIXES: dict[str, str | Callable[[], Any]] = {
             DECAYED.update({'n': sg.ABSENT, 'w': 1.0}, DECAYED.init(HELD), HELD)[0],
         )['n'].value
     ),
-    'a module that is not bound': 'model.bind(variables)',
     'freezing no optimizer': "sg.freeze(optax.adam(1e-3), 'backbone/**')",
     'wrapper with a second name': lambda: Named().init(jax.random.key(0), X),
     'output': lambda: sg.gradient_flow(
