@@ -214,7 +214,7 @@ WRONG = [
     ),
     (
         f'flow {CHECK} --expect gln:gln_0//kernel',
-        "--expect 'gln:gln_0//kernel': The glob 'gln_0//kernel' has '//' in it.",
+        "--expect 'gln:gln_0//kernel': No path fits the glob 'gln_0//kernel'",
     ),
     (f'flow {CHECK} --expect glm:gln_0/**', "has no output 'glm'"),
     (

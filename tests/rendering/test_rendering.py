@@ -14,8 +14,8 @@ from reports import LIVE, LOSSES, STOPPED, report
 MATRIX = """\
               gln       code      explanation   uses stopped
 ────────────────────────────────────────────────────────────
-gln_0/dense   trains    stopped   stopped             1 of 2
 code          stopped   trains    stopped             2 of 3
+gln_0/dense   trains    stopped   stopped             1 of 2
 head          partly    -         trains              1 of 3
   bias        trains    -         trains              0 of 1
   kernel      stopped   -         trains              1 of 2
@@ -55,7 +55,7 @@ def test_a_single_output_has_no_name_and_a_report_may_be_empty(tmp_path):
 
 def test_groups_by_the_first_names():
     names = [row.name for row in LOSSES.matrix(1).rows]
-    assert names == ['gln_0', 'code', 'head', '(no module)']
+    assert names == ['code', 'gln_0', 'head', '(no module)']
     [row] = LOSSES.matrix(0).rows
     assert (row.name, row.cells) == ('(no module)', ('partly',) * 3)
 
@@ -176,7 +176,7 @@ def test_html_has_a_cell_for_each_module_and_output_and_a_legend():
     assert all(word.meaning in legend for word in WORDS.values())
     # No cell is a white hole in a dark notebook, whatever its style sheet does: the
     # grey is a shade of the page, and has the ink of the page.
-    trains, stopped, unused = cells[1][1][0], cells[1][2][0], cells[3][2][0]
+    stopped, trains, unused = cells[1][1][0], cells[1][2][0], cells[3][2][0]
     assert 'background:#0072b2;color:#ffffff' in trains
     assert 'background:rgba(128,128,128,0.25)' in stopped and ';color' not in stopped
     assert 'background' not in unused and ';color' not in unused

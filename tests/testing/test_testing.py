@@ -228,7 +228,7 @@ def test_leaves_without_a_gradient_are_free():
 
 def test_what_names_nothing_is_refused():
     for where, output, error, said in (
-        (['gln_1/**', 'head/**'], None, errors.UnusedFilterError, r'gln_0/\*\*'),
+        (['gln_1/**', 'head/**'], None, errors.UnusedFilterError, 'gln_0/dense'),
         ('head/**', 'explain', errors.UnknownNameError, "no output 'explain'"),
         ('head/*', ['code', 'explain'], errors.UnknownNameError, "output 'explain'"),
         ('head/**', False, errors.UnknownNameError, 'no output'),
