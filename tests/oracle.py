@@ -79,6 +79,12 @@ def assert_same_grads(
     assert_same(grads(actual, *args), grads(expected, *args))
 
 
+def assert_same_function(actual: Any, expected: Any, *args: Any) -> None:
+    """Both functions have the same values and gradients, to the last bit."""
+    assert_same(actual(*args), expected(*args))
+    assert_same_grads(actual, expected, *args)
+
+
 def is_zero(tree: Any) -> bool:
     """Whether every leaf of a tree of gradients is exactly zero."""
     return all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(tree))

@@ -249,23 +249,6 @@ def test_errors_of_the_program_come_as_they_are(place, error, text):
         main(['flow', place])
 
 
-@pytest.mark.parametrize(
-    ('command', 'words'),
-    [
-        ('flow', '--expect --json --plot --depth train:check Status:'),
-        ('paths', '--where train:example Status:'),
-    ],
-)
-def test_help_says_all_there_is_to_know(command, words, capsys, monkeypatch):
-    monkeypatch.setenv('COLUMNS', '80')
-    with pytest.raises(SystemExit) as info:
-        main([command, '--help'])
-    assert info.value.code == 0
-    text = capsys.readouterr().out
-    assert all(word in text for word in words.split())
-    assert max(map(len, text.splitlines())) <= 80
-
-
 PATHS = """\
 selected   path           module   shape           collection
 ─────────────────────────────────────────────────────────────

@@ -1,7 +1,5 @@
 """The demo: each loss trains its part, as in the same program written by hand."""
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -150,16 +148,3 @@ def test_the_demo_fails_if_the_model_has_not_learned(monkeypatch, capsys):
     assert status == 1
     assert lines[-3].strip() == 'explanation  explanation'
     assert lines[-1].startswith('Held-out digits recognised: 0.')
-
-
-def test_sklearn_is_imported_late_and_its_lack_is_said(monkeypatch):
-    code = 'import sys, flax_sg.demo; print("sklearn" in sys.modules)'
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-    assert done.stdout == 'False\n'
-    monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)
-    with pytest.raises(ModuleNotFoundError) as info:
-        demo.main([])
-    assert str(info.value) == (
-        'The demo needs sklearn, which is not installed. '
-        "Install what it needs with: pip install 'flax_sg[demo]'"
-    )

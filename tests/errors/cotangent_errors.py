@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 
-from flax_sg import errors
 from flax_sg import linen as nn
 
 PARAMS = {'enc': {'w': jnp.ones((2, 3)), 'b': jnp.ones(3)}}
 
 
 class Uses(fnn.Module):
-    """Reads all that it holds."""
-
     @fnn.compact
     def __call__(self):
         return sum(jnp.sum(x) for x in jax.tree.leaves(self.variables['params']))
@@ -98,67 +94,49 @@ ONE_BOUND = (
     'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
 )
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: dict[str, tuple[Any, ...]] = {
     'forward mode': (
         forwards,
-        errors.CotangentError,
-        f"nn.clip_gradient of 'enc/b'{NO_FORWARD}",
+        f"CotangentError: nn.clip_gradient of 'enc/b'{NO_FORWARD}",
     ),
     'a function that changes the shape': (
         lambda: grads(nn.map_cotangent('enc/w', summed)),
-        errors.CotangentError,
-        "the cotangent of 'enc/w' is float32[2, 3], and what summed at "
-        f'cotangent_errors.py:LINE returns is float32[].{LIKE_ITS_PARAMETER}',
-    ),
-    'a value of another shape': (
-        lambda: grads(nn.replace_cotangent('enc/w', jnp.ones(3))),
-        errors.CotangentError,
-        "the cotangent of 'enc/w' is float32[2, 3], and the value is float32[3]."
-        f'{LIKE_ITS_PARAMETER}',
-    ),
-    'a source of another shape': (
-        lambda: grads(nn.copy_cotangent({'enc/w': 'enc/b'})),
-        errors.CotangentError,
-        "the cotangent of 'enc/w' is float32[2, 3], and that of 'enc/b' is float32[3]."
-        f'{LIKE_ITS_PARAMETER}',
+        "CotangentError: the cotangent of 'enc/w' is float32[2, 3], and what summed "
+        f'at cotangent_errors.py:LINE returns is float32[].{LIKE_ITS_PARAMETER}',
     ),
     'an integer': (
         integer,
-        errors.CotangentError,
-        "scale_gradient(Glob('steps')) selects 'steps', which has no cotangent: it "
-        'holds int32[].\n'
+        "CotangentError: scale_gradient(Glob('steps')) selects 'steps', which has no "
+        'cotangent: it holds int32[].\n'
         'Select real or complex variables; True takes those and no others.',
     ),
     'clip without a bound': (
         lambda: nn.clip_gradient('enc/**'),
-        errors.ArgumentValueError,
-        f'clip_gradient() was given no bound{ONE_BOUND}',
+        f'ArgumentValueError: clip_gradient() was given no bound{ONE_BOUND}',
+        'nn.clip_gradient(where, global_norm=1.0)',
     ),
     'clip below zero': (
         lambda: nn.clip_gradient('enc/**', norm=-1.0),
-        errors.ArgumentValueError,
-        'norm=-1.0: expected a number from 0 on.',
+        'ArgumentValueError: norm=-1.0: expected a number from 0 on.',
     ),
     'a factor for each': (
         lambda: nn.scale_gradient('enc/**', jnp.ones(2)),
-        errors.ArgumentValueError,
-        'factor has the shape (2,): expected one number.',
+        'ArgumentValueError: factor has the shape (2,): expected one number.',
     ),
     'a function that reads a tracer': (
         lambda: traced(2.0),
-        errors.ArgumentTypeError,
-        '<lambda> at cotangent_errors.py:LINE reads a traced value (float32[]) as '
-        "'factor'.\n"
-        'Hand it over: nn.map_cotangent(where, fn, value) calls '
-        'fn(path, cotangent, value).',
+        'ArgumentTypeError: <lambda> at cotangent_errors.py:LINE reads a traced value '
+        "(float32[]) as 'factor'.\n"
+        'Hand it over: nn.map_cotangent(where, fn, value) calls fn(path, cotangent, '
+        'value).',
     ),
     'modules from outside of a body': (
         split,
-        errors.BlockError,
-        'clip_gradient(Constant(True)) takes its parameters together, and '
+        'BlockError: clip_gradient(Constant(True)) takes its parameters together, and '
         "'/shared/kernel' lies in a module that came into the transform around the "
         'block by another way.\n'
         'Open the block around the transform, or leave that module out.',
+        lambda: split(around=True),
     ),
 }
 
@@ -167,24 +145,4 @@ def counted(path: Any, ct: Any) -> Any:
     return ct / jnp.sum(ct)
 
 
-@jax.jit
-def handed_over(factor: Any) -> Any:
-    return grads(nn.map_cotangent('enc/w', lambda path, ct, f: f * ct, factor))
-
-
-def backwards_twice() -> Any:
-    with nn.clip_gradient('enc/b', norm=1.0):
-        return jax.jacfwd(jax.grad(loss))(PARAMS)
-
-
 where, path, fn, value = 'enc/w', 'enc/w', counted, 1.0
-
-
-ONE_BOUND_EACH = 'nn.clip_gradient(where, global_norm=1.0)'
-
-FIXES: dict[str, str | Callable[[], Any]] = {
-    'forward mode': backwards_twice,
-    'clip without a bound': ONE_BOUND_EACH,
-    'a function that reads a tracer': lambda: handed_over(2.0),
-    'modules from outside of a body': lambda: split(around=True),
-}

@@ -13,7 +13,7 @@ import pickle
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ import flax
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -53,31 +52,6 @@ class Model(fnn.Module):
         return jnp.tanh(self.encoder(x))
 
 
-class Opens(fnn.Module):
-    """A model below the root, in a block of its own."""
-
-    where: Any
-
-    @fnn.compact
-    def __call__(self, x):
-        with nn.stop_gradient(self.where):
-            return Inside(name='m')(x)
-
-
-class Inside(fnn.Module):
-    @fnn.compact
-    def __call__(self, x):
-        return fnn.Dense(3, name='dense')(x)
-
-
-class Mounted(fnn.Module):
-    where: Any
-
-    @fnn.compact
-    def __call__(self, x):
-        return Opens(self.where, name='enc')(x)
-
-
 class Renames(fnn.Module):
     @fnn.compact
     def __call__(self, x):
@@ -97,7 +71,6 @@ def writes() -> None:
 
 MODEL = Model()
 VARIABLES = MODEL.init(jax.random.key(0), X)
-MOUNTED = Mounted(True).init(jax.random.key(0), X)
 
 
 def run(block: Any) -> None:
@@ -193,13 +166,16 @@ class Declared(NamedTuple):
 
 
 REWRITE = "stop_gradient(Glob('encoder/**'))"
+LAST_FIRST = (
+    'Blocks close in the thread and task that opened them, the last one first: use a '
+    'with statement around the code that it is for.'
+)
 INSTEAD = (
     '\nFor a class or a function write nn.stop_gradient(target, where), for an array '
     'jax.lax.stop_gradient(x), for a tree sg.stop_gradient(tree, where).'
 )
 
 
-# For each: what raises it, its class, its whole message.
 def by_place(params: Any) -> Any:
     return {'best': jnp.argmax(params['w'])}
 
@@ -213,58 +189,43 @@ def branches(params: Any) -> Any:
     return params['w'] if params['w'][0, 0] > 0 else -params['w']
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: dict[str, tuple[Any, ...]] = {
     'unused=': (
         lambda: nn.stop_gradient('encoder/**', unused='warn'),
-        errors.FilterValueError,
-        "unused='warn': expected 'raise' or 'ignore'.",
+        "FilterValueError: unused='warn': expected 'raise' or 'ignore'.",
     ),
     'collections=': (
         lambda: nn.stop_gradient('encoder/**', collections=3),
-        errors.FilterTypeError,
-        'collections=3 is no collection filter: expected a name, '
-        'a sequence of names, True, or flax.core.DenyList.',
+        'FilterTypeError: collections=3 is no collection filter: expected a name, a '
+        'sequence of names, True, or flax.core.DenyList.',
     ),
     'overwrite with gradient': (
         lambda: nn.stop_gradient(
             True, collections=['params', '_overwrite_with_gradient']
         ),
-        errors.ArgumentValueError,
-        "collections=('params', '_overwrite_with_gradient') selects "
-        '"_overwrite_with_gradient": its variables receive their new value as a '
-        'gradient, and no rule may touch them.\n'
+        "ArgumentValueError: collections=('params', '_overwrite_with_gradient') "
+        'selects "_overwrite_with_gradient": its variables receive their new value as '
+        'a gradient, and no rule may touch them.\n'
         'Leave it out; collections=True leaves it out by itself.',
     ),
     'unused at top level': (
         lambda: run(nn.stop_gradient('encodr/**')),
-        errors.UnusedFilterError,
-        "Glob('encodr/**') matches none of the 4 variables.\n"
+        "UnusedFilterError: Glob('encodr/**') matches none of the 4 variables.\n"
         "Nearest: 'encoder/bias', 'encoder/kernel', 'norm/bias'.\n"
-        "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
-        'all variables in encoder.\n'
-        "If nothing has to match, pass unused='ignore'.",
-    ),
-    'unused in a module': (
-        lambda: Mounted('dense/**').apply(MOUNTED, X),
-        errors.UnusedFilterError,
-        "Glob('dense/**') matches none of the 2 variables under 'enc'.\n"
-        "Nearest: 'm/dense/bias', 'm/dense/kernel'.\n"
         "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
         'all variables in encoder.\n'
         "If nothing has to match, pass unused='ignore'.",
     ),
     'unknown collection': (
         lambda: run(nn.stop_gradient('norm/mean', collections='batch_stat')),
-        errors.UnusedFilterError,
-        "no collection 'batch_stat' exists under this extent; there are "
-        "'batch_stats', 'params'.\n"
+        "UnusedFilterError: no collection 'batch_stat' exists under this extent; "
+        "there are 'batch_stats', 'params'.\n"
         "Name one of these, or pass unused='ignore' if it may be absent.",
     ),
     'nothing read': (
         nothing_read,
-        errors.UnusedFilterError,
-        "stop_gradient(Glob('encoder/nothing')) did nothing: no variable of a Flax "
-        'module was read in its block.\n'
+        "UnusedFilterError: stop_gradient(Glob('encoder/nothing')) did nothing: no "
+        'variable of a Flax module was read in its block.\n'
         'Open the block around jax.grad or model.apply: it cannot reach results of '
         'jax.vjp and programs that were compiled before it.\n'
         'For a tree of parameters write sg.stop_gradient(tree, where). If nothing may '
@@ -272,386 +233,228 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'methods without a class': (
         lambda: nn.stop_gradient('encoder/**', methods=['encode']),
-        errors.ArgumentTypeError,
-        "methods=['encode'] was given, but no Module class to lift.\n"
+        "ArgumentTypeError: methods=['encode'] was given, but no Module class to "
+        'lift.\n'
         'Write nn.stop_gradient(Model, where, methods=[...]).',
     ),
     'target': (
         lambda: nn.stop_gradient('kernel', 'encoder/**'),
-        errors.ArgumentTypeError,
-        'nn.stop_gradient decorates a function, a method, a Module class or a module, '
-        f"and was given 'kernel' (str).{INSTEAD}",
+        'ArgumentTypeError: nn.stop_gradient decorates a function, a method, a Module '
+        f"class or a module, and was given 'kernel' (str).{INSTEAD}",
     ),
     'no values': (
         lambda: nn.substitute(Model),
-        errors.ArgumentTypeError,
-        f'nn.substitute was given the class Model.{block_errors.VALUES}',
+        'ArgumentTypeError: nn.substitute was given the class '
+        f'Model.{block_errors.VALUES}',
     ),
     'a value that does not fit': (
         lambda: run(nn.substitute({'encoder': {'bias': jnp.zeros(3, jnp.bfloat16)}})),
-        errors.StructureError,
-        "nn.substitute: the value for 'encoder/bias' of the collection 'params' does "
-        'not fit.\n'
+        "StructureError: nn.substitute: the value for 'encoder/bias' of the "
+        "collection 'params' does not fit.\n"
         'Expected: float32[3]\n'
         'Found:    bfloat16[3]',
     ),
     'a result that does not fit': (
         lambda: run(nn.substitute(lambda path, value: value[0], where='norm/bias')),
-        errors.StructureError,
-        "nn.substitute: the value for 'norm/bias' of the collection 'params' does "
-        'not fit.\n'
+        "StructureError: nn.substitute: the value for 'norm/bias' of the collection "
+        "'params' does not fit.\n"
         'Expected: a value of shape (3,)\n'
         'Found:    float32[]',
     ),
     'no value for a variable': (
         lambda: run(nn.substitute('ema', where='encoder/bias')),
-        errors.StructureError,
-        "nn.substitute: there is no value for 'encoder/bias' of the collection "
-        "'params' in the collection 'ema'.\n"
+        "StructureError: nn.substitute: there is no value for 'encoder/bias' of the "
+        "collection 'params' in the collection 'ema'.\n"
         'Fix: give one, or leave the variable out with substitute(..., where=).',
-    ),
-    'no variable for a value': (
-        lambda: run(nn.substitute({'encoder': {'bais': jnp.zeros(3)}})),
-        errors.UnusedFilterError,
-        "nn.substitute has a value for 'encoder/bais', which is no variable (nearest: "
-        "'encoder/bias').\n"
-        'Spell names as the variables, from below the collection. If some may be '
-        "missing, pass unused='ignore'.",
     ),
     'values with the collection': (
         lambda: run(nn.substitute({'params': {'encoder': {'bias': jnp.zeros(3)}}})),
-        errors.UnusedFilterError,
-        "nn.substitute has a value for 'params/encoder/bias', which is no variable "
-        "(nearest: 'encoder/bias').\n"
+        "UnusedFilterError: nn.substitute has a value for 'params/encoder/bias', "
+        "which is no variable (nearest: 'encoder/bias').\n"
         'Spell names as the variables, from below the collection. If some may be '
         "missing, pass unused='ignore'.",
     ),
     'written and read only': (
         lambda: writes(),
-        errors.ReadOnlyError,
-        "BatchNorm.__call__ (at '') wrote the variable 'mean' of the collection "
-        "'batch_stats' in the module at '', which is read only under "
+        "ReadOnlyError: BatchNorm.__call__ (at '') wrote the variable 'mean' of the "
+        "collection 'batch_stats' in the module at '', which is read only under "
         "read_only(Glob('mean'), collections=True).\n"
         'Fix: leave the block for the write, or leave the variable out with where= or '
         'collections=.',
     ),
     'closed before an inner one': (
         close_first,
-        errors.BlockError,
-        f'the block of {REWRITE}, opened at test_errors.py:LINE, cannot be closed: the '
-        "one opened at test_errors.py:LINE (stop_gradient(Glob('norm/*'))) is still "
-        'open.\n'
-        'Blocks close in the thread and task that opened them, the last one '
-        'first: use a with statement around the code that it is for.',
-    ),
-    'closed and not open': (
-        lambda: nn.stop_gradient('encoder/**').__exit__(None, None, None),
-        errors.BlockError,
-        f'the block of {REWRITE} cannot be closed: it is not open in this thread, '
-        'MainThread.\n'
-        'Blocks close in the thread and task that opened them, the last one '
-        'first: use a with statement around the code that it is for.',
+        f'BlockError: the block of {REWRITE}, opened at test_errors.py:LINE, cannot '
+        'be closed: the one opened at test_errors.py:LINE '
+        "(stop_gradient(Glob('norm/*'))) is still open.\n" + LAST_FIRST,
     ),
     'closed in another thread': (
         close_in_another_thread,
-        errors.BlockError,
-        f'the block of {REWRITE}, opened at test_errors.py:LINE, cannot be closed: it '
-        'is not open in this thread, MainThread, which closes it at '
-        'test_errors.py:LINE, but in opener.\n'
-        'Blocks close in the thread and task that opened them, the last one '
-        'first: use a with statement around the code that it is for.',
+        f'BlockError: the block of {REWRITE}, opened at test_errors.py:LINE, cannot '
+        'be closed: it is not open in this thread, MainThread, which closes it at '
+        'test_errors.py:LINE, but in opener.\n' + LAST_FIRST,
     ),
     'closed in another task': (
         close_in_another_task,
-        errors.BlockError,
-        f'the block of {REWRITE}, opened at test_errors.py:LINE, cannot be closed: it '
-        'was opened in another asyncio task.\n'
-        'Blocks close in the thread and task that opened them, the last one '
-        'first: use a with statement around the code that it is for.',
+        f'BlockError: the block of {REWRITE}, opened at test_errors.py:LINE, cannot '
+        'be closed: it was opened in another asyncio task.\n' + LAST_FIRST,
     ),
     'suspended task': (
         awaited,
-        errors.BlockError,
-        f'the block of {REWRITE}, opened at test_errors.py:LINE, belongs to another '
-        'asyncio task, which was suspended inside it.\n'
+        f'BlockError: the block of {REWRITE}, opened at test_errors.py:LINE, belongs '
+        'to another asyncio task, which was suspended inside it.\n'
         'Leave the block before await.',
     ),
     'an absent leaf': (
         lambda: sg.ABSENT + 1.0,
-        errors.AbsentLeafError,
-        'ABSENT is no array: this leaf was not selected, or is in another part of the '
-        'tree.\n'
+        'AbsentLeafError: ABSENT is no array: this leaf was not selected, or is in '
+        'another part of the tree.\n'
         'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates(params, '
         'updates).\n'
-        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to the "
-        'gradient call.',
+        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to "
+        'the gradient call.',
     ),
     'overlapping parts': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'w': 1.0}}),
-        errors.StructureError,
-        "Two parts have a leaf at 'a/w': float32[2, 3] and 1.0.\n"
+        "StructureError: Two parts have a leaf at 'a/w': float32[2, 3] and 1.0.\n"
         'Each leaf has to be in one part, and ABSENT in the others.',
     ),
     'parts of two trees': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'v': 1.0}}),
-        errors.StructureError,
-        'part 1 and part 2 have different structures.\n'
+        'StructureError: part 1 and part 2 have different structures.\n'
         "  'a/w': in part 1, not in part 2; nearest there: 'a/v'\n"
         "  'a/v': in part 2, not in part 1; nearest there: 'a/w'",
     ),
     'parts of two kinds': (
         lambda: sg.combine([1.0], (sg.ABSENT,)),
-        errors.StructureError,
-        'part 1 and part 2 have different structures.\n'
+        'StructureError: part 1 and part 2 have different structures.\n'
         '  Their nodes are of different types, such as list and tuple.',
     ),
     'a leaf with two labels': (
         lambda: sg.partition_n({'gln': 1.0}, {'gln': 'gln', 'all': True}),
-        errors.StructureError,
-        "The leaf at 'gln' has 2 labels: 'gln', 'all'.\n"
-        'Give each leaf one label: filters exclude each other with & and ~.',
-    ),
-    'a function that knows no label': (
-        lambda: sg.partition_n({'gln': 1.0}, lambda path: None),
-        errors.StructureError,
-        "The leaf at 'gln' has no label.\n"
+        "StructureError: The leaf at 'gln' has 2 labels: 'gln', 'all'.\n"
         'Give each leaf one label: filters exclude each other with & and ~.',
     ),
     'an integer by name': (
         lambda: sg.grad(lambda p: p['w'], wrt='step')({'w': 1.0, 'step': 3}),
-        errors.NotDifferentiableError,
-        "sg.grad(wrt=...): Glob('step') selects only what cannot be differentiated: "
-        "'step' (3).\n"
+        "NotDifferentiableError: sg.grad(wrt=...): Glob('step') selects only what "
+        "cannot be differentiated: 'step' (3).\n"
         'Select real or complex leaves; True takes those and no others.',
     ),
     'absent=': (
         lambda: sg.grad(lambda p: p, absent='zero'),
-        errors.FilterValueError,
-        "absent='zero': expected 'drop', 'none', 'zeros' or 'masked'.",
+        "FilterValueError: absent='zero': expected 'drop', 'none', 'zeros' or 'masked'"
+        '.',
     ),
     'a gradient that lacks a leaf': (
         lambda: sg.freeze(optax.sgd(0.1), 'a').update(
             {'c': X}, None, {'a': X, 'b': X, 'c': X}
         ),
-        errors.StructureError,
-        "there is nothing at 'b' in the gradient, and it is not frozen.\n"
+        "StructureError: there is nothing at 'b' in the gradient, and it is not "
+        'frozen.\n'
         'Differentiate what is not frozen: sg.grad(loss, wrt=~where) beside '
         'sg.freeze(tx, where).',
     ),
     'a changed value': (
         lambda: jax.tree.map(lambda x: 0.5 * x, sg.NonDifferentiable(3)).value,
-        errors.ChangedValueError,
-        'An optimizer changed a NonDifferentiable: its guard value is 0.5 instead of '
-        '1.0.\n'
+        'ChangedValueError: An optimizer changed a NonDifferentiable: its guard value '
+        'is 0.5 instead of 1.0.\n'
         'Weight decay, averaging and scaling change parameters without a gradient.\n'
         'Wrap the optimizer: sg.freeze(tx).',
     ),
     'a field that is not there': (
         lambda: sg.grad(jnp.sum)(sg.trainable('kernal')(Declared)(X, X)),
-        errors.ArgumentTypeError,
-        "sg.grad(wrt=...): Declared declares the field 'kernal' as trained; its fields "
-        "are 'kernel', 'mean'.",
+        "ArgumentTypeError: sg.grad(wrt=...): Declared declares the field 'kernal' as "
+        "trained; its fields are 'kernel', 'mean'.",
     ),
     'a declaration of no class': (
         lambda: sg.trainable(Declared),
-        errors.ArgumentTypeError,
-        'trainable() got the class Declared, and takes names of fields.\n'
+        'ArgumentTypeError: trainable() got the class Declared, and takes names of '
+        'fields.\n'
         "Write @sg.trainable('kernel', ...) above a pytree class.",
     ),
     'freezing no optimizer': (
         lambda: sg.freeze('adam', 'a'),
-        errors.ArgumentTypeError,
-        'freeze() takes an optax transformation, got str.\n'
+        'ArgumentTypeError: freeze() takes an optax transformation, got str.\n'
         "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
+        "sg.freeze(optax.adam(1e-3), 'backbone/**')",
     ),
     'an optimizer for values that are gradients': (
         lambda: sg.mask({'_overwrite_with_gradient': {'s': 1.0}}, frozen=None),
-        errors.ArgumentValueError,
-        'the variables hold "_overwrite_with_gradient": they receive their new value '
-        'as a gradient, and no optimizer may see them.\n'
+        'ArgumentValueError: the variables hold "_overwrite_with_gradient": they '
+        'receive their new value as a gradient, and no optimizer may see them.\n'
         "Give it variables['params']; sg.TrainState takes both and does so.",
     ),
     'wrapped class': (
         lambda: nn.Frozen(fnn.Dense),
-        errors.ArgumentTypeError,
-        f'nn.Frozen wraps a Module instance, and was given the class Dense.{INSTEAD}',
+        'ArgumentTypeError: nn.Frozen wraps a Module instance, and was given the '
+        f'class Dense.{INSTEAD}',
     ),
     'wrapped None': (
         lambda: nn.mirror(None),
-        errors.ArgumentTypeError,
-        f'nn.mirror wraps a Module instance, and was given None.{INSTEAD}',
+        'ArgumentTypeError: nn.mirror wraps a Module instance, and was given '
+        f'None.{INSTEAD}',
     ),
     'wrapper with a second name': (
         renames,
-        errors.ArgumentValueError,
-        "nn.Frozen(Dense(...), name='base'): the module is at 'Dense_0' already, and "
-        'the wrapper has no place of its own.\n'
+        "ArgumentValueError: nn.Frozen(Dense(...), name='base'): the module is at "
+        "'Dense_0' already, and the wrapper has no place of its own.\n"
         "Name the module: nn.Frozen(Dense(..., name='base')).",
     ),
     'state': (
         lambda: nn.Frozen(MODEL, state='eval'),
-        errors.ArgumentValueError,
-        "state='eval': expected 'update' or 'hold' or 'use_running_average'.",
+        "ArgumentValueError: state='eval': expected 'update' or 'hold' or "
+        "'use_running_average'.",
     ),
     'output': (
         lambda: sg.gradient_flow(by_place, {'w': X, 'steps': 3}),
-        errors.ArgumentTypeError,
-        "The output 'best' of by_place at test_errors.py:LINE is int32[], which has no "
-        'gradient.\n'
+        "ArgumentTypeError: The output 'best' of by_place at test_errors.py:LINE is "
+        'int32[], which has no gradient.\n'
         'Return real or complex arrays to be differentiated, and all else as aux: '
         'return outputs, aux with has_aux=True.',
     ),
     'callback': (
         lambda: sg.live(called_back, {'w': X, 'b': X}),
-        errors.ArgumentTypeError,
-        "A gradient of 'b', 'w' would pass through pure_callback at "
-        'test_errors.py:LINE (called_back), which JAX cannot differentiate.\n'
+        "ArgumentTypeError: A gradient of 'b', 'w' would pass through pure_callback "
+        'at test_errors.py:LINE (called_back), which JAX cannot differentiate.\n'
         'If none should come back from there, apply jax.lax.stop_gradient before.\n'
         'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.',
     ),
     'values': (
         lambda: sg.gradient_flow(branches, {'w': X}),
-        errors.ArgumentTypeError,
-        'branches at test_errors.py:LINE needs the values of its arguments, but it is '
-        "traced on their shapes. JAX's error above says where.\n"
-        'Bind such an argument, as a number or a NumPy array: '
-        'functools.partial(fun, ...).',
+        'ArgumentTypeError: branches at test_errors.py:LINE needs the values of its '
+        "arguments, but it is traced on their shapes. JAX's error above says where.\n"
+        'Bind such an argument, as a number or a NumPy array: functools.partial(fun, '
+        '...).',
     ),
     'names of a report': (
         lambda: sg.gradient_flow(jnp.sum, {'w': X}['w']).status_of('los', ''),
-        errors.UnknownNameError,
-        "The report has no output 'los'. Did you mean ''?",
+        "UnknownNameError: The report has no output 'los'. Did you mean ''?",
     ),
     'another tree': (
         lambda: sg.mask({'v': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})),
-        errors.UnknownNameError,
-        "sg.mask(frozen=...): There was no 'v' in the parameters that sg.live derived "
-        'this filter from.\n'
+        "UnknownNameError: sg.mask(frozen=...): There was no 'v' in the parameters "
+        'that sg.live derived this filter from.\n'
         "Nearest: 'w'.\n"
         'Derive the filter again, from the tree that it is used for.',
     ),
     'versions': (
         lacks_a_name,
-        errors.UnsupportedVersionError,
-        'flax_sg needs what this installation does not have:\n'
+        'UnsupportedVersionError: flax_sg needs what this installation does not have:\n'
         '  Module.sow has to call put_variable\n'
         "  attributes of a scope (AttributeError: 'Scope' object has no attribute "
         "'_none')\n"
-        f'Found flax {flax.__version__} and jax {jax.__version__}; supported are '
-        'flax 0.12.0 to 0.12.12 with jax 0.7.2 to 0.12.0.1.\n'
+        f'Found flax {flax.__version__} and jax {jax.__version__}; supported are flax '
+        '0.12.0 to 0.12.12 with jax 0.7.2 to 0.12.0.1.\n'
         "Fix: pip install 'flax>=0.12.0,<=0.12.12' 'jax>=0.7.2,<=0.12.0.1'",
     ),
 }
 
 
-def awaited_after_the_block() -> None:
-    async def holds():
-        with nn.stop_gradient('encoder/**'):
-            MODEL.apply(VARIABLES, X)
-        await asyncio.sleep(0)
-
-    async def reads():
-        MODEL.apply(VARIABLES, X)
-
-    async def main():
-        await asyncio.gather(holds(), reads())
-
-    asyncio.run(main())
-
-
-class Named(fnn.Module):
-    @fnn.compact
-    def __call__(self, x):
-        return nn.Frozen(fnn.Dense(3, name='base'))(x)
-
-
-def stopped_before(params: Any) -> Any:
-    w = jax.lax.stop_gradient(params['w'] * params['b'])
-    return params['w'] * jax.pure_callback(jnp.sin, w, w)
-
-
-@jax.custom_jvp
-def with_a_rule(w: Any) -> Any:
-    return jax.pure_callback(jnp.sin, w, w)
-
-
-@with_a_rule.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return with_a_rule(*primals), jnp.cos(primals[0]) * tangents[0]
-
-
-def decided(params: Any, flag: Any) -> Any:
-    return params['w'] if flag > 0 else -params['w']
-
-
-def frozen_state(state: str) -> None:
-    norm = nn.Frozen(fnn.BatchNorm(use_running_average=False), state=state)
-    norm.init(jax.random.key(0), X)
-
-
-DECAYED = sg.freeze(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)))
-GRADS = {'a': X, 'b': sg.ABSENT}
-HELD = {'n': sg.NonDifferentiable(3), 'w': 1.0}
 model, variables, where = MODEL, VARIABLES, 'encoder/**'
 
-FIXES: dict[str, str | Callable[[], Any]] = {
-    'unused at top level': lambda: [
-        run(nn.stop_gradient('encoder/**')),
-        run(nn.stop_gradient('encodr/**', unused='ignore')),
-    ],
-    'unused in a module': lambda: Mounted('**/dense/**').apply(MOUNTED, X),
-    'unknown collection': lambda: [
-        run(nn.stop_gradient('norm/mean', collections='batch_stats')),
-        run(nn.stop_gradient('norm/mean', collections='batch_stat', unused='ignore')),
-    ],
-    'no value for a variable': lambda: [
-        nn.substitute('ema', where='encoder/kernel'),
-        with_an_average(),
-    ],
-    'written and read only': lambda: frozen_state('hold'),
-    'closed in another task': awaited_after_the_block,
-    'an absent leaf': lambda: (
-        sg.grad(lambda p: p['a'], wrt='a', absent='zeros')({'a': 1.0, 'b': 2.0})['b']
-        + 1.0
-    ),
-    'an integer by name': lambda: sg.grad(lambda p: p['w'], wrt=True)(
-        {'w': 1.0, 'step': 3}
-    ),
-    'a gradient that lacks a leaf': lambda: sg.freeze(optax.sgd(0.1), 'b').update(
-        GRADS, sg.freeze(optax.sgd(0.1), 'b').init({'a': X, 'b': X}), {'a': X, 'b': X}
-    ),
-    'a changed value': lambda: (
-        sg.apply_updates(
-            HELD,
-            DECAYED.update({'n': sg.ABSENT, 'w': 1.0}, DECAYED.init(HELD), HELD)[0],
-        )['n'].value
-    ),
-    'freezing no optimizer': "sg.freeze(optax.adam(1e-3), 'backbone/**')",
-    'wrapper with a second name': lambda: Named().init(jax.random.key(0), X),
-    'output': lambda: sg.gradient_flow(
-        lambda p: (jnp.sum(p['w']), by_place(p)), {'w': X, 'steps': 3}, has_aux=True
-    ),
-    'callback': lambda: [
-        sg.live(stopped_before, {'w': X, 'b': X}),
-        sg.live(lambda p: with_a_rule(p['w'] * p['b']), {'w': X, 'b': X}),
-    ],
-    'values': lambda: [
-        sg.gradient_flow(decided, {'w': X}, 1.0),
-        sg.gradient_flow(functools.partial(decided, flag=np.float32(1)), {'w': X}),
-    ],
-    'another tree': lambda: sg.mask(
-        {'w': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})
-    ),
-}
 
-
-def with_an_average() -> Any:
-    variables = {**VARIABLES, 'ema': VARIABLES['params']}
-    with nn.substitute('ema', where='encoder/bias'):
-        return MODEL.apply(variables, X)
-
-
-# The tables: programs with their messages, and for each what its message proposes.
+# The tables: programs, what each raises, and for some a program that does as is said.
 HERE = types.SimpleNamespace(**{**globals(), 'CASES': dict(CASES)})
 TABLES = [
     HERE,
@@ -669,11 +472,10 @@ for table in TABLES:
 @functools.cache
 def raised(case: str) -> tuple[Exception, frozenset[str]]:
     """What a program raises, and the places in the library that have raised it."""
-    program, cls, _ = CASES[case]
-    with pytest.raises(cls) as caught:
+    program = CASES[case][0]
+    with pytest.raises(Exception) as caught:
         program()
     error = caught.value
-    assert type(error) is cls
     sites = frozenset(_sites_of(error))
     return error.with_traceback(None), sites
 
@@ -696,12 +498,14 @@ def _sites_of(error: BaseException) -> Iterator[str]:
 @pytest.mark.every_case
 @pytest.mark.parametrize('case', CASES)
 def test_the_whole_message(case):
-    lines = str(raised(case)[0]).split('--------------------')[0].rstrip('\n')
+    error = raised(case)[0]
+    lines = f'{type(error).__name__}: {error}'.split('------------------')[0]
+    lines = lines.rstrip('\n')
     lines = re.sub(r'(\w+_errors\.py):\d+', r'\1:LINE', lines)
-    assert lines.splitlines() == CASES[case][2].splitlines()
+    assert lines.splitlines() == CASES[case][1].splitlines()
 
 
-FIXES = {case: fix for table in TABLES for case, fix in table.FIXES.items()}
+FIXES = {case: row[2] for case, row in CASES.items() if len(row) > 2}
 
 
 @pytest.mark.parametrize('case', FIXES)
@@ -709,7 +513,7 @@ def test_the_fix_of_the_message_works(case):
     """A snippet of the message, taken literally, or a program that does as it says."""
     fix = FIXES[case]
     if isinstance(fix, str):
-        assert fix in CASES[case][2]
+        assert fix in CASES[case][1]
         _ = eval(fix, dict(vars(HOME[case])))
     else:
         fix()
@@ -720,7 +524,7 @@ NAMES = {'nn': nn, 'sg': sg, 'jax': jax, 'optax': optax, 'filters': sg.filters}
 
 def test_messages_name_what_exists():
     names = '|'.join(NAMES)
-    for case, (_, _, message) in CASES.items():
+    for case, (_, message, *_) in CASES.items():
         for of, attributes in re.findall(rf'\b({names})((?:\.[a-zA-Z_]+)+)\(', message):
             found = NAMES[of]
             for name in attributes[1:].split('.'):
@@ -730,7 +534,6 @@ def test_messages_name_what_exists():
 
 def test_every_row_has_its_name():
     assert sum(len(table.CASES) for table in TABLES) == len(CASES), 'a name twice'
-    assert FIXES.keys() <= CASES.keys()
 
 
 # What is raised and is not among the rows: for each file, the source and the reason.
@@ -848,7 +651,7 @@ def test_every_class_has_a_row():
         if cls.__module__ == errors.__name__
     }
     assert public == classes | {errors.FlaxSGError}
-    assert classes <= {cls for _, cls, _ in CASES.values()}
+    assert classes <= {type(raised(case)[0]) for case in CASES}
 
 
 def test_errors_survive_copies_and_pickles():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 import flax_sg as sg
-from flax_sg import errors
 
 PARAMS = {'head': {'w': 1.0}, 'body': {'w': 2.0}}
 HEAD = {'head': {'w': 1.0}}
@@ -33,11 +31,6 @@ def gradients(grads: Any) -> None:
     tx.update(grads, tx.init(PARAMS), PARAMS)
 
 
-def stepped(tx: Any, grads: Any) -> None:
-    state = sg.TrainState.create(apply_fn=product, params=PARAMS, tx=tx)
-    state.apply_gradients(grads=grads)
-
-
 OTHER_STATE = (
     'the state does not belong to what sg.freeze trains of these parameters.\n'
     'Make it with tx.init(params), or keep what it knows: sg.adopt(tx, params, state).'
@@ -52,101 +45,86 @@ NOTHING = (
 adam = optax.adam(0.1)
 jvp = functools.partial(sg.jvp, product, (PARAMS,))
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+CASES: dict[str, tuple[Any, ...]] = {
     'a value without a leaf': (
         lambda: sg.substitute(PARAMS, {'head': {'v': 3.0}}),
-        errors.UnusedFilterError,
-        "sg.substitute has a value for 'head/v', which is no variable (nearest: "
-        "'head/w').\n"
+        "UnusedFilterError: sg.substitute has a value for 'head/v', which is no "
+        "variable (nearest: 'head/w').\n"
         'Spell names as the variables, from below the collection. If some may be '
         "missing, pass unused='ignore'.",
     ),
     'a leaf without a value': (
         lambda: sg.substitute(PARAMS, HEAD, where='**'),
-        errors.StructureError,
-        "nn.substitute: there is no value for 'body/w' of the collection "
-        "'params' in the tree.\n"
+        "StructureError: nn.substitute: there is no value for 'body/w' of the "
+        "collection 'params' in the tree.\n"
         'Fix: give one, or leave the variable out with substitute(..., where=).',
     ),
     'labels that are none': (
         lambda: sg.partition_n(PARAMS, 'head/**'),
-        errors.FilterTypeError,
-        "'head/**' classifies nothing: expected filters by label, such as "
-        "{'gln': 'gln_*/**', ...}, or a function of the path.",
+        "FilterTypeError: 'head/**' classifies nothing: expected filters by label, "
+        "such as {'gln': 'gln_*/**', ...}, or a function of the path.",
     ),
     'updates for what is no parameter': (
         lambda: sg.apply_updates(PARAMS, {'tail': {'w': 1.0}}),
-        errors.StructureError,
-        'the parameters and the updates have different structures.\n'
-        "  'tail/w': in the updates, not in the parameters; nearest there: "
-        "'head/w'",
+        'StructureError: the parameters and the updates have different structures.\n'
+        "  'tail/w': in the updates, not in the parameters; nearest there: 'head/w'",
     ),
     'pruned updates for a function of optax': (
         lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
-        errors.AbsentLeafError,
-        'ABSENT is no array: this leaf was not selected, or is in another part of the '
-        'tree.\n'
+        'AbsentLeafError: ABSENT is no array: this leaf was not selected, or is in '
+        'another part of the tree.\n'
         'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates(params, '
         'updates).\n'
-        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to the "
-        'gradient call.',
+        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to "
+        'the gradient call.',
     ),
     'a filter of wrt= that matches nothing': (
         lambda: sg.grad(product, wrt='haed/w')(PARAMS),
-        errors.UnusedFilterError,
-        f'sg.grad(wrt=...): {NOTHING}',
+        f'UnusedFilterError: sg.grad(wrt=...): {NOTHING}',
     ),
     'the state of another selection': (
         lambda: state_of('body/w'),
-        errors.StructureError,
-        OTHER_STATE,
+        'StructureError: ' + OTHER_STATE,
     ),
     'the state of another optimizer': (
         lambda: sg.adopt(adam, PARAMS, optax.sgd(0.1).init(PARAMS)),
-        errors.StructureError,
-        'sg.adopt got a state of another transformation, or of other parameters.\n'
+        'StructureError: sg.adopt got a state of another transformation, or of other '
+        'parameters.\n'
         'Give the state of what sg.freeze wraps: sg.adopt(tx, params, state).',
     ),
     'tangents of another tree': (
         lambda: jvp(({'head': 1.0},)),
-        errors.StructureError,
-        'the argument and the tangents have different structures.\n'
-        "  'body/w' and 1 more: in the argument, not in the tangents; nearest "
-        "there: 'head'\n"
-        "  'head': in the tangents, not in the argument; nearest there: "
-        "'head/w'",
+        'StructureError: the argument and the tangents have different structures.\n'
+        "  'body/w' and 1 more: in the argument, not in the tangents; nearest there: "
+        "'head'\n"
+        "  'head': in the tangents, not in the argument; nearest there: 'head/w'",
     ),
     'a tangent that is absent': (
         lambda: jvp(({**HEAD, 'body': {'w': sg.ABSENT}},)),
-        errors.StructureError,
-        "there is nothing at 'body/w' in the tangents, and it is "
+        "StructureError: there is nothing at 'body/w' in the tangents, and it is "
         'differentiated.\n'
         'Give an array there, or leave the path out of wrt=.',
     ),
     'no tangents': (
         lambda: jvp(()),
-        TypeError,
-        'the tangents: expected 1, one tree for each argument, got 0',
+        'TypeError: the tangents: expected 1, one tree for each argument, got 0',
     ),
     'an argument that there is not': (
         lambda: sg.grad(product, argnums=1)(PARAMS),
-        TypeError,
-        'differentiating with respect to argnums=1 requires at least 2 '
-        'positional arguments to be passed by the caller, but got only 1 '
-        'positional arguments',
+        'TypeError: differentiating with respect to argnums=1 requires at least 2 '
+        'positional arguments to be passed by the caller, but got only 1 positional '
+        'arguments',
     ),
     'outputs without others': (
         lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
-        TypeError,
-        'With has_aux=True the function has to return a pair (outputs, aux), but '
-        'product at tree_errors.py:LINE returned float32[].',
+        'TypeError: With has_aux=True the function has to return a pair (outputs, '
+        'aux), but product at tree_errors.py:LINE returned float32[].',
     ),
     'pruned gradients for an optimizer of optax': (
         lambda: adam.update(
             sg.grad(product, wrt='head/w')(PARAMS), adam.init(PARAMS), PARAMS
         ),
-        ValueError,
-        'pytree structure error: different types at key path\n'
+        'ValueError: pytree structure error: different types at key path\n'
         "    tree_map tree['body']['w']\n"
         'At that key path, the prefix pytree tree_map tree has a subtree of type\n'
         '    ABSENT: no gradient was computed for this leaf. Wrap the optimizer, '
@@ -156,49 +134,30 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     'a filter in the place of argnums': (
         lambda: sg.grad(product, 'head/**'),
-        errors.ArgumentTypeError,
-        "argnums='head/**' names no positions of arguments.\n"
+        "ArgumentTypeError: argnums='head/**' names no positions of arguments.\n"
         "Name leaves with wrt=: sg.grad(fun, wrt='head/**').",
     ),
     'nothing to differentiate': (
         lambda: sg.grad(product, wrt=False),
-        errors.UnusedFilterError,
-        'sg.grad(wrt=False) differentiates nothing: wrt= selects what has a gradient.\n'
+        'UnusedFilterError: sg.grad(wrt=False) differentiates nothing: wrt= selects '
+        'what has a gradient.\n'
         "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'.",
     ),
     'one filter for what is trained and what is frozen': (
         lambda: gradients(sg.grad(product, wrt='head/w')(PARAMS)),
-        errors.StructureError,
-        "sg.freeze(tx, Glob('head/w')) freezes 'head/w', which has a gradient, and "
-        "trains 'body/w', which has none.\n"
-        'wrt= selects what has a gradient, sg.freeze what is frozen: one filter '
-        'means opposite things there.\n'
+        "StructureError: sg.freeze(tx, Glob('head/w')) freezes 'head/w', which has a "
+        "gradient, and trains 'body/w', which has none.\n"
+        'wrt= selects what has a gradient, sg.freeze what is frozen: one filter means '
+        'opposite things there.\n'
         'Write where = sg.filters.as_filter(...): sg.freeze(tx, ~where) goes with '
         'sg.grad(loss, wrt=where).',
     ),
     'a mask of neither side': (
         lambda: sg.mask(PARAMS),
-        errors.ArgumentValueError,
-        'mask() got neither of trained= and frozen=.\n'
-        'A mask is True at what you name, and the other way round it freezes '
-        'what should be trained.\n'
+        'ArgumentValueError: mask() got neither of trained= and frozen=.\n'
+        'A mask is True at what you name, and the other way round it freezes what '
+        'should be trained.\n'
         "Write sg.mask(params, trained='head/**') or sg.mask(params, "
         "frozen='backbone/**').",
-    ),
-}
-
-FIXES: dict[str, str | Callable[[], Any]] = {
-    'a tangent that is absent': lambda: (
-        jvp((PARAMS,)),
-        sg.jvp(product, (PARAMS,), ({**HEAD, 'body': {'w': sg.ABSENT}},), wrt='head/w'),
-    ),
-    'pruned gradients for an optimizer of optax': lambda: stepped(
-        sg.freeze(optax.sgd(0.1), 'body/w'), HEAD
-    ),
-    'the state of another optimizer': lambda: sg.adopt(
-        sg.freeze(adam, 'head/w'), PARAMS, adam.init(PARAMS)
-    ),
-    'one filter for what is trained and what is frozen': lambda: stepped(
-        sg.freeze(optax.sgd(0.1), ~sg.filters.as_filter('head/w')), HEAD
     ),
 }

@@ -1,7 +1,6 @@
 """Filters: what they select, how they combine and compare, and what is refused."""
 
 import collections
-import contextlib
 import copy
 import functools
 import itertools
@@ -10,24 +9,19 @@ import pickle
 import re
 from typing import Any
 
-import cloudpickle
 import flax
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg.filters import (
     And,
     BoolTree,
     Constant,
-    Derived,
     Filter,
     Glob,
     Not,
@@ -39,8 +33,6 @@ from flax_sg.filters import (
 from flax_sg.filters.expressions import decide, find_unused
 from flax_sg.filters.names import Names
 from flax_sg.filters.paths import Path
-from flax_sg.linen import Frozen, stop_gradient
-from oracle import stopped
 
 pytestmark = pytest.mark.every_case
 
@@ -62,7 +54,6 @@ def is_kernel(path):
 # Names that mean something in a glob, as e3nn and others give to parameters.
 LITERALS = [
     'w[0,0] 1x0e',
-    'mlp/w[0,0] 1x0e,2x1o',
     'a[b',
     'a[]',
     'a[z-a]',
@@ -98,45 +89,6 @@ def test_a_path_means_itself_alone(text):
     ]
 
 
-class Irreps(nn.Module):
-    """Parameters with the names that e3nn gives, here and in a submodule."""
-
-    names: tuple[str, ...]
-    where: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-        block = contextlib.nullcontext()
-        if self.where is not None:
-            block = stop_gradient(self.where)
-        with block:
-            for name in self.names:
-                x = x * self.param(name, nn.initializers.constant(2.0), (1,))
-        return x
-
-
-@pytest.mark.parametrize('kind', [str, path])
-def test_a_literal_path_is_the_same_in_every_extent(kind):
-    text = 'w[0,0] 1x0e'
-    names, x = (text, 'w[9] 1x0e', 'b'), jnp.ones((2,))
-    where = kind(text)
-    params = Irreps(names).init(jax.random.key(0), x)['params']
-
-    def grads(model, params=params):
-        return oracle.grads(lambda p: model.apply({'params': p}, x), params)
-
-    def by_hand(params):
-        return Irreps(names).apply({'params': stopped(params, text.__eq__)}, x)
-
-    expected = oracle.grads(by_hand, params)
-    oracle.assert_same(grads(Irreps(names, where)), expected)
-    oracle.assert_same(grads(Frozen(Irreps(names), where)), expected)
-    with stop_gradient(where):
-        oracle.assert_same(grads(Irreps(names)), expected)
-    assert sg.mask(params, frozen=where) == {name: name == text for name in names}
-    assert jax.tree.leaves(sg.partition(params, where)[0]) == [params[text]]
-
-
 def test_a_path_without_special_characters_is_its_glob():
     assert as_filter(path('gln/kernel')) == Glob('gln/kernel')
     # A tree that is one leaf has the path ''.
@@ -145,8 +97,6 @@ def test_a_path_without_special_characters_is_its_glob():
 
 
 class Named:
-    """A predicate that is an object."""
-
     def __init__(self, name):
         self.name = name
 
@@ -226,47 +176,21 @@ def test_selects(row):
         assert matched == {Glob('x'), *(atom for atom in chosen.atoms if atom(p))}
 
 
-def test_kinds():
-    assert as_filter('a') == Glob('a')
-    assert as_filter(re.compile('a')) == Regex(re.compile('a'))
-    assert as_filter(True) == as_filter(np.True_) == Constant(True)
-    assert as_filter({'a': True}) == BoolTree({'a': True})
-    assert as_filter(is_kernel) == Predicate(is_kernel)
-    assert as_filter([]) == as_filter(()) == as_filter(set()) == Constant(False)
-    assert as_filter(['a']) == as_filter(['a', 'a']) == Glob('a')
-    assert as_filter(['a', 'b']) == Or((Glob('a'), Glob('b')))
-    chosen = Glob('a')
-    assert as_filter(chosen) is chosen
-
-
 # Values
 
 A, B, C = Glob('a'), Glob('b'), Glob('c/**')
 
-ATOMS: list[tuple[Filter, tuple[Filter, ...]]] = [
-    (Constant(True), ()),
-    (A, (A,)),
-    (~A, (A,)),
-    ((A & B) | (A & ~C), (A, B, C)),
-    (Glob('a') | ~Glob('a'), (A,)),
-    (A & True, (A,)),
-    (
-        A | re.compile('r') | is_kernel | {'t': True},
-        (A, Regex(re.compile('r')), Predicate(is_kernel), BoolTree({'t': True})),
-    ),
-]
-
-
-@pytest.mark.parametrize('row', ATOMS)
-def test_atoms(row):
-    chosen, atoms = row
-    assert chosen.atoms == atoms
-
 
 EQUAL: list[tuple[Any, Any]] = [
-    ('a', 'a'),
+    ('a', Glob('a')),
+    (re.compile('a'), Regex(re.compile('a'))),
+    (np.True_, Constant(True)),
+    ({'a': True}, BoolTree({'a': True})),
+    ([], Constant(False)),
+    (set(), Constant(False)),
+    (['a', 'b'], Or((Glob('a'), Glob('b')))),
     (re.compile('a', re.I), re.compile('a', re.I)),
-    (is_kernel, is_kernel),
+    (is_kernel, Predicate(is_kernel)),
     (NAMED.method, NAMED.method),
     (UNHASHABLE, UNHASHABLE),
     ({'a': True, 'b': False}, {'b': False, 'a': True}),
@@ -309,12 +233,7 @@ def test_equal(row):
 @pytest.mark.parametrize('row', UNEQUAL)
 def test_unequal(row):
     one, other = map(as_filter, row)
-    assert one != other
-
-
-def test_a_filter_is_equal_to_no_other_thing():
-    assert A != 'a'
-    assert Constant(True) != True  # noqa: E712
+    assert one != other != row[0]
 
 
 REPRS: list[tuple[Filter, str]] = [
@@ -391,13 +310,6 @@ def test_pickles(chosen):
     assert b'_hash' not in pickle.dumps(chosen)
 
 
-def test_cloudpickles_a_lambda():
-    name = 'bias'
-    chosen = Predicate(lambda p: p.name == name) | 'scale'
-    twin = cloudpickle.loads(cloudpickle.dumps(chosen))
-    assert [p for p in PATHS if twin(p)] == ['gln/bias', 'scale']
-
-
 def test_a_tree_is_copied():
     given_tree = {'a': {'b': True}}
     chosen = BoolTree(given_tree)
@@ -405,23 +317,15 @@ def test_a_tree_is_copied():
     assert chosen(path('a/b'))
 
 
-OTHER_SIDES: list[tuple[Any, Filter]] = [
-    ('b', B),
-    (np.True_, Constant(True)),
-    ({'b': True}, BoolTree({'b': True})),
-    (['b', 'c/**'], B | C),
-    (is_kernel, Predicate(is_kernel)),
-    (~B, ~B),
-]
-
-
-@pytest.mark.parametrize('row', OTHER_SIDES)
-def test_operators_take_anything(row):
-    other, expected = row
-    assert A & other == And((A, expected))
-    assert other & A == And((expected, A))
-    assert A | other == Or((A, expected))
-    assert other | A == Or((expected, A))
+def test_operators_take_anything():
+    for other, expected in (
+        (np.True_, Constant(True)),
+        ({'b': True}, BoolTree({'b': True})),
+        (['b', 'c/**'], B | C),
+        (is_kernel, Predicate(is_kernel)),
+    ):
+        assert A & other == And((A, expected)) and other & A == And((expected, A))
+        assert A | other == Or((A, expected)) and other | A == Or((expected, A))
 
 
 @pytest.mark.parametrize('other', [3, jnp.ones(2), np.array([True])])
@@ -510,15 +414,8 @@ def test_filters_that_are_spelled_alike_have_one_shape(row):
         assert hash(one.shape) == hash(other.shape)
 
 
-def test_functions_in_a_filter_are_known():
-    values = (A & ~B) | BoolTree({'a': True}) | Derived(frozenset(), frozenset())
-    assert Predicate not in values.kinds
-    for chosen in (as_filter(is_kernel), ~as_filter(is_kernel), values | is_kernel):
-        assert Predicate in chosen.kinds
-
-
-def test_a_list_of_thousands_of_paths_is_looked_up(monkeypatch):
-    names = [f'layer_{n}/w[{n}]' if n % 2 else f'layer_{n}/w' for n in range(2000)]
+def test_a_long_list_of_paths_is_looked_up(monkeypatch):
+    names = [f'layer_{n}/w[{n}]' if n % 2 else f'layer_{n}/w' for n in range(200)]
     paths = [path(name) for name in names]
     asked: list[Path] = []
     monkeypatch.setattr(Glob, 'matches', lambda self, p: asked.append(p))
@@ -530,83 +427,18 @@ def test_a_list_of_thousands_of_paths_is_looked_up(monkeypatch):
     assert asked == []
 
 
-# What is refused: for whole messages see errors/filter_errors.py
-
-
-class Model(nn.Module):
-    """A module, which is no filter."""
-
-
-@pytest.mark.parametrize(
-    ('where', 'problem'),
-    [
-        (['a', 3], '3 (int)'),
-        (b'x', "b'x' (bytes)"),
-        (object(), 'an object'),
-        (functools.partial(int, base=2), 'the class int'),
-        (Model, 'the class Model'),
-        (functools.partial(nn.Dense, 3), 'the class Dense'),
-        (nn.Dense(3), 'a Dense'),
-        (np.ones(2, np.int8), 'an array (int8[2])'),
-    ],
-)
-def test_what_is_no_filter(where, problem):
-    with pytest.raises(errors.FilterTypeError) as caught:
-        as_filter(where)
-    first, kinds, _ = str(caught.value).splitlines()
-    assert first == f'{problem} is no filter.'
-    assert kinds.startswith('A filter is a glob, ')
-
-
-@pytest.mark.parametrize(
-    ('tree', 'what'),
-    [
-        ({'gln': None}, "None at 'gln'"),
-        ({'gln': {'w': jnp.ones(2)}}, "an array (float32[2]) at 'gln/w'"),
-        ({'gln': ['kernel']}, "'kernel' (str) at 'gln/0'"),
-        ({'gln': nn.Partitioned((True, False), ())}, "a Partitioned at 'gln'"),
-    ],
-)
-def test_what_is_no_tree_of_bools(tree, what):
-    with pytest.raises(errors.FilterTypeError) as caught:
-        as_filter(tree)
-    assert str(caught.value).startswith(f'A tree of bools has {what}.\n')
-
-
-def test_a_traced_value_is_no_filter():
-    with pytest.raises(errors.FilterTypeError, match=r'^a traced value \(float32'):
-        jax.jit(as_filter)(1.0)
-
-
-def no_path() -> bool:
-    return True
-
-
-def path_and_leaf(path: str, leaf: object) -> bool:
-    return True
-
-
-def wrapped(*args: object) -> bool:
-    return True
-
-
-functools.update_wrapper(wrapped, path_and_leaf)
+# What is refused: for the other messages see errors/filter_errors.py
 
 
 @pytest.mark.parametrize(
     ('fn', 'problem'),
     [
-        (no_path, 'too many positional arguments'),
-        (path_and_leaf, "missing a required argument: 'leaf'"),
-        (wrapped, "missing a required argument: 'leaf'"),
+        (lambda: True, 'too many positional arguments'),
         (lambda path, *, leaf: True, 'missing a required'),
-        (lambda *, path: True, 'too many positional arguments'),
     ],
 )
 def test_functions_that_cannot_be_predicates_are_refused_at_once(fn, problem):
-    # Among them what stands below a decorator that was given no filter.
-    said = f' cannot be called with a path: {problem}'
-    with pytest.raises(errors.FilterTypeError, match=re.escape(said)):
+    with pytest.raises(errors.FilterTypeError, match=f'with a path: {problem}'):
         as_filter(fn)
 
 
@@ -626,19 +458,9 @@ def test_functions_that_can_be_called_with_a_path_are_taken(fn):
     assert [as_filter(fn)(path) for path in (kernel, bias)] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ('result', 'what'),
-    [
-        (None, 'None'),
-        (re.match('g', 'gln'), 'a Match'),
-        (1, '1 (int)'),
-        (jnp.bool_(True), 'an array (bool[])'),
-        (nn.Dense, 'the class Dense'),
-    ],
-)
-def test_a_predicate_returns_a_bool(result, what):
-    said = rf"\) returned {re.escape(what)} for the path 'gln/kernel'\.\nReturn True or"
-    with pytest.raises(errors.FilterTypeError, match=said):
+@pytest.mark.parametrize('result', [1, jnp.bool_(True), nn.Dense])
+def test_a_predicate_returns_a_bool(result):
+    with pytest.raises(errors.FilterTypeError, match=r' for the path .*\nReturn True'):
         Predicate(lambda p: result)(path('gln/kernel'))
 
 
@@ -658,53 +480,27 @@ def test_an_error_in_a_predicate_says_where():
 # Trees of bools
 
 
-def test_a_tree_covers_nothing_outside_its_owner():
+def test_a_tree_answers_for_whole_variables_inside_its_owner():
     assert not BoolTree({'cell': True})(path('/cell/w'))
-
-
-def test_leaves_of_a_box_share_a_path():
     box = nn.Partitioned(True, names=(None,))
     assert BoolTree({'kernel': box}) == BoolTree({'kernel': True})
     assert not BoolTree({'pair': (True, np.False_)})(path('pair/1'))
+    said = "has no answer for the variable 'gln/b' of the collection 'params'"
+    with pytest.raises(errors.FilterValueError, match=said):
+        BoolTree({'gln': {'b': {'mean': True}}})(path('gln/b'))
 
 
-@pytest.mark.parametrize(
-    ('tree', 'where'),
-    [
-        ({'gln': True, 'enc': False}, path('dec/w')),
-        ({'params': {'gln': True}}, path('gln/b')),
-        ({'gln': {'b': {'mean': True}}}, path('gln/b')),
-        ({}, path('gln/b', 'cache')),
-    ],
-)
-def test_a_tree_that_has_no_answer(tree, where):
-    with pytest.raises(errors.FilterValueError) as caught:
-        BoolTree(tree)(where)
-    first, _ = str(caught.value).splitlines()
-    assert first == (
-        f"A tree of bools has no answer for the variable '{where}' of the collection "
-        f"'{where.collection}'."
-    )
-
-
-@pytest.mark.parametrize(
-    ('tree', 'expected'),
-    [
-        ({'gln': {'kernel': True, 'bias': False}, 'dec': True}, None),
-        ({'gln': {'kernel': True, 'kernl': False}}, "'gln/kernl', which"),
+def test_every_leaf_of_a_tree_is_a_variable():
+    for tree, expected in (
         ({'gln': True, 'enc': {'a': True, 'b': False}}, "'enc/a' and 1 more, which"),
         ({'glm': False}, "'glm', which is no variable (nearest: 'gln/"),
-        ({'gl': True}, "'gl', which"),
         ({'cell': True}, "'cell', which"),  # It is outside of the owner.
         ({'scale': {'mean': True}, 'gln': True}, "'scale/mean', which"),
-    ],
-)
-def test_every_leaf_of_a_tree_is_a_variable(tree, expected):
-    error = find_unused(BoolTree(tree), set(), PATHS, None, True)
-    if expected is None:
-        assert error is None
-    else:
+    ):
+        error = find_unused(BoolTree(tree), set(), PATHS, None, True)
         assert str(error).startswith(f'A tree of bools has a value for {expected}')
+    tree = {'gln': {'kernel': True, 'bias': False}, 'dec': True}
+    assert find_unused(BoolTree(tree), set(), PATHS, None, True) is None
 
 
 # What selects nothing
@@ -753,13 +549,6 @@ def glm(path):
 def test_a_filter_that_matches_nothing_shows_paths(where, met, owner, line):
     assert not any(map(as_filter(where), met))
     assert unused(where, met, owner).startswith(line)
-
-
-def test_errors_pickle():
-    nothing = as_filter('glm').unused(False, TOP, None)
-    for error in (nothing, errors.FilterValueError('x')):
-        twin = pickle.loads(pickle.dumps(error))
-        assert type(twin) is type(error) and str(twin) == str(error)
 
 
 def test_names_are_shown_by_the_first_three():

@@ -35,8 +35,6 @@ class Words(linen.Module):
 
 
 class Around(linen.Module):
-    """Words, in one of the extents that modules have."""
-
     where: Any
     extent: str
 
@@ -194,32 +192,6 @@ def test_filters_combine(name):
     assert filters.as_filter(make())(sg.Path.of('params', ('dense', 'bias'))) is False
 
 
-class Layer(linen.Module):
-    @linen.compact
-    def __call__(self, x, _):
-        return jnp.tanh(linen.Dense(WIDTH)(x)), None
-
-
-def test_layers_of_a_plain_scan_are_those_of_frozen_layers():
-    options: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
-    plain = linen.scan(Layer, **options, length=5)()
-    split = nn.scan(Layer, **options, length=5, frozen_layers=slice(0, 3))()
-    x = jnp.ones((2, WIDTH))
-    params = plain.init(jax.random.key(1), x, None)['params']
-
-    def loss(model, params):
-        return jnp.sum(model.apply({'params': params}, x, None)[0] ** 2)
-
-    def in_block(params):
-        with nn.stop_gradient(sg.at('**', np.s_[:3])):
-            return loss(plain, params)
-
-    oracle.assert_same(
-        jax.jit(jax.value_and_grad(in_block))(params),
-        jax.jit(jax.value_and_grad(functools.partial(loss, split)))(params),
-    )
-
-
 def test_values_in_a_box_and_numbers_without_a_gradient():
     class Boxed(linen.Module):
         @linen.compact
@@ -356,20 +328,6 @@ def test_an_index_is_a_copy():
     assert index == Index([0, 1])
 
 
-def test_an_equal_part_is_not_traced_again():
-    traces = []
-
-    @jax.jit
-    def f(params):
-        traces.append(1)
-        return loss_of(params)
-
-    for stop in (3, 3, 4):
-        with nn.stop_gradient(sg.at(TABLE, np.arange(stop))):
-            f(PARAMS)
-    assert len(traces) == 2
-
-
 def test_a_mask_on_rows_is_as_small_as_the_rows():
     index = Index(np.s_[:100])
     assert filters.Part(index).mask((50_000, 1024), TABLE).shape == (50_000, 1)
@@ -393,20 +351,6 @@ def test_a_mask_on_rows_is_as_small_as_the_rows():
 # Bad input.
 
 
-@pytest.mark.parametrize(
-    ('index', 'shown'),
-    [
-        (0.5, '0.5 (float)'),
-        (None, 'None'),
-        ((0, [0.5]), 'a list'),
-    ],
-)
-def test_what_is_no_index(index, shown):
-    with pytest.raises(errors.PartError) as caught:
-        sg.at(TABLE, index)
-    assert str(caught.value).startswith(f'{shown} is no index: give ints, ')
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ('index', 'problem'),
@@ -427,18 +371,3 @@ def test_an_index_that_does_not_fit(index, problem):
     block = nn.stop_gradient(sg.at(TABLE, index))
     with pytest.raises(errors.PartError, match=problem), block:
         jax.grad(loss_of)(PARAMS)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ('what', 'split'),
-    [
-        ('partition', lambda where: sg.partition(PARAMS, where)),
-        ('a label', lambda where: sg.partition_n(PARAMS, {'a': where, 'b': '**'})),
-        ('a mask', lambda where: sg.mask(PARAMS, trained=where)),
-    ],
-)
-def test_leaves_that_cannot_be_split(what, split):
-    said = f"means a part of '{TABLE}', and {what} takes whole leaves"
-    with pytest.raises(errors.PartError, match=said):
-        split(sg.at(TABLE, np.s_[:3]))

@@ -2,11 +2,8 @@
 
 import copy
 import pickle
-import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flax_sg.errors import FilterValueError
 from flax_sg.filters.paths import Path
@@ -122,78 +119,6 @@ def test_bad_glob(pattern):
     with pytest.raises(FilterValueError, match=r'^No path fits the glob ') as caught:
         Glob(pattern)
     assert repr(pattern) in str(caught.value)
-
-
-def fits(pattern: str, path: str) -> bool:
-    """What a glob means, said without regular expressions."""
-    wanted, names = pattern.split('/'), path.split('/')
-    if path.startswith('/'):
-        if not pattern.startswith('/') and wanted[0] != '**':
-            return False
-        names = names[1:]
-    elif pattern.startswith('/'):
-        return False
-    return components_fit(wanted[pattern.startswith('/') :], names)
-
-
-def components_fit(wanted: list[str], names: list[str]) -> bool:
-    if not wanted or wanted == ['**']:
-        return bool(names) == bool(wanted)
-    if wanted[0] == '**':
-        rests = (names[start:] for start in range(len(names) + 1))
-        return any(components_fit(wanted[1:], rest) for rest in rests)
-    return (
-        bool(names)
-        and characters_fit(wanted[0], names[0])
-        and components_fit(wanted[1:], names[1:])
-    )
-
-
-def characters_fit(wanted: str, name: str) -> bool:
-    if not wanted:
-        return not name
-    if wanted[0] == '*':
-        rests = (name[start:] for start in range(len(name) + 1))
-        return any(characters_fit(wanted[1:], rest) for rest in rests)
-    if wanted[0] == '[':
-        members, _, rest = wanted[1:].partition(']')
-        takes = (name[:1] in members[1:]) != (members[0] == '!')
-        members_fit = takes if members[0] == '!' else name[:1] in members
-        return bool(name) and members_fit and characters_fit(rest, name[1:])
-    first = bool(name) and wanted[0] in ('?', name[0])
-    return first and characters_fit(wanted[1:], name[1:])
-
-
-TOKENS = st.sampled_from(['a', 'b', '?', '*', '[ab]', '[!a]', '.'])
-COMPONENTS = st.one_of(
-    st.just('**'),
-    st.lists(TOKENS, min_size=1, max_size=4)
-    .map(lambda tokens: re.sub(r'\*+', '*', ''.join(tokens)))
-    .filter(bool),
-)
-ROOTS = st.sampled_from(['', '', '/'])
-PATTERNS = st.builds(
-    lambda root, names: root + '/'.join(names),
-    ROOTS,
-    st.lists(COMPONENTS, min_size=1, max_size=4),
-)
-SEEN_PATHS = st.builds(
-    lambda root, names: root + '/'.join(names),
-    ROOTS,
-    st.lists(st.text('ab.', min_size=1, max_size=3), min_size=1, max_size=4),
-)
-
-
-@given(PATTERNS, st.lists(SEEN_PATHS, min_size=1, max_size=8))
-def test_globs_mean_what_the_slow_matcher_says(pattern, paths):
-    fullmatch = glob_regex(pattern).fullmatch
-    assert [bool(fullmatch(p)) for p in paths] == [fits(pattern, p) for p in paths]
-
-
-@given(SEEN_PATHS)
-def test_a_path_is_a_glob_of_itself(path):
-    assert glob_regex(path).fullmatch(path)
-    assert fits(path, path)
 
 
 def test_a_long_glob_is_fast():

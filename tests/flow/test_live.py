@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -25,12 +24,10 @@ PARAMS = {
     'body': {'w': jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), 'b': jnp.ones(3)},
     'head': {'w': jnp.linspace(1.0, 2.0, 3)},
 }
-TRACES = io.StringIO()
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
     """The body is stopped, the head is trained."""
-    TRACES.write('loss ')
     body = jax.tree.map(lax.stop_gradient, params['body'])
     features = jnp.tanh(jnp.dot(x, body['w']) + body['b'][None])
     return jnp.mean(jnp.dot(features, params['head']['w']) ** 2)
@@ -41,13 +38,6 @@ def by_hand(params: Any, x: jax.Array) -> Any:
         return loss({**params, 'head': head}, x)
 
     return jax.value_and_grad(of_head)(params['head'])
-
-
-@pytest.fixture
-def traces():
-    TRACES.seek(0)
-    TRACES.truncate()
-    return lambda: TRACES.getvalue().split()
 
 
 def selected(where: Any, params: Any = PARAMS) -> list[str]:
@@ -81,25 +71,6 @@ def test_equal_selections_are_equal_filters():
     for other in (pickle.loads(pickle.dumps(live)), copy.deepcopy(live)):
         assert other == live
         assert selected(other) == selected(live)
-
-
-def test_the_function_is_traced_here_and_in_the_step(traces):
-    live = sg.live(loss, PARAMS, X)
-    tx = sg.freeze(optax.sgd(0.1, momentum=0.9), ~live)
-
-    @jax.jit
-    def step(params, state, x):
-        value, grads = sg.value_and_grad(loss, wrt=live)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return value, sg.apply_updates(params, updates), state
-
-    state = tx.init(PARAMS)
-    assert len(jax.tree.leaves(state)) == 1
-    _, params, state = step(PARAMS, state, X)
-    _, params, state = step(params, state, 2.0 * X)
-    assert traces() == ['loss'] * 2
-    oracle.assert_same(params['body'], PARAMS['body'])
-    assert not jnp.array_equal(params['head']['w'], PARAMS['head']['w'])
 
 
 @pytest.mark.usefixtures('leaks')
@@ -137,15 +108,6 @@ def test_every_gradient_call_takes_it():
     oracle.assert_same(sg.vjp(loss, PARAMS, X, wrt=both)[1](1.0)[0], grads)
 
 
-def test_aux_trains_nothing_and_may_be_anything():
-    def with_aux(params, x, name):
-        return loss(params, x), {'body': params['body'], 'name': name}
-
-    assert sg.live(with_aux, PARAMS, X, 'first', has_aux=True) == sg.live(
-        loss, PARAMS, X
-    )
-
-
 def test_a_block_takes_it_at_any_depth():
     class Inner(nn.Module):
         where: Any
@@ -173,31 +135,6 @@ def test_a_block_takes_it_at_any_depth():
     assert not oracle.is_zero(grads['b'])
 
 
-def test_equal_filters_in_fields_of_modules_do_not_retrace(traces):
-    @nn.jit
-    class Inner(nn.Module):
-        where: Any
-
-        @nn.compact
-        def __call__(self, x):
-            TRACES.write('inner ')
-            return nn.Dense(2)(x)
-
-    class Outer(nn.Module):
-        where: Any
-
-        @nn.compact
-        def __call__(self, x):
-            return Inner(self.where, name='inner')(x)
-
-    first, second = (sg.live(loss, PARAMS, X) for _ in range(2))
-    params = Outer(first).init(jax.random.key(0), X)
-    before = len(traces())
-    Outer(first).apply(params, X)
-    Outer(second).apply(params, X)
-    assert traces()[before:] == ['inner']
-
-
 def test_a_derived_selection_may_be_empty():
     nothing = sg.live(lambda p: lax.stop_gradient(p['body']['b']), PARAMS)
     assert repr(nothing) == '<live: nothing>'
@@ -217,27 +154,6 @@ def test_a_derived_selection_may_be_empty():
     # What is written beside it still has to be there.
     with pytest.raises(sg.errors.UnusedFilterError, match='boby'):
         selected(nothing | 'boby/**')
-
-
-def test_variables_that_it_has_not_seen():
-    live = sg.live(loss, PARAMS, X)
-    with pytest.raises(sg.errors.UnknownNameError, match=r"(?s)'tail/w'.*'head/w'"):
-        selected(live, {**PARAMS, 'tail': PARAMS['head']})
-    with pytest.raises(LookupError, match='Derive the filter again'):
-        sg.freeze(optax.sgd(0.1), ~live).init({'w': X})
-
-
-def test_values_without_a_gradient_are_never_live():
-    params = {'w': X, 'fixed': sg.NonDifferentiable(X), 'n': jnp.arange(2), 'name': 'a'}
-
-    def fn(params):
-        return params['w'] * params['fixed'] * params['n'].sum().astype(jnp.float32)
-
-    live = sg.live(fn, params)
-    assert selected(live, params) == ['w']
-    assert selected(sg.live(fn, params, wrt='*'), params) == ['w']
-    grads = sg.grad(lambda p: fn(p).sum(), wrt=live)(params)
-    assert len(jax.tree.leaves(grads)) == 1
 
 
 # From the Frozen parts of a module

@@ -1,10 +1,8 @@
 """Module classes, methods and functions, lifted by a rewrite."""
 
-import concurrent.futures
 import functools
 import gc
 import inspect
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,6 @@ import oracle
 import sequences
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.forms import rewrites
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +37,12 @@ def stopped(variables: Any, *paths: str) -> Any:
     return {**variables, 'params': oracle.stopped(variables['params'], selects)}
 
 
-def assert_same(actual: Any, expected: Any, *args: Any) -> None:
-    """The values and all gradients of two functions."""
-    oracle.assert_same(actual(*args), expected(*args))
-    oracle.assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
-
-
 def assert_stops(model: Any, plain: Any, *paths: str, rest: Any = ()) -> None:
     """``model`` is ``plain`` but for the gradient of the parameters at these paths."""
     variables = plain.init(KEY, X, *rest)
     shapes = jax.eval_shape(lambda: model.init(KEY, X, *rest))
     assert shapes == jax.eval_shape(lambda: variables)
-    assert_same(
+    oracle.assert_same_function(
         lambda v, x: model.apply(v, x, *rest),
         lambda v, x: plain.apply(stopped(v, *paths), x, *rest),
         *(variables, X),
@@ -59,8 +50,6 @@ def assert_stops(model: Any, plain: Any, *paths: str, rest: Any = ()) -> None:
 
 
 class Two(fnn.Module):
-    """Two layers by setup, and methods beside ``__call__``."""
-
     width: int = 3
 
     def setup(self):
@@ -105,8 +94,6 @@ class Outer(fnn.Module):
 
 
 class Keeps(fnn.Module):
-    """Derives a value in setup."""
-
     def setup(self):
         self.w = self.param('w', fnn.initializers.ones, (3, 3))
         self.w2 = jnp.tanh(self.w)
@@ -239,8 +226,10 @@ for _name, _lift in (
     ('scan', functools.partial(fnn.scan, length=3, **STACKED)),
 ):
     _cls = Cell if _name == 'scan' else Compact
-    CLASSES[f'{_name}, over'] = (STOP(_lift(_cls)), _lift(_cls), ('enc',))
-    CLASSES[f'{_name}, under'] = (_lift(STOP(_cls)), _lift(_cls), ('enc',))
+    if _name != 'vmap':
+        CLASSES[f'{_name}, over'] = (STOP(_lift(_cls)), _lift(_cls), ('enc',))
+    if _name != 'scan':
+        CLASSES[f'{_name}, under'] = (_lift(STOP(_cls)), _lift(_cls), ('enc',))
 CLASSES['remat of a method, under'] = (
     *(with_call(fnn.remat(STOP(fnn.compact(body())))), fnn.remat(Compact)),
     ('enc',),
@@ -277,32 +266,6 @@ def test_a_lifted_class_is_the_class_by_name():
     assert set(shapes['params']) == {'Compact_0', 'named'}
 
 
-def test_equal_stops_of_a_class_are_one_class(monkeypatch):
-    """Flax takes long to make a class, and ``nn.jit`` traces each."""
-
-    def stopped(where: Any = 'kernel', cls: Any = fnn.Dense, **more: Any) -> Any:
-        return nn.stop_gradient(cls, where, **more)
-
-    def is_kernel(path: Any) -> bool:
-        return path == 'kernel'
-
-    first = stopped()
-    assert stopped() is first
-    others = [
-        stopped('bias'),
-        stopped(unused='ignore'),
-        stopped(collections=['params']),
-        stopped(cls=fnn.DenseGeneral),
-        nn.stop_gradient('kernel')(fnn.Dense, methods=['__call__', 'setup']),
-        nn.scale_gradient('kernel', 0.5)(fnn.Dense),
-        nn.scale_gradient('kernel', 0.5)(fnn.Dense),
-        stopped(is_kernel),
-        stopped(is_kernel),
-    ]
-    monkeypatch.setattr(fnn.Dense, '__call__', lambda self, x: x)
-    assert len({first, *others, stopped()}) == 2 + len(others)
-
-
 def test_a_stopped_class_is_not_kept_for_others():
     stopped = weakref.ref(nn.stop_gradient(fnn.Dense, 'kern*'))
     gc.collect()
@@ -332,7 +295,7 @@ def test_methods(methods, encode, decode):
         )
 
     lifted = nn.stop_gradient(Uses, '**', methods=methods)
-    assert_same(lifted().apply, expected, Uses().init(KEY, X), X)
+    oracle.assert_same_function(lifted().apply, expected, Uses().init(KEY, X), X)
 
 
 # A function or a method of a bound module, in a method and at top level.
@@ -362,10 +325,10 @@ def test_of_a_bound_module(name):
             return Uses(name='uses')(x)
 
     variables = Two().init(KEY, X)
-    assert_same(Uses().apply, once_stopped, variables, X)
+    oracle.assert_same_function(Uses().apply, once_stopped, variables, X)
     outside = lambda v, x: BOUND[name](Two().bind(v), x)  # noqa: E731
-    assert_same(outside, once_stopped, variables, X)
-    assert_same(
+    oracle.assert_same_function(outside, once_stopped, variables, X)
+    oracle.assert_same_function(
         lambda p, x: Outer().apply({'params': {'uses': p}}, x),
         lambda p, x: once_stopped({'params': p}, x),
         *(variables['params'], X),
@@ -402,11 +365,6 @@ class Trainer:
     def static(params, x):
         return call(params, x)
 
-    @nn.stop_gradient('enc/**')
-    @classmethod
-    def of_class(cls, params, x):
-        return call(params, x) * cls.factor
-
     def __call__(self, params, x):
         return call(params, x)
 
@@ -429,23 +387,15 @@ JITTED = jax.jit(call)
 ANY_FUNCTION: dict[str, Any] = {
     'a decorator': decorated,
     'target first': nn.stop_gradient(call, 'enc/**'),
-    'a bound method of an unbound module': lambda p, x: STOP(MODEL.apply)(
-        {'params': p}, x
-    ),
-    'apply of a bound module': lambda p, x: STOP(MODEL.bind({'params': p}).apply)(
-        {'params': p}, x
-    ),
     'a partial of apply': lambda p, x: STOP(functools.partial(MODEL.apply, x=x))(
         {'params': p}
     ),
-    'keywords alone': lambda p, x: STOP(call)(params=p, x=x),
     'a module made in it': lambda p, x: STOP(lambda _: Two().apply({'params': p}, x))(
         MODEL
     ),
     'a method': Trainer().method,
     'an object that is called': STOP(Trainer()),
     'a static method': Trainer.static,
-    'a class method': Trainer.of_class,
     'a jitted function': STOP(JITTED),
     'in jit and of a jitted function': jax.jit(STOP(JITTED)),
     'recursion': nested,
@@ -485,36 +435,6 @@ def test_a_decorated_function_looks_like_the_function():
     )
 
 
-def test_a_decorated_function_is_called_in_several_threads():
-    """Each call has a block of its own, also while another thread is in one."""
-    count = 4
-    barrier = threading.Barrier(count)
-
-    @nn.stop_gradient('enc/**')
-    def loss(params, depth):
-        barrier.wait(60)
-        inner = loss(params, depth - 1) if depth else 0.0
-        barrier.wait(60)
-        return inner + jnp.sum(call(params, X))
-
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        grads = list(pool.map(lambda _: jax.grad(loss)(PARAMS, 2), range(count)))
-    by_hand = stopped_call('enc')
-    expected = jax.grad(lambda p: sum(jnp.sum(by_hand(p, X)) for _ in range(3)))
-    for grad in grads:
-        oracle.assert_same(grad, expected(PARAMS))
-
-
-def test_a_decorated_function_that_stops_nothing():
-    with pytest.raises(errors.UnusedFilterError, match='no variable of a Flax module'):
-        nn.stop_gradient(lambda x: 2 * x, 'nothing/**')(X)
-    with pytest.raises(errors.UnusedFilterError, match='encoder'):
-        nn.stop_gradient(call, 'encoder/**')(PARAMS, X)
-    encode = functools.partial(MODEL.apply, {'params': PARAMS}, method='encode')
-    with pytest.warns(errors.NothingStoppedWarning):
-        nn.stop_gradient(encode, 'd?c/kernel')(X)
-
-
 async def coroutine(params):
     return call(params, X)
 
@@ -536,13 +456,3 @@ def test_a_function_whose_body_runs_later_is_refused(fn):
             nn.stop_gradient(lambda module: returned, True)(module)
     if fn is coroutine:
         returned.close()
-
-
-def test_a_single_function_is_a_filter():
-    rewrite = nn.stop_gradient(lambda path: path.startswith('enc'))
-    assert isinstance(rewrite, rewrites.BlockDecorator)
-    for fn in (rewrite(call), rewrite(MODEL.apply)):
-        assert callable(fn)
-    # A function that takes more than a path is no filter, and nothing to decorate.
-    with pytest.raises(errors.FilterTypeError, match='cannot be called with a path'):
-        nn.stop_gradient(call)

@@ -9,7 +9,6 @@ import pytest
 from flax import linen
 
 import oracle
-from flax_sg import errors
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
 
@@ -18,8 +17,6 @@ X = jnp.array([[0.5, -1.0, 2.0, 1.0], [1.5, 0.25, -0.75, -2.0]])
 
 
 class Dense2(linen.Module):
-    """Two layers and a value that setup derives."""
-
     def setup(self):
         self.layers = [linen.Dense(4), linen.Dense(4)]
         self.scale = self.param('scale', linen.initializers.normal(), (1, 4))
@@ -43,8 +40,6 @@ class Compact2(linen.Module):
 
 
 class Noisy(linen.Module):
-    """Random numbers and running statistics, in children and in itself."""
-
     @linen.compact
     def __call__(self, x):
         x = linen.BatchNorm(use_running_average=False, momentum=0.5)(linen.Dense(4)(x))
@@ -120,16 +115,6 @@ def test_a_mirror_is_the_module_with_stopped_weights(cls, how, word) -> None:
     assert_same(actual, oracle.grads(by_hand(cls, word), params, X))
 
 
-def assert_same_grads(actual: Any, expected: Any, *args: Any) -> None:
-    assert_same(oracle.grads(actual, *args), oracle.grads(expected, *args))
-
-
-def assert_close(a: Any, b: Any) -> None:
-    # Compiled as one and run one by one: the last bits may differ.
-    assert jnp.allclose(a, b, 1e-5, 1e-6)
-    assert (a == 0).all() == (b == 0).all()
-
-
 def test_a_mirror_of_a_bound_module() -> None:
     params = Dense2().init(RNGS, X)['params']
 
@@ -142,23 +127,7 @@ def test_a_mirror_of_a_bound_module() -> None:
         live, still = (Dense2().bind({'params': p}) for p in (params, stopped(params)))
         return still(X), live(X), still.encode(X), still.layers[0](X), still.scale2
 
-    assert_same_grads(actual, expected, params)
-
-
-def test_a_module_may_mirror_itself() -> None:
-    class Siamese(Dense2):
-        def __call__(self, x):
-            return super().__call__(x), nn.mirror(self).encode(x)
-
-    params = Siamese().init(RNGS, X)['params']
-    actual = oracle.grads(lambda p: Siamese().apply({'params': p}, X), params)
-
-    def expected(params: Any) -> Any:
-        encode = functools.partial(Dense2().apply, method='encode')
-        y = Dense2().apply({'params': params}, X)
-        return y, encode({'params': stopped(params)}, X)
-
-    assert_same(actual, oracle.grads(expected, params))
+    oracle.assert_same_function(actual, expected, params)
 
 
 def test_a_mirror_of_a_mirror_and_of_a_frozen_module() -> None:
@@ -206,7 +175,6 @@ DRAWS = {'vm': [0, 0], 'mmvvmv': [0, 1, 0, 1, 2, 2], 'vvmm': [0, 1, 0, 1]}
     ('how', 'lift', 'words'),
     [
         ('method', None, DRAWS),
-        ('compact', linen.remat, ['vvmm']),
         ('setup', linen.jit, ['mmvvmv']),
     ],
 )
@@ -249,27 +217,6 @@ def test_choices_of_rngs_and_state() -> None:
     assert bool(jnp.any(seen[0] != seen[1]))
 
 
-def test_a_part_draws_as_the_part_does() -> None:
-    class Has(linen.Module):
-        def setup(self):
-            self.drop = linen.Dropout(0.5, deterministic=False)
-
-        def __call__(self, x):
-            return self.drop(x)
-
-    class Model(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            has = Has()
-            view = nn.mirror(has)
-            return view.drop(x), view.drop(x), has.drop(x), has(x), view(x)
-
-    # The views of a module and of its part are two.
-    a, b, c, d, e = Model().apply({}, X, rngs={'dropout': jax.random.key(0)})
-    assert_same((a, b, e), (c, d, a))
-    assert not (a == b).all()
-
-
 @pytest.mark.parametrize('rngs', ['same', 'fresh'])
 def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> None:
     class Grows(linen.Module):
@@ -292,40 +239,6 @@ def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> Non
     assert_same(model.init(RNGS, X), plain)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('word', ['vm'])
-def test_a_mirror_in_a_scan_leaves_no_trace(word) -> None:
-    class Layer(linen.Module):
-        word: str
-
-        @linen.compact
-        def __call__(self, x, _):
-            module = Noisy()
-            view = nn.mirror(module)
-            seen = {'m': [], 'v': []}
-            for kind in self.word:
-                seen[kind].append((module if kind == 'm' else view)(x))
-            return seen['m'][-1], (seen['m'], seen['v'] or seen['m'])
-
-    def model(word: str) -> Any:
-        return linen.scan(
-            Layer,
-            variable_axes=dict.fromkeys(['params', *MUTABLE], 0),
-            split_rngs={'params': True, 'dropout': True},
-            length=3,
-        )(word)
-
-    alone = word.replace('v', '')
-    variables = model(alone).init(RNGS, X, None)
-    assert_same(model(word).init(RNGS, X, None), variables)
-    kwargs = {'rngs': {'dropout': jax.random.key(3)}, 'mutable': MUTABLE}
-    (y, _), written = model(alone).apply(variables, X, None, **kwargs)
-    (same_y, pairs), same_written = model(word).apply(variables, X, None, **kwargs)
-    assert jnp.allclose(y, same_y, 1e-5, 1e-6)  # Two compiled programs.
-    jax.tree.map(assert_close, same_written, written)
-    jax.tree.map(assert_close, *pairs)
-
-
 # Other values.
 
 
@@ -345,44 +258,7 @@ def test_other_values(cls, how) -> None:
         y = cls().apply({'params': stopped(other)}, x)
         return [y, cls().apply({'params': params['inner']}, x), y]
 
-    assert_same_grads(actual, expected, params, other, X)
-
-
-@pytest.mark.parametrize('word', ['om'])
-def test_other_values_of_a_module_that_uses_one_from_elsewhere(word) -> None:
-    """That one is read as it is, and may be used by others."""
-
-    class Uses(linen.Module):
-        lent: Any
-
-        @linen.compact
-        def __call__(self, x):
-            return linen.Dense(4)(self.lent(x))
-
-    class Model(linen.Module):
-        def setup(self):
-            self.lent = Compact2()
-            self.inner = Uses(self.lent)
-
-        def __call__(self, x, other=None):
-            view = nn.mirror(self.inner, variables=other)
-            return [(self.inner if kind == 'm' else view)(x) for kind in word]
-
-    params = Model().init(RNGS, X)['params']
-    other = jax.tree.map(lambda leaf: leaf * 2 + 1, params['inner'])
-
-    def actual(params: Any, other: Any) -> Any:
-        return Model().apply({'params': params}, X, {'params': other})
-
-    def expected(params: Any, other: Any) -> Any:
-        def call(params: Any) -> Any:
-            y = Compact2().apply({'params': params['lent']}, X)
-            return linen.Dense(4).apply({'params': params['inner']['Dense_0']}, y)
-
-        seen = {'m': params, 'o': stopped({**params, 'inner': other})}
-        return [call(seen[kind]) for kind in word]
-
-    assert_same_grads(actual, expected, params, other)
+    oracle.assert_same_function(actual, expected, params, other, X)
 
 
 def test_other_values_with_draws_and_state() -> None:
@@ -447,34 +323,6 @@ def test_other_values_in_jit_are_new_each_time() -> None:
                 assert jnp.allclose(seen, linen.Dense(4).apply(other, X))
 
 
-@pytest.mark.parametrize(
-    ('tree', 'error', 'said'),
-    [
-        # Layers in place of collections.
-        (
-            lambda p: {k: v for k, v in p.items() if k != 'scale'},
-            errors.UnusedFilterError,
-            "no collection 'layers_0' exists",
-        ),
-        (
-            lambda p: {'params': {k: v for k, v in p.items() if k != 'scale'}},
-            errors.StructureError,
-            "no value for 'scale' of the collection 'params' in the tree",
-        ),
-        (
-            lambda p: {'params': {**p, 'w': X}},
-            errors.UnusedFilterError,
-            "a value for 'w', which is no variable",
-        ),
-    ],
-)
-def test_a_tree_that_does_not_fit(tree, error, said) -> None:
-    model = Uses(Dense2, 'o')
-    params = model.init(RNGS, X)['params']
-    with pytest.raises(error, match=said):
-        model.apply({'params': params}, X, tree(params['inner']))
-
-
 def test_a_view_of_other_values_prints_none_of_them() -> None:
     tree = {'params': Dense2().init(RNGS, X)['params']}
     text = repr(nn.mirror(Dense2(), variables=tree))
@@ -508,7 +356,7 @@ def test_blocks_around_a_mirror() -> None:
             trees = other, stopped(params['inner'], selects)
             return tuple(Dense2().apply({'params': tree}, X) for tree in trees)
 
-        assert_same_grads(actual, expected, params, other)
+        oracle.assert_same_function(actual, expected, params, other)
 
 
 def test_a_collection_of_other_values_that_is_written_reads_as_they_are() -> None:

@@ -213,18 +213,6 @@ def test_a_feature_without_its_name(use, owner, name, feature, monkeypatch):
     use()
 
 
-@pytest.mark.parametrize(('use', 'owner', 'name', 'feature'), FEATURES[:1])
-def test_one_more_keyword_changes_nothing(use, owner, name, feature, monkeypatch):
-    original = getattr(owner, name)
-    expected = use()
-
-    def newer(*args, more=None, **kwargs):
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, newer)
-    assert use() == expected
-
-
 def test_variables_that_a_loop_gives_in_another_order(monkeypatch):
     monkeypatch.setattr(lifting, 'param_path', lambda keys, side: None)
     with pytest.raises(errors.UnsupportedVersionError, match=r'axes_scan\.scan'):
@@ -289,18 +277,6 @@ def test_the_message_says_what_pyproject_states():
     for name, (oldest, latest) in versions.SUPPORTED.items():
         assert (oldest, latest) == (bounds()[name], newest[name])
     assert newest.keys() == {'python', *bounds()}
-
-
-def test_every_supported_python_is_stated():
-    project = PYPROJECT['project']
-    newest = PYPROJECT['tool']['flax_sg']['newest']['python']
-    first, last = (
-        int(text.rpartition('.')[2]) for text in (project['requires-python'], newest)
-    )
-    wanted = [
-        f'Programming Language :: Python :: 3.{n}' for n in range(first, last + 1)
-    ]
-    assert [c for c in project['classifiers'] if ':: 3.' in c] == wanted
 
 
 def test_what_the_message_installs_is_what_runs_these_tests():

@@ -43,21 +43,7 @@ def test_names_are_neither_markup_nor_formulas(tmp_path):
     odd.plot(tmp_path / 'flow.svg')
 
 
-def test_a_single_output_has_no_name_and_a_report_may_be_empty(tmp_path):
-    assert 'output' in report({'': ['flows']}, {'a/b': [LIVE]}).table()
-    nothing = report({'loss': []}, {})
-    nothing.plot(tmp_path / 'flow.svg')
-    assert nothing.table().split() == ['loss', 'uses', 'stopped', '─' * 22]
-
-
 # Rows.
-
-
-def test_groups_by_the_first_names():
-    names = [row.name for row in LOSSES.matrix(1).rows]
-    assert names == ['code', 'gln_0', 'head', '(no module)']
-    [row] = LOSSES.matrix(0).rows
-    assert (row.name, row.cells) == ('(no module)', ('partly',) * 3)
 
 
 def test_numbers_in_names_are_in_order():
@@ -239,24 +225,3 @@ def test_the_matrix_beside_other_plots():
     words = [text.get_text() for text in axes.texts]
     assert words == [WORDS[status].text for row in found for status in row]
     assert (axes.get_xlim(), axes.get_ylim()) == ((0, 3), (4, 0))
-
-
-def test_colours_can_be_told_apart_in_grey():
-    def lightness(colour: str) -> float:
-        red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
-        linear = [((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    for mode in ('light', 'dark'):
-        paper, _, pale = getattr(pictures, mode.upper())
-        pairs = [getattr(word, mode) or (paper, pale) for word in WORDS.values()]
-        for ground, ink in pairs:
-            high, low = sorted([lightness(ground), lightness(ink)], reverse=True)
-            assert (high + 0.05) / (low + 0.05) >= 4.5  # What WCAG asks of texts.
-        steps = np.diff([lightness(ground) for ground, _ in pairs])
-        assert np.all(steps > 0.1) if mode == 'light' else np.all(steps < -0.01)
-
-
-def test_another_kind_of_file(tmp_path):
-    LOSSES.plot(tmp_path / 'flow.svg', depth=1)
-    assert '<svg' in (tmp_path / 'flow.svg').read_text()

@@ -56,10 +56,6 @@ def test_the_core_needs_exactly_five_packages(metadata: email.message.Message):
     assert requirements(metadata, None) == CORE
 
 
-def test_the_demo_is_an_extra(metadata: email.message.Message):
-    assert requirements(metadata, 'demo') == {'scikit-learn'}
-
-
 def test_dev_brings_every_extra(metadata: email.message.Message):
     extras = set(metadata.get_all('Provides-Extra', []))
     assert {'demo', 'plot', 'test', 'lint', 'docs', 'package', 'dev'} <= extras

@@ -3,9 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import flax
 import flax.linen as fnn
@@ -13,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import oracle
 import witness
 from flax_sg.engine import blocks
 
@@ -90,35 +87,12 @@ def test_a_test_whose_outcome_a_block_changes_is_listed(checkout: Path):
     assert files_in(checkout) == before
 
 
-def test_options_are_those_of_pytest_and_no_difference_is_a_success(
-    checkout: Path, capfd: pytest.CaptureFixture[str]
-):
-    options = ['--modes', 'method-stop', '-k', 'passes or fails']
-    assert witness.main([str(checkout), *options]) == 0
-    out = capfd.readouterr().out
-    assert re.search(r'method-stop, \d+ s: 2 as .* \(1 fail\), 0 faults\n', out)
-
-
-@pytest.mark.parametrize(
-    ('spoil', 'said'),
-    [
-        (lambda c: (c / 'flax/version.py').unlink(), 'has no flax/version.py.'),
-        (
-            lambda c: (c / 'flax/version.py').write_text("__version__ = '0.0.7'"),
-            f'has Flax 0.0.7, and {flax.__version__} is installed.\n'
-            f'Check out what was released as {flax.__version__}.',
-        ),
-    ],
-)
-def test_another_folder_is_refused(
-    spoil: Callable[[Path], object], said: str, checkout: Path
-):
+def test_a_checkout_of_another_version_is_refused(checkout: Path):
     assert witness.check_checkout(checkout) is None
-    spoil(checkout)
-    with pytest.raises(SystemExit) as exit_info:
+    (checkout / 'flax/version.py').write_text("__version__ = '0.0.7'")
+    said = f'has Flax 0.0.7, and {flax.__version__} is installed.'
+    with pytest.raises(SystemExit, match=said):
         witness.main([str(checkout)])
-    assert str(exit_info.value).startswith(str(checkout))
-    assert str(exit_info.value).endswith(said)
 
 
 def outcomes(**by_test: str) -> witness.Outcomes:
@@ -168,11 +142,6 @@ X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 VARIABLES = Net().init(jax.random.key(0), X)
 
 
-def gradient(around: Any) -> Any:
-    with around:
-        return jax.grad(lambda v: Net().apply(v, X).sum())(VARIABLES)
-
-
 def test_a_block_in_every_method_is_one_for_each_call_on_the_stack():
     def opened() -> float:
         return (Net().apply(VARIABLES, X) - fnn.Dense(2).apply(dense, X)).mean()
@@ -185,13 +154,3 @@ def test_a_block_in_every_method_is_one_for_each_call_on_the_stack():
         with witness.in_block(block):
             assert opened() == 1
     assert opened() == 0
-
-
-@pytest.mark.parametrize('around', [witness.in_block, witness.in_every_method])
-def test_only_stop_changes_a_gradient(around: Callable[[Any], Any]):
-    plain = gradient(around(witness.BLOCKS['false']))
-    assert all(leaf.any() for leaf in jax.tree.leaves(plain))
-    oracle.assert_same(gradient(around(witness.BLOCKS['never'])), plain)
-    oracle.assert_same(gradient(around(witness.BLOCKS['copy'])), plain)
-    zeros = jax.tree.map(jnp.zeros_like, plain)
-    oracle.assert_same(gradient(around(witness.BLOCKS['stop'])), zeros)

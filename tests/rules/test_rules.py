@@ -1,8 +1,6 @@
 """What a reader sees instead of the stored value."""
 
-import copy
 import dataclasses
-import pickle
 from typing import Any
 
 import flax.linen as fnn
@@ -13,9 +11,7 @@ import pytest
 
 import flax_sg
 import oracle
-from flax_sg import filters
 from flax_sg import linen as nn
-from flax_sg.forms import rewrites
 from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -84,50 +80,6 @@ def test_leaves_of_any_kind_in_a_model():
     )
     grads = jax.jit(jax.grad(lambda f, r: jnp.sum(fn(f, r)[0])))(floats, params)
     assert oracle.is_zero(grads)
-
-
-def test_the_rule_is_a_value():
-    assert rules.StopGradient() == STOP
-    assert hash(rules.StopGradient()) == hash(STOP)
-    assert copy.deepcopy(STOP) == STOP == pickle.loads(pickle.dumps(STOP))
-    assert STOP.name == 'stop_gradient'
-
-
-def test_a_rule_is_told_the_variable():
-    seen: list[Any] = []
-
-    @dataclasses.dataclass(frozen=True)
-    class Looks(rules.Rule):
-        name = 'looks'
-
-        def __call__(self, path, leaf):
-            seen.append((str(path), path.absolute, path.collection, leaf.shape))
-            return leaf
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            norm = fnn.BatchNorm(use_running_average=True, name='norm')
-            rewrite = rewrites.BlockDecorator(
-                filters.as_filter('norm/*'), Looks(), ['params', 'batch_stats']
-            )
-            with rewrite:
-                return norm(x)
-
-    class Root(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Outer(name='enc')(x)
-
-    variables = Root().init(jax.random.key(0), X)
-    seen.clear()
-    Root().apply(variables, X)
-    assert sorted(seen) == [
-        ('norm/bias', 'enc/norm/bias', 'params', (3,)),
-        ('norm/mean', 'enc/norm/mean', 'batch_stats', (3,)),
-        ('norm/scale', 'enc/norm/scale', 'params', (3,)),
-        ('norm/var', 'enc/norm/var', 'batch_stats', (3,)),
-    ]
 
 
 def test_one_level_is_stopped_for_what_differentiates_first():

@@ -11,7 +11,6 @@ from flax import linen
 
 import oracle
 import programs
-import stepwise
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.internals import lifting
@@ -26,8 +25,6 @@ def bare(module: Any) -> Any:
 
 
 class Adapted(linen.Module):
-    """A frozen base and a trained adapter."""
-
     wrap: Any = bare
     base: Any = functools.partial(linen.Dense, WIDTH)
 
@@ -113,79 +110,6 @@ def test_a_frozen_layer_in_a_scan_costs_no_copy_of_the_stack() -> None:
 def test_under_remat_it_is_harmless_and_left_alone() -> None:
     found = temporary_bytes(lift=remat)
     assert found['frozen'] == found['hoisted'] == found['in the body'], found
-
-
-class Inner(linen.Module):
-    """Layers that are scanned in the body of a scan."""
-
-    @linen.compact
-    def __call__(self, x):
-        layers = linen.scan(
-            lambda layer, x, _: (jnp.tanh(layer(x)), None),
-            variable_axes={'params': 0},
-            split_rngs={'params': True},
-            length=3,
-        )
-        return layers(linen.Dense(WIDTH), x, None)[0]
-
-
-@pytest.mark.slow
-def test_nested_scans() -> None:
-    found = temporary_bytes(base=Inner)
-    assert found['frozen'] <= found['hoisted'], found
-    assert found['frozen'] + 3 * STACK <= found['in the body']
-
-
-class MLP(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x = linen.Dense(8)(linen.LayerNorm()(x))
-        x = linen.Dropout(0.5, deterministic=False)(jax.nn.gelu(x))
-        return linen.Dense(WIDTH)(x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('lift', [bare, remat])
-def test_values_and_gradients(lift: Any) -> None:
-    model, plain = (Stack(wrap, lift, MLP) for wrap in (nn.Frozen, bare))
-    rngs = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
-    params = plain.init(rngs, X)['params']
-    oracle.assert_same(model.init(rngs, X)['params'], params)
-
-    def fn(model: Any, selects: Any) -> Any:
-        def both(params: Any, x: Any) -> Any:
-            def apply(params: Any, x: Any) -> Any:
-                params = oracle.stopped(params, selects)
-                return model.apply({'params': params}, x, rngs=rngs)
-
-            y, pull_back = jax.vjp(apply, params, x)
-            return y, pull_back(jnp.cos(y))
-
-        return both
-
-    actual = stepwise.evaluate(fn(model, lambda path: False), params, X)
-    expected = stepwise.evaluate(fn(plain, is_base), params, X)
-    oracle.assert_same(actual, expected)
-
-
-@pytest.mark.slow
-def test_all_orders_of_differentiation_are_stopped() -> None:
-    model, plain = Stack(nn.Frozen), Stack()
-    params = plain.init(jax.random.key(0), X)['params']
-
-    def penalty(model: Any, selects: Any) -> Any:
-        def outer(params: Any, x: Any) -> Any:
-            gradient = step(model, selects)(params, x)[1]
-            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(gradient))
-
-        return jax.grad(outer)
-
-    actual = stepwise.evaluate(penalty(model, None), params, X)
-    expected = stepwise.evaluate(penalty(plain, is_base), params, X)
-    oracle.assert_same(actual['layers']['base'], expected['layers']['base'])
-    assert oracle.is_zero(actual['layers']['base'])
-    chexes = jax.tree.map(lambda a, b: jnp.allclose(a, b, 1e-4), actual, expected)
-    assert jax.tree.all(chexes)
 
 
 def test_what_a_call_gives_may_be_of_any_kind() -> None:

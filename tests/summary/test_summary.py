@@ -19,15 +19,12 @@ X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
 
 def rows_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any) -> Any:
-    """The rows by path."""
     program = modules.program_of(module, rngs, args, kwargs)
     rows = modules.rows_of(program.classes, program.parameters())
     return {'/'.join(row.names): row for row in rows}
 
 
 class Net(linen.Module):
-    """A body of two layers and a head."""
-
     stop: models.Stop = models.no_stop
     frozen: Any = ()
 
@@ -182,11 +179,6 @@ def test_what_is_trained_and_what_is_frozen(model, rngs, expected):
     assert found == expected
 
 
-def test_a_model_without_parameters():
-    assert rows_of(Relu(), X)[''].gradient == ''
-    assert sg.tabulate(Relu(), KEY)(X).endswith('\n\nTrainable: 0   Frozen: 0')
-
-
 class Cell(linen.Module):
     @linen.compact
     def __call__(self, x, _):
@@ -234,8 +226,6 @@ def test_classes_are_those_that_were_written(wrap):
 
 
 class Block(linen.Module):
-    """Blocks in blocks, each with parameters of its own."""
-
     depth: int
     width: int = 2
     differ: bool = False
@@ -263,15 +253,6 @@ def test_a_large_model_is_shown_to_a_depth():
         assert (cut[2].split(), cut[-1]) == (whole[2].split(), whole[-1])
         assert len(cut) == 4 + lines
     assert whole == shown(model, depth=3)
-
-
-def test_repeated_layers_are_one_row_and_add_up():
-    lines = [line.split() for line in shown(Block(1, 3))[2:-2]]
-    assert [line[0] for line in lines] == [
-        *('(model)', 'block_0..2', 'up', 'dense', 'up', 'dense')
-    ]
-    # Of four blocks with a scale and two layers of 20 parameters each.
-    assert [line[2] for line in lines] == ['164', '123', '60', '60', '20', '20']
 
 
 class Deep(linen.Module):

@@ -112,13 +112,6 @@ def test_what_differs_is_shown_when_a_function_is_traced_again():
     ]
 
 
-def test_a_weak_type_is_shown():
-    step = jax.jit(testing.assert_traces_once(jax.lax.sin))
-    step(jnp.float32(1.0))
-    with pytest.raises(AssertionError, match=r'float32\[\] +float32\[\] \(weak\)'):
-        step(1.0)
-
-
 def test_a_function_jitted_anew_is_told_so_and_a_trace_that_fails_does_not_count():
     fails = [True]
 
@@ -224,21 +217,3 @@ def test_leaves_without_a_gradient_are_free():
     with pytest.raises(errors.NotDifferentiableError, match=r'int32\[\]'):
         testing.assert_flows(flow, 'gln_0/**')
     testing.assert_stopped(flow, 'gln_0/**')
-
-
-def test_what_names_nothing_is_refused():
-    for where, output, error, said in (
-        (['gln_1/**', 'head/**'], None, errors.UnusedFilterError, 'gln_0/dense'),
-        ('head/**', 'explain', errors.UnknownNameError, "no output 'explain'"),
-        ('head/*', ['code', 'explain'], errors.UnknownNameError, "output 'explain'"),
-        ('head/**', False, errors.UnknownNameError, 'no output'),
-        (3, None, errors.FilterTypeError, 'filter'),
-    ):
-        with pytest.raises(error, match=said):
-            testing.assert_stopped(LOSSES, where, output=output)
-    with pytest.raises(errors.ArgumentTypeError, match='with 2 arguments'):
-        testing.assert_flows(LOSSES, 'head/**', {}, X)
-
-
-def test_predicates_see_paths():
-    testing.assert_flows(LOSSES, lambda path: path.name == 'bias', output='gln')

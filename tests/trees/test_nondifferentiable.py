@@ -121,18 +121,9 @@ def test_what_is_no_number_is_static():
         fn(ND(value))
     assert traces[:3] == ['a', 'b', thing] and len(traces) == 6
     assert jax.tree.leaves(ND('a')) == []
+    assert len({jax.tree.structure(ND(value)) for value in ('a', 'b', 'a')}) == 2
     grads = jax.grad(lambda p: p['x'] * len(p['s'].value))({'x': 1.0, 's': ND('text')})
     assert float(grads['x']) == 4.0
-
-
-def test_what_is_no_number_is_compared_if_it_can_be():
-    texts, of = np.array(['a']), nondifferentiable._encoding_of
-    assert of('a') == of('a') != of('b')
-    assert of('a') != 'a'
-    assert of(1) != of('a')
-    assert hash(of('a')) == hash(of('a'))
-    assert of(texts) == of(texts) != of(texts.copy())  # They are not hashed.
-    assert hash(of(texts)) == hash(of(texts)) != hash(of(texts.copy()))
 
 
 @pytest.mark.usefixtures('leaks')
@@ -190,24 +181,20 @@ BINARY = [
     *('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow'),
     *('lt', 'le', 'gt', 'ge', 'eq', 'ne'),
 ]
+BITS = ['and_', 'or_', 'xor', 'lshift', 'rshift']
 
 
-@pytest.mark.parametrize('name', BINARY)
+@pytest.mark.parametrize('name', BINARY + BITS)
 def test_arithmetic_and_comparisons(name):
     op = getattr(operator, name)
     numpys = np.array([5.0, 7.0], np.float32)
-    for a, b in ((5.0, 2.0), (7, 3), (numpys, jnp.array([2.0, 3.0]))):
+    more = [] if name in BITS else [(5.0, 2.0), (numpys, jnp.array([2.0, 3.0]))]
+    for a, b in ((7, 3), *more):
         expected = op(a, b)
         for left, right in ((ND(a), b), (a, ND(b)), (ND(a), ND(b))):
             got = op(left, right)
             assert type(got) is type(expected)
             np.testing.assert_array_equal(got, expected)
-
-
-def test_bits():
-    for name in ('and_', 'or_', 'xor', 'lshift', 'rshift'):
-        op = getattr(operator, name)
-        assert op(ND(6), 3) == op(6, ND(3)) == op(6, 3)
 
 
 def test_stands_for_its_value():
@@ -260,40 +247,25 @@ def test_weak_types_promote_as_numbers_do():
 
 def test_copies():
     n = jax.jit(lambda n: n)(ND(jnp.array([3, 4])))
-    for twin in (copy.copy(n), copy.deepcopy(n), pickle.loads(pickle.dumps(n))):
-        oracle.assert_same(twin.value, n.value)
-    for value in (3, 'text'):
-        twin = pickle.loads(pickle.dumps(ND(value)))
-        assert twin.value == value
-        assert copy.deepcopy(ND(value)).value == value
-
-
-def test_trees_of_other_things_in_its_place():
-    n = {'n': ND(jnp.arange(3))}
-    shapes = jax.tree.map(jnp.shape, n)
-    assert 'NonDifferentiable' in repr(shapes)
-    out = jax.eval_shape(lambda n: n, n)
-    assert jax.tree.structure(out) == jax.tree.structure(jax.eval_shape(lambda: n))
-    spec = jax.tree.map(lambda _: 0, n)
-    oracle.assert_same(
-        jax.vmap(lambda n: n['n'] * 1, in_axes=(spec,))(n), jnp.arange(3)
-    )
+    for whole in (n, ND(3), ND('text')):
+        for copied in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+            twin = copied(whole)
+            assert type(twin.value) is type(whole.value)
+            assert np.array_equal(twin.value, whole.value)
+    shapes = jax.eval_shape(lambda n: n, n)
+    assert jax.tree.structure(shapes) == jax.tree.structure(n)
+    assert 'NonDifferentiable' in repr(jax.tree.map(jnp.shape, n))
 
 
 # Optimizers.
 
 
-def params() -> Any:
-    return {'w': jnp.ones(3), 'n': ND(2**30 + 1), 'f': ND(0.3), 'b': ND(True)}
-
-
-def loss(p: Any) -> Any:
-    return jnp.sum(p['w']) * p['f'] * (p['n'] % 7)
-
-
-def train(tx: Any, steps: int = 3) -> Any:
-    p = params()
+def train(tx: Any) -> Any:
+    p = {'w': jnp.ones(3), 'n': ND(2**30 + 1), 'f': ND(0.3), 'b': ND(True)}
     state = tx.init(p)
+
+    def loss(p: Any) -> Any:
+        return jnp.sum(p['w']) * p['f'] * (p['n'] % 7)
 
     @jax.jit
     def step(p, state):
@@ -301,25 +273,9 @@ def train(tx: Any, steps: int = 3) -> Any:
         updates, state = tx.update(grads, state, p)
         return optax.apply_updates(p, updates), state, value
 
-    for _ in range(steps):
+    for _ in range(3):
         p, state, value = step(p, state)
     return p, value
-
-
-@pytest.mark.usefixtures('standard_promotion')
-@pytest.mark.parametrize(
-    'tx',
-    [
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-        sg.freeze(optax.adamw(0.1, weight_decay=0.5)),
-    ],
-)
-def test_optimizers_that_change_nothing_without_a_gradient(tx):
-    p, value = train(tx)
-    found = int(p['n']), float(p['f']), bool(p['b'])
-    assert found == (2**30 + 1, np.float32(0.3), True)
-    assert np.isfinite(value)
-    assert not np.array_equal(p['w'], jnp.ones(3))
 
 
 @pytest.mark.usefixtures('standard_promotion')
@@ -335,6 +291,14 @@ def test_decay_is_refused_or_harmless():
     assert int(seen['n']) == -(2**31)
     # A bool is what it was: decay changes no sign, and no zero.
     assert bool(seen['b'])
+    # Without decay, or behind sg.freeze, it is its value.
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    for tx in (clipped, sg.freeze(optax.adamw(0.1, weight_decay=0.5))):
+        p, value = train(tx)
+        found = int(p['n']), float(p['f']), bool(p['b'])
+        assert found == (2**30 + 1, np.float32(0.3), True)
+        assert np.isfinite(value)
+        assert not np.array_equal(p['w'], jnp.ones(3))
 
 
 @pytest.mark.parametrize('scale', [1 - 2**-24, 1 - 2**-23, 0.999])

@@ -5,13 +5,12 @@ import dataclasses
 import pickle
 from typing import Any, NamedTuple
 
-import flax.linen as fnn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import FrozenDict, freeze
+from flax.core import freeze
 from flax.core.meta import Partitioned
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,8 +42,6 @@ class Data:
 
 @jax.tree_util.register_pytree_node_class
 class Keyless:
-    """Registered without keys: JAX numbers its children."""
-
     def __init__(self, *children: Any) -> None:
         self.children = children
 
@@ -58,8 +55,6 @@ class Keyless:
 
 @dataclasses.dataclass
 class Unregistered:
-    """JAX takes it for a leaf."""
-
     text: str
 
 
@@ -141,16 +136,6 @@ def test_any_tree(tree, random):
     )
 
 
-def test_a_box_keeps_its_names():
-    params = fnn.Dense(
-        2, kernel_init=fnn.with_partitioning(fnn.initializers.ones, ('x', None))
-    ).init(jax.random.key(0), jnp.ones((1, 2)))
-    kernel, rest = sg.partition(params, 'kernel')
-    assert kernel['params']['kernel'].names == ('x', None)
-    assert rest['params']['kernel'].value is sg.ABSENT
-    oracle.assert_same(sg.combine(kernel, rest), params)
-
-
 def test_keys_that_are_none_of_jax():
     assert leaves.path_of(['left', jax.tree_util.GetAttrKey('w'), 3]) == 'left/w/3'
 
@@ -164,11 +149,6 @@ def test_paths_in_a_dict_of_collections():
     # A module may be called params.
     tree = {'params': {'w': 1.0}, 'step': 3}
     assert jax.tree.leaves(sg.partition(tree, 'params/w')[0]) == [1.0]
-
-
-def test_parts_may_lack_leaves():
-    parts = sg.partition_n({'a': 1, 'b': 2, 'c': 3}, lambda path: str(path))
-    assert sg.combine(parts['a'], parts['c']) == {'a': 1, 'b': sg.ABSENT, 'c': 3}
 
 
 def test_partition_n():
@@ -192,23 +172,9 @@ def test_partition_n():
     assert list(named) == ['e', 'g', 'c']
     assert [named[k] for k in 'gce'] == [parts[k] for k in range(3)]
     with pytest.raises(errors.StructureError):
-        sg.partition_n({**params, 'new': {'w': 5}}, classify)
-    with pytest.raises(errors.StructureError):
         sg.partition_n(params, {'g': 'gln_*/*'})
-    with pytest.raises(errors.StructureError):
-        sg.partition_n(params, {'g': 'gln_*/*', 'rest': True})
-
-
-def test_under_transformations():
-    params = {'a': jnp.ones(3), 'b': jnp.arange(3.0), 'n': jnp.arange(3)}
-
-    def fn(params):
-        a, rest = sg.partition(params, 'a')
-        return a, rest, sg.combine(rest, a)
-
-    a, rest, whole = jax.eval_shape(fn, params)
-    assert a['b'] is rest['a'] is sg.ABSENT
-    assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, params)
+    # Parts may lack leaves.
+    assert sg.combine(parts[0], parts[1])['expl'] == {'w': sg.ABSENT}
 
 
 def test_the_sentinel():
@@ -221,47 +187,20 @@ def test_the_sentinel():
         pickle.loads(pickle.dumps(sg.ABSENT)),
     ):
         assert twin is sg.ABSENT
-
-
-@pytest.mark.parametrize(
-    'use',
-    [
-        lambda x: x + 1,
+    for use in (
         lambda x: jnp.ones(2) * x,
         lambda x: x[0],
         lambda x: x.kernel,
         lambda x: x < 1,
-        lambda x: np.asarray(x),
-        lambda x: jnp.sum(x),
+        np.asarray,
         lambda x: x(),
-        list,
-        float,
-        bool,
-        len,
-    ],
-)
-def test_using_the_sentinel_raises(use):
-    with pytest.raises((errors.AbsentLeafError, TypeError)) as caught:
-        use(sg.ABSENT)
-    assert type(caught.value) is errors.AbsentLeafError, caught.value
-
-
-def test_combine_refuses():
-    a, b = sg.partition({'x': {'y': 1.0}, 'z': 2.0}, 'z')
-    with pytest.raises(errors.StructureError, match="'z'"):
-        sg.combine(a, a)
-    with pytest.raises(errors.StructureError, match=r"'z'.* in part 1, not in part 3"):
-        sg.combine(b, a, {'x': {'y': sg.ABSENT}})
-    with pytest.raises(errors.StructureError):
-        sg.combine(b, FrozenDict(b))
-    assert sg.combine(b) == b
+        *(list, float, bool, len),
+    ):
+        with pytest.raises(errors.AbsentLeafError):
+            use(sg.ABSENT)
 
 
 def test_filters_that_select_nothing():
-    with pytest.raises(errors.UnusedFilterError, match='head'):
-        sg.partition({'body': 1.0}, 'head/**')
-    with pytest.raises(errors.UnusedFilterError, match="'head', which is no variable"):
-        sg.partition({'body': 1.0}, {'body': True, 'head': False})
     names = linen.substitute({'body': 2.0, 'head': 3.0}).where
     with pytest.raises(errors.UnusedFilterError, match="'head', which is no variable"):
         sg.partition({'body': 1.0}, names)
@@ -270,8 +209,6 @@ def test_filters_that_select_nothing():
         'head': sg.ABSENT,
         'tail': 3.0,
     }
-    part, _ = sg.partition({'body': 1.0}, 'head/**', unused='ignore')
-    assert jax.tree.leaves(part) == []
     with pytest.raises(errors.UnusedFilterError, match="Nearest: 'w'"):
         sg.partition({'params': {'w': 1.0}}, 'params/w')
 
@@ -293,8 +230,6 @@ def test_other_leaves_in_a_tree():
         sg.substitute(tree, lambda path, leaf: leaf + 1, where=['a/*', 'c']), expected
     )
     oracle.assert_same(sg.substitute(tree, {'z': 1}, unused='ignore'), tree)
-    with pytest.raises(errors.FilterValueError, match='unused='):
-        sg.substitute(tree, {}, unused='ignored')
     for values in others, lambda path, leaf: leaf + 1:
         where = ['a/*', 'c', 'z']
         new = sg.substitute(tree, values, where=where, unused='ignore')
@@ -312,18 +247,14 @@ def test_other_leaves_in_part(values):
         sg.substitute(tree, values, where=sg.at('w', 3))
 
 
-@pytest.mark.parametrize(
-    ('values', 'where', 'error', 'match'),
-    [
-        ({'a': jnp.ones(3)}, None, errors.StructureError, r'float32\[3\]'),
-        ({'a': jnp.arange(2)}, None, errors.StructureError, r'int32\[2\]'),
-        ({'a': jnp.ones(2)}, True, errors.StructureError, "no value for 'b'"),
-        ({'aa': jnp.ones(2)}, None, errors.UnusedFilterError, r"'aa', .*nearest: 'a'"),
-        (lambda path, leaf: leaf[0], None, errors.StructureError, r'shape \(2,\)'),
-        (lambda path, leaf: leaf, 'z', errors.UnusedFilterError, "'z'"),
-    ],
-)
-def test_other_leaves_that_do_not_fit(values, where, error, match):
+def test_other_leaves_that_do_not_fit():
     params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
-    with pytest.raises(error, match=match):
-        sg.substitute(params, values, where=where)
+    for values, match in (
+        ({'a': jnp.ones(3)}, r'float32\[3\]'),
+        ({'a': jnp.arange(2)}, r'int32\[2\]'),
+        (lambda path, leaf: leaf[0], r'shape \(2,\)'),
+    ):
+        with pytest.raises(errors.StructureError, match=match):
+            sg.substitute(params, values)
+    with pytest.raises(errors.UnusedFilterError, match="'z'"):
+        sg.substitute(params, lambda path, leaf: leaf, where='z')
