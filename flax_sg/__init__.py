@@ -8,7 +8,11 @@ from flax_sg import errors as errors
 from flax_sg import filters as filters
 from flax_sg import linen as linen
 from flax_sg.autodiff.gradients import grad as grad
+from flax_sg.autodiff.gradients import hessian as hessian
+from flax_sg.autodiff.gradients import jacfwd as jacfwd
+from flax_sg.autodiff.gradients import jacrev as jacrev
 from flax_sg.autodiff.gradients import jvp as jvp
+from flax_sg.autodiff.gradients import linearize as linearize
 from flax_sg.autodiff.gradients import value_and_grad as value_and_grad
 from flax_sg.autodiff.gradients import vjp as vjp
 from flax_sg.filters import at as at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from flax_sg.trees.leaves import (
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.trainable import chosen
 
+Shape: TypeAlias = tuple[int, ...]
 _STAND_INS: dict[str, Any] = {
     'drop': ABSENT,
     'none': None,
@@ -39,8 +40,10 @@ class _Zeros:
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     treedef: Any
 
-    def fill(self) -> Any:
-        return self.treedef.unflatten(jnp.zeros(x.shape, x.dtype) for x in self.arrays)
+    def fill(self, prefix: Shape) -> Any:
+        return self.treedef.unflatten(
+            jnp.zeros((*prefix, *x.shape), x.dtype) for x in self.arrays
+        )
 
 
 def _stand_in(absent: str, leaf: Any) -> Any:
@@ -76,11 +79,20 @@ class Form:
     paths: tuple[Path, ...]
     stand_ins: tuple[Any, ...]
 
-    def fill(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        """A tree for each argument, with these values at the live leaves."""
+    def fill(self, values: Iterable[Any], prefix: Shape = ()) -> tuple[Any, ...]:
+        """A tree for each argument, with these values at the live leaves.
+
+        Args:
+            values: a value for each live leaf.
+            prefix: dimensions that zeros have in front of the leaf's own.
+        """
         rest = iter(values)
         return self.treedef.unflatten(
-            next(rest) if live else other.fill() if isinstance(other, _Zeros) else other
+            next(rest)
+            if live
+            else other.fill(prefix)
+            if isinstance(other, _Zeros)
+            else other
             for live, other in zip(self.live, self.stand_ins, strict=True)
         )
 

@@ -8,37 +8,52 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors
 from flax_sg.autodiff.arguments import Form, Split, splitter
+from flax_sg.autodiff.bound_modules import as_function_of, variables_of
+from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters import Where
 
 Argnums: TypeAlias = int | Sequence[int]
 
 
-def value_and_gradient(
+def derivative(
+    transform: Callable[..., Any],
     fun: Callable[..., Any],
     argnums: Argnums,
     has_aux: bool,
     holomorphic: bool,
     split: Callable[[Sequence[Any]], Split],
+    *,
+    of: Any = None,
+    with_value: bool = False,
 ) -> Callable[..., Any]:
-    """A function that computes a value and its gradient, with the name of ``fun``.
+    """A function that computes a derivative, with the name of the one it is of.
 
     >>> split = splitter('sg.grad', 'w', 'none', 'raise')
     >>> product = lambda p: p['w'] * p['b']
-    >>> gradient = value_and_gradient(product, 0, False, False, split)
+    >>> gradient = derivative(jax.grad, product, 0, False, False, split)
     >>> jax.tree.map(float, gradient({'b': 2.0, 'w': 3.0}))
-    (6.0, {'b': None, 'w': 2.0})
+    {'b': None, 'w': 2.0}
 
     Args:
+        transform: ``jax.grad``, ``jax.jacrev`` or ``jax.jacfwd``.
         fun: the function.
         argnums: the positions of the arguments that are differentiated.
         has_aux: whether ``fun`` returns a pair, the second not differentiated.
         holomorphic: as for ``jax.grad``.
         split: splits these arguments, see ``splitter``.
+        of: a bound module whose variables are the argument in their place.
+        with_value: whether to return what ``fun`` returns, and the derivative.
     """
+    if of is not None:
+        if argnums != 0:
+            raise unknown_choice('with of=, argnums', argnums, (0,))
+        variables_of(of)
+    fun_of_args = fun if of is None else as_function_of(fun, of)
     several = isinstance(argnums, Sequence)
     numbers: Any = tuple(argnums) if several else (argnums,)
     if isinstance(argnums, str) or not all(map(_is_position, numbers)):
@@ -50,6 +65,8 @@ def value_and_gradient(
 
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        if of is not None:
+            args = (variables_of(of), *args)
         for number in numbers:
             if not -len(args) <= number < len(args):
                 # In the words of JAX.
@@ -65,13 +82,21 @@ def value_and_gradient(
         def fun_of_live(live: Sequence[Any]) -> Any:
             new = dict(zip(positions, parts.join(live), strict=True))
             all_args = (new.get(n, arg) for n, arg in enumerate(args))
-            return fun(*all_args, **kwargs)
+            out = fun_of_args(*all_args, **kwargs)
+            y, aux = out if has_aux else (out, None)
+            return y, (y, aux)
 
-        value, live_grads = jax.value_and_grad(
-            fun_of_live, has_aux=has_aux, holomorphic=holomorphic
-        )(parts.live)
-        grads = parts.form.fill(live_grads)
-        return value, grads if several else grads[0]
+        def shaped(y: Any, row: Any) -> Any:
+            trees = parts.form.fill(row, jnp.shape(y))
+            return trees if several else trees[0]
+
+        differentiated = transform(fun_of_live, has_aux=True, holomorphic=holomorphic)
+        rows, (y, aux) = differentiated(parts.live)
+        # At each leaf of the output, which for a gradient is one, stands a tree.
+        out = jax.tree.map(shaped, y, rows)
+        if with_value:
+            return ((y, aux) if has_aux else y), out
+        return (out, aux) if has_aux else out
 
     return call
 
@@ -88,6 +113,7 @@ def value_and_grad(
     *,
     wrt: Where | None = None,
     absent: str = 'drop',
+    of: Any = None,
     unused: str = 'raise',
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` with respect to the leaves that a filter selects.
@@ -105,6 +131,15 @@ def value_and_grad(
     >>> sg.grad(loss, wrt='head/**', absent='none')(params, 5.0)['backbone']
     {'w': None}
 
+    A bound module in the closure, without threading its variables through:
+
+    >>> import jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> model = nn.Dense(1)
+    >>> m = model.bind(model.init(jax.random.key(0), jnp.ones((1, 2))))
+    >>> sg.grad(lambda: jnp.sum(m(jnp.ones((4, 2)))), of=m, wrt='bias')()
+    {'params': {'bias': Array([4.], dtype=float32), 'kernel': ABSENT}}
+
     Args:
         fun: a function of pytrees that returns a scalar.
         argnums: the positions of the differentiated arguments, the first by default.
@@ -113,6 +148,11 @@ def value_and_grad(
         holomorphic: as for ``jax.value_and_grad``.
         wrt: the leaves that are **differentiated**, as for ``sg.vjp``.
         absent: what stands for the others in the result, as for ``sg.vjp``.
+        of: a bound module that ``fun`` reads from its closure. The result is then
+            for its variables, and ``argnums`` is left out. The replaced values hold
+            where a block ``with nn.stop_gradient`` would hold. What ``fun`` writes to a
+            mutable collection of the module is traced, as in any function that is
+            differentiated: return it, or use ``model.apply``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
@@ -120,14 +160,16 @@ def value_and_grad(
         loop, as for ``jax.grad``: each call of ``sg.grad`` makes another function.
 
     Raises:
-        ArgumentTypeError: if ``argnums`` are no positions.
+        ArgumentTypeError: if ``of`` is no bound module, ``argnums`` no positions.
         UnusedFilterError: if ``wrt`` is False; at the call, if a part of ``wrt``
             matches no leaf.
         NotDifferentiableError: at the call, if no leaf that it matches can be
             differentiated.
     """
     split = splitter('sg.value_and_grad', wrt, absent, unused)
-    return value_and_gradient(fun, argnums, has_aux, holomorphic, split)
+    return derivative(
+        jax.grad, fun, argnums, has_aux, holomorphic, split, of=of, with_value=True
+    )
 
 
 def grad(
@@ -138,6 +180,7 @@ def grad(
     *,
     wrt: Where | None = None,
     absent: str = 'drop',
+    of: Any = None,
     unused: str = 'raise',
 ) -> Callable[..., Any]:
     """``jax.grad`` with respect to the leaves that a filter selects.
@@ -152,34 +195,104 @@ def grad(
     Args and errors are those of ``sg.value_and_grad``.
     """
     split = splitter('sg.grad', wrt, absent, unused)
-    both = value_and_gradient(fun, argnums, has_aux, holomorphic, split)
+    return derivative(jax.grad, fun, argnums, has_aux, holomorphic, split, of=of)
 
-    @functools.wraps(fun, updated=())
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
 
-    return gradient
+def jacrev(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: Where | None = None,
+    absent: str = 'drop',
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """``jax.jacrev`` with respect to the leaves that a filter selects.
+
+    >>> import jax.numpy as jnp, flax_sg as sg
+    >>> p = {'a': jnp.array([1.0, 2.0]), 'b': 3.0}
+    >>> sg.jacrev(lambda p: p['a'] * p['b'], wrt='b')(p)
+    {'a': ABSENT, 'b': Array([1., 2.], dtype=float32, weak_type=True)}
+
+    Args and errors are those of ``sg.value_and_grad``; ``fun`` returns a pytree. At
+    each leaf of the output stands a tree of the form of the argument.
+    """
+    split = splitter('sg.jacrev', wrt, absent, unused)
+    return derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
+
+
+def jacfwd(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: Where | None = None,
+    absent: str = 'drop',
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """``jax.jacfwd`` with respect to the leaves that a filter selects.
+
+    >>> import jax.numpy as jnp, flax_sg as sg
+    >>> p = {'a': jnp.array([1.0, 2.0]), 'b': 3.0}
+    >>> sg.jacfwd(lambda p: p['a'] * p['b'], wrt='b', absent='none')(p)
+    {'a': None, 'b': Array([1., 2.], dtype=float32)}
+
+    Args, result and errors are those of ``sg.jacrev``.
+    """
+    split = splitter('sg.jacfwd', wrt, absent, unused)
+    return derivative(jax.jacfwd, fun, argnums, has_aux, holomorphic, split)
+
+
+def hessian(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: Where | None = None,
+    absent: str = 'drop',
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """``jax.hessian`` with respect to the leaves that a filter selects.
+
+    >>> import flax_sg as sg
+    >>> p = {'a': 2.0, 'b': 3.0}
+    >>> h = sg.hessian(lambda p: p['a'] ** 3 * p['b'], wrt='a')(p)
+    >>> float(h['a']['a']), h['b']
+    (36.0, ABSENT)
+
+    Args and errors are those of ``sg.jacrev``. It is ``jacfwd`` of ``jacrev``: at each
+    leaf of the output stands a tree, at each leaf of that another one.
+    """
+    split = splitter('sg.hessian', wrt, absent, unused)
+    inner = derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
+    return derivative(jax.jacfwd, inner, argnums, has_aux, holomorphic, split)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pullback:
-    """The linear function that ``vjp`` returns.
+class Linear:
+    """The linear function that ``vjp`` or ``linearize`` returns.
 
-    A pytree as JAX's own is: its residuals may leave a ``jit``.
+    A pytree as JAX's own are: its residuals may leave a ``jit``.
 
     Attributes:
-        fn: JAX's function from a cotangent to those of the live leaves.
+        fn: JAX's function of the live leaves.
         form: what the arguments look like.
+        transposed: whether it is the one that ``vjp`` returns.
     """
 
     fn: Any
     form: Form = dataclasses.field(metadata={'static': True})
+    transposed: bool = dataclasses.field(metadata={'static': True})
 
-    def __call__(self, cotangent: Any) -> Any:
-        """Maps a cotangent of the output to those of the arguments."""
-        return self.form.fill(self.fn(cotangent)[0])
+    def __call__(self, *args: Any) -> Any:
+        """Maps cotangents of the output to the arguments', or tangents forward."""
+        if self.transposed:
+            return self.form.fill(self.fn(*args)[0])
+        return self.fn(self.form.pick(args, 'the tangents'))
 
 
 def _of_live(fun: Callable[..., Any], split: Split) -> Callable[[Sequence[Any]], Any]:
@@ -244,7 +357,7 @@ def vjp(
     """
     split = splitter('sg.vjp', wrt, absent, unused)(primals)
     y, back, *aux = jax.vjp(_of_live(fun, split), split.live, has_aux=has_aux)
-    return (y, Pullback(back, split.form), *aux)
+    return (y, Linear(back, split.form, transposed=True), *aux)
 
 
 def jvp(
@@ -285,3 +398,34 @@ def jvp(
     split = splitter('sg.jvp', wrt, 'drop', unused)(primals)
     given = split.form.pick(tangents, 'the tangents')
     return jax.jvp(_of_live(fun, split), (split.live,), (given,), has_aux=has_aux)
+
+
+def linearize(
+    fun: Callable[..., Any],
+    *primals: Any,
+    wrt: Where | None = None,
+    has_aux: bool = False,
+    unused: str = 'raise',
+) -> Any:
+    """``jax.linearize`` with respect to the leaves that a filter selects.
+
+    >>> import flax_sg as sg
+    >>> p = {'a': 3.0, 'b': 4.0}
+    >>> y, f_jvp = sg.linearize(lambda p: p['a'] * p['b'], p, wrt='a')
+    >>> float(f_jvp({'a': 1.0, 'b': sg.ABSENT}))
+    4.0
+
+    Args:
+        fun: a function of pytrees.
+        *primals: its arguments.
+        wrt: which leaves are differentiated, as for ``sg.vjp``.
+        has_aux: as for ``jax.linearize``.
+        unused: ``'ignore'`` to let a filter pass that matches nothing.
+
+    Returns:
+        The output and the function from tangents, a tree for each argument, to that
+        of the output; it may be called any number of times.
+    """
+    split = splitter('sg.linearize', wrt, 'drop', unused)(primals)
+    y, push, *aux = jax.linearize(_of_live(fun, split), split.live, has_aux=has_aux)
+    return (y, Linear(push, split.form, transposed=False), *aux)

@@ -16,6 +16,7 @@ from flax.core.meta import Partitioned
 import flax_sg as sg
 import oracle
 from flax_sg import errors, testing
+from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -228,6 +229,11 @@ def test_auxiliary_outputs():
     assert (float(value), float(grads['a']), float(aux['seen'])) == (18.0, 12.0, 3.0)
     y, back, aux = sg.vjp(with_aux, p, has_aux=True, wrt='a')
     assert (float(y), float(back(1.0)[0]['a'])) == (18.0, 12.0)
+    for jac in (sg.jacrev, sg.jacfwd):
+        rows, aux = jac(with_aux, has_aux=True, wrt='a')(p)
+        assert (float(rows['a']), float(aux['seen'])) == (12.0, 3.0)
+    rows, aux = sg.hessian(with_aux, has_aux=True, wrt='a')(p)
+    assert (float(rows['a']['a']), float(aux['seen'])) == (4.0, 3.0)
     y, dy, aux = sg.jvp(with_aux, (p,), ({'a': 1.0, 'b': None},), has_aux=True, wrt='a')
     assert (float(dy), float(aux['seen'])) == (12.0, 3.0)
 
@@ -239,19 +245,33 @@ def vector(p: Any) -> Any:
 V = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, 4.0]), 'n': 2.0}
 
 
-@pytest.mark.parametrize('name', ['hessian', 'jacrev', 'jacfwd', 'linearize'])
-def test_other_derivatives_are_of_a_part(name):
-    part, rest = sg.partition(V, ['a', 'n'])
-    derivative, args = getattr(jax, name), [part] if name == 'linearize' else []
-    ours = derivative(lambda part: vector(sg.combine(part, rest)), *args)
-    hand = derivative(
-        lambda live: vector({**V, **live}), *({'a': V['a'], 'n': V['n']} for _ in args)
-    )
-    if name == 'linearize':
-        (_, ours), (_, hand) = ours, hand
-    found, expected = jax.jit(ours)(part), jax.jit(hand)({'a': V['a'], 'n': V['n']})
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        oracle.assert_same(one, other)
+@pytest.mark.parametrize(
+    ('name', 'absent'),
+    [
+        *(('hessian', 'zeros'), ('hessian', 'none')),
+        *(('jacrev', 'zeros'), ('jacfwd', 'drop')),
+    ],
+)
+def test_matrices(name, absent):
+    got = jax.jit(getattr(sg, name)(vector, wrt=['a', 'n'], absent=absent))(V)
+    by_hand = getattr(jax, name)(lambda live, rest: vector({**rest, **live}))
+    expected = jax.jit(by_hand)({k: V[k] for k in 'an'}, V)
+    for out in (lambda t: t['u'], lambda t: t['v'][0]):
+        for one in 'an':
+            if name != 'hessian':
+                oracle.assert_same(out(got)[one], out(expected)[one])
+                continue
+            for other in 'an':
+                oracle.assert_same(out(got)[one][other], out(expected)[one][other])
+        if absent == 'none':
+            assert out(got)['b'] is None
+        elif absent == 'drop':
+            assert out(got)['b'] is sg.ABSENT
+    if absent == 'zeros':
+        full = jax.eval_shape(getattr(jax, name)(vector), V)
+        assert jax.tree.structure(got) == jax.tree.structure(full)
+        same = jax.tree.map(lambda g, f: g.shape == f.shape, got, full)
+        assert all(jax.tree.leaves(same))
 
 
 def test_forward():
@@ -261,13 +281,15 @@ def test_forward():
     oracle.assert_same(got, expected)
     # Full tangents will do: what is not selected is not looked at.
     full = {**tangents, 'b': jnp.ones(2), 'n': 1.0}
-    oracle.assert_same(sg.jvp(vector, (V,), (full,), wrt='a'), expected)
+    y, push = sg.linearize(vector, V, wrt='a')
+    for given in (tangents, full):
+        oracle.assert_same((y, push(given)), expected)
     with pytest.raises(errors.StructureError, match="'n'"):
         sg.jvp(vector, (V,), (tangents,), wrt='n')
     with pytest.raises(errors.StructureError, match="'n'"):
-        sg.jvp(vector, (V,), ({'a': tangents['a'], 'b': 1.0},), wrt='a')
+        push({'a': tangents['a'], 'b': 1.0})
     with pytest.raises(TypeError, match='one tree for each argument'):
-        sg.jvp(vector, (V,), (tangents, tangents), wrt='a')
+        push(tangents, tangents)
 
 
 def test_back_is_called_several_times_and_leaves_a_jit():
@@ -377,6 +399,14 @@ def test_no_tracer_is_kept():
     oracle.assert_same(fn({'a': jnp.ones(2), 'b': 1.0}, jnp.ones(2)), jnp.ones(2))
     marked = {'a': sg.NonDifferentiable(1.0), 'b': 2.0}
     jax.jit(jax.grad(lambda p: p['a'] * p['b']))(marked)
+    dense = fnn.Dense(2)
+
+    @jax.jit
+    def script(v):
+        m = dense.bind(v)
+        return sg.grad(lambda: jnp.sum(m(X)), of=m)()
+
+    script(dense.init(jax.random.key(0), X))
 
 
 def test_under_vmap():
@@ -385,15 +415,184 @@ def test_under_vmap():
     oracle.assert_same(got, {'a': 2 * p['a'] * p['b'], 'b': sg.ABSENT})
 
 
-CALLS = (sg.grad, sg.value_and_grad)
+# Script-like: a bound module in the closure.
+
+
+class WithSetup(fnn.Module):
+    def setup(self):
+        self.first = fnn.Dense(4)
+        self.w = self.param('w', fnn.initializers.ones, (1, 4))
+        self.doubled = 2.0 * self.w
+        self.second = nn.jit(fnn.Dense)(2)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)) * self.doubled)
+
+
+@pytest.mark.parametrize(
+    ('model', 'wrt'),
+    [(NET, 'head/**'), *((WithSetup(), wrt) for wrt in (True, 'w'))],
+)
+def test_of_a_bound_module(model, wrt):
+    variables = model.init(jax.random.key(0), X)
+
+    def hand(variables, x):
+        return jnp.sum(model.apply(variables, x) ** 2)
+
+    expected = sg.value_and_grad(hand, wrt=wrt)
+    m = model.bind(variables)
+    before = m(X)
+    call = sg.value_and_grad(lambda: jnp.sum(m(X) ** 2), of=m, wrt=wrt)
+    for _ in range(2):
+        oracle.assert_same(call(), expected(variables, X))
+    # Afterwards the module is what it was.
+    oracle.assert_same(m(X), before)
+    outside = jax.grad(lambda scale: jnp.sum(m(scale * X)))(1.0)
+    oracle.assert_same(
+        outside, jax.grad(lambda s: jnp.sum(model.apply(variables, s * X)))(1.0)
+    )
+
+    @jax.jit
+    def step(variables, x):
+        m = model.bind(variables)
+        return sg.value_and_grad(lambda x: jnp.sum(m(x) ** 2), of=m, wrt=wrt)(x)
+
+    oracle.assert_same(step(variables, X), jax.jit(expected)(variables, X))
+
+
+def test_of_a_module_inside_another():
+    model = WithSetup()
+    variables = model.init(jax.random.key(0), X)
+    m = model.bind(variables)
+    got = sg.grad(lambda: jnp.sum(m(X)), of=m.first)()
+    expected = sg.grad(lambda v: jnp.sum(model.apply(v, X)), wrt='first/**')(variables)
+    oracle.assert_same(got['params'], expected['params']['first'])
+
+
+class Layer(fnn.Module):
+    @fnn.compact
+    def __call__(self, x, _=None):
+        return jnp.tanh(fnn.Dense(3)(x)), None
+
+
+class Scanned(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        scanned = fnn.scan(
+            fnn.remat(Layer),
+            variable_axes={'params': 0},
+            split_rngs={'params': True},
+            length=2,
+        )
+        return scanned(name='layers')(x, None)[0]
+
+
+@pytest.mark.slow
+def test_of_reaches_scans_jits_and_closures_in_both_orders():
+    model = Scanned()
+    variables = model.init(jax.random.key(0), X)
+
+    def plain(variables):
+        return jnp.sum(model.apply(variables, X) ** 2)
+
+    def norm(grads):
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+    expected = jax.grad(plain)(variables)
+    m = model.bind(variables)
+    jitted, traced = jax.jit(lambda x: m(x)), jax.jit(lambda x: m(x))
+    before = traced(X)
+    for fun in (jitted, traced, m):
+        got = sg.grad(lambda fun=fun: jnp.sum(fun(X) ** 2), of=m)()
+        oracle.assert_same(got, expected)
+    oracle.assert_same(jitted(X), before)
+    oracle.assert_same(traced(X), before)
+    again = sg.grad(
+        lambda: norm(sg.grad(lambda: jnp.sum(m(X) ** 2), of=m)()),
+        of=m,
+    )()
+    oracle.assert_same(again, jax.grad(lambda v: norm(jax.grad(plain)(v)))(variables))
+
+
+def test_of_tells_tied_arrays_apart():
+    w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+
+    class Tied(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            a = self.param('a', fnn.initializers.ones, (2, 2))
+            b = self.param('b', fnn.initializers.ones, (2, 2))
+            return jnp.sum(jnp.sin(x @ a) @ b)
+
+    variables = {'params': {'a': w, 'b': w}}
+    m = Tied().bind(variables)
+    x = jnp.ones((1, 2))
+    got = sg.grad(lambda: m(x), of=m)()
+    oracle.assert_same(got, jax.grad(lambda v: Tied().apply(v, x))(variables))
+
+
+def test_the_program_of_a_bound_module_is_that_without_one():
+    def script(params, x):
+        m = NET.bind({'params': params})
+        return sg.grad(lambda: jnp.sum(m(x) ** 2), of=m, wrt='head/**')()
+
+    def plain(params, x):
+        return {'params': sg.grad(loss, wrt='head/**')(params, x)}
+
+    testing.assert_same_program(script, plain, PARAMS, X)
+
+
+def test_of_obeys_the_blocks_inside():
+    m = NET.bind({'params': PARAMS})
+
+    def fun():
+        with nn.stop_gradient('neck/**'):
+            return jnp.sum(m(X) ** 2)
+
+    got = sg.grad(fun, of=m)()['params']
+    assert oracle.is_zero(got['neck'])
+    assert not oracle.is_zero(got['body'])
+
+
+CALLS = (sg.grad, sg.value_and_grad, sg.jacrev, sg.jacfwd, sg.hessian)
 
 
 def test_an_error_says_which_call_it_comes_from():
     where: Any = {'wrt': 'haed/**'}
     runs = {call: functools.partial(call(loss, **where), PARAMS) for call in CALLS}
     runs[sg.jvp] = functools.partial(sg.jvp, loss, (PARAMS,), (PARAMS,), **where)
-    runs[sg.vjp] = functools.partial(sg.vjp, loss, PARAMS, **where)
+    for call in (sg.vjp, sg.linearize):
+        runs[call] = functools.partial(call, loss, PARAMS, **where)
     for call, run in runs.items():
         said = rf"^sg\.{call.__name__}\(wrt=...\): Glob\('haed/\*\*'\) matches none of"
         with pytest.raises(errors.UnusedFilterError, match=said):
             run()
+
+
+def test_of_obeys_the_blocks_around():
+    model = fnn.Dense(2)
+    m = model.bind(model.init(jax.random.key(0), X))
+
+    def loss(bound=m):
+        return jnp.sum(bound(X) ** 2)
+
+    def grads():
+        return sg.grad(loss, of=m)()['params']
+
+    def by_hand():
+        return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X) ** 2))(given)
+
+    given = {**m.variables['params'], 'bias': jnp.ones(2)}
+    grads, by_hand = jax.jit(grads), jax.jit(by_hand)
+    plain = grads()
+    with nn.stop_gradient('kernel'):
+        assert float(loss()) > 0  # What was read before is what is read then.
+        stopped = grads()
+    oracle.assert_same(stopped, {**plain, 'kernel': jnp.zeros_like(plain['kernel'])})
+    with nn.scale_gradient('kernel', -2.0):
+        scaled = grads()
+    oracle.assert_same(scaled, {**plain, 'kernel': -2.0 * plain['kernel']})
+    with nn.substitute({'bias': jnp.ones(2)}):
+        other = grads()
+    assert oracle.is_zero(other['bias'])
+    oracle.assert_same(other['kernel'], by_hand()['kernel'])

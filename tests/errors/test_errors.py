@@ -373,6 +373,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         'fields.\n'
         "Write @sg.trainable('kernel', ...) above a pytree class.",
     ),
+    'a module that is not bound': (
+        lambda: sg.grad(lambda: 1.0, of=MODEL),
+        'ArgumentTypeError: of=Model(...) has no variables: expected a bound module, '
+        'such as model.bind(variables).',
+        'model.bind(variables)',
+    ),
     'freezing no optimizer': (
         lambda: sg.freeze('adam', 'a'),
         'ArgumentTypeError: freeze() takes an optax transformation, got str.\n'

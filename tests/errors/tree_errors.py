@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import flax_sg as sg
+from flax_sg import linen as nn
 
 PARAMS = {'head': {'w': 1.0}, 'body': {'w': 2.0}}
 HEAD = {'head': {'w': 1.0}}
@@ -119,6 +120,10 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
         'TypeError: With has_aux=True the function has to return a pair (outputs, '
         'aux), but product at tree_errors.py:LINE returned float32[].',
+    ),
+    'an argument beside a module': (
+        lambda: sg.grad(lambda: 1.0, argnums=1, of=nn.Dense(1)),
+        'ArgumentValueError: with of=, argnums=1: expected 0.',
     ),
     'pruned gradients for an optimizer of optax': (
         lambda: adam.update(
