@@ -193,39 +193,6 @@ def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
     oracle.assert_same_grads(lambda p: Outer().apply({'params': p}, X), by_hand, params)
 
 
-def test_a_bound_module_beside_the_body_of_the_one_that_opened_the_block():
-    class Part(fnn.Module):
-        def use(self, bound, cell, x):
-            with nn.stop_gradient(['cell/*', 'bias']):
-                return cell(bound(x))
-
-        @fnn.compact
-        def __call__(self, x, other):
-            def body(cell, x):
-                bound = fnn.Dense(3, parent=None).bind({'params': other})
-                return self.use(bound, cell, x)
-
-            return fnn.remat(body)(fnn.Dense(3, name='cell'), x)
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, other):
-            return fnn.remat(Part)(name='part')(x, other)
-
-    other = fnn.Dense(3).init(jax.random.key(1), X)['params']
-    params = Outer().init(jax.random.key(0), X, other)['params']
-
-    def by_hand(params, other):
-        other = oracle.stopped(other, lambda k: k == 'bias')
-        x = fnn.Dense(3).apply({'params': other}, X)
-        stopped = jax.lax.stop_gradient(params['part']['cell'])
-        return fnn.Dense(3).apply({'params': stopped}, x)
-
-    oracle.assert_same_grads(
-        lambda p, q: Outer().apply({'params': p}, X, q), by_hand, params, other
-    )
-
-
 # Ways out of a block.
 
 

@@ -666,38 +666,6 @@ def test_two_threads_share_a_jitted_closure(first, opens):
     oracle.assert_same(found, expected)
 
 
-def test_threads_in_blocks_of_many_modules_share_few_traces():
-    """As many as there are threads at a time; a thread by itself finds them all."""
-
-    @jax.jit
-    def helper(x):
-        TRACES.append(None)
-        return jnp.tanh(x)
-
-    params = Owners().init(jax.random.key(0), X)['params']
-    model = Owners().bind({'params': params})
-    _ = model.a.inner.w, model.b.inner.w
-    barrier = threading.Barrier(2)
-
-    def work(i):
-        owners = [model.a, model.b]
-        for _ in range(3):
-            owners.reverse()
-            owner = owners[i]
-            owner.run(zeros('inner/w', unused='ignore'), barrier.wait, 60)
-            owner.run(zeros('inner/w', unused='ignore'), helper, X)
-            barrier.wait(60)
-
-    sequences.forget_contexts()
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(work, range(2))) == [None, None]
-    before = len(TRACES)
-    assert 1 <= before <= 2
-    for owner in (model.a, model.b):
-        owner.run(zeros('inner/w', unused='ignore'), helper, X)
-    assert len(TRACES) == before
-
-
 def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
     class HasW(fnn.Module):
         def __call__(self):
@@ -720,48 +688,6 @@ def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
             return fn(x)
 
     assert jax.value_and_grad(loss)(3.0) == (15.0, 5.0)
-
-
-def test_a_jitted_closure_is_told_apart_in_another_apply():
-    """What a block names '/d/kernel' in its own apply has another name in others."""
-    made = {}
-
-    class Calls(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('/d/kernel', unused='ignore'):
-                return made['fn'](x)
-
-    class Top(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, make):
-            dense = fnn.Dense(3, name='d')
-            if make:
-                made['fn'] = jax.jit(lambda x: jnp.sum(dense(x) ** 2))
-            dense(x)
-            return Calls()(x)
-
-    x = jnp.ones((2, 4))
-    top = Top()
-    variables = top.init(jax.random.key(0), x, True)
-
-    def in_its_own(variables):
-        return top.apply(variables, x, True)
-
-    def in_another(variables):
-        top.apply(variables, x, True)
-        return top.apply(variables, x, False)
-
-    def by_hand(variables):
-        return jnp.sum(fnn.Dense(3).apply({'params': variables['params']['d']}, x) ** 2)
-
-    expected = jax.grad(by_hand)(variables)['params']['d']
-    own, other = (
-        jax.grad(f)(variables)['params']['d'] for f in (in_its_own, in_another)
-    )
-    assert not own['kernel'].any()
-    oracle.assert_same(own['bias'], expected['bias'])
-    oracle.assert_same(other, expected)
 
 
 # Rules that run late, when others have the numbers of their blocks.

@@ -155,21 +155,6 @@ def test_a_fresh_lambda_in_each_step():
     assert len(TRACES) == 1
 
 
-def test_a_block_in_another_in_each_step():
-    def body(i: int) -> None:
-        config = Config()
-        with (
-            nn.stop_gradient(lambda path: path.startswith(config.frozen)),
-            nn.scale_gradient('b/**', 1.0),
-            nn.stop_gradient(lambda path: not path.startswith(config.frozen)),
-        ):
-            step(VARIABLES)
-
-    # Three blocks to open and close, one after another: fewer steps.
-    assert_nothing_is_kept(body, steps=2 * WARM)
-    assert len(TRACES) == 1
-
-
 def test_predicates_with_answers_that_come_once():
     """Each of them is traced, which takes time: fewer steps. Nothing is compiled.
 

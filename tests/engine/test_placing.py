@@ -55,17 +55,16 @@ class Cell(fnn.Module):
 
 
 class Loops(fnn.Module):
-    """A cell in transforms, in blocks around them or in their bodies."""
+    """A cell in transforms, in a block around them."""
 
     around: Extent = none
-    inside: Extent = none
 
     @fnn.compact
     def __call__(self, x):
         cell = Cell(name='cell')
 
         def step(cell, x):
-            return self._step(cell, x)
+            return cell(x)
 
         with self.around():
             if self.is_initializing():
@@ -79,13 +78,9 @@ class Loops(fnn.Module):
             )
             return y + mapped(cell, x)
 
-    def _step(self, cell, x):
-        with self.inside():
-            return cell(x)
-
     def _scanned(self, cell, x):
         scan = fnn.scan(
-            lambda cell, x, _: (self._step(cell, x), None),
+            lambda cell, x, _: (cell(x), None),
             variable_broadcast='params',
             split_rngs={'params': False},
             length=3,
@@ -123,27 +118,6 @@ def test_transforms_in_a_block_add_up_before_the_rule(name):
     assert_same_both(
         applied(model), lambda p, x: Loops().apply({'params': hand(p)}, x), params, X
     )
-
-
-@every_rule
-def test_a_block_in_the_body_of_a_scan_maps_each_step(name):
-    rule, hand = RULES[name]
-
-    class Scanned(Loops):
-        @fnn.compact
-        def __call__(self, x):
-            return self._scanned(Cell(name='cell'), x)
-
-    params = {'cell': variables(Cell())}
-    model = Scanned(inside=lambda: rule(True))
-
-    def by_hand(p, x):
-        def step(x, _):
-            return Cell().apply({'params': hand(p['cell'])}, x), None
-
-        return jax.lax.scan(step, x, None, length=3)[0]
-
-    assert_same_both(applied(model), by_hand, params, X)
 
 
 @every_rule

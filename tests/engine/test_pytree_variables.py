@@ -69,16 +69,6 @@ class Model(nn.Module):
         return total(self)
 
 
-class Inside(nn.Module):
-    kind: str
-    where: Any
-
-    @nn.compact
-    def __call__(self):
-        with nn.stop_gradient(self.where, unused='ignore'):
-            return total(self)
-
-
 class InFrozen(nn.Module):
     kind: str
     where: Any
@@ -116,27 +106,6 @@ def in_block(params, kind, where):
             return Model(kind).apply({'params': params})
 
     return zeros(grads_of(loss, params))
-
-
-def in_block_of_module(params, kind, where):
-    model = Inside(kind, where)
-    return zeros(grads_of(lambda p: model.apply({'params': p}), params))
-
-
-def in_jit(params, kind, where):
-    fn = jax.jit(lambda params: Model(kind).apply({'params': params}))
-    fn(params)
-
-    def loss(params):
-        with nn.stop_gradient(where, unused='ignore'):
-            return fn(params)
-
-    return zeros(grads_of(loss, params))
-
-
-def in_lifted_class(params, kind, where):
-    model = nn.stop_gradient(where, unused='ignore')(Model)(kind)
-    return zeros(grads_of(lambda p: model.apply({'params': p}), params))
 
 
 def in_frozen(params, kind, where):
@@ -194,9 +163,6 @@ def in_flow(params, kind, where):
 
 SURFACES = [
     in_block,
-    in_block_of_module,
-    in_jit,
-    in_lifted_class,
     in_frozen,
     on_tree,
     in_grad,

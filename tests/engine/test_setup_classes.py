@@ -4,7 +4,6 @@ Attribute hooks are on classes with a ``setup`` alone. A class may be defined af
 others were found, have attribute hooks of its own, or inherit them.
 """
 
-import functools
 import gc
 import weakref
 from contextlib import nullcontext
@@ -104,25 +103,6 @@ def test_what_a_new_class_keeps_is_seen_in_a_block(name, use):
     oracle.assert_same(use(CLASSES[name]), BY_HAND)
 
 
-@pytest.mark.parametrize('use', [in_a_block, around_a_block])
-def test_a_cached_property_of_a_new_class_is_not_kept_stopped(use):
-    def make() -> Any:
-        cls = type(
-            'Caches',
-            (fnn.Module,),
-            {
-                'setup': lambda self: setattr(self, 'w', self.param('w', ones)),
-                'square': functools.cached_property(lambda self: self.w**2),
-                '__module__': __name__,
-            },
-        )
-        vars(cls)['square'].wrapped.__set_name__(cls, 'square')
-        return cls
-
-    found = use(make, lambda model: model.square)
-    oracle.assert_same(found, 3 * 2 * W)
-
-
 class Stores(fnn.Module):
     """Keeps a parameter where Flax does not let it: modules are frozen.
 
@@ -150,15 +130,6 @@ class Stores(fnn.Module):
         return self.in_a_block()
 
 
-class StoresByItself(Stores):
-    """The same, and its own code says so."""
-
-    @fnn.compact
-    def __call__(self) -> Any:
-        object.__setattr__(self, 'w', self.param('w', ones))
-        return self.twice()
-
-
 def store_elsewhere(module: Any, name: str, value: Any) -> None:
     vars(module)[name] = value
 
@@ -179,16 +150,6 @@ def test_what_is_stored_past_flax_is_seen_in_a_block(store, outer):
 
     for stopped in (in_one_call, in_another):
         oracle.assert_same(grads(stopped), jnp.zeros(2))
-
-
-def test_what_a_class_stores_by_itself_is_seen_as_an_attribute():
-    def stopped(variables: Any) -> Any:
-        model = StoresByItself().bind(variables)
-        model()
-        with nn.stop_gradient('w'):
-            return 2 * model.w
-
-    oracle.assert_same(grads(stopped), jnp.zeros(2))
 
 
 def test_a_setup_that_a_class_is_given_later():

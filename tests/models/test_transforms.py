@@ -79,16 +79,13 @@ class Body(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One transform or layer.
+    """One transform.
 
     Attributes:
         name: what the test is called.
-        make: from a maker of bodies, ``(**fields) -> class``, to a Module class, or
-            from nothing if the row is a layer that has no body.
+        make: from a maker of bodies, ``(**fields) -> class``, to a Module class.
         args: what it is called with.
         variables: for a row that cannot make its own: what it is applied to.
-        mutable: the collections that it must be able to write.
-        has_body: whether ``make`` takes a body.
         kernels: the name of the parameters that are stopped when not all are.
         keeps_params: whether plain Flax leaves the parameters as they are when they
             are mutable. If not they are immutable here; see the tests of writing back.
@@ -98,14 +95,11 @@ class Row:
     make: Callable[..., Any]
     args: tuple[Any, ...] = (X,)
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
-    mutable: tuple[str, ...] = ()
-    has_body: bool = True
     kernels: str = 'kernel'
     keeps_params: bool = True
 
     def module(self, name: str | None = None, body: Any = Once, **fields: Any) -> Any:
-        body = (functools.partial(body, **fields),) if self.has_body else ()
-        return self.make(*body)(name=name)
+        return self.make(functools.partial(body, **fields))(name=name)
 
 
 def calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -184,11 +178,6 @@ TRANSFORMS = [
     Row('remat', lifts(nn.remat)),
     Row('scan_stacked', scans(**STACKED), (X, None)),
     Row('scan_broadcast', scans(**SHARED), (X, None)),
-    Row(
-        'scan_of_remat',
-        scans(lambda b, **kw: nn.scan(nn.remat(b), **kw), **STACKED),
-        (X, None),
-    ),
     Row('scan_nested', nested_scan, (X, None)),
     Row('remat_scan', lifts(nn.remat_scan, lengths=(2, 2))),
     Row(
@@ -229,10 +218,6 @@ TRANSFORMS = [
         variables={'params': DENSES},
     ),
     Row(
-        'map_variables_mutable',
-        lifts(nn.map_variables, mapped_collections='params', mutable=True),
-    ),
-    Row(
         'map_variables_renamed',
         lifts(
             nn.map_variables,
@@ -256,49 +241,6 @@ TRANSFORMS = [
     ),
 ]
 
-
-def layer(make: Callable[[], Any], name: str, *args: Any, **kwargs: Any) -> Row:
-    return Row(name, make, args or (X,), has_body=False, **kwargs)
-
-
-def boxed(annotate: Any, *names: Any) -> Any:
-    init = annotate(nn.initializers.lecun_normal(), names)
-    return functools.partial(nn.Dense, 3, kernel_init=init)
-
-
-LAYERS = [
-    layer(
-        lambda: functools.partial(nn.BatchNorm, use_running_average=False),
-        'batch_norm',
-        kernels='scale',
-        mutable=('batch_stats',),
-    ),
-    layer(
-        lambda: SpectralDense,
-        'spectral_norm',
-        mutable=('batch_stats',),
-        keeps_params=False,
-    ),
-    layer(
-        lambda: nn.vmap(
-            boxed(nn.with_partitioning, 'in', 'out'),
-            variable_axes={'params': 0},
-            split_rngs={'params': True},
-            metadata_params={nn.PARTITION_NAME: 'each'},
-        ),
-        'partitioned_vmap',
-        XS,
-    ),
-]
-
-
-class SpectralDense(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.SpectralNorm(nn.Dense(3))(x, update_stats=True)
-
-
-ROWS = [*TRANSFORMS, *LAYERS]
 WITH_WRITES = (
     *('none', 'jit', 'remat', 'scan_stacked', 'scan_broadcast', 'vmap_each'),
     *('vmap_shared', 'cond', 'map_variables', 'custom_vjp'),
@@ -310,7 +252,7 @@ def named(rows: list[Row]) -> Any:
 
 
 def only(*names: str) -> Any:
-    return named([row for row in ROWS if row.name in names])
+    return named([row for row in TRANSFORMS if row.name in names])
 
 
 # A row used before, inside and after a block.
@@ -337,20 +279,19 @@ class Around(nn.Module):
 
 @functools.cache
 def variables_of(row_name: str) -> Any:
-    row = next(row for row in ROWS if row.name == row_name)
+    row = next(row for row in TRANSFORMS if row.name == row_name)
     if row.variables:
         return {col: {'part': tree} for col, tree in row.variables.items()}
     return evaluate(Around(row).init, INIT, *row.args)
 
 
-def applied(row: Row, model: nn.Module, mutable: Any) -> Callable[..., Any]:
+def applied(row: Row, model: nn.Module) -> Callable[..., Any]:
     """A function of variables and input to vectors of outputs and of what was written.
 
     Of the written variables, only parameters are differentiated. The values of the
     others are compared.
     """
-    if not mutable or not row.keeps_params:
-        mutable = row.mutable or False
+    mutable = row.keeps_params
 
     def fn(variables: Any, x: Any) -> Any:
         out = model.apply(variables, x, *row.args[1:], mutable=mutable)
@@ -369,8 +310,8 @@ def check_in_a_block(row: Row, where: str = '**', made_inside: bool = False) -> 
     def halted(path):
         return where == '**' or path.endswith(where.removeprefix('**'))
 
-    actual = applied(row, Around(row, where, made_inside), True)
-    plain = applied(row, Around(row, None, made_inside), True)
+    actual = applied(row, Around(row, where, made_inside))
+    plain = applied(row, Around(row, None, made_inside))
 
     def expected(variables, x):
         live, written = plain(variables, x)
@@ -382,12 +323,12 @@ def check_in_a_block(row: Row, where: str = '**', made_inside: bool = False) -> 
 
 
 # Those that ``test_writeback`` has not, with a body that writes.
-@named([row for row in ROWS if row.name not in WITH_WRITES])
+@named([row for row in TRANSFORMS if row.name not in WITH_WRITES])
 def test_in_a_block(row):
     check_in_a_block(row, f'**/{row.kernels}')
 
 
-@only('remat_scan', 'partitioned_vmap', 'map_variables_renamed')
+@only('remat_scan', 'map_variables_renamed')
 def test_first_use_in_a_block(row):
     check_in_a_block(row, made_inside=True)
     assert_same(
@@ -409,8 +350,8 @@ def test_in_the_body(row):
         )
         assert_same(variables, plain)
     assert_same_grads(
-        applied(row, row.module(None, Body, how='block'), True),
-        applied(row, row.module(None, Body, how='hand'), True),
+        applied(row, row.module(None, Body, how='block')),
+        applied(row, row.module(None, Body, how='hand')),
         variables,
         row.args[0],
     )
@@ -471,8 +412,8 @@ def test_in_a_lifted_function(lifted):
     row = Row('', lambda: None)
     variables = {'params': {'part': DENSES['layer']}}
     assert_same_grads(
-        applied(row, Uses(lifted, 'block'), True),
-        applied(row, Uses(lifted, 'hand'), True),
+        applied(row, Uses(lifted, 'block')),
+        applied(row, Uses(lifted, 'hand')),
         variables,
         X,
     )
@@ -525,7 +466,7 @@ def renamed_kernel_is_stopped(where: Any) -> bool:
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            row = next(row for row in ROWS if row.name == 'map_variables_renamed')
+            row = next(row for row in TRANSFORMS if row.name == 'map_variables_renamed')
             part = row.module('part')
             with nn.stop_gradient(where):
                 return jnp.sum(part(x))
