@@ -18,13 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_sg import demo
 from flax_sg.demo import data
 
-CHECKPOINT = 'checkpoint'
 DATA = 'data'  # the axis of the mesh along which a batch is cut
 
 
@@ -35,7 +33,7 @@ def trained(processes: int, devices: int, steps: int, out: Path) -> list[Any]:
         processes: how many.
         devices: how many each of them has.
         steps: of training.
-        out: a new folder, for the checkpoint that all write and for what they print.
+        out: a new folder, for what they hold in the end and for what they print.
 
     Returns:
         The losses and the parameters that each process holds at the end, by name.
@@ -144,8 +142,6 @@ def work(
         assert parts == {(demo.BATCH_SIZE // mesh.size, 64)}
         state, loss = step(state, (*batch, index))
         losses.append(loss)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(out / CHECKPOINT, state[0])
     results = by_name({'losses': np.array(losses), 'params': state[0]})
     np.savez(out / f'{number}.npz', **results)
 

@@ -1,8 +1,8 @@
 """Descriptions of random models, and Hypothesis strategies that draw them.
 
-``interpreters.py`` builds each description twice: with flax_sg, and with stops by hand.
-All models map an array of shape (2, 4) to one of that shape, so that modules can be
-combined in any order.
+``interpreters.py`` runs each description twice: as modules of Flax with flax_sg, and as
+a function of the parameters, with stops by hand. All models map an array of shape
+(2, 4) to one of that shape, so that modules can be combined in any order.
 """
 
 from __future__ import annotations
@@ -70,15 +70,12 @@ MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'shared')
 
 # Modules.
 
-# Modules without state and random numbers, the only ones that some transforms take.
-STATELESS = ('affine', 'kept', 'dense', 'rnn', 'boxed', 'lora')
-LEAVES = (*STATELESS, 'dropout', 'list', 'batch_norm', 'record')
-METHODS = ('__call__', 'other')
+LEAVES = ('affine', 'kept', 'dense', 'rnn', 'boxed', 'lora', 'list')
 
 # The rules of blocks: stop gradients; replace values by those of a function or of a
-# collection; scale cotangents by a negative number, or map them by a nonlinear
-# function.
-RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'map', 'read_only')
+# collection; scale cotangents by a negative number; raise for writes. Rules that are
+# not linear depend on which cotangents are added up first: see ``test_placing``.
+RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'read_only')
 
 WRAPS = ('remat', 'jit', 'scan', 'vmap', 'stop')
 LIFTS = (
@@ -96,11 +93,6 @@ class Leaf:
     """
 
     kind: str
-
-    @property
-    def stateless(self) -> bool:
-        """Whether it keeps no state and draws no random numbers."""
-        return self.kind in STATELESS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,25 +115,18 @@ class Kid:
     frozen: bool = False
     rule: str = 'stop'
 
-    @property
-    def stateless(self) -> bool:
-        """Whether it keeps no state and draws no random numbers."""
-        return self.spec.stateless
-
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Calls a method of a submodule.
+    """Calls a submodule.
 
     Attributes:
         kid: which.
-        method: one of ``METHODS``.
         lift: a transform of a function of the submodule, or ``''``.
         mirror: what a view that is called instead stops, None without a view.
     """
 
     kid: int
-    method: str = '__call__'
     lift: str = ''
     mirror: Where | None = None
 
@@ -196,11 +181,6 @@ class Composite:
     kids: tuple[Kid, ...]
     body: tuple[Any, ...]
 
-    @property
-    def stateless(self) -> bool:
-        """Whether it keeps no state and draws no random numbers."""
-        return all(kid.stateless for kid in self.kids)
-
 
 def statements(body: Sequence[Any]) -> list[Any]:
     """All statements in a body, those inside others included."""
@@ -221,14 +201,6 @@ def any_statement(spec: Leaf | Composite, test: Callable[[Any], bool]) -> bool:
 def lifts(spec: Leaf | Composite, name: str) -> bool:
     """Whether a function is lifted with this transform anywhere in a model."""
     return any_statement(spec, lambda item: getattr(item, 'lift', '') == name)
-
-
-def rules(spec: Leaf | Composite) -> set[str]:
-    """What the blocks and the lifted classes of a model do."""
-    if isinstance(spec, Leaf):
-        return set()
-    found = {getattr(item, 'rule', '') for item in statements(spec.body)}
-    return found.union(*({kid.rule} | rules(kid.spec) for kid in spec.kids))
 
 
 # Draws.
@@ -270,24 +242,19 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
         index = draw(st.integers(0, len(kids) - 1))
         kid = kids[index]
         mirror = draw(wheres()) if draw(st.integers(0, 2)) == 0 else None
-        if kid.spec == Leaf('kept') and not kid.wraps and draw(st.booleans()):
-            return Use(index, 'other', mirror=mirror)
         lift = ''
         # In a lifted function Flax runs ``setup`` before the class maps over the
         # module.
         mapped = {'scan', 'vmap'} & set(kid.wraps)
         if not (kid.shares or mapped):
-            # Some take no state, and ``nn.jit`` does not go into all of them.
-            plain = kid.stateless and 'jit' not in kid.wraps
-            wrapped = kid.frozen or mirror is not None
-            possible = [
-                lift
-                for lift in (LIFTS if plain else ('remat', 'jit'))
-                # These transforms take no module that has a module in a field.
-                if not (wrapped and lift in ('vjp', 'custom_vjp'))
-            ]
-            lift = draw(st.sampled_from(('', *possible)))
-        return Use(index, '__call__', lift, mirror)
+            possible = set(LIFTS if 'jit' not in kid.wraps else ('remat', 'jit'))
+            if kid.frozen or mirror is not None:
+                # These two take no module that has a module in a field.
+                possible -= {'vjp', 'custom_vjp'}
+            if isinstance(kid.spec, Composite):
+                possible -= {'custom_vjp'}  # Flax itself leaks tracers of scans.
+            lift = draw(st.sampled_from(('', *sorted(possible))))
+        return Use(index, lift, mirror)
 
     out: list[Any] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -325,9 +292,7 @@ def models(draw: st.DrawFn, depth: int = 2) -> Composite:
     if not blocks:
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
-    # One has no reverse mode; the others need reverse mode, or have no other.
-    backwards = 'map' in rules(model) or any(
-        lifts(model, name) for name in ('vjp', 'custom_vjp')
-    )
+    # One has no reverse mode; the others need reverse mode.
+    backwards = lifts(model, 'vjp') or lifts(model, 'custom_vjp')
     assume(not (backwards and lifts(model, 'while_loop')))
     return model

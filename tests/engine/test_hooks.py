@@ -349,33 +349,6 @@ def test_a_weight_that_is_tied_is_stopped_in_the_use_that_is_in_the_block():
     assert_same_program(body, by_hand, table)
 
 
-def test_an_adapter_under_the_path_of_its_base_is_told_apart_by_name():
-    """Hazard 19: ``nn.share_scope`` puts both under one path."""
-
-    class Lora(nn.Module):
-        base: nn.Dense
-
-        def setup(self):
-            nn.share_scope(self, self.base)
-
-        @nn.compact
-        def __call__(self, x):
-            a = self.param('lora', linen.initializers.normal(), (3, 3))
-            return self.base(x) + x @ a
-
-    def body(module, x):
-        lora = Lora(nn.Dense(3, name='base'))
-        with nn.stop_gradient(['base/kernel', 'base/bias']):
-            return lora(x)
-
-    def by_hand(module, x):
-        base = module.variables['params']['base']
-        return x @ stop(base['kernel']) + stop(base['bias']) + x @ base['lora']
-
-    shape = {'kernel': jnp.ones((3, 3)), 'bias': jnp.ones(3), 'lora': jnp.ones((3, 3))}
-    assert_same_program(body, by_hand, integers({'base': shape}))
-
-
 # Paths: what a filter is told of a variable.
 
 

@@ -299,23 +299,6 @@ def cache(module: nn.Module, name: str) -> Any:
     return module.get_variable('cache', name)
 
 
-class Sow(Program):
-    """Appends to what was sown before; what was sown keeps its gradient."""
-
-    @nn.compact
-    def __call__(self, x):
-        dense = nn.Dense(3, name='dense')
-        self.sow('seen', 'y', dense(x))
-        with self.inside():
-            y = self.by_hand(dense)(x)
-            self.sow('seen', 'y', y)
-            self.sow('seen', 'z', 2 * y)
-            self.sow('seen', 'y', 3 * y)
-            inside = self.see(self.get_variable('seen', 'y'))
-        self.sow('seen', 'y', x)
-        return inside, self.get_variable('seen', 'y'), self.get_variable('seen', 'z')
-
-
 class Sower(nn.Module):
     see: Any = staticmethod(lambda v: v)
 
@@ -329,7 +312,9 @@ class Sower(nn.Module):
 
 
 def sow_in(lift: Callable[[Any], Any]) -> Any:
-    class SowInALiftedBody(Program):
+    class Sows(Program):
+        """Appends to what was sown before; what was sown keeps its gradient."""
+
         @nn.compact
         def __call__(self, x):
             part = lift(functools.partial(Sower, lambda v: v))(name='part')
@@ -347,19 +332,7 @@ def sow_in(lift: Callable[[Any], Any]) -> Any:
             part(z, jnp.zeros(2))
             return y, z, inside, part.variables['seen']
 
-    return SowInALiftedBody
-
-
-class Create(Program):
-    """Variables that are made in a block from what is differentiated."""
-
-    @nn.compact
-    def __call__(self, x):
-        with self.inside():
-            m = self.variable('new', 'm', jnp.sin, x)
-            y = self.see(m.value) * x
-            w = self.see(self.param('w', lambda key: jnp.cos(x)))
-        return y, w, m.value, self.variables
+    return Sows
 
 
 class Nested(Program):
@@ -403,7 +376,7 @@ class Raising(Program):
 
 
 PROGRAMS = {
-    'sow': Sow,
+    'sow': sow_in(lambda cls: cls),
     'sow in jit': sow_in(nn.jit),
     'sow in scan': sow_in(
         lambda cls: nn.scan(
@@ -413,7 +386,6 @@ PROGRAMS = {
             split_rngs={'params': False},
         )
     ),
-    'create': Create,
     'nested': Nested,
     'raising': Raising,
 }
@@ -424,9 +396,9 @@ def test_writes(name):
     cls = PROGRAMS[name]
 
     variables = {'cache': CACHE}
-    if name in ('sow', 'raising'):
+    if name == 'raising':
         variables['params'] = {'dense': {'kernel': W, 'bias': W[0]}}
-    if name.startswith('sow in'):
+    if name.startswith('sow'):
         variables['params'] = {'part': {'w': W}}
     check(cls, variables, rngs={'params': KEY})
 
@@ -646,6 +618,7 @@ class Maker(nn.Module):
 
 
 MAKERS = {
+    'none': lambda cls: cls,
     'vmap': lambda cls: nn.vmap(
         cls,
         variable_axes={'params': 0, 'new': 1},

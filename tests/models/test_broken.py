@@ -5,7 +5,6 @@ fault it fails, and its error tells what is wrong.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,15 +39,21 @@ class Caught:
 
     Attributes:
         fault: puts the fault in.
-        check: a test, called with its arguments.
+        check: a test.
+        args: what the test is called with.
         error: what it raises.
         match: what that says.
     """
 
     fault: Callable[[pytest.MonkeyPatch], None]
-    check: Callable[[], None]
-    error: type[BaseException]
-    match: str
+    check: Callable[..., None]
+    args: tuple[Any, ...] = ()
+    error: type[BaseException] = AssertionError
+    match: str = GRADIENT
+
+    def __call__(self) -> None:
+        """Runs the test."""
+        self.check(*self.args)
 
 
 def called_outside_and_inside() -> None:
@@ -64,13 +69,9 @@ def called_outside_and_inside() -> None:
         oracle.assert_same(actual, expected)
 
 
-def program(*items: Any) -> Callable[[], None]:
+def run(*items: Any) -> None:
     """Runs a program, as the random ones, whose comparisons must fail too."""
-
-    def check() -> None:
-        sequences.Runner().run(items)
-
-    return check
+    sequences.Runner().run(items)
 
 
 def in_pair(*items: Any, mutable: bool = False) -> sequences.Session:
@@ -87,135 +88,97 @@ SCAN, JIT = sequences.Call('jit of scan'), sequences.Call('jit')
 RAW_JIT, BOTH = sequences.Raw('a', 'jit'), sequences.Child('a', 'both')
 
 CAUGHT = [
-    Caught(broken.no_cache_key, called_outside_and_inside, AssertionError, GRADIENT),
+    *(
+        Caught(fault, called_outside_and_inside)
+        for fault in (
+            broken.no_cache_key,
+            broken.answers_never_noted,
+            broken.answers_never_asked,
+            broken.answers_that_say_no_left_out,
+            broken.decisions_shared,
+        )
+    ),
     Caught(
         broken.stop_inside_the_body,
-        lambda: test_programs.test_a_stop_around_a_scan_costs_no_copy_of_the_stack(
-            'plain'
-        ),
-        AssertionError,
-        'dynamic-update-slice 3 and 2',
+        test_programs.test_a_stop_around_a_scan_costs_no_copy_of_the_stack,
+        ('plain',),
+        match='dynamic-update-slice 3 and 2',
     ),
     Caught(
         broken.stops_are_written_back,
-        lambda: (
-            test_caches.test_one_module_with_mutable_parameters_in_and_out_of_blocks(
-                'remat of jit'
-            )
-        ),
-        AssertionError,
-        GRADIENT,
+        test_caches.test_one_module_with_mutable_parameters_in_and_out_of_blocks,
+        ('remat of jit',),
     ),
     Caught(
         broken.absolute_paths,
         test_blocks.test_modules_open_blocks_in_each_other,
-        errors.UnusedFilterError,
-        'matches none of',
+        error=errors.UnusedFilterError,
+        match='matches none of',
     ),
     Caught(
         broken.absolute_paths,
         test_caches.test_a_variable_written_and_read_in_one_jitted_class_at_different_paths,
-        AssertionError,
-        r'== \[1.0, 1.0\]',
+        match=r'== \[1.0, 1.0\]',
     ),
     Caught(
         broken.open_after_an_exception,
-        lambda: test_blocks.test_an_exception_leaves_everything_as_it_was(
-            ValueError, 1
-        ),
-        AssertionError,
-        "^assert 'a' == ''",
+        test_blocks.test_an_exception_leaves_everything_as_it_was,
+        (ValueError, 1),
+        match="^assert 'a' == ''",
     ),
     Caught(
         broken.kept_values_ignored,
-        lambda: test_setup_values.test_before_in_and_after(
-            next(iter(test_setup_values.ROUTES.values()))
-        ),
-        AssertionError,
-        GRADIENT,
+        test_setup_values.test_before_in_and_after,
+        (next(iter(test_setup_values.ROUTES.values())),),
     ),
-    Caught(
-        broken.answers_never_noted, called_outside_and_inside, AssertionError, GRADIENT
-    ),
-    Caught(
-        broken.answers_never_asked, called_outside_and_inside, AssertionError, GRADIENT
-    ),
-    Caught(
-        broken.answers_that_say_no_left_out,
-        called_outside_and_inside,
-        AssertionError,
-        GRADIENT,
-    ),
-    Caught(
-        broken.absolute_questions,
-        lambda: test_caches.test_one_jitted_closure_in_blocks_of_two_modules('ab'),
-        AssertionError,
-        GRADIENT,
+    *(
+        Caught(
+            fault, test_caches.test_one_jitted_closure_in_blocks_of_two_modules, ('ab',)
+        )
+        for fault in (broken.absolute_questions, broken.owners_never_told_apart)
     ),
     Caught(
         broken.owners_in_the_key,
         test_caches.test_equal_filters_of_two_modules_share_what_is_traced,
-        AssertionError,
-        r'^assert 2 == 1',
-    ),
-    Caught(
-        broken.owners_never_told_apart,
-        lambda: test_caches.test_one_jitted_closure_in_blocks_of_two_modules('ab'),
-        AssertionError,
-        GRADIENT,
+        match=r'^assert 2 == 1',
     ),
     Caught(
         broken.no_lease,
-        lambda: test_caches.test_two_threads_share_a_jitted_closure(
-            'a', 'before the trace'
-        ),
-        AssertionError,
-        GRADIENT,
+        test_caches.test_two_threads_share_a_jitted_closure,
+        ('a', 'before the trace'),
     ),
-    Caught(
-        broken.values_never_told_apart,
-        test_substitutes.test_new_values_around_a_jitted_function_are_not_stale,
-        AssertionError,
-        r'(?s)\[\[.*\nis not\n',
-    ),
-    Caught(
-        broken.values_never_told_apart,
-        test_substitutes.test_a_trace_that_opens_a_block_of_its_own,
-        AssertionError,
-        r'(?s)\[\[.*\nis not\n',
+    *(
+        Caught(broken.values_never_told_apart, check, match=r'(?s)\[\[.*\nis not\n')
+        for check in (
+            test_substitutes.test_new_values_around_a_jitted_function_are_not_stale,
+            test_substitutes.test_a_trace_that_opens_a_block_of_its_own,
+        )
     ),
     Caught(
         broken.values_in_the_key,
         test_substitutes.test_values_that_are_arguments_retrace_nothing,
-        AssertionError,
-        r'^assert \(3, 3\) == \(1, 1\)',
+        match=r'^assert \(3, 3\) == \(1, 1\)',
     ),
     Caught(
         broken.computed_where_the_leaf_is,
         test_substitutes.test_values_of_an_inner_trace_for_variables_of_an_outer_one,
-        jax.errors.UnexpectedTracerError,
-        'escape the scope',
+        error=jax.errors.UnexpectedTracerError,
+        match='escape the scope',
     ),
     Caught(
         broken.everything_published_is_a_write,
-        lambda: test_read_only.test_what_is_handed_through_is_no_write('jit'),
+        test_read_only.test_what_is_handed_through_is_no_write,
+        ('jit',),
         errors.ReadOnlyError,
         'wrote the variable',
     ),
     Caught(
-        broken.decisions_shared,
-        called_outside_and_inside,
-        AssertionError,
-        GRADIENT,
-    ),
-    Caught(
         broken.one_stack_for_all_threads,
         test_caches.test_a_thread_opens_a_block_while_another_has_none,
-        AssertionError,
-        r'^assert not True\n.*is_zero',
+        match=r'^assert not True\n.*is_zero',
     ),
     *(
-        Caught(fault, program(*items), AssertionError, match)
+        Caught(fault, run, items, match=match)
         for fault, match, *items in (
             (
                 broken.no_cache_key,
@@ -251,10 +214,7 @@ CAUGHT = [
             (
                 broken.owners_never_told_apart,
                 '^traced',
-                in_pair(
-                    at('a', 'enc of the owner', RAW_JIT),
-                    at('b', 'enc of the owner', RAW_JIT),
-                ),
+                in_pair(*(at(part, 'enc of the owner', RAW_JIT) for part in 'ab')),
             ),
             (
                 broken.decisions_shared,
@@ -269,22 +229,28 @@ CAUGHT = [
             ),
         )
     ),
-    Caught(
-        broken.loops_turn_once,
-        lambda: test_flow.test_a_program_does_what_is_written_beside_it(
-            'reached_after_two_turns'
-        ),
-        AssertionError,
-        r"^assert \['unused', 'stopped'\] == \['flows', 'stopped'\]",
-    ),
-    Caught(
-        broken.rules_are_not_read,
-        lambda: test_flow.test_a_program_does_what_is_written_beside_it('custom_vjp'),
-        AssertionError,
-        r"^assert \['stopped', 'flows'\] == \['flows', 'stopped'\]",
+    *(
+        Caught(
+            fault,
+            test_flow.test_a_program_does_what_is_written_beside_it,
+            (program,),
+            match=match,
+        )
+        for fault, program, match in (
+            (
+                broken.loops_turn_once,
+                'reached_after_two_turns',
+                r"^assert \['unused', 'stopped'\] == \['flows', 'stopped'\]",
+            ),
+            (
+                broken.rules_are_not_read,
+                'custom_vjp',
+                r"^assert \['stopped', 'flows'\] == \['flows', 'stopped'\]",
+            ),
+        )
     ),
     *(
-        Caught(fault, functools.partial(check, *args), AssertionError, GRADIENT)
+        Caught(fault, check, tuple(args))
         for fault, check, *args in (
             (
                 broken.rules_stand_at_the_leaf,
@@ -314,7 +280,8 @@ CAUGHT = [
     ),
     Caught(
         broken.rules_stand_where_they_are_read,
-        functools.partial(test_placing.test_reads_in_raw_transforms_share_it, 'each'),
+        test_placing.test_reads_in_raw_transforms_share_it,
+        ('each',),
         jax.errors.UnexpectedTracerError,
         'leaked',
     ),
@@ -343,14 +310,10 @@ def put_in() -> Iterator[Callable[[Any], None]]:
 
 
 # Checks that are not tests of other files.
-OWN = [
-    c
-    for c in CAUGHT
-    if getattr(c.check, '__name__', '') in ('check', 'called_outside_and_inside')
-]
+OWN = [CAUGHT[0], *(caught for caught in CAUGHT if caught.check is run)]
 
 
-@pytest.mark.parametrize('check', {caught.check: None for caught in OWN})
+@pytest.mark.parametrize('check', OWN, ids=lambda c: c.fault.__name__)
 def test_the_check_passes_as_the_library_is(check):
     check()
 
@@ -359,7 +322,7 @@ def test_the_check_passes_as_the_library_is(check):
 def test_the_check_catches_the_fault(caught, put_in):
     put_in(caught.fault)
     with pytest.raises(caught.error, match=caught.match):
-        caught.check()
+        caught()
 
 
 def test_every_fault_is_caught():
