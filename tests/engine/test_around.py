@@ -5,6 +5,7 @@ stopped by hand.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,21 +117,17 @@ def grad_penalty(fn: Any) -> Any:
     return jax.grad(penalty, argnums=(0, 1))
 
 
-def checkpoints(policy: Any = None, **kwargs: Any) -> Callable[[Any], Any]:
-    return lambda fn: jax.checkpoint(fn, policy=policy, **kwargs)
-
-
 def shard_mapped(fn: Any) -> Any:
     mesh = jax.make_mesh((1,), ('i',))
     spec = jax.sharding.PartitionSpec()
     return jax.shard_map(fn, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
 
 
-policies = jax.checkpoint_policies
+NAMED = jax.checkpoint_policies.save_only_these_names('hidden')
 AROUND: dict[str, Callable[[Any], Any]] = {
     'jit': jax.jit,
-    'checkpoint': checkpoints(),
-    'checkpoint_names': checkpoints(policies.save_only_these_names('hidden')),
+    'checkpoint_names': functools.partial(jax.checkpoint, policy=NAMED),
+    'checkpoint_of_jit': lambda fn: jax.checkpoint(jax.jit(fn)),
     'vmap_params': lambda fn: (
         lambda params, x: jax.vmap(fn, (0, None))(
             jax.tree.map(lambda p: jnp.stack([p, jnp.sin(p)]), params), x
@@ -152,6 +149,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     'grad_penalty': grad_penalty,
     'custom_vjp': custom_vjp,
     'custom_jvp': custom_jvp,
+    'custom_gradient': lambda fn: jax.custom_gradient(functools.partial(jax.vjp, fn)),
     'shard_map': shard_mapped,
     'jit_of_grad_of_scan': lambda fn: jax.jit(
         jax.grad(lambda *args: jnp.sum(scan_closed_over(fn)(*args)), argnums=(0, 1))
@@ -159,30 +157,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Those that ``test_caches`` does not call in and out of blocks.
-@pytest.mark.parametrize(
-    'name', ['checkpoint_names', 'scan_over_params', 'cond', 'jvp', 'custom_jvp']
-)
-def test_a_block_around_a_transform(name):
-    transform = AROUND[name]
-    # Made once, so that what is traced outside may be kept for inside, and so on.
-    transformed = transform(plain)
-
-    def actual(params, x):
-        before = transformed(params, x)
-        with nn.stop_gradient(WHERE):
-            inside = transformed(params, x)
-        return {'before': before, 'inside': inside, 'after': transformed(params, x)}
-
-    def expected(params, x):
-        live = transform(plain)
-        return {
-            'before': live(params, x),
-            'inside': transform(by_hand)(params, x),
-            'after': live(params, x),
-        }
-
-    assert_same_grads(actual, expected, PARAMS, X)
+# ``test_caches`` calls these in and out of blocks.
 
 
 @pytest.mark.parametrize('name', AROUND)

@@ -25,6 +25,7 @@ from flax_sg import linen as nn
 from flax_sg.engine import blocks
 from flax_sg.forms import rewrites
 from flax_sg.rules import rules
+from test_around import AROUND
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -75,51 +76,17 @@ def apply(params: Any, x: Any) -> Any:
     return MODEL.apply({'params': params}, x)
 
 
-# Each makes one function of (params, x) whose inside JAX traces and caches.
+# Transforms of JAX, each of which traces and caches what is inside.
+CACHED = [
+    *('jit', 'scan_closed_over', 'custom_vjp', 'custom_jvp', 'custom_gradient'),
+    *('checkpoint_names', 'checkpoint_of_jit', 'scan_over_params', 'cond'),
+]
 
 
-def _jit() -> Callable[..., Any]:
-    return jax.jit(lambda params, x: apply(params, x))
+def cached(kind: str) -> Callable[..., Any]:
+    """A function of (params, x), of which nothing is cached yet."""
+    return AROUND[kind](lambda params, x: apply(params, x))
 
-
-def _scan() -> Callable[..., Any]:
-    def body(carry, _):
-        params, x = carry
-        return (params, apply(params, x)), None
-
-    return lambda params, x: lax.scan(body, (params, x), None, length=2)[0][1]
-
-
-def _custom_vjp() -> Callable[..., Any]:
-    @jax.custom_vjp
-    def fn(params, x):
-        return apply(params, x)
-
-    def fwd(params, x):
-        return jax.vjp(apply, params, x)
-
-    def bwd(pull_back, ct):
-        return pull_back(ct)
-
-    fn.defvjp(fwd, bwd)
-    return fn
-
-
-def _custom_gradient() -> Callable[..., Any]:
-    @jax.custom_gradient
-    def fn(params, x):
-        return jax.vjp(apply, params, x)
-
-    return fn
-
-
-CACHED = {
-    'jit': _jit,
-    'scan': _scan,
-    'custom_vjp': _custom_vjp,
-    'custom_gradient': _custom_gradient,
-    'checkpoint of jit': lambda: jax.checkpoint(_jit()),
-}
 
 # Made once, outside of every block: under each filter JAX compiles all anew.
 COTANGENT = jnp.asarray([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -134,9 +101,13 @@ def test_one_function_called_in_and_out_of_blocks(kind):
     # Traced in the block, where caches decide, and evaluated after it: under each
     # filter JAX would compile all anew.
     def traced(fn):
-        return stepwise.trace(lambda p, x: jax.vjp(fn, p, x)[1](COTANGENT), PARAMS, X)
+        def pulled(p, x):
+            y, pull_back = jax.vjp(fn, p, x)
+            return pull_back(jax.tree.map(jnp.ones_like, y))
 
-    by_hand = CACHED[kind]()
+        return stepwise.trace(pulled, PARAMS, X)
+
+    by_hand = cached(kind)
     expected = {
         letter: traced(
             lambda p, x, k=letter: by_hand(oracle.stopped(p, SELECTS[k]), x)
@@ -144,7 +115,7 @@ def test_one_function_called_in_and_out_of_blocks(kind):
         for letter in 'oij'
     }
     for order in ORDERS:
-        fn = CACHED[kind]()
+        fn = cached(kind)
         TRACES.clear()
         for letter in order:
             oracle.assert_same(under(letter, traced, fn)(), expected[letter])

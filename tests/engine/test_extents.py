@@ -1,53 +1,28 @@
 """Opening and closing leave Flax, JAX's context and the thread as they were."""
 
 import contextlib
+import gc
 import subprocess
 import sys
-import types
+import weakref
 from typing import Any
 
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax.core import Scope, lift
 
 import oracle
 from flax_sg import filters
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, extents
+from flax_sg.engine import blocks
 from flax_sg.forms import rewrites
-from flax_sg.internals import tracing
 from flax_sg.rules import rules
+from test_faults import assert_nothing_is_left
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 MODEL = fnn.Dense(3)
 PARAMS = MODEL.init(jax.random.key(0), X)['params']
-
-
-def flax_now() -> dict[Any, Any]:
-    """Everything that Flax could have been patched in."""
-    owners = [Scope, fnn.Module, lift, fnn.module, fnn.transforms, fnn.Variable]
-    owners += [fnn.Dense, fnn.Sequential, jax.custom_vjp, jax.custom_jvp]
-    owners += [jax.custom_batching.custom_vmap]
-    return {
-        (repr(owner), name): value
-        for owner in owners
-        for name, value in vars(owner).items()
-        # Flax marks the fields of a class that is subclassed, Python those of a copy.
-        if name not in ('__doc__', '__dict__', '__weakref__', '__dataclass_fields__')
-        and name != '__slotnames__'
-        and not isinstance(value, types.ModuleType)  # Imported when first used.
-    }
-
-
-FLAX = flax_now()
-
-
-def assert_unpatched() -> None:
-    now = flax_now()
-    assert now.keys() == FLAX.keys()
-    assert [key for key, value in now.items() if value is not FLAX[key]] == []
 
 
 def apply(params: Any) -> Any:
@@ -57,14 +32,7 @@ def apply(params: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _as_before():
     yield
-    left, thread = blocks.thread.blocks, blocks.thread
-    for block in reversed(left):  # One failure, not one in every test that follows.
-        if flax_now() != FLAX:
-            extents.close_block(block)
-    thread.blocks = ()
-    assert left == ()
-    assert (tracing.user_context.value, thread.roots) == (0, {})
-    assert_unpatched()
+    assert_nothing_is_left()
 
 
 def test_importing_patches_nothing():
@@ -161,9 +129,6 @@ def test_a_rule_that_raises():
 
 
 def test_a_long_block_frees_the_trees_it_has_seen():
-    import gc
-    import weakref
-
     refs = []
     with nn.stop_gradient('kernel'):
         for i in range(3):

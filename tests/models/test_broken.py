@@ -57,7 +57,7 @@ class Caught:
 
 
 def called_outside_and_inside() -> None:
-    fn, by_hand = test_caches.CACHED['jit'](), test_caches.CACHED['jit']()
+    fn, by_hand = (test_caches.cached('jit') for _ in range(2))
     for letter in 'oij':
         selects = test_caches.SELECTS[letter]
         expected = test_caches.pull_back(
