@@ -1,8 +1,9 @@
-"""Flax's transforms and layers in a block, and a block in the body of each.
+"""Transforms of Flax in a block, and a block in the body of each.
 
-Every row of a table is written once, as plain Flax. A row in a block is compared with
-plain Flax on copies of the weights that were stopped by hand. A row with a block in its
-body is compared with a body that stops the weights by hand at that place.
+Those that random models have, too, come once for sure in one of these. Others are
+written as plain Flax. A row in a block is compared with plain Flax on copies of the
+weights that were stopped by hand. A row with a block in its body is compared with a
+body that stops the weights by hand at that place.
 """
 
 import contextlib
@@ -15,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import specs
 from flax_sg import errors
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
 from stepwise import evaluate, flat, outputs_and_grads
+from test_random_models import check
 
 X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
-XS = jnp.stack([X, -X, 0.5 * X])  # Something to scan or map over.
 INIT = {'params': jax.random.key(7)}
 
 
@@ -50,22 +52,18 @@ def by_hand(module: Any, *args: Any) -> Any:
 class Once(nn.Module):
     """A body without blocks."""
 
-    pair: bool = False  # Whether it is called as scan calls its body.
-
     @nn.compact
-    def __call__(self, x, *unused):
-        y = jnp.tanh(nn.Dense(3, name='layer')(x))
-        return (y, y) if self.pair else y
+    def __call__(self, x):
+        return jnp.tanh(nn.Dense(3, name='layer')(x))
 
 
 class Body(nn.Module):
     """Uses one layer before, inside and after a block, and another one in between."""
 
     how: str = 'plain'
-    pair: bool = False
 
     @nn.compact
-    def __call__(self, x, *unused):
+    def __call__(self, x):
         layer = nn.Dense(3, name='layer')
         y = layer(x)
         if self.how == 'hand' and not self.is_initializing():
@@ -73,8 +71,7 @@ class Body(nn.Module):
         else:
             with block('layer/**', self.how == 'block'):
                 z = layer(jnp.tanh(y))
-        y = jnp.tanh(layer(nn.Dense(3, name='other')(z)))
-        return (y, y) if self.pair else y
+        return jnp.tanh(layer(nn.Dense(3, name='other')(z)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,74 +81,17 @@ class Row:
     Attributes:
         name: what the test is called.
         make: from a maker of bodies, ``(**fields) -> class``, to a Module class.
-        args: what it is called with.
         variables: for a row that cannot make its own: what it is applied to.
         kernels: the name of the parameters that are stopped when not all are.
-        keeps_params: whether plain Flax leaves the parameters as they are when they
-            are mutable. If not they are immutable here; see the tests of writing back.
     """
 
     name: str
     make: Callable[..., Any]
-    args: tuple[Any, ...] = (X,)
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
     kernels: str = 'kernel'
-    keeps_params: bool = True
 
     def module(self, name: str | None = None, body: Any = Once, **fields: Any) -> Any:
         return self.make(functools.partial(body, **fields))(name=name)
-
-
-def calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A module that calls ``fn(module, body, *args)`` with a body of its own."""
-
-    def make(body: Any) -> Any:
-        class Calls(nn.Module):
-            @nn.compact
-            def __call__(self, *args):
-                inner = body(name='body')
-                if self.is_initializing():
-                    inner(*args)  # Branches and loops must not create variables.
-                return fn(self, inner, *args)
-
-        return Calls
-
-    return make
-
-
-def lifts(transform: Callable[..., Any], **kwargs: Any) -> Callable[[Any], Any]:
-    return lambda body: transform(body, **kwargs)
-
-
-def scans(
-    transform: Callable[..., Any] = nn.scan, **kwargs: Any
-) -> Callable[[Any], Any]:
-    """Scans the body; kwargs are those of scan."""
-    kwargs = {'length': 2, **kwargs}
-    return lambda body: transform(functools.partial(body, pair=True), **kwargs)
-
-
-STACKED = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
-SHARED = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
-
-
-def nested_scan(body: Any) -> Any:
-    inner = nn.scan(functools.partial(body, pair=True), length=2, **STACKED)
-    return nn.scan(inner, length=2, **STACKED)
-
-
-def custom_vjp(module: Any, body: Any, x: Any) -> Any:
-    def fn(inner, x):
-        return inner(x)
-
-    def forward(inner, x):
-        return nn.vjp(fn, inner, x)
-
-    def backward(pull_back, ct):
-        params, x = pull_back(ct)
-        return jax.tree.map(jnp.cos, params), 3 * x
-
-    return nn.custom_vjp(fn, forward, backward)(body, x)
 
 
 def renamed(old: str, new: str) -> Callable[[Any], Any]:
@@ -172,66 +112,24 @@ DENSES = {
     for name in ('layer', 'other')
 }
 
-TRANSFORMS = [
-    Row('none', lambda body: body),
-    Row('jit', lifts(nn.jit)),
-    Row('remat', lifts(nn.remat)),
-    Row('scan_stacked', scans(**STACKED), (X, None)),
-    Row('scan_broadcast', scans(**SHARED), (X, None)),
-    Row('scan_nested', nested_scan, (X, None)),
-    Row('remat_scan', lifts(nn.remat_scan, lengths=(2, 2))),
-    Row(
-        'vmap_each',
-        lifts(nn.vmap, variable_axes={'params': 0}, split_rngs={'params': True}),
-        (XS,),
+RENAMED = Row(
+    'map_variables_renamed',
+    lambda body: nn.map_variables(
+        body,
+        mapped_collections='params',
+        trans_in_fn=renamed('core', 'kernel'),
+        trans_out_fn=renamed('kernel', 'core'),
+        mutable=True,
     ),
-    Row(
-        'vmap_shared',
-        lifts(nn.vmap, variable_axes={'params': None}, split_rngs={'params': False}),
-        (XS,),
-    ),
-    Row(
-        'vmap_of_scan',
-        scans(
-            lambda b, **kw: nn.vmap(
-                nn.scan(b, **kw),
-                in_axes=(0, None),
-                variable_axes={'params': 1},
-                split_rngs={'params': True},
-            ),
-            **STACKED,
-        ),
-        (XS, None),
-    ),
-    Row(
-        'cond',
-        calls(
-            lambda _, body, x: nn.cond(
-                jnp.sum(x) > 0, lambda m, x: m(x), lambda m, x: 2 * m(x), body, x
-            )
-        ),
-    ),
-    Row('custom_vjp', calls(custom_vjp), keeps_params=False),
-    Row(
-        'map_variables',
-        lifts(nn.map_variables, mapped_collections='params'),
-        variables={'params': DENSES},
-    ),
-    Row(
-        'map_variables_renamed',
-        lifts(
-            nn.map_variables,
-            mapped_collections='params',
-            trans_in_fn=renamed('core', 'kernel'),
-            trans_out_fn=renamed('kernel', 'core'),
-            mutable=True,
-        ),
-        kernels='core',
-    ),
+    kernels='core',
+)
+ROWS = [
+    Row('remat_scan', lambda body: nn.remat_scan(body, lengths=(2, 2))),
+    RENAMED,
     Row(
         'swap_collections',
-        lifts(
-            nn.map_variables,
+        lambda body: nn.map_variables(
+            body,
             mapped_collections=('params', 'ema'),
             trans_in_fn=swapped,
             trans_out_fn=swapped,
@@ -241,18 +139,8 @@ TRANSFORMS = [
     ),
 ]
 
-WITH_WRITES = (
-    *('none', 'jit', 'remat', 'scan_stacked', 'scan_broadcast', 'vmap_each'),
-    *('vmap_shared', 'cond', 'map_variables', 'custom_vjp'),
-)
 
-
-def named(rows: list[Row]) -> Any:
-    return pytest.mark.parametrize('row', rows, ids=lambda row: row.name)
-
-
-def only(*names: str) -> Any:
-    return named([row for row in TRANSFORMS if row.name in names])
+each_row = pytest.mark.parametrize('row', ROWS, ids=lambda row: row.name)
 
 
 # A row used before, inside and after a block.
@@ -264,38 +152,34 @@ class Around(nn.Module):
     made_inside: bool = False
 
     @nn.compact
-    def __call__(self, *args):
+    def __call__(self, x):
         uses = {}
         if not self.made_inside:
             part = self.row.module('part')
-            uses['before'] = part(*args)
+            uses['before'] = part(x)
         with block(self.where, self.where is not None):
             if self.made_inside:
                 part = self.row.module('part')
-            uses['inside'] = part(*args)
-        uses['after'] = part(*args)
+            uses['inside'] = part(x)
+        uses['after'] = part(x)
         return uses
 
 
-@functools.cache
-def variables_of(row_name: str) -> Any:
-    row = next(row for row in TRANSFORMS if row.name == row_name)
+def variables_of(row: Row) -> Any:
     if row.variables:
         return {col: {'part': tree} for col, tree in row.variables.items()}
-    return evaluate(Around(row).init, INIT, *row.args)
+    return evaluate(Around(row).init, INIT, X)
 
 
-def applied(row: Row, model: nn.Module) -> Callable[..., Any]:
+def applied(model: nn.Module) -> Callable[..., Any]:
     """A function of variables and input to vectors of outputs and of what was written.
 
     Of the written variables, only parameters are differentiated. The values of the
     others are compared.
     """
-    mutable = row.keeps_params
 
     def fn(variables: Any, x: Any) -> Any:
-        out = model.apply(variables, x, *row.args[1:], mutable=mutable)
-        out, written = out if mutable else (out, {})
+        out, written = model.apply(variables, x, mutable=True)
         params = written.pop('params', {})
         out = out if isinstance(out, dict) else {'out': out}
         uses = {use: flat(tree) for use, tree in out.items()}
@@ -304,57 +188,84 @@ def applied(row: Row, model: nn.Module) -> Callable[..., Any]:
     return fn
 
 
-def check_in_a_block(row: Row, where: str = '**', made_inside: bool = False) -> None:
-    """With mutable parameters: immutable ones take the shorter way of these."""
+@pytest.mark.parametrize(
+    ('row', 'made_inside'),
+    [*((row, False) for row in ROWS), (RENAMED, True)],
+    ids=lambda value: getattr(value, 'name', value),
+)
+def test_in_a_block(row, made_inside):
+    where = '**' if made_inside else f'**/{row.kernels}'
 
     def halted(path):
-        return where == '**' or path.endswith(where.removeprefix('**'))
+        return made_inside or path.endswith(f'/{row.kernels}')
 
-    actual = applied(row, Around(row, where, made_inside))
-    plain = applied(row, Around(row, None, made_inside))
+    blocked, plain = Around(row, where, made_inside), Around(row, None, made_inside)
 
     def expected(variables, x):
-        live, written = plain(variables, x)
+        live, written = applied(plain)(variables, x)
         copies = stopped(variables['params'], halted)
-        halted_out, _ = plain({**variables, 'params': copies}, x)
+        halted_out, _ = applied(plain)({**variables, 'params': copies}, x)
         return {**live, 'inside': halted_out['inside']}, written
 
-    assert_same_grads(actual, expected, variables_of(row.name), row.args[0])
-
-
-# Those that ``test_writeback`` has not, with a body that writes.
-@named([row for row in TRANSFORMS if row.name not in WITH_WRITES])
-def test_in_a_block(row):
-    check_in_a_block(row, f'**/{row.kernels}')
-
-
-@only('remat_scan', 'map_variables_renamed')
-def test_first_use_in_a_block(row):
-    check_in_a_block(row, made_inside=True)
-    assert_same(
-        evaluate(Around(row, '**', True).init_with_output, INIT, *row.args),
-        evaluate(Around(row, None, True).init_with_output, INIT, *row.args),
-    )
+    assert_same_grads(applied(blocked), expected, variables_of(row), X)
+    if made_inside:
+        assert_same(*(evaluate(m.init_with_output, INIT, X) for m in (blocked, plain)))
 
 
 # A block in the body.
 
 
-@named(TRANSFORMS)
+@each_row
 def test_in_the_body(row):
     variables = row.variables
     if not variables:
         variables, plain = (
-            evaluate(row.module(None, Body, how=how).init, INIT, *row.args)
+            evaluate(row.module(None, Body, how=how).init, INIT, X)
             for how in ('block', 'plain')
         )
         assert_same(variables, plain)
-    assert_same_grads(
-        applied(row, row.module(None, Body, how='block')),
-        applied(row, row.module(None, Body, how='hand')),
-        variables,
-        row.args[0],
+    actual, expected = (row.module(None, Body, how=how) for how in ('block', 'hand'))
+    assert_same_grads(applied(actual), applied(expected), variables, X)
+
+
+# Those that random models have.
+
+
+@pytest.mark.parametrize('lift', specs.LIFTS)
+def test_a_lifted_function_around_blocks_and_in_them(lift):
+    some = specs.Where('names', ('w', 'kernel'))
+    use, other = specs.Use(0, lift), specs.Use(1, lift, mirror=specs.Where())
+    body = (
+        specs.Block(some, (use, other), raises=True, rule='scale'),
+        specs.Use(0),
+        specs.Block(
+            specs.Where(), (specs.Block(some, (use,), rule='collection'),), rule='stop'
+        ),
     )
+    inner = specs.Composite(
+        'setup',
+        (specs.Kid(specs.Leaf('kept')),),
+        (specs.Block(some, (specs.Use(0), specs.Use(0))), specs.Use(0)),
+    )
+    kids = specs.Kid(inner), specs.Kid(specs.Leaf('lora'))
+    check(specs.Composite('compact', kids, body))
+
+
+@pytest.mark.parametrize(
+    'wraps',
+    [
+        *(('remat',), ('jit',), ('scan',), ('vmap',), ('scan', 'vmap')),
+        *(('scan', 'scan'), ('remat', 'scan'), ('stop', 'scan'), ('jit', 'stop')),
+    ],
+    ids=' of '.join,
+)
+def test_a_lifted_class_around_blocks_and_in_them(wraps):
+    some = specs.Where('names', ('w', 'kernel'))
+    leaf = specs.Kid(specs.Leaf('dense'))
+    inside = specs.Use(0), specs.Block(some, (specs.Use(0),)), specs.Use(0)
+    kid = specs.Kid(specs.Composite('compact', (leaf,), inside), wraps, some)
+    body = specs.Use(0), specs.Block(specs.Where(), (specs.Use(0),)), specs.Use(0)
+    check(specs.Composite('compact', (kid,), body))
 
 
 # A block in a lifted function. The owner is the module that the function gets.
@@ -363,11 +274,6 @@ def test_in_the_body(row):
 def in_switch(use, part, x):
     branches = [lambda m, x: m(x), use, lambda m, x: x]
     return nn.switch(jnp.int32(jnp.sum(x) > 0), branches, part, x)
-
-
-def in_vjp(use, part, x):
-    y, pull_back = nn.vjp(use, part, x)
-    return y, flat(pull_back(jnp.sin(y)))
 
 
 def in_jvp(use, part, x):
@@ -399,75 +305,27 @@ class Uses(nn.Module):
         return {'before': y, 'inside': self.lifted(use, part, y), 'after': part(y)}
 
 
-def in_remat(use, part, x):
-    return nn.remat(use)(part, x)
-
-
 @pytest.mark.parametrize(
     'lifted',
-    [in_remat, in_switch, in_vjp, in_jvp, in_value_and_grad],
+    [in_switch, in_jvp, in_value_and_grad],
     ids=lambda fn: fn.__name__,
 )
 def test_in_a_lifted_function(lifted):
-    row = Row('', lambda: None)
     variables = {'params': {'part': DENSES['layer']}}
-    assert_same_grads(
-        applied(row, Uses(lifted, 'block')),
-        applied(row, Uses(lifted, 'hand')),
-        variables,
-        X,
-    )
-
-
-# while_loop has no reverse mode.
-
-
-class Loop(nn.Module):
-    """A block in the body of a loop."""
-
-    how: str
-
-    @nn.compact
-    def __call__(self, x):
-        part = nn.Dense(3, name='part')
-        y = part(x)
-
-        def below(m, carry):
-            return (carry[0] < 3) & (jnp.sum(m.variables['params']['kernel']) > 0)
-
-        def step(m, carry):
-            if self.how == 'hand':
-                used = by_hand(m, carry[1])
-            else:
-                with nn.stop_gradient('**'):
-                    used = m(carry[1])
-            return carry[0] + 1, jnp.tanh(used + m(carry[1]))
-
-        _, z = nn.while_loop(below, step, part, (0, x))
-        return {'before': y, 'inside': z, 'after': part(y)}
-
-
-def test_while_loop():
-    args = {'params': {'part': DENSES['layer']}}, X
-    tangents = jax.tree.map(jnp.cos, args)
-
-    def run(how):
-        return evaluate(lambda *args: jax.jvp(Loop(how).apply, *args), args, tangents)
-
-    assert_same(run('block'), run('hand'))
+    actual, expected = (applied(Uses(lifted, how)) for how in ('block', 'hand'))
+    assert_same_grads(actual, expected, variables, X)
 
 
 # A filter sees the names outside of nn.map_variables.
 
 
 def renamed_kernel_is_stopped(where: Any) -> bool:
-    variables = variables_of('map_variables_renamed')
+    variables = variables_of(RENAMED)
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            row = next(row for row in TRANSFORMS if row.name == 'map_variables_renamed')
-            part = row.module('part')
+            part = RENAMED.module('part')
             with nn.stop_gradient(where):
                 return jnp.sum(part(x))
 
