@@ -7,9 +7,7 @@ copy of the weights that is stopped by hand.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,53 +131,6 @@ class Route(linen.Module):
     def __call__(self, x: Any) -> Any:
         use = self.parts()
         return run(self.program, lambda: use(x))
-
-    def fails(self) -> None:
-        raise StopError
-
-
-def frozen(module: Any, where: Any) -> Any:
-    """A wrapper around a use."""
-    return nn.Frozen(module, where, unused='ignore')
-
-
-def mirrored(module: Any, where: Any) -> Any:
-    """A view that does all that the module does."""
-    return nn.mirror(module, where, rngs='fresh', state='update', unused='ignore')
-
-
-class Wrapped(linen.Module):
-    """Runs a program with wrappers around the used module instead of blocks.
-
-    Attributes:
-        program: the program.
-        make: what is used, as the module that would run a program of its own.
-    """
-
-    program: Program
-    make: Callable[[Program], linen.Module]
-
-    def setup(self) -> None:
-        self.used = self.make((USE,))
-
-    @linen.compact  # For ``nn.compact_name_scope`` in the used module.
-    def __call__(self, x: Any) -> Any:
-        wrappers = itertools.cycle([frozen, mirrored])
-        results: list[Any] = []
-
-        def run(program: Program, used: Any) -> None:
-            for item in program:
-                if not isinstance(item, Block):
-                    results.extend(used(x))
-                    continue
-                inner = next(wrappers)(used, _by_name(item.takes))
-                run(item.body, inner)
-                if item.raises:
-                    with contextlib.suppress(StopError):
-                        inner.fails()
-
-        run(self.program, self.used)
-        return tuple(results)
 
 
 def param(module: linen.Module, name: str) -> jax.Array:

@@ -532,44 +532,6 @@ def test_writes_in_a_while_loop():
     )
 
 
-# nn.jit keeps its traces: what was written has to come out of a cached call as well.
-
-
-class TwoPaths(Program):
-    """Modules of one jitted class at two paths, of which one is selected."""
-
-    cls: Any
-    uses: str
-    where: Any
-
-    @nn.compact
-    def __call__(self, x):
-        parts = {'a': self.cls(name='a'), 'b': self.cls(name='b')}
-        out = []
-        for use in self.uses:
-            with self.inside(self.where):
-                part = parts[use]
-                halted = part.halted if self.how == 'hand' and use == 'a' else part
-                out.append(halted(x, 0))
-        return *out, parts['a'].variables, parts['b'].variables
-
-
-@pytest.mark.parametrize(
-    ('uses', 'where', 'mutable'),
-    [
-        ('aabba', 'a/**', True),
-        ('ba', lambda path: path.absolute.startswith('a/'), ['cache']),
-    ],
-)
-def test_one_jitted_class_at_two_paths(uses, where, mutable):
-    cls = lifts(nn.jit)(Writer)
-    part = {'params': {'w': W}, 'cache': {'memory': X, 'other': jnp.cos(X)}}
-    variables = {
-        col: {'a': part[col], 'b': jax.tree.map(jnp.sin, part[col])} for col in part
-    }
-    check(lambda how: TwoPaths(how, cls, uses, where), variables, mutable=mutable)
-
-
 # What a rule must not touch: the new value of these is their gradient.
 
 
@@ -792,60 +754,6 @@ def test_no_tracer_is_kept():
         return jnp.sum(out) + jnp.sum(flat(written))
 
     jax.eval_shape(jax.grad(loss), variables_of(lift), X)
-
-
-# A block that looks at one of the collections that may be written.
-
-
-class Both(nn.Module):
-    """Reads of two collections, each of which may be stopped by hand."""
-
-    @nn.compact
-    def seen(self, x, halted):
-        def see(collection, value):
-            return stop(value) if collection == halted else value
-
-        w = self.param('w', nn.initializers.lecun_normal(), (3, 3))
-        memory = self.variable('cache', 'memory', jnp.ones, (2, 3))
-        return jnp.tanh(x @ see('params', w) + see('cache', memory.value))
-
-    def __call__(self, i, x):
-        return i, self.seen(x, '')
-
-    def halted_params(self, i, x):
-        return i, self.seen(x, 'params')
-
-    def halted_cache(self, i, x):
-        return i, self.seen(x, 'cache')
-
-
-HALTED = ['__call__', 'halted_params', 'halted_cache']
-SLICED = {'variable_axes': {'params': 0, 'cache': 0}, 'split_rngs': {'params': True}}
-
-
-@pytest.mark.parametrize(
-    ('lift', 'collection'), [(nn.jit, 'params'), (nn.scan, 'cache')]
-)
-def test_one_of_the_collections_that_may_be_written(lift, collection):
-    class Uses(nn.Module):
-        how: str
-
-        @nn.compact
-        def __call__(self, x):
-            how = SLICED if lift is nn.scan else {}
-            part = lift(Both, methods=HALTED, **how)(name='part')
-            halted = (
-                part if self.how == 'block' else getattr(part, 'halted_' + collection)
-            )
-            with block('**', self.how == 'block', collections=collection):
-                one = halted(0, x)[1]
-            return {'one': one, 'stored': dict(part.variables), 'after': part(0, x)[1]}
-
-    stored = {'cache': {'memory': jnp.cos(X)}, 'params': {'w': W}}
-    variables, x = {name: {'part': tree} for name, tree in stored.items()}, X
-    if lift is nn.scan:
-        variables, x = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), (variables, x))
-    check(Uses, variables, x=x)
 
 
 def test_a_leaf_that_no_filter_took_is_taken_where_a_body_gives_it_another_name():
