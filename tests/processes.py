@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,27 +58,15 @@ def trained(processes: int, devices: int, steps: int, out: Path) -> list[Any]:
                     stderr=log,
                 )
             )
-        wait(workers, out)
+        try:
+            codes = [worker.wait(timeout=300) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+    if any(codes):
+        printed = [(out / f'{number}.log').read_text() for number in range(processes)]
+        raise RuntimeError('\n'.join(printed))
     return [dict(np.load(out / f'{number}.npz')) for number in range(processes)]
-
-
-def wait(workers: Sequence[subprocess.Popen[bytes]], out: Path) -> None:
-    """Waits for all processes, or for the first that fails."""
-    try:
-        while None in (codes := [worker.poll() for worker in workers]):
-            if any(codes):
-                break
-            time.sleep(0.1)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for number, code in enumerate(codes):
-        if code:
-            printed = (out / f'{number}.log').read_text()
-            raise RuntimeError(
-                f'process {number} of {len(workers)} ended with {code}:\n{printed}'
-            )
 
 
 def by_name(tree: Any) -> dict[str, Any]:

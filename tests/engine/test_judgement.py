@@ -118,12 +118,8 @@ class Later(fnn.Module):
         return h
 
 
-class Mounted(fnn.Module):
+class Mounted(Later):
     """The same below another module."""
-
-    where: Any
-    stop: Any = nn.train_only
-    reached: Any = lambda: None
 
     @fnn.compact
     def __call__(self, x):
@@ -544,7 +540,7 @@ COLLECTED = """
         # Only the garbage collector closes it, at any moment, in any thread.
         cycle.append(generator)
 
-    end = time.monotonic() + 2
+    end = time.monotonic() + 1
     done = []
 
     def opens(i):
