@@ -267,22 +267,6 @@ def test_one_module_with_mutable_parameters_in_and_out_of_blocks(kind):
     oracle.assert_same_grads(in_blocks, by_hand, params, X)
 
 
-@pytest.mark.parametrize('kind', ['jit', 'jitted method'])
-def test_one_module_in_calls_of_apply_in_and_out_of_blocks(kind):
-    make, by = LIFTED[kind]
-    alone = make()()
-
-    def fn(params, x):
-        return alone.apply({'params': params}, x, method=by)
-
-    for letter in 'oijoij':
-        actual = under(letter, oracle.grads, fn, PARAMS, X)
-        expected = oracle.grads(
-            lambda p, x, k=letter: fn(oracle.stopped(p, SELECTS[k]), x), PARAMS, X
-        )
-        oracle.assert_same(actual, expected)
-
-
 # How often things are traced.
 
 

@@ -152,15 +152,6 @@ def test_what_is_stored_past_flax_is_seen_in_a_block(store, outer):
         oracle.assert_same(grads(stopped), jnp.zeros(2))
 
 
-def test_a_setup_that_a_class_is_given_later():
-    cls = type('Later', (fnn.Module,), {'read': lambda self: read_kept(self)})
-    with nn.stop_gradient('w', unused='ignore'):
-        cls()
-    cls.setup = Known.setup
-    oracle.assert_same(in_a_block(lambda: cls), BY_HAND)
-    oracle.assert_same(around_a_block(lambda: cls, lambda m: m.read()), BY_HAND)
-
-
 def test_a_class_that_nobody_has_any_more_is_not_held():
     cls = class_that_keeps()
     with nn.stop_gradient('w', unused='ignore'):

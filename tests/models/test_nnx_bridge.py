@@ -1,4 +1,4 @@
-"""Linen in NNX and NNX in linen, by ``nnx.bridge``, with blocks and wrappers.
+"""Linen in NNX, by ``nnx.bridge``, with blocks and wrappers.
 
 Each model is compared with the same model whose parameters are stopped by hand before
 they are passed in. Values and gradients are equal to the last bit.
@@ -33,9 +33,6 @@ class Inside(Net):
         with nn.stop_gradient('body/**'):
             x = linen.tanh(self.body(x))
         return self.head(self.norm(x, use_running_average=False))
-
-
-# Linen in NNX
 
 
 class InNNX(nnx.Module):
@@ -122,69 +119,3 @@ def test_variables_of_nnx_are_out_of_reach_and_that_raises():
         nn.stop_gradient('lower/**'),
     ):
         loss_of(model)
-
-
-# NNX in linen
-
-
-class Inner(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-        self.second = nnx.Linear(4, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(self.norm(nnx.tanh(self.first(x))))
-
-
-class InLinen(nn.Module):
-    """A module of NNX between two of linen."""
-
-    where: str = ''
-    wrapped: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(4, name='below')(x)
-        inner = nnx.bridge.to_linen(Inner, name='inner')
-        if self.wrapped:
-            inner = nn.Frozen(inner)
-        with nn.stop_gradient(self.where or False):
-            x = inner(x)
-        return nn.Dense(2, name='head')(x)
-
-
-def linen_grads(model: Any, stop: Any = (), where: Any = None) -> Any:
-    """Value, gradients and state after the call, by hand or in a block."""
-    variables = jax.jit(InLinen().init)(jax.random.key(0), X)
-
-    @jax.jit
-    def loss(params):
-        stopped = oracle.stopped(params, lambda path: path.startswith(stop))
-        given = {**variables, 'params': stopped}
-
-        with nn.stop_gradient(where or False):
-            y, state = model.apply(given, X, mutable=['batch_stats'])
-        return jnp.mean((y - 1.0) ** 2), state
-
-    (value, state), grads = jax.value_and_grad(loss, has_aux=True)(variables['params'])
-    return value, state, grads
-
-
-KERNELS = ('below/kernel', 'inner/first/kernel', 'inner/second/kernel', 'head/kernel')
-
-
-@pytest.mark.parametrize(
-    ('model', 'where', 'stop'),
-    [
-        (InLinen(), '**/kernel', KERNELS),
-        (InLinen(where='inner/first/**'), None, 'inner/first/'),
-        (InLinen(wrapped=True), None, 'inner/'),
-    ],
-    ids=['around', 'inside', 'Frozen'],
-)
-def test_nnx_in_linen(model, where, stop):
-    expected = linen_grads(InLinen(), stop)
-    oracle.assert_same(linen_grads(model, where=where), expected)
-    # Gradients pass through the frozen part.
-    assert all(leaf.any() for leaf in jax.tree.leaves(expected[-1]['below']['bias']))

@@ -75,22 +75,6 @@ def test_one_level_is_the_inner_one_of_two():
     )
 
 
-def test_one_level_stops_the_first_derivative_in_either_direction():
-    def loss(p: Any) -> jax.Array:
-        return jnp.sum(shielded(p, X, levels=1))
-
-    grads = jax.grad(loss)(PARAMS)
-    assert oracle.is_zero(grads['features']) and not oracle.is_zero(grads['head'])
-    direction = jax.tree.map(jnp.zeros_like, PARAMS)
-    direction['features'] = jax.tree.map(jnp.ones_like, PARAMS['features'])
-    assert jax.jvp(loss, (PARAMS,), (direction,))[1] == 0.0
-    # Also in compiled code, in a scan and under remat.
-    for fn in (jax.jit(loss), jax.checkpoint(loss)):
-        assert oracle.is_zero(jax.grad(fn)(PARAMS)['features'])
-        mixed = jax.grad(lambda p: jnp.sum(jax.grad(fn)(p)['head']['kernel']))(PARAMS)  # noqa: B023
-        assert not oracle.is_zero(mixed['features'])
-
-
 # Gradient penalties: the inner derivative is with respect to the input.
 
 
