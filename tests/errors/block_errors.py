@@ -120,76 +120,20 @@ def copied(b: Any) -> None:
 
 
 class Draws(fnn.Module):
-    """Keeps what it draws, and may draw, or read a state, once more."""
-
-    drawn: str = ''
+    """Keeps what it draws, and draws once more."""
 
     def setup(self) -> None:
         self.w = self.param('w', ONES, (2, 2))
-        if self.drawn == 'state':
-            self.count = self.variable('state', 'count', lambda: X)
-            self.kept = self.w + self.count.value
-        else:
-            self.kept = self.w + jax.random.normal(self.make_rng('noise'), (2, 2))
+        self.kept = self.w + jax.random.normal(self.make_rng('noise'), (2, 2))
 
     def __call__(self, x: Any) -> Any:
-        if self.drawn:
-            if self.is_mutable_collection('state'):
-                self.put_variable('state', 'count', x)
-        else:
-            x = x + jax.random.normal(self.make_rng('noise'), (2, 2))
+        x = x + jax.random.normal(self.make_rng('noise'), (2, 2))
         with nn.stop_gradient('w'):
             return self.kept * x
 
 
-def kept(drawn: str = '') -> Any:
-    variables = {'params': {'w': X}, 'state': {'count': X}}
-    rngs = {'noise': jax.random.key(0)}
-    return traced(Draws(drawn), variables, rngs=rngs, mutable=['state'])
-
-
-elsewhere_is: dict[str, Any] = {}
-
-
-class Others(fnn.Module):
-    """Lets a module that lies elsewhere do something in its ``setup``."""
-
-    what: str
-
-    def setup(self) -> None:
-        self.w = self.param('w', ONES, (2, 2))
-        self.kept = self.w + getattr(elsewhere_is['other'], self.what)()
-
-    def __call__(self, x: Any) -> Any:
-        with nn.stop_gradient('w'):
-            return self.kept * x
-
-
-class Other(fnn.Module):
-    def draw(self) -> Any:
-        return jax.random.normal(self.make_rng('noise'), (2, 2))
-
-    def write(self) -> Any:
-        self.put_variable('state', 'count', X)
-        return X
-
-    def read(self) -> Any:
-        return X
-
-
-class Around(fnn.Module):
-    what: str
-
-    @fnn.compact
-    def __call__(self, x: Any) -> Any:
-        elsewhere_is['other'] = Other(name='other')
-        return Others(self.what, name='kid')(x)
-
-
-def elsewhere(what: str) -> Any:
-    variables = {'params': {'kid': {'w': X}}}
-    rngs = {'noise': jax.random.key(0)}
-    return traced(Around(what), variables, rngs=rngs, mutable=['state'])
+def kept() -> Any:
+    return traced(Draws(), {'params': {'w': X}}, rngs={'noise': jax.random.key(0)})
 
 
 class Hides(fnn.Module):
@@ -342,12 +286,6 @@ def dropped() -> None:
 
 def reload(name: str) -> None:
     importlib.reload(importlib.import_module(name))
-
-
-WRITTEN_SINCE = (
-    "setup would have to run again, and it asks for 'state', which may have been "
-    'written since'
-)
 
 
 def made_by_setup(name: str, who: str, reason: str) -> str:
@@ -521,19 +459,6 @@ CASES: dict[str, tuple[Any, ...]] = {
             'kept',
             "Draws (at '')",
             'setup would have to run again, and it draws random numbers',
-        ),
-    ),
-    'a state that is kept': (
-        lambda: kept('state'),
-        made_by_setup('kept', "Draws (at '')", WRITTEN_SINCE),
-    ),
-    'a write elsewhere': (
-        lambda: elsewhere('write'),
-        made_by_setup(
-            'kept',
-            "Others (at 'kid')",
-            'setup would have to run again, and it lets a module elsewhere write '
-            "'state'",
         ),
     ),
     'a module beside an array': (

@@ -117,22 +117,6 @@ def close_in_another_thread() -> None:
         thread.join()
 
 
-def close_in_another_task() -> None:
-    block = nn.stop_gradient('encoder/**')
-
-    async def opens():
-        block.__enter__()
-
-    async def closes():
-        block.__exit__(None, None, None)
-
-    async def main():
-        await asyncio.create_task(opens())
-        await asyncio.create_task(closes())
-
-    asyncio.run(main())
-
-
 def awaited() -> None:
     async def holds():
         with nn.stop_gradient('encoder/**'):
@@ -293,11 +277,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         f'BlockError: the block of {REWRITE}, opened at test_errors.py:LINE, cannot '
         'be closed: it is not open in this thread, MainThread, which closes it at '
         'test_errors.py:LINE, but in opener.\n' + LAST_FIRST,
-    ),
-    'closed in another task': (
-        close_in_another_task,
-        f'BlockError: the block of {REWRITE}, opened at test_errors.py:LINE, cannot '
-        'be closed: it was opened in another asyncio task.\n' + LAST_FIRST,
     ),
     'suspended task': (
         awaited,

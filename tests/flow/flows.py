@@ -123,14 +123,6 @@ def while_loop(a, b):
     return lax.while_loop(more, lambda c: (c[0] * 0.5, c[1] + 1.0), start)[0]
 
 
-def while_loop_with_a_count(a, b):
-    def turn(carry):
-        return carry[0] + 1, carry[1] * a, carry[2] + jnp.abs(b)
-
-    start = 0, jnp.ones(3), jnp.zeros(3)
-    return lax.while_loop(lambda c: jnp.sum(c[2]) < c[0] + 2, turn, start)[1]
-
-
 def one_of_the_branches(a, b):
     branches = [lambda a, b: jnp.sign(b), lambda a, b: a, lambda a, b: jnp.ones(3)]
     return lax.switch((b < 9.0).astype(jnp.int32)[0], branches, a, b)
@@ -171,13 +163,10 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
         S,
         S,
     ),
-    'straight_through': (lambda a, b: b * (a + stop(jnp.round(a) - a)), F, F),
     'integers': (lambda a, b: a.astype(jnp.int32).astype(jnp.float32) * b, S, F),
     'bits': (bits, S, S),
     'predicate': (lambda a, b: jnp.where(a > 0, b, 1.0), S, F),
-    'index': (lambda a, b: b[jnp.argmax(a)] * jnp.ones(3), S, F),
     'sorted_by_another': (lambda a, b: lax.sort((b, a), num_keys=1)[1], F, S),
-    'complex_numbers': (lambda a, b: jnp.real(lax.complex(a, b) * (1 + 1j)), F, F),
     'linear_solve': (lambda a, b: jnp.linalg.solve(jnp.diag(stop(b)), a), F, S),
     'called_back_on_what_is_stopped': (called_back_on_what_is_stopped, F, U),
     # Transforms.
@@ -202,20 +191,9 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     'reached_after_two_turns': (reached_after_two_turns, F, S),
     'carried_in_vain': (carried_in_vain, F, U),
     'while_loop': (while_loop, F, S),
-    'while_loop_with_a_count': (while_loop_with_a_count, F, S),
-    'conditional': (
-        lambda a, b: lax.cond(jnp.sum(a) > 0, lambda b: b * 2.0, lambda b: b * 3.0, b),
-        S,
-        F,
-    ),
     'one_of_the_branches': (one_of_the_branches, F, S),
     # Rules of users.
     'custom_jvp': (jvp_of_one, F, S),
-    'batched_custom_jvp': (
-        lambda a, b: jax.vmap(jvp_of_one, in_axes=(0, None))(a, b)[:, 0],
-        F,
-        S,
-    ),
     # Forward mode gets a tangent, and backward mode nothing.
     'custom_jvp_out_of_nothing': (jvp_constant, F, F),
     'custom_vjp': (vjp_against_the_code, F, S),

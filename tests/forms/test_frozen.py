@@ -521,22 +521,6 @@ def test_a_wrapper_at_a_special_place(name: str) -> None:
     assert_same_program(MODELS[name](nn.Frozen), MODELS[name](bare))
 
 
-def test_a_lifted_function_sets_up_the_module_that_it_is_handed() -> None:
-    """Outside of ``nn.jit`` of its class, which has random streams of its own."""
-
-    class Model(linen.Module):
-        wrap: Wrap
-
-        @linen.compact
-        def __call__(self, x):
-            inner = self.wrap(self.wrap(linen.jit(Keeps)(name='inner')))
-            return linen.remat(lambda module, x: module(x))(inner, x)
-
-    params = Model(bare).init(RNGS, X)
-    assert_same(Model(nn.mirror).init(RNGS, X), params)
-    assert is_zero(oracle.grads(lambda p: Model(nn.mirror).apply(p, X), params))
-
-
 @pytest.mark.parametrize('view', ['Frozen', 'mirror', 'other values'])
 def test_a_layer_and_a_view_of_it_in_a_scan(view: str) -> None:
     class Layer(linen.Module):

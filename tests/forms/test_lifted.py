@@ -4,7 +4,6 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as fnn
@@ -299,40 +298,6 @@ def test_methods(methods, encode, decode):
 
 
 # A function or a method of a bound module, in a method and at top level.
-
-
-def once_stopped(v: Any, x: Any) -> Any:
-    encode = functools.partial(Two().apply, method='encode')
-    return encode(stopped(v, 'enc'), x) + encode(v, x)
-
-
-BOUND: dict[str, Callable[[Any, Any], Any]] = {
-    'function': lambda m, x: STOP(lambda m, x: m.encode(x))(m, x) + m.encode(x),
-    'bound method': lambda m, x: STOP(m.encode)(x) + m.encode(x),
-    'closure': lambda m, x: STOP(lambda x: m.encode(x))(x) + m.encode(x),
-}
-
-
-@pytest.mark.parametrize('name', BOUND)
-def test_of_a_bound_module(name):
-    class Uses(Two):
-        def __call__(self, x):
-            return BOUND[name](self, x)
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Uses(name='uses')(x)
-
-    variables = Two().init(KEY, X)
-    oracle.assert_same_function(Uses().apply, once_stopped, variables, X)
-    outside = lambda v, x: BOUND[name](Two().bind(v), x)  # noqa: E731
-    oracle.assert_same_function(outside, once_stopped, variables, X)
-    oracle.assert_same_function(
-        lambda p, x: Outer().apply({'params': {'uses': p}}, x),
-        lambda p, x: once_stopped({'params': p}, x),
-        *(variables['params'], X),
-    )
 
 
 # Any function: the block is that of a ``with`` statement in its first line.

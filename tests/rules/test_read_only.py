@@ -282,30 +282,6 @@ def test_initialization_that_creates_one_and_overwrites_another() -> None:
         Inits().init(KEY)
 
 
-@pytest.mark.parametrize(
-    ('helps', 'who'), [(False, "Inner.write (at 'inner/inner')"), (True, "(at '')")]
-)
-def test_who_writes_is_named_by_its_place(helps, who) -> None:
-    class Inner(linen.Module):
-        def __call__(self):
-            (Inner(parent=None) if helps else self).write(self)
-
-        def write(self, module):
-            module.put_variable('state', 'count', 1.0)
-
-    class Outer(linen.Module):
-        inner: Any
-
-        def __call__(self):
-            self.inner()
-
-    model = Outer(Outer(Inner()))
-    state = {'inner': {'inner': {'count': 0.0}}}
-    raises = pytest.raises(errors.ReadOnlyError, match=re.escape(who))
-    with raises, nn.read_only('inner/inner/count'):
-        model.apply({'state': state}, mutable=True)
-
-
 def test_a_function_of_a_scope_has_no_method() -> None:
     def fn(scope: Any) -> None:
         scope.put_variable('state', 'a', 2.0)

@@ -1,17 +1,13 @@
 """What a reader sees instead of the stored value."""
 
-import dataclasses
 from typing import Any
 
-import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import flax_sg
-import oracle
-from flax_sg import linen as nn
 from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -46,40 +42,6 @@ def test_what_carries_no_gradient_stays_as_it_is(rule):
     for leaf in (*INTEGERS, *KEYS):
         traced(leaf)
     assert seen == [True] * 5
-
-
-def test_leaves_of_any_kind_in_a_model():
-    # Integers, booleans, keys, strings and objects beside arrays (hazard 26).
-    @dataclasses.dataclass(frozen=True)
-    class Thing:
-        text: str
-
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient(True, collections=True):
-                w = self.param('w', fnn.initializers.ones, (1, 3))
-                n = self.param('n', lambda key: jnp.arange(3))
-                b = self.param('b', lambda key: jnp.array([True, False]))
-                k = self.param('k', lambda key: key)
-                t = self.variable('static', 't', lambda: 'text').value
-                o = self.variable('static', 'o', lambda: Thing('thing')).value
-            assert (t, o) == ('text', Thing('thing'))
-            return x * w, n, b, jax.random.key_data(k)
-
-    variables = Model().init(jax.random.key(0), X)
-    params = variables.pop('params')
-    floats = {'w': params.pop('w')}
-
-    def fn(floats, rest):
-        return Model().apply({**variables, 'params': {**floats, **rest}}, X)
-
-    y, *others = fn(floats, params)
-    oracle.assert_same(
-        [y, *others], [X, params['n'], params['b'], jax.random.key_data(params['k'])]
-    )
-    grads = jax.jit(jax.grad(lambda f, r: jnp.sum(fn(f, r)[0])))(floats, params)
-    assert oracle.is_zero(grads)
 
 
 def test_one_level_is_stopped_for_what_differentiates_first():

@@ -16,7 +16,6 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-import interpreters
 import oracle
 import stepwise
 from flax_sg import errors
@@ -152,48 +151,6 @@ def test_every_source_at_every_extent(extent, source) -> None:
 
 
 # Transforms: what runs in the extent is lifted, or the extent is.
-
-
-class Lifts(linen.Module):
-    lift: str
-    values: Any = None
-
-    def setup(self):
-        self.layer = Layer()
-
-    def __call__(self, x, values=None):
-        lifted = interpreters.LIFTS[self.lift]
-        values = self.values if values is None else values
-        if values is None:
-            return lifted(lambda m, x: jnp.tanh(m(x)), self.layer, x)
-        with nn.substitute(values):
-            y = lifted(lambda m, x: jnp.tanh(m(x)), self.layer, x)
-        assert self.layer.w is self.get_variable('params', 'layer')['w']
-        return y
-
-
-@pytest.mark.parametrize('lift', ['jit', 'scan', 'vmap', 'while_loop'])
-def test_in_lifted_transforms(lift) -> None:
-    def fn(params: Any, others: Any, x: Any) -> Any:
-        variables = {'params': {'layer': params}}
-        from_tree = Lifts(lift).apply(variables, x, {'layer': others})
-        return from_tree, Lifts(lift, warped).apply(variables, x)
-
-    def by_hand(params: Any, others: Any, x: Any) -> Any:
-        return tuple(
-            Lifts(lift).apply({'params': {'layer': p}}, x)
-            for p in (others, mapped(params))
-        )
-
-    if lift == 'while_loop':  # No derivative of it goes backwards.
-        tangents = (PARAMS, OTHERS, X)
-        assert_same(*(jax.jvp(f, (PARAMS, OTHERS, X), tangents) for f in (fn, by_hand)))
-        return
-
-    def grads(f: Any) -> Any:
-        return stepwise.evaluate(functools.partial(oracle.grads, f), PARAMS, OTHERS, X)
-
-    assert_same(grads(fn), grads(by_hand))
 
 
 class Stack(linen.Module):
@@ -409,15 +366,6 @@ def test_values_that_are_arguments_retrace_nothing() -> None:
     for factor in (1.0, 2.0, 3.0):
         assert_same(fn(scaled(factor)), exact(scaled(factor)) ** 4)
     assert (helper.count, len(bodies)) == (1, 1)
-
-
-def test_kept_values_that_were_derived_before_the_jitted_function() -> None:
-    bound = Exact().bind({'params': ONES})
-    inner = jax.jit(lambda x: x * bound.w2)
-    for factor in (2.0, 3.0, 2.0):
-        with nn.substitute({'w': scaled(factor)['w']}):
-            assert_same(bound.w2, scaled(factor)['w'] ** 2)
-            assert_same(inner(X), X * scaled(factor)['w'] ** 2)
 
 
 def test_a_trace_that_opens_a_block_of_its_own() -> None:

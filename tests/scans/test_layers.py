@@ -204,31 +204,6 @@ def test_parameters_that_are_handed_through_keep_their_gradient():
         penalty(params, Net('nested', slice(0, 3)))
 
 
-def test_blocks_and_wrappers_around():
-    variables = variables_of('nested')['params']
-
-    def grads(net, stop=lambda params: params, block=None):
-        def loss(params):
-            if block is None:
-                return jnp.sum(net.apply({'params': stop(params)}, X)[0])
-            with block:
-                return jnp.sum(net.apply({'params': params}, X)[0])
-
-        return jax.jit(jax.grad(loss))(variables)
-
-    def by_hand(params):
-        stopped = oracle.stopped(params, lambda path: path == 'above/kernel')
-        return masked(stopped, slice(0, 2))
-
-    net = Net('nested', slice(0, 2))
-    expected = grads(Net('nested'), by_hand)
-    oracle.assert_same(grads(net, block=nn.stop_gradient('above/kernel')), expected)
-    oracle.assert_same(grads(nn.Frozen(net, 'above/kernel')), expected)
-    whole = grads(net, block=nn.stop_gradient('layers/**'))
-    assert oracle.is_zero(whole['layers'])
-    assert not oracle.is_zero(whole['below'])
-
-
 # What it costs.
 
 WIDE, DEEP, FROZEN = 64, 8, 6

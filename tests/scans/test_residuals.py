@@ -150,45 +150,29 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
 
     class Layer(linen.Module):
         wrap: Any
-        how: str
 
         @linen.compact
         def __call__(self, x, _):
             other = linen.Dense(WIDTH, name='other')
-            if self.how == 'field':
-                base = linen.Sequential([linen.Dense(WIDTH), lambda x: other(x)])
-                return jnp.tanh(self.wrap(base)(x)), None
-            return jnp.tanh(self.wrap(Calls(name='base'))(x, lambda x: other(x))), None
+            base = linen.Sequential([linen.Dense(WIDTH), lambda x: other(x)])
+            return jnp.tanh(self.wrap(base)(x)), None
 
-    class Calls(linen.Module):
-        @linen.compact
-        def __call__(self, x, fn):
-            return fn(linen.Dense(WIDTH)(x))
+    def model(wrap: Any) -> Any:
+        return linen.scan(
+            Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+        )(wrap)
 
-    for how in ('field', 'argument'):
-
-        def model(wrap: Any, how: str = how) -> Any:
-            return linen.scan(
-                Layer,
-                variable_axes={'params': 0},
-                split_rngs={'params': True},
-                length=2,
-            )(wrap, how)
-
-        params = model(bare).init(jax.random.key(0), X, None)['params']
-        model(nn.Frozen).init(jax.random.key(0), X, None)  # That costs nothing.
-        with pytest.warns(errors.ScanMemoryWarning) as caught:
-            actual = oracle.grads(
-                lambda p, m=model: m(nn.Frozen).apply({'params': p}, X, None)[0], params
-            )
-        warning = caught.pop()  # Matched whole in tests/errors.
-        assert warning.filename == __file__
-        assert f'at least {4 * (WIDTH + 1) * WIDTH:,} bytes' in str(warning.message)
-        expected = oracle.grads(
-            lambda p, m=model: m(bare).apply({'params': oracle.stopped(p)}, X, None)[0],
-            params,
+    params = model(bare).init(jax.random.key(0), X, None)['params']
+    model(nn.Frozen).init(jax.random.key(0), X, None)  # That costs nothing.
+    with pytest.warns(errors.ScanMemoryWarning) as caught:
+        actual = oracle.grads(
+            lambda p: model(nn.Frozen).apply({'params': p}, X, None)[0], params
         )
-        oracle.assert_same(actual, expected)
+    assert caught.pop().filename == __file__  # Matched whole in tests/errors.
+    expected = oracle.grads(
+        lambda p: model(bare).apply({'params': oracle.stopped(p)}, X, None)[0], params
+    )
+    oracle.assert_same(actual, expected)
 
 
 def test_where_a_scope_lies() -> None:
