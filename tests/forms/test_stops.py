@@ -121,7 +121,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     'the wrong way round': (
         ('enc/**', Model),
         {},
-        r'nn\.stop_gradient\(Model, where\)',
+        r'nn\.stop_gradient\(nn\.Dense, where\)',
     ),
     'methods of a function': (
         (lambda mdl: None, 'enc/**'),
