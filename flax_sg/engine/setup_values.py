@@ -68,7 +68,7 @@ def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
             return _computed_anew(original, self, name)
         kept = original(self, '__dict__')
         if name not in kept and name[:2] != '__' and not hasattr(cls, name):
-            self._try_setup()  # As ``Module.__getattr__`` does.
+            modules.run_setup(self)  # As ``Module.__getattr__`` does.
         value = original(self, name)
         return _seen(self, name, value) if name in kept else value
 

@@ -77,7 +77,7 @@ class Derivatives(Dependence):
         if any(map(_is_ref, eqn.outvars)):
             return safe  # The equations that read the new array are refused.
         # A primitive of a user, ``jax.experimental.hijax``: its class holds the rule.
-        owner = eqn.params.get('_prim')
+        owner = jaxprs.user_primitive_of(eqn)
         has_rule = 'vjp' in name or owner is not None
         if has_rule:
             safe = [row and row | FROM_NOTHING for row in safe]

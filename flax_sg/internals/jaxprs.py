@@ -58,6 +58,11 @@ def checkpoint_of(eqn: Any) -> Checkpoint | None:
     return Checkpoint(params['jaxpr'], params['policy'], params['prevent_cse'])
 
 
+def user_primitive_of(eqn: Any) -> Any:
+    """The primitive of a user (``jax.experimental.hijax``) in an equation, or None."""
+    return eqn.params.get('_prim')
+
+
 def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Runs one equation of a jaxpr, as ``jax.core.eval_jaxpr`` does."""
     params = equation.primitive.get_bind_params(equation.params)

@@ -171,7 +171,7 @@ def _names_of_flax() -> frozenset[str]:
 OF_FLAX = _names_of_flax()
 # Primitives and equation parameters, whose names differ between versions.
 OF_JAX = (jaxprs.CALLS | jaxprs.CUSTOM_CALLS) - {'jit', 'shard_map', 'checkpoint'}
-OF_JAX |= {'call_jaxpr', 'fun_jaxpr', 'num_consts', 'num_carry', 'ft_in'}
+OF_JAX |= {'call_jaxpr', 'fun_jaxpr', 'num_consts', 'num_carry', 'ft_in', '_prim'}
 OF_PYTHON = frozenset(['_asdict', '_fields', '_replace'])
 # Methods of Flax that a module replaces, where that is its task.
 OVERRIDES = {
