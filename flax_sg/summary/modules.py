@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from flax import linen
 from flax.core.scope import DenyList
 
 from flax_sg import errors
-from flax_sg.errors.texts import brief
+from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.flow.analysis import Analysis
 from flax_sg.internals import tracing
@@ -20,18 +20,20 @@ from flax_sg.rendering import text
 from flax_sg.trees import leaves
 
 TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
+_LINES, _WIDTH = 50, 80
 
 
 def tabulate(
     module: linen.Module,
     rngs: Any,
-    depth: int | None = None,
+    depth: int | Literal['fit'] | None = 'fit',
     **kwargs: Any,
 ) -> Callable[..., str]:
     """Returns a function that shows which modules of a model are trained.
 
     A module's row counts the parameters of its submodules too. Equal neighbouring
-    layers share one row. A partly frozen module is marked ``partly``.
+    layers share one row. A partly frozen module is marked ``partly``. A table wider
+    than 80 columns leaves out the classes.
 
     >>> import jax, jax.numpy as jnp, flax_sg as sg
     >>> from flax_sg import linen as nn
@@ -49,7 +51,9 @@ def tabulate(
     Args:
         module: the module.
         rngs: random keys, as for ``init``.
-        depth: how many submodules deep the table goes. Default all of them.
+        depth: how many submodules deep the table goes, or ``None`` for all of them. The
+            default ``'fit'`` goes as deep as fits into 50 lines, at least one deep. The
+            last lines say if the table leaves modules out.
         **kwargs: further arguments of ``init``; ``method=`` chooses the method. Only
             the method's outputs decide what is trained. If the loss trains more, give
             a method that returns the loss.
@@ -60,6 +64,7 @@ def tabulate(
 
     Raises:
         ArgumentTypeError: if ``module`` is not a Module instance.
+        ArgumentValueError: if ``depth`` is not an int, ``None`` or ``'fit'``.
 
     Note:
         Modules without parameters are left out. For flops and the shapes of inputs and
@@ -70,12 +75,21 @@ def tabulate(
             f'tabulate() takes a Module instance, and was given {brief(module)}.\n'
             'Make the module: sg.tabulate(Model(...), rngs)(x).'
         )
+    if not isinstance(depth, int) and depth not in ('fit', None):
+        raise unknown_choice('depth', depth, ('fit', 1, 2, None))
 
     def show(*args: Any, **call_kwargs: Any) -> str:
         program = program_of(module, rngs, args, {**call_kwargs, **kwargs})
         parameters = program.parameters()
         rows = rows_of(program.classes, parameters)
-        lines = [_as_text(joined(rows, depth)), '']
+        deepest = max(len(row.names) for row in rows)
+        shown_to = deepest if depth is None else depth
+        if isinstance(shown_to, str):
+            fits = (n for n in range(deepest, 1, -1) if len(joined(rows, n)) <= _LINES)
+            shown_to = next(fits, 1)
+        lines = [_as_text(joined(rows, shown_to)), '']
+        if shown_to < deepest:
+            lines.append(f'Shown to depth={shown_to}; depth=None shows all modules.')
         trainable, frozen = (
             amount([leaf for _, leaf, is_trained in parameters if is_trained is kind])
             for kind in (True, False)
@@ -146,9 +160,9 @@ def rows_of(
     )
 
 
-def joined(rows: Sequence[Row], depth: int | None = None) -> list[Row]:
+def joined(rows: Sequence[Row], depth: int) -> list[Row]:
     """Keeps rows to a depth; joins equal repeated layers and adds up their counts."""
-    shown = [row for row in rows if depth is None or len(row.names) <= depth]
+    shown = [row for row in rows if len(row.names) <= depth]
     repeated = text.repeated([row.names for row in shown], [row[1:] for row in shown])
     return [
         Row(names, row.cls, len(same) * row.trainable, len(same) * row.frozen)
@@ -159,6 +173,7 @@ def joined(rows: Sequence[Row], depth: int | None = None) -> list[Row]:
 
 def _as_text(rows: Sequence[Row]) -> str:
     counts = ['parameters', 'trainable']
+    head = ['module', 'class', *counts, 'gradient']
     cells = [
         [
             '  ' * len(row.names) + (row.names[-1] if row.names else '(model)'),
@@ -169,7 +184,11 @@ def _as_text(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return text.table(['module', 'class', *counts, 'gradient'], cells, right=counts)
+    table = text.table(head, cells, right=counts)
+    if max(map(len, table.splitlines())) <= _WIDTH:
+        return table
+    without = [[name, *rest] for name, _, *rest in (head, *cells)]
+    return text.table(without[0], without[1:], right=counts)
 
 
 # Parameters are immutable here: written collections do not count as outputs.

@@ -53,6 +53,10 @@ def layers(frozen_layers: Any) -> None:
 
 
 CASES: dict[str, tuple[Any, ...]] = {
+    'a depth of a table': (
+        lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
+        "ArgumentValueError: depth='all': expected 'fit' or 1 or 2 or None.",
+    ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
         'ExpectationError: The two functions compile to different programs: negate 0 '

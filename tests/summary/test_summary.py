@@ -244,15 +244,48 @@ def shown(model: linen.Module, **options: Any) -> list[str]:
     return sg.tabulate(model, KEY, **options)(X).splitlines()
 
 
-def test_a_large_model_is_shown_to_a_depth():
+def test_a_large_model_is_shown_as_deep_as_can_be_read(monkeypatch):
     model = Block(2, differ=True)
-    whole = shown(model)
+    whole = shown(model, depth=None)
     for depth, lines in ((1, 5), (2, 13), (3, 21)):
         cut = shown(model, depth=depth)
         # What is not shown is counted.
         assert (cut[2].split(), cut[-1]) == (whole[2].split(), whole[-1])
-        assert len(cut) == 4 + lines
-    assert whole == shown(model, depth=3)
+        note = f'Shown to depth={depth}; depth=None shows all modules.'
+        assert (cut[-2] == note) == (depth < 3)
+        assert len(cut) == 4 + lines + (depth < 3)
+    assert whole == shown(model) == shown(model, depth=3)
+    for room, depth in ((21, 3), (20, 2), (13, 2), (12, 1), (2, 1)):
+        monkeypatch.setattr(modules, '_LINES', room)
+        assert shown(model) == shown(model, depth=depth)
+
+
+class Transformer(linen.Module):
+    """Layers that differ from one to the next, as in a model under fine-tuning."""
+
+    @linen.compact
+    def __call__(self, x):
+        for n in range(12):
+            with nn.stop_gradient('*/attention/query/**' if n % 2 else False):
+                x = Attention(name=f'encoder_layer_{n}')(x)
+        return linen.Dense(2, name='classifier')(x)
+
+
+class Attention(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.MultiHeadDotProductAttention(2, name='attention')(x)
+        return linen.Dense(4, name='output')(x)
+
+
+def test_a_usual_model_is_read_on_a_screen_of_80_columns():
+    whole, fitting = shown(Transformer(), depth=None), shown(Transformer())
+    assert (len(whole), len(fitting)) == (4 + 86, 5 + 38)
+    assert max(map(len, whole)) <= 80
+    # No word is cut: classes with long names are left out.
+    names = ['parameters', 'trainable', 'gradient']
+    assert whole[0].split() == ['module', *names]
+    assert shown(Transformer(), depth=1)[0].split() == ['module', 'class', *names]
 
 
 class Deep(linen.Module):
