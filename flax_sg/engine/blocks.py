@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Generator, Iterable
@@ -75,7 +76,6 @@ class Block:
         collections: the collections met so far.
         reads: the variables that were read.
         took: whether the filter selects a variable in ``reads``.
-        made: the leaves that a rule on cotangents has made.
         closed_root: the top scope of the owner, once the block is closed.
         ended: set by another thread, once the block's code has ended there.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
@@ -98,11 +98,15 @@ class Block:
     collections: set[str] = field(default_factory=set)
     reads: set[Key] = field(default_factory=set)
     took: bool = False
-    made: Made = field(default_factory=Made)
     closed_root: weakref.ref[Scope] | None = None
     ended: bool = False
     is_open: bool = True
     home: cache_keys.Number | None = None
+
+    @functools.cached_property
+    def made(self) -> Made:
+        """The leaves that a rule on cotangents has made."""
+        return Made()
 
 
 class Root:

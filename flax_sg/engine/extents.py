@@ -102,14 +102,14 @@ def close_last(
         BlockError: if ``rewrite`` is not open in this thread, and no exception other
             than GeneratorExit ends the block.
     """
-    here = Place.here()
     mine = [b for b in thread.blocks if b.rewrite is rewrite and not b.ended]
+    if len(mine) == 1:
+        return close_block(mine[0], READS if exc_type is None else NOTHING)
+    here, place, elsewhere = Place.here(), None, ''
     # A suspended generator and the code around it may both have opened ``rewrite``.
     mine = [block for block in mine if block.place.frame == here.frame] or mine
     if mine:
-        close_block(mine[-1], READS if exc_type is None else NOTHING)
-        return
-    place, elsewhere = None, ''
+        return close_block(mine[-1], READS if exc_type is None else NOTHING)
     for block in hooking.users_of_hooks():
         if isinstance(block, Block) and block.rewrite is rewrite:
             place = block.place

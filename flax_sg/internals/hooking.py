@@ -173,13 +173,11 @@ def release_hooks(user: object) -> None:
             return
         _complete = False
         for (owner, name), before in tuple(_before.items()):
-            if (owner, name) not in _before:  # A garbage collection restored it.
-                continue
             if before is not _INHERITED:
                 setattr(owner, name, before)
             elif name in owner.__dict__:
                 delattr(owner, name)
-            _before.pop((owner, name), None)
+        _before.clear()
 
 
 class released:  # noqa: N801 (read as ``with released(user)``)
