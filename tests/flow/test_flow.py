@@ -412,6 +412,11 @@ def test_host_callbacks():
 def test_primitives_without_a_derivative():
     # A number is an output that nothing trains.
     assert flow_of(lambda p: (p, 1.0), A).status == (('flows',), ('unused',))
+    # A parameter that is an output itself is used there.
+    [use] = flow_of(lambda p: p, A).uses_of('')
+    assert use.stopped is False
+    [use] = flow_of(lax.stop_gradient, A).uses_of('')
+    assert use.stopped is True
     with refused('igamma_grad_a'):
         flow_of(lambda p: lax.igamma_grad_a(p, jnp.ones_like(p)), A)
 

@@ -302,10 +302,13 @@ def test_equal_rules_do_not_trace_again_and_others_do():
     scaled = lambda path, ct, n: ct * n  # noqa: E731
 
     class Bounds:
-        def clip(self, path, ct):
-            return jnp.minimum(ct, 1.0)
+        def __init__(self, bound):
+            self.bound = bound
 
-    bounds = Bounds()
+        def clip(self, path, ct):
+            return jnp.minimum(ct, self.bound)
+
+    one, two = Bounds(1.0), Bounds(2.0)
     makers: list[Callable[[], Any]] = [
         lambda: nn.map_cotangent('w', twice),
         lambda: nn.map_cotangent('w', thrice),
@@ -322,7 +325,8 @@ def test_equal_rules_do_not_trace_again_and_others_do():
         lambda: nn.print_cotangent('w'),
         lambda: nn.stop_gradient('w', levels=1),
         lambda: nn.stop_gradient('w'),
-        lambda: nn.map_cotangent('w', bounds.clip),
+        lambda: nn.map_cotangent('w', one.clip),
+        lambda: nn.map_cotangent('w', two.clip),
     ]
     values = []
     for number, make in enumerate(makers, start=1):
@@ -330,7 +334,7 @@ def test_equal_rules_do_not_trace_again_and_others_do():
             with make():
                 values.append(float(grad(jnp.array([1.0]))[0]))
         assert len(traces) == number
-    expected = [6, 9, 6, 9, 6, 12, -6, 2, 2, 1, 8, 2, 3, 0, 0, 1]
+    expected = [6, 9, 6, 9, 6, 12, -6, 2, 2, 1, 8, 2, 3, 0, 0, 1, 2]
     assert values == [float(e) for e in expected for _ in '12']
 
 
