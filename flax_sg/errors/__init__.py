@@ -63,10 +63,10 @@ class UnusedFilterError(FlaxSGError, ValueError):
         with nn.stop_gradient('gln/**'):  # right
             y = self.gln(x)
 
-    The message shows the pattern, how many variables were looked at, and the nearest
-    paths. It is raised too for a collection that does not exist, for a value of
-    ``substitute`` or a bool that belongs to no variable, and for a block at top level
-    in which no variable was read::
+    The message shows the pattern, how many variables were looked at, the nearest
+    paths, and what was meant if a name is misspelled. It is raised too for a
+    collection that does not exist, for a value of ``substitute`` or a bool that belongs
+    to no variable, and for a block at top level in which no variable was read::
 
         grads = vjp_fn(ct)                      # made by jax.vjp before the block
         with nn.stop_gradient('encoder/**'):    # wrong: nothing is read in here

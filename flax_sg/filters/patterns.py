@@ -1,6 +1,7 @@
 """Filters by pattern: globs and regular expressions on whole paths.
 
-A pattern that matches no variable raises an error, which shows the nearest paths.
+A pattern that matches no variable raises an error, which shows the nearest paths,
+and the pattern without a typo.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Glob(Atom):
         return path == self.pattern or self._fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        return _advice(self.pattern, paths, 'encoder/**')
+        return _advice(self.pattern, paths, 'encoder/**', glob_regex)
 
     def __repr__(self) -> str:
         return f'Glob({self.pattern!r})'
@@ -107,21 +108,43 @@ class Regex(Atom):
         return self.pattern.fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        return _advice(self.pattern.pattern, paths, 'encoder/.*')
+        return _advice(self.pattern.pattern, paths, 'encoder/.*', re.compile)
 
     def __repr__(self) -> str:
         return f'Regex({self.pattern!r})'
 
 
-def _advice(pattern: str, paths: Sequence[Path], example: str) -> str:
+def _advice(
+    pattern: str,
+    paths: Sequence[Path],
+    example: str,
+    compiled: Callable[[str], re.Pattern[str]],
+) -> str:
     # A pattern may begin with the collection, or with names of modules further out.
     known = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
     near = [known[text] for text in nearest(pattern, known)]
-    return (
-        f'Nearest: {", ".join(map(repr, near))}.\n'
+    hint = (
         f'A pattern matches whole paths, from below the collection: {example!r} takes '
         'all variables in encoder.'
     )
+    respelled = _respelled(pattern, near[0])
+    if compiled(respelled).fullmatch(near[0]):
+        hint = f'Did you mean {respelled!r}?'
+    return f'Nearest: {", ".join(map(repr, near))}.\n{hint}'
+
+
+def _respelled(pattern: str, path: str) -> str:
+    """The pattern, with the names of a path in place of names that look like them.
+
+    >>> _respelled('encodr/**', 'encoder/kernel')
+    'encoder/**'
+    """
+    names, there = pattern.split('/'), path.split('/')
+    for n, (name, other) in enumerate(zip(names, there, strict=False)):
+        # What is no identifier may have a meaning in the pattern.
+        if (name + other).isidentifier():
+            names[n] = (*difflib.get_close_matches(name, [other], 1, 0.75), name)[0]
+    return '/'.join(names)
 
 
 # What a glob may be made of. A set ends within its component.

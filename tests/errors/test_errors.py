@@ -196,8 +196,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: run(nn.stop_gradient('encodr/**')),
         "UnusedFilterError: Glob('encodr/**') matches none of the 4 variables.\n"
         "Nearest: 'encoder/bias', 'encoder/kernel', 'norm/bias'.\n"
-        "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
-        'all variables in encoder.\n'
+        "Did you mean 'encoder/**'?\n"
         "If nothing has to match, pass unused='ignore'.",
     ),
     'unknown collection': (

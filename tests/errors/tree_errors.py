@@ -39,8 +39,7 @@ OTHER_STATE = (
 NOTHING = (
     "Glob('haed/w') matches none of the 2 variables.\n"
     "Nearest: 'head/w', 'body/w'.\n"
-    "A pattern matches whole paths, from below the collection: 'encoder/**' takes all "
-    'variables in encoder.\n'
+    "Did you mean 'head/w'?\n"
     "If nothing has to match, pass unused='ignore'."
 )
 adam = optax.adam(0.1)

@@ -551,6 +551,27 @@ def test_a_filter_that_matches_nothing_shows_paths(where, met, owner, line):
     assert unused(where, met, owner).startswith(line)
 
 
+# A filter that matches nothing, and what it says after the nearest paths.
+MEANT: list[tuple[Any, str]] = [
+    ('gnl_0/kernel', "Did you mean 'gln_0/kernel'?"),
+    ('gnl_0/**', "Did you mean 'gln_0/**'?"),
+    ('norm/man', "Did you mean 'norm/mean'?"),
+    (re.compile('nrom/.*'), "Did you mean 'norm/.*'?"),
+    # No typo alone: another depth, a wildcard, names that are not alike, a group.
+    ('gnl_0', "A pattern matches whole paths, from below the collection: 'encoder/**'"),
+    ('gnl_*/**', 'A pattern matches whole paths'),
+    ('encoder/**', 'A pattern matches whole paths'),
+    ('norm/variance', 'A pattern matches whole paths'),
+    (re.compile('(nrom/mean)'), 'A pattern matches whole paths, from below the col'),
+]
+
+
+@pytest.mark.parametrize(('where', 'line'), MEANT)
+def test_a_typo_is_told(where, line):
+    error = as_filter(where).unused(False, TOP, None)
+    assert str(error).splitlines()[2].startswith(line)
+
+
 def test_names_are_shown_by_the_first_three():
     for names, shown in (
         ('cba', '<m/a, m/b, m/c>'),
