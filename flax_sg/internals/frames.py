@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import types
+from typing import Any
 
 import flax
 import jax
@@ -45,6 +46,17 @@ def frame_of_user(depth: int) -> types.FrameType:
     while found.f_back is not None and not is_of_user(found.f_code):
         found = found.f_back
     return found
+
+
+def argument_of(package: str, function: str, name: str) -> Any:
+    """Returns an argument of a package's running function; None if none is running."""
+    found = frame(1)
+    while found is not None:
+        module = found.f_globals.get('__name__', '')
+        if found.f_code.co_name == function and module.split('.')[0] == package:
+            return found.f_locals[name]
+        found = found.f_back
+    return None
 
 
 def file_name(file: str) -> str:

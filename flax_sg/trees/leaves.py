@@ -24,6 +24,7 @@ from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.filters.patterns import nearest
+from flax_sg.internals import frames
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.operators import operators
 
@@ -31,6 +32,14 @@ Keys: TypeAlias = tuple[Any, ...]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    updates = frames.argument_of('optax', 'apply_updates', 'updates')
+    absent = [path for path, leaf in leaves_of(updates) if is_absent(leaf)]
+    if absent:  # The first one is the one that is added.
+        raise errors.AbsentLeafError(
+            f'optax.apply_updates adds ABSENT to {absent[0]!r}: no gradient was '
+            'computed for this parameter.\n'
+            'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.'
+        )
     raise errors.AbsentLeafError(
         'ABSENT is no array: this leaf was not selected, or is in another part of the '
         'tree.\n'
