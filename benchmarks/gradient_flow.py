@@ -43,7 +43,7 @@ def main() -> None:
             return model.apply({'params': params}, x)
 
         start = time.process_time()
-        analysis = Analysis.of(loss, params, [x])
+        analysis = Analysis.of(loss, (params, x))
         traced = seconds(start)
         start = time.process_time()
         report = analysis.report()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from flax_sg.flow.derivatives import Derivatives, has_tangent
 from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
 from flax_sg.internals import jaxprs
-from flax_sg.trees.leaves import is_differentiable, leaves_of, path_of
+from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, path_of
 from flax_sg.trees.trainable import chosen
 
 # What JAX raises where a program asks for a value that has only a shape.
@@ -34,8 +34,8 @@ _ASKED_FOR_A_VALUE = (
 
 def gradient_flow(
     fun: Callable[..., Any],
-    params: Any,
     *args: Any,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     wrt: filters.Where | None = None,
 ) -> GradientFlow:
@@ -74,10 +74,10 @@ def gradient_flow(
     Args:
         fun: a function of pytrees that returns a pytree of arrays of any shape, or an
             unbound module for its ``apply``.
-        params: its first argument, a tree of parameters or of their shapes
-            (``jax.ShapeDtypeStruct``, ``jax.eval_shape``). If several arguments hold
-            parameters, ask about a function of one dict of them.
-        *args: its other arguments, or their shapes.
+        *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
+            ``jax.eval_shape``).
+        argnums: which arguments hold the parameters, by default the first. With several
+            of them, each path in the report begins with the number of the argument.
         has_aux: whether ``fun`` returns ``(outputs, aux)``. The report leaves ``aux``
             out. Default False.
         wrt: the parameters to differentiate, a filter of any kind. All others count as
@@ -93,12 +93,13 @@ def gradient_flow(
         ArgumentTypeError: if a parameter goes into a host callback, a mutable array or
             a primitive that JAX cannot differentiate.
         UnusedFilterError: if a part of ``wrt`` matches no leaf.
+        TypeError: if there is no argument at a position in ``argnums``.
 
     Note:
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    analysis = Analysis.of(fun, params, args, has_aux, wrt)
+    analysis = Analysis.of(fun, args, argnums, has_aux, wrt)
     analysis.check_outputs()
     return analysis.report()
 
@@ -151,7 +152,7 @@ def live(
             ``params``.
         ArgumentTypeError: as ``sg.gradient_flow``.
     """
-    analysis = Analysis.of(fun, params, args, has_aux, wrt)
+    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt)
     analysis.check_outputs()
     pairs = zip(analysis.parameters, analysis.trained(), strict=True)
     paths = [parameter.path for parameter, is_trained in pairs if is_trained]
@@ -185,7 +186,7 @@ class Analysis(NamedTuple):
         name: the name of the function, and where it stands.
         outputs: the path of each leaf that is returned, and its shape, or the leaf
             itself if it is no array.
-        parameters: the leaves of the differentiated argument.
+        parameters: the leaves of the differentiated arguments.
     """
 
     jaxpr: Any
@@ -197,24 +198,25 @@ class Analysis(NamedTuple):
     def of(
         cls,
         fun: Callable[..., Any],
-        params: Any,
         args: Sequence[Any],
+        argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         wrt: filters.Where | None = None,
     ) -> Analysis:
         """Traces a function once and finds its parameters; see ``gradient_flow``.
 
-        Python numbers in the differentiated argument are traced. In the other
+        Python numbers in the differentiated arguments are traced. In the other
         arguments they are constants.
         """
         run = fun.apply if isinstance(fun, linen.Module) else fun
         name = predicates.describe(run)
-        leaves, treedef = jax.tree.flatten((params, *args))
-        own = len(jax.tree.leaves(params))
+        leaves, treedef = jax.tree.flatten(tuple(args))
+        ranges = _ranges(args, argnums)
+        own = set(itertools.chain(*ranges.values()))
         inputs = {
             n: leaf
             for n, leaf in enumerate(leaves)
-            if _is_array(leaf) or (n < own and is_differentiable(leaf))
+            if _is_array(leaf) or (n in own and is_differentiable(leaf))
         }
         outputs: list[tuple[str, Any]] = []
 
@@ -238,15 +240,13 @@ class Analysis(NamedTuple):
                 'functools.partial(fun, ...).'
             ) from error
         slots = {leaf: slot for slot, leaf in enumerate(inputs)}
-        tree = leaves_of(params)
-        [mask] = chosen([tree], wrt)
-        numbers = itertools.count()
+        trees = [leaves_of(args[position]) for position in ranges]
+        masks = chosen(trees, wrt)
         parameters: list[Parameter] = []
-        for (path, leaf), is_wanted in zip(tree, mask, strict=True):
-            inside = itertools.islice(numbers, len(jax.tree.leaves(leaf)))
-            mine = tuple(slots[n] for n in inside if n in slots)
-            if mine:
-                parameters.append(Parameter(path, mine, is_wanted))
+        for position, tree, mask in zip(ranges, trees, masks, strict=True):
+            prefix = () if isinstance(argnums, int) else (str(position),)
+            numbers = iter(ranges[position])
+            parameters += _parameters(prefix, tree, mask, numbers, slots)
         return cls(closed.jaxpr, name, outputs, parameters)
 
     def check_outputs(self) -> None:
@@ -343,6 +343,38 @@ class Analysis(NamedTuple):
             'If none should come back from there, apply jax.lax.stop_gradient before.\n'
             'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
         ) from next((error for _, error in flow.refused if error), None)
+
+
+def _ranges(args: Sequence[Any], argnums: int | Sequence[int]) -> dict[int, range]:
+    """The numbers of the leaves of each differentiated argument, by its position."""
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    for position in positions:
+        if not -len(args) <= position < len(args):
+            raise TypeError(
+                f'argnums={position} is out of range: arguments are counted from 0, '
+                f'and {len(args)} were given.'
+            )
+    sizes = (len(jax.tree.leaves(arg)) for arg in args)
+    ends = list(itertools.accumulate(sizes, initial=0))
+    of_all = [range(*pair) for pair in itertools.pairwise(ends)]
+    return {position % len(args): of_all[position] for position in positions}
+
+
+def _parameters(
+    prefix: tuple[str, ...],
+    tree: Leaves,
+    mask: Sequence[Any],
+    numbers: Iterator[int],
+    slots: Mapping[int, int],
+) -> Iterator[Parameter]:
+    """The parameters of one argument, whose leaves have these numbers."""
+    for (path, leaf), is_wanted in zip(tree, mask, strict=True):
+        inside = itertools.islice(numbers, len(jax.tree.leaves(leaf)))
+        mine = tuple(slots[n] for n in inside if n in slots)
+        if prefix:
+            path = Path.of(path.collection, (*prefix, *filter(None, path.parts)))
+        if mine:
+            yield Parameter(path, mine, is_wanted)
 
 
 def _status(live: int, read: int) -> str:

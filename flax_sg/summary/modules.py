@@ -214,7 +214,7 @@ class Program(NamedTuple):
     def parameters(self) -> list[tuple[Path, Any, bool]]:
         """Returns the path and shape of each parameter, and if the outputs train it."""
         params = self.variables.get('params', {})
-        analysis = Analysis.of(self.forward, params, [self.rest], has_aux=True)
+        analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
         pairs = zip(analysis.parameters, analysis.trained(), strict=True)
         live = {parameter.path for parameter, is_trained in pairs if is_trained}
         return [(path, leaf, path in live) for path, leaf in leaves.leaves_of(params)]

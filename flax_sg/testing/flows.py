@@ -17,6 +17,7 @@ def assert_flows(
     where: filters.Where,
     *args: Any,
     output: filters.Where | None = None,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains every selected parameter.
@@ -39,6 +40,8 @@ def assert_flows(
             None for a report.
         output: the outputs of the function to look at, a filter on their names. Each of
             them has to train the parameters. By default they may do so together.
+        argnums: which arguments hold parameters, by default the first; see
+            ``sg.gradient_flow``.
         has_aux: whether the function returns ``(outputs, aux)``. Default False.
 
     Raises:
@@ -48,7 +51,7 @@ def assert_flows(
         NotDifferentiableError: if ``where`` selects only leaves without a gradient.
         ArgumentTypeError: if arguments are given with a report.
     """
-    _check(loss, args, has_aux, where, output)
+    _check(loss, args, argnums, has_aux, where, output)
 
 
 def assert_stopped(
@@ -56,6 +59,7 @@ def assert_stopped(
     where: filters.Where,
     *args: Any,
     output: filters.Where | None = None,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains no selected parameter.
@@ -74,7 +78,7 @@ def assert_stopped(
     Expected no gradient to 'encoder', but the loss trains 1 of its parameters: encoder.
     encoder is used at ...
     """
-    _check(loss, args, has_aux, where, output, trained=False)
+    _check(loss, args, argnums, has_aux, where, output, trained=False)
 
 
 def assert_trains_only(
@@ -82,6 +86,7 @@ def assert_trains_only(
     where: filters.Where,
     *args: Any,
     output: filters.Where | None = None,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains every selected parameter and no other one.
@@ -97,7 +102,7 @@ def assert_trains_only(
     >>> assert_trains_only(losses, 'head', params, jnp.ones(2), output='head')
     >>> assert_trains_only(losses, ['encoder', 'head'], params, jnp.ones(2))
     """
-    _check(loss, args, has_aux, where, output, only=True)
+    _check(loss, args, argnums, has_aux, where, output, only=True)
 
 
 def broken(
@@ -199,6 +204,7 @@ def _paths(names: Sequence[str]) -> list[Path]:
 def _check(
     loss: Callable[..., Any] | flow.GradientFlow,
     args: tuple[Any, ...],
+    argnums: int | Sequence[int],
     has_aux: bool,
     where: filters.Where,
     output: filters.Where | None,
@@ -207,7 +213,7 @@ def _check(
 ) -> None:
     """Raises ``ExpectationError`` if a function or a report is not as expected."""
     if not isinstance(loss, flow.GradientFlow):
-        loss = flow.gradient_flow(loss, *args, has_aux=has_aux)
+        loss = flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
     elif args:
         several = '1 argument' if len(args) == 1 else f'{len(args)} arguments'
         raise errors.ArgumentTypeError(

@@ -112,6 +112,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         'positional arguments to be passed by the caller, but got only 1 positional '
         'arguments',
     ),
+    'an argument of a report that there is not': (
+        lambda: sg.gradient_flow(product, PARAMS, argnums=1),
+        'TypeError: argnums=1 is out of range: arguments are counted from 0, and 1 '
+        'were given.',
+    ),
     'outputs without others': (
         lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
         'TypeError: With has_aux=True the function has to return a pair (outputs, '

@@ -166,6 +166,27 @@ def test_what_classes_declare_is_followed_and_a_filter_takes_its_place():
     assert [use.stopped for use in report.uses_of('kernel')] == [True]
 
 
+def test_argnums_are_those_of_jax():
+    def fn(p, x, scale, q):
+        return p['params']['w'] * x * lax.stop_gradient(q)
+
+    p = {'params': {'w': A}, 'stats': {'m': 2.0}}
+    report = flow_of(fn, p, A, 2, B, argnums=(0, -1))
+    assert report.parameters == ('0/w', '0/m', '3')
+    assert report.status == (('flows', 'unused', 'stopped'),)
+    assert report.parameters[1].collection == 'stats'
+    # With one argument, paths are those of its tree.
+    report = flow_of(fn, p, {'x': A}['x'], 2, {'b': B}['b'], argnums=1)
+    assert (report.parameters, report.status) == (('',), (('flows',),))
+    # A filter is asked for paths in each argument, as in sg.grad.
+    trees = {'w': A, 'v': A}, {'w': B, 'v': B}
+    report = flow_of(
+        lambda a, b: a['w'] * b['w'] * b['v'], *trees, argnums=(1, 0), wrt='w'
+    )
+    assert report.parameters == ('1/v', '1/w', '0/v', '0/w')
+    assert report.status == (('stopped', 'flows', 'unused', 'flows'),)
+
+
 def test_aux_is_that_of_jax():
     def fn(p, scale):
         return p['w'] * lax.stop_gradient(p['q']), (p['w'] * p['q'], 'text', scale)

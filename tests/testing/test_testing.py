@@ -167,6 +167,18 @@ def message(holds, flow, *args, **kwargs) -> str:
     return str(info.value)
 
 
+def test_other_arguments_than_the_first():
+    def loss(x, encoder, head):
+        return jnp.sum(jax.lax.stop_gradient(encoder * x) * head)
+
+    a = jnp.ones(2)
+    testing.assert_flows(loss, True, a, a, a, argnums=2)
+    testing.assert_stopped(loss, True, a, a, a, argnums=(0, 1))
+    testing.assert_trains_only(loss, '2', a, a, a, argnums=(1, 2))
+    with pytest.raises(errors.ExpectationError, match=r'parameters: 1\.'):
+        testing.assert_flows(loss, '1', a, a, a, argnums=(1, 2))
+
+
 def test_a_failing_assertion_names_parameters_and_lines():
     only, stopped = testing.assert_trains_only, testing.assert_stopped
     where = ['gln_0/**', 'head/*']
