@@ -532,6 +532,41 @@ def test_writes_in_a_while_loop():
     )
 
 
+class Swaps(nn.Module):
+    """Each step of a scan exchanges the two halves of what it carries."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        pair = self.variable('cache', 'pair', lambda: (X, X))
+        pair.value = pair.value[::-1]
+        return x * pair.value[0], None
+
+
+class Swapped(Program):
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(Swaps, variable_carry='cache', length=2)(name='steps')
+        with self.inside():
+            y, _ = scan(x, None)
+        return y, scan.variables['cache']['pair']
+
+
+def test_what_a_loop_moves_was_written():
+    """Each step sees it as moved once, and two steps bring it back."""
+    pair = (X, jnp.cos(X))
+
+    def run(how):
+        def fn(pair, x):
+            pair = pair if how == 'block' else jax.tree.map(stop, pair)
+            variables = {'cache': {'steps': {'pair': pair}}}
+            return Swapped(how).apply(variables, x, mutable=['cache'])[0]
+
+        y, pull_back = jax.vjp(fn, pair, X)
+        return y, pull_back(jax.tree.map(jnp.sin, y))
+
+    assert_same(run('block'), run('hand'))
+
+
 # What a rule must not touch: the new value of these is their gradient.
 
 
