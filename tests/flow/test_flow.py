@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 import types
 from typing import Any
@@ -22,7 +21,7 @@ import oracle
 import test_random_models as random_models
 import uses
 from flax_sg import linen as nn
-from flax_sg.flow import Use, derivatives
+from flax_sg.flow import derivatives
 from flax_sg.flow.dependence import Dependence, bit
 from flax_sg.flow.derivatives import Derivatives
 
@@ -297,56 +296,6 @@ def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
     assert source(first_user_of_a_cache).startswith('test_flow.py:')
     ipython.get_ipython = lambda: None
     assert source(program['loss']) == '4711.py:3 (loss)'
-
-
-def test_uses_in_loops_and_branches():
-    def fn(p):
-        def turn(carry, x):
-            return carry * p['const'] + x, lax.stop_gradient(p['const']) * x
-
-        last, each = lax.scan(turn, p['init'], p['xs'])
-        return last + lax.cond(
-            last[0] > 0, lambda a: jnp.sin(a), lambda a: jnp.sign(a), p['branch']
-        ), jnp.sum(each)
-
-    shapes = dict.fromkeys(('const', 'init', 'branch'), THREE)
-    report = flow_of(fn, {**shapes, 'xs': jax.ShapeDtypeStruct((2, 3), jnp.float32)})
-    assert report.stopped_in('const') == (1, 2)
-    assert report.stopped_in('init') == (0, 1)
-    assert report.stopped_in('branch') == (1, 2)
-    assert report.stopped_in('xs') == (0, 2)
-    assert {use.place for use in report.uses_of('const')} == {'scan'}
-
-
-# The result
-
-
-REPORT = sg.flow.GradientFlow(
-    ('one', 'two'),
-    ('enc/a/w', 'enc/b/w', 'w'),
-    (THREE,) * 3,
-    (('flows', 'stopped', 'unused'), ('stopped', 'stopped', 'unused')),
-    ((Use('p', 's', False), Use('q', 's', True)), (Use('p', 's', True),), ()),
-)
-
-
-def test_rows_are_plain_data():
-    rows = json.loads(json.dumps(REPORT.rows()))
-    assert [row['parameter'] for row in rows] == list(REPORT.parameters)
-    uses = [row.pop('uses') for row in rows]
-    assert rows[0] == {
-        'parameter': 'enc/a/w',
-        'shape': [3],
-        'dtype': 'float32',
-        'status': {'one': 'flows', 'two': 'stopped'},
-    }
-    assert [Use(**use) for use in uses[0]] == list(REPORT.uses[0])
-
-
-def test_rows_group_by_module():
-    groups = {'enc': ('partly', 'stopped'), '': ('unused', 'unused')}
-    assert REPORT.by_module(1) == groups
-    assert REPORT.live == (True, False, False)
 
 
 # Cost

@@ -14,7 +14,6 @@ from jax import lax
 
 import flax_sg as sg
 import oracle
-from benchmarks import models
 from flax_sg import linen as nn
 from flax_sg.filters import Derived, as_filter
 from flax_sg.trees.leaves import leaves_of
@@ -154,32 +153,3 @@ def test_a_derived_selection_may_be_empty():
     # What is written beside it still has to be there.
     with pytest.raises(sg.errors.UnusedFilterError, match='boby'):
         selected(nothing | 'boby/**')
-
-
-# From the Frozen parts of a module
-
-
-class Student(nn.Module):
-    """A frozen encoder, a partly frozen adapter, a head, and a view of the encoder."""
-
-    def setup(self):
-        self.encoder = nn.Frozen(nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(3)]))
-        self.adapter = nn.Frozen(models.LoRA(3), 'base/**')
-        self.head = nn.Dense(1)
-
-    def __call__(self, x):
-        return self.head(self.adapter(self.encoder(x)) + nn.mirror(self.encoder)(x))
-
-
-def test_masks_follow_the_frozen_parts_of_a_module():
-    student = Student()
-    variables = jax.eval_shape(student.init, jax.random.key(0), X)
-    live = sg.live(student, variables, X)
-    params = variables['params']
-    names = ['adapter/a', 'adapter/b', 'head/bias', 'head/kernel']
-    assert selected(live, params) == names
-    state = jax.eval_shape(sg.freeze(optax.adam(1e-3), ~live).init, params)
-    assert len(jax.tree.leaves(state)) == 1 + 2 * 4
-    # Collections that are no parameters are known too.
-    stated = {**variables, 'batch_stats': {'mean': X}}
-    assert sg.live(student, stated, X) != live

@@ -279,35 +279,3 @@ def test_for_trees():
         sg.mask({'elsewhere': 1.0}, frozen=norms)
     with pytest.raises(errors.UnusedFilterError):
         sg.mask(params, frozen=of_type(fnn.Conv, model, X))
-
-
-class Counts(fnn.Module):
-    @fnn.compact
-    def __call__(self, x: Any) -> Any:
-        x = fnn.BatchNorm(use_running_average=False, name='norm')(x)
-        return fnn.Dense(3, name='dense')(x)
-
-
-def test_what_a_transform_writes_in_a_block():
-    model = Named(fnn.jit(Counts))
-    variables = model.init(KEY, X)
-    kinds = 'params', 'batch_stats'
-
-    def run(params: Any) -> Any:
-        given = {**variables, 'params': params}
-        out, new = model.apply(given, X, mutable='batch_stats')
-        return jnp.sum(jnp.sin(out)), new
-
-    _, expected = run(variables['params'])
-    _, plain = jax.grad(run, has_aux=True)(variables['params'])
-    where = of_type(fnn.BatchNorm)
-    for _ in range(2):
-        with nn.stop_gradient(where, collections=kinds):
-            grads, new = jax.grad(run, has_aux=True)(variables['params'])
-        oracle.assert_same(new, plain)
-        assert oracle.is_zero(grads['norm']['norm'])
-        assert not oracle.is_zero(grads['norm']['dense'])
-        with nn.read_only(of_type(fnn.Dense), collections=kinds):
-            oracle.assert_same(run(variables['params'])[1], expected)
-        with pytest.raises(errors.ReadOnlyError), nn.read_only(where=where):
-            run(variables['params'])

@@ -20,7 +20,7 @@ from flax import linen
 
 import oracle
 import stepwise
-from flax_sg import Path, errors, filters, testing
+from flax_sg import Path, errors, filters
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
 from test_random_models import LONG
@@ -436,34 +436,6 @@ def model(body: Callable[[Any, Wrap, Any], Any]) -> Callable[[Wrap], Any]:
     return Model
 
 
-def lifted(use: Callable[[Any, Any], Any]) -> Callable[[Wrap], Any]:
-    """A wrapper that is handed to a transform of a function."""
-
-    def body(module: Any, wrap: Wrap, x: Any) -> Any:
-        inner = wrap(linen.Dense(4))
-        if module.is_initializing():
-            inner(x)  # Branches must not create variables.
-        return use(inner, x)
-
-    return model(body)
-
-
-class Holds(linen.Module):
-    inner: Any
-
-    @linen.compact
-    def __call__(self, x, *unused):
-        return jnp.tanh(linen.Dense(4, name='other')(self.inner(x))), None
-
-
-def held(lift: Any, **options: Any) -> Callable[[Wrap], Any]:
-    return model(
-        lambda _, wrap, x: lift(Holds, **options)(
-            wrap(Noisy(name='inner')), name='other_holds'
-        )(x, None)[0]
-    )
-
-
 class Cells(linen.Module):
     wrap: Wrap
 
@@ -494,25 +466,11 @@ class Adapter(linen.Module):
 
 
 MODELS: dict[str, Callable[[Wrap], Any]] = {
-    'map_variables': lifted(
-        lambda m, x: nn.map_variables(
-            lambda m, x: m(x),
-            'params',
-            lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree),
-            mutable=False,
-        )(m, x)
-    ),
-    'a field in scan': held(linen.scan, length=2, **STACKED),
     'a frozen cell': model(
         lambda _, wrap, x: linen.RNN(wrap(linen.GRUCell(4)))(x[:, None])[:, 0]
     ),
     'cells from elsewhere': Cells,
     'shares its scope': model(lambda _, wrap, x: Adapter(wrap=wrap)(x)),
-    'a lifted wrapper': model(
-        lambda _, wrap, x: (linen.remat(nn.Frozen) if wrap is nn.Frozen else bare)(
-            Noisy(name='inner')
-        )(x)
-    ),
 }
 
 
@@ -773,7 +731,7 @@ def test_it_is_a_value_like_every_module() -> None:
         assert_same_program(same, linen.Dense(4), lambda path: path == 'kernel')
 
 
-# Caches and programs.
+# Caches.
 
 
 def test_equal_filters_in_the_field_do_not_retrace() -> None:
@@ -803,60 +761,3 @@ def test_equal_filters_in_the_field_do_not_retrace() -> None:
         assert is_zero(found['bias']) and not is_zero(found['kernel'])
     # Functions in fields of modules are compared by identity.
     assert len(traces) == 3
-
-
-def test_parameters_that_are_mutable_are_stopped_and_keep_their_gradient() -> None:
-    class Model(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x):
-            layer = linen.jit(linen.Dense)(4)
-            return self.wrap(layer)(x)
-
-    params = Model(bare).init(KEY, X)['params']
-
-    def loss(params: Any) -> Any:
-        y, written = Model(nn.Frozen).apply({'params': params}, X, mutable=['params'])
-        return jnp.sum(y), sum(jnp.sum(w**2) for w in jax.tree.leaves(written))
-
-    of_y, of_written = oracle.grads(loss, params)
-    assert is_zero(of_y)
-    assert_same(of_written[0], jax.tree.map(lambda w: 2 * w, params))
-
-
-@pytest.mark.usefixtures('leaks')
-def test_nothing_outlives_its_trace() -> None:
-    model = PLACES['scan'](nn.Frozen, Keeps)
-    params = PLACES['scan'](bare, Keeps).init(RNGS, X)['params']
-    step = jax.jit(jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X))))
-    assert not is_zero(step(params))
-
-
-def test_the_program_is_the_one_written_by_hand() -> None:
-    class Model(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x):
-            x = self.wrap(linen.Dense(4, name='backbone'))(x)
-            layers = linen.scan(
-                lambda layer, x, _: (jnp.tanh(layer(x)), None), length=3, **STACKED
-            )
-            step = linen.remat(lambda layer, x: layers(layer, x, None)[0])
-            x = step(self.wrap(linen.Dense(4, name='stack')), x)
-            return linen.Dense(3, name='head')(x)
-
-    params = jax.eval_shape(Model(bare).init, RNGS, X)['params']
-
-    def step(wrap: Any, selects: Any) -> Any:
-        def loss(params: Any, x: Any) -> Any:
-            weights = stopped(params, selects)
-            return jnp.sum(Model(wrap).apply({'params': weights}, x))
-
-        return testing.optimized_hlo(jax.grad(loss, (0, 1)), params, X)
-
-    nothing = lambda path: False  # noqa: E731
-    by_hand = step(bare, lambda path: not path.startswith('head'))
-    assert step(nn.Frozen, nothing) == by_hand
-    assert step(bare, nothing) != by_hand

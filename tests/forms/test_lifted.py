@@ -92,15 +92,6 @@ class Outer(fnn.Module):
         return self.cls()(self.cls(name='named')(x))
 
 
-class Keeps(fnn.Module):
-    def setup(self):
-        self.w = self.param('w', fnn.initializers.ones, (3, 3))
-        self.w2 = jnp.tanh(self.w)
-
-    def __call__(self, x):
-        return x @ self.w2 + x @ self.w
-
-
 STOP = nn.stop_gradient('enc/**')
 
 # Classes of modules, each with a plain one, and the parameters that are stopped.
@@ -112,8 +103,6 @@ CLASSES: dict[str, Case] = {
     'compact': (STOP(Compact), Compact, ('enc',)),
     'train only': (nn.train_only(Two, 'enc/**'), Two, ('dec',)),
     'a partial': (of_dense, dense, ('kernel',)),
-    'twice': (nn.stop_gradient(STOP(Two), 'dec/bias'), Two, ('enc', 'dec/bias')),
-    'kept values': (nn.stop_gradient(Keeps, 'w'), Keeps, ('w',)),
     'at two depths': (
         lambda: Outer(functools.partial(Outer, STOP(Compact))),
         lambda: Outer(functools.partial(Outer, Compact)),
@@ -297,9 +286,6 @@ def test_methods(methods, encode, decode):
     oracle.assert_same_function(lifted().apply, expected, Uses().init(KEY, X), X)
 
 
-# A function or a method of a bound module, in a method and at top level.
-
-
 # Any function: the block is that of a ``with`` statement in its first line.
 
 
@@ -325,11 +311,6 @@ class Trainer:
     def method(self, params, x):
         return call(params, x) * self.factor
 
-    @nn.stop_gradient('enc/**')
-    @staticmethod
-    def static(params, x):
-        return call(params, x)
-
     def __call__(self, params, x):
         return call(params, x)
 
@@ -340,14 +321,6 @@ def decorated(params, x):
     return call(params, x)
 
 
-def nested(params, x):
-    @nn.stop_gradient('enc/**')
-    def countdown(n):
-        return countdown(n - 1) if n else call(params, x)
-
-    return countdown(3)
-
-
 JITTED = jax.jit(call)
 ANY_FUNCTION: dict[str, Any] = {
     'a decorator': decorated,
@@ -355,15 +328,10 @@ ANY_FUNCTION: dict[str, Any] = {
     'a partial of apply': lambda p, x: STOP(functools.partial(MODEL.apply, x=x))(
         {'params': p}
     ),
-    'a module made in it': lambda p, x: STOP(lambda _: Two().apply({'params': p}, x))(
-        MODEL
-    ),
     'a method': Trainer().method,
     'an object that is called': STOP(Trainer()),
-    'a static method': Trainer.static,
     'a jitted function': STOP(JITTED),
     'in jit and of a jitted function': jax.jit(STOP(JITTED)),
-    'recursion': nested,
 }
 
 

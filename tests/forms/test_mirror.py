@@ -242,55 +242,6 @@ def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> Non
 # Other values.
 
 
-@pytest.mark.parametrize(
-    ('cls', 'how'), [(Dense2, 'setup'), (Dense2, 'method'), (Compact2, 'compact')]
-)
-def test_other_values(cls, how) -> None:
-    model = Uses(cls, 'omo', how)
-    params = model.init(RNGS, X)['params']
-    assert_same(params, Uses(cls, 'm', how).init(RNGS, X)['params'])
-    other = jax.tree.map(lambda leaf: leaf * 2 + 1, params['inner'])
-
-    def actual(params: Any, other: Any, x: Any) -> Any:
-        return model.apply({'params': params}, x, {'params': other})
-
-    def expected(params: Any, other: Any, x: Any) -> Any:
-        y = cls().apply({'params': stopped(other)}, x)
-        return [y, cls().apply({'params': params['inner']}, x), y]
-
-    oracle.assert_same_function(actual, expected, params, other, X)
-
-
-def test_other_values_with_draws_and_state() -> None:
-    model = Uses(Noisy, 'om')
-    variables = model.init(RNGS, X)
-    plain = Uses(Noisy, 'm')
-    other = {
-        'params': jax.tree.map(lambda v: v + 1, variables['params']['inner']),
-        'batch_stats': jax.tree.map(lambda v: v + 1, variables['batch_stats']['inner']),
-    }
-    kwargs: dict[str, Any] = {
-        'rngs': {'dropout': jax.random.key(3)},
-        'mutable': [*MUTABLE, 'intermediates'],
-        'capture_intermediates': True,
-    }
-    out, written = model.apply(variables, X, other, **kwargs)
-    expected, plain_written = plain.apply(variables, X, **kwargs)
-    assert_same(out[1], expected[0])
-    for collection in MUTABLE:
-        assert_same(written[collection], plain_written[collection])
-    of_other = {
-        'counts': {'inner': variables['counts']['inner']},
-        **{col: {'inner': tree} for col, tree in other.items()},
-    }
-    other_out, other_written = plain.apply(of_other, X, **kwargs)
-    assert_same(out[0], other_out[0])
-    seen = written['intermediates']['inner']['BatchNorm_0']['__call__']
-    first = other_written['intermediates']['inner']['BatchNorm_0']['__call__']
-    second = plain_written['intermediates']['inner']['BatchNorm_0']['__call__']
-    assert_same(seen, first + second)
-
-
 def test_other_values_in_jit_are_new_each_time() -> None:
     class Model(linen.Module):
         @linen.jit

@@ -108,37 +108,6 @@ def test_options(make):
         make(Model, 'enc/**', methods=['encode'])
 
 
-METHODS = "methods=['encode'] was given, but no Module class"
-CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    'None': ((None,), {}, 'None is no filter'),
-    'None by name': ((), {'where': None}, 'None is no filter'),
-    'None for a class': ((Model, None), {}, 'None is no filter'),
-    'a class of Flax': ((fnn.Dense,), {}, r'nn\.stop_gradient\(nn\.Dense, where\)'),
-    'a partial': ((functools.partial(fnn.Dense, 3),), {}, r'nn\.Dense'),
-    'an array': ((X,), {}, r'jax\.lax\.stop_gradient'),
-    'arrays': ((PARAMS['enc'],), {}, 'A tree of bools'),
-    'a number': ((3.5,), {}, 'no filter'),
-    'the wrong way round': (
-        ('enc/**', Model),
-        {},
-        r'nn\.stop_gradient\(nn\.Dense, where\)',
-    ),
-    'methods of a function': (
-        (lambda mdl: None, 'enc/**'),
-        {'methods': ['encode']},
-        re.escape(METHODS),
-    ),
-}
-
-
-@BOTH
-@pytest.mark.parametrize('case', CALLS)
-def test_what_is_said_of_a_wrong_call(make, case):
-    args, kwargs, said = CALLS[case]
-    with pytest.raises(errors.FlaxSGError, match=said):
-        make(*args, **kwargs)
-
-
 def test_a_traced_value_is_no_filter():
     with pytest.raises(errors.FilterTypeError, match=r'jax\.lax\.stop_gradient'):
         jax.eval_shape(nn.stop_gradient, X)

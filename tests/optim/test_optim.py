@@ -18,7 +18,6 @@ import flax_sg as sg
 import oracle
 import programs
 from flax_sg import errors, testing
-from flax_sg.optim import masks
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -536,26 +535,3 @@ def test_what_is_added_and_what_is_passed_on():
             assert new.dtype == jnp.float16
     empty = np.ones((2, 0))
     assert sg.apply_updates([empty], [np.ones((2, 0))])[0] is empty
-
-
-def test_sharding_of_the_state_by_tree_map_params():
-    tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
-    specs = optax.tree_map_params(
-        tx, lambda _: 'spec', tx.init(PARAMS), transform_non_params=lambda _: None
-    )
-    assert specs[0].mu['head'] == {'bias': 'spec', 'kernel': 'spec'}
-    assert specs[0].count is None
-
-
-def test_trees_of_other_kinds():
-    params = [frozen_dict(PARAMS), (PARAMS['head'],)]
-    tx = sg.freeze(optax.adam(0.1), '**/kernel')
-    grads = jax.tree.map(jnp.ones_like, params)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
-    new = sg.apply_updates(params, updates)
-    assert jax.tree.structure(new) == jax.tree.structure(params)
-    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), new, params)
-    names = [str(p) for p in masks.parameters_of(params).paths]
-    for name, has in zip(names, jax.tree.leaves(moved), strict=True):
-        assert has == name.endswith('bias')

@@ -269,19 +269,6 @@ def test_each_leaf_of_each_variable_counts() -> None:
     assert write('m/**', {'a': a, 'b': b})['state']['m'] == stored
 
 
-def test_initialization_that_creates_one_and_overwrites_another() -> None:
-    class Inits(linen.Module):
-        @linen.compact
-        def __call__(self):
-            self.put_variable('state', 'm', {'b': 1.0})
-            with nn.read_only(True):
-                self.put_variable('state', 'm', {'a': 2.0, 'b': 1.0})
-                self.put_variable('state', 'm', {'c': 2.0, 'b': 3.0})
-
-    with pytest.raises(errors.ReadOnlyError, match="wrote the variable 'b'"):
-        Inits().init(KEY)
-
-
 def test_a_function_of_a_scope_has_no_method() -> None:
     def fn(scope: Any) -> None:
         scope.put_variable('state', 'a', 2.0)
@@ -311,29 +298,3 @@ def test_initialization_creates_and_does_not_overwrite() -> None:
     assert sorted(variables['params']) == ['BatchNorm_0', 'jit', 'none', 'remat']
     with pytest.raises(errors.ReadOnlyError, match=r"Inits\.__call__ .*'mean'"):
         Inits(True).init(KEY, X)
-
-
-def test_values_that_setup_keeps() -> None:
-    # setup has written before the block, and runs again for what it keeps.
-    class Keeps(linen.Module):
-        def setup(self):
-            self.w = self.param('w', linen.initializers.ones, (1, 3))
-            self.state = self.variable('state', 's', jnp.zeros, (1, 3))
-            self.state.value = self.state.value + 1.0
-            self.w2 = self.w * 2.0
-
-        def __call__(self, x):
-            y = x * self.w2
-            with nn.stop_gradient('w'), nn.read_only('s'):
-                return y + x * self.w2 * self.state.value
-
-    variables = Keeps().init(KEY, X)
-    y, written = run(Keeps(), variables)
-    count = variables['state']['s'] + 1.0
-    assert_same(y, 2.0 * X + 2.0 * X * count)
-    assert_same(written['state']['s'], count)
-
-
-def test_a_name_that_nothing_has() -> None:
-    with pytest.raises(errors.UnusedFilterError, match="'writer/cuont'"):
-        run(Model('none', 'nothing', nn.read_only('writer/cuont')))

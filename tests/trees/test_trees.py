@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from flax.core import freeze
 from flax.core.meta import Partitioned
-from hypothesis import given
-from hypothesis import strategies as st
 
 import flax_sg as sg
 import oracle
@@ -114,26 +112,6 @@ def test_partition_and_combine_are_inverse(name):
     everything, nothing = sg.partition(tree, True)
     assert ids(everything) == ids(tree) == ids(sg.partition(tree, False)[1])
     assert jax.tree.leaves(nothing) == []
-
-
-@given(
-    st.recursive(
-        st.integers(),
-        lambda t: (
-            st.lists(t)
-            | st.dictionaries(st.text('ab/', min_size=1), t, max_size=3)
-            | st.tuples(t, t)
-        ),
-        max_leaves=8,
-    ),
-    st.randoms(),
-)
-def test_any_tree(tree, random):
-    a, b = sg.partition(tree, lambda path: random.random() < 0.5, unused='ignore')
-    assert sg.combine(a, b) == tree == sg.combine(b, a)
-    assert len(jax.tree.leaves(a)) + len(jax.tree.leaves(b)) == len(
-        jax.tree.leaves(tree)
-    )
 
 
 def test_keys_that_are_none_of_jax():
