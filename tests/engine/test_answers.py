@@ -9,7 +9,6 @@ by hand, to the last bit, and Python in the model counts how often JAX traces it
 import contextlib
 import functools
 import itertools
-import re
 import threading
 import types
 from collections import Counter
@@ -277,14 +276,6 @@ AROUND: dict[str, tuple[Callable[[Any], list[Any]], Callable[[str], Any]]] = {
         lambda fresh: [nn.train_only(fresh())],
         lambda name: by_hand(*{*PATHS} - {*inside(name)}),
     ),
-    'a predicate in others': (
-        lambda fresh: [
-            nn.stop_gradient(
-                [~filters.as_filter(fresh()) & '*/kernel', re.compile('b/bias')]
-            )
-        ],
-        lambda name: by_hand(*{'a/kernel', 'b/kernel', 'b/bias'} - {f'{name}/kernel'}),
-    ),
     'map_cotangent': (lambda fresh: [nn.map_cotangent(fresh(), half)], of_halves),
     'substitute': (
         lambda fresh: [nn.substitute(plus_one, where=fresh())],
@@ -314,74 +305,7 @@ def test_blocks_around_a_compiled_step(reads, around):
             assert len(TRACES) == traces
 
 
-def test_predicates_of_other_code_have_traces_of_their_own():
-    # No function is asked for the variables that another function was asked for.
-    spellings: dict[str, list[Any]] = {
-        name: [
-            lambda path, name=name: path.startswith(name),
-            lambda path, name=name: path.parts[0] == name,
-            frozenset(inside(name)).__contains__,
-        ]
-        for name in 'ab'
-    }
-    step = make_step()
-    for _ in range(2):
-        for name, wheres in spellings.items():
-            for where in wheres:
-                with nn.stop_gradient(where):
-                    oracle.assert_same(step(PARAMS), by_hand(*inside(name)))
-    assert len(TRACES) == 6
-
-
-# Blocks inside of what is compiled.
-
-
-class Holds(fnn.Module):
-    """Hands a tree of parameters to a compiled function that applies another model."""
-
-    def setup(self):
-        self.param('net', lambda key: PARAMS)
-
-    def __call__(self, compiled):
-        return compiled(self.get_variable('params', 'net'))
-
-
-class Blocked(Holds):
-    where: Any = None
-
-    def __call__(self, compiled):
-        with nn.stop_gradient(self.where, unused='ignore'):
-            return super().__call__(compiled)
-
-
-EXTENTS: dict[str, Callable[[Any], fnn.Module]] = {
-    'block': lambda where: Blocked(where=where),
-    'nn.Frozen': lambda where: nn.Frozen(Holds(), where, unused='ignore'),
-}
-
-
-@pytest.mark.parametrize('extent', EXTENTS)
-@a_config
-def test_an_extent_inside_of_a_compiled_function(reads, extent):
-    """What is compiled further inside is shared by all programs around it."""
-    inner = jax.jit(lambda params: loss(params))
-    for frozen, traces in phases(reads):
-        for _ in range(2):
-            model = EXTENTS[extent](reads.fresh())
-
-            def of_model(params, model=model):
-                return model.apply({'params': {'net': params}}, inner)
-
-            step = jax.jit(jax.grad(of_model))
-            found = step(PARAMS)
-            assert len(TRACES) == traces
-            oracle.assert_same(found, by_hand(*inside(frozen)))
-            # As for any Python in it: a compiled program is asked for no second time.
-            reads.put('b')
-            oracle.assert_same(step(PARAMS), found)
-            if frozen == 'a':
-                reads.put('a')
-            assert len(TRACES) == traces
+# Writes.
 
 
 class Writes(fnn.Module):
@@ -431,23 +355,6 @@ def _a_typo_beside_it(asked: Any) -> None:
         jax.grad(loss)(PARAMS)
 
 
-def _a_typo_in_a_module(asked: Any) -> None:
-    class Blocks(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient(asked):
-                return fnn.Dense(2, name='b')(fnn.Dense(2, name='a')(x))
-
-    class Mounts(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Blocks(name='net')(x)
-
-    asked.frozen = 'net/a'
-    with pytest.raises(errors.UnusedFilterError):
-        Mounts().apply({'params': {'net': PARAMS}}, X)
-
-
 def _ignored(asked: Any) -> None:
     nowhere = filters.as_filter(asked) & 'nothing/**'
     with nn.stop_gradient(nowhere, unused='ignore'):
@@ -464,7 +371,7 @@ def _init(asked: Any) -> None:
         jax.jit(NET.init)(jax.random.key(0), X)
 
 
-ASKING = [_a_typo_beside_it, _a_typo_in_a_module, _ignored, _init]
+ASKING = [_a_typo_beside_it, _ignored, _init]
 
 
 @pytest.mark.parametrize('program', ASKING, ids=lambda fn: fn.__name__.strip('_'))
@@ -502,22 +409,6 @@ def test_an_opening_asks_about_the_variables_of_programs_alone():
             dense.apply({'params': PARAMS['b']}, X)
         assert Counter(at_opening) <= Counter(PATHS)
         assert sorted(asked.paths) == sorted([*PATHS, 'bias', 'kernel'])
-
-
-@pytest.mark.parametrize(
-    'where',
-    [lambda path: re.match('a/', path), len],
-)
-def test_a_predicate_that_returns_no_bool_is_refused(where):
-    step = make_step()
-    for fn in (loss, step):
-        with (
-            pytest.raises(errors.FilterTypeError, match='returned'),
-            nn.stop_gradient(where),
-        ):
-            fn(PARAMS)
-    with nn.stop_gradient('a/**'):  # And nothing of it is left.
-        oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
 
 
 # Answers that change where nobody expects it.
@@ -574,38 +465,6 @@ def test_a_predicate_that_answers_by_chance_is_never_stale():
             found = step(PARAMS)
         frozen = [path for path, answer in said.items() if answer]
         oracle.assert_same(found, by_hand(*frozen))
-
-
-@a_config
-@pytest.mark.parametrize('when', ['in the trace', 'after'])
-def test_an_exception_in_the_body_leaves_nothing(reads, when):
-    fails = [False]
-
-    @jax.jit
-    def step(params):
-        found = jax.grad(loss)(params)
-        if fails[0]:
-            raise ValueError('on purpose')
-        return found
-
-    def failing() -> None:
-        with nn.stop_gradient(reads.fresh()):
-            step(PARAMS)
-            raise ValueError('on purpose')
-
-    for frozen, _ in phases(reads):
-        fails[0] = when == 'in the trace'
-        with pytest.raises(ValueError, match='on purpose'):
-            failing()
-        fails[0] = False
-        for _ in range(2):
-            before = len(TRACES)
-            with nn.stop_gradient(reads.fresh()):
-                oracle.assert_same(step(PARAMS), by_hand(*inside(frozen)))
-        assert len(TRACES) == before
-    # What was traced to its end is found again, whatever came after it.
-    wasted = 2 if when == 'in the trace' else 0
-    assert len(TRACES) == 2 + wasted
 
 
 # Several models under one filter.

@@ -20,7 +20,7 @@ from jax import lax
 import oracle
 import sequences
 import stepwise
-from flax_sg import errors, filters
+from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
 from flax_sg.forms import rewrites
@@ -693,20 +693,6 @@ def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functio
     found = jax.grad(loss)(PARAMS)['dense']
     assert jnp.allclose(found['bias'], plain['bias'])
     assert jnp.allclose(found['kernel'], 110.0 * plain['kernel'])
-
-
-def test_a_late_question_that_is_answered_otherwise_raises():
-    sequences.forget_contexts()
-    fn = jax.jit(late(summed))
-
-    def loss(params: Any, name: str) -> Any:
-        with nn.stop_gradient(lambda path: path.name == name, unused='ignore'):
-            return fn(params)
-
-    for _ in range(70):  # More than the numbers that are remembered.
-        loss(PARAMS, 'kernel')
-    with pytest.raises(errors.BlockError, match='has not read it'):
-        jax.grad(loss)(PARAMS, 'bias')
 
 
 # Blocks of several rules share a number until something is read.

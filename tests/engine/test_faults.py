@@ -1,4 +1,4 @@
-"""Faults around a block: exceptions anywhere, threads, depth, size, names.
+"""Faults around a block: exceptions anywhere, depth, reloads, copies.
 
 One fault cannot be tested: an exception between the last line of a body and the first
 of ``__exit__``. A ``with`` statement whose ``__exit__`` is written in Python has that
@@ -346,58 +346,7 @@ def test_no_tracer_leaks(name):
     jax.eval_shape(lambda v: jax.jit(interrupted)(v), variables)
 
 
-# Recursion, depth and size.
-
-
-class Nest(fnn.Module):
-    """A module in a module in a module, and so on."""
-
-    depth: int
-
-    @fnn.compact
-    def __call__(self, x):
-        inner = Nest(self.depth - 1, name='n') if self.depth else fnn.Dense(2)
-        return inner(x)
-
-
-def nested(depth: int) -> Any:
-    tree: Any = {'Dense_0': {'kernel': np.ones((2, 2)), 'bias': np.ones(2)}}
-    for _ in range(depth):
-        tree = {'n': tree}
-    return {'params': tree}
-
-
-def shapes(depth: int, wrap: Callable[[Any], Any] = lambda module: module) -> Any:
-    module = wrap(Nest(depth))
-    return jax.eval_shape(lambda v: module.apply(v, X), nested(depth))
-
-
-def deepest(call: Callable[[int], Any], least: int, most: int) -> int:
-    """The largest depth at which there is no RecursionError."""
-    while least < most:
-        middle = (least + most + 1) // 2
-        try:
-            call(middle)
-            least = middle
-        except RecursionError:
-            most = middle - 1
-    return least
-
-
-@pytest.mark.slow
-def test_models_may_be_as_deep_as_without_blocks():
-    shapes(2)  # What is imported and cached at first takes more of the stack.
-    limit = deepest(shapes, 20, 400)
-    assert 20 < limit < 400
-    block = nn.stop_gradient(lambda path: path.name == 'kernel')
-    with block:
-        shapes(limit)
-    # Too deep is too deep in a block too, and says so.
-    with pytest.raises(RecursionError), block:
-        shapes(400)
-    assert_nothing_is_left()
-    # The frames of the wrapper take the place of one module.
-    shapes(limit - 1, nn.Frozen)
+# Depth.
 
 
 def test_trees_may_be_as_deep_as_for_jax():
@@ -447,37 +396,6 @@ def test_setup_may_keep_what_is_deeper_than_the_stack():
             return KeepsDeep().apply(params)
 
     assert oracle.is_zero(jax.grad(loss)(params))
-
-
-# Names.
-
-NAMES = ['слой', 'a.b', 'x[0]', '\\']
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_names_of_all_kinds(name):
-    class Named(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return fnn.Dense(2, name='other')(fnn.Dense(2, name=name)(x))
-
-    shapes_of = jax.eval_shape(Named().init, jax.random.key(0), X)['params']
-    params = jax.tree.map(lambda s: jnp.ones(s.shape), shapes_of)
-    literal = ''.join(f'\\{c}' if c in '*?[]\\' else c for c in name)
-
-    def stopped(block: Any) -> str:
-        def fn(params):
-            with block:
-                return Named().apply({'params': params}, X)
-
-        return str(jax.make_jaxpr(fn)(params)).count('stop_gradient')
-
-    assert stopped(nn.stop_gradient(f'{literal}/*')) == 2
-    assert stopped(nn.stop_gradient(lambda path: path.parts[0] == name)) == 2
-    assert stopped(nn.stop_gradient({name: True, 'other': False})) == 2
-    with pytest.raises(errors.UnusedFilterError) as caught:
-        sg.partition(params, f'{literal}/kernl')
-    assert repr(f'{name}/kernel') in str(caught.value)
 
 
 # Modules that are loaded anew.

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.core
 import jax
 import jax.numpy as jnp
 import pytest
@@ -769,28 +768,6 @@ def test_map_variables_publishes_what_it_computes(mutable):
     )
 
 
-# No tracer stays behind.
-
-
-@pytest.mark.usefixtures('leaks')
-def test_no_tracer_is_kept():
-    lift = 'scan_carried'
-    make, i = LIFTS[lift]
-
-    class Once(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            part = make(Writer)(name='part')
-            with nn.stop_gradient('**', collections=True):
-                return flat((part(x, i), part.variables))
-
-    def loss(variables, x):
-        out, written = Once().apply(variables, x, mutable=True)
-        return jnp.sum(out) + jnp.sum(flat(written))
-
-    jax.eval_shape(jax.grad(loss), variables_of(lift), X)
-
-
 def test_a_leaf_that_no_filter_took_is_taken_where_a_body_gives_it_another_name():
     class Other(nn.Module):
         @nn.compact
@@ -869,23 +846,6 @@ def test_what_nobody_selected_comes_out_of_a_transform_as_it_does_without_a_bloc
         return y, pull_back([W, 3 * W, 5 * W])
 
     assert_same(run(applied), run(by_hand))
-
-
-def test_a_condition_may_not_write_in_a_block_either():
-    class Uses(nn.Module):
-        @nn.compact
-        def __call__(self):
-            self.variable('cache', 'memory', lambda: 0.0)
-
-            def condition(module, i):
-                module.put_variable('cache', 'memory', 1.0)
-                return i < 1
-
-            with block('**', collections=True, unused='ignore'):
-                nn.while_loop(condition, lambda _, i: i + 1, self, 0, 'cache')
-
-    with pytest.raises(flax.errors.ModifyScopeVariableError):
-        Uses().apply({'cache': {'memory': 0.0}}, mutable=True)
 
 
 def test_a_body_in_a_block_has_the_name_and_the_random_numbers_of_its_own():
