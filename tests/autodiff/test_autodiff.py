@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.core import freeze
-from flax.core.meta import Partitioned
 
 import flax_sg as sg
 import oracle
@@ -294,20 +292,6 @@ def test_back_is_called_several_times_and_leaves_a_jit():
     assert 'fun_of_live' not in str(caught.value)  # Newer versions name the function.
 
 
-def test_boxes_and_frozen_dicts():
-    kernel = Partitioned(jnp.ones(3), ('x',))
-    boxed = freeze({'dense': {'kernel': kernel, 'bias': 1.0}})
-
-    def fun(p):
-        return jnp.sum(p['dense']['kernel'].value ** 2) * p['dense']['bias']
-
-    grads = sg.grad(fun, wrt='dense/kernel')(boxed)
-    assert type(grads) is type(boxed)
-    assert grads['dense']['kernel'].names == ('x',)
-    oracle.assert_same(grads['dense']['kernel'].value, 2 * jnp.ones(3))
-    assert grads['dense']['bias'] is sg.ABSENT
-
-
 def test_a_dict_of_collections():
     class Normed(fnn.Module):
         @fnn.compact
@@ -380,11 +364,6 @@ def test_a_filter_is_asked_when_the_gradient_runs():
 
 @pytest.mark.usefixtures('leaks')
 def test_no_tracer_is_kept():
-    @jax.jit
-    def fn(p, x):
-        return sg.grad(lambda q: jnp.sum(q['a'] * x), wrt='a')(p)['a']
-
-    oracle.assert_same(fn({'a': jnp.ones(2), 'b': 1.0}, jnp.ones(2)), jnp.ones(2))
     marked = {'a': sg.NonDifferentiable(1.0), 'b': 2.0}
     jax.jit(jax.grad(lambda p: p['a'] * p['b']))(marked)
     dense = fnn.Dense(2)

@@ -106,19 +106,6 @@ def stacked(frozen_layers: Any, writes: bool = False, mutable: Any = ()) -> Any:
     return stack(writes).apply(params, X, None, mutable=list(mutable))
 
 
-class Sums(fnn.Module):
-    @fnn.compact
-    def __call__(self, x: Any) -> Any:
-        leaves = jax.tree.leaves(self.variables['params'])
-        return jnp.sum(x) * sum(jnp.sum(leaf) for leaf in leaves)
-
-
-def copied(b: Any) -> None:
-    params = {'a': nn.Partitioned(X, (None, None)), 'b': nn.Partitioned(b, (None,))}
-    with nn.copy_cotangent({'a': 'b'}):
-        jax.grad(lambda p: Sums().apply({'params': p}, X))(params)
-
-
 class Draws(fnn.Module):
     """Keeps what it draws, and draws once more."""
 
@@ -389,12 +376,6 @@ CASES: dict[str, tuple[Any, ...]] = {
             stacked(slice(0, 2)),
             run_at(sg.at('w', np.s_[:2])),
         ],
-    ),
-    'copies of other leaves': (
-        lambda: copied({'x': X, 'y': X}),
-        "CotangentError: the cotangent of 'a' is float32[2, 2], and that of 'b' is "
-        'float32[2, 2], float32[2, 2].\n'
-        'A cotangent has the shape and the dtype of its parameter.',
     ),
     'no name of flax.linen': (
         lambda: nn.Densse,

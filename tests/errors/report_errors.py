@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import block_errors
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
@@ -39,17 +40,6 @@ def traced_twice() -> None:
     step = jax.jit(testing.assert_traces_once(jnp.sum))
     step(jnp.ones(2))
     step(jnp.ones(3))
-
-
-def layers(frozen_layers: Any) -> None:
-    stack = nn.scan(
-        Layer,
-        variable_axes={'params': 0},
-        split_rngs={'params': True},
-        length=4,
-        frozen_layers=frozen_layers,
-    )
-    jax.eval_shape(lambda: stack().init(jax.random.key(0), jnp.ones(2), None))
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -102,15 +92,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         'leaves.\n'
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
     ),
-    'no index': (
-        lambda: sg.at('body', 'rows'),
-        "PartError: 'rows' (str) is no index: give ints, slices, ..., arrays of ints "
-        'or bools, or a tuple of these.\n'
-        "Write it as numpy does: sg.at('embed/embedding', np.s_[:100]).",
-        "sg.at('embed/embedding', np.s_[:100])",
-    ),
     'layers that there are not': (
-        lambda: layers(slice(4, 6)),
+        lambda: block_errors.stacked(slice(4, 6)),
         'PartError: frozen_layers=slice(4, 6, None) does not fit a scan of 4 layers: '
         'it selects no layer.\n'
         'Write indices from 0 to 3, such as frozen_layers=slice(0, 2), or a bool for '

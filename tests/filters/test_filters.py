@@ -31,7 +31,6 @@ from flax_sg.filters import (
     as_filter,
 )
 from flax_sg.filters.expressions import decide, find_unused
-from flax_sg.filters.names import Names
 from flax_sg.filters.paths import Path
 
 pytestmark = pytest.mark.every_case
@@ -570,14 +569,3 @@ MEANT: list[tuple[Any, str]] = [
 def test_a_typo_is_told(where, line):
     error = as_filter(where).unused(False, TOP, None)
     assert str(error).splitlines()[2].startswith(line)
-
-
-def test_names_are_shown_by_the_first_three():
-    for names, shown in (
-        ('cba', '<m/a, m/b, m/c>'),
-        ('edcba', '<m/a, m/b, m/c, and 2 more>'),
-    ):
-        chosen = Names(frozenset(('params', ('m', name)) for name in names))
-        assert repr(chosen) == shown
-    error = find_unused(chosen, set(), [path('m/a'), path('m/b', 'cache')], None, True)
-    assert "a value for 'm/b' and 3 more, which is no variable" in str(error)

@@ -154,20 +154,6 @@ def bound_method(decorate: Any) -> Any:
     return Uses
 
 
-def makes_a_child(decorate: Any) -> Any:
-    @decorate
-    def make(module, x):
-        w = module.param('w', fnn.initializers.ones, (1, 3))
-        return fnn.Dense(3, name='enc')(x) + w
-
-    class Uses(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return make(self, x)
-
-    return Uses
-
-
 def plain(target: Any) -> Any:
     return target
 
@@ -177,7 +163,6 @@ for _name, _make, _stop, _paths in (
     ('a method', method, STOP, ('enc',)),
     ('a function of children', of_children, KERNEL, ('enc/kernel', 'dec/kernel')),
     ('a bound method', bound_method, KERNEL, ('enc/kernel',)),
-    ('a function that makes a child', makes_a_child, STOP, ('enc',)),
 ):
     CLASSES[_name] = (_make(_stop), _make(plain), _paths)
 CLASSES['a subclass of a lifted class'] = (
@@ -218,10 +203,6 @@ for _name, _lift in (
         CLASSES[f'{_name}, over'] = (STOP(_lift(_cls)), _lift(_cls), ('enc',))
     if _name != 'scan':
         CLASSES[f'{_name}, under'] = (_lift(STOP(_cls)), _lift(_cls), ('enc',))
-CLASSES['remat of a method, under'] = (
-    *(with_call(fnn.remat(STOP(fnn.compact(body())))), fnn.remat(Compact)),
-    ('enc',),
-)
 
 
 @pytest.mark.parametrize('name', CLASSES)

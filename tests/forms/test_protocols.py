@@ -120,13 +120,3 @@ def test_a_wrapper_that_is_the_whole_model_is_seen_around_the_module(use: Any) -
     plain = seen_by_interceptors(Net(), use)
     found = seen_by_interceptors(nn.Frozen(nn.mirror(Net())), use)
     assert found == [('Frozen', plain[0][1]), ('Mirror', plain[0][1]), *plain]
-
-
-# Methods that a module may override.
-
-
-def test_without_methods_of_their_own_they_are_those_of_flax() -> None:
-    frozen = nn.Frozen(Net())
-    for name in ('apply', 'init', 'init_with_output', 'lazy_init'):
-        assert getattr(frozen, name).__func__ is getattr(linen.Module, name)
-        assert getattr(nn.Frozen, name) is getattr(linen.Module, name)

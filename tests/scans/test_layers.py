@@ -16,7 +16,6 @@ import programs
 import stepwise
 from flax_sg import errors, testing
 from flax_sg import linen as nn
-from flax_sg.scans import layers
 
 DEPTH, WIDTH = 5, 4
 X = jax.random.normal(jax.random.key(0), (3, WIDTH))
@@ -310,20 +309,3 @@ def test_the_way_back_through_frozen_layers_keeps_no_copy_of_them(remat):
 def test_without_frozen_layers_it_is_the_scan_of_flax(monkeypatch):
     monkeypatch.setattr(linen, 'scan', lambda *args, **kwargs: (args, kwargs))
     assert nn.scan(Block, 3, length=DEEP) == ((Block, 3), {'length': DEEP})
-
-
-def test_layers_that_there_are_not():
-    for frozen, problem in (
-        (slice(5, 9), 'it selects no layer'),
-        ([], 'it selects no layer'),
-        (5, 'out of bounds'),
-        ([0, 7], 'out of bounds'),
-        ([True, False], 'boolean'),
-        (0.5, 'must be of integer'),
-        ('first', 'must be of integer'),
-    ):
-        with pytest.raises(errors.PartError, match=problem) as caught:
-            layers.chosen(frozen, 5)
-        text = str(caught.value)
-        assert text.startswith(f'frozen_layers={frozen!r} does not fit a scan of 5 lay')
-        assert 'frozen_layers=slice(0, 2)' in text

@@ -94,6 +94,12 @@ def test_under_remat_it_is_harmless_and_left_alone() -> None:
     assert found['frozen'] == found['hoisted'], found
 
 
+def scan_of(layer: Any) -> Any:
+    return linen.scan(
+        layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+    )
+
+
 def test_what_a_call_gives_may_be_of_any_kind() -> None:
     class Odd(linen.Module):
         @linen.compact
@@ -110,11 +116,7 @@ def test_what_a_call_gives_may_be_of_any_kind() -> None:
             assert (out['flag'], out['none'], out['number']) == ('dense', None, 3)
             return out['y'], None
 
-    def model(wrap: Any) -> Any:
-        return linen.scan(
-            Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
-        )(wrap)
-
+    model = scan_of(Layer)
     params = model(bare).init(jax.random.key(0), X, None)['params']
     actual = oracle.grads(
         lambda p, x: model(nn.Frozen).apply({'params': p}, x, None)[0], params, X
@@ -139,11 +141,7 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
             base = linen.Sequential([linen.Dense(WIDTH), lambda x: other(x)])
             return jnp.tanh(self.wrap(base)(x)), None
 
-    def model(wrap: Any) -> Any:
-        return linen.scan(
-            Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
-        )(wrap)
-
+    model = scan_of(Layer)
     params = model(bare).init(jax.random.key(0), X, None)['params']
     model(nn.Frozen).init(jax.random.key(0), X, None)  # That costs nothing.
     with pytest.warns(errors.ScanMemoryWarning) as caught:

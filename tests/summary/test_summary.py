@@ -225,39 +225,8 @@ def test_classes_are_those_that_were_written(wrap):
 # The table.
 
 
-class Block(linen.Module):
-    depth: int
-    width: int = 2
-    differ: bool = False
-
-    @linen.compact
-    def __call__(self, x):
-        x = x * self.param('scale', linen.initializers.ones, (1, 1))
-        for n in range(self.width if self.depth else 0):
-            child = Block(self.depth - 1, self.width, self.differ, name=f'block_{n}')
-            x = child(x)
-        size = 4 + self.differ * (self.scope.path[-1:] == ('block_0',))
-        return linen.Dense(4, name='dense')(linen.Dense(size, name='up')(x))
-
-
 def shown(model: linen.Module, **options: Any) -> list[str]:
     return sg.tabulate(model, KEY, **options)(X).splitlines()
-
-
-def test_a_large_model_is_shown_as_deep_as_can_be_read(monkeypatch):
-    model = Block(2, differ=True)
-    whole = shown(model, depth=None)
-    for depth, lines in ((1, 5), (2, 13), (3, 21)):
-        cut = shown(model, depth=depth)
-        # What is not shown is counted.
-        assert (cut[2].split(), cut[-1]) == (whole[2].split(), whole[-1])
-        note = f'Shown to depth={depth}; depth=None shows all modules.'
-        assert (cut[-2] == note) == (depth < 3)
-        assert len(cut) == 4 + lines + (depth < 3)
-    assert whole == shown(model) == shown(model, depth=3)
-    for room, depth in ((21, 3), (20, 2), (13, 2), (12, 1), (2, 1)):
-        monkeypatch.setattr(modules, '_LINES', room)
-        assert shown(model) == shown(model, depth=depth)
 
 
 class Transformer(linen.Module):

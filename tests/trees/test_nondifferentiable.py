@@ -6,7 +6,6 @@ import operator
 import pickle
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,35 +18,6 @@ from flax_sg import errors
 from flax_sg.trees import nondifferentiable
 
 ND = sg.NonDifferentiable
-
-
-# The example of jax #2588.
-
-
-class DifferentiableView(flax.struct.PyTreeNode):
-    x: Any
-    y: Any
-
-    def __iter__(self):
-        return iter((self.x, self.y))
-
-
-def func(view: Any) -> Any:
-    x, y = view
-    return x**2 * y
-
-
-def test_the_example_of_jax_2588():
-    view = DifferentiableView(2.0, ND(100))
-    assert func(view) == 400.0
-    grads = jax.grad(func)(view)
-    assert type(grads) is DifferentiableView
-    assert float(grads.x) == 400.0
-    assert isinstance(grads.y, ND)
-    assert int(grads.y) == 0
-    a = jnp.arange(10.0)
-    oracle.assert_same(ND(jnp.zeros(10)) + a, a)
-    oracle.assert_same(a + ND(jnp.zeros(10)), a)
 
 
 # Exact in both directions, with one trace.

@@ -223,16 +223,3 @@ def test_other_leaves_in_part(values):
     assert (new['w'].tolist(), new['v']) == ([0.0, 7.0, 7.0], 1.0)
     with pytest.raises(errors.PartError, match="does not fit 'w', an array of"):
         sg.substitute(tree, values, where=sg.at('w', 3))
-
-
-def test_other_leaves_that_do_not_fit():
-    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
-    for values, match in (
-        ({'a': jnp.ones(3)}, r'float32\[3\]'),
-        ({'a': jnp.arange(2)}, r'int32\[2\]'),
-        (lambda path, leaf: leaf[0], r'shape \(2,\)'),
-    ):
-        with pytest.raises(errors.StructureError, match=match):
-            sg.substitute(params, values)
-    with pytest.raises(errors.UnusedFilterError, match="'z'"):
-        sg.substitute(params, lambda path, leaf: leaf, where='z')
