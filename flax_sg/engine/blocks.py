@@ -124,6 +124,7 @@ class Root:
             around the tree that JAX may cache.
         pending: closed blocks that are judged when the tree is complete, each with
             the exception that was being handled when it closed.
+        set_up_in: by id, modules whose ``setup`` runs, and the blocks that were open.
         made_in: if the tree serves a second run of a ``setup``, the blocks of that run.
         handed: the variables that the body starts with, as Flax passed them in.
         selected: the variables in ``handed`` that were rewritten outside.
@@ -142,6 +143,7 @@ class Root:
         self.level: Any = None
         self.kept_trace: Any = None
         self.pending: list[Any] = []
+        self.set_up_in: dict[int, tuple[Block, ...]] = {}
         self.made_in: tuple[Block, ...] | None = None
         self.handed: dict[Key, Any] = {}
         self.selected: frozenset[Key] = frozenset()
@@ -154,7 +156,7 @@ class Root:
     def as_scratch(self, made_in: tuple[Block, ...]) -> Root:
         """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
         scratch = copy.copy(self)
-        scratch.made_in, scratch.setup_values = made_in, {}
+        scratch.made_in, scratch.setup_values, scratch.set_up_in = made_in, {}, {}
         scratch.pending, scratch.sown = [], set()
         return scratch
 

@@ -328,14 +328,9 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
     for number in _candidates(around, asker):
         if not number.take(asker):
             continue
-        agrees = False
-        try:
-            agrees = number.agrees(asker, aside)
-        finally:
-            if not agrees:
-                number.give_back(asker)
-        if agrees:
+        if number.agrees(asker, aside):
             break
+        number.give_back(asker)
     else:
         number = fresh(asker.blank_kind)
         number.take(asker)

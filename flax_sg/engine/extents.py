@@ -8,9 +8,9 @@ import weakref
 from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import blocks, cache_keys, hooks, judgement, setup_values
+from flax_sg.engine import blocks, cache_keys, hooks, judgement
 from flax_sg.engine.blocks import Block, thread
-from flax_sg.internals import hooking, modules, tracing
+from flax_sg.internals import hooking, tracing
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 
@@ -49,8 +49,6 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
     try:
         block.number = cache_keys.lease(around, asker, lambda: thread.only(()))
         hooking.acquire_hooks(block, hooks.HOOKS)
-        for module in modules.running():
-            setup_values.watch(module)
         thread.set_blocks((*outer, block))
     except BaseException:
         blocks.remove(block)

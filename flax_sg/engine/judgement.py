@@ -40,9 +40,8 @@ def judge(block: Block, reads: bool) -> None:
     _meet_the_rest(block)
     number, asker = block.number, block.asker
     met = block.decisions or block.collections
-    waits = False
-    if met or number.is_blank or not number.was_right(asker):
-        waits = _waits_for_existence(block)
+    is_new = met or number.is_blank or not number.was_right(asker)
+    waits = is_new and _waits_for_existence(block)
     number.use(asker, is_right=True)
     if reads and not waits:
         _check_reads(block)

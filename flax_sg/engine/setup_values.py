@@ -1,9 +1,8 @@
 """Applies the open blocks to values that ``setup`` keeps on a module.
 
 ``self.w = self.param(...)`` and ``self.w2 = jnp.tanh(self.w)`` are plain attributes:
-a method that uses them reads no scope. ``setup`` runs with all blocks set aside, so the
-module keeps the values of a program without blocks. A reader in a block gets the values
-that ``setup`` would make under the block:
+a method that uses them reads no scope. The module keeps the values of a program without
+blocks. A reader in a block gets the values that ``setup`` would make under the block:
 
 1. A parameter is recognized by identity, and read again.
 2. If a value was computed from variables, ``setup`` runs once more, under the block.
@@ -44,25 +43,17 @@ def _arguments(cls: type) -> frozenset[str]:
 
 
 def watch(module: Any) -> None:
-    """Hooks the attributes of a module that keeps values.
-
-    The class may be new. Or other code has stored a value on the module, by
-    ``object.__setattr__``.
-    """
-    cls = type(module)
-    kept = object.__getattribute__(module, '__dict__').keys() - _OF_FLAX
-    if modules.keeps(cls) or not kept <= _arguments(cls):
-        hooking.watch(cls)
+    """Hooks the attributes of a module that keeps values: its class may be new."""
+    if modules.keeps(type(module)):
+        hooking.watch(type(module))
 
 
 def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the hook for ``__getattribute__`` of Module classes that keep values."""
 
     def hook(self: Any, name: str) -> Any:
-        if name in _OF_FLAX or not blocks.thread.blocks:
-            return original(self, name)
         cls = type(self)
-        if name in _arguments(cls):
+        if name in _OF_FLAX or not blocks.thread.blocks or name in _arguments(cls):
             return original(self, name)
         if name in _cached_properties(cls):
             return _computed_anew(original, self, name)
@@ -82,16 +73,32 @@ def try_setup(self: Any, shallow: bool = False) -> None:
         watch(self)
     if not open_blocks or not modules.starts_setup(self):
         return original(self, shallow)
-    kept: _Blocks = ()
-    if not shallow:  # Otherwise Flax only checks setup, on a scope for the check.
-        if blocks.root_of(self.scope).made_in is not None:
+    if shallow:  # Flax only checks setup, on a scope made for the check.
+        with blocks.thread.only(()):
             return original(self, shallow)
-        kept = tuple(b for b in open_blocks if b.rewrite.rule.refuses_writes)
-    with blocks.thread.only(kept):
-        return original(self, shallow)
+    root, before = blocks.root_of(self.scope), blocks.thread.rewritten
+    root.set_up_in[id(self)] = open_blocks
+    try:
+        original(self)
+    finally:
+        del root.set_up_in[id(self)]
+    # Nothing is differentiated by what ``init`` makes.
+    if blocks.thread.rewritten != before and not (root.initializing or root.made_in):
+        _make_plain(_SetupValues.of(self, root, open_blocks))
 
 
 _OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
+
+
+def _make_plain(viewed: _SetupValues) -> None:
+    """Replaces values made in blocks by those that ``setup`` makes without blocks."""
+    module, plain = viewed.module, _SetupValues(viewed.module, viewed.root, ())
+    for name in vars(module).keys() - _OF_FLAX - _arguments(type(module)):
+        value = vars(module)[name]
+        if contents.holds(value, contents.NUMBERS):
+            new = plain.convert(name, value, viewed.blocks)
+            viewed.seen[name] = new, value, True
+            object.__setattr__(module, name, new)
 
 
 def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
@@ -114,14 +121,13 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if scope is None or not open_blocks:
         return value
     root = blocks.root_of(scope)
-    if root.initializing or root.made_in == open_blocks:
+    made_in = root.set_up_in.get(id(module), root.made_in or ())
+    if root.initializing or made_in == open_blocks:
         return value
     values = _SetupValues.of(module, root, open_blocks)
     found = values.seen.get(name)
-    if found is not None and found[1] is value:  # A base class's hook converted it.
-        return value
     if found is None or found[0] is not value:
-        viewed = values.convert(name, value, root.made_in or ())
+        viewed = values.convert(name, value, made_in)
         depends = viewed is not value or contents.holds(value, contents.ARRAYS)
         found = values.seen[name] = value, viewed, depends
     if found[2]:  # Another trace may have cached the value.
@@ -165,8 +171,9 @@ class _SetupValues:
         if not contents.holds(value, kinds):
             return value
         # An untraced array may be a parameter, and also the stopped form of another
-        # one. A stop treats both alike.
-        if isinstance(value, tracing.Tracer if numbers else contents.ARRAYS):
+        # one. A stop treats both alike; without blocks they differ.
+        same = bool(self.blocks) and not numbers
+        if isinstance(value, contents.ARRAYS if same else tracing.Tracer):
             found = _parameter(self.module.scope, self.root, value, made_in)
             if found is not None:
                 return views.view(self.root, self.blocks, *found)
@@ -238,7 +245,7 @@ def _run_again(
     Args:
         module: a bound module whose ``setup`` has run.
         name: the attribute to report in an error.
-        open_blocks: the blocks to run under.
+        open_blocks: the blocks to run under; empty for the values without blocks.
 
     Returns:
         The attributes that ``setup`` makes; empty if the blocks change nothing.
@@ -267,7 +274,7 @@ def _run_again(
         finally:
             thread.doubts = outer
         # A second run makes new array objects: use them only if a rule was applied.
-        if thread.rewritten == before:
+        if open_blocks and thread.rewritten == before:
             return {}
     if doubts:
         reason = f'setup would have to run again, and {doubts[0]}'

@@ -237,11 +237,6 @@ def keeps_without_setup(cls: type) -> bool:
 _SETTERS = frozenset({'__setattr__', '__dict__', 'setattr', 'vars'})
 
 
-def running() -> list[Module]:
-    """The modules whose methods run, the innermost last."""
-    return [m for m in linen_module._context.module_stack if m is not None]
-
-
 def clone_on(module: Module, scopes: list[Scope]) -> Module:
     """Clones a bound module onto other scopes, without running its ``setup``."""
     clone, _, _ = linen_transforms.set_module_scopes(module, (), {}, scopes)

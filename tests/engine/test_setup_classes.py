@@ -6,7 +6,6 @@ others were found, have attribute hooks of its own, or inherit them.
 
 import gc
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import flax.linen as fnn
@@ -101,55 +100,6 @@ CLASSES = {
 @pytest.mark.parametrize('name', CLASSES)
 def test_what_a_new_class_keeps_is_seen_in_a_block(name, use):
     oracle.assert_same(use(CLASSES[name]), BY_HAND)
-
-
-class Stores(fnn.Module):
-    """Keeps a parameter where Flax does not let it: modules are frozen.
-
-    Attributes:
-        store: what stores it.
-    """
-
-    store: Any = object.__setattr__
-
-    @fnn.compact
-    def __call__(self) -> Any:
-        self.store(self, 'w', self.param('w', ones))
-        return self.twice()
-
-    def twice(self) -> Any:
-        return 2 * self.w
-
-    def in_a_block(self) -> Any:
-        with nn.stop_gradient('w', unused='ignore'):
-            return 2 * self.w
-
-    @fnn.compact
-    def and_in_a_block(self) -> Any:
-        self.store(self, 'w', self.param('w', ones))
-        return self.in_a_block()
-
-
-def store_elsewhere(module: Any, name: str, value: Any) -> None:
-    vars(module)[name] = value
-
-
-@pytest.mark.parametrize(
-    ('store', 'outer'), [(object.__setattr__, False), (store_elsewhere, True)]
-)
-def test_what_is_stored_past_flax_is_seen_in_a_block(store, outer):
-    def in_one_call(variables: Any) -> Any:
-        with nn.stop_gradient('nothing', unused='ignore') if outer else nullcontext():
-            return Stores(store).apply(variables, method='and_in_a_block')
-
-    def in_another(variables: Any) -> Any:
-        model = Stores(store).bind(variables)
-        model()
-        with nn.stop_gradient('w', unused='ignore'):
-            return model.twice()
-
-    for stopped in (in_one_call, in_another):
-        oracle.assert_same(grads(stopped), jnp.zeros(2))
 
 
 def test_a_class_that_nobody_has_any_more_is_not_held():

@@ -651,49 +651,6 @@ def test_nothing_is_kept_when_the_block_has_closed():
     assert [ref() for ref in held] == [None]
 
 
-class FailsInSetup(nn.Module):
-    """Flax takes it for set up all the same."""
-
-    def setup(self):
-        self.w = param(self, 'w')
-        self.h = self.w * 2.0
-        raise ArithmeticError
-
-    def __call__(self, x):
-        return x * self.h
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ('make', 'error'),
-    [
-        (lambda: FailsInSetup(name='kid'), ArithmeticError),
-        (
-            lambda: Once(types.SimpleNamespace(before=False), name='kid'),
-            ValueError,
-        ),
-    ],
-)
-def test_a_setup_that_fails_in_a_block_leaves_nothing_stopped(make, error):
-    """What it has made so far is of the block; whoever uses it after is not in it."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            kid = make()
-            with contextlib.suppress(error), nn.stop_gradient('kid/w'):
-                kid(x)
-            try:
-                return x * kid.w
-            except AttributeError:
-                return x * kid.get_variable('params', 'w')
-
-    def fn(params):
-        return jnp.sum(Model().apply({'params': {'kid': {'w': params}}}, X))
-
-    oracle.assert_same(jax.grad(fn)(X), X)
-
-
 # What cannot be computed again. The error says what to write.
 
 
