@@ -103,19 +103,6 @@ class Lora(linen.Module):
         return self.base(x) + x @ self.a2
 
 
-class Listed(linen.Module):
-    """Submodules in a list, and one of them twice."""
-
-    def setup(self):
-        one = Affine()
-        self.parts = [one, linen.Dense(4), one]
-
-    def __call__(self, x):
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
 MODULES: dict[str, Callable[..., linen.Module]] = {
     'affine': Affine,
     'kept': Kept,
@@ -123,7 +110,6 @@ MODULES: dict[str, Callable[..., linen.Module]] = {
     'rnn': Recurrent,
     'boxed': Boxed,
     'lora': Lora,
-    'list': Listed,
 }
 
 

@@ -70,7 +70,7 @@ MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'shared')
 
 # Modules.
 
-LEAVES = ('affine', 'kept', 'dense', 'rnn', 'boxed', 'lora', 'list')
+LEAVES = ('affine', 'kept', 'dense', 'rnn', 'boxed', 'lora')
 
 # The rules of blocks: stop gradients; replace values by those of a function or of a
 # collection; scale cotangents by a negative number; raise for writes. Rules that are

@@ -38,10 +38,6 @@ def apply(params: Any) -> Any:
     return MODEL.apply({'params': params}, X)
 
 
-def applied(model: fnn.Module) -> Any:
-    return lambda params: model.apply({'params': params}, X)
-
-
 def frozen(fn: Any = apply, params: Any = PARAMS) -> str:
     """The names of the layers that a function of the parameters gives no gradient."""
     grads = oracle.grads(fn, params)[0][0]
@@ -423,31 +419,6 @@ def test_a_predicate_that_reads_variables_itself():
         assert frozen() == 'a'
     with nn.stop_gradient(['c/**', names]):
         assert frozen() == 'ac'
-
-
-def test_a_predicate_that_opens_a_block_of_its_own():
-    class Part(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            v, w = (self.param(n, fnn.initializers.ones, (1, 3)) for n in 'vw')
-            with nn.stop_gradient(where):
-                v, w = (self.get_variable('params', n) for n in 'vw')
-                return x * v + w
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Part(name='part')(x)
-
-    def where(path):
-        with nn.stop_gradient(True):
-            apply(PARAMS)
-        return path in ('v', 'w')
-
-    params = Outer().init(jax.random.key(0), X)['params']
-    grads = oracle.grads(applied(Outer()), params)[0][0]['part']
-    assert oracle.is_zero(grads['v']) and oracle.is_zero(grads['w'])
-    assert_no_block_is_left()
 
 
 def test_a_function_for_values_reads_what_is_outside_of_its_block():

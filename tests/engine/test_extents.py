@@ -100,31 +100,6 @@ def test_an_error_while_a_block_opens(error, inside):
         assert not oracle.is_zero(grads['bias'])
 
 
-class Broken(rules.Rule):
-    """A rule that raises when a variable is read."""
-
-    name = 'broken'
-
-    def __init__(self, error):
-        self.error = error
-
-    def __call__(self, path, leaf):
-        raise self.error
-
-
-def test_a_rule_that_raises():
-    error = KeyboardInterrupt
-    block = rewrites.BlockDecorator(
-        filters.as_filter('kernel'), Broken(error('on purpose'))
-    )
-    with pytest.raises(error, match='on purpose'), block:
-        apply(PARAMS)
-    bound = MODEL.bind({'params': PARAMS})
-    with pytest.raises(error, match='on purpose'), block:
-        bound(X)
-    oracle.assert_same(bound(X), apply(PARAMS))
-
-
 # What an extent keeps and frees.
 
 

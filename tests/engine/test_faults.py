@@ -19,7 +19,6 @@ import cloudpickle
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax.core import Scope
@@ -365,39 +364,6 @@ def test_trees_may_be_as_deep_as_for_jax():
     sg.freeze(optax.sgd(0.1), '**/w').init(tree)
 
 
-class Link:
-    """A part of a chain."""
-
-    def __init__(self, next_one):
-        self.next = next_one
-
-
-class KeepsDeep(fnn.Module):
-    """Keeps a chain that is longer than the stack, with a parameter at its end."""
-
-    def setup(self):
-        kept = self.param('w', fnn.initializers.ones, (2,))
-        for _ in range(5000):
-            kept = Link(kept)
-        self.kept = kept
-
-    def __call__(self):
-        found = self.kept
-        while isinstance(found, Link):
-            found = found.next
-        return jnp.sum(found**2)
-
-
-def test_setup_may_keep_what_is_deeper_than_the_stack():
-    params = KeepsDeep().init(jax.random.key(0))
-
-    def loss(params: Any) -> Any:
-        with nn.stop_gradient('w'):
-            return KeepsDeep().apply(params)
-
-    assert oracle.is_zero(jax.grad(loss)(params))
-
-
 # Modules that are loaded anew.
 
 STATEFUL = [
@@ -455,9 +421,6 @@ def loss_of(params: Any) -> Any:
 
 PARAMS = {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}
 COPIED: dict[str, Callable[[], Any]] = {
-    'a filter': lambda: sg.filters.as_filter(['слой/**', re.compile('a/.*')]),
-    'a part': lambda: sg.at('a/*', np.s_[1:, ...]) & ~sg.filters.as_filter('w'),
-    'a derived filter': lambda: sg.live(lambda p: loss_of(p)['w'], PARAMS),
     'a rewrite': lambda: nn.stop_gradient('a/*', collections=True),
     'values': lambda: nn.substitute({'w': 2.0 * PARAMS['w']}),
     'a rule for cotangents': lambda: nn.clip_gradient('a/*', global_norm=1.0),

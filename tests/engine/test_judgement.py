@@ -316,55 +316,6 @@ def test_a_block_that_may_stop_nothing_is_silent(name):
         Blocks().apply(VARIABLES, X)
 
 
-class First(Two):
-    """Reads one of two modules in its call."""
-
-    def __call__(self, x):
-        return self.a(x)
-
-
-def _decorated(where: Any) -> fnn.Module:
-    class Decorated(Two):
-        @nn.stop_gradient(where)
-        def __call__(self, x):
-            return self.a(x)
-
-    return Decorated()
-
-
-def _mirrored(where: Any) -> fnn.Module:
-    class Mirrors(Two):
-        def __call__(self, x):
-            return nn.mirror(self, where).first(x)
-
-    return Mirrors()
-
-
-WRAPPERS: dict[str, Callable[[Any], fnn.Module]] = {
-    'nn.Frozen': lambda where: nn.Frozen(First(), where),
-    'a rule on a class': lambda where: nn.stop_gradient(First, where)(),
-    'a rule on a method': _decorated,
-    'nn.mirror': _mirrored,
-}
-
-
-@pytest.mark.parametrize('wrapper', WRAPPERS)
-def test_wrappers_judge_what_exists_and_not_what_is_read(wrapper):
-    make = WRAPPERS[wrapper]
-
-    def fn(params: Any, where: Any) -> Any:
-        return jnp.sum(make(where).apply({'params': params}, X))
-
-    for _ in range(2):
-        with silent():
-            found = jax.grad(fn)(PARAMS, 'b/**')
-        oracle.assert_same(
-            found, jax.grad(lambda p: jnp.sum(First().apply({'params': p}, X)))(PARAMS)
-        )
-    with pytest.raises(errors.UnusedFilterError):
-        fn(PARAMS, 'c/**')
-
-
 # A value that nobody opens.
 
 
@@ -423,43 +374,6 @@ def test_a_value_that_is_kept_or_used_is_silent(fn):
 
 
 # Faults of what is remembered for the whole process.
-
-
-class Sows(fnn.Module):
-    @fnn.compact
-    def __call__(self, x):
-        self.sow('stats', 'count', jnp.sum(x))
-        return fnn.Dense(2, name='dense')(x)
-
-
-class Counts(fnn.Module):
-    @fnn.compact
-    def __call__(self, x):
-        count = self.variable('stats', 'count', jnp.zeros, ())
-        count.value = count.value + 1.0
-        return x
-
-
-def test_state_is_held_whatever_another_module_has_sown():
-    dense = {'dense': PARAMS['a']}
-    with nn.stop_gradient('dense/**'):
-        Sows().apply({'params': dense}, X, mutable=['stats'])
-    nn.Frozen(Sows(), state='hold').apply({'params': dense}, X, mutable=['stats'])
-    stats = {'stats': {'count': jnp.asarray(3.0)}}
-    for make in (Counts, lambda: nn.Frozen(Counts(), state='update')):
-        _, written = make().apply(stats, X, mutable=['stats'])
-        assert written['stats']['count'] == 4.0
-    _, written = nn.Frozen(Counts(), state='hold').apply(stats, X, mutable=['stats'])
-    assert written['stats']['count'] == 3.0
-
-    class Mirrors(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return nn.mirror(Counts(name='counts'))(x)
-
-    stats = {'stats': {'counts': stats['stats']}}
-    _, written = Mirrors().apply(stats, X, mutable=['stats'])
-    assert written['stats']['counts']['count'] == 3.0
 
 
 @pytest.mark.slow

@@ -303,25 +303,6 @@ def test_writes():
                 assert new['state']['s'][1].tolist() == [7.0, 7.0]
 
 
-def test_what_is_shifted_in_a_block_is_stored_as_it_was():
-    class Queue(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            queue = self.variable('state', 'q', lambda: (x, 2 * x))
-            with nn.stop_gradient('q/1', collections='state'):
-                first, second = queue.value
-                queue.value = (second, first)
-            return queue.value
-
-    def loss(state):
-        out, new = Queue().apply({'state': state}, ones(1), mutable='state')
-        return jnp.sum(out[0] * 3 + out[1] * 5) + jnp.sum(new['state']['q'][0])
-
-    state = Queue().init({}, ones(1))['state']
-    grads = jax.grad(loss)(state)['q']
-    assert [grad.tolist() for grad in grads] == [[5.0, 5.0], [4.0, 4.0]]
-
-
 def test_a_path_that_is_written_is_that_of_a_variable():
     params = Model('tuple').init(jax.random.key(0))['params']
     taken, _ = sg.partition(params, sg.Path('w'))

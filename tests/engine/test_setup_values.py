@@ -204,21 +204,11 @@ class CachedProperty(Raw):
         return x * self.w * self.w2
 
 
-class Lifted(Route):
-    def setup(self):
-        self.kid = nn.remat(Kid)()
-        self.jitted = nn.jit(Kid)()
-
-    def use(self, x):
-        return self.kid(x) * self.kid.w2 * self.jitted(x) * self.jitted.w
-
-
 ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     **VALUES,
     'several things': SeveralThings,
     'fields of others': FromFieldsOfOthers,
     'non-init field': NonInitField,
-    'lifted': Lifted,
 }
 
 # What a second run of ``setup`` does not do as the first one did. A block may not be

@@ -124,6 +124,19 @@ def _class(where, **options):
     read(nn.stop_gradient(Model, where, **options)())
 
 
+def _frozen(where, **options):
+    read(nn.Frozen(Model(), where, **options))
+
+
+def _mirror(where, **options):
+    class Mirrors(Model):
+        def __call__(self, x):
+            # What is not read exists all the same.
+            return nn.mirror(self, where, **options).gln_1(x)
+
+    read(Mirrors())
+
+
 def _function(where, **options):
     fn = nn.stop_gradient(lambda mdl, x: mdl(x), where, **options)
     trace(lambda v, x: fn(MODEL.bind(v), x), VARIABLES, X)
@@ -156,6 +169,8 @@ EXTENTS = {
         _block_in_a_method,
         _method,
         _class,
+        _frozen,
+        _mirror,
         _function,
         _core,
     )
