@@ -443,27 +443,6 @@ def test_boxes_and_several_leaves() -> None:
         fn(params, {'kernel': others['kernel'].value})
 
 
-def test_a_function_may_change_the_dtype() -> None:
-    def half(path: Any, value: Any) -> Any:
-        return value.astype(jnp.bfloat16)
-
-    model = linen.Dense(3)
-    params = {'params': OTHERS['dense']}
-
-    def fn(params: Any) -> Any:
-        with nn.substitute(half):
-            y = nn.jit(linen.Dense)(3).apply(params, X.astype(jnp.bfloat16))
-            return y, model.apply(params, X.astype(jnp.bfloat16), mutable='params')
-
-    def by_hand(params: Any) -> Any:
-        cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        y = model.apply(cast, X.astype(jnp.bfloat16))
-        return y, (y, params)
-
-    assert fn(params)[0].dtype == jnp.bfloat16
-    assert_same_function(fn, by_hand, params)
-
-
 def test_parts_of_trees() -> None:
     def fn(params: Any, others: Any) -> Any:
         part, _ = sg.partition(others, '**/bias')
