@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -227,22 +226,6 @@ class StateWrittenSince(Raw):
         if self.is_mutable_collection('state'):
             self.state.value = self.state.value * 2.0
         return x * self.h * self.state.value
-
-
-class Once(nn.Module):
-    """Its setup runs once only."""
-
-    ran: types.SimpleNamespace
-
-    def setup(self):
-        self.w = param(self, 'w')
-        if self.ran.before:
-            raise ValueError('ran before')
-        self.ran.before = True
-        self.h = self.w * 2.0
-
-    def __call__(self, x):
-        return x * self.h
 
 
 def asks_whether_it_is_there(module: Any) -> Any:
