@@ -411,6 +411,13 @@ def test_an_opening_asks_about_the_variables_of_programs_alone():
         assert sorted(asked.paths) == sorted([*PATHS, 'bias', 'kernel'])
 
 
+def test_a_predicate_that_returns_no_bool_is_not_asked_for_a_program():
+    step, refused = make_step(), pytest.raises(errors.FilterTypeError, match='returned')
+    for said, expected in ((True, contextlib.nullcontext()), (None, refused)):
+        with expected, nn.stop_gradient(lambda path, said=said: said):
+            step(PARAMS)
+
+
 # Answers that change where nobody expects it.
 
 
