@@ -93,8 +93,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
     ),
     'layers that there are not': (
-        lambda: block_errors.stacked(slice(4, 6)),
-        'PartError: frozen_layers=slice(4, 6, None) does not fit a scan of 4 layers: '
+        lambda: block_errors.stacked([]),
+        'PartError: frozen_layers=[] does not fit a scan of 4 layers: '
         'it selects no layer.\n'
         'Write indices from 0 to 3, such as frozen_layers=slice(0, 2), or a bool for '
         'each layer.',

@@ -292,6 +292,11 @@ class Trainer:
     def method(self, params, x):
         return call(params, x) * self.factor
 
+    @nn.stop_gradient('enc/**')
+    @staticmethod
+    def static(params, x):
+        return call(params, x)
+
     def __call__(self, params, x):
         return call(params, x)
 
@@ -311,6 +316,7 @@ ANY_FUNCTION: dict[str, Any] = {
     ),
     'a method': Trainer().method,
     'an object that is called': STOP(Trainer()),
+    'a static method': Trainer.static,
     'a jitted function': STOP(JITTED),
     'in jit and of a jitted function': jax.jit(STOP(JITTED)),
 }

@@ -420,6 +420,19 @@ def test_a_state_is_computed_from_what_is_read() -> None:
     assert_same(written, apply({**variables, 'batch_stats': stats}, ['batch_stats'])[1])
 
 
+def test_initialization_is_that_of_the_model() -> None:
+    model = Model(_block, 'tree')
+    expected = Model(lambda model, values, x: model.student(x), 'tree')
+    wrong = {'w': jnp.zeros(7)}  # Nobody looks at it.
+    for extent in EXTENTS.values():
+        model = Model(extent, 'tree')
+        assert_same(model.init(KEY, X, OTHERS), expected.init(KEY, X, OTHERS))
+        assert_same(model.init(KEY, X, wrong), expected.init(KEY, X, OTHERS))
+    for source in ('collection', 'module', 'function'):
+        model = Model(_block, source)
+        assert_same(model.init(KEY, X), expected.init(KEY, X, OTHERS))
+
+
 def test_boxes_and_several_leaves() -> None:
     class Boxed(linen.Module):
         @linen.compact
