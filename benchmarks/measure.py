@@ -146,18 +146,18 @@ class _Program:
 
 
 class _Compiler:
-    """Compiles programs in threads; equal programs are compiled once."""
+    """Compiles programs in threads; equal ones of equal trees are compiled once."""
 
     def __init__(self, pool: concurrent.futures.Executor) -> None:
         self._pool = pool
-        self._known: dict[str, concurrent.futures.Future[_Program]] = {}
+        self._known: dict[Any, concurrent.futures.Future[_Program]] = {}
 
     def __call__(self, lowered: Any) -> concurrent.futures.Future[_Program]:
         """Returns a future of the compiled program."""
-        text = lowered.as_text()
-        if text not in self._known:
-            self._known[text] = self._pool.submit(self._compile, lowered)
-        return self._known[text]
+        key = lowered.as_text(), lowered.in_tree, lowered.out_tree
+        if key not in self._known:
+            self._known[key] = self._pool.submit(self._compile, lowered)
+        return self._known[key]
 
     @staticmethod
     def _compile(lowered: Any) -> _Program:
