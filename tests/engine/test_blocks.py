@@ -254,6 +254,33 @@ def in_another_thread(fn: Any) -> Any:
 # Order, threads.
 
 
+def _in_two_blocks():
+    with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
+        yield frozen()
+        yield frozen()
+
+
+def test_generators_in_two_blocks_closed_in_another_order():
+    first, second = _directly(), _in_two_blocks()
+    assert (next(first), next(second)) == ('a', 'ab')
+    assert next(first) == 'ab'
+    with pytest.raises(errors.BlockError, match='still open'):
+        next(first)
+    # The first is closed all the same, and the others are still open.
+    assert frozen() == 'ab'
+    second.close()
+    assert_no_block_is_left()
+
+
+def test_a_generator_closed_by_another_thread():
+    generator = _in_two_blocks()
+    next(generator)
+    error = in_another_thread(generator.close)
+    assert isinstance(error, errors.BlockError)
+    # The generator is gone, and with it what was between its `with` and its end.
+    assert_no_block_is_left()
+
+
 def test_blocks_closed_in_another_order():
     first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
     first.__enter__()

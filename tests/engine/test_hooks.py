@@ -19,7 +19,7 @@ from flax.core import Scope, freeze, lift
 import oracle
 import stepwise
 from flax_sg import linen as nn
-from uses import RNGS, CompactKid, Kid, X, both, staged
+from uses import RNGS, CompactKid, Kid, X, both, integers, staged
 
 stop = jax.lax.stop_gradient
 PARAMS = {'w': jnp.array([1.0, 2.0, 3.0]), 'b': jnp.array([4.0, 1.0, 2.0])}
@@ -269,6 +269,42 @@ def test_values_streams_and_collections_are_those_without_the_block():
     plain = everything(None)
     for block in (True, ['norm/*', 'dense_1/kernel']):
         oracle.assert_same(everything(block), plain)
+
+
+def test_a_loss_on_what_a_stopped_part_sows_does_not_train_it():
+    """Hazard 24: and a penalty on the parameters outside of the block does."""
+
+    def body(module, x):
+        with nn.stop_gradient('w'):
+            y = read(module, 'w') * read(module, 'b') * x
+            module.sow('intermediates', 'y', y)
+        return jnp.sum(read(module, 'w') ** 2)
+
+    def loss(params):
+        penalty, written = apply(body, params, X, ['intermediates'])
+        return penalty + jnp.sum(written['intermediates']['y'][0])
+
+    gradient = jax.grad(loss)(PARAMS)
+    oracle.assert_same(gradient['w'], 2 * PARAMS['w'])
+    oracle.assert_same(gradient['b'], PARAMS['w'] * X)
+
+
+def test_a_weight_that_is_tied_is_stopped_in_the_use_that_is_in_the_block():
+    """Hazard 23."""
+
+    def body(module, x):
+        embed = nn.Embed(4, 3, name='embed')
+        y = embed(jnp.array([1, 2])) * x[None, :]
+        with nn.stop_gradient('embed/*'):
+            return embed.attend(y), y
+
+    def by_hand(module, x):
+        table = module.variables['params']['embed']['embedding']
+        y = table[jnp.array([1, 2])] * x[None, :]
+        return y @ stop(table).T, y
+
+    table = integers({'embed': {'embedding': jnp.ones((4, 3))}})
+    assert_same_program(body, by_hand, table)
 
 
 # Paths: what a filter is told of a variable.

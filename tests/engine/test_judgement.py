@@ -376,6 +376,43 @@ def test_a_value_that_is_kept_or_used_is_silent(fn):
 # Faults of what is remembered for the whole process.
 
 
+class Sows(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        self.sow('stats', 'count', jnp.sum(x))
+        return fnn.Dense(2, name='dense')(x)
+
+
+class Counts(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        count = self.variable('stats', 'count', jnp.zeros, ())
+        count.value = count.value + 1.0
+        return x
+
+
+def test_state_is_held_whatever_another_module_has_sown():
+    dense = {'dense': PARAMS['a']}
+    with nn.stop_gradient('dense/**'):
+        Sows().apply({'params': dense}, X, mutable=['stats'])
+    nn.Frozen(Sows(), state='hold').apply({'params': dense}, X, mutable=['stats'])
+    stats = {'stats': {'count': jnp.asarray(3.0)}}
+    for make in (Counts, lambda: nn.Frozen(Counts(), state='update')):
+        _, written = make().apply(stats, X, mutable=['stats'])
+        assert written['stats']['count'] == 4.0
+    _, written = nn.Frozen(Counts(), state='hold').apply(stats, X, mutable=['stats'])
+    assert written['stats']['count'] == 3.0
+
+    class Mirrors(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return nn.mirror(Counts(name='counts'))(x)
+
+    stats = {'stats': {'counts': stats['stats']}}
+    _, written = Mirrors().apply(stats, X, mutable=['stats'])
+    assert written['stats']['counts']['count'] == 3.0
+
+
 @pytest.mark.slow
 def test_a_step_is_never_judged_unused_after_thousands_of_other_blocks():
     """What is kept of a compiled program is kept as long as JAX finds it."""
