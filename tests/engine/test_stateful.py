@@ -93,7 +93,7 @@ def steps_of(program: Program) -> Program:
 @pytest.mark.slow
 @hypothesis.given(program=programs())
 @hypothesis.settings(
-    max_examples=1000 if LONG else 12,
+    max_examples=1000 if LONG else 8,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_random_programs(program):

@@ -114,7 +114,7 @@ LONG = hypothesis.settings.get_current_profile_name() == 'long'
 
 @hypothesis.given(spec=specs.models(depth=2 if LONG else 1))
 @hypothesis.settings(
-    max_examples=2000 if LONG else 6,
+    max_examples=2000 if LONG else 4,
     phases=[hypothesis.Phase.generate],  # Shrinking a model takes many minutes.
 )
 def test_a_random_model_is_that_with_stops_by_hand(spec):
