@@ -126,18 +126,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.grad(lambda: 1.0, argnums=1, of=nn.Dense(1)),
         'ArgumentValueError: with of=, argnums=1: expected 0.',
     ),
-    'pruned gradients for an optimizer of optax': (
-        lambda: adam.update(
-            sg.grad(product, wrt='head/w')(PARAMS), adam.init(PARAMS), PARAMS
-        ),
-        'ValueError: pytree structure error: different types at key path\n'
-        "    tree_map tree['body']['w']\n"
-        'At that key path, the prefix pytree tree_map tree has a subtree of type\n'
-        '    ABSENT: no gradient was computed for this leaf. Wrap the optimizer, '
-        'sg.freeze(tx, where), and use sg.apply_updates\n'
-        'but at the same key path the full pytree has a subtree of different type\n'
-        "    <class 'jaxlib._jax.ArrayImpl'>.",
-    ),
     'a filter in the place of argnums': (
         lambda: sg.grad(product, 'head/**'),
         "ArgumentTypeError: argnums='head/**' names no positions of arguments.\n"

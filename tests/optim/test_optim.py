@@ -535,3 +535,14 @@ def test_what_is_added_and_what_is_passed_on():
             assert new.dtype == jnp.float16
     empty = np.ones((2, 0))
     assert sg.apply_updates([empty], [np.ones((2, 0))])[0] is empty
+
+
+def test_pruned_gradients_for_an_optimizer_of_optax_say_what_to_write():
+    """The rest of the message is that of JAX, which differs between versions."""
+    params, tx = {'a': 1.0, 'b': 2.0}, optax.adam(0.1)
+    pruned = sg.grad(lambda p: p['a'] * p['b'], wrt='a')(params)
+    said = (
+        'ABSENT: no gradient was computed for this leaf. Wrap the optimizer, sg.freeze'
+    )
+    with pytest.raises(ValueError, match=said):
+        tx.update(pruned, tx.init(params), params)
