@@ -124,7 +124,8 @@ class Root:
             around the tree that JAX may cache.
         pending: closed blocks that are judged when the tree is complete, each with
             the exception that was being handled when it closed.
-        set_up_in: by id, modules whose ``setup`` runs, and the blocks that were open.
+        set_up_in: by id, modules whose ``setup`` runs, or ran for a second time in
+            this tree, and the blocks that were open.
         made_in: if the tree serves a second run of a ``setup``, the blocks of that run.
         handed: the variables that the body starts with, as Flax passed them in.
         selected: the variables in ``handed`` that were rewritten outside.

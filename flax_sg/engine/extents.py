@@ -101,8 +101,6 @@ def close_last(
             than GeneratorExit ends the block.
     """
     mine = [b for b in thread.blocks if b.rewrite is rewrite and not b.ended]
-    if len(mine) == 1:
-        return close_block(mine[0], READS if exc_type is None else NOTHING)
     here, place, elsewhere = Place.here(), None, ''
     # A suspended generator and the code around it may both have opened ``rewrite``.
     mine = [block for block in mine if block.place.frame == here.frame] or mine

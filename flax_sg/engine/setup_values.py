@@ -78,12 +78,14 @@ def try_setup(self: Any, shallow: bool = False) -> None:
             return original(self, shallow)
     root, before = blocks.root_of(self.scope), blocks.thread.rewritten
     root.set_up_in[id(self)] = open_blocks
+    if root.made_in is not None:  # A second run keeps what it makes as it is.
+        return original(self)
     try:
         original(self)
     finally:
         del root.set_up_in[id(self)]
     # Nothing is differentiated by what ``init`` makes.
-    if blocks.thread.rewritten != before and not (root.initializing or root.made_in):
+    if blocks.thread.rewritten != before and not root.initializing:
         _make_plain(_SetupValues.of(self, root, open_blocks))
 
 
@@ -181,7 +183,7 @@ class _SetupValues:
             if not modules.is_set_up(self.module):
                 reason = 'the block is in setup, after the line that makes the value'
                 raise _cannot_see(self.module, name, reason)
-            self._again = _run_again(self.module, name, self.blocks)
+            self._again = _run_again(self.module, name, self.blocks, made_in)
         if not self._again:  # No block changes what setup reads.
             return value
         if name not in self._again:
@@ -238,7 +240,7 @@ def _has_numbers(module: Any) -> bool:
 
 
 def _run_again(
-    module: Any, name: str, open_blocks: tuple[blocks.Block, ...]
+    module: Any, name: str, open_blocks: _Blocks, made_in: _Blocks
 ) -> dict[str, Any]:
     """Runs a module's ``setup`` on scratch scopes, and returns its attributes.
 
@@ -246,6 +248,7 @@ def _run_again(
         module: a bound module whose ``setup`` has run.
         name: the attribute to report in an error.
         open_blocks: the blocks to run under; empty for the values without blocks.
+        made_in: the blocks that the first run was in.
 
     Returns:
         The attributes that ``setup`` makes; empty if the blocks change nothing.
@@ -274,7 +277,7 @@ def _run_again(
         finally:
             thread.doubts = outer
         # A second run makes new array objects: use them only if a rule was applied.
-        if open_blocks and thread.rewritten == before:
+        if not made_in and thread.rewritten == before:
             return {}
     if doubts:
         reason = f'setup would have to run again, and {doubts[0]}'

@@ -624,6 +624,41 @@ def test_nothing_is_kept_when_the_block_has_closed():
     assert [ref() for ref in held] == [None]
 
 
+class SetUpInABlock(nn.Module):
+    """In its ``setup`` a block is open where a module below it is set up."""
+
+    how: str
+
+    def setup(self):
+        self.w = param(self, 'w')
+        self.kid = Kid()
+        if self.how == 'hand':
+            inside = stop(self.kid.w2)
+        else:
+            with nn.stop_gradient('kid/**'):
+                inside = self.kid.w2
+        self.kept = inside * (stop(self.w) if self.how == 'hand' else self.w)
+        self.kept += self.kid.w2
+
+    def __call__(self):
+        if self.how == 'hand':
+            return self.kept
+        with nn.stop_gradient('w'):
+            return self.kept
+
+
+def test_a_module_that_a_second_run_sets_up_in_a_block():
+    """Outside of that block its values are those of the run alone."""
+
+    def loss(params, how):
+        return jnp.sum(SetUpInABlock(how).apply({'params': params}))
+
+    params = {'w': X, 'kid': {'w': jnp.sin(X), 'b': X}}
+    found = jax.grad(loss)(params, 'block')
+    oracle.assert_same(found, jax.grad(loss)(params, 'hand'))
+    assert not oracle.is_zero(found['kid'])
+
+
 # What cannot be computed again. The error says what to write.
 
 
