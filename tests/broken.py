@@ -50,7 +50,7 @@ def _without_hooks(patch: Patch, *names: str) -> None:
 
 def _original(name: str) -> Any:
     if name == 'getattribute':
-        return lambda original: original
+        return lambda original: lambda self, name: original(self, name)
     return lambda *args, **kwargs: hooking.originals[name](*args, **kwargs)
 
 

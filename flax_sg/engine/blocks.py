@@ -221,13 +221,11 @@ class _Thread(threading.local):
         Only one user context is entered at a time, so blocks may close in any order.
         Ctrl-C may raise between any two lines: a second call completes the change.
         """
-        number = blocks[-1].number if blocks else cache_keys.NONE
-        context = tracing.user_context(number.value)
         self.blocks = blocks
         self.asks_classes = any(block.asker.asks_classes for block in blocks)
         self._no_context.__exit__(None, None, None)  # Restores the initial number.
         if blocks:
-            context.__enter__()
+            tracing.user_context(blocks[-1].number.value).__enter__()
 
     def _set_aside(self, blocks: tuple[Block, ...], aside: int) -> None:
         self._aside = aside

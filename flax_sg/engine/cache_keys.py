@@ -215,9 +215,9 @@ class Number:
     def take(self, asker: Asker) -> bool:
         """Leases the number, unless another holder may give other answers."""
         with _lock:
-            for other in self._holders:
-                if asker.sure is None or asker.sure != other.sure:
-                    return False
+            others = {other.sure for other in self._holders} if self.is_held else ()
+            if others and (asker.sure is None or others != {asker.sure}):
+                return False
             self._holders.add(asker)
         return True
 

@@ -101,11 +101,11 @@ def close_last(
             than GeneratorExit ends the block.
     """
     mine = [b for b in thread.blocks if b.rewrite is rewrite and not b.ended]
-    here, place, elsewhere = Place.here(), None, ''
-    # A suspended generator and the code around it may both have opened ``rewrite``.
-    mine = [block for block in mine if block.place.frame == here.frame] or mine
+    if len(mine) > 1:  # A suspended generator and the code around it, perhaps.
+        mine = [b for b in mine if b.place.frame == Place.here().frame] or mine
     if mine:
         return close_block(mine[-1], READS if exc_type is None else NOTHING)
+    here, place, elsewhere = Place.here(), None, ''
     for block in hooking.users_of_hooks():
         if isinstance(block, Block) and block.rewrite is rewrite:
             place = block.place

@@ -60,7 +60,7 @@ _hooks: Mapping[str, Callable[..., Any]] = {}
 # What the hooked attributes were, by their keys in ``HOOKED``.
 originals: dict[str, Any] = {}
 
-_before: dict[tuple[Any, str], Any] = {}  # The attributes to restore.
+_installed: dict[Any, _Hook] = {}  # By the hooking function.
 
 _complete = False  # Whether all hooks are installed.
 
@@ -78,10 +78,12 @@ class _Hook(NamedTuple):
     @classmethod
     def of(cls, key: str, owner: Any, name: str) -> _Hook:
         """Returns the hook for an attribute that a class has or inherits."""
-        holders = [
-            base for base in getattr(owner, '__mro__', [owner]) if name in vars(base)
-        ]
-        found = (_before.get((base, name), vars(base)[name]) for base in holders)
+        current = _installed.values()
+        hooked = {(hook.owner(), hook.name): hook.before for hook in current}
+        found = (
+            hooked.get((base, name), vars(base).get(name, _INHERITED))
+            for base in getattr(owner, '__mro__', [owner])
+        )
         original = next(value for value in found if value is not _INHERITED)
         before, hook = vars(owner).get(name, _INHERITED), _hooks[key]
         if key in HOOKED:
@@ -112,6 +114,7 @@ def acquire_hooks(
         if _complete:
             return
         root = running_apply()
+        _remove()  # An exception may have interrupted another user.
         _install(_plan())
         _complete = True
         # Keep the hooks until this ``apply`` ends: its later blocks reuse them.
@@ -120,34 +123,51 @@ def acquire_hooks(
 
 
 def _install(plan: Sequence[_Hook]) -> None:
-    for ref, name, before, hook in plan:
+    for planned in plan:
+        ref, name, before, hook = planned
         owner = ref()
-        if owner is None or (owner, name) in _before:
+        if owner is None:
             continue
         if owner.__dict__.get(name, _INHERITED) is not before:
             # Other code has replaced the attribute since the plan was made.
+            _remove()
             return _install(_plan(anew=True))
-        _before[owner, name] = before
+        _installed[hook] = planned
         setattr(owner, name, hook)
+
+
+def _remove() -> None:
+    for ref, name, before, _ in _installed.values():
+        owner = ref()
+        if owner is not None and before is not _INHERITED:
+            setattr(owner, name, before)
+        elif name in getattr(owner, '__dict__', ()):
+            delattr(owner, name)
+    _installed.clear()
 
 
 def _plan(anew: bool = False) -> list[_Hook]:
     """Returns the hooks to install; reuses the last ones if no class or hook is new."""
     global _planned
-    classes = modules.classes_that_keep()
+    refs = modules.classes_that_keep()
     hooks, known, plan = _planned
-    if hooks is not _hooks or known is not classes or anew:
+    if hooks is not _hooks or known is not refs or anew:
         key, name = HOOKED_THAT_KEEP
+        classes: list[type] = []
+        for cls in filter(None, (ref() for ref in refs)):
+            bases = (b for b in cls.__mro__ if b in classes or name in vars(b))
+            if next(bases) not in classes:  # Or it inherits the hook.
+                classes.append(cls)
         plan = [_Hook.of(key, *where) for key, where in HOOKED.items()]
-        plan += [_Hook.of(key, cls, name) for ref in classes if (cls := ref())]
-        _planned = _hooks, classes, plan
+        plan += [_Hook.of(key, cls, name) for cls in classes]
+        _planned = _hooks, refs, plan
     return plan
 
 
 def watch(cls: type) -> None:
     """Hooks a class that keeps values, if the last plan did not have it."""
     key, name = HOOKED_THAT_KEEP
-    if (cls, name) not in _before:
+    if cls.__getattribute__ not in _installed:
         with _lock:
             if _complete:
                 _install([_Hook.of(key, cls, name)])
@@ -172,12 +192,7 @@ def release_hooks(user: object) -> None:
         if _users or _applies:
             return
         _complete = False
-        for (owner, name), before in tuple(_before.items()):
-            if before is not _INHERITED:
-                setattr(owner, name, before)
-            elif name in owner.__dict__:
-                delattr(owner, name)
-        _before.clear()
+        _remove()
 
 
 class released:  # noqa: N801 (read as ``with released(user)``)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import dis
 import os
 import threading
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_sg import errors
 from flax_sg.internals import frames
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place where a block was opened.
 
     Attributes:

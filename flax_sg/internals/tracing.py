@@ -101,29 +101,27 @@ def in_trace_of_scope(scope: Scope) -> contextlib.AbstractContextManager[Any]:
     return in_innermost_trace([scope.trace_level])
 
 
-def kept_traces(scope: Scope | None = None) -> list[weakref.ref[Any]]:
+def kept_traces(scope: Scope | None = None) -> Iterator[weakref.ref[Any]]:
     """The traces that JAX may cache and reuse for other arguments, innermost first.
 
     JAX makes the traces of derivatives and batching each time, so they are left out.
     The outermost trace, which does no tracing, comes last.
 
     Args:
-        scope: the scope to start from, by default the running code. The list is empty
+        scope: the scope to start from, by default the running code. There are none
             if the scope's own trace has ended.
     """
     level: Any = None if scope is None else scope.trace_level
-    trace: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
-    return [
-        weakref.ref(trace)
-        for trace in _outwards(trace)
-        if isinstance(trace, partial_eval.DynamicJaxprTrace)
-        or getattr(trace, 'parent_trace', None) is None
-    ]
+    innermost: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
+    for trace in _outwards(innermost):
+        is_outermost = getattr(trace, 'parent_trace', None) is None
+        if is_outermost or isinstance(trace, partial_eval.DynamicJaxprTrace):
+            yield weakref.ref(trace)
 
 
 def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
     """The innermost of ``kept_traces``."""
-    return next(iter(kept_traces(scope)), None)
+    return next(kept_traces(scope), None)
 
 
 def as_weak(x: Any) -> Any:

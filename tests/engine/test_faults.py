@@ -216,7 +216,7 @@ IN_AND_OUT = frozenset(
         *('open_block', 'close_block', 'close_last', '_close', 'remove'),
         *('forget', 'set_blocks', 'only', '_set_aside', '_resumed', 'leave'),
         *('reopen', 'run_again', 'acquire_hooks', 'release_hooks'),
-        *('_install', '_plan', 'running_apply', 'goes_on', 'lease', 'take'),
+        *('_install', '_remove', '_plan', 'running_apply', 'goes_on', 'lease', 'take'),
         *('use', 'give_back'),
     ]
 )
@@ -323,8 +323,8 @@ def test_hooks_that_are_half_installed(at):
             installed()
         if goes_on:
             hooking.acquire_hooks(user, hooks.HOOKS)
-            hooked = {(owner, name) for owner, name in hooking.HOOKED.values()}
-            assert hooked <= hooking._before.keys()
+            hooked = [vars(owner)[name] for owner, name in hooking.HOOKED.values()]
+            assert hooked == [hooks.HOOKS[name] for name in hooking.HOOKED]
             assert [dict(vars(owner)) for owner in OWNERS] != FLAX
         hooking.release_hooks(user)
         assert_nothing_is_left()
