@@ -57,10 +57,14 @@ def _variables(self: Scope) -> Any:
 def _param(
     self: Scope, name: str, init_fn: Any, *args: Any, unbox: bool = True, **kw: Any
 ) -> Any:
-    exists = self.has_variable('params', name)
-    value = _original['param'](self, name, init_fn, *args, unbox=unbox, **kw)
-    if exists or not blocks.thread.blocks:
-        return value
+    open_blocks = blocks.thread.blocks
+    if not open_blocks:
+        return _original['param'](self, name, init_fn, *args, unbox=unbox, **kw)
+    # Of a parameter that exists Flax traces the initializer, for the shape alone.
+    # Outside of the blocks, JAX finds the traces that ``init`` has made.
+    around = () if self.has_variable('params', name) else open_blocks
+    with blocks.thread.only(around):
+        _original['param'](self, name, init_fn, *args, unbox=unbox, **kw)
     # Flax returns a new parameter without calling ``get_variable``: read it here.
     value = self.get_variable('params', name)
     return core_scopes.unbox(value) if unbox else value

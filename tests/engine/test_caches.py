@@ -6,6 +6,7 @@ hand (``oracle``). Traces are counted by the Python that runs when there is one.
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -788,10 +789,15 @@ def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
 def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
     sequences.forget_contexts()
 
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def drawn(key, shape, dtype):
+        TRACES.append(None)
+        return jax.random.normal(key, shape, dtype)
+
     class Layer(fnn.Module):
         @fnn.compact
         def __call__(self, x):
-            return counted(fnn.Dense(3)(x))
+            return counted(fnn.Dense(3, kernel_init=drawn)(x))
 
     @jax.jit
     def counted(x):
@@ -813,7 +819,26 @@ def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
 
     variables = Model().init(jax.random.key(0), X)
     counted.clear_cache()
+    # For the shape, Flax traces initializers again: those of ``init`` are in the cache.
+    drawn.clear_cache()
+    drawn(jax.random.key(0), (3, 3), jnp.float32)
     TRACES.clear()
     jax.jit(jax.grad(lambda v: Model().apply(v, X))).trace(variables)
     # A block in another one has a number of its own.
     assert len(TRACES) == 2
+
+
+def test_an_initializer_that_reads_parameters_through_a_cached_trace():
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            self.param('w', fnn.initializers.ones, (3,))
+            reads = jax.jit(lambda x: x * self.get_variable('params', 'w'))
+            with nn.stop_gradient('w'):
+                b = self.param('b', lambda key: reads(x))
+                stopped = 2 * reads(x) * b
+            return jnp.sum(stopped + reads(x))
+
+    x, params = jnp.arange(1.0, 4), {'w': jnp.ones(3), 'b': jnp.ones(3)}
+    grads = jax.grad(lambda p: Model().apply({'params': p}, x))(params)
+    oracle.assert_same(grads, {'w': x, 'b': 2 * x})
