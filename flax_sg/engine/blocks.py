@@ -222,7 +222,7 @@ class _Thread(threading.local):
         Ctrl-C may raise between any two lines: a second call completes the change.
         """
         self.blocks = blocks
-        self.asks_classes = any(block.asker.asks_classes for block in blocks)
+        self.asks_classes = True in [block.asker.asks_classes for block in blocks]
         self._no_context.__exit__(None, None, None)  # Restores the initial number.
         if blocks:
             tracing.user_context(blocks[-1].number.value).__enter__()
@@ -263,7 +263,7 @@ class _Thread(threading.local):
         for root, _, _ in self.roots.values():
             if block is not None:
                 root.forget(block)
-        if not self.blocks and not self._aside:
+        if self.roots and not (self.blocks or self._aside):
             self.roots = {
                 i: known for i, known in self.roots.items() if known[0].pending
             }

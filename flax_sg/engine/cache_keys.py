@@ -363,8 +363,9 @@ def _candidates(around: Number, asker: Asker) -> list[Number]:
             mine.append(number)
         elif asker.sure is not None or number.is_blank:
             others.append(number)
-    mine.sort(key=lambda number: (number.is_blank, not number.is_held))
-    others.sort(key=lambda number: number.is_blank)
+    if len(known) > 1:
+        mine.sort(key=lambda number: (number.is_blank, not number.is_held))
+        others.sort(key=lambda number: number.is_blank)
     return [*mine, *others[:_MOST_OTHERS]]
 
 

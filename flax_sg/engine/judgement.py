@@ -42,7 +42,8 @@ def judge(block: Block, reads: bool) -> None:
     met = block.decisions or block.collections
     is_new = met or number.is_blank or not number.was_right(asker)
     waits = is_new and _waits_for_existence(block)
-    number.use(asker, is_right=True)
+    if is_new:
+        number.use(asker, is_right=True)
     if reads and not waits:
         _check_reads(block)
 

@@ -128,10 +128,8 @@ def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:
 
 def _is_made_inside(block: Block, root: Root) -> bool:
     """Whether a tree was made in a trace that began after the block was opened."""
-    traces = list(tracing.kept_traces())
-    if root.kept_trace not in traces or block.kept_trace not in traces:
-        return False
-    return traces.index(root.kept_trace) < traces.index(block.kept_trace)
+    outwards = tracing.kept_traces()  # The second search begins where the first ends.
+    return root.kept_trace in outwards and block.kept_trace in outwards
 
 
 def note_all(block: Block, root: Root) -> None:
