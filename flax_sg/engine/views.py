@@ -123,9 +123,7 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
 
 
 def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
-    of_block = root.seen.get(block)
-    if of_block is None:
-        of_block = root.seen[block] = {}
+    of_block = root.seen.setdefault(block, {})
     seen = of_block.get(key)
     if seen is None:
         seen = of_block[key] = Seen()
