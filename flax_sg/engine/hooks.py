@@ -64,8 +64,8 @@ def _param(
     # Outside of the blocks, JAX finds the traces that ``init`` has made.
     around = () if self.has_variable('params', name) else open_blocks
     with blocks.thread.only(around):
-        _original['param'](self, name, init_fn, *args, unbox=unbox, **kw)
-    # Flax returns a new parameter without calling ``get_variable``: read it here.
+        _original['param'](self, name, init_fn, *args, unbox=False, **kw)
+    # Read it in the blocks. Flax returns a new parameter without reading it.
     value = self.get_variable('params', name)
     return core_scopes.unbox(value) if unbox else value
 
