@@ -86,6 +86,8 @@ class _Hook(NamedTuple):
         )
         original = next(value for value in found if value is not _INHERITED)
         before, hook = vars(owner).get(name, _INHERITED), _hooks[key]
+        if original is hook:  # A patch of others began in a block and ended after it.
+            before = original = originals[key]
         if key in HOOKED:
             originals[key] = original
         else:  # Classes differ in what they inherit.
@@ -128,7 +130,8 @@ def _install(plan: Sequence[_Hook]) -> None:
         owner = ref()
         if owner is None:
             continue
-        if owner.__dict__.get(name, _INHERITED) is not before:
+        current = owner.__dict__.get(name, _INHERITED)
+        if current is not before and current is not hook:
             # Other code has replaced the attribute since the plan was made.
             _remove()
             return _install(_plan(anew=True))

@@ -469,3 +469,29 @@ def test_paths_and_one_evaluation_for_each(name):
         assert path.module == path[: -len(own[-1]) - 1] or path.module == '/'
         statistic = path.name in ('mean', 'var')
         assert path.collection == ('batch_stats' if statistic else 'params')
+
+
+@pytest.mark.parametrize('steps', ['p[]q[]', '[pq]', '[p]q[]'])
+def test_other_code_patches_what_is_hooked(steps, monkeypatch):
+    """Before and after a block, in it, and from within it to after it."""
+    module, x = nn.Dense(1), jnp.ones((2, 3))
+    variables = module.init(jax.random.key(0), x)
+    original, met, block = Scope.get_variable, [], nn.stop_gradient('kernel')
+
+    def patched(self: Scope, *args: Any) -> Any:
+        met.append(steps)
+        return before(self, *args)
+
+    for number, step in enumerate(steps):
+        if step in '[]':
+            block.__enter__() if step == '[' else block.__exit__(None, None, None)
+        elif step == 'p':
+            before = Scope.get_variable
+            monkeypatch.setattr(Scope, 'get_variable', patched)
+        else:
+            monkeypatch.undo()
+        grads = jax.grad(lambda v: module.apply(v, x).sum())(variables)['params']
+        in_block = steps[: number + 1].count('[') > steps[: number + 1].count(']')
+        assert grads['kernel'].any() != in_block, steps[: number + 1]
+    assert met
+    assert Scope.get_variable is original
