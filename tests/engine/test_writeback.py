@@ -465,6 +465,19 @@ def test_writes_of_what_was_read(body, lift):
     check(lambda how: Rewriting(how, body, lift), {'cache': CACHE})
 
 
+def test_a_leaf_that_a_body_did_not_write_is_substituted_once():
+    def body(module, x):
+        module.put_variable('cache', 'pair', (x, cache(module, 'pair')[1]))
+        return jnp.stack(cache(module, 'pair'))
+
+    with nn.substitute(lambda path, value: value + 1, collections='cache'):
+        apply = nn.apply(nn.jit(body), Writer(), mutable=['cache'])
+        y, out = apply({'cache': {'pair': (X, X)}}, 2 * X)
+    assert_same(
+        (y, out), (jnp.stack([2 * X + 1, X + 1]), {'cache': {'pair': (2 * X, X)}})
+    )
+
+
 # Branches and loops.
 
 
