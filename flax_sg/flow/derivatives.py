@@ -59,6 +59,8 @@ class Derivatives(Dependence):
         # Primitives through which everything flowed once. Saying the same of other
         # shapes is safe.
         self._smooth: set[Hashable] = set()
+        # The rows of others, by all that is known of the equation.
+        self._others: dict[Hashable, Rows] = {}
 
     def carries(self, aval: Any) -> bool:
         """Whether a derivative may flow through values of a type."""
@@ -89,6 +91,9 @@ class Derivatives(Dependence):
         kind = None if has_rule or name.startswith('custom_') else _kind_of(eqn)
         if kind in self._smooth:
             return safe
+        known = kind and (kind, str(eqn.params), tuple(map(_text_of, eqn.invars)))
+        if known in self._others:
+            return self._others[known]
         try:
             rows = _differentiated(eqn, backwards=has_rule)
         except NotImplementedError as error:
@@ -97,6 +102,8 @@ class Derivatives(Dependence):
             return safe  # Not alone: collectives need their axis.
         if kind is not None and rows == safe:
             self._smooth.add(kind)
+        elif kind is not None:
+            self._others[known] = rows
         return rows
 
     def _refuse(self, eqn: JaxprEqn, error: Exception | None) -> Rows:
@@ -107,6 +114,10 @@ class Derivatives(Dependence):
 def _is_ref(var: Any) -> bool:
     """Whether a variable of a jaxpr is a mutable array."""
     return 'Ref' in type(var.aval).__name__
+
+
+def _text_of(var: Any) -> str:
+    return str(var.val) if isinstance(var, Literal) else str(var.aval)
 
 
 def _kind_of(eqn: JaxprEqn) -> Hashable:
