@@ -285,12 +285,17 @@ class Number:
                 may have used the number.
         """
         known = self.answers.get(path.key)
-        if late and (known is None or known[1] != said):
+        if late and (known[1] != said if known else not self._knows(asker, path)):
             _refuse_late_question(asker)
         if known is None:
             with _lock:
                 self.kind = asker.kind
                 self.answers[path.key] = path, said
+
+    def _knows(self, asker: Asker, path: Path) -> bool:
+        """Whether blocks without an owner have asked for a path, in whatever tree."""
+        older = (p.key for p, _ in self.older_as_seen_by(asker) if p is not None)
+        return not asker.owner_path and path.key in {*older, *self.answers}
 
     def note_older(
         self, asker: Asker, key: Key, tree: TreeRef, path: Path, late: bool = False
@@ -300,7 +305,7 @@ class Number:
         question = tree, key, path.classes, inner_names(key)
         if question in self.in_older_trees:
             return
-        if late:
+        if late and not self._knows(asker, path):
             _refuse_late_question(asker)
         answer = asker.answer_in_older_tree(path)
         with _lock:
@@ -352,13 +357,12 @@ def _candidates(around: Number, asker: Asker) -> list[Number]:
     with answers. A function is not asked about the variables of other functions: it
     may print them, or raise.
     """
+    kinds = asker.kind, asker.blank_kind
     with _lock:
-        known = list(around.inside.values())
+        known = [n for n in reversed(around.inside.values()) if n.kind in kinds]
     mine: list[Number] = []
     others: list[Number] = []
-    for number in reversed(known):
-        if number.kind not in (asker.kind, asker.blank_kind):
-            continue
+    for number in known:
         if number.is_known_to(asker):
             mine.append(number)
         elif asker.sure is not None or number.is_blank:

@@ -112,6 +112,8 @@ def close_last(
             # If a generator was suspended inside the block in another thread, and now
             # resumes or ends in this thread, ``active`` removes the block there.
             block.ended = block.ended or place.frame == here.frame
+            if block.ended and place.thread is here.thread:
+                return  # It was set aside.
             elsewhere = f', which closes it at {here}, but in {place.thread.name}'
     if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
         reason = f'it is not open in this thread, {here.thread.name}{elsewhere}'

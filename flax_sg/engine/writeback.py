@@ -168,7 +168,7 @@ class _Lift:
                 key = (col, scope.path)
                 self._check_late(root, key, tree)
                 out[col] = views.view(root, self.outside, key, tree)
-                if self._wanted(col):
+                if any(selection.wants(block, col) for block in self.outside):
                     self.stored[index].update(iter_variables(key, tree))
             return out
 
@@ -181,9 +181,6 @@ class _Lift:
             for variable, _ in iter_variables(key, tree):
                 path = selection.path_of(block, root, variable)
                 raise unknown_class(block.rewrite.where, path)
-
-    def _wanted(self, collection: str) -> bool:
-        return any(selection.wants(block, collection) for block in self.outside)
 
     def _selected(self, inner: blocks.Root, index: int, key: Key, value: Any) -> bool:
         root = self.roots[index]
@@ -205,8 +202,7 @@ class _Lift:
                 root.kept_trace = tracing.kept_trace(inner)
             handed: dict[Key, Any] = {}
             for col, tree in core_scopes.variables_of(inner).items():
-                if self._wanted(col):
-                    handed.update(iter_variables((col, inner.path), tree))
+                handed.update(iter_variables((col, inner.path), tree))
             selected = frozenset(
                 key
                 for key, value in handed.items()

@@ -163,7 +163,8 @@ _stopped_classes = weakref.WeakValueDictionary[Any, Any]()
 
 def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
     """A function or a method with a block around each call."""
-    of_module = modules.as_method(fn)  # Called if no method of the module is running.
+    # Called if no method of the module is running. Under ``nn.nowrap``, setup waits.
+    of_module = fn if getattr(fn, 'nowrap', False) else modules.as_method(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -156,13 +156,8 @@ def _plan(anew: bool = False) -> list[_Hook]:
     hooks, known, plan = _planned
     if hooks is not _hooks or known is not refs or anew:
         key, name = HOOKED_THAT_KEEP
-        classes: list[type] = []
-        for cls in filter(None, (ref() for ref in refs)):
-            bases = (b for b in cls.__mro__ if b in classes or name in vars(b))
-            if next(bases) not in classes:  # Or it inherits the hook.
-                classes.append(cls)
         plan = [_Hook.of(key, *where) for key, where in HOOKED.items()]
-        plan += [_Hook.of(key, cls, name) for cls in classes]
+        plan += [_Hook.of(key, cls, name) for ref in refs if (cls := ref())]
         _planned = _hooks, refs, plan
     return plan
 
@@ -170,7 +165,7 @@ def _plan(anew: bool = False) -> list[_Hook]:
 def watch(cls: type) -> None:
     """Hooks a class that keeps values, if the last plan did not have it."""
     key, name = HOOKED_THAT_KEEP
-    if cls.__getattribute__ not in _installed:
+    if vars(cls).get(name) not in _installed:
         with _lock:
             if _complete:
                 _install([_Hook.of(key, cls, name)])

@@ -200,9 +200,14 @@ def classes_that_keep() -> list[weakref.ref[type]]:
             new = [cls for cls in waiting.pop().__subclasses__() if cls not in met]
             met.update(dict.fromkeys(new))
             waiting += new
-        found = [weakref.ref(cls) for cls in met if keeps(cls)]
+        found = [weakref.ref(c) for c in met if keeps(c) and not _inherits_hook(c)]
         _known = count, _known[1] if found == _known[1] else found
     return _known[1]
+
+
+def _inherits_hook(cls: type) -> bool:
+    # Flax's own classes leave attributes alone. Those of a user may not.
+    return cls.__module__.startswith('flax.') and any(map(keeps, cls.__mro__[1:]))
 
 
 _known: tuple[int, list[weakref.ref[type]]] = -1, []
@@ -210,7 +215,8 @@ _known: tuple[int, list[weakref.ref[type]]] = -1, []
 
 def keeps(cls: type) -> bool:
     """Whether modules of a class may keep what they read, as attributes."""
-    return cls.setup is not Module.setup or keeps_without_setup(cls)
+    setup = getattr(cls, 'setup', Module.setup)
+    return setup is not Module.setup or keeps_without_setup(cls)
 
 
 @functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
