@@ -151,32 +151,6 @@ class ThreeLosses(nn.Module):
         return gln + code + explanation
 
 
-class Siamese(nn.Module):
-    """An online encoder that predicts its own stopped output."""
-
-    stop: Stop = no_stop
-
-    def setup(self) -> None:
-        """Makes the modules."""
-        self.encoder = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(8)])
-        self.predictor = nn.Dense(8)
-
-    def encode(self, x: jax.Array) -> jax.Array:
-        """The target."""
-        return self.encoder(x)
-
-    def predict(self, x: jax.Array) -> jax.Array:
-        """The prediction of a target."""
-        return self.predictor(self.encoder(x))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The distance of a prediction from its target."""
-        predicted = self.predict(x)
-        with self.stop('encoder/**'):
-            target = self.encode(x[:, ::-1])
-        return jnp.mean((predicted - target) ** 2)
-
-
 class Encoder(nn.Module):
     """Two dense layers."""
 

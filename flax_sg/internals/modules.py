@@ -179,10 +179,13 @@ def cached_properties(cls: type) -> frozenset[str]:
     found: set[str] = set()
     for base in cls.__mro__:
         for name, attribute in vars(base).items():
-            wrapped = getattr(attribute, '__dict__', {}).get('wrapped', attribute)
-            if isinstance(wrapped, functools.cached_property):
+            if isinstance(_described(attribute), functools.cached_property):
                 found.add(name)
     return frozenset(found)
+
+
+def _described(attribute: Any) -> Any:
+    return getattr(attribute, '__dict__', {}).get('wrapped', attribute)
 
 
 def classes_that_keep() -> list[weakref.ref[type]]:
@@ -226,12 +229,17 @@ def keeps_without_setup(cls: type) -> bool:
     Flax forbids ``self.w = ...`` outside of ``setup``, so such a method has to name one
     of ``_SETTERS``.
     """
-    functions = [
-        inspect.unwrap(getattr(attribute, '__func__', attribute))
+    attributes = [
+        _described(attribute)
         for base in cls.__mro__
         if base not in Module.__mro__ and not base.__module__.startswith('flax_sg.')
         for attribute in vars(base).values()
-        if callable(attribute) or hasattr(attribute, '__func__')
+    ]
+    # Methods, those of a class, and properties.
+    functions = [
+        inspect.unwrap(getattr(found, '__func__', getattr(found, 'fget', found)))
+        for found in attributes
+        if callable(found) or hasattr(found, '__func__') or hasattr(found, 'fget')
     ]
     codes = [fn.__code__ for fn in functions if inspect.isfunction(fn)]
     for code in codes:

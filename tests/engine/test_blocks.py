@@ -242,6 +242,12 @@ def test_a_block_is_open_while_its_generator_is_suspended():
     next(dropped)
     del dropped
     assert_no_block_is_left()
+    while_aside = _directly()
+    next(while_aside)
+    with blocks.thread.only(()):  # As where a filter is asked.
+        while_aside.close()
+    assert frozen() == ''
+    assert_no_block_is_left()
 
 
 def in_another_thread(fn: Any) -> Any:

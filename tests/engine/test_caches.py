@@ -696,6 +696,20 @@ def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functio
     assert jnp.allclose(found['kernel'], 110.0 * plain['kernel'])
 
 
+def test_a_late_rule_in_blocks_on_both_sides_of_a_trace():
+    fn = jax.jit(late(summed, both=True))
+
+    def loss(params: Any) -> Any:
+        with nn.stop_gradient('**/kernel'):
+            return fn(params)
+
+    with nn.stop_gradient('**/kernel'):
+        found = jax.jit(jax.grad(loss))(PARAMS)
+    kernels = lambda path: path.endswith('kernel')  # noqa: E731
+    stopped = jax.grad(lambda params: summed(oracle.stopped(params, kernels)))(PARAMS)
+    oracle.assert_same(found, stopped)
+
+
 # Blocks of several rules share a number until something is read.
 
 

@@ -376,3 +376,23 @@ def test_a_function_whose_body_runs_later_is_refused(fn):
             nn.stop_gradient(lambda module: returned, True)(module)
     if fn is coroutine:
         returned.close()
+
+
+def test_a_method_that_flax_does_not_wrap_sets_up_nothing():
+    class Kept(fnn.Module):
+        def setup(self):
+            self.w = self.param('w', fnn.initializers.ones, (3,))
+
+        def __call__(self, x):
+            return x * self.w
+
+    axes = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+    mapped = fnn.vmap(Kept, axis_size=2, **axes)
+
+    class Mean(mapped):
+        @fnn.nowrap
+        def __call__(self, x):
+            return super().__call__(x).mean(0)
+
+    for cls in (Mean, nn.stop_gradient(Mean, True)):
+        assert cls().init(KEY, X)['params']['w'].shape == (2, 3)

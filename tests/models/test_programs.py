@@ -41,21 +41,6 @@ def by_hand(model: linen.Module, pattern: str) -> Callable[..., Any]:
     return jax.value_and_grad(loss, argnums=(0, 1))
 
 
-def test_siamese_pair() -> None:
-    bare = models.Siamese()
-    x = X[0]
-
-    def by_hand(params: Any, x: jax.Array) -> jax.Array:
-        predicted = bare.apply({'params': params}, x, method='predict')
-        stopped = {'params': oracle.stopped(params)}
-        target = bare.apply(stopped, x[:, ::-1], method='encode')
-        return jnp.mean((predicted - target) ** 2)
-
-    blocked = step_of(models.Siamese(stop=nn.stop_gradient))
-    expected = jax.value_and_grad(by_hand, argnums=(0, 1))
-    assert_same_program(blocked, expected, shapes_of(bare, x), x)
-
-
 class Cell(linen.Module):
     """A scanned layer: plain, rematerialized as a method, or around another scan."""
 
