@@ -704,10 +704,9 @@ def test_a_late_rule_in_blocks_on_both_sides_of_a_trace():
             return fn(params)
 
     with nn.stop_gradient('**/kernel'):
-        found = jax.jit(jax.grad(loss))(PARAMS)
-    kernels = lambda path: path.endswith('kernel')  # noqa: E731
-    stopped = jax.grad(lambda params: summed(oracle.stopped(params, kernels)))(PARAMS)
-    oracle.assert_same(found, stopped)
+        found = jax.jit(jax.grad(loss))(PARAMS)['dense']
+    assert oracle.is_zero(found['kernel'])
+    assert jnp.allclose(found['bias'], jax.grad(summed)(PARAMS)['dense']['bias'])
 
 
 # Blocks of several rules share a number until something is read.

@@ -17,8 +17,6 @@ def chain(freeze: Any = lambda layer: layer) -> Any:
     return linen.Sequential([layers[0], jnp.tanh, freeze(layers[1]), layers[2]])
 
 
-NAMES = ('layers_0', 'layers_2', 'layers_3')
-FROZEN = 'layers_2'
 PARAMS = chain().init(jax.random.key(0), X)['params']
 
 
@@ -27,14 +25,13 @@ def gradient(model: Any) -> Any:
 
 
 def test_the_difference_of_a_model_and_its_frozen_self() -> None:
-    """The gradient is exactly zero for the free layers, which are in both terms."""
-
+    # The gradient is exactly zero for the free layers, which are in both terms.
     def loss(params: Any) -> Any:
         m0, m1 = (m.apply({'params': params}, X) for m in (chain(), chain(nn.Frozen)))
         return jnp.sum(m0 - m1)
 
     value, found = jax.value_and_grad(loss)(PARAMS)
     assert value == 0
-    for name in NAMES:
-        assert is_zero(found[name]) == (name != FROZEN), name
-    assert_same(found[FROZEN], gradient(chain())[FROZEN])
+    frozen = found.pop('layers_2')
+    assert is_zero(found)
+    assert_same(frozen, gradient(chain())['layers_2'])
