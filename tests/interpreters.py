@@ -502,6 +502,7 @@ def _lifted(lift: str, call: Any, values: Values, path: Path, x: Any) -> Any:
         y = call(values, x)
         return y + 2.0 * (y - jax.lax.stop_gradient(y))
     if lift == 'vjp':
-        y, pull_back = jax.vjp(lambda x: call(values, x), x)
-        return y + pull_back(y)[0]
+        run = lambda p, x: call(dataclasses.replace(values, params=p), x)  # noqa: E731
+        y, pull_back = jax.vjp(run, values.params, x)
+        return y + pull_back(y)[1]
     return call(values, x)

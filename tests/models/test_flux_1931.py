@@ -25,7 +25,6 @@ def gradient(model: Any) -> Any:
 
 
 def test_the_difference_of_a_model_and_its_frozen_self() -> None:
-    # The gradient is exactly zero for the free layers, which are in both terms.
     def loss(params: Any) -> Any:
         m0, m1 = (m.apply({'params': params}, X) for m in (chain(), chain(nn.Frozen)))
         return jnp.sum(m0 - m1)
