@@ -191,6 +191,8 @@ def _described(attribute: Any) -> Any:
 def classes_that_keep() -> list[weakref.ref[type]]:
     """All Module classes that keep values (``keeps``) and may have instances.
 
+    Classes made by Flax are left out if they inherit from another one of these.
+
     Flax counts module instances: the classes are searched again only if the count has
     changed. The list stays the same object until there is a new class.
     """
@@ -209,7 +211,7 @@ def classes_that_keep() -> list[weakref.ref[type]]:
 
 
 def _inherits_hook(cls: type) -> bool:
-    # Flax's own classes leave attributes alone. Those of a user may not.
+    # Flax's own classes, and those that its transforms make, leave attributes alone.
     return cls.__module__.startswith('flax.') and any(map(keeps, cls.__mro__[1:]))
 
 
