@@ -191,7 +191,8 @@ def _described(attribute: Any) -> Any:
 def classes_that_keep() -> list[weakref.ref[type]]:
     """All Module classes that keep values (``keeps``) and may have instances.
 
-    Classes made by Flax are left out if they inherit from another one of these.
+    Classes made by Flax are left out if they inherit from another one of these, and so
+    is the class that the programs of the import use.
 
     Flax counts module instances: the classes are searched again only if the count has
     changed. The list stays the same object until there is a new class.
@@ -205,14 +206,15 @@ def classes_that_keep() -> list[weakref.ref[type]]:
             new = [cls for cls in waiting.pop().__subclasses__() if cls not in met]
             met.update(dict.fromkeys(new))
             waiting += new
-        found = [weakref.ref(c) for c in met if keeps(c) and not _inherits_hook(c)]
+        found = [weakref.ref(c) for c in met if keeps(c) and not _is_left_out(c)]
         _known = count, _known[1] if found == _known[1] else found
     return _known[1]
 
 
-def _inherits_hook(cls: type) -> bool:
+def _is_left_out(cls: type) -> bool:
     # Flax's own classes, and those that its transforms make, leave attributes alone.
-    return cls.__module__.startswith('flax.') and any(map(keeps, cls.__mro__[1:]))
+    inherits = cls.__module__.startswith('flax.') and any(map(keeps, cls.__mro__[1:]))
+    return inherits or cls.__module__ == 'flax_sg.internals.required'
 
 
 _known: tuple[int, list[weakref.ref[type]]] = -1, []
