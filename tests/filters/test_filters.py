@@ -396,7 +396,7 @@ SHAPES: list[tuple[Any, Any, bool]] = [
     (functools.partial(fresh()), fresh(), True),
     (A & as_filter(fresh()), A | as_filter(fresh()), False),
     (A & as_filter(fresh()), B & as_filter(fresh()), False),
-    (lambda p: True, lambda p: True, False),
+    (lambda p: True, fresh(), False),
     (Named('a').method, Named('b').method, True),
     (Named('a'), Named('b'), True),
     (Named('a'), UNHASHABLE, False),
