@@ -88,9 +88,8 @@ def test_the_code_runs_and_shows_what_it_says(page: Path):
     sequences.forget_contexts()  # A program of another test counts as read.
     text = page.read_text()
     if 'import haiku' in text:
-        # The extra `bench` installs these; `dev.py versions` does not.
-        pytest.importorskip('haiku')
-        pytest.importorskip('equinox')
+        for rival in ('haiku', 'equinox'):
+            pytest.importorskip(rival, reason="needs the extra 'bench'")
     marks = re.findall(r'^```(?:python|pycon)$', text, re.MULTILINE)
     assert run_blocks(text, str(page)) == len(marks) > 0
 
