@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
