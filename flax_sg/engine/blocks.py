@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -82,6 +82,9 @@ class Block:
             function called in the block; see ``custom_rules.py``.
         home: while such a rule runs, the number under which the function was compiled;
             None if the block was opened inside of the compiled function.
+        given: by ``id``, the leaves that readers have seen, with the identity of their
+            tree, and whether the reader got a whole tree; see ``rereads``.
+        given_trees: the whole trees.
         beside: the variables that were met while JAX traced nothing in the block.
         used: the stamps that programs which were traced in the block have.
         found: the stamps of the programs that JAX has found in the block, by serial
@@ -106,6 +109,10 @@ class Block:
     ended: bool = False
     is_open: bool = True
     home: cache_keys.Number | None = None
+    given: dict[int, tuple[weakref.ref[Any], object, bool]] = field(
+        default_factory=dict
+    )
+    given_trees: dict[Hashable, Any] = field(default_factory=dict)
     beside: set[Key] = field(default_factory=set)
     used: list[programs.Stamp] = field(default_factory=list)
     found: dict[int, programs.Stamp] = field(default_factory=dict)

@@ -56,6 +56,12 @@ def current_module() -> Module | None:
     return module if module is not None and module.scope is not None else None
 
 
+def running_scopes() -> list[Scope]:
+    """The scopes of the bound modules whose methods are running."""
+    stack = linen_module._context.module_stack
+    return [m.scope for m in stack if m is not None and m.scope is not None]
+
+
 def running_method() -> tuple[Module, str] | None:
     """The module whose method is running, and the name of the method.
 
