@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Literal
 
 from flax_sg.internals import frames, versions
@@ -67,7 +69,9 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Runs one equation of a jaxpr, as ``jax.core.eval_jaxpr`` does."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
+    name = name_stack_of(equation)
+    scope = jax.named_scope(name) if name else contextlib.nullcontext()
+    with equation.ctx.manager, scope:
         out = equation.primitive.bind(*functions, *operands, **params)
     return out if equation.primitive.multiple_results else [out]
 
