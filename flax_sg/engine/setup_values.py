@@ -19,7 +19,6 @@ value may differ from the first run, an error is raised.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,13 +29,14 @@ from flax.core.scope import Scope
 from flax_sg import errors
 from flax_sg.engine import blocks, contents, programs, selection, views
 from flax_sg.internals import core_scopes, hooking, modules, tracing
+from flax_sg.internals.weak import remembered
 from flax_sg.trees.variables import Key
 
 _Blocks = tuple[blocks.Block, ...]
-_cached_properties = functools.lru_cache(4096)(modules.cached_properties)
+_cached_properties = remembered(modules.cached_properties)
 
 
-@functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
+@remembered
 def _arguments(cls: type) -> frozenset[str]:
     """The names of the fields that a module is constructed with."""
     return frozenset(f.name for f in dataclasses.fields(cls) if f.init)

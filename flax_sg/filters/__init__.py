@@ -77,7 +77,7 @@ def as_filter(where: Where) -> Filter:
     if isinstance(where, str):
         if isinstance(where, Path) and _SPECIAL.search(where):
             return Regex(re.compile(re.escape(where)))
-        return _glob(str(where))
+        return _glob(str.__str__(where))  # Of an enum too, the text alone.
     if isinstance(where, re.Pattern):
         return Regex(where)
     if isinstance(where, (bool, np.bool_)):

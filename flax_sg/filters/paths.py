@@ -67,6 +67,12 @@ class Path(str):
     _owner: tuple[str, ...]
     _depth: int
 
+    def __new__(cls, text: str = '') -> Path:
+        """Returns a path that is written as text, of a variable in any collection."""
+        names, outside = str.__str__(text), text.startswith('/')
+        owner = ('',) if outside else ()
+        return cls.of('', tuple(names[outside:].split('/')), owner)
+
     @classmethod
     def of(
         cls,

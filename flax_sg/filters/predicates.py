@@ -72,10 +72,10 @@ class Predicate(Atom):
 
     @functools.cached_property
     def shape(self) -> Hashable:
-        """Equal for functions that were made by the same code, a lambda in a loop."""
+        """Equal for functions of the same code, wherever it stands."""
         fn = innermost(self.fn)
         if isinstance(fn, types.FunctionType):
-            return fn.__code__
+            return _without_place(fn.__code__)
         return type(fn), getattr(fn, '__qualname__', None)
 
     def matches(self, path: Path) -> bool:
@@ -96,6 +96,15 @@ class Predicate(Atom):
 
     def __repr__(self) -> str:
         return f'Predicate({describe(self.fn)})'
+
+
+def _without_place(code: types.CodeType) -> Hashable:
+    """What a function does: a lambda in a cell that runs again is on another line."""
+    consts = [
+        _without_place(c) if isinstance(c, types.CodeType) else (type(c), repr(c))
+        for c in code.co_consts
+    ]
+    return code.co_code, code.co_names, code.co_freevars, tuple(consts)
 
 
 def _is_of_one_argument(fn: Any) -> bool:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import threading
 import types
-import weakref
 from typing import Any
 
 import jax
@@ -21,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from flax_sg.internals.weak import ByIdentity
+
 _serials = itertools.count(1)
-_known: dict[int, tuple[weakref.ref[Any], int]] = {}
-_lock = threading.RLock()  # The garbage collector may call ``_forget`` at any time.
+_known: ByIdentity[int] = ByIdentity()
 
 
 def of_value(value: Any) -> str:
@@ -78,17 +77,9 @@ def of_object(value: Any) -> str:
     """
     if isinstance(value, types.MethodType):
         return f'{of_object(value.__self__)}.{of_object(value.__func__)}'
-    with _lock:
-        ref, serial = _known.get(id(value), (None, 0))
-        if ref is None or ref() is not value:
-            serial, number = next(_serials), id(value)
-            with contextlib.suppress(TypeError):
-                _known[number] = weakref.ref(value, lambda _: _forget(number)), serial
+    serial = _known.get(value)
+    if serial is None:
+        serial = next(_serials)
+        with contextlib.suppress(TypeError):
+            _known.put(value, serial)
     return f'#{serial}'
-
-
-def _forget(number: int) -> None:
-    with _lock:
-        ref, _ = _known.get(number, (None, 0))
-        if ref is not None and ref() is None:  # Not a later object at this address.
-            del _known[number]

@@ -18,6 +18,7 @@ from flax.linen import module as linen_module
 from flax.linen import transforms as linen_transforms
 
 from flax_sg.internals import core_scopes
+from flax_sg.internals.weak import remembered
 
 Module = linen_module.Module
 
@@ -252,7 +253,7 @@ def keeps(cls: type) -> bool:
     return setup is not Module.setup or keeps_without_setup(cls)
 
 
-@functools.lru_cache(4096)  # Bounded: ``nn.remat(Dense)`` makes a class at each call.
+@remembered
 def keeps_without_setup(cls: type) -> bool:
     """Whether a class has cached properties, or methods that set attributes.
 

@@ -1,0 +1,59 @@
+"""What is remembered of objects as long as they live."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar('T')
+
+
+class ByIdentity(Generic[T]):
+    """A table of objects, told by identity, that keeps none of them alive.
+
+    ``weakref.WeakKeyDictionary`` asks for hashes and compares by value, and is slow.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
+        # The garbage collector may call ``_forget`` at any time.
+        self._lock = threading.RLock()
+
+    def get(self, key: Any) -> T | None:
+        """Returns what was put in for an object, or None."""
+        found = self._known.get(id(key))
+        return None if found is None or found[0]() is not key else found[1]
+
+    def put(self, key: Any, value: T) -> None:
+        """Puts in a value; raises TypeError for what nothing can refer to weakly."""
+        number = id(key)
+        ref = weakref.ref(key, lambda _: self._forget(number))
+        with self._lock:
+            self._known[number] = ref, value
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            found = self._known.get(number)
+            if found is not None and found[0]() is None:  # No later object's entry.
+                del self._known[number]
+
+
+def remembered(fn: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Calls a function of a class once for each class, as long as the class lives.
+
+    ``functools.lru_cache`` would keep classes, and all that their methods close over.
+    """
+    known: ByIdentity[tuple[T]] = ByIdentity()
+
+    @functools.wraps(fn)
+    def once(cls: Any) -> T:
+        found = known.get(cls)
+        if found is None:
+            found = (fn(cls),)
+            known.put(cls, found)
+        return found[0]
+
+    return once
