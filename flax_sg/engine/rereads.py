@@ -89,6 +89,9 @@ def _is_given(block: Block, root: Root, leaf: Any) -> bool:
     ref, tree, whole = block.given.get(id(leaf), (None, None, False))
     if ref is None or ref() is not leaf or tree is root.tree:
         return False
+    # JAX may find a program again that has read an array, and was given none.
+    if not isinstance(leaf, tracing.Tracer) and block.kept_trace != root.kept_trace:
+        return False
     # Else the caller may have given one array to two calls of ``apply``.
     return whole or any(
         root_of(scope).tree is tree for scope in modules.running_scopes()

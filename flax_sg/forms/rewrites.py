@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 
 from flax.core.scope import Scope
 
@@ -23,7 +22,7 @@ from flax_sg import errors, filters
 from flax_sg.engine import extents
 from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
-from flax_sg.internals import modules, places
+from flax_sg.internals import modules
 from flax_sg.rules import rules
 
 T = TypeVar('T')
@@ -47,35 +46,12 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
         r(nn.Dense(4))     # around all that goes through the wrapper; see ``nn.Frozen``
     """
 
-    _is_used: ClassVar[bool] = False
-    _call: ClassVar[tuple[int, int]]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, '_call', places.call_of_user())
-        super().__post_init__()
-
     def __enter__(self) -> Self:
-        self._use()
         extents.open_block(self, running_scope())
         return self
 
     def _close(self, exc_type: type[BaseException] | None) -> None:
         extents.close_last(self, exc_type)
-
-    def _use(self) -> None:
-        object.__setattr__(self, '_is_used', True)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A statement ``nn.stop_gradient('x/**')``: Python drops its value at once.
-        if self._is_used or is_finalizing():
-            return
-        if places.is_dropped_at(self._call):
-            place = places.Place.here()
-            places.warn_without_effect(
-                f'{self!r}, made at {place}, is dropped and has no effect.\n'
-                'Write with before it, and below it the code that it is for.',
-                place,
-            )
 
     def __call__(self, target: T, methods: Any = None) -> T:
         """Puts a block around each call of a function, a method or a Module class.
@@ -99,7 +75,6 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
                 coroutine, whose body runs later.
             AttributeError: for ``methods`` that the class does not have.
         """
-        self._use()
         lifted: Any = _lifted(self, target, methods)
         return lifted
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dis
 import os
 import threading
 import warnings
@@ -47,23 +46,6 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f'{os.path.basename(self.file)}:{self.line}'
-
-
-def call_of_user() -> tuple[int, int]:
-    """Returns the id of the calling frame of the user, and its bytecode position."""
-    frame = frames.frame_of_user(2)
-    return id(frame), frame.f_lasti
-
-
-def is_dropped_at(call: tuple[int, int]) -> bool:
-    """Whether ``__del__`` runs because a statement discards the result of ``call``."""
-    frame, last = frames.frame(2), call[1]
-    if id(frame) != call[0] or not last < frame.f_lasti <= last + _LONGEST_CALL:
-        return False
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == 'POP_TOP'
-
-
-_LONGEST_CALL = 16  # Bytes of bytecode, including inline caches.
 
 
 def _task() -> Any:

@@ -119,7 +119,7 @@ def split_scan(
     pairs = jax.tree_util.tree_leaves_with_path(xs)
     stack = [leaf for _, leaf in pairs]
     params = [lifting.param_path(keys, 'in') is not None for keys, _ in pairs]
-    sizes = {leaf.shape[0] for leaf in stack} | ({length} - {None})
+    sizes: set[Any] = {leaf.shape[0] for leaf in stack} | ({length} - {None})
     count: int = max(sizes, default=0)
     mask = chosen(frozen, count) if len(sizes) == 1 else np.zeros(count, bool)
     # If sizes differ, JAX says so. If there are no parameters, they are being made.

@@ -5,7 +5,6 @@ A ``with`` block has to stop something that is read in it, or it warns.
 """
 
 import contextlib
-import gc
 import operator
 import re
 import subprocess
@@ -306,63 +305,6 @@ def test_a_block_that_may_stop_nothing_is_silent(name):
 
     with silent():
         Blocks().apply(VARIABLES, X)
-
-
-# A value that nobody opens.
-
-
-def collected(fn: Callable[[], Any]) -> list[Any]:
-    """The warnings that come while a function runs, and what it leaves is collected."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
-        fn()
-        gc.collect(1)  # What is new.
-    return caught
-
-
-def _bare() -> None:
-    nn.stop_gradient('a/**')  # dropped
-
-
-def test_a_statement_whose_value_is_dropped_warns():
-    caught = collected(_bare)
-    assert [warning.category for warning in caught] == [nothing_stopped()]
-    assert 'with' in str(caught[0].message)
-    place = f'{Path(caught[0].filename).name}:{caught[0].lineno}'
-    assert place == f'{HERE}:{line_of("dropped")}'
-
-
-def _assigned() -> None:
-    block = nn.stop_gradient('a/**')
-    del block
-
-
-def _opened_and_closed() -> None:
-    with nn.stop_gradient('a/**'):
-        loss(PARAMS)
-
-
-def _target_first() -> None:
-    nn.stop_gradient(Two, 'a/**')
-    nn.stop_gradient(lambda module, x: module(x), 'a/**')
-
-
-def _fails_to_be_made() -> None:
-    with pytest.raises(errors.FilterValueError):
-        nn.stop_gradient('a/')
-
-
-USED = [
-    _assigned,
-    _opened_and_closed,
-    _target_first,
-    _fails_to_be_made,
-]
-
-
-@pytest.mark.parametrize('fn', USED, ids=lambda fn: fn.__name__.strip('_'))
-def test_a_value_that_is_kept_or_used_is_silent(fn):
-    assert [str(warning.message) for warning in collected(fn)] == []
 
 
 # Faults of what is remembered for the whole process.

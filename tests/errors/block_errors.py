@@ -263,14 +263,6 @@ def read_before() -> None:
         ReadsBefore().apply(variables, X)
 
 
-def dropped() -> None:
-    """What a statement warns of when its value is dropped, where nothing can raise."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
-        nn.stop_gradient('kernel')
-    raise caught[0].message  # pyright: ignore[reportGeneralTypeIssues]
-
-
 def reload(name: str) -> None:
     importlib.reload(importlib.import_module(name))
 
@@ -407,12 +399,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         'it.\n'
         'Open the block around the code that reads these variables, or pass '
         "unused='ignore'.",
-    ),
-    'a block that is dropped': (
-        dropped,
-        "NothingStoppedWarning: stop_gradient(Glob('kernel')), made at "
-        'block_errors.py:LINE, is dropped and has no effect.\n'
-        'Write with before it, and below it the code that it is for.',
     ),
     'read by a rule after the block': (
         read_late,
