@@ -140,8 +140,8 @@ class Path(str):
 
 def _names_of_variable(absolute: tuple[str, ...]) -> int:
     """How many names lead to the variable; all, in a tree that is no dict of them."""
-    inner = (n for n, name in enumerate(absolute) if type(name) is Inner)
-    return next(inner, 0) or len(absolute)
+    kinds = [*map(type, absolute)]
+    return (kinds.index(Inner) if Inner in kinds else 0) or len(absolute)
 
 
 def names_within(

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg import filters
+from flax_sg import errors, filters
+from flax_sg.errors.texts import brief
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path
 from flax_sg.forms import reads
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
+    ABSENT,
     OVERWRITE_WITH_GRADIENT,
+    Absent,
     check_unused,
     fitting,
     is_absent,
     leaves_of,
     no_value,
     selected,
+    tree_before,
 )
 
 
@@ -45,9 +51,16 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
         The tree with other leaves. What is computed from *it* is under the rule.
 
     Raises:
+        ArgumentTypeError: if ``rewrite`` is none, or there is no tree.
         UnusedFilterError: if a part of the filter matches no leaf.
     """
-    leaves = leaves_of(tree)
+    if not isinstance(rewrite, rules.Rewrite):
+        raise errors.ArgumentTypeError(
+            f'sg.rewrite takes a rule and what it applies to, got {brief(rewrite)}.\n'
+            "Write sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5)), or "
+            "sg.stop_gradient(tree, 'encoder/**')."
+        )
+    leaves = tree_before('sg.stop_gradient(tree, where)', tree)
     values, rule = list(leaves.values), rewrite.rule
     looked_at = [
         (i, path)
@@ -97,7 +110,7 @@ def substitute(
     tree: Any,
     values: Any,
     *,
-    where: filters.Where | None = None,
+    where: filters.Where | Absent = ABSENT,
     unused: str = 'raise',
 ) -> Any:
     """A tree in which some leaves are other values.
@@ -128,13 +141,36 @@ def substitute(
         UnusedFilterError: if a value belongs to no leaf.
         UnusedFilterError: if a part of ``where`` matches no leaf.
     """
-    chosen = filters.as_filter(True if where is None else where)
-    if callable(values):
-        rule = substitutes.FromFunction(values)
-        return rewrite(tree, rules.Rewrite(chosen, rule, True, unused))
-    leaves = leaves_of(tree)
+    chosen = filters.as_filter(True if is_absent(where) else where)
+    with _raised_here():
+        if callable(values):
+            rule = substitutes.FromFunction(values)
+            return rewrite(tree, rules.Rewrite(chosen, rule, True, unused))
+        return _substituted(tree, values, None if is_absent(where) else chosen, unused)
+
+
+@contextlib.contextmanager
+def _raised_here() -> Generator[None]:
+    """Lets errors that this function shares with ``nn.substitute`` say its name."""
+    try:
+        yield
+    except errors.StructureError as error:
+        text = str(error).replace('nn.substitute:', 'sg.substitute:', 1)
+        error.args = (text, *error.args[1:])
+        raise
+
+
+def _substituted(
+    tree: Any, values: Any, where: filters.Filter | None, unused: str
+) -> Any:
+    leaves = tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)
     given = leaves_of(values)
+    if values is None or not (given.values or unused == 'ignore' or not leaves.values):
+        raise errors.UnusedFilterError(
+            f'sg.substitute got {brief(values)} without a value.\n'
+            "If there may be none, pass {} and unused='ignore'."
+        )
     there = {
         keys: (path, leaf)
         for keys, (path, leaf) in zip(given.key_paths, given, strict=True)
@@ -143,9 +179,9 @@ def substitute(
     missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
     if missing and unused == 'raise':
         raise no_variables('sg.substitute', sorted(missing), leaves.paths)
-    takes = [keys in there for keys in leaves.key_paths]
+    takes: list[Any] = [keys in there for keys in leaves.key_paths]
     if where is not None:
-        [takes] = selected([leaves.paths], chosen, unused)
+        [takes] = selected([leaves.paths], where, unused)
     out: list[Any] = []
     for keys, (path, leaf), take in zip(leaves.key_paths, leaves, takes, strict=True):
         if take and keys not in there:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax.core import tracers
 from flax.core.scope import Scope
+from jax._src import ad_util as jax_ad_util
 from jax._src import core as jax_core
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
@@ -63,6 +64,25 @@ def stopped(leaf: Any) -> Any:
         leaf, trace = leaf.primal, leaf._trace.parent_trace
     with jax_core.set_current_trace(trace):
         return jax.lax.stop_gradient(leaf)
+
+
+def type_of(leaf: Any) -> Any:
+    """The type of a leaf for JAX: shape, dtype, sharding, varying axes, memory space.
+
+    It can be hashed.
+    """
+    return jax_core.typeof(leaf)
+
+
+def zeros_of(aval: Any, prefix: tuple[int, ...] = ()) -> Any:
+    """Zeros of a type, with some axes in front of its own."""
+    zeros = jax_ad_util.zeros_like_aval(aval)
+    if prefix:
+        zeros = jax.lax.broadcast(zeros, prefix)
+    # JAX makes them in the memory of the device.
+    if type_of(zeros).memory_space == aval.memory_space:
+        return zeros
+    return jax.device_put(zeros, aval.memory_space)
 
 
 def _outwards(trace: Any) -> Iterator[Any]:

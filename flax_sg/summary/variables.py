@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import linen
 
-from flax_sg import filters
-from flax_sg.errors.texts import shown
+from flax_sg import errors, filters
+from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.rendering import text
 from flax_sg.summary.modules import program_of
@@ -96,12 +96,18 @@ def paths(
 
     Raises:
         UnusedFilterError: if a part of the filter matches no variable.
+        ArgumentTypeError: if a tree is given inputs, or a filter without its name.
     """
     tree, classes = model, {}
     if isinstance(model, linen.Module):
         rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
         program = program_of(model, rngs, args, kwargs)
         tree, classes = program.variables, program.classes
+    elif args or kwargs:
+        raise errors.ArgumentTypeError(
+            f'sg.paths got a tree and {brief((*args, kwargs)[0])}: a tree has no '
+            "inputs.\nName a filter: sg.paths(tree, where='encoder/**')."
+        )
     found = list(leaves.leaves_of(tree))
     names = [path for path, _ in found]
     selected = [None] * len(found)

@@ -328,7 +328,7 @@ def test_new_values_as_gradients_are_always_there():
             * v['_overwrite_with_gradient']['a']['scale']
         )
 
-    for wrt in ('b/w', False, True, None):
+    for wrt in ('b/w', False, True, sg.DECLARED):
         grads = sg.grad(fun, wrt=wrt, unused='ignore')(variables)
         assert float(grads['_overwrite_with_gradient']['a']['scale']) == 6.0
 
