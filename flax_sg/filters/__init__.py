@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -86,7 +86,7 @@ def as_filter(where: Where) -> Filter:
     if isinstance(where, (bool, np.bool_)):
         return Constant(bool(where))
     fn = innermost(where)
-    if isinstance(fn, types.FunctionType):
+    if callable(where) and isinstance(fn, types.FunctionType):
         return Predicate(where)
     if isinstance(where, Mapping) or _is_tree_of_bools(where):
         return BoolTree(where)
@@ -121,8 +121,8 @@ def _any_of(several: Sequence[Any] | Set[Any]) -> Filter:
 
 def _is_tree_of_bools(where: Any) -> bool:
     """Whether something is a container of bools, and of nothing else."""
-    # A partial function is a container for JAX.
-    if isinstance(where, (str, bytes, Set, functools.partial)):
+    # A partial function is a container for JAX; an iterator is none.
+    if isinstance(where, (str, bytes, Set, Iterator, functools.partial)):
         return False
     leaves = jax.tree.leaves(plain(where))
     bools = [isinstance(leaf, (bool, np.bool_)) for leaf in leaves]

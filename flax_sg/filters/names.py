@@ -26,8 +26,8 @@ class BoolTree(Atom):
 
     A bool stands for everything below it, so a prefix of the tree will do. Every
     variable has to be in the tree; None may stand where there is none. One outside the
-    module that opened the block is not in the tree, and is not meant. Leaves in one box (``nn.Partitioned``) share its
-    path, and therefore have to agree.
+    module that opened the block is not in the tree, and is not meant. Leaves in one box
+    (``nn.Partitioned``) share its path, and therefore have to agree.
 
     >>> tree = BoolTree({'gln': True, 'dec': {'kernel': False}})
     >>> tree(Path.of('params', ('gln', 'dense', 'kernel')))

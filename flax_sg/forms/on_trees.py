@@ -54,9 +54,10 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
         ArgumentTypeError: if ``rewrite`` is none, or there is no tree.
         UnusedFilterError: if a part of the filter matches no leaf.
     """
-    if not isinstance(rewrite, rules.Rewrite):
+    given: Any = rewrite
+    if not isinstance(given, rules.Rewrite):
         raise errors.ArgumentTypeError(
-            f'sg.rewrite takes a rule and what it applies to, got {brief(rewrite)}.\n'
+            f'sg.rewrite takes a rule and what it applies to, got {brief(given)}.\n'
             "Write sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5)), or "
             "sg.stop_gradient(tree, 'encoder/**')."
         )

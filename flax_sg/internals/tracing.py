@@ -15,6 +15,7 @@ import jax
 from flax.core import tracers
 from flax.core.scope import Scope
 from jax._src import ad_util as jax_ad_util
+from jax._src import array as jax_array
 from jax._src import core as jax_core
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
@@ -64,6 +65,10 @@ def stopped(leaf: Any) -> Any:
         leaf, trace = leaf.primal, leaf._trace.parent_trace
     with jax_core.set_current_trace(trace):
         return jax.lax.stop_gradient(leaf)
+
+
+# The class of arrays that hold numbers; ``isinstance`` of jax.Array asks each one.
+StoredArray: type = jax_array.ArrayImpl
 
 
 def type_of(leaf: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -99,14 +100,12 @@ def adopt(
     anew = filters.as_filter(fresh)
     [begin] = selected([leaves.paths], anew)
     places = {keys: number for number, keys in enumerate(leaves.key_paths)}
-    for one in (state, *earlier):
-        if one is None or one == {}:
-            raise errors.StructureError(
-                f'sg.adopt got {brief(one)} in place of a state.\n'
-                'Give the state of what sg.freeze wraps: sg.adopt(tx, params, state).'
-            )
+    new = tx.init(params)
+    for old in (state, *earlier):
+        if _is_hole(old) and not _is_hole(new):
+            raise _misfit((), new, old, _OTHER)
     adopted = _Adopted(leaves, live, whole(begin, leaves.paths, 'fresh='), places)
-    return adopted.merged(tx.init(params), (state, *earlier), (), None)
+    return adopted.merged(new, (state, *earlier), ())
 
 
 class _Adopted(NamedTuple):
@@ -124,26 +123,17 @@ class _Adopted(NamedTuple):
     fresh: Sequence[bool]
     places: Mapping[Any, int]
 
-    def merged(
-        self, new: Any, states: Sequence[Any], keys: Any, number: int | None
-    ) -> Any:
+    def merged(self, new: Any, states: Sequence[Any], keys: Any) -> Any:
         """A part of the state.
 
         Args:
             new: what ``tx.init`` has there.
             states: what the states have there.
             keys: the key path from the root of the state.
-            number: the parameter that it belongs to, if it does to one.
         """
-        if number is None:
-            # It is at the path of a parameter, within a tree like the parameters.
-            ends = (keys[first:] for first in range(len(keys) + 1))
-            number = next(
-                (self.places[end] for end in ends if end in self.places), None
-            )
-        begins = number is not None and self.fresh[number]
+        number = self._parameter_at(keys)
         olds = [old for old in states if not _is_hole(old)]
-        if begins or not olds or _is_vacant(new):
+        if not olds or _is_vacant(new) or (number is not None and self.fresh[number]):
             return new
         children, kind = children_of(new)
         if jax.tree_util.treedef_is_leaf(kind):
@@ -152,51 +142,54 @@ class _Adopted(NamedTuple):
         if name in _OF_ONE_SELECTION:
             same = jax.tree.structure(olds[0]) == jax.tree.structure(new)
             olds = olds[:1] if same else []
-        given = [self._children_of(new, old, keys) for old in olds]
-        out = kind.unflatten(
-            self.merged(
-                child,
-                [its.get(key, ABSENT) for its in given],
-                (*keys, *key),
-                number,
-            )
+        given: list[dict[Any, Any]] = []
+        for old in olds:
+            its, its_kind = children_of(old)
+            given.append(dict(its))
+            # Parameters may have come and gone, but not all.
+            are_dicts = type(old) is type(new) and issubclass(type(new), SUBTREES)
+            shared = are_dicts and given[-1].keys() & dict(children).keys()
+            if its_kind != kind and not shared:
+                raise _misfit(keys, new, old, _OTHER)
+        out: Any = kind.unflatten(
+            self.merged(child, [its.get(key, ABSENT) for its in given], (*keys, *key))
             for key, child in children
         )
-        is_injected = name.startswith('Inject') and hasattr(new, 'hyperparams')
-        return out._replace(hyperparams=new.hyperparams) if is_injected else out
+        if name in ('InjectHyperparamsState', 'InjectStatefulHyperparamsState'):
+            return out._replace(hyperparams=new.hyperparams)
+        return out
 
-    def _children_of(self, new: Any, old: Any, keys: Any) -> dict[Any, Any]:
-        """What an old state has in place of the children of a new one."""
-        children, kind = children_of(old)
-        its = dict(children)
-        names = dict(children_of(new)[0])
-        # Parameters may have come and gone.
-        are_dicts = type(old) is type(new) and isinstance(new, SUBTREES)
-        if kind == children_of(new)[1] or (are_dicts and its.keys() & names.keys()):
-            return its
-        raise errors.StructureError(
-            f'sg.adopt: {_place(keys)} is {brief(old)}, where the new state has '
-            f'{brief(new)}.\n'
-            'It is the state of another transformation, or of other parameters: give '
-            'that of what sg.freeze wraps, sg.adopt(tx, params, state).'
-        )
+    def _parameter_at(self, keys: Any) -> int | None:
+        """The parameter that a part of the state belongs to, if it does to one."""
+        # Its key path is within, where a tree is like the parameters.
+        for last in range(len(keys), 0, -1):
+            for first in range(last):
+                if (number := self.places.get(keys[first:last])) is not None:
+                    return number
+        return self.places.get(())
 
     def _leaf(self, new: Any, old: Any, keys: Any, number: int | None) -> Any:
+        path = '' if number is None else self.leaves.paths[number]
         if _type(old) != _type(new):
-            hint = ''
-            if number is not None:
-                path = str(self.leaves.paths[number])
-                hint = f'\nTo begin anew there: sg.adopt(..., fresh={path!r}).'
-            raise errors.StructureError(
-                f'sg.adopt: {_place(keys)} is {brief(old)}, where the new state has '
-                f'{brief(new)}.{hint}'
-            )
+            hint = f'To begin anew there: sg.adopt(..., fresh={str(path)!r}).'
+            raise _misfit(keys, new, old, hint if path else _OTHER)
         takes = True if number is None else self.live[number]
-        if not isinstance(takes, filters.Part):
+        if number is None or np.shape(new) != np.shape(self.leaves.values[number]):
             return old
-        if np.shape(new) != np.shape(self.leaves.values[number]):
-            return old
-        return filters.merged(takes, old, new, self.leaves.paths[number])
+        return filters.merged(takes, old, new, path)
+
+
+_OTHER = (
+    'It is the state of another transformation, or of other parameters: give that of '
+    'what sg.freeze wraps, sg.adopt(tx, params, state).'
+)
+
+
+def _misfit(keys: Any, new: Any, old: Any, fix: str) -> errors.StructureError:
+    return errors.StructureError(
+        f'sg.adopt: state{jax.tree_util.keystr(keys)} is {brief(old)}, where the new '
+        f'state has {brief(new)}.\n{fix}'
+    )
 
 
 def _is_vacant(node: Any) -> bool:
@@ -213,14 +206,9 @@ def _is_hole(node: Any) -> bool:
 
 
 def _type(leaf: Any) -> Any:
-    is_number = isinstance(leaf, (bool, int, float, complex))
-    if is_number or not hasattr(leaf, 'dtype'):
-        return (), type(leaf)
-    return np.shape(leaf), leaf.dtype
-
-
-def _place(keys: Any) -> str:
-    return f'state{jax.tree_util.keystr(keys)}'
+    if hasattr(leaf, 'dtype') or isinstance(leaf, (bool, int, float, complex)):
+        return np.shape(leaf), jnp.result_type(leaf)
+    return type(leaf)
 
 
 def _check_apart(init: Any, params: Any) -> None:
@@ -246,7 +234,7 @@ def _check_apart(init: Any, params: Any) -> None:
     for (keys, leaf), other in zip(pairs, two, strict=True):
         if getattr(other, 'shape', leaf.shape) != leaf.shape:
             raise errors.StructureError(
-                f'sg.adopt: {_place(keys)} is one array for several parameters, as '
-                'optax.flatten makes it, and cannot be taken apart.\n'
+                f'sg.adopt: state{jax.tree_util.keystr(keys)} is one array for several '
+                'parameters, as optax.flatten makes it, and cannot be taken apart.\n'
                 'Begin anew with tx.init(params), or leave optax.flatten out.'
             )

@@ -57,14 +57,15 @@ def _applied(leaves: Leaves, number: int, update: Any) -> Any:
         return leaf
     if _adds_nothing(update):
         return leaf
-    new = jnp.asarray(leaf + update).astype(jnp.asarray(leaf).dtype)
-    if new.shape != np.shape(leaf):
+    own, given = np.shape(leaf), np.shape(update)
+    pairs = zip(given[::-1], own[::-1], strict=False)
+    if len(given) > len(own) or any(n not in (1, size) for n, size in pairs):
         path = str(leaves.paths[number])
         raise errors.StructureError(
             f'the update at {path!r} has another shape than the parameter.\n'
             f'Expected: {shown(leaf)}\nFound:    {shown(update)}'
         )
-    return new
+    return jnp.asarray(leaf + update).astype(jnp.asarray(leaf).dtype)
 
 
 def _adds_nothing(update: Any) -> bool:

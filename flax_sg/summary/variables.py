@@ -128,6 +128,8 @@ def _order(one: Variable) -> Any:
 
 def _class_of(path: Path, classes: Any) -> str:
     """The class of the innermost module around a variable."""
+    if not classes:
+        return ''
     prefixes = (path.parts[:n] for n in reversed(range(len(path.parts))))
     return next((classes[names] for names in prefixes if names in classes), '')
 

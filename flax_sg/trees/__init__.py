@@ -180,7 +180,7 @@ def classified(
             "{'gln': 'gln_*/**', ...}, or a function of the path."
         )
     for path, several in zip(paths, labels, strict=True):
-        label = classify(path)
+        label: Any = classify(path)
         if not isinstance(label, Hashable):
             raise errors.FilterTypeError(
                 f'The function of labels returned {brief(label)} for {str(path)!r}.\n'

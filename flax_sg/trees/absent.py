@@ -40,8 +40,8 @@ def _advice() -> tuple[str, str]:
         'this leaf is frozen, was not selected, or is in another part of the tree',
         "For zeros, pass absent='zeros' to the gradient call; to join trees, write "
         'sg.combine.\n'
-        'With optax, write sg.freeze(tx, where) and sg.apply_updates; for the state of '
-        'another selection, sg.adopt(tx, params, state).',
+        'With optax, write sg.freeze(tx, where) outermost, and sg.apply_updates; for '
+        'the state of another selection, sg.adopt(tx, params, state).',
     )
 
 

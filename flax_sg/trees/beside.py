@@ -17,6 +17,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters.paths import name_of
 from flax_sg.filters.patterns import nearest
+from flax_sg.internals import tracing
 from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_whole, leaves_of
 
 
@@ -110,7 +111,7 @@ def is_nothing(node: Any) -> bool:
 
 
 def _is_value(value: Any) -> bool:
-    if isinstance(value, jax.Array) or is_whole(value):  # Nearly always.
+    if type(value) is tracing.StoredArray or is_whole(value):  # Nearly always.
         return True
     return not isinstance(value, (str, bytes)) and jax.tree_util.all_leaves([value])
 
@@ -130,7 +131,8 @@ def different_structures(
     lines += _only_in(b, a, name_b, name_a)
     if not lines:
         path, one, other = _differing(a.tree, b.tree) or ('', a.tree, b.tree)
-        lines = [f'  {path!r}: {brief(one)} in {name_a}, {brief(other)} in {name_b}']
+        place = repr(path) if path else 'the tree'
+        lines = [f'  {place}: {brief(one)} in {name_a}, {brief(other)} in {name_b}']
         if isinstance(one, AxisMetadata) != isinstance(other, AxisMetadata):
             lines.append('Unbox both: flax.linen.unbox(tree).')
     said = f'{name_a} and {name_b} have different structures.'

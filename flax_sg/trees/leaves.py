@@ -21,6 +21,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path, name_of, names_in
+from flax_sg.internals import tracing
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
@@ -39,12 +40,16 @@ def is_differentiable(leaf: Any) -> bool:
     Arrays, tracers, Python's numbers and ``jax.ShapeDtypeStruct`` can; integers, bools,
     keys, strings, other objects and ``NonDifferentiable`` cannot.
     """
-    if isinstance(leaf, _ARRAYS):
+    if _is_array(leaf):
         return _is_inexact(leaf.dtype)
     return isinstance(leaf, (float, complex))
 
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+def _is_array(leaf: Any) -> bool:
+    is_stored = type(leaf) is tracing.StoredArray  # Nearly always.
+    return is_stored or isinstance(
+        leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    )
 
 
 @functools.lru_cache(256)
@@ -132,7 +137,7 @@ def _names_of(tree: Any) -> list[tuple[str, ...]]:
         if type(node) is dict:  # As nearly all trees are made of.
             for key in sorted(node):
                 walk(node[key], (*outer, str(key)))
-        elif isinstance(node, _ARRAYS):
+        elif _is_array(node):
             out.append(outer)
         else:
             for names, inner in names_in(node, is_whole):
