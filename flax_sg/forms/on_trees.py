@@ -61,7 +61,7 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
             "Write sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5)), or "
             "sg.stop_gradient(tree, 'encoder/**')."
         )
-    leaves = tree_before('sg.stop_gradient(tree, where)', tree)
+    leaves = tree_before('sg.rewrite(tree, rewrite)', tree)
     values, rule = list(leaves.values), rewrite.rule
     looked_at = [
         (i, path)
@@ -104,6 +104,7 @@ def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> 
     Returns:
         The tree; what is no array of real or complex numbers is what it was.
     """
+    tree_before('sg.stop_gradient(tree, where)', tree)
     return rewrite(tree, reads.stop_gradient(where, collections=True, unused=unused))
 
 
@@ -167,16 +168,16 @@ def _substituted(
     leaves = tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)
     given = leaves_of(values)
-    if values is None or not (given.values or unused == 'ignore' or not leaves.values):
-        raise errors.UnusedFilterError(
-            f'sg.substitute got {brief(values)} without a value.\n'
-            "If there may be none, pass {} and unused='ignore'."
-        )
     there = {
         keys: (path, leaf)
         for keys, (path, leaf) in zip(given.key_paths, given, strict=True)
         if not is_absent(leaf)
     }
+    if values is None or not (there or unused == 'ignore' or not leaves.values):
+        raise errors.UnusedFilterError(
+            f'sg.substitute got {brief(values)} without a value.\n'
+            "If there may be none, pass {} and unused='ignore'."
+        )
     missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
     if missing and unused == 'raise':
         raise no_variables('sg.substitute', sorted(missing), leaves.paths)

@@ -223,3 +223,13 @@ def test_other_leaves_in_part(values):
     assert (new['w'].tolist(), new['v']) == ([0.0, 7.0, 7.0], 1.0)
     with pytest.raises(errors.PartError, match="does not fit 'w', an array of"):
         sg.substitute(tree, values, where=sg.at('w', 3))
+
+
+def test_parts_without_a_star():
+    tree = {'a': 1.0, 'b': {'c': 2.0}}
+    for parts in sg.partition(tree, 'a'), list(sg.partition(tree, 'b/c')):
+        with pytest.raises(errors.ArgumentTypeError, match=r'sg.combine\(\*parts\)'):
+            sg.combine(parts)
+    # One tree is one part, whatever it is made of.
+    for one in ({'a': 1.0, 'b': sg.ABSENT}, (1.0, {'w': 2.0}), (tree, tree), (), 1.0):
+        assert sg.combine(one) == one
