@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import raised_by
+from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
 from flax_sg.trees.beside import beside, missing_leaf
@@ -154,26 +154,31 @@ class Split:
 
 
 def splitter(
-    call: str, wrt: filters.Where | Declared, absent: str, unused: str
+    call: str, fun: Any, wrt: filters.Where | Declared, absent: str, unused: str
 ) -> Callable[[Sequence[Any]], Split]:
     """A function that splits arguments as the options of a gradient call say.
 
-    >>> split = splitter('sg.grad', 'w', 'none', 'raise')
+    >>> split = splitter('sg.grad', abs, 'w', 'none', 'raise')
     >>> parts = split([{'b': 1.0, 'w': 2.0}])
     >>> parts.live, parts.join([5.0]), parts.form.fill([7.0])
     ([2.0], ({'b': 1.0, 'w': 5.0},), ({'b': None, 'w': 7.0},))
 
     Args:
         call: the name of the gradient call, for errors.
+        fun: the function that it is given.
         wrt: the filter of the leaves that are differentiated.
         absent: what stands in results for the other leaves.
         unused: ``'raise'`` or ``'ignore'`` if a part of ``wrt`` matches nothing.
 
     Raises:
+        ArgumentTypeError: if ``fun`` is no function.
         FilterTypeError: if ``wrt`` is no filter.
         FilterValueError: if ``absent`` is none of its choices.
         UnusedFilterError: if ``wrt`` is False or empty.
     """
+    if not callable(fun):
+        write = "sg.grad(loss, wrt='head/**')(params)"
+        raise wrong_argument(fun, 'function to differentiate', write)
     if absent not in (*_STAND_INS, 'zeros'):
         raise errors.FilterValueError(
             f"absent={absent!r}: expected 'drop', 'none', 'zeros' or 'masked'."

@@ -14,7 +14,7 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.autodiff.arguments import Form, Split, splitter
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
-from flax_sg.errors.texts import brief, unknown_choice
+from flax_sg.errors.texts import brief, unknown_choice, wrong_argument
 from flax_sg.filters import Where
 from flax_sg.filters.predicates import describe
 from flax_sg.trees.trainable import DECLARED, Declared
@@ -35,8 +35,8 @@ def derivative(
 ) -> Callable[..., Any]:
     """A function that computes a derivative, with the name of the one it is of.
 
-    >>> split = splitter('sg.grad', 'w', 'none', 'raise')
     >>> product = lambda p: p['w'] * p['b']
+    >>> split = splitter('sg.grad', product, 'w', 'none', 'raise')
     >>> gradient = derivative(jax.grad, product, 0, False, False, split)
     >>> jax.tree.map(float, gradient({'b': 2.0, 'w': 3.0}))
     {'b': None, 'w': 2.0}
@@ -55,7 +55,6 @@ def derivative(
         if argnums != 0:
             raise unknown_choice('with of=, argnums', argnums, (0,))
         variables_of(of)
-    _check_callable(fun)
     fun_of_args = fun if of is None else as_function_of(fun, of)
     several = isinstance(argnums, Sequence)
     numbers: Any = tuple(argnums) if several else (argnums,)
@@ -107,14 +106,6 @@ def derivative(
         return (out, aux) if has_aux else out
 
     return call
-
-
-def _check_callable(fun: Any) -> None:
-    if not callable(fun):
-        raise errors.ArgumentTypeError(
-            f'{brief(fun)} is no function: expected the function to differentiate.\n'
-            "Write sg.grad(loss, wrt='head/**')(params)."
-        )
 
 
 def _pair(out: Any, fun: Any) -> Any:
@@ -197,7 +188,7 @@ def value_and_grad(
         NotDifferentiableError: at the call, if no leaf that it matches can be
             differentiated.
     """
-    split = splitter('sg.value_and_grad', wrt, absent, unused)
+    split = splitter('sg.value_and_grad', fun, wrt, absent, unused)
     return derivative(
         jax.grad, fun, argnums, has_aux, holomorphic, split, of=of, with_value=True
     )
@@ -225,7 +216,7 @@ def grad(
 
     Args and errors are those of ``sg.value_and_grad``.
     """
-    split = splitter('sg.grad', wrt, absent, unused)
+    split = splitter('sg.grad', fun, wrt, absent, unused)
     return derivative(jax.grad, fun, argnums, has_aux, holomorphic, split, of=of)
 
 
@@ -249,7 +240,7 @@ def jacrev(
     Args and errors are those of ``sg.value_and_grad``; ``fun`` returns a pytree. At
     each leaf of the output stands a tree of the form of the argument.
     """
-    split = splitter('sg.jacrev', wrt, absent, unused)
+    split = splitter('sg.jacrev', fun, wrt, absent, unused)
     return derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
 
 
@@ -272,7 +263,7 @@ def jacfwd(
 
     Args, result and errors are those of ``sg.jacrev``.
     """
-    split = splitter('sg.jacfwd', wrt, absent, unused)
+    split = splitter('sg.jacfwd', fun, wrt, absent, unused)
     return derivative(jax.jacfwd, fun, argnums, has_aux, holomorphic, split)
 
 
@@ -297,7 +288,7 @@ def hessian(
     Args and errors are those of ``sg.jacrev``. It is ``jacfwd`` of ``jacrev``: at each
     leaf of the output stands a tree, at each leaf of that another one.
     """
-    split = splitter('sg.hessian', wrt, absent, unused)
+    split = splitter('sg.hessian', fun, wrt, absent, unused)
     inner = derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
     return derivative(jax.jacfwd, inner, argnums, has_aux, holomorphic, split)
 
@@ -389,8 +380,7 @@ def vjp(
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the
         same idea.
     """
-    _check_callable(fun)
-    split = splitter('sg.vjp', wrt, absent, unused)(primals)
+    split = splitter('sg.vjp', fun, wrt, absent, unused)(primals)
     y, back, *aux = jax.vjp(_of_live(fun, split, has_aux), split.live, has_aux=has_aux)
     return (y, Linear(back, split.form, transposed=True), *aux)
 
@@ -430,14 +420,11 @@ def jvp(
         StructureError: if a tangent has another structure than its argument, or
             nothing at a leaf that is selected.
     """
-    _check_callable(fun)
     for given in (primals, tangents):
         if not isinstance(given, (tuple, list)):
-            raise errors.ArgumentTypeError(
-                f'sg.jvp takes a tuple of arguments and a tuple of tangents, got '
-                f'{brief(given)}.\nWrite sg.jvp(fun, (x,), (dx,)).'
-            )
-    split = splitter('sg.jvp', wrt, 'drop', unused)(primals)
+            what, write = 'tuple of arguments or tangents', 'sg.jvp(fun, (x,), (dx,))'
+            raise wrong_argument(given, what, write)
+    split = splitter('sg.jvp', fun, wrt, 'drop', unused)(primals)
     given = split.form.pick(tangents, 'the tangents')
     return jax.jvp(
         _of_live(fun, split, has_aux), (split.live,), (given,), has_aux=has_aux
@@ -470,8 +457,7 @@ def linearize(
         The output and the function from tangents, a tree for each argument, to that
         of the output; it may be called any number of times.
     """
-    _check_callable(fun)
-    split = splitter('sg.linearize', wrt, 'drop', unused)(primals)
+    split = splitter('sg.linearize', fun, wrt, 'drop', unused)(primals)
     y, push, *aux = jax.linearize(
         _of_live(fun, split, has_aux), split.live, has_aux=has_aux
     )

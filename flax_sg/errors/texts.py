@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from flax_sg.errors import ArgumentValueError, FlaxSGError
+from flax_sg.errors import ArgumentTypeError, ArgumentValueError, FlaxSGError
 
 
 def shown(leaf: Any) -> str:
@@ -51,6 +51,11 @@ def raised_by(call: str) -> Generator[None]:
     except FlaxSGError as error:
         error.args = (f'{call}: {error}', *error.args[1:])
         raise
+
+
+def wrong_argument(got: Any, expected: str, write: str) -> ArgumentTypeError:
+    """The error for an argument of the wrong kind."""
+    return ArgumentTypeError(f'{brief(got)} is no {expected}.\nWrite {write}.')
 
 
 def unknown_choice(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from typing import Any
 
 from flax.core.scope import in_filter
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief
+from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path
 from flax_sg.forms import reads
@@ -56,11 +54,8 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
     """
     given: Any = rewrite
     if not isinstance(given, rules.Rewrite):
-        raise errors.ArgumentTypeError(
-            f'sg.rewrite takes a rule and what it applies to, got {brief(given)}.\n'
-            "Write sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5)), or "
-            "sg.stop_gradient(tree, 'encoder/**')."
-        )
+        write = "sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5))"
+        raise wrong_argument(given, 'rule with a filter', write)
     leaves = tree_before('sg.rewrite(tree, rewrite)', tree)
     values, rule = list(leaves.values), rewrite.rule
     looked_at = [
@@ -144,22 +139,10 @@ def substitute(
         UnusedFilterError: if a part of ``where`` matches no leaf.
     """
     chosen = filters.as_filter(True if is_absent(where) else where)
-    with _raised_here():
-        if callable(values):
-            rule = substitutes.FromFunction(values)
-            return rewrite(tree, rules.Rewrite(chosen, rule, True, unused))
-        return _substituted(tree, values, None if is_absent(where) else chosen, unused)
-
-
-@contextlib.contextmanager
-def _raised_here() -> Generator[None]:
-    """Lets errors that this function shares with ``nn.substitute`` say its name."""
-    try:
-        yield
-    except errors.StructureError as error:
-        text = str(error).replace('nn.substitute:', 'sg.substitute:', 1)
-        error.args = (text, *error.args[1:])
-        raise
+    if callable(values):
+        rule = substitutes.FromFunction(values)
+        return rewrite(tree, rules.Rewrite(chosen, rule, True, unused))
+    return _substituted(tree, values, None if is_absent(where) else chosen, unused)
 
 
 def _substituted(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief
+from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.paths import SUBTREES
 from flax_sg.optim.freezing import Freeze, pruned
 from flax_sg.optim.masks import parameters_of
@@ -85,10 +85,8 @@ def adopt(
             ``optax.flatten`` does.
     """
     if not hasattr(tx, 'init'):
-        raise errors.ArgumentTypeError(
-            f'adopt() takes a transformation first, got {brief(tx)}.\n'
-            'Write sg.adopt(tx, params, state).'
-        )
+        write = 'sg.adopt(tx, params, state)'
+        raise wrong_argument(tx, 'optax transformation', write)
     freeze = getattr(tx.init, '__self__', None)
     if isinstance(freeze, Freeze):
         leaves, live = freeze.trained(params)

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, raised_by, shown
+from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.optim.masks import live_leaves, parameters_of
-from flax_sg.trees.beside import beside, is_nothing, missing_leaf
+from flax_sg.trees.beside import beside, is_nothing, missing_leaf, other_shape
 from flax_sg.trees.leaves import ABSENT, Leaves, check_unused, is_absent, is_whole
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.trainable import DECLARED, Declared
@@ -210,10 +210,8 @@ def _with_extra_args(tx: Any) -> Any:
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not (hasattr(tx, 'init') and hasattr(tx, 'update')):
-        raise errors.ArgumentTypeError(
-            f'freeze() takes an optax transformation, got {brief(tx)}.\n'
-            "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
-        )
+        write = "sg.freeze(optax.adam(1e-3), 'backbone/**')"
+        raise wrong_argument(tx, 'optax transformation', write)
     return optax.with_extra_args_support(tx)
 
 
@@ -315,11 +313,7 @@ def _only(takes: Any, leaf: Any, rest: float, leaves: Leaves, number: int) -> An
     path, own = leaves.paths[number], np.shape(leaves.values[number])
     shape = np.shape(leaf)
     if shape[len(shape) - len(own) :] != own:
-        raise errors.StructureError(
-            f'the gradient at {str(path)!r} has another shape than the parameter, of '
-            f'which a part is frozen.\nExpected: {shown(leaves.values[number])}\n'
-            f'Found:    {shown(leaf)}'
-        )
+        raise other_shape('the gradient', path, leaves.values[number], leaf)
     mask = np.broadcast_to(takes.mask(own, path), shape)
     return jnp.where(mask, leaf, jnp.full_like(leaf, rest))
 

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training import train_state
 
-from flax_sg import errors
-from flax_sg.errors.texts import shown
-from flax_sg.trees.beside import beside
+from flax_sg.trees.beside import beside, other_shape
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     Leaves,
@@ -60,11 +58,7 @@ def _applied(leaves: Leaves, number: int, update: Any) -> Any:
     own, given = np.shape(leaf), np.shape(update)
     pairs = zip(given[::-1], own[::-1], strict=False)
     if len(given) > len(own) or any(n not in (1, size) for n, size in pairs):
-        path = str(leaves.paths[number])
-        raise errors.StructureError(
-            f'the update at {path!r} has another shape than the parameter.\n'
-            f'Expected: {shown(leaf)}\nFound:    {shown(update)}'
-        )
+        raise other_shape('the update', leaves.paths[number], leaf, update)
     return jnp.asarray(leaf + update).astype(jnp.asarray(leaf).dtype)
 
 

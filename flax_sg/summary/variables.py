@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import linen
 
-from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, shown
+from flax_sg import filters
+from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.rendering import text
 from flax_sg.summary.modules import program_of
@@ -104,10 +104,8 @@ def paths(
         program = program_of(model, rngs, args, kwargs)
         tree, classes = program.variables, program.classes
     elif args or kwargs:
-        raise errors.ArgumentTypeError(
-            f'sg.paths got a tree and {brief((*args, kwargs)[0])}: a tree has no '
-            "inputs.\nName a filter: sg.paths(tree, where='encoder/**')."
-        )
+        write = "sg.paths(tree, where='encoder/**')"
+        raise wrong_argument((*args, kwargs)[0], 'input: a tree has none', write)
     found = list(leaves.leaves_of(tree))
     names = [path for path, _ in found]
     selected = [None] * len(found)

@@ -14,7 +14,7 @@ import optax
 from flax.core.meta import AxisMetadata
 
 from flax_sg import errors
-from flax_sg.errors.texts import brief
+from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import name_of
 from flax_sg.filters.patterns import nearest
 from flax_sg.internals import tracing
@@ -59,31 +59,34 @@ def beside(
             no leaf.
     """
     try:
-        found = leaves.treedef.flatten_up_to(tree)
+        treedef, rows = leaves.treedef, [*enumerate(leaves.treedef.flatten_up_to(tree))]
     except (ValueError, TypeError):
-        found = None
-    if found is None and not pruned:
-        raise different_structures('the argument', what, leaves, leaves_of(tree))
-    if found is None:
-        found, restore = _pruned(leaves, tree, what)
-    else:
-
-        def restore(values: Sequence[Any]) -> Any:
-            pairs = zip(found, values, strict=True)
-            return leaves.restore(old if is_nothing(old) else new for old, new in pairs)
-
-    values = [ABSENT if is_nothing(value) else value for value in found]
-    for number, value in enumerate(values):
+        if not pruned:
+            raise different_structures(
+                'the argument', what, leaves, leaves_of(tree)
+            ) from None
+        treedef, rows = _by_key_path(leaves, tree, what)
+    values: list[Any] = [ABSENT] * len(leaves.values)
+    for number, value in rows:
+        if is_nothing(value):
+            continue
         if (needed is None or needed[number]) and not _is_value(value):
             raise errors.StructureError(
                 f'{what} has {brief(value)} at {str(leaves.paths[number])!r}, where an '
                 'array is expected.'
             )
+        values[number] = value
+
+    def restore(values: Sequence[Any]) -> Any:
+        return treedef.unflatten(
+            old if is_nothing(old) else values[number] for number, old in rows
+        )
+
     return Beside(values, restore)
 
 
-def _pruned(leaves: Leaves, tree: Any, what: str) -> tuple[list[Any], Any]:
-    """What a tree of another structure has at each leaf, found by its key path."""
+def _by_key_path(leaves: Leaves, tree: Any, what: str) -> tuple[Any, list[Any]]:
+    """The structure of a pruned tree; what it has, with the number of each leaf."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_whole(node) or is_nothing(node)
     )
@@ -92,17 +95,7 @@ def _pruned(leaves: Leaves, tree: Any, what: str) -> tuple[list[Any], Any]:
         raise different_structures(
             'the parameters', what, leaves, leaves_of(tree), pruned=True
         )
-    found: list[Any] = [ABSENT] * len(places)
-    for keys, value in pairs:
-        if keys in places:
-            found[places[keys]] = value
-
-    def restore(values: Sequence[Any]) -> Any:
-        return treedef.unflatten(
-            old if is_nothing(old) else values[places[keys]] for keys, old in pairs
-        )
-
-    return found, restore
+    return treedef, [(places.get(keys), value) for keys, value in pairs]
 
 
 def is_nothing(node: Any) -> bool:
@@ -120,6 +113,14 @@ def missing_leaf(what: str, path: str, why: str, fix: str) -> errors.StructureEr
     """A leaf is needed, and nothing stands there."""
     return errors.StructureError(
         f'there is nothing at {str(path)!r} in {what}, and it {why}.\n{fix}'
+    )
+
+
+def other_shape(what: str, path: str, leaf: Any, value: Any) -> errors.StructureError:
+    """What belongs to a parameter has another shape."""
+    return errors.StructureError(
+        f'{what} at {str(path)!r} has another shape than the parameter.\n'
+        f'Expected: {shown(leaf)}\nFound:    {shown(value)}'
     )
 
 

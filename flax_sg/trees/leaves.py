@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, shown
+from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.internals import tracing
@@ -117,10 +117,8 @@ def tree_before(where: str, tree: Any) -> Leaves:
         tree: the tree.
     """
     if isinstance(tree, (str, re.Pattern, filters.Filter)):
-        raise errors.ArgumentTypeError(
-            f'{brief(tree)} is no tree: the tree comes first, then the filter.\n'
-            f'Write {where}.'
-        )
+        expected = 'tree: the tree comes first, then the filter'
+        raise wrong_argument(tree, expected, where)
     return leaves_of(tree)
 
 
@@ -250,7 +248,7 @@ def described(value: Any) -> str:
 def misfit(path: Path, expected: str, found: str) -> errors.StructureError:
     """A value does not fit the variable that it should be read in place of."""
     return errors.StructureError(
-        f'nn.substitute: the value for {str(path)!r} of the collection '
+        f'substitute: the value for {str(path)!r} of the collection '
         f'{path.collection!r} does not fit.\nExpected: {expected}\nFound:    {found}'
     )
 
@@ -258,7 +256,7 @@ def misfit(path: Path, expected: str, found: str) -> errors.StructureError:
 def no_value(path: Path, where: str) -> errors.StructureError:
     """The error for a selected variable that has no other value."""
     return errors.StructureError(
-        f'nn.substitute: there is no value for {str(path)!r} of the collection '
+        f'substitute: there is no value for {str(path)!r} of the collection '
         f'{path.collection!r} in {where}.\n'
         'Fix: give one, or leave the variable out with substitute(..., where=).',
     )

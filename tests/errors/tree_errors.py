@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a leaf without a value': (
         lambda: sg.substitute(PARAMS, HEAD, where='**'),
-        "StructureError: sg.substitute: there is no value for 'body/w' of the "
+        "StructureError: substitute: there is no value for 'body/w' of the "
         "collection 'params' in the tree.\n"
         'Fix: give one, or leave the variable out with substitute(..., where=).',
     ),
@@ -211,8 +211,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'parameters in place of a function': (
         lambda: sg.grad(PARAMS),
-        'ArgumentTypeError: a dict is no function: expected the function to '
-        'differentiate.\n'
+        'ArgumentTypeError: a dict is no function to differentiate.\n'
         "Write sg.grad(loss, wrt='head/**')(params).",
     ),
     'an argument twice': (
@@ -223,16 +222,14 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'arrays in place of tuples': (
         lambda: sg.jvp(jnp.sin, VECTORS['a'], VECTORS['a']),
-        'ArgumentTypeError: sg.jvp takes a tuple of arguments and a tuple of '
-        'tangents, got an array (float32[2]).\n'
+        'ArgumentTypeError: an array (float32[2]) is no tuple of arguments or '
+        'tangents.\n'
         'Write sg.jvp(fun, (x,), (dx,)).',
     ),
     'no rewrite': (
         lambda: sg.rewrite(PARAMS, HEADS),
-        'ArgumentTypeError: sg.rewrite takes a rule and what it applies to, got '
-        "'head/**' (str).\n"
-        "Write sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5)), or "
-        "sg.stop_gradient(tree, 'encoder/**').",
+        "ArgumentTypeError: 'head/**' (str) is no rule with a filter.\n"
+        "Write sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5)).",
     ),
     'values that are none': (
         lambda: sg.substitute(PARAMS, None),
@@ -241,7 +238,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'parameters in place of a transformation': (
         lambda: sg.adopt(PARAMS, adam, adam.init(PARAMS)),
-        'ArgumentTypeError: adopt() takes a transformation first, got a dict.\n'
+        'ArgumentTypeError: a dict is no optax transformation.\n'
         'Write sg.adopt(tx, params, state).',
     ),
     'no state': (
@@ -271,8 +268,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a gradient of another shape': (
         lambda: in_part(jnp.ones((3, 2))),
-        "StructureError: the gradient at 'w' has another shape than the parameter, of "
-        'which a part is frozen.\n'
+        "StructureError: the gradient at 'w' has another shape than the parameter.\n"
         'Expected: float32[2, 3]\n'
         'Found:    float32[3, 2]',
     ),
@@ -295,9 +291,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a filter in place of inputs': (
         lambda: sg.paths(PARAMS, 'head/**'),
-        "ArgumentTypeError: sg.paths got a tree and 'head/**' (str): a tree has no "
-        'inputs.\n'
-        "Name a filter: sg.paths(tree, where='encoder/**').",
+        "ArgumentTypeError: 'head/**' (str) is no input: a tree has none.\n"
+        "Write sg.paths(tree, where='encoder/**').",
     ),
     'parts without a star': (
         lambda: sg.combine(sg.partition(PARAMS, 'head/w')),
