@@ -87,19 +87,13 @@ class Freeze:
                 'Make it with tx.init(params), or keep what it knows: '
                 'sg.adopt(tx, params, state).'
             ) from error
-        rows = zip(
-            leaves.treedef.flatten_up_to(new),
-            grads.values,
-            live,
-            leaves.values,
-            range(len(live)),
-            strict=True,
-        )
+        made = leaves.treedef.flatten_up_to(new)
+        like = grads.values if params is None else leaves.values
         out = [
-            _only(takes, leaf, -0.0, leaves, number)
+            _only(takes, made[number], -0.0, leaves, number)
             if takes
-            else _nothing(grad, grad if params is None else like)
-            for leaf, grad, takes, like, number in rows
+            else _nothing(grads.values[number], like[number])
+            for number, takes in enumerate(live)
         ]
         return grads.restore(out), new_state
 

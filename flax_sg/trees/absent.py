@@ -31,10 +31,14 @@ _OF_OPTAX = {
 def _advice() -> tuple[str, str]:
     """Why there is no array, and what to write, given what is running."""
     for name, variables in frames.functions_of('optax'):
+        if name != 'apply_updates' and name in _OF_OPTAX:
+            return f'optax reads a leaf that is frozen, in {name}', _OF_OPTAX[name]
         if name == 'apply_updates' and 'updates' in variables:
-            return _without_gradient(variables['updates']), _OF_OPTAX[name]
-        if name in _OF_OPTAX and name != 'apply_updates':
-            why = f'optax reads a leaf that is frozen, in {name}'
+            updates = variables['updates']
+            pairs = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_absent)
+            first = next(keys for keys, leaf in pairs if is_absent(leaf))
+            path = jax.tree_util.keystr(first, simple=True, separator='/')
+            why = f'no gradient was computed for {path!r}, and optax adds it'
             return why, _OF_OPTAX[name]
     return (
         'this leaf is frozen, was not selected, or is in another part of the tree',
@@ -43,13 +47,6 @@ def _advice() -> tuple[str, str]:
         'With optax, write sg.freeze(tx, where) outermost, and sg.apply_updates; for '
         'the state of another selection, sg.adopt(tx, params, state).',
     )
-
-
-def _without_gradient(updates: Any) -> str:
-    pairs, _ = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_absent)
-    first = next(keys for keys, leaf in pairs if is_absent(leaf))
-    path = jax.tree_util.keystr(first, simple=True, separator='/')
-    return f'no gradient was computed for {path!r}, and optax.apply_updates adds it'
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'pruned updates for a function of optax': (
         lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
         "AbsentLeafError: ABSENT is no array: no gradient was computed for 'body/w', "
-        'and optax.apply_updates adds it.\n'
+        'and optax adds it.\n'
         'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.',
     ),
     'a filter of wrt= that matches nothing': (

@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import omegaconf
 import optax
 import pytest
 from flax.core import freeze
@@ -16,6 +17,7 @@ from jax import export
 import flax_sg as sg
 import oracle
 from flax_sg import errors
+from flax_sg.filters import BoolTree, Glob, Or
 from flax_sg.trees.beside import beside
 from flax_sg.trees.leaves import leaves_of
 
@@ -155,6 +157,11 @@ def test_masks_that_do_not_fit():
 
 def test_masks_in_any_mapping():
     proxy = types.MappingProxyType
+    config = {'m': {'w': True, 'b': False}, 'l': [True, False]}
+    assert BoolTree(omegaconf.OmegaConf.create(config)) == BoolTree(config)
+    assert sg.filters.as_filter(omegaconf.OmegaConf.create(['a', 'b/*'])) == Or(
+        (Glob('a'), Glob('b/*'))
+    )
     nested = proxy({'m': proxy({'w': True, 'b': False}), 'l': (True, False)})
     tree = {'m': {'w': 1.0, 'b': 2.0}, 'l': [3.0, 4.0]}
     plain = {'m': {'w': True, 'b': False}, 'l': [True, False]}

@@ -16,6 +16,7 @@ from flax.core.meta import Partitioned
 import flax_sg as sg
 import oracle
 from flax_sg import errors, linen
+from flax_sg.filters import paths
 from flax_sg.trees import leaves
 
 pytestmark = pytest.mark.every_case
@@ -112,6 +113,21 @@ def test_partition_and_combine_are_inverse(name):
     everything, nothing = sg.partition(tree, True)
     assert ids(everything) == ids(tree) == ids(sg.partition(tree, False)[1])
     assert jax.tree.leaves(nothing) == []
+
+
+@pytest.mark.parametrize('name', TREES)
+def test_paths_are_those_of_the_names(name):
+    tree, _ = TREES[name]
+    for whole in tree, {'a': tree, 'b': [tree]}, freeze({'a': {'b': tree}}), (tree, 1):
+        known = [
+            '/'.join(names)
+            for names, node in paths.names_in(whole, leaves.is_whole)
+            for _ in jax.tree.leaves(node, is_leaf=leaves.is_whole)
+        ]
+        found = leaves.leaves_of(whole)
+        if not found.collections:
+            assert found.paths == known
+        assert len(found.paths) == len(found.key_paths) == len(found.values)
 
 
 def test_keys_that_are_none_of_jax():
