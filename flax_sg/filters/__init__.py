@@ -25,10 +25,11 @@ from flax_sg.filters.indices import Index as Index
 from flax_sg.filters.indices import Part as Part
 from flax_sg.filters.indices import at
 from flax_sg.filters.indices import merged as merged
-from flax_sg.filters.names import BoolTree, of_type, plain
+from flax_sg.filters.names import BoolTree, of_type
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
 from flax_sg.filters.names import OfType as OfType
+from flax_sg.filters.names import plain as plain
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost
