@@ -85,9 +85,12 @@ def zeros_of(aval: Any, prefix: tuple[int, ...] = ()) -> Any:
     if prefix:
         zeros = jax.lax.broadcast(zeros, prefix)
     # JAX makes them in the memory of the device.
-    if type_of(zeros).memory_space == aval.memory_space:
+    space: Any = aval.memory_space
+    if type_of(zeros).memory_space == space:
         return zeros
-    return jax.device_put(zeros, aval.memory_space)
+    if not isinstance(zeros, Tracer):  # jax 0.7 would leave them there.
+        space = zeros.sharding.with_memory_kind('pinned_host')
+    return jax.device_put(zeros, space)
 
 
 def _outwards(trace: Any) -> Iterator[Any]:

@@ -607,11 +607,11 @@ def test_names_with_a_slash():
 # Zeros have the type that gradients have.
 
 
-def placed(**spaces: Any) -> dict[str, Any]:
+def placed() -> dict[str, Any]:
     mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Explicit,))
     cut, every = (P('x'), P())
     return {
-        'w': jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, cut, **spaces)),
+        'w': jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, cut)),
         'b': jax.device_put(jnp.ones(4), NamedSharding(mesh, every)),
     }
 
@@ -658,6 +658,9 @@ def test_zeros_vary_as_the_parameter():
 
 
 def test_zeros_are_in_the_memory_of_the_parameter():
-    p = placed(memory_kind='pinned_host')
-    with jax.set_mesh(p['w'].sharding.mesh):
-        assert ZEROS(p)['w'].sharding.memory_kind == 'pinned_host'
+    host = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind='pinned_host'
+    )
+    p = {'w': jax.device_put(jnp.ones(3), host), 'b': jnp.ones(4)}
+    assert ZEROS(p)['w'].sharding.memory_kind == 'pinned_host'
+    assert ZEROS({**p, 'w': jnp.ones(3)})['w'].sharding.memory_kind == 'device'
