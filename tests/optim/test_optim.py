@@ -735,6 +735,7 @@ def test_an_option_that_means_nothing():
     for call in (
         lambda: sg.freeze(optax.sgd(0.1), unused='typo'),
         lambda: sg.mask(PAIR, trained='a', unused='typo'),
+        lambda: sg.mask(PAIR, trained=sg.DECLARED, unused='typo'),
         lambda: sg.labels(PAIR, {'a': True}, unused='typo'),
         lambda: sg.grad(quadratic, unused='typo'),
         lambda: sg.jvp(quadratic, (PAIR,), (PAIR,), unused='typo'),

@@ -87,6 +87,8 @@ def test_what_does_not_belong_is_named(name):
 def test_only_what_is_needed_is_checked():
     tree = {'m': {'w': 'W', 'b': B}, 'n': None, 'h': [H]}
     beside(leaves_of(PARAMS), tree, 'the gradient', needed=[True, True, False])
+    with pytest.raises(errors.StructureError, match="has 'W'"):
+        beside(leaves_of(PARAMS), tree, 'the gradient', needed=[False, False, True])
 
 
 def test_boxes_on_one_side():

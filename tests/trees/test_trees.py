@@ -207,6 +207,19 @@ def test_filters_that_select_nothing():
         sg.partition({'params': {'w': 1.0}}, 'params/w')
 
 
+def test_the_nearest_of_thousands_of_paths():
+    tree = {
+        f'block_{n}': {f'layer_{m}': {'kernel': 1.0}} for n in range(900) for m in '7'
+    }
+    tree |= {'decoder': {'output': {'kernel': 1.0}}}
+    for where, near in (
+        ('decodr/output/kernel', 'decoder/output/kernel'),
+        ('block_899/layer_7/kernl', 'block_899/layer_7/kernel'),
+    ):
+        with pytest.raises(errors.UnusedFilterError, match=f"Nearest: '{near}'"):
+            sg.partition(dict(reversed(tree.items())), where)
+
+
 # Other leaves.
 
 
