@@ -24,6 +24,7 @@ from flax_sg.trees.leaves import (
     selected,
     whole,
 )
+from flax_sg.trees.rows import Rows
 
 # States that remember steps of all parameters together: what they know of some of them
 # is of no use beside others.
@@ -68,7 +69,8 @@ def adopt(
         A state of ``tx``. Each value comes from the first state that has it, and from
         ``tx.init`` if none has. What is frozen now is dropped: if it is to go on later
         from where it was, keep the state of today, and give it as ``earlier`` then. So
-        are moments of rows that ``sg.at`` freezes, if they have the parameter's shape.
+        are moments of rows and elements that ``sg.at`` freezes, if they have the shape
+        of the parameter.
 
         A jitted step compiles once for each selection. What optimizers share among
         parameters goes on: Adam's count of steps does, so new moments are taken for old
@@ -133,6 +135,9 @@ class _Adopted(NamedTuple):
         olds = [old for old in states if not _is_hole(old)]
         if not olds or _is_vacant(new) or (number is not None and self.fresh[number]):
             return new
+        choices = {x.choice if isinstance(x, Rows) else None for x in (new, *olds)}
+        if number is not None and len(choices) > 1:
+            return self._rows(new, olds, np.shape(self.leaves.values[number]))
         children, kind = children_of(new)
         if jax.tree_util.treedef_is_leaf(kind):
             return self._leaf(new, olds[0], keys, number)
@@ -156,6 +161,22 @@ class _Adopted(NamedTuple):
         if name in ('InjectHyperparamsState', 'InjectStatefulHyperparamsState'):
             return out._replace(hyperparams=new.hyperparams)
         return out
+
+    def _rows(self, new: Any, olds: Sequence[Any], shape: tuple[int, ...]) -> Any:
+        """The moments of rows, each from the first state that has it."""
+
+        def is_moment(node: Any) -> bool:
+            if isinstance(node, Rows):
+                count = sum(node.choice.mask)
+                return getattr(node.rows, 'shape', None) == (count, *shape[1:])
+            return getattr(node, 'shape', None) == shape
+
+        if not all(map(is_moment, (new, *olds))):
+            return new  # One number for several rows.
+        out = new.among(0.0) if isinstance(new, Rows) else new
+        for old in reversed(olds):
+            out = old.choice.put(old.rows, out) if isinstance(old, Rows) else old
+        return new.choice.cut(out, len(shape)) if isinstance(new, Rows) else out
 
     def _parameter_at(self, keys: Any) -> int | None:
         """The parameter that a part of the state belongs to, if it does to one."""

@@ -18,6 +18,7 @@ from flax_sg.optim.masks import live_leaves, parameters_of
 from flax_sg.trees.beside import beside, is_nothing, missing_leaf, other_shape
 from flax_sg.trees.leaves import ABSENT, Leaves, check_unused, is_absent, is_whole
 from flax_sg.trees.nondifferentiable import NonDifferentiable
+from flax_sg.trees.rows import Choice, Rows, choice_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 # Arguments of ``update`` that are functions of the parameters.
@@ -39,7 +40,7 @@ class Freeze:
     unused: str
 
     def live(self, leaves: Leaves, judge: bool = True) -> list[Any]:
-        """For each parameter whether it is trained, or which part of it.
+        """For each parameter whether it is trained, or which rows or part of it.
 
         Args:
             leaves: the parameters, or gradients in their place.
@@ -48,10 +49,14 @@ class Freeze:
         # optax asks for the state of parameters without leaves, to see what is where.
         judged = judge and leaves.values
         with raised_by('sg.freeze'):
-            return live_leaves(leaves, self.where, self.unused if judged else 'ignore')
+            live = live_leaves(leaves, self.where, self.unused if judged else 'ignore')
+        return [
+            choice_of(takes, leaf, path) or takes
+            for takes, (path, leaf) in zip(live, leaves, strict=True)
+        ]
 
     def trained(self, params: Any) -> tuple[Leaves, list[Any]]:
-        """The parameters, and for each whether it is trained, or which part of it."""
+        """The parameters, and for each what ``live`` says."""
         leaves = _leaves_of(params)
         live = self.live(leaves)
         for (path, leaf), takes in zip(leaves, live, strict=True):
@@ -167,8 +172,10 @@ def freeze(
     >>> tx.update(pruned, tx.init(params), params)[0]
     {'head': Array([-1.], dtype=float32)}
 
-    Of an array of which a part is frozen (``sg.at``) the optimizer sees all, with a
-    zero gradient in that part, and what it does there is taken back.
+    Of an array of which rows are frozen (``sg.at`` with an index of the first axis:
+    layers of a stack) the optimizer sees the other rows, as an array of their own.
+    Of an array of which another part is frozen it sees all, with a zero gradient in
+    that part, and what it does there is taken back.
 
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``, whose accumulators shrink
@@ -247,8 +254,7 @@ def _of_trained(
         rows = zip(leaves.treedef.flatten_up_to(part), leaves, live, strict=True)
         out = fn(
             leaves.restore(
-                filters.merged(takes, new, old, path) if takes else old
-                for new, (path, old), takes in rows
+                _merged(takes, new, old, path) for new, (path, old), takes in rows
             ),
             *args,
             **kwargs,
@@ -273,22 +279,33 @@ def _unmasked(updates: Any) -> Any:
 def pruned(
     leaves: Leaves, live: Sequence[Any], values: Sequence[Any] | None = None
 ) -> Any:
-    """The tree with ``ABSENT`` in place of what is frozen.
+    """The tree with ``ABSENT`` in place of what is frozen, and rows cut out.
 
     Args:
         leaves: the parameters.
         live: which of them are trained.
         values: other values; by default the parameters.
     """
-    pairs = zip(leaves.values if values is None else values, live, strict=True)
-    return leaves.restore(leaf if takes else ABSENT for leaf, takes in pairs)
+    given = leaves.values if values is None else values
+    return leaves.restore(
+        takes.cut(leaf, np.ndim(leaves.values[number]))
+        if isinstance(takes, Choice)
+        else leaf
+        if takes
+        else ABSENT
+        for number, (takes, leaf) in enumerate(zip(live, given, strict=True))
+    )
 
 
 def _gradients(leaves: Leaves, live: Sequence[Any], grads: Sequence[Any]) -> Any:
     """The gradients that the wrapped transformation sees."""
-    return leaves.restore(
-        _only(takes, grad, 0.0, leaves, number) if takes else ABSENT
-        for number, (takes, grad) in enumerate(zip(live, grads, strict=True))
+    return pruned(
+        leaves,
+        live,
+        [
+            _only(takes, grad, 0.0, leaves, number)
+            for number, (takes, grad) in enumerate(zip(live, grads, strict=True))
+        ],
     )
 
 
@@ -302,14 +319,25 @@ def _only(takes: Any, leaf: Any, rest: float, leaves: Leaves, number: int) -> An
         leaves: the parameters.
         number: which of them it belongs to.
     """
-    if not isinstance(takes, filters.Part):
+    if isinstance(leaf, Rows):
+        return leaf.among(rest)
+    if not isinstance(takes, (filters.Part, Choice)):
         return leaf
     path, own = leaves.paths[number], np.shape(leaves.values[number])
     shape = np.shape(leaf)
     if shape[len(shape) - len(own) :] != own:
         raise other_shape('the gradient', path, leaves.values[number], leaf)
+    if isinstance(takes, Choice):
+        return leaf
     mask = np.broadcast_to(takes.mask(own, path), shape)
     return jnp.where(mask, leaf, jnp.full_like(leaf, rest))
+
+
+def _merged(takes: Any, new: Any, old: Any, path: str) -> Any:
+    """A parameter with new values in what is trained."""
+    if isinstance(new, Rows):
+        return new.choice.put(new.rows, old)
+    return filters.merged(takes, new, old, path) if takes else old
 
 
 def _nothing(grad: Any, like: Any) -> Any:

@@ -142,8 +142,7 @@ def test_rows_lose_their_moments_as_whole_arrays_do():
     _, state = trained(ADAM, ADAM.init(PARAMS), 3)
     rows = sg.freeze(ADAM, sg.at('c', 0))
     frozen = sg.adopt(rows, PARAMS, state)
-    assert oracle.is_zero(frozen[0].mu['c'][0])
-    oracle.assert_same(frozen[0].mu['c'][1], state[0].mu['c'][1])
+    oracle.assert_same(frozen[0].mu['c'].rows, state[0].mu['c'][1:])
     oracle.assert_same(frozen[0].mu['a'], state[0].mu['a'])
     # After the thaw a gradient of zero moves neither.
     thawed = sg.adopt(ADAM, PARAMS, frozen)

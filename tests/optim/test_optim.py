@@ -465,11 +465,16 @@ def test_what_the_optimizer_is_given():
         tx.update({'body': 2.0}, state, params)
     with pytest.raises(errors.PartError, match="does not fit 'head', an array"):
         sg.freeze(spy, sg.at('head', 0)).update(grads, state, params)
-    # Of an array in part it sees no gradient there, and its update there is taken back.
+    # Of an array it sees the rows that are trained.
     tx = sg.freeze(spy, sg.at('w', 0))
     updates, _ = tx.update({'w': np.full(2, -2.0)}, state, {'w': np.ones(2)})
-    assert str(seen['updates']['w']) == '[ 0. -2.]'
+    assert seen['updates']['w'].rows.tolist() == [-2.0]
     assert str(updates['w']) == '[-0. -2.]'
+    # Of an array in part it sees no gradient there, and its update there is taken back.
+    tx = sg.freeze(spy, sg.at('w', np.s_[:, 0]))
+    updates, _ = tx.update({'w': np.full((1, 2), -2.0)}, state, {'w': np.ones((1, 2))})
+    assert str(seen['updates']['w']) == '[[ 0. -2.]]'
+    assert str(updates['w']) == '[[-0. -2.]]'
 
 
 def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit():
@@ -626,20 +631,27 @@ def test_a_part_is_frozen_in_the_functions_too():
     seen: list[Any] = []
 
     def update(updates, state, params, *, grad_fn, value_fn):
-        value_fn({'w': params['w'] + 5.0})
-        seen.append(grad_fn({'w': params['w'] + 5.0}, 0)['w'])
+        further = jax.tree.map(lambda x: x + 5.0, params)
+        value_fn(further)
+        seen.extend(jax.tree.leaves(grad_fn(further, 0)))
         return updates, state
 
     spy = optax.GradientTransformationExtraArgs(lambda p: (), update)
-    tx = sg.freeze(spy, sg.at('w', 0))
-    params = {'w': jnp.array([1.0, 2.0])}
+    params = {'w': jnp.array([[1.0, 2.0]])}
 
     def noted(p, *_):
         seen.append(p['w'])
         return p
 
+    tx = sg.freeze(spy, sg.at('w', np.s_[:, 0]))
     tx.update(params, (), params, grad_fn=noted, value_fn=noted)
-    assert [leaf.tolist() for leaf in seen] == [[1.0, 7.0], [1.0, 7.0], [0.0, 7.0]]
+    assert [leaf.tolist() for leaf in seen] == [[[1.0, 7.0]]] * 2 + [[[0.0, 7.0]]]
+    # And in rows.
+    seen.clear()
+    params = {'w': params['w'].T}
+    tx = sg.freeze(spy, sg.at('w', 0))
+    tx.update(params, (), params, grad_fn=noted, value_fn=noted)
+    assert [leaf.tolist() for leaf in seen] == [[[1.0], [7.0]]] * 2 + [[[7.0]]]
 
 
 def test_what_optax_reads_as_a_whole_tree():
