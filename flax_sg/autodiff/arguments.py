@@ -48,7 +48,7 @@ def _stand_in(absent: str, leaf: Any) -> Any:
     if not (isinstance(leaf, NonDifferentiable) or _is_number(leaf)):
         return ABSENT
     arrays, treedef = jax.tree.flatten(leaf)
-    return _Zeros(tuple(map(tracing.type_of, arrays)), treedef)
+    return _Zeros(tuple(map(jax.typeof, arrays)), treedef)
 
 
 def _is_number(leaf: Any) -> bool:

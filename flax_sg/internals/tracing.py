@@ -14,14 +14,13 @@ from typing import Any
 import jax
 from flax.core import tracers
 from flax.core.scope import Scope
-from jax._src import ad_util as jax_ad_util
-from jax._src import array as jax_array
 from jax._src import core as jax_core
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
 from jax.core import Tracer as Tracer
+from jax.interpreters import ad
 
 from flax_sg.internals import versions
 
@@ -67,26 +66,14 @@ def stopped(leaf: Any) -> Any:
         return jax.lax.stop_gradient(leaf)
 
 
-# The class of arrays that hold numbers; ``isinstance`` of jax.Array asks each one.
-StoredArray: type = jax_array.ArrayImpl
-
-
-def type_of(leaf: Any) -> Any:
-    """The type of a leaf for JAX: shape, dtype, sharding, varying axes, memory space.
-
-    It can be hashed.
-    """
-    return jax_core.typeof(leaf)
-
-
 def zeros_of(aval: Any, prefix: tuple[int, ...] = ()) -> Any:
     """Zeros of a type, with some axes in front of its own."""
-    zeros = jax_ad_util.zeros_like_aval(aval)
+    zeros = ad.zeros_like_aval(aval)
     if prefix:
         zeros = jax.lax.broadcast(zeros, prefix)
     # JAX makes them in the memory of the device.
     space: Any = aval.memory_space
-    if type_of(zeros).memory_space == space:
+    if jax.typeof(zeros).memory_space == space:
         return zeros
     if not isinstance(zeros, Tracer):  # jax 0.7 would leave them there.
         space = zeros.sharding.with_memory_kind('pinned_host')

@@ -17,8 +17,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import name_of
 from flax_sg.filters.patterns import nearest
-from flax_sg.internals import tracing
-from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_whole, leaves_of
+from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, leaves_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +103,7 @@ def is_nothing(node: Any) -> bool:
 
 
 def _is_value(value: Any) -> bool:
-    if type(value) is tracing.StoredArray or is_whole(value):  # Nearly always.
+    if is_array(value) or is_whole(value):  # Nearly always.
         return True
     return not isinstance(value, (str, bytes)) and jax.tree_util.all_leaves([value])
 

@@ -40,16 +40,24 @@ def is_differentiable(leaf: Any) -> bool:
     Arrays, tracers, Python's numbers and ``jax.ShapeDtypeStruct`` can; integers, bools,
     keys, strings, other objects and ``NonDifferentiable`` cannot.
     """
-    if _is_array(leaf):
+    if is_array(leaf):
         return _is_inexact(leaf.dtype)
     return isinstance(leaf, (float, complex))
 
 
-def _is_array(leaf: Any) -> bool:
-    is_stored = type(leaf) is tracing.StoredArray  # Nearly always.
-    return is_stored or isinstance(
-        leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    )
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_array_classes: set[type] = set()
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array or a tracer, or stands for one."""
+    # The class is looked up: ``isinstance`` asks each jax.Array what it is.
+    if type(leaf) in _array_classes:
+        return True
+    found = isinstance(leaf, _ARRAYS)
+    if found and not isinstance(leaf, tracing.Tracer):
+        _array_classes.add(type(leaf))
+    return found
 
 
 @functools.lru_cache(256)
@@ -135,7 +143,7 @@ def _names_of(tree: Any) -> list[tuple[str, ...]]:
         if type(node) is dict:  # As nearly all trees are made of.
             for key in sorted(node):
                 walk(node[key], (*outer, str(key)))
-        elif _is_array(node):
+        elif is_array(node):
             out.append(outer)
         else:
             for names, inner in names_in(node, is_whole):
