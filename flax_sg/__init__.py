@@ -20,7 +20,7 @@ from flax_sg.filters.paths import Path as Path
 from flax_sg.forms.on_trees import rewrite as rewrite
 from flax_sg.forms.on_trees import stop_gradient as stop_gradient
 from flax_sg.forms.on_trees import substitute as substitute
-from flax_sg.optim.freezing import adopt as adopt
+from flax_sg.optim.adopting import adopt as adopt
 from flax_sg.optim.freezing import freeze as freeze
 from flax_sg.optim.masks import labels as labels
 from flax_sg.optim.masks import mask as mask
@@ -31,6 +31,7 @@ from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n
 from flax_sg.trees.leaves import ABSENT as ABSENT
 from flax_sg.trees.nondifferentiable import NonDifferentiable as NonDifferentiable
+from flax_sg.trees.trainable import DECLARED as DECLARED
 from flax_sg.trees.trainable import trainable as trainable
 
 if _typing.TYPE_CHECKING:

@@ -12,18 +12,13 @@ import numpy as np
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import raised_by
+from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.filters.paths import Path
-from flax_sg.trees.leaves import (
-    ABSENT,
-    different_structures,
-    is_absent,
-    is_whole,
-    leaves_of,
-    missing_leaf,
-)
+from flax_sg.internals import tracing
+from flax_sg.trees.beside import beside, missing_leaf
+from flax_sg.trees.leaves import ABSENT, check_unused, is_absent, is_whole, leaves_of
 from flax_sg.trees.nondifferentiable import NonDifferentiable
-from flax_sg.trees.trainable import chosen
+from flax_sg.trees.trainable import Declared, chosen
 
 Shape: TypeAlias = tuple[int, ...]
 _STAND_INS: dict[str, Any] = {
@@ -35,14 +30,14 @@ _STAND_INS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Zeros:
-    """Zeros for one leaf: the shapes and dtypes of its arrays, and their tree."""
+    """Zeros for one leaf: the types of its arrays, and their tree."""
 
-    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    arrays: tuple[Any, ...]
     treedef: Any
 
     def fill(self, prefix: Shape) -> Any:
         return self.treedef.unflatten(
-            jnp.zeros((*prefix, *x.shape), x.dtype) for x in self.arrays
+            tracing.zeros_of(array, prefix) for array in self.arrays
         )
 
 
@@ -53,8 +48,7 @@ def _stand_in(absent: str, leaf: Any) -> Any:
     if not (isinstance(leaf, NonDifferentiable) or _is_number(leaf)):
         return ABSENT
     arrays, treedef = jax.tree.flatten(leaf)
-    shapes = (jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in arrays)
-    return _Zeros(tuple(shapes), treedef)
+    return _Zeros(tuple(map(jax.typeof, arrays)), treedef)
 
 
 def _is_number(leaf: Any) -> bool:
@@ -116,19 +110,16 @@ class Form:
             )
         found: list[Any] = []
         for argument, tree in zip(arguments, trees, strict=True):
-            try:
-                found += argument.flatten_up_to(tree)
-            except (ValueError, TypeError):
-                expected = self.paths[len(found) : len(found) + argument.num_leaves]
-                paths = expected, leaves_of(tree).paths
-                raise different_structures('the argument', what, *paths) from None
+            leaves = leaves_of(argument.unflatten([ABSENT] * argument.num_leaves))
+            needed = self.live[len(found) :]
+            found += beside(leaves, tree, what, needed=needed, pruned=False).values
         live = [
             (path, leaf)
             for takes, path, leaf in zip(self.live, self.paths, found, strict=True)
             if takes
         ]
         for path, leaf in live:
-            if leaf is None or is_absent(leaf) or isinstance(leaf, optax.MaskedNode):
+            if is_absent(leaf):
                 raise missing_leaf(
                     what,
                     path,
@@ -163,36 +154,42 @@ class Split:
 
 
 def splitter(
-    call: str, wrt: filters.Where | None, absent: str, unused: str
+    call: str, fun: Any, wrt: filters.Where | Declared, absent: str, unused: str
 ) -> Callable[[Sequence[Any]], Split]:
     """A function that splits arguments as the options of a gradient call say.
 
-    >>> split = splitter('sg.grad', 'w', 'none', 'raise')
+    >>> split = splitter('sg.grad', abs, 'w', 'none', 'raise')
     >>> parts = split([{'b': 1.0, 'w': 2.0}])
     >>> parts.live, parts.join([5.0]), parts.form.fill([7.0])
     ([2.0], ({'b': 1.0, 'w': 5.0},), ({'b': None, 'w': 7.0},))
 
     Args:
         call: the name of the gradient call, for errors.
-        wrt: the filter of the leaves that are differentiated; None for what the classes
-            in the arguments declare, see ``sg.trainable``.
+        fun: the function that it is given.
+        wrt: the filter of the leaves that are differentiated.
         absent: what stands in results for the other leaves.
         unused: ``'raise'`` or ``'ignore'`` if a part of ``wrt`` matches nothing.
 
     Raises:
+        ArgumentTypeError: if ``fun`` is no function.
         FilterTypeError: if ``wrt`` is no filter.
         FilterValueError: if ``absent`` is none of its choices.
-        UnusedFilterError: if ``wrt`` is False.
+        UnusedFilterError: if ``wrt`` is False or empty.
     """
+    if not callable(fun):
+        write = "sg.grad(loss, wrt='head/**')(params)"
+        raise wrong_argument(fun, 'function to differentiate', write)
     if absent not in (*_STAND_INS, 'zeros'):
         raise errors.FilterValueError(
             f"absent={absent!r}: expected 'drop', 'none', 'zeros' or 'masked'."
         )
-    where = None if wrt is None else filters.as_filter(wrt)
-    # A filter that a program makes may well come to nothing.
-    if isinstance(wrt, (bool, np.bool_)) and not wrt and unused == 'raise':
+    check_unused(unused)
+    where = wrt if isinstance(wrt, Declared) else filters.as_filter(wrt)
+    # A filter that a program makes may well come to nothing, a plain [] may not.
+    plain = not isinstance(wrt, filters.Filter)
+    if plain and where == filters.Constant(False) and unused == 'raise':
         raise errors.UnusedFilterError(
-            f'{call}(wrt=False) differentiates nothing: wrt= selects what has a '
+            f'{call}(wrt={wrt!r}) differentiates nothing: wrt= selects what has a '
             'gradient.\n'
             "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'."
         )

@@ -40,7 +40,7 @@ class Replaced(rules.Rule):
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """The leaf that stands for a leaf of the module."""
-        names = tuple(path.absolute.split('/'))
+        names = path.key[1]  # A name may hold a slash.
         for collection, entry, _, other in self._new.get(id(leaf), ()):
             if collection == path.collection and entry[: len(names)] == names:
                 return other

@@ -14,8 +14,10 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.autodiff.arguments import Form, Split, splitter
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
-from flax_sg.errors.texts import unknown_choice
+from flax_sg.errors.texts import brief, unknown_choice, wrong_argument
 from flax_sg.filters import Where
+from flax_sg.filters.predicates import describe
+from flax_sg.trees.trainable import DECLARED, Declared
 
 Argnums: TypeAlias = int | Sequence[int]
 
@@ -33,8 +35,8 @@ def derivative(
 ) -> Callable[..., Any]:
     """A function that computes a derivative, with the name of the one it is of.
 
-    >>> split = splitter('sg.grad', 'w', 'none', 'raise')
     >>> product = lambda p: p['w'] * p['b']
+    >>> split = splitter('sg.grad', product, 'w', 'none', 'raise')
     >>> gradient = derivative(jax.grad, product, 0, False, False, split)
     >>> jax.tree.map(float, gradient({'b': 2.0, 'w': 3.0}))
     {'b': None, 'w': 2.0}
@@ -77,13 +79,18 @@ def derivative(
                     f'got only {len(args)} positional arguments'
                 )
         positions = [number % len(args) for number in numbers]
+        if len(set(positions)) < len(positions):
+            raise errors.ArgumentValueError(
+                f'argnums={argnums} names an argument twice, and each has one gradient.'
+                '\nName each position once.'
+            )
         parts = split([args[n] for n in positions])
 
         def fun_of_live(live: Sequence[Any]) -> Any:
             new = dict(zip(positions, parts.join(live), strict=True))
             all_args = (new.get(n, arg) for n, arg in enumerate(args))
             out = fun_of_args(*all_args, **kwargs)
-            y, aux = out if has_aux else (out, None)
+            y, aux = _pair(out, fun) if has_aux else (out, None)
             return y, (y, aux)
 
         def shaped(y: Any, row: Any) -> Any:
@@ -101,6 +108,19 @@ def derivative(
     return call
 
 
+def _pair(out: Any, fun: Any) -> Any:
+    """What a function with ``has_aux=True`` returned, if that is a pair."""
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out
+    several = isinstance(out, (tuple, list))
+    found = f'{brief(out)} of {len(out)} values' if several else brief(out)
+    raise errors.ArgumentTypeError(
+        f'With has_aux=True, {describe(fun)} has to return a pair (value, aux), and '
+        f'returned {found}.\n'
+        'Return (value, aux), with everything else in aux, or leave has_aux out.'
+    )
+
+
 def _is_position(number: object) -> bool:
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
@@ -111,7 +131,7 @@ def value_and_grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
-    wrt: Where | None = None,
+    wrt: Where | Declared = DECLARED,
     absent: str = 'drop',
     of: Any = None,
     unused: str = 'raise',
@@ -160,13 +180,15 @@ def value_and_grad(
         loop, as for ``jax.grad``: each call of ``sg.grad`` makes another function.
 
     Raises:
-        ArgumentTypeError: if ``of`` is no bound module, ``argnums`` no positions.
-        UnusedFilterError: if ``wrt`` is False; at the call, if a part of ``wrt``
-            matches no leaf.
+        ArgumentTypeError: if ``of`` is no bound module, ``argnums`` no positions; at
+            the call, if ``fun`` returns no pair with ``has_aux=True``.
+        ArgumentValueError: at the call, if ``argnums`` names an argument twice.
+        UnusedFilterError: if ``wrt`` is False or empty; at the call, if a part of
+            ``wrt`` matches no leaf.
         NotDifferentiableError: at the call, if no leaf that it matches can be
             differentiated.
     """
-    split = splitter('sg.value_and_grad', wrt, absent, unused)
+    split = splitter('sg.value_and_grad', fun, wrt, absent, unused)
     return derivative(
         jax.grad, fun, argnums, has_aux, holomorphic, split, of=of, with_value=True
     )
@@ -178,7 +200,7 @@ def grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
-    wrt: Where | None = None,
+    wrt: Where | Declared = DECLARED,
     absent: str = 'drop',
     of: Any = None,
     unused: str = 'raise',
@@ -194,7 +216,7 @@ def grad(
 
     Args and errors are those of ``sg.value_and_grad``.
     """
-    split = splitter('sg.grad', wrt, absent, unused)
+    split = splitter('sg.grad', fun, wrt, absent, unused)
     return derivative(jax.grad, fun, argnums, has_aux, holomorphic, split, of=of)
 
 
@@ -204,7 +226,7 @@ def jacrev(
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
-    wrt: Where | None = None,
+    wrt: Where | Declared = DECLARED,
     absent: str = 'drop',
     unused: str = 'raise',
 ) -> Callable[..., Any]:
@@ -218,7 +240,7 @@ def jacrev(
     Args and errors are those of ``sg.value_and_grad``; ``fun`` returns a pytree. At
     each leaf of the output stands a tree of the form of the argument.
     """
-    split = splitter('sg.jacrev', wrt, absent, unused)
+    split = splitter('sg.jacrev', fun, wrt, absent, unused)
     return derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
 
 
@@ -228,7 +250,7 @@ def jacfwd(
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
-    wrt: Where | None = None,
+    wrt: Where | Declared = DECLARED,
     absent: str = 'drop',
     unused: str = 'raise',
 ) -> Callable[..., Any]:
@@ -241,7 +263,7 @@ def jacfwd(
 
     Args, result and errors are those of ``sg.jacrev``.
     """
-    split = splitter('sg.jacfwd', wrt, absent, unused)
+    split = splitter('sg.jacfwd', fun, wrt, absent, unused)
     return derivative(jax.jacfwd, fun, argnums, has_aux, holomorphic, split)
 
 
@@ -251,7 +273,7 @@ def hessian(
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
-    wrt: Where | None = None,
+    wrt: Where | Declared = DECLARED,
     absent: str = 'drop',
     unused: str = 'raise',
 ) -> Callable[..., Any]:
@@ -266,7 +288,7 @@ def hessian(
     Args and errors are those of ``sg.jacrev``. It is ``jacfwd`` of ``jacrev``: at each
     leaf of the output stands a tree, at each leaf of that another one.
     """
-    split = splitter('sg.hessian', wrt, absent, unused)
+    split = splitter('sg.hessian', fun, wrt, absent, unused)
     inner = derivative(jax.jacrev, fun, argnums, has_aux, holomorphic, split)
     return derivative(jax.jacfwd, inner, argnums, has_aux, holomorphic, split)
 
@@ -295,12 +317,15 @@ class Linear:
         return self.fn(self.form.pick(args, 'the tangents'))
 
 
-def _of_live(fun: Callable[..., Any], split: Split) -> Callable[[Sequence[Any]], Any]:
+def _of_live(
+    fun: Callable[..., Any], split: Split, has_aux: bool
+) -> Callable[[Sequence[Any]], Any]:
     """``fun`` as a function of the leaves that are differentiated; keeps its name."""
 
     @functools.wraps(fun, updated=())
     def fun_of_live(live: Sequence[Any]) -> Any:
-        return fun(*split.join(live))
+        out = fun(*split.join(live))
+        return tuple(_pair(out, fun)) if has_aux else out
 
     return fun_of_live
 
@@ -308,7 +333,7 @@ def _of_live(fun: Callable[..., Any], split: Split) -> Callable[[Sequence[Any]],
 def vjp(
     fun: Callable[..., Any],
     *primals: Any,
-    wrt: Where | None = None,
+    wrt: Where | Declared = DECLARED,
     absent: str = 'drop',
     has_aux: bool = False,
     unused: str = 'raise',
@@ -355,8 +380,8 @@ def vjp(
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the
         same idea.
     """
-    split = splitter('sg.vjp', wrt, absent, unused)(primals)
-    y, back, *aux = jax.vjp(_of_live(fun, split), split.live, has_aux=has_aux)
+    split = splitter('sg.vjp', fun, wrt, absent, unused)(primals)
+    y, back, *aux = jax.vjp(_of_live(fun, split, has_aux), split.live, has_aux=has_aux)
     return (y, Linear(back, split.form, transposed=True), *aux)
 
 
@@ -365,7 +390,7 @@ def jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
     *,
-    wrt: Where | None = None,
+    wrt: Where | Declared = DECLARED,
     has_aux: bool = False,
     unused: str = 'raise',
 ) -> Any:
@@ -395,15 +420,21 @@ def jvp(
         StructureError: if a tangent has another structure than its argument, or
             nothing at a leaf that is selected.
     """
-    split = splitter('sg.jvp', wrt, 'drop', unused)(primals)
+    for given in (primals, tangents):
+        if not isinstance(given, (tuple, list)):
+            what, write = 'tuple of arguments or tangents', 'sg.jvp(fun, (x,), (dx,))'
+            raise wrong_argument(given, what, write)
+    split = splitter('sg.jvp', fun, wrt, 'drop', unused)(primals)
     given = split.form.pick(tangents, 'the tangents')
-    return jax.jvp(_of_live(fun, split), (split.live,), (given,), has_aux=has_aux)
+    return jax.jvp(
+        _of_live(fun, split, has_aux), (split.live,), (given,), has_aux=has_aux
+    )
 
 
 def linearize(
     fun: Callable[..., Any],
     *primals: Any,
-    wrt: Where | None = None,
+    wrt: Where | Declared = DECLARED,
     has_aux: bool = False,
     unused: str = 'raise',
 ) -> Any:
@@ -426,6 +457,8 @@ def linearize(
         The output and the function from tangents, a tree for each argument, to that
         of the output; it may be called any number of times.
     """
-    split = splitter('sg.linearize', wrt, 'drop', unused)(primals)
-    y, push, *aux = jax.linearize(_of_live(fun, split), split.live, has_aux=has_aux)
+    split = splitter('sg.linearize', fun, wrt, 'drop', unused)(primals)
+    y, push, *aux = jax.linearize(
+        _of_live(fun, split, has_aux), split.live, has_aux=has_aux
+    )
     return (y, Linear(push, split.form, transposed=False), *aux)

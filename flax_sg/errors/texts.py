@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -10,17 +11,22 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from flax_sg.errors import ArgumentValueError, FlaxSGError
+from flax_sg.errors import ArgumentTypeError, ArgumentValueError, FlaxSGError
 
 
 def shown(leaf: Any) -> str:
     """A leaf in a few words."""
     if hasattr(leaf, 'dtype') and hasattr(leaf, 'shape'):
-        return f'{leaf.dtype}{list(leaf.shape)}'
+        return f'{_dtype_name(leaf.dtype)}{list(leaf.shape)}'
     if isinstance(leaf, list):
         return f'[{", ".join(map(shown, leaf))}]'
     text = repr(leaf)
     return text if len(text) <= 40 else f'{type(leaf).__name__} object'
+
+
+@functools.lru_cache(256)  # Its text takes longer than all the rest.
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype)
 
 
 def brief(value: Any) -> str:
@@ -45,6 +51,11 @@ def raised_by(call: str) -> Generator[None]:
     except FlaxSGError as error:
         error.args = (f'{call}: {error}', *error.args[1:])
         raise
+
+
+def wrong_argument(got: Any, expected: str, write: str) -> ArgumentTypeError:
+    """The error for an argument of the wrong kind."""
+    return ArgumentTypeError(f'{brief(got)} is no {expected}.\nWrite {write}.')
 
 
 def unknown_choice(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import flax.linen as nn
+import jax
 import numpy as np
 
 from flax_sg import errors
@@ -27,6 +29,7 @@ from flax_sg.filters.names import BoolTree, of_type
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
 from flax_sg.filters.names import OfType as OfType
+from flax_sg.filters.names import plain as plain
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost
@@ -63,8 +66,9 @@ def as_filter(where: Where) -> Filter:
             * a ``re.Pattern`` that has to match the whole path, see ``Regex``;
             * a function of the path that returns a bool, see ``Predicate``;
             * True or False: every variable, or none;
-            * a dict of bools, nested as the variables are, see ``BoolTree``;
-            * a sequence or set of these: any of them;
+            * a tree of bools, nested as the variables are, see ``BoolTree``: dicts,
+              lists, named tuples or any other pytree, as ``sg.mask`` returns it;
+            * a sequence or set of globs and other filters: any of them;
             * a filter: itself.
 
     Raises:
@@ -82,24 +86,48 @@ def as_filter(where: Where) -> Filter:
         return Regex(where)
     if isinstance(where, (bool, np.bool_)):
         return Constant(bool(where))
-    if isinstance(where, Mapping):
+    fn = innermost(where)
+    if callable(where) and isinstance(fn, types.FunctionType):
+        return Predicate(where)
+    if isinstance(where, Mapping) or _is_tree_of_bools(where):
         return BoolTree(where)
     if isinstance(where, (Sequence, Set)) and not isinstance(where, bytes):
-        parts = [as_filter(part) for part in where]
-        if isinstance(where, Set):  # The order of a set differs from run to run.
-            parts.sort(key=repr)
-        any_of = Or(tuple(parts))
-        return any_of if len(any_of.filters) > 1 else (*parts, Constant(False))[0]
-    fn = innermost(where)
+        return _any_of(where)
     if callable(where) and not isinstance(fn, (type, nn.Module)):
         return Predicate(where)
+    lacking = ' Was a key of a configuration misspelled?' if where is None else ''
     raise errors.FilterTypeError(
-        f'{brief(fn)} is no filter.\n'
+        f'{brief(fn)} is no filter.{lacking}\n'
         'A filter is a glob, a compiled regular expression, a function of the path, a '
         'bool, a tree of bools, or a list of these.\n'
         'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
         'nn.Frozen(module, where); for an array, jax.lax.stop_gradient(x).'
     )
+
+
+def _any_of(several: Sequence[Any] | Set[Any]) -> Filter:
+    if any(isinstance(where, (bool, np.bool_)) for where in several):
+        raise errors.FilterTypeError(
+            f'{brief(several)} holds bools beside other filters.\n'
+            'A sequence of bools alone is a tree of bools, in the shape of the '
+            'variables; one of filters means any of them.\n'
+            "Write one of the two: [True, False] or ['encoder/**', 'head/bias']."
+        )
+    parts = [as_filter(part) for part in several]
+    if isinstance(several, Set):  # The order of a set differs from run to run.
+        parts.sort(key=repr)
+    any_of = Or(tuple(parts))
+    return any_of if len(any_of.filters) > 1 else (*parts, Constant(False))[0]
+
+
+def _is_tree_of_bools(where: Any) -> bool:
+    """Whether something is a container of bools, and of nothing else."""
+    # A partial function is a container for JAX; an iterator is none.
+    if isinstance(where, (str, bytes, Set, Iterator, functools.partial)):
+        return False
+    leaves = jax.tree.leaves(plain(where))
+    bools = [isinstance(leaf, (bool, np.bool_)) for leaf in leaves]
+    return bool(bools) and all(bools)
 
 
 # What a sg.Path may hold, and a glob gives another meaning.

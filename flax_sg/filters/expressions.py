@@ -69,13 +69,13 @@ class Filter(abc.ABC):
         return frozenset({type(self)}).union(*(part.kinds for part in self.parts))
 
     @functools.cached_property
-    def by_path(self) -> tuple[dict[str, list[Atom]], list[Atom]]:
-        """The atoms that mean one path, by this path; and the others."""
+    def by_path(self) -> tuple[dict[str, list[Atom]], dict[str | None, list[Atom]]]:
+        """The atoms that mean one path, by this path; the others by the first name."""
         exact: dict[str, list[Atom]] = {}
-        others: list[Atom] = []
+        others: dict[str | None, list[Atom]] = {}
         for atom in self.atoms:
             if atom.only is None:
-                others.append(atom)
+                others.setdefault(atom.first, []).append(atom)
             else:
                 exact.setdefault(atom.only, []).append(atom)
         return exact, others
@@ -192,6 +192,11 @@ class Atom(Filter):
     @functools.cached_property
     def only(self) -> str | None:
         """The one path that it means; None if it has to be asked."""
+        return None
+
+    @functools.cached_property
+    def first(self) -> str | None:
+        """The first name of every path that it means; None if there are several."""
         return None
 
     def evaluate(self, answers: Answers) -> bool | None:
@@ -349,7 +354,8 @@ def asked(where: Filter, path: Path, asks: Asks = takes) -> Answers:
     if path.is_inner:
         found = [*found, *exact.get(path.variable, [])]
     answers: dict[Filter, bool | None] = dict.fromkeys(found, True)
-    for atom in others:
+    first = path.partition('/')[0]
+    for atom in itertools.chain(others.get(first, ()), others.get(None, ())):
         if (said := asks(atom, path)) is not False:
             answers[atom] = said
     return answers

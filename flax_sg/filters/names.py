@@ -26,9 +26,9 @@ class BoolTree(Atom):
     """The variables that a tree of bools, in the shape of the variables, marks True.
 
     A bool stands for everything below it, so a prefix of the tree will do. Every
-    variable has to be in the tree. One outside the module that opened the block is
-    not in the tree, and is not meant. Leaves in one box (``nn.Partitioned``) share its
-    path, and therefore have to agree.
+    variable has to be in the tree; None may stand where there is none. One outside the
+    module that opened the block is not in the tree, and is not meant. Leaves in one box
+    (``nn.Partitioned``) share its path, and therefore have to agree.
 
     >>> tree = BoolTree({'gln': True, 'dec': {'kernel': False}})
     >>> tree(Path.of('params', ('gln', 'dense', 'kernel')))
@@ -46,9 +46,9 @@ class BoolTree(Atom):
     bools: dict[tuple[str, ...], bool]
 
     # No dataclass: see ``Predicate``.
-    def __init__(self, tree: Mapping[str, Any]) -> None:
+    def __init__(self, tree: Any) -> None:
         bools: dict[tuple[str, ...], bool] = {}
-        for names, node in names_in(dict(tree), lambda node: node is None):
+        for names, node in names_in(plain(tree)):
             leaves = jax.tree.leaves(node)
             are_bools = all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves)
             if not are_bools or len({*map(bool, leaves)}) != 1:
@@ -96,6 +96,19 @@ class BoolTree(Atom):
 
     def __repr__(self) -> str:
         return f'BoolTree({traverse_util.unflatten_dict(self.bools)!r})'
+
+
+def plain(tree: Any) -> Any:
+    """A tree with dicts and lists in place of mappings and sequences unknown to JAX."""
+
+    def opened(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return {key: plain(value) for key, value in leaf.items()}
+        if isinstance(leaf, Sequence) and not isinstance(leaf, (str, bytes)):
+            return [plain(value) for value in leaf]
+        return leaf
+
+    return jax.tree.map(opened, tree)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -146,8 +147,8 @@ class Path(str):
 
 def _names_of_variable(absolute: tuple[str, ...]) -> int:
     """How many names lead to the variable; all, in a tree that is no dict of them."""
-    inner = (n for n, name in enumerate(absolute) if type(name) is Inner)
-    return next(inner, 0) or len(absolute)
+    kinds = [*map(type, absolute)]
+    return (kinds.index(Inner) if Inner in kinds else 0) or len(absolute)
 
 
 def names_within(
@@ -209,5 +210,10 @@ def natural_key(path: str) -> list[Any]:
     >>> sorted(['b/10', 'b/2', 'a'], key=natural_key)
     ['a', 'b/2', 'b/10']
     """
-    names = (re.split('([0-9]{1,99})', name) for name in path.split('/'))
-    return [(name[::2], [*map(int, name[1::2])]) for name in names]
+    return [*map(_natural_name, path.split('/'))]
+
+
+@functools.lru_cache(4096)  # A model has many paths, and few names.
+def _natural_name(name: str) -> tuple[list[str], list[int]]:
+    texts = re.split('([0-9]{1,99})', name)
+    return texts[::2], [*map(int, texts[1::2])]

@@ -63,6 +63,12 @@ class Glob(Atom):
         """The pattern itself, if no character in it has a meaning."""
         return None if _SPECIAL.search(self.pattern) else self.pattern
 
+    @functools.cached_property
+    def first(self) -> str | None:
+        """The first name in the pattern, if no character in it has a meaning."""
+        name = self.pattern.partition('/')[0]
+        return None if _SPECIAL.search(name) else name
+
     def matches(self, path: Path) -> bool:
         """Whether the pattern fits the path, or is the path."""
         if self.only is not None:
@@ -224,5 +230,15 @@ def nearest(pattern: str, paths: Iterable[str], n: int = 3) -> list[str]:
         runs = ('/'.join(names[i : i + width]) for i in range(len(names)))
         return max(map(likeness, runs)), likeness(path.casefold())
 
+    # Of thousands of paths, those are compared that share most pairs of letters.
+    pairs = {wanted[i : i + 2] for i in range(len(wanted) - 1)}
+
+    def shared(path: str) -> int:
+        text = path.casefold()
+        return sum(pair in text for pair in pairs)
+
+    several = list(dict.fromkeys(paths))
+    if len(several) > 200:
+        several.sort(key=shared, reverse=True)
     # sorted is stable: paths that look alike stay in the order they came in.
-    return sorted(dict.fromkeys(paths), key=score, reverse=True)[:n]
+    return sorted(several[:200], key=score, reverse=True)[:n]

@@ -6,19 +6,23 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg import filters
+from flax_sg import errors, filters
+from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path
 from flax_sg.forms import reads
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
+    ABSENT,
     OVERWRITE_WITH_GRADIENT,
+    Absent,
     check_unused,
     fitting,
     is_absent,
     leaves_of,
     no_value,
     selected,
+    tree_before,
 )
 
 
@@ -45,9 +49,14 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
         The tree with other leaves. What is computed from *it* is under the rule.
 
     Raises:
+        ArgumentTypeError: if ``rewrite`` is none, or there is no tree.
         UnusedFilterError: if a part of the filter matches no leaf.
     """
-    leaves = leaves_of(tree)
+    given: Any = rewrite
+    if not isinstance(given, rules.Rewrite):
+        write = "sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5))"
+        raise wrong_argument(given, 'rule with a filter', write)
+    leaves = tree_before('sg.rewrite(tree, rewrite)', tree)
     values, rule = list(leaves.values), rewrite.rule
     looked_at = [
         (i, path)
@@ -90,6 +99,7 @@ def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> 
     Returns:
         The tree; what is no array of real or complex numbers is what it was.
     """
+    tree_before('sg.stop_gradient(tree, where)', tree)
     return rewrite(tree, reads.stop_gradient(where, collections=True, unused=unused))
 
 
@@ -97,7 +107,7 @@ def substitute(
     tree: Any,
     values: Any,
     *,
-    where: filters.Where | None = None,
+    where: filters.Where | Absent = ABSENT,
     unused: str = 'raise',
 ) -> Any:
     """A tree in which some leaves are other values.
@@ -128,11 +138,17 @@ def substitute(
         UnusedFilterError: if a value belongs to no leaf.
         UnusedFilterError: if a part of ``where`` matches no leaf.
     """
-    chosen = filters.as_filter(True if where is None else where)
+    chosen = filters.as_filter(True if is_absent(where) else where)
     if callable(values):
         rule = substitutes.FromFunction(values)
         return rewrite(tree, rules.Rewrite(chosen, rule, True, unused))
-    leaves = leaves_of(tree)
+    return _substituted(tree, values, None if is_absent(where) else chosen, unused)
+
+
+def _substituted(
+    tree: Any, values: Any, where: filters.Filter | None, unused: str
+) -> Any:
+    leaves = tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)
     given = leaves_of(values)
     there = {
@@ -140,12 +156,17 @@ def substitute(
         for keys, (path, leaf) in zip(given.key_paths, given, strict=True)
         if not is_absent(leaf)
     }
+    if values is None or not (there or unused == 'ignore' or not leaves.values):
+        raise errors.UnusedFilterError(
+            f'sg.substitute got {brief(values)} without a value.\n'
+            "If there may be none, pass {} and unused='ignore'."
+        )
     missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
     if missing and unused == 'raise':
         raise no_variables('sg.substitute', sorted(missing), leaves.paths)
-    takes = [keys in there for keys in leaves.key_paths]
+    takes: list[Any] = [keys in there for keys in leaves.key_paths]
     if where is not None:
-        [takes] = selected([leaves.paths], chosen, unused)
+        [takes] = selected([leaves.paths], where, unused)
     out: list[Any] = []
     for keys, (path, leaf), take in zip(leaves.key_paths, leaves, takes, strict=True):
         if take and keys not in there:

@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import flax
@@ -48,15 +49,23 @@ def frame_of_user(depth: int) -> types.FrameType:
     return found
 
 
-def argument_of(package: str, function: str, name: str) -> Any:
-    """Returns an argument of a package's running function; None if none is running."""
-    found = frame(1)
+def functions_of(package: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a package's running functions, the innermost first.
+
+    Yields:
+        The name, for a function inside another that of the outer one; the variables.
+    """
+    found: types.FrameType | None = frame(1)
     while found is not None:
         module = found.f_globals.get('__name__', '')
-        if found.f_code.co_name == function and module.split('.')[0] == package:
-            return found.f_locals[name]
+        if module.split('.')[0] == package:
+            yield found.f_code.co_qualname.split('.')[0], found.f_locals
         found = found.f_back
-    return None
+
+
+def is_running(package: str, function: str) -> bool:
+    """Whether a function of a package is running."""
+    return any(name == function for name, _ in functions_of(package))
 
 
 def file_name(file: str) -> str:

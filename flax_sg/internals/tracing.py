@@ -20,6 +20,7 @@ from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
 from jax.core import Tracer as Tracer
+from jax.interpreters import ad
 
 from flax_sg.internals import versions
 
@@ -63,6 +64,20 @@ def stopped(leaf: Any) -> Any:
         leaf, trace = leaf.primal, leaf._trace.parent_trace
     with jax_core.set_current_trace(trace):
         return jax.lax.stop_gradient(leaf)
+
+
+def zeros_of(aval: Any, prefix: tuple[int, ...] = ()) -> Any:
+    """Zeros of a type, with some axes in front of its own."""
+    zeros = ad.zeros_like_aval(aval)
+    if prefix:
+        zeros = jax.lax.broadcast(zeros, prefix)
+    # JAX makes them in the memory of the device.
+    space: Any = aval.memory_space
+    if jax.typeof(zeros).memory_space == space:
+        return zeros
+    if not isinstance(zeros, Tracer):  # jax 0.7 would leave them there.
+        space = zeros.sharding.with_memory_kind('pinned_host')
+    return jax.device_put(zeros, space)
 
 
 def _outwards(trace: Any) -> Iterator[Any]:

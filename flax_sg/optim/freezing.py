@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,17 +13,16 @@ import numpy as np
 import optax
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import raised_by
-from flax_sg.filters.paths import Path
-from flax_sg.optim.masks import live_leaves, parameters_of, values_at
-from flax_sg.trees.leaves import (
-    ABSENT,
-    Leaves,
-    is_absent,
-    is_whole,
-    missing_leaf,
-)
+from flax_sg.errors.texts import raised_by, wrong_argument
+from flax_sg.optim.masks import live_leaves, parameters_of
+from flax_sg.trees.beside import beside, is_nothing, missing_leaf, other_shape
+from flax_sg.trees.leaves import ABSENT, Leaves, check_unused, is_absent, is_whole
 from flax_sg.trees.nondifferentiable import NonDifferentiable
+from flax_sg.trees.rows import Choice, Rows, choice_of
+from flax_sg.trees.trainable import DECLARED, Declared
+
+# Arguments of ``update`` that are functions of the parameters.
+_FUNCTIONS = ('value_fn', 'grad_fn', 'obj_fn')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +31,16 @@ class Freeze:
 
     Attributes:
         tx: the wrapped transformation.
-        where: what is frozen; None for what is declared.
+        where: what is frozen.
         unused: what to do with a filter that matches nothing.
     """
 
     tx: Any
-    where: filters.Filter | None
+    where: filters.Filter | Declared
     unused: str
 
     def live(self, leaves: Leaves, judge: bool = True) -> list[Any]:
-        """For each parameter whether it is trained, or which part of it.
+        """For each parameter whether it is trained, or which rows or part of it.
 
         Args:
             leaves: the parameters, or gradients in their place.
@@ -50,33 +49,41 @@ class Freeze:
         # optax asks for the state of parameters without leaves, to see what is where.
         judged = judge and leaves.values
         with raised_by('sg.freeze'):
-            return live_leaves(leaves, self.where, self.unused if judged else 'ignore')
+            live = live_leaves(leaves, self.where, self.unused if judged else 'ignore')
+        return [
+            choice_of(takes, leaf, path) or takes
+            for takes, (path, leaf) in zip(live, leaves, strict=True)
+        ]
+
+    def trained(self, params: Any) -> tuple[Leaves, list[Any]]:
+        """The parameters, and for each what ``live`` says."""
+        leaves = _leaves_of(params)
+        live = self.live(leaves)
+        for (path, leaf), takes in zip(leaves, live, strict=True):
+            if isinstance(takes, filters.Part):
+                takes.mask(np.shape(leaf), path)  # Raises if there is no such part.
+        return leaves, live
 
     def init(self, params: Any) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
-        leaves = parameters_of(params)
-        return self.tx.init(_pruned(leaves, self.live(leaves)))
+        return self.tx.init(pruned(*self.trained(params)))
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
         """Updates of what is trained, in the structure of the gradients."""
-        given = parameters_of(updates)
-        leaves = parameters_of(_unmasked(updates) if params is None else params)
+        leaves = _leaves_of(_unmasked(updates) if params is None else params)
         live = self.live(leaves, judge=False)
-        grads = values_at(leaves, given, 'the gradient')
-        self._check_gradients(leaves, live, grads)
-        shown = leaves.restore(
-            _only(takes, grad, 0.0, path) if takes else ABSENT
-            for takes, grad, path in zip(live, grads, leaves.paths, strict=True)
-        )
-        pruned_params = None if params is None else _pruned(leaves, live)
+        grads = beside(leaves, updates, 'the gradient', needed=live)
+        self._check_gradients(leaves, live, grads.values)
+        seen = _gradients(leaves, live, grads.values)
+        pruned_params = None if params is None else pruned(leaves, live)
         for name, value in extra.items():
             extra[name] = _fitting(name, value, leaves, live, params)
         try:
-            new, new_state = self.tx.update(shown, state, pruned_params, **extra)
+            new, new_state = self.tx.update(seen, state, pruned_params, **extra)
         except (ValueError, TypeError, KeyError) as error:
-            expected = jax.eval_shape(self.tx.init, _pruned(leaves, live))
+            expected = jax.eval_shape(self.tx.init, pruned(leaves, live))
             if jax.tree.structure(expected) == jax.tree.structure(state):
                 raise
             raise errors.StructureError(
@@ -85,18 +92,15 @@ class Freeze:
                 'Make it with tx.init(params), or keep what it knows: '
                 'sg.adopt(tx, params, state).'
             ) from error
-        new_leaves = leaves.treedef.flatten_up_to(new)
-        rows = zip(leaves.key_paths, leaves.paths, live, new_leaves, strict=True)
-        made = {
-            keys: _only(takes, leaf, -0.0, path)
-            for keys, path, takes, leaf in rows
+        made = leaves.treedef.flatten_up_to(new)
+        like = grads.values if params is None else leaves.values
+        out = [
+            _only(takes, made[number], -0.0, leaves, number)
             if takes
-        }
-        out = given.restore(
-            made[keys] if keys in made else _nothing(leaf)
-            for keys, leaf in zip(given.key_paths, given.values, strict=True)
-        )
-        return out, new_state
+            else _nothing(grads.values[number], like[number])
+            for number, takes in enumerate(live)
+        ]
+        return grads.restore(out), new_state
 
     def _check_gradients(
         self, leaves: Leaves, live: Sequence[Any], grads: Sequence[Any]
@@ -108,7 +112,7 @@ class Freeze:
             return
         given = [(path, takes) for path, takes, absent in rows if not absent]
         if given and not any(takes for _, takes in given):
-            tx = 'tx' if self.where is None else f'tx, {self.where!r}'
+            tx = 'tx' if isinstance(self.where, Declared) else f'tx, {self.where!r}'
             raise errors.StructureError(
                 f'sg.freeze({tx}) freezes {str(given[0][0])!r}, which has a gradient, '
                 f'and trains {str(lacking[0])!r}, which has none.\n'
@@ -128,7 +132,7 @@ class Freeze:
 
 def freeze(
     tx: Any,
-    where: filters.Where | None = None,
+    where: filters.Where | Declared = DECLARED,
     *,
     unused: str = 'raise',
 ) -> optax.GradientTransformationExtraArgs:
@@ -168,8 +172,10 @@ def freeze(
     >>> tx.update(pruned, tx.init(params), params)[0]
     {'head': Array([-1.], dtype=float32)}
 
-    Of an array of which a part is frozen (``sg.at``) the optimizer sees all, with a
-    zero gradient in that part, and what it does there is taken back.
+    Of an array of which rows are frozen (``sg.at`` with an index of the first axis:
+    layers of a stack) the optimizer sees the other rows, as an array of their own.
+    Of an array of which another part is frozen it sees all, with a zero gradient in
+    that part, and what it does there is taken back.
 
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``, whose accumulators shrink
@@ -194,70 +200,31 @@ def freeze(
         StructureError: at ``update``, if trees do not belong together.
         ArgumentValueError: if it is given fp8 values that no optimizer may see.
     """
-    chosen = None if where is None else filters.as_filter(where)
-    frozen = Freeze(_with_extra_args(tx), chosen, unused)
+    transformation = _with_extra_args(tx)
+    check_unused(unused)
+    chosen = where if isinstance(where, Declared) else filters.as_filter(where)
+    frozen = Freeze(transformation, chosen, unused)
     return optax.GradientTransformationExtraArgs(frozen.init, frozen.update)
-
-
-def adopt(tx: Any, params: Any, state: Any, *earlier: Any) -> Any:
-    """A state of ``tx`` that keeps what states of other selections know.
-
-    Freeze and thaw with it: make ``tx`` of the new selection, and take the old state
-    along. What was trained before keeps its moments.
-
-    >>> import jax.numpy as jnp, optax, flax_sg as sg
-    >>> params = {'body': jnp.ones(2), 'head': jnp.ones(1)}
-    >>> sgd = optax.sgd(0.1, momentum=0.9)
-    >>> tx = sg.freeze(sgd, 'body')
-    >>> updates, state = tx.update({'head': jnp.ones(1)}, tx.init(params), params)
-    >>> sg.adopt(sgd, params, state)[0].trace
-    {'body': Array([0., 0.], dtype=float32), 'head': Array([1.], dtype=float32)}
-
-    Args:
-        tx: a transformation from ``sg.freeze``, or the one that it wraps.
-        params: the parameters.
-        state: a state of the same transformation, frozen in other places or nowhere.
-        *earlier: more of them, for what ``state`` does not know.
-
-    Returns:
-        A state of ``tx``. Each value comes from the first state that has it, and from
-        ``tx.init`` if none has. What is frozen now is dropped: if it is to go on later
-        from where it was, keep the state of today, and give it as ``earlier`` then.
-
-        A jitted step compiles once for each selection. What optimizers share among
-        parameters goes on: Adam's count of steps does, so new moments are taken for old
-        ones, and begin with larger updates. ``optax.tree_utils.tree_set(state,
-        count=0)`` counts anew.
-
-    Raises:
-        StructureError: if a state is that of another transformation.
-    """
-    new, treedef = jax.tree.flatten(tx.init(params), is_leaf=_is_vacant)
-    try:
-        known = zip(*map(treedef.flatten_up_to, (state, *earlier)), strict=True)
-    except (ValueError, TypeError):
-        raise errors.StructureError(
-            'sg.adopt got a state of another transformation, or of other parameters.\n'
-            'Give the state of what sg.freeze wraps: sg.adopt(tx, params, state).'
-        ) from None
-    merged = [
-        mark
-        if _is_vacant(mark)
-        else next(itertools.filterfalse(_is_vacant, olds), mark)
-        for mark, olds in zip(new, known, strict=True)
-    ]
-    return treedef.unflatten(merged)
 
 
 def _with_extra_args(tx: Any) -> Any:
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not (hasattr(tx, 'init') and hasattr(tx, 'update')):
-        raise errors.ArgumentTypeError(
-            f'freeze() takes an optax transformation, got {type(tx).__name__}.\n'
-            "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
-        )
+        write = "sg.freeze(optax.adam(1e-3), 'backbone/**')"
+        raise wrong_argument(tx, 'optax transformation', write)
     return optax.with_extra_args_support(tx)
+
+
+def _leaves_of(params: Any) -> Leaves:
+    if isinstance(params, optax.LookaheadParams):
+        raise errors.ArgumentTypeError(
+            'sg.freeze got LookaheadParams: optax.lookahead has each parameter twice, '
+            'and gradients of one.\n'
+            'Freeze inside: optax.lookahead(sg.freeze(tx, where), ...), with '
+            "absent='zeros' in the gradient call."
+        )
+    return parameters_of(params)
 
 
 def _fitting(
@@ -265,58 +232,133 @@ def _fitting(
 ) -> Any:
     """An extra argument of ``update``, made to fit the trained part.
 
-    A tree like the parameters loses what is frozen. A function of the parameters, the
-    ``value_fn`` of a line search, gets the frozen ones back.
+    Gradients, and other trees like the parameters, lose what is frozen. A function of
+    the parameters gets the frozen ones back.
     """
-    if name == 'value_fn' and callable(value) and params is not None:
-
-        def of_pruned(pruned: Any) -> Any:
-            new = leaves.treedef.flatten_up_to(pruned)
-            pairs = zip(new, leaves.values, live, strict=True)
-            return value(leaves.restore(n if takes else old for n, old, takes in pairs))
-
-        return of_pruned
+    if name in _FUNCTIONS and callable(value):
+        return value if params is None else _of_trained(name, value, leaves, live)
+    if name == 'grad' and value is not None:
+        grads = beside(leaves, value, 'the gradient', needed=live)
+        return _gradients(leaves, live, grads.values)
     found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-    if treedef != leaves.treedef:
-        return value
-    return _pruned(dataclasses.replace(leaves, values=found), live)
+    return pruned(leaves, live, found) if treedef == leaves.treedef else value
 
 
-def _is_vacant(node: Any) -> bool:
-    """Whether a state has nothing there: frozen, or of another group of optax's."""
-    return is_absent(node) or isinstance(node, optax.MaskedNode)
+def _of_trained(
+    name: str, fn: Callable[..., Any], leaves: Leaves, live: Sequence[Any]
+) -> Callable[..., Any]:
+    """A function of the parameters as one of the trained part."""
+
+    @functools.wraps(fn)
+    def of_trained(part: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = zip(leaves.treedef.flatten_up_to(part), leaves, live, strict=True)
+        out = fn(
+            leaves.restore(
+                _merged(takes, new, old, path) for new, (path, old), takes in rows
+            ),
+            *args,
+            **kwargs,
+        )
+        if name != 'grad_fn':
+            return out
+        grads = beside(leaves, out, 'the result of grad_fn', needed=live)
+        return _gradients(leaves, live, grads.values)
+
+    return of_trained
 
 
 def _unmasked(updates: Any) -> Any:
     """Gradients with one thing only in place of what is not there."""
     return jax.tree.map(
-        lambda leaf: ABSENT if _is_vacant(leaf) else leaf,
+        lambda leaf: ABSENT if isinstance(leaf, optax.MaskedNode) else leaf,
         updates,
-        is_leaf=_is_vacant,
+        is_leaf=lambda node: node is not None and is_nothing(node),
     )
 
 
-def _pruned(leaves: Leaves, live: Sequence[bool]) -> Any:
-    pairs = zip(leaves.values, live, strict=True)
-    return leaves.restore(leaf if takes else ABSENT for leaf, takes in pairs)
+def pruned(
+    leaves: Leaves, live: Sequence[Any], values: Sequence[Any] | None = None
+) -> Any:
+    """The tree with ``ABSENT`` in place of what is frozen, and rows cut out.
+
+    Args:
+        leaves: the parameters.
+        live: which of them are trained.
+        values: other values; by default the parameters.
+    """
+    given = leaves.values if values is None else values
+    return leaves.restore(
+        takes.cut(leaf, np.ndim(leaves.values[number]))
+        if isinstance(takes, Choice)
+        else leaf
+        if takes
+        else ABSENT
+        for number, (takes, leaf) in enumerate(zip(live, given, strict=True))
+    )
 
 
-def _only(takes: Any, leaf: Any, rest: float, path: Path) -> Any:
-    """A leaf, with a number in place of the elements that are frozen."""
-    if isinstance(takes, filters.Part):
-        return filters.merged(takes, leaf, jnp.full_like(leaf, rest), path)
-    return leaf
+def _gradients(leaves: Leaves, live: Sequence[Any], grads: Sequence[Any]) -> Any:
+    """The gradients that the wrapped transformation sees."""
+    return pruned(
+        leaves,
+        live,
+        [
+            _only(takes, grad, 0.0, leaves, number)
+            for number, (takes, grad) in enumerate(zip(live, grads, strict=True))
+        ],
+    )
 
 
-def _nothing(leaf: Any) -> Any:
-    """The update of a leaf that is frozen: nothing, or a constant that adds nothing."""
-    if is_absent(leaf):
+def _only(takes: Any, leaf: Any, rest: float, leaves: Leaves, number: int) -> Any:
+    """A leaf, with a number in place of the elements that are frozen.
+
+    Args:
+        takes: what is trained.
+        leaf: a gradient or an update; gradients for each example have axes in front.
+        rest: the number.
+        leaves: the parameters.
+        number: which of them it belongs to.
+    """
+    if isinstance(leaf, Rows):
+        return leaf.among(rest)
+    if not isinstance(takes, (filters.Part, Choice)):
         return leaf
-    if isinstance(leaf, NonDifferentiable):
-        return jax.tree.map(_nothing, leaf)
-    shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+    path, own = leaves.paths[number], np.shape(leaves.values[number])
+    shape = np.shape(leaf)
+    if shape[len(shape) - len(own) :] != own:
+        raise other_shape('the gradient', path, leaves.values[number], leaf)
+    if isinstance(takes, Choice):
+        return leaf
+    mask = np.broadcast_to(takes.mask(own, path), shape)
+    return jnp.where(mask, leaf, jnp.full_like(leaf, rest))
+
+
+def _merged(takes: Any, new: Any, old: Any, path: str) -> Any:
+    """A parameter with new values in what is trained."""
+    if isinstance(new, Rows):
+        return new.choice.put(new.rows, old)
+    return filters.merged(takes, new, old, path) if takes else old
+
+
+def _nothing(grad: Any, like: Any) -> Any:
+    """The update of a frozen leaf: nothing, or a constant that adds nothing.
+
+    Args:
+        grad: the gradient.
+        like: what has the shape of the parameter.
+    """
+    if is_absent(grad):
+        return grad
+    if isinstance(grad, NonDifferentiable):
+        return jax.tree.map(lambda one: _nothing(one, one), grad)
+    dtype = jnp.result_type(grad)
     if dtype == jax.dtypes.float0:
-        return leaf
+        return grad
+    return _constant(np.shape(like), dtype)
+
+
+@functools.lru_cache(1024)  # A model has few shapes and many leaves.
+def _constant(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     zero = np.zeros((), dtype)
     inexact = jnp.issubdtype(dtype, jnp.inexact)
     return np.broadcast_to(-zero if inexact else zero, shape)

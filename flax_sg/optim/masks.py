@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import raised_by
+from flax_sg.errors.texts import brief, raised_by
 from flax_sg.filters.paths import Path
-from flax_sg.trees import classified
+from flax_sg.trees import classified, one_label
 from flax_sg.trees.leaves import (
     ABSENT,
+    OVERWRITE_WITH_GRADIENT,
     Absent,
     Leaves,
-    different_structures,
     is_absent,
     is_differentiable,
     leaves_of,
     selected,
+    tree_before,
     whole,
 )
-from flax_sg.trees.trainable import chosen, overwritten
+from flax_sg.trees.trainable import Declared, chosen
 
 
 def mask(
     tree: Any,
-    *,
-    trained: filters.Where | Absent | None = ABSENT,
-    frozen: filters.Where | Absent | None = ABSENT,
+    *where: Any,
+    trained: filters.Where | Declared | Absent = ABSENT,
+    frozen: filters.Where | Declared | Absent = ABSENT,
     unused: str = 'raise',
 ) -> Any:
     """A tree of bools for optax, True at the parameters that you name.
@@ -57,10 +59,11 @@ def mask(
         frozen: in its place, these are True, and what has no gradient. The mask is the
             opposite of ``trained=~filter``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
+        *where: for an error that says which argument to write.
 
-    ``trained=None`` means what the classes in the tree declare, see ``sg.trainable``,
-    and ``frozen=None`` the rest. What a module trains, given its ``Frozen`` parts and
-    blocks, says ``trained=sg.live(module, variables, *args)``.
+    ``trained=sg.DECLARED`` means what the classes in the tree declare, see
+    ``sg.trainable``, and ``frozen=sg.DECLARED`` the rest. What a module trains, given
+    its ``Frozen`` parts and blocks, says ``trained=sg.live(module, variables, *args)``.
 
     Returns:
         The tree with a bool at each leaf, and at each ``NonDifferentiable``.
@@ -72,18 +75,25 @@ def mask(
         PartError: if the filter means a part of a leaf.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
-    if is_absent(trained) == is_absent(frozen):
+    if where or is_absent(trained) == is_absent(frozen):
+        count = 'neither' if is_absent(trained) else 'both'
+        got = (
+            f'{brief(where[0])} without a name'
+            if where
+            else f'{count} of trained= and frozen='
+        )
         raise errors.ArgumentValueError(
-            f'mask() got {"neither" if is_absent(trained) else "both"} of trained= and '
-            'frozen=.\n'
+            f'mask() got {got}.\n'
             'A mask is True at what you name, and the other way round it freezes what '
             'should be trained.\n'
             "Write sg.mask(params, trained='head/**') or sg.mask(params, "
             "frozen='backbone/**')."
         )
-    leaves = parameters_of(tree)
+    leaves = parameters_of(tree, 'sg.mask(tree, trained=where)')
     if is_absent(frozen):
         with raised_by('sg.mask(trained=...)'):
+            if not isinstance(trained, Declared):
+                trained = filters.as_filter(trained)
             said = chosen([leaves], trained, unused)[0]
     else:
         with raised_by('sg.mask(frozen=...)'):
@@ -95,7 +105,9 @@ def mask(
 def labels(
     tree: Any,
     groups: Mapping[Any, filters.Where] | Callable[[Path], Hashable],
-    rest: Hashable = 'frozen',
+    rest: Hashable = ABSENT,
+    *,
+    unused: str = 'raise',
 ) -> Any:
     """A tree of labels, for ``optax.multi_transform``.
 
@@ -103,12 +115,19 @@ def labels(
     >>> params = {'body': {'w': 1.0}, 'head': {'w': 2.0, 'steps': 3}}
     >>> sg.labels(params, {'slow': 'body/**', 'fast': 'head/**'})
     {'body': {'w': 'slow'}, 'head': {'steps': 'frozen', 'w': 'fast'}}
+    >>> sg.labels(params, {'fast': 'head/**'}, rest='frozen')
+    {'body': {'w': 'frozen'}, 'head': {'steps': 'frozen', 'w': 'fast'}}
+
+    ``optax.multi_transform`` needs a transformation for each label, such as
+    ``'frozen': optax.set_to_zero()``.
 
     Args:
         tree: parameters, as for ``sg.mask``.
         groups: filters by label, or a function that returns the label of a path. They
             are asked for what has a gradient; each such leaf has to get one label.
-        rest: the label of everything else: integers, keys, ``NonDifferentiable``.
+        rest: the label of what has none. By default only integers, keys and
+            ``NonDifferentiable`` may have none, and get ``'frozen'``.
+        unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
         The tree with a label at each leaf.
@@ -116,14 +135,23 @@ def labels(
     Raises:
         StructureError: if a leaf has no label, or two.
         UnusedFilterError: if one of the filters matches nothing.
+        FilterTypeError: if ``groups`` is neither, or the function returns no label.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
-    leaves = parameters_of(tree)
-    asked = list(map(is_differentiable, leaves.values))
-    paths = [path for path, ask in zip(leaves.paths, asked, strict=True) if ask]
+    leaves = parameters_of(tree, 'sg.labels(tree, {label: where})')
+    # What is absent may have had a gradient, so filters may name it.
+    asked = [is_absent(leaf) or is_differentiable(leaf) for leaf in leaves.values]
+    paths = list(itertools.compress(leaves.paths, asked))
     with raised_by('sg.labels'):
-        found = iter(classified(paths, groups)[0])
-    return _beside(leaves, (next(found) if ask else rest for ask in asked))
+        found = iter(classified(paths, groups, unused)[0])
+    out: list[Any] = []
+    for ask, (path, leaf) in zip(asked, leaves, strict=True):
+        several = next(found) if ask else []
+        if several or (ask and is_absent(rest) and not is_absent(leaf)):
+            out.append(one_label(path, several, ", or pass rest='frozen'."))
+        else:
+            out.append('frozen' if is_absent(rest) else rest)
+    return _beside(leaves, out)
 
 
 def _beside(leaves: Leaves, found: Iterable[Any]) -> Any:
@@ -133,40 +161,29 @@ def _beside(leaves: Leaves, found: Iterable[Any]) -> Any:
     return leaves.restore(leaf if is_absent(leaf) else new for leaf, new in pairs)
 
 
-def live_leaves(leaves: Leaves, frozen: filters.Where | None, unused: str) -> list[Any]:
+def live_leaves(
+    leaves: Leaves, frozen: filters.Where | Declared, unused: str
+) -> list[Any]:
     """For each leaf whether an optimizer updates it, or which part of it."""
-    if frozen is None:
-        return chosen([leaves], None)[0]
+    if isinstance(frozen, Declared):
+        return chosen([leaves], frozen, unused)[0]
     [takes] = selected([leaves.paths], filters.as_filter(frozen), unused)
     pairs = zip(takes, leaves.values, strict=True)
     return [is_differentiable(leaf) and filters.negated(take) for take, leaf in pairs]
 
 
-def parameters_of(tree: Any) -> Leaves:
-    """The leaves of a tree that an optimizer is given."""
-    leaves = leaves_of(tree)
-    if any(map(overwritten, leaves.paths)):
+def parameters_of(tree: Any, call: str = '') -> Leaves:
+    """The leaves of a tree that an optimizer is given.
+
+    Args:
+        tree: the tree.
+        call: how a call with a filter after the tree is written, if there is one.
+    """
+    leaves = tree_before(call, tree) if call else leaves_of(tree)
+    if OVERWRITE_WITH_GRADIENT in leaves.collections:
         raise errors.ArgumentValueError(
             'the variables hold "_overwrite_with_gradient": they receive their new '
             'value as a gradient, and no optimizer may see them.\n'
             "Give it variables['params']; sg.TrainState takes both and does so.",
         )
     return leaves
-
-
-def values_at(leaves: Leaves, given: Leaves, what: str) -> list[Any]:
-    """What another tree has at the leaves of the parameters: ``ABSENT`` for nothing.
-
-    Args:
-        leaves: the parameters.
-        given: a tree of the same structure, or a pruned one.
-        what: what this tree is, for errors.
-
-    Raises:
-        StructureError: if it has a leaf that is no parameter.
-    """
-    found = dict(zip(given.key_paths, given.values, strict=True))
-    if not found.keys() <= set(leaves.key_paths):
-        paths = leaves.paths, given.paths
-        raise different_structures('the parameters', what, *paths, pruned=True)
-    return [found.get(keys, ABSENT) for keys in leaves.key_paths]

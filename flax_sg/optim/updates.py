@@ -9,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training import train_state
 
-from flax_sg.optim.masks import values_at
-from flax_sg.trees.leaves import OVERWRITE_WITH_GRADIENT, is_absent, leaves_of
+from flax_sg.trees.beside import beside, other_shape
+from flax_sg.trees.leaves import (
+    OVERWRITE_WITH_GRADIENT,
+    Leaves,
+    is_absent,
+    leaves_of,
+)
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 
@@ -34,18 +39,26 @@ def apply_updates(params: Any, updates: Any) -> Any:
         The new parameters, each of the type that it had.
 
     Raises:
-        StructureError: if there is an update for what is no parameter.
+        StructureError: if there is an update for what is no parameter, or it has
+            another shape.
     """
     leaves = leaves_of(params)
-    new = values_at(leaves, leaves_of(updates), 'the updates')
-    return leaves.restore(map(_applied, leaves.values, new))
+    new = beside(leaves, updates, 'the update').values
+    return leaves.restore(
+        _applied(leaves, number, update) for number, update in enumerate(new)
+    )
 
 
-def _applied(leaf: Any, update: Any) -> Any:
-    if update is None or is_absent(update) or _adds_nothing(update):
+def _applied(leaves: Leaves, number: int, update: Any) -> Any:
+    leaf = leaves.values[number]
+    if is_absent(update) or isinstance(leaf, NonDifferentiable):
         return leaf
-    if isinstance(leaf, NonDifferentiable):
+    if _adds_nothing(update):
         return leaf
+    own, given = np.shape(leaf), np.shape(update)
+    pairs = zip(given[::-1], own[::-1], strict=False)
+    if len(given) > len(own) or any(n not in (1, size) for n, size in pairs):
+        raise other_shape('the update', leaves.paths[number], leaf, update)
     return jnp.asarray(leaf + update).astype(jnp.asarray(leaf).dtype)
 
 

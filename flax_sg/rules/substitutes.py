@@ -28,6 +28,7 @@ from flax_sg.trees.leaves import (
     no_value,
     shape_of,
 )
+from flax_sg.trees.nondifferentiable import NonDifferentiable
 
 # The collection of a variable, and its names from the module on that opens the block.
 Entry = tuple[str, tuple[str, ...]]
@@ -100,6 +101,10 @@ class FromFunction(Substitute):
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns what the function returns: any dtype, the shape of the leaf."""
         new = self.fn(path, leaf)
+        if isinstance(leaf, NonDifferentiable):  # A number of it is none.
+            new = NonDifferentiable(new)
+            if shape_of(new) == shape_of(leaf):
+                return new
         if jax.tree_util.treedef_is_leaf(jax.tree_util.tree_structure(new)):
             new = as_array(new) if isinstance(leaf, jax.Array) else new
             if shape_of(new) == shape_of(leaf):

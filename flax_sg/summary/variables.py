@@ -9,7 +9,7 @@ import jax
 from flax import linen
 
 from flax_sg import filters
-from flax_sg.errors.texts import shown
+from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.rendering import text
 from flax_sg.summary.modules import program_of
@@ -96,12 +96,16 @@ def paths(
 
     Raises:
         UnusedFilterError: if a part of the filter matches no variable.
+        ArgumentTypeError: if a tree is given inputs, or a filter without its name.
     """
     tree, classes = model, {}
     if isinstance(model, linen.Module):
         rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
         program = program_of(model, rngs, args, kwargs)
         tree, classes = program.variables, program.classes
+    elif args or kwargs:
+        write = "sg.paths(tree, where='encoder/**')"
+        raise wrong_argument((*args, kwargs)[0], 'input: a tree has none', write)
     found = list(leaves.leaves_of(tree))
     names = [path for path, _ in found]
     selected = [None] * len(found)
@@ -122,6 +126,8 @@ def _order(one: Variable) -> Any:
 
 def _class_of(path: Path, classes: Any) -> str:
     """The class of the innermost module around a variable."""
+    if not classes:
+        return ''
     prefixes = (path.parts[:n] for n in reversed(range(len(path.parts))))
     return next((classes[names] for names in prefixes if names in classes), '')
 

@@ -6,14 +6,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import shown
+from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import Path
+from flax_sg.trees.beside import different_structures
 from flax_sg.trees.leaves import (
     ABSENT,
-    different_structures,
     is_absent,
     leaves_of,
     selected,
+    tree_before,
     whole,
 )
 
@@ -54,7 +55,7 @@ def partition(
         ``equinox.partition`` and ``haiku.data_structures.partition`` do this; here
         None is no sentinel, so that trees which hold None come back as they were.
     """
-    leaves = leaves_of(tree)
+    leaves = tree_before('sg.partition(tree, where)', tree)
     [said] = selected([leaves.paths], filters.as_filter(where), unused)
     takes = whole(said, leaves.paths, 'partition')
     pairs = list(zip(takes, leaves.values, strict=True))
@@ -83,12 +84,13 @@ def combine(part: Any, *others: Any) -> Any:
         StructureError: if the structures differ, with the first path that does.
         StructureError: if two parts have a leaf at one path.
     """
+    if not others:
+        _refuse_parts(part)
     first = leaves_of(part)
     values = list(first.values)
     for number, other in enumerate(map(leaves_of, others), start=2):
         if other.treedef != first.treedef:
-            name = f'part {number}'
-            raise different_structures('part 1', name, first.paths, other.paths)
+            raise different_structures('part 1', f'part {number}', first, other)
         for index, leaf in enumerate(other.values):
             if is_absent(leaf):
                 continue
@@ -100,6 +102,20 @@ def combine(part: Any, *others: Any) -> Any:
                 )
             values[index] = leaf
     return first.restore(values)
+
+
+def _refuse_parts(tree: Any) -> None:
+    """Raises if a tree is the pair that ``partition`` returned."""
+    if type(tree) not in (tuple, list):
+        return
+    parts = list(map(leaves_of, tree))
+    held = [[not is_absent(leaf) for leaf in part.values] for part in parts]
+    same = len({part.treedef for part in parts}) == 1 < len(parts)
+    if same and held[0] and all(sum(each) == 1 for each in zip(*held, strict=True)):
+        raise errors.ArgumentTypeError(
+            f'combine() got {brief(tree)} of {len(parts)} parts as one tree.\n'
+            'Give it each part: sg.combine(*parts).'
+        )
 
 
 def partition_n(
@@ -132,8 +148,9 @@ def partition_n(
     Note:
         The exhaustive ``partition_n`` of dm-haiku, as google/flax#1857 uses it.
     """
-    leaves = leaves_of(tree)
-    found, names = classified(leaves.paths, classify)
+    leaves = tree_before('sg.partition_n(tree, classify)', tree)
+    labels, names = classified(leaves.paths, classify)
+    found = [*map(one_label, leaves.paths, labels)]
     return {
         name: leaves.restore(
             leaf if label == name else ABSENT
@@ -146,29 +163,40 @@ def partition_n(
 def classified(
     paths: Sequence[Path],
     classify: Callable[[Path], Hashable] | Mapping[Any, filters.Where],
-) -> tuple[list[Any], list[Any]]:
-    """The label of each path, and all labels."""
+    unused: str = 'raise',
+) -> tuple[list[list[Any]], list[Any]]:
+    """The labels of each path, and all labels."""
+    labels: list[list[Any]] = [[] for _ in paths]
     if isinstance(classify, Mapping):
-        labels: list[list[Any]] = [[] for _ in paths]
         for label, where in classify.items():
-            [said] = selected([paths], filters.as_filter(where))
+            [said] = selected([paths], filters.as_filter(where), unused)
             takes = whole(said, paths, 'a label')
             for several, take in zip(labels, takes, strict=True):
                 several.extend([label] * take)
-    elif callable(classify):
-        labels = [[] if (label := classify(p)) is None else [label] for p in paths]
-    else:
+        return labels, list(classify)
+    if not callable(classify):
         raise errors.FilterTypeError(
-            f'{classify!r} classifies nothing: expected filters by label, such as '
+            f'{brief(classify)} classifies nothing: expected filters by label, such as '
             "{'gln': 'gln_*/**', ...}, or a function of the path."
         )
     for path, several in zip(paths, labels, strict=True):
-        if len(several) != 1:
-            labels_of = f'{len(several)} labels: {", ".join(map(repr, several))}'
-            raise errors.StructureError(
-                f'The leaf at {str(path)!r} has {labels_of if several else "no label"}.'
-                '\nGive each leaf one label: filters exclude each other with & and ~.'
+        label: Any = classify(path)
+        if not isinstance(label, Hashable):
+            raise errors.FilterTypeError(
+                f'The function of labels returned {brief(label)} for {str(path)!r}.\n'
+                'Return one label, such as a str, or None if it knows none.'
             )
-    found = [label for [label] in labels]
-    known = classify if isinstance(classify, Mapping) else dict.fromkeys(found)
-    return found, list(known)
+        several.extend([] if label is None else [label])
+    return labels, list(dict.fromkeys(label for [label] in filter(None, labels)))
+
+
+def one_label(path: Path, labels: Sequence[Any], rest: str = '') -> Any:
+    """The label of a leaf; raises unless it has one."""
+    if len(labels) == 1:
+        return labels[0]
+    several = f'{len(labels)} labels: {", ".join(map(repr, labels))}'
+    raise errors.StructureError(
+        f'The leaf at {str(path)!r} has {several if labels else "no label"}.\n'
+        'Give each leaf one label: filters exclude each other with & and ~'
+        f'{"." if labels else rest or "."}'
+    )

@@ -23,7 +23,7 @@ import numpy as np
 from flax import serialization
 
 from flax_sg import errors
-from flax_sg.internals import tracing
+from flax_sg.internals import frames, tracing
 from flax_sg.trees.operators import operators
 
 _PIECE = np.uint16
@@ -248,7 +248,13 @@ class NonDifferentiable(operators(value_of)):
         # Not for what Python asks objects for, while they are copied for instance.
         if name.startswith('__') or name in NonDifferentiable.__slots__:
             raise AttributeError(name)
-        return getattr(self.value, name)
+        value = self.value
+        if name == 'ndim' and frames.is_running('jax', '_check_prng_key'):
+            raise errors.ArgumentTypeError(
+                'jax.random takes no NonDifferentiable in place of a key.\n'
+                'Write key.value, as in jax.random.uniform(key.value).'
+            )
+        return getattr(value, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the value."""
@@ -276,6 +282,16 @@ def _decoded(kind: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
     if isinstance(kind, _Static):
         return kind.value
     mine = [next(arrays) for _ in range(kind.pieces + kind.witness)]
+    if kind.witness and not kind.is_float:
+        found = jnp.result_type(mine[0])
+        if not jnp.can_cast(jnp.float32, found):  # Of float16 and bfloat16.
+            raise errors.ChangedValueError(
+                f'A NonDifferentiable of {np.dtype(kind.dtype)} was cast to {found}, '
+                'which cannot hold it: it is stored as float32.\n'
+                'Cast the other leaves alone: jax.tree.map(cast, tree, '
+                'is_leaf=lambda x: isinstance(x, sg.NonDifferentiable)), where cast '
+                'returns these as they are.'
+            )
     if kind.witness and not isinstance(mine[-1], tracing.Tracer):
         witness = np.asarray(mine[-1])
         changed = witness[(witness != 1) & (witness != 0)]

@@ -14,11 +14,24 @@ from flax_sg.filters.paths import Path
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     Leaves,
+    check_unused,
+    is_absent,
     is_differentiable,
     is_whole,
     name_of,
     selected,
 )
+
+
+class Declared:
+    """The type of ``sg.DECLARED``."""
+
+    def __repr__(self) -> str:
+        return 'DECLARED'
+
+
+DECLARED = Declared()
+"""In place of a filter: what the classes in a tree declare, see ``trainable``."""
 
 T = TypeVar('T', bound=type)
 
@@ -62,7 +75,8 @@ def trainable(*fields: str) -> Callable[[T], T]:
     Note:
         ``Flux.trainable`` and the fields of ``Functors.functor`` draw the same line.
     """
-    if any(map(callable, fields)):  # The class, in place of names.
+    names: tuple[Any, ...] = fields
+    if not all(isinstance(name, str) for name in names):  # The class, or a list.
         raise errors.ArgumentTypeError(
             f'trainable() got {", ".join(map(brief, fields))}, and takes names of '
             "fields.\nWrite @sg.trainable('kernel', ...) above a pytree class."
@@ -75,22 +89,25 @@ def trainable(*fields: str) -> Callable[[T], T]:
     return declare
 
 
-def _fields_of(node: Any) -> frozenset[str] | None:
-    for cls in type(node).__mro__:
-        if cls in _declared:
-            return _declared[cls]
-    return None
+def _fields_of(cls: type) -> frozenset[str] | None:
+    return next((_declared[base] for base in cls.__mro__ if base in _declared), None)
 
 
 def declared(tree: Any) -> list[bool]:
     """For each leaf whether no class on the way to it declares it as not trained."""
-    nodes = jax.tree.leaves(
-        tree, is_leaf=lambda node: is_whole(node) or _fields_of(node) is not None
-    )
+    fields: dict[type, Any] = {}
+
+    def is_leaf(node: Any) -> bool:
+        cls = type(node)
+        if cls not in fields:
+            fields[cls] = _fields_of(cls)
+        return fields[cls] is not None or is_whole(node)
+
+    nodes = jax.tree.leaves(tree, is_leaf=is_leaf)
     out: list[bool] = []
     for node in nodes:
-        fields = None if is_whole(node) else _fields_of(node)
-        out.extend([True] if fields is None else _declared_in(node, fields))
+        its = None if is_whole(node) else fields.get(type(node))
+        out.extend([True] if its is None else _declared_in(node, its))
     return out
 
 
@@ -111,13 +128,15 @@ def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
 
 
 def chosen(
-    trees: Sequence[Leaves], where: filters.Where | None, unused: str = 'raise'
+    trees: Sequence[Leaves],
+    where: filters.Where | Declared | None,
+    unused: str = 'raise',
 ) -> list[list[Any]]:
     """Which leaves of some trees, or which parts of them, are trained.
 
     Args:
         trees: the trees; they are judged together.
-        where: a filter, or None for what the classes in the trees declare.
+        where: a filter, or ``DECLARED`` (here None, too).
         unused: ``'raise'`` or ``'ignore'`` if a part of the filter matches nothing.
 
     Returns:
@@ -128,8 +147,9 @@ def chosen(
         UnusedFilterError: if a part of the filter matches nothing.
         NotDifferentiableError: if what one selects can nowhere be differentiated.
     """
-    if where is None:
-        meant: list[list[Any]] = [declared(tree.restore(tree.values)) for tree in trees]
+    check_unused(unused)
+    if where is None or isinstance(where, Declared):
+        meant: list[list[Any]] = [declared(tree.tree) for tree in trees]
     else:
         where = filters.as_filter(where)
         meant = selected([tree.paths for tree in trees], where, unused)
@@ -152,8 +172,16 @@ def overwritten(path: Path) -> bool:
 def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None:
     if isinstance(part, filters.Constant):
         return
-    taken = [(path, leaf) for tree in trees for path, leaf in tree if part(path)]
-    if taken and not any(is_differentiable(leaf) for _, leaf in taken):
+
+    # What is absent may have had a gradient.
+    def may_have(leaf: Any) -> bool:
+        return is_absent(leaf) or is_differentiable(leaf)
+
+    leaves = [(path, leaf) for tree in trees for path, leaf in tree]
+    without = [(path, leaf) for path, leaf in leaves if not may_have(leaf)]
+    taken = [(path, leaf) for path, leaf in without if part(path)]
+    others = (path for path, leaf in leaves if may_have(leaf))
+    if taken and not any(map(part, others)):
         raise not_differentiable(part, dict(taken))
 
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import flax_sg as sg
 import oracle
@@ -178,28 +180,28 @@ def two(p: Any, q: Any, x: Any, scale: float = 1.0) -> Any:
     return jnp.sum(jnp.sin(p['a'] * x) * q['a'] + p['b'] * q['c']) * scale
 
 
-P, Q = {'a': 0.3, 'b': 0.2}, {'a': 0.7, 'c': 1.5}
+FIRST, SECOND = {'a': 0.3, 'b': 0.2}, {'a': 0.7, 'c': 1.5}
 
 
 def test_several_arguments():
-    got = sg.grad(two, (0, 1), wrt='a')(P, Q, X, scale=2.0)
+    got = sg.grad(two, (0, 1), wrt='a')(FIRST, SECOND, X, scale=2.0)
     expected = jax.grad(
-        lambda a, b: two({**P, 'a': a}, {**Q, 'a': b}, X, scale=2.0), (0, 1)
+        lambda a, b: two({**FIRST, 'a': a}, {**SECOND, 'a': b}, X, scale=2.0), (0, 1)
     )(0.3, 0.7)
     oracle.assert_same(
         got,
         ({'a': expected[0], 'b': sg.ABSENT}, {'a': expected[1], 'c': sg.ABSENT}),
     )
     oracle.assert_same(
-        sg.grad(two, np.int64(-2), wrt='c')(P, Q, X)['c'], jnp.array(12 * 0.2)
+        sg.grad(two, np.int64(-2), wrt='c')(FIRST, SECOND, X)['c'], jnp.array(12 * 0.2)
     )
     # A pattern has to match somewhere, in any of the arguments.
-    assert sg.grad(two, [0, 1], wrt=['b', 'c'])(P, Q, X)[0]['a'] is sg.ABSENT
+    assert sg.grad(two, [0, 1], wrt=['b', 'c'])(FIRST, SECOND, X)[0]['a'] is sg.ABSENT
     with pytest.raises(errors.UnusedFilterError):
-        sg.grad(two, 0, wrt=['b', 'c'])(P, Q, X)
+        sg.grad(two, 0, wrt=['b', 'c'])(FIRST, SECOND, X)
     with pytest.raises(TypeError, match='argnums=5'):
-        sg.grad(two, 5)(P, Q, X)
-    _, back = sg.vjp(two, P, Q, X, wrt='a')
+        sg.grad(two, 5)(FIRST, SECOND, X)
+    _, back = sg.vjp(two, FIRST, SECOND, X, wrt='a')
     assert back(1.0)[2] is sg.ABSENT
 
 
@@ -328,7 +330,7 @@ def test_new_values_as_gradients_are_always_there():
             * v['_overwrite_with_gradient']['a']['scale']
         )
 
-    for wrt in ('b/w', False, True, None):
+    for wrt in ('b/w', False, True, sg.DECLARED):
         grads = sg.grad(fun, wrt=wrt, unused='ignore')(variables)
         assert float(grads['_overwrite_with_gradient']['a']['scale']) == 6.0
 
@@ -538,3 +540,127 @@ def test_of_obeys_the_blocks_around():
         other = grads()
     assert oracle.is_zero(other['bias'])
     oracle.assert_same(other['kernel'], by_hand()['kernel'])
+
+
+# What is given has to be what it seems.
+
+
+def stacked(p: Any) -> Any:
+    return jnp.stack([p['a'] ** 2, p['a']])
+
+
+@pytest.mark.parametrize('fun', [stacked, lambda p: (p['a'],), lambda p: (p['a'],) * 3])
+def test_an_auxiliary_output_is_one_of_a_pair(fun):
+    p = {'a': 2.0}
+    calls = [
+        *(functools.partial(call(fun, has_aux=True), p) for call in CALLS),
+        *(
+            functools.partial(call, fun, p, has_aux=True)
+            for call in (sg.vjp, sg.linearize)
+        ),
+        functools.partial(sg.jvp, fun, (p,), (p,), has_aux=True),
+    ]
+    for call in calls:
+        with pytest.raises(errors.ArgumentTypeError, match='has to return a pair'):
+            call()
+
+
+def test_an_argument_is_named_once():
+    for argnums in (0, 0), (0, -2), [1, 0, 1]:
+        with pytest.raises(errors.ArgumentValueError, match='names an argument twice'):
+            sg.grad(jnp.multiply, argnums)(2.0, 3.0)
+
+
+@pytest.mark.parametrize('x', [jnp.ones(3), jnp.ones((1, 3)), {'a': 1.0}])
+def test_arguments_and_tangents_are_tuples(x):
+    for primals, tangents in ((x, x), ((x,), x), (x, (x,))):
+        with pytest.raises(errors.ArgumentTypeError, match='is no tuple'):
+            sg.jvp(lambda x: x, primals, tangents)
+
+
+@pytest.mark.parametrize('wrt', [[], (), set(), False, np.False_])
+def test_nothing_to_differentiate(wrt):
+    for call in CALLS:
+        with pytest.raises(errors.UnusedFilterError, match='differentiates nothing'):
+            call(loss, wrt=wrt)
+        assert call(loss, wrt=wrt, unused='ignore') is not None
+    # What a program made of filters may come to nothing.
+    nothing = sg.filters.as_filter(wrt)
+    assert jax.tree.leaves(sg.grad(loss, wrt=nothing)(PARAMS)) == []
+
+
+def test_names_with_a_slash():
+    class Slash(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            a = self.param('lora/a', fnn.initializers.ones, (3,))
+            return jnp.sum(a * x) + fnn.Dense(1, name='in/ner')(x)[0]
+
+    model, x = Slash(), jnp.arange(3.0)
+    variables = model.init(jax.random.key(0), x)
+    m = model.bind(variables)
+    expected = jax.grad(lambda v: model.apply(v, x))(variables)
+    oracle.assert_same(sg.grad(lambda: m(x), of=m)(), expected)
+    assert not oracle.is_zero(expected['params']['lora/a'])
+
+
+# Zeros have the type that gradients have.
+
+
+def placed() -> dict[str, Any]:
+    mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Explicit,))
+    cut, every = (P('x'), P())
+    return {
+        'w': jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, cut)),
+        'b': jax.device_put(jnp.ones(4), NamedSharding(mesh, every)),
+    }
+
+
+def of_b(p: Any) -> Any:
+    return jnp.sum(p['b'] ** 2)
+
+
+ZEROS = sg.grad(of_b, wrt='b', absent='zeros')
+
+
+def zeros_like(p: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, p)
+
+
+def test_zeros_are_sharded_as_the_parameter():
+    p = placed()
+    with jax.set_mesh(p['w'].sharding.mesh):
+        expected = jax.grad(of_b)(p)
+        for grads in (
+            ZEROS(p),
+            jax.jit(ZEROS)(p),
+            jax.jit(lambda p: jax.lax.cond(p['b'][0] > 0, ZEROS, zeros_like, p))(p),
+        ):
+            oracle.assert_same(grads, expected)
+            assert grads['w'].sharding == expected['w'].sharding
+            assert jax.typeof(grads['w']) == jax.typeof(p['w'])
+        rows = sg.jacrev(lambda p: 2.0 * p['b'], wrt='b', absent='zeros')(p)['w']
+        assert rows.sharding.spec == P(None, 'x', None)
+        assert rows.shape == (4, 8, 4)
+
+
+def test_zeros_vary_as_the_parameter():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ('x',))
+    specs = {'w': P('x'), 'b': P()}
+
+    def step(p):
+        p = jax.lax.cond(p['b'][0] > 0, ZEROS, zeros_like, p)
+        return jax.lax.fori_loop(0, 2, lambda _, p: ZEROS(p), p)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    grads = jax.jit(mapped)({'w': jnp.ones((8, 4)), 'b': jnp.ones(4)})
+    oracle.assert_same(grads, {'w': jnp.zeros((8, 4)), 'b': jnp.full(4, 8.0)})
+
+
+def test_zeros_are_in_the_memory_of_the_parameter():
+    host = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind='pinned_host'
+    )
+    p = {'w': jax.device_put(jnp.ones(3), host), 'b': jnp.ones(4)}
+    assert ZEROS(p)['w'].sharding.memory_kind == 'pinned_host'
+    assert ZEROS({**p, 'w': jnp.ones(3)})['w'].sharding.memory_kind == 'device'

@@ -312,7 +312,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a selected variable without a value': (
         lambda: run(nn.substitute({'bias': 2.0 * PARAMS['bias']}, where='*')),
-        "StructureError: nn.substitute: there is no value for 'kernel' of the "
+        "StructureError: substitute: there is no value for 'kernel' of the "
         "collection 'params' in the tree.\n"
         'Fix: give one, or leave the variable out with substitute(..., where=).',
     ),

@@ -232,21 +232,21 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a value that does not fit': (
         lambda: run(nn.substitute({'encoder': {'bias': jnp.zeros(3, jnp.bfloat16)}})),
-        "StructureError: nn.substitute: the value for 'encoder/bias' of the "
+        "StructureError: substitute: the value for 'encoder/bias' of the "
         "collection 'params' does not fit.\n"
         'Expected: float32[3]\n'
         'Found:    bfloat16[3]',
     ),
     'a result that does not fit': (
         lambda: run(nn.substitute(lambda path, value: value[0], where='norm/bias')),
-        "StructureError: nn.substitute: the value for 'norm/bias' of the collection "
+        "StructureError: substitute: the value for 'norm/bias' of the collection "
         "'params' does not fit.\n"
         'Expected: a value of shape (3,)\n'
         'Found:    float32[]',
     ),
     'no value for a variable': (
         lambda: run(nn.substitute('ema', where='encoder/bias')),
-        "StructureError: nn.substitute: there is no value for 'encoder/bias' of the "
+        "StructureError: substitute: there is no value for 'encoder/bias' of the "
         "collection 'params' in the collection 'ema'.\n"
         'Fix: give one, or leave the variable out with substitute(..., where=).',
     ),
@@ -285,12 +285,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an absent leaf': (
         lambda: sg.ABSENT + 1.0,
-        'AbsentLeafError: ABSENT is no array: this leaf was not selected, or is in '
-        'another part of the tree.\n'
-        'With optax, write sg.freeze(tx, where) for tx, and sg.apply_updates(params, '
-        'updates).\n'
-        "For a value, select the leaf in wrt= or where=, or pass absent='zeros' to "
-        'the gradient call.',
+        'AbsentLeafError: ABSENT is no array: this leaf is frozen, was not selected, '
+        'or is in another part of the tree.\n'
+        "For zeros, pass absent='zeros' to the gradient call; to join trees, write "
+        'sg.combine.\n'
+        'With optax, write sg.freeze(tx, where) outermost, and sg.apply_updates; for '
+        'the state of another selection, sg.adopt(tx, params, state).',
     ),
     'overlapping parts': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'w': 1.0}}),
@@ -306,7 +306,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'parts of two kinds': (
         lambda: sg.combine([1.0], (sg.ABSENT,)),
         'StructureError: part 1 and part 2 have different structures.\n'
-        '  Their nodes are of different types, such as list and tuple.',
+        '  the tree: a list in part 1, a tuple in part 2',
     ),
     'a leaf with two labels': (
         lambda: sg.partition_n({'gln': 1.0}, {'gln': 'gln', 'all': True}),
@@ -359,12 +359,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'freezing no optimizer': (
         lambda: sg.freeze('adam', 'a'),
-        'ArgumentTypeError: freeze() takes an optax transformation, got str.\n'
+        "ArgumentTypeError: 'adam' (str) is no optax transformation.\n"
         "Write sg.freeze(optax.adam(1e-3), 'backbone/**').",
         "sg.freeze(optax.adam(1e-3), 'backbone/**')",
     ),
     'an optimizer for values that are gradients': (
-        lambda: sg.mask({'_overwrite_with_gradient': {'s': 1.0}}, frozen=None),
+        lambda: sg.mask({'_overwrite_with_gradient': {'s': 1.0}}, frozen=True),
         'ArgumentValueError: the variables hold "_overwrite_with_gradient": they '
         'receive their new value as a gradient, and no optimizer may see them.\n'
         "Give it variables['params']; sg.TrainState takes both and does so.",
@@ -535,7 +535,7 @@ ELSEWHERE = {
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/expressions.py',
     ('trees/leaves.py', 'error'): 'made by the filter, see filters/expressions.py',
-    ('trees/leaves.py', 'AttributeError(name)'): 'what Python asks of any object',
+    ('trees/absent.py', 'AttributeError(name)'): 'what Python asks of any object',
     ('trees/nondifferentiable.py', 'AttributeError(name)'): 'as in the same room',
 }
 

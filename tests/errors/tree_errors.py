@@ -5,14 +5,22 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
 import flax_sg as sg
 from flax_sg import linen as nn
 
-PARAMS = {'head': {'w': 1.0}, 'body': {'w': 2.0}}
+PARAMS: Any = {'head': {'w': 1.0}, 'body': {'w': 2.0}}
 HEAD = {'head': {'w': 1.0}}
+# In a wrong place.
+HEADS: Any = 'head/**'
+NONE: Any = None
+LIST: Any = ['head']
+VECTORS: Any = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+THREE = {**VECTORS, 'b': jnp.ones(3)}
+flat = optax.flatten(optax.sgd(0.1, momentum=0.9))
 
 
 def product(params: Any) -> Any:
@@ -30,6 +38,40 @@ def state_of(frozen: str) -> None:
 def gradients(grads: Any) -> None:
     tx = sg.freeze(optax.sgd(0.1), 'head/w')
     tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+def adopted(tx: Any, frozen: str, params: Any = VECTORS) -> Any:
+    """The state of a transformation, adopted where another one was frozen."""
+    state = sg.freeze(tx, 'a').init(VECTORS)
+    return sg.adopt(sg.freeze(tx, frozen), params, state)
+
+
+def lookahead() -> None:
+    tx = sg.freeze(optax.lookahead(optax.sgd(0.1), 2, 0.5), 'head/**')
+    tx.init(optax.LookaheadParams.init_synced(PARAMS))
+
+
+def in_part(gradient: Any) -> None:
+    tx = sg.freeze(optax.sgd(0.1), sg.at('w', 0))
+    params = {'w': jnp.ones((2, 3))}
+    tx.update({'w': gradient}, tx.init(params), params)
+
+
+def cast(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
+
+
+def vector(params: Any) -> Any:
+    return jnp.stack([product(params), 1.0])
+
+
+def three(params: Any) -> Any:
+    return (product(params),) * 3
+
+
+def eval_params() -> None:
+    tx = sg.freeze(optax.contrib.schedule_free_sgd(0.1), 'a')
+    optax.contrib.schedule_free_eval_params(tx.init(VECTORS), VECTORS)
 
 
 OTHER_STATE = (
@@ -55,24 +97,24 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a leaf without a value': (
         lambda: sg.substitute(PARAMS, HEAD, where='**'),
-        "StructureError: nn.substitute: there is no value for 'body/w' of the "
+        "StructureError: substitute: there is no value for 'body/w' of the "
         "collection 'params' in the tree.\n"
         'Fix: give one, or leave the variable out with substitute(..., where=).',
     ),
     'labels that are none': (
-        lambda: sg.partition_n(PARAMS, 'head/**'),
-        "FilterTypeError: 'head/**' classifies nothing: expected filters by label, "
-        "such as {'gln': 'gln_*/**', ...}, or a function of the path.",
+        lambda: sg.partition_n(PARAMS, HEADS),
+        "FilterTypeError: 'head/**' (str) classifies nothing: expected filters by "
+        "label, such as {'gln': 'gln_*/**', ...}, or a function of the path.",
     ),
     'updates for what is no parameter': (
         lambda: sg.apply_updates(PARAMS, {'tail': {'w': 1.0}}),
-        'StructureError: the parameters and the updates have different structures.\n'
-        "  'tail/w': in the updates, not in the parameters; nearest there: 'head/w'",
+        'StructureError: the parameters and the update have different structures.\n'
+        "  'tail/w': in the update, not in the parameters; nearest there: 'head/w'",
     ),
     'pruned updates for a function of optax': (
         lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
-        "AbsentLeafError: optax.apply_updates adds ABSENT to 'body/w': no gradient was "
-        'computed for this parameter.\n'
+        "AbsentLeafError: ABSENT is no array: no gradient was computed for 'body/w', "
+        'and optax adds it.\n'
         'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.',
     ),
     'a filter of wrt= that matches nothing': (
@@ -85,9 +127,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'the state of another optimizer': (
         lambda: sg.adopt(adam, PARAMS, optax.sgd(0.1).init(PARAMS)),
-        'StructureError: sg.adopt got a state of another transformation, or of other '
-        'parameters.\n'
-        'Give the state of what sg.freeze wraps: sg.adopt(tx, params, state).',
+        'StructureError: sg.adopt: state[0] is an EmptyState, where the new state has '
+        'a ScaleByAdamState.\n'
+        'It is the state of another transformation, or of other parameters: give that '
+        'of what sg.freeze wraps, sg.adopt(tx, params, state).',
     ),
     'tangents of another tree': (
         lambda: jvp(({'head': 1.0},)),
@@ -127,7 +170,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         'ArgumentValueError: with of=, argnums=1: expected 0.',
     ),
     'a filter in the place of argnums': (
-        lambda: sg.grad(product, 'head/**'),
+        lambda: sg.grad(product, HEADS),
         "ArgumentTypeError: argnums='head/**' names no positions of arguments.\n"
         "Name leaves with wrt=: sg.grad(fun, wrt='head/**').",
     ),
@@ -153,5 +196,179 @@ CASES: dict[str, tuple[Any, ...]] = {
         'should be trained.\n'
         "Write sg.mask(params, trained='head/**') or sg.mask(params, "
         "frozen='backbone/**').",
+    ),
+    'an auxiliary output that is none': (
+        lambda: sg.grad(vector, has_aux=True)(PARAMS),
+        'ArgumentTypeError: With has_aux=True, vector at tree_errors.py:LINE has to '
+        'return a pair (value, aux), and returned a traced value (float32[2]).\n'
+        'Return (value, aux), with everything else in aux, or leave has_aux out.',
+    ),
+    'three values in place of a pair': (
+        lambda: sg.vjp(three, PARAMS, has_aux=True),
+        'ArgumentTypeError: With has_aux=True, three at tree_errors.py:LINE has to '
+        'return a pair (value, aux), and returned a tuple of 3 values.\n'
+        'Return (value, aux), with everything else in aux, or leave has_aux out.',
+    ),
+    'parameters in place of a function': (
+        lambda: sg.grad(PARAMS),
+        'ArgumentTypeError: a dict is no function to differentiate.\n'
+        "Write sg.grad(loss, wrt='head/**')(params).",
+    ),
+    'an argument twice': (
+        lambda: sg.grad(jnp.multiply, (0, -2))(2.0, 3.0),
+        'ArgumentValueError: argnums=(0, -2) names an argument twice, and each has '
+        'one gradient.\n'
+        'Name each position once.',
+    ),
+    'arrays in place of tuples': (
+        lambda: sg.jvp(jnp.sin, VECTORS['a'], VECTORS['a']),
+        'ArgumentTypeError: an array (float32[2]) is no tuple of arguments or '
+        'tangents.\n'
+        'Write sg.jvp(fun, (x,), (dx,)).',
+    ),
+    'no rewrite': (
+        lambda: sg.rewrite(PARAMS, HEADS),
+        "ArgumentTypeError: 'head/**' (str) is no rule with a filter.\n"
+        "Write sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5)).",
+    ),
+    'values that are none': (
+        lambda: sg.substitute(PARAMS, None),
+        'UnusedFilterError: sg.substitute got None without a value.\n'
+        "If there may be none, pass {} and unused='ignore'.",
+    ),
+    'parameters in place of a transformation': (
+        lambda: sg.adopt(PARAMS, adam, adam.init(PARAMS)),
+        'ArgumentTypeError: a dict is no optax transformation.\n'
+        'Write sg.adopt(tx, params, state).',
+    ),
+    'no state': (
+        lambda: sg.adopt(adam, PARAMS, None),
+        'StructureError: sg.adopt: state is None, where the new state has a tuple.\n'
+        'It is the state of another transformation, or of other parameters: give that '
+        'of what sg.freeze wraps, sg.adopt(tx, params, state).',
+    ),
+    'the state of another shape': (
+        lambda: adopted(adam, 'a', THREE),
+        "StructureError: sg.adopt: state[0].mu['b'] is an array (float32[2]), where "
+        'the new state has an array (float32[3]).\n'
+        "To begin anew there: sg.adopt(..., fresh='b').",
+    ),
+    'one array for all parameters': (
+        lambda: adopted(flat, 'b'),
+        'StructureError: sg.adopt: state[0].trace is one array for several '
+        'parameters, as optax.flatten makes it, and cannot be taken apart.\n'
+        'Begin anew with tx.init(params), or leave optax.flatten out.',
+    ),
+    'parameters that are there twice': (
+        lookahead,
+        'ArgumentTypeError: sg.freeze got LookaheadParams: optax.lookahead has each '
+        'parameter twice, and gradients of one.\n'
+        'Freeze inside: optax.lookahead(sg.freeze(tx, where), ...), with '
+        "absent='zeros' in the gradient call.",
+    ),
+    'a gradient of another shape': (
+        lambda: in_part(jnp.ones((3, 2))),
+        "StructureError: the gradient at 'w' has another shape than the parameter.\n"
+        'Expected: float32[2, 3]\n'
+        'Found:    float32[3, 2]',
+    ),
+    'an update of another shape': (
+        lambda: sg.apply_updates(VECTORS, {'a': jnp.ones((4, 2))}),
+        "StructureError: the update at 'a' has another shape than the parameter.\n"
+        'Expected: float32[2]\n'
+        'Found:    float32[4, 2]',
+    ),
+    'an update that is text': (
+        lambda: sg.apply_updates(VECTORS, {'a': 'adam'}),
+        "StructureError: the update has 'adam' (str) at 'a', where an array is "
+        'expected.',
+    ),
+    'gradients without boxes': (
+        lambda: sg.apply_updates({'w': nn.Partitioned(1.0, ())}, {'w': 1.0}),
+        'StructureError: the parameters and the update have different structures.\n'
+        "  'w': a Partitioned in the parameters, 1.0 (float) in the update\n"
+        'Unbox both: flax.linen.unbox(tree).',
+    ),
+    'a filter in place of inputs': (
+        lambda: sg.paths(PARAMS, 'head/**'),
+        "ArgumentTypeError: 'head/**' (str) is no input: a tree has none.\n"
+        "Write sg.paths(tree, where='encoder/**').",
+    ),
+    'parts without a star': (
+        lambda: sg.combine(sg.partition(PARAMS, 'head/w')),
+        'ArgumentTypeError: combine() got a tuple of 2 parts as one tree.\n'
+        'Give it each part: sg.combine(*parts).',
+    ),
+    'a label that is a list': (
+        lambda: sg.labels(PARAMS, lambda path: LIST),
+        'FilterTypeError: sg.labels: The function of labels returned a list for '
+        "'body/w'.\n"
+        'Return one label, such as a str, or None if it knows none.',
+    ),
+    'no label': (
+        lambda: sg.labels(PARAMS, {'fast': 'head/w'}),
+        "StructureError: The leaf at 'body/w' has no label.\n"
+        'Give each leaf one label: filters exclude each other with & and ~, or pass '
+        "rest='frozen'.",
+    ),
+    'a filter in place of a tree': (
+        lambda: sg.partition('head/w', PARAMS),
+        "ArgumentTypeError: 'head/w' (str) is no tree: the tree comes first, then the "
+        'filter.\n'
+        'Write sg.partition(tree, where).',
+    ),
+    'a mask without a side': (
+        lambda: sg.mask(PARAMS, 'head/w'),
+        "ArgumentValueError: mask() got 'head/w' (str) without a name.\n"
+        'A mask is True at what you name, and the other way round it freezes what '
+        'should be trained.\n'
+        "Write sg.mask(params, trained='head/**') or sg.mask(params, "
+        "frozen='backbone/**').",
+    ),
+    'a random key that is marked': (
+        lambda: jax.random.uniform(sg.NonDifferentiable(jax.random.key(0))),
+        'ArgumentTypeError: jax.random takes no NonDifferentiable in place of a key.\n'
+        'Write key.value, as in jax.random.uniform(key.value).',
+    ),
+    'an integer in too few bits': (
+        lambda: cast(sg.NonDifferentiable(1001)).value,
+        'ChangedValueError: A NonDifferentiable of int32 was cast to bfloat16, which '
+        'cannot hold it: it is stored as float32.\n'
+        'Cast the other leaves alone: jax.tree.map(cast, tree, is_leaf=lambda x: '
+        'isinstance(x, sg.NonDifferentiable)), where cast returns these as they are.',
+    ),
+    'bools and globs': (
+        lambda: sg.partition(PARAMS, [True, 'head/w']),
+        'FilterTypeError: a list holds bools beside other filters.\n'
+        'A sequence of bools alone is a tree of bools, in the shape of the variables; '
+        'one of filters means any of them.\n'
+        "Write one of the two: [True, False] or ['encoder/**', 'head/bias'].",
+    ),
+    'no filter from a configuration': (
+        lambda: sg.freeze(adam, NONE),
+        'FilterTypeError: None is no filter. Was a key of a configuration '
+        'misspelled?\n'
+        'A filter is a glob, a compiled regular expression, a function of the path, a '
+        'bool, a tree of bools, or a list of these.\n'
+        'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
+        'nn.Frozen(module, where); for an array, jax.lax.stop_gradient(x).',
+    ),
+    'fields in a list': (
+        lambda: sg.trainable(LIST),
+        'ArgumentTypeError: trainable() got a list, and takes names of fields.\n'
+        "Write @sg.trainable('kernel', ...) above a pytree class.",
+    ),
+    'an empty list to differentiate': (
+        lambda: sg.grad(product, wrt=[]),
+        'UnusedFilterError: sg.grad(wrt=[]) differentiates nothing: wrt= selects what '
+        'has a gradient.\n'
+        "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'.",
+    ),
+    'a frozen state for a function of optax': (
+        lambda: eval_params(),
+        'AbsentLeafError: ABSENT is no array: optax reads a leaf that is frozen, in '
+        'schedule_free_eval_params.\n'
+        'Give it the trained part alone: part, rest = sg.partition(params, ~where), '
+        'and sg.combine(optax.contrib.schedule_free_eval_params(state, part), rest).',
     ),
 }

@@ -465,11 +465,16 @@ def test_what_the_optimizer_is_given():
         tx.update({'body': 2.0}, state, params)
     with pytest.raises(errors.PartError, match="does not fit 'head', an array"):
         sg.freeze(spy, sg.at('head', 0)).update(grads, state, params)
-    # Of an array in part it sees no gradient there, and its update there is taken back.
+    # Of an array it sees the rows that are trained.
     tx = sg.freeze(spy, sg.at('w', 0))
     updates, _ = tx.update({'w': np.full(2, -2.0)}, state, {'w': np.ones(2)})
-    assert str(seen['updates']['w']) == '[ 0. -2.]'
+    assert seen['updates']['w'].rows.tolist() == [-2.0]
     assert str(updates['w']) == '[-0. -2.]'
+    # Of an array in part it sees no gradient there, and its update there is taken back.
+    tx = sg.freeze(spy, sg.at('w', np.s_[:, 0]))
+    updates, _ = tx.update({'w': np.full((1, 2), -2.0)}, state, {'w': np.ones((1, 2))})
+    assert str(seen['updates']['w']) == '[[ 0. -2.]]'
+    assert str(updates['w']) == '[[-0. -2.]]'
 
 
 def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit():
@@ -542,7 +547,216 @@ def test_pruned_gradients_for_an_optimizer_of_optax_say_what_to_write():
     params, tx = {'a': 1.0, 'b': 2.0}, optax.adam(0.1)
     pruned = sg.grad(lambda p: p['a'] * p['b'], wrt='a')(params)
     said = (
-        'ABSENT: no gradient was computed for this leaf. Wrap the optimizer, sg.freeze'
+        'ABSENT: this leaf is frozen.*With optax, write sg.freeze.tx, where. outermost'
     )
     with pytest.raises(ValueError, match=said):
         tx.update(pruned, tx.init(params), params)
+
+
+# Gradients for each example, and functions of the parameters.
+
+TWO = {'body': jnp.ones((2, 3)), 'head': jnp.full((2, 3), 2.0)}
+
+
+@pytest.mark.parametrize('clip', [1e9, 1.0])
+def test_gradients_for_each_example(clip):
+    grads = {'body': jnp.ones((4, 2, 3)), 'head': jnp.arange(24.0).reshape(4, 2, 3)}
+    private = optax.contrib.differentially_private_aggregate(clip, 0.0, 0)
+    dpsgd = optax.chain(private, optax.sgd(0.5))
+    tx = sg.freeze(dpsgd, 'body')
+    updates, _ = jax.jit(tx.update)(grads, tx.init(TWO), TWO)
+    head = {'head': TWO['head']}
+    by_hand = jax.jit(dpsgd.update)
+    expected, _ = by_hand({'head': grads['head']}, dpsgd.init(head), head)
+    oracle.assert_same(updates['head'], expected['head'])
+    # What is frozen has the shape of the parameter, not that of its gradients.
+    oracle.assert_same(optax.apply_updates(TWO, updates)['body'], TWO['body'])
+    # Indices are those of the parameter.
+    tx = sg.freeze(dpsgd, ['body', sg.at('head', 0)])
+    updates, _ = jax.jit(tx.update)(grads, tx.init(TWO), TWO)
+    grads = {'head': grads['head'].at[:, 0].set(0.0)}
+    expected, _ = by_hand(grads, dpsgd.init(head), head)
+    oracle.assert_same(updates['head'][1], expected['head'][1])
+    assert oracle.is_zero(updates['head'][0])
+
+
+def quadratic(p: Any) -> Any:
+    return jnp.sum(p['a'] ** 2) + jnp.sum(p['b'] ** 2 * p['a'])
+
+
+PAIR = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, -1.0])}
+OPAQUE = optax.contrib.sam(
+    optax.sgd(0.1),
+    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    opaque_mode=True,
+)
+# The optimizer, and the functions that its update is given, of a function.
+OF_FUNCTIONS = {
+    'sam': (OPAQUE, lambda f: {'grad_fn': lambda p, step: jax.grad(f)(p)}),
+    'hutchinson': (
+        optax.contrib.hutchinson_estimator_diag_hessian(),
+        lambda f: {'obj_fn': f},
+    ),
+    'sophia': (optax.contrib.sophia(0.1), lambda f: {'obj_fn': f}),
+    'line search': (
+        optax.lbfgs(),
+        lambda f: {'value_fn': f, 'value': 1.0, 'grad': GIVEN},
+    ),
+}
+GIVEN: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize('name', OF_FUNCTIONS)
+def test_functions_of_the_parameters_get_those_that_are_frozen(name):
+    tx, given = OF_FUNCTIONS[name]
+    frozen = sg.freeze(tx, 'a')
+    grads = jax.grad(quadratic)(PAIR)
+    live = {'b': PAIR['b']}
+
+    def by_hand(live):
+        return quadratic({**PAIR, **live})
+
+    for pruned in (grads, {**grads, 'a': sg.ABSENT}, {'b': grads['b']}):
+        extra = {**given(quadratic)}
+        of_live = {**given(by_hand)}
+        if 'grad' in extra:
+            extra['grad'], of_live['grad'] = pruned, {'b': grads['b']}
+        got, _ = frozen.update(grads, frozen.init(PAIR), PAIR, **extra)
+        expected, _ = tx.update({'b': grads['b']}, tx.init(live), live, **of_live)
+        oracle.assert_same(got['b'], expected['b'])
+        assert oracle.is_zero(got['a'])
+
+
+def test_a_part_is_frozen_in_the_functions_too():
+    seen: list[Any] = []
+
+    def update(updates, state, params, *, grad_fn, value_fn):
+        further = jax.tree.map(lambda x: x + 5.0, params)
+        value_fn(further)
+        seen.extend(jax.tree.leaves(grad_fn(further, 0)))
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    params = {'w': jnp.array([[1.0, 2.0]])}
+
+    def noted(p, *_):
+        seen.append(p['w'])
+        return p
+
+    tx = sg.freeze(spy, sg.at('w', np.s_[:, 0]))
+    tx.update(params, (), params, grad_fn=noted, value_fn=noted)
+    assert [leaf.tolist() for leaf in seen] == [[[1.0, 7.0]]] * 2 + [[[0.0, 7.0]]]
+    # And in rows.
+    seen.clear()
+    params = {'w': params['w'].T}
+    tx = sg.freeze(spy, sg.at('w', 0))
+    tx.update(params, (), params, grad_fn=noted, value_fn=noted)
+    assert [leaf.tolist() for leaf in seen] == [[[1.0], [7.0]]] * 2 + [[[7.0]]]
+
+
+def test_what_optax_reads_as_a_whole_tree():
+    """Each message says what to write; here is that."""
+    tx = sg.freeze(optax.contrib.schedule_free_sgd(0.1), 'a')
+    whole = optax.contrib.schedule_free_sgd(0.1)
+    state = tx.init(PAIR)
+    with pytest.raises(errors.AbsentLeafError, match='schedule_free_eval_params'):
+        optax.contrib.schedule_free_eval_params(state, PAIR)
+    part, rest = sg.partition(PAIR, 'b')
+    found = sg.combine(optax.contrib.schedule_free_eval_params(state, part), rest)
+    live = {'b': PAIR['b']}
+    expected = optax.contrib.schedule_free_eval_params(whole.init(live), live)
+    oracle.assert_same(found, {**PAIR, **expected})
+
+    tx, specs = sg.freeze(optax.adam(0.1), 'a'), {'a': 'A', 'b': 'B'}
+    state = tx.init(PAIR)
+
+    def specs_of(specs):
+        return optax.tree_map_params(tx, lambda x, spec: spec, state, specs)
+
+    with pytest.raises(ValueError, match=r'Give it trees of the trained part'):
+        specs_of(specs)
+    assert specs_of(sg.partition(specs, 'b')[0])[0].mu == {'a': sg.ABSENT, 'b': 'B'}
+
+    tx = sg.freeze(optax.lbfgs(), 'a')
+    state = tx.init(PAIR)
+    with pytest.raises(TypeError, match='Give it a function of the trained part'):
+        optax.value_and_grad_from_state(quadratic)(PAIR, state=state)
+    of_part = optax.value_and_grad_from_state(lambda p: quadratic(sg.combine(p, rest)))
+    value, grads = of_part(part, state=state)
+    assert float(value) == float(quadratic(PAIR))
+    oracle.assert_same(grads['b'], jax.grad(quadratic)(PAIR)['b'])
+    tx.update(grads, state, PAIR, value=value, grad=grads, value_fn=quadratic)
+
+
+def test_lookahead_goes_around():
+    tx = optax.lookahead(sg.freeze(optax.adamw(0.1, weight_decay=0.5), 'a'), 2, 0.5)
+    params = optax.LookaheadParams.init_synced(PAIR)
+    state = tx.init(params)
+    for _ in range(5):
+        grads = sg.grad(quadratic, wrt='b', absent='zeros')(params.fast)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for found in params:
+        oracle.assert_same(found['a'], PAIR['a'])
+        assert not np.array_equal(found['b'], PAIR['b'])
+
+
+def test_labels_for_the_rest_and_in_a_frozen_group():
+    params = {'body': {'w': 1.0}, 'head': {'w': 2.0, 'n': 3}}
+    rest = sg.labels(params, {'fast': 'head/**'}, rest='frozen')
+    assert rest == {'body': {'w': 'frozen'}, 'head': {'w': 'fast', 'n': 'frozen'}}
+    assert sg.labels(params, lambda path: None, rest='x')['body'] == {'w': 'x'}
+    with pytest.raises(errors.UnusedFilterError, match="Glob\\('tail'\\)"):
+        sg.labels(params, {'fast': 'tail'}, rest='frozen')
+    assert sg.labels(params, {'fast': 'tail'}, 'x', unused='ignore')['body']['w'] == 'x'
+    # A group, or a mask, of which all is frozen still names what exists.
+    groups = {'slow': 'layer_*/**', 'fast': 'head/**'}
+    rates = {'slow': optax.sgd(0.1), 'fast': optax.sgd(0.2)}
+    by_group = optax.multi_transform(rates, lambda p: sg.labels(p, groups))
+    masked = optax.masked(optax.sgd(0.2), lambda p: sg.mask(p, trained='layer_*/**'))
+    for inner in by_group, masked:
+        tx = sg.freeze(inner, 'layer_*/**')
+        updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+        assert oracle.is_zero(updates['layer_0'])
+    assert not oracle.is_zero(updates['head'])
+
+
+NOT_GIVEN = [
+    lambda: sg.freeze(optax.sgd(0.1), None),
+    lambda: sg.mask(PAIR, trained=None),
+    lambda: sg.mask(PAIR, frozen=None),
+    lambda: sg.labels(PAIR, {'a': None}),
+    lambda: sg.partition(PAIR, None),
+    lambda: sg.stop_gradient(PAIR, None),
+    lambda: sg.substitute(PAIR, PAIR, where=None),
+    lambda: sg.adopt(optax.sgd(0.1), PAIR, (), fresh=None),
+    lambda: sg.grad(quadratic, wrt=None),
+    lambda: sg.vjp(quadratic, PAIR, wrt=None),
+    lambda: sg.filters.as_filter(None),
+    lambda: sg.filters.as_filter('a') | None,
+]
+
+
+def test_none_is_no_filter():
+    for call in NOT_GIVEN:
+        with pytest.raises(errors.FilterTypeError, match='None is no filter'):
+            call()
+
+
+def test_an_option_that_means_nothing():
+    for call in (
+        lambda: sg.freeze(optax.sgd(0.1), unused='typo'),
+        lambda: sg.mask(PAIR, trained='a', unused='typo'),
+        lambda: sg.mask(PAIR, trained=sg.DECLARED, unused='typo'),
+        lambda: sg.labels(PAIR, {'a': True}, unused='typo'),
+        lambda: sg.grad(quadratic, unused='typo'),
+        lambda: sg.jvp(quadratic, (PAIR,), (PAIR,), unused='typo'),
+    ):
+        with pytest.raises(errors.FilterValueError, match="unused='typo'"):
+            call()
+
+
+def test_a_part_that_there_is_not():
+    tx = sg.freeze(optax.sgd(0.1), sg.at('a', 99))
+    with pytest.raises(errors.PartError, match='out of bounds'):
+        tx.init(PAIR)

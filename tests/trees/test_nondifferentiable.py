@@ -282,3 +282,44 @@ def test_the_witness_is_the_first_to_move(scale):
     moved = pieces - rate * pieces != pieces
     assert moved.any() == (witness - rate * witness != witness).any()
     assert (witness - rate * witness != witness).all()
+
+
+INTEGERS = [1001, 5, np.arange(1001, 1003), jnp.arange(3, dtype=jnp.uint8)]
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_cast_that_loses_integers_is_refused(dtype):
+    def cast(x):
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), x)
+
+    for value in INTEGERS:
+        small = cast(sg.NonDifferentiable(value))
+        if dtype == jnp.float32:
+            assert np.array_equal(small.value, value)
+            continue
+        for read in (lambda n: n.value, jax.jit(lambda n: n + 1)):
+            with pytest.raises(errors.ChangedValueError, match='was cast to'):
+                read(small)
+    # Floats are cast as all other leaves, and bools lose nothing.
+    assert cast(sg.NonDifferentiable(1.5)).value.dtype == dtype
+    assert bool(cast(sg.NonDifferentiable(True)).value)
+    kept = jax.tree.map(
+        lambda x: x if isinstance(x, sg.NonDifferentiable) else x.astype(dtype),
+        {'n': sg.NonDifferentiable(1001), 'w': jnp.ones(2)},
+        is_leaf=lambda x: isinstance(x, sg.NonDifferentiable),
+    )
+    assert int(kept['n']) == 1001
+
+
+def test_a_key_is_given_by_its_value():
+    key = sg.NonDifferentiable(jax.random.key(0))
+    for draw in (
+        jax.random.uniform,
+        jax.random.split,
+        lambda k: jax.random.fold_in(k, 1),
+    ):
+        with pytest.raises(errors.ArgumentTypeError, match=r'Write key\.value'):
+            draw(key)
+    expected = jax.random.uniform(jax.random.key(0))
+    assert float(jax.random.uniform(key.value)) == float(expected)
+    assert key.ndim == 0

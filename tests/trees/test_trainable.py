@@ -79,9 +79,11 @@ def test_everything_follows_the_declaration(name):
     names = leaves_of(model).paths
     expected = [path in trained for path in names]
     assert trainable.declared(model) == [p in trained or p == 'n' for p in names]
-    mask = sg.mask(model, trained=None)
+    mask = sg.mask(model, trained=sg.DECLARED)
     assert jax.tree.leaves(mask) == expected
-    assert jax.tree.leaves(sg.mask(model, frozen=None)) == [not e for e in expected]
+    assert jax.tree.leaves(sg.mask(model, frozen=sg.DECLARED)) == [
+        not e for e in expected
+    ]
     grads = jax.tree.leaves(
         sg.grad(loss, absent='drop')(model), is_leaf=lambda x: x is sg.ABSENT
     )

@@ -16,6 +16,7 @@ from flax.core.meta import Partitioned
 import flax_sg as sg
 import oracle
 from flax_sg import errors, linen
+from flax_sg.filters import paths
 from flax_sg.trees import leaves
 
 pytestmark = pytest.mark.every_case
@@ -114,6 +115,21 @@ def test_partition_and_combine_are_inverse(name):
     assert jax.tree.leaves(nothing) == []
 
 
+@pytest.mark.parametrize('name', TREES)
+def test_paths_are_those_of_the_names(name):
+    tree, _ = TREES[name]
+    for whole in tree, {'a': tree, 'b': [tree]}, freeze({'a': {'b': tree}}), (tree, 1):
+        known = [
+            '/'.join(names)
+            for names, node in paths.names_in(whole, leaves.is_whole)
+            for _ in jax.tree.leaves(node, is_leaf=leaves.is_whole)
+        ]
+        found = leaves.leaves_of(whole)
+        if not found.collections:
+            assert found.paths == known
+        assert len(found.paths) == len(found.key_paths) == len(found.values)
+
+
 def test_keys_that_are_none_of_jax():
     assert leaves.path_of(['left', jax.tree_util.GetAttrKey('w'), 3]) == 'left/w/3'
 
@@ -191,6 +207,19 @@ def test_filters_that_select_nothing():
         sg.partition({'params': {'w': 1.0}}, 'params/w')
 
 
+def test_the_nearest_of_thousands_of_paths():
+    tree = {
+        f'block_{n}': {f'layer_{m}': {'kernel': 1.0}} for n in range(900) for m in '7'
+    }
+    tree |= {'decoder': {'output': {'kernel': 1.0}}}
+    for where, near in (
+        ('decodr/output/kernel', 'decoder/output/kernel'),
+        ('block_899/layer_7/kernl', 'block_899/layer_7/kernel'),
+    ):
+        with pytest.raises(errors.UnusedFilterError, match=f"Nearest: '{near}'"):
+            sg.partition(dict(reversed(tree.items())), where)
+
+
 # Other leaves.
 
 
@@ -223,3 +252,13 @@ def test_other_leaves_in_part(values):
     assert (new['w'].tolist(), new['v']) == ([0.0, 7.0, 7.0], 1.0)
     with pytest.raises(errors.PartError, match="does not fit 'w', an array of"):
         sg.substitute(tree, values, where=sg.at('w', 3))
+
+
+def test_parts_without_a_star():
+    tree = {'a': 1.0, 'b': {'c': 2.0}}
+    for parts in sg.partition(tree, 'a'), list(sg.partition(tree, 'b/c')):
+        with pytest.raises(errors.ArgumentTypeError, match=r'sg.combine\(\*parts\)'):
+            sg.combine(parts)
+    # One tree is one part, whatever it is made of.
+    for one in ({'a': 1.0, 'b': sg.ABSENT}, (1.0, {'w': 2.0}), (tree, tree), (), 1.0):
+        assert sg.combine(one) == one

@@ -1,0 +1,115 @@
+"""``ABSENT``: what stands in a tree in place of a leaf that was taken out."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+from flax import serialization
+from jax import export
+
+from flax_sg import errors
+from flax_sg.internals import frames
+from flax_sg.trees.operators import operators
+
+# What to write in place of functions of optax that read a whole tree.
+_OF_OPTAX = {
+    'apply_updates': 'Write sg.apply_updates(params, updates), and sg.freeze(tx, '
+    'where) for tx.',
+    'tree_map_params': 'Give it trees of the trained part: '
+    'sg.partition(specs, ~where)[0], if sg.freeze(tx, where) made the state.',
+    'schedule_free_eval_params': 'Give it the trained part alone: '
+    'part, rest = sg.partition(params, ~where), and '
+    'sg.combine(optax.contrib.schedule_free_eval_params(state, part), rest).',
+    'value_and_grad_from_state': 'Give it a function of the trained part: '
+    'part, rest = sg.partition(params, ~where), and '
+    'optax.value_and_grad_from_state(lambda part: loss(sg.combine(part, rest)))'
+    '(part, state=state).',
+}
+
+
+def _advice() -> tuple[str, str]:
+    """Why there is no array, and what to write, given what is running."""
+    for name, variables in frames.functions_of('optax'):
+        if name != 'apply_updates' and name in _OF_OPTAX:
+            return f'optax reads a leaf that is frozen, in {name}', _OF_OPTAX[name]
+        if name == 'apply_updates' and 'updates' in variables:
+            updates = variables['updates']
+            pairs = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_absent)
+            first = next(keys for keys, leaf in pairs if is_absent(leaf))
+            path = jax.tree_util.keystr(first, simple=True, separator='/')
+            why = f'no gradient was computed for {path!r}, and optax adds it'
+            return why, _OF_OPTAX[name]
+    return (
+        'this leaf is frozen, was not selected, or is in another part of the tree',
+        "For zeros, pass absent='zeros' to the gradient call; to join trees, write "
+        'sg.combine.\n'
+        'With optax, write sg.freeze(tx, where) outermost, and sg.apply_updates; for '
+        'the state of another selection, sg.adopt(tx, params, state).',
+    )
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    why, fix = _advice()
+    raise errors.AbsentLeafError(f'ABSENT is no array: {why}.\n{fix}')
+
+
+class _NamedInErrors(type):
+    """Makes JAX's own error of two trees that differ say what to do."""
+
+    def __repr__(cls) -> str:
+        why, fix = _advice()
+        return f'ABSENT: {why}. {fix}'.replace('\n', ' ')
+
+
+class Absent(operators(_refuse), metaclass=_NamedInErrors):
+    """Marks a leaf that is not in this part of a tree. ``sg.ABSENT`` is the only one.
+
+    ``ABSENT`` is a pytree node without leaves. It is not None, which many trees hold
+    for reasons of their own. Arithmetic, indexing, attributes and conversions raise.
+
+    >>> import jax, flax_sg as sg
+    >>> sg.ABSENT, jax.tree.leaves({'a': sg.ABSENT, 'b': 1.0})
+    (ABSENT, [1.0])
+    >>> sg.ABSENT + 1.0
+    Traceback (most recent call last):
+        ...
+    flax_sg.errors.AbsentLeafError: ABSENT is no array: ...
+
+    Raises:
+        AbsentLeafError: when it is used as a value.
+    """
+
+    __slots__ = ()
+    __array_priority__ = 1000
+
+    def __repr__(self) -> str:
+        return 'ABSENT'
+
+    def __reduce__(self) -> str:
+        return 'ABSENT'
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):  # Python, numpy and JAX ask what an object can do.
+            raise AttributeError(name)
+        _refuse(self)
+
+    __call__ = __array__ = __jax_array__ = _refuse
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
+
+
+ABSENT = Absent()
+
+jax.tree_util.register_pytree_node(Absent, lambda _: ((), None), lambda *_: ABSENT)
+serialization.register_serialization_state(Absent, lambda _: {}, lambda *_: ABSENT)
+export.register_pytree_node_serialization(
+    Absent,
+    serialized_name='flax_sg.ABSENT',
+    serialize_auxdata=lambda _: b'',
+    deserialize_auxdata=lambda _: None,
+)
+
+
+def is_absent(leaf: Any) -> bool:
+    """Whether something is ``ABSENT``; an ``is_leaf`` that keeps it in a tree."""
+    return leaf is ABSENT

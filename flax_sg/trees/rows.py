@@ -1,0 +1,110 @@
+"""``Rows``: the trained rows of an array, as an array of their own.
+
+An optimizer that is given all rows keeps a state for all. So the layers of a stack, or
+the rows of an embedding, that ``sg.at`` leaves trained are cut out for it. Which rows
+they are is a part of the tree's structure, so that a state tells them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import serialization
+
+from flax_sg import filters
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Some indices of the first axis of an array.
+
+    Attributes:
+        mask: a byte for each index, 1 where it is chosen.
+    """
+
+    mask: bytes
+
+    @functools.cached_property
+    def index(self) -> Any:
+        """The indices; a slice if they are neighbours."""
+        found = np.flatnonzero(np.frombuffer(self.mask, bool))
+        start, stop = int(found[0]), int(found[-1]) + 1
+        return slice(start, stop) if stop - start == found.size else found
+
+    def cut(self, array: Any, axes: int) -> Rows:
+        """The chosen rows of an array; all of what has no rows.
+
+        Args:
+            array: what belongs to a parameter.
+            axes: how many axes the parameter has; there may be others in front.
+        """
+        front = np.ndim(array) - axes
+        if front < 0 or np.shape(array)[front] != len(self.mask):
+            return Rows(array, self)
+        return Rows(array[(*[slice(None)] * front, self.index)], self)
+
+    def put(self, rows: Any, array: Any) -> Any:
+        """An array with other values in the chosen rows."""
+        return jnp.asarray(array).at[self.index].set(rows)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Some rows in place of an array, or what an optimizer keeps for them."""
+
+    rows: Any
+    choice: Choice
+
+    def among(self, rest: float) -> Any:
+        """An array with a number in all other rows."""
+        rows = jnp.asarray(self.rows)
+        shape = (len(self.choice.mask), *rows.shape[1:])
+        return self.choice.put(rows, jnp.full(shape, rest, rows.dtype))
+
+    def tree_flatten_with_keys(self) -> Any:
+        """The rows; which they are is static."""
+        return ((jax.tree_util.GetAttrKey('rows'), self.rows),), self.choice
+
+    @classmethod
+    def tree_unflatten(cls, choice: Choice, children: Any) -> Rows:
+        """Anything may stand for the rows."""
+        return cls(children[0], choice)
+
+
+def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
+    r"""The rows that a filter means, if it means whole rows of an array.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> takes = filters.at(True, np.s_[1:3])(filters.Path.of('params', ('w',)))
+    >>> choice_of(takes, jnp.ones((4, 2)), 'w')
+    Choice(mask=b'\x00\x01\x01\x00')
+
+    Args:
+        takes: what the filter says.
+        array: the array.
+        path: where it is, for an error.
+    """
+    if not isinstance(takes, filters.Part):
+        return None
+    mask = takes.mask(np.shape(array), path)
+    if mask.size != np.shape(array)[0] or mask.shape[0] != mask.size or not mask.any():
+        return None
+    return Choice(mask.tobytes())
+
+
+def _from_state_dict(old: Rows, state: Any) -> Rows:
+    rows = serialization.from_state_dict(old.rows, state['rows'])
+    return Rows(rows, old.choice)
+
+
+serialization.register_serialization_state(
+    Rows,
+    lambda x: {'rows': serialization.to_state_dict(x.rows)},
+    _from_state_dict,
+)

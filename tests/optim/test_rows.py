@@ -1,0 +1,186 @@
+"""Rows and layers that are trained: as if they were an array of their own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+
+import flax_sg as sg
+import oracle
+from flax_sg.trees.rows import Rows
+
+pytestmark = pytest.mark.usefixtures('standard_promotion')
+
+# A stack of six layers, and an array beside it.
+PARAMS: Any = {
+    'layers': {
+        'w': jnp.linspace(-1.0, 1.0, 120).reshape(6, 4, 5),
+        'b': jnp.ones((6, 5)),
+    },
+    'head': jnp.linspace(0.5, 1.0, 5),
+}
+OPTIMIZERS = {
+    'adam': lambda: optax.adam(0.1),
+    'adamw': lambda: optax.adamw(0.1, weight_decay=0.5),
+    'clip': lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9)),
+    'adafactor': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    'lion': lambda: optax.lion(0.1),
+    'sm3': lambda: optax.sm3(0.1),
+    'accumulating': lambda: optax.MultiSteps(optax.adam(0.1), 2),
+    'in groups': lambda: optax.multi_transform(
+        {'slow': optax.adam(0.01), 'fast': optax.adamw(0.1)},
+        lambda p: jax.tree.map(lambda x: 'slow' if x.ndim > 1 else 'fast', p),
+    ),
+}
+CHOICES: dict[str, Any] = {
+    'the first four': (np.s_[:4], [4, 5]),
+    'every other': (np.s_[::2], [1, 3, 5]),
+    'by number': ([0, 5], [1, 2, 3, 4]),
+    'a mask': (np.array([True] * 5 + [False]), [5]),
+}
+
+
+def loss(p: Any, x: Any) -> Any:
+    for n in range(6):
+        x = (
+            jnp.tanh(x @ p['layers']['w'][n].T @ p['layers']['w'][n])
+            * p['layers']['b'][n]
+        )
+    return jnp.sum((x * p['head'] - 1.0) ** 2)
+
+
+X = jnp.linspace(-1.0, 1.0, 5)
+
+
+def by_hand(p: Any, rows: Any) -> Any:
+    return {**p, 'layers': jax.tree.map(lambda x: x[np.array(rows)], p['layers'])}
+
+
+def put(p: Any, live: Any, rows: Any) -> Any:
+    at = np.array(rows)
+    layers = jax.tree.map(lambda x, y: x.at[at].set(y), p['layers'], live['layers'])
+    return {'layers': layers, 'head': live['head']}
+
+
+@pytest.mark.parametrize(
+    ('name', 'choice'),
+    [
+        *((name, 'the first four') for name in OPTIMIZERS),
+        *(('adamw', choice) for choice in CHOICES),
+    ],
+)
+def test_training_is_that_of_the_rows_alone(name, choice):
+    index, rows = CHOICES[choice]
+    tx: Any = sg.freeze(OPTIMIZERS[name](), sg.at('layers/**', index))
+    hand: Any = OPTIMIZERS[name]()
+
+    @jax.jit
+    def ours(p, state, x):
+        updates, state = tx.update(jax.grad(loss)(p, x), state, p)
+        return sg.apply_updates(p, updates), state
+
+    @jax.jit
+    def theirs(live, p, state, x):
+        grads = by_hand(jax.grad(loss)(put(p, live, rows), x), rows)
+        updates, state = hand.update(grads, state, live)
+        return optax.apply_updates(live, updates), state
+
+    p, live = PARAMS, by_hand(PARAMS, rows)
+    state, hand_state = tx.init(p), hand.init(live)
+    for step in range(4):
+        p, state = ours(p, state, X * step)
+        live, hand_state = theirs(live, PARAMS, hand_state, X * step)
+    oracle.assert_same(p, put(PARAMS, live, rows))
+    # The state has exactly the arrays that the optimizer of the rows has.
+    oracle.assert_same(*map(jax.tree.leaves, (state, hand_state)))
+
+
+def test_the_state_of_a_third_of_the_layers_is_a_third():
+    stack = {'w': jnp.ones((6, 256, 256)), 'b': jnp.ones((6, 256))}
+    state = sg.freeze(optax.adam(0.1), sg.at('**', np.s_[:4])).init(stack)
+    hand = optax.adam(0.1).init(jax.tree.map(lambda x: x[4:], stack))
+    size = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in (state, hand)]
+    assert size[0] == size[1]
+
+
+def test_what_is_no_row_keeps_its_full_state():
+    tx = sg.freeze(optax.adam(0.1), sg.at('layers/w', np.s_[:, 0]))
+    assert tx.init(PARAMS)[0].mu['layers']['w'].shape == (6, 4, 5)
+
+
+def trained(tx: Any, state: Any, p: Any = PARAMS) -> Any:
+    for _ in range(2):
+        updates, state = tx.update(jax.grad(loss)(p, X), state, p)
+        p = sg.apply_updates(p, updates)
+    return state
+
+
+def test_rows_are_carried_when_the_choice_changes():
+    adam = optax.adam(0.1)
+    first, later = (sg.freeze(adam, sg.at('layers/*', np.s_[:n])) for n in (4, 2))
+    old = trained(first, first.init(PARAMS))
+    new = sg.adopt(later, PARAMS, old)
+    known = old[0].mu['layers']['w'].rows
+    found = new[0].mu['layers']['w'].rows
+    assert found.shape == (4, 4, 5)
+    oracle.assert_same(found[2:], known)
+    assert oracle.is_zero(found[:2])
+    # All rows, and back again; what was trained before has its moments.
+    whole = sg.adopt(adam, PARAMS, new)
+    oracle.assert_same(whole[0].mu['layers']['w'][2:], found)
+    assert oracle.is_zero(whole[0].mu['layers']['w'][:2])
+    full = trained(adam, adam.init(PARAMS))
+    both = sg.adopt(later, PARAMS, old, full)[0].mu['layers']['w'].rows
+    oracle.assert_same(both[2:], known)
+    oracle.assert_same(both[:2], full[0].mu['layers']['w'][2:4])
+    oracle.assert_same(sg.adopt(first, PARAMS, whole), old)
+    # One number for several rows begins anew.
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    first, later = (sg.freeze(tx, sg.at('layers/*', np.s_[:n])) for n in (4, 2))
+    adopted = sg.adopt(later, PARAMS, trained(first, first.init(PARAMS)))
+    assert jax.tree.structure(adopted) == jax.tree.structure(later.init(PARAMS))
+    trained(later, adopted)
+
+
+def test_checkpoints_of_rows(tmp_path):
+    tx = sg.freeze(optax.adam(0.1), sg.at('layers/*', np.s_[:4]))
+    state = trained(tx, tx.init(PARAMS))
+    fresh = tx.init(PARAMS)
+    by_flax = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    oracle.assert_same(by_flax, state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / 'state', state)
+        checkpointer.wait_until_finished()
+        oracle.assert_same(checkpointer.restore(tmp_path / 'state', state), state)
+
+
+def test_gradients_for_each_example_have_rows_too():
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, 0)
+    tx = sg.freeze(private, sg.at('head', np.s_[:2]))
+    p, grads = {'head': jnp.ones(5)}, {'head': jnp.arange(20.0).reshape(4, 5)}
+    updates, _ = tx.update(grads, tx.init(p), p)
+    live = {'head': grads['head'][:, 2:]}
+    expected, _ = private.update(live, private.init({'head': jnp.ones(3)}))
+    oracle.assert_same(updates['head'][2:], expected['head'])
+    assert oracle.is_zero(updates['head'][:2])
+
+
+def test_other_trees_of_update_fit_the_rows():
+    seen: dict[str, Any] = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(extra)
+        return updates, state
+
+    spy = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    tx = sg.freeze(spy, sg.at('head', np.s_[:2]))
+    rates = jax.tree.map(lambda _: 0.5, PARAMS)
+    tx.update(PARAMS, (), PARAMS, rates=rates, other=PARAMS)
+    assert isinstance(seen['rates']['head'], Rows)
+    assert seen['rates']['head'].rows == 0.5
+    oracle.assert_same(seen['other']['head'].rows, PARAMS['head'][2:])
