@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,15 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
+from jax.extend.core import ClosedJaxpr, Literal
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
-from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence, bit
-from flax_sg.flow.derivatives import Derivatives, has_tangent
-from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
+from flax_sg.flow import pullback
+from flax_sg.flow.dependence import Dependence, bit
+from flax_sg.flow.pullback import Reach, has_tangent
+from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow, Use
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
+from flax_sg.flow.zeros import Mask, both
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, path_of
 from flax_sg.trees.trainable import chosen
@@ -30,6 +35,9 @@ _ASKED_FOR_A_VALUE = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
+
+# What stops a parameter that nobody asked about.
+NOT_ASKED = 'wrt='
 
 
 def gradient_flow(
@@ -155,7 +163,7 @@ def live(
     analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt)
     analysis.check_outputs()
     pairs = zip(analysis.parameters, analysis.trained(), strict=True)
-    paths = [parameter.path for parameter, is_trained in pairs if is_trained]
+    paths = [parameter.path for parameter, zero in pairs if zero is not True]
     known = leaves_of(params).paths
     return filters.Derived(
         frozenset((path.collection, path.absolute) for path in paths),
@@ -181,7 +189,7 @@ class Analysis(NamedTuple):
     """The trace of a function, with its parameters and outputs.
 
     Attributes:
-        jaxpr: from the arrays in the arguments to the arrays that are returned, without
+        program: from the arrays in the arguments to the arrays that are returned, without
             ``aux``.
         name: the name of the function, and where it stands.
         outputs: the path of each leaf that is returned, and its shape, or the leaf
@@ -189,7 +197,7 @@ class Analysis(NamedTuple):
         parameters: the leaves of the differentiated arguments.
     """
 
-    jaxpr: Any
+    program: ClosedJaxpr
     name: str
     outputs: list[tuple[str, Any]]
     parameters: list[Parameter]
@@ -247,7 +255,7 @@ class Analysis(NamedTuple):
             prefix = () if isinstance(argnums, int) else (str(position),)
             numbers = iter(ranges[position])
             parameters += _parameters(prefix, tree, mask, numbers, slots)
-        return cls(closed.jaxpr, name, outputs, parameters)
+        return cls(closed, name, outputs, parameters)
 
     def check_outputs(self) -> None:
         """Raises if an output is no array, or none has a derivative.
@@ -273,76 +281,89 @@ class Analysis(NamedTuple):
             'return outputs, aux with has_aux=True.'
         )
 
-    def trained(self) -> list[bool]:
-        """For each parameter whether it flows to any output."""
-        masks = self._masks(Derivatives(), Dependence())
-        return [bool(live & ~(REFUSED | FROM_NOTHING)) for live, _ in masks]
+    def trained(self) -> list[Mask]:
+        """For each parameter the elements that no output trains."""
+        columns = zip(*self.zeros(), strict=True)
+        return [functools.reduce(both, column) for column in columns]
+
+    def zeros(self) -> list[list[Mask]]:
+        """For each output, and each parameter, the elements whose gradient is zero.
+
+        Raises:
+            ArgumentTypeError: if JAX does not differentiate an output.
+        """
+        wanted = [slot for p in self.parameters if p.is_wanted for slot in p.slots]
+        outputs = [n for n, (_, x) in enumerate(self.outputs) if has_tangent(x)]
+        try:
+            rows = pullback.zero_gradients(self.program, outputs, wanted)
+        except pullback.Refused as error:
+            raise self._refused(error.__cause__) from error.__cause__
+        found = [[True] * len(self.parameters) for _ in self.outputs]
+        for output, row in zip(outputs, rows, strict=True):
+            zero = dict(zip(wanted, row, strict=True))
+            found[output] = [
+                functools.reduce(both, (zero.get(slot, True) for slot in one.slots))
+                for one in self.parameters
+            ]
+        return found
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        flow, values = Derivatives(), Dependence()
-        masks = self._masks(flow, values)
-        invars = self.jaxpr.invars
+        zeros, jaxpr = self.zeros(), self.program.jaxpr
+        reach, values = Reach(), Dependence()
+        reads = values.of(jaxpr)
         # A parameter that nobody asked about counts as stopped from the beginning.
         aliases: Aliases = {
-            invars[slot]: {(number, not parameter.is_wanted)}
-            for number, parameter in enumerate(self.parameters)
-            for slot in parameter.slots
+            jaxpr.invars[slot]: frozenset([(number, NOT_ASKED * (not one.is_wanted))])
+            for number, one in enumerate(self.parameters)
+            for slot in one.slots
         }
-        uses = Uses(flow, values, len(self.parameters)).of(self.jaxpr, aliases)
-        avals = [invars[parameter.slots[0]].aval for parameter in self.parameters]
+        found = Uses(reach, values).of(jaxpr, aliases)
+        avals = [jaxpr.invars[parameter.slots[0]].aval for parameter in self.parameters]
+        status: list[tuple[str, ...]] = []
+        for output, row in enumerate(zeros):
+            status.append(
+                tuple(
+                    _status(zero, any(reads[slot] & bit(output) for slot in one.slots))
+                    for zero, one in zip(row, self.parameters, strict=True)
+                )
+            )
         return GradientFlow(
             tuple(path for path, _ in self.outputs),
             tuple(parameter.path for parameter in self.parameters),
             tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
+            tuple(status),
             tuple(
-                tuple(
-                    _status(live & bit(number), read & bit(number))
-                    for live, read in masks
-                )
-                for number in range(len(self.outputs))
+                _agreeing(found.get(number, {}), any(x is not True for x in column))
+                for number, column in enumerate(zip(*zeros, strict=True))
             ),
-            tuple(map(tuple, uses)),
         )
 
-    def _masks(self, flow: Derivatives, values: Dependence) -> list[tuple[int, int]]:
-        """For each parameter the outputs that it flows to, and those that read it."""
-        flows, reads = flow.of(self.jaxpr), values.of(self.jaxpr)
-        self._check_refused(flow, flows)
-        out: list[tuple[int, int]] = []
-        for parameter in self.parameters:
-            live = read = 0
-            for slot in parameter.slots:
-                live |= flows[slot]
-                if flows[slot] & FROM_NOTHING:
-                    # JAX runs such a rule as soon as anything reads its output, since
-                    # zeros may come back to it.
-                    live |= reads[slot]
-                read |= reads[slot] | live
-            out.append((live if parameter.is_wanted else 0, read))
-        return out
-
-    def _check_refused(self, flow: Derivatives, flows: Sequence[int]) -> None:
-        """Raises if a parameter reaches an equation that JAX cannot differentiate."""
-        met = [
-            path
-            for path, slots, is_wanted in self.parameters
-            if is_wanted and any(flows[slot] & REFUSED for slot in slots)
-        ]
-        if not met:
-            return
-        lines = [
-            f'{eqn.primitive.name} at {jaxprs.source_of(eqn) or UNKNOWN}'
-            for eqn, _ in flow.refused
-        ]
-        places = list(dict.fromkeys(lines))[:3]
-        more = f' and {len(met) - 3} more' if len(met) > 3 else ''
-        raise errors.ArgumentTypeError(
-            f'A gradient of {", ".join(map(repr, met[:3]))}{more} would pass '
-            f'through {", ".join(places)}, which JAX cannot differentiate.\n'
+    def _refused(self, error: BaseException | None) -> errors.ArgumentTypeError:
+        """JAX cannot differentiate an output: says where, and what would pass there."""
+        jaxpr = self.program.jaxpr
+        found = pullback.culprit(self.program, error)
+        what, names = self.name, list[str]()
+        if found:
+            lines = filter(None, map(jaxprs.source_of, reversed(found)))
+            what = f'{found[-1].primitive.name} at {next(lines, UNKNOWN)}'
+            before = jaxpr.eqns[: jaxpr.eqns.index(found[0])]
+            floats = [v for v in found[0].invars if not isinstance(v, Literal)]
+            until = jaxpr.replace(eqns=before, outvars=floats)
+            rows = Reach().within(until, [1] * len(floats))
+            names = [
+                repr(str(path))
+                for path, slots, is_wanted in self.parameters
+                if is_wanted and any(rows.get(jaxpr.invars[slot]) for slot in slots)
+            ]
+        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+        of = f' of {", ".join(names[:3])}{more}' if names else ''
+        return errors.ArgumentTypeError(
+            f'A gradient{of} would pass through {what}, which JAX cannot '
+            'differentiate.\n'
             'If none should come back from there, apply jax.lax.stop_gradient before.\n'
             'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
-        ) from next((error for _, error in flow.refused if error), None)
+        )
 
 
 def _ranges(args: Sequence[Any], argnums: int | Sequence[int]) -> dict[int, range]:
@@ -377,8 +398,18 @@ def _parameters(
             yield Parameter(path, mine, is_wanted)
 
 
-def _status(live: int, read: int) -> str:
-    return FLOWS if live else STOPPED if read else UNUSED
+def _status(zero: Mask, read: bool) -> str:
+    return FLOWS if zero is not True else STOPPED if read else UNUSED
+
+
+def _agreeing(found: Mapping[Use, int], flows: bool) -> tuple[Use, ...]:
+    """The uses of a parameter, in line with what is proven of its gradient."""
+    uses = [dataclasses.replace(use, times=times) for use, times in found.items()]
+    if not flows:
+        return tuple(dataclasses.replace(use, stopped=True, part=False) for use in uses)
+    if all(use.stopped for use in uses):  # A rule makes a gradient of its own.
+        return tuple(dataclasses.replace(use, stopped=False, by='') for use in uses)
+    return tuple(uses)
 
 
 def _without_aux(out: Any, name: str) -> Any:

@@ -62,12 +62,17 @@ class Use:
             with the cell, ``'In[3]:31 (...)'``. ``'unknown'`` if JAX has no line.
         stopped: whether the gradient through this use is zero for every output.
         part: whether only a part of the elements is stopped here, see ``sg.at``.
+        by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``.
+            This may be far behind the use. ``''`` if nothing does.
+        times: how often the line is met.
     """
 
     place: str
     source: str
     stopped: bool
     part: bool = False
+    by: str = ''
+    times: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +117,7 @@ class GradientFlow:
 
     def stopped_in(self, parameter: str) -> tuple[int, int]:
         """The number of uses in which a parameter is stopped, and of all its uses."""
-        uses = self.uses_of(parameter)
-        return sum(use.stopped for use in uses), len(uses)
+        return counted(self.uses_of(parameter))
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -205,7 +209,7 @@ class GradientFlow:
             _, is_part, status = rows[same[0]]
             name = names[-1] if is_part else '/'.join(names) or NO_MODULE
             uses = [use for row in same for n in members[row] for use in self.uses[n]]
-            note = f'{sum(use.stopped for use in uses)} of {len(uses)}'
+            note = '{} of {}'.format(*counted(uses))
             found.append(Row(name, status, note, is_part))
         return Matrix(self.output_names, tuple(found), WORDS, 'uses stopped')
 
@@ -261,6 +265,12 @@ class GradientFlow:
             f'GradientFlow({len(self.outputs)} outputs, '
             f'{len(self.parameters)} parameters, {sum(self.live)} live)'
         )
+
+
+def counted(uses: Iterable[Use]) -> tuple[int, int]:
+    """The number of stopped uses, and of all."""
+    pairs = [(use.times * use.stopped, use.times) for use in uses]
+    return sum(stopped for stopped, _ in pairs), sum(times for _, times in pairs)
 
 
 def together(statuses: Iterable[str]) -> str:

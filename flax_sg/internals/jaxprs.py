@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Literal
 
 from flax_sg.internals import frames, versions
@@ -37,9 +38,28 @@ def opened(jaxpr: Any) -> Any:
     return getattr(jaxpr, 'jaxpr', jaxpr)
 
 
+def closed_body_of(eqn: Any) -> Any:
+    """What an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs, with its constants."""
+    return next(eqn.params[name] for name in _BODY if name in eqn.params)
+
+
 def body_of(eqn: Any) -> Any:
-    """The jaxpr that an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs."""
-    return opened(next(eqn.params[name] for name in _BODY if name in eqn.params))
+    """The open jaxpr of what an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs."""
+    return opened(closed_body_of(eqn))
+
+
+def is_ref(var: Any) -> bool:
+    """Whether a variable of a jaxpr is a mutable array."""
+    return 'Ref' in type(getattr(var, 'aval', None)).__name__
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """What to trace a function with, to have an argument of this type."""
+    options = {'weak_type': getattr(aval, 'weak_type', False)}
+    mesh = getattr(getattr(aval, 'sharding', None), 'mesh', None)
+    if mesh is not None and not mesh.empty:
+        options['sharding'] = aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **options)
 
 
 class Checkpoint(NamedTuple):
@@ -134,6 +154,17 @@ def source_of(eqn: Any, within: str = '') -> str:
         if within == f'{code.co_name} at {code.co_filename}:{code.co_firstlineno}':
             return ''
     return ''
+
+
+def operation(eqn: Any) -> str:
+    """What an equation does, in the words of a user."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in CUSTOM_CALLS:
+        named = params.get('name') or body_of(eqn).debug_info.func_name
+        return f'the rule of {named}'
+    if name == 'convert_element_type':
+        return f'a cast to {params["new_dtype"]}'
+    return f'{params["name"]}' if name in JITTED else name
 
 
 def function_in(eqn: Any) -> str:

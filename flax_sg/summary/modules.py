@@ -216,7 +216,7 @@ class Program(NamedTuple):
         params = self.variables.get('params', {})
         analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
         pairs = zip(analysis.parameters, analysis.trained(), strict=True)
-        live = {parameter.path for parameter, is_trained in pairs if is_trained}
+        live = {parameter.path for parameter, zero in pairs if zero is not True}
         return [(path, leaf, path in live) for path, leaf in leaves.leaves_of(params)]
 
 

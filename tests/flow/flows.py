@@ -190,19 +190,17 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     'scanned_constants': (scanned_constants, F, S),
     'reached_after_two_turns': (reached_after_two_turns, F, S),
     'carried_in_vain': (carried_in_vain, F, U),
-    'while_loop': (while_loop, F, S),
     'one_of_the_branches': (one_of_the_branches, F, S),
     # Rules of users.
     'custom_jvp': (jvp_of_one, F, S),
     # Forward mode gets a tangent, and backward mode nothing.
-    'custom_jvp_out_of_nothing': (jvp_constant, F, F),
+    'custom_jvp_out_of_nothing': (jvp_constant, S, S),
     'custom_vjp': (vjp_against_the_code, F, S),
     'batched_custom_vjp': (jax.vmap(jax.jit(vjp_against_the_code)), F, S),
     'custom_vjp_with_zeros': (vjp_in_zeros, S, F),
     'custom_vjp_out_of_nothing': (lambda a, b: vjp_constant(a * 2.0, b), F, F),
     'out_of_nothing_in_a_loop': (out_of_nothing_in_a_loop, F, F),
-    'unreached_custom_vjp': (lambda a, b: jnp.sign(vjp_constant(a, b)), F, S),
-    'custom_vmap': (with_batches, S, F),
+    'unreached_custom_vjp': (lambda a, b: jnp.sign(vjp_constant(a, b)), S, S),
 }
 
 if hasattr(jax, 'new_ref'):  # From JAX 0.8 on.
