@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.flow import pullback
 from flax_sg.flow.dependence import Dependence, bit
 from flax_sg.flow.pullback import Reach, has_tangent
-from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow, Use
+from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow, Use
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
 from flax_sg.flow.zeros import Mask, both
 from flax_sg.internals import jaxprs
@@ -118,7 +119,7 @@ def live(
     *args: Any,
     has_aux: bool = False,
     wrt: filters.Where | None = None,
-) -> filters.Derived:
+) -> filters.Filter:
     """Returns the filter of the parameters that a function trains.
 
     Freeze parameters once, in the model. The optimizer and the gradients follow:
@@ -162,12 +163,22 @@ def live(
     """
     analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt)
     analysis.check_outputs()
-    pairs = zip(analysis.parameters, analysis.trained(), strict=True)
-    paths = [parameter.path for parameter, zero in pairs if zero is not True]
-    known = leaves_of(params).paths
-    return filters.Derived(
-        frozenset((path.collection, path.absolute) for path in paths),
-        frozenset((path.collection, path.absolute) for path in known),
+    report = analysis.report()
+    said: dict[Path, bool | filters.Part] = {}
+    for number, path in enumerate(report.parameters):
+        said[path] = said.get(path, False) | report.trained(number)
+    known = frozenset((p.collection, p.absolute) for p in leaves_of(params).paths)
+    # The whole variables, and those of which the same part is trained.
+    groups: dict[bool | filters.Part, set[tuple[str, str]]] = {}
+    for path, takes in said.items():
+        if takes:
+            groups.setdefault(takes, set()).add((path.collection, path.absolute))
+    found: list[filters.Filter] = []
+    for takes, names in groups.items():
+        some = filters.Derived(frozenset(names), known)
+        found.append(some & takes.elements if isinstance(takes, filters.Part) else some)
+    return functools.reduce(operator.or_, found) if found else filters.Derived(
+        frozenset(), known
     )
 
 
@@ -281,11 +292,6 @@ class Analysis(NamedTuple):
             'return outputs, aux with has_aux=True.'
         )
 
-    def trained(self) -> list[Mask]:
-        """For each parameter the elements that no output trains."""
-        columns = zip(*self.zeros(), strict=True)
-        return [functools.reduce(both, column) for column in columns]
-
     def zeros(self) -> list[list[Mask]]:
         """For each output, and each parameter, the elements whose gradient is zero.
 
@@ -320,23 +326,27 @@ class Analysis(NamedTuple):
         }
         found = Uses(reach, values).of(jaxpr, aliases)
         avals = [jaxpr.invars[parameter.slots[0]].aval for parameter in self.parameters]
-        status: list[tuple[str, ...]] = []
-        for output, row in enumerate(zeros):
-            status.append(
-                tuple(
-                    _status(zero, any(reads[slot] & bit(output) for slot in one.slots))
-                    for zero, one in zip(row, self.parameters, strict=True)
+        uses = [
+            _agreeing(found.get(number, {}), any(x is not True for x in column))
+            for number, column in enumerate(zip(*zeros, strict=True))
+        ]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        cells = [
+            [
+                _cell(zero, used, shape, any(reads[s] & bit(output) for s in one.slots))
+                for zero, used, shape, one in zip(
+                    row, uses, shapes, self.parameters, strict=True
                 )
-            )
+            ]
+            for output, row in enumerate(zeros)
+        ]
         return GradientFlow(
             tuple(path for path, _ in self.outputs),
             tuple(parameter.path for parameter in self.parameters),
-            tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
-            tuple(status),
-            tuple(
-                _agreeing(found.get(number, {}), any(x is not True for x in column))
-                for number, column in enumerate(zip(*zeros, strict=True))
-            ),
+            tuple(shapes),
+            tuple(tuple(status for status, _ in row) for row in cells),
+            tuple(uses),
+            tuple(tuple(part for _, part in row) for row in cells),
         )
 
     def _refused(self, error: BaseException | None) -> errors.ArgumentTypeError:
@@ -398,8 +408,26 @@ def _parameters(
             yield Parameter(path, mine, is_wanted)
 
 
-def _status(zero: Mask, read: bool) -> str:
-    return FLOWS if zero is not True else STOPPED if read else UNUSED
+def _cell(
+    zero: Mask, uses: Sequence[Use], shape: Any, is_read: bool
+) -> tuple[str, filters.Part | None]:
+    """The status of a parameter for an output, and the part that is trained.
+
+    Args:
+        zero: the elements whose gradient is zero.
+        uses: the uses of the parameter. Unless one is stopped, it is trained as a
+            whole: elements that the output leaves out may be read with other inputs.
+        shape: its shape.
+        is_read: whether the output reads it.
+    """
+    if zero is True:
+        return (STOPPED if is_read else UNUSED), None
+    live = [use for use in uses if not use.stopped]
+    if isinstance(zero, np.ndarray) and (len(live) < len(uses) or any(u.part for u in live)):
+        return PARTLY, filters.part_of(~zero, shape.shape)
+    if live and all(use.part for use in live) and any(use.by for use in uses):
+        return PARTLY, filters.Part(filters.Unclear(live[0].source))
+    return FLOWS, None
 
 
 def _agreeing(found: Mapping[Use, int], flows: bool) -> tuple[Use, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
-from flax_sg import errors
+from flax_sg import errors, filters
 from flax_sg.filters import paths
 from flax_sg.rendering import pictures, text
 from flax_sg.rendering.matrix import Matrix, Row, Word
@@ -88,8 +89,10 @@ class GradientFlow:
         parameters: the path of each leaf of the differentiated arguments.
         shapes: the shape and dtype of each parameter.
         status: for each output, and in it for each parameter, ``'flows'``,
-            ``'stopped'`` or ``'unused'``.
+            ``'partly'``, ``'stopped'`` or ``'unused'``.
         uses: for each parameter the places where the function uses it.
+        parts: for each output, and in it for each parameter that is ``'partly'``
+            trained, the part; None for the others.
     """
 
     outputs: tuple[str, ...]
@@ -97,9 +100,10 @@ class GradientFlow:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     status: tuple[tuple[str, ...], ...]
     uses: tuple[tuple[Use, ...], ...]
+    parts: tuple[tuple[filters.Part | None, ...], ...] = ()
 
     def status_of(self, output: str, parameter: str) -> str:
-        """Whether a parameter ``'flows'``, is ``'stopped'`` or ``'unused'``.
+        """Whether a parameter ``'flows'``, ``'partly'``, is ``'stopped'`` or ``'unused'``.
 
         Raises:
             UnknownNameError: if there is no such output or parameter.
@@ -119,6 +123,14 @@ class GradientFlow:
         """The number of uses in which a parameter is stopped, and of all its uses."""
         return counted(self.uses_of(parameter))
 
+    def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
+        """How many elements of a parameter some outputs train, see ``trained``."""
+        said, shape = self.trained(number, outputs), self.shapes[number].shape
+        if not isinstance(said, filters.Part):
+            return said * math.prod(shape)
+        mask = said.mask(shape, self.parameters[number])
+        return math.prod(shape) * int(mask.sum()) // mask.size
+
     @property
     def output_names(self) -> tuple[str, ...]:
         """The outputs as a heading calls them: a single one is ``'output'``."""
@@ -126,9 +138,26 @@ class GradientFlow:
 
     @property
     def live(self) -> tuple[bool, ...]:
-        """For each parameter whether it flows to some output."""
-        columns = zip(*self.status, strict=True)
-        return tuple(FLOWS in column for column in columns)
+        """For each parameter whether it flows to some output, or a part of it."""
+        return tuple(bool(self.trained(n)) for n in range(len(self.parameters)))
+
+    def trained(
+        self, number: int, outputs: Iterable[int] | None = None
+    ) -> bool | filters.Part:
+        """What some outputs train of a parameter: all, nothing or a part.
+
+        Args:
+            number: the number of the parameter.
+            outputs: the numbers of the outputs. By default all of them together.
+        """
+        found: bool | filters.Part = False
+        for output in range(len(self.outputs)) if outputs is None else outputs:
+            status = self.status[output][number]
+            if status == PARTLY:
+                found = self.parts[output][number] | found
+            elif status == FLOWS:
+                return True
+        return found
 
     def by_module(self, depth: int | None = None) -> dict[str, tuple[str, ...]]:
         """The status of each module for each output, by the module's path.
@@ -147,11 +176,8 @@ class GradientFlow:
         }
 
     def _column(self, number: int) -> tuple[str, ...]:
-        """The status of a parameter for each output; ``'partly'`` is one of them."""
-        flowing = [use.part for use in self.uses[number] if not use.stopped]
-        flows = PARTLY if flowing and all(flowing) else FLOWS
-        found = (row[number] for row in self.status)
-        return tuple(flows if status == FLOWS else status for status in found)
+        """The status of a parameter for each output."""
+        return tuple(row[number] for row in self.status)
 
     def _together(self, numbers: Sequence[int]) -> tuple[str, ...]:
         """The status of several parameters together for each output."""

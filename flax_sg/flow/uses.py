@@ -33,6 +33,8 @@ SAME_VALUE = frozenset(
         'optimization_barrier',
     )
 )
+# Primitives that return their first input, with other elements in some places.
+_OVERWRITE = frozenset(('scatter', 'dynamic_update_slice'))
 
 
 class _Wanted(NamedTuple):
@@ -175,6 +177,8 @@ class Uses:
             for parameter, said in used.items():
                 # ``jnp.where`` of a parameter and the same one stopped: see ``sg.at``.
                 part = eqn.primitive.name == 'select_n' and len(said) == 2
+                if '' in said and eqn.primitive.name in _OVERWRITE:
+                    part = any(parameter == n for n, _ in _of(aliases, eqn.invars[0]))
                 stopped = '' not in said
                 by = max(said) if part or stopped else ''
                 use = Use(stack or UNKNOWN, here.source, stopped, part, by)

@@ -365,20 +365,3 @@ def test_primitives_without_a_derivative():
     assert use.stopped is True
     with refused('igamma_grad_a'):
         flow_of(lambda p: lax.igamma_grad_a(p, jnp.ones_like(p)), A)
-
-
-@pytest.mark.skipif(not hasattr(jax, 'new_ref'), reason='mutable arrays are new in JAX')
-@pytest.mark.parametrize('jitted', [False, True])
-def test_mutable_arrays(jitted):
-    def written(p):
-        ref = jax.new_ref(jnp.zeros(3))
-
-        def turn(number, _):
-            ref[...] = p * 2.0
-            return None
-
-        lax.fori_loop(0, 2, turn, None)
-        return ref[...]
-
-    with refused('through get at .*, swap at'):
-        flow_of(jax.jit(written) if jitted else written, A)
