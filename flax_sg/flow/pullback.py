@@ -10,8 +10,8 @@ So JAX differentiates the whole program, for one output at a time.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Hashable, Sequence
+from operator import or_
 from typing import Any
 
 import jax
@@ -65,8 +65,10 @@ def _needed(jaxpr: Any) -> list[tuple[JaxprEqn, int]]:
             masks[var] = masks.get(var, 0) | bit(number)
     found: list[tuple[JaxprEqn, int]] = []
     for eqn in reversed(jaxpr.eqns):
-        made = (*eqn.outvars, *filter(jaxprs.is_ref, eqn.invars))
-        mask = functools.reduce(operator.or_, (masks.get(var, 0) for var in made), 0)
+        mask = functools.reduce(or_, (masks.get(var, 0) for var in eqn.outvars), 0)
+        if any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))):
+            # JAX keeps what works on mutable arrays, and runs the rules before it.
+            mask = bits(range(len(jaxpr.outvars)))
         found.append((eqn, mask))
         for var in eqn.invars if mask else ():
             if not isinstance(var, Literal):
