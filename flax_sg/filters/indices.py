@@ -81,6 +81,11 @@ class Part:
 
     elements: Filter
 
+    @property
+    def is_unclear(self) -> bool:
+        """Whether the elements are not known."""
+        return Unclear in self.elements.kinds
+
     def __and__(self, other: bool | Part) -> bool | Part:
         if isinstance(other, Part):
             return Part(self.elements & other.elements)

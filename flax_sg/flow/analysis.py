@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
+from flax.errors import FlaxError
 from jax.extend.core import ClosedJaxpr, Literal
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Path, natural_key
 from flax_sg.flow import pullback
 from flax_sg.flow.dependence import Dependence, bit
 from flax_sg.flow.pullback import Reach, has_tangent
-from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow, Use
+from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow, Use, unique
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
 from flax_sg.flow.zeros import Mask, both
 from flax_sg.internals import jaxprs
@@ -47,6 +47,7 @@ def gradient_flow(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     wrt: filters.Where | None = None,
+    **kwargs: Any,
 ) -> GradientFlow:
     """Tells which output of a function trains which parameter.
 
@@ -91,6 +92,7 @@ def gradient_flow(
             out. Default False.
         wrt: the parameters to differentiate, a filter of any kind. All others count as
             stopped. By default what ``sg.grad`` differentiates, see ``sg.trainable``.
+        **kwargs: keyword arguments of the function, as for ``sg.live``.
 
     Returns:
         Plain data. Leaves that are no arrays are left out. Integers and random keys are
@@ -108,8 +110,8 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    analysis = Analysis.of(fun, args, argnums, has_aux, wrt)
-    analysis.check_outputs()
+    analysis = Analysis.of(fun, args, argnums, has_aux, wrt, kwargs)
+    analysis.check()
     return analysis.report()
 
 
@@ -119,6 +121,7 @@ def live(
     *args: Any,
     has_aux: bool = False,
     wrt: filters.Where | None = None,
+    **kwargs: Any,
 ) -> filters.Filter:
     """Returns the filter of the parameters that a function trains.
 
@@ -150,36 +153,40 @@ def live(
         has_aux: whether ``fun`` returns ``(outputs, aux)``; ``aux`` trains nothing.
             Default False.
         wrt: the parameters to ask about, as for ``sg.gradient_flow``.
+        **kwargs: keyword arguments of the function: ``train=True``, and for a module
+            also ``rngs=``, ``mutable=`` and ``method=``. Collections that a module
+            writes train nothing.
 
     Returns:
         A filter for ``wrt=``, ``where=``, blocks, and ``~ & |``. It may select nothing.
         Two of these are equal if they select the same of the same parameters. All
-        variables in one box are selected together.
+        variables in one box are selected together. If a part of an array is stopped
+        (``sg.at``, ``frozen_layers=``), exactly the rest is selected.
 
     Raises:
         UnknownNameError: when the filter is asked for a variable that was not in
             ``params``.
+        PartError: when ``~live`` is used, if a part is stopped that depends on what
+            comes in.
         ArgumentTypeError: as ``sg.gradient_flow``.
     """
-    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt)
-    analysis.check_outputs()
+    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt, kwargs)
+    analysis.check()
     report = analysis.report()
-    said: dict[Path, bool | filters.Part] = {}
+    # Leaves in one box share a place.
+    said: dict[Any, bool | filters.Part] = {}
     for number, path in enumerate(report.parameters):
-        said[path] = said.get(path, False) | report.trained(number)
-    known = frozenset((p.collection, p.absolute) for p in leaves_of(params).paths)
-    # The whole variables, and those of which the same part is trained.
-    groups: dict[bool | filters.Part, set[tuple[str, str]]] = {}
-    for path, takes in said.items():
-        if takes:
-            groups.setdefault(takes, set()).add((path.collection, path.absolute))
+        said[path.place] = said.get(path.place, False) | report.trained(number)
+    known = frozenset(path.place for path in leaves_of(params).paths)
     found: list[filters.Filter] = []
-    for takes, names in groups.items():
-        some = filters.Derived(frozenset(names), known)
+    for takes in dict.fromkeys(filter(None, said.values())):
+        # The whole variables, or those of which the same part is trained.
+        places = frozenset(place for place, others in said.items() if others == takes)
+        some = filters.Derived(places, known)
         found.append(some & takes.elements if isinstance(takes, filters.Part) else some)
-    return functools.reduce(operator.or_, found) if found else filters.Derived(
-        frozenset(), known
-    )
+    if len(found) > 1:
+        return filters.Or(tuple(found))
+    return found[0] if found else filters.Derived(frozenset(), known)
 
 
 class Parameter(NamedTuple):
@@ -221,15 +228,19 @@ class Analysis(NamedTuple):
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         wrt: filters.Where | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Analysis:
         """Traces a function once and finds its parameters; see ``gradient_flow``.
 
         Python numbers in the differentiated arguments are traced. In the other
         arguments they are constants.
         """
-        run = fun.apply if isinstance(fun, linen.Module) else fun
+        kwargs, is_module = dict(kwargs or {}), isinstance(fun, linen.Module)
+        run = fun.apply if is_module else fun
+        # What a module writes comes back beside its output.
+        writes = is_module and kwargs.get('mutable', False) is not False
         name = predicates.describe(run)
-        leaves, treedef = jax.tree.flatten(tuple(args))
+        leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
         ranges = _ranges(args, argnums)
         own = set(itertools.chain(*ranges.values()))
         inputs = {
@@ -241,13 +252,20 @@ class Analysis(NamedTuple):
 
         def of_arrays(arrays: dict[int, Any]) -> list[Any]:
             full = [arrays.get(n, leaf) for n, leaf in enumerate(leaves)]
-            out = run(*treedef.unflatten(full))
+            args, options = treedef.unflatten(full)
+            out = run(*args, **options)
+            if writes:
+                out, _ = out
             if has_aux:
                 out = _without_aux(out, name)
             pairs = jax.tree_util.tree_leaves_with_path(out)
-            outputs[:] = [(str(path_of(keys)), _shape_of(leaf)) for keys, leaf in pairs]
-            is_array = [isinstance(x, jax.ShapeDtypeStruct) for _, x in outputs]
-            return list(itertools.compress(jax.tree.leaves(out), is_array))
+            # As people count: loss_2 comes before loss_10.
+            pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
+            names = unique([path_of(keys) for keys, _ in pairs])
+            shapes = [_shape_of(leaf) for _, leaf in pairs]
+            outputs[:] = zip(names, shapes, strict=True)
+            is_array = [isinstance(x, jax.ShapeDtypeStruct) for x in shapes]
+            return list(itertools.compress((leaf for _, leaf in pairs), is_array))
 
         try:
             closed = jax.make_jaxpr(of_arrays)(inputs)
@@ -258,6 +276,14 @@ class Analysis(NamedTuple):
                 'Bind such an argument, as a number or a NumPy array: '
                 'functools.partial(fun, ...).'
             ) from error
+        except FlaxError as error:
+            if is_module and 'params' not in args[0]:
+                raise errors.ArgumentTypeError(
+                    f'{type(fun).__name__} takes a dict of collections, and was given '
+                    f"{', '.join(map(repr, args[0]))}.\n"
+                    "Write the collection: sg.live(model, {'params': params}, x)."
+                ) from error
+            raise
         slots = {leaf: slot for slot, leaf in enumerate(inputs)}
         trees = [leaves_of(args[position]) for position in ranges]
         masks = chosen(trees, wrt)
@@ -268,12 +294,18 @@ class Analysis(NamedTuple):
             parameters += _parameters(prefix, tree, mask, numbers, slots)
         return cls(closed, name, outputs, parameters)
 
-    def check_outputs(self) -> None:
-        """Raises if an output is no array, or none has a derivative.
+    def check(self) -> None:
+        """Raises if an output is no array, none has a derivative, or nothing is asked.
 
         Raises:
             ArgumentTypeError: if it is so.
         """
+        if not self.parameters:
+            raise errors.ArgumentTypeError(
+                f'{self.name} has no parameters: the argument holds no arrays.\n'
+                'Give arrays or their shapes, and say which argument holds them: '
+                'argnums=1.'
+            )
         wrong = [
             (path, leaf)
             for path, leaf in self.outputs
@@ -326,9 +358,14 @@ class Analysis(NamedTuple):
         }
         found = Uses(reach, values).of(jaxpr, aliases)
         avals = [jaxpr.invars[parameter.slots[0]].aval for parameter in self.parameters]
+        columns = list(zip(*zeros, strict=True))
         uses = [
-            _agreeing(found.get(number, {}), any(x is not True for x in column))
-            for number, column in enumerate(zip(*zeros, strict=True))
+            _agreeing(
+                found.get(number, {}),
+                any(x is not True for x in columns[number]),
+                any(reads[slot] for slot in one.slots),
+            )
+            for number, one in enumerate(self.parameters)
         ]
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         cells = [
@@ -430,11 +467,14 @@ def _cell(
     return FLOWS, None
 
 
-def _agreeing(found: Mapping[Use, int], flows: bool) -> tuple[Use, ...]:
+def _agreeing(
+    found: Mapping[Use, int], flows: bool, is_read: bool
+) -> tuple[Use, ...]:
     """The uses of a parameter, in line with what is proven of its gradient."""
     uses = [dataclasses.replace(use, times=times) for use, times in found.items()]
     if not flows:
-        return tuple(dataclasses.replace(use, stopped=True, part=False) for use in uses)
+        stopped = (dataclasses.replace(use, stopped=True, part=False) for use in uses)
+        return tuple(stopped) if is_read else ()
     if all(use.stopped for use in uses):  # A rule makes a gradient of its own.
         return tuple(dataclasses.replace(use, stopped=False, by='') for use in uses)
     return tuple(uses)

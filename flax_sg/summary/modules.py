@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -92,20 +91,10 @@ def tabulate(
             lines.append(f'Shown to depth={shown_to}; depth=None shows all modules.')
         trained = [(count, leaf.dtype) for _, leaf, count in parameters]
         frozen = [(leaf.size - count, leaf.dtype) for _, leaf, count in parameters]
-        lines.append(f'Trainable: {amount(trained)}   Frozen: {amount(frozen)}')
+        lines.append(f'Trainable: {text.amount(trained)}   Frozen: {text.amount(frozen)}')
         return '\n'.join(lines)
 
     return show
-
-
-def amount(counts: Sequence[tuple[int, Any]]) -> str:
-    """Returns numbers of values, and their bytes, as text."""
-    values = sum(count for count, _ in counts)
-    size: float = sum(count * dtype.itemsize for count, dtype in counts)
-    if size < 1000:
-        return f'{values:,} ({size} B)' if values else '0'
-    power = min(4, int(math.log10(size)) // 3)
-    return f'{values:,} ({size / 1000**power:.1f} {"_KMGT"[power]}B)'
 
 
 class Row(NamedTuple):

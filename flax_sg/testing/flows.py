@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from flax_sg import errors, filters, flow
+from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
 from flax_sg.flow.report import UNUSED, unknown_name
 from flax_sg.trees import leaves
@@ -147,7 +146,8 @@ def broken(
         for n in judged:
             if not (only or named[n]):
                 continue
-            lacks, has = _against(report, n, numbers, named[n], trained)
+            wanted = named[n] if trained else filters.negated(named[n])
+            lacks, has = report.differs(n, wanted, numbers)
             if trained and lacks:
                 wrong.setdefault((name, True), []).append(n)
             elif has and (only or not trained):
@@ -171,38 +171,6 @@ def broken(
     if len(wrong) > 2:
         lines.append(f'{len({name for name, _ in wrong})} outputs are wrong.')
     return lines
-
-
-def _against(
-    report: flow.GradientFlow, n: int, numbers: Sequence[int], named: Any, trained: bool
-) -> tuple[bool, bool]:
-    """Whether a parameter has too few trained elements, and whether it has too many.
-
-    Args:
-        report: the report.
-        n: the number of the parameter.
-        numbers: the outputs that count.
-        named: what the filter says of the parameter: a bool or a ``Part``.
-        trained: whether the named elements should be trained; the others should not.
-    """
-    found = report.trained(n, numbers)
-    wanted = named if trained else filters.negated(named)
-    if isinstance(found, bool) and isinstance(wanted, bool):
-        return wanted and not found, found and not wanted
-    path, shape = report.parameters[n], report.shapes[n].shape
-    most, want = (_mask(said, shape, path) for said in (found, wanted))
-    least = np.zeros_like(most) if _is_unclear(found) else most
-    return bool((want & ~least).any()), bool((most & ~want).any())
-
-
-def _mask(said: Any, shape: tuple[int, ...], path: str) -> Any:
-    if isinstance(said, filters.Part):
-        return said.mask(shape, path)
-    return np.full((1,) * len(shape), said)
-
-
-def _is_unclear(said: Any) -> bool:
-    return isinstance(said, filters.Part) and isinstance(said.elements, filters.Unclear)
 
 
 def _place(
@@ -263,6 +231,12 @@ def _check(
 ) -> None:
     """Raises ``ExpectationError`` if a function or a report is not as expected."""
     if not isinstance(loss, flow.GradientFlow):
+        if not args:
+            raise errors.ArgumentTypeError(
+                f'{predicates.describe(loss)} is to be traced, and its arguments are '
+                'not given.\n'
+                "Write them after the filter: assert_flows(loss, 'head/**', params, x)."
+            )
         loss = flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
     elif args:
         several = '1 argument' if len(args) == 1 else f'{len(args)} arguments'

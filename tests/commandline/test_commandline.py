@@ -146,9 +146,9 @@ def test_a_broken_expectation_is_a_table_and_a_status(capsys):
     # Each output that the pattern names is judged alone.
     assert second.split('\n')[1:] == [
         "  Output 'code' does not train 1 of its parameters: code/bias.",
-        f'  code/bias is stopped at {place[:-1]} and 1 more.',
+        f'  code/bias is stopped by stop_gradient at {place[:-1]} and 1 more.',
         "  Output 'gln' does not train 2 of its parameters: code/bias, code/kernel.",
-        f'  code/bias is stopped at {place[:-1]} and 1 more.',
+        f'  code/bias is stopped by stop_gradient at {place[:-1]} and 1 more.',
         '  2 outputs are wrong.',
         '',
     ]

@@ -21,10 +21,14 @@ head          partly    -         trains              1 of 3
   kernel      stopped   -         trains              1 of 2
 (no module)   trains    trains    trains              0 of 1
 
-trains   the output depends differentiably on every parameter there
-partly   on some of the parameters there, or of their elements
-stopped  it uses them, and their gradient is exactly zero
--        it does not use them"""
+trains   a gradient reaches every parameter there
+partly   a gradient reaches some of the parameters there, or some of their elements
+stopped  the output uses the parameters there, and their gradient is exactly zero
+-        the output does not use the parameters there
+
+gln trains 6 (24 B) of 10 values
+code trains 4 (16 B) of 10 values
+explanation trains 6 (24 B) of 10 values"""
 
 # Text.
 
