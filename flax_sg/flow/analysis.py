@@ -22,7 +22,15 @@ from flax_sg.filters.paths import Path, natural_key
 from flax_sg.flow import pullback
 from flax_sg.flow.dependence import Dependence, bit
 from flax_sg.flow.pullback import Reach, has_tangent
-from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow, Use, unique
+from flax_sg.flow.report import (
+    FLOWS,
+    PARTLY,
+    STOPPED,
+    UNUSED,
+    GradientFlow,
+    Use,
+    unique,
+)
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
 from flax_sg.flow.zeros import Mask, both
 from flax_sg.internals import jaxprs
@@ -111,7 +119,7 @@ def gradient_flow(
         result is that of symbolic zeros in ``jax.jvp``.
     """
     analysis = Analysis.of(fun, args, argnums, has_aux, wrt, kwargs)
-    analysis.check()
+    analysis.check_outputs()
     return analysis.report()
 
 
@@ -171,7 +179,7 @@ def live(
         ArgumentTypeError: as ``sg.gradient_flow``.
     """
     analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt, kwargs)
-    analysis.check()
+    analysis.check_outputs()
     report = analysis.report()
     # Leaves in one box share a place.
     said: dict[Any, bool | filters.Part] = {}
@@ -207,8 +215,8 @@ class Analysis(NamedTuple):
     """The trace of a function, with its parameters and outputs.
 
     Attributes:
-        program: from the arrays in the arguments to the arrays that are returned, without
-            ``aux``.
+        program: from the arrays in the arguments to the arrays that are returned,
+            without ``aux``.
         name: the name of the function, and where it stands.
         outputs: the path of each leaf that is returned, and its shape, or the leaf
             itself if it is no array.
@@ -236,10 +244,10 @@ class Analysis(NamedTuple):
         arguments they are constants.
         """
         kwargs, is_module = dict(kwargs or {}), isinstance(fun, linen.Module)
-        run = fun.apply if is_module else fun
+        run = fun.apply if isinstance(fun, linen.Module) else fun
         # What a module writes comes back beside its output.
         writes = is_module and kwargs.get('mutable', False) is not False
-        name = predicates.describe(run)
+        name = type(fun).__name__ if is_module else predicates.describe(run)
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
         ranges = _ranges(args, argnums)
         own = set(itertools.chain(*ranges.values()))
@@ -248,6 +256,13 @@ class Analysis(NamedTuple):
             for n, leaf in enumerate(leaves)
             if _is_array(leaf) or (n in own and is_differentiable(leaf))
         }
+        if not inputs.keys() & own:
+            raise errors.ArgumentTypeError(
+                f'{name} has no parameters: argument {", ".join(map(str, ranges))} '
+                'holds no arrays.\n'
+                'Give arrays or their shapes, and say which argument holds them: '
+                'argnums=1.'
+            )
         outputs: list[tuple[str, Any]] = []
 
         def of_arrays(arrays: dict[int, Any]) -> list[Any]:
@@ -280,7 +295,7 @@ class Analysis(NamedTuple):
             if is_module and 'params' not in args[0]:
                 raise errors.ArgumentTypeError(
                     f'{type(fun).__name__} takes a dict of collections, and was given '
-                    f"{', '.join(map(repr, args[0]))}.\n"
+                    f'{", ".join(map(repr, args[0]))}.\n'
                     "Write the collection: sg.live(model, {'params': params}, x)."
                 ) from error
             raise
@@ -294,18 +309,12 @@ class Analysis(NamedTuple):
             parameters += _parameters(prefix, tree, mask, numbers, slots)
         return cls(closed, name, outputs, parameters)
 
-    def check(self) -> None:
-        """Raises if an output is no array, none has a derivative, or nothing is asked.
+    def check_outputs(self) -> None:
+        """Raises if an output is no array, or none has a derivative.
 
         Raises:
             ArgumentTypeError: if it is so.
         """
-        if not self.parameters:
-            raise errors.ArgumentTypeError(
-                f'{self.name} has no parameters: the argument holds no arrays.\n'
-                'Give arrays or their shapes, and say which argument holds them: '
-                'argnums=1.'
-            )
         wrong = [
             (path, leaf)
             for path, leaf in self.outputs
@@ -334,9 +343,9 @@ class Analysis(NamedTuple):
         outputs = [n for n, (_, x) in enumerate(self.outputs) if has_tangent(x)]
         try:
             rows = pullback.zero_gradients(self.program, outputs, wanted)
-        except pullback.Refused as error:
+        except pullback.RefusedError as error:
             raise self._refused(error.__cause__) from error.__cause__
-        found = [[True] * len(self.parameters) for _ in self.outputs]
+        found: list[list[Mask]] = [[True] * len(self.parameters) for _ in self.outputs]
         for output, row in zip(outputs, rows, strict=True):
             zero = dict(zip(wanted, row, strict=True))
             found[output] = [
@@ -460,16 +469,16 @@ def _cell(
     if zero is True:
         return (STOPPED if is_read else UNUSED), None
     live = [use for use in uses if not use.stopped]
-    if isinstance(zero, np.ndarray) and (len(live) < len(uses) or any(u.part for u in live)):
+    if isinstance(zero, np.ndarray) and (
+        len(live) < len(uses) or any(u.part for u in live)
+    ):
         return PARTLY, filters.part_of(~zero, shape.shape)
     if live and all(use.part for use in live) and any(use.by for use in uses):
         return PARTLY, filters.Part(filters.Unclear(live[0].source))
     return FLOWS, None
 
 
-def _agreeing(
-    found: Mapping[Use, int], flows: bool, is_read: bool
-) -> tuple[Use, ...]:
+def _agreeing(found: Mapping[Use, int], flows: bool, is_read: bool) -> tuple[Use, ...]:
     """The uses of a parameter, in line with what is proven of its gradient."""
     uses = [dataclasses.replace(use, times=times) for use, times in found.items()]
     if not flows:

@@ -33,7 +33,7 @@ def has_tangent(aval: Any) -> bool:
     return jnp.issubdtype(dtype, np.inexact)
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """JAX does not differentiate a program; the cause is JAX's own error."""
 
 
@@ -51,7 +51,7 @@ def zero_gradients(
         For each of the outputs, and in it for each of the inputs.
 
     Raises:
-        Refused: if ``jax.grad`` would raise.
+        RefusedError: if ``jax.grad`` would raise.
     """
     needed = _needed(program.jaxpr)
     return [_zeros_of(program, needed, number, slots) for number in outputs]
@@ -106,7 +106,7 @@ def _zeros_of(
     try:
         closed = jax.make_jaxpr(pulled_back)(shapes, cotangent)
     except Exception as error:
-        raise Refused(output) from error
+        raise RefusedError(output) from error
     found = Zeros().of(closed, [NOTHING] * len(closed.in_avals))
     return [one.zero for one in found]
 
@@ -191,7 +191,9 @@ def _rows_of(eqn: JaxprEqn) -> Rows:
     for number, out in enumerate(gives):
         cotangents = [ZERO] * len(gives)
         cotangents[number] = NOTHING
-        for var, found in zip(takes, zeros.of(closed, [*inputs, *cotangents]), strict=True):
+        for var, found in zip(
+            takes, zeros.of(closed, [*inputs, *cotangents]), strict=True
+        ):
             rows[var] |= bit(out) if found.zero is not True else 0
     return [rows.get(v, 0) if isinstance(v, Var) else 0 for v in eqn.invars]
 

@@ -100,14 +100,14 @@ class GradientFlow:
     """
 
     outputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+    parameters: tuple[paths.Path, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     status: tuple[tuple[str, ...], ...]
     uses: tuple[tuple[Use, ...], ...]
     parts: tuple[tuple[filters.Part | None, ...], ...] = ()
 
     def status_of(self, output: str, parameter: str) -> str:
-        """Whether a parameter ``'flows'``, ``'partly'``, is ``'stopped'`` or ``'unused'``.
+        """How an output treats a parameter, one of the words of ``status``.
 
         Raises:
             UnknownNameError: if there is no such output or parameter.
@@ -174,7 +174,8 @@ class GradientFlow:
         for output in range(len(self.outputs)) if outputs is None else outputs:
             status = self.status[output][number]
             if status == PARTLY:
-                found = self.parts[output][number] | found
+                part = self.parts[output][number]
+                found = part | found if part else True
             elif status == FLOWS:
                 return True
         return found
@@ -205,7 +206,7 @@ class GradientFlow:
 
     def _members(self, depth: int | None = None) -> dict[str, list[int]]:
         """The numbers of the parameters of each group of ``by_module``, by its path."""
-        if depth is not None and (not isinstance(depth, int) or depth < 0):
+        if depth is not None and depth < 0:
             raise unknown_choice('depth', depth, (0, 1, 2, None))
         collections = {path.place[0] for path in self.parameters}
         groups: dict[str, list[int]] = {}
@@ -320,7 +321,9 @@ class GradientFlow:
             members.append(numbers)
             is_mixed = PARTLY in status or {*map(self._column, numbers)} != {status}
             for n in numbers if depth is None and is_mixed else ():
-                rows.append(((*names_in, self.parameters[n].name), True, self._column(n)))
+                rows.append(
+                    ((*names_in, self.parameters[n].name), True, self._column(n))
+                )
                 members.append([n])
         found: list[Row] = []
         joined = text.repeated([row[0] for row in rows], [row[1:] for row in rows])

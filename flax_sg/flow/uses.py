@@ -158,9 +158,14 @@ class Uses:
             reads = [bool(row & outs.read) for row in self.values.rows(eqn)]
             stack = jaxprs.name_stack_of(eqn)
             if eqn.primitive.name in SAME_VALUE:
-                for var, out, is_live in zip(eqn.invars, eqn.outvars, flows, strict=True):
+                for var, out, is_live in zip(
+                    eqn.invars, eqn.outvars, flows, strict=True
+                ):
                     aliases[out] = frozenset(
-                        (number, was or ('' if is_live else self._stop(stops, here, eqn, 0)))
+                        (
+                            number,
+                            was or ('' if is_live else self._stop(stops, here, eqn, 0)),
+                        )
                         for number, was in _of(aliases, var)
                     )
                 continue
@@ -238,7 +243,12 @@ class Uses:
                 is_live = body.wanted.live & bit(output)
                 for number, was in sorted(alias):
                     by = was or ('' if is_live else body.ends[output] or UNKNOWN)
-                    _add(found, number, Use(UNKNOWN, body.place.source, bool(by), by=by), 1)
+                    _add(
+                        found,
+                        number,
+                        Use(UNKNOWN, body.place.source, bool(by), by=by),
+                        1,
+                    )
 
     # What stops a gradient.
 

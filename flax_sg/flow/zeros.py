@@ -8,13 +8,12 @@ zeros. An operation that is not listed makes anything.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 from numpy.typing import NDArray
 
 from flax_sg.internals import jaxprs
@@ -23,8 +22,6 @@ from flax_sg.internals import jaxprs
 # axes where all elements are alike.
 Mask: TypeAlias = 'bool | NDArray[np.bool_]'
 
-# Larger masks are not spread out.
-_LARGEST = 1 << 24
 # Turns of a loop after which no more is learnt of what it carries.
 _MOST_TURNS = 16
 
@@ -102,7 +99,7 @@ def opposite(mask: Mask) -> Mask:
     return not mask if isinstance(mask, bool) else ~mask
 
 
-# Operations of one operand, or of several that do not meet: zeros stay where they are.
+# Zeros stay where they are, in each operand for itself.
 _IN_PLACE = frozenset(
     (
         *('neg', 'sign', 'floor', 'ceil', 'round', 'abs', 'real', 'imag', 'conj'),
@@ -113,18 +110,26 @@ _IN_PLACE = frozenset(
         *('optimization_barrier', 'mesh_cast', 'layout_constraint'),
     )
 )
-# All zeros of all zeros, each operand for itself.
-_OF_ALL = frozenset(
+# All zeros of all zeros, in each operand for itself.
+_EACH = frozenset(
     (
         *('psum', 'psum2', 'psum_invariant', 'pmax', 'pmin', 'pbroadcast', 'ppermute'),
         *('all_gather', 'all_gather_invariant', 'all_gather_reduced', 'all_to_all'),
-        *('reduce_scatter', 'psum_scatter', 'unreduced_psum', 'pgather', 'sort'),
-        *('cumsum', 'cumprod', 'cummax', 'cummin', 'reduce_prod', 'fft', 'rev'),
-        *('reduce_window_sum', 'reduce_max', 'reduce_min'),
-        *('dynamic_slice', 'gather', 'top_k'),
+        *('reduce_scatter', 'unreduced_psum', 'sort', 'cumsum', 'cumprod', 'cummax'),
+        *('cummin', 'fft', 'rev', 'reduce_window_sum', 'reduce_max', 'reduce_min'),
+        *('reduce_prod', 'reshape', 'slice', 'dynamic_slice', 'gather', 'top_k'),
+        *('select_and_scatter_add', 'tile'),
     )
 )
-# All zeros if one of the first operands is zero.
+# All zeros if these operands are.
+_TOGETHER = {
+    **dict.fromkeys(('concatenate', 'stack', 'clamp'), slice(None)),
+    **dict.fromkeys(('dynamic_update_slice', 'scatter_add'), slice(2)),
+    **dict.fromkeys(('scatter', 'scatter-add', 'scatter-mul'), slice(0, 3, 2)),
+    'select_and_gather_add': slice(1),
+    'triangular_solve': slice(1, 2),
+}
+# All zeros if one of these operands is.
 _PRODUCTS = frozenset(('dot_general', 'conv_general_dilated', 'ragged_dot_general'))
 
 
@@ -165,7 +170,7 @@ class Zeros:
                     known[var] = out
         return [read(var) for var in opened.outvars]
 
-    def _through(self, eqn: JaxprEqn, ins: Sequence[Known]) -> Sequence[Known]:
+    def _through(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
         """What is known of the outputs of an equation."""
         name = eqn.primitive.name
         if name in jaxprs.CALLS or name in jaxprs.CUSTOM_CALLS:
@@ -178,39 +183,39 @@ class Zeros:
         if name == 'while':
             return self._while(eqn, ins)
         if name == 'cond':
-            outs = [self.of(branch, ins[1:]) for branch in eqn.params['branches']]
-            return [functools.reduce(_common, several) for several in zip(*outs)]
+            outs = (self.of(branch, ins[1:]) for branch in eqn.params['branches'])
+            return [
+                functools.reduce(_common, several)
+                for several in zip(*outs, strict=True)
+            ]
         if not any(one.zero is not False or one.exact for one in ins):
             return [NOTHING] * len(eqn.outvars)
         return self._operation(name, eqn, ins)
 
-    def _operation(
-        self, name: str, eqn: JaxprEqn, ins: Sequence[Known]
-    ) -> Sequence[Known]:
+    def _operation(self, name: str, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
+        count = len(eqn.outvars)
         if name in _IN_PLACE:
             return ins
-        if name in _MOVES:
-            [one, *_] = ins
-            if isinstance(one.zero, bool):
-                return [one]
-            shape = eqn.invars[0].aval.shape
-            exact = one.exact and name != 'reduce_sum'
-            return [Known(_MOVES[name](one.zero, shape, eqn.params), exact)]
-        if name in _OF_ALL:
-            found = [ZERO if one.zero is True else NOTHING for one in ins]
-            return [*found, *[NOTHING] * len(eqn.outvars)][: len(eqn.outvars)]
-        if name == 'split':
-            return [ins[0].everywhere()] * len(eqn.outvars)
-        if name == 'custom_linear_solve':
-            solved = ins[len(ins) - len(eqn.outvars) :]
-            return [ZERO if all(x.zero is True for x in solved) else NOTHING] * len(solved)
-        if name == 'not' and ins[0].exact:
-            return [Known(opposite(ins[0].zero), exact=True)]
-        if name in _PRODUCTS:
-            return [ZERO if any(one.zero is True for one in ins[:2]) else NOTHING]
         if name in _MEET:
             return [Known(_MEET[name](eqn, ins))]
-        return [NOTHING] * len(eqn.outvars)
+        if name in _MOVES:
+            zero, exact = ins[0].zero, ins[0].exact and name != 'reduce_sum'
+            moved = zero if isinstance(zero, bool) else _MOVES[name](zero, eqn)
+            return [Known(moved, exact)]
+        if name == 'not' and ins[0].exact:
+            return [Known(opposite(ins[0].zero), exact=True)]
+        zeros = [one.zero is True for one in ins]
+        if name in _EACH:
+            return [Known(n < len(zeros) and zeros[n]) for n in range(count)]
+        if name in _TOGETHER:
+            return [Known(all(zeros[_TOGETHER[name]]))]
+        if name in _PRODUCTS:
+            return [Known(any(zeros[:2]))]
+        if name == 'split':
+            return [Known(zeros[0])] * count
+        if name == 'custom_linear_solve':
+            return [Known(all(zeros[-count:]))] * count
+        return [NOTHING] * count
 
     def _turns(
         self, turn: Callable[[list[Known]], Sequence[Known]], carry: Sequence[Known]
@@ -226,10 +231,10 @@ class Zeros:
             now = after
         return now
 
-    def _scan(self, eqn: JaxprEqn, ins: Sequence[Known]) -> Sequence[Known]:
+    def _scan(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
         carried, body = jaxprs.carried_by(eqn), eqn.params['jaxpr']
         consts, xs = ins[: carried.start], ins[carried.stop :]
-        each = [Known(_reduced(x.zero, (0,)), x.exact and _one(x.zero)) for x in xs]
+        each = [Known(_reduced(x.zero, (0,))) for x in xs]
 
         def turn(carry: list[Known]) -> Sequence[Known]:
             return self.of(body, [*consts, *carry, *each])[: len(carried)]
@@ -241,156 +246,79 @@ class Zeros:
         ]
         return [*carry, *stacked]
 
-    def _while(self, eqn: JaxprEqn, ins: Sequence[Known]) -> Sequence[Known]:
+    def _while(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
         first = eqn.params['cond_nconsts']
         start = first + eqn.params['body_nconsts']
         consts, body = ins[first:start], eqn.params['body_jaxpr']
         return self._turns(lambda carry: self.of(body, [*consts, *carry]), ins[start:])
 
 
-def _common(one: Known, other: Known) -> Known:
-    """What is known of a value that is one of two."""
-    return Known(both(one.zero, other.zero))
+def _common(*several: Known) -> Known:
+    """What is known of a value that is one of several."""
+    return Known(functools.reduce(both, (one.zero for one in several)))
 
 
-def _one(mask: Mask) -> bool:
-    """Whether all slices along the first axis are alike."""
-    return isinstance(mask, bool) or mask.shape[0] == 1
+# What becomes of a mask.
 
 
-# Operations that move elements: what becomes of a mask.
-
-
-def _spread(mask: NDArray[np.bool_], shape: Sequence[int]) -> NDArray[np.bool_] | None:
-    if math.prod(shape) > _LARGEST:
-        return None
-    return np.broadcast_to(mask, shape)
-
-
-def _reshaped(mask: NDArray[np.bool_], shape: Any, params: Any) -> Mask:
-    whole = _spread(mask, shape)
-    if whole is None or params.get('dimensions') is not None:
-        return False
-    return small(whole.reshape(params['new_sizes']))
-
-
-def _broadcast(mask: NDArray[np.bool_], shape: Any, params: Any) -> Mask:
-    axes = [1] * len(params['shape'])
-    for axis, size in zip(params['broadcast_dimensions'], mask.shape, strict=True):
+def _spread(mask: NDArray[np.bool_], eqn: Any) -> Mask:
+    axes = [1] * len(eqn.params['shape'])
+    for axis, size in zip(eqn.params['broadcast_dimensions'], mask.shape, strict=True):
         axes[axis] = size
     return mask.reshape(axes)
 
 
-def _sliced(mask: NDArray[np.bool_], shape: Any, params: Any) -> Mask:
-    strides = params['strides'] or (1,) * mask.ndim
-    rows = zip(
-        mask.shape,
-        params['start_indices'],
-        params['limit_indices'],
-        strides,
-        strict=True,
-    )
-    index = tuple(
-        slice(None) if size == 1 else slice(*of_axis) for size, *of_axis in rows
-    )
-    return small(mask[index])
+def _reduced(mask: Mask, axes: Sequence[int]) -> Mask:
+    if isinstance(mask, bool):
+        return mask
+    return small(np.asarray(mask.all(tuple(axes))))
 
 
-def _reduced(mask: Mask, axes: Iterable[int]) -> Mask:
-    return mask if isinstance(mask, bool) else small(mask.all(tuple(axes)))
-
-
-_MOVES: dict[str, Callable[[NDArray[np.bool_], Any, Any], Mask]] = {
-    'reshape': _reshaped,
-    'broadcast_in_dim': _broadcast,
-    'slice': _sliced,
-    'transpose': lambda mask, _, params: mask.transpose(params['permutation']),
-    'squeeze': lambda mask, _, params: mask.squeeze(params['dimensions']),
-    'expand_dims': lambda mask, _, params: np.expand_dims(mask, params['dimensions']),
-    'reduce_sum': lambda mask, _, params: _reduced(mask, params['axes']),
+_MOVES: dict[str, Callable[[NDArray[np.bool_], Any], Mask]] = {
+    'broadcast_in_dim': _spread,
+    'transpose': lambda mask, eqn: mask.transpose(eqn.params['permutation']),
+    'squeeze': lambda mask, eqn: mask.squeeze(eqn.params['dimensions']),
+    'expand_dims': lambda mask, eqn: np.expand_dims(mask, eqn.params['dimensions']),
+    'reduce_sum': lambda mask, eqn: _reduced(mask, eqn.params['axes']),
 }
 
 
-# Operations in which several operands meet.
+def _sum(eqn: Any, ins: Sequence[Known]) -> Mask:
+    return _common(*ins).zero
 
 
-def _sum(eqn: JaxprEqn, ins: Sequence[Known]) -> Mask:
-    return functools.reduce(both, (one.zero for one in ins))
-
-
-def _product(eqn: JaxprEqn, ins: Sequence[Known]) -> Mask:
+def _product(eqn: Any, ins: Sequence[Known]) -> Mask:
     return functools.reduce(either, (one.zero for one in ins))
 
 
-def _first(eqn: JaxprEqn, ins: Sequence[Known]) -> Mask:
-    return ins[0].zero
-
-
-def _select(eqn: JaxprEqn, ins: Sequence[Known]) -> Mask:
+def _select(eqn: Any, ins: Sequence[Known]) -> Mask:
     which, *cases = ins
-    if which.exact and len(cases) == 2 and eqn.invars[0].aval.dtype == bool:
-        first, second = (case.zero for case in cases)
-        return both(either(opposite(which.zero), first), either(which.zero, second))
-    return _sum(eqn, cases)
+    if not (which.exact and len(cases) == 2):
+        return _sum(eqn, cases)
+    first, second = (case.zero for case in cases)
+    return both(either(opposite(which.zero), first), either(which.zero, second))
 
 
-def _concatenated(eqn: JaxprEqn, ins: Sequence[Known]) -> Mask:
-    axis = eqn.params['dimension']
-    if all(isinstance(one.zero, bool) for one in ins) and len({x.zero for x in ins}) == 1:
-        return ins[0].zero
-    shapes = [var.aval.shape for var in eqn.invars]
-    if sum(map(math.prod, shapes)) > _LARGEST:
-        return False
-    pairs = zip(ins, shapes, strict=True)
-    return small(np.concatenate([np.broadcast_to(x.zero, s) for x, s in pairs], axis))
-
-
-def _padded(eqn: JaxprEqn, ins: Sequence[Known]) -> Mask:
+def _padded(eqn: Any, ins: Sequence[Known]) -> Mask:
     one, value = ins
-    out, config = eqn.outvars[0].aval.shape, eqn.params['padding_config']
-    if value.zero is not True or one.zero is True:
-        return one.zero is True and value.zero is True
-    shape = eqn.invars[0].aval.shape
-    if any(low < 0 or high < 0 for low, high, _ in config):
-        return False
+    config, shape = eqn.params['padding_config'], eqn.invars[0].aval.shape
+    if value.zero is not True or any(
+        min(padding) < 0 or padding[2] for padding in config
+    ):
+        return value.zero is True and one.zero is True
     # Axes that are not padded stay small.
-    mask = np.atleast_1d(one.zero) if isinstance(one.zero, bool) else one.zero
-    mask = np.broadcast_to(mask, [1] * len(shape)) if mask.ndim != len(shape) else mask
-    sizes = [n if any(c) else m for n, c, m in zip(shape, config, mask.shape)]
-    ends = [n if any(c) else m for n, c, m in zip(out, config, mask.shape)]
-    if math.prod(ends) > _LARGEST:
-        return False
-    found = np.ones(ends, bool)
-    index = tuple(
-        slice(low, low + max(0, (n - 1) * (gap + 1) + 1) if n else low, gap + 1)
-        if low or high or gap
-        else slice(None)
-        for n, (low, high, gap) in zip(sizes, config, strict=True)
-    )
-    found[index] = np.broadcast_to(mask, sizes)
-    return small(found)
+    small_shape = np.shape(one.zero) or (1,) * len(shape)
+    rows = zip(shape, small_shape, config, strict=True)
+    sizes = [size if low or high else other for size, other, (low, high, _) in rows]
+    ends = [(low, high) for low, high, _ in config]
+    return small(np.pad(np.broadcast_to(one.zero, sizes), ends, constant_values=True))
 
 
-def _updated(eqn: JaxprEqn, ins: Sequence[Known]) -> Mask:
-    """Scattered or updated: the operand, and in it the other."""
-    number = 2 if eqn.primitive.name.startswith('scatter') else 1
-    return ins[0].zero is True and ins[number].zero is True
-
-
-_MEET: dict[str, Callable[[JaxprEqn, Sequence[Known]], Mask]] = {
-    **dict.fromkeys(('add', 'sub', 'add_any', 'max', 'min', 'or', 'atan2', 'complex'), _sum),
+_MEET: dict[str, Callable[[Any, Sequence[Known]], Mask]] = {
+    **dict.fromkeys(('add', 'sub', 'add_any', 'max', 'min', 'or', 'complex'), _sum),
     **dict.fromkeys(('mul', 'and'), _product),
-    **dict.fromkeys(('div', 'rem', 'cumsum'), _first),
+    **dict.fromkeys(('div', 'rem'), lambda eqn, ins: ins[0].zero),
     'integer_pow': lambda eqn, ins: eqn.params['y'] > 0 and ins[0].zero,
     'select_n': _select,
-    'concatenate': _concatenated,
     'pad': _padded,
-    **dict.fromkeys(
-        ('dynamic_update_slice', 'scatter', 'scatter-add', 'scatter_add', 'scatter_mul'),
-        _updated,
-    ),
-    'select_and_scatter_add': _first,
-    'select_and_gather_add': lambda eqn, ins: ins[0].zero is True,
-    'triangular_solve': lambda eqn, ins: ins[1].zero is True,
-    'clamp': lambda eqn, ins: all(one.zero is True for one in ins),
 }

@@ -77,7 +77,7 @@ def save(
         figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
         warnings.simplefilter('always')
         figure.savefig(path, dpi=dots)
-    for one in caught:
+    for one in {str(one.message)[:5]: one for one in caught}.values():
         text = str(one.message)
         if text.startswith('Glyph'):
             text += (

@@ -91,7 +91,9 @@ def tabulate(
             lines.append(f'Shown to depth={shown_to}; depth=None shows all modules.')
         trained = [(count, leaf.dtype) for _, leaf, count in parameters]
         frozen = [(leaf.size - count, leaf.dtype) for _, leaf, count in parameters]
-        lines.append(f'Trainable: {text.amount(trained)}   Frozen: {text.amount(frozen)}')
+        lines.append(
+            f'Trainable: {text.amount(trained)}   Frozen: {text.amount(frozen)}'
+        )
         return '\n'.join(lines)
 
     return show
@@ -205,6 +207,8 @@ class Program(NamedTuple):
         That is the number of its values that the outputs train.
         """
         params = self.variables.get('params', {})
+        if not jax.tree.leaves(params):
+            return []
         report = Analysis.of(self.forward, (params, self.rest), has_aux=True).report()
         counts: dict[Path, list[int]] = {}
         for number, path in enumerate(report.parameters):

@@ -177,7 +177,11 @@ def _place(
     report: flow.GradientFlow, n: int, outputs: Sequence[int], wanted: bool
 ) -> str:
     """Where a parameter is used or stopped, against an expectation."""
-    parameter, uses, found = report.parameters[n], report.uses[n], report.trained(n, outputs)
+    parameter, uses, found = (
+        report.parameters[n],
+        report.uses[n],
+        report.trained(n, outputs),
+    )
     if not uses or all(report.status[k][n] == UNUSED for k in outputs):
         return f'{parameter} is not used.'
     if isinstance(found, filters.Part):

@@ -21,7 +21,6 @@ import oracle
 import test_random_models as random_models
 import uses
 from flax_sg import linen as nn
-
 from flax_sg.flow.dependence import Dependence, bit
 from flax_sg.flow.pullback import Reach
 

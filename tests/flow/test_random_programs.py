@@ -84,7 +84,10 @@ def affine(x, y):
 
 affine.defjvp(lambda p, t: (affine(*p), t[0] * p[1] + jnp.ones(SHAPE)))
 
-KINDS = 'decay constant drops swaps zeros masks cosine joint symbolic'.split()
+KINDS = [
+    *('decay', 'constant', 'drops', 'swaps', 'zeros', 'masks', 'cosine', 'joint'),
+    'symbolic',
+]
 UNARY: list[Callable[[Any], Any]] = [
     jnp.sin,
     jnp.sign,
@@ -169,7 +172,7 @@ def inner(made: random.Random, body: Callable[[Values], Values]) -> Any:
 
     def scanned(values: Values) -> Values:
         def turn(carry: Values, x: Any) -> Any:
-            out = body([v if n == kept else c + x for n, (c, v) in enumerate(zip(carry, values))])
+            out = body([v if n == kept else carry[n] + x for n, v in enumerate(values)])
             return out, out[kept]
 
         carry, out = lax.scan(turn, values, values[kept][:2, None].repeat(4, 1))
@@ -193,7 +196,9 @@ def inner(made: random.Random, body: Callable[[Values], Values]) -> Any:
         [
             jax.jit(body),
             jax.checkpoint(body),
-            lambda vs: [v.sum(0) for v in jax.vmap(body)([jnp.stack([v, v * 0.5]) for v in vs])],
+            lambda vs: [
+                v.sum(0) for v in jax.vmap(body)([jnp.stack([v, v * 0.5]) for v in vs])
+            ],
             scanned,
             branches,
             looped,
@@ -204,7 +209,9 @@ def inner(made: random.Random, body: Callable[[Values], Values]) -> Any:
 
 def params_of(seed: int) -> dict[str, jax.Array]:
     numbers = np.random.default_rng(seed)
-    return {name: jnp.asarray(numbers.normal(size=SHAPE), jnp.float32) for name in NAMES}
+    return {
+        name: jnp.asarray(numbers.normal(size=SHAPE), jnp.float32) for name in NAMES
+    }
 
 
 def check(seed: int) -> str:
