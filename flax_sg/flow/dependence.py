@@ -17,6 +17,8 @@ from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import CALLS, body_of, opened
 
 Rows: TypeAlias = list[int]
+# Primitives of many operands that do not meet.
+EACH_FOR_ITSELF = frozenset(('device_put', 'optimization_barrier', 'psum', 'psum2'))
 
 
 def bit(output: int) -> int:
@@ -80,6 +82,8 @@ class Dependence:
 
     def leaf(self, eqn: JaxprEqn) -> Rows:
         """The rows of an equation that runs no jaxpr."""
+        if eqn.primitive.name in EACH_FOR_ITSELF:
+            return list(map(bit, range(len(eqn.outvars))))
         return [bits(range(len(eqn.outvars)))] * len(eqn.invars)
 
     def carries(self, aval: Any) -> bool:
