@@ -284,7 +284,7 @@ def unclear_part(elements: Unclear) -> errors.PartError:
     """The other elements are meant of a part that is not known."""
     return errors.PartError(
         f'A part of a variable is stopped at {elements.place}, and sg.live cannot tell '
-        'which part: the mask depends on what comes in.\n'
+        'which part.\n'
         'Frozen as a whole, or not at all, the variable would train otherwise.\n'
         "Name the part: nn.stop_gradient(sg.at('embed/embedding', np.s_[:100])), or "
         "sg.freeze(tx, sg.at('embed/embedding', np.s_[:100]))."

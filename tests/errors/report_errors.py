@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         frozen_but_what_is_live,
         'PartError: sg.freeze: A part of a variable is stopped at '
         'report_errors.py:LINE (rows_that_depend_on_data), and sg.live cannot '
-        'tell which part: the mask depends on what comes in.\n'
+        'tell which part.\n'
         'Frozen as a whole, or not at all, the variable would train otherwise.\n'
         "Name the part: nn.stop_gradient(sg.at('embed/embedding', np.s_[:100])), or "
         "sg.freeze(tx, sg.at('embed/embedding', np.s_[:100])).",
