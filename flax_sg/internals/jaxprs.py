@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -116,6 +118,48 @@ def program_text(compiled: Any) -> str:
     options.print_large_constants = True
     options.print_metadata = False
     return module.to_string(options)
+
+
+def kept_arguments(compiled: Any) -> list[int]:
+    """The numbers of the arguments that a compiled program takes.
+
+    ``jax.jit`` drops arguments that are not used.
+    """
+    return sorted(compiled._executable._kept_var_idx)
+
+
+def callbacks_in(jaxpr: Any) -> list[Hashable]:
+    """The functions of Python that a jaxpr calls, and what it prints.
+
+    Two are equal if they are the same object, or compiled from the same code with the
+    same values.
+    """
+    found: list[Hashable] = []
+    for eqn in opened(jaxpr).eqns:
+        params = eqn.params
+        if eqn.primitive.name.endswith(('callback', 'debug_print')):
+            found.append((eqn.primitive.name, _what(params.get('callback', params))))
+        for value in params.values():
+            inner = value if isinstance(value, (tuple, list)) else [value]
+            for one in inner:
+                if hasattr(opened(one), 'eqns'):
+                    found += callbacks_in(one)
+    return found
+
+
+def _what(value: Any) -> Hashable:
+    """A value or a function, so that equal ones are compiled from the same code."""
+    value = getattr(value, 'callback_func', value)
+    if isinstance(value, functools.partial):
+        return _what(value.func), _what(value.args), _what(value.keywords)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_what, value))
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return _what(value.__code__), _what(cells), _what(value.__defaults__)
+    if isinstance(value, types.CodeType):
+        return value.co_code, value.co_names, _what(value.co_consts)
+    return value if isinstance(value, Hashable) else repr(value)
 
 
 def name_stack_of(eqn: Any) -> str:

@@ -65,6 +65,22 @@ CASES: dict[str, tuple[Any, ...]] = {
         'and 1, sine 1 and 0.\n'
         'To see more, compare what testing.optimized_hlo returns for each.',
     ),
+    'a program of another argument': (
+        lambda: testing.assert_same_program(
+            lambda x, y: x, lambda x, y: y, SHAPES, SHAPES
+        ),
+        'ExpectationError: The two functions use different arguments, counted as '
+        'leaves: [0] and [1].\n'
+        'Read the same parameters in both.',
+    ),
+    'a program that prints something else': (
+        lambda: testing.assert_same_program(
+            lambda x: jax.debug.print('a'), lambda x: jax.debug.print('b'), SHAPES
+        ),
+        'ExpectationError: The two functions call back different functions, or print '
+        'other texts: 1 and 1 calls.\n'
+        'Call the same functions in both, in the same order.',
+    ),
     'traced again': (
         traced_twice,
         'ExpectationError: sum is traced a second time.\n'
