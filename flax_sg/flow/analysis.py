@@ -32,7 +32,7 @@ from flax_sg.flow.report import (
     unique,
 )
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
-from flax_sg.flow.zeros import Mask, both
+from flax_sg.flow.zeros import Mask, both, either
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, path_of
 from flax_sg.trees.trainable import chosen
@@ -129,12 +129,19 @@ class Parameter(NamedTuple):
     Attributes:
         path: its path.
         slots: the numbers of its arrays among the inputs of the program.
-        is_wanted: whether the caller differentiates with respect to it.
+        is_wanted: whether the caller differentiates with respect to it, or which part.
     """
 
     path: Path
     slots: tuple[int, ...]
-    is_wanted: bool
+    is_wanted: bool | filters.Part
+
+    def zero(self, found: Mapping[int, Mask], shape: Any) -> Mask:
+        """The elements whose gradient is zero, or not asked for."""
+        mask = functools.reduce(both, (found.get(slot, True) for slot in self.slots))
+        if isinstance(self.is_wanted, filters.Part):
+            mask = either(mask, ~self.is_wanted.mask(shape, self.path))
+        return mask
 
 
 class Analysis(NamedTuple):
@@ -275,7 +282,7 @@ class Analysis(NamedTuple):
         for output, row in zip(outputs, rows, strict=True):
             zero = dict(zip(wanted, row, strict=True))
             found[output] = [
-                functools.reduce(both, (zero.get(slot, True) for slot in one.slots))
+                one.zero(zero, self.program.in_avals[one.slots[0]].shape)
                 for one in self.parameters
             ]
         return found
@@ -304,13 +311,8 @@ class Analysis(NamedTuple):
         ]
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         cells = [
-            [
-                _cell(zero, used, shape, any(reads[s] & bit(output) for s in one.slots))
-                for zero, used, shape, one in zip(
-                    row, uses, shapes, self.parameters, strict=True
-                )
-            ]
-            for output, row in enumerate(zeros)
+            list(map(_cell, self.parameters, row, uses, shapes, read))
+            for row, read in zip(zeros, self._read(reads), strict=True)
         ]
         return GradientFlow(
             tuple(path for path, _ in self.outputs),
@@ -320,6 +322,13 @@ class Analysis(NamedTuple):
             tuple(uses),
             tuple(tuple(part for _, part in row) for row in cells),
         )
+
+    def _read(self, reads: Sequence[int]) -> list[list[bool]]:
+        """For each output which parameters it reads."""
+        return [
+            [any(reads[slot] & bit(n) for slot in one.slots) for one in self.parameters]
+            for n in range(len(self.outputs))
+        ]
 
     def _refused(self, error: BaseException | None) -> errors.ArgumentTypeError:
         """JAX cannot differentiate an output: says where, and what would pass there."""
@@ -381,11 +390,12 @@ def _parameters(
 
 
 def _cell(
-    zero: Mask, uses: Sequence[Use], shape: Any, is_read: bool
+    one: Parameter, zero: Mask, uses: Sequence[Use], shape: Any, is_read: bool
 ) -> tuple[str, filters.Part | None]:
     """The status of a parameter for an output, and the part that is trained.
 
     Args:
+        one: the parameter.
         zero: the elements whose gradient is zero.
         uses: the uses of the parameter. Unless one is stopped, it is trained as a
             whole: elements that the output leaves out may be read with other inputs.
@@ -395,9 +405,8 @@ def _cell(
     if zero is True:
         return (STOPPED if is_read else UNUSED), None
     live = [use for use in uses if not use.stopped]
-    if isinstance(zero, np.ndarray) and (
-        len(live) < len(uses) or any(u.part for u in live)
-    ):
+    in_part = isinstance(one.is_wanted, filters.Part) or len(live) < len(uses)
+    if isinstance(zero, np.ndarray) and (in_part or any(use.part for use in live)):
         return PARTLY, filters.part_of(~zero, shape.shape)
     if live and all(use.part for use in live) and any(use.by for use in uses):
         return PARTLY, filters.Part(filters.Unclear(live[0].source))

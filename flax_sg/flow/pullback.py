@@ -120,8 +120,7 @@ class Reach(Dependence):
 
     def __init__(self) -> None:
         super().__init__()
-        # Rows by what is known of the equation. Primitives through which everything
-        # flowed once have one row for all shapes.
+        # By all that is known of an equation; None where everything is reached.
         self._asked: dict[Hashable, Rows | None] = {}
 
     def carries(self, aval: Any) -> bool:
@@ -138,33 +137,20 @@ class Reach(Dependence):
         if not any(safe) or any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))):
             return safe
         name = eqn.primitive.name
-        if name.startswith('custom_') or jaxprs.user_primitive_of(eqn) is not None:
-            return self._ask(eqn) or safe  # A rule of its own.
-        types = tuple(str(getattr(var.aval, 'dtype', '')) for var in eqn.invars)
-        kind = eqn.primitive, types, len(eqn.outvars)
-        if kind in self._asked:
-            return safe
-        every = kind, str(eqn.params), _texts(eqn)
-        if every not in self._asked:
-            self._asked[every] = self._ask(eqn)
-        rows = self._asked[every]
-        if rows is None or rows == safe:
-            self._asked[kind] = None
-        return rows or safe
-
-    def _ask(self, eqn: JaxprEqn) -> Rows | None:
-        """The rows of an equation, from its pullback; None if it has none alone."""
-        try:
-            return _rows_of(eqn)
-        except Exception:
-            return None
-
-
-def _texts(eqn: JaxprEqn) -> tuple[str, ...]:
-    return tuple(
-        str(var.val) if isinstance(var, Literal) else str(var.aval)
-        for var in eqn.invars
-    )
+        key: Hashable = id(eqn)
+        if not (name.startswith('custom_') or jaxprs.user_primitive_of(eqn)):
+            # Two of a kind have one answer, unless a user's rule is behind them.
+            types = [
+                str(var.val if isinstance(var, Literal) else var.aval)
+                for var in eqn.invars
+            ]
+            key = name, str(eqn.params), *types
+        if key not in self._asked:
+            try:
+                self._asked[key] = _rows_of(eqn)
+            except Exception:  # It cannot be asked alone.
+                self._asked[key] = None
+        return self._asked[key] or safe
 
 
 def _rows_of(eqn: JaxprEqn) -> Rows:

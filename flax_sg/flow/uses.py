@@ -158,16 +158,10 @@ class Uses:
             reads = [bool(row & outs.read) for row in self.values.rows(eqn)]
             stack = jaxprs.name_stack_of(eqn)
             if eqn.primitive.name in SAME_VALUE:
-                for var, out, is_live in zip(
-                    eqn.invars, eqn.outvars, flows, strict=True
-                ):
-                    aliases[out] = frozenset(
-                        (
-                            number,
-                            was or ('' if is_live else self._stop(stops, here, eqn, 0)),
-                        )
-                        for number, was in _of(aliases, var)
-                    )
+                for number, out in enumerate(eqn.outvars):
+                    by = '' if flows[number] else self._stop(stops, here, eqn, number)
+                    alias = _of(aliases, eqn.invars[number])
+                    aliases[out] = frozenset((one, was or by) for one, was in alias)
                 continue
             for inner in self._bodies(eqn, bodies, outs, flows, reads, here, stops):
                 self._enter(inner, bodies, eqn, aliases, found, stack)
@@ -243,12 +237,8 @@ class Uses:
                 is_live = body.wanted.live & bit(output)
                 for number, was in sorted(alias):
                     by = was or ('' if is_live else body.ends[output] or UNKNOWN)
-                    _add(
-                        found,
-                        number,
-                        Use(UNKNOWN, body.place.source, bool(by), by=by),
-                        1,
-                    )
+                    use = Use(UNKNOWN, body.place.source, bool(by), by=by)
+                    _add(found, number, use, 1)
 
     # What stops a gradient.
 

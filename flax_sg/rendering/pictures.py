@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -67,24 +66,12 @@ def save(
     known = {font.name for font in load('matplotlib.font_manager').fontManager.ttflist}
     fonts = {'font.family': [font for font in FONTS if font in known]}
     dots = min(150, math.sqrt(MOST_DOTS / (width * height)))
-    with (
-        load('matplotlib').rc_context(fonts),
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with load('matplotlib').rc_context(fonts):
         figure = figure_type((width, height), layout='constrained', facecolor=paper)
         draw(figure.subplots(), matrix, names, dark)
         figure.suptitle(title, x=0.02, ha='left', weight='bold', color=ink, fontsize=12)
         figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
-        warnings.simplefilter('always')
         figure.savefig(path, dpi=dots)
-    for one in {str(one.message)[:5]: one for one in caught}.values():
-        text = str(one.message)
-        if text.startswith('Glyph'):
-            text += (
-                '\nThe picture shows a box in its place. Install a font that has it, '
-                f'such as {" or ".join(FONTS[1:3])}: flax_sg then uses this font.'
-            )
-        warnings.warn(text, one.category, stacklevel=2)
 
 
 def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) -> None:

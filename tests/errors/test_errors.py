@@ -537,10 +537,6 @@ ELSEWHERE = {
     ('trees/leaves.py', 'error'): 'made by the filter, see filters/expressions.py',
     ('trees/leaves.py', 'AttributeError(name)'): 'what Python asks of any object',
     ('trees/nondifferentiable.py', 'AttributeError(name)'): 'as in the same room',
-    (
-        'rendering/pictures.py',
-        'warnings.warn(text, one.category, stacklevel=2)',
-    ): 'letters that no font has, see test_rendering.py',
 }
 
 

@@ -99,7 +99,7 @@ def test_arguments_and_callbacks_are_compared(name):
     params = {'a': X, 'b': X}
     testing.assert_same_program(one, jax.jit(lambda p, x: one(p, x)), params, X)
     with pytest.raises(
-        errors.ExpectationError, match='different (arguments|functions)'
+        errors.ExpectationError, match=r'different (arguments|functions)'
     ):
         testing.assert_same_program(one, other, params, X)
 
