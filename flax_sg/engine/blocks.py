@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import jax
 from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import cache_keys
+from flax_sg.engine import cache_keys, programs
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import core_scopes, hooking, tracing, versions
 from flax_sg.internals.places import Place
@@ -82,6 +82,13 @@ class Block:
             function called in the block; see ``custom_rules.py``.
         home: while such a rule runs, the number under which the function was compiled;
             None if the block was opened inside of the compiled function.
+        given: by ``id``, the leaves that readers have seen, with the identity of their
+            tree, and whether the reader got a whole tree; see ``rereads``.
+        given_trees: the whole trees.
+        beside: the variables that were met while JAX traced nothing in the block.
+        used: the stamps that programs which were traced in the block have.
+        found: the stamps of the programs that JAX has found in the block, by serial
+            number.
     """
 
     rewrite: rules.Rewrite
@@ -102,6 +109,28 @@ class Block:
     ended: bool = False
     is_open: bool = True
     home: cache_keys.Number | None = None
+    given: dict[int, tuple[weakref.ref[Any], object, bool]] = field(
+        default_factory=dict
+    )
+    given_trees: dict[Hashable, Any] = field(default_factory=dict)
+    beside: set[Key] = field(default_factory=set)
+    used: list[programs.Stamp] = field(default_factory=list)
+    found: dict[int, programs.Stamp] = field(default_factory=dict)
+    _stamp: programs.Stamp | None = None
+
+    @property
+    def stamp(self) -> programs.Stamp:
+        """The block's number in JAX's cache keys, with what is read under it."""
+        stamp = self._stamp
+        if stamp is None or int(stamp) != self.number.value:
+            stamp = self._stamp = programs.Stamp(self.number.value)
+        return stamp
+
+    def renew_stamp(self) -> None:
+        """Takes a new stamp."""
+        if self._stamp is not None:
+            self.used.append(self._stamp)
+            self._stamp = None
 
     @functools.cached_property
     def made(self) -> Made:
@@ -135,6 +164,8 @@ class Root:
         joint: for each block, the leaves that its rule rewrites together.
         setup_values: for each block, the values kept by ``setup``, as readers see them.
         sown: the variables that ``Module.sow`` has written in a block.
+        noted_for, listed: the serial number of the stamp for which the tree was noted
+            last, and the variables that it had.
     """
 
     def __init__(self, tree: object, covered: tuple[Block, ...] = ()) -> None:
@@ -153,6 +184,8 @@ class Root:
         self.joint: dict[Block, Any] = {}
         self.setup_values: dict[Block, dict[int, Any]] = {}
         self.sown: set[Key] = set()
+        self.noted_for = 0
+        self.listed: frozenset[Key] = frozenset()
 
     def as_scratch(self, made_in: tuple[Block, ...]) -> Root:
         """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
@@ -203,9 +236,6 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.blocks: tuple[Block, ...] = ()
         self.roots: dict[int, _KnownRoot] = {}
-        self._no_context = tracing.user_context(0)
-        with self._no_context:
-            pass
         self.rewritten = 0  # How often a reader saw a rewritten value.
         self._aside = 0  # How many calls of ``only`` are running.
         # Why a second run of ``setup`` may differ; None outside of such a run.
@@ -218,14 +248,11 @@ class _Thread(threading.local):
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
         """Sets the open blocks, for the hooks and for JAX's trace caches.
 
-        Only one user context is entered at a time, so blocks may close in any order.
         Ctrl-C may raise between any two lines: a second call completes the change.
         """
         self.blocks = blocks
         self.asks_classes = True in [block.asker.asks_classes for block in blocks]
-        self._no_context.__exit__(None, None, None)  # Restores the initial number.
-        if blocks:
-            tracing.user_context(blocks[-1].number.value).__enter__()
+        programs.running.enter(blocks)
 
     def _set_aside(self, blocks: tuple[Block, ...], aside: int) -> None:
         self._aside = aside
@@ -263,7 +290,10 @@ class _Thread(threading.local):
         for root, _, _ in self.roots.values():
             if block is not None:
                 root.forget(block)
-        if self.roots and not (self.blocks or self._aside):
+        if self.blocks or self._aside:
+            return
+        programs.running.forget()
+        if self.roots:
             self.roots = {
                 i: known for i, known in self.roots.items() if known[0].pending
             }

@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -107,7 +107,7 @@ class Asker:
             found = said[path.key] = atom(path)
         return found
 
-    def matched_by(self, paths: Sequence[Path]) -> set[filters.Filter]:
+    def matched_by(self, paths: Iterable[Path]) -> set[filters.Filter]:
         """Returns the atoms that take one of some variables, or may take one.
 
         An atom may take a variable if the class of a module is unknown. Literal paths
@@ -177,6 +177,8 @@ class Number:
         in_older_trees: the answers for variables of trees older than the trace, by
             tree, variable, and the classes of the modules around the variable.
         existing: the variables met by blocks that were judged right under the number.
+        right: pairs of ``Asker.sure`` and programs in which each part of the filter
+            matches a variable.
         brought: identifies the values that the rule brings, once a trace has read one.
         inside: the numbers of blocks opened inside this one, by value; the numbers that
             were leased last come last.
@@ -187,7 +189,8 @@ class Number:
         self.kind = kind
         self.answers: dict[Hashable, tuple[Path, Any]] = {}
         self.in_older_trees: dict[_Older, Any] = {}
-        self.existing: dict[Hashable, Path] = {}
+        self.existing: set[Hashable] = set()
+        self.right: _Ordered = collections.OrderedDict()
         self.brought: Hashable = None
         self.inside: _Ordered = collections.OrderedDict()
         # Weak: an exception may come before a block gives the number back.
@@ -195,8 +198,7 @@ class Number:
         # By ``Asker.sure``: how many answers there were when all of them agreed; -1 if
         # one differed.
         self._agreed: _Ordered = collections.OrderedDict()
-        # The shapes of filters that used the number, and whether one was judged right.
-        self._shapes: _Ordered = collections.OrderedDict()
+        self._shapes: _Ordered = collections.OrderedDict()  # Of filters that used it.
 
     # Leases.
 
@@ -204,13 +206,9 @@ class Number:
         """Whether a filter of this shape has used the number."""
         return asker.shape in self._shapes
 
-    def was_right(self, asker: Asker) -> bool:
-        """Whether a filter of this shape was judged, and all its parts matched."""
-        return self._shapes.get(asker.shape, False)
-
-    def use(self, asker: Asker, is_right: bool = False) -> None:
-        """Notes that a filter uses the number, and whether it was judged right."""
-        _put_last(self._shapes, asker.shape, is_right or self.was_right(asker))
+    def use(self, asker: Asker) -> None:
+        """Notes that a filter uses the number."""
+        put_last(self._shapes, asker.shape, None)
 
     def take(self, asker: Asker) -> bool:
         """Leases the number, unless another holder may give other answers."""
@@ -238,12 +236,6 @@ class Number:
         """Whether the table of answers is empty."""
         return not (self.answers or self.in_older_trees)
 
-    @property
-    def takes_any(self) -> bool:
-        """Whether the filter takes a variable of the table."""
-        made_inside = any(said for _, said in self.answers.values())
-        return made_inside or any(self.in_older_trees.values())
-
     def agrees(self, asker: Asker, aside: Callable[[], Any]) -> bool:
         """Whether a filter gives all the answers in the table.
 
@@ -261,7 +253,7 @@ class Number:
             known = self._agreed.get(asker.sure, 0)
             if known not in (-1, count):
                 known = count if self._agrees_now(asker) else -1
-                _put_last(self._agreed, asker.sure, known)
+                put_last(self._agreed, asker.sure, known)
             return known == count
         except Exception:  # The filter was not written for a variable here.
             return False
@@ -340,7 +332,7 @@ def lease(around: Number, asker: Asker, aside: Callable[[], Any]) -> Number:
         number = fresh(asker.blank_kind)
         number.take(asker)
     number.use(asker)
-    _put_last(around.inside, number.value, number)
+    put_last(around.inside, number.value, number)
     return number
 
 
@@ -373,7 +365,7 @@ def _candidates(around: Number, asker: Asker) -> list[Number]:
     return [*mine, *others[:_MOST_OTHERS]]
 
 
-def _put_last(table: _Ordered, key: Hashable, value: Any) -> None:
+def put_last(table: _Ordered, key: Hashable, value: Any) -> None:
     """Puts an entry last, and forgets the first one of a full table."""
     with _lock:
         table[key] = value

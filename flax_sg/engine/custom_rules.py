@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
@@ -69,8 +70,17 @@ def _resumed(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
     """Reopens blocks, as they were, for code that belongs in them.
 
     Other blocks may hold their numbers by now, and only blocks with the same answers
-    may reuse what the rule traces. So the reopened blocks lease numbers anew.
+    may reuse what the rule traces. So the reopened blocks lease numbers anew. Two
+    threads may differentiate one function: one of them waits.
     """
+    with _lock:
+        yield from _reopened(open_blocks, around_trace)
+
+
+_lock = threading.RLock()
+
+
+def _reopened(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
     thread, user = blocks.thread, object()
     closed = {block: block.number for block in open_blocks if not block.is_open}
 

@@ -8,7 +8,7 @@ import weakref
 from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import blocks, cache_keys, hooks, judgement
+from flax_sg.engine import blocks, cache_keys, hooks, judgement, programs
 from flax_sg.engine.blocks import Block, thread
 from flax_sg.internals import hooking, tracing
 from flax_sg.internals.places import Place
@@ -30,6 +30,7 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         The open block, for ``close_block``.
     """
     outer = blocks.active()
+    programs.running.begin()  # A program that has begun has the stamp of until now.
     around = outer[-1].number if outer else cache_keys.NONE
     path = () if owner is None else owner.path
     tree = None if owner is None else blocks.root_of(owner).tree

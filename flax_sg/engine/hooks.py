@@ -12,6 +12,7 @@ from flax_sg.engine import (
     blocks,
     custom_rules,
     judgement,
+    rereads,
     setup_values,
     views,
     writeback,
@@ -51,6 +52,7 @@ def _variables(self: Scope) -> Any:
         col: views.view(root, open_blocks, (col, self.path), tree)
         for col, tree in variables.items()
     }
+    rereads.note_tree(open_blocks, root, self.path, viewed)
     return FrozenDict(viewed) if isinstance(variables, FrozenDict) else viewed
 
 

@@ -8,28 +8,41 @@ nothing that was read: perhaps what it names was computed a line before.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from flax.core.scope import Scope
 
 from flax_sg import errors, filters
+from flax_sg.engine import cache_keys
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
-from flax_sg.engine.selection import selects, wants
+from flax_sg.engine.programs import Stamp, running, variables_of, with_callees
+from flax_sg.engine.selection import note_tree, selects, wants
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path
-from flax_sg.internals import core_scopes, places
+from flax_sg.internals import core_scopes
+from flax_sg.internals.places import warn_without_effect
 from flax_sg.trees.variables import iter_leaf_keys
 
 _TREES = {filters.BoolTree, filters.Names}
 
 
+class Verdict(NamedTuple):
+    """What is to be said of a block.
+
+    Attributes:
+        error: a part of its filter means nothing that exists; None if it is right.
+        is_certain: whether to raise. If not, a program that ran may have what is meant.
+    """
+
+    error: errors.FlaxSGError | None = None
+    is_certain: bool = True
+
+
 def judge(block: Block, reads: bool) -> None:
     """Raises if a part of a block's filter matches no existing variable.
-
-    A block that met no variable has run a program that JAX compiled before. A filter
-    that was judged right at that time is right again.
 
     Args:
         block: a block that is about to close.
@@ -38,29 +51,72 @@ def judge(block: Block, reads: bool) -> None:
     if block.rewrite.unused == 'ignore':
         return
     _meet_the_rest(block)
-    number, asker = block.number, block.asker
-    met = block.decisions or block.collections
-    is_new = met or number.is_blank or not number.was_right(asker)
-    waits = is_new and _waits_for_existence(block)
-    if is_new:
-        number.use(asker, is_right=True)
-    if reads and not waits:
-        _check_reads(block)
-
-
-def _waits_for_existence(block: Block) -> bool:
-    """Raises if a pattern matches nothing; True if only ``settle`` can tell."""
-    error = _unused(block, _compiled(block))
-    if error is None:
-        met = (path for path, _ in block.decisions.values())
-        block.number.existing.update((path.key, path) for path in met)
-        return False
+    error, is_certain = verdict(block)
     root = None if block.owner is None else root_of(block.owner)
-    if root is None or not root.initializing:
+    if error and root is not None and root.initializing:
+        # During initialization variables are still missing: ``settle`` judges later.
+        root.pending.append((block, sys.exception()))
+    elif error and is_certain:
         raise error
-    # During initialization variables are still missing: ``settle`` judges later.
-    root.pending.append((block, sys.exception()))
-    return True
+    elif error:
+        warn_without_effect(str(error), block.place)
+    else:
+        block.number.existing |= {key for _, key, *_ in block.decisions}
+        for stamp in (*block.used, *block.found.values()):
+            stamp.beside |= block.beside
+        if reads and _has_no_effect(block):
+            warn_without_effect(_no_effect(block), block.place)
+
+
+def verdict(block: Block) -> Verdict:
+    """Judges a block by the variables that it met, and by what its programs had read.
+
+    A program that JAX finds in a cache runs no Python, so its block meets none of its
+    variables. If a block has met variables and takes none of them, what it has found is
+    a poor excuse: JAX also finds small programs that other models have traced.
+    """
+    stamps = block.found.values()
+    own = with_callees(stamps, all_of_them=False)
+    if own and not block.decisions:
+        if _is_right(block, own):
+            return Verdict()
+        error = _unused(block, list(_ran(block, own)))
+        return Verdict(error, not _is_right(block, with_callees(stamps)))
+    met = list({path.key: path for path, _ in block.decisions.values()}.values())
+    error = _unused(block, met)
+    if error is None or not own:
+        return Verdict(error)
+    if block.tree is not None:
+        return Verdict(None if _is_right(block, own, met) else error)
+    keys = {key for _, key, *_ in block.decisions}
+    if any(keys <= stamp.beside for stamp in stamps):
+        return Verdict()  # As in an earlier block, when the program was traced.
+    if not _is_right(block, with_callees(stamps), met):
+        return Verdict(error)
+    return Verdict(_beside(error), not keys <= block.number.existing)
+
+
+def _is_right(block: Block, stamps: Sequence[Stamp], met: Sequence[Path] = ()) -> bool:
+    """Whether each part of a filter matches what was met, or what programs had read."""
+    table, sure = block.number.right, block.asker.sure
+    key = sure, tuple(stamp.serial for stamp in stamps)
+    if sure is not None and not met and key in table:
+        return True
+    where = block.rewrite.where
+    if not (isinstance(where, filters.And) or where.kinds & _TREES):
+        matched = block.asker.matched_by(itertools.chain(met, _ran(block, stamps)))
+        is_right = len(matched) == len(where.atoms)
+    else:
+        is_right = _unused(block, [*met, *_ran(block, stamps)]) is None
+    if sure is not None and not met and is_right:
+        cache_keys.put_last(table, key, None)
+    return is_right
+
+
+def _ran(block: Block, stamps: Sequence[Stamp]) -> Iterator[Path]:
+    """Yields the variables of cached programs that ran in a block."""
+    paths = variables_of(stamps, foreign=block.tree is not None)
+    return (path for path in paths if wants(block, path.collection))
 
 
 def _meet_the_rest(block: Block) -> None:
@@ -74,59 +130,48 @@ def _meet_the_rest(block: Block) -> None:
     block.collections.update(core_scopes.stored(block.owner.root))
 
 
-def _unused(block: Block, compiled: Sequence[Path] = ()) -> errors.FlaxSGError | None:
-    """Returns the error for a name in a block that nothing under its extent has."""
+def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
+    """Returns the error for a name in a block that none of some variables has."""
     where, ask = block.rewrite.where, block.asker
-    everything = [*(path for path, _ in block.decisions.values()), *compiled]
     owner = None if block.tree is None else block.owner_path
-    matched = ask.matched_by(everything)
+    matched = ask.matched_by(paths)
     both = isinstance(where, filters.And)
-    any_taken = both and any(ask.ask(path) is not False for path in everything)
-    error = find_unused(where, matched, everything, owner, any_taken)
+    any_taken = both and any(ask.ask(path) is not False for path in paths)
+    error = find_unused(where, matched, paths, owner, any_taken)
     if block.collections:
         error = _unknown_collection(block) or error
-    elif error and block.owner is None and not block.decisions and where.atoms:
+    elif error and block.tree is None and not paths and where.atoms:
         error = _nothing_read(block)
     if error:  # A traceback may show another line.
         error.add_note(f'From {block.rewrite!r}, opened at {block.place}.')
     return error
 
 
-def _compiled(block: Block) -> Sequence[Path]:
-    """Returns the variables of compiled programs that may have run in the block.
-
-    A compiled program runs no Python, so the block meets none of its variables. A block
-    that has read other variables ran something else, and is judged by those.
-    """
-    if block.number.is_blank:
-        return ()  # Nothing was compiled.
-    known = {key: path for key, (path, _) in block.number.answers.items()}
-    if block.owner is None and block.number.was_right(block.asker):
-        known |= block.number.existing  # An owner has met all variables of its own.
-    for path, _ in block.number.older_as_seen_by(block.asker):
-        if path is not None:
-            known[path.key] = path
-    met = (
-        d[0].key for (_, key, *_), d in block.decisions.items() if key in block.reads
-    )
-    return list(known.values()) if known.keys() >= set(met) else ()
-
-
-def _check_reads(block: Block) -> None:
-    where, number = block.rewrite.where, block.number
+def _has_no_effect(block: Block) -> bool:
+    """Whether nothing that was read in a block is rewritten."""
+    where = block.rewrite.where
     if block.rewrite.rule.refuses_writes or not where.atoms or where.may_be_empty:
-        return
-    if block.took or number.takes_any or thread.doubts is not None:
-        return
+        return False
+    if block.took or thread.doubts is not None:
+        return False
+    beside = [s for s in block.found.values() if block.reads <= s.beside]
+    kinds = {
+        is_selected
+        for stamp in with_callees(beside, all_of_them=False)
+        for (depth, is_selected), (_, is_foreign) in stamp.hints.items()
+        if depth == len(block.outer) and (is_foreign or block.tree is None)
+    }
     # ``train_only`` stops the rest, and a block may read only what it names.
-    if isinstance(where, filters.Not) and (block.reads or not number.is_blank):
-        return
-    places.warn_without_effect(
+    has_read = block.reads or kinds
+    return True not in kinds and not (isinstance(where, filters.Not) and has_read)
+
+
+def _no_effect(block: Block) -> str:
+    return (
         f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: it '
         'selects nothing that was read in it.\n'
         'Open the block around the code that reads these variables, or pass '
-        "unused='ignore'.",
-        block.place,
+        "unused='ignore'."
     )
 
 
@@ -140,12 +185,16 @@ def settle(scope: Scope) -> None:
     for block in thread.blocks:
         _meet(block, *known)
     root, path, variables = known
+    if thread.blocks:
+        note_tree(thread.blocks[-1], root)
+        running.renew()
     pending, root.pending[:] = list(root.pending), []
     for block, handled in pending:
         # If the body raised, its own exception is shown instead.
         if sys.exception() is handled:
             _meet(block, root, path, variables)
-            if error := _unused(block):
+            error, is_certain = verdict(block)
+            if error and is_certain:
                 raise error
 
 
@@ -187,6 +236,15 @@ def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
                 "Name one of these, or pass unused='ignore' if it may be absent.",
             )
     return None
+
+
+def _beside(error: errors.FlaxSGError) -> errors.FlaxSGError:
+    """Returns the error for a block whose programs may have what it does not read."""
+    [text] = error.args
+    return type(error)(
+        f'{text}\nA program that was compiled before also ran in the block. If it has '
+        'what is meant, open a block for each of the two models.'
+    )
 
 
 def _nothing_read(block: Block) -> errors.UnusedFilterError:

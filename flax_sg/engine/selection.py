@@ -9,11 +9,12 @@ from typing import Any
 from flax.core.scope import in_filter
 
 from flax_sg.engine.blocks import Block, Question, Root, is_of_tree, thread
+from flax_sg.engine.programs import running
 from flax_sg.filters.expressions import unknown_class
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import modules, tracing
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
-from flax_sg.trees.variables import Key, inner_names
+from flax_sg.trees.variables import Key, inner_names, iter_leaf_keys
 
 
 def wants(block: Block, collection: str) -> bool:
@@ -96,10 +97,13 @@ def selects(
     if read:
         block.reads.add(key)
         block.took = block.took or bool(said)
-    if (read or noted) and block.kept_trace != tracing.kept_trace():
+    in_program = block.kept_trace != tracing.kept_trace()
+    if in_program and (read or noted):
         _note(block, root, key, path, said)
         if read and said:
             block.number.brought = block.rewrite.rule.values()
+    elif not in_program and (read or not root.noted_for):
+        block.beside.add(key)
     return said
 
 
@@ -124,6 +128,30 @@ def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:
             number.note(block.asker, path, said, late)
         else:
             number.note_older(block.asker, key, weakref.ref(root.tree), path, late)
+    if not root.initializing:
+        note_tree(block, root)
+    listed = path.classes is None and key in root.listed
+    kind = len(block.outer), bool(said)
+    running.note_read((key, path.classes), kind, _is_foreign(block, root), listed)
+
+
+def note_tree(block: Block, root: Root) -> None:
+    """Notes the variables of a tree, for the programs that are being traced."""
+    now = thread.blocks[-1].stamp.serial
+    if root.noted_for == now:
+        return
+    keys = tuple(
+        key
+        for above, collections in root.parts
+        for collection, tree in collections.items()
+        for key in iter_leaf_keys((collection, above), tree)
+    )
+    root.noted_for, root.listed = now, frozenset(keys)
+    running.note_tree(keys, _is_foreign(block, root))
+
+
+def _is_foreign(block: Block, root: Root) -> bool:
+    return block.tree is not None and block.tree is not root.tree
 
 
 def _is_made_inside(block: Block, root: Root) -> bool:

@@ -26,6 +26,7 @@ import jax
 
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, Root, thread
+from flax_sg.engine.rereads import check, is_given, note
 from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.rules.cotangents import has_cotangent
@@ -115,10 +116,12 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
     for block in blocks:
         # The values that a lifted body starts with were rewritten outside, selected by
         # their names outside: ``nn.map_variables`` renames variables in the body.
-        if root.begins_with(block, key, value):
+        if root.begins_with(block, key, value) or is_given(block, root, value):
             continue
         if any([selects(block, root, leaf_key) for leaf_key in keys]):
+            check(block, root, key)
             value = _rewritten(root, block, key, value)
+    note(blocks, root, value)
     return value
 
 

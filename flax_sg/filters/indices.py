@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,10 +17,10 @@ from numpy.typing import NDArray
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
+from flax_sg.filters import tokens
 from flax_sg.filters.expressions import And, Answers, Filter, Not, Or
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Index(Filter):
     """Some elements of every variable: those that numpy takes for an index.
 
@@ -32,13 +31,17 @@ class Index(Filter):
 
     index: Any
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, 'index', _plain(self.index))
+    # No dataclass: see ``Predicate``.
+    def __init__(self, index: Any) -> None:
+        object.__setattr__(self, 'index', _plain(index))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
 
     @functools.cached_property
-    def identity(self) -> Hashable:
-        """The index, in a form that has a hash."""
-        return _key(self.index)
+    def identity(self) -> str:
+        """The index."""
+        return tokens.of_value(self.index)
 
     def evaluate(self, answers: Answers) -> Any:
         """The part of every variable."""
@@ -228,16 +231,6 @@ def _plain(index: Any) -> Any:
             return int(array)
     array.setflags(write=False)
     return array
-
-
-def _key(index: Any) -> Hashable:
-    if isinstance(index, tuple):
-        return tuple(map(_key, index))
-    if isinstance(index, slice):
-        return slice, index.start, index.stop, index.step
-    if isinstance(index, np.ndarray):
-        return index.dtype.kind, index.shape, index.tobytes()
-    return index
 
 
 def _written(index: Any) -> str:

@@ -15,6 +15,7 @@ from flax import traverse_util
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
+from flax_sg.filters import tokens
 from flax_sg.filters.expressions import Atom, Filter
 from flax_sg.filters.paths import Classes, Owner, Path, names_in
 from flax_sg.filters.patterns import nearest
@@ -200,7 +201,7 @@ class OfType(Atom):
     @functools.cached_property
     def identity(self) -> Hashable:
         """The classes, in any order."""
-        return frozenset(self.classes)
+        return frozenset(map(tokens.of_object, self.classes))
 
     def matches(self, path: Path) -> bool | None:
         """Whether a module around the variable is of the class; None if unknown."""

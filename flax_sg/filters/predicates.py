@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import os
 import types
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ from jax.core import Tracer
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
+from flax_sg.filters import tokens
 from flax_sg.filters.expressions import Atom
 from flax_sg.filters.paths import Path
 
@@ -67,21 +66,9 @@ class Predicate(Atom):
             raise self._error(f'reads {brief(value)} as {name!r}')
 
     @functools.cached_property
-    def identity(self) -> Hashable:
-        """The function; its id if the function has no hash."""
-        try:
-            hash(self.fn)
-        except TypeError:
-            return id(self.fn)
-        return self.fn
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        # Of a module's field, ``nn.jit`` keeps the hash alone. Python gives the id of a
-        # function that is gone to another function, so functions are numbered.
-        if isinstance(self.fn, types.FunctionType):
-            return hash((Predicate, _numbers.setdefault(self.fn, next(_count))))
-        return hash((Predicate, self.identity))
+    def identity(self) -> str:
+        """Which function it is."""
+        return tokens.of_object(self.fn)
 
     @functools.cached_property
     def shape(self) -> Hashable:
@@ -109,10 +96,6 @@ class Predicate(Atom):
 
     def __repr__(self) -> str:
         return f'Predicate({describe(self.fn)})'
-
-
-_numbers = weakref.WeakKeyDictionary[types.FunctionType, int]()
-_count = itertools.count()
 
 
 def _is_of_one_argument(fn: Any) -> bool:

@@ -21,6 +21,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors, filters
 from flax_sg.engine import extents
+from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
 from flax_sg.internals import modules, places
 from flax_sg.rules import rules
@@ -152,7 +153,8 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     # would have other paths.
     kept = ('__doc__', '__module__', '__qualname__')
     same = {name: getattr(target, name) for name in kept}
-    cls = type(target)(target.__name__, (target,), {**same, **lifted})
+    make = modules.told_apart(type(target), tokens.of_object)
+    cls = make(target.__name__, (target,), {**same, **lifted})
     if stops:
         _stopped_classes[key] = cls
     return cls

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -89,7 +90,9 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Runs one equation of a jaxpr, as ``jax.core.eval_jaxpr`` does."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
+    name = name_stack_of(equation)
+    scope = jax.named_scope(name) if name else contextlib.nullcontext()
+    with equation.ctx.manager, scope:
         out = equation.primitive.bind(*functions, *operands, **params)
     return out if equation.primitive.multiple_results else [out]
 

@@ -24,6 +24,26 @@ Module = linen_module.Module
 Variable = linen_module.Variable
 
 
+@functools.cache
+def told_apart(metaclass: type, token_of: Callable[[type], str]) -> Any:
+    """Returns a metaclass of classes that ``nn.jit`` tells apart.
+
+    ``nn.jit`` keeps the hash of a module's class, which is an ``id`` that a later class
+    may get. Of a class in a field it keeps the names of the fields alone, unless the
+    class has the attribute that Flax reads for configurations of Pax.
+
+    Args:
+        metaclass: the metaclass of the class to lift.
+        token_of: tells classes apart, by texts.
+    """
+    names = {
+        '__hash__': lambda cls: hash(token_of(cls)),
+        '__fn_or_cls__': property(token_of),
+    }
+    is_made = '__fn_or_cls__' in vars(metaclass)
+    return metaclass if is_made else type(metaclass.__name__, (metaclass,), names)
+
+
 def current_module() -> Module | None:
     """The bound module whose method is running: the owner of a block opened now.
 
@@ -34,6 +54,12 @@ def current_module() -> Module | None:
     while isinstance(module, linen_module.CompactNameScope):
         module = module.module_fn()
     return module if module is not None and module.scope is not None else None
+
+
+def running_scopes() -> list[Scope]:
+    """The scopes of the bound modules whose methods are running."""
+    stack = linen_module._context.module_stack
+    return [m.scope for m in stack if m is not None and m.scope is not None]
 
 
 def running_method() -> tuple[Module, str] | None:

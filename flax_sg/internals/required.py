@@ -76,6 +76,11 @@ def _counts_modules() -> bool:
     return linen_module.uuid._id > before
 
 
+def _tells_classes_apart() -> bool:
+    cls = modules.told_apart(type, lambda _: 'token')('Probe', (_Probe,), {})
+    return linen_transforms._fingerprint_recursive(cls, (), {}) == 'token'
+
+
 def _has(thing: Any, names: str) -> bool:
     """Raises if ``thing`` lacks one of the attributes ``names``."""
     return bool(operator.attrgetter(*names.split())(thing)) or True
@@ -180,7 +185,7 @@ _ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     'flax.linen.transforms': (
         lambda: linen_transforms,
-        '_is_module_class get_module_scopes set_module_scopes',
+        '_fingerprint_recursive _is_module_class get_module_scopes set_module_scopes',
     ),
     'custom_jvp': (lambda: jax.custom_jvp(id), 'fun jvp'),
     'custom_vjp': (lambda: jax.custom_vjp(id), 'fun fwd bwd'),
@@ -193,6 +198,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
         for name, (use, method) in _READS.items()
     },
     'Module.__getattr__ has to call _try_setup': _sets_up,
+    'nn.jit has to read __fn_or_cls__ of a class in a field': _tells_classes_apart,
     'flax.linen.module.uuid has to count modules': _counts_modules,
     'jit has to trace anew in another jax.make_user_context': _traces_anew,
     'traces have to tell which one is around them': _tells_traces_apart,

@@ -17,7 +17,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.errors.texts import shown
-from flax_sg.filters import predicates
+from flax_sg.filters import predicates, tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
 from flax_sg.rules import custom_gradients, rules
@@ -57,7 +57,7 @@ class OnCotangents(rules.Keyed):
     def __init__(
         self, name: str, *brought: Any, parts: tuple[Hashable, ...] = ()
     ) -> None:
-        super().__init__((name, *map(rules.key_of, brought), *parts))
+        super().__init__((name, *map(tokens.of_value, brought), *parts))
         self.name = name
         self.brought = [x.copy() if isinstance(x, np.ndarray) else x for x in brought]
 
@@ -103,7 +103,7 @@ class Each(OnCotangents):
     """
 
     def __init__(self, name: str, fn: Callable[..., Any], *brought: Any) -> None:
-        super().__init__(name, *brought, parts=(rules.identity_of(fn),))
+        super().__init__(name, *brought, parts=(tokens.of_object(fn),))
         self._fn = fn
 
     def __call__(self, path: Path, leaf: Any) -> Any:

@@ -7,13 +7,9 @@ applied to, extents say where. So a new rule is written once and works everywher
 from __future__ import annotations
 
 import dataclasses
-import types
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-import jax
-import numpy as np
 from flax.core.scope import CollectionFilter, DenyList
 
 from flax_sg import errors, filters
@@ -175,50 +171,6 @@ class Keyed(Rule):
 
     def __hash__(self) -> int:
         return hash((self._kind, self._which))
-
-
-def key_of(value: Any) -> Hashable:
-    """Stands for a number or an array in cache keys.
-
-    Python's and numpy's values and single numbers of JAX are compared by value. Other
-    arrays of JAX, and tracers, are compared by identity: a rule with a new array is a
-    new rule. A key does not keep them alive.
-    """
-    traced = isinstance(value, tracing.Tracer)
-    if traced or (isinstance(value, jax.Array) and value.ndim):
-        return _Identity(value)
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        return value.dtype, value.shape, np.asarray(value).tobytes()
-    return type(value), value
-
-
-def identity_of(value: Any) -> Hashable:
-    """Stands for a function or an object in cache keys: which one it is."""
-    if isinstance(value, types.MethodType):
-        return identity_of(value.__self__), value.__func__
-    try:
-        return _Identity(value)
-    except TypeError:  # Nothing can refer to it weakly.
-        return value if isinstance(value, Hashable) else object()
-
-
-class _Identity:
-    """Equal for the same object, as long as the object lives."""
-
-    def __init__(self, value: Any) -> None:
-        self._ref, self._hash = weakref.ref(value), id(value)
-
-    def __eq__(self, other: object) -> bool:
-        mine = self._ref()
-        return self is other or (
-            isinstance(other, _Identity) and mine is not None and mine is other._ref()
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> Any:  # Beside the rule, which holds the value.
-        return _Identity, (self._ref(),)
 
 
 @dataclasses.dataclass(frozen=True)

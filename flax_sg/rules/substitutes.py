@@ -15,6 +15,7 @@ import jax
 from flax.core.scope import CollectionFilter, in_filter
 
 from flax_sg import errors
+from flax_sg.filters import tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import modules
 from flax_sg.rules import rules
@@ -58,7 +59,7 @@ class FromTree(Substitute):
         }
         leaves = jax.tree_util.tree_leaves(list(self.entries.values()))
         which = tuple(
-            (rules.key_of if isinstance(leaf, jax.Array) else rules.identity_of)(leaf)
+            (tokens.of_value if isinstance(leaf, jax.Array) else tokens.of_object)(leaf)
             for leaf in leaves
         )
         super().__init__(frozenset(self.entries), which)
@@ -93,7 +94,7 @@ class FromFunction(Substitute):
     runs_code = True
 
     def __init__(self, fn: Callable[[Path, Any], Any]) -> None:
-        super().__init__(rules.identity_of(fn))
+        super().__init__(tokens.of_object(fn))
         self.fn = fn
 
     def __call__(self, path: Path, leaf: Any) -> Any:

@@ -8,6 +8,7 @@ values and random numbers are those of one scan.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
+from flax.core.scope import in_filter
 from jax.extend import core
 from numpy.typing import NDArray
 
@@ -77,6 +79,15 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
     """
     if frozen_layers is None:
         return linen.scan(target, *args, **kwargs)  # pyright: ignore
+    given = inspect.signature(linen.scan).bind(target, *args, **kwargs).arguments
+    axes: Any = given.get('variable_axes', {})
+    if not any(in_filter(of, 'params') for of in axes):
+        raise errors.PartError(
+            f'frozen_layers={frozen_layers!r} was given, but all layers share their '
+            "parameters: variable_axes has no 'params'.\n"
+            "Write variable_axes={'params': 0}, or freeze the parameters as a whole: "
+            'nn.Frozen(module).'
+        )
 
     def loop(body: Any, init: Any, xs: Any, **options: Any) -> Any:
         return split_scan(frozen_layers, body, init, xs, **options)
@@ -108,11 +119,13 @@ def split_scan(
     pairs = jax.tree_util.tree_leaves_with_path(xs)
     stack = [leaf for _, leaf in pairs]
     params = [lifting.param_path(keys, 'in') is not None for keys, _ in pairs]
-    count: int = stack[0].shape[0] if length is None else length
-    mask = chosen(frozen, count)
-    if not any(params):  # They are being made.
+    sizes = {leaf.shape[0] for leaf in stack} | ({length} - {None})
+    count: int = max(sizes, default=0)
+    mask = chosen(frozen, count) if len(sizes) == 1 else np.zeros(count, bool)
+    # If sizes differ, JAX says so. If there are no parameters, they are being made.
+    if len(sizes) > 1 or not any(params) or not mask.any():
         return jax.lax.scan(body, init, xs, length=length, reverse=reverse, **options)
-    layer = _Layer.of(body, init, xs, params)
+    layer, init = _Layer.of(body, init, xs, params)
     # Runs of neighbours.
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), count]
     runs = [(a, b, bool(mask[a])) for a, b in itertools.pairwise(cuts)]
@@ -136,20 +149,24 @@ def split_scan(
 
 
 def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
-    """A mask of the layers that an index selects.
+    """A mask of the layers that an index selects; what says none may select none.
 
-    >>> chosen(slice(-2, None), 4).tolist()
-    [False, False, True, True]
+    >>> chosen(slice(-2, None), 4).tolist(), chosen(slice(0, 0), 2).tolist()
+    ([False, False, True, True], [False, False])
     """
     mask = np.zeros(length, bool)
     index = layers if isinstance(layers, (slice, int)) else np.asarray(layers)
+    if isinstance(index, slice):
+        says_none = index.stop is not None and index.stop == (index.start or 0)
+    else:
+        says_none = isinstance(index, np.ndarray) and index.dtype == bool
     if isinstance(index, np.ndarray) and not index.size:
         index = slice(0)
     try:
         mask[index] = True
     except IndexError as error:
         raise _wrong_layers(layers, length, str(error)) from None
-    if not mask.any():
+    if not (mask.any() or says_none):
         raise _wrong_layers(layers, length, 'it selects no layer')
     return mask
 
@@ -173,11 +190,18 @@ class _Layer(NamedTuple):
     handed_on: list[int | None]
 
     @classmethod
-    def of(cls, body: Any, carry: Any, xs: Any, params: list[bool]) -> _Layer:
-        """Traces the body on the first layer."""
+    def of(
+        cls, body: Any, carry: Any, xs: Any, params: list[bool]
+    ) -> tuple[_Layer, Any]:
+        """Traces the body on the first layer; returns what to carry, too."""
         first = jax.eval_shape(lambda xs: jax.tree.map(lambda x: x[0], xs), xs)
-        program, (carry, out) = jax.make_jaxpr(body, return_shape=True)(carry, first)
-        start = len(jax.tree.leaves(carry))
+        trace = jax.make_jaxpr(body, return_shape=True)
+        program, (made, out) = trace(carry, first)
+        strong = _strong(carry, made)
+        if strong is not carry:  # As ``jax.lax.scan`` does.
+            carry = strong
+            program, (made, out) = trace(carry, first)
+        start = len(jax.tree.leaves(made))
         variables = program.jaxpr.invars[start:]
         known = {v: n for n, v in enumerate(variables) if params[n]}
         handed_on = [
@@ -195,7 +219,7 @@ class _Layer(NamedTuple):
                     'nn.stop_gradient(sg.at(...)) around a scan without frozen_layers=.'
                 )
         treedef = jax.tree.structure
-        return cls(program, treedef(carry), treedef(out), handed_on)
+        return cls(program, treedef(made), treedef(out), handed_on), carry
 
     def steps(
         self, seen: list[Any], whole: list[bool], start: int, end: int
@@ -226,6 +250,24 @@ class _Layer(NamedTuple):
 
         sliced = [stack[start:end] for stack, is_whole in pairs if not is_whole]
         return step, (jnp.arange(start, end, dtype=jnp.uint32), sliced)
+
+
+def _strong(carry: Any, made: Any) -> Any:
+    """What is carried, with Python's numbers in the dtype that the body returns."""
+    olds, news = jax.tree.leaves(carry), jax.tree.leaves(made)
+    if jax.tree.structure(carry) != jax.tree.structure(made):
+        return carry
+    is_weak = [
+        jax.typeof(old).weak_type and jnp.result_type(old, new) != jnp.result_type(old)
+        for old, new in zip(olds, news, strict=True)
+    ]
+    if not any(is_weak):
+        return carry
+    strong = [
+        jnp.asarray(old, new.dtype) if weak else old
+        for old, new, weak in zip(olds, news, is_weak, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(carry), strong)
 
 
 def _masked(leaf: Any, mask: NDArray[np.bool_]) -> Any:

@@ -139,6 +139,8 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
             stop = jax.lax.stop_gradient
             again = value if isinstance(value, Again) else Again(stop, (value,))
             results: Sequence[Any] = [again]
+        elif equation.effects:  # ``jax.checkpoint`` refuses callbacks.
+            results = jaxprs.bind(equation, list(map(_value_of, operands)))
         elif any(isinstance(x, Again) for x in operands):
             results = _bind_again(equation, operands)
         else:

@@ -6,9 +6,12 @@ stopped by hand.
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import flax.linen as fnn
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -224,3 +227,37 @@ def test_with_jit_disabled():
             for fn in (block_within, by_hand)
         )
     assert_same(actual, expected)
+
+
+def test_two_threads_that_differentiate_one_function():
+    """Its rule reopens one block, so one of the threads waits."""
+    running: list[int] = []
+    most: list[int] = []
+    module = fnn.Dense(2)
+    x = jnp.ones((1, 2))
+    params = module.init(jax.random.key(0), x)['params']
+
+    @jax.custom_vjp
+    def fn(params: Any) -> Any:
+        return module.apply({'params': params}, x)
+
+    def backward(params: Any, ct: Any) -> Any:
+        running.append(1)
+        time.sleep(0.05)
+        most.append(len(running))
+        _, pullback = jax.vjp(lambda p: module.apply({'params': p}, x), params)
+        running.pop()
+        return pullback(ct)
+
+    fn.defvjp(lambda params: (fn(params), params), backward)
+    with nn.stop_gradient('kernel'):
+        _, pullback = jax.vjp(fn, params)
+
+    def pull(_: int) -> Any:
+        return pullback(jnp.ones((1, 2)))[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(pull, range(4)):
+            assert not found['kernel'].any()
+            assert found['bias'].all()
+    assert most == [1] * 4

@@ -23,16 +23,8 @@ import pytest
 
 import flax_sg as sg
 import oracle
-import sequences
 from flax_sg import errors
 from flax_sg import linen as nn
-
-
-@pytest.fixture(autouse=True)
-def _no_programs_of_other_tests() -> None:
-    """Or they count as read in a block that has the same number."""
-    sequences.forget_contexts()
-
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 KEY = jax.random.key(0)

@@ -11,17 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import flax_sg
-import sequences
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
-
-
-@pytest.fixture(autouse=True)
-def _no_programs_of_other_tests() -> None:
-    """Or they count as read in a block that has the same number."""
-    sequences.forget_contexts()
-
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -309,3 +310,72 @@ def test_the_way_back_through_frozen_layers_keeps_no_copy_of_them(remat):
 def test_without_frozen_layers_it_is_the_scan_of_flax(monkeypatch):
     monkeypatch.setattr(linen, 'scan', lambda *args, **kwargs: (args, kwargs))
     assert nn.scan(Block, 3, length=DEEP) == ((Block, 3), {'length': DEEP})
+
+
+# Where the plain scan is meant, or raises.
+
+
+def stack_of(layer: Any = Boxed, **options: Any) -> Any:
+    options = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}} | options
+    kwargs = {'in_axes': (0, linen.broadcast), 'metadata_params': METADATA} | options
+    return nn.scan(layer, **kwargs)()
+
+
+METADATA = {linen.PARTITION_NAME: 'layers'}
+
+
+@pytest.mark.parametrize('none', [slice(0, 0), slice(0), [False] * DEPTH])
+def test_no_frozen_layer_is_the_plain_scan(none):
+    plain = stack_of()
+    variables = plain.init(RNGS, X, EACH, 1.0)
+
+    def grads(stack: Any) -> Any:
+        return jax.grad(lambda v: jnp.sum(stack.apply(v, X, EACH, 1.0)[0]))(variables)
+
+    frozen = stack_of(frozen_layers=none)
+    oracle.assert_same(frozen.init(RNGS, X, EACH, 1.0), variables)
+    oracle.assert_same(grads(frozen), grads(plain))
+
+
+def test_another_length_than_the_stack_raises_as_in_flax():
+    variables = stack_of().init(RNGS, X, EACH, 1.0)
+    for length, count in ((3, DEPTH), (DEPTH + 2, DEPTH), (None, DEPTH + 1), (2, 2)):
+        each = jnp.zeros((count, 1, WIDTH))
+        for frozen in (slice(0, 1), slice(None)):
+            for options in ({}, {'frozen_layers': frozen}):
+                with pytest.raises(ValueError) as caught:
+                    stack_of(length=length, **options).apply(variables, X, each, 1.0)
+                found = {int(n) for n in re.findall(r'\d+', str(caught.value))}
+                assert {length or count, DEPTH} & found, caught.value
+
+
+def test_shared_parameters_cannot_be_frozen_by_layer():
+    shared = {'variable_axes': {}, 'variable_broadcast': 'params'}
+    with pytest.raises(errors.PartError, match='all layers share their parameters'):
+        stack_of(**shared, split_rngs={'params': False}, frozen_layers=slice(0, 2))
+
+
+class Low(linen.Module):
+    """A layer whose parameters are of low precision."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        w = self.param('w', linen.initializers.ones, (), jnp.bfloat16)
+        return x + w, None
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_a_number_of_python_is_carried_in_the_dtype_of_the_layers():
+    def of(**options: Any) -> Any:
+        return stack_of(Low, length=4, in_axes=0, **options)
+
+    plain, frozen = of(), of(frozen_layers=slice(0, 2))
+    variables = plain.init(RNGS, 0.0, None)
+
+    def grad(stack: Any) -> Any:
+        return jax.value_and_grad(lambda v: stack.apply(v, 0.0, None)[0])(variables)
+
+    value, grads = grad(frozen)
+    oracle.assert_same(value, grad(plain)[0])
+    expected = grad(plain)[1]['params']['w'].at[:2].set(0)
+    oracle.assert_same(grads['params']['w'], expected)

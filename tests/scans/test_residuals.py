@@ -1,6 +1,7 @@
 """`nn.Frozen` in the body of a scan costs what a stop outside of it costs."""
 
 import functools
+import re
 import types
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen
+from jax.experimental import io_callback
 
 import oracle
 import programs
@@ -168,3 +170,34 @@ def test_where_a_scope_lies() -> None:
     ):
         scope: Any = types.SimpleNamespace(debug_path=path)
         assert lifting.is_in_scan(scope) is inside, path
+
+
+def test_a_callback_of_a_frozen_parameter_and_the_names_of_operations():
+    seen: list[float] = []
+
+    class Body(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            with jax.named_scope('of_the_user'):
+                y = nn.Frozen(Noted(name='noted'))(x)
+            return y, None
+
+    class Noted(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            w = self.param('w', linen.initializers.ones, ())
+            io_callback(lambda w: seen.append(float(w)), None, w, ordered=True)
+            with jax.named_scope('inside'):
+                return jnp.sin(w * x)
+
+    stack = linen.scan(
+        Body, variable_axes={'params': 0}, split_rngs={'params': True}, length=3
+    )()
+    variables = stack.init(jax.random.key(0), 0.5, None)
+    seen.clear()
+    stack.apply(variables, 0.5, None)
+    jax.effects_barrier()
+    assert seen == [1.0] * 3
+    fn = jax.jit(jax.grad(lambda x: stack.apply(variables, x, None)[0]))
+    text = fn.lower(0.5).as_text(debug_info=True)
+    assert re.search(r'of_the_user/\S*inside', text)

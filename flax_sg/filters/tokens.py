@@ -1,0 +1,94 @@
+"""Tokens: texts that stand for values where values are compared or hashed.
+
+Of a module's fields ``nn.jit`` keeps the hash alone, and a cache key must not keep its
+values alive. Python's own hashes and ids do not serve: ``hash(-1.0) == hash(-2.0)``,
+``0.0 == -0.0``, and an object gets the ``id`` of one that was collected. So a value is
+told by its text, and an object by a number that is never given twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import threading
+import types
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+_serials = itertools.count(1)
+_known: dict[int, tuple[weakref.ref[Any], int]] = {}
+_lock = threading.RLock()  # The garbage collector may call ``_forget`` at any time.
+
+
+def of_value(value: Any) -> str:
+    """Returns the token of a number, an index, an array or a random key.
+
+    Tokens are equal if the type, the shape, the dtype, the weak type and all bytes are.
+    Arrays of JAX with several elements are told apart as objects are: to read them
+    would wait for the device.
+
+    >>> of_value(-1.0) == of_value(-2.0), of_value(0.0) == of_value(-0.0)
+    (False, False)
+    >>> of_value(np.s_[:-1, ...]) == of_value(np.s_[:-1, ...])
+    True
+    """
+    kind = type(value)
+    if value is None or value is Ellipsis or kind in (bool, int, str, bytes):
+        return f'{kind.__name__} {value!r}'
+    if kind is float:
+        return f'float {value.hex()}'
+    if kind is complex:
+        return f'complex {value.real.hex()} {value.imag.hex()}'
+    if kind is tuple:
+        return f'({", ".join(map(of_value, value))})'
+    if kind is slice:
+        return f'slice {of_value((value.start, value.stop, value.step))}'
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return _of_array(kind, value)
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            data = of_value(np.asarray(jax.random.key_data(value)))
+            return f'{value.dtype} {data}'
+        if not value.ndim:
+            weak = ' weak' * value.aval.weak_type
+            return _of_array(jax.Array, np.asarray(value)) + weak
+    return of_object(value)
+
+
+def _of_array(kind: type, array: Any) -> str:
+    digest = hashlib.sha256(array.tobytes()).hexdigest()
+    return f'{kind.__name__} {array.dtype.str} {array.dtype} {array.shape} {digest}'
+
+
+def of_object(value: Any) -> str:
+    """Returns the token of a function, a class or an object: which one it is.
+
+    A bound method is told by its object and its function. What cannot be referred to
+    weakly gets another token each time.
+
+    >>> one, other = (lambda path: True), (lambda path: True)
+    >>> of_object(one) == of_object(one), of_object(one) == of_object(other)
+    (True, False)
+    """
+    if isinstance(value, types.MethodType):
+        return f'{of_object(value.__self__)}.{of_object(value.__func__)}'
+    with _lock:
+        ref, serial = _known.get(id(value), (None, 0))
+        if ref is None or ref() is not value:
+            serial, number = next(_serials), id(value)
+            with contextlib.suppress(TypeError):
+                _known[number] = weakref.ref(value, lambda _: _forget(number)), serial
+    return f'#{serial}'
+
+
+def _forget(number: int) -> None:
+    with _lock:
+        ref, _ = _known.get(number, (None, 0))
+        if ref is not None and ref() is None:  # Not a later object at this address.
+            del _known[number]

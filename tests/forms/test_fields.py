@@ -1,0 +1,196 @@
+"""Filters, rules and lifted classes in fields of jitted modules.
+
+Of a field ``nn.jit`` keeps the hash alone, so what differs may never have one hash.
+"""
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flax_sg as sg
+import oracle
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
+PARAMS = fnn.Dense(2).init(jax.random.key(0), X)['params']
+
+
+@fnn.jit
+class Opens(fnn.Module):
+    """A block of something in a field."""
+
+    block: Any
+
+    @fnn.compact
+    def __call__(self, x):
+        dense = fnn.Dense(2, name='dense')
+        with self.block:
+            return dense(x)
+
+
+@fnn.jit
+class Makes(fnn.Module):
+    """A module of a class in a field."""
+
+    cls: Any
+
+    @fnn.compact
+    def __call__(self, x):
+        return self.cls(2, name='dense')(x)
+
+
+@fnn.jit
+class Holds(fnn.Module):
+    """A module in a field."""
+
+    inner: Any
+
+    @fnn.compact
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def grads(model: Any, name: str = 'dense') -> Any:
+    def loss(params: Any) -> Any:
+        return jnp.sum(model.apply({'params': {name: params}}, X))
+
+    gc.collect()  # What was made before is gone, and its id is free.
+    return jax.grad(loss)(PARAMS)
+
+
+PLAIN = jax.grad(lambda p: jnp.sum(fnn.Dense(2).apply({'params': p}, X)))(PARAMS)
+
+
+def scaled(kernel: float) -> Any:
+    return {'bias': PLAIN['bias'], 'kernel': kernel * PLAIN['kernel']}
+
+
+def stopped(row: int) -> Any:
+    return {'bias': PLAIN['bias'], 'kernel': PLAIN['kernel'].at[row].set(0.0)}
+
+
+class Takes:
+    """A callable object: a filter."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, path: sg.Path) -> bool:
+        return path.name == self.name
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def method(self, path: sg.Path) -> bool:
+        return self(path)
+
+
+def _without(name: str) -> Any:
+    return {**PLAIN, name: jnp.zeros_like(PLAIN[name])}
+
+
+FUNCTIONS: dict[str, Callable[[str], Any]] = {
+    'lambda': lambda name: lambda path: path.name == name,
+    'partial': lambda name: functools.partial(lambda n, path: path.name == n, name),
+    'object': Takes,
+    'method': lambda name: Takes(name).method,
+}
+
+
+@pytest.mark.parametrize('kind', FUNCTIONS)
+def test_functions(kind):
+    make = FUNCTIONS[kind]
+    for i in range(40):
+        name = ('kernel', 'bias')[i * i % 3 % 2]
+        model = Opens(nn.stop_gradient(make(name)))
+        oracle.assert_same(grads(model), _without(name))
+        frozen = Holds(nn.Frozen(fnn.Dense(2), make(name)))
+        oracle.assert_same(grads(frozen, 'inner'), _without(name))
+
+
+# In each row values with one hash of Python.
+FACTORS = {'hash(-1)': (-1.0, -2.0), 'zeros': (0.0, -0.0), 'int': (-1, -2)}
+
+
+@pytest.mark.parametrize('case', FACTORS)
+@pytest.mark.parametrize('turned', [False, True])
+def test_factors(case, turned):
+    for factor in FACTORS[case][:: -1 if turned else 1]:
+        block = nn.scale_gradient('**/kernel', factor)
+        oracle.assert_same(grads(Opens(block)), scaled(factor))
+        oracle.assert_same(grads(Makes(block(fnn.Dense))), scaled(factor))
+        oracle.assert_same(
+            grads(Makes(nn.reverse_gradient('kernel', -factor)(fnn.Dense))),
+            scaled(factor),
+        )
+
+
+def test_classes_of_many_factors():
+    for factor in range(40):  # A class may get the id of one that is gone.
+        cls = nn.reverse_gradient('kernel', float(factor % 7))(fnn.Dense)
+        oracle.assert_same(grads(Makes(cls)), scaled(-float(factor % 7)))
+        oracle.assert_same(grads(Holds(cls(2)), 'inner'), scaled(-float(factor % 7)))
+
+
+@pytest.mark.parametrize('rows', [(-1, -2), (-2, -1)])
+def test_indices(rows):
+    for row in rows:
+        block = nn.stop_gradient(sg.at('**/kernel', row))
+        oracle.assert_same(grads(Opens(block)), stopped(row))
+    for cut, row in ((np.s_[:-1], 0), (np.s_[-1:], 1), (np.s_[:1], 0)):
+        block = nn.stop_gradient(sg.at('**/kernel', cut))
+        oracle.assert_same(grads(Opens(block)), stopped(row))
+
+
+def plus(path: sg.Path, ct: Any, number: Any) -> Any:
+    assert number.aval.weak_type == WEAK[-1]
+    return (ct + number).astype(ct.dtype)
+
+
+WEAK: list[bool] = []
+
+
+def test_weak_types():
+    strong, weak = jnp.float32(1.0), jax.jit(lambda: 1.0)()
+    for factor in (strong, weak, strong):
+        WEAK.append(factor.weak_type)
+        block = nn.map_cotangent('**/kernel', plus, factor)
+        expected = {**PLAIN, 'kernel': PLAIN['kernel'] + 1.0}
+        oracle.assert_same(grads(Opens(block)), expected)
+
+
+def test_random_keys():
+    def noise(path: sg.Path, ct: Any, key: Any) -> Any:
+        return ct + jax.random.normal(key, ct.shape)
+
+    for seed in (1, 2, 1):
+        key = jax.random.key(seed)
+        block = nn.map_cotangent('**/kernel', noise, key)
+        expected = PLAIN['kernel'] + jax.random.normal(key, (2, 2))
+        found = grads(Opens(block))
+        oracle.assert_same(found, {**PLAIN, 'kernel': expected})
+
+
+def test_a_random_key_among_substituted_values():
+    class Draws(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            key = self.variable('params', 'key', lambda: jax.random.key(0))
+            return x + jax.random.normal(key.value, x.shape)
+
+    variables = Draws().init(jax.random.key(0), X)
+    for seed in (1, 2):
+        key = jax.random.key(seed)
+        with nn.substitute({'key': key}):
+            found = Draws().apply(variables, X)
+        oracle.assert_same(found, X + jax.random.normal(key, X.shape))
