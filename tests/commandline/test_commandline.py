@@ -194,6 +194,15 @@ def said(argv: list[str], capsys) -> str:
     return ' '.join(error.split())
 
 
+def test_a_picture_that_cannot_be_drawn_comes_after_the_table(tmp_path, capsys):
+    for file in ('flow.xyz', 'nowhere/flow.svg'):
+        argv = ['flow', 'mine.train:check', '--plot', str(tmp_path / file)]
+        assert main(argv) == 2
+        printed = capsys.readouterr()
+        assert 'trains' in printed.out
+        assert printed.err.startswith('python -m flax_sg flow: error: --plot ')
+
+
 CHECK = 'mine.train:check'
 WRONG = [
     ('flow', 'the following arguments are required: PLACE'),
@@ -208,6 +217,7 @@ WRONG = [
         'mine.train:loss takes arguments (params, x): name a function without '
         'arguments that returns the tuple (loss, *args) or (module, *args)',
     ),
+    ('flow mine.train:check --depth -1', '--depth -1: expected 0, 1, 2, ...'),
     (
         'flow mine.train:returns_a_number',
         'mine.train:returns_a_number is 3, and should be (loss, *args)',
