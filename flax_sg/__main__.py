@@ -104,8 +104,8 @@ def flow(argv: Sequence[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
         report = _report(options.place)
     found = {text: _judged(text, report) for text in options.expect}
-    if options.plot:
-        report.plot(options.plot, options.depth)
+    if options.depth is not None and options.depth < 0:
+        raise UsageError(f'--depth {options.depth}: expected 0, 1, 2, ...')
     if options.json:
         data = {'outputs': report.outputs, 'parameters': report.rows()}
         print(json.dumps({**data, 'expectations': found}, indent=2))
@@ -115,6 +115,11 @@ def flow(argv: Sequence[str]) -> int:
             print(f'\n{"BROKEN" if lines else "ok"}  {text}')
             for line in lines:
                 print(f'  {line}')
+    if options.plot:
+        try:
+            report.plot(options.plot, options.depth)
+        except (OSError, ValueError) as error:
+            raise UsageError(f'--plot {options.plot}: {error}') from None
     return int(any(found.values()))
 
 

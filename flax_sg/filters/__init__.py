@@ -23,8 +23,10 @@ from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index
 from flax_sg.filters.indices import Part as Part
+from flax_sg.filters.indices import Unclear as Unclear
 from flax_sg.filters.indices import at
 from flax_sg.filters.indices import merged as merged
+from flax_sg.filters.indices import part_of as part_of
 from flax_sg.filters.names import BoolTree, of_type
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names

@@ -56,6 +56,24 @@ class Index(Filter):
         return f'Index(np.s_[{", ".join(map(_written, self.entries))}])'
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unclear(Filter):
+    """Elements that no analysis can tell.
+
+    Attributes:
+        place: the line of the program that decides which they are.
+    """
+
+    place: str
+
+    def evaluate(self, answers: Answers) -> Any:
+        """The part of every variable."""
+        return Part(self)
+
+    def __repr__(self) -> str:
+        return f'<a part, told at {self.place}>'
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What a filter says of a variable of which it means a part.
@@ -65,6 +83,11 @@ class Part:
     """
 
     elements: Filter
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether the elements are not known."""
+        return Unclear in self.elements.kinds
 
     def __and__(self, other: bool | Part) -> bool | Part:
         if isinstance(other, Part):
@@ -81,6 +104,8 @@ class Part:
     __ror__ = __or__
 
     def __invert__(self) -> Part:
+        if isinstance(self.elements, Unclear):
+            raise unclear_part(self.elements)
         return Part(~self.elements)
 
     def mask(self, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
@@ -98,6 +123,8 @@ class Part:
             PartError: if an index does not fit the array, or takes nothing of it.
         """
         elements = self.elements
+        if isinstance(elements, Unclear):  # At most all of them.
+            return np.ones((1,) * len(shape), bool)
         if isinstance(elements, Not):
             return ~Part(elements.filter).mask(shape, path)
         if isinstance(elements, And | Or):
@@ -105,6 +132,27 @@ class Part:
             return functools.reduce(elements.combine, masks)
         assert isinstance(elements, Index)
         return _mask_of(elements, shape, path)
+
+
+def part_of(mask: NDArray[np.bool_], shape: tuple[int, ...]) -> Part:
+    """The part with the elements of a mask.
+
+    >>> part_of(np.array([[True], [False], [False]]), (3, 2))
+    Part(elements=Index(np.s_[0:1]))
+
+    Args:
+        mask: the mask; of length 1 in axes where all elements are alike.
+        shape: the shape of the array.
+    """
+    axes = [axis for axis, size in enumerate(mask.shape) if size > 1]
+    first, last = axes[0], axes[-1]
+    if first < last:
+        whole = np.broadcast_to(mask, (*shape[: last + 1], *mask.shape[last + 1 :]))
+        return Part(Index(whole.reshape(shape[: last + 1])))
+    row = mask.reshape(-1)
+    start, stop = np.flatnonzero(row)[[0, -1]].tolist()
+    index = slice(start, stop + 1) if row[start : stop + 1].all() else row
+    return Part(Index((*[slice(None)] * first, index) if first else index))
 
 
 def merged(said: bool | Part, meant: Any, others: Any, path: str) -> Any:
@@ -223,6 +271,17 @@ def _small_shape(index: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
         else:
             out += shape[len(out) : len(out) + count]
     return tuple(out + [1] * (0 if dots else rest))
+
+
+def unclear_part(elements: Unclear) -> errors.PartError:
+    """The other elements are meant of a part that is not known."""
+    return errors.PartError(
+        f'A part of a variable is stopped at {elements.place}, and sg.live cannot tell '
+        'which part.\n'
+        'Frozen as a whole, or not at all, the variable would train otherwise.\n'
+        "Name the part: nn.stop_gradient(sg.at('embed/embedding', np.s_[:100])), or "
+        "sg.freeze(tx, sg.at('embed/embedding', np.s_[:100]))."
+    )
 
 
 def wrong_part(

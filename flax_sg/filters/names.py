@@ -154,14 +154,14 @@ class Derived(Atom):
     """The variables that ``sg.live`` or ``of_type`` found.
 
     Attributes:
-        selected: the variables that are meant, by collection and absolute path.
+        selected: the variables that are meant, see ``Path.place``.
         known: all variables that were looked at.
         source: what found them.
     """
 
     names_leaves: ClassVar[bool] = True
-    selected: frozenset[tuple[str, str]]
-    known: frozenset[tuple[str, str]]
+    selected: frozenset[tuple[str, tuple[str, ...]]]
+    known: frozenset[tuple[str, tuple[str, ...]]]
     source: str = 'live'
 
     @property
@@ -171,19 +171,18 @@ class Derived(Atom):
 
     def matches(self, path: Path) -> bool:
         """Whether the variable is selected; raises if it was not looked at."""
-        key = path.collection, path.absolute
-        if key not in self.known:
-            near = nearest(path.absolute, (name for _, name in self.known))
+        if path.place not in self.known:
+            near = nearest(path.absolute, ('/'.join(names) for _, names in self.known))
             raise errors.UnknownNameError(
                 f'There was no {path.absolute!r} in the parameters that '
                 f'sg.{self.source} derived this filter from.\n'
                 f'Nearest: {", ".join(map(repr, near)) or "none"}.\n'
                 'Derive the filter again, from the tree that it is used for.'
             )
-        return key in self.selected
+        return path.place in self.selected
 
     def __repr__(self) -> str:
-        names = sorted(name for _, name in self.selected)
+        names = sorted('/'.join(names) for _, names in self.selected)
         shown = [repr(name) for name in names[:3]] + ['...'] * (len(names) > 3)
         return f'<{self.source}: {", ".join(shown) or "nothing"}>'
 
@@ -286,8 +285,8 @@ def of_type(
         return where
     paths = list(_paths_in(model, args, kw))
     return Derived(
-        frozenset((path.collection, path.absolute) for path in paths if where(path)),
-        frozenset((path.collection, path.absolute) for path in paths),
+        frozenset(path.place for path in paths if where(path)),
+        frozenset(path.place for path in paths),
         f'of_type({_names(where.classes)})',
     )
 

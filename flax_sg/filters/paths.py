@@ -132,6 +132,11 @@ class Path(str):
         return '/'.join(self._absolute)
 
     @property
+    def place(self) -> tuple[str, tuple[str, ...]]:
+        """The collection, and the names from the root: one place in one tree."""
+        return self.collection, self._absolute
+
+    @property
     def outside(self) -> bool:
         """Whether the variable lies outside the owner."""
         return self.parts is self._absolute and bool(self._owner)

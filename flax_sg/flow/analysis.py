@@ -1,7 +1,9 @@
-"""``gradient_flow`` and ``live``: which output of a function trains which parameter."""
+"""``gradient_flow``: which output of a function trains which parameter."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,15 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
+from flax.errors import FlaxError
+from jax.extend.core import ClosedJaxpr, Literal
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates
-from flax_sg.filters.paths import Path
-from flax_sg.flow.dependence import FROM_NOTHING, REFUSED, Dependence, bit
-from flax_sg.flow.derivatives import Derivatives, has_tangent
-from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, GradientFlow
+from flax_sg.filters.paths import Path, natural_key
+from flax_sg.flow import pullback
+from flax_sg.flow.dependence import Dependence, bit
+from flax_sg.flow.pullback import Reach, has_tangent
+from flax_sg.flow.report import (
+    FLOWS,
+    PARTLY,
+    STOPPED,
+    UNUSED,
+    GradientFlow,
+    Use,
+    unique,
+)
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
+from flax_sg.flow.zeros import Mask, both, either
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, path_of
 from flax_sg.trees.trainable import chosen
@@ -31,6 +45,9 @@ _ASKED_FOR_A_VALUE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 
+# What stops a parameter that nobody asked about.
+NOT_ASKED = 'wrt='
+
 
 def gradient_flow(
     fun: Callable[..., Any],
@@ -38,6 +55,7 @@ def gradient_flow(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     wrt: filters.Where | None = None,
+    **kwargs: Any,
 ) -> GradientFlow:
     """Tells which output of a function trains which parameter.
 
@@ -82,6 +100,7 @@ def gradient_flow(
             out. Default False.
         wrt: the parameters to differentiate, a filter of any kind. All others count as
             stopped. By default what ``sg.grad`` differentiates, see ``sg.trainable``.
+        **kwargs: keyword arguments of the function, as for ``sg.live``.
 
     Returns:
         Plain data. Leaves that are no arrays are left out. Integers and random keys are
@@ -99,68 +118,9 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    analysis = Analysis.of(fun, args, argnums, has_aux, wrt)
+    analysis = Analysis.of(fun, args, argnums, has_aux, wrt, kwargs)
     analysis.check_outputs()
     return analysis.report()
-
-
-def live(
-    fun: Callable[..., Any],
-    params: Any,
-    *args: Any,
-    has_aux: bool = False,
-    wrt: filters.Where | None = None,
-) -> filters.Derived:
-    """Returns the filter of the parameters that a function trains.
-
-    Freeze parameters once, in the model. The optimizer and the gradients follow:
-
-    >>> import jax, jax.numpy as jnp, optax, flax_sg as sg
-    >>> def loss(params, x):
-    ...     features = x @ jax.lax.stop_gradient(params['body'])
-    ...     return jnp.sum(features @ params['head'])
-    >>> params, x = {'body': jnp.ones((2, 2)), 'head': jnp.ones(2)}, jnp.ones((3, 2))
-    >>> live = sg.live(loss, params, x)
-    >>> live
-    <live: 'head'>
-    >>> tx = sg.freeze(optax.adamw(1e-3), ~live)
-    >>> value, grads = sg.value_and_grad(loss, wrt=live)(params, x)
-    >>> grads
-    {'body': ABSENT, 'head': Array([6., 6.], dtype=float32)}
-    >>> sg.mask(params, frozen=~live)
-    {'body': True, 'head': False}
-
-    The function is traced once here, on shapes, and again when it is differentiated.
-
-    Args:
-        fun: a function of pytrees, or an unbound module for its ``apply``:
-            ``sg.live(model, variables, x)`` leaves out its ``Frozen`` parts. A
-            parameter is selected if any output trains it.
-        params: its first argument, or the shapes. Paths begin in it.
-        *args: its other arguments, or their shapes.
-        has_aux: whether ``fun`` returns ``(outputs, aux)``; ``aux`` trains nothing.
-            Default False.
-        wrt: the parameters to ask about, as for ``sg.gradient_flow``.
-
-    Returns:
-        A filter for ``wrt=``, ``where=``, blocks, and ``~ & |``. It may select nothing.
-        Two of these are equal if they select the same of the same parameters. All
-        variables in one box are selected together.
-
-    Raises:
-        UnknownNameError: when the filter is asked for a variable that was not in
-            ``params``.
-        ArgumentTypeError: as ``sg.gradient_flow``.
-    """
-    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt)
-    analysis.check_outputs()
-    pairs = zip(analysis.parameters, analysis.trained(), strict=True)
-    paths = [parameter.path for parameter, is_trained in pairs if is_trained]
-    known = leaves_of(params).paths
-    return filters.Derived(
-        frozenset((path.collection, path.absolute) for path in paths),
-        frozenset((path.collection, path.absolute) for path in known),
-    )
 
 
 class Parameter(NamedTuple):
@@ -169,27 +129,34 @@ class Parameter(NamedTuple):
     Attributes:
         path: its path.
         slots: the numbers of its arrays among the inputs of the program.
-        is_wanted: whether the caller differentiates with respect to it.
+        is_wanted: whether the caller differentiates with respect to it, or which part.
     """
 
     path: Path
     slots: tuple[int, ...]
-    is_wanted: bool
+    is_wanted: bool | filters.Part
+
+    def zero(self, found: Mapping[int, Mask], shape: Any) -> Mask:
+        """The elements whose gradient is zero, or not asked for."""
+        mask = functools.reduce(both, (found.get(slot, True) for slot in self.slots))
+        if isinstance(self.is_wanted, filters.Part):
+            mask = either(mask, ~self.is_wanted.mask(shape, self.path))
+        return mask
 
 
 class Analysis(NamedTuple):
     """The trace of a function, with its parameters and outputs.
 
     Attributes:
-        jaxpr: from the arrays in the arguments to the arrays that are returned, without
-            ``aux``.
+        program: from the arrays in the arguments to the arrays that are returned,
+            without ``aux``.
         name: the name of the function, and where it stands.
         outputs: the path of each leaf that is returned, and its shape, or the leaf
             itself if it is no array.
         parameters: the leaves of the differentiated arguments.
     """
 
-    jaxpr: Any
+    program: ClosedJaxpr
     name: str
     outputs: list[tuple[str, Any]]
     parameters: list[Parameter]
@@ -202,15 +169,19 @@ class Analysis(NamedTuple):
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         wrt: filters.Where | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Analysis:
         """Traces a function once and finds its parameters; see ``gradient_flow``.
 
         Python numbers in the differentiated arguments are traced. In the other
         arguments they are constants.
         """
+        kwargs, is_module = dict(kwargs or {}), isinstance(fun, linen.Module)
         run = fun.apply if isinstance(fun, linen.Module) else fun
-        name = predicates.describe(run)
-        leaves, treedef = jax.tree.flatten(tuple(args))
+        # What a module writes comes back beside its output.
+        writes = is_module and kwargs.get('mutable', False) is not False
+        name = type(fun).__name__ if is_module else predicates.describe(run)
+        leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
         ranges = _ranges(args, argnums)
         own = set(itertools.chain(*ranges.values()))
         inputs = {
@@ -218,17 +189,31 @@ class Analysis(NamedTuple):
             for n, leaf in enumerate(leaves)
             if _is_array(leaf) or (n in own and is_differentiable(leaf))
         }
+        if not inputs.keys() & own:
+            raise errors.ArgumentTypeError(
+                f'{name} has no parameters: argument {", ".join(map(str, ranges))} '
+                'holds no arrays.\n'
+                'Give arrays or their shapes, and say which argument holds them: '
+                'argnums=1.'
+            )
         outputs: list[tuple[str, Any]] = []
 
         def of_arrays(arrays: dict[int, Any]) -> list[Any]:
             full = [arrays.get(n, leaf) for n, leaf in enumerate(leaves)]
-            out = run(*treedef.unflatten(full))
+            args, options = treedef.unflatten(full)
+            out = run(*args, **options)
+            if writes:
+                out, _ = out
             if has_aux:
                 out = _without_aux(out, name)
             pairs = jax.tree_util.tree_leaves_with_path(out)
-            outputs[:] = [(str(path_of(keys)), _shape_of(leaf)) for keys, leaf in pairs]
-            is_array = [isinstance(x, jax.ShapeDtypeStruct) for _, x in outputs]
-            return list(itertools.compress(jax.tree.leaves(out), is_array))
+            # As people count: loss_2 comes before loss_10.
+            pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
+            names = unique([path_of(keys) for keys, _ in pairs])
+            shapes = [_shape_of(leaf) for _, leaf in pairs]
+            outputs[:] = zip(names, shapes, strict=True)
+            is_array = [isinstance(x, jax.ShapeDtypeStruct) for x in shapes]
+            return list(itertools.compress((leaf for _, leaf in pairs), is_array))
 
         try:
             closed = jax.make_jaxpr(of_arrays)(inputs)
@@ -239,6 +224,14 @@ class Analysis(NamedTuple):
                 'Bind such an argument, as a number or a NumPy array: '
                 'functools.partial(fun, ...).'
             ) from error
+        except FlaxError as error:
+            if is_module and 'params' not in args[0]:
+                raise errors.ArgumentTypeError(
+                    f'{type(fun).__name__} takes a dict of collections, and was given '
+                    f'{", ".join(map(repr, args[0]))}.\n'
+                    "Write the collection: sg.live(model, {'params': params}, x)."
+                ) from error
+            raise
         slots = {leaf: slot for slot, leaf in enumerate(inputs)}
         trees = [leaves_of(args[position]) for position in ranges]
         masks = chosen(trees, wrt)
@@ -247,7 +240,7 @@ class Analysis(NamedTuple):
             prefix = () if isinstance(argnums, int) else (str(position),)
             numbers = iter(ranges[position])
             parameters += _parameters(prefix, tree, mask, numbers, slots)
-        return cls(closed.jaxpr, name, outputs, parameters)
+        return cls(closed, name, outputs, parameters)
 
     def check_outputs(self) -> None:
         """Raises if an output is no array, or none has a derivative.
@@ -273,76 +266,95 @@ class Analysis(NamedTuple):
             'return outputs, aux with has_aux=True.'
         )
 
-    def trained(self) -> list[bool]:
-        """For each parameter whether it flows to any output."""
-        masks = self._masks(Derivatives(), Dependence())
-        return [bool(live & ~(REFUSED | FROM_NOTHING)) for live, _ in masks]
+    def zeros(self) -> list[list[Mask]]:
+        """For each output, and each parameter, the elements whose gradient is zero.
+
+        Raises:
+            ArgumentTypeError: if JAX does not differentiate an output.
+        """
+        wanted = [slot for p in self.parameters if p.is_wanted for slot in p.slots]
+        outputs = [n for n, (_, x) in enumerate(self.outputs) if has_tangent(x)]
+        try:
+            rows = pullback.zero_gradients(self.program, outputs, wanted)
+        except pullback.RefusedError as error:
+            raise self._refused(error.__cause__) from error.__cause__
+        found: list[list[Mask]] = [[True] * len(self.parameters) for _ in self.outputs]
+        for output, row in zip(outputs, rows, strict=True):
+            zero = dict(zip(wanted, row, strict=True))
+            found[output] = [
+                one.zero(zero, self.program.in_avals[one.slots[0]].shape)
+                for one in self.parameters
+            ]
+        return found
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        flow, values = Derivatives(), Dependence()
-        masks = self._masks(flow, values)
-        invars = self.jaxpr.invars
+        zeros, jaxpr = self.zeros(), self.program.jaxpr
+        reach, values = Reach(), Dependence()
+        reads = values.of(jaxpr)
         # A parameter that nobody asked about counts as stopped from the beginning.
         aliases: Aliases = {
-            invars[slot]: {(number, not parameter.is_wanted)}
-            for number, parameter in enumerate(self.parameters)
-            for slot in parameter.slots
+            jaxpr.invars[slot]: frozenset([(number, NOT_ASKED * (not one.is_wanted))])
+            for number, one in enumerate(self.parameters)
+            for slot in one.slots
         }
-        uses = Uses(flow, values, len(self.parameters)).of(self.jaxpr, aliases)
-        avals = [invars[parameter.slots[0]].aval for parameter in self.parameters]
+        found = Uses(reach, values).of(jaxpr, aliases)
+        avals = [jaxpr.invars[parameter.slots[0]].aval for parameter in self.parameters]
+        columns = list(zip(*zeros, strict=True))
+        uses = [
+            _agreeing(
+                found.get(number, {}),
+                any(x is not True for x in columns[number]),
+                any(reads[slot] for slot in one.slots),
+            )
+            for number, one in enumerate(self.parameters)
+        ]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        cells = [
+            list(map(_cell, self.parameters, row, uses, shapes, read))
+            for row, read in zip(zeros, self._read(reads), strict=True)
+        ]
         return GradientFlow(
             tuple(path for path, _ in self.outputs),
             tuple(parameter.path for parameter in self.parameters),
-            tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
-            tuple(
-                tuple(
-                    _status(live & bit(number), read & bit(number))
-                    for live, read in masks
-                )
-                for number in range(len(self.outputs))
-            ),
-            tuple(map(tuple, uses)),
+            tuple(shapes),
+            tuple(tuple(status for status, _ in row) for row in cells),
+            tuple(uses),
+            tuple(tuple(part for _, part in row) for row in cells),
         )
 
-    def _masks(self, flow: Derivatives, values: Dependence) -> list[tuple[int, int]]:
-        """For each parameter the outputs that it flows to, and those that read it."""
-        flows, reads = flow.of(self.jaxpr), values.of(self.jaxpr)
-        self._check_refused(flow, flows)
-        out: list[tuple[int, int]] = []
-        for parameter in self.parameters:
-            live = read = 0
-            for slot in parameter.slots:
-                live |= flows[slot]
-                if flows[slot] & FROM_NOTHING:
-                    # JAX runs such a rule as soon as anything reads its output, since
-                    # zeros may come back to it.
-                    live |= reads[slot]
-                read |= reads[slot] | live
-            out.append((live if parameter.is_wanted else 0, read))
-        return out
+    def _read(self, reads: Sequence[int]) -> list[list[bool]]:
+        """For each output which parameters it reads."""
+        return [
+            [any(reads[slot] & bit(n) for slot in one.slots) for one in self.parameters]
+            for n in range(len(self.outputs))
+        ]
 
-    def _check_refused(self, flow: Derivatives, flows: Sequence[int]) -> None:
-        """Raises if a parameter reaches an equation that JAX cannot differentiate."""
-        met = [
-            path
-            for path, slots, is_wanted in self.parameters
-            if is_wanted and any(flows[slot] & REFUSED for slot in slots)
-        ]
-        if not met:
-            return
-        lines = [
-            f'{eqn.primitive.name} at {jaxprs.source_of(eqn) or UNKNOWN}'
-            for eqn, _ in flow.refused
-        ]
-        places = list(dict.fromkeys(lines))[:3]
-        more = f' and {len(met) - 3} more' if len(met) > 3 else ''
-        raise errors.ArgumentTypeError(
-            f'A gradient of {", ".join(map(repr, met[:3]))}{more} would pass '
-            f'through {", ".join(places)}, which JAX cannot differentiate.\n'
+    def _refused(self, error: BaseException | None) -> errors.ArgumentTypeError:
+        """JAX cannot differentiate an output: says where, and what would pass there."""
+        jaxpr = self.program.jaxpr
+        found = pullback.culprit(self.program, error)
+        what, names = self.name, list[str]()
+        if found:
+            lines = filter(None, map(jaxprs.source_of, reversed(found)))
+            what = f'{found[-1].primitive.name} at {next(lines, UNKNOWN)}'
+            before = jaxpr.eqns[: jaxpr.eqns.index(found[0])]
+            floats = [v for v in found[0].invars if not isinstance(v, Literal)]
+            until = jaxpr.replace(eqns=before, outvars=floats)
+            rows = Reach().within(until, [1] * len(floats))
+            names = [
+                repr(str(path))
+                for path, slots, is_wanted in self.parameters
+                if is_wanted and any(rows.get(jaxpr.invars[slot]) for slot in slots)
+            ]
+        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+        of = f' of {", ".join(names[:3])}{more}' if names else ''
+        return errors.ArgumentTypeError(
+            f'A gradient{of} would pass through {what}, which JAX cannot '
+            'differentiate.\n'
             'If none should come back from there, apply jax.lax.stop_gradient before.\n'
             'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
-        ) from next((error for _, error in flow.refused if error), None)
+        )
 
 
 def _ranges(args: Sequence[Any], argnums: int | Sequence[int]) -> dict[int, range]:
@@ -377,8 +389,39 @@ def _parameters(
             yield Parameter(path, mine, is_wanted)
 
 
-def _status(live: int, read: int) -> str:
-    return FLOWS if live else STOPPED if read else UNUSED
+def _cell(
+    one: Parameter, zero: Mask, uses: Sequence[Use], shape: Any, is_read: bool
+) -> tuple[str, filters.Part | None]:
+    """The status of a parameter for an output, and the part that is trained.
+
+    Args:
+        one: the parameter.
+        zero: the elements whose gradient is zero.
+        uses: the uses of the parameter. Unless one is stopped, it is trained as a
+            whole: elements that the output leaves out may be read with other inputs.
+        shape: its shape.
+        is_read: whether the output reads it.
+    """
+    if zero is True:
+        return (STOPPED if is_read else UNUSED), None
+    live = [use for use in uses if not use.stopped]
+    in_part = isinstance(one.is_wanted, filters.Part) or len(live) < len(uses)
+    if isinstance(zero, np.ndarray) and (in_part or any(use.part for use in live)):
+        return PARTLY, filters.part_of(~zero, shape.shape)
+    if live and all(use.part for use in live) and any(use.by for use in uses):
+        return PARTLY, filters.Part(filters.Unclear(live[0].source))
+    return FLOWS, None
+
+
+def _agreeing(found: Mapping[Use, int], flows: bool, is_read: bool) -> tuple[Use, ...]:
+    """The uses of a parameter, in line with what is proven of its gradient."""
+    uses = [dataclasses.replace(use, times=times) for use, times in found.items()]
+    if not flows:
+        stopped = (dataclasses.replace(use, stopped=True, part=False) for use in uses)
+        return tuple(stopped) if is_read else ()
+    if all(use.stopped for use in uses):  # A rule makes a gradient of its own.
+        return tuple(dataclasses.replace(use, stopped=False, by='') for use in uses)
+    return tuple(uses)
 
 
 def _without_aux(out: Any, name: str) -> Any:

@@ -6,6 +6,8 @@ the input. Rows are computed backwards, each equation once, through all control 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,15 +17,13 @@ from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import CALLS, body_of, opened
 
 Rows: TypeAlias = list[int]
-
-# Two bits of a row that stand for no output: the input reaches an equation that JAX
-# cannot differentiate, or one whose rule makes a cotangent out of nothing.
-REFUSED, FROM_NOTHING = 1, 2
+# Primitives of many operands that do not meet.
+EACH_FOR_ITSELF = frozenset(('device_put', 'optimization_barrier', 'psum', 'psum2'))
 
 
 def bit(output: int) -> int:
     """The bit of an output in a row."""
-    return 4 << output
+    return 1 << output
 
 
 def bits(outputs: Iterable[int]) -> int:
@@ -82,6 +82,8 @@ class Dependence:
 
     def leaf(self, eqn: JaxprEqn) -> Rows:
         """The rows of an equation that runs no jaxpr."""
+        if eqn.primitive.name in EACH_FOR_ITSELF:
+            return list(map(bit, range(len(eqn.outvars))))
         return [bits(range(len(eqn.outvars)))] * len(eqn.invars)
 
     def carries(self, aval: Any) -> bool:
@@ -122,9 +124,13 @@ class Dependence:
         for var, end in zip(jaxpr.outvars, ends, strict=True):
             add(var, end)
         for eqn in reversed(jaxpr.eqns):
-            below = [REFUSED, FROM_NOTHING, *(masks.get(v, 0) for v in eqn.outvars)]
+            below = [masks.get(var, 0) for var in eqn.outvars]
             for var, row in zip(eqn.invars, self.rows(eqn), strict=True):
                 add(var, _union(row, below))
+            # What is written to a mutable array is read from there later.
+            written = [masks.get(var, 0) for var in eqn.invars if jaxprs.is_ref(var)]
+            for var in eqn.invars if any(written) else ():
+                add(var, functools.reduce(operator.or_, written))
         return masks
 
     def _through(self, eqn: JaxprEqn, bodies: Bodies) -> Rows:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from flax_sg import errors
+from flax_sg import errors, filters
+from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters import paths
 from flax_sg.rendering import pictures, text
 from flax_sg.rendering.matrix import Matrix, Row, Word
+from flax_sg.trees import leaves
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
 
@@ -22,25 +27,25 @@ FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
 WORDS = {
     FLOWS: Word(
         'trains',
-        'the output depends differentiably on every parameter there',
+        'a gradient reaches every parameter there',
         ('#0072b2', '#ffffff'),
         ('#7cc4f4', '#000000'),
     ),
     PARTLY: Word(
         'partly',
-        'on some of the parameters there, or of their elements',
+        'a gradient reaches some of the parameters there, or some of their elements',
         ('#56b4e9', '#000000'),
         ('#0072b2', '#ffffff'),
     ),
     STOPPED: Word(
         'stopped',
-        'it uses them, and their gradient is exactly zero',
+        'the output uses the parameters there, and their gradient is exactly zero',
         ('#e8e8e8', '#333333'),
         ('#30363d', '#e6edf3'),
     ),
     UNUSED: Word(
         '-',
-        'it does not use them',
+        'the output does not use the parameters there',
         None,
         None,
     ),
@@ -62,12 +67,17 @@ class Use:
             with the cell, ``'In[3]:31 (...)'``. ``'unknown'`` if JAX has no line.
         stopped: whether the gradient through this use is zero for every output.
         part: whether only a part of the elements is stopped here, see ``sg.at``.
+        by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``.
+            This may be far behind the use. ``''`` if nothing does.
+        times: how often the line is met.
     """
 
     place: str
     source: str
     stopped: bool
     part: bool = False
+    by: str = ''
+    times: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,24 +93,27 @@ class GradientFlow:
         parameters: the path of each leaf of the differentiated arguments.
         shapes: the shape and dtype of each parameter.
         status: for each output, and in it for each parameter, ``'flows'``,
-            ``'stopped'`` or ``'unused'``.
+            ``'partly'``, ``'stopped'`` or ``'unused'``.
         uses: for each parameter the places where the function uses it.
+        parts: for each output, and in it for each parameter that is ``'partly'``
+            trained, the part; None for the others.
     """
 
     outputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+    parameters: tuple[paths.Path, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     status: tuple[tuple[str, ...], ...]
     uses: tuple[tuple[Use, ...], ...]
+    parts: tuple[tuple[filters.Part | None, ...], ...] = ()
 
     def status_of(self, output: str, parameter: str) -> str:
-        """Whether a parameter ``'flows'``, is ``'stopped'`` or ``'unused'``.
+        """How an output treats a parameter, one of the words of ``status``.
 
         Raises:
             UnknownNameError: if there is no such output or parameter.
         """
         row = self.status[_index('output', output, self.outputs)]
-        return row[_index('parameter', parameter, self.parameters)]
+        return row[self._number(parameter)]
 
     def uses_of(self, parameter: str) -> tuple[Use, ...]:
         """The places where a parameter is used.
@@ -108,12 +121,35 @@ class GradientFlow:
         Raises:
             UnknownNameError: if there is no such parameter.
         """
-        return self.uses[_index('parameter', parameter, self.parameters)]
+        return self.uses[self._number(parameter)]
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The parameters, each with a name of its own.
+
+        It is the path, unless two parameters have the same one: in two collections
+        they are ``'params/w'`` and ``'ema/w'``.
+        """
+        return tuple(unique(self.parameters))
+
+    def _number(self, parameter: str) -> int:
+        if isinstance(parameter, paths.Path):
+            places = [path.place for path in self.parameters]
+            if parameter.place in places:
+                return places.index(parameter.place)
+        return _index('parameter', parameter, self.names)
 
     def stopped_in(self, parameter: str) -> tuple[int, int]:
         """The number of uses in which a parameter is stopped, and of all its uses."""
-        uses = self.uses_of(parameter)
-        return sum(use.stopped for use in uses), len(uses)
+        return counted(self.uses_of(parameter))
+
+    def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
+        """How many elements of a parameter some outputs train, see ``trained``."""
+        said, shape = self.trained(number, outputs), self.shapes[number].shape
+        if not isinstance(said, filters.Part):
+            return said * math.prod(shape)
+        mask = said.mask(shape, self.parameters[number])
+        return math.prod(shape) * int(mask.sum()) // mask.size
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -122,9 +158,27 @@ class GradientFlow:
 
     @property
     def live(self) -> tuple[bool, ...]:
-        """For each parameter whether it flows to some output."""
-        columns = zip(*self.status, strict=True)
-        return tuple(FLOWS in column for column in columns)
+        """For each parameter whether it flows to some output, or a part of it."""
+        return tuple(bool(self.trained(n)) for n in range(len(self.parameters)))
+
+    def trained(
+        self, number: int, outputs: Iterable[int] | None = None
+    ) -> bool | filters.Part:
+        """What some outputs train of a parameter: all, nothing or a part.
+
+        Args:
+            number: the number of the parameter.
+            outputs: the numbers of the outputs. By default all of them together.
+        """
+        found: bool | filters.Part = False
+        for output in range(len(self.outputs)) if outputs is None else outputs:
+            status = self.status[output][number]
+            if status == PARTLY:
+                part = self.parts[output][number]
+                found = part | found if part else True
+            elif status == FLOWS:
+                return True
+        return found
 
     def by_module(self, depth: int | None = None) -> dict[str, tuple[str, ...]]:
         """The status of each module for each output, by the module's path.
@@ -143,11 +197,8 @@ class GradientFlow:
         }
 
     def _column(self, number: int) -> tuple[str, ...]:
-        """The status of a parameter for each output; ``'partly'`` is one of them."""
-        flowing = [use.part for use in self.uses[number] if not use.stopped]
-        flows = PARTLY if flowing and all(flowing) else FLOWS
-        found = (row[number] for row in self.status)
-        return tuple(flows if status == FLOWS else status for status in found)
+        """The status of a parameter for each output."""
+        return tuple(row[number] for row in self.status)
 
     def _together(self, numbers: Sequence[int]) -> tuple[str, ...]:
         """The status of several parameters together for each output."""
@@ -155,26 +206,95 @@ class GradientFlow:
 
     def _members(self, depth: int | None = None) -> dict[str, list[int]]:
         """The numbers of the parameters of each group of ``by_module``, by its path."""
+        if depth is not None and depth < 0:
+            raise unknown_choice('depth', depth, (0, 1, 2, None))
+        collections = {path.place[0] for path in self.parameters}
         groups: dict[str, list[int]] = {}
         numbers = enumerate(self.parameters)
         for number, path in sorted(numbers, key=lambda row: paths.natural_key(row[1])):
-            module = '/'.join(path.split('/')[:-1][:depth])
+            head = (path.collection,) * (len(collections) > 1)
+            module = '/'.join((*head, *path.parts[:-1][:depth]))
             groups.setdefault(module, []).append(number)
         return groups
+
+    def differs(
+        self, number: int, wanted: bool | filters.Part, outputs: Iterable[int]
+    ) -> tuple[bool, bool]:
+        """Whether outputs train too little of a parameter, and whether too much.
+
+        Args:
+            number: the number of the parameter.
+            wanted: what the outputs should train of it.
+            outputs: the numbers of the outputs, which count together.
+        """
+        found = self.trained(number, outputs)
+        if isinstance(found, bool) and isinstance(wanted, bool):
+            return wanted and not found, found and not wanted
+        path, shape = self.parameters[number], self.shapes[number].shape
+        most, want = (
+            said.mask(shape, path) if isinstance(said, filters.Part) else np.array(said)
+            for said in (found, wanted)
+        )
+        unclear = isinstance(found, filters.Part) and found.is_unclear
+        least = np.array(False) if unclear else most
+        return bool((want & ~least).any()), bool((most & ~want).any())
+
+    def unexpected(self, expected: Mapping[str, filters.Where]) -> GradientFlow:
+        """The report of the parameters that are not trained as expected.
+
+        >>> import jax.numpy as jnp, flax_sg as sg
+        >>> flow = sg.gradient_flow(lambda p: p['a'] * p['b'], {'a': 1.0, 'b': 2.0})
+        >>> flow.unexpected({'': 'a'}).parameters
+        ('b',)
+
+        Args:
+            expected: for each output, by its name, a filter of what it should train.
+                It should train nothing else.
+
+        Raises:
+            UnknownNameError: if there is no such output.
+            UnusedFilterError: if a part of a filter matches no parameter.
+        """
+        wrong: set[int] = set()
+        for output, where in expected.items():
+            number = _index('output', output, self.outputs)
+            asked = [list(self.parameters)]
+            [named] = leaves.selected(asked, filters.as_filter(where))
+            wrong |= {
+                n
+                for n, shape in enumerate(self.shapes)
+                if leaves.is_differentiable(shape)
+                and any(self.differs(n, named[n], [number]))
+            }
+        kept = sorted(wrong)
+
+        def some(row: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(row[n] for n in kept)
+
+        return GradientFlow(
+            self.outputs,
+            some(self.parameters),
+            some(self.shapes),
+            tuple(map(some, self.status)),
+            some(self.uses),
+            tuple(map(some, self.parts)),
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
         statuses = zip(*self.status, strict=True)
-        columns = zip(self.parameters, self.shapes, statuses, self.uses, strict=True)
+        columns = zip(self.names, self.shapes, statuses, self.uses, strict=True)
         return [
             {
-                'parameter': str(path),
+                'parameter': name,
+                'collection': getattr(self.parameters[n], 'collection', ''),
                 'shape': shape.shape,
                 'dtype': str(shape.dtype),
                 'status': dict(zip(self.outputs, status, strict=True)),
+                'trained': self.count(n),
                 'uses': list(map(dataclasses.asdict, uses)),
             }
-            for path, shape, status, uses in columns
+            for n, (name, shape, status, uses) in enumerate(columns)
         ]
 
     def matrix(self, depth: int | None = None) -> Matrix:
@@ -189,25 +309,50 @@ class GradientFlow:
         """
         rows: list[tuple[tuple[str, ...], bool, tuple[str, ...]]] = []
         members: list[list[int]] = []
-        for module, numbers in self._members(depth).items():
-            names = tuple(filter(None, module.split('/')))
+        groups = self._members(depth)
+        names = [(name,) for name in self.output_names]
+        parts = self.parts or ((),) * len(names)
+        shown = text.repeated(names, list(zip(self.status, parts, strict=True)))
+        columns = [(name, same[0]) for (name,), same in shown]
+        for module, numbers in groups.items():
+            names_in = tuple(filter(None, module.split('/')))
             status = self._together(numbers)
-            rows.append((names, False, status))
+            rows.append((names_in, False, status))
             members.append(numbers)
             is_mixed = PARTLY in status or {*map(self._column, numbers)} != {status}
             for n in numbers if depth is None and is_mixed else ():
-                name = self.parameters[n].rpartition('/')[2]
-                rows.append(((*names, name), True, self._column(n)))
+                rows.append(
+                    ((*names_in, self.parameters[n].name), True, self._column(n))
+                )
                 members.append([n])
         found: list[Row] = []
         joined = text.repeated([row[0] for row in rows], [row[1:] for row in rows])
-        for names, same in joined:
+        for path, same in joined:
             _, is_part, status = rows[same[0]]
-            name = names[-1] if is_part else '/'.join(names) or NO_MODULE
+            name = path[-1] if is_part else '/'.join(path) or NO_MODULE
             uses = [use for row in same for n in members[row] for use in self.uses[n]]
-            note = f'{sum(use.stopped for use in uses)} of {len(uses)}'
-            found.append(Row(name, status, note, is_part))
-        return Matrix(self.output_names, tuple(found), WORDS, 'uses stopped')
+            note = '{} of {}'.format(*counted(uses))
+            cells = tuple(status[number] for _, number in columns)
+            found.append(Row(name, cells, note, is_part))
+        heads = tuple(name for name, _ in columns)
+        return Matrix(heads, tuple(found), WORDS, 'uses stopped', self._totals(columns))
+
+    def _totals(self, columns: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+        """A line for each output, and what no output trains."""
+        every = range(len(self.parameters))
+        dtypes = [shape.dtype for shape in self.shapes]
+        all_of = sum(math.prod(shape.shape) for shape in self.shapes)
+        lines = [
+            f'{name} trains '
+            + text.amount([(self.count(n, [k]), dtypes[n]) for n in every])
+            + f' of {all_of:,} values'
+            for name, k in columns
+        ]
+        idle = [self.names[n] for n in every if not self.trained(n)]
+        more = f' and {len(idle) - 3} more' if len(idle) > 3 else ''
+        if idle:
+            lines.append(f'No output trains {", ".join(idle[:3])}{more}.')
+        return tuple(lines)
 
     def table(self, depth: int | None = None) -> str:
         """The report as text: modules down, outputs across; ``str`` gives the same.
@@ -263,12 +408,34 @@ class GradientFlow:
         )
 
 
+def counted(uses: Iterable[Use]) -> tuple[int, int]:
+    """The number of stopped uses, and of all."""
+    pairs = [(use.times * use.stopped, use.times) for use in uses]
+    return sum(stopped for stopped, _ in pairs), sum(times for _, times in pairs)
+
+
 def together(statuses: Iterable[str]) -> str:
     """The status of several parameters together."""
     found = set(statuses)
     if found & {FLOWS, PARTLY}:
         return FLOWS if found == {FLOWS} else PARTLY
     return STOPPED if STOPPED in found else UNUSED
+
+
+def unique(found: Sequence[paths.Path]) -> list[str]:
+    """The paths as text, with their collections or as single names if need be."""
+    several = len({path.collection for path in found}) > 1
+    heads = [f'{path.collection}/' * several for path in found]
+    plain = list(map(str, found))
+    longer = [head + text for head, text in zip(heads, plain, strict=True)]
+    if len({*plain}) == len({*longer}) == len({path.place for path in found}):
+        return plain
+    if len({*longer}) == len({path.place for path in found}):
+        return longer
+    return [
+        head + ''.join(f'[{name!r}]' for name in path.parts)
+        for head, path in zip(heads, found, strict=True)
+    ]
 
 
 def _index(kind: str, name: str, names: Sequence[str]) -> int:

@@ -19,13 +19,16 @@ _OURS, _FLAX, _JAX = (
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (os.path.dirname(__file__), flax.__file__, jax.__file__)
 )
-# Dataclasses compile their constructors as ``<string>``.
-_NOT_OF_USERS = (_OURS, _FLAX, _JAX, '<string>')
+_NOT_OF_USERS = (_OURS, _FLAX, _JAX)
 _STANDARD = sysconfig.get_path('stdlib') + os.sep
 
 
 def is_of_user(code: types.CodeType) -> bool:
     """Whether code belongs to the user's program."""
+    if code.co_filename == '<string>':
+        # ``python -c``, but not what dataclasses and namedtuple compile.
+        made = code.co_qualname.startswith('__create_fn__')
+        return not made and code.co_varnames[:1] != ('_cls',)
     return _is_file_of_user(code.co_filename)
 
 

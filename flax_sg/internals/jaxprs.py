@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,9 +41,28 @@ def opened(jaxpr: Any) -> Any:
     return getattr(jaxpr, 'jaxpr', jaxpr)
 
 
+def closed_body_of(eqn: Any) -> Any:
+    """What an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs, with its constants."""
+    return next(eqn.params[name] for name in _BODY if name in eqn.params)
+
+
 def body_of(eqn: Any) -> Any:
-    """The jaxpr that an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs."""
-    return opened(next(eqn.params[name] for name in _BODY if name in eqn.params))
+    """The open jaxpr of what an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs."""
+    return opened(closed_body_of(eqn))
+
+
+def is_ref(var: Any) -> bool:
+    """Whether a variable of a jaxpr is a mutable array."""
+    return 'Ref' in type(getattr(var, 'aval', None)).__name__
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """What to trace a function with, to have an argument of this type."""
+    options = {'weak_type': getattr(aval, 'weak_type', False)}
+    mesh = getattr(getattr(aval, 'sharding', None), 'mesh', None)
+    if mesh is not None and not mesh.empty:
+        options['sharding'] = aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **options)
 
 
 class Checkpoint(NamedTuple):
@@ -102,6 +123,48 @@ def program_text(compiled: Any) -> str:
     return module.to_string(options)
 
 
+def kept_arguments(compiled: Any) -> list[int]:
+    """The numbers of the arguments that a compiled program takes.
+
+    ``jax.jit`` drops arguments that are not used.
+    """
+    return sorted(compiled._executable._kept_var_idx)
+
+
+def callbacks_in(jaxpr: Any) -> list[Hashable]:
+    """The functions of Python that a jaxpr calls, and what it prints.
+
+    Two are equal if they are the same object, or compiled from the same code with the
+    same values.
+    """
+    found: list[Hashable] = []
+    for eqn in opened(jaxpr).eqns:
+        params = eqn.params
+        if eqn.primitive.name.endswith(('callback', 'debug_print')):
+            found.append((eqn.primitive.name, _what(params.get('callback', params))))
+        for value in params.values():
+            inner = value if isinstance(value, (tuple, list)) else [value]
+            for one in inner:
+                if hasattr(opened(one), 'eqns'):
+                    found += callbacks_in(one)
+    return found
+
+
+def _what(value: Any) -> Hashable:
+    """A value or a function, so that equal ones are compiled from the same code."""
+    value = getattr(value, 'callback_func', value)
+    if isinstance(value, functools.partial):
+        return _what(value.func), _what(value.args), _what(value.keywords)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_what, value))
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return _what(value.__code__), _what(cells), _what(value.__defaults__)
+    if isinstance(value, types.CodeType):
+        return value.co_code, value.co_names, _what(value.co_consts)
+    return value if isinstance(value, Hashable) else repr(value)
+
+
 def name_stack_of(eqn: Any) -> str:
     """The name stack under which an equation of a jaxpr was traced."""
     return str(eqn.source_info.name_stack)
@@ -138,6 +201,17 @@ def source_of(eqn: Any, within: str = '') -> str:
         if within == f'{code.co_name} at {code.co_filename}:{code.co_firstlineno}':
             return ''
     return ''
+
+
+def operation(eqn: Any) -> str:
+    """What an equation does, in the words of a user."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in CUSTOM_CALLS:
+        named = params.get('name') or body_of(eqn).debug_info.func_name
+        return f'the rule of {named}'
+    if name == 'convert_element_type':
+        return f'a cast to {params["new_dtype"]}'
+    return f'{params["name"]}' if name in JITTED else name
 
 
 def function_in(eqn: Any) -> str:

@@ -61,12 +61,14 @@ class Matrix:
         rows: the rows.
         words: the words that cells may have, by key.
         notes: the heading of the last column.
+        totals: lines of text that stand below.
     """
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     words: Mapping[str, Word]
     notes: str
+    totals: tuple[str, ...] = ()
 
     def used_words(self) -> list[Word]:
         """Returns the words that some cell has, for the legend."""
@@ -83,7 +85,9 @@ class Matrix:
         width = max((len(word.text) for word in words), default=0)
         legend = [f'{word.text:{width}}  {word.meaning}' for word in words]
         head = ['', *self.columns, self.notes]
-        lines = [text.table(head, rows, [self.notes]), '', *legend]
+        lines = [text.wrapped(head, rows, [self.notes]), '', *legend]
+        if self.totals:
+            lines += ['', *self.totals]
         return '\n'.join(lines).rstrip()
 
     def _text(self, cell: str) -> str:
@@ -101,7 +105,9 @@ class Matrix:
             ]
             lines.append(''.join(cells))
         legend = [_word(word) + _cell(word.meaning) for word in self.used_words()]
-        return '\n'.join([_table(lines), '<p>Legend</p>', _table(legend)])
+        totals = '<br>'.join(map(html.escape, self.totals))
+        below = [f'<p>{totals}</p>'] * bool(totals)
+        return '\n'.join([_table(lines), '<p>Legend</p>', _table(legend), *below])
 
 
 def _table(rows: list[str]) -> str:

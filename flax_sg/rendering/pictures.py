@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from flax_sg.internals import optional
 from flax_sg.rendering.matrix import Matrix
@@ -13,6 +16,17 @@ from flax_sg.rendering.matrix import Matrix
 # In inches: the height of a row, the width of a letter of 11 points, and the height of
 # a legend line.
 _ROW, _LETTER, _LINE = 0.3, 0.093, 0.2
+# What matplotlib brings, and fonts with the letters and signs that it lacks.
+FONTS = (
+    'DejaVu Sans',
+    *('Noto Sans CJK JP', 'Noto Emoji', 'Noto Sans CJK SC', 'WenQuanYi Zen Hei'),
+    *('IPAGothic', 'Hiragino Sans', 'PingFang SC', 'Microsoft YaHei', 'Yu Gothic'),
+    *('Malgun Gothic', 'Apple SD Gothic Neo', 'Segoe UI Emoji', 'Symbola'),
+)
+# In larger pictures the cells have colours alone.
+MOST_WORDS = 2000
+# Dots of a picture, which takes about a second for ten million of them.
+MOST_DOTS = 40_000_000
 # Background, text, and text of minor importance.
 LIGHT = ('#ffffff', '#333333', '#666666')
 DARK = ('#0d1117', '#e6edf3', '#9da7b3')
@@ -49,11 +63,15 @@ def save(
         for line in textwrap.wrap(sentence, letters, subsequent_indent='   ')
     ]
     height = _ROW * (len(matrix.rows) + 3) + _LINE * len(lines)
-    figure = figure_type(figsize=(width, height), layout='constrained', facecolor=paper)
-    draw(figure.subplots(), matrix, names, dark)
-    figure.suptitle(title, x=0.02, ha='left', weight='bold', color=ink, fontsize=12)
-    figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
-    figure.savefig(path, dpi=150)
+    known = {font.name for font in load('matplotlib.font_manager').fontManager.ttflist}
+    fonts = {'font.family': [font for font in FONTS if font in known]}
+    dots = min(150, math.sqrt(MOST_DOTS / (width * height)))
+    with load('matplotlib').rc_context(fonts):
+        figure = figure_type((width, height), layout='constrained', facecolor=paper)
+        draw(figure.subplots(), matrix, names, dark)
+        figure.suptitle(title, x=0.02, ha='left', weight='bold', color=ink, fontsize=12)
+        figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
+        figure.savefig(path, dpi=dots)
 
 
 def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) -> None:
@@ -65,18 +83,23 @@ def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) 
         names: the headings of the rows and of the columns.
         dark: whether the picture is for pages in dark mode.
     """
-    rectangle = load('matplotlib.patches').Rectangle
+    to_rgb = load('matplotlib.colors').to_rgb
     paper, ink, pale = DARK if dark else LIGHT
     rows, columns = matrix.rows, matrix.columns
-    for y, row in enumerate(rows):
+    colors = {
+        key: (word.dark if dark else word.light) or (paper, pale)
+        for key, word in matrix.words.items()
+    }
+    # All cells are one mesh: thousands of rectangles take minutes. Edges in the
+    # background's colour separate cells of one colour.
+    shades = [[to_rgb(colors[key][0]) for key in row.cells] for row in rows]
+    if rows and columns:
+        axes.pcolormesh(np.array(shades), edgecolors=paper, linewidth=1.5)
+    is_small = len(rows) * len(columns) <= MOST_WORDS
+    for y, row in enumerate(rows if is_small else ()):
         for x, key in enumerate(row.cells):
-            word = matrix.words[key]
-            ground, letters = (word.dark if dark else word.light) or (paper, pale)
-            # Edges in the background's colour separate cells of one colour.
-            style = {'facecolor': ground, 'edgecolor': paper, 'linewidth': 1.5}
-            axes.add_patch(rectangle((x, y), 1, 1, **style))
-            style = {'color': letters, 'ha': 'center', 'va': 'center', 'fontsize': 11}
-            axes.text(x + 0.5, y + 0.5, word.text, **style)
+            style = {'color': colors[key][1], 'ha': 'center', 'va': 'center'}
+            axes.text(x + 0.5, y + 0.5, matrix.words[key].text, fontsize=11, **style)
     axes.set(xlim=(0, len(columns)), ylim=(max(1, len(rows)), 0), facecolor=paper)
     x, y = ([n + 0.5 for n in range(len(line))] for line in (columns, rows))
     axes.set_xticks(x, columns, parse_math=False, color=ink)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 def table(
@@ -32,6 +33,51 @@ def table(
     lines = ['   '.join(row) for row in zip(*aligned, strict=True)]
     lines.insert(1, '─' * len(lines[0]))
     return '\n'.join(line.rstrip() for line in lines)
+
+
+def wrapped(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = (),
+    width: int = 100,
+) -> str:
+    """A table, in several below each other if it is too wide.
+
+    Each begins with the first column.
+
+    Args:
+        head: the heading of each column.
+        rows: the cells of each row.
+        right: the headings of the columns that are aligned on the right.
+        width: how wide a table may be. One column fits beside the first in any case.
+    """
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(map(len, column)) + 3 for column in columns]
+    blocks: list[list[int]] = [[]]
+    for number in range(1, len(columns)):
+        used = sum(widths[n] for n in (0, *blocks[-1], number)) - 3
+        if used > width and blocks[-1]:
+            blocks.append([])
+        blocks[-1].append(number)
+    tables = (
+        table(
+            [head[n] for n in (0, *block)],
+            [[row[n] for n in (0, *block)] for row in rows],
+            right,
+        )
+        for block in blocks
+    )
+    return '\n\n'.join(tables)
+
+
+def amount(counts: Sequence[tuple[int, Any]]) -> str:
+    """Returns numbers of values, and their bytes, as text."""
+    values = sum(count for count, _ in counts)
+    size: float = sum(count * dtype.itemsize for count, dtype in counts)
+    if size < 1000:
+        return f'{values:,} ({size} B)' if values else '0'
+    power = min(4, int(math.log10(size)) // 3)
+    return f'{values:,} ({size / 1000**power:.1f} {"_KMGT"[power]}B)'
 
 
 _NUMBERED = re.compile(r'(.*?)(?:([0-9]+)\.\.)?([0-9]+)([^0-9]*)', re.DOTALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -90,24 +89,14 @@ def tabulate(
         lines = [_as_text(joined(rows, shown_to)), '']
         if shown_to < deepest:
             lines.append(f'Shown to depth={shown_to}; depth=None shows all modules.')
-        trainable, frozen = (
-            amount([leaf for _, leaf, is_trained in parameters if is_trained is kind])
-            for kind in (True, False)
+        trained = [(count, leaf.dtype) for _, leaf, count in parameters]
+        frozen = [(leaf.size - count, leaf.dtype) for _, leaf, count in parameters]
+        lines.append(
+            f'Trainable: {text.amount(trained)}   Frozen: {text.amount(frozen)}'
         )
-        lines.append(f'Trainable: {trainable}   Frozen: {frozen}')
         return '\n'.join(lines)
 
     return show
-
-
-def amount(shapes: Sequence[Any]) -> str:
-    """Returns the number of values and bytes in some arrays, as text."""
-    values = sum(math.prod(shape.shape) for shape in shapes)
-    size: float = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
-    if size < 1000:
-        return f'{values:,} ({size} B)' if values else '0'
-    power = min(4, int(math.log10(size)) // 3)
-    return f'{values:,} ({size / 1000**power:.1f} {"_KMGT"[power]}B)'
 
 
 class Row(NamedTuple):
@@ -135,7 +124,7 @@ class Row(NamedTuple):
 
 def rows_of(
     classes: Mapping[tuple[str, ...], str],
-    parameters: Iterable[tuple[Path, Any, bool]],
+    parameters: Iterable[tuple[Path, Any, int]],
 ) -> list[Row]:
     """Returns a row for the model, and for each submodule with parameters.
 
@@ -148,11 +137,12 @@ def rows_of(
     prefixes = (names[:n] for names in classes for n in range(len(names) + 1))
     order = {names: number for number, names in enumerate(dict.fromkeys(prefixes))}
     counts: dict[tuple[str, ...], list[int]] = {(): [0, 0]}
-    for path, leaf, is_trained in parameters:
+    for path, leaf, trained in parameters:
         for n in range(len(path.parts)):
             if path.parts[:n] in order:
                 both = counts.setdefault(path.parts[:n], [0, 0])
-                both[not is_trained] += math.prod(leaf.shape)
+                both[0] += trained
+                both[1] += leaf.size - trained
     rows = [Row(names, classes.get(names, ''), *both) for names, both in counts.items()]
     return sorted(
         rows,
@@ -211,13 +201,22 @@ class Program(NamedTuple):
     forward: Callable[[Any, Any], tuple[Any, Any]]
     rest: Any
 
-    def parameters(self) -> list[tuple[Path, Any, bool]]:
-        """Returns the path and shape of each parameter, and if the outputs train it."""
+    def parameters(self) -> list[tuple[Path, Any, int]]:
+        """Returns the path and shape of each parameter, and how much is trained.
+
+        That is the number of its values that the outputs train.
+        """
         params = self.variables.get('params', {})
-        analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
-        pairs = zip(analysis.parameters, analysis.trained(), strict=True)
-        live = {parameter.path for parameter, is_trained in pairs if is_trained}
-        return [(path, leaf, path in live) for path, leaf in leaves.leaves_of(params)]
+        if not jax.tree.leaves(params):
+            return []
+        report = Analysis.of(self.forward, (params, self.rest), has_aux=True).report()
+        counts: dict[Path, list[int]] = {}
+        for number, path in enumerate(report.parameters):
+            counts.setdefault(path, []).append(report.count(number))
+        return [
+            (path, leaf, counts[path].pop(0) if counts.get(path) else 0)
+            for path, leaf in leaves.leaves_of(params)
+        ]
 
 
 def program_of(

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import errors, filters, flow
+from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
-from flax_sg.flow.report import FLOWS, STOPPED, UNUSED, unknown_name
+from flax_sg.flow.report import UNUSED, unknown_name
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
 
@@ -139,59 +140,80 @@ def broken(
     if trained and taken and not {*taken} & {*judged}:
         shapes = {report.parameters[n]: report.shapes[n] for n in taken}
         raise not_differentiable(where, shapes)
-    wrong: dict[tuple[str, bool], list[tuple[int, str]]] = {}
-    for name, statuses in _outputs(report, output):
+    wrong: dict[tuple[str, bool], list[int]] = {}
+    columns = _outputs(report, output)
+    for name, numbers in columns:
         for n in judged:
-            wanted = trained == bool(named[n])
-            if (only or named[n]) and wanted != (statuses[n] == FLOWS):
-                wrong.setdefault((name, wanted), []).append((n, statuses[n]))
+            if not (only or named[n]):
+                continue
+            wanted = named[n] if trained else filters.negated(named[n])
+            lacks, has = report.differs(n, wanted, numbers)
+            if trained and lacks:
+                wrong.setdefault((name, True), []).append(n)
+            elif has and (only or not trained):
+                wrong.setdefault((name, False), []).append(n)
+    of_name = dict(columns)
     lines: list[str] = []
     for (name, wanted), group in list(wrong.items())[:2]:
         who = 'The loss' if output is None else f'Output {name!r}'
-        names: list[str] = [report.parameters[n] for n, _ in group[:3]]
+        names = [
+            'the rest of ' * (not wanted and trained and bool(named[n]))
+            + report.parameters[n]
+            for n in group[:3]
+        ]
         names += [f'{len(group) - 3} more'] * (len(group) > 3)
         what = 'of its parameters'
         if only and not wanted:
             what = f'other parameter{"s" * (len(group) > 1)}'
         trains = 'does not train' if wanted else 'trains'
-        n, status = group[0]
         lines.append(f'{who} {trains} {len(group)} {what}: {", ".join(names)}.')
-        lines.append(_place(names[0], status, report.uses[n]))
+        lines.append(_place(report, group[0], of_name[name], wanted))
     if len(wrong) > 2:
         lines.append(f'{len({name for name, _ in wrong})} outputs are wrong.')
     return lines
 
 
-def _place(parameter: str, found: str, uses: Sequence[flow.Use]) -> str:
-    if found == UNUSED or not uses:
+def _place(
+    report: flow.GradientFlow, n: int, outputs: Sequence[int], wanted: bool
+) -> str:
+    """Where a parameter is used or stopped, against an expectation."""
+    parameter, uses, found = (
+        report.parameters[n],
+        report.uses[n],
+        report.trained(n, outputs),
+    )
+    if not uses or all(report.status[k][n] == UNUSED for k in outputs):
         return f'{parameter} is not used.'
+    if isinstance(found, filters.Part):
+        return f'{parameter} is trained in part: {found.elements!r}.'
     stops = [use for use in uses if use.stopped]
     live = [use for use in uses if not use.stopped]
-    shown = live or stops if found == FLOWS else stops or live
+    shown = stops or live if wanted else live or stops
     lines = list(dict.fromkeys(use.source for use in shown))
-    verb = 'stopped' if shown[0].stopped else 'used'
     more = f' and {len(lines) - 1} more' * (len(lines) > 1)
-    return f'{parameter} is {verb} at {lines[0]}{more}.'
+    if not shown[0].stopped:
+        return f'{parameter} is used at {lines[0]}{more}.'
+    by = shown[0].by
+    if not by:
+        return f'{parameter} is stopped at {lines[0]}{more}.'
+    if by.endswith(lines[0]):
+        return f'{parameter} is stopped by {by}{more}.'
+    return f'{parameter} is used at {lines[0]}{more}.\nIt is stopped by {by}.'
 
 
 def _outputs(
     report: flow.GradientFlow, output: filters.Where | None
-) -> list[tuple[str, Sequence[str]]]:
-    """The outputs to judge: a name, and a status for each parameter."""
+) -> list[tuple[str, Sequence[int]]]:
+    """The outputs to judge: a name, and the numbers of those that count together."""
     names = report.output_names
     if output is None:
-        columns = zip(*report.status, strict=True)
-        return [('', [min(column, key=_BEST_FIRST.index) for column in columns])]
+        return [('', range(len(names)))]
     output, paths = filters.as_filter(output), _paths(names)
     for part in (*output.atoms, output):
         if not any(map(part, paths)):
             said = part.pattern if isinstance(part, filters.Glob) else repr(part)
             raise unknown_name('output', said, names)
-    rows = zip(names, report.status, map(output, paths), strict=True)
-    return [(name, row) for name, row, takes in rows if takes]
-
-
-_BEST_FIRST = (FLOWS, STOPPED, UNUSED)
+    return [(names[n], [n]) for n, path in enumerate(paths) if output(path)]
 
 
 def _paths(names: Sequence[str]) -> list[Path]:
@@ -213,6 +235,12 @@ def _check(
 ) -> None:
     """Raises ``ExpectationError`` if a function or a report is not as expected."""
     if not isinstance(loss, flow.GradientFlow):
+        if not args:
+            raise errors.ArgumentTypeError(
+                f'{predicates.describe(loss)} is to be traced, and its arguments are '
+                'not given.\n'
+                "Write them after the filter: assert_flows(loss, 'head/**', params, x)."
+            )
         loss = flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
     elif args:
         several = '1 argument' if len(args) == 1 else f'{len(args)} arguments'

@@ -28,7 +28,8 @@ def assert_same_program(
 ) -> None:
     """Asserts that two functions compile to the same program.
 
-    The optimized HLO has to be equal, with all constants. Names of functions, scopes
+    The optimized HLO has to be equal, with all constants. So have the arguments that
+    the programs take, and the functions that they call back. Names of functions, scopes
     and instructions may differ, and lines of the source. Nothing is run.
 
     >>> import jax.numpy as jnp
@@ -57,7 +58,22 @@ def assert_same_program(
         A program returns a flat list: functions that return ``(a, b)`` and
         ``{'a': a, 'b': b}`` have the same one.
     """
-    one, other = (optimized_hlo(fn, *args, **kwargs) for fn in (f, g))
+    both = [_compiled(fn, *args, **kwargs) for fn in (f, g)]
+    one, other = (_text_of(compiled) for compiled, _ in both)
+    takes = [jaxprs.kept_arguments(compiled) for compiled, _ in both]
+    calls = [called for _, called in both]
+    if one == other and takes[0] != takes[1]:
+        raise errors.ExpectationError(
+            'The two functions use different arguments, counted as leaves: '
+            f'{takes[0]} and {takes[1]}.\n'
+            'Read the same parameters in both.'
+        )
+    if one == other and None not in calls and calls[0] != calls[1]:
+        raise errors.ExpectationError(
+            'The two functions call back different functions, or print other texts: '
+            f'{len(calls[0] or ())} and {len(calls[1] or ())} calls.\n'
+            'Call the same functions in both, in the same order.'
+        )
     if one == other:
         return
     first, second = (
@@ -87,10 +103,19 @@ def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> st
         *args: the arguments to compile for.
         **kwargs: the keyword arguments to compile for.
     """
-    compiled: Any = fn
-    if not isinstance(fn, jax.stages.Compiled):
-        jitted: Any = fn if hasattr(fn, 'lower') else jax.jit(fn)
-        compiled = jitted.lower(*args, **kwargs).compile()
+    return _text_of(_compiled(fn, *args, **kwargs)[0])
+
+
+def _compiled(fn: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any] | None]:
+    """A compiled program, and what it calls back; None if that is not known."""
+    if isinstance(fn, jax.stages.Compiled):
+        return fn, None
+    jitted: Any = fn if hasattr(fn, 'trace') else jax.jit(fn)
+    traced = jitted.trace(*args, **kwargs)
+    return traced.lower().compile(), jaxprs.callbacks_in(traced.jaxpr)
+
+
+def _text_of(compiled: Any) -> str:
     text = _TABLES.sub('', jaxprs.program_text(compiled))
     # The head of a computation repeats the names of its parameters.
     text = re.sub(r'\b[\w.-]+: (?=[a-z]+\d*\[|\()', '', text)

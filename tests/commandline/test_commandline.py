@@ -146,9 +146,9 @@ def test_a_broken_expectation_is_a_table_and_a_status(capsys):
     # Each output that the pattern names is judged alone.
     assert second.split('\n')[1:] == [
         "  Output 'code' does not train 1 of its parameters: code/bias.",
-        f'  code/bias is stopped at {place[:-1]} and 1 more.',
+        f'  code/bias is stopped by stop_gradient at {place[:-1]} and 1 more.',
         "  Output 'gln' does not train 2 of its parameters: code/bias, code/kernel.",
-        f'  code/bias is stopped at {place[:-1]} and 1 more.',
+        f'  code/bias is stopped by stop_gradient at {place[:-1]} and 1 more.',
         '  2 outputs are wrong.',
         '',
     ]
@@ -194,6 +194,15 @@ def said(argv: list[str], capsys) -> str:
     return ' '.join(error.split())
 
 
+def test_a_picture_that_cannot_be_drawn_comes_after_the_table(tmp_path, capsys):
+    for file in ('flow.xyz', 'nowhere/flow.svg'):
+        argv = ['flow', 'mine.train:check', '--plot', str(tmp_path / file)]
+        assert main(argv) == 2
+        printed = capsys.readouterr()
+        assert 'trains' in printed.out
+        assert printed.err.startswith('python -m flax_sg flow: error: --plot ')
+
+
 CHECK = 'mine.train:check'
 WRONG = [
     ('flow', 'the following arguments are required: PLACE'),
@@ -208,6 +217,7 @@ WRONG = [
         'mine.train:loss takes arguments (params, x): name a function without '
         'arguments that returns the tuple (loss, *args) or (module, *args)',
     ),
+    ('flow mine.train:check --depth -1', '--depth -1: expected 0, 1, 2, ...'),
     (
         'flow mine.train:returns_a_number',
         'mine.train:returns_a_number is 3, and should be (loss, *args)',

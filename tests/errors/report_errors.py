@@ -8,6 +8,7 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import block_errors
 import flax_sg as sg
@@ -26,6 +27,17 @@ class Layer(fnn.Module):
 
 def loss(params: Any) -> jax.Array:
     return jnp.sum(params['head']) * jnp.sum(jax.lax.stop_gradient(params['body']))
+
+
+def rows_that_depend_on_data(params: Any, count: Any) -> jax.Array:
+    rows = jnp.arange(4)[:, None] < count
+    body = params['body']
+    return jnp.sum(jnp.where(rows, jax.lax.stop_gradient(body), body) ** 2)
+
+
+def frozen_but_what_is_live() -> None:
+    live = sg.live(rows_that_depend_on_data, PARAMS, 2)
+    sg.freeze(optax.sgd(0.1), ~live).init(PARAMS)
 
 
 def in_block(index: Any) -> None:
@@ -53,6 +65,22 @@ CASES: dict[str, tuple[Any, ...]] = {
         'and 1, sine 1 and 0.\n'
         'To see more, compare what testing.optimized_hlo returns for each.',
     ),
+    'a program of another argument': (
+        lambda: testing.assert_same_program(
+            lambda x, y: x, lambda x, y: y, SHAPES, SHAPES
+        ),
+        'ExpectationError: The two functions use different arguments, counted as '
+        'leaves: [0] and [1].\n'
+        'Read the same parameters in both.',
+    ),
+    'a program that prints something else': (
+        lambda: testing.assert_same_program(
+            lambda x: jax.debug.print('a'), lambda x: jax.debug.print('b'), SHAPES
+        ),
+        'ExpectationError: The two functions call back different functions, or print '
+        'other texts: 1 and 1 calls.\n'
+        'Call the same functions in both, in the same order.',
+    ),
     'traced again': (
         traced_twice,
         'ExpectationError: sum is traced a second time.\n'
@@ -64,9 +92,41 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: testing.assert_trains_only(loss, 'body', PARAMS),
         "ExpectationError: Expected a gradient to 'body' and to nothing else, but the "
         'loss does not train 1 of its parameters: body.\n'
-        'body is stopped at report_errors.py:LINE (loss).\n'
+        'body is stopped by stop_gradient at report_errors.py:LINE (loss).\n'
         'The loss trains 1 other parameter: head.\n'
         'head is used at report_errors.py:LINE (loss).',
+    ),
+    'the other part of one that depends on data': (
+        frozen_but_what_is_live,
+        'PartError: sg.freeze: A part of a variable is stopped at '
+        'report_errors.py:LINE (rows_that_depend_on_data), and sg.live cannot '
+        'tell which part.\n'
+        'Frozen as a whole, or not at all, the variable would train otherwise.\n'
+        "Name the part: nn.stop_gradient(sg.at('embed/embedding', np.s_[:100])), or "
+        "sg.freeze(tx, sg.at('embed/embedding', np.s_[:100])).",
+    ),
+    'no arguments': (
+        lambda: testing.assert_flows(loss, PARAMS),
+        'ArgumentTypeError: loss at report_errors.py:LINE is to be traced, and its '
+        'arguments are not given.\n'
+        "Write them after the filter: assert_flows(loss, 'head/**', params, x).",
+        lambda: testing.assert_flows(loss, 'head', PARAMS),
+    ),
+    'no parameters': (
+        lambda: sg.gradient_flow(loss, None),
+        'ArgumentTypeError: loss at report_errors.py:LINE has no parameters: argument '
+        '0 holds no arrays.\n'
+        'Give arrays or their shapes, and say which argument holds them: argnums=1.',
+    ),
+    'a depth below the top': (
+        lambda: sg.gradient_flow(loss, PARAMS).table(depth=-1),
+        'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
+    ),
+    'parameters in place of variables': (
+        lambda: sg.live(Layer(), {'Dense_0': PARAMS}, jnp.ones(2), None),
+        "ArgumentTypeError: Layer takes a dict of collections, and was given 'Dense_0'."
+        '\n'
+        "Write the collection: sg.live(model, {'params': params}, x).",
     ),
     'a report with arguments': (
         lambda: testing.assert_flows(sg.gradient_flow(loss, PARAMS), 'head', PARAMS),

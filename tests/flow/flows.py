@@ -9,8 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import custom_batching, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import flax_sg as sg
+from flax_sg import linen as nn
 
 Fn = Callable[[Any, Any], Any]
 stop = lax.stop_gradient
@@ -152,6 +156,81 @@ def called_back_on_what_is_stopped(a, b):
     return a * jax.pure_callback(lambda: jnp.float32(2.0), shape)
 
 
+def of_a_tree(back: Callable[[Any, Any], Any]) -> Fn:
+    """Reads ``a`` alone behind a rule of both, with a backward pass of its own."""
+
+    @jax.custom_vjp
+    def rule(tree):
+        return jax.tree.map(lambda x: x * 1.0, tree)
+
+    def backward(tree, cotangents):
+        return (jax.tree.map(back, cotangents, tree),)
+
+    rule.defvjp(lambda tree: (rule(tree), tree), backward)
+    return lambda a, b: rule({'a': a, 'b': b})['a']
+
+
+TABLE = np.array([1.0, 0.5, 2.0], np.float32)
+
+
+@jax.custom_vjp
+def vjp_with_a_table(a, b):
+    return a * b * TABLE
+
+
+vjp_with_a_table.defvjp(
+    lambda a, b: (vjp_with_a_table(a, b), b), lambda b, g: (g * b * TABLE, None)
+)
+
+
+def quantized(a, b):
+    """A frozen quantized kernel, as in QLoRA, beside what is trained."""
+
+    @jax.custom_vjp
+    def product(x, kernel):
+        return x * jnp.round(kernel * 16.0) / 16.0
+
+    product.defvjp(
+        lambda x, kernel: (product(x, kernel), kernel),
+        lambda kernel, g: (g * jnp.round(kernel * 16.0) / 16.0, kernel * 0.0),
+    )
+    return product(a, b)
+
+
+def in_a_mesh(fn: Fn, explicit: bool = False) -> Fn:
+    """A function behind ``shard_map``, or on an explicit axis."""
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    mesh, spec = Mesh(jax.devices()[:1], ('i',), (kind,)), PartitionSpec('i')
+    if not explicit:
+        return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    def run(a, b):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            out = fn(jax.sharding.reshard(a, spec), jax.sharding.reshard(b, spec))
+            return jax.sharding.reshard(out, PartitionSpec())
+
+    return jax.jit(run)
+
+
+def stopped_one_level(a, b):
+    return sg.rewrite({'a': a, 'b': b}, nn.stop_gradient('a', levels=1))['a'] * b
+
+
+def behind(rewrite: Any) -> Fn:
+    """Reads ``a`` alone behind a rule for gradients of both."""
+    return lambda a, b: sg.rewrite({'a': a, 'b': b}, rewrite)['a'] * 2.0
+
+
+def written_and_read(a, b):
+    ref = jax.new_ref(stop(a))
+    ref[...] = ref[...] * 2.0
+    return ref[...] + jnp.zeros(3)
+
+
+def solved(a, b):
+    return jax.scipy.sparse.linalg.cg(lambda x: 2.0 * x, a, x0=b)[0]
+
+
 F, S, U = 'flows', 'stopped', 'unused'
 PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     # Primitives.
@@ -190,20 +269,76 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     'scanned_constants': (scanned_constants, F, S),
     'reached_after_two_turns': (reached_after_two_turns, F, S),
     'carried_in_vain': (carried_in_vain, F, U),
-    'while_loop': (while_loop, F, S),
     'one_of_the_branches': (one_of_the_branches, F, S),
     # Rules of users.
     'custom_jvp': (jvp_of_one, F, S),
     # Forward mode gets a tangent, and backward mode nothing.
-    'custom_jvp_out_of_nothing': (jvp_constant, F, F),
+    'custom_jvp_out_of_nothing': (jvp_constant, S, S),
     'custom_vjp': (vjp_against_the_code, F, S),
     'batched_custom_vjp': (jax.vmap(jax.jit(vjp_against_the_code)), F, S),
+    'decay_in_a_rule': (of_a_tree(lambda g, w: g + 0.01 * w), F, F),
+    'cosine_in_a_rule': (of_a_tree(lambda g, w: jnp.cos(g)), F, F),
+    'zeros_replaced_in_a_rule': (
+        of_a_tree(lambda g, w: jnp.where(g == 0.0, 1.0, g)),
+        F,
+        F,
+    ),
+    'each_for_itself_in_a_rule': (of_a_tree(lambda g, w: g * w), F, S),
+    'a_rule_with_a_table': (vjp_with_a_table, F, S),
+    'a_rule_with_a_table_in_a_mesh': (in_a_mesh(vjp_with_a_table), F, S),
+    'a_rule_on_an_explicit_axis': (in_a_mesh(vjp_with_a_table, True), F, S),
+    'quantized': (quantized, F, S),
+    'quantized_in_a_mesh': (in_a_mesh(quantized), F, S),
+    'quantized_on_an_explicit_axis': (in_a_mesh(quantized, True), F, S),
+    'a_rule_that_is_not_read': (lambda a, b: (vjp_constant(a, b), b)[1], U, F),
+    'device_put': (lambda a, b: jax.device_put({'a': a, 'b': b})['a'], F, U),
+    'barrier': (lambda a, b: lax.optimization_barrier((a, b))[0], F, U),
+    'power_of_zero': (lambda a, b: b**0, U, S),
+    'power_of_zero_beside': (lambda a, b: a**2 + b**0, F, S),
+    'start_of_an_iteration': (solved, F, S),
+    'one_level': (stopped_one_level, S, F),
+    'clipped_by_the_global_norm': (
+        behind(nn.clip_gradient(True, global_norm=1.0)),
+        F,
+        S,
+    ),
+    'copied_and_added': (behind(nn.copy_cotangent({'b': 'a'}, add=True)), F, F),
+    'replaced': (behind(nn.replace_cotangent(True, 3.0)), F, U),
     'custom_vjp_with_zeros': (vjp_in_zeros, S, F),
     'custom_vjp_out_of_nothing': (lambda a, b: vjp_constant(a * 2.0, b), F, F),
     'out_of_nothing_in_a_loop': (out_of_nothing_in_a_loop, F, F),
-    'unreached_custom_vjp': (lambda a, b: jnp.sign(vjp_constant(a, b)), F, S),
-    'custom_vmap': (with_batches, S, F),
+    'unreached_custom_vjp': (lambda a, b: jnp.sign(vjp_constant(a, b)), S, S),
 }
 
 if hasattr(jax, 'new_ref'):  # From JAX 0.8 on.
+    PROGRAMS['written_and_read'] = (written_and_read, S, U)
     PROGRAMS['mutable_array'] = (lambda a, b: a * jax.new_ref(stop(b))[...], F, S)
+
+
+# What ``jax.grad`` refuses.
+
+
+def closed_over(a, b):
+    @jax.custom_vjp
+    def fn(x):
+        return x * a
+
+    fn.defvjp(lambda x: (x * a, None), lambda _, g: (g,))
+    return fn(b)
+
+
+def windows(a, b):
+    def added(x, y):
+        return x[0] + y[0], x[1] + y[1]
+
+    return lax.reduce_window((a, b), (0.0, 0.0), added, (1,), (1,), 'VALID')[0]
+
+
+REFUSED: dict[str, Fn] = {
+    'while_loop': while_loop,
+    'custom_vmap': with_batches,
+    'betainc': lambda a, b: jax.scipy.special.betainc(a, b, 0.5),
+    'composite': lambda a, b: lax.composite(jnp.sin, 'my.sine')(a),
+    'reduce_window': windows,
+    'closed_over': jax.jit(closed_over),
+}

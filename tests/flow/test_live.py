@@ -103,7 +103,9 @@ def test_every_gradient_call_takes_it():
     oracle.assert_same((found, grads['head']), (value, head))
     assert grads['body'] == {'b': sg.ABSENT, 'w': sg.ABSENT}
     oracle.assert_same(sg.grad(loss, wrt=live & 'head/**')(PARAMS, X), grads)
-    both = Derived(live.selected | {('params', '')}, live.known | {('params', '')})
+    both = Derived(
+        live.selected | {('params', ('',))}, live.known | {('params', ('',))}
+    )
     oracle.assert_same(sg.vjp(loss, PARAMS, X, wrt=both)[1](1.0)[0], grads)
 
 
@@ -138,7 +140,7 @@ def test_a_derived_selection_may_be_empty():
     nothing = sg.live(lambda p: lax.stop_gradient(p['body']['b']), PARAMS)
     assert repr(nothing) == '<live: nothing>'
     for names, shown in ('cba', "'a', 'b', 'c'"), ('dcba', "'a', 'b', 'c', ..."):
-        some = Derived(frozenset(('params', name) for name in names), frozenset())
+        some = Derived(frozenset(('params', (name,)) for name in names), frozenset())
         assert repr(some) == f'<live: {shown}>'
     assert selected(nothing) == selected(nothing & 'body/**') == []
     assert selected(~nothing & 'head/**') == ['head/w']

@@ -2,10 +2,13 @@
 
 import html
 import re
+import time
 
 import numpy as np
 import pytest
 
+from flax_sg import errors
+from flax_sg.flow import gradient_flow
 from flax_sg.flow.report import WORDS
 from flax_sg.rendering import pictures
 from flax_sg.rendering.text import repeated
@@ -21,10 +24,14 @@ head          partly    -         trains              1 of 3
   kernel      stopped   -         trains              1 of 2
 (no module)   trains    trains    trains              0 of 1
 
-trains   the output depends differentiably on every parameter there
-partly   on some of the parameters there, or of their elements
-stopped  it uses them, and their gradient is exactly zero
--        it does not use them"""
+trains   a gradient reaches every parameter there
+partly   a gradient reaches some of the parameters there, or some of their elements
+stopped  the output uses the parameters there, and their gradient is exactly zero
+-        the output does not use the parameters there
+
+gln trains 6 (24 B) of 10 values
+code trains 4 (16 B) of 10 values
+explanation trains 6 (24 B) of 10 values"""
 
 # Text.
 
@@ -144,6 +151,52 @@ def test_what_is_repeated():
         assert numbers == [*range(len(paths))]
 
 
+def test_equal_columns_are_one_column_and_losses_are_in_their_order():
+    def losses(params):
+        each = {f'loss_{n}': params['a'] * (n + 1.0) for n in range(12)}
+        return {**each, 'last': params['b']}
+
+    flow = gradient_flow(losses, {'a': 1.0, 'b': 2.0})
+    assert flow.outputs[1:4] == ('loss_0', 'loss_1', 'loss_2')
+    assert flow.table().splitlines()[0].split() == [
+        'last',
+        'loss_0..11',
+        'uses',
+        'stopped',
+    ]
+    assert flow.table().splitlines()[-2:] == [
+        'last trains 1 (4 B) of 2 values',
+        'loss_0..11 trains 1 (4 B) of 2 values',
+    ]
+
+
+def test_what_no_output_trains_is_named():
+    lines = HIDING.table().splitlines()
+    assert lines[-1] == ('No output trains enc/bias, enc/kernel, head/bias and 1 more.')
+    assert '<p>first trains 0 of 8 values<br>' in HIDING._repr_html_()
+
+
+def test_a_wide_table_goes_on_below():
+    names = [f'{letter}_loss_with_a_long_name' for letter in 'abcde']
+    status = {name: [('flows', 'stopped')[n % 2]] for n, name in enumerate(names)}
+    table = report(status, {'dense/kernel': [LIVE]}).table()
+    first, second = table.split('\n\n')[:2]
+    assert first.split()[:3] == names[:3] and second.split()[:2] == names[3:]
+    assert first.splitlines()[-1].split() == ['dense', 'trains', 'stopped', 'trains']
+    assert max(map(len, first.splitlines())) <= 100
+    assert second.splitlines()[-1].split()[0] == 'dense'
+
+
+def test_only_what_differs_from_an_expectation():
+    right = {'gln': ['gln_0/**', 'head/bias', 'scale'], 'code': ['code/**', 'scale']}
+    assert LOSSES.unexpected(right).parameters == ()
+    wrong = LOSSES.unexpected({**right, 'gln': ['gln_0/**', 'head/*']})
+    assert wrong.parameters == ('head/kernel', 'scale')
+    assert [row.name for row in wrong.matrix().rows] == ['head', '(no module)']
+    with pytest.raises(errors.UnknownNameError, match='glnn'):
+        LOSSES.unexpected({'glnn': True})
+
+
 # HTML.
 
 
@@ -214,6 +267,28 @@ def test_the_picture_has_the_matrix_in_its_cells(dark, monkeypatch, tmp_path):
     assert (pixels[0, 0, :3].mean() < 0.1) == dark
     # Letters of 11 points are legible on a phone, which is 390 pixels wide.
     assert pixels.shape[1] / 150 < 6
+
+
+def test_a_large_picture_is_drawn_in_seconds(tmp_path):
+    uses = {f'part_{n}x/w': [LIVE] for n in range(300)}
+    status = {
+        f'out_{k}x': [('flows', 'stopped', 'unused')[(n * k) % 3] for n in range(300)]
+        for k in range(60)
+    }
+    start = time.process_time()
+    report(status, uses).plot(tmp_path / 'flow.png')
+    assert time.process_time() - start < 30
+
+
+def test_fonts_that_are_there_are_used(monkeypatch, tmp_path):
+    matplotlib = pytest.importorskip('matplotlib')
+    monkeypatch.setattr(pictures, 'FONTS', ('DejaVu Sans', 'DejaVu Serif', 'No Such'))
+    used = []
+    monkeypatch.setattr(
+        pictures, 'draw', lambda *_: used.extend(matplotlib.rcParams['font.family'])
+    )
+    LOSSES.plot(tmp_path / 'flow.svg')
+    assert used == ['DejaVu Sans', 'DejaVu Serif']
 
 
 def test_the_matrix_beside_other_plots():

@@ -12,6 +12,7 @@ import flax_sg as sg
 from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.rendering.text import amount
 from flax_sg.summary import modules
 
 KEY = jax.random.key(0)
@@ -65,8 +66,8 @@ def test_sizes_are_told_apart_and_add_up():
         ((100, 200), '300 (1.2 KB)'),
         ((2500 * 10**12,), '2,500,000,000,000,000 (10000.0 TB)'),
     ):
-        shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
-        assert modules.amount(shapes) == text
+        counts = [(size, jnp.dtype(jnp.float32)) for size in sizes]
+        assert amount(counts) == text
 
 
 def test_states_of_modules_with_all_that_is_in_them():

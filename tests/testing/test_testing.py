@@ -74,6 +74,36 @@ def test_different_programs_are_counted_and_not_printed():
     assert 'cosine 1 and 0, ' in counts
 
 
+def first(value):
+    return lambda x: (jax.debug.callback(lambda v: print(v, value), x), x)[1]
+
+
+DIFFERENT = {
+    'parameters': (lambda p, x: p['a'] * x, lambda p, x: p['b'] * x),
+    'arguments': (lambda p, x: p['a'], lambda p, x: x),
+    'callbacks': (
+        lambda p, x: jax.pure_callback(np.sin, x, x),
+        lambda p, x: jax.pure_callback(np.cos, x, x),
+    ),
+    'prints': (
+        lambda p, x: (jax.debug.print('a {}', x), x)[1],
+        lambda p, x: (jax.debug.print('b {}', x), x)[1],
+    ),
+    'closures': (lambda p, x: first(1)(x), lambda p, x: jax.jit(first(2))(x)),
+}
+
+
+@pytest.mark.parametrize('name', DIFFERENT)
+def test_arguments_and_callbacks_are_compared(name):
+    one, other = DIFFERENT[name]
+    params = {'a': X, 'b': X}
+    testing.assert_same_program(one, jax.jit(lambda p, x: one(p, x)), params, X)
+    with pytest.raises(
+        errors.ExpectationError, match=r'different (arguments|functions)'
+    ):
+        testing.assert_same_program(one, other, params, X)
+
+
 def test_the_settings_of_jit_are_compared():
     plain, donating = jax.jit(jnp.cos), jax.jit(jnp.cos, donate_argnums=0)
     with pytest.raises(errors.ExpectationError):

@@ -1,0 +1,84 @@
+"""``live``: the filter of what a function trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax_sg import filters
+from flax_sg.flow.analysis import Analysis
+from flax_sg.trees.leaves import leaves_of
+
+
+def live(
+    fun: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    wrt: filters.Where | None = None,
+    **kwargs: Any,
+) -> filters.Filter:
+    """Returns the filter of the parameters that a function trains.
+
+    Freeze parameters once, in the model. The optimizer and the gradients follow:
+
+    >>> import jax, jax.numpy as jnp, optax, flax_sg as sg
+    >>> def loss(params, x):
+    ...     features = x @ jax.lax.stop_gradient(params['body'])
+    ...     return jnp.sum(features @ params['head'])
+    >>> params, x = {'body': jnp.ones((2, 2)), 'head': jnp.ones(2)}, jnp.ones((3, 2))
+    >>> live = sg.live(loss, params, x)
+    >>> live
+    <live: 'head'>
+    >>> tx = sg.freeze(optax.adamw(1e-3), ~live)
+    >>> value, grads = sg.value_and_grad(loss, wrt=live)(params, x)
+    >>> grads
+    {'body': ABSENT, 'head': Array([6., 6.], dtype=float32)}
+    >>> sg.mask(params, frozen=~live)
+    {'body': True, 'head': False}
+
+    The function is traced once here, on shapes, and again when it is differentiated.
+
+    Args:
+        fun: a function of pytrees, or an unbound module for its ``apply``:
+            ``sg.live(model, variables, x)`` leaves out its ``Frozen`` parts. A
+            parameter is selected if any output trains it.
+        params: its first argument, or the shapes. Paths begin in it.
+        *args: its other arguments, or their shapes.
+        has_aux: whether ``fun`` returns ``(outputs, aux)``; ``aux`` trains nothing.
+            Default False.
+        wrt: the parameters to ask about, as for ``sg.gradient_flow``.
+        **kwargs: keyword arguments of the function: ``train=True``, and for a module
+            also ``rngs=``, ``mutable=`` and ``method=``. Collections that a module
+            writes train nothing.
+
+    Returns:
+        A filter for ``wrt=``, ``where=``, blocks, and ``~ & |``. It may select nothing.
+        Two of these are equal if they select the same of the same parameters. All
+        variables in one box are selected together. If a part of an array is stopped
+        (``sg.at``, ``frozen_layers=``), exactly the rest is selected.
+
+    Raises:
+        UnknownNameError: when the filter is asked for a variable that was not in
+            ``params``.
+        PartError: when ``~live`` is used, if a part is stopped that depends on what
+            comes in.
+        ArgumentTypeError: as ``sg.gradient_flow``.
+    """
+    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt, kwargs)
+    analysis.check_outputs()
+    report = analysis.report()
+    # Leaves in one box share a place.
+    said: dict[Any, bool | filters.Part] = {}
+    for number, path in enumerate(report.parameters):
+        said[path.place] = said.get(path.place, False) | report.trained(number)
+    known = frozenset(path.place for path in leaves_of(params).paths)
+    found: list[filters.Filter] = []
+    for takes in dict.fromkeys(filter(None, said.values())):
+        # The whole variables, or those of which the same part is trained.
+        places = frozenset(place for place, others in said.items() if others == takes)
+        some = filters.Derived(places, known)
+        found.append(some & takes.elements if isinstance(takes, filters.Part) else some)
+    if len(found) > 1:
+        return filters.Or(tuple(found))
+    return found[0] if found else filters.Derived(frozenset(), known)

@@ -1,0 +1,205 @@
+"""The pullback of a program: what ``jax.grad`` runs, asked which gradients are zero.
+
+The naive attempt asks JAX for the derivative of each equation alone. Alone, an equation
+has no mesh, no closed-over arrays, and no other outputs: a rule of ``custom_vjp`` that
+adds weight decay to its cotangents runs as soon as *one* of its outputs is read.
+
+So JAX differentiates the whole program, for one output at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from operator import or_
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from flax_sg.flow.dependence import Bodies, Dependence, Rows, bit, bits
+from flax_sg.flow.zeros import NOTHING, ZERO, Mask, Zeros
+from flax_sg.internals import jaxprs
+
+
+def has_tangent(aval: Any) -> bool:
+    """Whether a derivative may flow through values of a type."""
+    dtype = getattr(aval, 'dtype', np.int32)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        # Random keys have none. The maxima that fp8 layers keep have one.
+        return not jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(dtype, np.inexact)
+
+
+class RefusedError(Exception):
+    """JAX does not differentiate a program; the cause is JAX's own error."""
+
+
+def zero_gradients(
+    program: ClosedJaxpr, outputs: Sequence[int], slots: Sequence[int]
+) -> list[list[Mask]]:
+    """Which elements of gradients are zero, whatever the inputs of a program are.
+
+    Args:
+        program: the program.
+        outputs: the numbers of the outputs.
+        slots: the numbers of the inputs that are differentiated.
+
+    Returns:
+        For each of the outputs, and in it for each of the inputs.
+
+    Raises:
+        RefusedError: if ``jax.grad`` would raise.
+    """
+    needed = _needed(program.jaxpr)
+    return [_zeros_of(program, needed, number, slots) for number in outputs]
+
+
+def _needed(jaxpr: Any) -> list[tuple[JaxprEqn, int]]:
+    """Each equation with the outputs that cannot be computed without it, as bits."""
+    masks: dict[Any, int] = {}
+    for number, var in enumerate(jaxpr.outvars):
+        if not isinstance(var, Literal):
+            masks[var] = masks.get(var, 0) | bit(number)
+    found: list[tuple[JaxprEqn, int]] = []
+    for eqn in reversed(jaxpr.eqns):
+        mask = functools.reduce(or_, (masks.get(var, 0) for var in eqn.outvars), 0)
+        if any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))):
+            # JAX keeps what works on mutable arrays, and runs the rules before it.
+            mask = bits(range(len(jaxpr.outvars)))
+        found.append((eqn, mask))
+        for var in eqn.invars if mask else ():
+            if not isinstance(var, Literal):
+                masks[var] = masks.get(var, 0) | mask
+    return found[::-1]
+
+
+def _zeros_of(
+    program: ClosedJaxpr,
+    needed: Sequence[tuple[JaxprEqn, int]],
+    output: int,
+    slots: Sequence[int],
+) -> list[Mask]:
+    jaxpr = program.jaxpr
+
+    def pulled_back(inputs: list[Any], cotangent: Any) -> Any:
+        def near(*wanted: Any) -> Any:
+            known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+            known |= zip(jaxpr.invars, inputs, strict=True)
+            known |= zip((jaxpr.invars[slot] for slot in slots), wanted, strict=True)
+
+            def read(var: Any) -> Any:
+                return var.val if isinstance(var, Literal) else known[var]
+
+            for eqn, outputs in needed:
+                if outputs & bit(output):
+                    outs = jaxprs.bind(eqn, list(map(read, eqn.invars)))
+                    known.update(zip(eqn.outvars, outs, strict=True))
+            return read(jaxpr.outvars[output])
+
+        return jax.vjp(near, *(inputs[slot] for slot in slots))[1](cotangent)
+
+    shapes = list(map(jaxprs.shape_of, program.in_avals))
+    cotangent = jaxprs.shape_of(program.out_avals[output])
+    try:
+        closed = jax.make_jaxpr(pulled_back)(shapes, cotangent)
+    except Exception as error:
+        raise RefusedError(output) from error
+    found = Zeros().of(closed, [NOTHING] * len(closed.in_avals))
+    return [one.zero for one in found]
+
+
+class Reach(Dependence):
+    """Differentiable dependence of values within a program: explains, proves nothing.
+
+    Each equation is asked alone: its pullback, and the question which of its gradients
+    are zero. If it cannot be asked alone, everything counts as reached.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By all that is known of an equation; None where everything is reached.
+        self._asked: dict[Hashable, Rows | None] = {}
+
+    def carries(self, aval: Any) -> bool:
+        """Whether a derivative may flow through values of a type."""
+        return has_tangent(aval)
+
+    def leaf(self, eqn: JaxprEqn) -> Rows:
+        """The rows of an equation that runs no jaxpr."""
+        outs = bits(n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval))
+        safe = [
+            outs if isinstance(var, Var) and has_tangent(var.aval) else 0
+            for var in eqn.invars
+        ]
+        if not any(safe) or any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))):
+            return safe
+        name = eqn.primitive.name
+        key: Hashable = id(eqn)
+        if not (name.startswith('custom_') or jaxprs.user_primitive_of(eqn)):
+            # Two of a kind have one answer, unless a user's rule is behind them.
+            types = [
+                str(var.val if isinstance(var, Literal) else var.aval)
+                for var in eqn.invars
+            ]
+            key = name, str(eqn.params), *types
+        if key not in self._asked:
+            try:
+                self._asked[key] = _rows_of(eqn)
+            except Exception:  # It cannot be asked alone.
+                self._asked[key] = None
+        return self._asked[key] or safe
+
+
+def _rows_of(eqn: JaxprEqn) -> Rows:
+    variables = dict.fromkeys(var for var in eqn.invars if isinstance(var, Var))
+    takes = [var for var in variables if has_tangent(var.aval)]
+    rest = [var for var in variables if not has_tangent(var.aval)]
+    gives = [n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval)]
+    if not takes or not gives:
+        return [0] * len(eqn.invars)
+    run = jaxprs.function_of(eqn, [*takes, *rest])
+
+    def pulled_back(taken: Any, rest: Any, given: Any) -> Any:
+        def near(*taken: Any) -> list[Any]:
+            out = run(*taken, *rest)
+            return [out[n] for n in gives]
+
+        return jax.vjp(near, *taken)[1](given)
+
+    given = [eqn.outvars[n] for n in gives]
+    shapes = [[jaxprs.shape_of(v.aval) for v in some] for some in (takes, rest, given)]
+    closed = jax.make_jaxpr(pulled_back)(*shapes)
+    zeros, inputs = Zeros(), [NOTHING] * (len(takes) + len(rest))
+    rows = dict.fromkeys(takes, 0)
+    for number, out in enumerate(gives):
+        cotangents = [ZERO] * len(gives)
+        cotangents[number] = NOTHING
+        for var, found in zip(
+            takes, zeros.of(closed, [*inputs, *cotangents]), strict=True
+        ):
+            rows[var] |= bit(out) if found.zero is not True else 0
+    return [rows.get(v, 0) if isinstance(v, Var) else 0 for v in eqn.invars]
+
+
+def culprit(program: Any, error: BaseException | None) -> list[JaxprEqn]:
+    """The equation that JAX does not differentiate, and the calls around it.
+
+    Args:
+        program: a jaxpr; its equations are tried alone.
+        error: what JAX raised.
+
+    Returns:
+        The equations from the outermost to the innermost; none if all pass alone.
+    """
+    for eqn in jaxprs.opened(program).eqns:
+        try:
+            _rows_of(eqn)
+        except Exception as found:
+            if type(found) is type(error):
+                bodies = Bodies.of(eqn).jaxprs
+                inner = (culprit(body, error) for body in bodies)
+                return [eqn, *next(filter(None, inner), [])]
+    return []

@@ -1,0 +1,257 @@
+"""Parts of arrays that are stopped: in reports, ``sg.live``, tables and assertions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from jax import lax
+
+import flax_sg as sg
+import oracle
+from flax_sg import linen as nn
+from flax_sg import testing
+
+TABLE = 'embed/embedding'
+IDS = jnp.array([0, 1, 1, 3, 4, 5])
+EVERY = np.ones((6, 3), bool)
+
+
+class Words(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        return nn.Dense(2)(nn.Embed(6, 3, name='embed')(ids))
+
+
+PARAMS = Words().init(jax.random.key(0), IDS)['params']
+
+
+def read(params: Any) -> jax.Array:
+    return jnp.sum(Words().apply({'params': params}, IDS) ** 2)
+
+
+def with_table(params: Any, change: Any) -> jax.Array:
+    table = params['embed']['embedding']
+    return read({**params, 'embed': {'embedding': change(table)}})
+
+
+def in_block(index: Any) -> Any:
+    def loss(params):
+        with nn.stop_gradient(sg.at(TABLE, index)):
+            return read(params)
+
+    return loss
+
+
+def by_hand(change: Any) -> Any:
+    return lambda params: with_table(params, change)
+
+
+def in_a_scan(params: Any) -> jax.Array:
+    def turn(total, _):
+        return total + in_block(np.s_[:4])(params), None
+
+    return lax.scan(turn, 0.0, length=2)[0]
+
+
+def twice(params: Any) -> jax.Array:
+    return in_block(np.s_[:4])(params) + in_block(np.s_[2:])(params)
+
+
+def around_a_cond(params: Any) -> jax.Array:
+    with nn.stop_gradient(sg.at(TABLE, np.s_[:4])):
+        return lax.cond(read(params) > 0.0, read, lambda p: 2.0 * read(p), params)
+
+
+stop = lax.stop_gradient
+FIRST_FOUR = np.arange(6)[:, None] < 4
+# A loss, and the elements of the table that it stops.
+LOSSES: dict[str, tuple[Any, Any]] = {
+    'rows': (in_block(np.s_[:4]), FIRST_FOUR),
+    'one row': (in_block(-1), np.arange(6)[:, None] == 5),
+    'rows here and there': (in_block([0, 2]), np.isin(np.arange(6), [0, 2])[:, None]),
+    'a column': (in_block(np.s_[:, 1]), np.arange(3)[None] == 1),
+    'a corner': (in_block(np.s_[:2, 1:]), np.outer(np.arange(6) < 2, np.arange(3) > 0)),
+    'jit': (jax.jit(in_block(np.s_[:4])), FIRST_FOUR),
+    'checkpoint': (jax.checkpoint(in_block(np.s_[:4])), FIRST_FOUR),
+    'scan': (in_a_scan, FIRST_FOUR),
+    'vmap': (
+        lambda params: jnp.sum(
+            jax.vmap(lambda x: x * in_block(np.s_[:4])(params))(jnp.ones(2))
+        ),
+        FIRST_FOUR,
+    ),
+    'what one of two uses trains': (twice, np.isin(np.arange(6), [2, 3])[:, None]),
+    'a tree': (
+        lambda params: read(sg.stop_gradient(params, sg.at(TABLE, np.s_[:4]))),
+        FIRST_FOUR,
+    ),
+    'one level': (
+        lambda params: read(
+            sg.rewrite(params, nn.stop_gradient(sg.at(TABLE, np.s_[:4]), levels=1))
+        ),
+        FIRST_FOUR,
+    ),
+    'a mask by hand': (
+        by_hand(lambda table: jnp.where(FIRST_FOUR, stop(table), table)),
+        FIRST_FOUR,
+    ),
+    'a product by hand': (
+        by_hand(lambda table: table * ~FIRST_FOUR + stop(table) * FIRST_FOUR),
+        FIRST_FOUR,
+    ),
+    'joined by hand': (
+        by_hand(lambda table: jnp.concatenate([stop(table[:4]), table[4:]])),
+        FIRST_FOUR,
+    ),
+}
+TRANSFORMS = {
+    'adamw': lambda: optax.adamw(0.1, weight_decay=0.5),
+    'momentum': lambda: optax.chain(
+        optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9)
+    ),
+}
+
+
+def trained(loss: Any, params: Any, tx: Any) -> Any:
+    """The parameters after three steps of what the loss trains."""
+    live = sg.live(loss, params)
+    tx = sg.freeze(tx, ~live)
+    state = tx.init(params)
+    for _ in range(3):
+        grads = sg.grad(loss, wrt=live)(params)
+        updates, state = tx.update(grads, state, params)
+        params = sg.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize('transform', TRANSFORMS)
+@pytest.mark.parametrize('name', LOSSES)
+def test_what_is_stopped_stays_to_the_last_bit(name, transform):
+    loss, stopped = LOSSES[name]
+    stopped = np.broadcast_to(stopped, (6, 3))
+    new = trained(loss, PARAMS, TRANSFORMS[transform]())
+    old = np.asarray(PARAMS['embed']['embedding'])
+    np.testing.assert_array_equal(new['embed']['embedding'] == old, stopped)
+    # The gradient by hand is zero in the same places.
+    grads = jax.grad(loss)(PARAMS)['embed']['embedding']
+    assert oracle.is_zero(np.where(stopped, grads, 0.0))
+    report = sg.gradient_flow(loss, PARAMS)
+    assert report.status_of('', TABLE) == 'partly'
+    assert report.count(report.names.index(TABLE)) == (~stopped).sum()
+    testing.assert_stopped(report, sg.at(TABLE, stopped))
+    testing.assert_flows(report, sg.at(TABLE, ~stopped))
+    rest = ['Dense_0/*', sg.at(TABLE, ~stopped)]
+    testing.assert_trains_only(report, rest)
+    for wrong in (
+        lambda: testing.assert_stopped(report, TABLE),
+        lambda: testing.assert_flows(report, TABLE),
+        lambda: testing.assert_trains_only(report, ['Dense_0/*', TABLE]),
+        lambda: testing.assert_trains_only(report, 'Dense_0/*'),
+        lambda: testing.assert_trains_only(read, rest, PARAMS),
+    ):
+        with pytest.raises(sg.errors.ExpectationError):
+            wrong()
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(3)(x)), None
+
+
+def stack(frozen: Any) -> linen.Module:
+    axes = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+    return nn.scan(Layer, length=8, frozen_layers=frozen, **axes)()
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize(
+    'frozen', [slice(0, 3), [0, 2], [0, 2, 4, 6], -1, [True] * 3 + [False] * 5]
+)
+def test_frozen_layers_of_a_scan(frozen):
+    model, x = stack(frozen), jnp.ones(3)
+    params = stack(None).init(jax.random.key(0), x, None)['params']
+
+    def loss(params):
+        return jnp.sum(model.apply({'params': params}, x, None)[0])
+
+    stopped = np.zeros(8, bool)
+    stopped[frozen] = True
+    for transform in TRANSFORMS.values():
+        new = trained(loss, params, transform())
+        for old, leaf in zip(
+            jax.tree.leaves(params), jax.tree.leaves(new), strict=True
+        ):
+            same = np.asarray(old == leaf).reshape(8, -1)
+            assert same.all(1).tolist() == same.any(1).tolist() == stopped.tolist()
+    table = sg.tabulate(model, jax.random.key(0))(x, None)
+    live = int((~stopped).sum()) * 12
+    assert table.splitlines()[-1].startswith(f'Trainable: {live} ({live * 4} B)')
+    assert table.splitlines()[2].split()[-1] == 'partly'
+
+
+def test_a_part_that_depends_on_data_is_not_guessed():
+    def loss(params, count):
+        rows = jnp.arange(6)[:, None] < count
+        return with_table(params, lambda table: jnp.where(rows, stop(table), table))
+
+    def written(params):
+        return with_table(params, lambda table: table.at[:4].set(stop(table[:4])))
+
+    # JAX hands the mask of a branch on among what all branches save.
+    for args in ((loss, PARAMS, 4), (written, PARAMS), (around_a_cond, PARAMS)):
+        report = sg.gradient_flow(*args)
+        assert report.status_of('', TABLE) == 'partly'
+        live = sg.live(*args)
+        # What is trained is in it; what is not is not told.
+        grads = sg.grad(args[0], wrt=live)(*args[1:])
+        oracle.assert_same(grads, jax.grad(args[0])(*args[1:]))
+        with pytest.raises(sg.errors.PartError, match='Name the part'):
+            sg.freeze(optax.sgd(0.1), ~live).init(PARAMS)
+        for holds in (testing.assert_flows, testing.assert_stopped):
+            with pytest.raises(sg.errors.ExpectationError, match='trained in part'):
+                holds(report, TABLE)
+
+
+def test_elements_that_are_not_read_belong_to_a_parameter_that_nobody_stops():
+    """With other inputs they may be read: positions up to the length of a sentence."""
+
+    def loss(params):
+        return jnp.sum(params['position'][:4] * jnp.sin(params['scale'])[None])
+
+    params = {'position': jnp.ones((6, 3)), 'scale': jnp.ones(3)}
+    assert sg.gradient_flow(loss, params).status == (('flows', 'flows'),)
+    live = sg.live(loss, params)
+    assert sg.mask(params, trained=live) == {'position': True, 'scale': True}
+
+
+def test_modules_take_the_arguments_of_apply():
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x))
+            return nn.Frozen(nn.Dense(2))(nn.Dropout(0.5, deterministic=not train)(x))
+
+        def first(self, x):
+            return x * self.variables['params']['Dense_0']['bias']
+
+    model, x = Norm(), jnp.ones((4, 3))
+    variables = model.init(jax.random.key(0), x, train=False)
+    rngs = {'dropout': jax.random.key(1)}
+    options = {'rngs': rngs, 'mutable': ['batch_stats'], 'train': True}
+    live = sg.live(model, variables, x, **options)
+    mask = sg.mask(variables['params'], trained=live)
+    assert mask == {
+        'Dense_0': {'bias': True, 'kernel': True},
+        'BatchNorm_0': {'bias': True, 'scale': True},
+        'Dense_1': {'bias': False, 'kernel': False},
+    }
+    live = sg.live(model, variables, jnp.ones(3), method='first')
+    assert jax.tree.leaves(sg.mask(variables, trained=live)).count(True) == 1
