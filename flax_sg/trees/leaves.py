@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import meta
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
@@ -221,10 +222,16 @@ def check_unused(unused: str) -> None:
 
 
 def fitting(path: Path, value: Any, other: Any) -> Any:
-    """Returns the value that is read in place of another; raises if it does not fit."""
-    if _form(value) != _form(other):
-        raise misfit(path, described(value), described(other))
-    return other
+    """Returns the value that is read in place of another; raises if it does not fit.
+
+    One of the two may be in a box: averages are often kept without.
+    """
+    if _form(value) == _form(other):
+        return other
+    boxes = [isinstance(x, meta.AxisMetadata) for x in (value, other)]
+    if any(boxes) and _form(meta.unbox(value)) == _form(meta.unbox(other)):
+        return jax.tree.unflatten(jax.tree.structure(value), jax.tree.leaves(other))
+    raise misfit(path, described(value), described(other))
 
 
 def _form(value: Any) -> Any:

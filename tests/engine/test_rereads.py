@@ -53,6 +53,12 @@ TRACED: dict[str, Callable[[Any, jax.Array], Any]] = {
     'jit': lambda d, x: jax.jit(apply)(d.variables, x),
     'checkpoint': lambda d, x: jax.checkpoint(apply)(d.variables, x),
     'cond': lambda d, x: jax.lax.cond(True, apply, lambda _, x: x, d.variables, x),
+    'shard_map': lambda d, x: jax.shard_map(
+        apply,
+        mesh=jax.make_mesh((1,), ('data',)),
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=jax.sharding.PartitionSpec(),
+    )(d.variables, x),
     'carry of a scan': lambda d, x: jax.lax.scan(
         lambda c, _: ((c[0], apply(*c)), None), (d.variables, x), None, length=2
     )[0][1],

@@ -328,3 +328,25 @@ def test_a_collection_of_other_values_that_is_written_reads_as_they_are() -> Non
     seen, written = model.apply(variables, 0.0, other, mutable='counts')
     assert [float(y) for y in seen] == [21.0, 21.0, 10.0]
     assert float(written['counts']['inner']['n']) == 6.0
+
+
+@pytest.mark.parametrize('boxed', [(True, False), (False, True), (True, True)])
+def test_other_values_in_boxes_or_without(boxed):
+    init = linen.with_partitioning(linen.initializers.ones, ('in', 'out'))
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x, other=None):
+            dense = linen.Dense(2, name='dense', kernel_init=init)
+            return dense(x), nn.mirror(dense, variables=other)(x)
+
+    net, x = Net(), jnp.ones((1, 2))
+    variables = net.init(jax.random.key(0), x)
+    average = jax.tree.map(lambda w: 3 * w, variables['params']['dense'])
+    bare = linen.meta.unbox
+    params = variables if boxed[0] else bare(variables)
+    other = {'params': average if boxed[1] else bare(average)}
+    one, mirrored = net.apply(params, x, other)
+    oracle.assert_same(mirrored, 3 * one)
+    grads = jax.grad(lambda o: jnp.sum(net.apply(params, x, o)[1]))(other)
+    assert not any(g.any() for g in jax.tree.leaves(grads))
