@@ -253,6 +253,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         'the new state has an array (float32[3]).\n'
         "To begin anew there: sg.adopt(..., fresh='b').",
     ),
+    'rows of another shape': (
+        lambda: sg.adopt(
+            sg.freeze(adam, sg.at('b', 1)),
+            THREE,
+            sg.freeze(adam, sg.at('b', 0)).init(VECTORS),
+        ),
+        "StructureError: sg.adopt: state[0].mu['b'] is an array (float32[1]), where "
+        'the new state has an array (float32[2]).\n'
+        "To begin anew there: sg.adopt(..., fresh='b').",
+    ),
     'one array for all parameters': (
         lambda: adopted(flat, 'b'),
         'StructureError: sg.adopt: state[0].trace is one array for several '
