@@ -219,9 +219,13 @@ _OTHER = (
 
 
 def _misfit(keys: Any, new: Any, old: Any, fix: str) -> errors.StructureError:
+    is_, has = (
+        f'{brief(node)} of {len(node)}' if type(node) is tuple else brief(node)
+        for node in (old, new)
+    )
     return errors.StructureError(
-        f'sg.adopt: state{jax.tree_util.keystr(keys)} is {brief(old)}, where the new '
-        f'state has {brief(new)}.\n{fix}'
+        f'sg.adopt: state{jax.tree_util.keystr(keys)} is {is_}, where the new state '
+        f'has {has}.\n{fix}'
     )
 
 
