@@ -137,7 +137,7 @@ class _Adopted(NamedTuple):
             return new
         choices = {x.choice if isinstance(x, Rows) else None for x in (new, *olds)}
         if number is not None and len(choices) > 1:
-            return self._rows(new, olds, np.shape(self.leaves.values[number]))
+            return self._rows(new, olds, keys, number)
         children, kind = children_of(new)
         if jax.tree_util.treedef_is_leaf(kind):
             return self._leaf(new, olds[0], keys, number)
@@ -162,19 +162,27 @@ class _Adopted(NamedTuple):
             return out._replace(hyperparams=new.hyperparams)
         return out
 
-    def _rows(self, new: Any, olds: Sequence[Any], shape: tuple[int, ...]) -> Any:
+    def _rows(self, new: Any, olds: Sequence[Any], keys: Any, number: int) -> Any:
         """The moments of rows, each from the first state that has it."""
+        shape = np.shape(self.leaves.values[number])
+        dtype = getattr(getattr(new, 'rows', new), 'dtype', None)
+
+        def is_of(node: Any, its: tuple[int, ...]) -> bool:
+            of_same = not isinstance(node, Rows) or len(node.choice.mask) == shape[0]
+            return of_same and _type(getattr(node, 'rows', node)) == (its, dtype)
 
         def is_moment(node: Any) -> bool:
-            if isinstance(node, Rows):
-                count = sum(node.choice.mask)
-                return getattr(node.rows, 'shape', None) == (count, *shape[1:])
-            return getattr(node, 'shape', None) == shape
+            count = sum(node.choice.mask) if isinstance(node, Rows) else shape[0]
+            return is_of(node, (count, *shape[1:]))
 
-        if not all(map(is_moment, (new, *olds))):
+        if not is_moment(new):
             return new  # One number for several rows.
         out = new.among(0.0) if isinstance(new, Rows) else new
         for old in reversed(olds):
+            if not is_moment(old):
+                if is_of(old, (1,)):
+                    return new  # As Adafactor has in place of what it does not factor.
+                raise self._misshapen(new, old, keys, number)
             out = old.choice.put(old.rows, out) if isinstance(old, Rows) else old
         return new.choice.cut(out, len(shape)) if isinstance(new, Rows) else out
 
@@ -188,14 +196,20 @@ class _Adopted(NamedTuple):
         return self.places.get(())
 
     def _leaf(self, new: Any, old: Any, keys: Any, number: int | None) -> Any:
-        path = '' if number is None else self.leaves.paths[number]
         if _type(old) != _type(new):
-            hint = f'To begin anew there: sg.adopt(..., fresh={str(path)!r}).'
-            raise _misfit(keys, new, old, hint if path else _OTHER)
-        takes = True if number is None else self.live[number]
+            raise self._misshapen(new, old, keys, number)
         if number is None or np.shape(new) != np.shape(self.leaves.values[number]):
             return old
-        return filters.merged(takes, old, new, path)
+        return filters.merged(self.live[number], old, new, self.leaves.paths[number])
+
+    def _misshapen(
+        self, new: Any, old: Any, keys: Any, number: int | None
+    ) -> errors.StructureError:
+        if number is None:
+            return _misfit(keys, new, old, _OTHER)
+        path = str(self.leaves.paths[number])
+        fix = f'To begin anew there: sg.adopt(..., fresh={path!r}).'
+        return _misfit(keys, getattr(new, 'rows', new), getattr(old, 'rows', old), fix)
 
 
 _OTHER = (
@@ -205,9 +219,13 @@ _OTHER = (
 
 
 def _misfit(keys: Any, new: Any, old: Any, fix: str) -> errors.StructureError:
+    is_, has = (
+        f'{brief(node)} of {len(node)}' if type(node) is tuple else brief(node)
+        for node in (old, new)
+    )
     return errors.StructureError(
-        f'sg.adopt: state{jax.tree_util.keystr(keys)} is {brief(old)}, where the new '
-        f'state has {brief(new)}.\n{fix}'
+        f'sg.adopt: state{jax.tree_util.keystr(keys)} is {is_}, where the new state '
+        f'has {has}.\n{fix}'
     )
 
 

@@ -40,6 +40,11 @@ def _advice() -> tuple[str, str]:
             path = jax.tree_util.keystr(first, simple=True, separator='/')
             why = f'no gradient was computed for {path!r}, and optax adds it'
             return why, _OF_OPTAX[name]
+    if frames.is_running('flax_sg', 'Freeze'):
+        return (
+            'it is frozen, and the transformation in sg.freeze reads it',
+            'Write the transformation with jax.tree.map, which passes over ABSENT.',
+        )
     return (
         'this leaf is frozen, was not selected, or is in another part of the tree',
         "For zeros, pass absent='zeros' to the gradient call; to join trees, write "

@@ -69,6 +69,14 @@ def three(params: Any) -> Any:
     return (product(params),) * 3
 
 
+def reads_all() -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return {name: 2.0 * update for name, update in updates.items()}, state
+
+    tx = sg.freeze(optax.GradientTransformation(lambda p: (), update), 'a')
+    tx.update(VECTORS, tx.init(VECTORS), VECTORS)
+
+
 def eval_params() -> None:
     tx = sg.freeze(optax.contrib.schedule_free_sgd(0.1), 'a')
     optax.contrib.schedule_free_eval_params(tx.init(VECTORS), VECTORS)
@@ -243,7 +251,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'no state': (
         lambda: sg.adopt(adam, PARAMS, None),
-        'StructureError: sg.adopt: state is None, where the new state has a tuple.\n'
+        'StructureError: sg.adopt: state is None, where the new state has a tuple of '
+        '2.\n'
         'It is the state of another transformation, or of other parameters: give that '
         'of what sg.freeze wraps, sg.adopt(tx, params, state).',
     ),
@@ -251,6 +260,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: adopted(adam, 'a', THREE),
         "StructureError: sg.adopt: state[0].mu['b'] is an array (float32[2]), where "
         'the new state has an array (float32[3]).\n'
+        "To begin anew there: sg.adopt(..., fresh='b').",
+    ),
+    'rows of another shape': (
+        lambda: sg.adopt(
+            sg.freeze(adam, sg.at('b', 1)),
+            THREE,
+            sg.freeze(adam, sg.at('b', 0)).init(VECTORS),
+        ),
+        "StructureError: sg.adopt: state[0].mu['b'] is an array (float32[1]), where "
+        'the new state has an array (float32[2]).\n'
         "To begin anew there: sg.adopt(..., fresh='b').",
     ),
     'one array for all parameters': (
@@ -293,6 +312,21 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.paths(PARAMS, 'head/**'),
         "ArgumentTypeError: 'head/**' (str) is no input: a tree has none.\n"
         "Write sg.paths(tree, where='encoder/**').",
+    ),
+    'a transformation that reads what is frozen': (
+        reads_all,
+        'AbsentLeafError: ABSENT is no array: it is frozen, and the transformation in '
+        'sg.freeze reads it.\n'
+        'Write the transformation with jax.tree.map, which passes over ABSENT.',
+    ),
+    'a clip in front': (
+        lambda: sg.adopt(
+            optax.chain(optax.clip(1.0), *(adam,) * 2), VECTORS, adam.init(VECTORS)
+        ),
+        'StructureError: sg.adopt: state is a tuple of 2, where the new state has a '
+        'tuple of 3.\n'
+        'It is the state of another transformation, or of other parameters: give that '
+        'of what sg.freeze wraps, sg.adopt(tx, params, state).',
     ),
     'parts without a star': (
         lambda: sg.combine(sg.partition(PARAMS, 'head/w')),

@@ -12,6 +12,7 @@ from flax import serialization
 
 import flax_sg as sg
 import oracle
+from flax_sg import errors
 from flax_sg.trees.rows import Rows
 
 pytestmark = pytest.mark.usefixtures('standard_promotion')
@@ -145,6 +146,28 @@ def test_rows_are_carried_when_the_choice_changes():
     adopted = sg.adopt(later, PARAMS, trained(first, first.init(PARAMS)))
     assert jax.tree.structure(adopted) == jax.tree.structure(later.init(PARAMS))
     trained(later, adopted)
+
+
+def test_rows_of_another_shape_are_named():
+    adam = optax.adam(0.1)
+    first, later = (sg.freeze(adam, sg.at('layers/*', np.s_[:n])) for n in (4, 2))
+    state = trained(first, first.init(PARAMS))
+    deeper = jax.tree.map(lambda x: jnp.concatenate([x, x]), PARAMS['layers'])
+    for params, made in (
+        ({**PARAMS, 'layers': deeper}, state),
+        ({**PARAMS, 'layers': deeper}, adam.init(PARAMS)),
+        (PARAMS, jax.tree.map(lambda x: x.astype(jnp.float16), state)),
+        (PARAMS, jax.tree.map(lambda x: 'text', state)),
+    ):
+        with pytest.raises(errors.StructureError, match='where the new state has'):
+            sg.adopt(later, params, made)
+    # Of one number for each layer one is trained; Adafactor has such a one for all.
+    tx, p = optax.adafactor(0.1), {'scale': jnp.ones(6)}
+    first, later = (sg.freeze(tx, sg.at('scale', np.s_[:n])) for n in (4, 5))
+    for old in sg.adopt(tx, p, tx.init(p)), first.init(p):
+        adopted = sg.adopt(later, p, old)
+        assert jax.tree.structure(adopted) == jax.tree.structure(later.init(p))
+        later.update(p, adopted, p)
 
 
 def test_checkpoints_of_rows(tmp_path):
