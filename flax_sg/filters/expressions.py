@@ -151,6 +151,9 @@ class Filter(abc.ABC):
         known = {k: getattr(type(self), k, None) for k in vars(self)}
         return {k: vars(self)[k] for k, v in known.items() if not isinstance(v, kept)}
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
+
     def __invert__(self) -> Filter:
         return Not(self)
 
@@ -181,9 +184,6 @@ class Atom(Filter):
 
     names_leaves: ClassVar[bool] = False
     """Whether it has an answer for each leaf, and is not asked for the variable."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
 
     @abc.abstractmethod
     def matches(self, path: Path) -> bool | None:

@@ -35,9 +35,6 @@ class Index(Filter):
     def __init__(self, index: Any) -> None:
         object.__setattr__(self, 'index', _plain(index))
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
-
     @functools.cached_property
     def identity(self) -> str:
         """The index."""

@@ -94,6 +94,38 @@ def run_at(where: Any) -> None:
         stacked(None)
 
 
+class Applies(fnn.Module):
+    """Applies what it has read as a function, directly or in a trace."""
+
+    lift: Any = jax.jit
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        inner = Model(name='inner')
+        return self.lift(MODEL.apply)(inner.variables, inner(x))
+
+
+def reread(**options: Any) -> Any:
+    with nn.train_only('inner/**'):
+        return Applies(**options).apply({'params': {'inner': PARAMS}}, X)
+
+
+def cached_beside(**options: Any) -> Any:
+    """A program that has what is named, beside a model that has not."""
+    first = fnn.Sequential([fnn.Dense(2)])
+    variables = first.init(jax.random.key(0), X)
+    step = jax.jit(lambda v: first.apply(v, X))
+    with nn.stop_gradient('layers_0/kernel'):
+        step(variables)
+    with nn.stop_gradient('layers_0/kernel', **options):
+        step(variables)
+        return MODEL.apply(VARIABLES, X)
+
+
+def shared_by_layers(**options: Any) -> Any:
+    return nn.scan(Layer, frozen_layers=slice(0, 2), length=4, **options)
+
+
 def stacked(frozen_layers: Any, writes: bool = False, mutable: Any = ()) -> Any:
     stack = nn.scan(
         Layer,
@@ -399,6 +431,35 @@ CASES: dict[str, tuple[Any, ...]] = {
         'it.\n'
         'Open the block around the code that reads these variables, or pass '
         "unused='ignore'.",
+    ),
+    'read again in a trace': (
+        reread,
+        "BlockError: 'kernel' is read in a function that JAX traces, and may be "
+        "'inner/kernel', which was read before.\n"
+        "stop_gradient(~Glob('inner/**')) would treat it as another variable, by its "
+        'new name.\n'
+        'Call the module itself, or call its apply without jax.jit, jax.checkpoint and '
+        'the like.',
+        lambda: reread(lift=lambda fn: fn),
+    ),
+    'a cached program of another model': (
+        cached_beside,
+        "UnusedFilterError: Glob('layers_0/kernel') matches none of the 2 variables.\n"
+        "Nearest: 'kernel', 'bias'.\n"
+        "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
+        'all variables in encoder.\n'
+        "If nothing has to match, pass unused='ignore'.\n"
+        'A program that was compiled before also ran in the block. If it has what is '
+        'meant, open a block for each of the two models.',
+        lambda: cached_beside(unused='ignore'),
+    ),
+    'layers that share their parameters': (
+        lambda: shared_by_layers(variable_broadcast='params'),
+        'PartError: frozen_layers=slice(0, 2, None) was given, but all layers share '
+        "their parameters: variable_axes has no 'params'.\n"
+        "Write variable_axes={'params': 0}, or freeze the parameters as a whole: "
+        'nn.Frozen(module).',
+        lambda: shared_by_layers(variable_axes={'params': 0}),
     ),
     'read by a rule after the block': (
         read_late,

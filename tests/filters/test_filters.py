@@ -396,7 +396,9 @@ SHAPES: list[tuple[Any, Any, bool]] = [
     (functools.partial(fresh()), fresh(), True),
     (A & as_filter(fresh()), A | as_filter(fresh()), False),
     (A & as_filter(fresh()), B & as_filter(fresh()), False),
-    (lambda p: True, fresh(), False),
+    (lambda p: True, fresh(), True),  # On another line.
+    (lambda p: False, fresh(), False),
+    (lambda p: p.name == 'a', lambda p: p.name == 'b', False),
     (Named('a').method, Named('b').method, True),
     (Named('a'), Named('b'), True),
     (Named('a'), UNHASHABLE, False),
