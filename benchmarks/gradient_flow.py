@@ -1,8 +1,8 @@
-"""Measures ``sg.gradient_flow`` after the trace, for 1,000 parameters.
+"""Measures ``sg.gradient_flow`` beside a trace of the gradient, for 1,000 parameters.
 
     python -m benchmarks.gradient_flow
 
-The bound is one second: reports have to be quick enough for test suites.
+The bound is 1.3 times the trace: reports have to be quick enough for test suites.
 """
 
 import time
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from flax_sg.flow.analysis import Analysis
+from flax_sg.flow import gradient_flow
 
 
 class Deep(nn.Module):
@@ -32,7 +32,7 @@ def seconds(start: float) -> float:
 
 
 def main() -> None:
-    """Prints the times of the trace, the report and the trained parameters."""
+    """Prints the times of the trace and the report."""
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     model = Deep()
     params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
@@ -42,17 +42,17 @@ def main() -> None:
         def loss(params: object, x: jax.Array) -> jax.Array:
             return model.apply({'params': params}, x)
 
+        jax.clear_caches()
         start = time.process_time()
-        analysis = Analysis.of(loss, (params, x))
+        jax.make_jaxpr(jax.grad(loss))(params, x)
         traced = seconds(start)
+        jax.clear_caches()
         start = time.process_time()
-        report = analysis.report()
-        beyond = seconds(start)
-        start = time.process_time()
-        trained = analysis.trained()
-        live = seconds(start)
-        print(f'trace {traced:.2f} s, report {beyond:.2f} s, live alone {live:.2f} s')
-        assert all(report.live) and all(trained)
+        report = gradient_flow(loss, params, x)
+        reported = seconds(start)
+        ratio = reported / traced
+        print(f'trace {traced:.2f} s, report {reported:.2f} s: {ratio:.2f} times')
+        assert all(report.live)
 
 
 if __name__ == '__main__':

@@ -23,7 +23,7 @@ from flax_sg.engine import (
     writes,
 )
 from flax_sg.filters import paths
-from flax_sg.flow import dependence, derivatives
+from flax_sg.flow import zeros
 from flax_sg.forms import rewrites
 from flax_sg.internals import hooking, tracing
 from flax_sg.rules import custom_gradients, substitutes
@@ -211,20 +211,18 @@ def one_stack_for_all_threads(patch: Patch) -> None:
 
 
 def loops_turn_once(patch: Patch) -> None:
-    """What is carried out of a loop is not followed into its next turn."""
-    patch.setattr(dependence, '_after_turns', lambda rows, carry: rows)
+    """What is zero before a loop counts as zero after it."""
+    patch.setattr(
+        zeros.Zeros,
+        '_turns',
+        lambda self, turn, carry: [zeros.Known(one.zero) for one in carry],
+    )
 
 
-def rules_are_not_read(patch: Patch) -> None:
-    """The derivative of a ``custom_vjp`` is taken for that of its function."""
-    differentiated = derivatives._differentiated
-
-    def of_function(eqn: Any, backwards: bool) -> Any:
-        if not backwards:
-            return differentiated(eqn, backwards)
-        return derivatives.Derivatives().of(eqn.params['call_jaxpr'])
-
-    patch.setattr(derivatives, '_differentiated', of_function)
+def sums_are_products(patch: Patch) -> None:
+    """A sum counts as zero if one of its parts is."""
+    product = zeros._MEET['mul']
+    patch.setattr(zeros, '_MEET', zeros._MEET | {'add': product, 'add_any': product})
 
 
 def rules_stand_at_the_leaf(patch: Patch) -> None:

@@ -207,8 +207,10 @@ class Analysis(NamedTuple):
             if has_aux:
                 out = _without_aux(out, name)
             pairs = jax.tree_util.tree_leaves_with_path(out)
-            # As people count: loss_2 comes before loss_10.
-            pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
+            # JAX sorts the keys of dicts as text. People count: loss_2, loss_10.
+            keys_of = itertools.chain(*(keys for keys, _ in pairs))
+            if all(isinstance(key, jax.tree_util.DictKey) for key in keys_of):
+                pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
             names = unique([path_of(keys) for keys, _ in pairs])
             shapes = [_shape_of(leaf) for _, leaf in pairs]
             outputs[:] = zip(names, shapes, strict=True)

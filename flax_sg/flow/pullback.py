@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
 from flax_sg.flow.dependence import Bodies, Dependence, Rows, bit, bits
 from flax_sg.flow.zeros import NOTHING, ZERO, Mask, Zeros
@@ -76,6 +76,31 @@ def _needed(jaxpr: Any) -> list[tuple[JaxprEqn, int]]:
     return found[::-1]
 
 
+def _run(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation; JAX remembers the derivatives of operations that are jitted."""
+    kind = tuple((name, value, type(value)) for name, value in eqn.params.items())
+    is_custom = eqn.primitive.name.startswith('custom_')
+    if not (eqn.effects or is_custom or jaxprs.within(eqn)):
+        try:
+            jitted = _jitted(eqn.primitive, kind)
+        except TypeError:  # A parameter has no hash.
+            return jaxprs.bind(eqn, operands)
+        with eqn.ctx.manager:
+            return jitted(*operands)
+    return jaxprs.bind(eqn, operands)
+
+
+@functools.lru_cache(1024)
+def _jitted(primitive: Primitive, kind: tuple[Any, ...]) -> Any:
+    params = {name: value for name, value, _ in kind}
+
+    def run(*operands: Any) -> Any:
+        out = primitive.bind(*operands, **params)
+        return out if primitive.multiple_results else [out]
+
+    return jax.jit(run, inline=True)
+
+
 def _zeros_of(
     program: ClosedJaxpr,
     needed: Sequence[tuple[JaxprEqn, int]],
@@ -95,7 +120,7 @@ def _zeros_of(
 
             for eqn, outputs in needed:
                 if outputs & bit(output):
-                    outs = jaxprs.bind(eqn, list(map(read, eqn.invars)))
+                    outs = _run(eqn, list(map(read, eqn.invars)))
                     known.update(zip(eqn.outvars, outs, strict=True))
             return read(jaxpr.outvars[output])
 

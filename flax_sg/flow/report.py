@@ -39,7 +39,7 @@ WORDS = {
     ),
     STOPPED: Word(
         'stopped',
-        'the output uses the parameters there, and their gradient is exactly zero',
+        'the output uses the parameters there; their gradient is exactly zero',
         ('#e8e8e8', '#333333'),
         ('#30363d', '#e6edf3'),
     ),

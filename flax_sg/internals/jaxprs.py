@@ -142,12 +142,15 @@ def callbacks_in(jaxpr: Any) -> list[Hashable]:
         params = eqn.params
         if eqn.primitive.name.endswith(('callback', 'debug_print')):
             found.append((eqn.primitive.name, _what(params.get('callback', params))))
-        for value in params.values():
-            inner = value if isinstance(value, (tuple, list)) else [value]
-            for one in inner:
-                if hasattr(opened(one), 'eqns'):
-                    found += callbacks_in(one)
+        for inner in within(eqn):
+            found += callbacks_in(inner)
     return found
+
+
+def within(eqn: Any) -> list[Any]:
+    """The jaxprs among the parameters of an equation."""
+    values = jax.tree.leaves(list(eqn.params.values()))
+    return [value for value in values if hasattr(opened(value), 'eqns')]
 
 
 def _what(value: Any) -> Hashable:

@@ -240,12 +240,12 @@ CAUGHT = [
             (
                 broken.loops_turn_once,
                 'reached_after_two_turns',
-                r"^assert \['unused', 'stopped'\] == \['flows', 'stopped'\]",
+                r"^assert \['stopped', 'stopped'\] == \['flows', 'stopped'\]",
             ),
             (
-                broken.rules_are_not_read,
-                'custom_vjp',
-                r"^assert \['stopped', 'flows'\] == \['flows', 'stopped'\]",
+                broken.sums_are_products,
+                'decay_in_a_rule',
+                r"^assert \['flows', 'stopped'\] == \['flows', 'flows'\]",
             ),
         )
     ),

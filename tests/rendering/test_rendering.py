@@ -26,7 +26,7 @@ head          partly    -         trains              1 of 3
 
 trains   a gradient reaches every parameter there
 partly   a gradient reaches some of the parameters there, or some of their elements
-stopped  the output uses the parameters there, and their gradient is exactly zero
+stopped  the output uses the parameters there; their gradient is exactly zero
 -        the output does not use the parameters there
 
 gln trains 6 (24 B) of 10 values
