@@ -35,7 +35,7 @@ from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
 from flax_sg.flow.zeros import Mask, both, either
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, path_of
-from flax_sg.trees.trainable import chosen
+from flax_sg.trees.trainable import DECLARED, Declared, chosen
 
 # What JAX raises where a program asks for a value that has only a shape.
 _ASKED_FOR_A_VALUE = (
@@ -54,7 +54,7 @@ def gradient_flow(
     *args: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    wrt: filters.Where | None = None,
+    wrt: filters.Where | Declared = DECLARED,
     **kwargs: Any,
 ) -> GradientFlow:
     """Tells which output of a function trains which parameter.
@@ -168,7 +168,7 @@ class Analysis(NamedTuple):
         args: Sequence[Any],
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
-        wrt: filters.Where | None = None,
+        wrt: filters.Where | Declared = DECLARED,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Analysis:
         """Traces a function once and finds its parameters; see ``gradient_flow``.

@@ -8,6 +8,7 @@ from typing import Any
 from flax_sg import filters
 from flax_sg.flow.analysis import Analysis
 from flax_sg.trees.leaves import leaves_of
+from flax_sg.trees.trainable import DECLARED, Declared
 
 
 def live(
@@ -15,7 +16,7 @@ def live(
     params: Any,
     *args: Any,
     has_aux: bool = False,
-    wrt: filters.Where | None = None,
+    wrt: filters.Where | Declared = DECLARED,
     **kwargs: Any,
 ) -> filters.Filter:
     """Returns the filter of the parameters that a function trains.

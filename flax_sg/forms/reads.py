@@ -13,6 +13,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.forms import rewrites
 from flax_sg.internals import modules
 from flax_sg.rules import rules, substitutes
+from flax_sg.trees.absent import ABSENT, Absent
 
 
 @rewrites.takes_target
@@ -227,7 +228,7 @@ Values: TypeAlias = (
 def substitute(
     values: Values,
     *,
-    where: filters.Where | None = None,
+    where: filters.Where | Absent = ABSENT,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
@@ -301,7 +302,7 @@ def substitute(
         #1857; dm-haiku has ``custom_getter`` for this.
     """
     rule = _rule_of(values, collections)
-    if where is None:
+    if isinstance(where, Absent):
         is_tree = isinstance(rule, substitutes.FromTree)
         where = filters.Names(frozenset(rule.entries)) if is_tree else True
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)

@@ -14,6 +14,7 @@ from flax_sg.filters.paths import Path, natural_key
 from flax_sg.rendering import text
 from flax_sg.summary.modules import program_of
 from flax_sg.trees import leaves
+from flax_sg.trees.absent import ABSENT, Absent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Paths(tuple[Variable, ...]):
 def paths(
     model: Any,
     *args: Any,
-    where: filters.Where | None = None,
+    where: filters.Where | Absent = ABSENT,
     rngs: Any = None,
     **kwargs: Any,
 ) -> Paths:
@@ -109,7 +110,7 @@ def paths(
     found = list(leaves.leaves_of(tree))
     names = [path for path, _ in found]
     selected = [None] * len(found)
-    if where is not None:
+    if not isinstance(where, Absent):
         [selected] = leaves.selected([names], filters.as_filter(where))
     out = [
         Variable(path, _class_of(path, classes), shown(leaf), takes)

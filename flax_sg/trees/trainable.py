@@ -129,14 +129,14 @@ def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
 
 def chosen(
     trees: Sequence[Leaves],
-    where: filters.Where | Declared | None,
+    where: filters.Where | Declared,
     unused: str = 'raise',
 ) -> list[list[Any]]:
     """Which leaves of some trees, or which parts of them, are trained.
 
     Args:
         trees: the trees; they are judged together.
-        where: a filter, or ``DECLARED`` (here None, too).
+        where: a filter, or ``DECLARED``.
         unused: ``'raise'`` or ``'ignore'`` if a part of the filter matches nothing.
 
     Returns:
@@ -148,7 +148,7 @@ def chosen(
         NotDifferentiableError: if what one selects can nowhere be differentiated.
     """
     check_unused(unused)
-    if where is None or isinstance(where, Declared):
+    if isinstance(where, Declared):
         meant: list[list[Any]] = [declared(tree.tree) for tree in trees]
     else:
         where = filters.as_filter(where)

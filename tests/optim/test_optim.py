@@ -18,6 +18,7 @@ import flax_sg as sg
 import oracle
 import programs
 from flax_sg import errors, testing
+from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -732,6 +733,13 @@ NOT_GIVEN = [
     lambda: sg.adopt(optax.sgd(0.1), PAIR, (), fresh=None),
     lambda: sg.grad(quadratic, wrt=None),
     lambda: sg.vjp(quadratic, PAIR, wrt=None),
+    lambda: sg.gradient_flow(quadratic, PAIR, wrt=None),
+    lambda: sg.live(quadratic, PAIR, wrt=None),
+    lambda: sg.paths(PAIR, where=None),
+    lambda: nn.substitute(PAIR, where=None),
+    lambda: nn.stop_gradient(None),
+    lambda: nn.train_only(None),
+    lambda: nn.Frozen(nn.Dense(2), None),
     lambda: sg.filters.as_filter(None),
     lambda: sg.filters.as_filter('a') | None,
 ]
