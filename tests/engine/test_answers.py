@@ -543,3 +543,20 @@ def test_threads_with_fresh_predicates_of_the_same_code():
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(rounds, range(16))) == [None] * 16
     assert len(TRACES) <= 16
+
+
+def test_a_lambda_in_a_cell_that_runs_again_traces_nothing():
+    traces: list[None] = []
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        traces.append(None)
+        return loss(params)
+
+    for line in range(4):
+        cell = compile(
+            '\n' * line + "lambda path: path.startswith('a')", 'cell', 'eval'
+        )
+        with nn.stop_gradient(eval(cell)):
+            step(PARAMS)
+    assert len(traces) == 1

@@ -1,11 +1,14 @@
 """Path, globs on paths, and the nearest paths."""
 
 import copy
+import dataclasses
+import enum
 import pickle
 
 import pytest
 
 from flax_sg.errors import FilterValueError
+from flax_sg.filters import as_filter
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, glob_regex, nearest
 
@@ -161,3 +164,30 @@ def test_nearest_is_ordered_distinct_and_bounded():
     assert nearest('gln/a', []) == []
     for pattern in ('*', '/**'):  # Without a name all are equally near.
         assert nearest(pattern, paths, 2) == ['b/x', 'gln/a']
+
+
+@pytest.mark.parametrize('text', ['aa/kernel', '/cell/w', 'w', 'w[0,0] 1x0e', 'a//b'])
+def test_a_path_that_is_written_is_copied_as_it_is(text):
+    path = Path(text)
+    names = text.removeprefix('/').split('/')
+    assert (path, path.parts, path.name) == (text, tuple(names), names[-1])
+    assert path.module == text.rpartition('/')[0]
+
+    @dataclasses.dataclass
+    class Config:
+        where: Path
+
+    copies = [
+        copy.copy(path),
+        copy.deepcopy(path),
+        pickle.loads(pickle.dumps(path)),
+        dataclasses.asdict(Config(path))['where'],
+    ]
+    for again in copies:
+        assert (type(again), again, again.key) == (Path, path, path.key)
+
+
+def test_a_member_of_an_enum_is_its_text():
+    member = enum.Enum('Freeze', {'BACKBONE': 'backbone/**'}, type=str).BACKBONE
+    assert as_filter(member) == as_filter('backbone/**')
+    assert as_filter([member, 'head']) == as_filter(['backbone/**', 'head'])
