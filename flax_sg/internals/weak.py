@@ -18,27 +18,28 @@ class ByIdentity(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
-        # The garbage collector may call ``_forget`` at any time.
-        self._lock = threading.RLock()
+        self.known: dict[int, tuple[weakref.ref[Any], T]] = {}
+        # The garbage collector may call ``forget`` at any time.
+        self.lock = threading.RLock()
 
     def get(self, key: Any) -> T | None:
         """Returns what was put in for an object, or None."""
-        found = self._known.get(id(key))
+        found = self.known.get(id(key))
         return None if found is None or found[0]() is not key else found[1]
 
     def put(self, key: Any, value: T) -> None:
         """Puts in a value; raises TypeError for what nothing can refer to weakly."""
         number = id(key)
-        ref = weakref.ref(key, lambda _: self._forget(number))
-        with self._lock:
-            self._known[number] = ref, value
+        ref = weakref.ref(key, lambda _: self.forget(number))
+        with self.lock:
+            self.known[number] = ref, value
 
-    def _forget(self, number: int) -> None:
-        with self._lock:
-            found = self._known.get(number)
+    def forget(self, number: int) -> None:
+        """Removes the entry of an object that is gone."""
+        with self.lock:
+            found = self.known.get(number)
             if found is not None and found[0]() is None:  # No later object's entry.
-                del self._known[number]
+                del self.known[number]
 
 
 def remembered(fn: Callable[[Any], T]) -> Callable[[Any], T]:

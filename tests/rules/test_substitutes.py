@@ -452,8 +452,10 @@ def test_boxes_and_several_leaves() -> None:
         return Boxed().apply({'params': others}, X), {'params': params}
 
     assert_same_function(fn, by_hand, params, others)
+    bare = {**others, 'kernel': others['kernel'].value}
+    assert_same(fn(params, bare), fn(params, others))
     with pytest.raises(errors.StructureError, match='Expected: a Partitioned of'):
-        fn(params, {'kernel': others['kernel'].value})
+        fn(params, {**others, 'kernel': jnp.ones((2, 2))})
 
 
 def test_parts_of_trees() -> None:
