@@ -410,7 +410,8 @@ def fine_tuned(params, stages):
     state = jax.vmap(sg.freeze(slow_backbone, ~stages[0]).init)(params)
     states, curves = [], []
     for live in stages:
-        state = sg.adopt(sg.freeze(slow_backbone, ~live), params, state)
+        adopt = functools.partial(sg.adopt, sg.freeze(slow_backbone, ~live))
+        state = jax.vmap(adopt)(params, state)  # For each seed.
         states.append(state)
         params, state, curve = loop_of(live)(params, state, x, y)
         states.append(state)
@@ -494,8 +495,10 @@ print(
 
 # %%
 tuned, states, _ = results['thawed from the top']
-in_use = sg.adopt(sg.freeze(slow_backbone, 'backbone/**'), tuned, states[-1])
-again = sg.adopt(slow_backbone, tuned, in_use, states[-1])
+frozen_again = functools.partial(sg.adopt, sg.freeze(slow_backbone, 'backbone/**'))
+in_use = jax.vmap(frozen_again)(tuned, states[-1])
+thawed_again = functools.partial(sg.adopt, slow_backbone)
+again = jax.vmap(thawed_again)(tuned, in_use, states[-1])
 print(f'The state of all seeds while frozen: {size(in_use):.1f} kB')
 
 # %% [markdown]

@@ -60,7 +60,8 @@ def adopt(
         tx: a transformation from ``sg.freeze``, or the one that it wraps.
         params: the parameters.
         state: a state of the same transformation, frozen in other places or nowhere;
-            also of parameters with other names among these.
+            also of parameters with other names among these. States of several seeds
+            with an axis of their own are adopted one by one, under ``jax.vmap``.
         *earlier: more of them, for what ``state`` does not know.
         fresh: the parameters that begin anew, whatever the states know: any kind of
             filter. None by default.
