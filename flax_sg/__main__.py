@@ -144,8 +144,9 @@ def paths(argv: Sequence[str]) -> int:
     found = _value(options.place)
     if not isinstance(found, tuple):
         found = (found,)
+    chosen = {} if options.where is None else {'where': options.where}
     try:
-        print(summary.paths(*found, where=options.where))
+        print(summary.paths(*found, **chosen))
     except errors.UnusedFilterError as error:
         raise UsageError(str(error)) from None
     return 0

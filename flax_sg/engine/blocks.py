@@ -95,7 +95,7 @@ class Block:
     outer: tuple[Block, ...]
     owner: Scope | None
     owner_path: tuple[str, ...]
-    tree: object
+    tree: Tree | None
     asker: cache_keys.Asker
     number: cache_keys.Number
     level: Any
@@ -109,9 +109,7 @@ class Block:
     ended: bool = False
     is_open: bool = True
     home: cache_keys.Number | None = None
-    given: dict[int, tuple[weakref.ref[Any], object, bool]] = field(
-        default_factory=dict
-    )
+    given: dict[int, tuple[weakref.ref[Any], Tree, bool]] = field(default_factory=dict)
     given_trees: dict[Hashable, Any] = field(default_factory=dict)
     beside: set[Key] = field(default_factory=set)
     used: list[programs.Stamp] = field(default_factory=list)
@@ -168,7 +166,7 @@ class Root:
             last, and the variables that it had.
     """
 
-    def __init__(self, tree: object, covered: tuple[Block, ...] = ()) -> None:
+    def __init__(self, tree: Tree, covered: tuple[Block, ...] = ()) -> None:
         self.tree = tree
         self.covered = covered
         self.initializing = False
@@ -359,7 +357,13 @@ def root_of(scope: Scope) -> Root:
 
 
 class Tree:
-    """Identifies a tree of variables. Cache numbers hold only weak references to it."""
+    """Identifies a tree of variables. Cache numbers hold only weak references to it.
+
+    Attributes:
+        has_ended: whether its ``apply`` is over.
+    """
+
+    has_ended = False
 
 
 def is_of_tree(scope: Scope, root: Root) -> bool | None:
@@ -372,12 +376,12 @@ def is_of_tree(scope: Scope, root: Root) -> bool | None:
 def reopen(block: Block) -> None:
     """Registers the tree of a closed block's owner again, if still in use."""
     top = None if block.closed_root is None else block.closed_root()
-    if top is not None and ROOT_FLAG not in top.flags:
+    if top is not None and block.tree and ROOT_FLAG not in top.flags:
         known = _known(block.tree, top)
         thread.roots.setdefault(id(known[2]), known)
 
 
-def _known(tree: object, top: Scope, beside: Iterable[Root] = ()) -> _KnownRoot:
+def _known(tree: Tree, top: Scope, beside: Iterable[Root] = ()) -> _KnownRoot:
     same = (root for root in beside if root.level == top.trace_level)
     root = next(same, Root(tree))
     variables, root.level = core_scopes.variables_of(top), top.trace_level

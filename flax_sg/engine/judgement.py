@@ -185,6 +185,7 @@ def settle(scope: Scope) -> None:
     for block in thread.blocks:
         _meet(block, *known)
     root, path, variables = known
+    root.tree.has_ended = True
     if thread.blocks:
         note_tree(thread.blocks[-1], root)
         running.renew()

@@ -22,7 +22,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.engine import selection
-from flax_sg.engine.blocks import Block, Root, root_of
+from flax_sg.engine.blocks import Block, Root, Tree, root_of
 from flax_sg.internals import modules, tracing
 from flax_sg.rules.rules import StopGradient
 from flax_sg.trees.variables import Key, iter_variables, leaf_keys
@@ -39,7 +39,7 @@ class _Tree(NamedTuple):
         leaves: for each leaf its shape and dtype, and whether it is selected.
     """
 
-    tree: object
+    tree: Tree
     kept_trace: Any
     leaves: dict[Key, tuple[tuple[Any, Any], bool]]
 
@@ -86,13 +86,15 @@ def is_given(block: Block, root: Root, value: Any) -> bool:
 
 
 def _is_given(block: Block, root: Root, leaf: Any) -> bool:
-    ref, tree, whole = block.given.get(id(leaf), (None, None, False))
-    if ref is None or ref() is not leaf or tree is root.tree:
+    if id(leaf) not in block.given:
+        return False
+    ref, tree, whole = block.given[id(leaf)]
+    # The caller may give one array to two calls of ``apply``.
+    if ref() is not leaf or tree is root.tree or tree.has_ended:
         return False
     # JAX may find a program again that has read an array, and was given none.
     if not isinstance(leaf, tracing.Tracer) and block.kept_trace != root.kept_trace:
         return False
-    # Else the caller may have given one array to two calls of ``apply``.
     return whole or any(
         root_of(scope).tree is tree for scope in modules.running_scopes()
     )
@@ -108,7 +110,9 @@ def check(block: Block, root: Root, key: Key) -> None:
     """
     repeats = not isinstance(block.rewrite.rule, StopGradient)
     for given in block.given_trees.values():
-        if given.tree is root.tree or given.kept_trace == root.kept_trace:
+        if given.tree is root.tree or given.tree.has_ended:
+            continue
+        if given.kept_trace == root.kept_trace:
             continue
         before = _same(given, root, key)
         if before is not None and (repeats or not given.leaves[before][1]):
