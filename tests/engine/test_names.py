@@ -208,12 +208,15 @@ def test_a_cached_program_beside_a_new_model():
     with nn.stop_gradient('extra/**'):
         step()
 
+    new = Net(('of_this_test',))
+    variables = new.init(jax.random.key(0), X)
+
     def run() -> None:
         step()
-        MODELS['short'].apply({'params': PARAMS['short']}, X)
+        new.apply(variables, X)
 
     text = text_of(nn.stop_gradient('extra/**'), run)
-    assert 'Dense_0/kernel' in text
+    assert 'of_this_test/kernel' in text
     assert text.endswith('open a block for each of the two models.')
     with nn.stop_gradient('extra/**', unused='ignore'):
         run()

@@ -110,6 +110,14 @@ def reread(**options: Any) -> Any:
         return Applies(**options).apply({'params': {'inner': PARAMS}}, X)
 
 
+class Lonely(fnn.Module):
+    """A name that no other test has: what is known is warned of."""
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        return x * self.param('lonely', ONES, (1, 2))
+
+
 def cached_beside(**options: Any) -> Any:
     """A program that has what is named, beside a model that has not."""
     first = fnn.Sequential([fnn.Dense(2)])
@@ -119,7 +127,7 @@ def cached_beside(**options: Any) -> Any:
         step(variables)
     with nn.stop_gradient('layers_0/kernel', **options):
         step(variables)
-        return MODEL.apply(VARIABLES, X)
+        return Lonely().apply({'params': {'lonely': X[:1]}}, X)
 
 
 def shared_by_layers(**options: Any) -> Any:
@@ -444,8 +452,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a cached program of another model': (
         cached_beside,
-        "UnusedFilterError: Glob('layers_0/kernel') matches none of the 2 variables.\n"
-        "Nearest: 'kernel', 'bias'.\n"
+        "UnusedFilterError: Glob('layers_0/kernel') matches none of the 1 variable.\n"
+        "Nearest: 'lonely'.\n"
         "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
         'all variables in encoder.\n'
         "If nothing has to match, pass unused='ignore'.\n"
