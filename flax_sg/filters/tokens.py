@@ -34,8 +34,8 @@ def of_value(value: Any) -> str:
 
     >>> of_value(-1.0) == of_value(-2.0), of_value(0.0) == of_value(-0.0)
     (False, False)
-    >>> of_value(np.s_[:-1, ...]) == of_value(np.s_[:-1, ...])
-    True
+    >>> of_value(np.s_[:-1, ...]) == of_value(np.s_[:-1, ...]), of_value(2j)
+    (True, 'complex 0x0.0p+0 0x1.0000000000000p+1')
     """
     kind = type(value)
     if value is None or value is Ellipsis or kind in (bool, int, str, bytes):

@@ -485,3 +485,10 @@ def test_the_stack_of_frames_is_not_kept_alive():
     ref = opens()
     gc.collect()
     assert ref() is None
+
+
+def test_a_variable_that_there_is_not_in_a_block():
+    bound = MODEL.bind({'params': PARAMS})
+    with nn.stop_gradient('a/**'):
+        assert bound.a.get_variable('params', 'bias', 3) == 3
+        assert frozen() == 'a'

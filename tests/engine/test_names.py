@@ -218,6 +218,8 @@ def test_a_cached_program_beside_a_new_model():
     text = text_of(nn.stop_gradient('extra/**'), run)
     assert 'of_this_test/kernel' in text
     assert text.endswith('open a block for each of the two models.')
+    for _ in range(2):  # Neither of the two has it.
+        assert 'nowhere' in text_of(nn.stop_gradient(['nowhere/**', 'extra/**']), run)
     with nn.stop_gradient('extra/**', unused='ignore'):
         run()
 
@@ -237,6 +239,27 @@ def test_a_cached_program_beside_a_known_model_warns():
         other()
     said, _ = heard(nn.stop_gradient('extra/**'), run)
     assert said == 'warned'
+
+
+def test_a_block_of_a_module_around_a_cached_function_of_another_tree():
+    dense = fnn.Dense(2)
+    params = dense.init(jax.random.key(1), X)['params']
+    step = jax.jit(lambda p, x: dense.apply({'params': p}, x))
+
+    class Around(fnn.Module):
+        where: str
+
+        @fnn.compact
+        def __call__(self, x, other):
+            x = fnn.Dense(2, name='own')(x)
+            with nn.stop_gradient(self.where):
+                return step(other, x)
+
+    variables = {'params': {'own': params}}
+    for _ in range(3):
+        Around('kernel').apply(variables, X, params)
+        with pytest.raises(errors.UnusedFilterError):
+            Around('kernle').apply(variables, X, params)
 
 
 # What runs no program of Flax at all, under a filter that is known.

@@ -17,6 +17,9 @@ import pytest
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg.engine import rereads
+
+pytestmark = pytest.mark.every_case
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 AGAIN = fnn.Dense(2, parent=None)
@@ -133,6 +136,17 @@ def test_the_first_answer_holds(form):
     close(found(PARAMS), by_hand(fn, -1.0, 1.0))
     found = jax.grad(lambda p: loss(fn, p, nn.train_only('a/**')))
     oracle.assert_same(found(PARAMS), plain)
+
+
+@pytest.mark.parametrize('form', ['apply', 'jit of a constant'])
+def test_arrays(form, monkeypatch):
+    monkeypatch.setattr(rereads, '_MANY', 2)  # Few are remembered without a look.
+    with nn.stop_gradient('a/kernel'):
+        oracle.assert_same(loss(KNOWN[form], PARAMS), loss(KNOWN[form], PARAMS))
+    with nn.substitute(lambda path, value: 2 * value, where='a/**'):
+        doubled = loss(KNOWN[form], PARAMS)
+    twice = jax.tree.map(lambda w: 2 * w, PARAMS)
+    oracle.assert_same(doubled, loss(KNOWN[form], twice))
 
 
 @pytest.mark.parametrize('form', TRACED)

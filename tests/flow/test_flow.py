@@ -25,6 +25,8 @@ from flax_sg import testing
 from flax_sg.flow.dependence import Dependence, bit
 from flax_sg.flow.pullback import Reach
 
+pytestmark = pytest.mark.every_case
+
 A, B = jnp.array([0.5, -1.5, 2.5]), jnp.array([1.25, 0.75, -2.0])
 THREE = jax.ShapeDtypeStruct((3,), jnp.float32)
 flow_of = sg.gradient_flow
@@ -48,7 +50,6 @@ def refused(match: str) -> Any:
 # Each kind of equation
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', flows.PROGRAMS)
 def test_a_program_does_what_is_written_beside_it(name):
     fn, *expected = flows.PROGRAMS[name]

@@ -17,6 +17,8 @@ import oracle
 from flax_sg import linen as nn
 from flax_sg import testing
 
+pytestmark = pytest.mark.every_case
+
 TABLE = 'embed/embedding'
 IDS = jnp.array([0, 1, 1, 3, 4, 5])
 EVERY = np.ones((6, 3), bool)

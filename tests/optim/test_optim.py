@@ -746,6 +746,7 @@ NOT_GIVEN = [
 
 
 def test_none_is_no_filter():
+    assert repr(sg.DECLARED) == 'DECLARED'
     for call in NOT_GIVEN:
         with pytest.raises(errors.FilterTypeError, match='None is no filter'):
             call()

@@ -13,6 +13,8 @@ from flax_sg import linen as nn
 from flax_sg.internals import jaxprs
 from reports import LIVE, LOSSES, STOPPED, report
 
+pytestmark = pytest.mark.every_case
+
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 # Programs.

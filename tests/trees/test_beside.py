@@ -21,6 +21,8 @@ from flax_sg.filters import BoolTree, Glob, Or
 from flax_sg.trees.beside import beside
 from flax_sg.trees.leaves import leaves_of
 
+pytestmark = pytest.mark.every_case
+
 PARAMS: Any = {
     'm': {'w': jnp.ones(2), 'b': jnp.zeros(1)},
     'n': None,
