@@ -17,8 +17,8 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters import tokens
 from flax_sg.filters.expressions import Atom, Filter
+from flax_sg.filters.hints import nearest
 from flax_sg.filters.paths import Classes, Owner, Path, names_in
-from flax_sg.filters.patterns import nearest
 from flax_sg.internals import modules, tracing
 
 

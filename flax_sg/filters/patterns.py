@@ -1,19 +1,18 @@
 """Filters by pattern: globs and regular expressions on whole paths.
 
-A pattern that matches no variable raises an error, which shows the nearest paths,
-and the pattern without a typo.
+A pattern that matches no variable raises an error, which says what to write.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import errors
+from flax_sg.filters import hints
 from flax_sg.filters.expressions import Atom
 from flax_sg.filters.paths import Path
 
@@ -47,11 +46,16 @@ class Glob(Atom):
     def __post_init__(self) -> None:
         names = self.pattern.removeprefix('/').split('/')
         if '' in names or any('**' in name and name != '**' for name in names):
+            several = hints.split(self.pattern)
             raise errors.FilterValueError(
                 f'No path fits the glob {self.pattern!r}: names are not empty, and '
                 "'**' stands alone between slashes.\n"
-                "Write 'gln/**' for everything in gln, '**/*kernel' for names that "
-                "end in kernel, '**' for every variable."
+                + (
+                    f'For several globs write a list: {several!r}.'
+                    if len(several) > 1
+                    else "Write 'gln/**' for everything in gln, '**/*kernel' for "
+                    "names that end in kernel, '**' for every variable."
+                )
             )
 
     @functools.cached_property
@@ -76,7 +80,7 @@ class Glob(Atom):
         return path == self.pattern or self._fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        return _advice(self.pattern, paths, 'encoder/**', glob_regex)
+        return hints.advice(self.pattern, paths, 'encoder/**', glob_regex)
 
     def __repr__(self) -> str:
         return f'Glob({self.pattern!r})'
@@ -114,43 +118,10 @@ class Regex(Atom):
         return self.pattern.fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        return _advice(self.pattern.pattern, paths, 'encoder/.*', re.compile)
+        return hints.advice(self.pattern.pattern, paths, 'encoder/.*', re.compile)
 
     def __repr__(self) -> str:
         return f'Regex({self.pattern!r})'
-
-
-def _advice(
-    pattern: str,
-    paths: Sequence[Path],
-    example: str,
-    compiled: Callable[[str], re.Pattern[str]],
-) -> str:
-    # A pattern may begin with the collection, or with names of modules further out.
-    known = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
-    near = [known[text] for text in nearest(pattern, known)]
-    hint = (
-        f'A pattern matches whole paths, from below the collection: {example!r} takes '
-        'all variables in encoder.'
-    )
-    respelled = _respelled(pattern, near[0])
-    if compiled(respelled).fullmatch(near[0]):
-        hint = f'Did you mean {respelled!r}?'
-    return f'Nearest: {", ".join(map(repr, near))}.\n{hint}'
-
-
-def _respelled(pattern: str, path: str) -> str:
-    """The pattern, with the names of a path in place of names that look like them.
-
-    >>> _respelled('encodr/**', 'encoder/kernel')
-    'encoder/**'
-    """
-    names, there = pattern.split('/'), path.split('/')
-    for n, (name, other) in enumerate(zip(names, there, strict=False)):
-        # What is no identifier may have a meaning in the pattern.
-        if (name + other).isidentifier():
-            names[n] = (*difflib.get_close_matches(name, [other], 1, 0.75), name)[0]
-    return '/'.join(names)
 
 
 # What a glob may be made of. A set ends within its component.
@@ -205,40 +176,3 @@ def _token(token: re.Match[str]) -> str:
             return re.escape(token[0])
         return f'(?!/)[{"^" if token["negated"] else ""}{members}]'
     return re.escape(token['escaped'] or token['literal'])
-
-
-def nearest(pattern: str, paths: Iterable[str], n: int = 3) -> list[str]:
-    """Returns the n paths that look most like a pattern, the nearest first.
-
-    The pattern is compared with the part of each path that fits it best. So the name of
-    a module finds the variables inside the module.
-
-    >>> nearest('gl/**', ['enc/bias', 'dec/kernel', 'gln/kernel', 'gln/bias'], 2)
-    ['gln/bias', 'gln/kernel']
-    """
-    wanted = re.sub(r'[^\w/]+', '', pattern).casefold().strip('/')
-    width = wanted.count('/') + 1
-    matcher = difflib.SequenceMatcher(b=wanted, autojunk=False)
-
-    def likeness(text: str) -> float:
-        matcher.set_seq1(text)
-        # 'enc' means 'encoder' rather than 'dec'.
-        return matcher.ratio() + text.startswith(wanted)
-
-    def score(path: str) -> tuple[float, float]:
-        names = path.casefold().strip('/').split('/')
-        runs = ('/'.join(names[i : i + width]) for i in range(len(names)))
-        return max(map(likeness, runs)), likeness(path.casefold())
-
-    # Of thousands of paths, those are compared that share most pairs of letters.
-    pairs = {wanted[i : i + 2] for i in range(len(wanted) - 1)}
-
-    def shared(path: str) -> int:
-        text = path.casefold()
-        return sum(pair in text for pair in pairs)
-
-    several = list(dict.fromkeys(paths))
-    if len(several) > 200:
-        several.sort(key=shared, reverse=True)
-    # sorted is stable: paths that look alike stay in the order they came in.
-    return sorted(several[:200], key=score, reverse=True)[:n]

@@ -15,8 +15,8 @@ from flax.core.meta import AxisMetadata
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief, shown
+from flax_sg.filters.hints import nearest
 from flax_sg.filters.paths import name_of
-from flax_sg.filters.patterns import nearest
 from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, leaves_of
 
 

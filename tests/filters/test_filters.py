@@ -559,7 +559,7 @@ MEANT: list[tuple[Any, str]] = [
     ('norm/man', "Did you mean 'norm/mean'?"),
     (re.compile('nrom/.*'), "Did you mean 'norm/.*'?"),
     # No typo alone: another depth, a wildcard, names that are not alike, a group.
-    ('gnl_0', "A pattern matches whole paths, from below the collection: 'encoder/**'"),
+    ('norm/x/mean', "A pattern matches whole paths, from below the collection: 'enc"),
     ('gnl_*/**', 'A pattern matches whole paths'),
     ('encoder/**', 'A pattern matches whole paths'),
     ('norm/variance', 'A pattern matches whole paths'),
@@ -571,3 +571,62 @@ MEANT: list[tuple[Any, str]] = [
 def test_a_typo_is_told(where, line):
     error = as_filter(where).unused(False, TOP, None)
     assert str(error).splitlines()[2].startswith(line)
+
+
+NET = ['encoder/fc/kernel', 'encoder/fc/bias', 'head/kernel', 'head/bias']
+CRITICS = ['Critic_0/Dense_0/kernel', 'Critic_1/Dense_0/kernel', 'Critic_1/log_std']
+BRAX = ['policy/params/hidden_0/kernel', 'value/params/hidden_0/kernel']
+AS_PATH = 'A tuple or list means any of these; for one path write '
+
+# What people write for some variables, the variables, and what the error says.
+MISTAKES: list[tuple[Any, list[str], str]] = [
+    ('encoder.fc.kernel', NET, "Names are separated by '/': 'encoder/fc/kernel'."),
+    ('params.encoder.fc', NET, "Names are separated by '/': 'encoder/fc/**'."),
+    ('params/head/**', NET, "Leave out the collection: 'head/**'."),
+    ('params/head', NET, "Leave out the collection: 'head/**'."),
+    ('params/encodr/**', NET, "Leave out the collection: 'encoder/**'."),
+    ('head/.*', NET, "A str is a glob: write 'head/**', or re.compile('head/.*')."),
+    ('head/(w|kernel)', NET, "A str is a glob: write re.compile('head/(w|kernel)')."),
+    (('encoder', 'fc', 'kernel'), NET, f"{AS_PATH}'encoder/fc/kernel'."),
+    (['encoder', 'fc'], NET, f"{AS_PATH}'encoder/fc/**'."),
+    (('encoder', 'kernel'), NET, "Did you mean 'encoder/**'?"),
+    ('head', NET, "Did you mean 'head/**'?"),
+    ('haed', NET, "Did you mean 'head/**'?"),
+    ('kernel', NET, "Did you mean '**/kernel'?"),
+    ('fc/**', NET, "Did you mean 'encoder/fc/**'?"),
+    ('!head/**', NET, "For all other variables write ~filters.as_filter('head/**')."),
+    ('fc/*,head/*', ['fc/w', 'head/w'], "For several globs write a list: ['fc/*', '"),
+    ('Dense_0/**', CRITICS, "Did you mean '*/Dense_0/**'?"),
+    ('policy/params/hidden_0/**', ['hidden_0/kernel'], "Did you mean 'hidden_0/**'?"),
+    ('hidden_0/**', BRAX, "Did you mean '*/params/hidden_0/**'?"),
+    ('encoder/**', ['bert/encoder/w', 'bert/pool/w'], "Did you mean 'bert/encoder/**'"),
+    ('/head/**', NET, "Did you mean 'head/**'?"),
+    # Nothing that is left names something, or it is no pattern.
+    ('decodr_7/*/**', NET, 'A pattern matches whole paths'),
+    ('(', NET, 'A pattern matches whole paths'),
+    ('(.kernel', NET, 'A pattern matches whole paths'),
+    ('a..b', NET, 'A pattern matches whole paths'),
+]
+
+
+@pytest.mark.parametrize(('where', 'names', 'line'), MISTAKES)
+def test_a_mistake_that_many_make_is_told(where, names, line):
+    paths = [Path.of('params', tuple(name.split('/'))) for name in names]
+    found = as_filter(where)
+    error = find_unused(found, set(), paths, None, any(map(found, paths)))
+    [told] = [text for text in str(error).splitlines() if text.startswith(line)]
+    # What is advised fits.
+    for advised in re.findall(r"(?:mean|path write|collection:|'/':) '([^']+)'", told):
+        assert any(map(as_filter(advised), paths))
+
+
+def test_a_variable_outside_the_module_is_named_with_a_slash():
+    outside = Path.of('params', ('encoder', 'w'), ('me',))
+    error = as_filter('encoder/**').unused(False, [outside], ('me',))
+    assert "Did you mean '/encoder/**'?" in str(error)
+
+
+def test_several_globs_in_one_text_are_no_glob():
+    with pytest.raises(errors.FilterValueError) as caught:
+        as_filter('a/**, b/**')
+    assert "For several globs write a list: ['a/**', 'b/**']." in str(caught.value)

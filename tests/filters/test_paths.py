@@ -9,8 +9,9 @@ import pytest
 
 from flax_sg.errors import FilterValueError
 from flax_sg.filters import as_filter
+from flax_sg.filters.hints import nearest
 from flax_sg.filters.paths import Path
-from flax_sg.filters.patterns import Glob, glob_regex, nearest
+from flax_sg.filters.patterns import Glob, glob_regex
 
 pytestmark = pytest.mark.every_case
 
