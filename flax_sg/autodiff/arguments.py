@@ -131,10 +131,17 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The leaves of some arguments, and which of them are differentiated."""
+    """The leaves of some arguments, and which of them are differentiated.
+
+    Attributes:
+        leaves: all leaves.
+        form: what the arguments look like.
+        where: the filter that has to select something; None if it may be without one.
+    """
 
     leaves: list[Any]
     form: Form
+    where: filters.Filter | None = None
 
     @property
     def live(self) -> list[Any]:
@@ -205,6 +212,7 @@ def splitter(
             tuple(path for tree in trees for path in tree.paths),
             tuple(_stand_in(absent, leaf) for leaf in leaves),
         )
-        return Split(leaves, form)
+        asks = unused == 'raise' and isinstance(where, filters.Filter)
+        return Split(leaves, form, where if asks else None)
 
     return split

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors
+from flax_sg.autodiff import unfed
 from flax_sg.autodiff.arguments import Form, Split, splitter
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
+from flax_sg.engine import blocks
 from flax_sg.errors.texts import brief, unknown_choice, wrong_argument
 from flax_sg.filters import Where
 from flax_sg.filters.predicates import describe
@@ -86,7 +88,11 @@ def derivative(
             )
         parts = split([args[n] for n in positions])
 
+        fed: set[int] = set()
+
         def fun_of_live(live: Sequence[Any]) -> Any:
+            if transform is jax.grad and parts.where is not None:
+                live = unfed.watched(live, fed)
             new = dict(zip(positions, parts.join(live), strict=True))
             all_args = (new.get(n, arg) for n, arg in enumerate(args))
             out = fun_of_args(*all_args, **kwargs)
@@ -98,7 +104,10 @@ def derivative(
             return trees if several else trees[0]
 
         differentiated = transform(fun_of_live, has_aux=True, holomorphic=holomorphic)
-        rows, (y, aux) = differentiated(parts.live)
+        with blocks.thread.closing() as closed:
+            rows, (y, aux) = differentiated(parts.live)
+        if transform is jax.grad:
+            unfed.warn(describe(fun), parts, fed, closed)
         # At each leaf of the output, which for a gradient is one, stands a tree.
         out = jax.tree.map(shaped, y, rows)
         if with_value:
@@ -166,7 +175,8 @@ def value_and_grad(
             The filter looks at the paths within each.
         has_aux: as for ``jax.value_and_grad``.
         holomorphic: as for ``jax.value_and_grad``.
-        wrt: the leaves that are **differentiated**, as for ``sg.vjp``.
+        wrt: the leaves that are **differentiated**, as for ``sg.vjp``. A part of the
+            filter that gets no gradient at all, because the model stops it, warns.
         absent: what stands for the others in the result, as for ``sg.vjp``.
         of: a bound module that ``fun`` reads from its closure. The result is then
             for its variables, and ``argnums`` is left out. The replaced values hold

@@ -238,6 +238,8 @@ class _Thread(threading.local):
         self._aside = 0  # How many calls of ``only`` are running.
         # Why a second run of ``setup`` may differ; None outside of such a run.
         self.doubts: list[str] | None = None
+        # The blocks that have closed, while ``closing`` looks at them.
+        self.closed: list[Block] | None = None
         # Whether an open block selects by class. If so, ``reader`` is the path of the
         # scope that a variable is read from.
         self.asks_classes = False
@@ -264,6 +266,16 @@ class _Thread(threading.local):
             yield
         finally:
             self.reader = before
+
+    @contextlib.contextmanager
+    def closing(self) -> Generator[list[Block]]:
+        """Yields a list, to which the blocks that close meanwhile are added."""
+        before, closed = self.closed, list[Block]()
+        self.closed = closed
+        try:
+            yield closed
+        finally:
+            self.closed = before
 
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
@@ -327,6 +339,8 @@ def remove(block: Block) -> None:
             other.outer, other.number = rest[:number], cache_keys.fresh()
     thread.set_blocks(rest)
     thread.forget(block)
+    if thread.closed is not None:
+        thread.closed.append(block)
     block.is_open = False
     block.number.give_back(block.asker)
     if block.owner is not None:

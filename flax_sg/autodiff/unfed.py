@@ -1,0 +1,79 @@
+"""Warns of a filter whose leaves have no gradient, whatever the values are.
+
+``wrt='encoder/**'`` for a model that stops the gradient of the encoder gives zeros. The
+leaves go through an identity function: JAX calls its backward rule with the cotangents
+that there are, while it traces. So this costs no run time, and asks nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from flax_sg import filters
+from flax_sg.autodiff.arguments import Split
+from flax_sg.engine import blocks
+from flax_sg.filters.expressions import asked
+from flax_sg.internals.places import Place, warn_without_effect
+from flax_sg.rules.rules import StopGradient
+
+
+def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
+    """Leaves; those that get a cotangent add their position to ``fed``."""
+
+    @jax.custom_vjp
+    def identity(leaves: list[Any]) -> list[Any]:
+        return leaves
+
+    def forward(leaves: list[Any]) -> tuple[list[Any], None]:
+        return [leaf.value for leaf in leaves], None
+
+    def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
+        there = [not isinstance(ct, SymbolicZero) for ct in cotangents]
+        fed.update(n for n, yes in enumerate(there) if yes)
+        pairs = zip(cotangents, there, strict=True)
+        return ([ct if yes else None for ct, yes in pairs],)
+
+    identity.defvjp(forward, backward, symbolic_zeros=True)
+    return identity(list(live))
+
+
+def warn(fun: str, split: Split, fed: set[int], closed: Sequence[blocks.Block]) -> None:
+    """Warns if no leaf that a part of the filter takes has a gradient.
+
+    Args:
+        fun: what the function is called.
+        split: the leaves, and the filter.
+        fed: the positions, among the live leaves, of those that got a cotangent.
+        closed: the blocks that the function has opened and closed.
+    """
+    if split.where is None or len(fed) == len(split.live):
+        return
+    pairs = zip(split.form.live, split.form.paths, strict=True)
+    live = [path for takes, path in pairs if takes]
+    for atom in split.where.atoms:
+        taken = [n for n, path in enumerate(live) if asked(atom, path)]
+        if taken and not fed.intersection(taken):
+            path = live[taken[0]]
+            why = 'The function does not depend on it, or stops its gradient.'
+            for block in (*blocks.active(), *closed):
+                if _stops(block, path):
+                    by = f'{block.rewrite!r}, opened at {block.place}'
+                    why = f'The block of {by}, stops it.'
+            warn_without_effect(
+                f'wrt={atom!r} gives zeros alone: in {fun} no gradient flows to '
+                f'{str(path)!r}{" and the others" if len(taken) > 1 else ""}.\n{why}\n'
+                "If that is meant, pass unused='ignore'.",
+                Place.here(),
+            )
+
+
+def _stops(block: blocks.Block, path: filters.Path) -> bool:
+    """Whether a block stops the gradient of a variable."""
+    if not isinstance(block.rewrite.rule, StopGradient):
+        return False
+    decisions = block.decisions.values()
+    return any(said and met.absolute == path.absolute for met, said in decisions)

@@ -1,0 +1,127 @@
+"""``wrt=`` on what gets no gradient: one warning, which names the block."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_sg as sg
+from flax_sg import errors
+from flax_sg import linen as nn
+from flax_sg.testing import assert_same_program
+
+X = jnp.ones((2, 3))
+
+
+class Halves(nn.Module):
+    """A model that stops the gradient of its first half."""
+
+    @nn.compact
+    def __call__(self, x):
+        with nn.stop_gradient('half_a/**'):
+            h = nn.Dense(4, name='half_a')(x)
+        return nn.Dense(1, name='half_b')(h)
+
+
+MODEL = Halves()
+PARAMS = MODEL.init(jax.random.key(0), X)['params']
+
+
+def loss(params):
+    return jnp.sum(MODEL.apply({'params': params}, X) ** 2)
+
+
+def told(fun, wrt, *args, **options) -> list[str]:
+    """The warnings of one gradient, which is that of the whole tree."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        grads = sg.grad(fun, wrt=wrt, absent='none', **options)(*args)
+    whole = jax.grad(fun)(*args)
+    jax.tree.map(
+        lambda some, every: None if some is None else assert_same(some, every),
+        grads,
+        whole,
+        is_leaf=lambda leaf: leaf is None,
+    )
+    assert all(w.category is errors.NothingStoppedWarning for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def assert_same(some, every):
+    assert (some == every).all()
+
+
+@pytest.mark.parametrize('jitted', [False, True])
+def test_a_part_of_the_filter_that_the_model_stops_is_told_with_the_block(jitted):
+    def fresh(params):  # JAX knows no program of it.
+        return loss(params)
+
+    [text] = told(jax.jit(fresh) if jitted else fresh, ['half_a/*', 'half_b/*'], PARAMS)
+    assert text.startswith("wrt=Glob('half_a/*') gives zeros alone: in ")
+    assert "no gradient flows to 'half_a/bias' and the others." in text
+    assert "The block of stop_gradient(Glob('half_a/**')), opened at test_un" in text
+
+
+def test_a_block_around_the_call_is_named():
+    with nn.stop_gradient('half_b/**'):
+        [text] = told(loss, 'half_b/bias', PARAMS)
+    assert "to 'half_b/bias'.\nThe block of stop_gradient(Glob('half_b/**'))" in text
+
+
+def test_without_a_block_the_function_is_blamed():
+    def scanned(p):
+        step = lambda c, _: (c * p['a'], c + 0 * p['b'])  # noqa: E731
+        return jax.lax.scan(step, 1.0, None, length=3)[0]
+
+    [text] = told(scanned, 'b', {'a': 2.0, 'b': 3.0})
+    assert 'The function does not depend on it, or stops its gradient.' in text
+
+
+# What is trained in part, or meant: nothing is said.
+FINE = {
+    'a part of it is trained': '**/bias',
+    'everything': True,
+    'a filter that was derived': sg.live(loss, PARAMS),
+    'rows': sg.at('half_b/kernel', 0),
+    'what the model trains': 'half_b/**',
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('wrt', FINE.values(), ids=list(FINE))
+def test_nothing_is_said_where_something_is_trained(wrt):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        sg.grad(loss, wrt=wrt)(PARAMS)
+
+
+def test_nothing_is_said_if_that_is_meant():
+    assert not told(loss, 'half_a/**', PARAMS, unused='ignore')
+
+
+def test_the_gradient_can_be_differentiated_again():
+    def energy(p):
+        return jnp.sum(p['w'] ** 3 * p['v'])
+
+    def slope(w):
+        tree = {'w': w, 'v': jnp.array([2.0, 5.0])}
+        return sg.grad(energy, wrt='w')(tree)['w']
+
+    w, t = jnp.array([1.0, 3.0]), jnp.array([1.0, 10.0])
+    by_hand = 6 * w * jnp.array([2.0, 5.0])
+    assert (jax.jvp(slope, (w,), (t,))[1] == by_hand * t).all()
+    assert (jax.vjp(slope, w)[1](t)[0] == by_hand * t).all()
+    assert (jax.jit(jax.jacfwd(slope))(w) == jnp.diag(by_hand)).all()
+    many = jax.vmap(slope)(jnp.stack([w, t]))
+    assert (many[0] == slope(w)).all()
+
+
+def test_the_program_is_that_of_jax_grad():
+    def by_hand(half_b):
+        return jax.grad(lambda b: loss({**PARAMS, 'half_b': b}))(half_b)
+
+    def ours(half_b):
+        return sg.grad(loss, wrt='half_b/**')({**PARAMS, 'half_b': half_b})['half_b']
+
+    assert_same_program(ours, by_hand, PARAMS['half_b'])
