@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import inspect
 import json
-import operator
 import os
 import platform
 import sys
@@ -130,8 +130,8 @@ def paths(argv: Sequence[str]) -> int:
     is compiled or run.
 
     PLACE is package.module:name. It names a tuple (module, *args) with arrays or
-    their shapes (jax.ShapeDtypeStruct), a dict of parameters, or a function without
-    arguments that returns one of these.
+    their shapes (jax.ShapeDtypeStruct), a dict of parameters, a tuple (loss, params,
+    ...), or a function without arguments that returns one of these.
 
         python -m flax_sg paths train:example --where 'head/**'
 
@@ -144,11 +144,15 @@ def paths(argv: Sequence[str]) -> int:
     found = _value(options.place)
     if not isinstance(found, tuple):
         found = (found,)
+    if callable(found[0]) and not isinstance(found[0], linen.Module):
+        found = found[1:2]  # The parameters of (loss, params, ...).
+    if not found:
+        raise UsageError(f'{options.place} should be (module, *args) or parameters')
     chosen = {} if options.where is None else {'where': options.where}
     try:
         print(summary.paths(*found, **chosen))
     except errors.UnusedFilterError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(_without_options(error)) from None
     return 0
 
 
@@ -198,7 +202,7 @@ def _judged(text: str, report: GradientFlow) -> list[str]:
             return broken(report, True, trained=False, output=who)
         return broken(report, where, only=True, output=who)
     except errors.FlaxSGError as error:
-        raise UsageError(f'--expect {text!r}: {error}') from None
+        raise UsageError(f'--expect {text!r}: {_without_options(error)}') from None
 
 
 def _report(place: str) -> GradientFlow:
@@ -217,7 +221,19 @@ def _value(place: str) -> Any:
         raise UsageError(
             f'{place!r} is not a place. Write package.module:name, such as train:check'
         )
-    found = operator.attrgetter(name)(importlib.import_module(module))
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if f'{module}.'.startswith(f'{error.name}.'):
+            raise UsageError(f'{place}: {error}') from None
+        raise  # It is imported by the user's program.
+    for part in name.split('.'):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), 1)
+            meant = f'. Did you mean {near[0]!r}?' if near else ''
+            where = getattr(found, '__name__', type(found).__name__)
+            raise UsageError(f'{place}: {where} has no attribute {part!r}{meant}')
+        found = getattr(found, part)
     if not callable(found) or isinstance(found, linen.Module):
         return found
     signature = inspect.signature(found)
@@ -229,6 +245,12 @@ def _value(place: str) -> Any:
             'that returns the tuple (loss, *args) or (module, *args)'
         ) from None
     return found()
+
+
+def _without_options(error: Exception) -> str:
+    """The text of an error, without the advice to pass an option of a function."""
+    lines = str(error).splitlines()
+    return '\n'.join(line for line in lines if 'unused=' not in line)
 
 
 def _version(package: str) -> str:

@@ -40,7 +40,9 @@ def load(seed: int = 0) -> tuple[Digits, Digits]:
     Raises:
         ModuleNotFoundError: if scikit-learn is not installed.
     """
-    bunch = optional.optional('sklearn.datasets', 'The demo', 'demo').load_digits()
+    bunch = optional.optional(
+        'sklearn.datasets', 'The demo', 'scikit-learn'
+    ).load_digits()
     order = np.random.default_rng(seed).permutation(len(bunch.target))
     images = (bunch.data[order] / 16).astype(np.float32)
     labels = bunch.target[order].astype(np.int32)

@@ -6,13 +6,13 @@ import importlib
 from types import ModuleType
 
 
-def optional(module: str, who: str, extra: str) -> ModuleType:
+def optional(module: str, who: str, package: str) -> ModuleType:
     """Imports an optional module, or says how to install its package.
 
     Args:
         module: the dotted name of the module.
         who: the feature that needs the module, as the subject of a sentence.
-        extra: the extra of flax_sg that installs the package.
+        package: the name by which pip installs it.
 
     Raises:
         ModuleNotFoundError: if the module is missing; the message says what to install.
@@ -20,9 +20,8 @@ def optional(module: str, who: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing = (error.name or module).partition('.')[0]
         raise ModuleNotFoundError(
-            f'{who} needs {missing}, which is not installed. '
-            f"Install what it needs with: pip install 'flax_sg[{extra}]'",
-            name=missing,
+            f'{who} needs {package}, which is not installed. '
+            f'Install it with: pip install {package}',
+            name=error.name,
         ) from error

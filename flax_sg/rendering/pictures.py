@@ -117,7 +117,7 @@ def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) 
 
 def load(module: str) -> Any:
     """Imports a module of matplotlib, which the extra ``plot`` installs."""
-    return optional.optional(module, 'The picture', 'plot')
+    return optional.optional(module, 'The picture', 'matplotlib')
 
 
 def _width(texts: Iterable[str]) -> float:

@@ -74,6 +74,8 @@ def returns_a_number():
 def fails():
     raise ZeroDivisionError('of the program')
 
+losses_alone = (loss,)
+
 def no_gradient():
     return lambda p: jnp.argmax(p), X
 """
@@ -87,6 +89,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / '__init__.py').touch()
     (package / 'train.py').write_text(PROGRAM)
     (package / 'broken.py').write_text('import no_such_package\n')
+    (package / 'asks.py').write_text('import mine\nmine.no_such_name\n')
     (package / 'raises.py').write_text("raise RuntimeError('while imported')\n")
     monkeypatch.syspath_prepend(str(folder))
     for name in [name for name in sys.modules if name.partition('.')[0] == 'mine']:
@@ -212,6 +215,15 @@ WRONG = [
         'train:check',
     ),
     ('flow mine.train', "'mine.train' is not a place"),
+    ('flow mine.trian:loss', "mine.trian:loss: No module named 'mine.trian'"),
+    ('paths nothing_here:loss', "nothing_here:loss: No module named 'nothing_here'"),
+    (
+        'flow mine.train:losess',
+        "mine.train:losess: mine.train has no attribute 'losess'. Did you mean "
+        "'losses'?",
+    ),
+    ('paths mine.train:MODEL.nothing', 'has no attribute'),
+    ('paths mine.train:losses_alone', 'should be (module, *args) or parameters'),
     (
         'flow mine.train:loss',
         'mine.train:loss takes arguments (params, x): name a function without '
@@ -240,15 +252,16 @@ WRONG = [
 
 @pytest.mark.parametrize(('argv', 'text'), WRONG, ids=[argv for argv, _ in WRONG])
 def test_a_wrong_command_says_how_to_write_it(argv, text, capsys):
-    assert text in said(argv.split(), capsys)
+    error = said(argv.split(), capsys)
+    assert text in error
+    assert 'unused=' not in error  # There is no such option here.
 
 
 @pytest.mark.parametrize(
     ('place', 'error', 'text'),
     [
-        ('mine.trian:loss', ModuleNotFoundError, "No module named 'mine.trian'"),
-        ('mine.train:losess', AttributeError, "has no attribute 'losess'"),
         ('mine.broken:check', ModuleNotFoundError, "'no_such_package'"),
+        ('mine.asks:check', AttributeError, 'no_such_name'),
         ('mine.raises:check', RuntimeError, 'while imported'),
         ('mine.train:fails', ZeroDivisionError, 'of the program'),
         ('mine.train:no_gradient', TypeError, 'which has no gradient'),
@@ -275,6 +288,11 @@ def test_paths_of_a_model(capsys):
     argv = ['paths', 'mine.train:PAIR', '--where', 'gln_*/**', 'code/kernel']
     assert main(argv) == 0
     assert capsys.readouterr().out == f'a program that prints\n{PATHS}'
+
+
+def test_paths_of_the_parameters_of_a_function(capsys):
+    assert main(['paths', 'mine.train:check']) == 0
+    assert 'gln_0/kernel' in capsys.readouterr().out
 
 
 def test_paths_of_a_tree_without_a_filter(capsys):
@@ -342,8 +360,8 @@ def test_a_package_of_the_demo_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)
     assert main(['demo']) == 1
     assert capsys.readouterr().err.splitlines() == [
-        'The demo needs sklearn, which is not installed. '
-        "Install what it needs with: pip install 'flax_sg[demo]'"
+        'The demo needs scikit-learn, which is not installed. '
+        'Install it with: pip install scikit-learn'
     ]
 
 

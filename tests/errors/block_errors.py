@@ -418,9 +418,9 @@ CASES: dict[str, tuple[Any, ...]] = {
         "AttributeError: module 'flax_sg' has no attribute 'gradinet_flow'",
     ),
     'a package that is not installed': (
-        lambda: optional.optional('no_such_package.part', 'Drawing', 'plot'),
-        'ModuleNotFoundError: Drawing needs no_such_package, which is not installed. '
-        "Install what it needs with: pip install 'flax_sg[plot]'",
+        lambda: optional.optional('no_such_package.part', 'Drawing', 'no-such-package'),
+        'ModuleNotFoundError: Drawing needs no-such-package, which is not installed. '
+        'Install it with: pip install no-such-package',
     ),
     'a reload of what holds state': (
         lambda: reload('flax_sg.engine.blocks'),
