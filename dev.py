@@ -137,10 +137,14 @@ def package(*args):
     shutil.rmtree(ROOT / 'dist', ignore_errors=True)
     if run(python, '-m', 'build', '--no-isolation', '--outdir', 'dist'):
         return 1
-    built = sorted((ROOT / 'dist').iterdir())
-    [wheel] = [file for file in built if file.suffix == '.whl']
+    sdist, wheel = sorted((ROOT / 'dist').iterdir(), key=lambda file: file.suffix)
+    workflows = sorted((ROOT / '.github' / 'workflows').iterdir())
     # A list, so that each of them reports.
-    checks = [['twine', 'check', '--strict', *built], ['check_wheel_contents', wheel]]
+    checks = [
+        ['twine', 'check', '--strict', sdist, wheel],
+        ['check_wheel_contents', wheel],
+        ['check_jsonschema', '--builtin-schema', 'vendor.github-workflows', *workflows],
+    ]
     faults = [run(python, '-m', *check) for check in checks]
     with tempfile.TemporaryDirectory() as name:
         # Without links, as Python says where a module is from.
@@ -148,7 +152,72 @@ def package(*args):
         clean = clean_env(folder / 'env', python, wheel, '--download' in args)
         for command in (['-c', IMPORT_ALL, folder], ['-m', 'flax_sg', 'demo']):
             faults.append(run(clean, '-I', *command, cwd=folder))
+        if '--download' not in args:  # Nor is pytest.
+            faults.append(test_shipped(clean, sdist, folder, 'tests/filters', '-q'))
     return int(any(faults))
+
+
+def shipped(file, sdist, *options):
+    """Run an sdist's tests on what a wheel or sdist installs: FILE SDIST [FILES]."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        env = folder / 'env'
+        make_env(env, python := python_of(env), base_python())
+        if run(python, '-m', 'pip', 'install', *QUIET, f'{Path(file).resolve()}[test]'):
+            return 1
+        return test_shipped(python, Path(sdist).resolve(), folder, *options)
+
+
+def test_shipped(python, sdist, folder, *options):
+    """Runs the tests in an sdist, on the installed library; returns the status."""
+    shutil.unpack_archive(sdist, folder, filter='data')
+    root = folder / sdist.name.removesuffix('.tar.gz')
+    where = [python, '-I', '-c', 'import flax_sg; print(flax_sg.__path__[0])']
+    installed = subprocess.check_output(where, text=True).strip()
+    shutil.rmtree(root / 'flax_sg')
+    (root / 'flax_sg').symlink_to(installed, target_is_directory=True)
+    return pytest(python, options, cwd=root)
+
+
+def address(*args):
+    """Say where the repository is, or write that wherever it stands: [URL]."""
+    before = stated(PYPROJECT, r'^Source = "(.*)"')
+    for url in args:
+        for name in ('pyproject.toml', 'README.md', 'CITATION.cff'):
+            text = (ROOT / name).read_text()
+            for known, new in ((before, url), (pages_of(before), pages_of(url))):
+                text = text.replace(known, new.rstrip('/'))
+            (ROOT / name).write_text(text)
+    print(*(args or [before]))
+    return 0
+
+
+def release(tag, url):
+    """Print what the changelog says of a release, if it fits: TAG URL."""
+    version = stated(ROOT / 'flax_sg' / '__init__.py', r"^__version__ = '(.*)'")
+    heading = rf'^## \[{re.escape(version)}\] - '
+    changelog = ROOT / 'CHANGELOG.md'
+    known = stated(PYPROJECT, r'^Source = "(.*)"')
+    if tag != f'v{version}':
+        sys.exit(f'The tag is {tag!r}, and the version is {version}.')
+    if url != known:
+        sys.exit(f'pyproject.toml says {known}: python3 dev.py address {url}')
+    if not stated(changelog, heading + r'(\d{4}-\d\d-\d\d)$'):
+        sys.exit(f'CHANGELOG.md has no heading "## [{version}] - 2026-01-31".')
+    print(stated(changelog, heading + r'.*\n((?s:.*?))(?=^## |\Z)').strip())
+    return 0
+
+
+def stated(file, pattern):
+    """Returns what a file says where a pattern fits; '' where it does not."""
+    found = re.search(pattern, file.read_text(), re.MULTILINE)
+    return found.group(1) if found else ''
+
+
+def pages_of(url):
+    """Returns where the site of a repository is published."""
+    owner, _, name = url.removeprefix('https://github.com/').partition('/')
+    return f'https://{owner}.github.io/{name}'
 
 
 # Every public name can be had, and comes from the folder that is given.
@@ -162,11 +231,12 @@ for name in ['', '.linen', '.core', '.filters', '.testing', '.errors']:
 """
 
 
-def pytest(python, options, *more):
+def pytest(python, options, *more, cwd=ROOT):
     """Runs pytest and returns its exit status."""
     # All tests share the cores; a chosen few start faster without worker processes.
     workers = ['-n', min(os.cpu_count() or 1, 4), '--dist=worksteal']
-    return run(python, '-m', 'pytest', *([] if options else workers), *options, *more)
+    command = ['-m', 'pytest', *([] if options else workers), *options, *more]
+    return run(python, *command, cwd=cwd)
 
 
 def run(*command, cwd=ROOT, **options):
@@ -211,7 +281,7 @@ def development_env():
 
 def ensure_env(env, base, *requirements):
     """Makes or renews an environment with this project in it; returns its Python."""
-    python = env / ('Scripts/python.exe' if os.name == 'nt' else 'bin/python')
+    python = python_of(env)
     state = '\n'.join([PYPROJECT.read_text(), str(ROOT), *requirements])
     wanted = hashlib.sha256(state.encode()).hexdigest()
     stamp = env / 'installed-by-dev.py'
@@ -225,6 +295,11 @@ def ensure_env(env, base, *requirements):
         sys.exit('The installation failed: pip says why, above. Is there a network?')
     stamp.write_text(wanted)
     return python
+
+
+def python_of(env):
+    """Returns where the Python of an environment is."""
+    return env / ('Scripts/python.exe' if os.name == 'nt' else 'bin/python')
 
 
 def make_env(env, python, base):
@@ -248,7 +323,7 @@ def clean_env(env, development, wheel, download):
     is used, which is quick. A file names its folder. The editable install in there is
     a file like that, which does not count where it is not the environment's own.
     """
-    python = env / ('Scripts/python.exe' if os.name == 'nt' else 'bin/python')
+    python = python_of(env)
     make_env(env, python, development)
     what = (
         [f'{wheel}[demo]'] if download else ['--no-deps', '--ignore-installed', wheel]
@@ -298,7 +373,7 @@ COMMANDS = {
     f.__name__: f
     for f in (
         *(demo, test, lint, notebooks, docs, package, bench, ci),
-        *(versions, witness, clients),
+        *(versions, witness, clients, shipped, address, release),
     )
 }
 
