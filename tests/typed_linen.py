@@ -63,14 +63,15 @@ half = nn.scale_gradient('dense/**', 0.5)
 assert_type(half, BlockDecorator)
 assert_type(half(nn.Dense(3)), flax.linen.Dense)
 assert_type(half(nn.Dense), type[flax.linen.Dense])
+assert_type(nn.scale_gradient(nn.Dense, 'kernel', 0.5), type[flax.linen.Dense])
 with (
     half,
     nn.map_cotangent(True, lambda path, ct: ct),
     nn.stop_gradient(True, levels=1),
 ):
     pass
-nn.copy_cotangent(['a'])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-nn.clip_gradient('a', norms=1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+nn.copy_cotangent(['a'])  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+nn.clip_gradient('a', norms=1.0)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
 # Trees, derivatives, reports.
 

@@ -212,7 +212,8 @@ def splitter(
             tuple(path for tree in trees for path in tree.paths),
             tuple(_stand_in(absent, leaf) for leaf in leaves),
         )
-        asks = unused == 'raise' and isinstance(where, filters.Filter)
-        return Split(leaves, form, where if asks else None)
+        if unused == 'ignore' or isinstance(where, Declared):
+            return Split(leaves, form)
+        return Split(leaves, form, where)
 
     return split

@@ -17,6 +17,7 @@ from flax_sg.internals import tracing
 from flax_sg.rules import cotangents
 
 
+@rewrites.takes_target
 def map_cotangent(
     where: filters.Where,
     fn: Callable[..., Any],
@@ -47,7 +48,8 @@ def map_cotangent(
 
     Use the result as that of ``nn.stop_gradient``: in a ``with`` statement, on a Module
     class, a method, a function or a module (each call of the wrapper is a block of its
-    own), with ``flax_sg.core.lift`` on scopes and ``flax_sg.rewrite`` on trees.
+    own), with ``flax_sg.core.lift`` on scopes and ``flax_sg.rewrite`` on trees. A class
+    or a module may come first: ``nn.scale_gradient(nn.Dense, 'kernel', 0.5)``.
 
     Args:
         where: the parameters whose cotangents are mapped, by any kind of filter, see
@@ -87,6 +89,7 @@ def map_cotangent(
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
+@rewrites.takes_target
 def scale_gradient(
     where: filters.Where,
     factor: Any,
@@ -127,6 +130,7 @@ def scale_gradient(
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
+@rewrites.takes_target
 def reverse_gradient(
     where: filters.Where,
     factor: Any = 1.0,
@@ -162,6 +166,7 @@ def reverse_gradient(
     return scale_gradient(where, -factor, collections=collections, unused=unused)
 
 
+@rewrites.takes_target
 def clip_gradient(
     where: filters.Where,
     *,
@@ -225,6 +230,7 @@ def clip_gradient(
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
+@rewrites.takes_target
 def print_cotangent(
     where: filters.Where,
     *,
@@ -256,6 +262,7 @@ def print_cotangent(
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
+@rewrites.takes_target
 def replace_cotangent(
     where: filters.Where,
     value: Any,
@@ -293,6 +300,7 @@ def replace_cotangent(
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
+@rewrites.takes_target
 def copy_cotangent(
     sources: Mapping[str, str],
     *,

@@ -186,19 +186,27 @@ def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
     """Lets a function that makes a rewrite take what to lift as its first argument.
 
     ``nn.stop_gradient(nn.Dense, 'kernel')`` is then what
-    ``nn.stop_gradient('kernel')(nn.Dense)`` is. A single argument is never the target:
-    a function is a filter, too.
+    ``nn.stop_gradient('kernel')(nn.Dense)`` is. A Module class or a module in front of
+    other arguments is the target. So is any other thing in front of the filter, if
+    ``make`` takes one argument alone. A single argument is never the target: a function
+    is a filter, too.
 
     Args:
         make: its first parameter says which variables. A parameter ``methods`` is not
             handed to it: it goes to ``BlockDecorator.__call__``.
     """
     make_of: Any = make
-    first, *_ = inspect.signature(make).parameters
+    parameters = inspect.signature(make).parameters.values()
+    first, *others = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
 
     @functools.wraps(make)
     def with_target(*args: Any, methods: Any = None, **kwargs: Any) -> Any:
-        if len(args) + (first in kwargs) < 2:
+        has_target = len(args) + (first in kwargs) > 1
+        if has_target and others:
+            target = args[0]
+            is_class = modules.is_module_class(target)
+            has_target = is_class or isinstance(target, modules.Module)
+        if not has_target:
             if methods is not None:
                 raise _methods_without_class(methods)
             return make_of(*args, **kwargs)
