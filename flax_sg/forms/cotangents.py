@@ -10,7 +10,7 @@ import numpy as np
 from flax.core.scope import CollectionFilter
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief
+from flax_sg.errors.texts import brief, shown
 from flax_sg.filters import predicates
 from flax_sg.forms import rewrites
 from flax_sg.internals import tracing
@@ -86,6 +86,7 @@ def map_cotangent(
             'fn(path, cotangent, value).'
         )
     rule = cotangents.Each('map_cotangent', fn, *values)
+    rule.args = f', {predicates.describe(fn)}{rule.args}'
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
@@ -227,6 +228,7 @@ def clip_gradient(
         if name in fns
         else cotangents.ClipGlobalNorm(bound)
     )
+    rule.args = f', {name}={shown(bound)}'
     return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 

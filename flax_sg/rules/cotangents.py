@@ -59,6 +59,7 @@ class OnCotangents(rules.Keyed):
     ) -> None:
         super().__init__((name, *map(tokens.of_value, brought), *parts))
         self.name = name
+        self.args = ''.join(f', {shown(x)}' for x in brought)
         self.brought = [x.copy() if isinstance(x, np.ndarray) else x for x in brought]
 
     def _mapped(

@@ -36,6 +36,8 @@ class Rule:
 
     name: str
     """The name in reprs and in the debug paths of Flax's scopes."""
+    args: str = ''
+    """What stands in reprs behind the filter, as it was written: ``', 0.5'``."""
     asks_path: bool = True
     """Whether the result depends on the path, not on the leaf alone."""
     in_extent: ClassVar[bool] = False
@@ -56,7 +58,7 @@ class Rule:
     """Whether a write to a selected variable raises."""
 
     def __repr__(self) -> str:
-        return f'<{self.name}>'  # Without its address: a module shows it.
+        return f'<{self.name}{self.args}>'  # Without its address: a module shows it.
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns what a reader sees instead of ``leaf``, by default ``leaf`` itself.
@@ -197,7 +199,7 @@ class Rewrite:
     def __repr__(self) -> str:
         more = f', collections={self.collections!r}'
         shown = '' if self.collections == 'params' else more
-        return f'{self.rule.name}({self.where!r}{shown})'
+        return f'{self.rule.name}({self.where!r}{self.rule.args}{shown})'
 
 
 def _collections(collections: Any) -> CollectionFilter:

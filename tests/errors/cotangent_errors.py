@@ -106,8 +106,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an integer': (
         integer,
-        "CotangentError: scale_gradient(Glob('steps')) selects 'steps', which has no "
-        'cotangent: it holds int32[].\n'
+        "CotangentError: scale_gradient(Glob('steps'), 0.5) selects 'steps', which has "
+        'no cotangent: it holds int32[].\n'
         'Select real or complex variables; True takes those and no others.',
     ),
     'clip without a bound': (
@@ -132,7 +132,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'modules from outside of a body': (
         split,
-        'BlockError: clip_gradient(Constant(True)) takes its parameters together, and '
+        'BlockError: clip_gradient(Constant(True), global_norm=1.0) takes its '
+        'parameters together, and '
         "'/shared/kernel' lies in a module that came into the transform around the "
         'block by another way.\n'
         'Open the block around the transform, or leave that module out.',
