@@ -141,7 +141,7 @@ class Names(Atom):
         variables = [path.variable for path in paths if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
         missing = sorted('/'.join(parts) for _, parts in self.names - met)
-        return no_variables('nn.substitute', missing, paths) if missing else None
+        return no_variables('A tree of values', missing, paths) if missing else None
 
     def __repr__(self) -> str:
         names = sorted('/'.join(parts) for _, parts in self.names)
@@ -192,6 +192,11 @@ def no_variables(
 ) -> errors.UnusedFilterError:
     """A tree has names that belong to no variable."""
     near = nearest(missing[0], map(str, paths), 1)
+    if missing[0] in near:
+        return errors.UnusedFilterError(
+            f'{who} is flat: {missing[0]!r} is one name in it.\n'
+            "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/')."
+        )
     more = f' and {len(missing) - 1} more' if len(missing) > 1 else ''
     hint = f' (nearest: {near[0]!r})' if near else ''
     return errors.UnusedFilterError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 from flax.core.scope import in_filter
 
 from flax_sg import errors, filters
@@ -161,9 +163,10 @@ def _substituted(
             f'sg.substitute got {brief(values)} without a value.\n'
             "If there may be none, pass {} and unused='ignore'."
         )
-    missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
+    missing = there.keys() - set(leaves.key_paths)
     if missing and unused == 'raise':
-        raise no_variables('sg.substitute', sorted(missing), leaves.paths)
+        names = sorted(map(_joined, missing))
+        raise no_variables('A tree of values', names, map(_joined, leaves.key_paths))
     takes: list[Any] = [keys in there for keys in leaves.key_paths]
     if where is not None:
         [takes] = selected([leaves.paths], where, unused)
@@ -176,3 +179,6 @@ def _substituted(
             leaf = filters.merged(take, new, leaf, path)
         out.append(leaf)
     return leaves.restore(out)
+
+
+_joined = functools.partial(jax.tree_util.keystr, simple=True, separator='/')

@@ -263,15 +263,16 @@ def described(value: Any) -> str:
 def misfit(path: Path, expected: str, found: str) -> errors.StructureError:
     """A value does not fit the variable that it should be read in place of."""
     return errors.StructureError(
-        f'substitute: the value for {str(path)!r} of the collection '
-        f'{path.collection!r} does not fit.\nExpected: {expected}\nFound:    {found}'
+        f'The value for {str(path)!r} of the collection {path.collection!r} does not '
+        f'fit.\nExpected: {expected}\nFound:    {found}'
     )
 
 
 def no_value(path: Path, where: str) -> errors.StructureError:
     """The error for a selected variable that has no other value."""
     return errors.StructureError(
-        f'substitute: there is no value for {str(path)!r} of the collection '
-        f'{path.collection!r} in {where}.\n'
-        'Fix: give one, or leave the variable out with substitute(..., where=).',
+        f'There is no value for {str(path)!r} of the collection {path.collection!r} in '
+        f'{where}.\n'
+        'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
+        'its place for nn.mirror.',
     )
