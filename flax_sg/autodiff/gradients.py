@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,6 +17,7 @@ from flax_sg.autodiff.bound_modules import as_function_of, variables_of
 from flax_sg.errors.texts import brief, unknown_choice, wrong_argument
 from flax_sg.filters import Where
 from flax_sg.filters.predicates import describe
+from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 Argnums: TypeAlias = int | Sequence[int]
@@ -28,7 +29,7 @@ def derivative(
     argnums: Argnums,
     has_aux: bool,
     holomorphic: bool,
-    split: Callable[[Sequence[Any]], Split],
+    split: Callable[[Iterable[Leaves]], Split],
     *,
     of: Any = None,
     with_value: bool = False,
@@ -84,7 +85,7 @@ def derivative(
                 f'argnums={argnums} names an argument twice, and each has one gradient.'
                 '\nName each position once.'
             )
-        parts = split([args[n] for n in positions])
+        parts = split(arguments_of(args, argnums).values())
 
         def fun_of_live(live: Sequence[Any]) -> Any:
             new = dict(zip(positions, parts.join(live), strict=True))
@@ -163,7 +164,8 @@ def value_and_grad(
     Args:
         fun: a function of pytrees that returns a scalar.
         argnums: the positions of the differentiated arguments, the first by default.
-            The filter looks at the paths within each.
+            With a tuple of them each path begins with the position: ``'1/kernel'``, as
+            in ``sg.gradient_flow`` and ``sg.live``.
         has_aux: as for ``jax.value_and_grad``.
         holomorphic: as for ``jax.value_and_grad``.
         wrt: the leaves that are **differentiated**, as for ``sg.vjp``.
@@ -380,7 +382,7 @@ def vjp(
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the
         same idea.
     """
-    split = splitter('sg.vjp', fun, wrt, absent, unused)(primals)
+    split = splitter('sg.vjp', fun, wrt, absent, unused)(map(leaves_of, primals))
     y, back, *aux = jax.vjp(_of_live(fun, split, has_aux), split.live, has_aux=has_aux)
     return (y, Linear(back, split.form, transposed=True), *aux)
 
@@ -424,7 +426,7 @@ def jvp(
         if not isinstance(given, (tuple, list)):
             what, write = 'tuple of arguments or tangents', 'sg.jvp(fun, (x,), (dx,))'
             raise wrong_argument(given, what, write)
-    split = splitter('sg.jvp', fun, wrt, 'drop', unused)(primals)
+    split = splitter('sg.jvp', fun, wrt, 'drop', unused)(map(leaves_of, primals))
     given = split.form.pick(tangents, 'the tangents')
     return jax.jvp(
         _of_live(fun, split, has_aux), (split.live,), (given,), has_aux=has_aux
@@ -457,7 +459,7 @@ def linearize(
         The output and the function from tangents, a tree for each argument, to that
         of the output; it may be called any number of times.
     """
-    split = splitter('sg.linearize', fun, wrt, 'drop', unused)(primals)
+    split = splitter('sg.linearize', fun, wrt, 'drop', unused)(map(leaves_of, primals))
     y, push, *aux = jax.linearize(
         _of_live(fun, split, has_aux), split.live, has_aux=has_aux
     )

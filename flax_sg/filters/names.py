@@ -112,6 +112,37 @@ def plain(tree: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Collection(Atom):
+    """The variables of one collection, in a tree of several.
+
+    Paths begin below the collection, so globs cannot name it.
+
+    >>> target = Collection('target_params')
+    >>> target(Path.of('target_params', ('head', 'kernel')))
+    True
+    >>> import flax_sg as sg
+    >>> agent = {'params': {'w': 1.0}, 'target_params': {'w': 2.0}}
+    >>> sg.partition(agent, target & 'w')[0]
+    {'params': {'w': ABSENT}, 'target_params': {'w': 2.0}}
+
+    A block looks at the collection 'params', unless ``collections=`` names others.
+    """
+
+    name: str
+
+    def matches(self, path: Path) -> bool:
+        """Whether the variable is in the collection."""
+        return path.collection == self.name
+
+    def _advice(self, paths: Sequence[Path]) -> str:
+        there = sorted({path.collection for path in paths})
+        return f'The collections are {", ".join(map(repr, there))}.'
+
+    def __repr__(self) -> str:
+        return f'Collection({self.name!r})'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Names(Atom):
     """The variables that are named, each by its collection and the names of its path.
 
@@ -233,7 +264,10 @@ class OfType(Atom):
 
 
 def of_type(
-    cls: type | tuple[type, ...], model: nn.Module | None = None, *args: Any, **kw: Any
+    cls: type | tuple[type, ...],
+    model: nn.Module | Mapping[str, Sequence[Any]] | None = None,
+    *args: Any,
+    **kw: Any,
 ) -> Filter:
     """Selects variables by the class of their module: all BatchNorm, every Embed.
 
@@ -266,7 +300,9 @@ def of_type(
 
     Args:
         cls: a Module class, or a tuple of classes, as for ``isinstance``.
-        model: an unbound module; without it the filter is for blocks and modules.
+        model: an unbound module; without it the filter is for blocks and modules. For a
+            tree of several models, each with its inputs by its name in the tree:
+            ``{'actor': (actor, x), 'critic': (critic, x, action)}``.
         *args: example inputs of ``model.init``, arrays or their shapes.
         **kw: more of them, such as ``train=False`` or ``method=``.
 
@@ -288,7 +324,12 @@ def of_type(
     where = OfType(*(cls if isinstance(cls, tuple) else (cls,)))
     if model is None:
         return where
-    paths = list(_paths_in(model, args, kw))
+    models = model if isinstance(model, Mapping) else {'': (model, *args)}
+    paths = [
+        Path.of(path.collection, (*filter(None, [name]), *path.parts), (), path.classes)
+        for name, (one, *inputs) in models.items()
+        for path in _paths_in(one, inputs, kw)
+    ]
     return Derived(
         frozenset(path.place for path in paths if where(path)),
         frozenset(path.place for path in paths),

@@ -74,7 +74,9 @@ def _absent_in(tree: Any) -> str | None:
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_absent)
     keys = (keys for keys, leaf in pairs if is_absent(leaf))
     first = next(keys, None)
-    return first and jax.tree_util.keystr(first, simple=True, separator='/')
+    if first is None:
+        return None
+    return jax.tree_util.keystr(first, simple=True, separator='/')
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
