@@ -76,7 +76,7 @@ class Glob(Atom):
         return path == self.pattern or self._fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        return _advice(self.pattern, paths, 'encoder/**', glob_regex, ('/', '**/'))
+        return _advice(self.pattern, paths, 'encoder/**', glob_regex)
 
     def __repr__(self) -> str:
         return f'Glob({self.pattern!r})'
@@ -125,29 +125,17 @@ def _advice(
     paths: Sequence[Path],
     example: str,
     compiled: Callable[[str], re.Pattern[str]],
-    starts: Sequence[str] = (),
 ) -> str:
     # A pattern may begin with the collection, or with names of modules further out.
     known = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
     near = [known[text] for text in nearest(pattern, known)]
-    collection, _, below = pattern.partition('/')
-    collections = {path.collection for path in paths}
-    spellings = [_respelled(pattern, near[0]), *(start + pattern for start in starts)]
-    if collection in collections:
-        spellings = [below] * bool(below)
-    fitting = (text for text in spellings if compiled(text).fullmatch(near[0]))
-    if collection in collections and len(collections) > 1:
-        hint = (
-            f'{collection!r} is a collection, and paths begin below it: write '
-            f'filters.Collection({collection!r}){f" & {below!r}" * bool(below)}.'
-        )
-    elif spelling := next(fitting, None):
-        hint = f'Did you mean {spelling!r}?'
-    else:
-        hint = (
-            f'A pattern matches whole paths, from below the collection: {example!r} '
-            'takes all variables in encoder.'
-        )
+    hint = (
+        f'A pattern matches whole paths, from below the collection: {example!r} takes '
+        'all variables in encoder.'
+    )
+    respelled = _respelled(pattern, near[0])
+    if compiled(respelled).fullmatch(near[0]):
+        hint = f'Did you mean {respelled!r}?'
     return f'Nearest: {", ".join(map(repr, near))}.\n{hint}'
 
 

@@ -221,6 +221,15 @@ def selected(
     if unused == 'raise':
         paths = [path for tree in trees for path in tree]
         error = find_unused(where, matched, paths, None, any(map(any, out)))
+        collections = {path.collection for path in paths}
+        for atom in where.atoms if len(collections) > 1 else ():
+            if atom not in matched and atom.first in collections:
+                raise errors.UnusedFilterError(
+                    f'{atom!r} matches none of the {len(paths)} variables: '
+                    f'{atom.first!r} is a collection, and paths begin below it.\n'
+                    f"Write filters.Collection({atom.first!r}); & 'head/**' takes a "
+                    'part of it.'
+                )
         if error is not None:
             raise error
     return out

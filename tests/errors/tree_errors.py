@@ -126,6 +126,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         "UnusedFilterError: A tree of values is flat: 'head/w' is one name in it.\n"
         "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/').",
     ),
+    'a collection in a glob': (
+        lambda: sg.partition({'params': PARAMS, 'ema': PARAMS}, 'ema/**'),
+        "UnusedFilterError: Glob('ema/**') matches none of the 4 variables: 'ema' is a "
+        'collection, and paths begin below it.\n'
+        "Write filters.Collection('ema'); & 'head/**' takes a part of it.",
+    ),
     'a collection in place of parameters': (
         lambda: sg.substitute({'params': PARAMS}, PARAMS),
         "UnusedFilterError: A tree of values has a value for 'body/w' and 1 more, "

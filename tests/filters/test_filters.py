@@ -560,10 +560,6 @@ MEANT: list[tuple[Any, str]] = [
     ('gnl_0/**', "Did you mean 'gln_0/**'?"),
     ('norm/man', "Did you mean 'norm/mean'?"),
     (re.compile('nrom/.*'), "Did you mean 'norm/.*'?"),
-    ('kernel', "Did you mean '**/kernel'?"),
-    ('params', "'params' is a collection, and paths begin below it: write "),
-    ('params/dec/*', "'params' is a collection, and paths begin below it: write "),
-    ('batch_stats/**', "'batch_stats' is a collection, and paths begin below it: "),
     (Collection('ema'), "If nothing has to match, pass unused='ignore'."),
     # No typo alone: another depth, a wildcard, names that are not alike, a group.
     ('gnl_0', "A pattern matches whole paths, from below the collection: 'encoder/**'"),
@@ -580,26 +576,6 @@ def test_a_typo_is_told(where, line):
     assert str(error).splitlines()[2].startswith(line)
 
 
-def test_a_path_outside_and_a_collection_are_told():
-    # Variables of the parent, which holds them as a field of the module.
-    outside = [Path.of('params', ('encoder', 'kernel'), ENC)]
-    for where, met, line in (
-        ('encoder/**', outside, "Did you mean '/encoder/**'?"),
-        ('params/dec/*', TOP[:2], "Did you mean 'dec/*'?"),
-        ('params', TOP[:2], 'A pattern matches whole paths, from below the coll'),
-        (re.compile('params/dec/.*'), TOP[:2], "Did you mean 'dec/.*'?"),
-    ):
-        error = as_filter(where).unused(False, met, None)
-        assert str(error).splitlines()[2].startswith(line)
-    for where, fix in (
-        ('batch_stats/**', "write filters.Collection('batch_stats') & '**'."),
-        ('params', "write filters.Collection('params')."),
-    ):
-        assert (
-            str(as_filter(where).unused(False, TOP, None)).splitlines()[2].endswith(fix)
-        )
-
-
 def test_a_collection_is_named_in_a_tree_of_several():
     agent = {'params': {'w': 1.0, 'b': 2.0}, 'target': {'w': 3.0, 'b': 4.0}}
     target = Collection('target')
@@ -614,3 +590,7 @@ def test_a_collection_is_named_in_a_tree_of_several():
     assert grads['target'] == {'w': sg.ABSENT, 'b': sg.ABSENT}
     with pytest.raises(errors.UnusedFilterError, match="are 'params', 'target'"):
         sg.partition(agent, Collection('targt'))
+    for text in 'target', 'target/**', '~target/*':
+        where = as_filter(text.strip('~'))
+        with pytest.raises(errors.UnusedFilterError, match=r"Collection\('target'\)"):
+            sg.partition(agent, ~where if '~' in text else where)
