@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from flax import serialization
 import flax_sg as sg
 import oracle
 from flax_sg import errors
+from flax_sg import linen as nn
 from flax_sg.trees.rows import Rows
 
 pytestmark = [
@@ -110,6 +112,35 @@ def test_the_state_of_a_third_of_the_layers_is_a_third():
     hand = optax.adam(0.1).init(jax.tree.map(lambda x: x[4:], stack))
     size = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in (state, hand)]
     assert size[0] == size[1]
+
+
+class Layer(fnn.Module):
+    @fnn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(fnn.Dense(5, name='dense')(x)), None
+
+
+def test_frozen_layers_of_a_scan_have_no_state():
+    """The filter is derived from the model: nobody names the layers twice."""
+    axes: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+    model = nn.scan(Layer, length=6, frozen_layers=slice(0, 4), **axes)()
+    params = model.init(jax.random.key(0), X, None)['params']
+
+    def objective(p):
+        return jnp.sum(model.apply({'params': p}, X, None)[0] ** 2)
+
+    live = sg.live(objective, params)
+    tx, hand = sg.freeze(optax.adamw(0.1), ~live), optax.adamw(0.1)
+    upper = jax.tree.map(lambda x: x[4:], params)
+    state, hand_state = tx.init(params), hand.init(upper)
+    for grads in (sg.grad(objective, wrt=live)(params), jax.grad(objective)(params)):
+        updates, new = tx.update(grads, state, params)
+        of_upper = jax.tree.map(lambda x: x[4:], jax.grad(objective)(params))
+        expected, hand_new = hand.update(of_upper, hand_state, upper)
+        oracle.assert_same(*map(jax.tree.leaves, (new, hand_new)))
+        oracle.assert_same(jax.tree.map(lambda x: x[4:], updates), expected)
+        after = sg.apply_updates(params, updates)
+        oracle.assert_same(*(jax.tree.map(lambda x: x[:4], p) for p in (after, params)))
 
 
 def test_what_is_no_row_keeps_its_full_state():
