@@ -358,11 +358,12 @@ def vjp(
         fun: a function of pytrees.
         *primals: its arguments. Their leaves may be of any kind.
         wrt: the leaves that are **differentiated**: any kind of filter on the paths
-            within each argument. By default every real or complex leaf, unless a class
-            in the tree declares it as not trained (``sg.trainable``); ``True`` takes
-            these too. In a dict of collections paths start below the collection,
-            which is ``path.collection``; leaves of ``_overwrite_with_gradient`` always
-            have a gradient.
+            within each argument. To tell arguments apart, make them one:
+            ``sg.vjp(lambda both: fun(*both), (a, b), wrt='1/**')``. By default every
+            real or complex leaf, unless a class in the tree declares it as not trained
+            (``sg.trainable``); ``True`` takes these too. In a dict of collections paths
+            start below the collection, which is ``path.collection``; leaves of
+            ``_overwrite_with_gradient`` always have a gradient.
         absent: what stands in the result for the other leaves: ``'drop'`` for
             ``ABSENT``, which has no leaves and raises when it is used; ``'none'`` for
             None; ``'zeros'`` for zeros; ``'masked'`` for ``optax.MaskedNode()``.

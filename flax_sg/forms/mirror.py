@@ -142,9 +142,11 @@ def mirror(
         # A variable that the tree lacks is a mistake: its read raises.
         of_tree = iter_variables(('', ()), variables)
         absent = (names for (_, names), value in of_tree if is_absent(value))
-        stored = filters.Names(frozenset((top, (*names,)) for top, *names in absent))
-        lacking = filters.as_filter(_is_own) & ~stored
-        values = dataclasses.replace(values, where=values.where | lacking)
+        stored = frozenset((top, tuple(names)) for top, *names in absent)
+        own: Any = _is_own
+        if stored:
+            own = filters.as_filter(_is_own) & ~filters.Names(stored)
+        values = dataclasses.replace(values, where=values.where | own)
     elif variables is not None:
         values = reads.substitute(variables)
     return Mirror(

@@ -198,6 +198,8 @@ def test_several_arguments():
     # A pattern has to match somewhere, in any of the arguments.
     both = sg.grad(two, [0, 1], wrt=['0/b', '1/c'])(FIRST, SECOND, X)
     assert both[0]['a'] is both[1]['a'] is sg.ABSENT
+    masks: Any = {'a': False, 'b': True}, {'a': False, 'c': True}
+    oracle.assert_same(sg.grad(two, (0, 1), wrt=masks)(FIRST, SECOND, X), both)
     # A path begins with the position of its argument, as in reports.
     for argnums in (0, 1), (1, 0), (-2, 0):
         of = dict(
