@@ -233,8 +233,8 @@ def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
         if name not in block.collections and name != 'params':
             known = ', '.join(map(repr, sorted(block.collections)))
             fix = "Name one of these, or pass unused='ignore' if it may be absent."
-            if block.rewrite.rule.brings:
-                fix = "Put collections on top of the tree of values: {'params': tree}."
+            if block.rewrite.rule.brings and names is named:
+                fix = "Name one of these: collections on top, {'params': tree}."
             return errors.UnusedFilterError(
                 f'no collection {name!r} exists under this extent; there are {known}.\n'
                 f'{fix}'

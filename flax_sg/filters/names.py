@@ -91,7 +91,7 @@ class BoolTree(Atom):
         """The error if a name in the tree belongs to no variable."""
         variables = {path.parts for path in paths if not path.outside}
         known = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
-        missing = ['/'.join(names) for names in self.bools if names not in known]
+        missing = [names for names in self.bools if names not in known]
         return no_variables('A tree of bools', missing, paths) if missing else None
 
     def __repr__(self) -> str:
@@ -171,7 +171,7 @@ class Names(Atom):
         """The error if a name belongs to no variable."""
         variables = [path.variable for path in paths if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
-        missing = sorted('/'.join(parts) for _, parts in self.names - met)
+        missing = sorted(parts for _, parts in self.names - met)
         return no_variables('A tree of values', missing, paths) if missing else None
 
     def __repr__(self) -> str:
@@ -219,19 +219,20 @@ class Derived(Atom):
 
 
 def no_variables(
-    who: str, missing: Sequence[str], paths: Iterable[str]
+    who: str, missing: Sequence[tuple[str, ...]], paths: Iterable[str]
 ) -> errors.UnusedFilterError:
     """A tree has names that belong to no variable."""
-    near = nearest(missing[0], map(str, paths), 1)
-    if missing[0] in near:
+    path = '/'.join(missing[0])
+    near = nearest(path, map(str, paths), 1)
+    if path in near and '/' in ''.join(missing[0]):
         return errors.UnusedFilterError(
-            f'{who} is flat: {missing[0]!r} is one name in it.\n'
+            f'{who} is flat: it has {path!r} for nested names.\n'
             "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/')."
         )
     more = f' and {len(missing) - 1} more' if len(missing) > 1 else ''
     hint = f' (nearest: {near[0]!r})' if near else ''
     return errors.UnusedFilterError(
-        f'{who} has a value for {missing[0]!r}{more}, which is no variable{hint}.\n'
+        f'{who} has a value for {path!r}{more}, which is no variable{hint}.\n'
         'Spell names as the variables, from below the collection. If some may be '
         "missing, pass unused='ignore'."
     )
@@ -324,11 +325,11 @@ def of_type(
     where = OfType(*(cls if isinstance(cls, tuple) else (cls,)))
     if model is None:
         return where
-    models = model if isinstance(model, Mapping) else {'': (model, *args)}
+    models = model if isinstance(model, Mapping) else {'': (model,)}
     paths = [
         Path.of(path.collection, (*filter(None, [name]), *path.parts), (), path.classes)
         for name, (one, *inputs) in models.items()
-        for path in _paths_in(one, inputs, kw)
+        for path in _paths_in(one, (*inputs, *args), kw)
     ]
     return Derived(
         frozenset(path.place for path in paths if where(path)),

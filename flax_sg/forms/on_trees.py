@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 from flax.core.scope import in_filter
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Path, name_of
 from flax_sg.forms import reads
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
@@ -165,8 +163,9 @@ def _substituted(
         )
     missing = there.keys() - set(leaves.key_paths)
     if missing and unused == 'raise':
-        names = sorted(map(_joined, missing))
-        raise no_variables('A tree of values', names, map(_joined, leaves.key_paths))
+        names = sorted(tuple(map(name_of, keys)) for keys in missing)
+        known = ('/'.join(map(name_of, keys)) for keys in leaves.key_paths)
+        raise no_variables('A tree of values', names, known)
     takes: list[Any] = [keys in there for keys in leaves.key_paths]
     if where is not None:
         [takes] = selected([leaves.paths], where, unused)
@@ -179,6 +178,3 @@ def _substituted(
             leaf = filters.merged(take, new, leaf, path)
         out.append(leaf)
     return leaves.restore(out)
-
-
-_joined = functools.partial(jax.tree_util.keystr, simple=True, separator='/')

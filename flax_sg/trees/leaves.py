@@ -20,7 +20,7 @@ from flax.core import meta
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
-from flax_sg.filters.expressions import find_unused
+from flax_sg.filters.expressions import Atom, find_unused
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.internals import tracing
 from flax_sg.trees.absent import ABSENT as ABSENT
@@ -221,18 +221,25 @@ def selected(
     if unused == 'raise':
         paths = [path for tree in trees for path in tree]
         error = find_unused(where, matched, paths, None, any(map(any, out)))
-        collections = {path.collection for path in paths}
-        for atom in where.atoms if len(collections) > 1 else ():
-            if atom not in matched and atom.first in collections:
-                raise errors.UnusedFilterError(
-                    f'{atom!r} matches none of the {len(paths)} variables: '
-                    f'{atom.first!r} is a collection, and paths begin below it.\n'
-                    f"Write filters.Collection({atom.first!r}); & 'head/**' takes a "
-                    'part of it.'
-                )
         if error is not None:
-            raise error
+            unmatched = [atom for atom in where.atoms if atom not in matched]
+            raise _of_collection(unmatched, paths) or error
     return out
+
+
+def _of_collection(
+    unmatched: Sequence[Atom], paths: Sequence[Path]
+) -> errors.UnusedFilterError | None:
+    """The error for a glob that begins with one of several collections."""
+    collections = {path.collection for path in paths}
+    for atom in unmatched if len(collections) > 1 else ():
+        if (name := atom.first) in collections:
+            return errors.UnusedFilterError(
+                f'{atom!r} matches none of the {len(paths)} variables: {name!r} is a '
+                'collection, and paths begin below it.\n'
+                f"Write filters.Collection({name!r}); & 'head/**' takes a part of it."
+            )
+    return None
 
 
 def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:

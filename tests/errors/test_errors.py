@@ -532,7 +532,6 @@ ELSEWHERE = {
     ('engine/extents.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/expressions.py',
-    ('trees/leaves.py', 'error'): 'made by the filter, see filters/expressions.py',
     ('trees/absent.py', 'AttributeError(name)'): 'what Python asks of any object',
     ('trees/nondifferentiable.py', 'AttributeError(name)'): 'as in the same room',
 }

@@ -123,7 +123,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a flat tree of values': (
         lambda: sg.substitute(PARAMS, {'head/w': 3.0}),
-        "UnusedFilterError: A tree of values is flat: 'head/w' is one name in it.\n"
+        "UnusedFilterError: A tree of values is flat: it has 'head/w' for nested "
+        'names.\n'
         "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/').",
     ),
     'a collection in a glob': (

@@ -387,7 +387,7 @@ def test_other_values_say_where_the_collection_is_missing():
     variables = Towers().init(RNGS, X, None)
     own = variables['params']['tower']
     for other, said in (
-        (own, r"Put collections on top of the tree of values: {'params': tree}"),
+        (own, r"Name one of these: collections on top, {'params': tree}."),
         (own['Dense_0'], r"for nn.mirror, {'params': {'kernel': value}}"),
         ({'params': {**own, 'Dens': own['Dense_0']}}, "A tree of values.*'Dens/bias'"),
         ({'params': {'Dense_0': own['Dense_0']}}, 'sg.ABSENT in its place for nn.m'),
