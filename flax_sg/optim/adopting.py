@@ -177,19 +177,17 @@ class _Adopted(NamedTuple):
         shape = np.shape(self.leaves.values[number])
         dtype = getattr(getattr(new, 'rows', new), 'dtype', None)
 
-        def is_of(node: Any, its: tuple[int, ...]) -> bool:
-            of_same = not isinstance(node, Rows) or len(node.choice.mask) == shape[0]
-            return of_same and _type(getattr(node, 'rows', node)) == (its, dtype)
+        def is_of(node: Any, sizes: Any = None) -> bool:
+            """Whether it is an array of these sizes, or those of a moment."""
+            moment = node.choice.of_rows(shape) if isinstance(node, Rows) else shape
+            its = sizes or moment, dtype
+            return moment is not None and _type(getattr(node, 'rows', node)) == its
 
-        def is_moment(node: Any) -> bool:
-            count = sum(node.choice.mask) if isinstance(node, Rows) else shape[0]
-            return is_of(node, (count, *shape[1:]))
-
-        if not is_moment(new):
+        if not is_of(new):
             return new  # One number for several rows.
         out = new.among(0.0) if isinstance(new, Rows) else new
         for old in reversed(olds):
-            if not is_moment(old):
+            if not is_of(old):
                 if is_of(old, (1,)):
                     return new  # As Adafactor has in place of what it does not factor.
                 raise self._misshapen(new, old, keys, number)

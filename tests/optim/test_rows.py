@@ -114,6 +114,52 @@ def test_the_state_of_a_third_of_the_layers_is_a_third():
     assert size[0] == size[1]
 
 
+@pytest.mark.parametrize('name', ['adam', 'adamw', 'clip', 'adafactor', 'lion'])
+def test_rows_of_two_leading_axes(name):
+    """A stack of stages of layers, of which some layers of one stage are frozen."""
+    frozen = np.zeros((2, 3), bool)
+    frozen[0, :2] = True
+    params = {'w': PARAMS['layers']['w'].reshape(2, 3, 4, 5), 'h': PARAMS['head']}
+    tx: Any = sg.freeze(OPTIMIZERS[name](), sg.at('w', np.s_[0, :2]))
+    hand: Any = OPTIMIZERS[name]()
+
+    def rows(p):
+        return {**p, 'w': p['w'][~frozen]}
+
+    state, hand_state, live = tx.init(params), hand.init(rows(params)), rows(params)
+    p = params
+    for _ in range(3):
+        grads = jax.tree.map(jnp.cos, p)
+        updates, state = tx.update(grads, state, p)
+        p = sg.apply_updates(p, updates)
+        theirs, hand_state = hand.update(rows(grads), hand_state, live)
+        live = optax.apply_updates(live, theirs)
+    oracle.assert_same(rows(p), live)
+    oracle.assert_same(p['w'][frozen], params['w'][frozen])
+    oracle.assert_same(*map(jax.tree.leaves, (state, hand_state)))
+
+
+def test_rows_of_one_axis_and_of_two_are_carried_to_each_other():
+    params = {'w': PARAMS['layers']['w'].reshape(2, 3, 4, 5)}
+    adam = optax.adam(0.1)
+    layers, stage = (sg.freeze(adam, sg.at('w', i)) for i in (np.s_[0, :2], np.s_[0]))
+    _, full = adam.update(params, adam.init(params), params)
+    moments = full[0].mu['w']
+    first = sg.adopt(layers, params, full)
+    oracle.assert_same(first[0].mu['w'].rows, moments.reshape(6, 4, 5)[2:])
+    second = sg.adopt(stage, params, first)
+    oracle.assert_same(second[0].mu['w'].rows, moments[1:])
+    back = sg.adopt(layers, params, second)[0].mu['w'].rows
+    assert oracle.is_zero(back[0])
+    oracle.assert_same(back[1:], moments[1])
+    # Of other sizes, and single elements.
+    other = {'w': params['w'].reshape(3, 2, 4, 5)}
+    with pytest.raises(errors.StructureError, match='where the new state has'):
+        sg.adopt(layers, other, first)
+    elements = sg.freeze(adam, sg.at('w', np.s_[0, 0, 0, :2]))
+    assert elements.init(params)[0].mu['w'].shape == (2, 3, 4, 5)
+
+
 class Layer(fnn.Module):
     @fnn.compact
     def __call__(self, x, _):
