@@ -16,7 +16,14 @@ from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
 from flax_sg.trees.beside import beside, missing_leaf
-from flax_sg.trees.leaves import ABSENT, check_unused, is_absent, is_whole, leaves_of
+from flax_sg.trees.leaves import (
+    ABSENT,
+    Leaves,
+    check_unused,
+    is_absent,
+    is_whole,
+    leaves_of,
+)
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.trainable import Declared, chosen
 
@@ -162,11 +169,11 @@ class Split:
 
 def splitter(
     call: str, fun: Any, wrt: filters.Where | Declared, absent: str, unused: str
-) -> Callable[[Sequence[Any]], Split]:
+) -> Callable[[Iterable[Leaves]], Split]:
     """A function that splits arguments as the options of a gradient call say.
 
     >>> split = splitter('sg.grad', abs, 'w', 'none', 'raise')
-    >>> parts = split([{'b': 1.0, 'w': 2.0}])
+    >>> parts = split([leaves_of({'b': 1.0, 'w': 2.0})])
     >>> parts.live, parts.join([5.0]), parts.form.fill([7.0])
     ([2.0], ({'b': 1.0, 'w': 5.0},), ({'b': None, 'w': 7.0},))
 
@@ -201,13 +208,13 @@ def splitter(
             "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'."
         )
 
-    def split(args: Sequence[Any]) -> Split:
-        trees = [leaves_of(arg) for arg in args]
+    def split(arguments: Iterable[Leaves]) -> Split:
+        trees = list(arguments)
         with raised_by(f'{call}(wrt=...)'):
             live = [takes for tree in chosen(trees, where, unused) for takes in tree]
         leaves = [leaf for tree in trees for leaf in tree.values]
         form = Form(
-            jax.tree.structure(tuple(args), is_leaf=is_whole),
+            jax.tree.structure(tuple(tree.tree for tree in trees), is_leaf=is_whole),
             tuple(live),
             tuple(path for tree in trees for path in tree.paths),
             tuple(_stand_in(absent, leaf) for leaf in leaves),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,6 +19,7 @@ from flax_sg.engine import blocks
 from flax_sg.errors.texts import brief, unknown_choice, wrong_argument
 from flax_sg.filters import Where
 from flax_sg.filters.predicates import describe
+from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 Argnums: TypeAlias = int | Sequence[int]
@@ -30,7 +31,7 @@ def derivative(
     argnums: Argnums,
     has_aux: bool,
     holomorphic: bool,
-    split: Callable[[Sequence[Any]], Split],
+    split: Callable[[Iterable[Leaves]], Split],
     *,
     of: Any = None,
     with_value: bool = False,
@@ -86,7 +87,7 @@ def derivative(
                 f'argnums={argnums} names an argument twice, and each has one gradient.'
                 '\nName each position once.'
             )
-        parts = split([args[n] for n in positions])
+        parts = split(arguments_of(args, argnums).values())
 
         fed: set[int] = set()
 
@@ -172,7 +173,8 @@ def value_and_grad(
     Args:
         fun: a function of pytrees that returns a scalar.
         argnums: the positions of the differentiated arguments, the first by default.
-            The filter looks at the paths within each.
+            With a tuple of them each path begins with the position: ``'1/kernel'``, as
+            in ``sg.gradient_flow`` and ``sg.live``.
         has_aux: as for ``jax.value_and_grad``.
         holomorphic: as for ``jax.value_and_grad``.
         wrt: the leaves that are **differentiated**, as for ``sg.vjp``. A part of the
@@ -366,11 +368,12 @@ def vjp(
         fun: a function of pytrees.
         *primals: its arguments. Their leaves may be of any kind.
         wrt: the leaves that are **differentiated**: any kind of filter on the paths
-            within each argument. By default every real or complex leaf, unless a class
-            in the tree declares it as not trained (``sg.trainable``); ``True`` takes
-            these too. In a dict of collections paths start below the collection,
-            which is ``path.collection``; leaves of ``_overwrite_with_gradient`` always
-            have a gradient.
+            within each argument. To tell arguments apart, make them one:
+            ``sg.vjp(lambda both: fun(*both), (a, b), wrt='1/**')``. By default every
+            real or complex leaf, unless a class in the tree declares it as not trained
+            (``sg.trainable``); ``True`` takes these too. In a dict of collections paths
+            start below the collection, which is ``path.collection``; leaves of
+            ``_overwrite_with_gradient`` always have a gradient.
         absent: what stands in the result for the other leaves: ``'drop'`` for
             ``ABSENT``, which has no leaves and raises when it is used; ``'none'`` for
             None; ``'zeros'`` for zeros; ``'masked'`` for ``optax.MaskedNode()``.
@@ -390,7 +393,7 @@ def vjp(
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the
         same idea.
     """
-    split = splitter('sg.vjp', fun, wrt, absent, unused)(primals)
+    split = splitter('sg.vjp', fun, wrt, absent, unused)(map(leaves_of, primals))
     y, back, *aux = jax.vjp(_of_live(fun, split, has_aux), split.live, has_aux=has_aux)
     return (y, Linear(back, split.form, transposed=True), *aux)
 
@@ -434,7 +437,7 @@ def jvp(
         if not isinstance(given, (tuple, list)):
             what, write = 'tuple of arguments or tangents', 'sg.jvp(fun, (x,), (dx,))'
             raise wrong_argument(given, what, write)
-    split = splitter('sg.jvp', fun, wrt, 'drop', unused)(primals)
+    split = splitter('sg.jvp', fun, wrt, 'drop', unused)(map(leaves_of, primals))
     given = split.form.pick(tangents, 'the tangents')
     return jax.jvp(
         _of_live(fun, split, has_aux), (split.live,), (given,), has_aux=has_aux
@@ -467,7 +470,7 @@ def linearize(
         The output and the function from tangents, a tree for each argument, to that
         of the output; it may be called any number of times.
     """
-    split = splitter('sg.linearize', fun, wrt, 'drop', unused)(primals)
+    split = splitter('sg.linearize', fun, wrt, 'drop', unused)(map(leaves_of, primals))
     y, push, *aux = jax.linearize(
         _of_live(fun, split, has_aux), split.live, has_aux=has_aux
     )

@@ -27,7 +27,7 @@ from flax_sg.filters.indices import Unclear as Unclear
 from flax_sg.filters.indices import at
 from flax_sg.filters.indices import merged as merged
 from flax_sg.filters.indices import part_of as part_of
-from flax_sg.filters.names import BoolTree, of_type
+from flax_sg.filters.names import BoolTree, Collection, of_type
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
 from flax_sg.filters.names import OfType as OfType
@@ -143,6 +143,7 @@ Filter.convert = staticmethod(as_filter)
 __all__ = [
     'And',
     'BoolTree',
+    'Collection',
     'Constant',
     'Filter',
     'Glob',

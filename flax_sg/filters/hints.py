@@ -25,7 +25,7 @@ def advice(
     """
     # A pattern may begin with the collection, or with names of modules further out.
     known = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
-    near = [known[text] for text in nearest(pattern, known)]
+    near = list(dict.fromkeys(known[text] for text in nearest(pattern, known)))
     hint = next(
         _meant(pattern, paths, near[0], compiled),
         f'A pattern matches whole paths, from below the collection: {example!r} takes '
@@ -65,6 +65,10 @@ def _meant(
     collections = {path.collection for path in paths}
     for text in dict.fromkeys((pattern, pattern.replace('.', '/'))):
         first, _, below = text.partition('/')
+        if first in collections and len(collections) > 1:
+            inside = '' if below in ('', '**') else f' & {below!r}'
+            its = f'filters.Collection({first!r}){inside}'
+            yield f'Paths begin below the collection: {its}.'
         is_collection = bool(below) and first in collections
         inner = below if is_collection else text
         for moved in (text, _respelled(inner, near)):

@@ -91,7 +91,7 @@ class BoolTree(Atom):
         """The error if a name in the tree belongs to no variable."""
         variables = {path.parts for path in paths if not path.outside}
         known = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
-        missing = ['/'.join(names) for names in self.bools if names not in known]
+        missing = [names for names in self.bools if names not in known]
         return no_variables('A tree of bools', missing, paths) if missing else None
 
     def __repr__(self) -> str:
@@ -109,6 +109,37 @@ def plain(tree: Any) -> Any:
         return leaf
 
     return jax.tree.map(opened, tree)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Collection(Atom):
+    """The variables of one collection, in a tree of several.
+
+    Paths begin below the collection, so globs cannot name it.
+
+    >>> target = Collection('target_params')
+    >>> target(Path.of('target_params', ('head', 'kernel')))
+    True
+    >>> import flax_sg as sg
+    >>> agent = {'params': {'w': 1.0}, 'target_params': {'w': 2.0}}
+    >>> sg.partition(agent, target & 'w')[0]
+    {'params': {'w': ABSENT}, 'target_params': {'w': 2.0}}
+
+    A block looks at the collection 'params', unless ``collections=`` names others.
+    """
+
+    name: str
+
+    def matches(self, path: Path) -> bool:
+        """Whether the variable is in the collection."""
+        return path.collection == self.name
+
+    def _advice(self, paths: Sequence[Path]) -> str:
+        there = sorted({path.collection for path in paths})
+        return f'The collections are {", ".join(map(repr, there))}.'
+
+    def __repr__(self) -> str:
+        return f'Collection({self.name!r})'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,8 +171,8 @@ class Names(Atom):
         """The error if a name belongs to no variable."""
         variables = [path.variable for path in paths if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
-        missing = sorted('/'.join(parts) for _, parts in self.names - met)
-        return no_variables('nn.substitute', missing, paths) if missing else None
+        missing = sorted(parts for _, parts in self.names - met)
+        return no_variables('A tree of values', missing, paths) if missing else None
 
     def __repr__(self) -> str:
         names = sorted('/'.join(parts) for _, parts in self.names)
@@ -188,14 +219,20 @@ class Derived(Atom):
 
 
 def no_variables(
-    who: str, missing: Sequence[str], paths: Iterable[str]
+    who: str, missing: Sequence[tuple[str, ...]], paths: Iterable[str]
 ) -> errors.UnusedFilterError:
     """A tree has names that belong to no variable."""
-    near = nearest(missing[0], map(str, paths), 1)
+    path = '/'.join(missing[0])
+    near = nearest(path, map(str, paths), 1)
+    if path in near and '/' in ''.join(missing[0]):
+        return errors.UnusedFilterError(
+            f'{who} is flat: it has {path!r} for nested names.\n'
+            "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/')."
+        )
     more = f' and {len(missing) - 1} more' if len(missing) > 1 else ''
     hint = f' (nearest: {near[0]!r})' if near else ''
     return errors.UnusedFilterError(
-        f'{who} has a value for {missing[0]!r}{more}, which is no variable{hint}.\n'
+        f'{who} has a value for {path!r}{more}, which is no variable{hint}.\n'
         'Spell names as the variables, from below the collection. If some may be '
         "missing, pass unused='ignore'."
     )
@@ -228,7 +265,10 @@ class OfType(Atom):
 
 
 def of_type(
-    cls: type | tuple[type, ...], model: nn.Module | None = None, *args: Any, **kw: Any
+    cls: type | tuple[type, ...],
+    model: nn.Module | Mapping[str, Sequence[Any]] | None = None,
+    *args: Any,
+    **kw: Any,
 ) -> Filter:
     """Selects variables by the class of their module: all BatchNorm, every Embed.
 
@@ -261,7 +301,9 @@ def of_type(
 
     Args:
         cls: a Module class, or a tuple of classes, as for ``isinstance``.
-        model: an unbound module; without it the filter is for blocks and modules.
+        model: an unbound module; without it the filter is for blocks and modules. For a
+            tree of several models, each with its inputs by its name in the tree:
+            ``{'actor': (actor, x), 'critic': (critic, x, action)}``.
         *args: example inputs of ``model.init``, arrays or their shapes.
         **kw: more of them, such as ``train=False`` or ``method=``.
 
@@ -283,7 +325,12 @@ def of_type(
     where = OfType(*(cls if isinstance(cls, tuple) else (cls,)))
     if model is None:
         return where
-    paths = list(_paths_in(model, args, kw))
+    models = model if isinstance(model, Mapping) else {'': (model,)}
+    paths = [
+        Path.of(path.collection, (*filter(None, [name]), *path.parts), (), path.classes)
+        for name, (one, *inputs) in models.items()
+        for path in _paths_in(one, (*inputs, *args), kw)
+    ]
     return Derived(
         frozenset(path.place for path in paths if where(path)),
         frozenset(path.place for path in paths),

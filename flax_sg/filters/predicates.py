@@ -29,9 +29,9 @@ class Predicate(Atom):
     """The variables for which a function of the path returns True.
 
     The function may read anything: a config, a table, a file. It is asked when a block
-    opens and when a variable is read. JAX finds a cached program again if the function
-    gives the same answers. Two predicates are equal if their functions are the same
-    object.
+    opens and when a variable is read. JAX finds a cached program again if a function of
+    the same code gives the same answers. Two predicates are equal if their functions
+    are the same object.
 
     >>> bias = Predicate(lambda path: path.name == 'bias')
     >>> [bias(Path.of('params', ('dense', name))) for name in ('bias', 'kernel')]

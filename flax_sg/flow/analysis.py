@@ -34,7 +34,7 @@ from flax_sg.flow.report import (
 from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
 from flax_sg.flow.zeros import Mask, both, either
 from flax_sg.internals import jaxprs
-from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, path_of
+from flax_sg.trees.leaves import Leaves, arguments_of, is_differentiable, path_of
 from flax_sg.trees.trainable import DECLARED, Declared, chosen
 
 # What JAX raises where a program asks for a value that has only a shape.
@@ -94,8 +94,8 @@ def gradient_flow(
             unbound module for its ``apply``.
         *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
             ``jax.eval_shape``).
-        argnums: which arguments hold the parameters, by default the first. With several
-            of them, each path in the report begins with the number of the argument.
+        argnums: which arguments hold the parameters, by default the first. With a tuple
+            of them each path begins with the position: ``'1/kernel'``.
         has_aux: whether ``fun`` returns ``(outputs, aux)``. The report leaves ``aux``
             out. Default False.
         wrt: the parameters to differentiate, a filter of any kind. All others count as
@@ -235,13 +235,11 @@ class Analysis(NamedTuple):
                 ) from error
             raise
         slots = {leaf: slot for slot, leaf in enumerate(inputs)}
-        trees = [leaves_of(args[position]) for position in ranges]
-        masks = chosen(trees, wrt)
+        trees = arguments_of(args, argnums)
         parameters: list[Parameter] = []
-        for position, tree, mask in zip(ranges, trees, masks, strict=True):
-            prefix = () if isinstance(argnums, int) else (str(position),)
+        for position, mask in zip(trees, chosen([*trees.values()], wrt), strict=True):
             numbers = iter(ranges[position])
-            parameters += _parameters(prefix, tree, mask, numbers, slots)
+            parameters += _parameters(trees[position], mask, numbers, slots)
         return cls(closed, name, outputs, parameters)
 
     def check_outputs(self) -> None:
@@ -375,7 +373,6 @@ def _ranges(args: Sequence[Any], argnums: int | Sequence[int]) -> dict[int, rang
 
 
 def _parameters(
-    prefix: tuple[str, ...],
     tree: Leaves,
     mask: Sequence[Any],
     numbers: Iterator[int],
@@ -385,8 +382,6 @@ def _parameters(
     for (path, leaf), is_wanted in zip(tree, mask, strict=True):
         inside = itertools.islice(numbers, len(jax.tree.leaves(leaf)))
         mine = tuple(slots[n] for n in inside if n in slots)
-        if prefix:
-            path = Path.of(path.collection, (*prefix, *filter(None, path.parts)))
         if mine:
             yield Parameter(path, mine, is_wanted)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import filters
 from flax_sg.flow.analysis import Analysis
-from flax_sg.trees.leaves import leaves_of
+from flax_sg.trees.leaves import arguments_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -15,6 +15,7 @@ def live(
     fun: Callable[..., Any],
     params: Any,
     *args: Any,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     wrt: filters.Where | Declared = DECLARED,
     **kwargs: Any,
@@ -46,6 +47,8 @@ def live(
             parameter is selected if any output trains it.
         params: its first argument, or the shapes. Paths begin in it.
         *args: its other arguments, or their shapes.
+        argnums: which arguments hold the parameters, as for ``sg.gradient_flow`` and
+            ``sg.grad``, which is then given the filter.
         has_aux: whether ``fun`` returns ``(outputs, aux)``; ``aux`` trains nothing.
             Default False.
         wrt: the parameters to ask about, as for ``sg.gradient_flow``.
@@ -66,14 +69,15 @@ def live(
             comes in.
         ArgumentTypeError: as ``sg.gradient_flow``.
     """
-    analysis = Analysis.of(fun, (params, *args), 0, has_aux, wrt, kwargs)
+    analysis = Analysis.of(fun, (params, *args), argnums, has_aux, wrt, kwargs)
     analysis.check_outputs()
     report = analysis.report()
     # Leaves in one box share a place.
     said: dict[Any, bool | filters.Part] = {}
     for number, path in enumerate(report.parameters):
         said[path.place] = said.get(path.place, False) | report.trained(number)
-    known = frozenset(path.place for path in leaves_of(params).paths)
+    trees = arguments_of((params, *args), argnums).values()
+    known = frozenset(path.place for tree in trees for path in tree.paths)
     found: list[filters.Filter] = []
     for takes in dict.fromkeys(filter(None, said.values())):
         # The whole variables, or those of which the same part is trained.

@@ -16,6 +16,8 @@ from flax_sg.filters.paths import Path
 from flax_sg.forms import calls, reads, wrappers
 from flax_sg.internals import modules
 from flax_sg.rules import rules
+from flax_sg.trees.absent import is_absent
+from flax_sg.trees.variables import iter_variables
 
 
 class Mirror(wrappers.Rewritten):
@@ -94,11 +96,12 @@ def mirror(
             bound at top level. A module may mirror itself.
         where: the parameters to stop, by paths relative to ``module``; all by default.
         variables: other values to read, as ``nn.substitute`` takes them; None for the
-            module's own. A tree has collections on top, and all variables of each
-            collection; other collections, and modules that lie elsewhere, are read as
-            they are. Or the name of a collection, a bound module, or a function of the
-            module's own values. A block around the view rewrites the module's own
-            variables, and not these values.
+            module's own. A tree has collections on top, ``{'params': average}``, and
+            all variables of each collection; ``sg.ABSENT`` in place of one stands for
+            the module's own value. Other collections, and modules that lie elsewhere,
+            are read as they are. Or the name of a collection, a bound module, or a
+            function of the module's own values. A block around the view rewrites the
+            module's own variables, and not these values.
         rngs: which random numbers a call draws:
 
             * ``'same'``: the n-th call of a view draws what the n-th call of the
@@ -137,7 +140,13 @@ def mirror(
     if isinstance(variables, Mapping):
         values = reads.substitute(variables, collections=[*variables])
         # A variable that the tree lacks is a mistake: its read raises.
-        values = dataclasses.replace(values, where=values.where | _is_own)
+        of_tree = iter_variables(('', ()), variables)
+        absent = (names for (_, names), value in of_tree if is_absent(value))
+        stored = frozenset((top, tuple(names)) for top, *names in absent)
+        own: Any = _is_own
+        if stored:
+            own = filters.as_filter(_is_own) & ~filters.Names(stored)
+        values = dataclasses.replace(values, where=values.where | own)
     elif variables is not None:
         values = reads.substitute(variables)
     return Mirror(

@@ -9,7 +9,7 @@ from flax.core.scope import in_filter
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Path, name_of
 from flax_sg.forms import reads
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
@@ -161,9 +161,11 @@ def _substituted(
             f'sg.substitute got {brief(values)} without a value.\n'
             "If there may be none, pass {} and unused='ignore'."
         )
-    missing = [str(there[keys][0]) for keys in there.keys() - set(leaves.key_paths)]
+    missing = there.keys() - set(leaves.key_paths)
     if missing and unused == 'raise':
-        raise no_variables('sg.substitute', sorted(missing), leaves.paths)
+        names = sorted(tuple(map(name_of, keys)) for keys in missing)
+        known = ('/'.join(map(name_of, keys)) for keys in leaves.key_paths)
+        raise no_variables('A tree of values', names, known)
     takes: list[Any] = [keys in there for keys in leaves.key_paths]
     if where is not None:
         [takes] = selected([leaves.paths], where, unused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,7 @@ def adopt(
     state: Any,
     *earlier: Any,
     fresh: filters.Where = False,
+    report: Callable[[dict[str, list[str]]], Any] | None = None,
 ) -> Any:
     """A state of ``tx`` that keeps what states of other selections know.
 
@@ -55,6 +56,8 @@ def adopt(
     >>> updates, state = tx.update({'head': jnp.ones(1)}, tx.init(params), params)
     >>> sg.adopt(sgd, params, state)[0].trace
     {'body': Array([0., 0.], dtype=float32), 'head': Array([1.], dtype=float32)}
+    >>> thawed = sg.adopt(sgd, params, state, report=print)
+    {'carried': ['head'], 'fresh': ['body'], 'dropped': []}
 
     Args:
         tx: a transformation from ``sg.freeze``, or the one that it wraps.
@@ -65,6 +68,9 @@ def adopt(
         *earlier: more of them, for what ``state`` does not know.
         fresh: the parameters that begin anew, whatever the states know: any kind of
             filter. None by default.
+        report: called with a dict of three lists, as printed above: the paths of the
+            parameters whose values were carried, are fresh, or were dropped. What
+            belongs to no parameter is named by its place in the state.
 
     Returns:
         A state of ``tx``. Each value comes from the first state that has it, and from
@@ -106,7 +112,10 @@ def adopt(
         if _is_hole(old) and not _is_hole(new):
             raise _misfit((), new, old, _OTHER)
     adopted = _Adopted(leaves, live, whole(begin, leaves.paths, 'fresh='), places)
-    return adopted.merged(new, (state, *earlier), ())
+    out = adopted.merged(new, (state, *earlier), ())
+    if report is not None:
+        report(adopted.compared(new, out, (state, *earlier)))
+    return out
 
 
 class _Adopted(NamedTuple):
@@ -168,24 +177,42 @@ class _Adopted(NamedTuple):
         shape = np.shape(self.leaves.values[number])
         dtype = getattr(getattr(new, 'rows', new), 'dtype', None)
 
-        def is_of(node: Any, its: tuple[int, ...]) -> bool:
-            of_same = not isinstance(node, Rows) or len(node.choice.mask) == shape[0]
-            return of_same and _type(getattr(node, 'rows', node)) == (its, dtype)
+        def is_of(node: Any, sizes: Any = None) -> bool:
+            """Whether it is an array of these sizes, or those of a moment."""
+            moment = node.choice.of_rows(shape) if isinstance(node, Rows) else shape
+            its = sizes or moment, dtype
+            return moment is not None and _type(getattr(node, 'rows', node)) == its
 
-        def is_moment(node: Any) -> bool:
-            count = sum(node.choice.mask) if isinstance(node, Rows) else shape[0]
-            return is_of(node, (count, *shape[1:]))
-
-        if not is_moment(new):
+        if not is_of(new):
             return new  # One number for several rows.
         out = new.among(0.0) if isinstance(new, Rows) else new
         for old in reversed(olds):
-            if not is_moment(old):
+            if not is_of(old):
                 if is_of(old, (1,)):
                     return new  # As Adafactor has in place of what it does not factor.
                 raise self._misshapen(new, old, keys, number)
             out = old.choice.put(old.rows, out) if isinstance(old, Rows) else old
         return new.choice.cut(out, len(shape)) if isinstance(new, Rows) else out
+
+    def compared(
+        self, new: Any, out: Any, states: Sequence[Any]
+    ) -> dict[str, list[str]]:
+        """The names of what was carried, is fresh, and was dropped."""
+        carried, fresh = set[str](), set[str]()
+        pairs = zip(self._named(out), self._named(new), strict=True)
+        for (name, leaf), (_, made) in pairs:
+            (fresh if leaf is made else carried).add(name)
+        known = {name for state in states for name, _ in self._named(state)}
+        dropped = known - carried - fresh
+        found = {'carried': carried, 'fresh': fresh, 'dropped': dropped}
+        return {what: sorted(names) for what, names in found.items()}
+
+    def _named(self, state: Any) -> Iterator[tuple[str, Any]]:
+        """The leaves of a state, each with the parameter or place it belongs to."""
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
+            number = self._parameter_at(keys)
+            place = jax.tree_util.keystr(keys)
+            yield place if number is None else str(self.leaves.paths[number]), leaf
 
     def _parameter_at(self, keys: Any) -> int | None:
         """The parameter that a part of the state belongs to, if it does to one."""

@@ -172,7 +172,7 @@ def freeze(
     >>> tx.update(pruned, tx.init(params), params)[0]
     {'head': Array([-1.], dtype=float32)}
 
-    Of an array of which rows are frozen (``sg.at`` with an index of the first axis:
+    Of an array of which rows are frozen (``sg.at`` with an index of the first axes:
     layers of a stack) the optimizer sees the other rows, as an array of their own.
     Of an array of which another part is frozen it sees all, with a zero gradient in
     that part, and what it does there is taken back.

@@ -148,7 +148,7 @@ def labels(
     for ask, (path, leaf) in zip(asked, leaves, strict=True):
         several = next(found) if ask else []
         if several or (ask and is_absent(rest) and not is_absent(leaf)):
-            out.append(one_label(path, several, ", or pass rest='frozen'."))
+            out.append(one_label(path, several, ", or pass rest='frozen'"))
         else:
             out.append('frozen' if is_absent(rest) else rest)
     return _beside(leaves, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -84,8 +85,27 @@ class TrainState(train_state.TrainState):
     [0.5, 0.5]
 
     ``_overwrite_with_gradient`` is as in Flax: its values are replaced by their
-    gradient, and the optimizer sees ``params['params']``.
+    gradient, and the optimizer sees ``params['params']``. Parameters may be of any
+    pytree class, which Flax's own class refuses.
     """
+
+    @classmethod
+    def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Any:
+        """Makes the state of step 0.
+
+        Args:
+            apply_fn: what computes outputs, such as ``model.apply``.
+            params: the parameters, a pytree of any kind.
+            tx: an optax transformation, such as ``sg.freeze`` returns.
+            **kwargs: other fields of a subclass.
+
+        Returns:
+            The state, with ``tx.init`` of the parameters.
+        """
+        state = tx.init(params['params'] if _is_split(params) else params)
+        return cls(
+            step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=state, **kwargs
+        )
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Any:
         """Updates step, parameters and optimizer state.
@@ -103,14 +123,18 @@ class TrainState(train_state.TrainState):
                 ``sg.freeze`` lack something that is trained.
             ValueError: from another optimizer, if something is absent.
         """
-        overwrite = OVERWRITE_WITH_GRADIENT
-        split = overwrite in grads
+        split = _is_split(grads)
         seen = grads['params'] if split else grads
         params = self.params['params'] if split else self.params
         updates, opt_state = self.tx.update(seen, self.opt_state, params)
         params = apply_updates(params, updates)
         if split:
-            params = {**self.params, 'params': params, overwrite: grads[overwrite]}
+            new = grads[OVERWRITE_WITH_GRADIENT]
+            params = {**self.params, 'params': params, OVERWRITE_WITH_GRADIENT: new}
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **kwargs
         )
+
+
+def _is_split(tree: Any) -> bool:
+    return isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree

@@ -141,8 +141,8 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
     for collection, tree in values.items():
         if not in_filter(collections, collection):
             raise no_values(
-                f'values for the collection {collection!r}, and '
-                f'collections={collections!r} leaves it out'
+                f'values for the collection {collection!r}, which '
+                f'collections={collections!r} leaves out,'
             )
         _collect(found, collection, (), tree)
     return found
@@ -178,8 +178,9 @@ def is_initializing(values: Any) -> bool:
 def no_values(what: str) -> errors.ArgumentTypeError:
     """Something was given as values that can be read in the place of no variable."""
     return errors.ArgumentTypeError(
-        f'nn.substitute was given {what}.\n'
-        "Expected: a tree of values, nested as the variables are, {'kernel': value}; "
-        'the name of another collection, for variables of one collection; a bound '
-        'module; or a function (path, value) -> value.'
+        f'{what} cannot be read in place of variables.\n'
+        "Expected: a tree of values, nested as the variables are, {'kernel': value}, "
+        "with collections on top for nn.mirror, {'params': {'kernel': value}}; the "
+        'name of another collection, for variables of one collection; a bound module; '
+        'or a function (path, value) -> value.'
     )

@@ -27,7 +27,7 @@ def tabulate(
     rngs: Any,
     depth: int | Literal['fit'] | None = 'fit',
     **kwargs: Any,
-) -> Callable[..., str]:
+) -> Callable[..., ModuleTable]:
     """Returns a function that shows which modules of a model are trained.
 
     A module's row counts the parameters of its submodules too. Equal neighbouring
@@ -59,7 +59,7 @@ def tabulate(
 
     Returns:
         A function that takes the method's arguments, arrays or their shapes, and
-        returns the table as text. Nothing is compiled or run.
+        returns a ``ModuleTable``. Nothing is compiled or run.
 
     Raises:
         ArgumentTypeError: if ``module`` is not a Module instance.
@@ -77,7 +77,7 @@ def tabulate(
     if not isinstance(depth, int) and depth not in ('fit', None):
         raise unknown_choice('depth', depth, ('fit', 1, 2, None))
 
-    def show(*args: Any, **call_kwargs: Any) -> str:
+    def show(*args: Any, **call_kwargs: Any) -> ModuleTable:
         program = program_of(module, rngs, args, {**call_kwargs, **kwargs})
         parameters = program.parameters()
         rows = rows_of(program.classes, parameters)
@@ -94,7 +94,9 @@ def tabulate(
         lines.append(
             f'Trainable: {text.amount(trained)}   Frozen: {text.amount(frozen)}'
         )
-        return '\n'.join(lines)
+        table = ModuleTable('\n'.join(lines))
+        table.modules = rows
+        return table
 
     return show
 
@@ -120,6 +122,29 @@ class Row(NamedTuple):
         if self.trainable and self.frozen:
             return PARTLY
         return TRAINABLE if self.trainable else FROZEN if self.frozen else ''
+
+
+class ModuleTable(str):
+    """A table of modules: text, and plain data for other formats."""
+
+    modules: Sequence[Row] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict for each module, as deep as the model goes.
+
+        Its keys are ``'module'`` (the path, ``''`` for the model), ``'class'``,
+        ``'parameters'`` and ``'trainable'`` (numbers of values) and ``'gradient'``.
+        """
+        return [
+            {
+                'module': '/'.join(row.names),
+                'class': row.cls,
+                'parameters': row.trainable + row.frozen,
+                'trainable': row.trainable,
+                'gradient': row.gradient,
+            }
+            for row in self.modules
+        ]
 
 
 def rows_of(

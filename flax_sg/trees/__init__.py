@@ -194,9 +194,9 @@ def one_label(path: Path, labels: Sequence[Any], rest: str = '') -> Any:
     """The label of a leaf; raises unless it has one."""
     if len(labels) == 1:
         return labels[0]
-    several = f'{len(labels)} labels: {", ".join(map(repr, labels))}'
-    raise errors.StructureError(
-        f'The leaf at {str(path)!r} has {several if labels else "no label"}.\n'
-        'Give each leaf one label: filters exclude each other with & and ~'
-        f'{"." if labels else rest or "."}'
-    )
+    if labels:
+        which = f'{len(labels)} labels: {", ".join(map(repr, labels))}'
+        fix = 'Give each leaf one label: filters exclude each other with & and ~.'
+    else:
+        which, fix = 'no label', f'Give it one: add a filter that takes it{rest}.'
+    raise errors.StructureError(f'The leaf at {str(path)!r} has {which}.\n{fix}')

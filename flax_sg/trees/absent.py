@@ -14,8 +14,6 @@ from flax_sg.trees.operators import operators
 
 # What to write in place of functions of optax that read a whole tree.
 _OF_OPTAX = {
-    'apply_updates': 'Write sg.apply_updates(params, updates), and sg.freeze(tx, '
-    'where) for tx.',
     'tree_map_params': 'Give it trees of the trained part: '
     'sg.partition(specs, ~where)[0], if sg.freeze(tx, where) made the state.',
     'schedule_free_eval_params': 'Give it the trained part alone: '
@@ -30,28 +28,55 @@ _OF_OPTAX = {
 
 def _advice() -> tuple[str, str]:
     """Why there is no array, and what to write, given what is running."""
+    outermost: dict[str, Any] = {}
     for name, variables in frames.functions_of('optax'):
-        if name != 'apply_updates' and name in _OF_OPTAX:
+        if name in _OF_OPTAX:
             return f'optax reads a leaf that is frozen, in {name}', _OF_OPTAX[name]
-        if name == 'apply_updates' and 'updates' in variables:
-            updates = variables['updates']
-            pairs = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_absent)
-            first = next(keys for keys, leaf in pairs if is_absent(leaf))
-            path = jax.tree_util.keystr(first, simple=True, separator='/')
-            why = f'no gradient was computed for {path!r}, and optax adds it'
-            return why, _OF_OPTAX[name]
+        if 'updates' in variables:
+            outermost = variables
     if frames.is_running('flax_sg', 'Freeze'):
         return (
             'it is frozen, and the transformation in sg.freeze reads it',
             'Write the transformation with jax.tree.map, which passes over ABSENT.',
         )
+    path, of_state = (_absent_in(outermost.get(name)) for name in ('updates', 'state'))
+    if of_state and not path:
+        return (
+            f'the optimizer state has nothing at {of_state!r}, which was frozen',
+            'Take it along to what is trained now: sg.adopt(tx, params, state).',
+        )
+    if of_state:
+        return (
+            f'sg.freeze stands inside a transformation, which reads {path!r}',
+            'sg.freeze goes outermost: sg.freeze(optax.chain(...), where), '
+            'sg.freeze(optax.MultiSteps(tx, 2), where).',
+        )
+    if frames.is_running('flax', 'TrainState'):
+        return (
+            "no gradient was computed for this leaf, and Flax's TrainState reads it",
+            'Write sg.TrainState, and sg.freeze(tx, where) for tx. Full gradients, of '
+            'jax.grad, and sg.freeze(tx, where) fit every TrainState.',
+        )
+    if path:
+        return (
+            f'no gradient was computed for {path!r}, and optax reads it',
+            'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.',
+        )
     return (
         'this leaf is frozen, was not selected, or is in another part of the tree',
         "For zeros, pass absent='zeros' to the gradient call; to join trees, write "
-        'sg.combine.\n'
-        'With optax, write sg.freeze(tx, where) outermost, and sg.apply_updates; for '
-        'the state of another selection, sg.adopt(tx, params, state).',
+        'sg.combine.',
     )
+
+
+def _absent_in(tree: Any) -> str | None:
+    """The path of the first leaf that is absent, if one is."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_absent)
+    keys = (keys for keys, leaf in pairs if is_absent(leaf))
+    first = next(keys, None)
+    if first is None:
+        return None
+    return jax.tree_util.keystr(first, simple=True, separator='/')
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

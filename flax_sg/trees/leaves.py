@@ -73,21 +73,24 @@ class Leaves:
         values: the leaves; ``ABSENT`` and ``NonDifferentiable`` count as leaves.
         treedef: what puts such a list of leaves together again.
         tree: the tree.
+        outer: the names that all paths begin with.
     """
 
     values: list[Any]
     treedef: Any
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, outer: tuple[str, ...] = ()) -> None:
         self.values, self.treedef = jax.tree.flatten(tree, is_leaf=is_whole)
         self.tree = tree
+        self.outer = outer
 
     # Most trees are put together again without being asked for their paths.
     @functools.cached_property
     def paths(self) -> list[Path]:
         """The path of each leaf."""
         is_variables = bool(self.collections)
-        return [_path_of(names, is_variables) for names in _names_of(self.tree)]
+        names = _names_of(self.tree)
+        return [_path_of(its, is_variables, self.outer) for its in names]
 
     @property
     def collections(self) -> Collection[str]:
@@ -116,6 +119,26 @@ class Leaves:
 def leaves_of(tree: Any) -> Leaves:
     """Takes a tree apart."""
     return Leaves(tree)
+
+
+def arguments_of(
+    args: Sequence[Any], argnums: int | Sequence[int]
+) -> dict[int, Leaves]:
+    """Takes the arguments apart that hold parameters, by their position.
+
+    If these may be several, each path begins with the number of the argument.
+
+    >>> encoder, decoder = {'w': 1.0}, {'w': 2.0}
+    >>> several = arguments_of((encoder, 'batch', decoder), (0, 2))
+    >>> [path for tree in several.values() for path in tree.paths]
+    ['0/w', '2/w']
+    >>> arguments_of((encoder, 'batch', decoder), 2)[2].paths
+    ['w']
+    """
+    if not isinstance(argnums, Sequence):
+        return {argnums % len(args): leaves_of(args[argnums])}
+    positions = [position % len(args) for position in argnums]
+    return {n: Leaves(args[n], (str(n),)) for n in positions}
 
 
 def tree_before(where: str, tree: Any) -> Leaves:
@@ -170,10 +193,12 @@ def path_of(keys: Keys) -> Path:
     return _path_of(tuple(map(name_of, keys)), False)
 
 
-def _path_of(names: tuple[str, ...], collections: bool) -> Path:
+def _path_of(
+    names: tuple[str, ...], collections: bool, outer: tuple[str, ...] = ()
+) -> Path:
     if collections and len(names) > 1:
-        return Path.of(names[0], names[1:])
-    return Path.of('params', names or ('',))
+        return Path.of(names[0], (*outer, *names[1:]))
+    return Path.of('params', (*outer, *names) or ('',))
 
 
 def selected(
@@ -263,15 +288,16 @@ def described(value: Any) -> str:
 def misfit(path: Path, expected: str, found: str) -> errors.StructureError:
     """A value does not fit the variable that it should be read in place of."""
     return errors.StructureError(
-        f'substitute: the value for {str(path)!r} of the collection '
-        f'{path.collection!r} does not fit.\nExpected: {expected}\nFound:    {found}'
+        f'The value for {str(path)!r} of the collection {path.collection!r} does not '
+        f'fit.\nExpected: {expected}\nFound:    {found}'
     )
 
 
 def no_value(path: Path, where: str) -> errors.StructureError:
     """The error for a selected variable that has no other value."""
     return errors.StructureError(
-        f'substitute: there is no value for {str(path)!r} of the collection '
-        f'{path.collection!r} in {where}.\n'
-        'Fix: give one, or leave the variable out with substitute(..., where=).',
+        f'There is no value for {str(path)!r} of the collection {path.collection!r} in '
+        f'{where}.\n'
+        'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
+        'its place for nn.mirror.',
     )

@@ -21,20 +21,30 @@ from flax_sg import filters
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Some indices of the first axis of an array.
+    """Some indices of the first axis of an array, or of its first axes.
 
     Attributes:
         mask: a byte for each index, 1 where it is chosen.
+        sizes: the sizes of these axes.
     """
 
     mask: bytes
+    sizes: tuple[int, ...]
 
     @functools.cached_property
-    def index(self) -> Any:
-        """The indices; a slice if they are neighbours."""
-        found = np.flatnonzero(np.frombuffer(self.mask, bool))
-        start, stop = int(found[0]), int(found[-1]) + 1
-        return slice(start, stop) if stop - start == found.size else found
+    def index(self) -> tuple[Any, ...]:
+        """The indices of each axis; of one axis a slice if they are neighbours."""
+        found = np.nonzero(np.frombuffer(self.mask, bool).reshape(self.sizes))
+        start, stop = int(found[0][0]), int(found[0][-1]) + 1
+        if len(found) == 1 and stop - start == found[0].size:
+            return (slice(start, stop),)
+        return found
+
+    def of_rows(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the chosen rows of an array; None if it has no such rows."""
+        axes = len(self.sizes)
+        same = shape[:axes] == self.sizes
+        return (sum(self.mask), *shape[axes:]) if same else None
 
     def cut(self, array: Any, axes: int) -> Rows:
         """The chosen rows of an array; all of what has no rows.
@@ -44,9 +54,9 @@ class Choice:
             axes: how many axes the parameter has; there may be others in front.
         """
         front = np.ndim(array) - axes
-        if front < 0 or np.shape(array)[front] != len(self.mask):
+        if front < 0 or self.of_rows(np.shape(array)[front:]) is None:
             return Rows(array, self)
-        return Rows(array[(*[slice(None)] * front, self.index)], self)
+        return Rows(array[(*[slice(None)] * front, *self.index)], self)
 
     def put(self, rows: Any, array: Any) -> Any:
         """An array with other values in the chosen rows."""
@@ -64,7 +74,7 @@ class Rows:
     def among(self, rest: float) -> Any:
         """An array with a number in all other rows."""
         rows = jnp.asarray(self.rows)
-        shape = (len(self.choice.mask), *rows.shape[1:])
+        shape = (*self.choice.sizes, *rows.shape[1:])
         return self.choice.put(rows, jnp.full(shape, rest, rows.dtype))
 
     def tree_flatten_with_keys(self) -> Any:
@@ -83,7 +93,7 @@ def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
     >>> import jax.numpy as jnp, numpy as np
     >>> takes = filters.at(True, np.s_[1:3])(filters.Path.of('params', ('w',)))
     >>> choice_of(takes, jnp.ones((4, 2)), 'w')
-    Choice(mask=b'\x00\x01\x01\x00')
+    Choice(mask=b'\x00\x01\x01\x00', sizes=(4,))
 
     Args:
         takes: what the filter says.
@@ -93,9 +103,12 @@ def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
     if not isinstance(takes, filters.Part):
         return None
     mask = takes.mask(np.shape(array), path)
-    if mask.size != np.shape(array)[0] or mask.shape[0] != mask.size or not mask.any():
+    axes = max([1, *(n for n, size in enumerate(mask.shape, start=1) if size > 1)])
+    sizes = np.shape(array)[:axes]
+    are_elements = 1 < axes == mask.ndim
+    if mask.shape[:axes] != sizes or are_elements or not mask.any():
         return None
-    return Choice(mask.tobytes())
+    return Choice(mask.tobytes(), sizes)
 
 
 def _from_state_dict(old: Rows, state: Any) -> Rows:

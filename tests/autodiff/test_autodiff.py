@@ -184,7 +184,7 @@ FIRST, SECOND = {'a': 0.3, 'b': 0.2}, {'a': 0.7, 'c': 1.5}
 
 
 def test_several_arguments():
-    got = sg.grad(two, (0, 1), wrt='a')(FIRST, SECOND, X, scale=2.0)
+    got = sg.grad(two, (0, 1), wrt='*/a')(FIRST, SECOND, X, scale=2.0)
     expected = jax.grad(
         lambda a, b: two({**FIRST, 'a': a}, {**SECOND, 'a': b}, X, scale=2.0), (0, 1)
     )(0.3, 0.7)
@@ -196,7 +196,22 @@ def test_several_arguments():
         sg.grad(two, np.int64(-2), wrt='c')(FIRST, SECOND, X)['c'], jnp.array(12 * 0.2)
     )
     # A pattern has to match somewhere, in any of the arguments.
-    assert sg.grad(two, [0, 1], wrt=['b', 'c'])(FIRST, SECOND, X)[0]['a'] is sg.ABSENT
+    both = sg.grad(two, [0, 1], wrt=['0/b', '1/c'])(FIRST, SECOND, X)
+    assert both[0]['a'] is both[1]['a'] is sg.ABSENT
+    masks: Any = {'a': False, 'b': True}, {'a': False, 'c': True}
+    oracle.assert_same(sg.grad(two, (0, 1), wrt=masks)(FIRST, SECOND, X), both)
+    # A path begins with the position of its argument, as in reports.
+    for argnums in (0, 1), (1, 0), (-2, 0):
+        of = dict(
+            zip(
+                argnums,
+                sg.grad(two, argnums, wrt='1/**')(FIRST, SECOND, X),
+                strict=True,
+            )
+        )
+        assert of[0] == {'a': sg.ABSENT, 'b': sg.ABSENT}
+        full = jax.grad(two, 1)(FIRST, SECOND, X)
+        oracle.assert_same(of.get(1, of.get(-2)), full)
     with pytest.raises(errors.UnusedFilterError):
         sg.grad(two, 0, wrt=['b', 'c'])(FIRST, SECOND, X)
     with pytest.raises(TypeError, match='argnums=5'):

@@ -317,44 +317,45 @@ def made_by_setup(name: str, who: str, reason: str) -> str:
 
 
 VALUES = (
-    '\nExpected: a tree of values, nested as the variables are, '
-    "{'kernel': value}; the name of another collection, for variables of one "
-    'collection; a bound module; or a function (path, value) -> value.'
+    ' cannot be read in place of variables.\n'
+    "Expected: a tree of values, nested as the variables are, {'kernel': value}, with "
+    "collections on top for nn.mirror, {'params': {'kernel': value}}; the name of "
+    'another collection, for variables of one collection; a bound module; or a '
+    'function (path, value) -> value.'
 )
 
 CASES: dict[str, tuple[Any, ...]] = {
     'the twin of several collections': (
         lambda: nn.substitute('ema', collections=['params', 'batch_stats']),
-        f"ArgumentTypeError: nn.substitute was given 'ema' (str).{VALUES}",
+        f"ArgumentTypeError: 'ema' (str){VALUES}",
     ),
     'an empty tree of values': (
         lambda: nn.substitute({}),
-        f'ArgumentTypeError: nn.substitute was given a tree without a value.{VALUES}',
+        f'ArgumentTypeError: a tree without a value{VALUES}',
     ),
     'an array of values': (
         lambda: nn.substitute(X),
-        f'ArgumentTypeError: nn.substitute was given an array (float32[2, 2]).{VALUES}',
+        f'ArgumentTypeError: an array (float32[2, 2]){VALUES}',
     ),
     'an array for a collection': (
         lambda: nn.substitute({'params': X}, collections=['params']),
-        'ArgumentTypeError: nn.substitute was given float32[2, 2] for the collection '
-        f"'params'.{VALUES}",
+        f"ArgumentTypeError: float32[2, 2] for the collection 'params'{VALUES}",
     ),
     'values of a collection that is left out': (
         lambda: nn.substitute({'ema': {'bias': X}}, collections=['params', 'stats']),
-        "ArgumentTypeError: nn.substitute was given values for the collection 'ema', "
-        f"and collections=['params', 'stats'] leaves it out.{VALUES}",
+        "ArgumentTypeError: values for the collection 'ema', which "
+        f"collections=['params', 'stats'] leaves out,{VALUES}",
     ),
     'values of a module that is not bound': (
         lambda: nn.substitute(MODEL),
-        f'ArgumentTypeError: nn.substitute was given a Model that is not bound.'
-        f'{VALUES}',
+        f'ArgumentTypeError: a Model that is not bound{VALUES}',
     ),
     'a selected variable without a value': (
         lambda: run(nn.substitute({'bias': 2.0 * PARAMS['bias']}, where='*')),
-        "StructureError: substitute: there is no value for 'kernel' of the "
-        "collection 'params' in the tree.\n"
-        'Fix: give one, or leave the variable out with substitute(..., where=).',
+        "StructureError: There is no value for 'kernel' of the collection 'params' in "
+        'the tree.\n'
+        'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
+        'its place for nn.mirror.',
     ),
     'values by name for a tree': (
         lambda: sg.rewrite(PARAMS, nn.substitute({'bias': 2.0 * PARAMS['bias']})),

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax.training import train_state
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -82,6 +83,15 @@ def eval_params() -> None:
     optax.contrib.schedule_free_eval_params(tx.init(VECTORS), VECTORS)
 
 
+def dot(params: Any) -> Any:
+    return jnp.sum(params['a'] * params['b'])
+
+
+def run_of(tx: Any, absent: str, state: Any) -> None:
+    grads = sg.grad(dot, wrt='b', absent=absent)(VECTORS)
+    tx.update(grads, state, VECTORS)
+
+
 OTHER_STATE = (
     'the state does not belong to what sg.freeze trains of these parameters.\n'
     'Make it with tx.init(params), or keep what it knows: sg.adopt(tx, params, state).'
@@ -93,21 +103,43 @@ NOTHING = (
     "If nothing has to match, pass unused='ignore'."
 )
 adam = optax.adam(0.1)
+frozen = sg.freeze(adam, 'a')
 jvp = functools.partial(sg.jvp, product, (PARAMS,))
 
 CASES: dict[str, tuple[Any, ...]] = {
     'a value without a leaf': (
         lambda: sg.substitute(PARAMS, {'head': {'v': 3.0}}),
-        "UnusedFilterError: sg.substitute has a value for 'head/v', which is no "
+        "UnusedFilterError: A tree of values has a value for 'head/v', which is no "
         "variable (nearest: 'head/w').\n"
         'Spell names as the variables, from below the collection. If some may be '
         "missing, pass unused='ignore'.",
     ),
     'a leaf without a value': (
         lambda: sg.substitute(PARAMS, HEAD, where='**'),
-        "StructureError: substitute: there is no value for 'body/w' of the "
-        "collection 'params' in the tree.\n"
-        'Fix: give one, or leave the variable out with substitute(..., where=).',
+        "StructureError: There is no value for 'body/w' of the collection 'params' in "
+        'the tree.\n'
+        'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
+        'its place for nn.mirror.',
+    ),
+    'a flat tree of values': (
+        lambda: sg.substitute(PARAMS, {'head/w': 3.0}),
+        "UnusedFilterError: A tree of values is flat: it has 'head/w' for nested "
+        'names.\n'
+        "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/').",
+    ),
+    'a collection in a glob': (
+        lambda: sg.partition({'params': PARAMS, 'ema': PARAMS}, 'ema/**'),
+        "UnusedFilterError: Glob('ema/**') matches none of the 4 variables.\n"
+        "Nearest: 'body/w', 'head/w'.\n"
+        "Paths begin below the collection: filters.Collection('ema').\n"
+        "If nothing has to match, pass unused='ignore'.",
+    ),
+    'a collection in place of parameters': (
+        lambda: sg.substitute({'params': PARAMS}, PARAMS),
+        "UnusedFilterError: A tree of values has a value for 'body/w' and 1 more, "
+        "which is no variable (nearest: 'params/body/w').\n"
+        'Spell names as the variables, from below the collection. If some may be '
+        "missing, pass unused='ignore'.",
     ),
     'labels that are none': (
         lambda: sg.partition_n(PARAMS, HEADS),
@@ -122,7 +154,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'pruned updates for a function of optax': (
         lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
         "AbsentLeafError: ABSENT is no array: no gradient was computed for 'body/w', "
-        'and optax adds it.\n'
+        'and optax reads it.\n'
         'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.',
     ),
     'a filter of wrt= that matches nothing': (
@@ -342,8 +374,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'no label': (
         lambda: sg.labels(PARAMS, {'fast': 'head/w'}),
         "StructureError: The leaf at 'body/w' has no label.\n"
-        'Give each leaf one label: filters exclude each other with & and ~, or pass '
-        "rest='frozen'.",
+        "Give it one: add a filter that takes it, or pass rest='frozen'.",
     ),
     'a filter in place of a tree': (
         lambda: sg.partition('head/w', PARAMS),
@@ -397,6 +428,21 @@ CASES: dict[str, tuple[Any, ...]] = {
         'UnusedFilterError: sg.grad(wrt=[]) differentiates nothing: wrt= selects what '
         'has a gradient.\n'
         "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'.",
+    ),
+    'the state of a stage for another one': (
+        lambda: run_of(adam, absent='zeros', state=frozen.init(VECTORS)),
+        'AbsentLeafError: ABSENT is no array: the optimizer state has nothing at '
+        "'0/mu/a', which was frozen.\n"
+        'Take it along to what is trained now: sg.adopt(tx, params, state).',
+    ),
+    "pruned gradients for Flax's TrainState": (
+        lambda: train_state.TrainState.create(
+            apply_fn=None, params=VECTORS, tx=sg.freeze(optax.sgd(0.1), 'a')
+        ).apply_gradients(grads=sg.grad(dot, wrt='b')(VECTORS)),
+        'AbsentLeafError: ABSENT is no array: no gradient was computed for this leaf, '
+        "and Flax's TrainState reads it.\n"
+        'Write sg.TrainState, and sg.freeze(tx, where) for tx. Full gradients, of '
+        'jax.grad, and sg.freeze(tx, where) fit every TrainState.',
     ),
     'a frozen state for a function of optax': (
         lambda: eval_params(),

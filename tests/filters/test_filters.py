@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flax_sg as sg
 from flax_sg import errors
 from flax_sg.filters import (
     And,
     BoolTree,
+    Collection,
     Constant,
     Filter,
     Glob,
@@ -558,6 +560,7 @@ MEANT: list[tuple[Any, str]] = [
     ('gnl_0/**', "Did you mean 'gln_0/**'?"),
     ('norm/man', "Did you mean 'norm/mean'?"),
     (re.compile('nrom/.*'), "Did you mean 'norm/.*'?"),
+    (Collection('ema'), "If nothing has to match, pass unused='ignore'."),
     # No typo alone: another depth, a wildcard, names that are not alike, a group.
     ('norm/x/mean', "A pattern matches whole paths, from below the collection: 'enc"),
     ('gnl_*/**', 'A pattern matches whole paths'),
@@ -620,6 +623,17 @@ def test_a_mistake_that_many_make_is_told(where, names, line):
         assert any(map(as_filter(advised), paths))
 
 
+def test_one_of_several_collections_is_told():
+    agent = {'params': {'head': {'w': 1.0}}, 'target': {'head': {'w': 2.0}}}
+    for where, written in (
+        ('target/head/*', "filters.Collection('target') & 'head/*'."),
+        ('params/**', "filters.Collection('params')."),
+    ):
+        with pytest.raises(errors.UnusedFilterError) as caught:
+            sg.mask(agent, frozen=where)
+        assert f'Paths begin below the collection: {written}' in str(caught.value)
+
+
 def test_a_variable_outside_the_module_is_named_with_a_slash():
     outside = Path.of('params', ('encoder', 'w'), ('me',))
     error = as_filter('encoder/**').unused(False, [outside], ('me',))
@@ -630,3 +644,23 @@ def test_several_globs_in_one_text_are_no_glob():
     with pytest.raises(errors.FilterValueError) as caught:
         as_filter('a/**, b/**')
     assert "For several globs write a list: ['a/**', 'b/**']." in str(caught.value)
+
+
+def test_a_collection_is_named_in_a_tree_of_several():
+    agent = {'params': {'w': 1.0, 'b': 2.0}, 'target': {'w': 3.0, 'b': 4.0}}
+    target = Collection('target')
+    assert repr(target & 'w') == "Collection('target') & Glob('w')"
+    assert target == Collection('target') != Collection('params')
+    assert sg.mask(agent, trained=target & 'w') == {
+        'params': {'w': False, 'b': False},
+        'target': {'w': True, 'b': False},
+    }
+    grads = sg.grad(lambda a: a['params']['w'] * a['target']['w'], wrt=~target)(agent)
+    assert grads['params']['w'] == 3.0
+    assert grads['target'] == {'w': sg.ABSENT, 'b': sg.ABSENT}
+    with pytest.raises(errors.UnusedFilterError, match="are 'params', 'target'"):
+        sg.partition(agent, Collection('targt'))
+    for text in 'target', 'target/**', '~target/*':
+        where = as_filter(text.strip('~'))
+        with pytest.raises(errors.UnusedFilterError, match=r"Collection\('target'\)"):
+            sg.partition(agent, ~where if '~' in text else where)

@@ -290,10 +290,10 @@ def test_argnums_are_those_of_jax():
     # With one argument, paths are those of its tree.
     report = flow_of(fn, p, {'x': A}['x'], 2, {'b': B}['b'], argnums=1)
     assert (report.parameters, report.status) == (('',), (('flows',),))
-    # A filter is asked for paths in each argument, as in sg.grad.
+    # A filter is asked for the same paths, as in sg.grad.
     trees = {'w': A, 'v': A}, {'w': B, 'v': B}
     report = flow_of(
-        lambda a, b: a['w'] * b['w'] * b['v'], *trees, argnums=(1, 0), wrt='w'
+        lambda a, b: a['w'] * b['w'] * b['v'], *trees, argnums=(1, 0), wrt='*/w'
     )
     assert report.parameters == ('1/v', '1/w', '0/v', '0/w')
     assert report.status == (('stopped', 'flows', 'unused', 'flows'),)

@@ -155,3 +155,24 @@ def test_a_derived_selection_may_be_empty():
     # What is written beside it still has to be there.
     with pytest.raises(sg.errors.UnusedFilterError, match='boby'):
         selected(nothing | 'boby/**')
+
+
+def test_two_networks_as_two_arguments_have_one_naming():
+    """A generator's loss trains the generator through the discriminator."""
+
+    def of_generator(gen: Any, dis: Any, z: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(gen['w'] * z) * lax.stop_gradient(dis['w']) * dis['v'])
+
+    gen, dis, z = {'w': jnp.ones(2)}, {'w': jnp.ones(2), 'v': jnp.ones(2)}, jnp.ones(2)
+    live = sg.live(of_generator, gen, dis, z, argnums=(0, 1))
+    assert repr(live) == "<live: '0/w', '1/v'>"
+    grads = sg.grad(of_generator, (0, 1), wrt=live)(gen, dis, z)
+    assert grads[1]['w'] is sg.ABSENT
+    by_hand = jax.grad(of_generator, (0, 1))(gen, dis, z)
+    oracle.assert_same(
+        (grads[0]['w'], grads[1]['v']), (by_hand[0]['w'], by_hand[1]['v'])
+    )
+    # The tuple of both networks has the same paths.
+    assert sg.mask((gen, dis), frozen=~live) == ({'w': False}, {'w': True, 'v': False})
+    alone = sg.live(of_generator, gen, dis, z, argnums=1)
+    assert repr(alone) == "<live: 'v'>"

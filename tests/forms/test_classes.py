@@ -279,3 +279,26 @@ def test_for_trees():
         sg.mask({'elsewhere': 1.0}, frozen=norms)
     with pytest.raises(errors.UnusedFilterError):
         sg.mask(params, frozen=of_type(fnn.Conv, model, X))
+
+
+class Critic(fnn.Module):
+    @fnn.compact
+    def __call__(self, x: Any, action: Any) -> Any:
+        return fnn.Dense(1, name='out')(fnn.LayerNorm(name='ln')(x) + action)
+
+
+def test_a_tree_of_several_models():
+    actor, critic = Named(fnn.LayerNorm), Critic()
+    params = {
+        'actor': actor.init(KEY, X)['params'],
+        'critic': critic.init(KEY, X, X)['params'],
+    }
+    norms = of_type(fnn.LayerNorm, {'actor': (actor, X), 'critic': (critic, X, X)})
+    frozen = {'bias': True, 'scale': True}
+    assert sg.mask(params, frozen=norms) == {
+        'actor': jax.tree.map(lambda _: True, params['actor']),
+        'critic': {'ln': frozen, 'out': {'bias': False, 'kernel': False}},
+    }
+    # One that is not told of is not taken for one without such modules.
+    with pytest.raises(errors.UnknownNameError, match='critic/ln/bias'):
+        sg.mask(params, frozen=of_type(fnn.LayerNorm, {'actor': (actor, X)}))

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
+import flax_sg as sg
 import oracle
+from flax_sg import errors
 from flax_sg import linen as nn
 from oracle import assert_same, is_zero, stopped
 
@@ -350,3 +352,45 @@ def test_other_values_in_boxes_or_without(boxed):
     oracle.assert_same(mirrored, 3 * one)
     grads = jax.grad(lambda o: jnp.sum(net.apply(params, x, o)[1]))(other)
     assert not any(g.any() for g in jax.tree.leaves(grads))
+
+
+class Towers(linen.Module):
+    """A tower beside a mirror of it, which reads other values."""
+
+    def setup(self):
+        self.tower = Compact2()
+
+    def __call__(self, x, other):
+        return self.tower(x), nn.mirror(self.tower, variables=other)(x)
+
+
+def test_where_other_values_are_absent_the_module_has_its_own():
+    variables = Towers().init(RNGS, X, None)
+    own = variables['params']['tower']
+    average = jax.tree.map(lambda w: 0.5 * w, sg.partition(own, 'Dense_0/bias')[0])
+
+    def ours(own, average):
+        params = {'params': {'tower': own}}
+        return Towers().apply(params, X, {'params': average})
+
+    def by_hand(own, average):
+        fixed = jax.lax.stop_gradient(own)
+        bias = jax.lax.stop_gradient(average['Dense_0']['bias'])
+        other = {**fixed, 'Dense_0': {**fixed['Dense_0'], 'bias': bias}}
+        return tuple(Compact2().apply({'params': p}, X) for p in (own, other))
+
+    assert_same(ours(own, average), by_hand(own, average))
+    oracle.assert_same_grads(ours, by_hand, own, average)
+
+
+def test_other_values_say_where_the_collection_is_missing():
+    variables = Towers().init(RNGS, X, None)
+    own = variables['params']['tower']
+    for other, said in (
+        (own, r"Name one of these: collections on top, {'params': tree}."),
+        (own['Dense_0'], r"for nn.mirror, {'params': {'kernel': value}}"),
+        ({'params': {**own, 'Dens': own['Dense_0']}}, "A tree of values.*'Dens/bias'"),
+        ({'params': {'Dense_0': own['Dense_0']}}, 'sg.ABSENT in its place for nn.m'),
+    ):
+        with pytest.raises(errors.FlaxSGError, match=said):
+            Towers().apply(variables, X, other)

@@ -167,6 +167,35 @@ def test_parameters_that_came_and_went():
         sg.adopt(ADAM, {'other': jnp.ones(2)}, state)
 
 
+def test_a_report_says_what_was_carried_fresh_and_dropped():
+    tx = sg.freeze(ADAM, ['b', sg.at('c', 0)])
+    _, state = trained(ADAM, ADAM.init(PARAMS), 1)
+    found: dict[str, Any] = {}
+    later = {**PARAMS, 'd': {'w': jnp.ones(2)}}
+    sg.adopt(tx, later, state, fresh='a', report=found.update)
+    assert found == {
+        'carried': ['[0].count', 'c'],
+        'fresh': ['a', 'd/w'],
+        'dropped': ['b'],
+    }
+    # A head that was removed is named by its place.
+    sg.adopt(ADAM, {'a': PARAMS['a']}, state, report=found.update)
+    assert found['dropped'] == [f"[0].{m}['{n}']" for m in ('mu', 'nu') for n in 'bc']
+    # What several states know counts as known; what goes back has its values.
+    frozen = sg.adopt(tx, PARAMS, state)
+    sg.adopt(ADAM, PARAMS, frozen, report=found.update)
+    assert (found['fresh'], found['dropped']) == (['b'], [])
+    sg.adopt(ADAM, PARAMS, frozen, state, report=found.update)
+    assert (found['fresh'], found['dropped']) == ([], [])
+
+
+def test_a_clip_in_front_is_given_a_state():
+    clip = optax.clip_by_global_norm(1.0)
+    _, state = trained(ADAM, ADAM.init(PARAMS), 2)
+    adopted = sg.adopt(optax.chain(clip, ADAM), PARAMS, (clip.init(PARAMS), state))
+    oracle.assert_same(adopted[1], state)
+
+
 def test_another_transformation_is_named_by_its_place():
     clip = optax.clip_by_global_norm(1.0)
     state = optax.chain(clip, optax.sgd(0.1)).init(PARAMS)

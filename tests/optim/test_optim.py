@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import flax
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
@@ -430,6 +431,26 @@ def test_fp8_values_are_replaced_by_their_gradient():
         sg.freeze(optax.sgd(0.1), 'head/**').init(params)
 
 
+@flax.struct.dataclass
+class Layer:
+    body: Any
+    head: Any
+
+
+def test_a_train_state_of_a_dataclass():
+    tx = sg.freeze(optax.sgd(0.5, 0.5), 'body')
+    params = Layer(jnp.ones(2), jnp.full(2, 3.0))
+    state = sg.TrainState.create(apply_fn=None, params=params, tx=tx)
+    for _ in range(2):
+        grads = sg.grad(lambda p: jnp.sum(p.body * p.head**2), wrt='head')(state.params)
+        state = state.apply_gradients(grads=grads)
+    first = 3.0 - 0.5 * 6.0
+    head = first - 0.5 * (2.0 * first + 0.5 * 6.0)
+    oracle.assert_same(state.params, Layer(jnp.ones(2), jnp.full(2, head)))
+    assert state.params.body is params.body
+    assert int(state.step) == 2
+
+
 def test_what_the_optimizer_is_given():
     seen: dict[str, Any] = {}
 
@@ -547,11 +568,22 @@ def test_pruned_gradients_for_an_optimizer_of_optax_say_what_to_write():
     """The rest of the message is that of JAX, which differs between versions."""
     params, tx = {'a': 1.0, 'b': 2.0}, optax.adam(0.1)
     pruned = sg.grad(lambda p: p['a'] * p['b'], wrt='a')(params)
-    said = (
-        'ABSENT: this leaf is frozen.*With optax, write sg.freeze.tx, where. outermost'
-    )
-    with pytest.raises(ValueError, match=said):
-        tx.update(pruned, tx.init(params), params)
+    stopped = sg.freeze(tx, 'b')
+    for wrong, said in (
+        (tx, "ABSENT: no gradient was computed for 'b'.*sg.freeze"),
+        (optax.MultiSteps(stopped, 2), r"reads 'b'\.\s+sg.freeze goes outermost"),
+        (optax.chain(stopped, optax.ema(0.9)), r"'b'\.\s+sg.freeze goes outermost"),
+    ):
+        with pytest.raises((ValueError, errors.AbsentLeafError), match=said):
+            wrong.update(pruned, wrong.init(params), params)
+    for join in (
+        lambda: jax.tree.map(jnp.add, pruned, params),
+        lambda: jax.lax.cond(True, lambda: pruned, lambda: params),
+        lambda: jax.lax.scan(lambda c, _: (pruned, None), params, None, length=2),
+    ):
+        with pytest.raises((ValueError, TypeError), match=r"'zeros'.*sg\.combine") as e:
+            join()
+        assert 'optax' not in str(e.value)
 
 
 # Gradients for each example, and functions of the parameters.

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from flax import serialization
 import flax_sg as sg
 import oracle
 from flax_sg import errors
+from flax_sg import linen as nn
 from flax_sg.trees.rows import Rows
 
 pytestmark = [
@@ -110,6 +112,81 @@ def test_the_state_of_a_third_of_the_layers_is_a_third():
     hand = optax.adam(0.1).init(jax.tree.map(lambda x: x[4:], stack))
     size = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in (state, hand)]
     assert size[0] == size[1]
+
+
+@pytest.mark.parametrize('name', ['adam', 'adamw', 'clip', 'adafactor', 'lion'])
+def test_rows_of_two_leading_axes(name):
+    """A stack of stages of layers, of which some layers of one stage are frozen."""
+    frozen = np.zeros((2, 3), bool)
+    frozen[0, :2] = True
+    params = {'w': PARAMS['layers']['w'].reshape(2, 3, 4, 5), 'h': PARAMS['head']}
+    tx: Any = sg.freeze(OPTIMIZERS[name](), sg.at('w', np.s_[0, :2]))
+    hand: Any = OPTIMIZERS[name]()
+
+    def rows(p):
+        return {**p, 'w': p['w'][~frozen]}
+
+    state, hand_state, live = tx.init(params), hand.init(rows(params)), rows(params)
+    p = params
+    for _ in range(3):
+        grads = jax.tree.map(jnp.cos, p)
+        updates, state = tx.update(grads, state, p)
+        p = sg.apply_updates(p, updates)
+        theirs, hand_state = hand.update(rows(grads), hand_state, live)
+        live = optax.apply_updates(live, theirs)
+    oracle.assert_same(rows(p), live)
+    oracle.assert_same(p['w'][frozen], params['w'][frozen])
+    oracle.assert_same(*map(jax.tree.leaves, (state, hand_state)))
+
+
+def test_rows_of_one_axis_and_of_two_are_carried_to_each_other():
+    params = {'w': PARAMS['layers']['w'].reshape(2, 3, 4, 5)}
+    adam = optax.adam(0.1)
+    layers, stage = (sg.freeze(adam, sg.at('w', i)) for i in (np.s_[0, :2], np.s_[0]))
+    _, full = adam.update(params, adam.init(params), params)
+    moments = full[0].mu['w']
+    first = sg.adopt(layers, params, full)
+    oracle.assert_same(first[0].mu['w'].rows, moments.reshape(6, 4, 5)[2:])
+    second = sg.adopt(stage, params, first)
+    oracle.assert_same(second[0].mu['w'].rows, moments[1:])
+    back = sg.adopt(layers, params, second)[0].mu['w'].rows
+    assert oracle.is_zero(back[0])
+    oracle.assert_same(back[1:], moments[1])
+    # Of other sizes, and single elements.
+    other = {'w': params['w'].reshape(3, 2, 4, 5)}
+    with pytest.raises(errors.StructureError, match='where the new state has'):
+        sg.adopt(layers, other, first)
+    elements = sg.freeze(adam, sg.at('w', np.s_[0, 0, 0, :2]))
+    assert elements.init(params)[0].mu['w'].shape == (2, 3, 4, 5)
+
+
+class Layer(fnn.Module):
+    @fnn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(fnn.Dense(5, name='dense')(x)), None
+
+
+def test_frozen_layers_of_a_scan_have_no_state():
+    """The filter is derived from the model: nobody names the layers twice."""
+    axes: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+    model = nn.scan(Layer, length=6, frozen_layers=slice(0, 4), **axes)()
+    params = model.init(jax.random.key(0), X, None)['params']
+
+    def objective(p):
+        return jnp.sum(model.apply({'params': p}, X, None)[0] ** 2)
+
+    live = sg.live(objective, params)
+    tx, hand = sg.freeze(optax.adamw(0.1), ~live), optax.adamw(0.1)
+    upper = jax.tree.map(lambda x: x[4:], params)
+    state, hand_state = tx.init(params), hand.init(upper)
+    for grads in (sg.grad(objective, wrt=live)(params), jax.grad(objective)(params)):
+        updates, new = tx.update(grads, state, params)
+        of_upper = jax.tree.map(lambda x: x[4:], jax.grad(objective)(params))
+        expected, hand_new = hand.update(of_upper, hand_state, upper)
+        oracle.assert_same(*map(jax.tree.leaves, (new, hand_new)))
+        oracle.assert_same(jax.tree.map(lambda x: x[4:], updates), expected)
+        after = sg.apply_updates(params, updates)
+        oracle.assert_same(*(jax.tree.map(lambda x: x[:4], p) for p in (after, params)))
 
 
 def test_what_is_no_row_keeps_its_full_state():

@@ -103,6 +103,26 @@ class Nested(linen.Module):
         return self.net(self.net(x)[:, :1] * x) if train else x
 
 
+def test_rows_are_plain_data_of_all_modules():
+    table = sg.tabulate(Net(nn.stop_gradient, 'body_*/**'), KEY, depth=1)(X)
+    assert isinstance(table, str)
+    assert table.rows() == [
+        dict(
+            zip(
+                ('module', 'class', 'parameters', 'trainable', 'gradient'),
+                row,
+                strict=True,
+            )
+        )
+        for row in (
+            ('', 'Net', 25 + 30 + 12, 12, 'partly'),
+            ('body_0', 'Dense', 25, 0, 'frozen'),
+            ('body_1', 'Dense', 30, 0, 'frozen'),
+            ('head', 'Dense', 12, 12, 'trainable'),
+        )
+    ]
+
+
 def test_the_call_that_is_shown():
     def loss(module, x):
         with nn.stop_gradient('net/head/**'):

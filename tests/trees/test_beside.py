@@ -250,5 +250,5 @@ def test_a_function_of_a_marked_value_keeps_the_mark():
 
 def test_errors_of_substitute_are_not_those_of_blocks():
     for values in ({'m': {'w': jnp.ones(3)}}, lambda path, x: jnp.ones(7)):
-        with pytest.raises(errors.StructureError, match=r'^substitute: '):
+        with pytest.raises(errors.StructureError, match=r'^The value for '):
             sg.substitute(PARAMS, values)
