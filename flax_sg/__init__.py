@@ -29,6 +29,7 @@ from flax_sg.optim.updates import apply_updates as apply_updates
 from flax_sg.trees import combine as combine
 from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n
+from flax_sg.trees.arrays import arrays as arrays
 from flax_sg.trees.leaves import ABSENT as ABSENT
 from flax_sg.trees.nondifferentiable import NonDifferentiable as NonDifferentiable
 from flax_sg.trees.trainable import DECLARED as DECLARED

@@ -241,6 +241,13 @@ CASES: dict[str, tuple[Any, ...]] = {
         'Spell names as the variables, from below the collection. If some may be '
         "missing, pass unused='ignore'.",
     ),
+    'no answer for an array': (
+        lambda: sg.arrays(lambda a: a.ndim, PARAMS),
+        'FilterTypeError: <lambda> at filter_errors.py:LINE returned 0 (int) for the '
+        "leaf 'body/w'.\n"
+        'Return a bool: sg.arrays(lambda a: a.ndim > 1, params).',
+        lambda: sg.arrays(lambda a: a.ndim == 0, PARAMS),
+    ),
     'integers that are trained': (
         lambda: of_integers('body/*'),
         "NotDifferentiableError: Glob('body/*') selects only what cannot be "

@@ -1,0 +1,115 @@
+"""``sg.arrays``: leaves by their shape and dtype, wherever a filter may stand."""
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core.meta import Partitioned
+
+import flax_sg as sg
+from flax_sg import errors
+from flax_sg import linen as nn
+
+
+class Stack(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        def body(cell, x, _):
+            return cell(x), None
+
+        scan = fnn.scan(
+            body, variable_axes={'params': 0}, split_rngs={'params': True}, length=3
+        )
+        x, _ = scan(fnn.Dense(4, name='arr_stack'), x, None)
+        return fnn.Dense(1, name='arr_head')(x)
+
+
+X = jnp.ones((2, 4))
+PARAMS = Stack().init(jax.random.key(0), X)['params']
+MATRICES = sg.arrays(lambda a: a.ndim > 1 and a.shape[-2] == 4, PARAMS)
+
+
+def loss(params):
+    return jnp.sum(Stack().apply({'params': params}, X) ** 2)
+
+
+def by_hand(params):
+    stop = jax.lax.stop_gradient
+    stack, head = params['arr_stack'], params['arr_head']
+    return loss(
+        {
+            'arr_stack': {**stack, 'kernel': stop(stack['kernel'])},
+            'arr_head': {**head, 'kernel': stop(head['kernel'])},
+        }
+    )
+
+
+def in_block(params):
+    with nn.stop_gradient(MATRICES):
+        return loss(params)
+
+
+def wrapped(params):
+    frozen = nn.Frozen(Stack(), MATRICES)
+    return jnp.sum(frozen.apply({'params': params}, X) ** 2)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('fn', [in_block, wrapped, jax.jit(in_block)])
+def test_a_filter_like_others(fn):
+    # In the body of the scan a kernel has one axis less: the filter is of the tree.
+    expected = jax.grad(by_hand)(PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, jax.grad(fn)(PARAMS), expected)
+    biases = sg.grad(loss, wrt=~MATRICES, absent='zeros')(PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, biases, expected)
+
+
+def test_a_mask_for_weight_decay():
+    tx = optax.chain(
+        optax.add_decayed_weights(0.5, sg.mask(PARAMS, trained=MATRICES)),
+        optax.sgd(1.0),
+    )
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    updates, _ = tx.update(zeros, tx.init(PARAMS), PARAMS)
+    for name in PARAMS:
+        assert (updates[name]['kernel'] == -0.5 * PARAMS[name]['kernel']).all()
+        assert not updates[name]['bias'].any()
+
+
+def test_what_a_leaf_may_be():
+    tree = {
+        'array': jnp.ones((2, 2)),
+        'box': Partitioned(np.ones(3, np.int8), ('a',)),
+        'number': 1.0,
+        'hidden': sg.NonDifferentiable(jnp.ones((2, 2))),
+        'text': 'static',
+        'shape': jax.ShapeDtypeStruct((5,), jnp.bfloat16),
+    }
+
+    def taken(fn):
+        part, _ = sg.partition(tree, sg.arrays(fn, tree))
+        return {name for name, leaf in part.items() if jax.tree.leaves(leaf)}
+
+    assert taken(lambda a: a.size >= 3) == {'array', 'box', 'shape'}
+    assert taken(lambda a: a.shape == ()) == {'number'}
+    assert taken(lambda a: np.bool_(a.dtype == jnp.int8)) == {'box'}
+
+
+def test_it_is_made_under_jit_and_of_shapes():
+    def chosen(params):
+        return sg.arrays(lambda a: a.ndim > 1 and a.shape[-2] == 4, params)
+
+    found = []
+    jax.jit(lambda params: found.append(chosen(params)))(PARAMS)
+    assert found[0].selected == MATRICES.selected
+    assert chosen(jax.eval_shape(lambda: PARAMS)).selected == MATRICES.selected
+
+
+def test_what_it_does_not_know_and_what_it_does_not_find():
+    with pytest.raises(errors.UnknownNameError, match="There was no 'other'"):
+        sg.mask({'other': 1.0}, trained=MATRICES)
+    nothing = sg.arrays(lambda a: a.ndim == 7, PARAMS)
+    with pytest.raises(errors.UnusedFilterError, match='nothing> matches none of the'):
+        sg.freeze(optax.sgd(1.0), nothing).init(PARAMS)
