@@ -24,7 +24,7 @@ def arrays(fn: Callable[[jax.ShapeDtypeStruct], bool], tree: Any) -> filters.Fil
     >>> params = {'dense': {'kernel': jnp.ones((2, 3)), 'bias': jnp.ones(3)}}
     >>> matrices = sg.arrays(lambda a: a.ndim > 1, params)
     >>> matrices
-    <arrays(<lambda> at ...): 'dense/kernel'>
+    <arrays: 'dense/kernel'>
     >>> tx = optax.adamw(1e-3, mask=sg.mask(params, trained=matrices))
 
     A filter is asked for paths alone, so it is made from the tree once. It then serves
@@ -61,4 +61,4 @@ def arrays(fn: Callable[[jax.ShapeDtypeStruct], bool], tree: Any) -> filters.Fil
         if said:
             found.add(path.place)
     known = frozenset(path.place for path in leaves.paths)
-    return filters.Derived(frozenset(found), known, f'arrays({describe(fn)})')
+    return filters.Derived(frozenset(found), known, 'arrays')
