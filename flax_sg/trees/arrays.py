@@ -15,7 +15,7 @@ from flax_sg.filters.predicates import describe
 from flax_sg.trees.leaves import leaves_of
 
 
-def arrays(fn: Callable[[jax.ShapeDtypeStruct], bool], tree: Any) -> filters.Filter:
+def arrays(fn: Callable[[jax.ShapeDtypeStruct], Any], tree: Any) -> filters.Filter:
     """Returns the filter of the leaves of a tree with a certain shape or dtype.
 
     Weights decay, biases and scales do not:
