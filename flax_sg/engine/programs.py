@@ -124,7 +124,7 @@ class _Running(threading.local):
         if self._now is None:
             return []
         around = self._blocks[0].kept_trace
-        *traces, _ = tracing.kept_traces()
+        traces = [*tracing.kept_traces()][:-1]
         return list(itertools.takewhile(lambda trace: trace != around, traces))
 
     def begin(self) -> list[Stamp]:
