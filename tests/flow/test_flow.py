@@ -22,8 +22,7 @@ import test_random_models as random_models
 import uses
 from flax_sg import linen as nn
 from flax_sg import testing
-from flax_sg.flow.dependence import Dependence, bit
-from flax_sg.flow.pullback import Reach
+from flax_sg.flow.facts import Fact, Facts
 
 pytestmark = pytest.mark.every_case
 
@@ -422,10 +421,10 @@ def test_each_equation_is_looked_at_once_however_often_it_is_called():
     for _ in range(12):
         fn = doubled(fn)
     closed = jax.make_jaxpr(fn)(A)
-    reach, values = Reach(), Dependence()
-    assert reach.of(closed) == values.of(closed) == [bit(0)]
+    facts = Facts()
+    assert facts.of(closed.jaxpr).inputs() == [Fact(read=1, live=1)]
     # Twelve functions of three equations each.
-    assert reach.visits == values.visits < 60
+    assert facts.visits < 60
     # All uses of one line are one use.
     [use] = flow_of(fn, A).uses
     assert (len(use), use[0].times) == (1, 1)
