@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,9 @@ import numpy as np
 from flax_sg import errors, filters
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters import paths
-from flax_sg.rendering import pictures, text
+from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Matrix, Row, Word
+from flax_sg.rendering.shown import Shown
 from flax_sg.trees import leaves
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
@@ -52,8 +52,6 @@ WORDS = {
 }
 
 NO_MODULE = '(no module)'
-# What the rows and the columns of a picture are.
-_NAMES = 'parameters', 'outputs'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientFlow:
+class GradientFlow(Shown):
     """Which output trains which parameter, as returned by ``sg.gradient_flow``.
 
     Printing it shows a table: modules down, outputs across. A parameter that is stopped
@@ -98,6 +96,9 @@ class GradientFlow:
         parts: for each output, and in it for each parameter that is ``'partly'``
             trained, the part; None for the others.
     """
+
+    title = 'Which output trains which part'
+    headings = 'parameters', 'outputs'
 
     outputs: tuple[str, ...]
     parameters: tuple[paths.Path, ...]
@@ -319,6 +320,11 @@ class GradientFlow:
             status = self._together(numbers)
             rows.append((names_in, False, status))
             members.append(numbers)
+            if depth is None and len(numbers) == 1 and _holds(groups, module):
+                # The name of the module would stand for all that is in it.
+                own = (*names_in, self.parameters[numbers[0]].name)
+                rows[-1] = own, False, status
+                continue
             is_mixed = PARTLY in status or {*map(self._column, numbers)} != {status}
             for n in numbers if depth is None and is_mixed else ():
                 rows.append(
@@ -354,53 +360,6 @@ class GradientFlow:
             lines.append(f'No output trains {", ".join(idle[:3])}{more}.')
         return tuple(lines)
 
-    def table(self, depth: int | None = None) -> str:
-        """The report as text: modules down, outputs across; ``str`` gives the same.
-
-        Args:
-            depth: the number of names of a module's path to group by. Default all.
-        """
-        return self.matrix(depth).table()
-
-    def plot(
-        self,
-        path: str | os.PathLike[str],
-        depth: int | None = None,
-        title: str = 'Which output trains which part',
-        dark: bool = False,
-    ) -> None:
-        """Draws the table as a picture into a file; needs the extra ``plot``.
-
-        Args:
-            path: the file; its name says of which kind (png, svg, pdf, ...).
-            depth: the number of names of a module's path to group by. Default all.
-            title: stands above it.
-            dark: whether it is drawn for pages in dark mode.
-
-        Raises:
-            ModuleNotFoundError: if matplotlib is not installed.
-            ValueError: if matplotlib does not know the kind of file.
-        """
-        pictures.save(self.matrix(depth), path, title, _NAMES, dark)
-
-    def draw(self, axes: Any, depth: int | None = None) -> None:
-        """Draws the table into axes of matplotlib, beside other plots; no legend.
-
-        Args:
-            axes: the axes, with nothing in them. A cell is one unit wide and high.
-            depth: the number of names of a module's path to group by. Default all.
-
-        Raises:
-            ModuleNotFoundError: if matplotlib is not installed.
-        """
-        pictures.draw(axes, self.matrix(depth), _NAMES)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return self.matrix().html()
-
     def __repr__(self) -> str:
         return (
             f'GradientFlow({len(self.outputs)} outputs, '
@@ -412,6 +371,11 @@ def counted(uses: Iterable[Use]) -> tuple[int, int]:
     """The number of stopped uses, and of all."""
     pairs = [(use.times * use.stopped, use.times) for use in uses]
     return sum(stopped for stopped, _ in pairs), sum(times for _, times in pairs)
+
+
+def _holds(modules: Iterable[str], module: str) -> bool:
+    """Whether others of some modules are in one of them; all are in the root."""
+    return not module or any(other.startswith(f'{module}/') for other in modules)
 
 
 def together(statuses: Iterable[str]) -> str:
