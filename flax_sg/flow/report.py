@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters import paths
 from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Matrix, Row, Word
@@ -113,7 +112,7 @@ class GradientFlow(Shown):
         Raises:
             UnknownNameError: if there is no such output or parameter.
         """
-        row = self.status[_index('output', output, self.outputs)]
+        row = self.status[index('output', output, self.outputs)]
         return row[self._number(parameter)]
 
     def uses_of(self, parameter: str) -> tuple[Use, ...]:
@@ -138,7 +137,7 @@ class GradientFlow(Shown):
             places = [path.place for path in self.parameters]
             if parameter.place in places:
                 return places.index(parameter.place)
-        return _index('parameter', parameter, self.names)
+        return index('parameter', parameter, self.names)
 
     def stopped_in(self, parameter: str) -> tuple[int, int]:
         """The number of uses in which a parameter is stopped, and of all its uses."""
@@ -207,8 +206,7 @@ class GradientFlow(Shown):
 
     def _members(self, depth: int | None = None) -> dict[str, list[int]]:
         """The numbers of the parameters of each group of ``by_module``, by its path."""
-        if depth is not None and depth < 0:
-            raise unknown_choice('depth', depth, (0, 1, 2, None))
+        text.check_depth(depth)
         collections = {path.place[0] for path in self.parameters}
         groups: dict[str, list[int]] = {}
         numbers = enumerate(self.parameters)
@@ -258,7 +256,7 @@ class GradientFlow(Shown):
         """
         wrong: set[int] = set()
         for output, where in expected.items():
-            number = _index('output', output, self.outputs)
+            number = index('output', output, self.outputs)
             asked = [list(self.parameters)]
             [named] = leaves.selected(asked, filters.as_filter(where))
             wrong |= {
@@ -402,7 +400,8 @@ def unique(found: Sequence[paths.Path]) -> list[str]:
     ]
 
 
-def _index(kind: str, name: str, names: Sequence[str]) -> int:
+def index(kind: str, name: str, names: Sequence[str]) -> int:
+    """The number of an output or a parameter; raises if the report has none."""
     try:
         return names.index(name)
     except ValueError:

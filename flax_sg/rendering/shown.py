@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from flax_sg.rendering import pictures
 from flax_sg.rendering.matrix import Matrix
 
 
-class Shown:
+class Shown(abc.ABC):
     """A report that is shown as a matrix: ``print`` it, or end a notebook cell with it.
 
     Attributes:
@@ -20,9 +21,9 @@ class Shown:
     title: ClassVar[str]
     headings: ClassVar[tuple[str, str]]
 
+    @abc.abstractmethod
     def matrix(self, depth: int | None = None) -> Matrix:
         """The report as rows of words."""
-        raise NotImplementedError
 
     def table(self, depth: int | None = None) -> str:
         """The report as text; ``str`` gives the same.

@@ -223,6 +223,13 @@ def _paths(names: Sequence[str]) -> list[Path]:
     ]
 
 
+def named(where: filters.Where) -> str:
+    """A filter in a message."""
+    if where is True:
+        return 'all parameters'
+    return repr(where if isinstance(where, str) else filters.as_filter(where))
+
+
 def _check(
     loss: Callable[..., Any] | flow.GradientFlow,
     args: tuple[Any, ...],
@@ -252,8 +259,7 @@ def _check(
     if not lines:
         return
     what = 'a gradient' if trained else 'no gradient'
-    shown = repr(where if isinstance(where, str) else filters.as_filter(where))
-    who = 'all parameters' if where is True else shown
+    who = named(where)
     rest = ' and to nothing else' * only
     but = '\n'.join(lines)
     but = but[0].lower() + but[1:]

@@ -29,6 +29,11 @@ def loss(params: Any) -> jax.Array:
     return jnp.sum(params['head']) * jnp.sum(jax.lax.stop_gradient(params['body']))
 
 
+def descends(params: Any) -> Any:
+    """Trains the head."""
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+
 def rows_that_depend_on_data(params: Any, count: Any) -> jax.Array:
     rows = jnp.arange(4)[:, None] < count
     body = params['body']
@@ -121,6 +126,35 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a depth below the top': (
         lambda: sg.gradient_flow(loss, PARAMS).table(depth=-1),
         'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
+    ),
+    'a depth below the top of a step': (
+        lambda: testing.moves(descends, PARAMS).table(depth=-1),
+        'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
+    ),
+    'a step that is never run': (
+        lambda: testing.moves(descends, PARAMS, times=0),
+        'ArgumentValueError: times=0: expected 1, 2, 3, ...',
+    ),
+    'a step that returns no state': (
+        lambda: testing.moves(lambda params: loss(params), PARAMS),
+        'ArgumentTypeError: <lambda> at report_errors.py:LINE returns float32[], and '
+        'no new state first.\n'
+        'Return what the step makes of its first argument: '
+        'return params, opt_state, loss.',
+    ),
+    'gradients of another tree': (
+        lambda: testing.moves(descends, PARAMS, grads={'tail': jnp.ones(3)}),
+        'ArgumentValueError: grads= has no parameter of the state: tail, and the state '
+        'holds body, head.\n'
+        'Give the gradients of the whole first argument of the step.',
+    ),
+    'another part moved': (
+        lambda: testing.assert_moves_only(descends, 'body', PARAMS),
+        "ExpectationError: Expected the step to move 'body' and nothing else.\n"
+        'It does not move body.\n'
+        'body: still. If it should have a gradient: sg.gradient_flow(loss, ...).\n'
+        'It moves head.\n'
+        'head: moves. If it should stay: sg.freeze(tx, where).',
     ),
     'parameters in place of variables': (
         lambda: sg.live(Layer(), {'Dense_0': PARAMS}, jnp.ones(2), None),
