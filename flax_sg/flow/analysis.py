@@ -44,6 +44,9 @@ _ASKED_FOR_A_VALUE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 
+# The name of an output that is not in a tree.
+ALONE = 'output'
+
 # What stops a parameter that nobody asked about.
 NOT_ASKED = 'wrt='
 
@@ -210,7 +213,8 @@ class Analysis(NamedTuple):
             keys_of = itertools.chain(*(keys for keys, _ in pairs))
             if all(isinstance(key, jax.tree_util.DictKey) for key in keys_of):
                 pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
-            names = unique([path_of(keys) for keys, _ in pairs])
+            paths = unique([path_of(keys) for keys, _ in pairs])
+            names = [path or ALONE for path in paths]
             shapes = [_shape_of(leaf) for _, leaf in pairs]
             outputs[:] = zip(names, shapes, strict=True)
             is_array = [isinstance(x, jax.ShapeDtypeStruct) for x in shapes]
@@ -259,7 +263,7 @@ class Analysis(NamedTuple):
         which, what = 'output', 'empty'
         if wrong or self.outputs:
             path, leaf = (wrong or self.outputs)[0]
-            which += f' {path!r}' * bool(path)
+            which += f' {path!r}' * (path != ALONE)
             what = f'{shown(leaf)}, which has no gradient'
         raise errors.ArgumentTypeError(
             f'The {which} of {self.name} is {what}.\n'

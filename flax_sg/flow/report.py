@@ -86,7 +86,7 @@ class GradientFlow(Shown):
     of zero, as in ``x - x``.
 
     Attributes:
-        outputs: the name of each output leaf, ``''`` for a single output.
+        outputs: the name of each output leaf; that of a single output is ``'output'``.
         parameters: the path of each leaf of the differentiated arguments.
         shapes: the shape and dtype of each parameter.
         status: for each output, and in it for each parameter, ``'flows'``,
@@ -150,11 +150,6 @@ class GradientFlow(Shown):
             return said * math.prod(shape)
         mask = said.mask(shape, self.parameters[number])
         return math.prod(shape) * int(mask.sum()) // mask.size
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """The outputs as a heading calls them: a single one is ``'output'``."""
-        return tuple(name or 'output' for name in self.outputs)
 
     @property
     def live(self) -> tuple[bool, ...]:
@@ -243,7 +238,7 @@ class GradientFlow(Shown):
 
         >>> import jax.numpy as jnp, flax_sg as sg
         >>> flow = sg.gradient_flow(lambda p: p['a'] * p['b'], {'a': 1.0, 'b': 2.0})
-        >>> flow.unexpected({'': 'a'}).parameters
+        >>> flow.unexpected({'output': 'a'}).parameters
         ('b',)
 
         Args:
@@ -309,7 +304,7 @@ class GradientFlow(Shown):
         rows: list[tuple[tuple[str, ...], bool, tuple[str, ...]]] = []
         members: list[list[int]] = []
         groups = self._members(depth)
-        names = [(name,) for name in self.output_names]
+        names = [(name,) for name in self.outputs]
         parts = self.parts or ((),) * len(names)
         shown = text.repeated(names, list(zip(self.status, parts, strict=True)))
         columns = [(name, same[0]) for (name,), same in shown]

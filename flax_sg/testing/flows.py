@@ -205,7 +205,7 @@ def _outputs(
     report: flow.GradientFlow, output: filters.Where | None
 ) -> list[tuple[str, Sequence[int]]]:
     """The outputs to judge: a name, and the numbers of those that count together."""
-    names = report.output_names
+    names = report.outputs
     if output is None:
         return [('', range(len(names)))]
     output, paths = filters.as_filter(output), _paths(names)

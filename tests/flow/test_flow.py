@@ -111,8 +111,8 @@ def test_names_that_differ_in_collection_or_slashes():
     twice = {'params': {'w': A}, 'ema': {'w': B}}
     report = flow_of(lambda v: v['ema']['w'], twice)
     assert report.names == ('ema/w', 'params/w')
-    assert report.status_of('', 'ema/w') == 'flows'
-    assert report.status_of('', report.parameters[1]) == 'unused'
+    assert report.status_of('output', 'ema/w') == 'flows'
+    assert report.status_of('output', report.parameters[1]) == 'unused'
     assert [row['parameter'] for row in report.rows()] == ['ema/w', 'params/w']
     assert report.by_module() == {'ema': ('flows',), 'params': ('unused',)}
     live = sg.live(lambda v: v['ema']['w'], twice)
@@ -304,7 +304,7 @@ def test_aux_is_that_of_jax():
 
     report = flow_of(fn, {'w': A, 'q': B}, 2, has_aux=True)
     assert report.parameters == ('q', 'w')
-    assert report.outputs == ('',)
+    assert report.outputs == ('output',)
     assert report.status == (('stopped', 'flows'),)
     # What is returned beside the output is no use of anything.
     assert [len(found) for found in report.uses] == [1, 1]
