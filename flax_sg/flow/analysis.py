@@ -31,6 +31,7 @@ from flax_sg.flow.report import (
     Use,
     unique,
 )
+from flax_sg.flow.way import way
 from flax_sg.flow.zeros import Mask, both, either
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, is_differentiable, leaves_of, path_of
@@ -323,6 +324,7 @@ class Analysis(NamedTuple):
             tuple(tuple(status for status, _ in row) for row in cells),
             tuple(uses),
             tuple(tuple(part for _, part in row) for row in cells),
+            lambda n, output: way(table, self.parameters[n].slots, output),
         )
 
     def _refused(self, error: BaseException | None) -> errors.ArgumentTypeError:

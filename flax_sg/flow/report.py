@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,9 @@ class Use:
         by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``.
             This may be far behind the use. ``''`` if nothing does.
         times: how often the line is met.
+        leaves: whether it is the first line on the way to an output outside of the
+            ``with`` block that reads the parameter: the place for
+            ``jax.lax.stop_gradient``.
     """
 
     place: str
@@ -75,6 +78,11 @@ class Use:
     part: bool = False
     by: str = ''
     times: int = 1
+    leaves: bool = False
+
+
+def _no_way(parameter: int, output: int) -> tuple[Use, ...]:
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +102,7 @@ class GradientFlow(Shown):
         uses: for each parameter the places where the function uses it.
         parts: for each output, and in it for each parameter that is ``'partly'``
             trained, the part; None for the others.
+        way: for the numbers of a parameter and an output the lines between them.
     """
 
     title = 'Which output trains which part'
@@ -105,6 +114,13 @@ class GradientFlow(Shown):
     status: tuple[tuple[str, ...], ...]
     uses: tuple[tuple[Use, ...], ...]
     parts: tuple[tuple[filters.Part | None, ...], ...] = ()
+    way: Callable[[int, int], tuple[Use, ...]] = dataclasses.field(
+        default=_no_way, repr=False, compare=False
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs cannot be pickled.
+        return {**self.__dict__, 'way': _no_way}
 
     def status_of(self, output: str, parameter: str) -> str:
         """How an output treats a parameter, one of the words of ``status``.
@@ -115,13 +131,20 @@ class GradientFlow(Shown):
         row = self.status[index('output', output, self.outputs)]
         return row[self._number(parameter)]
 
-    def uses_of(self, parameter: str) -> tuple[Use, ...]:
-        """The places where a parameter is used.
+    def uses_of(self, parameter: str, output: str | None = None) -> tuple[Use, ...]:
+        """The places where a parameter is used, or the way from there to an output.
+
+        Args:
+            parameter: the parameter.
+            output: an output: the lines on the shortest way to it, each once.
 
         Raises:
-            UnknownNameError: if there is no such parameter.
+            UnknownNameError: if there is no such parameter or output.
         """
-        return self.uses[self._number(parameter)]
+        number = self._number(parameter)
+        if output is None:
+            return self.uses[number]
+        return self.way(number, index('output', output, self.outputs))
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -272,6 +295,7 @@ class GradientFlow(Shown):
             tuple(map(some, self.status)),
             some(self.uses),
             tuple(map(some, self.parts)),
+            lambda n, output: self.way(kept[n], output),
         )
 
     def rows(self) -> list[dict[str, Any]]:

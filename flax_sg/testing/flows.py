@@ -192,7 +192,14 @@ def _place(
     lines = list(dict.fromkeys(use.source for use in shown))
     more = f' and {len(lines) - 1} more' * (len(lines) > 1)
     if not shown[0].stopped:
-        return f'{parameter} is used at {lines[0]}{more}.'
+        ways = (report.way(n, k) for k in outputs if report.trained(n, [k]))
+        leaks = [use.source for use in next(ways, ()) if use.leaves and not wanted]
+        where = ''.join(
+            f'\nIts value leaves its block at {source}: '
+            'write jax.lax.stop_gradient there.'
+            for source in leaks
+        )
+        return f'{parameter} is used at {lines[0]}{more}.{where}'
     by = shown[0].by
     if not by:
         return f'{parameter} is stopped at {lines[0]}{more}.'
