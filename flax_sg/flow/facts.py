@@ -84,7 +84,10 @@ class Place(NamedTuple):
         return here._replace(function=jaxprs.function_in(eqn))
 
     def stop(self, eqn: JaxprEqn) -> str:
-        """An equation that stops a gradient, as a report calls it."""
+        """An equation that stops a gradient, or the block that made it, in words."""
+        _, block, said = jaxprs.name_stack_of(eqn).rpartition(jaxprs.BLOCK)
+        if block:
+            return said
         return f'{jaxprs.operation(eqn)} at {self.at(eqn).source}'
 
 

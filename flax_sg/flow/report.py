@@ -361,7 +361,7 @@ class GradientFlow(Shown):
         return Matrix(heads, tuple(found), WORDS, 'uses stopped', self._totals(columns))
 
     def _totals(self, columns: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-        """A line for each output, and what no output trains."""
+        """A line for each output, and what no output trains, by cause."""
         every = range(len(self.parameters))
         dtypes = [shape.dtype for shape in self.shapes]
         all_of = sum(math.prod(shape.shape) for shape in self.shapes)
@@ -371,10 +371,15 @@ class GradientFlow(Shown):
             + f' of {all_of:,} values'
             for name, k in columns
         ]
-        idle = [self.names[n] for n in every if not self.trained(n)]
-        more = f' and {len(idle) - 3} more' if len(idle) > 3 else ''
-        if idle:
-            lines.append(f'No output trains {", ".join(idle[:3])}{more}.')
+        idle: dict[str, list[str]] = {}
+        for n in every:
+            if not self.trained(n):
+                stops = {use.by for use in self.uses[n]} or {'not used'}
+                idle.setdefault(min(stops), []).append(self.names[n])
+        for by, names in idle.items():
+            more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+            cause = f': {by}' * bool(by)
+            lines.append(f'No output trains {", ".join(names[:3])}{more}{cause}.')
         return tuple(lines)
 
     def __repr__(self) -> str:

@@ -36,6 +36,10 @@ CUSTOM_CALLS = frozenset(
 _BODY = ('jaxpr', 'call_jaxpr', 'call', 'fun_jaxpr')
 
 
+# Begins the name of a scope that holds what a block does to a value it hands out.
+BLOCK = 'block:'
+
+
 def opened(jaxpr: Any) -> Any:
     """The open jaxpr of a jaxpr that may be closed over constants."""
     return getattr(jaxpr, 'jaxpr', jaxpr)

@@ -170,6 +170,16 @@ def test_a_stopped_use_names_what_stops_it(what, jitted):
     assert not any(use.by for use in report.uses_of('b'))
 
 
+def test_a_block_is_named_with_its_filter():
+    model, ids = Tied(), jnp.array([1, 2])
+    params = jax.eval_shape(model.init, jax.random.key(0), ids)['params']
+    report = flow_of(lambda p: model.apply({'params': p}, ids), params)
+    frozen, live = report.uses_of('embed/embedding')
+    read = int(frozen.source.split(':')[1].split()[0])
+    assert frozen.by == f"stop_gradient(Glob('embed/**')) at test_flow.py:{read - 1}"
+    assert not live.by
+
+
 def test_the_cause_may_be_lines_behind_the_use():
     report = flow_of(by_argmax, {'w': A, 'b': B})
     [use] = report.uses_of('w')
