@@ -32,7 +32,7 @@ WORDS = {
     ),
     STUCK: Word(
         'stuck',
-        'it has a gradient, and its value does not change',
+        'it has a gradient or an update, and most of its value does not change',
         ('#d55e00', '#ffffff'),
         ('#d55e00', '#000000'),
     ),
@@ -61,6 +61,7 @@ class Move:
         reason: why it is stuck, or drifts; ``''`` if there is nothing to say.
         size: the norm of its value before.
         change: the norm of the change.
+        moved: the share of its elements that change.
         gradient: the norm of its gradient; True or False if only that is known; None if
             nothing is.
         shape: its shape and dtype.
@@ -71,6 +72,7 @@ class Move:
     reason: str
     size: float
     change: float
+    moved: float
     gradient: float | None  # A bool is one, too.
     shape: jax.ShapeDtypeStruct
 
@@ -109,6 +111,7 @@ class Moves(Shown):
                 'reason': move.reason,
                 'size': move.size,
                 'change': move.change,
+                'moved': move.moved,
                 'gradient': move.gradient,
             }
             for move in self.parameters
@@ -206,7 +209,7 @@ def moves(
         grads: the gradients of the parameters, as ``jax.grad`` or ``sg.grad`` returns
             them, or the report of ``sg.gradient_flow`` on the loss. Without them,
             nothing is known of the gradients: a parameter is ``'stuck'`` only if its
-            update is lost.
+            update is lost in the rounding.
         times: how often the step is run, an int from 1 on. A parameter moves if one of
             the steps changes it.
 
@@ -219,9 +222,10 @@ def moves(
         ArgumentValueError: if ``times`` is less than 1.
 
     Note:
-        Each step is followed by two norms for each parameter. If a parameter does not
-        move, the steps are run again with its values in a wider type. If it moves
-        there, its update is lost in the rounding.
+        Each step is followed by two norms for each parameter. The steps are run again
+        with a wider type for each parameter that does not move, or, if its type is
+        narrower than float32, not as a whole. What moves only there, or twice as much
+        of it, is lost in the rounding.
     """
     if times < 1:
         raise errors.ArgumentValueError(f'times={times}: expected 1, 2, 3, ...')
@@ -239,27 +243,32 @@ def moves(
         n: None if grads is None else known.get(path.place, False)
         for n, path in watched.items()
     }
-    asked = [n for n, row in measured.items() if not row.moved and gradient[n] != 0]
-    lost = _lost(step, (state, *args), asked, times)
-    none_moves = not any(row.moved for row in measured.values())
     values = leaves.leaves_of(state).values
+    kinds = {n: jnp.result_type(values[n]) for n in watched}
+    asked = [
+        n
+        for n, row in measured.items()
+        if _may_be_lost(row, kinds[n]) and gradient[n] != 0
+    ]
+    wide = _in_wider_types(step, (state, *args), asked, times) if asked else {}
+    none_moves = not any(row.moved for row in measured.values())
     found: list[Move] = []
     for n, path in watched.items():
         row, status, reason = measured[n], STILL, ''
-        if row.moved:
+        if n in wide and wide[n].moved > 2 * row.moved:
+            most = 'most of ' * bool(row.moved)
+            status, reason = STUCK, f'{most}its update is {_LOST} {kinds[n]}'
+        elif row.moved:
             status = DRIFTS if gradient[n] is not None and not gradient[n] else MOVES
             if not np.isfinite(row.change):
                 reason = _NOT_FINITE
             elif status == DRIFTS:
                 reason = _DECAY if row.cosine < -0.999 else _WRITTEN
-        elif n in lost:
-            status, reason = STUCK, f'{_LOST} {jnp.result_type(values[n])}'
         elif gradient[n]:
             status, reason = STUCK, _NO_STEP if none_moves else _MASKED
-        kind = jnp.result_type(values[n])
-        shape = jax.ShapeDtypeStruct(leaves.shape_of(values[n]), kind)
-        size, change = float(row.size), float(row.change)
-        found.append(Move(path, status, reason, size, change, gradient[n], shape))
+        shape = jax.ShapeDtypeStruct(leaves.shape_of(values[n]), kinds[n])
+        numbers = float(row.size), float(row.change), float(row.moved)
+        found.append(Move(path, status, reason, *numbers, gradient[n], shape))
     return Moves(tuple(found), times)
 
 
@@ -320,7 +329,7 @@ def assert_moves_only(
 
 # Why a parameter is stuck or drifts.
 _NOT_FINITE = 'its value is not finite'
-_LOST = 'its update is lost in the rounding of'
+_LOST = 'lost in the rounding of'
 _NO_STEP = 'its update is zero, as are all others: the rate is zero, or no step is made'
 _MASKED = 'its update is zero: masked, clipped, or unknown to the optimizer'
 _DECAY = 'it shrinks as by weight decay'
@@ -328,7 +337,7 @@ _WRITTEN = 'the step writes it: momentum, an average, running statistics'
 
 
 def _advice(move: Move) -> str:
-    if move.reason.startswith(_LOST):
+    if _LOST in move.reason:
         return 'Keep it in float32, or make larger steps.'
     if move.status == STUCK:
         return 'Look at the optimizer.'
@@ -370,7 +379,7 @@ def _gradients(grads: Any) -> dict[Any, Any]:
 
 
 class _Compared(NamedTuple):
-    """Whether a value has changed, its norm, that of the change, and their cosine."""
+    """The share that changes, the norm, that of the change, and their cosine."""
 
     moved: Any
     size: Any
@@ -387,7 +396,7 @@ def _compared(old: Any, new: Any) -> _Compared:
     along = jnp.real(jnp.sum(jnp.conj(old) * (new - old)))
     # A single number always moves along itself.
     cosine = along / (size * change) if old.size > 1 else jnp.zeros_like(along)
-    return _Compared(jnp.any(new != old), size, change, cosine)
+    return _Compared(jnp.mean(new != old), size, change, cosine)
 
 
 def _measured(
@@ -403,7 +412,7 @@ def _measured(
         found.append({n: _compared(first[n], now[n]) for n in watched})
     found = jax.device_get(found)
     return {
-        n: row._replace(moved=any(rows[n].moved for rows in found))
+        n: row._replace(moved=max(rows[n].moved for rows in found))
         for n, row in found[-1].items()
     }
 
@@ -437,10 +446,15 @@ def _form(tree: Any) -> Any:
     return treedef, [leaves.shape_of(value) for value in values]
 
 
-def _lost(
+def _may_be_lost(row: _Compared, kind: Any) -> bool:
+    """Whether something stands still; of a narrow type, it may be most elements."""
+    return row.moved < 1 if jnp.finfo(kind).bits < 32 else not row.moved
+
+
+def _in_wider_types(
     step: Callable[..., Any], args: Sequence[Any], asked: Sequence[int], times: int
-) -> set[int]:
-    """The leaves that would move if their type were wider."""
+) -> dict[int, _Compared]:
+    """What the steps do to some leaves if these have a wider type."""
     tree = leaves.leaves_of(args[0])
     values = list(tree.values)
     wider = {n: _WIDER.get(jnp.result_type(values[n]).name, 'float32') for n in asked}
@@ -451,10 +465,9 @@ def _lost(
         for n, kind in wider.items():
             values[n] = jnp.asarray(values[n]).astype(kind)
         try:
-            rows = _measured(step, (tree.restore(values), *args[1:]), asked, times)
+            return _measured(step, (tree.restore(values), *args[1:]), asked, times)
         except Exception:  # The step does not run in other types.
-            return set()
-    return {n for n, row in rows.items() if row.moved}
+            return {}
 
 
 _WIDER = {

@@ -161,6 +161,23 @@ def test_an_average_that_is_lost_in_the_rounding():
         report.status_of('target')
 
 
+def test_an_average_of_which_a_few_values_move():
+    old = jnp.array([1.0, 2.0, 3.0, 0.0], jnp.bfloat16)
+
+    def step(params):
+        new = params['partly'].astype(jnp.float32) + 1e-4
+        return {'partly': new.astype(params['partly'].dtype)}
+
+    [row] = testing.moves(step, {'partly': old}).rows()
+    assert (row['status'], row['moved']) == ('stuck', 0.25)
+    assert row['reason'] == 'most of its update is lost in the rounding of bfloat16'
+    # Rows that are not read may stand still.
+    [row] = testing.moves(
+        lambda p: {'rows': p['rows'].at[0].add(1)}, {'rows': old}
+    ).rows()
+    assert (row['status'], row['moved']) == ('moves', 0.25)
+
+
 def test_what_comes_back_to_its_first_value_has_moved():
     flip = testing.moves(lambda p: {'flip': -p['flip']}, {'flip': jnp.ones(2)}, times=2)
     assert [(row['status'], row['change']) for row in flip.rows()] == [('moves', 0.0)]
