@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import io
+from typing import Any, cast
 
 import flax.linen as fnn
 import jax
@@ -34,6 +35,13 @@ def descends(params: Any) -> Any:
     return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
 
+LETTER = {'\ue000': {'w': 1.0}}
+
+
+def loss_of_a_letter(params: Any) -> Any:
+    return params['\ue000']['w'] * 2.0
+
+
 def rows_that_depend_on_data(params: Any, count: Any) -> jax.Array:
     rows = jnp.arange(4)[:, None] < count
     body = params['body']
@@ -63,6 +71,18 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a depth of a table': (
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
         "ArgumentValueError: depth='all': expected 'fit' or 1 or 2 or None.",
+    ),
+    'a depth of a table below its top': (
+        lambda: sg.tabulate(Layer(), jax.random.key(0), depth=-1),
+        "ArgumentValueError: depth=-1: expected 'fit' or 1 or 2 or None.",
+    ),
+    'letters that no font has': (
+        lambda: sg.gradient_flow(loss_of_a_letter, LETTER).plot(
+            cast(Any, io.BytesIO())
+        ),
+        'UserWarning: No font that matplotlib knows has all letters of the names, and '
+        'some are drawn as boxes. Install Noto Sans CJK or Noto Emoji, and delete '
+        'matplotlib.get_cachedir().',
     ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),

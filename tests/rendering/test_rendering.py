@@ -300,3 +300,10 @@ def test_the_matrix_beside_other_plots():
     words = [text.get_text() for text in axes.texts]
     assert words == [WORDS[status].text for row in found for status in row]
     assert (axes.get_xlim(), axes.get_ylim()) == ((0, 3), (4, 0))
+
+
+def test_letters_that_no_font_has(tmp_path):
+    table = report({'\ue000': ['flows']}, {'dense/\ue001': [LIVE]})
+    with pytest.warns(UserWarning, match='Install Noto Sans CJK') as caught:
+        table.plot(tmp_path / 'letters.png')
+    assert len(caught) == 1
