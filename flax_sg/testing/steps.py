@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,6 +77,11 @@ class Move:
     gradient: float | None  # A bool is one, too.
     shape: jax.ShapeDtypeStruct
 
+    @property
+    def said(self) -> tuple[str, str]:
+        """The words of its row."""
+        return self.status, self.reason
+
 
 @dataclasses.dataclass(frozen=True)
 class Moves(Shown):
@@ -103,17 +109,10 @@ class Moves(Shown):
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
+        names = 'status', 'reason', 'size', 'change', 'moved', 'gradient'
         return [
-            {
-                'parameter': str(move.path),
-                'collection': move.path.collection,
-                'status': move.status,
-                'reason': move.reason,
-                'size': move.size,
-                'change': move.change,
-                'moved': move.moved,
-                'gradient': move.gradient,
-            }
+            {'parameter': str(move.path), 'collection': move.path.collection}
+            | {name: getattr(move, name) for name in names}
             for move in self.parameters
         ]
 
@@ -125,29 +124,23 @@ class Moves(Shown):
                 Parameters of one group that do different things have a row each.
         """
         text.check_depth(depth)
+        several = len({move.path.collection for move in self.parameters}) > 1
         groups: dict[tuple[str, ...], list[Move]] = {}
         for move in self.parameters:
-            module = (move.path.collection, *move.path.parts[:-1])
-            groups.setdefault(
-                module[: None if depth is None else depth + 1], []
-            ).append(move)
-        several = len({move.path.collection for move in self.parameters}) > 1
-        rows: list[tuple[tuple[str, ...], tuple[str, str]]] = []
-        for module, moves in groups.items():
-            said = [(move.status, move.reason) for move in moves]
-            if len(moves) > 1 and len({*said}) == 1 and module[1:]:
-                rows.append((module, said[0]))
-            else:
-                names = [(move.path.collection, *move.path.parts) for move in moves]
-                rows += zip(names, said, strict=True)
-        joined = text.repeated([names for names, _ in rows], [said for _, said in rows])
+            head = (move.path.collection,) * several
+            module = (*head, *move.path.parts[:-1][:depth])
+            groups.setdefault(module, []).append(move)
+        rows: dict[tuple[str, ...], tuple[str, str]] = {}
+        for module, some in groups.items():
+            alike = len(some) > 1 and len({move.said for move in some}) == 1
+            for move in some:
+                own = (*module[:several], *move.path.parts)
+                rows[module if alike and len(module) > several else own] = move.said
+        shown = text.repeated([*rows], [*rows.values()])
+        said = list(rows.values())
         found = [
-            Row(
-                '/'.join(names[not several :]),
-                rows[same[0]][1][:1],
-                rows[same[0]][1][1],
-            )
-            for names, same in joined
+            Row('/'.join(names), said[same[0]][:1], said[same[0]][1])
+            for names, same in shown
         ]
         heading = 'one step' if self.times == 1 else f'{self.times} steps'
         return Matrix((heading,), tuple(found), WORDS, 'why', self._totals(), True)
@@ -163,11 +156,8 @@ class Moves(Shown):
         )
 
     def __repr__(self) -> str:
-        counts = (
-            f'{sum(x.status == status for x in self.parameters)} {status}'
-            for status in WORDS
-        )
-        return f'Moves({", ".join(counts)})'
+        counts = Counter(move.status for move in self.parameters)
+        return f'Moves({", ".join(f"{counts[word]} {word}" for word in WORDS)})'
 
 
 def moves(
@@ -222,10 +212,10 @@ def moves(
         ArgumentValueError: if ``times`` is less than 1.
 
     Note:
-        Each step is followed by two norms for each parameter. The steps are run again
-        with a wider type for each parameter that does not move, or, if its type is
-        narrower than float32, not as a whole. What moves only there, or twice as much
-        of it, is lost in the rounding.
+        Each step is followed by two norms for each parameter. If a parameter stands
+        still, or most of one that is narrower than float32, the steps are run once more
+        with a wider type for it. An update that shows only there is lost in the
+        rounding.
     """
     if times < 1:
         raise errors.ArgumentValueError(f'times={times}: expected 1, 2, 3, ...')

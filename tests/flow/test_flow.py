@@ -107,6 +107,19 @@ def test_an_array_that_is_written():
         assert flow_of(loss, A).status == (('stopped',),)
 
 
+def test_an_array_of_integers_that_is_written():
+    def loss(p):
+        ref = jax.new_ref(jnp.zeros(3, jnp.int32))
+        ref[...] = p['b'].astype(jnp.int32)
+        return p['a'] * ref[...].astype(jnp.float32)
+
+    if hasattr(jax, 'new_ref'):
+        report = flow_of(loss, {'a': A, 'b': B})
+        assert report.status == (('flows', 'stopped'),)
+        [use] = report.uses_of('b')
+        assert use.by.startswith('a cast to int32 at test_flow.py:')
+
+
 def test_names_that_differ_in_collection_or_slashes():
     twice = {'params': {'w': A}, 'ema': {'w': B}}
     report = flow_of(lambda v: v['ema']['w'], twice)

@@ -74,6 +74,15 @@ def test_norms_are_those_of_the_arrays():
         assert bias[name] == pytest.approx(np.linalg.norm(value), rel=1e-6)
 
 
+def test_all_that_comes_back_is_given_to_the_next_step():
+    def step(params, count, x):
+        return {'counted': params['counted'] + count * x}, count + 1.0, x.sum()
+
+    params = {'counted': jnp.zeros(4)}
+    report = testing.moves(step, params, jnp.ones(()), jnp.ones(4), times=3)
+    assert [row['change'] for row in report.rows()] == [12.0]  # 1 + 2 + 3, four times
+
+
 def test_weight_decay_moves_what_has_no_gradient():
     report = testing.moves(descends(decay=0.1), PARAMS, X, grads=GRADS)
     assert said(report)['tower/kernel'] == ('drifts', 'it shrinks as by weight decay')
