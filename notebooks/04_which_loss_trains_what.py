@@ -379,7 +379,7 @@ def moved(params, x):
 dead_report = sg.gradient_flow(reconstruction, dead, x)
 print('the gradient for these images: ', 'not zero' if moved(dead, x) else 'zero')
 print('the gradient for brighter ones:', 'not zero' if moved(dead, 50 * x) else 'zero')
-status = dead_report.status_of('', 'encoder/layers_0/kernel')
+status = dead_report.status_of('output', 'encoder/layers_0/kernel')
 print('the report:                    ', status)
 
 # %% [markdown]

@@ -29,6 +29,7 @@ from flax_sg.engine.blocks import Block, Root, thread
 from flax_sg.engine.rereads import check, is_given, note
 from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
+from flax_sg.internals.jaxprs import BLOCK
 from flax_sg.rules.cotangents import has_cotangent
 from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_differentiable
@@ -229,7 +230,9 @@ def _seeing_outside(block: Block) -> Any:
 def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
     """Applies the rule to a leaf, or to the selected part of the leaf."""
     path, said = answer(block, root, key)
-    new = block.rewrite.rule(path, leaf)
+    # Reports of gradient flow read the block off the equation of a stop.
+    with jax.named_scope(f'{BLOCK}{block.rewrite!r} at {block.place}'):
+        new = block.rewrite.rule(path, leaf)
     return filters.merged(said, new, leaf, path)
 
 

@@ -20,8 +20,8 @@ from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.flow import pullback
-from flax_sg.flow.dependence import Dependence, bit
-from flax_sg.flow.pullback import Reach, has_tangent
+from flax_sg.flow.facts import UNKNOWN, Facts, merged
+from flax_sg.flow.pullback import has_tangent
 from flax_sg.flow.report import (
     FLOWS,
     PARTLY,
@@ -31,7 +31,7 @@ from flax_sg.flow.report import (
     Use,
     unique,
 )
-from flax_sg.flow.uses import UNKNOWN, Aliases, Uses
+from flax_sg.flow.way import way
 from flax_sg.flow.zeros import Mask, both, either
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, arguments_of, is_differentiable, path_of
@@ -44,6 +44,9 @@ _ASKED_FOR_A_VALUE = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
+
+# The name of an output that is not in a tree.
+ALONE = 'output'
 
 # What stops a parameter that nobody asked about.
 NOT_ASKED = 'wrt='
@@ -211,7 +214,8 @@ class Analysis(NamedTuple):
             keys_of = itertools.chain(*(keys for keys, _ in pairs))
             if all(isinstance(key, jax.tree_util.DictKey) for key in keys_of):
                 pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
-            names = unique([path_of(keys) for keys, _ in pairs])
+            paths = unique([path_of(keys) for keys, _ in pairs])
+            names = [path or ALONE for path in paths]
             shapes = [_shape_of(leaf) for _, leaf in pairs]
             outputs[:] = zip(names, shapes, strict=True)
             is_array = [isinstance(x, jax.ShapeDtypeStruct) for x in shapes]
@@ -258,7 +262,7 @@ class Analysis(NamedTuple):
         which, what = 'output', 'empty'
         if wrong or self.outputs:
             path, leaf = (wrong or self.outputs)[0]
-            which += f' {path!r}' * bool(path)
+            which += f' {path!r}' * (path != ALONE)
             what = f'{shown(leaf)}, which has no gradient'
         raise errors.ArgumentTypeError(
             f'The {which} of {self.name} is {what}.\n'
@@ -289,30 +293,27 @@ class Analysis(NamedTuple):
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        zeros, jaxpr = self.zeros(), self.program.jaxpr
-        reach, values = Reach(), Dependence()
-        reads = values.of(jaxpr)
-        # A parameter that nobody asked about counts as stopped from the beginning.
-        aliases: Aliases = {
-            jaxpr.invars[slot]: frozenset([(number, NOT_ASKED * (not one.is_wanted))])
-            for number, one in enumerate(self.parameters)
-            for slot in one.slots
-        }
-        found = Uses(reach, values).of(jaxpr, aliases)
-        avals = [jaxpr.invars[parameter.slots[0]].aval for parameter in self.parameters]
-        columns = list(zip(*zeros, strict=True))
+        zeros, facts = self.zeros(), Facts()
+        table = facts.of(self.program.jaxpr)
+        inputs, avals = table.inputs(), self.program.in_avals
+        every = [merged(inputs[n] for n in one.slots) for one in self.parameters]
         uses = [
             _agreeing(
-                found.get(number, {}),
-                any(x is not True for x in columns[number]),
-                any(reads[slot] for slot in one.slots),
+                facts.uses(table, one.slots),
+                any(row[number] is not True for row in zeros),
+                bool(every[number].read),
+                bool(one.is_wanted),
             )
             for number, one in enumerate(self.parameters)
         ]
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        shapes = [
+            jax.ShapeDtypeStruct(avals[slots[0]].shape, avals[slots[0]].dtype)
+            for _, slots, _ in self.parameters
+        ]
         cells = [
             list(map(_cell, self.parameters, row, uses, shapes, read))
-            for row, read in zip(zeros, self._read(reads), strict=True)
+            for n, row in enumerate(zeros)
+            for read in [[fact.read >> n & 1 for fact in every]]
         ]
         return GradientFlow(
             tuple(path for path, _ in self.outputs),
@@ -321,14 +322,8 @@ class Analysis(NamedTuple):
             tuple(tuple(status for status, _ in row) for row in cells),
             tuple(uses),
             tuple(tuple(part for _, part in row) for row in cells),
+            lambda n, output: way(table, self.parameters[n].slots, output),
         )
-
-    def _read(self, reads: Sequence[int]) -> list[list[bool]]:
-        """For each output which parameters it reads."""
-        return [
-            [any(reads[slot] & bit(n) for slot in one.slots) for one in self.parameters]
-            for n in range(len(self.outputs))
-        ]
 
     def _refused(self, error: BaseException | None) -> errors.ArgumentTypeError:
         """JAX cannot differentiate an output: says where, and what would pass there."""
@@ -341,11 +336,16 @@ class Analysis(NamedTuple):
             before = jaxpr.eqns[: jaxpr.eqns.index(found[0])]
             floats = [v for v in found[0].invars if not isinstance(v, Literal)]
             until = jaxpr.replace(eqns=before, outvars=floats)
-            rows = Reach().within(until, [1] * len(floats))
+            rows = Facts().of(until).facts
             names = [
                 repr(str(path))
                 for path, slots, is_wanted in self.parameters
-                if is_wanted and any(rows.get(jaxpr.invars[slot]) for slot in slots)
+                if is_wanted
+                and any(
+                    rows[v].live
+                    for v in map(jaxpr.invars.__getitem__, slots)
+                    if v in rows
+                )
             ]
         more = f' and {len(names) - 3} more' if len(names) > 3 else ''
         of = f' of {", ".join(names[:3])}{more}' if names else ''
@@ -387,7 +387,7 @@ def _parameters(
 
 
 def _cell(
-    one: Parameter, zero: Mask, uses: Sequence[Use], shape: Any, is_read: bool
+    one: Parameter, zero: Mask, uses: Sequence[Use], shape: Any, is_read: int
 ) -> tuple[str, filters.Part | None]:
     """The status of a parameter for an output, and the part that is trained.
 
@@ -410,12 +410,15 @@ def _cell(
     return FLOWS, None
 
 
-def _agreeing(found: Mapping[Use, int], flows: bool, is_read: bool) -> tuple[Use, ...]:
+def _agreeing(
+    found: Mapping[Use, int], flows: bool, is_read: bool, is_wanted: bool
+) -> tuple[Use, ...]:
     """The uses of a parameter, in line with what is proven of its gradient."""
     uses = [dataclasses.replace(use, times=times) for use, times in found.items()]
     if not flows:
-        stopped = (dataclasses.replace(use, stopped=True, part=False) for use in uses)
-        return tuple(stopped) if is_read else ()
+        stopped = {'stopped': True, 'part': False}
+        stopped |= {} if is_wanted else {'by': NOT_ASKED}
+        return tuple(dataclasses.replace(use, **stopped) for use in uses) * is_read
     if all(use.stopped for use in uses):  # A rule makes a gradient of its own.
         return tuple(dataclasses.replace(use, stopped=False, by='') for use in uses)
     return tuple(uses)

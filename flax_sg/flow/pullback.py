@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
-from flax_sg.flow.dependence import Bodies, Dependence, Rows, bit, bits
 from flax_sg.flow.zeros import NOTHING, ZERO, Mask, Zeros
 from flax_sg.internals import jaxprs
 
@@ -62,13 +61,13 @@ def _needed(jaxpr: Any) -> list[tuple[JaxprEqn, int]]:
     masks: dict[Any, int] = {}
     for number, var in enumerate(jaxpr.outvars):
         if not isinstance(var, Literal):
-            masks[var] = masks.get(var, 0) | bit(number)
+            masks[var] = masks.get(var, 0) | 1 << number
     found: list[tuple[JaxprEqn, int]] = []
     for eqn in reversed(jaxpr.eqns):
         mask = functools.reduce(or_, (masks.get(var, 0) for var in eqn.outvars), 0)
         if any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))):
             # JAX keeps what works on mutable arrays, and runs the rules before it.
-            mask = bits(range(len(jaxpr.outvars)))
+            mask = (1 << len(jaxpr.outvars)) - 1
         found.append((eqn, mask))
         for var in eqn.invars if mask else ():
             if not isinstance(var, Literal):
@@ -119,7 +118,7 @@ def _zeros_of(
                 return var.val if isinstance(var, Literal) else known[var]
 
             for eqn, outputs in needed:
-                if outputs & bit(output):
+                if outputs >> output & 1:
                     outs = _run(eqn, list(map(read, eqn.invars)))
                     known.update(zip(eqn.outvars, outs, strict=True))
             return read(jaxpr.outvars[output])
@@ -136,29 +135,21 @@ def _zeros_of(
     return [one.zero for one in found]
 
 
-class Reach(Dependence):
-    """Differentiable dependence of values within a program: explains, proves nothing.
+class Reach:
+    """Through which operands of an equation a gradient passes, and from where.
 
     Each equation is asked alone: its pullback, and the question which of its gradients
     are zero. If it cannot be asked alone, everything counts as reached.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         # By all that is known of an equation; None where everything is reached.
-        self._asked: dict[Hashable, Rows | None] = {}
+        self._asked: dict[Hashable, list[int] | None] = {}
 
-    def carries(self, aval: Any) -> bool:
-        """Whether a derivative may flow through values of a type."""
-        return has_tangent(aval)
-
-    def leaf(self, eqn: JaxprEqn) -> Rows:
-        """The rows of an equation that runs no jaxpr."""
-        outs = bits(n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval))
-        safe = [
-            outs if isinstance(var, Var) and has_tangent(var.aval) else 0
-            for var in eqn.invars
-        ]
+    def rows(self, eqn: JaxprEqn) -> list[int]:
+        """For each operand a bit for each output from which a gradient may come."""
+        outs = sum(has_tangent(var.aval) << n for n, var in enumerate(eqn.outvars))
+        safe = [outs * has_tangent(var.aval) for var in eqn.invars]
         if not any(safe) or any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))):
             return safe
         name = eqn.primitive.name
@@ -178,7 +169,7 @@ class Reach(Dependence):
         return self._asked[key] or safe
 
 
-def _rows_of(eqn: JaxprEqn) -> Rows:
+def _rows_of(eqn: JaxprEqn) -> list[int]:
     variables = dict.fromkeys(var for var in eqn.invars if isinstance(var, Var))
     takes = [var for var in variables if has_tangent(var.aval)]
     rest = [var for var in variables if not has_tangent(var.aval)]
@@ -205,7 +196,7 @@ def _rows_of(eqn: JaxprEqn) -> Rows:
         for var, found in zip(
             takes, zeros.of(closed, [*inputs, *cotangents]), strict=True
         ):
-            rows[var] |= bit(out) if found.zero is not True else 0
+            rows[var] |= (found.zero is not True) << out
     return [rows.get(v, 0) if isinstance(v, Var) else 0 for v in eqn.invars]
 
 
@@ -224,7 +215,6 @@ def culprit(program: Any, error: BaseException | None) -> list[JaxprEqn]:
             _rows_of(eqn)
         except Exception as found:
             if type(found) is type(error):
-                bodies = Bodies.of(eqn).jaxprs
-                inner = (culprit(body, error) for body in bodies)
+                inner = (culprit(body, error) for body in jaxprs.within(eqn))
                 return [eqn, *next(filter(None, inner), [])]
     return []

@@ -6,18 +6,17 @@ import dataclasses
 import difflib
 import functools
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters import paths
-from flax_sg.rendering import pictures, text
+from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Matrix, Row, Word
+from flax_sg.rendering.shown import Shown
 from flax_sg.trees import leaves
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
@@ -52,8 +51,6 @@ WORDS = {
 }
 
 NO_MODULE = '(no module)'
-# What the rows and the columns of a picture are.
-_NAMES = 'parameters', 'outputs'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +67,9 @@ class Use:
         by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``.
             This may be far behind the use. ``''`` if nothing does.
         times: how often the line is met.
+        leaves: whether it is the first line on the way to an output outside of the
+            ``with`` block that reads the parameter: the place for
+            ``jax.lax.stop_gradient``.
     """
 
     place: str
@@ -78,10 +78,15 @@ class Use:
     part: bool = False
     by: str = ''
     times: int = 1
+    leaves: bool = False
+
+
+def _no_way(parameter: int, output: int) -> tuple[Use, ...]:
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientFlow:
+class GradientFlow(Shown):
     """Which output trains which parameter, as returned by ``sg.gradient_flow``.
 
     Printing it shows a table: modules down, outputs across. A parameter that is stopped
@@ -89,7 +94,7 @@ class GradientFlow:
     of zero, as in ``x - x``.
 
     Attributes:
-        outputs: the name of each output leaf, ``''`` for a single output.
+        outputs: the name of each output leaf; that of a single output is ``'output'``.
         parameters: the path of each leaf of the differentiated arguments.
         shapes: the shape and dtype of each parameter.
         status: for each output, and in it for each parameter, ``'flows'``,
@@ -97,7 +102,11 @@ class GradientFlow:
         uses: for each parameter the places where the function uses it.
         parts: for each output, and in it for each parameter that is ``'partly'``
             trained, the part; None for the others.
+        way: for the numbers of a parameter and an output the lines between them.
     """
+
+    title = 'Which output trains which part'
+    headings = 'parameters', 'outputs'
 
     outputs: tuple[str, ...]
     parameters: tuple[paths.Path, ...]
@@ -105,6 +114,13 @@ class GradientFlow:
     status: tuple[tuple[str, ...], ...]
     uses: tuple[tuple[Use, ...], ...]
     parts: tuple[tuple[filters.Part | None, ...], ...] = ()
+    way: Callable[[int, int], tuple[Use, ...]] = dataclasses.field(
+        default=_no_way, repr=False, compare=False
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs cannot be pickled.
+        return {**self.__dict__, 'way': _no_way}
 
     def status_of(self, output: str, parameter: str) -> str:
         """How an output treats a parameter, one of the words of ``status``.
@@ -112,16 +128,23 @@ class GradientFlow:
         Raises:
             UnknownNameError: if there is no such output or parameter.
         """
-        row = self.status[_index('output', output, self.outputs)]
+        row = self.status[index('output', output, self.outputs)]
         return row[self._number(parameter)]
 
-    def uses_of(self, parameter: str) -> tuple[Use, ...]:
-        """The places where a parameter is used.
+    def uses_of(self, parameter: str, output: str | None = None) -> tuple[Use, ...]:
+        """The places where a parameter is used, or the way from there to an output.
+
+        Args:
+            parameter: the parameter.
+            output: an output: the lines on the shortest way to it, each once.
 
         Raises:
-            UnknownNameError: if there is no such parameter.
+            UnknownNameError: if there is no such parameter or output.
         """
-        return self.uses[self._number(parameter)]
+        number = self._number(parameter)
+        if output is None:
+            return self.uses[number]
+        return self.way(number, index('output', output, self.outputs))
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -137,7 +160,7 @@ class GradientFlow:
             places = [path.place for path in self.parameters]
             if parameter.place in places:
                 return places.index(parameter.place)
-        return _index('parameter', parameter, self.names)
+        return index('parameter', parameter, self.names)
 
     def stopped_in(self, parameter: str) -> tuple[int, int]:
         """The number of uses in which a parameter is stopped, and of all its uses."""
@@ -150,11 +173,6 @@ class GradientFlow:
             return said * math.prod(shape)
         mask = said.mask(shape, self.parameters[number])
         return math.prod(shape) * int(mask.sum()) // mask.size
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """The outputs as a heading calls them: a single one is ``'output'``."""
-        return tuple(name or 'output' for name in self.outputs)
 
     @property
     def live(self) -> tuple[bool, ...]:
@@ -206,8 +224,7 @@ class GradientFlow:
 
     def _members(self, depth: int | None = None) -> dict[str, list[int]]:
         """The numbers of the parameters of each group of ``by_module``, by its path."""
-        if depth is not None and depth < 0:
-            raise unknown_choice('depth', depth, (0, 1, 2, None))
+        text.check_depth(depth)
         collections = {path.place[0] for path in self.parameters}
         groups: dict[str, list[int]] = {}
         numbers = enumerate(self.parameters)
@@ -244,7 +261,7 @@ class GradientFlow:
 
         >>> import jax.numpy as jnp, flax_sg as sg
         >>> flow = sg.gradient_flow(lambda p: p['a'] * p['b'], {'a': 1.0, 'b': 2.0})
-        >>> flow.unexpected({'': 'a'}).parameters
+        >>> flow.unexpected({'output': 'a'}).parameters
         ('b',)
 
         Args:
@@ -257,7 +274,7 @@ class GradientFlow:
         """
         wrong: set[int] = set()
         for output, where in expected.items():
-            number = _index('output', output, self.outputs)
+            number = index('output', output, self.outputs)
             asked = [list(self.parameters)]
             [named] = leaves.selected(asked, filters.as_filter(where))
             wrong |= {
@@ -278,6 +295,7 @@ class GradientFlow:
             tuple(map(some, self.status)),
             some(self.uses),
             tuple(map(some, self.parts)),
+            lambda n, output: self.way(kept[n], output),
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -310,7 +328,7 @@ class GradientFlow:
         rows: list[tuple[tuple[str, ...], bool, tuple[str, ...]]] = []
         members: list[list[int]] = []
         groups = self._members(depth)
-        names = [(name,) for name in self.output_names]
+        names = [(name,) for name in self.outputs]
         parts = self.parts or ((),) * len(names)
         shown = text.repeated(names, list(zip(self.status, parts, strict=True)))
         columns = [(name, same[0]) for (name,), same in shown]
@@ -319,6 +337,11 @@ class GradientFlow:
             status = self._together(numbers)
             rows.append((names_in, False, status))
             members.append(numbers)
+            if depth is None and len(numbers) == 1 and _holds(groups, module):
+                # The name of the module would stand for all that is in it.
+                own = (*names_in, self.parameters[numbers[0]].name)
+                rows[-1] = own, False, status
+                continue
             is_mixed = PARTLY in status or {*map(self._column, numbers)} != {status}
             for n in numbers if depth is None and is_mixed else ():
                 rows.append(
@@ -338,7 +361,7 @@ class GradientFlow:
         return Matrix(heads, tuple(found), WORDS, 'uses stopped', self._totals(columns))
 
     def _totals(self, columns: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-        """A line for each output, and what no output trains."""
+        """A line for each output, and what no output trains, by cause."""
         every = range(len(self.parameters))
         dtypes = [shape.dtype for shape in self.shapes]
         all_of = sum(math.prod(shape.shape) for shape in self.shapes)
@@ -348,58 +371,16 @@ class GradientFlow:
             + f' of {all_of:,} values'
             for name, k in columns
         ]
-        idle = [self.names[n] for n in every if not self.trained(n)]
-        more = f' and {len(idle) - 3} more' if len(idle) > 3 else ''
-        if idle:
-            lines.append(f'No output trains {", ".join(idle[:3])}{more}.')
+        idle: dict[str, list[str]] = {}
+        for n in every:
+            if not self.trained(n):
+                stops = {use.by for use in self.uses[n]} or {'not used'}
+                idle.setdefault(min(stops), []).append(self.names[n])
+        for by, names in idle.items():
+            more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+            cause = f': {by}' * bool(by)
+            lines.append(f'No output trains {", ".join(names[:3])}{more}{cause}.')
         return tuple(lines)
-
-    def table(self, depth: int | None = None) -> str:
-        """The report as text: modules down, outputs across; ``str`` gives the same.
-
-        Args:
-            depth: the number of names of a module's path to group by. Default all.
-        """
-        return self.matrix(depth).table()
-
-    def plot(
-        self,
-        path: str | os.PathLike[str],
-        depth: int | None = None,
-        title: str = 'Which output trains which part',
-        dark: bool = False,
-    ) -> None:
-        """Draws the table as a picture into a file; needs the extra ``plot``.
-
-        Args:
-            path: the file; its name says of which kind (png, svg, pdf, ...).
-            depth: the number of names of a module's path to group by. Default all.
-            title: stands above it.
-            dark: whether it is drawn for pages in dark mode.
-
-        Raises:
-            ModuleNotFoundError: if matplotlib is not installed.
-            ValueError: if matplotlib does not know the kind of file.
-        """
-        pictures.save(self.matrix(depth), path, title, _NAMES, dark)
-
-    def draw(self, axes: Any, depth: int | None = None) -> None:
-        """Draws the table into axes of matplotlib, beside other plots; no legend.
-
-        Args:
-            axes: the axes, with nothing in them. A cell is one unit wide and high.
-            depth: the number of names of a module's path to group by. Default all.
-
-        Raises:
-            ModuleNotFoundError: if matplotlib is not installed.
-        """
-        pictures.draw(axes, self.matrix(depth), _NAMES)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return self.matrix().html()
 
     def __repr__(self) -> str:
         return (
@@ -412,6 +393,11 @@ def counted(uses: Iterable[Use]) -> tuple[int, int]:
     """The number of stopped uses, and of all."""
     pairs = [(use.times * use.stopped, use.times) for use in uses]
     return sum(stopped for stopped, _ in pairs), sum(times for _, times in pairs)
+
+
+def _holds(modules: Iterable[str], module: str) -> bool:
+    """Whether others of some modules are in one of them; all are in the root."""
+    return not module or any(other.startswith(f'{module}/') for other in modules)
 
 
 def together(statuses: Iterable[str]) -> str:
@@ -438,7 +424,8 @@ def unique(found: Sequence[paths.Path]) -> list[str]:
     ]
 
 
-def _index(kind: str, name: str, names: Sequence[str]) -> int:
+def index(kind: str, name: str, names: Sequence[str]) -> int:
+    """The number of an output or a parameter; raises if the report has none."""
     try:
         return names.index(name)
     except ValueError:

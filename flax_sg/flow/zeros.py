@@ -43,10 +43,10 @@ class Known(NamedTuple):
         if isinstance(value, Tracer) or getattr(value, 'dtype', None) is None:
             return cls(bool(np.isscalar(value) and value == 0))
         try:
-            array = np.asarray(value)
-        except (TypeError, RuntimeError):  # Keys, and arrays of other processes.
+            zero = np.asarray(value) == 0
+        except (TypeError, RuntimeError):  # Keys, float0, arrays of other processes.
             return NOTHING
-        return cls(small(array == 0), exact=array.dtype == bool)
+        return cls(small(zero), exact=value.dtype == bool)
 
     @property
     def key(self) -> Hashable:

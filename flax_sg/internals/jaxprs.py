@@ -9,7 +9,7 @@ import functools
 import importlib
 import itertools
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,10 @@ CUSTOM_CALLS = frozenset(
     ('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr')
 )
 _BODY = ('jaxpr', 'call_jaxpr', 'call', 'fun_jaxpr')
+
+
+# Begins the name of a scope that holds what a block does to a value it hands out.
+BLOCK = 'block:'
 
 
 def opened(jaxpr: Any) -> Any:
@@ -186,8 +190,16 @@ def carried_by(scan: Any) -> range:
     return range(first, first + scan.params['num_carry'])
 
 
-def source_of(eqn: Any, within: str = '') -> str:
-    """Returns the line of the user's program that made an equation, or ''.
+class Frame(NamedTuple):
+    """A line of a function."""
+
+    file: str
+    function: str
+    line: int
+
+
+def frames_of(eqn: Any, within: str = '') -> Iterator[Frame]:
+    """The lines of the user's program that made an equation, the innermost first.
 
     Args:
         eqn: an equation of a jaxpr.
@@ -200,9 +212,15 @@ def source_of(eqn: Any, within: str = '') -> str:
         if frames.is_of_user(code):
             # ``co_positions`` has one entry per instruction of two bytes.
             line = next(itertools.islice(code.co_positions(), last // 2, None))[0]
-            return f'{frames.file_name(code.co_filename)}:{line} ({code.co_qualname})'
+            yield Frame(code.co_filename, code.co_qualname, line or 0)
         if within == f'{code.co_name} at {code.co_filename}:{code.co_firstlineno}':
-            return ''
+            return
+
+
+def source_of(eqn: Any, within: str = '') -> str:
+    """The line of the user that made an equation, or ''; see ``frames_of``."""
+    for file, function, line in frames_of(eqn, within):
+        return f'{frames.file_name(file)}:{line} ({function})'
     return ''
 
 

@@ -62,6 +62,7 @@ class Matrix:
         words: the words that cells may have, by key.
         notes: the heading of the last column.
         totals: lines of text that stand below.
+        are_texts: whether the last column holds words, not numbers.
     """
 
     columns: tuple[str, ...]
@@ -69,6 +70,7 @@ class Matrix:
     words: Mapping[str, Word]
     notes: str
     totals: tuple[str, ...] = ()
+    are_texts: bool = False
 
     def used_words(self) -> list[Word]:
         """Returns the words that some cell has, for the legend."""
@@ -85,7 +87,8 @@ class Matrix:
         width = max((len(word.text) for word in words), default=0)
         legend = [f'{word.text:{width}}  {word.meaning}' for word in words]
         head = ['', *self.columns, self.notes]
-        lines = [text.wrapped(head, rows, [self.notes]), '', *legend]
+        right = () if self.are_texts else (self.notes,)
+        lines = [text.wrapped(head, rows, right), '', *legend]
         if self.totals:
             lines += ['', *self.totals]
         return '\n'.join(lines).rstrip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import textwrap
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,10 @@ FONTS = (
     *('Noto Sans CJK JP', 'Noto Emoji', 'Noto Sans CJK SC', 'WenQuanYi Zen Hei'),
     *('IPAGothic', 'Hiragino Sans', 'PingFang SC', 'Microsoft YaHei', 'Yu Gothic'),
     *('Malgun Gothic', 'Apple SD Gothic Neo', 'Segoe UI Emoji', 'Symbola'),
+)
+_LACKS = (
+    'No font that matplotlib knows has all letters of the names, and some are drawn as '
+    'boxes. Install Noto Sans CJK or Noto Emoji, and delete matplotlib.get_cachedir().'
 )
 # In larger pictures the cells have colours alone.
 MOST_WORDS = 2000
@@ -71,7 +76,13 @@ def save(
         draw(figure.subplots(), matrix, names, dark)
         figure.suptitle(title, x=0.02, ha='left', weight='bold', color=ink, fontsize=12)
         figure.supxlabel('\n'.join(lines), x=0.02, ha='left', color=ink, fontsize=10)
-        figure.savefig(path, dpi=dots)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            figure.savefig(path, dpi=dots)
+    for text in {
+        _LACKS if 'Glyph' in str(one.message) else one.message for one in caught
+    }:
+        warnings.warn(text, stacklevel=3)
 
 
 def draw(axes: Any, matrix: Matrix, names: tuple[str, str], dark: bool = False) -> None:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+from flax_sg.errors.texts import unknown_choice
+
 
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
@@ -68,6 +70,12 @@ def wrapped(
         for block in blocks
     )
     return '\n\n'.join(tables)
+
+
+def check_depth(depth: int | None) -> None:
+    """Raises for a depth of modules that means nothing."""
+    if depth is not None and depth < 0:
+        raise unknown_choice('depth', depth, (0, 1, 2, None))
 
 
 def amount(counts: Sequence[tuple[int, Any]]) -> str:

@@ -63,7 +63,7 @@ def tabulate(
 
     Raises:
         ArgumentTypeError: if ``module`` is not a Module instance.
-        ArgumentValueError: if ``depth`` is not an int, ``None`` or ``'fit'``.
+        ArgumentValueError: if ``depth`` is not an int from 0 on, ``None`` or ``'fit'``.
 
     Note:
         Modules without parameters are left out. For flops and the shapes of inputs and
@@ -74,7 +74,7 @@ def tabulate(
             f'tabulate() takes a Module instance, and was given {brief(module)}.\n'
             'Make the module: sg.tabulate(Model(...), rngs)(x).'
         )
-    if not isinstance(depth, int) and depth not in ('fit', None):
+    if depth < 0 if isinstance(depth, int) else depth not in ('fit', None):
         raise unknown_choice('depth', depth, ('fit', 1, 2, None))
 
     def show(*args: Any, **call_kwargs: Any) -> ModuleTable:

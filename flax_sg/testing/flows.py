@@ -192,7 +192,14 @@ def _place(
     lines = list(dict.fromkeys(use.source for use in shown))
     more = f' and {len(lines) - 1} more' * (len(lines) > 1)
     if not shown[0].stopped:
-        return f'{parameter} is used at {lines[0]}{more}.'
+        ways = (report.way(n, k) for k in outputs if report.trained(n, [k]))
+        leaks = [use.source for use in next(ways, ()) if use.leaves and not wanted]
+        where = ''.join(
+            f'\nIts value leaves its block at {source}: '
+            'write jax.lax.stop_gradient there.'
+            for source in leaks
+        )
+        return f'{parameter} is used at {lines[0]}{more}.{where}'
     by = shown[0].by
     if not by:
         return f'{parameter} is stopped at {lines[0]}{more}.'
@@ -205,7 +212,7 @@ def _outputs(
     report: flow.GradientFlow, output: filters.Where | None
 ) -> list[tuple[str, Sequence[int]]]:
     """The outputs to judge: a name, and the numbers of those that count together."""
-    names = report.output_names
+    names = report.outputs
     if output is None:
         return [('', range(len(names)))]
     output, paths = filters.as_filter(output), _paths(names)
@@ -221,6 +228,13 @@ def _paths(names: Sequence[str]) -> list[Path]:
         name if isinstance(name, Path) else Path.of('outputs', tuple(name.split('/')))
         for name in names
     ]
+
+
+def named(where: filters.Where) -> str:
+    """A filter in a message."""
+    if where is True:
+        return 'all parameters'
+    return repr(where if isinstance(where, str) else filters.as_filter(where))
 
 
 def _check(
@@ -252,8 +266,7 @@ def _check(
     if not lines:
         return
     what = 'a gradient' if trained else 'no gradient'
-    shown = repr(where if isinstance(where, str) else filters.as_filter(where))
-    who = 'all parameters' if where is True else shown
+    who = named(where)
     rest = ' and to nothing else' * only
     but = '\n'.join(lines)
     but = but[0].lower() + but[1:]

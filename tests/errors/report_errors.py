@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import io
+from typing import Any, cast
 
 import flax.linen as fnn
 import jax
@@ -27,6 +28,18 @@ class Layer(fnn.Module):
 
 def loss(params: Any) -> jax.Array:
     return jnp.sum(params['head']) * jnp.sum(jax.lax.stop_gradient(params['body']))
+
+
+def descends(params: Any) -> Any:
+    """Trains the head."""
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+
+LETTER = {'\ue000': {'w': 1.0}}
+
+
+def loss_of_a_letter(params: Any) -> Any:
+    return params['\ue000']['w'] * 2.0
 
 
 def rows_that_depend_on_data(params: Any, count: Any) -> jax.Array:
@@ -58,6 +71,18 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a depth of a table': (
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
         "ArgumentValueError: depth='all': expected 'fit' or 1 or 2 or None.",
+    ),
+    'a depth of a table below its top': (
+        lambda: sg.tabulate(Layer(), jax.random.key(0), depth=-1),
+        "ArgumentValueError: depth=-1: expected 'fit' or 1 or 2 or None.",
+    ),
+    'letters that no font has': (
+        lambda: sg.gradient_flow(loss_of_a_letter, LETTER).plot(
+            cast(Any, io.BytesIO())
+        ),
+        'UserWarning: No font that matplotlib knows has all letters of the names, and '
+        'some are drawn as boxes. Install Noto Sans CJK or Noto Emoji, and delete '
+        'matplotlib.get_cachedir().',
     ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
@@ -121,6 +146,35 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a depth below the top': (
         lambda: sg.gradient_flow(loss, PARAMS).table(depth=-1),
         'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
+    ),
+    'a depth below the top of a step': (
+        lambda: testing.moves(descends, PARAMS).table(depth=-1),
+        'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
+    ),
+    'a step that is never run': (
+        lambda: testing.moves(descends, PARAMS, times=0),
+        'ArgumentValueError: times=0: expected 1, 2, 3, ...',
+    ),
+    'a step that returns no state': (
+        lambda: testing.moves(lambda params: loss(params), PARAMS),
+        'ArgumentTypeError: <lambda> at report_errors.py:LINE returns float32[], and '
+        'no new state first.\n'
+        'Return what the step makes of its first argument: '
+        'return params, opt_state, loss.',
+    ),
+    'gradients of another tree': (
+        lambda: testing.moves(descends, PARAMS, grads={'tail': jnp.ones(3)}),
+        'ArgumentValueError: grads= has no parameter of the state: tail, and the state '
+        'holds body, head.\n'
+        'Give the gradients of the whole first argument of the step.',
+    ),
+    'another part moved': (
+        lambda: testing.assert_moves_only(descends, 'body', PARAMS),
+        "ExpectationError: Expected the step to move 'body' and nothing else.\n"
+        'It does not move body.\n'
+        'body: still. If it should have a gradient: sg.gradient_flow(loss, ...).\n'
+        'It moves head.\n'
+        'head: moves. If it should stay: sg.freeze(tx, where).',
     ),
     'parameters in place of variables': (
         lambda: sg.live(Layer(), {'Dense_0': PARAMS}, jnp.ones(2), None),

@@ -411,7 +411,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'names of a report': (
         lambda: sg.gradient_flow(jnp.sum, {'w': X}['w']).status_of('los', ''),
-        "UnknownNameError: The report has no output 'los'. Did you mean ''?",
+        "UnknownNameError: The report has no output 'los'. Did you mean 'output'?",
     ),
     'another tree': (
         lambda: sg.mask({'v': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})),

@@ -127,6 +127,11 @@ def while_loop(a, b):
     return lax.while_loop(more, lambda c: (c[0] * 0.5, c[1] + 1.0), start)[0]
 
 
+def turns_of_a_loop(a, b):
+    count = lax.while_loop(lambda n: n < stop(b[0]), lambda n: n + 1.0, 0.0)
+    return a * stop(count)
+
+
 def one_of_the_branches(a, b):
     branches = [lambda a, b: jnp.sign(b), lambda a, b: a, lambda a, b: jnp.ones(3)]
     return lax.switch((b < 9.0).astype(jnp.int32)[0], branches, a, b)
@@ -268,6 +273,12 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     'scanned': (scanned, S, F),
     'scanned_constants': (scanned_constants, F, S),
     'reached_after_two_turns': (reached_after_two_turns, F, S),
+    'decides_a_branch': (
+        lambda a, b: lax.cond(b[0] > 0.0, jnp.sin, jnp.cos, a),
+        F,
+        S,
+    ),
+    'decides_the_turns': (turns_of_a_loop, F, S),
     'carried_in_vain': (carried_in_vain, F, U),
     'one_of_the_branches': (one_of_the_branches, F, S),
     # Rules of users.

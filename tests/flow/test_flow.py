@@ -22,8 +22,7 @@ import test_random_models as random_models
 import uses
 from flax_sg import linen as nn
 from flax_sg import testing
-from flax_sg.flow.dependence import Dependence, bit
-from flax_sg.flow.pullback import Reach
+from flax_sg.flow.facts import Fact, Facts
 
 pytestmark = pytest.mark.every_case
 
@@ -108,12 +107,25 @@ def test_an_array_that_is_written():
         assert flow_of(loss, A).status == (('stopped',),)
 
 
+def test_an_array_of_integers_that_is_written():
+    def loss(p):
+        ref = jax.new_ref(jnp.zeros(3, jnp.int32))
+        ref[...] = p['b'].astype(jnp.int32)
+        return p['a'] * ref[...].astype(jnp.float32)
+
+    if hasattr(jax, 'new_ref'):
+        report = flow_of(loss, {'a': A, 'b': B})
+        assert report.status == (('flows', 'stopped'),)
+        [use] = report.uses_of('b')
+        assert use.by.startswith('a cast to int32 at test_flow.py:')
+
+
 def test_names_that_differ_in_collection_or_slashes():
     twice = {'params': {'w': A}, 'ema': {'w': B}}
     report = flow_of(lambda v: v['ema']['w'], twice)
     assert report.names == ('ema/w', 'params/w')
-    assert report.status_of('', 'ema/w') == 'flows'
-    assert report.status_of('', report.parameters[1]) == 'unused'
+    assert report.status_of('output', 'ema/w') == 'flows'
+    assert report.status_of('output', report.parameters[1]) == 'unused'
     assert [row['parameter'] for row in report.rows()] == ['ema/w', 'params/w']
     assert report.by_module() == {'ema': ('flows',), 'params': ('unused',)}
     live = sg.live(lambda v: v['ema']['w'], twice)
@@ -169,6 +181,16 @@ def test_a_stopped_use_names_what_stops_it(what, jitted):
     line = loss.__code__.co_firstlineno
     assert line <= int(use.by.split(':')[1].split()[0]) <= line + 4
     assert not any(use.by for use in report.uses_of('b'))
+
+
+def test_a_block_is_named_with_its_filter():
+    model, ids = Tied(), jnp.array([1, 2])
+    params = jax.eval_shape(model.init, jax.random.key(0), ids)['params']
+    report = flow_of(lambda p: model.apply({'params': p}, ids), params)
+    frozen, live = report.uses_of('embed/embedding')
+    read = int(frozen.source.split(':')[1].split()[0])
+    assert frozen.by == f"stop_gradient(Glob('embed/**')) at test_flow.py:{read - 1}"
+    assert not live.by
 
 
 def test_the_cause_may_be_lines_behind_the_use():
@@ -305,7 +327,7 @@ def test_aux_is_that_of_jax():
 
     report = flow_of(fn, {'w': A, 'q': B}, 2, has_aux=True)
     assert report.parameters == ('q', 'w')
-    assert report.outputs == ('',)
+    assert report.outputs == ('output',)
     assert report.status == (('stopped', 'flows'),)
     # What is returned beside the output is no use of anything.
     assert [len(found) for found in report.uses] == [1, 1]
@@ -422,10 +444,10 @@ def test_each_equation_is_looked_at_once_however_often_it_is_called():
     for _ in range(12):
         fn = doubled(fn)
     closed = jax.make_jaxpr(fn)(A)
-    reach, values = Reach(), Dependence()
-    assert reach.of(closed) == values.of(closed) == [bit(0)]
+    facts = Facts()
+    assert facts.of(closed.jaxpr).inputs() == [Fact(read=1, live=1)]
     # Twelve functions of three equations each.
-    assert reach.visits == values.visits < 60
+    assert facts.visits < 60
     # All uses of one line are one use.
     [use] = flow_of(fn, A).uses
     assert (len(use), use[0].times) == (1, 1)

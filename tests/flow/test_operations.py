@@ -53,7 +53,7 @@ def test_what_is_said_to_be_zero_is_zero(name):
     fn = OPERATIONS[name]
     flow, grads = sg.gradient_flow(fn, P), jax.grad(fn)(P)
     for parameter, grad in grads.items():
-        status = flow.status_of('', parameter)
+        status = flow.status_of('output', parameter)
         if status in ('stopped', 'unused'):
             assert not grad.any()
 
@@ -73,5 +73,5 @@ def test_code_that_is_run_as_a_text_has_lines():
         'flow = sg.gradient_flow(loss, P)\n'
     )
     exec(compile(text, '<string>', 'exec'), names)
-    assert names['flow'].status_of('', 'a') == 'stopped'
+    assert names['flow'].status_of('output', 'a') == 'stopped'
     assert '<string>:2' in str(names['flow'].uses_of('a'))

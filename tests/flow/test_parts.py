@@ -145,7 +145,7 @@ def test_what_is_stopped_stays_to_the_last_bit(name, transform):
     grads = jax.grad(loss)(PARAMS)['embed']['embedding']
     assert oracle.is_zero(np.where(stopped, grads, 0.0))
     report = sg.gradient_flow(loss, PARAMS)
-    assert report.status_of('', TABLE) == 'partly'
+    assert report.status_of('output', TABLE) == 'partly'
     assert report.count(report.names.index(TABLE)) == (~stopped).sum()
     testing.assert_stopped(report, sg.at(TABLE, stopped))
     testing.assert_flows(report, sg.at(TABLE, ~stopped))
@@ -210,7 +210,7 @@ def test_a_part_that_depends_on_data_is_not_guessed():
     # JAX hands the mask of a branch on among what all branches save.
     for args in ((loss, PARAMS, 4), (written, PARAMS), (around_a_cond, PARAMS)):
         report = sg.gradient_flow(*args)
-        assert report.status_of('', TABLE) == 'partly'
+        assert report.status_of('output', TABLE) == 'partly'
         live = sg.live(*args)
         # What is trained is in it; what is not is not told.
         grads = sg.grad(args[0], wrt=live)(*args[1:])

@@ -22,7 +22,7 @@ gln_0/dense   trains    stopped   stopped             1 of 2
 head          partly    -         trains              1 of 3
   bias        trains    -         trains              0 of 1
   kernel      stopped   -         trains              1 of 2
-(no module)   trains    trains    trains              0 of 1
+scale         trains    trains    trains              0 of 1
 
 trains   a gradient reaches every parameter there
 partly   a gradient reaches some of the parameters there, or some of their elements
@@ -74,7 +74,7 @@ def test_numbers_in_names_are_in_order():
         'enc/layer/2/mlp',
         'enc/layer/10/att',
         'enc/layer/10/mlp',
-        '(no module)',
+        'scale',
     ]
     groups = ['enc/layer/0', 'enc/layer/2', 'enc/layer/10', '']
     assert list(layers.by_module(3)) == groups
@@ -192,7 +192,7 @@ def test_only_what_differs_from_an_expectation():
     assert LOSSES.unexpected(right).parameters == ()
     wrong = LOSSES.unexpected({**right, 'gln': ['gln_0/**', 'head/*']})
     assert wrong.parameters == ('head/kernel', 'scale')
-    assert [row.name for row in wrong.matrix().rows] == ['head', '(no module)']
+    assert [row.name for row in wrong.matrix().rows] == ['head', 'scale']
     with pytest.raises(errors.UnknownNameError, match='glnn'):
         LOSSES.unexpected({'glnn': True})
 
@@ -300,3 +300,10 @@ def test_the_matrix_beside_other_plots():
     words = [text.get_text() for text in axes.texts]
     assert words == [WORDS[status].text for row in found for status in row]
     assert (axes.get_xlim(), axes.get_ylim()) == ((0, 3), (4, 0))
+
+
+def test_letters_that_no_font_has(tmp_path):
+    table = report({'\ue000': ['flows']}, {'dense/\ue001': [LIVE]})
+    with pytest.warns(UserWarning, match='Install Noto Sans CJK') as caught:
+        table.plot(tmp_path / 'letters.png')
+    assert len(caught) == 1

@@ -1,0 +1,468 @@
+"""What a training step does to each parameter: ``moves``, ``assert_moves_only``."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import experimental
+
+from flax_sg import errors, filters, flow
+from flax_sg.filters import predicates
+from flax_sg.filters.paths import Path
+from flax_sg.flow.report import index
+from flax_sg.rendering import text
+from flax_sg.rendering.matrix import Matrix, Row, Word
+from flax_sg.rendering.shown import Shown
+from flax_sg.testing import flows
+from flax_sg.trees import leaves
+
+MOVES, STUCK, DRIFTS, STILL = 'moves', 'stuck', 'drifts', 'still'
+
+# The colours go from what trains to what stands still, as those of a gradient flow; the
+# two that are most often faults are red.
+WORDS = {
+    MOVES: Word(
+        'moves', 'its value changes', ('#0072b2', '#ffffff'), ('#7cc4f4', '#000000')
+    ),
+    STUCK: Word(
+        'stuck',
+        'it has a gradient or an update, and most of its value does not change',
+        ('#d55e00', '#ffffff'),
+        ('#d55e00', '#000000'),
+    ),
+    DRIFTS: Word(
+        'drifts',
+        'it has no gradient, and its value changes',
+        ('#e69f00', '#000000'),
+        ('#e69f00', '#000000'),
+    ),
+    STILL: Word(
+        'still',
+        'its value does not change',
+        ('#e8e8e8', '#333333'),
+        ('#30363d', '#e6edf3'),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What a step did to one parameter.
+
+    Attributes:
+        path: its path.
+        status: ``'moves'``, ``'stuck'``, ``'drifts'`` or ``'still'``.
+        reason: why it is stuck, or drifts; ``''`` if there is nothing to say.
+        size: the norm of its value before.
+        change: the norm of the change.
+        moved: the share of its elements that change.
+        gradient: the norm of its gradient; True or False if only that is known; None if
+            nothing is.
+        shape: its shape and dtype.
+    """
+
+    path: Path
+    status: str
+    reason: str
+    size: float
+    change: float
+    moved: float
+    gradient: float | None  # A bool is one, too.
+    shape: jax.ShapeDtypeStruct
+
+    @property
+    def said(self) -> tuple[str, str]:
+        """The words of its row."""
+        return self.status, self.reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves(Shown):
+    """What a training step did, as returned by ``testing.moves``.
+
+    Attributes:
+        parameters: what it did to each parameter.
+        times: how often the step was run.
+    """
+
+    title = 'What the step moves'
+    headings = 'parameters', ''
+
+    parameters: tuple[Move, ...]
+    times: int = 1
+
+    def status_of(self, parameter: str) -> str:
+        """What the step did to a parameter, one of the words of ``Move.status``.
+
+        Raises:
+            UnknownNameError: if there is no such parameter.
+        """
+        names = [move.path for move in self.parameters]
+        return self.parameters[index('parameter', parameter, names)].status
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
+        names = 'status', 'reason', 'size', 'change', 'moved', 'gradient'
+        return [
+            {'parameter': str(move.path), 'collection': move.path.collection}
+            | {name: getattr(move, name) for name in names}
+            for move in self.parameters
+        ]
+
+    def matrix(self, depth: int | None = None) -> Matrix:
+        """The report as rows: one for a module whose parameters do all the same.
+
+        Args:
+            depth: the number of names of a module's path to group by. Default all.
+                Parameters of one group that do different things have a row each.
+        """
+        text.check_depth(depth)
+        several = len({move.path.collection for move in self.parameters}) > 1
+        groups: dict[tuple[str, ...], list[Move]] = {}
+        for move in self.parameters:
+            head = (move.path.collection,) * several
+            module = (*head, *move.path.parts[:-1][:depth])
+            groups.setdefault(module, []).append(move)
+        rows: dict[tuple[str, ...], tuple[str, str]] = {}
+        for module, some in groups.items():
+            alike = len(some) > 1 and len({move.said for move in some}) == 1
+            for move in some:
+                own = (*module[:several], *move.path.parts)
+                rows[module if alike and len(module) > several else own] = move.said
+        shown = text.repeated([*rows], [*rows.values()])
+        said = list(rows.values())
+        found = [
+            Row('/'.join(names), said[same[0]][:1], said[same[0]][1])
+            for names, same in shown
+        ]
+        heading = 'one step' if self.times == 1 else f'{self.times} steps'
+        return Matrix((heading,), tuple(found), WORDS, 'why', self._totals(), True)
+
+    def _totals(self) -> tuple[str, ...]:
+        """A line for each status."""
+        return tuple(
+            f'{status.capitalize()}: '
+            + text.amount([(move.shape.size, move.shape.dtype) for move in some])
+            for status in WORDS
+            for some in [[x for x in self.parameters if x.status == status]]
+            if some
+        )
+
+    def __repr__(self) -> str:
+        counts = Counter(move.status for move in self.parameters)
+        return f'Moves({", ".join(f"{counts[word]} {word}" for word in WORDS)})'
+
+
+def moves(
+    step: Callable[..., Any],
+    state: Any,
+    *args: Any,
+    grads: Any = None,
+    times: int = 1,
+) -> Moves:
+    """Runs a training step, and tells which parameters it moved.
+
+    ``sg.gradient_flow`` tells what a loss *can* train. A step may do less or more: an
+    update may be lost in the rounding of the parameter's type, and weight decay moves
+    what has no gradient.
+
+    >>> import jax, jax.numpy as jnp
+    >>> params = {'body': jnp.ones(2), 'head': jnp.ones(2, jnp.bfloat16)}
+    >>> def loss(params):
+    ...     body = jax.lax.stop_gradient(params['body'])
+    ...     return jnp.sum(body * params['head'].astype(jnp.float32))
+    >>> def step(params):  # gradient descent with weight decay
+    ...     grads = jax.grad(loss)(params)
+    ...     return jax.tree.map(lambda p, g: p - 1e-3 * (g + 0.1 * p), params, grads)
+    >>> found = moves(step, params, grads=jax.grad(loss)(params))
+    >>> found.status_of('head'), found.status_of('body')
+    ('stuck', 'drifts')
+    >>> [(row['parameter'], row['reason']) for row in found.rows()]
+    [('body', 'it shrinks as by weight decay'),
+     ('head', 'its update is lost in the rounding of bfloat16')]
+
+    Args:
+        step: a function of the state and further arguments, jitted or not. It returns
+            the new state first, or changes its arguments in place, as NNX does. If more
+            of its leading arguments come back, such as the state of an optimizer, they
+            are given to the next step.
+        state: its first argument: a dict of parameters or of collections, a
+            ``TrainState``, or any pytree of arrays.
+        *args: its other arguments. All are copied, so a step may donate them.
+        grads: the gradients of the parameters, as ``jax.grad`` or ``sg.grad`` returns
+            them, or the report of ``sg.gradient_flow`` on the loss. Without them,
+            nothing is known of the gradients: a parameter is ``'stuck'`` only if its
+            update is lost in the rounding.
+        times: how often the step is run, an int from 1 on. A parameter moves if one of
+            the steps changes it.
+
+    Returns:
+        A report of the state's real and complex leaves, without those of an optimizer
+        (``opt_state``).
+
+    Raises:
+        ArgumentTypeError: if the step returns no new state.
+        ArgumentValueError: if ``times`` is less than 1.
+
+    Note:
+        Each step is followed by two norms for each parameter. If a parameter stands
+        still, or most of one that is narrower than float32, the steps are run once more
+        with a wider type for it. An update that shows only there is lost in the
+        rounding.
+    """
+    if times < 1:
+        raise errors.ArgumentValueError(f'times={times}: expected 1, 2, 3, ...')
+    watched, known = _watched(state), _gradients(grads)
+    if known and not known.keys() & {path.place for path in watched.values()}:
+        raise errors.ArgumentValueError(
+            'grads= has no parameter of the state: '
+            f'{_some([names[-1] for _, names in known])}, and the state holds '
+            f'{_some(list(watched.values()))}.\n'
+            'Give the gradients of the whole first argument of the step.'
+        )
+    measured = _measured(step, (state, *args), watched, times)
+    # False where there is none; None where it is not known.
+    gradient: dict[int, Any] = {
+        n: None if grads is None else known.get(path.place, False)
+        for n, path in watched.items()
+    }
+    values = leaves.leaves_of(state).values
+    kinds = {n: jnp.result_type(values[n]) for n in watched}
+    asked = [
+        n
+        for n, row in measured.items()
+        if _may_be_lost(row, kinds[n]) and gradient[n] != 0
+    ]
+    wide = _in_wider_types(step, (state, *args), asked, times) if asked else {}
+    none_moves = not any(row.moved for row in measured.values())
+    found: list[Move] = []
+    for n, path in watched.items():
+        row, status, reason = measured[n], STILL, ''
+        if n in wide and wide[n].moved > 2 * row.moved:
+            most = 'most of ' * bool(row.moved)
+            status, reason = STUCK, f'{most}its update is {_LOST} {kinds[n]}'
+        elif row.moved:
+            status = DRIFTS if gradient[n] is not None and not gradient[n] else MOVES
+            if not np.isfinite(row.change):
+                reason = _NOT_FINITE
+            elif status == DRIFTS:
+                reason = _DECAY if row.cosine < -0.999 else _WRITTEN
+        elif gradient[n]:
+            status, reason = STUCK, _NO_STEP if none_moves else _MASKED
+        shape = jax.ShapeDtypeStruct(leaves.shape_of(values[n]), kinds[n])
+        numbers = float(row.size), float(row.change), float(row.moved)
+        found.append(Move(path, status, reason, *numbers, gradient[n], shape))
+    return Moves(tuple(found), times)
+
+
+def assert_moves_only(
+    step: Callable[..., Any] | Moves,
+    where: filters.Where,
+    *args: Any,
+    grads: Any = None,
+    times: int = 1,
+) -> None:
+    """Asserts that a training step moves every selected parameter and no other one.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def step(params, x):
+    ...     grads = jax.grad(lambda p: jnp.sum(p['head'] * x))(params)
+    ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    >>> assert_moves_only(step, 'head', {'body': 1.0, 'head': 2.0}, 3.0)
+
+    Args:
+        step: the step, or the report of ``testing.moves`` on one.
+        where: the parameters, a filter of any kind. Running statistics move, too: name
+            them, or select by ``path.collection``.
+        *args: the arguments of the step, as for ``testing.moves``. None for a report.
+        grads: the gradients, as for ``testing.moves``.
+        times: how often the step is run.
+
+    Raises:
+        ExpectationError: an ``AssertionError`` that says which parameters do otherwise,
+            and why.
+        UnusedFilterError: if a part of ``where`` selects no parameter.
+        PartError: if ``where`` selects a part of a parameter.
+    """
+    who, where = flows.named(where), filters.as_filter(where)
+    report = step
+    if not isinstance(report, Moves):
+        report = moves(report, *args, grads=grads, times=times)
+    paths = [move.path for move in report.parameters]
+    [said] = leaves.selected([paths], where)
+    named = leaves.whole(said, paths, 'assert_moves_only')
+    wrong: dict[bool, list[Move]] = {True: [], False: []}
+    for move, is_named in zip(report.parameters, named, strict=True):
+        if is_named != (move.status in (MOVES, DRIFTS)):
+            wrong[is_named].append(move)
+    lines = [
+        f'{text} {_some([move.path for move in some])}.\n'
+        f'{some[0].path}: {some[0].reason or some[0].status}. {_advice(some[0])}'
+        for text, some in (
+            ('It does not move', wrong[True]),
+            ('It moves', wrong[False]),
+        )
+        if some
+    ]
+    if lines:
+        raise errors.ExpectationError(
+            f'Expected the step to move {who} and nothing else.\n' + '\n'.join(lines)
+        )
+
+
+# Why a parameter is stuck or drifts.
+_NOT_FINITE = 'its value is not finite'
+_LOST = 'lost in the rounding of'
+_NO_STEP = 'its update is zero, as are all others: the rate is zero, or no step is made'
+_MASKED = 'its update is zero: masked, clipped, or unknown to the optimizer'
+_DECAY = 'it shrinks as by weight decay'
+_WRITTEN = 'the step writes it: momentum, an average, running statistics'
+
+
+def _advice(move: Move) -> str:
+    if _LOST in move.reason:
+        return 'Keep it in float32, or make larger steps.'
+    if move.status == STUCK:
+        return 'Look at the optimizer.'
+    if move.status == STILL:
+        return 'If it should have a gradient: sg.gradient_flow(loss, ...).'
+    return 'If it should stay: sg.freeze(tx, where).'
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+    return ', '.join(map(str, names[:3])) + more
+
+
+def _watched(state: Any) -> dict[int, Path]:
+    """The numbers of the leaves of a state that can be trained, with their paths."""
+    tree = leaves.leaves_of(state)
+    paths = tree.paths
+    if hasattr(state, 'params'):  # Its fields are collections.
+        paths = [Path.of(path.parts[0], path.parts[1:] or ('',)) for path in paths]
+    return {
+        n: path
+        for n, (path, leaf) in enumerate(zip(paths, tree.values, strict=True))
+        if leaves.is_differentiable(leaf)
+        and 'opt_state' not in (path.collection, *path.parts)
+    }
+
+
+def _gradients(grads: Any) -> dict[Any, Any]:
+    """What is known of gradients by the places of parameters: norms, or yes and no."""
+    if isinstance(grads, flow.GradientFlow):
+        pairs = enumerate(grads.parameters)
+        return {path.place: bool(grads.trained(n)) for n, path in pairs}
+    norms = {
+        path.place: _compared(leaf, leaf).size
+        for path, leaf in leaves.leaves_of(grads)
+        if leaves.is_differentiable(leaf)
+    }
+    return jax.tree.map(float, jax.device_get(norms))
+
+
+class _Compared(NamedTuple):
+    """The share that changes, the norm, that of the change, and their cosine."""
+
+    moved: Any
+    size: Any
+    change: Any
+    cosine: Any
+
+
+@jax.jit
+def _compared(old: Any, new: Any) -> _Compared:
+    kind = jnp.result_type(old)
+    wide = kind if jnp.finfo(kind).bits >= 32 else jnp.float32
+    old, new = jnp.asarray(old).astype(wide), jnp.asarray(new).astype(wide)
+    size, change = (jnp.sqrt(jnp.sum(jnp.abs(x) ** 2)) for x in (old, new - old))
+    along = jnp.real(jnp.sum(jnp.conj(old) * (new - old)))
+    # A single number always moves along itself.
+    cosine = along / (size * change) if old.size > 1 else jnp.zeros_like(along)
+    return _Compared(jnp.mean(new != old), size, change, cosine)
+
+
+def _measured(
+    step: Callable[..., Any], args: Sequence[Any], watched: Iterable[int], times: int
+) -> dict[int, _Compared]:
+    """Runs a step on copies; compares each watched leaf with its first value."""
+    first, state = leaves.leaves_of(args[0]).values, args
+    found: list[dict[int, _Compared]] = []
+    for _ in range(times):
+        new = _stepped(step, jax.tree.map(_copied, tuple(state)))
+        state = (*new, *args[len(new) :])
+        now = leaves.leaves_of(state[0]).values
+        found.append({n: _compared(first[n], now[n]) for n in watched})
+    found = jax.device_get(found)
+    return {
+        n: row._replace(moved=max(rows[n].moved for rows in found))
+        for n, row in found[-1].items()
+    }
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
+
+
+def _stepped(step: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+    """What a step makes of its leading arguments."""
+    before = jax.tree.leaves(args)
+    out = step(*args)
+    is_several = type(out) is tuple and _form(out) != _form(args[0])
+    results = out if is_several else (out,)
+    fits = [_form(a) == _form(b) for a, b in zip(args, results, strict=False)]
+    if fits[0]:
+        return results[: [*fits, False].index(False)]
+    after = jax.tree.leaves(args)
+    if len(after) != len(before) or all(map(operator.is_, before, after)):
+        raise errors.ArgumentTypeError(
+            f'{predicates.describe(step)} returns {leaves.described(out)}, and no new '
+            'state first.\n'
+            'Return what the step makes of its first argument: '
+            'return params, opt_state, loss.'
+        )
+    return args  # They were changed in place.
+
+
+def _form(tree: Any) -> Any:
+    values, treedef = jax.tree.flatten(tree)
+    return treedef, [leaves.shape_of(value) for value in values]
+
+
+def _may_be_lost(row: _Compared, kind: Any) -> bool:
+    """Whether something stands still; of a narrow type, it may be most elements."""
+    return row.moved < 1 if jnp.finfo(kind).bits < 32 else not row.moved
+
+
+def _in_wider_types(
+    step: Callable[..., Any], args: Sequence[Any], asked: Sequence[int], times: int
+) -> dict[int, _Compared]:
+    """What the steps do to some leaves if these have a wider type."""
+    tree = leaves.leaves_of(args[0])
+    values = list(tree.values)
+    wider = {n: _WIDER.get(jnp.result_type(values[n]).name, 'float32') for n in asked}
+    needs = jax.config.read('jax_enable_x64') or {*wider.values()} != {'float32'}
+    # jax 0.8 moved it out of jax.experimental.
+    home: Any = jax if hasattr(jax, 'enable_x64') else experimental
+    with jax.numpy_dtype_promotion('standard'), home.enable_x64(needs):
+        for n, kind in wider.items():
+            values[n] = jnp.asarray(values[n]).astype(kind)
+        try:
+            return _measured(step, (tree.restore(values), *args[1:]), asked, times)
+        except Exception:  # The step does not run in other types.
+            return {}
+
+
+_WIDER = {
+    'float32': 'float64',
+    'float64': 'float64',
+    'complex64': 'complex128',
+    'complex128': 'complex128',
+}
