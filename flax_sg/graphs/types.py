@@ -1,0 +1,351 @@
+"""The type that a Variable of NNX has while a block selects it.
+
+JAX finds a cached program by its user context, and Flax by the types and metadata of
+Variables. So a selected Variable gets another type. Its metadata name the block, and
+the block is in the context: it finds another program than outside, and an equal block
+of the same model finds the same program again. What is stored stays as it is.
+
+What Flax makes of a selected Variable is selected, too: in ``nnx.clone``, in
+``nnx.merge``, and where a transform hands a model to its body. Flax makes it by
+``from_metadata``. If the block is not open there, it gets its old type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import threading
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+from flax import nnx
+
+from flax_sg import errors, filters
+from flax_sg.filters.paths import Path
+from flax_sg.internals import tracing
+from flax_sg.rules import cotangents, rules
+from flax_sg.trees.leaves import shape_of
+
+# The name of our metadata: which blocks select a Variable.
+NAME = 'flax_sg'
+
+
+class Key:
+    """Stands for a block in JAX's cache keys; equal blocks of one model have the same.
+
+    Attributes:
+        modules: the modules of the model. Two of one class may be read in one closure,
+            so a key is for one of them as long as it lives.
+        was_read: whether something that the block selects was ever read in it.
+    """
+
+    __slots__ = ('__weakref__', 'modules', 'was_read')
+
+    def __init__(self) -> None:
+        self.modules: list[weakref.ref[Any]] = []
+        self.was_read = False
+
+    def is_for(self, modules: Sequence[Any]) -> bool:
+        """Whether a block of these modules may have it."""
+        mine = [ref() for ref in self.modules]
+        alive = [module for module in mine if module is not None]
+        same = len(mine) == len(modules) and all(map(operator.is_, mine, modules))
+        return same or not alive
+
+
+# The block that selects a Variable, and the Variable's path if the rule needs one.
+Mark: TypeAlias = tuple[Key, str]
+
+
+class Marks(tuple[Mark, ...]):
+    """The blocks that select a Variable; also keeps what readers have seen there.
+
+    Attributes:
+        seen: for some open blocks, outermost first: the leaves, and what was seen.
+    """
+
+    seen: dict[Any, tuple[list[Any], Any]]
+
+    def __init__(self, _: Any = ()) -> None:
+        self.seen = {}
+
+    def __reduce__(self) -> Any:
+        return Marks, ()  # Elsewhere no block is open.
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+    """An open block.
+
+    Attributes:
+        block: the value that opened it.
+        rewrite: the filter and the rule.
+        key: what stands for the block in cache keys.
+        answers: what the filter says of each selected Variable, and the shape of each
+            of its leaves, by path.
+        outer: the blocks around it.
+        level: the trace in which it was opened.
+        own: the Variables that it has to give back: the selected ones, and those made
+            of them in the same trace.
+        entered: what closes it.
+    """
+
+    block: object
+    rewrite: rules.Rewrite
+    key: Key
+    answers: Mapping[str, tuple[Any, list[Any]]]
+    outer: tuple[Frame, ...]
+    level: Any
+    own: list[Any] = dataclasses.field(default_factory=list[Any])
+    entered: Any = None
+
+    def see(self, path: str, value: Any) -> Any:
+        """What a reader sees instead of the value of a Variable."""
+        rule, where = self.rewrite.rule, Path.of('params', tuple(path.split('/')))
+        said, shapes = self.answers.get(path, (True, []))
+        self.key.was_read = True
+        if isinstance(said, filters.Part) and shapes_of(value) != shapes:
+            raise errors.PartError(
+                f'{self.rewrite!r} means a part of {path!r}, which has another shape '
+                'here: a transform has taken it apart.\n'
+                'Select all of it, or open the block in the body of the transform.'
+            )
+        aside = running.only(self.outer) if rule.runs_code else contextlib.nullcontext()
+        with aside:
+            new = rule.instead(where, value, lambda _: rules.AS_IT_IS)
+            if new is rules.AS_IT_IS:
+                new = jax.tree.map(lambda leaf: self._see_leaf(where, leaf), value)
+        return jax.tree.map(lambda a, b: filters.merged(said, a, b, path), new, value)
+
+    def _see_leaf(self, path: Path, leaf: Any) -> Any:
+        rule = self.rewrite.rule
+        if rule.in_extent and not cotangents.has_cotangent(self.rewrite, path, leaf):
+            return leaf
+        levels = [self.level] * (rule.in_extent or rule.brings)
+        with tracing.in_innermost_trace(levels, leaf, *rule.brought, examples=False):
+            return rule(path, leaf)
+
+
+def shapes_of(value: Any) -> list[Any]:
+    """The shape of each leaf of a Variable's value."""
+    return [shape_of(leaf) for leaf in jax.tree.leaves(value)]
+
+
+_context = jax.make_user_context(())
+
+
+class Running(threading.local):
+    """The open blocks of a thread, the innermost last."""
+
+    frames: tuple[Frame, ...] = ()
+
+    @contextlib.contextmanager
+    def only(self, frames: tuple[Frame, ...]) -> Generator[None]:
+        """Makes these the open blocks in the ``with`` body."""
+        before = self.frames
+        with _context(tuple(frame.key for frame in frames)):
+            self.frames = frames
+            try:
+                yield
+            finally:
+                self.frames = before
+
+    def named(self, marks: Sequence[Mark]) -> tuple[tuple[Frame, str], ...]:
+        """The open blocks among those that select a Variable, and its path there."""
+        by_key = {frame.key: frame for frame in self.frames}
+        return tuple((by_key[key], path) for key, path in marks if key in by_key)
+
+
+running = Running()
+
+
+@dataclasses.dataclass
+class Owned:
+    """A Variable that open blocks have to give back.
+
+    Attributes:
+        variable: the Variable, which keeps its ``id``.
+        marks: the blocks that select it.
+        owners: how many blocks give it back. The last one does.
+    """
+
+    variable: nnx.Variable[Any]
+    marks: Marks
+    owners: int = 0
+
+
+# By ``id``. Of all threads: two may open a block on one model.
+owned: dict[int, Owned] = {}
+lock = threading.RLock()
+
+
+class Selected(nnx.Variable[Any]):
+    """A Variable that is read through the open blocks which select it.
+
+    Attributes:
+        base: the type that it has otherwise.
+    """
+
+    base: ClassVar[type[nnx.Variable[Any]]]
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_with_keys(
+            cls,
+            lambda one: (((_VALUE, one.get_raw_value()),), _static(one)),
+            lambda static, children: cls.from_metadata(children[0], dict(static)),
+            lambda one: ((one.get_raw_value(),), _static(one)),
+        )
+
+    @classmethod
+    def from_metadata(cls, value: Any, attributes: Mapping[str, Any]) -> Any:
+        """Makes one of what Flax or JAX took apart."""
+        metadata = dict(attributes)
+        marks = Marks(
+            mark for mark in metadata.pop(NAME, ()) if running.named([mark])
+        )
+        if not marks:
+            return cls.base.from_metadata(value, metadata)
+        variable = super().from_metadata(value, {**metadata, NAME: marks})
+        level = tracing.current_trace()
+        for frame, _ in running.named(marks):
+            # What another trace makes ends with it.
+            if frame.level == level:
+                own(frame, variable)
+        return variable
+
+    def get_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """The metadata, and which of the open blocks select it."""
+        metadata = super().get_metadata(*args, **kwargs)
+        if not (args or 'name' in kwargs):
+            metadata.pop(NAME, None)
+            if marks := [mark for mark in marks_of(self) if running.named([mark])]:
+                metadata[NAME] = Marks(marks)
+        return metadata
+
+    @property
+    def var_type(self) -> type[Any]:
+        """The type by which Flax makes another one."""
+        return type(self) if running.named(marks_of(self)) else self.base
+
+    def get_value(self, **how: Any) -> Any:
+        """What a reader sees."""
+        marks = marks_of(self)
+        through = running.named(marks)
+        if not through:
+            return super().get_value(**how)
+        value, stored = super().get_value(), jax.tree.leaves(self.get_raw_value())
+        # What a get_value of the user's own computes may be of another trace.
+        seen = marks.seen if _same(stored, jax.tree.leaves(value)) else {}
+        for depth, (frame, path) in enumerate(through, 1):
+            leaves = jax.tree.leaves(value)
+            known = seen.get(through[:depth])
+            if known is None or not _same(known[0], leaves):
+                known = seen[through[:depth]] = leaves, frame.see(path, value)
+            value = known[1]
+        index = how.get('index', ...)
+        is_whole = index is ... and isinstance(value, jax.Array)
+        return value if is_whole or 'index' not in how else value[index]
+
+    def set_value(self, value: Any, **how: Any) -> None:
+        """Stores a value; raises in a block of ``nnx.read_only``."""
+        for frame, path in running.named(marks_of(self)):
+            if frame.rewrite.rule.refuses_writes:
+                raise errors.ReadOnlyError(
+                    f'The Variable {path!r} is written, which is read only under '
+                    f'{frame.rewrite!r}.\n'
+                    'Fix: leave the block for the write, or leave the Variable out.'
+                )
+        super().set_value(value, **how)
+
+    def update_from_state(self, variable_state: Any) -> None:
+        """Takes the value of another one, and keeps the blocks that select this one."""
+        before = super().get_metadata(NAME, None)
+        super().update_from_state(variable_state)
+        keep(self, before)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('_') or self.has_metadata(name):
+            return super().__getattr__(name)
+        return getattr(self.get_value(), name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        metadata = self.get_metadata()
+        metadata.pop(NAME, None)
+        return self.base.from_metadata, (self.get_raw_value(), metadata)
+
+
+_VALUE = jax.tree_util.GetAttrKey('value')
+
+
+def _static(variable: Selected) -> tuple[Any, ...]:
+    return tuple(sorted(variable.get_metadata().items()))
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def marks_of(variable: Selected) -> Marks:
+    """The blocks, open or not, that select a Variable."""
+    if known := owned.get(id(variable)):
+        return known.marks
+    return variable.get_metadata(NAME, Marks())
+
+
+def keep(variable: Selected, marks: Marks | None) -> None:
+    """Writes into the metadata of a Variable which blocks select it."""
+    if marks:
+        variable.set_metadata(NAME, marks)
+    elif variable.has_metadata(NAME):
+        variable.del_metadata(NAME)
+
+
+@functools.cache  # JAX keeps each type that is registered.
+def selected_type(cls: type[Any]) -> type[Any]:
+    """The type that a Variable of this type has while a block selects it."""
+    if issubclass(cls, Selected):
+        return cls
+    name = f'{cls.__name__}_of_an_open_block'
+    return type(name, (Selected, cls), {'base': cls, '__module__': 'flax_sg.nnx'})
+
+
+def own(frame: Frame, variable: Any, mark: Mark | None = None) -> None:
+    """Lets a block give a Variable back when it closes.
+
+    Args:
+        frame: the block.
+        variable: the Variable.
+        mark: if it does not have this mark yet.
+    """
+    with lock:
+        before = marks_of(variable) if isinstance(variable, Selected) else Marks()
+        known = owned.setdefault(id(variable), Owned(variable, before))
+        known.marks = Marks((*known.marks, mark)) if mark else known.marks
+        known.owners += 1
+        frame.own.append(variable)
+        object.__setattr__(variable, '__class__', selected_type(type(variable)))
+
+
+def give_back(frame: Frame) -> None:
+    """Gives Variables the types that they had before a block was opened."""
+    for variable in frame.own:
+        with lock:
+            known = owned[id(variable)]
+            rest = list(known.marks)
+            rest.remove(next(mark for mark in rest if mark[0] is frame.key))
+            known.marks = Marks(rest)
+            known.owners -= 1
+            if known.owners:
+                continue
+            if not rest:
+                object.__setattr__(variable, '__class__', variable.base)
+            if variable.get_metadata(NAME, Marks()) != known.marks:
+                keep(variable, known.marks)
+            del owned[id(variable)]
