@@ -78,7 +78,7 @@ class Block:
             frame.entered = running.only((*running.frames, frame))
             frame.entered.__enter__()
         except BaseException:
-            give_back(frame)
+            close(frame)
             raise
         return self
 
@@ -92,22 +92,24 @@ class Block:
         mine = [number for number, frame in enumerate(frames) if frame.block is self]
         closed = frames[mine[-1] :] if mine else ()
         for frame in reversed(closed):
-            try:
-                frame.entered.__exit__(None, None, None)
-            finally:
-                give_back(frame)
+            close(frame)
         if exc_type is not None:
             return
         if len(closed) != 1:
-            inner = f'{closed[-1].block!r} is still open' if closed else 'it is not open'
+            inner = (
+                f'{closed[-1].block!r} is still open' if closed else 'it is not open'
+            )
             raise errors.BlockError(
                 f'the block {self!r} cannot be closed: {inner} in this thread.\n'
                 'Blocks close in the thread that opened them, the last one first: use '
                 'a with statement around the code that it is for.'
             )
         [frame] = closed
-        is_checked = self._rewrite.unused == 'raise' and frame.answers
-        if is_checked and not (frame.key.was_read or self._rewrite.rule.refuses_writes):
+        key, rewrite = frame.key, self._rewrite
+        is_checked = rewrite.unused == 'raise' and not rewrite.rule.refuses_writes
+        # A program that JAX has cached reads nothing.
+        has_read = key.read or (frame.handed and key.reads)
+        if is_checked and frame.answers and not has_read:
             warnings.warn(
                 f'{self!r} has no effect: none of its {len(frame.answers)} Variables '
                 'was read in the block.\n'
@@ -116,6 +118,16 @@ class Block:
                 errors.NothingStoppedWarning,
                 stacklevel=2,
             )
+
+
+def close(frame: Frame) -> None:
+    """Closes a block, and gives back all that it has."""
+    try:
+        if frame.entered:
+            frame.entered.__exit__(None, None, None)
+    finally:
+        while frame.own:
+            give_back(frame.key, frame.own.pop())
 
 
 # JAX's caches keep the keys of their programs alive.
@@ -132,7 +144,6 @@ def _key_of(content: Hashable, modules: Sequence[Any]) -> Key:
     with lock:
         for number in itertools.count():
             key = _keys.setdefault((content, number), Key())
-            if key.is_for(modules):
-                key.modules = list(map(weakref.ref, modules))
+            if key.given_to(modules):
                 return key
     raise AssertionError  # pragma: no cover: there is always another number

@@ -154,4 +154,3 @@ def where(
     names = frozenset(one.path.place for one in found if id(one.variable) in meant)
     known = frozenset(path.place for path in paths)
     return ByPath(filters.Derived(names, known, 'where'))
-

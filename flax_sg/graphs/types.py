@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Generator, Mapping, Sequence
@@ -40,21 +41,25 @@ class Key:
     Attributes:
         modules: the modules of the model. Two of one class may be read in one closure,
             so a key is for one of them as long as it lives.
-        was_read: whether something that the block selects was ever read in it.
+        reads: whether a program of an equal block has read what the block selects.
+        read: whether one has read it of these modules.
     """
 
-    __slots__ = ('__weakref__', 'modules', 'was_read')
+    __slots__ = ('__weakref__', 'modules', 'read', 'reads')
 
     def __init__(self) -> None:
         self.modules: list[weakref.ref[Any]] = []
-        self.was_read = False
+        self.reads = self.read = False
 
-    def is_for(self, modules: Sequence[Any]) -> bool:
-        """Whether a block of these modules may have it."""
+    def given_to(self, modules: Sequence[Any]) -> bool:
+        """Gives it to a block on some modules, unless other ones have it."""
         mine = [ref() for ref in self.modules]
-        alive = [module for module in mine if module is not None]
-        same = len(mine) == len(modules) and all(map(operator.is_, mine, modules))
-        return same or not alive
+        if _same(mine, modules):
+            return True
+        if any(module is not None for module in mine):
+            return False
+        self.modules, self.read = list(map(weakref.ref, modules)), False
+        return True
 
 
 # The block that selects a Variable, and the Variable's path if the rule needs one.
@@ -91,6 +96,8 @@ class Frame:
         level: the trace in which it was opened.
         own: the Variables that it has to give back: the selected ones, and those made
             of them in the same trace.
+        limit: how many these may be, before those are forgotten that nobody has.
+        handed: whether Flax or JAX took a selected Variable apart.
         entered: what closes it.
     """
 
@@ -100,14 +107,16 @@ class Frame:
     answers: Mapping[str, tuple[Any, list[Any]]]
     outer: tuple[Frame, ...]
     level: Any
-    own: list[Any] = dataclasses.field(default_factory=list[Any])
+    own: list[Owned] = dataclasses.field(default_factory=lambda: [])
+    limit: int = 64
+    handed: bool = False
     entered: Any = None
 
     def see(self, path: str, value: Any) -> Any:
         """What a reader sees instead of the value of a Variable."""
         rule, where = self.rewrite.rule, Path.of('params', tuple(path.split('/')))
         said, shapes = self.answers.get(path, (True, []))
-        self.key.was_read = True
+        self.key.read = self.key.reads = True
         if isinstance(said, filters.Part) and shapes_of(value) != shapes:
             raise errors.PartError(
                 f'{self.rewrite!r} means a part of {path!r}, which has another shape '
@@ -204,9 +213,7 @@ class Selected(nnx.Variable[Any]):
     def from_metadata(cls, value: Any, attributes: Mapping[str, Any]) -> Any:
         """Makes one of what Flax or JAX took apart."""
         metadata = dict(attributes)
-        marks = Marks(
-            mark for mark in metadata.pop(NAME, ()) if running.named([mark])
-        )
+        marks = Marks(mark for mark in metadata.pop(NAME, ()) if running.named([mark]))
         if not marks:
             return cls.base.from_metadata(value, metadata)
         variable = super().from_metadata(value, {**metadata, NAME: marks})
@@ -222,8 +229,9 @@ class Selected(nnx.Variable[Any]):
         metadata = super().get_metadata(*args, **kwargs)
         if not (args or 'name' in kwargs):
             metadata.pop(NAME, None)
-            if marks := [mark for mark in marks_of(self) if running.named([mark])]:
-                metadata[NAME] = Marks(marks)
+            for frame, path in running.named(marks_of(self)):
+                frame.handed = True
+                metadata[NAME] = Marks((*metadata.get(NAME, ()), (frame.key, path)))
         return metadata
 
     @property
@@ -271,6 +279,9 @@ class Selected(nnx.Variable[Any]):
         if name.startswith('_') or self.has_metadata(name):
             return super().__getattr__(name)
         return getattr(self.get_value(), name)
+
+    def __copy__(self) -> Any:
+        return self.copy()
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.copy()
@@ -329,23 +340,30 @@ def own(frame: Frame, variable: Any, mark: Mark | None = None) -> None:
         known = owned.setdefault(id(variable), Owned(variable, before))
         known.marks = Marks((*known.marks, mark)) if mark else known.marks
         known.owners += 1
-        frame.own.append(variable)
+        frame.own.append(known)
         object.__setattr__(variable, '__class__', selected_type(type(variable)))
+    if len(frame.own) > frame.limit:
+        # The values of a block around a whole training would all be kept alive.
+        kept, gone = [], []
+        for known in frame.own:
+            alone = sys.getrefcount(known.variable) <= 2
+            (gone if alone else kept).append(known)
+        frame.own, frame.limit = kept, 2 * len(kept) + 64
+        for known in gone:
+            give_back(frame.key, known)
 
 
-def give_back(frame: Frame) -> None:
-    """Gives Variables the types that they had before a block was opened."""
-    for variable in frame.own:
-        with lock:
-            known = owned[id(variable)]
-            rest = list(known.marks)
-            rest.remove(next(mark for mark in rest if mark[0] is frame.key))
-            known.marks = Marks(rest)
-            known.owners -= 1
-            if known.owners:
-                continue
-            if not rest:
-                object.__setattr__(variable, '__class__', variable.base)
-            if variable.get_metadata(NAME, Marks()) != known.marks:
-                keep(variable, known.marks)
-            del owned[id(variable)]
+def give_back(key: Key, known: Owned) -> None:
+    """Gives a Variable the type that it had before a block was opened."""
+    with lock:
+        rest = list(known.marks)
+        rest.remove(next(mark for mark in rest if mark[0] is key))
+        known.marks, known.owners = Marks(rest), known.owners - 1
+        if known.owners:
+            return
+        variable: Any = known.variable
+        if not rest:
+            object.__setattr__(variable, '__class__', variable.base)
+        if variable.get_metadata(NAME, Marks()) != known.marks:
+            keep(variable, known.marks)
+        del owned[id(variable)]
