@@ -16,8 +16,8 @@ from flax_sg.graphs.types import (
     Key,
     give_back,
     lock,
-    own,
     running,
+    select,
     shapes_of,
 )
 from flax_sg.internals import tracing
@@ -54,7 +54,7 @@ class Block:
             call, self._model, self._rewrite.where, self._kind, self._rewrite.unused
         )
         # Of tied weights the first path that the filter takes.
-        chosen = {id(one.variable): one for one in reversed(found) if one.said}.values()
+        chosen = {id(one[0]): one for one in reversed(found) if one[2]}.values()
         answers = {
             str(path): (said, shapes_of(variable.get_raw_value()))
             for variable, path, said in chosen
@@ -74,7 +74,7 @@ class Block:
             for variable, path, said in chosen:
                 # Without its path, the state of a layer fits that of another.
                 plain = isinstance(rule, rules.StopGradient) and said is True
-                own(frame, variable, (frame.key, '' if plain else str(path)))
+                select(frame, variable, '' if plain else str(path))
             frame.entered = running.only((*running.frames, frame))
             frame.entered.__enter__()
         except BaseException:
@@ -105,11 +105,7 @@ class Block:
                 'a with statement around the code that it is for.'
             )
         [frame] = closed
-        key, rewrite = frame.key, self._rewrite
-        is_checked = rewrite.unused == 'raise' and not rewrite.rule.refuses_writes
-        # A program that JAX has cached reads nothing.
-        has_read = key.read or (frame.handed and key.reads)
-        if is_checked and frame.answers and not has_read:
+        if frame.answers and not frame.key.used and self._rewrite.unused == 'raise':
             warnings.warn(
                 f'{self!r} has no effect: none of its {len(frame.answers)} Variables '
                 'was read in the block.\n'
@@ -127,7 +123,7 @@ def close(frame: Frame) -> None:
             frame.entered.__exit__(None, None, None)
     finally:
         while frame.own:
-            give_back(frame.key, frame.own.pop())
+            give_back(frame, frame.own.pop())
 
 
 # JAX's caches keep the keys of their programs alive.

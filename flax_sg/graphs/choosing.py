@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from flax import nnx
 
@@ -16,15 +16,9 @@ from flax_sg.trees.leaves import selected, whole
 Names: TypeAlias = tuple[Any, ...]
 
 
-class Chosen(NamedTuple):
-    """A Variable, one of its paths, and what a filter says of it there.
-
-    Tied weights have several paths, and there is one of these for each.
-    """
-
-    variable: nnx.Variable[Any]
-    path: Path
-    said: Any
+# A Variable, one of its paths, and what a filter says of it there. Tied weights have
+# several paths, and there is one of these for each.
+Chosen: TypeAlias = tuple[nnx.Variable[Any], Path, Any]
 
 
 def choose(
@@ -56,10 +50,7 @@ def choose(
     asked = [path for _, path, meant in variables if meant]
     with raised_by(call.partition('(')[0]):
         said = iter(selected([asked], filters.as_filter(where), unused)[0])
-    found = [
-        Chosen(variable, path, next(said) if meant else False)
-        for variable, path, meant in variables
-    ]
+    found = [(v, path, meant and next(said)) for v, path, meant in variables]
     for variable, path, takes in found:
         if takes and not issubclass(type(variable), nnx.Variable):
             raise errors.ArgumentTypeError(
@@ -151,6 +142,6 @@ def where(
     whole([said for *_, said in found], paths, 'an NNX filter')
     # Flax asks for one path of tied weights, and any of them may be it.
     meant = {id(variable) for variable, _, said in found if said}
-    names = frozenset(one.path.place for one in found if id(one.variable) in meant)
+    names = frozenset(path.place for v, path, _ in found if id(v) in meant)
     known = frozenset(path.place for path in paths)
-    return ByPath(filters.Derived(names, known, 'where'))
+    return ByPath(filters.Derived(names, known, 'nnx.where'))

@@ -7,20 +7,14 @@ from typing import Any
 
 from flax import nnx
 
-from flax_sg import filters
 from flax_sg.errors.texts import wrong_argument
+from flax_sg.filters import Where
 from flax_sg.forms import cotangents, reads
 from flax_sg.graphs.blocks import Block
-from flax_sg.trees.absent import ABSENT, Absent
 
 
 def stop_gradient(
-    model: Any,
-    where: filters.Where,
-    *,
-    kind: Any = nnx.Param,
-    unused: str = 'raise',
-    levels: int | None = None,
+    model: Any, where: Where, *, kind: Any = nnx.Param, **how: Any
 ) -> Block:
     """Stops the gradient of the Variables of an NNX model that ``where`` selects.
 
@@ -62,9 +56,8 @@ def stop_gradient(
             any of their paths.
         kind: the Variables that may be selected, as an NNX filter: a type, a tag, or
             several. Default ``nnx.Param``.
-        unused: ``'raise'`` if a part of ``where`` matches nothing, ``'ignore'`` to let
-            that pass.
-        levels: how many levels of differentiation are stopped: None for all, 1 for the
+        **how: ``unused=`` and ``levels=``. ``unused``: ``'raise'`` if a part of
+            ``where`` matches nothing, ``'ignore'`` to let that pass. ``levels``: how many levels of differentiation are stopped: None for all, 1 for the
             innermost one, as MAML needs it.
 
     Returns:
@@ -80,12 +73,10 @@ def stop_gradient(
         compiled again in it, once for each model. The idea is that of google/flax
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
-    return Block(model, reads.stop_gradient(where, unused=unused, levels=levels), kind)
+    return _block(reads.stop_gradient, model, kind, where, **how)
 
 
-def train_only(
-    model: Any, where: filters.Where, *, kind: Any = nnx.Param, unused: str = 'raise'
-) -> Block:
+def train_only(model: Any, where: Where, *, kind: Any = nnx.Param, **how: Any) -> Block:
     """Stops the gradient of all Variables of a model but those that ``where`` selects.
 
     The complement of ``stop_gradient``: ``where`` names what is **trained**.
@@ -102,22 +93,15 @@ def train_only(
         model: as in ``stop_gradient``.
         where: the Variables to train. All others of the ``kind`` are stopped.
         kind: as in ``stop_gradient``.
-        unused: as in ``stop_gradient``.
+        **how: ``unused=``, as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
     """
-    return Block(model, reads.train_only(where, unused=unused), kind)
+    return _block(reads.train_only, model, kind, where, **how)
 
 
-def substitute(
-    model: Any,
-    values: Any,
-    *,
-    where: filters.Where | Absent = ABSENT,
-    kind: Any = nnx.Param,
-    unused: str = 'raise',
-) -> Block:
+def substitute(model: Any, values: Any, *, kind: Any = nnx.Param, **how: Any) -> Block:
     """Reads other values in the place of Variables of an NNX model.
 
     Gradients flow to these values, and not to what is stored.
@@ -137,10 +121,10 @@ def substitute(
         values: another model or a state with Variables at the same paths, a tree of
             arrays, nested as the Variables are, or a function
             ``(path, value) -> value``.
-        where: the Variables that are read as other values. By default those in
-            ``values``; all, if it is a function.
         kind: as in ``stop_gradient``; of a model in ``values``, too.
-        unused: as in ``stop_gradient``.
+        **how: ``where=``, the Variables that are read as other values: by default those
+            in ``values``; all, if it is a function. ``unused=``, as in
+            ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
@@ -149,19 +133,17 @@ def substitute(
         ArgumentTypeError: for other ``values``.
         StructureError: at a read, if a value does not fit or is missing.
     """
+    if isinstance(values, str):
+        write = 'nnx.substitute(model, target_model)'
+        raise wrong_argument(values, 'model, state, tree or function', write)
     if isinstance(values, nnx.Module):
         values = nnx.state(values, kind)
     if isinstance(values, nnx.State):
         values = nnx.to_pure_dict(values)
-    if isinstance(values, str):
-        write = 'nnx.substitute(model, target_model)'
-        raise wrong_argument(values, 'model, state, tree or function', write)
-    return Block(model, reads.substitute(values, where=where, unused=unused), kind)
+    return _block(reads.substitute, model, kind, values, **how)
 
 
-def read_only(
-    model: Any, where: filters.Where, *, kind: Any = ..., unused: str = 'raise'
-) -> Block:
+def read_only(model: Any, where: Where, *, kind: Any = ..., **how: Any) -> Block:
     """Raises where a Variable that ``where`` selects is assigned.
 
     That is ``variable[...] = value`` and ``variable.set_value(value)``, in transforms
@@ -181,7 +163,7 @@ def read_only(
         where: the Variables that are read only.
         kind: as in ``stop_gradient``, but all of them by default: what is written is
             seldom a parameter.
-        unused: as in ``stop_gradient``.
+        **how: ``unused=``, as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
@@ -189,41 +171,45 @@ def read_only(
     Raises:
         ReadOnlyError: at the assignment.
     """
-    return Block(model, reads.read_only(where, unused=unused), kind)
+    return _block(reads.read_only, model, kind, where, **how)
 
 
-def _on_models(make: Callable[..., Any]) -> Callable[..., Block]:
-    """A rule of ``flax_sg.linen`` for cotangents, as a block on an NNX model."""
+def _block(
+    make: Callable[..., Any], model: Any, kind: Any, *args: Any, **how: Any
+) -> Block:
+    """A rule of ``flax_sg.linen`` as a block on an NNX model."""
+    for name in {'collections', 'methods'} & how.keys():
+        raise TypeError(f'nnx.{make.__name__}: {name}= is for linen; see kind=')
+    return Block(model, make(*args, **how), kind)
 
-    def of_model(
-        model: Any, *args: Any, kind: Any = nnx.Param, unused: str = 'raise', **how: Any
-    ) -> Block:
-        return Block(model, make(*args, unused=unused, **how), kind)
+
+def _of_cotangents(make: Callable[..., Any]) -> Callable[..., Block]:
+    def of_model(model: Any, *args: Any, kind: Any = nnx.Param, **how: Any) -> Block:
+        return _block(make, model, kind, *args, **how)
 
     of_model.__name__ = of_model.__qualname__ = make.__name__
     of_model.__doc__ = f"""``flax_sg.linen.{make.__name__}`` for an NNX model.
 
     Args:
         model: as in ``nnx.stop_gradient``.
-        *args: the arguments of ``flax_sg.linen.{make.__name__}``, the filter first.
+        *args: as in ``flax_sg.linen.{make.__name__}``, the filter first.
         kind: as in ``nnx.stop_gradient``.
-        unused: as in ``nnx.stop_gradient``.
-        **how: its keyword arguments; ``collections=`` has no meaning.
+        **how: as in ``flax_sg.linen.{make.__name__}``, without ``collections=``.
 
     Returns:
         As ``nnx.stop_gradient``.
 
     Note:
         The cotangents of all reads of a Variable in the block are summed before the
-        rule. A transform that is given the model, ``nnx.jit`` or ``nnx.scan``, hands
-        new Variables to its body: they are summed for each call of the body.
+        rule. A transform that is given the model hands new Variables to its body: there
+        they are summed for each call of the body.
     """
     return of_model
 
 
-map_cotangent = _on_models(cotangents.map_cotangent)
-scale_gradient = _on_models(cotangents.scale_gradient)
-reverse_gradient = _on_models(cotangents.reverse_gradient)
-clip_gradient = _on_models(cotangents.clip_gradient)
-print_cotangent = _on_models(cotangents.print_cotangent)
-replace_cotangent = _on_models(cotangents.replace_cotangent)
+map_cotangent = _of_cotangents(cotangents.map_cotangent)
+scale_gradient = _of_cotangents(cotangents.scale_gradient)
+reverse_gradient = _of_cotangents(cotangents.reverse_gradient)
+clip_gradient = _of_cotangents(cotangents.clip_gradient)
+print_cotangent = _of_cotangents(cotangents.print_cotangent)
+replace_cotangent = _of_cotangents(cotangents.replace_cotangent)

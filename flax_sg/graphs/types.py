@@ -41,15 +41,12 @@ class Key:
     Attributes:
         modules: the modules of the model. Two of one class may be read in one closure,
             so a key is for one of them as long as it lives.
-        reads: whether a program of an equal block has read what the block selects.
-        read: whether one has read it of these modules.
+        used: whether a block on these modules had an effect.
     """
-
-    __slots__ = ('__weakref__', 'modules', 'read', 'reads')
 
     def __init__(self) -> None:
         self.modules: list[weakref.ref[Any]] = []
-        self.reads = self.read = False
+        self.used = False
 
     def given_to(self, modules: Sequence[Any]) -> bool:
         """Gives it to a block on some modules, unless other ones have it."""
@@ -58,7 +55,7 @@ class Key:
             return True
         if any(module is not None for module in mine):
             return False
-        self.modules, self.read = list(map(weakref.ref, modules)), False
+        self.modules, self.used = list(map(weakref.ref, modules)), False
         return True
 
 
@@ -77,6 +74,12 @@ class Marks(tuple[Mark, ...]):
 
     def __init__(self, _: Any = ()) -> None:
         self.seen = {}
+
+    def now(self, marks: Sequence[Mark]) -> Marks:
+        """Other blocks of the same Variable."""
+        out = Marks(marks)
+        out.seen = self.seen
+        return out
 
     def __reduce__(self) -> Any:
         return Marks, ()  # Elsewhere no block is open.
@@ -97,7 +100,6 @@ class Frame:
         own: the Variables that it has to give back: the selected ones, and those made
             of them in the same trace.
         limit: how many these may be, before those are forgotten that nobody has.
-        handed: whether Flax or JAX took a selected Variable apart.
         entered: what closes it.
     """
 
@@ -107,16 +109,23 @@ class Frame:
     answers: Mapping[str, tuple[Any, list[Any]]]
     outer: tuple[Frame, ...]
     level: Any
-    own: list[Owned] = dataclasses.field(default_factory=lambda: [])
+    own: list[Selected] = dataclasses.field(default_factory=lambda: [])
     limit: int = 64
-    handed: bool = False
     entered: Any = None
+
+    def take(self, variable: Any) -> None:
+        """Takes a Variable, which the block gives back when it closes."""
+        self.own.append(variable)
+        if len(self.own) > self.limit:
+            # A block around a whole training would keep all old values alive.
+            kept = [v for v in self.own if id(v) in _marks or sys.getrefcount(v) > 3]
+            self.own, self.limit = kept, 64 + 2 * len(kept)
 
     def see(self, path: str, value: Any) -> Any:
         """What a reader sees instead of the value of a Variable."""
         rule, where = self.rewrite.rule, Path.of('params', tuple(path.split('/')))
         said, shapes = self.answers.get(path, (True, []))
-        self.key.read = self.key.reads = True
+        self.key.used = True
         if isinstance(said, filters.Part) and shapes_of(value) != shapes:
             raise errors.PartError(
                 f'{self.rewrite!r} means a part of {path!r}, which has another shape '
@@ -172,23 +181,9 @@ class Running(threading.local):
 running = Running()
 
 
-@dataclasses.dataclass
-class Owned:
-    """A Variable that open blocks have to give back.
-
-    Attributes:
-        variable: the Variable, which keeps its ``id``.
-        marks: the blocks that select it.
-        owners: how many blocks give it back. The last one does.
-    """
-
-    variable: nnx.Variable[Any]
-    marks: Marks
-    owners: int = 0
-
-
-# By ``id``. Of all threads: two may open a block on one model.
-owned: dict[int, Owned] = {}
+# The marks of Variables on which blocks are open, by ``id``. Their own metadata cannot
+# be written in another trace. Threads share it: two may open a block on one model.
+_marks: dict[int, Marks] = {}
 lock = threading.RLock()
 
 
@@ -213,15 +208,15 @@ class Selected(nnx.Variable[Any]):
     def from_metadata(cls, value: Any, attributes: Mapping[str, Any]) -> Any:
         """Makes one of what Flax or JAX took apart."""
         metadata = dict(attributes)
-        marks = Marks(mark for mark in metadata.pop(NAME, ()) if running.named([mark]))
-        if not marks:
+        through = running.named(metadata.pop(NAME, ()))
+        if not through:
             return cls.base.from_metadata(value, metadata)
-        variable = super().from_metadata(value, {**metadata, NAME: marks})
+        metadata[NAME] = Marks((frame.key, path) for frame, path in through)
+        variable = super().from_metadata(value, metadata)
         level = tracing.current_trace()
-        for frame, _ in running.named(marks):
-            # What another trace makes ends with it.
-            if frame.level == level:
-                own(frame, variable)
+        for frame, _ in through:
+            if frame.level == level:  # What another trace makes ends with it.
+                frame.take(variable)
         return variable
 
     def get_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +225,7 @@ class Selected(nnx.Variable[Any]):
         if not (args or 'name' in kwargs):
             metadata.pop(NAME, None)
             for frame, path in running.named(marks_of(self)):
-                frame.handed = True
+                frame.key.used = True
                 metadata[NAME] = Marks((*metadata.get(NAME, ()), (frame.key, path)))
         return metadata
 
@@ -271,9 +266,9 @@ class Selected(nnx.Variable[Any]):
 
     def update_from_state(self, variable_state: Any) -> None:
         """Takes the value of another one, and keeps the blocks that select this one."""
-        before = super().get_metadata(NAME, None)
+        before = super().get_metadata(NAME, ())
         super().update_from_state(variable_state)
-        keep(self, before)
+        _write(self, before)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('_') or self.has_metadata(name):
@@ -303,14 +298,12 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def marks_of(variable: Selected) -> Marks:
+def marks_of(variable: Any) -> Marks:
     """The blocks, open or not, that select a Variable."""
-    if known := owned.get(id(variable)):
-        return known.marks
-    return variable.get_metadata(NAME, Marks())
+    return _marks.get(id(variable)) or variable.get_metadata(NAME, Marks())
 
 
-def keep(variable: Selected, marks: Marks | None) -> None:
+def _write(variable: Any, marks: Sequence[Mark]) -> None:
     """Writes into the metadata of a Variable which blocks select it."""
     if marks:
         variable.set_metadata(NAME, marks)
@@ -319,7 +312,7 @@ def keep(variable: Selected, marks: Marks | None) -> None:
 
 
 @functools.cache  # JAX keeps each type that is registered.
-def selected_type(cls: type[Any]) -> type[Any]:
+def _selected(cls: type[Any]) -> type[Any]:
     """The type that a Variable of this type has while a block selects it."""
     if issubclass(cls, Selected):
         return cls
@@ -327,43 +320,27 @@ def selected_type(cls: type[Any]) -> type[Any]:
     return type(name, (Selected, cls), {'base': cls, '__module__': 'flax_sg.nnx'})
 
 
-def own(frame: Frame, variable: Any, mark: Mark | None = None) -> None:
-    """Lets a block give a Variable back when it closes.
-
-    Args:
-        frame: the block.
-        variable: the Variable.
-        mark: if it does not have this mark yet.
-    """
+def select(frame: Frame, variable: Any, path: str) -> None:
+    """Lets a block select a Variable."""
     with lock:
-        before = marks_of(variable) if isinstance(variable, Selected) else Marks()
-        known = owned.setdefault(id(variable), Owned(variable, before))
-        known.marks = Marks((*known.marks, mark)) if mark else known.marks
-        known.owners += 1
-        frame.own.append(known)
-        object.__setattr__(variable, '__class__', selected_type(type(variable)))
-    if len(frame.own) > frame.limit:
-        # The values of a block around a whole training would all be kept alive.
-        kept, gone = [], []
-        for known in frame.own:
-            alone = sys.getrefcount(known.variable) <= 2
-            (gone if alone else kept).append(known)
-        frame.own, frame.limit = kept, 2 * len(kept) + 64
-        for known in gone:
-            give_back(frame.key, known)
+        marks = marks_of(variable)
+        _marks[id(variable)] = marks.now((*marks, (frame.key, path)))
+        object.__setattr__(variable, '__class__', _selected(type(variable)))
+        frame.take(variable)
 
 
-def give_back(key: Key, known: Owned) -> None:
-    """Gives a Variable the type that it had before a block was opened."""
+def give_back(frame: Frame, variable: Any) -> None:
+    """Gives a Variable the type and the metadata that it had without a block."""
     with lock:
-        rest = list(known.marks)
-        rest.remove(next(mark for mark in rest if mark[0] is key))
-        known.marks, known.owners = Marks(rest), known.owners - 1
-        if known.owners:
-            return
-        variable: Any = known.variable
+        marks = marks_of(variable)
+        last = next(mark for mark in reversed(marks) if mark[0] is frame.key)
+        number = marks.index(last)
+        rest = marks.now(marks[:number] + marks[number + 1 :])
+        if id(variable) not in _marks:
+            _write(variable, rest)
+        elif variable.get_metadata(NAME, ()) == rest:
+            del _marks[id(variable)]
+        else:
+            _marks[id(variable)] = rest
         if not rest:
             object.__setattr__(variable, '__class__', variable.base)
-        if variable.get_metadata(NAME, Marks()) != known.marks:
-            keep(variable, known.marks)
-        del owned[id(variable)]

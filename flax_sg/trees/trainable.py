@@ -92,9 +92,21 @@ def trainable(*fields: str) -> Callable[[T], T]:
 
 def _fields_of(cls: type) -> frozenset[str] | None:
     found = next((_declared[base] for base in cls.__mro__ if base in _declared), None)
-    if found is None and is_of_nnx(cls, 'Variable') and not is_of_nnx(cls, 'Param'):
-        return frozenset()
-    return found
+    return frozenset() if found is None and _is_state(cls) else found
+
+
+def _is_state(cls: type) -> bool:
+    return is_of_nnx(cls, 'Variable') and not is_of_nnx(cls, 'Param')
+
+
+def states(tree: Any) -> list[bool]:
+    """For each leaf whether it is in a Variable of NNX that is no Param."""
+    nodes = jax.tree.leaves(tree, lambda node: is_whole(node) or _is_state(type(node)))
+    return [
+        _is_state(type(node))
+        for node in nodes
+        for _ in ([node] if is_whole(node) else jax.tree.leaves(node, is_whole))
+    ]
 
 
 def declared(tree: Any) -> list[bool]:
