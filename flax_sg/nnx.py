@@ -11,8 +11,6 @@ name is there and is the same object, and nothing in flax.nnx is changed:
 It needs flax 0.12.1 or newer; linen has no such bound.
 """
 
-import typing as _typing
-
 from flax import nnx as _nnx
 from flax.nnx import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
@@ -36,14 +34,3 @@ from flax_sg.graphs.forms import scale_gradient as scale_gradient
 from flax_sg.graphs.forms import stop_gradient as stop_gradient
 from flax_sg.graphs.forms import substitute as substitute
 from flax_sg.graphs.forms import train_only as train_only
-
-if not _typing.TYPE_CHECKING:
-    # Names that flax.nnx gets later, such as submodules. See flax_sg.linen.
-    def __getattr__(name):
-        if name.startswith('_') or not hasattr(_nnx, name):
-            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-        return getattr(_nnx, name)
-
-    def __dir__():
-        public = {name for name in dir(_nnx) if not name.startswith('_')}
-        return sorted(public | set(globals()))

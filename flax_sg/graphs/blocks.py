@@ -49,10 +49,9 @@ class Block:
         return f'{type(self._model).__name__}: {self._rewrite!r}'
 
     def __enter__(self) -> Self:
-        rule, call = self._rewrite.rule, f'nnx.{self._rewrite.rule.name}(model, where)'
-        found = choosing.choose(
-            call, self._model, self._rewrite.where, self._kind, self._rewrite.unused
-        )
+        model, rewrite, rule = self._model, self._rewrite, self._rewrite.rule
+        call, unused = f'nnx.{rule.name}(model, where)', rewrite.unused
+        found = choosing.choose(call, model, rewrite.where, self._kind, unused)
         # Of tied weights the first path that the filter takes.
         chosen = {id(one[0]): one for one in reversed(found) if one[2]}.values()
         answers = {
@@ -60,16 +59,10 @@ class Block:
             for variable, path, said in chosen
         }
         says = frozenset((path, said) for path, (said, _) in answers.items())
-        frame = Frame(
-            self,
-            self._rewrite,
-            _key_of(
-                (says, rule.key(), rule.values()), choosing.modules_of(self._model)
-            ),
-            answers,
-            running.frames,
-            tracing.current_trace(),
-        )
+        content = says, rule.key(), rule.values()
+        key = _key_of(content, choosing.modules_of(model))
+        level = tracing.current_trace()
+        frame = Frame(self, rewrite, key, answers, running.frames, level)
         try:
             for variable, path, said in chosen:
                 # Without its path, the state of a layer fits that of another.
@@ -138,8 +131,5 @@ def _key_of(content: Hashable, modules: Sequence[Any]) -> Key:
         modules: the modules of the model.
     """
     with lock:
-        for number in itertools.count():
-            key = _keys.setdefault((content, number), Key())
-            if key.given_to(modules):
-                return key
-    raise AssertionError  # pragma: no cover: there is always another number
+        keys = (_keys.setdefault((content, n), Key()) for n in itertools.count())
+        return next(key for key in keys if key.given_to(modules))
