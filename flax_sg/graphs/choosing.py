@@ -52,7 +52,7 @@ def choose(
         said = iter(selected([asked], filters.as_filter(where), unused)[0])
     found = [(v, path, meant and next(said)) for v, path, meant in variables]
     for variable, path, takes in found:
-        if takes and not issubclass(type(variable), nnx.Variable):
+        if takes and nnx.Variable not in type(variable).__mro__:
             raise errors.ArgumentTypeError(
                 f'{str(path)!r} is a hijax Variable, which has no type of its own.\n'
                 'Make it without hijax=True, or stop what you read: '

@@ -56,8 +56,9 @@ def stop_gradient(
             any of their paths.
         kind: the Variables that may be selected, as an NNX filter: a type, a tag, or
             several. Default ``nnx.Param``.
-        **how: ``unused=`` and ``levels=``. ``unused``: ``'raise'`` if a part of
-            ``where`` matches nothing, ``'ignore'`` to let that pass. ``levels``: how many levels of differentiation are stopped: None for all, 1 for the
+        **how: ``unused=`` and ``levels=``. ``unused`` is ``'raise'`` if a part of
+            ``where`` matches nothing, or ``'ignore'`` to let that pass. ``levels`` says
+            how many levels of differentiation are stopped: None for all, 1 for the
             innermost one, as MAML needs it.
 
     Returns:

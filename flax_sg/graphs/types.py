@@ -19,7 +19,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -72,14 +72,11 @@ class Marks(tuple[Mark, ...]):
 
     seen: dict[Any, tuple[list[Any], Any]]
 
-    def __init__(self, _: Any = ()) -> None:
-        self.seen = {}
-
-    def now(self, marks: Sequence[Mark]) -> Marks:
-        """Other blocks of the same Variable."""
-        out = Marks(marks)
-        out.seen = self.seen
-        return out
+    def __new__(cls, marks: Iterable[Mark] = (), seen: Any = None) -> Marks:
+        """Keeps what readers of the same Variable have seen, if it is given."""
+        self = super().__new__(cls, marks)
+        self.seen = {} if seen is None else seen
+        return self
 
     def __reduce__(self) -> Any:
         return Marks, ()  # Elsewhere no block is open.
@@ -200,7 +197,7 @@ class Selected(nnx.Variable[Any]):
         jax.tree_util.register_pytree_with_keys(
             cls,
             lambda one: (((_VALUE, one.get_raw_value()),), _static(one)),
-            lambda static, children: cls.from_metadata(children[0], dict(static)),
+            lambda static, raw: cls.from_metadata(next(iter(raw)), dict(static)),
             lambda one: ((one.get_raw_value(),), _static(one)),
         )
 
@@ -324,7 +321,7 @@ def select(frame: Frame, variable: Any, path: str) -> None:
     """Lets a block select a Variable."""
     with lock:
         marks = marks_of(variable)
-        _marks[id(variable)] = marks.now((*marks, (frame.key, path)))
+        _marks[id(variable)] = Marks((*marks, (frame.key, path)), marks.seen)
         object.__setattr__(variable, '__class__', _selected(type(variable)))
         frame.take(variable)
 
@@ -335,7 +332,7 @@ def give_back(frame: Frame, variable: Any) -> None:
         marks = marks_of(variable)
         last = next(mark for mark in reversed(marks) if mark[0] is frame.key)
         number = marks.index(last)
-        rest = marks.now(marks[:number] + marks[number + 1 :])
+        rest = Marks(marks[:number] + marks[number + 1 :], marks.seen)
         if id(variable) not in _marks:
             _write(variable, rest)
         elif variable.get_metadata(NAME, ()) == rest:

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import by_hand
 import flax_sg as sg
 from flax_sg import nnx
 
 
 class Hijax(nnx.Module):
     def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones(2), hijax=True)
+        self.w = by_hand.hijax_param()
 
 
 class Stack(nnx.Module):
@@ -131,8 +132,8 @@ CASES: dict[str, Any] = {
     ),
     'a block on a model without effect': (
         lambda: opened(nnx.stop_gradient(nnx.Linear(1, 2, rngs=nnx.Rngs(0)), 'bias')),
-        "NothingStoppedWarning: Linear: stop_gradient(Glob('bias')) has no effect: none "
-        'of its 1 Variables was read in the block.\n'
+        "NothingStoppedWarning: Linear: stop_gradient(Glob('bias')) has no effect: "
+        'none of its 1 Variables was read in the block.\n'
         'Open it around the code that reads the model itself: nnx.cached_partial and '
         'nnx.split before it have made a copy.',
     ),
@@ -145,8 +146,8 @@ CASES: dict[str, Any] = {
     ),
     'a copy of a module': (
         lambda: sg.stop_gradient(model, 'kernel'),
-        'ArgumentTypeError: sg.stop_gradient(tree, where) would copy a Linear: what the '
-        'copy writes, such as batch statistics, is lost.\n'
+        'ArgumentTypeError: sg.stop_gradient(tree, where) would copy a Linear: what '
+        'the copy writes, such as batch statistics, is lost.\n'
         'Open a block of flax_sg.nnx: with nnx.stop_gradient(model, where). Or give '
         'the state: nnx.state(model, nnx.Param).',
         stopped_state,

@@ -3,6 +3,7 @@
 This file does not import flax_sg.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,13 @@ def pure(state: Any) -> Any:
         ),
         nnx.to_pure_dict(state),
     )
+
+
+def hijax_param() -> Any:
+    """A Param of JAX's own new kind of mutable values."""
+    names = inspect.signature(nnx.Variable.__init__).parameters
+    options: Any = {'hijax' if 'hijax' in names else 'is_hijax': True}
+    return nnx.Param(jnp.ones(2), **options)
 
 
 def is_plain(model: Any) -> bool:

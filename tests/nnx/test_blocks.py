@@ -7,16 +7,16 @@ import threading
 import weakref
 from typing import Any
 
-import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from by_hand import Layer, Net, X, loss_of, pure
 
+import by_hand
 import flax_sg as sg
 import oracle
+from by_hand import Layer, Net, X, loss_of, pure
 from flax_sg import errors, nnx, testing
 
 N = 0
@@ -660,7 +660,7 @@ def test_an_update_in_a_block_and_after_it():
 
 def test_a_copy_that_was_made_before_warns():
     model = Net()
-    step = nnx.cached_partial(nnx.jit(nnx.grad(total)), model)
+    step = nnx.cached_partial(nnx.jit(total), model)
     with pytest.warns(errors.NothingStoppedWarning, match='none of its 4 Variables'):
         with nnx.stop_gradient(model, 'body/**'):
             step()
@@ -679,7 +679,7 @@ def test_a_compiled_program_does_not_warn():
 def test_a_hijax_variable_is_refused():
     class Model(nnx.Module):
         def __init__(self):
-            self.w = nnx.Param(jnp.ones(2), hijax=True)
+            self.w = by_hand.hijax_param()
 
     with pytest.raises(errors.ArgumentTypeError, match="'w' is a hijax Variable"):
         nnx.stop_gradient(Model(), 'w').__enter__()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import by_hand
 import oracle
-from by_hand import X, Layer, pure
+from by_hand import Layer, X, pure
 from flax_sg import nnx
 
 

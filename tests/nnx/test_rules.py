@@ -8,7 +8,7 @@ import pytest
 
 import by_hand
 import oracle
-from by_hand import X, Net, loss_of, pure
+from by_hand import Net, X, loss_of, pure
 from flax_sg import errors, nnx
 
 

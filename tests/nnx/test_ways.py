@@ -8,14 +8,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import by_hand
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from by_hand import X, loss_of, pure
 
+import by_hand
 import oracle
+from by_hand import X, loss_of, pure
 from flax_sg import nnx
 
 # Gives the model that some lines read: in a block, as it is, or a stopped copy.
