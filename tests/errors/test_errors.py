@@ -542,7 +542,10 @@ ELSEWHERE = {
     ): 'as in the same file; each name in test_versions.py',
     (
         'nnx.py',
-        '_errors.UnsupportedVersionError("flax_sg.nnx needs flax 0.12.1 or newer: Variables of this one have no get_value.\\nUpdate it: pip install \'flax>=0.12.1\'. flax_sg.linen works with this one.")',
+        '_errors.UnsupportedVersionError("flax_sg.nnx needs flax 0.12'
+        '.1 or newer: Variables of this one have no get_value.\\nUpdat'
+        "e it: pip install 'flax>=0.12.1'. flax_sg.linen works with t"
+        'his one.")',
     ): 'in another process, see tests/nnx/test_names.py',
     ('engine/extents.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
