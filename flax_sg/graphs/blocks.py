@@ -63,16 +63,12 @@ class Block:
         key = _key_of(content, choosing.modules_of(model))
         level = tracing.current_trace()
         frame = Frame(self, rewrite, key, answers, running.frames, level)
-        try:
-            for variable, path, said in chosen:
-                # Without its path, the state of a layer fits that of another.
-                plain = isinstance(rule, rules.StopGradient) and said is True
-                select(frame, variable, '' if plain else str(path))
-            frame.entered = running.only((*running.frames, frame))
-            frame.entered.__enter__()
-        except BaseException:
-            close(frame)
-            raise
+        for variable, path, said in chosen:
+            # Without its path, the state of a layer fits that of another.
+            plain = isinstance(rule, rules.StopGradient) and said is True
+            select(frame, variable, '' if plain else str(path))
+        frame.entered = running.only((*running.frames, frame))
+        frame.entered.__enter__()
         return self
 
     def __exit__(
@@ -85,7 +81,9 @@ class Block:
         mine = [number for number, frame in enumerate(frames) if frame.block is self]
         closed = frames[mine[-1] :] if mine else ()
         for frame in reversed(closed):
-            close(frame)
+            frame.entered.__exit__(None, None, None)
+            while frame.own:
+                give_back(frame, frame.own.pop())
         if exc_type is not None:
             return
         if len(closed) != 1:
@@ -107,16 +105,6 @@ class Block:
                 errors.NothingStoppedWarning,
                 stacklevel=2,
             )
-
-
-def close(frame: Frame) -> None:
-    """Closes a block, and gives back all that it has."""
-    try:
-        if frame.entered:
-            frame.entered.__exit__(None, None, None)
-    finally:
-        while frame.own:
-            give_back(frame, frame.own.pop())
 
 
 # JAX's caches keep the keys of their programs alive.

@@ -1,5 +1,6 @@
 """What a block on an NNX model covers, and what it leaves as it was."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -398,8 +399,6 @@ def test_one_closure_over_two_models_in_blocks_of_each(jit):
             b = f(X) if seen is two else seen.features(one.features(X))
         return (a + 2.0 * b).sum()
 
-    import contextlib
-
     @contextlib.contextmanager
     def block(model):
         with nnx.stop_gradient(model, 'body/**'):
@@ -481,6 +480,23 @@ def test_a_state_that_is_pickled_in_a_block():
     state, kernel = pickle.loads(text)
     assert by_hand.is_plain((state, kernel))
     oracle.assert_same(pure(state), pure(model))
+
+
+def test_an_optimizer_that_is_made_in_a_block():
+    def trained(hold):
+        model = Net(dropout=0.0)
+        with hold(model):
+            optimizer = nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
+        for _ in range(2):
+            optimizer.update(model, nnx.grad(total)(model))
+        state = pickle.loads(pickle.dumps(nnx.state(optimizer)))
+        oracle.assert_same(pure(state), pure(nnx.state(optimizer)))
+        return pure(model)
+
+    def block(model):
+        return nnx.stop_gradient(model, 'body/**', unused='ignore')
+
+    oracle.assert_same(trained(block), trained(contextlib.nullcontext))
 
 
 def test_an_exception_closes_the_block():
@@ -637,8 +653,6 @@ def test_an_update_in_a_block_and_after_it():
             optimizer.update(model, grads)
         return pure(model)
 
-    import contextlib
-
     @contextlib.contextmanager
     def block(model):
         with nnx.stop_gradient(model, 'body/**'):
@@ -676,6 +690,34 @@ def test_a_compiled_program_does_not_warn():
             step(model)
 
 
+def test_a_derivative_of_its_own_decides_what_flows():
+    """A limit: only what such a function is given can be stopped."""
+
+    @jax.custom_vjp
+    def of_model(layer):
+        return layer(X).sum()
+
+    @jax.custom_vjp
+    def of_kernel(kernel):
+        return jnp.tanh(X @ kernel).sum()
+
+    def backward(kept, cotangent):
+        return (jax.tree.map(lambda leaf: cotangent * jnp.ones_like(leaf), kept),)
+
+    of_model.defvjp(lambda layer: (of_model(layer), layer), backward)
+    of_kernel.defvjp(lambda kernel: (of_kernel(kernel), kernel), backward)
+    layer = Layer(nnx.Rngs(0))
+
+    def loss(layer):
+        return of_kernel(layer.kernel[...]) + layer.bias.sum()
+
+    with nnx.stop_gradient(layer, 'kernel'):
+        assert pure(nnx.grad(of_model)(layer))['kernel'].all()
+        assert zeros(layer, loss) == ['kernel']
+        report = sg.gradient_flow(of_model, layer)
+    assert report.status_of('', 'kernel') == 'flows'
+
+
 def test_a_hijax_variable_is_refused():
     class Model(nnx.Module):
         def __init__(self):
@@ -692,8 +734,6 @@ def test_same_program_as_by_hand():
         model = nnx.merge(graph, params, rest)
         with hold(model) as seen:
             return total(seen)
-
-    import contextlib
 
     @contextlib.contextmanager
     def block(model):

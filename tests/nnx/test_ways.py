@@ -178,6 +178,24 @@ def fori_loop(model, view):
 
 
 @way
+def while_loop(model, view):
+    def body(carry):
+        model, x, n = carry
+        return model, viewed(view, features)(model, x), n + 1
+
+    return nnx.while_loop(lambda carry: carry[2] < 3, body, (model, X, 0))[1]
+
+
+@way
+def pmap(model, view):
+    def grads(model, x):
+        return nnx.grad(viewed(view, total))(model, x)
+
+    of_each = nnx.pmap(grads, in_axes=(None, 0), out_axes=0)
+    return pure(of_each(model, jnp.stack([X, -X])))
+
+
+@way
 def scan(model, view):
     @nnx.scan(in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3)
     def repeated(model, x):
