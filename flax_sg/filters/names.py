@@ -204,9 +204,10 @@ class Derived(Atom):
         """Whether the variable is selected; raises if it was not looked at."""
         if path.place not in self.known:
             near = nearest(path.absolute, ('/'.join(names) for _, names in self.known))
+            who = self.source if '.' in self.source else f'sg.{self.source}'
             raise errors.UnknownNameError(
                 f'There was no {path.absolute!r} in the parameters that '
-                f'sg.{self.source} derived this filter from.\n'
+                f'{who} derived this filter from.\n'
                 f'Nearest: {", ".join(map(repr, near)) or "none"}.\n'
                 'Derive the filter again, from the tree that it is used for.'
             )

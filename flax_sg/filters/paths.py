@@ -11,6 +11,8 @@ import jax
 from flax.core.frozen_dict import FrozenDict
 from flax.core.meta import AxisMetadata
 
+from flax_sg.internals.optional import is_of_nnx
+
 # The names of the module that paths are relative to, if one is known.
 Owner: TypeAlias = tuple[str, ...] | None
 
@@ -161,7 +163,7 @@ def names_within(
 ) -> Iterator[tuple[tuple[Inner, ...], Any]]:
     """Yields the leaves of a variable's value, with their names within it.
 
-    A box (``nn.Partitioned``) is one leaf, whatever is in it.
+    A box (``nn.Partitioned``, a Variable of NNX) is one leaf, whatever is in it.
 
     >>> list(names_within((1.0, {'u': 2.0}))), list(names_within(3.0))
     ([(('0',), 1.0), (('1', 'u'), 2.0)], [((), 3.0)])
@@ -176,7 +178,9 @@ def names_within(
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         value,
         is_leaf=lambda node: (
-            isinstance(node, AxisMetadata) or (is_leaf is not None and is_leaf(node))
+            isinstance(node, AxisMetadata)
+            or is_of_nnx(type(node), 'Variable')
+            or (is_leaf is not None and is_leaf(node))
         ),
     )
     for keys, leaf in pairs:

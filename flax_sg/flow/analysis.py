@@ -35,7 +35,7 @@ from flax_sg.flow.way import way
 from flax_sg.flow.zeros import Mask, both, either
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, arguments_of, is_differentiable, path_of
-from flax_sg.trees.trainable import DECLARED, Declared, chosen
+from flax_sg.trees.trainable import DECLARED, Declared, chosen, states
 
 # What JAX raises where a program asks for a value that has only a shape.
 _ASKED_FOR_A_VALUE = (
@@ -378,11 +378,15 @@ def _parameters(
     numbers: Iterator[int],
     slots: Mapping[int, int],
 ) -> Iterator[Parameter]:
-    """The parameters of one argument, whose leaves have these numbers."""
-    for (path, leaf), is_wanted in zip(tree, mask, strict=True):
+    """The parameters of one argument, whose leaves have these numbers.
+
+    The state of an NNX model, such as batch statistics, is left out unless it is meant.
+    """
+    rows = zip(tree, mask, states(tree.tree), strict=True)
+    for (path, leaf), is_wanted, is_state in rows:
         inside = itertools.islice(numbers, len(jax.tree.leaves(leaf)))
         mine = tuple(slots[n] for n in inside if n in slots)
-        if mine:
+        if mine and (is_wanted or not is_state):
             yield Parameter(path, mine, is_wanted)
 
 

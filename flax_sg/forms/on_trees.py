@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from flax.core.scope import in_filter
 
 from flax_sg import errors, filters
@@ -11,11 +12,13 @@ from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path, name_of
 from flax_sg.forms import reads
+from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
     ABSENT,
     OVERWRITE_WITH_GRADIENT,
     Absent,
+    Leaves,
     check_unused,
     fitting,
     is_absent,
@@ -56,7 +59,7 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
     if not isinstance(given, rules.Rewrite):
         write = "sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5))"
         raise wrong_argument(given, 'rule with a filter', write)
-    leaves = tree_before('sg.rewrite(tree, rewrite)', tree)
+    leaves = _tree_before('sg.rewrite(tree, rewrite)', tree)
     values, rule = list(leaves.values), rewrite.rule
     looked_at = [
         (i, path)
@@ -99,7 +102,7 @@ def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> 
     Returns:
         The tree; what is no array of real or complex numbers is what it was.
     """
-    tree_before('sg.stop_gradient(tree, where)', tree)
+    _tree_before('sg.stop_gradient(tree, where)', tree)
     return rewrite(tree, reads.stop_gradient(where, collections=True, unused=unused))
 
 
@@ -145,10 +148,23 @@ def substitute(
     return _substituted(tree, values, None if is_absent(where) else chosen, unused)
 
 
+def _tree_before(call: str, tree: Any) -> Leaves:
+    """Takes a tree apart; raises for a module of NNX, which is written to."""
+    for node in jax.tree.leaves(tree, lambda node: is_of_nnx(type(node), 'Module')):
+        if is_of_nnx(type(node), 'Module'):
+            raise errors.ArgumentTypeError(
+                f'{call} would copy {brief(node)}: what the copy writes, such as batch '
+                'statistics, is lost.\n'
+                'Open a block of flax_sg.nnx: with nnx.stop_gradient(model, where). '
+                'Or give the state: nnx.state(model, nnx.Param).'
+            )
+    return tree_before(call, tree)
+
+
 def _substituted(
     tree: Any, values: Any, where: filters.Filter | None, unused: str
 ) -> Any:
-    leaves = tree_before('sg.substitute(tree, values, where=where)', tree)
+    leaves = _tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)
     given = leaves_of(values)
     there = {

@@ -1,8 +1,9 @@
-"""Imports packages that only some parts of the library need."""
+"""Imports packages that only some parts of the library need, or asks if others did."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 
@@ -25,3 +26,12 @@ def optional(module: str, who: str, package: str) -> ModuleType:
             f'Install it with: pip install {package}',
             name=error.name,
         ) from error
+
+
+def is_of_nnx(cls: type, name: str) -> bool:
+    """Whether a class is one of ``flax.nnx``, or a subclass of it.
+
+    ``flax.nnx`` is not imported: models of linen would wait for it.
+    """
+    nnx = sys.modules.get('flax.nnx')
+    return issubclass(cls, getattr(nnx, name, ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,16 +16,18 @@ from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.flow.analysis import Analysis
 from flax_sg.internals import tracing
+from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rendering import text
 from flax_sg.trees import leaves
+from flax_sg.trees.trainable import declared
 
 TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
 _LINES, _WIDTH = 50, 80
 
 
 def tabulate(
-    module: linen.Module,
-    rngs: Any,
+    module: Any,
+    rngs: Any = None,
     depth: int | Literal['fit'] | None = 'fit',
     **kwargs: Any,
 ) -> Callable[..., ModuleTable]:
@@ -48,8 +51,8 @@ def tabulate(
     Trainable: 18 (72 B)   Frozen: 144 (576 B)
 
     Args:
-        module: the module.
-        rngs: random keys, as for ``init``.
+        module: the module, of linen or NNX.
+        rngs: random keys, as for ``init``. An NNX module needs none.
         depth: how many submodules deep the table goes, or ``None`` for all of them. The
             default ``'fit'`` goes as deep as fits into 50 lines, at least one deep. The
             last lines say if the table leaves modules out.
@@ -69,7 +72,8 @@ def tabulate(
         Modules without parameters are left out. For flops and the shapes of inputs and
         outputs see ``nn.tabulate``.
     """
-    if not isinstance(module, linen.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+    is_graph = is_of_nnx(type(module), 'Module')
+    if not is_graph and not isinstance(module, linen.Module):
         raise errors.ArgumentTypeError(
             f'tabulate() takes a Module instance, and was given {brief(module)}.\n'
             'Make the module: sg.tabulate(Model(...), rngs)(x).'
@@ -78,9 +82,16 @@ def tabulate(
         raise unknown_choice('depth', depth, ('fit', 1, 2, None))
 
     def show(*args: Any, **call_kwargs: Any) -> ModuleTable:
-        program = program_of(module, rngs, args, {**call_kwargs, **kwargs})
-        parameters = program.parameters()
-        rows = rows_of(program.classes, parameters)
+        options = {**call_kwargs, **kwargs}
+        if is_graph:
+            run = options.pop('method', type(module).__call__)
+            analysis = Analysis.of(run, (module, *args), kwargs=options)
+            own = itertools.compress(leaves.leaves_of(module), declared(module))
+            classes, parameters = classes_of(module), _counted(analysis, own)
+        else:
+            program = program_of(module, rngs, args, options)
+            classes, parameters = program.classes, program.parameters()
+        rows = rows_of(classes, parameters)
         deepest = max(len(row.names) for row in rows)
         shown_to = deepest if depth is None else depth
         if isinstance(shown_to, str):
@@ -234,14 +245,30 @@ class Program(NamedTuple):
         params = self.variables.get('params', {})
         if not jax.tree.leaves(params):
             return []
-        report = Analysis.of(self.forward, (params, self.rest), has_aux=True).report()
-        counts: dict[Path, list[int]] = {}
-        for number, path in enumerate(report.parameters):
-            counts.setdefault(path, []).append(report.count(number))
-        return [
-            (path, leaf, counts[path].pop(0) if counts.get(path) else 0)
-            for path, leaf in leaves.leaves_of(params)
-        ]
+        analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
+        return _counted(analysis, leaves.leaves_of(params))
+
+
+def _counted(
+    analysis: Analysis, parameters: Iterable[tuple[Path, Any]]
+) -> list[tuple[Path, Any, int]]:
+    """Parameters, and how many values of each are trained."""
+    report = analysis.report()
+    counts: dict[Path, list[int]] = {}
+    for number, path in enumerate(report.parameters):
+        counts.setdefault(path, []).append(report.count(number))
+    return [
+        (path, leaf, counts[path].pop(0) if counts.get(path) else 0)
+        for path, leaf in parameters
+    ]
+
+
+def classes_of(model: Any) -> dict[tuple[str, ...], str]:
+    """The class name of each module in an NNX model, by the names in its path."""
+    from flax import nnx  # Models of linen do not wait for it.
+
+    modules = nnx.iter_modules(model)
+    return {tuple(map(str, names)): type(one).__name__ for names, one in modules}
 
 
 def program_of(

@@ -11,8 +11,9 @@ from flax import linen
 from flax_sg import filters
 from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters.paths import Path, natural_key
+from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rendering import text
-from flax_sg.summary.modules import program_of
+from flax_sg.summary.modules import classes_of, program_of
 from flax_sg.trees import leaves
 from flax_sg.trees.absent import ABSENT, Absent
 
@@ -85,8 +86,8 @@ def paths(
     'layers_0/bias'
 
     Args:
-        model: a module, or a tree of parameters or variables (shown without classes).
-        *args: the module's arguments, arrays or their shapes; none for a tree.
+        model: a module of linen or NNX, or a tree of variables (shown without classes).
+        *args: a linen module's arguments, arrays or their shapes; none for others.
         where: a filter of any kind.
         rngs: random keys, as for ``init``, or their shapes; one key by default.
         **kwargs: further arguments of ``init``; ``method=`` chooses the method.
@@ -107,6 +108,8 @@ def paths(
     elif args or kwargs:
         write = "sg.paths(tree, where='encoder/**')"
         raise wrong_argument((*args, kwargs)[0], 'input: a tree has none', write)
+    elif is_of_nnx(type(model), 'Module'):
+        classes = classes_of(model)
     found = list(leaves.leaves_of(tree))
     names = [path for path, _ in found]
     selected = [None] * len(found)

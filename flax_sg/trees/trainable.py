@@ -11,6 +11,7 @@ import jax
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import Path
+from flax_sg.internals.optional import is_of_nnx
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     Leaves,
@@ -90,11 +91,29 @@ def trainable(*fields: str) -> Callable[[T], T]:
 
 
 def _fields_of(cls: type) -> frozenset[str] | None:
-    return next((_declared[base] for base in cls.__mro__ if base in _declared), None)
+    found = next((_declared[base] for base in cls.__mro__ if base in _declared), None)
+    return frozenset() if found is None and _is_state(cls) else found
+
+
+def _is_state(cls: type) -> bool:
+    return is_of_nnx(cls, 'Variable') and not is_of_nnx(cls, 'Param')
+
+
+def states(tree: Any) -> list[bool]:
+    """For each leaf whether it is in a Variable of NNX that is no Param."""
+    nodes = jax.tree.leaves(tree, lambda node: is_whole(node) or _is_state(type(node)))
+    return [
+        _is_state(type(node))
+        for node in nodes
+        for _ in ([node] if is_whole(node) else jax.tree.leaves(node, is_whole))
+    ]
 
 
 def declared(tree: Any) -> list[bool]:
-    """For each leaf whether no class on the way to it declares it as not trained."""
+    """For each leaf whether no class on the way to it declares it as not trained.
+
+    Of the Variables of NNX each Param is trained, as ``nnx.grad`` has it.
+    """
     fields: dict[type, Any] = {}
 
     def is_leaf(node: Any) -> bool:

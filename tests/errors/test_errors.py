@@ -29,6 +29,7 @@ import cotangent_errors
 import filter_errors
 import flax_sg
 import flax_sg as sg
+import graph_errors
 import report_errors
 import tree_errors
 from flax_sg import errors
@@ -443,6 +444,7 @@ TABLES = [
     block_errors,
     cotangent_errors,
     filter_errors,
+    graph_errors,
     report_errors,
     tree_errors,
 ]
@@ -501,7 +503,14 @@ def test_the_fix_of_the_message_works(case):
         fix()
 
 
-NAMES = {'nn': nn, 'sg': sg, 'jax': jax, 'optax': optax, 'filters': sg.filters}
+NAMES = {
+    'nn': nn,
+    'nnx': flax_sg.nnx,
+    'sg': sg,
+    'jax': jax,
+    'optax': optax,
+    'filters': sg.filters,
+}
 
 
 def test_messages_name_what_exists():
@@ -529,6 +538,13 @@ ELSEWHERE = {
         'internals/versions.py',
         "unsupported([f'{place} ({error})'], who)",
     ): 'as in the same file; each name in test_versions.py',
+    (
+        'nnx.py',
+        '_errors.UnsupportedVersionError("flax_sg.nnx needs flax 0.12'
+        '.1 or newer: Variables of this one have no get_value.\\nUpdat'
+        "e it: pip install 'flax>=0.12.1'. flax_sg.linen works with t"
+        'his one.")',
+    ): 'in another process, see tests/nnx/test_names.py',
     ('engine/extents.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/expressions.py',

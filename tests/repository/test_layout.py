@@ -32,6 +32,8 @@ STACK = [
     'forms',
     'core',
     'linen',
+    'graphs',
+    'nnx',
     'optim',
     'autodiff',
     'flow',

@@ -1,0 +1,1 @@
+"""Blocks and filters for NNX models, which Flax calls graphs."""

@@ -1,0 +1,36 @@
+"""All of flax.nnx, plus the names that choose where gradients stop.
+
+``from flax_sg import nnx`` takes the place of ``from flax import nnx``. Every public
+name is there and is the same object, and nothing in flax.nnx is changed:
+
+    >>> from flax import nnx as flax_nnx
+    >>> from flax_sg import nnx
+    >>> nnx.Linear is flax_nnx.Linear
+    True
+
+It needs flax 0.12.1 or newer; linen has no such bound.
+"""
+
+from flax import nnx as _nnx
+from flax.nnx import *  # pyright: ignore[reportWildcardImportFromLibrary]
+
+from flax_sg import errors as _errors
+
+if not hasattr(_nnx.Variable, 'get_value'):
+    raise _errors.UnsupportedVersionError(
+        'flax_sg.nnx needs flax 0.12.1 or newer: Variables of this one have no '
+        'get_value.\n'
+        "Update it: pip install 'flax>=0.12.1'. flax_sg.linen works with this one."
+    )
+
+from flax_sg.graphs.choosing import where as where
+from flax_sg.graphs.forms import clip_gradient as clip_gradient
+from flax_sg.graphs.forms import map_cotangent as map_cotangent
+from flax_sg.graphs.forms import print_cotangent as print_cotangent
+from flax_sg.graphs.forms import read_only as read_only
+from flax_sg.graphs.forms import replace_cotangent as replace_cotangent
+from flax_sg.graphs.forms import reverse_gradient as reverse_gradient
+from flax_sg.graphs.forms import scale_gradient as scale_gradient
+from flax_sg.graphs.forms import stop_gradient as stop_gradient
+from flax_sg.graphs.forms import substitute as substitute
+from flax_sg.graphs.forms import train_only as train_only

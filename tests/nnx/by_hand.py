@@ -1,0 +1,102 @@
+"""NNX models for tests, and programs by hand: stopped copies and explicit stops.
+
+This file does not import flax_sg.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+
+
+class Layer(nnx.Module):
+    """A linear layer whose parameters are read in two ways."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+        self.bias = nnx.Param(jax.random.normal(rngs.params(), (4,)))
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.kernel[...] + jnp.broadcast_to(self.bias, x.shape))
+
+
+class Net(nnx.Module):
+    """Layers of several kinds; ``body`` comes before ``head``."""
+
+    def __init__(self, seed: int = 0, dropout: float = 0.5):
+        rngs = nnx.Rngs(seed)
+        self.body = nnx.List([Layer(rngs), Layer(rngs)])
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(dropout, rngs=rngs)
+        self.head = nnx.Linear(4, 2, rngs=rngs)
+
+    def features(self, x):
+        for layer in self.body:
+            x = layer(x)
+        return x
+
+    def __call__(self, x):
+        return self.head(self.drop(self.norm(self.features(x))))
+
+
+def loss_of(model: Any, x: Any = X) -> Any:
+    return jnp.mean((model(x) - 1.0) ** 2)
+
+
+def names_of(keys: Any) -> str:
+    """The names of a key path, joined by '/'."""
+    return jax.tree_util.keystr(keys, simple=True, separator='/')
+
+
+def is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def stopped(model: Any, selects: Callable[[str], bool] = lambda path: True) -> Any:
+    """A copy of a model with stopped parameters; other Variables are the model's own.
+
+    So batch statistics and random streams of the model go on.
+    """
+
+    def stop(keys: Any, variable: Any) -> Any:
+        if not (isinstance(variable, nnx.Param) and selects(names_of(keys))):
+            return variable
+        value = jax.tree.map(jax.lax.stop_gradient, variable.get_raw_value())
+        return type(variable)(value)
+
+    return jax.tree_util.tree_map_with_path(stop, model, is_leaf=is_variable)
+
+
+def pure(state: Any) -> Any:
+    """A state, or the whole state of a model, as nested dicts of arrays."""
+    if not isinstance(state, nnx.State):
+        state = nnx.state(state)
+    return jax.tree.map(
+        lambda leaf: (
+            jax.random.key_data(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        ),
+        nnx.to_pure_dict(state),
+    )
+
+
+def hijax_param() -> Any:
+    """A Param of JAX's own new kind of mutable values."""
+    names = inspect.signature(nnx.Variable.__init__).parameters
+    options: Any = {'hijax' if 'hijax' in names else 'is_hijax': True}
+    return nnx.Param(jnp.ones(2), **options)
+
+
+def is_plain(model: Any) -> bool:
+    """Whether all Variables have types of Flax, and nothing else in their metadata."""
+    return all(
+        type(node).__module__.startswith('flax.') and not node.has_metadata('flax_sg')
+        for _, node in nnx.iter_graph(model)
+        if is_variable(node)
+    )

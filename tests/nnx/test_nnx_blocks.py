@@ -1,0 +1,753 @@
+"""What a block on an NNX model covers, and what it leaves as it was."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import by_hand
+import flax_sg as sg
+import oracle
+from by_hand import Layer, Net, X, loss_of, pure
+from flax_sg import errors, nnx, testing
+
+N = 0
+
+
+def counted(fn: Any) -> Any:
+    """A function that counts how often JAX traces it."""
+
+    def counts(*args: Any) -> Any:
+        counts.traced += 1
+        return fn(*args)
+
+    counts.traced = 0
+    return counts
+
+
+def total(model: Any) -> Any:
+    return model.features(X).sum()
+
+
+def zeros(model: Any, loss: Any = total) -> list[str]:
+    """The parameters whose gradient is zero."""
+    grads = jax.tree_util.tree_leaves_with_path(pure(nnx.grad(loss)(model)))
+    return [by_hand.names_of(keys) for keys, leaf in grads if not leaf.any()]
+
+
+REST = [
+    'head/bias',
+    'head/kernel',
+    'norm/bias',
+    'norm/scale',
+]  # ``total`` does not read them.
+FIRST = ['body/0/bias', 'body/0/kernel']
+
+
+def test_reads_beside_the_lines_of_a_block_are_trained():
+    def loss(model):
+        before = total(model)
+        with nnx.stop_gradient(model, 'body/0/**'):
+            inside = total(model)
+        return before + 2.0 * inside + 3.0 * total(model)
+
+    def by_copies(model):
+        stopped = by_hand.stopped(model, lambda path: path.startswith('body/0'))
+        return total(model) + 2.0 * total(stopped) + 3.0 * total(model)
+
+    model = Net()
+    oracle.assert_same(pure(nnx.grad(loss)(model)), pure(nnx.grad(by_copies)(Net())))
+    assert zeros(model, loss) == REST
+
+
+def test_three_losses_in_one_pass():
+    class Model(Net):
+        def __call__(self, x, hold):
+            with hold(self, 'body/**') as self_:
+                code = jnp.sum(self_.head(self_.features(x)))
+            with hold(self, 'head/**') as self_:
+                out = jnp.sum(self_.head(self_.features(x)) ** 2)
+            return code + out + self.norm(x).sum()
+
+    def in_blocks(model):
+        class Hold:
+            def __init__(self, model, where):
+                self.block, self.model = nnx.stop_gradient(model, where), model
+
+            def __enter__(self):
+                self.block.__enter__()
+                return self.model
+
+            def __exit__(self, *error):
+                self.block.__exit__(*error)
+
+        return model(X, Hold)
+
+    def by_copies(model):
+        class Hold:
+            def __init__(self, model, where):
+                name = where.partition('/')[0]
+                self.model = by_hand.stopped(model, lambda path: path.startswith(name))
+
+            def __enter__(self):
+                return self.model
+
+            def __exit__(self, *error):
+                pass
+
+        return model(X, Hold)
+
+    one, other = Model(), Model()
+    oracle.assert_same(
+        pure(nnx.jit(nnx.grad(in_blocks))(one)),
+        pure(nnx.jit(nnx.grad(by_copies))(other)),
+    )
+    oracle.assert_same(pure(one), pure(other))
+
+
+@pytest.mark.parametrize(
+    'read',
+    [
+        lambda w: w @ X.T,
+        lambda w: X @ w,
+        lambda w: w[...],
+        lambda w: w[0],
+        lambda w: w[1:, 2],
+        lambda w: w + 1.0,
+        lambda w: 2.0 * w,
+        lambda w: -w,
+        lambda w: w.T,
+        lambda w: w.sum(),
+        lambda w: w.reshape(-1),
+        lambda w: w.astype(jnp.bfloat16),
+        lambda w: w.at[0].set(1.0),
+        lambda w: jnp.sum(jnp.stack(list(w))),
+        jnp.tanh,
+        jnp.asarray,
+        lambda w: w.get_value(),
+        lambda w: w.copy()[...],
+        lambda w: copy.copy(w)[...],
+        lambda w: copy.deepcopy(w)[...],
+    ],
+)
+def test_every_way_to_read(read):
+    def loss(layer):
+        return jnp.sum(read(layer.kernel)).astype(jnp.float32)
+
+    layer = Layer(nnx.Rngs(0))
+    value, grads = nnx.value_and_grad(loss)(layer)
+    assert grads['kernel'][...].any()
+    with nnx.stop_gradient(layer, 'kernel'):
+        stopped, zero = nnx.value_and_grad(loss)(layer)
+    oracle.assert_same(stopped, value)
+    assert not zero['kernel'][...].any()
+
+
+def test_metadata_and_what_is_stored_stay_as_they_are():
+    layer = Layer(nnx.Rngs(0))
+    layer.kernel.set_metadata(out_sharding=None, note='mine')
+    raw, metadata = layer.kernel.get_raw_value(), layer.kernel.get_metadata()
+    with nnx.stop_gradient(layer, 'kernel'):
+        assert isinstance(layer.kernel, nnx.Param)
+        assert layer.kernel.note == 'mine'
+        assert layer.kernel.get_metadata('note') == 'mine'
+        assert layer.kernel.get_raw_value() is raw
+        assert layer.kernel.shape == (4, 4)
+        assert nnx.state(layer, nnx.Param)['kernel'].get_raw_value() is raw
+    assert type(layer.kernel) is nnx.Param
+    assert layer.kernel.get_metadata() == metadata
+
+
+def test_a_typo_raises_at_the_with_line_for_each_model():
+    for model in (Net(), Net()):
+        with pytest.raises(errors.UnusedFilterError, match="Did you mean 'body/"):
+            nnx.stop_gradient(model, 'boddy/**').__enter__()
+        assert by_hand.is_plain(model)
+        with nnx.stop_gradient(model, ['body/**', 'boddy/**'], unused='ignore'):
+            assert len(zeros(model)) == 8
+
+
+def test_filters_of_every_kind():
+    model = Net()
+    import re
+
+    for where in (
+        'body/0/*',
+        ['body/0/kernel', 'body/0/bias'],
+        re.compile('body/0/.*'),
+        lambda path: path.parts[:2] == ('body', '0'),
+        sg.filters.as_filter('body/**') & ~sg.filters.as_filter('body/1/**'),
+    ):
+        with nnx.stop_gradient(model, where):
+            assert zeros(model) == [*FIRST, *REST]
+    with nnx.train_only(model, 'body/0/*'):
+        assert zeros(model) == ['body/1/bias', 'body/1/kernel', *REST]
+    live = sg.live(total, model)
+    assert repr(live) == "<live: 'body/0/bias', 'body/0/kernel', 'body/1/bias', ...>"
+    with nnx.stop_gradient(model, live):
+        assert len(zeros(model)) == 8
+    with nnx.stop_gradient(model, False):
+        assert zeros(model) == REST
+
+
+def test_tied_weights_by_any_of_their_paths():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.one = Layer(nnx.Rngs(0))
+            self.two = self.one
+            self.out = nnx.Param(jnp.ones(3))
+            self.weights = nnx.List([self.one.kernel])
+            self.above = nnx.Dict(tied=self.two)
+
+        def features(self, x):
+            return self.two(self.one(x))
+
+    model = Tied()
+    for where in ('one/kernel', 'two/kernel', 'weights/0', 'above/tied/kernel'):
+        with nnx.stop_gradient(model, where):
+            assert zeros(model) == ['above/tied/kernel', 'out'], where
+    flat = nnx.to_flat_state(nnx.state(model, nnx.where(model, 'two/kernel')))
+    assert [path for path, _ in flat] == [('above', 'tied', 'kernel')]
+
+
+def test_a_module_that_holds_the_one_around_it():
+    class Cyclic(nnx.Module):
+        def __init__(self):
+            self.layer = Layer(nnx.Rngs(0))
+            self.layer.above = self
+
+        def features(self, x):
+            return self.layer(x)
+
+    model = Cyclic()
+    with nnx.stop_gradient(model, 'layer/kernel'):
+        assert zeros(model) == ['layer/kernel']
+
+
+def test_another_kind_of_variable():
+    model = Net()
+
+    def loss(stats, rest):
+        return model_of(rest, stats).norm(X, use_running_average=True).sum()
+
+    graph, stats, rest = nnx.split(model, nnx.BatchStat, ...)
+
+    def model_of(rest, stats):
+        return nnx.merge(graph, stats, rest)
+
+    def stopped(stats):
+        inner = nnx.merge(graph, stats, rest)
+        with nnx.stop_gradient(inner, 'norm/mean', kind=nnx.BatchStat):
+            return inner.norm(X, use_running_average=True).sum()
+
+    grads = jax.grad(stopped)(stats)
+    assert not grads['norm']['mean'][...].any()
+    assert grads['norm']['var'][...].any()
+    with pytest.raises(errors.UnusedFilterError):
+        nnx.stop_gradient(model, 'norm/mean').__enter__()
+
+
+def test_a_type_of_the_users_own():
+    class Halved(nnx.Param):
+        def get_value(self, **how):
+            return 0.5 * super().get_value(**how)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.v = Halved(jnp.ones(3)), Halved(jnp.ones(3))
+
+        def features(self, x):
+            return jnp.tanh(self.w[...]) * self.v
+
+    model = Model()
+    value, grads = nnx.value_and_grad(total)(model)
+    with nnx.stop_gradient(model, 'w'):
+        oracle.assert_same(
+            jax.jit(lambda: total(model))(), jax.jit(lambda: total(model))()
+        )
+        stopped, others = nnx.value_and_grad(total)(model)
+    oracle.assert_same(stopped, value)
+    assert not others['w'].get_raw_value().any()
+    oracle.assert_same(others['v'].get_raw_value(), grads['v'].get_raw_value())
+    assert type(model.w) is Halved
+
+
+@pytest.mark.parametrize('inside', [True, False])
+def test_stacked_layers(inside):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stack(rngs):
+        return Layer(rngs)
+
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = stack(nnx.Rngs(0))
+
+        def features(self, x):
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            def run(layer, x):
+                with nnx.stop_gradient(layer, 'kernel' if inside else False):
+                    return layer(x)
+
+            return run(self.layers, x)
+
+    def by_hand_scan(params):
+        def step(x, layer):
+            kernel = jax.lax.stop_gradient(layer['kernel'])
+            return jnp.tanh(x @ kernel + jnp.broadcast_to(layer['bias'], x.shape)), None
+
+        return jax.lax.scan(step, X, params)[0].sum()
+
+    model = Stack()
+    expected = jax.grad(by_hand_scan)(pure(model)['layers'])
+    with nnx.stop_gradient(model, False if inside else 'layers/kernel'):
+        grads = pure(nnx.grad(total)(model))['layers']
+    oracle.assert_same(grads, expected)
+    # Rows of the stack are not those of a layer.
+    if not inside:
+        first = nnx.stop_gradient(model, sg.at('layers/kernel', 0))
+        with pytest.raises(errors.PartError, match='has another shape here'), first:
+            total(model)
+
+
+def test_rows():
+    model = Net()
+    plain = pure(nnx.grad(total)(model))['body'][0]['kernel']
+    with nnx.stop_gradient(model, sg.at('body/0/kernel', np.s_[:1])):
+        grads = pure(nnx.jit(nnx.grad(total))(model))['body'][0]['kernel']
+    oracle.assert_same(
+        grads, pure(nnx.jit(nnx.grad(total))(model))['body'][0]['kernel'].at[0].set(0.0)
+    )
+    assert plain[0].any()
+
+
+# Caches
+
+
+def test_a_compiled_step_outside_inside_and_outside_again():
+    model = Net()
+    loss = counted(total)
+    step = nnx.jit(nnx.grad(loss))
+    plain = pure(step(model))
+    for _ in range(2):
+        with nnx.stop_gradient(model, 'body/0/**'):
+            stopped = pure(step(model))
+        assert not stopped['body'][0]['kernel'].any()
+        with nnx.stop_gradient(model, lambda path: path.startswith('body/0')):
+            oracle.assert_same(pure(step(model)), stopped)
+        oracle.assert_same(pure(step(model)), plain)
+        with nnx.stop_gradient(model, 'body/1/**'):
+            assert pure(step(model))['body'][0]['kernel'].any()
+    assert loss.traced == 3
+
+
+def test_inside_first():
+    model = Net()
+    step = jax.jit(jax.grad(total, allow_int=True))
+    with nnx.stop_gradient(model, 'body/**'):
+        stopped = step(model)
+    assert not stopped.body[0].kernel.get_raw_value().any()
+    assert step(model).body[0].kernel.get_raw_value().any()
+    assert step.lower(model)
+
+
+def test_an_equal_model_after_it_finds_the_program_again():
+    loss = counted(total)
+    step = nnx.jit(nnx.grad(loss))
+    for _ in range(3):
+        model = Net()
+        with nnx.stop_gradient(model, 'body/**'):
+            step(model)
+        del model
+        gc.collect()
+    assert loss.traced == 1
+
+
+def test_a_helper_is_traced_once_in_a_loop_of_eager_steps():
+    helper = counted(jnp.tanh)
+    jitted = jax.jit(helper)
+
+    def loss(model):
+        with nnx.stop_gradient(model, 'body/0/**'):
+            return jitted(model.features(X)).sum()
+
+    model = Net()
+    for _ in range(4):
+        nnx.grad(loss)(model)
+    assert helper.traced == 1
+
+
+@pytest.mark.parametrize('jit', [jax.jit, jax.checkpoint])
+def test_one_closure_over_two_models_in_blocks_of_each(jit):
+    """Both blocks select the same paths of one class."""
+
+    def loss(both, hold):
+        one, two = both
+        f = jit(lambda x: two.features(one.features(x)))
+        with hold(one) as seen:
+            a = f(X) if seen is one else two.features(seen.features(X))
+        with hold(two) as seen:
+            b = f(X) if seen is two else seen.features(one.features(X))
+        return (a + 2.0 * b).sum()
+
+    @contextlib.contextmanager
+    def block(model):
+        with nnx.stop_gradient(model, 'body/**'):
+            yield model
+
+    @contextlib.contextmanager
+    def stop(model):
+        yield by_hand.stopped(model)
+
+    both = [Net(0), Net(1)]
+    oracle.assert_same(
+        pure(nnx.grad(lambda both: loss(both, block))(both)),
+        pure(nnx.grad(lambda both: loss(both, stop))(both)),
+    )
+
+
+def test_the_same_closure_in_blocks_of_other_paths():
+    def loss(model):
+        f = jax.jit(lambda x: model.features(x))
+        with nnx.stop_gradient(model, 'body/0/**'):
+            a = f(X)
+        with nnx.stop_gradient(model, 'body/1/**'):
+            b = f(X)
+        return (a + 2.0 * b + 3.0 * f(X)).sum()
+
+    def by_copies(model):
+        a = by_hand.stopped(model, lambda path: path.startswith('body/0'))
+        b = by_hand.stopped(model, lambda path: path.startswith('body/1'))
+        return sum(
+            n * m.features(X) for n, m in ((1.0, a), (2.0, b), (3.0, model))
+        ).sum()
+
+    oracle.assert_same(pure(nnx.grad(loss)(Net())), pure(nnx.grad(by_copies)(Net())))
+
+
+def test_a_graph_that_was_split_in_a_block():
+    model = Net()
+    state = nnx.State(nnx.to_pure_dict(nnx.state(Net())))
+    with nnx.stop_gradient(model, 'body/0/**'):
+        graph, _ = nnx.split(model)
+        assert zeros(nnx.merge(graph, state)) == [*FIRST, *REST]
+    after = nnx.merge(graph, state)
+    assert by_hand.is_plain((after, state))
+    assert zeros(after) == REST
+    with nnx.stop_gradient(model, 'body/1/**', unused='ignore'):
+        assert zeros(nnx.merge(graph, state)) == REST
+    other = Net()
+    with nnx.stop_gradient(other, 'body/0/**', unused='ignore'):
+        assert zeros(nnx.merge(graph, state)) == REST
+
+
+# What outlives a block
+
+
+def test_what_is_made_in_a_block_is_trained_after_it():
+    model = Net()
+    with nnx.stop_gradient(model, 'body/**'):
+        made = [
+            nnx.clone(model),
+            copy.deepcopy(model),
+            nnx.merge(*nnx.split(model)),
+            jax.tree.map(lambda leaf: leaf, model),
+            nnx.jit(nnx.clone)(model),
+        ]
+        for one in made:
+            assert len(zeros(one)) == 8
+        grads = jax.grad(total, allow_int=True)(model)
+    for one in made:
+        assert by_hand.is_plain(one)
+        assert zeros(one) == REST
+    jax.tree.map(lambda a, b: None, grads, model)  # Their structures fit.
+    assert by_hand.is_plain(model)
+
+
+def test_a_state_that_is_pickled_in_a_block():
+    model = Layer(nnx.Rngs(0))
+    with nnx.stop_gradient(model, 'kernel'):
+        text = pickle.dumps((nnx.state(model), model.kernel))
+    state, kernel = pickle.loads(text)
+    assert by_hand.is_plain((state, kernel))
+    oracle.assert_same(pure(state), pure(model))
+
+
+def test_an_optimizer_that_is_made_in_a_block():
+    def trained(hold):
+        model = Net(dropout=0.0)
+        with hold(model):
+            optimizer = nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
+        for _ in range(2):
+            optimizer.update(model, nnx.grad(total)(model))
+        state = pickle.loads(pickle.dumps(nnx.state(optimizer)))
+        oracle.assert_same(pure(state), pure(nnx.state(optimizer)))
+        return pure(model)
+
+    def block(model):
+        return nnx.stop_gradient(model, 'body/**', unused='ignore')
+
+    oracle.assert_same(trained(block), trained(contextlib.nullcontext))
+
+
+def test_an_exception_closes_the_block():
+    model = Net()
+    with pytest.raises(KeyError), nnx.stop_gradient(model, 'body/**'):
+        raise KeyError
+    assert by_hand.is_plain(model)
+    assert zeros(model) == REST
+
+
+def test_nothing_is_kept_alive():
+    model = Net()
+    with nnx.stop_gradient(model, 'body/**'):
+        nnx.jit(nnx.grad(total))(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_long_block_keeps_no_old_values_alive():
+    model = Net(dropout=0.0)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(total)(model))
+
+    kept = []
+    with nnx.stop_gradient(model, 'body/**'):
+        for _ in range(40):
+            step(model, optimizer)
+            optimizer.update(model, nnx.grad(total)(model))
+            nnx.clone(model)
+            kept.append(weakref.ref(model.body[0].kernel.get_raw_value()))
+            model.body[0].kernel[...] = model.body[0].kernel[...] + 1.0
+        gc.collect()
+        assert sum(ref() is not None for ref in kept) < 10
+
+
+# Blocks in blocks, and beside
+
+
+def test_blocks_in_blocks():
+    model = Net()
+    with nnx.stop_gradient(model, 'body/0/**'):
+        with nnx.stop_gradient(model, 'body/1/kernel'):
+            assert zeros(model) == [*FIRST, 'body/1/kernel', *REST]
+        again = nnx.stop_gradient(model, 'body/0/**')
+        with nnx.stop_gradient(model.body[1], 'bias'), again:
+            assert zeros(model) == [*FIRST, 'body/1/bias', *REST]
+        assert zeros(model) == [*FIRST, *REST]
+    assert by_hand.is_plain(model)
+
+
+def test_a_block_of_each_call_and_one_around():
+    def loss(model):
+        for where in ('body/0/kernel', 'body/0/bias'):
+            with nnx.stop_gradient(model, where, unused='ignore'):
+                model = nnx.clone(model)
+        with nnx.stop_gradient(model, 'body/1/bias'):
+            nnx.jit(total)(model)
+            return nnx.jit(total)(model)
+
+    model = Net()
+    with nnx.stop_gradient(model, 'body/1/kernel'):
+        assert zeros(model, loss) == ['body/1/bias', 'body/1/kernel', *REST]
+        assert zeros(model) == ['body/1/kernel', *REST]
+
+
+def test_a_block_is_used_many_times():
+    model = Net()
+    block = nnx.stop_gradient(model, 'body/0/**')
+    for _ in range(2):
+        with block, block:
+            assert zeros(model) == [*FIRST, *REST]
+        assert zeros(model) == REST
+
+
+def test_threads():
+    model, opened, done = Net(), threading.Barrier(2), threading.Barrier(2)
+    found: dict[str, Any] = {}
+
+    def work(name, where):
+        with nnx.stop_gradient(model, where):
+            opened.wait(60)
+            found[name] = zeros(nnx.clone(model)), zeros(model)
+            done.wait(60)
+
+    threads = [
+        threading.Thread(target=work, args=args)
+        for args in (('a', 'body/0/**'), ('b', ['body/0/bias', 'body/1/bias']))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    a, b = [*FIRST, *REST], ['body/0/bias', 'body/1/bias', *REST]
+    assert found == {'a': (a, a), 'b': (b, b)}
+    assert by_hand.is_plain(model)
+
+
+def test_another_thread_reads_what_is_stored():
+    model, found = Net(), []
+    with nnx.stop_gradient(model, 'body/**', unused='ignore'):
+        for work in (lambda: zeros(model), lambda: zeros(nnx.clone(model))):
+            thread = threading.Thread(target=lambda work=work: found.append(work()))
+            thread.start()
+            thread.join()
+    assert found == [REST, REST]
+    assert by_hand.is_plain(model)
+
+
+def test_a_closure_in_another_trace_is_not_written_to():
+    """A block on a model of an outer trace leaves it as it was."""
+
+    def loss(model):
+        @jax.vmap
+        def each(x):
+            with nnx.stop_gradient(model, 'body/0/**'):
+                return model.features(x)
+
+        return each(X).sum()
+
+    model = Net()
+    assert zeros(model, loss) == [*FIRST, *REST]
+
+
+# Writes
+
+
+def test_what_is_written_in_a_block_is_stored():
+    model = Net()
+    with nnx.stop_gradient(model, 'body/**'):
+        model.body[0].bias[...] = jnp.full(4, 2.0)
+        model.body[1].kernel[0] = jnp.full(4, 3.0)
+        nnx.update(model, {'head': {'bias': jnp.full(2, 4.0)}})
+        state = nnx.state(model)
+    nnx.update(model, state)
+    assert model.body[0].bias[...].tolist() == [2.0] * 4
+    assert model.body[1].kernel[0].tolist() == [3.0] * 4
+    assert model.head.bias[...].tolist() == [4.0] * 2
+    assert by_hand.is_plain(model)
+
+
+def test_an_update_in_a_block_and_after_it():
+    def trained(hold):
+        model = Net(dropout=0.0)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        for _ in range(2):
+            with hold(model) as seen:
+                grads = nnx.grad(hold.loss)(seen)
+                optimizer.update(model, grads)
+            optimizer.update(model, grads)
+        return pure(model)
+
+    @contextlib.contextmanager
+    def block(model):
+        with nnx.stop_gradient(model, 'body/**'):
+            yield model
+
+    block.loss = loss_of
+
+    def plain(model):
+        return contextlib.nullcontext(model)
+
+    plain.loss = lambda model: loss_of(
+        by_hand.stopped(model, lambda path: path.startswith('body'))
+    )
+    oracle.assert_same(trained(block), trained(plain))
+
+
+# Refused, or said
+
+
+def test_a_copy_that_was_made_before_warns():
+    model = Net()
+    step = nnx.cached_partial(nnx.jit(total), model)
+    block = nnx.stop_gradient(model, 'body/**')
+    with pytest.warns(errors.NothingStoppedWarning, match='none of its 4'), block:
+        step()
+    with nnx.stop_gradient(model, 'body/**', unused='ignore'):
+        step()
+
+
+def test_a_compiled_program_does_not_warn():
+    model = Net()
+    step = nnx.jit(nnx.grad(total))
+    for _ in range(2):
+        with nnx.stop_gradient(model, 'body/**'):
+            step(model)
+
+
+def test_a_derivative_of_its_own_decides_what_flows():
+    """A limit: only what such a function is given can be stopped."""
+
+    @jax.custom_vjp
+    def of_model(layer):
+        return layer(X).sum()
+
+    @jax.custom_vjp
+    def of_kernel(kernel):
+        return jnp.tanh(X @ kernel).sum()
+
+    def backward(kept, cotangent):
+        return (jax.tree.map(lambda leaf: cotangent * jnp.ones_like(leaf), kept),)
+
+    of_model.defvjp(lambda layer: (of_model(layer), layer), backward)
+    of_kernel.defvjp(lambda kernel: (of_kernel(kernel), kernel), backward)
+    layer = Layer(nnx.Rngs(0))
+
+    def loss(layer):
+        return of_kernel(layer.kernel[...]) + layer.bias.sum()
+
+    with nnx.stop_gradient(layer, 'kernel'):
+        assert pure(nnx.grad(of_model)(layer))['kernel'].all()
+        assert zeros(layer, loss) == ['kernel']
+        report = sg.gradient_flow(of_model, layer)
+    assert report.status_of('output', 'kernel') == 'flows'
+
+
+def test_a_hijax_variable_is_refused():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = by_hand.hijax_param()
+
+    with pytest.raises(errors.ArgumentTypeError, match="'w' is a hijax Variable"):
+        nnx.stop_gradient(Model(), 'w').__enter__()
+
+
+def test_same_program_as_by_hand():
+    graph, params, rest = nnx.split(Net(dropout=0.0), nnx.Param, ...)
+
+    def loss(params, rest, hold):
+        model = nnx.merge(graph, params, rest)
+        with hold(model) as seen:
+            return total(seen)
+
+    @contextlib.contextmanager
+    def block(model):
+        with nnx.stop_gradient(model, 'body/**'):
+            yield model
+
+    def stop(model):
+        return contextlib.nullcontext(
+            by_hand.stopped(model, lambda path: path.startswith('body'))
+        )
+
+    testing.assert_same_program(
+        jax.grad(lambda params, rest: loss(params, rest, block)),
+        jax.grad(lambda params, rest: loss(params, rest, stop)),
+        params,
+        rest,
+    )

@@ -1,0 +1,230 @@
+"""NNX modules and states where flax_sg takes a tree, and filters for NNX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import by_hand
+import flax_sg as sg
+import oracle
+from by_hand import Net, X, loss_of, pure
+from flax_sg import errors, nnx, testing
+
+# ``adam`` counts its steps in another dtype.
+pytestmark = pytest.mark.usefixtures('standard_promotion')
+
+BODY = ['body/0/bias', 'body/0/kernel', 'body/1/bias', 'body/1/kernel']
+OTHERS = ['head/bias', 'head/kernel', 'norm/bias', 'norm/scale']
+
+
+def frozen_body(model: Any, x: Any = X) -> Any:
+    with nnx.stop_gradient(model, 'body/**'):
+        return loss_of(model, x)
+
+
+def names_where(state: Any, said: Any = True) -> list[str]:
+    pairs = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(state))
+    return [by_hand.names_of(keys) for keys, leaf in pairs if leaf == said]
+
+
+def changed(before: Any, model: Any) -> list[str]:
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, pure(model))
+    pairs = jax.tree_util.tree_leaves_with_path(moved)
+    return [by_hand.names_of(keys) for keys, leaf in pairs if leaf]
+
+
+def test_the_filter_of_what_is_trained():
+    live = sg.live(frozen_body, Net(), X)
+    for name in OTHERS:
+        assert live(sg.Path.of('params', tuple(name.split('/'))))
+    assert repr(live) == "<live: 'head/bias', 'head/kernel', 'norm/bias', ...>"
+
+
+def test_a_filter_for_nnx():
+    model = Net()
+    live = nnx.where(model, sg.live(frozen_body, model, X))
+    assert live == nnx.where(Net(1), OTHERS)
+    assert hash(live) == hash(nnx.where(Net(1), OTHERS))
+    for where in (OTHERS, ['head/**', 'norm/*'], lambda path: path[:4] != 'body'):
+        assert nnx.where(model, where) == live
+    flat = nnx.to_flat_state(nnx.state(model, live))
+    assert ['/'.join(map(str, path)) for path, _ in flat] == OTHERS
+    _, some, rest = nnx.split(model, live, ...)
+    assert len(jax.tree.leaves(some)) == 4
+    assert 'mean' in rest['norm']
+    both = nnx.All(live, nnx.PathContains('head'))
+    assert len(jax.tree.leaves(nnx.state(model, both))) == 2
+
+
+def test_a_filter_of_batch_statistics():
+    where = nnx.where(Net(), 'norm/mean', kind=nnx.BatchStat)
+    assert list(nnx.state(Net(), where)['norm']) == ['mean']
+    assert list(nnx.state(Net(), nnx.where(Net(), 'norm/*', kind=...))['norm']) == [
+        'bias',
+        'mean',
+        'scale',
+        'var',
+    ]
+
+
+def test_names_are_checked():
+    with pytest.raises(errors.UnusedFilterError, match="Did you mean 'head/"):
+        nnx.where(Net(), 'haed/**')
+    with pytest.raises(errors.UnusedFilterError, match='norm/mean'):
+        nnx.where(Net(), 'norm/mean')
+    with pytest.raises(errors.PartError, match='an NNX filter takes whole leaves'):
+        nnx.where(Net(), sg.at('head/kernel', 0))
+    with pytest.raises(
+        errors.UnknownNameError, match=r"no '0/body/0/bias'.* nnx\.where"
+    ):
+        nnx.state([Net()], nnx.where(Net(), 'head/**'))
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_gradients_and_an_optimizer_for_what_is_trained(compiled):
+    def trained(model, live, loss):
+        optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=live)
+        some = nnx.DiffState(0, live)
+
+        def step(model, optimizer):
+            optimizer.update(model, nnx.grad(loss, argnums=some)(model))
+
+        step = nnx.jit(step) if compiled else step
+        for _ in range(3):
+            step(model, optimizer)
+        return pure(model), len(jax.tree.leaves(nnx.state(optimizer)))
+
+    model = Net()
+    before = pure(model)
+    live = nnx.where(model, sg.live(frozen_body, model, X))
+    actual = trained(model, live, frozen_body)
+    other = Net()
+    by_type = nnx.Any(nnx.PathContains('head'), nnx.PathContains('norm'))
+    expected = trained(other, nnx.All(nnx.Param, by_type), loss_of)
+    oracle.assert_same(actual, expected)
+    stats = ['drop/rngs/count', 'norm/mean', 'norm/var']
+    assert sorted(changed(before, model)) == sorted(OTHERS + stats)
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_frozen_part_in_the_optimizer(compiled):
+    model = Net()
+    before = pure(model)
+    tx = sg.freeze(optax.adamw(0.1), 'body/**')
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(loss_of)(model))
+
+    step = nnx.jit(step) if compiled else step
+    for _ in range(2):
+        step(model, optimizer)
+    assert not set(BODY) & set(changed(before, model))
+    assert set(OTHERS) <= set(changed(before, model))
+    moments = nnx.state(optimizer)['opt_state']
+    assert len(jax.tree.leaves(moments)) == 1 + 2 * len(OTHERS)
+
+
+def test_masks_labels_and_parts():
+    model = Net()
+    params = nnx.state(model, nnx.Param)
+    assert names_where(sg.mask(params, frozen='body/**')) == BODY
+    assert names_where(sg.mask(params, trained='body/**')) == BODY
+    labels = sg.labels(params, {'slow': 'body/**', 'fast': ['head/*', 'norm/*']})
+    assert names_where(labels, 'slow') == BODY
+    body, rest = sg.partition(params, 'body/**')
+    assert jax.tree.structure(sg.combine(rest, body)) == jax.tree.structure(params)
+    oracle.assert_same(sg.combine(rest, body), params)
+    stopped = jax.grad(
+        lambda params: jnp.sum(
+            sg.stop_gradient(params, 'body/**')['body'][0]['kernel'][...]
+        )
+    )(params)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(stopped))
+
+
+def test_parts_of_a_module():
+    model = Net(dropout=0.0)
+    body, rest = sg.partition(model, 'body/**')
+
+    def loss(model):
+        return model.head(model.norm(model.features(X), use_running_average=True)).sum()
+
+    def of_rest(rest):
+        return loss(sg.combine(body, rest))
+
+    grads = sg.grad(of_rest)(rest)
+    expected = pure(nnx.grad(loss)(model))
+    oracle.assert_same(grads.head.kernel[...], expected['head']['kernel'])
+    assert grads.body[0].kernel.get_raw_value() is sg.ABSENT
+    # Batch statistics are differentiated if they are named, as with nnx.grad.
+    assert grads.norm.mean.get_raw_value() is sg.ABSENT
+    assert sg.grad(of_rest, wrt='norm/mean')(rest).norm.mean[...].any()
+
+
+def test_reports():
+    flow = sg.gradient_flow(frozen_body, Net(), X)
+    assert list(map(str, flow.parameters)) == [*BODY, *OTHERS]
+    assert flow.status_of('output', 'body/0/kernel') == 'stopped'
+    assert flow.status_of('output', 'norm/scale') == 'flows'
+    meant = sg.gradient_flow(loss_of, Net(), X, wrt=['norm/mean', 'head/bias'])
+    assert 'norm/mean' in meant.parameters
+    testing.assert_trains_only(frozen_body, ['head/**', 'norm/**'], Net(), X)
+    testing.assert_stopped(frozen_body, 'body/**', Net(), X)
+    testing.assert_flows(frozen_body, 'norm/**', Net(), X)
+    with pytest.raises(errors.ExpectationError, match='body/0/bias is stopped by'):
+        testing.assert_flows(frozen_body, 'body/0/*', Net(), X)
+
+
+def test_tables():
+    assert repr(sg.paths(Net(), where='body/**')).splitlines()[2:4] == [
+        'yes        body/0..1/bias     Layer       float32[4]      params',
+        'yes        body/0..1/kernel   Layer       float32[4, 4]   params',
+    ]
+
+    class Frozen(Net):
+        def __call__(self, x):
+            with nnx.stop_gradient(self, 'body/**'):
+                return super().__call__(x)
+
+    table = sg.tabulate(Frozen())(X).splitlines()
+    assert table[2:] == [
+        '(model)    Frozen              58          18   partly',
+        '  body     List                40           0   frozen',
+        '    0..1   Layer               40           0   frozen',
+        '  head     Linear              10          10   trainable',
+        '  norm     BatchNorm            8           8   trainable',
+        '',
+        'Trainable: 18 (72 B)   Frozen: 40 (160 B)',
+    ]
+    features = sg.tabulate(Net(), method=Net.features)(X)
+    assert features.splitlines()[-1] == 'Trainable: 40 (160 B)   Frozen: 18 (72 B)'
+
+
+@pytest.mark.parametrize(
+    'call',
+    [
+        lambda tree: sg.stop_gradient(tree, 'body/**'),
+        lambda tree: sg.substitute(tree, lambda path, leaf: leaf),
+        lambda tree: sg.substitute(tree, {}),
+    ],
+)
+def test_a_copy_of_a_module_is_refused(call):
+    """What BatchNorm writes on it would be lost."""
+    for tree in (Net(), [{'net': Net()}]):
+        with pytest.raises(errors.ArgumentTypeError, match='would copy a Net'):
+            call(tree)
+
+
+def test_linen_does_not_import_nnx():
+    import subprocess
+    import sys
+
+    program = (
+        'import sys; from flax_sg import linen; import flax_sg as sg;'
+        "sg.mask({'a': 1.0}, trained='a'); assert 'flax.nnx' not in sys.modules"
+    )
+    subprocess.run([sys.executable, '-c', program], check=True, timeout=120)
