@@ -390,13 +390,16 @@ def test_a_helper_is_traced_once_in_a_loop_of_eager_steps():
 def test_one_closure_over_two_models_in_blocks_of_each(jit):
     """Both blocks select the same paths of one class."""
 
+    def of(one, two):
+        return lambda x: two.features(one.features(x))
+
     def loss(both, hold):
         one, two = both
-        f = jit(lambda x: two.features(one.features(x)))
+        f = jit(of(one, two))
         with hold(one) as seen:
-            a = f(X) if seen is one else two.features(seen.features(X))
+            a = f(X) if seen is one else jit(of(seen, two))(X)
         with hold(two) as seen:
-            b = f(X) if seen is two else seen.features(one.features(X))
+            b = f(X) if seen is two else jit(of(one, seen))(X)
         return (a + 2.0 * b).sum()
 
     @contextlib.contextmanager
@@ -427,9 +430,8 @@ def test_the_same_closure_in_blocks_of_other_paths():
     def by_copies(model):
         a = by_hand.stopped(model, lambda path: path.startswith('body/0'))
         b = by_hand.stopped(model, lambda path: path.startswith('body/1'))
-        return sum(
-            n * m.features(X) for n, m in ((1.0, a), (2.0, b), (3.0, model))
-        ).sum()
+        a, b, c = (jax.jit(lambda x, m=m: m.features(x))(X) for m in (a, b, model))
+        return (a + 2.0 * b + 3.0 * c).sum()
 
     oracle.assert_same(pure(nnx.grad(loss)(Net())), pure(nnx.grad(by_copies)(Net())))
 
