@@ -75,7 +75,8 @@ def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
                 entered = within.jaxpr.invars[operand - first]
                 waiting.append((within, entered, (body, eqn, around), steps))
             if not inner:
-                step = _Step(body, eqn, not fact.live, steps)
+                stopped = not fact.live >> output & 1
+                step = _Step(body, eqn, stopped, steps)
                 waiting.extend((body, out, around, step) for out in eqn.outvars)
     return ()
 
@@ -86,6 +87,8 @@ def _lines(last: _Step | None) -> Iterator[Use]:
     while last is not None:
         steps.insert(0, last)
         last = last.before
+    # Behind the last equation that is stopped, the gradient is still there.
+    stops = [table.place.stop(eqn) for table, eqn, stopped, _ in steps if stopped]
     block, before = None, ''
     for number, (table, eqn, stopped, _) in enumerate(steps):
         lines = list(jaxprs.frames_of(eqn))
@@ -95,7 +98,7 @@ def _lines(last: _Step | None) -> Iterator[Use]:
         source = table.place.at(eqn).source
         if leaves or source != before:
             stack = jaxprs.name_stack_of(eqn) or UNKNOWN
-            by = table.place.stop(eqn) if stopped else ''
+            by = stops[-1] if stopped else ''
             yield Use(stack, source, stopped, by=by, leaves=leaves)
         block, before = None if leaves else block, source
 
