@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.extend.core import JaxprEqn
 
 from flax_sg.flow.facts import UNKNOWN, UNREAD, Bodies, Fact, Table
+from flax_sg.flow.pullback import has_tangent
 from flax_sg.flow.report import Use
 from flax_sg.internals import jaxprs
 
@@ -23,12 +24,14 @@ class _Step(NamedTuple):
         table: the table of its body.
         eqn: the equation.
         stopped: whether no gradient comes back through it.
+        stops: whether one could have come, to what it reads.
         before: the step before.
     """
 
     table: Table
     eqn: JaxprEqn
     stopped: bool
+    stops: bool
     before: _Step | None
 
 
@@ -75,7 +78,9 @@ def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
                 entered = within.jaxpr.invars[operand - first]
                 waiting.append((within, entered, (body, eqn, around), steps))
             if not inner:
-                step = _Step(body, eqn, not fact.live, steps)
+                stopped = not fact.live >> output & 1
+                stops = stopped and has_tangent(var.aval)
+                step = _Step(body, eqn, stopped, stops, steps)
                 waiting.extend((body, out, around, step) for out in eqn.outvars)
     return ()
 
@@ -86,8 +91,10 @@ def _lines(last: _Step | None) -> Iterator[Use]:
     while last is not None:
         steps.insert(0, last)
         last = last.before
+    # Behind the last equation that stops, the gradient is still there.
+    ends = [step.table.place.stop(step.eqn) for step in steps if step.stops]
     block, before = None, ''
-    for number, (table, eqn, stopped, _) in enumerate(steps):
+    for number, (table, eqn, stopped, *_) in enumerate(steps):
         lines = list(jaxprs.frames_of(eqn))
         if not number:
             block = next(filter(None, map(_block_of, lines)), None)
@@ -95,7 +102,7 @@ def _lines(last: _Step | None) -> Iterator[Use]:
         source = table.place.at(eqn).source
         if leaves or source != before:
             stack = jaxprs.name_stack_of(eqn) or UNKNOWN
-            by = table.place.stop(eqn) if stopped else ''
+            by = ends[-1] if stopped and ends else ''
             yield Use(stack, source, stopped, by=by, leaves=leaves)
         block, before = None if leaves else block, source
 

@@ -196,9 +196,9 @@ class Selected(nnx.Variable[Any]):
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_pytree_with_keys(
             cls,
-            lambda one: (((_VALUE, one.get_raw_value()),), _static(one)),
+            lambda one: (((_VALUE, _taken(one)),), _static(one)),
             lambda static, raw: cls.from_metadata(next(iter(raw)), dict(static)),
-            lambda one: ((one.get_raw_value(),), _static(one)),
+            lambda one: ((_taken(one),), _static(one)),
         )
 
     @classmethod
@@ -285,6 +285,32 @@ class Selected(nnx.Variable[Any]):
 
 
 _VALUE = jax.tree_util.GetAttrKey('value')
+
+
+# Where JAX runs functions that have derivatives of their own.
+_CUSTOM = jax.custom_vjp.defvjp.__globals__
+
+
+def _taken(variable: Selected) -> Any:
+    """What JAX gets of a Variable that it takes apart: what is stored.
+
+    A function with a derivative of its own says itself what flows to its arguments, so
+    there JAX has to get what a reader sees. It is then seen again inside, so this is
+    for stops alone.
+    """
+    frame = sys._getframe(2)
+    through = running.named(marks_of(variable)) if running.frames else ()
+    if not through or not any(f.f_globals is _CUSTOM for f in (frame, frame.f_back)):
+        return variable.get_raw_value()
+    for open_block, path in through:
+        rule = open_block.rewrite.rule
+        if not isinstance(rule, (rules.StopGradient, rules.ReadOnly)):
+            raise errors.BlockError(
+                f'{open_block.rewrite!r} selects the Variable {path!r}, and a function '
+                'with a derivative of its own (jax.custom_vjp) takes its model apart.\n'
+                'Give the function what it reads: fn(model.kernel[...]).'
+            )
+    return variable.get_value()
 
 
 def _static(variable: Selected) -> tuple[Any, ...]:

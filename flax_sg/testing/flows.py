@@ -8,7 +8,7 @@ from typing import Any
 from flax_sg import errors, filters, flow
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
-from flax_sg.flow.report import UNUSED, unknown_name
+from flax_sg.flow.report import STOPPED, UNUSED, unknown_name
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
 
@@ -167,7 +167,7 @@ def broken(
             what = f'other parameter{"s" * (len(group) > 1)}'
         trains = 'does not train' if wanted else 'trains'
         lines.append(f'{who} {trains} {len(group)} {what}: {", ".join(names)}.')
-        lines.append(_place(report, group[0], of_name[name], wanted))
+        lines += _place(report, group[0], of_name[name], wanted).splitlines()
     if len(wrong) > 2:
         lines.append(f'{len({name for name, _ in wrong})} outputs are wrong.')
     return lines
@@ -186,6 +186,9 @@ def _place(
         return f'{parameter} is not used.'
     if isinstance(found, filters.Part):
         return f'{parameter} is trained in part: {found.elements!r}.'
+    if wanted:  # What stops it for one output need not stop it for another.
+        idle = (k for k in outputs if report.status[k][n] == STOPPED)
+        uses = report.way(n, next(idle, 0))[:1] or uses
     stops = [use for use in uses if use.stopped]
     live = [use for use in uses if not use.stopped]
     shown = stops or live if wanted else live or stops

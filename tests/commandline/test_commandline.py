@@ -146,12 +146,17 @@ def test_a_broken_expectation_is_a_table_and_a_status(capsys):
         "  Output 'gln' trains 2 of its parameters: gln_0/bias, gln_0/kernel.",
         f'  gln_0/bias is used at {place}',
     ]
+    block = "stop_gradient(~Glob('gln_*/**'))"
+    stopped = f'  It is stopped by {block} at train.py:{line - 1}.'
     # Each output that the pattern names is judged alone.
     assert second.split('\n')[1:] == [
         "  Output 'code' does not train 1 of its parameters: code/bias.",
-        f'  code/bias is stopped by stop_gradient at {place[:-1]} and 1 more.',
+        f'  code/bias is used at {place.replace(str(line), str(line + 2))}',
+        f'  It is stopped by {block.replace("gln_*/**", "code/kernel")} '
+        f'at train.py:{line + 1}.',
         "  Output 'gln' does not train 2 of its parameters: code/bias, code/kernel.",
-        f'  code/bias is stopped by stop_gradient at {place[:-1]} and 1 more.',
+        f'  code/bias is used at {place}',
+        stopped,
         '  2 outputs are wrong.',
         '',
     ]

@@ -53,6 +53,27 @@ def rows_in_a_scan() -> None:
         stack()
 
 
+@jax.custom_vjp
+def doubled(linear: Any) -> Any:
+    return linear(jnp.ones((1, 2))).sum() * 2
+
+
+doubled.defvjp(lambda linear: (doubled(linear), linear), lambda linear, ct: (linear,))
+
+
+@jax.custom_vjp
+def doubled_array(kernel: Any) -> Any:
+    return kernel.sum() * 2
+
+
+doubled_array.defvjp(lambda w: (w.sum() * 2, w), lambda w, ct: (2 * ct * w,))
+
+
+def own_derivative(fn: Any = doubled) -> None:
+    with nnx.scale_gradient(model, 'kernel', 0.5):
+        jax.grad(lambda model: fn(model))(model)
+
+
 def close_first() -> None:
     first, second = nnx.stop_gradient(model, 'bias'), nnx.stop_gradient(model, 'kernel')
     first.__enter__()
@@ -122,6 +143,14 @@ CASES: dict[str, Any] = {
         "PartError: stop_gradient(Glob('w') & Index(np.s_[:1])) means a part of 'w', "
         'which has another shape here: a transform has taken it apart.\n'
         'Select all of it, or open the block in the body of the transform.',
+    ),
+    'a derivative of its own': (
+        own_derivative,
+        "BlockError: scale_gradient(Glob('kernel'), 0.5) selects the Variable "
+        "'kernel', and a function with a derivative of its own (jax.custom_vjp) takes "
+        'its model apart.\n'
+        'Give the function what it reads: fn(model.kernel[...]).',
+        lambda: own_derivative(lambda model: doubled_array(model.kernel[...])),
     ),
     'blocks on a model in the wrong order': (
         close_first,

@@ -70,8 +70,14 @@ def test_the_lines_between_a_parameter_and_an_output():
 def test_a_way_on_which_a_gradient_stops():
     report, lines = report_of(Leaks(stops=True))
     way = report.uses_of('upper/kernel', 'probe')
-    stopped = [text for use, text in zip(way, texts(way, lines), strict=True) if use.by]
-    assert stopped[0] == 'features = jnp.tanh(self.upper(hidden))'
+    [line] = [n for n, text in lines.items() if 'lax.stop' in text]
+    cause = f'stop_gradient at test_way.py{line}(Leaks.__call__)'
+    assert texts(way, lines)[:3] == [
+        'features = jnp.tanh(self.upper(hidden))',
+        'features = lax.stop_gradient(features)',
+        'probed = self.probe(features)',
+    ]
+    assert [use.by for use in way] == [cause, cause, '', '']
     assert report.uses_of('probe/kernel', 'block') == ()  # It is not used.
 
 
