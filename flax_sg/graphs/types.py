@@ -298,9 +298,9 @@ def _taken(variable: Selected) -> Any:
     there JAX has to get what a reader sees. It is then seen again inside, so this is
     for stops alone.
     """
-    frame = sys._getframe(2)
     through = running.named(marks_of(variable)) if running.frames else ()
-    if not through or not any(f.f_globals is _CUSTOM for f in (frame, frame.f_back)):
+    callers: Any = sys._getframe(2), sys._getframe(3)
+    if not (through and any(frame.f_globals is _CUSTOM for frame in callers)):
         return variable.get_raw_value()
     for open_block, path in through:
         rule = open_block.rewrite.rule
