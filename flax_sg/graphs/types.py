@@ -27,7 +27,7 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
-from flax_sg.internals import tracing
+from flax_sg.internals import frames, tracing
 from flax_sg.rules import cotangents, rules
 from flax_sg.trees.leaves import shape_of
 
@@ -287,10 +287,6 @@ class Selected(nnx.Variable[Any]):
 _VALUE = jax.tree_util.GetAttrKey('value')
 
 
-# Where JAX runs functions that have derivatives of their own.
-_CUSTOM = jax.custom_vjp.defvjp.__globals__
-
-
 def _taken(variable: Selected) -> Any:
     """What JAX gets of a Variable that it takes apart: what is stored.
 
@@ -299,8 +295,7 @@ def _taken(variable: Selected) -> Any:
     for stops alone.
     """
     through = running.named(marks_of(variable)) if running.frames else ()
-    callers: Any = sys._getframe(2), sys._getframe(3)
-    if not (through and any(frame.f_globals is _CUSTOM for frame in callers)):
+    if not (through and frames.in_derivative_of_its_own()):
         return variable.get_raw_value()
     for open_block, path in through:
         rule = open_block.rewrite.rule

@@ -94,3 +94,16 @@ def holds(thing: object) -> bool:
             return True
         found = found.f_back
     return False
+
+
+def in_derivative_of_its_own() -> bool:
+    """Whether JAX takes apart what a function with a derivative of its own is given.
+
+    To be called by a function that flattens a pytree node: ``jax.custom_vjp`` and
+    ``jax.custom_jvp`` flatten their arguments by a function of ``jax.tree_util``.
+    """
+    callers: list[Any] = [sys._getframe(3), sys._getframe(4)]
+    return any(frame.f_globals is _CUSTOM for frame in callers)
+
+
+_CUSTOM = jax.custom_vjp.defvjp.__globals__
