@@ -28,7 +28,7 @@ from flax_sg import errors, filters
 from flax_sg.engine import contents, extents
 from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.forms import calls
-from flax_sg.internals import lifting, modules
+from flax_sg.internals import modules
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -129,14 +129,8 @@ class _Forwards:
             with wrapper._extent(judge):
                 return getattr(wrapper.module, name)(*args, **kwargs)
 
-        if lifting.is_in_scan(scope):
-            fields = modules.field_leaves(self)
-            functions = [leaf for leaf in fields if isinstance(leaf, _FUNCTIONS)]
-            # A call may use modules that belong to another trace.
-            if not contents.holds((args, kwargs, functions), contents.MODULES):
-                return residuals.stop_again(self, use)
-            residuals.warn(type(self).__name__, innermost(self))
-        return use(self)
+        name_of = type(self).__name__
+        return residuals.call(name_of, innermost(self), self, use, (args, kwargs))
 
     def __getattr__(self: Any, name: str) -> Any:
         """What the wrapped module has under this name, as seen in the extent."""
@@ -169,7 +163,9 @@ class _Forwards:
             return type(value)(self._seen(name, item) for item in value)
         if isinstance(value, (dict, FrozenDict)):
             return type(value)({k: self._seen(name, v) for k, v in value.items()})
-        if isinstance(value, _FUNCTIONS) and contents.holds(value, contents.MODULES):
+        if isinstance(value, contents.FUNCTIONS) and contents.holds(
+            value, contents.MODULES
+        ):
             return self._part(self.module)._in_extent(value)
         return value
 
@@ -333,9 +329,6 @@ class Frozen(Rewritten):
         function that uses other modules of the body warns (``ScanMemoryWarning``).
         Flux.jl #1931 asks for the same in Julia.
     """
-
-
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def innermost(module: Any) -> Any:
