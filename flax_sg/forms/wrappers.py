@@ -27,7 +27,7 @@ from flax.linen import nowrap
 from flax_sg import errors, filters
 from flax_sg.engine import contents, extents
 from flax_sg.errors.texts import brief, unknown_choice
-from flax_sg.forms import calls
+from flax_sg.forms import calls, holding
 from flax_sg.internals import modules
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
@@ -76,8 +76,9 @@ class _Forwards:
         Args:
             judge: whether to raise if a filter took no variable.
         """
-        state = calls.handle_state(self.module, self.state)
-        with state, self._block(self._rewrite, judge):
+        extent = self._block(holding.state_in(self.where), judge=False)
+        held = holding.handle_state(self.module, self.state, extent)
+        with held, self._block(self._rewrite, judge):
             yield
 
     def _block(self: Any, rewrite: rules.Rewrite, judge: bool) -> extents.Extent:
@@ -198,7 +199,7 @@ class Rewritten(_Forwards, modules.Module):
     module: Any
     where: Any = True
     collections: Any = 'params'
-    state: str = calls.UPDATE
+    state: str = holding.UPDATE
     unused: str = 'raise'
     rule: rules.Rule = rules.StopGradient()
     within: Any = None
@@ -208,8 +209,8 @@ class Rewritten(_Forwards, modules.Module):
         rewrite = rules.Rewrite(self.where, self.rule, self.collections, self.unused)
         object.__setattr__(self, 'collections', rewrite.collections)
         object.__setattr__(self, '_rewrite', rewrite)
-        if self.state not in calls.STATE:
-            raise unknown_choice('state', self.state, calls.STATE)
+        if self.state not in holding.STATE:
+            raise unknown_choice('state', self.state, holding.STATE)
         if not isinstance(self.module, modules.Module):
             raise refused(
                 f'nn.{type(self).__name__} wraps a Module instance', self.module
@@ -299,9 +300,9 @@ class Frozen(Rewritten):
             filter, see ``nn.stop_gradient``. All of them by default, those of modules
             that it merely uses (``nn.RNN(self.cell)``) included.
         collections: the collections that ``where`` looks at, ``'params'`` by default.
-        state: what happens to batch statistics and other state of **all** of
-            ``module``, whatever ``where`` selects. To hold the state of a part, wrap
-            that part. State is every mutable collection but ``'params'``,
+        state: what happens to batch statistics and other state that ``where``
+            selects: all of it by default, with ``'stage_1/**'`` all in that stage, with
+            ``'**/kernel'`` none. State is every mutable collection but ``'params'``,
             ``'intermediates'`` and ``'perturbations'``. What the module sows
             (``self.sow``), there or in other collections, is no state but a result,
             and is kept:
