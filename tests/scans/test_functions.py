@@ -11,6 +11,7 @@ from flax import linen
 
 import oracle
 import programs
+from benchmarks import few_bits
 from flax_sg import errors
 from flax_sg import linen as nn
 
@@ -194,6 +195,13 @@ def test_a_product_of_frozen_weights_is_computed_once() -> None:
 
     frozen = flops(lambda name: nn.Frozen(Merged(name=name)), lambda w: w)
     assert frozen == flops(Merged, jax.lax.stop_gradient)
+
+
+def test_the_benchmark_at_a_small_size() -> None:
+    found = few_bits.rows(64)
+    temporary = {name: size for name, (_, size) in found.items()}
+    block = temporary.pop('int8, a block around the scan')
+    assert len(set(temporary.values())) == 1 and block > temporary['float32'], found
 
 
 def test_a_block_around_the_scan_makes_all_layers_at_once() -> None:
