@@ -85,6 +85,8 @@ def hold_state(
         UnusedFilterError: at the end, if a part of ``where`` matches no state.
         ArgumentValueError: for another ``state``.
     """
+    if state not in STATE[1:]:
+        raise unknown_choice('state', state, STATE[1:])
     module = modules.current_module()
     if module is None:
         raise errors.BlockError(
@@ -93,8 +95,6 @@ def hold_state(
             "Wrap the model: nn.Frozen(model, where, state='hold'), or open the block "
             'in a method.'
         )
-    if state not in STATE[1:]:
-        raise unknown_choice('state', state, STATE[1:])
     rewrite = state_in(where, unused)
     extent = extents.Extent(rewrite, module.scope, extents.EXISTENCE)
     with handle_state(module, state, extent):

@@ -560,6 +560,10 @@ CASES: dict[str, tuple[Any, ...]] = {
         "Wrap the model: nn.Frozen(model, where, state='hold'), or open the block in a "
         'method.',
     ),
+    'held state that is updated': (
+        lambda: nn.hold_state('norm/**', state='update').__enter__(),
+        "ArgumentValueError: state='update': expected 'hold' or 'use_running_average'.",
+    ),
     'a function around a scan': (
         around_scan,
         "ScanMemoryWarning: substitute(Glob('in_bits')) is open around a scan, and "
