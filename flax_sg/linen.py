@@ -23,6 +23,7 @@ from flax_sg.forms.cotangents import print_cotangent as print_cotangent
 from flax_sg.forms.cotangents import replace_cotangent as replace_cotangent
 from flax_sg.forms.cotangents import reverse_gradient as reverse_gradient
 from flax_sg.forms.cotangents import scale_gradient as scale_gradient
+from flax_sg.forms.holding import hold_state as hold_state
 from flax_sg.forms.mirror import mirror as mirror
 from flax_sg.forms.reads import read_only as read_only
 from flax_sg.forms.reads import stop_gradient as stop_gradient

@@ -17,7 +17,7 @@ from flax_sg import filters
 from flax_sg.autodiff.arguments import Split
 from flax_sg.engine import blocks
 from flax_sg.filters.expressions import asked
-from flax_sg.internals.places import Place, warn_without_effect
+from flax_sg.internals.places import Place, warn_once
 from flax_sg.rules.rules import StopGradient
 
 
@@ -63,7 +63,7 @@ def warn(fun: str, split: Split, fed: set[int], closed: Sequence[blocks.Block]) 
                 if _stops(block, path):
                     by = f'{block.rewrite!r}, opened at {block.place}'
                     why = f'The block of {by}, stops it.'
-            warn_without_effect(
+            warn_once(
                 f'wrt={atom!r} gives zeros alone: in {fun} no gradient flows to '
                 f'{str(path)!r}{" and the others" if len(taken) > 1 else ""}.\n{why}\n'
                 "If that is meant, pass unused='ignore'.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from flax_sg.internals import modules, tracing
 from flax_sg.rules import rules
 
 MODULES = (modules.Module, modules.Variable, Scope)
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 ARRAYS = (tracing.Tracer, jax.Array)
 # Types of values that may be computed from untraced variables.
 NUMBERS = (*ARRAYS, np.ndarray, np.generic, float, complex)

@@ -23,7 +23,7 @@ from flax_sg.engine.selection import note_tree, selects, wants
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes
-from flax_sg.internals.places import warn_without_effect
+from flax_sg.internals.places import warn_once
 from flax_sg.trees.variables import iter_leaf_keys
 
 _TREES = {filters.BoolTree, filters.Names}
@@ -59,13 +59,13 @@ def judge(block: Block, reads: bool) -> None:
     elif error and is_certain:
         raise error
     elif error:
-        warn_without_effect(str(error), block.place)
+        warn_once(str(error), block.place)
     else:
         block.number.existing |= {key for _, key, *_ in block.decisions}
         for stamp in (*block.used, *block.found.values()):
             stamp.beside |= block.beside
         if reads and _has_no_effect(block):
-            warn_without_effect(_no_effect(block), block.place)
+            warn_once(_no_effect(block), block.place)
 
 
 def verdict(block: Block) -> Verdict:

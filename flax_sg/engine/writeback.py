@@ -25,8 +25,9 @@ from flax_sg import errors, filters
 from flax_sg.engine import blocks, selection, views
 from flax_sg.filters.expressions import unknown_class
 from flax_sg.internals import core_scopes, hooking, lifting, tracing
+from flax_sg.internals.places import warn_once
 from flax_sg.rules import rules
-from flax_sg.trees.leaves import shape_of
+from flax_sg.trees.leaves import is_array, shape_of
 from flax_sg.trees.variables import Key, iter_variables, leaf_keys, map_variables
 
 _Origin: TypeAlias = tuple[int | None, ...]
@@ -114,6 +115,9 @@ class _Lift:
         publish_fn: Callable[..., Any],
     ) -> tuple[Any, ...]:
         """Wraps what ``_partial_pack`` returns: views go in, stored values come out."""
+        viewed = self._view(variable_groups)
+        if self.is_scan:  # The groups before are broadcast or carried.
+            self._warn_of_more(variable_groups[2:], viewed[2:])
 
         def viewed_scope_fn(groups: Groups, *args: Any, **kwargs: Any) -> Any:
             scope_tree = scope_fn(self._without_marks(groups), *args, **kwargs)
@@ -155,7 +159,7 @@ class _Lift:
         return (
             viewed_scope_fn,
             judged_repack_fn,
-            self._with_names(self._view(variable_groups)),
+            self._with_names(viewed),
             rng_groups,
             stored_publish_fn,
         )
@@ -173,6 +177,22 @@ class _Lift:
             return out
 
         return _map_groups(viewed, groups)
+
+    def _warn_of_more(self, stored: Groups, viewed: Groups) -> None:
+        """Warns if a function makes more of stacked variables than is stored."""
+        before, after = map(_bytes, (stored, viewed))
+        for block in self.outside if after > before else ():
+            if block.rewrite.rule.runs_code:
+                text = (
+                    f'{block.rewrite!r} is open around a scan, and makes {after:,} '
+                    f'bytes of {before:,} bytes of stacked variables.\n'
+                    'Values are right, but those of all layers are there at a time, '
+                    'and are kept for the backward pass.\n'
+                    'Let each layer make its own, in the body of the scan: '
+                    'nn.substitute(Layer, function, where=...).'
+                )
+                warn_once(text, block.place, errors.ScanMemoryWarning)
+                return
 
     def _check_late(self, root: blocks.Root, key: Key, tree: Any) -> None:
         """Raises if a block needs the class of a module that does not exist yet."""
@@ -301,6 +321,11 @@ class _Lift:
             lambda _, group: {c: tree for c, tree in group.items() if c != _MARK},
             groups,
         )
+
+
+def _bytes(groups: Groups) -> int:
+    leaves = filter(is_array, jax.tree.leaves(groups))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _map_groups(fn: Callable[[int, dict[str, Any]], Any], groups: Groups) -> Groups:

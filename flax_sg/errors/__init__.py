@@ -267,10 +267,12 @@ class NothingStoppedWarning(UserWarning):
 
 
 class ScanMemoryWarning(UserWarning):
-    """In the body of a scan, stopped parameters are saved as residuals of each step.
+    """Frozen parameters, or what a function makes of them, are saved for each step.
 
-    Gradients are right. A call that uses other modules of the body has to stay in the
-    trace of the body::
+    Gradients are right. A block around a scan makes float32 weights of int8 ones for
+    all layers at once; ``nn.substitute(Layer, function, where='w')`` does so layer by
+    layer. A call that uses other modules of the body has to stay in the trace of the
+    body::
 
         nn.Frozen(nn.Sequential([nn.Dense(4), lambda x: self.head(x)]))(x)  # more
         self.head(nn.Frozen(nn.Dense(4))(x))

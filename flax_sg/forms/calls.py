@@ -1,7 +1,6 @@
 """What a call of a wrapper does beside the call of its module.
 
-``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses for running statistics and other
-state, ``rngs=`` of ``nn.mirror`` for random numbers.
+``rngs=`` of ``nn.mirror`` chooses the random numbers.
 
 Other libraries get the answers of the module. Keras reads the signature of
 ``__call__``. penzai opens ``nn.intercept_methods`` around ``apply``. A wrapper has one
@@ -12,109 +11,18 @@ class for all modules, and Flax does not wrap its ``__call__``: otherwise
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from flax import linen
-
 from flax_sg import errors
-from flax_sg.engine import blocks
-from flax_sg.internals import core_scopes, modules, tracing
-from flax_sg.trees.variables import Key
+from flax_sg.internals import core_scopes, modules
 
-# 'update': state changes as without the wrapper. 'hold': a call works on a copy that is
-# dropped when it ends. 'use_running_average': held, and normalization layers use what
-# is stored, not the batch.
-STATE = UPDATE, HOLD, USE_RUNNING_AVERAGE = 'update', 'hold', 'use_running_average'
 # 'same': the n-th call draws what the n-th call of the module does, and leaves the
 # draws of the module alone. 'fresh': it draws as another call of the module would.
 RNGS = SAME, FRESH = 'same', 'fresh'
-
-# What methods and modules call the choice between the batch and the stored values.
-_SWITCHES = {'use_running_average': True, 'update_stats': False}
-# What a call gives to its caller is no state: these, and what it sows elsewhere.
-_RESULTS = ('intermediates', 'perturbations')
-
-
-# State.
-
-
-@contextlib.contextmanager
-def handle_state(module: Any, choice: str) -> Generator[None]:
-    """Treats the state of a bound module as the choice says, in the body."""
-    with contextlib.ExitStack() as stack:
-        if choice != UPDATE:
-            stack.enter_context(_held(module))
-        # At initialization the first state is made as without a wrapper.
-        begins = module.scope.get_flag('initializing', False)
-        if choice == USE_RUNNING_AVERAGE and not begins:
-            # Part of JAX's cache keys: a trace of ``nn.jit`` is not found here.
-            stack.enter_context(tracing.running_averages(True))
-            stack.enter_context(linen.intercept_methods(_use_running_average))
-        yield
-
-
-@contextlib.contextmanager
-def _held(module: Any) -> Generator[None]:
-    scopes = modules.own_scopes(module)
-    before = [core_scopes.copied_mutable(scope) for scope in scopes]
-    roots: list[blocks.Root] = []
-    try:
-        roots += [blocks.root_of(scope) for scope in scopes]
-        yield
-    finally:
-        blocks.thread.forget()
-        for scope, root, variables in zip(scopes, roots, before, strict=False):
-            for collection, tree in variables.items():
-                if collection != 'params':
-                    now = core_scopes.stored(scope)[collection]
-                    _put_back(root.sown, (collection, scope.path), now, tree)
-
-
-def _put_back(sown: Collection[Key], key: Key, now: Any, before: Any) -> None:
-    """Makes the state in both trees what it was; what was created since stays."""
-    collection, path = key
-    for name in before.keys() & now.keys():
-        value, below = before[name], (collection, (*path, name))
-        if isinstance(value, Mapping) and isinstance(now[name], dict):
-            _put_back(sown, below, now[name], value)
-        elif collection not in _RESULTS and below not in sown:
-            now[name] = value
-
-
-def _use_running_average(
-    next_fun: Any, args: Any, kwargs: Any, context: linen.module.InterceptorContext
-) -> Any:
-    """Sets the switch of a method, or of its module, for one call."""
-    module = context.module
-    fields = {field.name for field in dataclasses.fields(module)}
-    with contextlib.ExitStack() as stack:
-        for name, value in _SWITCHES.items():
-            if getattr(module, name, None) is not None and name in fields:
-                before = getattr(module, name)
-                object.__setattr__(module, name, value)
-                stack.callback(object.__setattr__, module, name, before)
-                value = None  # Flax takes it from one place only.
-            args, kwargs = _with_argument(
-                context.orig_method, name, value, args, kwargs
-            )
-        return next_fun(*args, **kwargs)
-
-
-def _with_argument(
-    method: Any, name: str, value: Any, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    signature = inspect.signature(method)
-    if name not in signature.parameters:
-        return args, kwargs
-    bound = signature.bind_partial(*args, **kwargs)
-    bound.arguments[name] = value
-    return bound.args, bound.kwargs
-
 
 # Random numbers.
 

@@ -13,7 +13,7 @@ from flax.linen import nowrap
 from flax_sg import filters
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.paths import Path
-from flax_sg.forms import calls, reads, wrappers
+from flax_sg.forms import calls, holding, reads, wrappers
 from flax_sg.internals import modules
 from flax_sg.rules import rules
 from flax_sg.trees.absent import is_absent
@@ -28,7 +28,7 @@ class Mirror(wrappers.Rewritten):
         rngs: which random numbers a call draws.
     """
 
-    state: str = calls.HOLD
+    state: str = holding.HOLD
     values: rules.Rewrite | None = None
     rngs: str = calls.SAME
 
@@ -55,7 +55,7 @@ def mirror(
     *,
     variables: Mapping[str, Any] | reads.Values | None = None,
     rngs: str = calls.SAME,
-    state: str = calls.HOLD,
+    state: str = holding.HOLD,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Any:
@@ -134,8 +134,8 @@ def mirror(
     """
     if not isinstance(module, modules.Module):
         raise wrappers.refused('nn.mirror wraps a Module instance', module)
-    if variables is not None and state == calls.UPDATE:
-        raise unknown_choice('with variables=, state', state, calls.STATE[1:])
+    if variables is not None and state == holding.UPDATE:
+        raise unknown_choice('with variables=, state', state, holding.STATE[1:])
     values = None
     if isinstance(variables, Mapping):
         values = reads.substitute(variables, collections=[*variables])

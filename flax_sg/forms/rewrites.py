@@ -24,6 +24,7 @@ from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
 from flax_sg.internals import modules
 from flax_sg.rules import rules
+from flax_sg.scans import residuals
 
 T = TypeVar('T')
 P = ParamSpec('P')
@@ -145,24 +146,29 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def run(called: Any, owner: Scope | None, judged: str, *args: Any) -> Any:
+            with extents.Extent(rewrite, owner, judged):
+                y = called(*args, **kwargs)
+            if isinstance(y, _NOT_RUN):
+                raise errors.ArgumentTypeError(
+                    f'{getattr(fn, "__qualname__", fn)} returns a generator or a '
+                    'coroutine, whose body runs when the call is over and its block is '
+                    'closed.\n'
+                    'Open the block in the body: with nn.stop_gradient(where):'
+                )
+            return y
+
         module: Any = args[0] if args else None
-        called = fn
-        if isinstance(module, modules.Module) and module.scope is not None:
-            owner, judged = module.scope, extents.EXISTENCE
-            if modules.current_module() is not module:
-                called = of_module
-        else:
-            owner, judged = running_scope(), extents.READS
-        with extents.Extent(rewrite, owner, judged):
-            y = called(*args, **kwargs)
-        if isinstance(y, _NOT_RUN):
-            raise errors.ArgumentTypeError(
-                f'{getattr(fn, "__qualname__", fn)} returns a generator or a '
-                'coroutine, whose body runs when the call is over and its block is '
-                'closed.\n'
-                'Open the block in the body: with nn.stop_gradient(where):'
-            )
-        return y
+        if not isinstance(module, modules.Module) or module.scope is None:
+            return run(fn, running_scope(), extents.READS, *args)
+        if modules.current_module() is module:
+            return run(fn, module.scope, extents.EXISTENCE, *args)
+
+        def use(module: Any) -> Any:
+            return run(of_module, module.scope, extents.EXISTENCE, module, *args[1:])
+
+        others = args[1:], kwargs, fn
+        return residuals.call(rewrite.rule.name, module, module, use, others)
 
     return wrapper
 

@@ -27,8 +27,8 @@ from flax.linen import nowrap
 from flax_sg import errors, filters
 from flax_sg.engine import contents, extents
 from flax_sg.errors.texts import brief, unknown_choice
-from flax_sg.forms import calls
-from flax_sg.internals import lifting, modules
+from flax_sg.forms import calls, holding
+from flax_sg.internals import modules
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -76,8 +76,9 @@ class _Forwards:
         Args:
             judge: whether to raise if a filter took no variable.
         """
-        state = calls.handle_state(self.module, self.state)
-        with state, self._block(self._rewrite, judge):
+        extent = self._block(holding.state_in(self.where), judge=False)
+        held = holding.handle_state(self.module, self.state, extent)
+        with held, self._block(self._rewrite, judge):
             yield
 
     def _block(self: Any, rewrite: rules.Rewrite, judge: bool) -> extents.Extent:
@@ -129,14 +130,8 @@ class _Forwards:
             with wrapper._extent(judge):
                 return getattr(wrapper.module, name)(*args, **kwargs)
 
-        if lifting.is_in_scan(scope):
-            fields = modules.field_leaves(self)
-            functions = [leaf for leaf in fields if isinstance(leaf, _FUNCTIONS)]
-            # A call may use modules that belong to another trace.
-            if not contents.holds((args, kwargs, functions), contents.MODULES):
-                return residuals.stop_again(self, use)
-            residuals.warn(type(self).__name__, innermost(self))
-        return use(self)
+        name_of = type(self).__name__
+        return residuals.call(name_of, innermost(self), self, use, (args, kwargs))
 
     def __getattr__(self: Any, name: str) -> Any:
         """What the wrapped module has under this name, as seen in the extent."""
@@ -169,7 +164,9 @@ class _Forwards:
             return type(value)(self._seen(name, item) for item in value)
         if isinstance(value, (dict, FrozenDict)):
             return type(value)({k: self._seen(name, v) for k, v in value.items()})
-        if isinstance(value, _FUNCTIONS) and contents.holds(value, contents.MODULES):
+        if isinstance(value, contents.FUNCTIONS) and contents.holds(
+            value, contents.MODULES
+        ):
             return self._part(self.module)._in_extent(value)
         return value
 
@@ -202,7 +199,7 @@ class Rewritten(_Forwards, modules.Module):
     module: Any
     where: Any = True
     collections: Any = 'params'
-    state: str = calls.UPDATE
+    state: str = holding.UPDATE
     unused: str = 'raise'
     rule: rules.Rule = rules.StopGradient()
     within: Any = None
@@ -212,8 +209,8 @@ class Rewritten(_Forwards, modules.Module):
         rewrite = rules.Rewrite(self.where, self.rule, self.collections, self.unused)
         object.__setattr__(self, 'collections', rewrite.collections)
         object.__setattr__(self, '_rewrite', rewrite)
-        if self.state not in calls.STATE:
-            raise unknown_choice('state', self.state, calls.STATE)
+        if self.state not in holding.STATE:
+            raise unknown_choice('state', self.state, holding.STATE)
         if not isinstance(self.module, modules.Module):
             raise refused(
                 f'nn.{type(self).__name__} wraps a Module instance', self.module
@@ -303,9 +300,9 @@ class Frozen(Rewritten):
             filter, see ``nn.stop_gradient``. All of them by default, those of modules
             that it merely uses (``nn.RNN(self.cell)``) included.
         collections: the collections that ``where`` looks at, ``'params'`` by default.
-        state: what happens to batch statistics and other state of **all** of
-            ``module``, whatever ``where`` selects. To hold the state of a part, wrap
-            that part. State is every mutable collection but ``'params'``,
+        state: what happens to batch statistics and other state that ``where``
+            selects: all of it by default, with ``'stage_1/**'`` all in that stage, with
+            ``'**/kernel'`` none. State is every mutable collection but ``'params'``,
             ``'intermediates'`` and ``'perturbations'``. What the module sows
             (``self.sow``), there or in other collections, is no state but a result,
             and is kept:
@@ -333,9 +330,6 @@ class Frozen(Rewritten):
         function that uses other modules of the body warns (``ScanMemoryWarning``).
         Flux.jl #1931 asks for the same in Julia.
     """
-
-
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def innermost(module: Any) -> Any:

@@ -54,15 +54,11 @@ def _task() -> Any:
     return None if loop is None else asyncio.current_task(loop)
 
 
-def warn_without_effect(text: str, place: Place) -> None:
-    """Warns of a block without an effect, once per line that opens such a block."""
-    warnings.warn_explicit(
-        text,
-        errors.NothingStoppedWarning,
-        place.file,
-        place.line,
-        registry=_warned,
-    )
+def warn_once(
+    text: str, place: Place, kind: type[Warning] = errors.NothingStoppedWarning
+) -> None:
+    """Warns of a block, once per line that opens such a block."""
+    warnings.warn_explicit(text, kind, place.file, place.line, registry=_warned)
 
 
 _warned: dict[Any, Any] = {}  # Python records the issued warnings here.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -21,13 +21,14 @@ from flax.core.scope import in_filter
 from jax.extend import core
 from numpy.typing import NDArray
 
-from flax_sg import errors
+from flax_sg import errors, filters
 from flax_sg.internals import lifting
 from flax_sg.scans import residuals
-from flax_sg.trees.leaves import path_of
+from flax_sg.trees.leaves import path_of, selected
 
 T = TypeVar('T')
-# An int, a slice, a sequence or array of ints, or of as many bools as there are layers.
+# An int, a slice, a sequence or array of ints, or of as many bools as there are layers;
+# or a dict of these by filters.
 Layers = Any
 # More runs than these are compiled as one loop with a mask.
 MAX_RUNS = 4
@@ -62,13 +63,17 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
         *args: as for ``flax.linen.scan``.
         frozen_layers: which layers, by their index along the scan: an int, a slice, a
             sequence of ints, or a bool for each layer. Negative ones count from the
-            end. A few runs of neighbours are fast; layers here and there are masked.
+            end. A few runs of neighbours are fast; layers here and there are masked. Or
+            a dict, from paths in a layer to such layers: with ``{'**/kernel':
+            slice(0, 8)}`` the biases of these layers are trained. Other parameters are
+            trained in all layers.
         **kwargs: as for ``flax.linen.scan``.
 
     Returns:
         What ``flax.linen.scan`` returns.
 
     Raises:
+        UnusedFilterError: when the result is called, if a path does not exist.
         PartError: when the result is called, if a layer does not exist; or if
             parameters are mutable and a layer writes them, or passes them to another
             lifted transform, which may write them.
@@ -118,27 +123,28 @@ def split_scan(
     """
     pairs = jax.tree_util.tree_leaves_with_path(xs)
     stack = [leaf for _, leaf in pairs]
-    params = [lifting.param_path(keys, 'in') is not None for keys, _ in pairs]
+    names = [lifting.param_path(keys, 'in') for keys, _ in pairs]
+    params = [name is not None for name in names]
     sizes: set[Any] = {leaf.shape[0] for leaf in stack} | ({length} - {None})
     count: int = max(sizes, default=0)
-    mask = chosen(frozen, count) if len(sizes) == 1 else np.zeros(count, bool)
     # If sizes differ, JAX says so. If there are no parameters, they are being made.
-    if len(sizes) > 1 or not any(params) or not mask.any():
+    known = len(sizes) == 1 and any(params)
+    masks = _masks(frozen, names, count) if known else np.zeros((1, 1), bool)
+    if not masks.any():
         return jax.lax.scan(body, init, xs, length=length, reverse=reverse, **options)
     layer, init = _Layer.of(body, init, xs, params)
     # Runs of neighbours.
-    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), count]
-    runs = [(a, b, bool(mask[a])) for a, b in itertools.pairwise(cuts)]
+    changes = np.diff(masks, axis=1).any(axis=0)
+    cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), count]
+    runs = list(itertools.pairwise(cuts))
     seen = stack
     if len(runs) > MAX_RUNS:
-        runs = [(0, count, False)]
-        seen = [
-            _masked(leaf, mask) if of_param else leaf
-            for leaf, of_param in zip(stack, params, strict=True)
-        ]
+        runs = [(0, count)]
+        seen = list(map(_masked, stack, masks))
+        masks = np.zeros_like(masks)
     carry, parts = init, []
-    for start, end, is_frozen in reversed(runs) if reverse else runs:
-        whole = [is_frozen and of_param for of_param in params]
+    for start, end in reversed(runs) if reverse else runs:
+        whole = masks[:, start].tolist()
         step, scanned = layer.steps(seen, whole, start, end)
         carry, made = jax.lax.scan(step, carry, scanned, reverse=reverse, **options)
         parts.append(made)
@@ -146,6 +152,21 @@ def split_scan(
     return carry, layer.out.unflatten(
         next(made) if number is None else stack[number] for number in layer.handed_on
     )
+
+
+def _masks(
+    frozen: Layers, names: Sequence[tuple[Any, ...] | None], length: int
+) -> NDArray[np.bool_]:
+    """A mask of the frozen layers for each scanned leaf; of no layer for others."""
+    masks = np.zeros((len(names), length), bool)
+    numbers = [number for number, name in enumerate(names) if name is not None]
+    paths = [path_of(name) for name in names if name is not None]
+    by_path = frozen if isinstance(frozen, Mapping) else {True: frozen}
+    for where, layers in by_path.items():
+        mask = chosen(layers, length)
+        [said] = selected([paths], filters.as_filter(where))
+        masks[[n for n, takes in zip(numbers, said, strict=True) if takes]] |= mask
+    return masks
 
 
 def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
@@ -271,7 +292,9 @@ def _strong(carry: Any, made: Any) -> Any:
 
 
 def _masked(leaf: Any, mask: NDArray[np.bool_]) -> Any:
-    """A stack of which some layers are stopped."""
+    """A stack of which some layers are stopped; as it is if none is."""
+    if not mask.any():
+        return leaf
     over = mask.reshape(-1, *(1 for _ in leaf.shape[1:]))
     return jnp.where(over, jax.lax.stop_gradient(leaf), leaf)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +24,40 @@ from flax.core import lift
 from jax.extend import core
 
 from flax_sg import errors
-from flax_sg.internals import core_scopes, jaxprs, modules
+from flax_sg.engine import contents
+from flax_sg.internals import core_scopes, jaxprs, lifting, modules
+from flax_sg.internals.tracing import Tracer
+from flax_sg.trees.leaves import is_differentiable
 
 _STOP = 'stop_gradient'
-# The primitives of such a value: a stop, or the slice of a layer of a stopped stack.
-_MADE_AGAIN = {_STOP, 'dynamic_slice', 'squeeze'}
+# The primitives that make the slice of a layer of a stopped stack.
+_OF_LAYER = {_STOP, 'dynamic_slice', 'squeeze'}
 _ARRAY = object()
 
 
-def warn(wrapper: str, module: Any) -> None:
+def call(
+    name: str, inner: Any, module: Any, fn: Callable[[Any], Any], others: Any
+) -> Any:
+    """Calls ``fn`` with a module; in the body of a scan, frozen values are not saved.
+
+    Args:
+        name: what the user calls the rule or the wrapper.
+        inner: the module in the wrapper.
+        module: a bound module, or its wrapper.
+        fn: called with the module or a clone of it.
+        others: what else ``fn`` uses.
+    """
+    if lifting.is_in_scan(module.scope):
+        fields = modules.field_leaves(module)
+        functions = [leaf for leaf in fields if isinstance(leaf, contents.FUNCTIONS)]
+        # Other modules belong to another trace.
+        if not contents.holds((others, functions), contents.MODULES):
+            return stop_again(module, fn)
+        _warn(name, inner)
+    return fn(module)
+
+
+def _warn(wrapper: str, module: Any) -> None:
     """Warns that a scan saves stopped parameters at each step.
 
     Args:
@@ -53,8 +78,8 @@ def warn(wrapper: str, module: Any) -> None:
             'Call the other modules outside of the wrapper, or open a block around the '
             "scan: with nn.stop_gradient('layers/...'): layers(x)."
         )
-        # At the call: of this function, of the wrapper's method, of the wrapper.
-        warnings.warn(errors.ScanMemoryWarning(text), stacklevel=4)
+        # At the call of the wrapper, two functions above ``call``.
+        warnings.warn(errors.ScanMemoryWarning(text), stacklevel=5)
 
 
 def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
@@ -82,7 +107,12 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
         closed, shapes = jax.make_jaxpr(body, return_shape=True)(
             variable_groups, rng_groups
         )
-        operands = jax.tree.leaves((variable_groups, rng_groups))
+        # Values of other types, such as int8 weights, are never differentiated.
+        operands = [
+            leaf if is_differentiable(leaf) else Again(_same, (leaf,))
+            for leaf in jax.tree.leaves(variable_groups)
+        ]
+        operands += jax.tree.leaves(rng_groups)
         return jax.tree.unflatten(
             jax.tree.structure(shapes), evaluate(closed, operands)
         )
@@ -101,7 +131,7 @@ def _is_array(x: Any) -> bool:
 )
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """A stopped value that is no residual: the backward pass computes it again.
+    """A frozen value that is no residual: the backward pass computes it again.
 
     Attributes:
         make: the function that computes it; without a gradient.
@@ -116,8 +146,16 @@ def _value_of(x: Any) -> Any:
     return x.make(*x.operands) if isinstance(x, Again) else x
 
 
+def _same(x: Any) -> Any:
+    return x
+
+
 def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-    """Runs a jaxpr whose backward pass computes stopped values again.
+    """Runs a jaxpr whose backward pass computes frozen values again.
+
+    Frozen values are stopped ones, those that come in as ``Again``, and all that is
+    computed of these and of constants alone, such as a cast or a dequantized weight.
+    What a matrix product makes of them is saved.
 
     Args:
         closed: the jaxpr.
@@ -127,48 +165,110 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     values: dict[Any, Any] = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True)
     )
+    again = {v for v, value in values.items() if isinstance(value, Again)}
+    constant = {v for v, value in values.items() if not isinstance(value, Tracer)}
+    made_by: dict[Any, Any] = {}  # The equations that make frozen values.
 
-    def read(variable: Any) -> Any:
-        is_literal = isinstance(variable, core.Literal)
-        return variable.val if is_literal else values[variable]
+    def steps_to(variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The equations that make some values, in order, and what these begin with."""
+        waiting, needed, first = list(variables), set[int](), dict[Any, None]()
+        while waiting:
+            variable = waiting.pop()
+            if variable not in made_by:
+                first[variable] = None
+            elif made_by[variable] not in needed:
+                needed.add(made_by[variable])
+                waiting += _inputs(jaxpr.eqns[made_by[variable]])
+        return [jaxpr.eqns[number] for number in sorted(needed)], list(first)
 
-    for equation in jaxpr.eqns:
-        operands = [read(v) for v in equation.invars]
-        if equation.primitive.name == _STOP:
-            [value] = operands
-            stop = jax.lax.stop_gradient
-            again = value if isinstance(value, Again) else Again(stop, (value,))
-            results: Sequence[Any] = [again]
-        elif equation.effects:  # ``jax.checkpoint`` refuses callbacks.
-            results = jaxprs.bind(equation, list(map(_value_of, operands)))
-        elif any(isinstance(x, Again) for x in operands):
-            results = _bind_again(equation, operands)
-        else:
-            results = jaxprs.bind(equation, operands)
+    def made(variables: Sequence[Any]) -> dict[Any, Any]:
+        steps, first = steps_to(variables)
+        return _run(steps, {v: _value_of(values[v]) for v in first})
+
+    for number, equation in enumerate(jaxpr.eqns):
+        inputs = _inputs(equation)
+        is_stop = equation.primitive.name == _STOP
+        is_constant = constant.issuperset(inputs) and not equation.effects
+        if is_stop or (is_constant and again & {*inputs} and not _is_slow(equation)):
+            made_by.update(dict.fromkeys(equation.outvars, number))
+            again.update(equation.outvars)
+            constant.update(equation.outvars)
+        elif again & {*inputs} and not equation.effects:
+            steps, first = steps_to(inputs)
+            results = _bind_again(steps, equation, {v: values[v] for v in first})
+            values.update(zip(equation.outvars, results, strict=True))
+        else:  # ``jax.checkpoint`` refuses callbacks.
+            ran = _run([equation], made(inputs))
+            values.update((v, ran[v]) for v in equation.outvars)
+            constant.update(equation.outvars if is_constant else ())
+    results = made([v for v in jaxpr.outvars if not isinstance(v, core.Literal)])
+    return [_read(results, v) for v in jaxpr.outvars]
+
+
+def _inputs(equation: Any) -> list[Any]:
+    return [v for v in equation.invars if not isinstance(v, core.Literal)]
+
+
+def _read(values: dict[Any, Any], variable: Any) -> Any:
+    return variable.val if isinstance(variable, core.Literal) else values[variable]
+
+
+def _run(equations: Sequence[Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    for equation in equations:
+        operands = [_read(values, v) for v in equation.invars]
+        results = jaxprs.bind(equation, operands)
         values.update(zip(equation.outvars, results, strict=True))
-    return [_value_of(read(variable)) for variable in jaxpr.outvars]
+    return values
 
 
-def _bind_again(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs an operation on operands that its backward pass computes again.
+def _bind_again(
+    steps: Sequence[Any], equation: Any, values: dict[Any, Any]
+) -> Sequence[Any]:
+    """Runs an operation whose backward pass runs some steps before it again.
 
     Inside a checkpoint of the user they are computed in the user's: a second checkpoint
     around it would save what theirs discards.
+
+    Args:
+        steps: the equations that make frozen values.
+        equation: the operation.
+        values: what all of these begin with, by variable.
     """
     inner = jaxprs.checkpoint_of(equation)
+    of_steps = {signature for step in steps for signature in _operations(step)}
 
-    def saves(primitive: Any, *args: Any, **params: Any) -> Any:
-        if primitive.name in _MADE_AGAIN:
+    def saves(primitive: Any, *args: Any, **params: Any) -> bool:
+        if primitive.name in _OF_LAYER or _signature(primitive, args) in of_steps:
             return False
         if inner is None:
             return True
         return inner.policy is not None and inner.policy(primitive, *args, **params)
 
-    def again(*operands: Any) -> Sequence[Any]:
-        made = list(map(_value_of, operands))
+    def again(*leaves: Any) -> Sequence[Any]:
+        made = dict(zip(values, map(_value_of, leaves), strict=True))
+        made = _run(steps, made)
         if inner is None:
-            return jaxprs.bind(equation, made)
-        return core.jaxpr_as_fun(core.ClosedJaxpr(inner.jaxpr, ()))(*made)
+            made = _run([equation], made)
+            return [made[v] for v in equation.outvars]
+        operands = [_read(made, v) for v in equation.invars]
+        return core.jaxpr_as_fun(core.ClosedJaxpr(inner.jaxpr, ()))(*operands)
 
     cse = inner is not None and inner.prevent_cse
-    return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*operands)
+    return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*values.values())
+
+
+def _is_slow(equation: Any) -> bool:
+    is_product: Any = jax.checkpoint_policies.dots_saveable
+    return any(is_product(primitive) for primitive, *_ in _operations(equation))
+
+
+def _operations(equation: Any) -> Iterator[tuple[Any, ...]]:
+    """What a checkpoint's policy is told of an operation, and of those within it."""
+    yield _signature(equation.primitive, [v.aval for v in equation.invars])
+    for inner in jaxprs.within(equation):
+        for part in jaxprs.opened(inner).eqns:
+            yield from _operations(part)
+
+
+def _signature(primitive: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
+    return primitive, *map(str, avals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,9 @@ from flax_sg.trees import leaves
 from flax_sg.trees.trainable import declared
 
 TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
+UPDATED, HELD = 'updated', 'held'
 _LINES, _WIDTH = 50, 80
+_ORDER = True, False
 
 
 def tabulate(
@@ -56,13 +59,16 @@ def tabulate(
         depth: how many submodules deep the table goes, or ``None`` for all of them. The
             default ``'fit'`` goes as deep as fits into 50 lines, at least one deep. The
             last lines say if the table leaves modules out.
-        **kwargs: further arguments of ``init``; ``method=`` chooses the method. Only
-            the method's outputs decide what is trained. If the loss trains more, give
+        **kwargs: further arguments of the module (``train=True``) and of ``init``;
+            ``method=`` chooses the method, ``mutable=`` the collections that a call
+            may write: by default all but parameters and intermediates. Only the
+            method's outputs decide what is trained. If the loss trains more, give
             a method that returns the loss.
 
     Returns:
         A function that takes the method's arguments, arrays or their shapes, and
-        returns a ``ModuleTable``. Nothing is compiled or run.
+        returns a ``ModuleTable``. Nothing is compiled or run. If there are running
+        statistics or other state, a column tells whether a call updates them.
 
     Raises:
         ArgumentTypeError: if ``module`` is not a Module instance.
@@ -83,6 +89,7 @@ def tabulate(
 
     def show(*args: Any, **call_kwargs: Any) -> ModuleTable:
         options = {**call_kwargs, **kwargs}
+        state: list[tuple[Path, Any, bool]] = []
         if is_graph:
             run = options.pop('method', type(module).__call__)
             analysis = Analysis.of(run, (module, *args), kwargs=options)
@@ -91,7 +98,8 @@ def tabulate(
         else:
             program = program_of(module, rngs, args, options)
             classes, parameters = program.classes, program.parameters()
-        rows = rows_of(classes, parameters)
+            state = program.state()
+        rows = rows_of(classes, parameters, state)
         deepest = max(len(row.names) for row in rows)
         shown_to = deepest if depth is None else depth
         if isinstance(shown_to, str):
@@ -105,6 +113,10 @@ def tabulate(
         lines.append(
             f'Trainable: {text.amount(trained)}   Frozen: {text.amount(frozen)}'
         )
+        if state:
+            both = [[(s.size, s.dtype) for _, s, u in state if u is n] for n in _ORDER]
+            updated, held = map(text.amount, both)
+            lines.append(f'Updated state: {updated}   Held state: {held}')
         table = ModuleTable('\n'.join(lines))
         table.modules = rows
         return table
@@ -120,12 +132,16 @@ class Row(NamedTuple):
         cls: the name of the class, ``''`` for a module that is not called.
         trainable: the number of parameter values that the outputs train.
         frozen: the number without a gradient: stopped, not used, or integers.
+        updated: the number of values of running statistics that a call changes.
+        held: the number that it leaves.
     """
 
     names: tuple[str, ...]
     cls: str
     trainable: int = 0
     frozen: int = 0
+    updated: int = 0
+    held: int = 0
 
     @property
     def gradient(self) -> str:
@@ -133,6 +149,13 @@ class Row(NamedTuple):
         if self.trainable and self.frozen:
             return PARTLY
         return TRAINABLE if self.trainable else FROZEN if self.frozen else ''
+
+    @property
+    def state(self) -> str:
+        """``'updated'``, ``'partly'`` or ``'held'``; ``''`` without state."""
+        if self.updated and self.held:
+            return PARTLY
+        return UPDATED if self.updated else HELD if self.held else ''
 
 
 class ModuleTable(str):
@@ -144,7 +167,8 @@ class ModuleTable(str):
         """A dict for each module, as deep as the model goes.
 
         Its keys are ``'module'`` (the path, ``''`` for the model), ``'class'``,
-        ``'parameters'`` and ``'trainable'`` (numbers of values) and ``'gradient'``.
+        ``'parameters'`` and ``'trainable'`` (numbers of values), ``'gradient'`` and
+        ``'state'``.
         """
         return [
             {
@@ -153,6 +177,7 @@ class ModuleTable(str):
                 'parameters': row.trainable + row.frozen,
                 'trainable': row.trainable,
                 'gradient': row.gradient,
+                'state': row.state,
             }
             for row in self.modules
         ]
@@ -161,25 +186,31 @@ class ModuleTable(str):
 def rows_of(
     classes: Mapping[tuple[str, ...], str],
     parameters: Iterable[tuple[Path, Any, int]],
+    state: Iterable[tuple[Path, Any, bool]] = (),
 ) -> list[Row]:
-    """Returns a row for the model, and for each submodule with parameters.
+    """Returns a row for the model, and for each submodule with variables.
 
     Submodules follow their module, in the order of the first calls.
 
     Args:
         classes: as in ``Program``.
         parameters: as ``Program.parameters`` returns them.
+        state: as ``Program.state`` returns it.
     """
     prefixes = (names[:n] for names in classes for n in range(len(names) + 1))
     order = {names: number for number, names in enumerate(dict.fromkeys(prefixes))}
-    counts: dict[tuple[str, ...], list[int]] = {(): [0, 0]}
-    for path, leaf, trained in parameters:
+    counted = [(path, [n, leaf.size - n, 0, 0]) for path, leaf, n in parameters]
+    counted += [
+        (path, [0, 0, leaf.size * updated, leaf.size * (not updated)])
+        for path, leaf, updated in state
+    ]
+    counts: dict[tuple[str, ...], list[int]] = {(): [0] * 4}
+    for path, added in counted:
         for n in range(len(path.parts)):
             if path.parts[:n] in order:
-                both = counts.setdefault(path.parts[:n], [0, 0])
-                both[0] += trained
-                both[1] += leaf.size - trained
-    rows = [Row(names, classes.get(names, ''), *both) for names, both in counts.items()]
+                before = counts.get(path.parts[:n], [0] * 4)
+                counts[path.parts[:n]] = list(map(operator.add, before, added))
+    rows = [Row(names, classes.get(names, ''), *all_) for names, all_ in counts.items()]
     return sorted(
         rows,
         key=lambda row: [order[row.names[: n + 1]] for n in range(len(row.names))],
@@ -191,7 +222,7 @@ def joined(rows: Sequence[Row], depth: int) -> list[Row]:
     shown = [row for row in rows if len(row.names) <= depth]
     repeated = text.repeated([row.names for row in shown], [row[1:] for row in shown])
     return [
-        Row(names, row.cls, len(same) * row.trainable, len(same) * row.frozen)
+        Row(names, row.cls, *(len(same) * count for count in row[2:]))
         for names, same in repeated
         for row in [shown[same[0]]]
     ]
@@ -199,7 +230,8 @@ def joined(rows: Sequence[Row], depth: int) -> list[Row]:
 
 def _as_text(rows: Sequence[Row]) -> str:
     counts = ['parameters', 'trainable']
-    head = ['module', 'class', *counts, 'gradient']
+    has_state = any(row.state for row in rows)
+    head = ['module', 'class', *counts, 'gradient', *['state'] * has_state]
     cells = [
         [
             '  ' * len(row.names) + (row.names[-1] if row.names else '(model)'),
@@ -207,6 +239,7 @@ def _as_text(rows: Sequence[Row]) -> str:
             f'{row.trainable + row.frozen:,}',
             f'{row.trainable:,}',
             row.gradient,
+            *[row.state] * has_state,
         ]
         for row in rows
     ]
@@ -248,6 +281,30 @@ class Program(NamedTuple):
         analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
         return _counted(analysis, leaves.leaves_of(params))
 
+    def state(self) -> list[tuple[Path, Any, bool]]:
+        """Returns the path and shape of other variables, and whether a call writes it.
+
+        That is whether the call gives back another value than it was given.
+        """
+        state, *_ = self.rest
+        before = jax.tree_util.tree_leaves_with_path(state)
+        if not before:
+            return []
+        params = self.variables.get('params', {})
+        trace = jax.make_jaxpr(self.forward, return_shape=True)
+        closed, (_, written) = trace(params, self.rest)
+        first = len(jax.tree.leaves(params))
+        given = closed.jaxpr.invars[first:]
+        after = jax.tree_util.tree_leaves_with_path(written)
+        made = closed.jaxpr.outvars[len(closed.jaxpr.outvars) - len(after) :]
+        now = {keys: variable for (keys, _), variable in zip(after, made, strict=True)}
+        return [
+            (path, leaf, now.get(keys, variable) is not variable)
+            for (path, leaf), (keys, _), variable in zip(
+                leaves.leaves_of({'params': {}, **state}), before, given, strict=False
+            )
+        ]
+
 
 def _counted(
     analysis: Analysis, parameters: Iterable[tuple[Path, Any]]
@@ -282,9 +339,12 @@ def program_of(
         module: the module.
         rngs: as for ``init``, or their shapes.
         args: as for ``init``. Arrays are traced; other values are passed on.
-        kwargs: as for ``init``, including ``method=``.
+        kwargs: as for ``init``, including ``method=``; and ``mutable=``, as for
+            ``apply``.
     """
-    flat, treedef = jax.tree.flatten((args, dict(kwargs)))
+    kwargs = dict(kwargs)
+    mutable = kwargs.pop('mutable', _STATE)  # For ``apply``: ``init`` makes all.
+    flat, treedef = jax.tree.flatten((args, kwargs))
     arrays = [leaf for leaf in flat if _is_array(leaf)]
 
     def call(run: Callable[..., Any], arrays: Any, *first: Any, **options: Any) -> Any:
@@ -314,7 +374,8 @@ def program_of(
     def forward(params: Any, rest: Any) -> tuple[Any, Any]:
         state, rngs, arrays = rest
         variables = {**state, 'params': params}
-        return call(module.apply, arrays, variables, rngs=rngs, mutable=_STATE)
+        y = call(module.apply, arrays, variables, rngs=rngs, mutable=mutable)
+        return y if mutable else (y, {})
 
     state = {name: tree for name, tree in variables.items() if name != 'params'}
     return Program(variables, classes, forward, (state, rngs, arrays))

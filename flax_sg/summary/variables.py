@@ -90,7 +90,8 @@ def paths(
         *args: a linen module's arguments, arrays or their shapes; none for others.
         where: a filter of any kind.
         rngs: random keys, as for ``init``, or their shapes; one key by default.
-        **kwargs: further arguments of ``init``; ``method=`` chooses the method.
+        **kwargs: further arguments of the module (``train=True``) and of ``init``;
+            ``method=`` chooses the method.
 
     Returns:
         A tuple with a ``Variable`` for each path. It prints as a table. Nothing is

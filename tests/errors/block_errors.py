@@ -243,6 +243,23 @@ def in_scan() -> None:
         jax.eval_shape(lambda: model.apply({'params': params}, X, None))
 
 
+class Doubled(fnn.Module):
+    @fnn.compact
+    def __call__(self, x: Any, _: Any) -> Any:
+        return x + self.param('in_bits', jnp.zeros, (2,), jnp.int8).sum(), None
+
+
+def around_scan() -> None:
+    model = fnn.scan(
+        Doubled, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+    )()
+    variables = {'params': {'in_bits': jnp.zeros((2, 2), jnp.int8)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with nn.substitute(lambda _, w: w.astype(jnp.float32), where='in_bits'):
+            jax.eval_shape(lambda: model.apply(variables, jnp.float32(0), None))
+
+
 class Keeps(fnn.Module):
     @fnn.compact
     def __call__(self, x: Any) -> Any:
@@ -536,6 +553,26 @@ CASES: dict[str, tuple[Any, ...]] = {
         'backward pass: at least 24 bytes times the length of the scan.\n'
         'Call the other modules outside of the wrapper, or open a block around the '
         "scan: with nn.stop_gradient('layers/...'): layers(x).",
+    ),
+    'held state outside of methods': (
+        lambda: nn.hold_state('norm/**').__enter__(),
+        'BlockError: nn.hold_state was opened outside of the methods of modules: what '
+        'is written there is returned by apply.\n'
+        "Wrap the model: nn.Frozen(model, where, state='hold'), or open the block in a "
+        'method.',
+    ),
+    'held state that is updated': (
+        lambda: nn.hold_state('norm/**', state='update').__enter__(),
+        "ArgumentValueError: state='update': expected 'hold' or 'use_running_average'.",
+    ),
+    'a function around a scan': (
+        around_scan,
+        "ScanMemoryWarning: substitute(Glob('in_bits')) is open around a scan, and "
+        'makes 16 bytes of 4 bytes of stacked variables.\n'
+        'Values are right, but those of all layers are there at a time, and are kept '
+        'for the backward pass.\n'
+        'Let each layer make its own, in the body of the scan: '
+        'nn.substitute(Layer, function, where=...).',
     ),
 }
 

@@ -379,3 +379,89 @@ def test_a_number_of_python_is_carried_in_the_dtype_of_the_layers():
     oracle.assert_same(value, grad(plain)[0])
     expected = grad(plain)[1]['params']['w'].at[:2].set(0)
     oracle.assert_same(grads['params']['w'], expected)
+
+
+# Some parameters of a layer.
+
+
+def biased(frozen: Any, length: int = 12) -> Any:
+    class Biased(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            x = jnp.tanh(linen.Dense(WIDTH, name='in_')(x))
+            return x + linen.Dense(WIDTH, name='out')(x), None
+
+    return nn.scan(
+        Biased,
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        length=length,
+        frozen_layers=frozen,
+    )()
+
+
+def loss_of(model: Any, stop: Callable[[Any], Any] = lambda p: p) -> Any:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(model.apply({'params': stop(params)}, x, None)[0] ** 2)
+
+    return loss
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    'frozen',
+    [
+        {'**/kernel': slice(0, 8)},
+        {'**/kernel': slice(0, 8), 'in_/**': slice(0, 4)},
+        {'out/kernel': [0, 2, 4, 6], 'in_/bias': 11},  # So many runs are masked.
+    ],
+)
+def test_some_parameters_of_some_layers(frozen: Any) -> None:
+    model = biased(frozen)
+    params = model.init(jax.random.key(0), X, None)['params']
+
+    def by_hand(params: Any) -> Any:
+        def stop(keys: Any, leaf: Any) -> Any:
+            module, name = (key.key for key in keys)
+            for where, layers in frozen.items():
+                start, end = where.split('/')
+                if start in ('**', module) and end in ('**', name):
+                    leaf = leaf.at[jnp.asarray(np.r_[layers])].set(
+                        jax.lax.stop_gradient(leaf[jnp.asarray(np.r_[layers])])
+                    )
+            return leaf
+
+        return jax.tree_util.tree_map_with_path(stop, params)
+
+    actual = oracle.grads(loss_of(model), params, X)
+    oracle.assert_same(actual, oracle.grads(loss_of(biased(None), by_hand), params, X))
+
+
+def test_frozen_kernels_cost_no_flops_beside_live_biases() -> None:
+    """Of three products of a kernel, that of its gradient is gone."""
+    stopped = biased({'**/kernel': slice(0, 8)}, 12), biased(None, 12)
+    params = stopped[0].init(jax.random.key(0), X, None)['params']
+
+    def two_scans(params: Any, x: Any) -> Any:
+        kernels = {
+            name: {**of, 'kernel': jax.lax.stop_gradient(of['kernel'])}
+            for name, of in params.items()
+        }
+        first = jax.tree.map(lambda p: p[:8], kernels)
+        rest = jax.tree.map(lambda p: p[8:], params)
+        x, _ = biased(None, 8).apply({'params': first}, x, None)
+        return jnp.sum(biased(None, 4).apply({'params': rest}, x, None)[0] ** 2)
+
+    fns = loss_of(stopped[0]), two_scans
+    flops = [programs.flops(jax.grad(fn), params, X) for fn in fns]
+    assert flops[0] == flops[1]
+    # XLA counts the body of a loop once, so one loop is compared with one loop.
+    fns = loss_of(biased({'**/kernel': slice(0, 12)})), loss_of(stopped[1])
+    flops = [programs.flops(jax.grad(fn), params, X) for fn in fns]
+    assert flops[0] < 0.9 * flops[1], flops
+
+
+def test_a_path_that_no_layer_has() -> None:
+    params = biased(None).init(jax.random.key(0), X, None)
+    with pytest.raises(errors.UnusedFilterError, match=r'\*\*/kernels'):
+        biased({'**/kernels': slice(0, 8)}).apply(params, X, None)

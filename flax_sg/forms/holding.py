@@ -1,0 +1,216 @@
+"""Running statistics and other state: updated or held, by path.
+
+``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses, and ``nn.hold_state`` around some
+lines of a method. A call works on a copy: a module that reads what it wrote computes
+what it computes without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Generator, Mapping
+from typing import Any
+
+from flax import linen
+from flax.core.scope import DenyList, Scope
+
+from flax_sg import errors, filters
+from flax_sg.engine import blocks, extents, selection
+from flax_sg.errors.texts import unknown_choice
+from flax_sg.internals import core_scopes, modules, tracing
+from flax_sg.rules import rules
+from flax_sg.trees.variables import Key
+
+# 'update': state changes as without the wrapper. 'hold': a call works on a copy that is
+# dropped when it ends. 'use_running_average': held, and normalization layers use what
+# is stored, not the batch.
+STATE = UPDATE, HOLD, USE_RUNNING_AVERAGE = 'update', 'hold', 'use_running_average'
+
+# What methods and modules call the choice between the batch and the stored values.
+_SWITCHES = {'use_running_average': True, 'update_stats': False}
+# What a call gives to its caller is no state: these, and what it sows elsewhere.
+_RESULTS = ('intermediates', 'perturbations')
+
+
+@dataclasses.dataclass(frozen=True)
+class _HoldState(rules.Rule):
+    """Reads see the stored value; the block tells which state is held."""
+
+    name = 'hold_state'
+    asks_path = False
+
+
+def state_in(where: filters.Where, unused: str = 'ignore') -> rules.Rewrite:
+    """The rewrite whose filter tells which state is held."""
+    kept = DenyList(('params', *_RESULTS))
+    return rules.Rewrite(filters.as_filter(where), _HoldState(), kept, unused)
+
+
+@contextlib.contextmanager
+def hold_state(
+    where: filters.Where = True, *, state: str = HOLD, unused: str = 'raise'
+) -> Generator[None]:
+    """Holds the running statistics that ``where`` selects; gradients flow as ever.
+
+    A block in a method, or a decorator of a method. What the block writes to this state
+    is dropped when it ends.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> class Model(nn.Module):
+    ...     backbone: nn.Module
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         with nn.hold_state('backbone/layers_0/**'):
+    ...             return self.backbone(x)
+    >>> model = Model(nn.Sequential([nn.BatchNorm(False), nn.BatchNorm(False)]))
+    >>> x = jnp.arange(4.0)[:, None]
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> _, written = model.apply(variables, x, mutable='batch_stats')
+    >>> stats = written['batch_stats']['backbone']
+    >>> bool(stats['layers_0']['mean'][0] == 0), bool(stats['layers_1']['var'][0] == 1)
+    (True, False)
+
+    Args:
+        where: the state to hold, by paths relative to the module whose method runs; all
+            by default. Filters as in ``stop_gradient``.
+        state: ``'hold'`` or ``'use_running_average'``, as in ``nn.Frozen``.
+        unused: as in ``stop_gradient``.
+
+    Raises:
+        BlockError: if no method of a bound module is running.
+        UnusedFilterError: at the end, if a part of ``where`` matches no state.
+        ArgumentValueError: for another ``state``.
+    """
+    if state not in STATE[1:]:
+        raise unknown_choice('state', state, STATE[1:])
+    module = modules.current_module()
+    if module is None:
+        raise errors.BlockError(
+            'nn.hold_state was opened outside of the methods of modules: what is '
+            'written there is returned by apply.\n'
+            "Wrap the model: nn.Frozen(model, where, state='hold'), or open the block "
+            'in a method.'
+        )
+    rewrite = state_in(where, unused)
+    extent = extents.Extent(rewrite, module.scope, extents.EXISTENCE)
+    with handle_state(module, state, extent):
+        yield
+
+
+@contextlib.contextmanager
+def handle_state(module: Any, choice: str, extent: Any) -> Generator[None]:
+    """Treats the state of a bound module as the choice says, in the body.
+
+    Args:
+        module: the module.
+        choice: one of ``STATE``.
+        extent: the extent of a rewrite from ``state_in``.
+    """
+    with contextlib.ExitStack() as stack:
+        if choice == UPDATE:
+            yield
+            return
+        takes = functools.partial(_takes, stack.enter_context(extent))
+        stack.enter_context(_held(module, takes))
+        # At initialization the first state is made as without a wrapper.
+        begins = module.scope.get_flag('initializing', False)
+        if choice == USE_RUNNING_AVERAGE and not begins:
+            # Part of JAX's cache keys: a trace of ``nn.jit`` is not found here.
+            stack.enter_context(tracing.running_averages(True))
+            switch = functools.partial(_use_running_average, takes)
+            stack.enter_context(linen.intercept_methods(switch))
+        yield
+
+
+def _takes(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
+    # Classes of modules are known while they run.
+    known = [said for question, (_, said) in block.decisions.items() if key in question]
+    if block.asker.asks_classes and any(said is not None for said in known):
+        return any(known)
+    return bool(selection.selects(block, root, key, read=False, noted=True))
+
+
+def _owns_held_state(takes: Callable[..., bool], scope: Scope) -> bool:
+    root = blocks.root_of(scope)
+    return any(
+        takes(root, (collection, (*scope.path, name)))
+        for collection, tree in core_scopes.stored(scope).items()
+        if collection not in ('params', *_RESULTS)
+        for name, value in tree.items()
+        if not isinstance(value, Mapping)
+    )
+
+
+@contextlib.contextmanager
+def _held(module: Any, takes: Callable[..., bool]) -> Generator[None]:
+    scopes = modules.own_scopes(module)
+    before = [core_scopes.copied_mutable(scope) for scope in scopes]
+    roots: list[blocks.Root] = []
+    try:
+        roots += [blocks.root_of(scope) for scope in scopes]
+        yield
+    finally:
+        blocks.thread.forget()
+        for scope, root, variables in zip(scopes, roots, before, strict=False):
+            for collection, tree in variables.items():
+                if collection != 'params':
+                    now = core_scopes.stored(scope)[collection]
+                    of_root = functools.partial(takes, root)
+                    _put_back(of_root, root.sown, (collection, scope.path), now, tree)
+
+
+def _put_back(
+    takes: Callable[[Key], bool],
+    sown: Collection[Key],
+    key: Key,
+    now: Any,
+    before: Any,
+) -> None:
+    """Makes held state in both trees what it was; what was created since stays."""
+    collection, path = key
+    for name in before.keys() & now.keys():
+        value, below = before[name], (collection, (*path, name))
+        if isinstance(value, Mapping) and isinstance(now[name], dict):
+            _put_back(takes, sown, below, now[name], value)
+        elif collection not in _RESULTS and below not in sown and takes(below):
+            now[name] = value
+
+
+def _use_running_average(
+    takes: Callable[..., bool],
+    next_fun: Any,
+    args: Any,
+    kwargs: Any,
+    context: linen.module.InterceptorContext,
+) -> Any:
+    """Sets the switch of a method, or of its module, for one call."""
+    module = context.module
+    if module.scope is None or not _owns_held_state(takes, module.scope):
+        return next_fun(*args, **kwargs)
+    fields = {field.name for field in dataclasses.fields(module)}
+    with contextlib.ExitStack() as stack:
+        for name, value in _SWITCHES.items():
+            if getattr(module, name, None) is not None and name in fields:
+                before = getattr(module, name)
+                object.__setattr__(module, name, value)
+                stack.callback(object.__setattr__, module, name, before)
+                value = None  # Flax takes it from one place only.
+            args, kwargs = _with_argument(
+                context.orig_method, name, value, args, kwargs
+            )
+        return next_fun(*args, **kwargs)
+
+
+def _with_argument(
+    method: Any, name: str, value: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    signature = inspect.signature(method)
+    if name not in signature.parameters:
+        return args, kwargs
+    bound = signature.bind_partial(*args, **kwargs)
+    bound.arguments[name] = value
+    return bound.args, bound.kwargs

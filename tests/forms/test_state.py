@@ -1,0 +1,167 @@
+"""Running statistics that are held by path: `state=` with `where=`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen
+
+import oracle
+from flax_sg import filters
+from flax_sg import linen as nn
+
+KEY = jax.random.key(7)
+X = jnp.array([[0.5, -1.0, 2.0, 1.0], [1.5, 0.25, -0.75, -2.0]])
+
+
+def bare(module: Any) -> Any:
+    return module
+
+
+class Stage(linen.Module):
+    """A stage of a model that one may not edit: its norm is told by the model."""
+
+    @linen.compact
+    def __call__(self, x, average):
+        x = linen.Dense(x.shape[-1], name='dense')(x)
+        return jnp.tanh(linen.BatchNorm(use_running_average=average, name='norm')(x))
+
+
+class Stages(linen.Module):
+    lift: Any = bare
+    averages: tuple[bool, ...] = (False, False, False)
+
+    @linen.compact
+    def __call__(self, x):
+        cls = self.lift(Stage)
+        for number, average in enumerate(self.averages):
+            x = cls(name=f'stage_{number}')(x, average)
+        return x
+
+
+def static_jit(cls: Any) -> Any:
+    return linen.jit(cls, static_argnums=(2,))
+
+
+@pytest.mark.parametrize('state', ['hold', 'use_running_average'])
+@pytest.mark.parametrize(
+    ('where', 'held'),
+    [
+        ('stage_1/**', {1}),
+        (['stage_0/**', 'stage_1/**'], {0, 1}),
+        ('**/kernel', set()),
+        (lambda path: path.startswith('stage_2'), {2}),
+        (True, {0, 1, 2}),
+    ],
+)
+@pytest.mark.parametrize('lift', [bare, static_jit])
+@pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror])
+def test_state_is_held_where_the_filter_says(
+    wrap: Any, lift: Any, where: Any, held: set[int], state: str
+) -> None:
+    """Stages of one class share a trace of ``nn.jit``, unless it is told apart."""
+    check(wrap(Stages(lift), where, state=state), held, state)
+
+
+@pytest.mark.parametrize('state', ['hold', 'use_running_average'])
+def test_state_is_held_by_the_class_of_a_module(state: str) -> None:
+    for cls, held in ((linen.BatchNorm, {0, 1, 2}), (linen.Dense, set[int]())):
+        check(nn.Frozen(Stages(), filters.of_type(cls), state=state), held, state)
+
+
+def check(model: Any, held: set[int], state: str, at: tuple[str, ...] = ()) -> None:
+    """Compares with a model that one may edit, and with the state before and after."""
+
+    def within(tree: Any) -> Any:
+        return functools.reduce(lambda tree, name: tree[name], at, tree)
+
+    def around(tree: Any) -> Any:
+        return functools.reduce(lambda tree, name: {name: tree}, at[::-1], tree)
+
+    variables = jax.tree.map(lambda v: v + 0.5, Stages().init(KEY, X))
+    averages = tuple(n in held and state != 'hold' for n in range(3))
+
+    @jax.jit
+    def by_hand(variables: Any) -> Any:
+        return Stages(averages=averages).apply(variables, X, mutable='batch_stats')
+
+    @jax.jit
+    def run(variables: Any) -> Any:
+        given = {col: around(tree) for col, tree in variables.items()}
+        y, written = model.apply(given, X, mutable='batch_stats')
+        return y, {col: within(tree) for col, tree in written.items()}
+
+    (found, written), (expected, updated) = run(variables), by_hand(variables)
+    assert jnp.allclose(found, expected, atol=1e-6)
+    before, now, after = (w['batch_stats'] for w in (variables, written, updated))
+    for number in range(3):
+        name = f'stage_{number}'
+        if number in held:
+            oracle.assert_same(now[name], before[name])
+        else:
+            moved = after[name]['norm']['mean'], before[name]['norm']['mean']
+            assert not jnp.allclose(*moved)
+            close = jax.tree.map(jnp.allclose, now[name], after[name])
+            assert all(jax.tree.leaves(close))
+
+
+class Held(linen.Module):
+    """A module around one that one may not edit."""
+
+    model: Any
+    where: Any
+    state: str
+
+    @linen.compact
+    def __call__(self, x):
+        with nn.hold_state(self.where, state=self.state):
+            return self.model(x)
+
+
+@pytest.mark.parametrize('state', ['hold', 'use_running_average'])
+@pytest.mark.parametrize('lift', [bare, static_jit])
+def test_a_block_holds_state_and_no_gradient(lift: Any, state: str) -> None:
+    def model(lift: Any, where: str) -> Any:
+        return linen.Sequential([Held(Stages(lift), where, state)])
+
+    check(model(lift, 'model/stage_1/**'), {1}, state, ('layers_0', 'model'))
+    variables = model(bare, 'model/**').init(KEY, X)
+
+    def loss(params: Any) -> Any:
+        given = {**variables, 'params': params}
+        held = model(lift, 'model/stage_1/**')
+        return jnp.sum(held.apply(given, X, mutable='batch_stats')[0] ** 2)
+
+    grads = jax.grad(loss)(variables['params'])
+    assert not oracle.is_zero(grads['layers_0']['model']['stage_0'])
+
+
+def test_state_is_held_by_path_in_a_scan() -> None:
+    class Body(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            return Stages(name='stages')(x), None
+
+    class Held(Body):
+        @linen.compact
+        def __call__(self, x, _):
+            stages = Stages(name='stages')
+            return nn.Frozen(stages, 'stage_1/**', state='hold')(x), None
+
+    def scanned(cls: Any) -> Any:
+        axes = {'params': 0, 'batch_stats': 0}
+        return linen.scan(
+            cls, variable_axes=axes, split_rngs={'params': True}, length=2
+        )()
+
+    variables = scanned(Body).init(KEY, X, None)
+    _, updated = scanned(Body).apply(variables, X, None, mutable='batch_stats')
+    _, written = scanned(Held).apply(variables, X, None, mutable='batch_stats')
+    before = variables['batch_stats']['stages']
+    after, found = (w['batch_stats']['stages'] for w in (updated, written))
+    oracle.assert_same(found, {**after, 'stage_1': before['stage_1']})
+    assert not jnp.array_equal(
+        after['stage_1']['norm']['var'], before['stage_1']['norm']['var']
+    )

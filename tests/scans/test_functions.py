@@ -1,0 +1,214 @@
+"""What a function makes of frozen weights in a scan is made again, not saved."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+import oracle
+import programs
+from benchmarks import few_bits
+from flax_sg import errors
+from flax_sg import linen as nn
+
+DEPTH, RANK = 8, 2
+SCALE = 1 / 127
+
+
+def dequantize(path: str, w: Any) -> Any:
+    return w.astype(jnp.float32) * SCALE
+
+
+def whole_numbers(key: Any, shape: Any, dtype: Any) -> Any:
+    return jax.random.randint(key, shape, -127, 128).astype(dtype)
+
+
+class Stored(linen.Module):
+    """A layer whose weight is stored in fewer bits."""
+
+    dtype: Any = jnp.int8
+
+    @linen.compact
+    def __call__(self, x):
+        shape = (x.shape[-1], x.shape[-1])
+        w = self.param('w_in_bits', whole_numbers, shape, self.dtype)
+        return x @ w.astype(x.dtype)  # For ``init``, where nothing is substituted.
+
+
+class StoredWithCast(Stored):
+    """The same; it makes what it multiplies with by itself."""
+
+    @linen.compact
+    def __call__(self, x):
+        shape = (x.shape[-1], x.shape[-1])
+        w = self.param('w_in_bits', whole_numbers, shape, self.dtype)
+        return x @ dequantize('', w)
+
+
+class Adapted(linen.Module):
+    base: Any
+
+    @linen.compact
+    def __call__(self, x, _):
+        normal = linen.initializers.normal()
+        a = self.param('A', normal, (x.shape[-1], RANK))
+        b = self.param('B', normal, (RANK, x.shape[-1]))
+        return jnp.tanh(self.base(name='base')(x) + x @ a @ b), None
+
+
+def stack(base: Any, lift: Any = lambda cls: cls) -> Any:
+    return linen.scan(
+        lift(Adapted),
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        length=DEPTH,
+    )(base)
+
+
+def wrapped(**fields: Any) -> Any:
+    return nn.substitute(Stored(**fields), dequantize, where='w_in_bits')
+
+
+def of_stopped(path: str, w: Any) -> Any:
+    return dequantize(path, jax.lax.stop_gradient(w))
+
+
+in_class = nn.substitute(Stored, dequantize, where='w_in_bits')
+in_bfloat16 = functools.partial(Stored, dtype=jnp.bfloat16)
+FORMS = {
+    'class': in_class,
+    'wrapper': wrapped,
+    'frozen, with a cast of its own': lambda name: nn.Frozen(StoredWithCast(name=name)),
+    'bfloat16, stopped by the function': nn.substitute(
+        in_bfloat16, of_stopped, where='w_in_bits'
+    ),
+    'bfloat16, a frozen wrapper': lambda name: nn.Frozen(
+        wrapped(dtype=jnp.bfloat16, name=name)
+    ),
+}
+
+
+def split(model: Any, width: int) -> tuple[Any, Any, Any]:
+    """Adapters, weights and an input."""
+    x = jnp.linspace(-1.0, 1.0, 4 * width).reshape(4, width)
+    params = model.init(jax.random.key(0), x, None)['params']
+    return {name: params[name] for name in 'AB'}, {'base': params['base']}, x
+
+
+def apply(model: Any, adapters: Any, weights: Any, x: Any) -> Any:
+    return model.apply({'params': {**adapters, **weights}}, x, None)[0]
+
+
+def saves_products(cls: Any) -> Any:
+    policy = jax.checkpoint_policies.dots_saveable
+    return linen.remat(cls, prevent_cse=False, policy=policy)
+
+
+def temporary(model: Any, width: int) -> int:
+    def loss(adapters: Any, weights: Any, x: Any) -> Any:
+        return jnp.sum(apply(model, adapters, weights, x) ** 2)
+
+    args = jax.eval_shape(functools.partial(split, model, width))
+    return programs.temporary_bytes(jax.value_and_grad(loss, (0, 2)), *args)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('width', (32, 128))
+def test_what_a_function_makes_is_not_saved(form: str, width: int) -> None:
+    """The weights of all layers, dequantized, are more than all temporary memory."""
+    found = temporary(stack(FORMS[form]), width)
+    # On the CPU, XLA copies bfloat16 stacks, whatever the program.
+    dtype = jnp.bfloat16 if 'bfloat16' in form else jnp.int8
+    naive = functools.partial(StoredWithCast, dtype)
+    again = temporary(stack(naive, saves_products), width)
+    naive = temporary(stack(naive), width)
+    size = DEPTH * width * width * 4
+    assert found <= 1.1 * again, (found, again)
+    assert naive - found > 0.9 * size, (naive, found, size)
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_gradients_are_those_of_a_loop_by_hand(form: str) -> None:
+    model = stack(FORMS[form])
+    adapters, weights, x = split(model, 8)
+
+    def by_hand(adapters: Any, x: Any) -> Any:
+        w = jax.lax.stop_gradient(weights['base']['w_in_bits'])
+
+        def layer(x: Any, of: Any) -> Any:
+            y = x @ dequantize('', of['w']) + x @ of['A'] @ of['B']
+            return jnp.tanh(y), None
+
+        return jax.lax.scan(layer, x, {**adapters, 'w': w})[0]
+
+    actual = oracle.grads(lambda a, x: apply(model, a, weights, x), adapters, x)
+    oracle.assert_same(actual, oracle.grads(by_hand, adapters, x))
+    assert any(map(np.any, jax.tree.leaves(actual)))
+
+
+def test_a_function_of_trained_weights_trains_them() -> None:
+    """Nothing of it is frozen: all orders flow, and what it makes may be saved."""
+    trained = nn.substitute(linen.Dense, lambda _, w: jnp.sin(w), where='kernel')
+
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            return jnp.tanh(trained(x.shape[-1], name='sine')(x)), None
+
+    model = linen.scan(
+        Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+    )()
+    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+    params = model.init(jax.random.key(0), x, None)['params']
+
+    def by_hand(params: Any) -> Any:
+        def layer(x: Any, p: Any) -> Any:
+            return jnp.tanh(x @ jnp.sin(p['kernel']) + p['bias'][None]), None
+
+        return jax.lax.scan(layer, x, params['sine'])[0]
+
+    actual = oracle.grads(lambda p: model.apply({'params': p}, x, None)[0], params)
+    oracle.assert_same(actual, oracle.grads(by_hand, params))
+
+
+def test_a_product_of_frozen_weights_is_computed_once() -> None:
+    class Merged(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            normal, shape = linen.initializers.normal(), (x.shape[-1], x.shape[-1])
+            one = self.param('one', normal, shape)
+            return x @ (one @ self.param('two', normal, shape))
+
+    def flops(base: Any, stops: Any) -> float:
+        model = stack(base)
+        normal = jax.eval_shape(functools.partial(split, model, 32))
+
+        def loss(adapters: Any, weights: Any, x: Any) -> Any:
+            return jnp.sum(apply(model, adapters, stops(weights), x) ** 2)
+
+        return programs.flops(jax.grad(loss, (0, 2)), *normal)
+
+    frozen = flops(lambda name: nn.Frozen(Merged(name=name)), lambda w: w)
+    assert frozen == flops(Merged, jax.lax.stop_gradient)
+
+
+def test_the_benchmark_at_a_small_size() -> None:
+    found = few_bits.rows(64)
+    temporary = {name: size for name, (_, size) in found.items()}
+    block = temporary.pop('int8, a block around the scan')
+    assert len(set(temporary.values())) == 1 and block > temporary['float32'], found
+
+
+def test_a_block_around_the_scan_makes_all_layers_at_once() -> None:
+    model = stack(Stored)
+    adapters, weights, x = split(model, 8)
+    block = nn.substitute(dequantize, where='base/w_in_bits')
+    said = '3,072 bytes of 1,536'
+    with pytest.warns(errors.ScanMemoryWarning, match=said) as caught, block:
+        apply(model, adapters, weights, x)
+    assert caught.pop().filename == __file__  # Matched whole in tests/errors.
