@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -35,7 +34,8 @@ DECLARED = Declared()
 
 T = TypeVar('T', bound=type)
 
-_declared: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+# The attribute of a class that holds its trained fields; subclasses inherit it.
+_FIELDS = '_flax_sg_trained_fields'
 
 
 def trainable(*fields: str) -> Callable[[T], T]:
@@ -83,31 +83,22 @@ def trainable(*fields: str) -> Callable[[T], T]:
         )
 
     def declare(cls: T) -> T:
-        _declared[cls] = frozenset(fields)
+        setattr(cls, _FIELDS, frozenset(fields))
         return cls
 
     return declare
 
 
-def _fields_of(cls: type) -> frozenset[str] | None:
-    return next((_declared[base] for base in cls.__mro__ if base in _declared), None)
-
-
 def declared(tree: Any) -> list[bool]:
     """For each leaf whether no class on the way to it declares it as not trained."""
-    fields: dict[type, Any] = {}
 
     def is_leaf(node: Any) -> bool:
-        cls = type(node)
-        if cls not in fields:
-            fields[cls] = _fields_of(cls)
-        return fields[cls] is not None or is_whole(node)
+        return hasattr(type(node), _FIELDS) or is_whole(node)
 
-    nodes = jax.tree.leaves(tree, is_leaf=is_leaf)
     out: list[bool] = []
-    for node in nodes:
-        its = None if is_whole(node) else fields.get(type(node))
-        out.extend([True] if its is None else _declared_in(node, its))
+    for node in jax.tree.leaves(tree, is_leaf=is_leaf):
+        fields = getattr(type(node), _FIELDS, None)
+        out.extend([True] if fields is None else _declared_in(node, fields))
     return out
 
 
