@@ -63,28 +63,19 @@ class Choice:
         return jnp.asarray(array).at[self.index].set(rows)
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Some rows in place of an array, or what an optimizer keeps for them."""
 
     rows: Any
-    choice: Choice
+    choice: Choice = dataclasses.field(metadata={'static': True})
 
     def among(self, rest: float) -> Any:
         """An array with a number in all other rows."""
         rows = jnp.asarray(self.rows)
         shape = (*self.choice.sizes, *rows.shape[1:])
         return self.choice.put(rows, jnp.full(shape, rest, rows.dtype))
-
-    def tree_flatten_with_keys(self) -> Any:
-        """The rows; which they are is static."""
-        return ((jax.tree_util.GetAttrKey('rows'), self.rows),), self.choice
-
-    @classmethod
-    def tree_unflatten(cls, choice: Choice, children: Any) -> Rows:
-        """Anything may stand for the rows."""
-        return cls(children[0], choice)
 
 
 def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
