@@ -54,6 +54,7 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (bool, int, float, complex))
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Form:
     """What results and tangents look like: static, and hashable.
