@@ -169,11 +169,10 @@ def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None
         return is_absent(leaf) or is_differentiable(leaf)
 
     leaves = [(path, leaf) for tree in trees for path, leaf in tree]
-    without = [(path, leaf) for path, leaf in leaves if not may_have(leaf)]
-    taken = [(path, leaf) for path, leaf in without if part(path)]
+    taken = {path: leaf for path, leaf in leaves if not may_have(leaf) and part(path)}
     others = (path for path, leaf in leaves if may_have(leaf))
     if taken and not any(map(part, others)):
-        raise not_differentiable(part, dict(taken))
+        raise not_differentiable(part, taken)
 
 
 def not_differentiable(
