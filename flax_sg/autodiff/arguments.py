@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -35,27 +36,16 @@ _STAND_INS: dict[str, Any] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Zeros:
-    """Zeros for one leaf: the types of its arrays, and their tree."""
+def _stand_in(absent: str, leaf: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What stands in a result for a leaf that is not differentiated.
 
-    arrays: tuple[Any, ...]
-    treedef: Any
-
-    def fill(self, prefix: Shape) -> Any:
-        return self.treedef.unflatten(
-            tracing.zeros_of(array, prefix) for array in self.arrays
-        )
-
-
-def _stand_in(absent: str, leaf: Any) -> Any:
-    """What stands in a result for a leaf that is not differentiated."""
-    if absent != 'zeros':
-        return _STAND_INS[absent]
-    if not (isinstance(leaf, NonDifferentiable) or _is_number(leaf)):
-        return ABSENT
-    arrays, treedef = jax.tree.flatten(leaf)
-    return _Zeros(tuple(map(jax.typeof, arrays)), treedef)
+    Returns:
+        The structure of the stand-in, and the types of the zeros in it, if any.
+    """
+    has_zeros = isinstance(leaf, NonDifferentiable) or _is_number(leaf)
+    other = _STAND_INS.get(absent, leaf if has_zeros else ABSENT)
+    arrays, treedef = jax.tree.flatten(other)
+    return treedef, tuple(map(jax.typeof, arrays))
 
 
 def _is_number(leaf: Any) -> bool:
@@ -64,6 +54,7 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (bool, int, float, complex))
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Form:
     """What results and tangents look like: static, and hashable.
@@ -72,7 +63,8 @@ class Form:
         treedef: the structure of the tuple of arguments.
         live: for each leaf whether it is differentiated, or which part of it.
         paths: the path of each leaf, within its argument.
-        stand_ins: what stands for each leaf that is not differentiated.
+        stand_ins: what stands for each leaf that is not differentiated: a structure,
+            and the types of the zeros in it.
     """
 
     treedef: Any
@@ -91,10 +83,8 @@ class Form:
         return self.treedef.unflatten(
             next(rest)
             if live
-            else other.fill(prefix)
-            if isinstance(other, _Zeros)
-            else other
-            for live, other in zip(self.live, self.stand_ins, strict=True)
+            else treedef.unflatten(tracing.zeros_of(array, prefix) for array in arrays)
+            for live, (treedef, arrays) in zip(self.live, self.stand_ins, strict=True)
         )
 
     def pick(self, trees: Sequence[Any], what: str) -> list[Any]:
@@ -120,12 +110,8 @@ class Form:
             leaves = leaves_of(argument.unflatten([ABSENT] * argument.num_leaves))
             needed = self.live[len(found) :]
             found += beside(leaves, tree, what, needed=needed, pruned=False).values
-        live = [
-            (path, leaf)
-            for takes, path, leaf in zip(self.live, self.paths, found, strict=True)
-            if takes
-        ]
-        for path, leaf in live:
+        live = self.of_live(found)
+        for path, leaf in zip(self.of_live(self.paths), live, strict=True):
             if is_absent(leaf):
                 raise missing_leaf(
                     what,
@@ -133,7 +119,11 @@ class Form:
                     'is differentiated',
                     'Give an array there, or leave the path out of wrt=.',
                 )
-        return [leaf for _, leaf in live]
+        return live
+
+    def of_live(self, values: Iterable[Any]) -> list[Any]:
+        """Those of some values, one for each leaf, that belong to live leaves."""
+        return list(itertools.compress(values, self.live))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +143,7 @@ class Split:
     @property
     def live(self) -> list[Any]:
         """The leaves that are differentiated."""
-        pairs = zip(self.form.live, self.leaves, strict=True)
-        return [leaf for takes, leaf in pairs if takes]
+        return self.form.of_live(self.leaves)
 
     def join(self, live: Iterable[Any]) -> tuple[Any, ...]:
         """The arguments, with other values for the leaves that are differentiated."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from flax_sg import errors
 from flax_sg.autodiff import unfed
@@ -305,28 +305,18 @@ def hessian(
     return derivative(jax.jacfwd, inner, argnums, has_aux, holomorphic, split)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """The linear function that ``vjp`` or ``linearize`` returns.
+# As ``jax.tree_util.Partial``, with the first two arguments given, these are pytrees as
+# JAX's own linear functions are: their residuals may leave a ``jit``.
 
-    A pytree as JAX's own are: its residuals may leave a ``jit``.
 
-    Attributes:
-        fn: JAX's function of the live leaves.
-        form: what the arguments look like.
-        transposed: whether it is the one that ``vjp`` returns.
-    """
+def _pull_back(form: Form, back: Any, *cotangents: Any) -> Any:
+    """Maps cotangents of the output to the arguments'."""
+    return form.fill(back(*cotangents)[0])
 
-    fn: Any
-    form: Form = dataclasses.field(metadata={'static': True})
-    transposed: bool = dataclasses.field(metadata={'static': True})
 
-    def __call__(self, *args: Any) -> Any:
-        """Maps cotangents of the output to the arguments', or tangents forward."""
-        if self.transposed:
-            return self.form.fill(self.fn(*args)[0])
-        return self.fn(self.form.pick(args, 'the tangents'))
+def _push_forward(form: Form, push: Any, *tangents: Any) -> Any:
+    """Maps tangents of the arguments to the output's."""
+    return push(form.pick(tangents, 'the tangents'))
 
 
 def _of_live(
@@ -395,7 +385,7 @@ def vjp(
     """
     split = splitter('sg.vjp', fun, wrt, absent, unused)(map(leaves_of, primals))
     y, back, *aux = jax.vjp(_of_live(fun, split, has_aux), split.live, has_aux=has_aux)
-    return (y, Linear(back, split.form, transposed=True), *aux)
+    return (y, Partial(_pull_back, split.form, back), *aux)
 
 
 def jvp(
@@ -474,4 +464,4 @@ def linearize(
     y, push, *aux = jax.linearize(
         _of_live(fun, split, has_aux), split.live, has_aux=has_aux
     )
-    return (y, Linear(push, split.form, transposed=False), *aux)
+    return (y, Partial(_push_forward, split.form, push), *aux)

@@ -32,10 +32,9 @@ def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
         return [leaf.value for leaf in leaves], None
 
     def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
-        there = [not isinstance(ct, SymbolicZero) for ct in cotangents]
-        fed.update(n for n, yes in enumerate(there) if yes)
-        pairs = zip(cotangents, there, strict=True)
-        return ([ct if yes else None for ct, yes in pairs],)
+        there = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+        fed.update(n for n, ct in enumerate(there) if ct is not None)
+        return (there,)
 
     identity.defvjp(forward, backward, symbolic_zeros=True)
     return identity(list(live))
@@ -52,8 +51,7 @@ def warn(fun: str, split: Split, fed: set[int], closed: Sequence[blocks.Block]) 
     """
     if split.where is None or len(fed) == len(split.live):
         return
-    pairs = zip(split.form.live, split.form.paths, strict=True)
-    live = [path for takes, path in pairs if takes]
+    live = split.form.of_live(split.form.paths)
     for atom in split.where.atoms:
         taken = [n for n, path in enumerate(live) if asked(atom, path)]
         if taken and not fed.intersection(taken):

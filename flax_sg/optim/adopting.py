@@ -8,18 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.paths import SUBTREES
 from flax_sg.optim.freezing import Freeze, pruned
 from flax_sg.optim.masks import parameters_of
-from flax_sg.trees.beside import children_of
+from flax_sg.trees.beside import children_of, is_nothing, is_vacant
 from flax_sg.trees.leaves import (
     ABSENT,
     Leaves,
-    is_absent,
     is_differentiable,
     selected,
     whole,
@@ -143,7 +141,7 @@ class _Adopted(NamedTuple):
         """
         number = self._parameter_at(keys)
         olds = [old for old in states if not _is_hole(old)]
-        if not olds or _is_vacant(new) or (number is not None and self.fresh[number]):
+        if not olds or is_vacant(new) or (number is not None and self.fresh[number]):
             return new
         choices = {x.choice if isinstance(x, Rows) else None for x in (new, *olds)}
         if number is not None and len(choices) > 1:
@@ -257,17 +255,12 @@ def _misfit(keys: Any, new: Any, old: Any, fix: str) -> errors.StructureError:
     )
 
 
-def _is_vacant(node: Any) -> bool:
-    """Whether a state has nothing there: frozen, or of another group of optax's."""
-    return is_absent(node) or isinstance(node, optax.MaskedNode)
-
-
 def _is_hole(node: Any) -> bool:
     """Whether an old state has nothing there.
 
     A checkpoint of Flax or orbax has ``{}`` or None where the state had ``ABSENT``.
     """
-    return _is_vacant(node) or node is None or (isinstance(node, dict) and not node)
+    return is_nothing(node) or (isinstance(node, dict) and not node)
 
 
 def _type(leaf: Any) -> Any:
@@ -287,8 +280,6 @@ def _check_apart(init: Any, params: Any) -> None:
         n for n, leaf in enumerate(flat) if np.size(leaf) and is_differentiable(leaf)
     )
     first = next(sized, None)
-    if first is None:
-        return
     twice = [(leaf, leaf) if n == first else leaf for n, leaf in enumerate(flat)]
     try:
         one = jax.eval_shape(init, params)

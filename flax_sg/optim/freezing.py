@@ -15,7 +15,7 @@ import optax
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.optim.masks import live_leaves, parameters_of
-from flax_sg.trees.beside import beside, is_nothing, missing_leaf, other_shape
+from flax_sg.trees.beside import beside, is_vacant, missing_leaf, other_shape
 from flax_sg.trees.leaves import ABSENT, Leaves, check_unused, is_absent, is_whole
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.rows import Choice, Rows, choice_of
@@ -270,9 +270,7 @@ def _of_trained(
 def _unmasked(updates: Any) -> Any:
     """Gradients with one thing only in place of what is not there."""
     return jax.tree.map(
-        lambda leaf: ABSENT if isinstance(leaf, optax.MaskedNode) else leaf,
-        updates,
-        is_leaf=lambda node: node is not None and is_nothing(node),
+        lambda leaf: ABSENT if is_vacant(leaf) else leaf, updates, is_leaf=is_vacant
     )
 
 

@@ -52,9 +52,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 def _applied(leaves: Leaves, number: int, update: Any) -> Any:
     leaf = leaves.values[number]
-    if is_absent(update) or isinstance(leaf, NonDifferentiable):
-        return leaf
-    if _adds_nothing(update):
+    is_constant = isinstance(leaf, NonDifferentiable)
+    if is_absent(update) or is_constant or _adds_nothing(update):
         return leaf
     own, given = np.shape(leaf), np.shape(update)
     pairs = zip(given[::-1], own[::-1], strict=False)

@@ -72,11 +72,10 @@ def _advice() -> tuple[str, str]:
 def _absent_in(tree: Any) -> str | None:
     """The path of the first leaf that is absent, if one is."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_absent)
-    keys = (keys for keys, leaf in pairs if is_absent(leaf))
-    first = next(keys, None)
-    if first is None:
-        return None
-    return jax.tree_util.keystr(first, simple=True, separator='/')
+    for keys, leaf in pairs:
+        if is_absent(leaf):
+            return jax.tree_util.keystr(keys, simple=True, separator='/')
+    return None
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -126,6 +125,7 @@ class Absent(operators(_refuse), metaclass=_NamedInErrors):
 
     __call__ = __array__ = __jax_array__ = _refuse
     __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
+    __str__, __format__ = object.__str__, object.__format__
 
 
 ABSENT = Absent()

@@ -97,9 +97,14 @@ def _by_key_path(leaves: Leaves, tree: Any, what: str) -> tuple[Any, list[Any]]:
     return treedef, [(places.get(keys), value) for keys, value in pairs]
 
 
+def is_vacant(node: Any) -> bool:
+    """Whether a leaf was taken out: frozen, or of another group of optax's."""
+    return isinstance(node, (Absent, optax.MaskedNode))
+
+
 def is_nothing(node: Any) -> bool:
     """Whether something stands in a tree where there is no gradient."""
-    return node is None or isinstance(node, (Absent, optax.MaskedNode))
+    return node is None or is_vacant(node)
 
 
 def _is_value(value: Any) -> bool:

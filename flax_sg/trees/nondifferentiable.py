@@ -264,15 +264,6 @@ class NonDifferentiable(operators(value_of)):
         several = isinstance(index, tuple)
         return self.value[tuple(map(value_of, index)) if several else value_of(index)]
 
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.value, spec)
-
 
 def _stopped(leaf: Any) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -14,6 +14,7 @@ _REFLECTED = (
 _OTHERS = (
     *('neg', 'pos', 'abs', 'invert', 'round', 'lt', 'le', 'gt', 'ge', 'eq', 'ne'),
     *('bool', 'int', 'float', 'complex', 'index', 'len', 'iter', 'contains', 'getitem'),
+    *('hash', 'str', 'format'),
 )
 
 
@@ -30,7 +31,8 @@ def operators(value_of: Callable[[Any], Any]) -> Any:
     """
 
     def method(name: str) -> Callable[..., Any]:
-        fn = getattr(operator, f'__{name}__', None) or getattr(builtins, name)
+        # Builtins first: a module has a ``__hash__`` and a ``__str__`` of its own.
+        fn = getattr(builtins, name, None) or getattr(operator, f'__{name}__')
         return lambda self, *others: fn(value_of(self), *map(value_of, others))
 
     def reflected(name: str) -> Callable[..., Any]:

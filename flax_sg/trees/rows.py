@@ -11,10 +11,9 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
+from flax import struct
 
 from flax_sg import filters
 
@@ -63,28 +62,18 @@ class Choice:
         return jnp.asarray(array).at[self.index].set(rows)
 
 
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Rows:
     """Some rows in place of an array, or what an optimizer keeps for them."""
 
     rows: Any
-    choice: Choice
+    choice: Choice = struct.field(pytree_node=False)
 
     def among(self, rest: float) -> Any:
         """An array with a number in all other rows."""
         rows = jnp.asarray(self.rows)
         shape = (*self.choice.sizes, *rows.shape[1:])
         return self.choice.put(rows, jnp.full(shape, rest, rows.dtype))
-
-    def tree_flatten_with_keys(self) -> Any:
-        """The rows; which they are is static."""
-        return ((jax.tree_util.GetAttrKey('rows'), self.rows),), self.choice
-
-    @classmethod
-    def tree_unflatten(cls, choice: Choice, children: Any) -> Rows:
-        """Anything may stand for the rows."""
-        return cls(children[0], choice)
 
 
 def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
@@ -109,15 +98,3 @@ def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
     if mask.shape[:axes] != sizes or are_elements or not mask.any():
         return None
     return Choice(mask.tobytes(), sizes)
-
-
-def _from_state_dict(old: Rows, state: Any) -> Rows:
-    rows = serialization.from_state_dict(old.rows, state['rows'])
-    return Rows(rows, old.choice)
-
-
-serialization.register_serialization_state(
-    Rows,
-    lambda x: {'rows': serialization.to_state_dict(x.rows)},
-    _from_state_dict,
-)

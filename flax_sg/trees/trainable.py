@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +35,8 @@ DECLARED = Declared()
 
 T = TypeVar('T', bound=type)
 
-_declared: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+# The attribute of a class that holds its trained fields; subclasses inherit it.
+_FIELDS = '_flax_sg_trained_fields'
 
 
 def trainable(*fields: str) -> Callable[[T], T]:
@@ -84,14 +84,14 @@ def trainable(*fields: str) -> Callable[[T], T]:
         )
 
     def declare(cls: T) -> T:
-        _declared[cls] = frozenset(fields)
+        setattr(cls, _FIELDS, frozenset(fields))
         return cls
 
     return declare
 
 
 def _fields_of(cls: type) -> frozenset[str] | None:
-    found = next((_declared[base] for base in cls.__mro__ if base in _declared), None)
+    found = getattr(cls, _FIELDS, None)
     return frozenset() if found is None and _is_state(cls) else found
 
 
@@ -114,19 +114,14 @@ def declared(tree: Any) -> list[bool]:
 
     Of the Variables of NNX each Param is trained, as ``nnx.grad`` has it.
     """
-    fields: dict[type, Any] = {}
 
     def is_leaf(node: Any) -> bool:
-        cls = type(node)
-        if cls not in fields:
-            fields[cls] = _fields_of(cls)
-        return fields[cls] is not None or is_whole(node)
+        return is_whole(node) or _fields_of(type(node)) is not None
 
-    nodes = jax.tree.leaves(tree, is_leaf=is_leaf)
     out: list[bool] = []
-    for node in nodes:
-        its = None if is_whole(node) else fields.get(type(node))
-        out.extend([True] if its is None else _declared_in(node, its))
+    for node in jax.tree.leaves(tree, is_leaf=is_leaf):
+        fields = None if is_whole(node) else _fields_of(type(node))
+        out.extend([True] if fields is None else _declared_in(node, fields))
     return out
 
 
@@ -197,11 +192,10 @@ def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None
         return is_absent(leaf) or is_differentiable(leaf)
 
     leaves = [(path, leaf) for tree in trees for path, leaf in tree]
-    without = [(path, leaf) for path, leaf in leaves if not may_have(leaf)]
-    taken = [(path, leaf) for path, leaf in without if part(path)]
+    taken = {path: leaf for path, leaf in leaves if not may_have(leaf) and part(path)}
     others = (path for path, leaf in leaves if may_have(leaf))
     if taken and not any(map(part, others)):
-        raise not_differentiable(part, dict(taken))
+        raise not_differentiable(part, taken)
 
 
 def not_differentiable(
