@@ -21,6 +21,8 @@ import oracle
 from by_hand import Layer, X, pure
 from flax_sg import nnx
 
+LONG = settings.get_current_profile_name() == 'long'
+
 
 @nnx.split_rngs(splits=2)
 @nnx.vmap(in_axes=0, out_axes=0)
@@ -128,7 +130,7 @@ def trained(seed: int, view: Any) -> Any:
     return grads, pure(model)
 
 
-@settings(max_examples=12)
+@settings(max_examples=1000 if LONG else 6)
 @given(st.integers(0, 2**16))
 @pytest.mark.slow
 def test_random_models(seed: int):
