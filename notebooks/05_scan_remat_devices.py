@@ -602,7 +602,7 @@ assert frozen == (320, 320) and plain[0] == 320 < plain[1]
 # A stop in the body, by hand, keeps the weights once more; ours do not.
 by_hand, in_body, block = (memory[way, False] for way in WAYS if 'bases' in way)
 bases = sum(leaf.size for leaf in jax.tree.leaves(shapes['layers']['base'])) * 4 / 1e6
-assert in_body == block < by_hand - 0.9 * bases
+assert in_body <= block < by_hand - 0.9 * bases
 assert not FULL or by_hand > memory['everything trained', False]
 # And the gradients are those of the stop by hand.
 for other in gradients:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import flax_sg as sg
 import oracle
@@ -99,6 +100,9 @@ def _without(name: str) -> Any:
     return {**PLAIN, name: jnp.zeros_like(PLAIN[name])}
 
 
+# An object may get the id of one that is gone.
+MANY = 40 if settings.get_current_profile_name() == 'long' else 12
+
 FUNCTIONS: dict[str, Callable[[str], Any]] = {
     'lambda': lambda name: lambda path: path.name == name,
     'partial': lambda name: functools.partial(lambda n, path: path.name == n, name),
@@ -110,7 +114,7 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize('kind', FUNCTIONS)
 def test_functions(kind):
     make = FUNCTIONS[kind]
-    for i in range(40):
+    for i in range(MANY):
         name = ('kernel', 'bias')[i * i % 3 % 2]
         model = Opens(nn.stop_gradient(make(name)))
         oracle.assert_same(grads(model), _without(name))
@@ -136,7 +140,7 @@ def test_factors(case, turned):
 
 
 def test_classes_of_many_factors():
-    for factor in range(40):  # A class may get the id of one that is gone.
+    for factor in range(MANY):  # A class may get the id of one that is gone.
         cls = nn.reverse_gradient('kernel', float(factor % 7))(fnn.Dense)
         oracle.assert_same(grads(Makes(cls)), scaled(-float(factor % 7)))
         oracle.assert_same(grads(Holds(cls(2)), 'inner'), scaled(-float(factor % 7)))
