@@ -6,6 +6,7 @@ notebooks.
 """
 
 import inspect
+import re
 
 from docutils import nodes
 from sphinx import addnodes
@@ -106,7 +107,14 @@ def shorten(app, domain, objtype, content):
             node += nodes.Text(colon + rest)
 
 
+def link_notebooks(app, docname, source):
+    """Links to notebooks as the repository shows them; Sphinx follows no symlink."""
+    link = r'\[([^]]+)\]\(\.\./notebooks/(\w+)\.ipynb\)'
+    source[0] = re.sub(link, r'{doc}`\1 </notebooks/\2>`', source[0])
+
+
 def setup(app):
     """Connects the functions above."""
     app.connect('autodoc-process-signature', show_for_users)
+    app.connect('source-read', link_notebooks)
     app.connect('object-description-transform', shorten)

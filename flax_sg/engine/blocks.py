@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import jax
 from flax.core.scope import Scope
 
-from flax_sg import errors
 from flax_sg.engine import cache_keys, programs
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import core_scopes, hooking, tracing, versions
@@ -323,8 +322,7 @@ def active() -> tuple[Block, ...]:
         if block.ended:
             remove(block)
             return active()
-        if not block.place.is_in_this_task():
-            raise _other_task(block.rewrite, block.place)
+        block.place.check_task(block.rewrite)
     return blocks
 
 
@@ -403,12 +401,3 @@ def _known(tree: Tree, top: Scope, beside: Iterable[Root] = ()) -> _KnownRoot:
     root.initializing = top.get_flag('initializing', False)
     root.parts.append((top.path, variables))
     return root, top.path, variables
-
-
-def _other_task(rewrite: object, place: object) -> errors.BlockError:
-    """Returns the error for a read in another asyncio task than the block's own."""
-    return errors.BlockError(
-        f'the block of {rewrite!r}, opened at {place}, belongs to another asyncio '
-        'task, which was suspended inside it.\n'
-        'Leave the block before await.'
-    )

@@ -21,6 +21,7 @@ from flax_sg.graphs.types import (
     shapes_of,
 )
 from flax_sg.internals import tracing
+from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 
 
@@ -62,7 +63,8 @@ class Block:
         content = says, rule.key(), rule.values()
         key = _key_of(content, choosing.modules_of(model))
         level = tracing.current_trace()
-        frame = Frame(self, rewrite, key, answers, running.frames, level)
+        outer, place = running.frames, Place.here()
+        frame = Frame(self, rewrite, key, answers, outer, place, level)
         for variable, path, said in chosen:
             # Without its path, the state of a layer fits that of another.
             plain = isinstance(rule, rules.StopGradient) and said is True

@@ -28,6 +28,7 @@ from flax import nnx
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
 from flax_sg.internals import frames, tracing
+from flax_sg.internals.places import Place
 from flax_sg.rules import cotangents, rules
 from flax_sg.trees.leaves import shape_of
 
@@ -93,6 +94,7 @@ class Frame:
         answers: what the filter says of each selected Variable, and the shape of each
             of its leaves, by path.
         outer: the blocks around it.
+        place: where it was opened.
         level: the trace in which it was opened.
         own: the Variables that it has to give back: the selected ones, and those made
             of them in the same trace.
@@ -105,6 +107,7 @@ class Frame:
     key: Key
     answers: Mapping[str, tuple[Any, list[Any]]]
     outer: tuple[Frame, ...]
+    place: Place
     level: Any
     own: list[Selected] = dataclasses.field(default_factory=lambda: [])
     limit: int = 64
@@ -170,9 +173,16 @@ class Running(threading.local):
                 self.frames = before
 
     def named(self, marks: Sequence[Mark]) -> tuple[tuple[Frame, str], ...]:
-        """The open blocks among those that select a Variable, and its path there."""
+        """The open blocks among those that select a Variable, and its path there.
+
+        Raises:
+            BlockError: if another asyncio task has opened one of them.
+        """
         by_key = {frame.key: frame for frame in self.frames}
-        return tuple((by_key[key], path) for key, path in marks if key in by_key)
+        found = tuple((by_key[key], path) for key, path in marks if key in by_key)
+        for frame, _ in found:
+            frame.place.check_task(frame.block)
+        return found
 
 
 running = Running()

@@ -44,6 +44,15 @@ class Place(NamedTuple):
         """Whether the running asyncio task, or no task at all, opened the block."""
         return self.task is None or self.task is _task()
 
+    def check_task(self, block: object) -> None:
+        """Raises BlockError if another asyncio task opened a block here."""
+        if not self.is_in_this_task():
+            raise errors.BlockError(
+                f'the block of {block!r}, opened at {self}, belongs to another asyncio '
+                'task, which was suspended inside it.\n'
+                'Leave the block before await.'
+            )
+
     def __str__(self) -> str:
         return f'{os.path.basename(self.file)}:{self.line}'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import jax
@@ -81,6 +82,24 @@ def close_first() -> None:
     first.__exit__(None, None, None)
 
 
+def awaited() -> None:
+    async def holds() -> None:
+        with nnx.stop_gradient(model, 'kernel'):
+            await asyncio.sleep(0)
+
+    async def reads() -> None:
+        model(jnp.ones((1, 2)))
+
+    async def main() -> None:
+        task = asyncio.create_task(holds())
+        try:
+            await asyncio.create_task(reads())
+        finally:
+            task.cancel()
+
+    asyncio.run(main())
+
+
 def stopped_state() -> None:
     assert sg.stop_gradient(nnx.state(model, nnx.Param), 'kernel')
 
@@ -158,6 +177,13 @@ CASES: dict[str, Any] = {
         "Linear: stop_gradient(Glob('kernel')) is still open in this thread.\n"
         'Blocks close in the thread that opened them, the last one first: use a with '
         'statement around the code that it is for.',
+    ),
+    'a read in another task than the block of a model': (
+        awaited,
+        "BlockError: the block of Linear: stop_gradient(Glob('kernel')), opened at "
+        'graph_errors.py:LINE, belongs to another asyncio task, which was suspended '
+        'inside it.\n'
+        'Leave the block before await.',
     ),
     'a block on a model without effect': (
         lambda: opened(nnx.stop_gradient(nnx.Linear(1, 2, rngs=nnx.Rngs(0)), 'bias')),

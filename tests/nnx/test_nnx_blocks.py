@@ -1,5 +1,6 @@
 """What a block on an NNX model covers, and what it leaves as it was."""
 
+import asyncio
 import contextlib
 import copy
 import gc
@@ -774,3 +775,38 @@ def test_same_program_as_by_hand():
         params,
         rest,
     )
+
+
+READS = {
+    'grad': zeros,
+    'jit': lambda model: nnx.jit(total)(model),
+    'value': total,
+    'split': nnx.split,
+}
+
+
+@pytest.mark.parametrize('read', READS.values(), ids=list(READS))
+def test_another_task_reads_in_the_block(read):
+    model, other = Net(0), Net(1)
+
+    async def holds():
+        with nnx.stop_gradient(model, 'body/0/**'):
+            opened.set()
+            await done.wait()
+            return zeros(model)
+
+    async def reads():
+        await opened.wait()
+        try:
+            assert zeros(other) == REST
+            with pytest.raises(errors.BlockError, match='another asyncio task'):
+                read(model)
+        finally:
+            done.set()
+
+    async def main():
+        return await asyncio.gather(holds(), reads())
+
+    opened, done = asyncio.Event(), asyncio.Event()
+    assert asyncio.run(main())[0] == sorted(FIRST + REST)
+    assert zeros(model) == REST
