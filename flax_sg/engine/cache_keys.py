@@ -23,8 +23,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
-import numpy as np
-
 from flax_sg import errors, filters
 from flax_sg.filters import expressions
 from flax_sg.filters.paths import Classes, Path
@@ -71,8 +69,8 @@ class Asker:
 
     def __post_init__(self) -> None:
         where, rule = self.rewrite.where, self.rewrite.rule
-        self.has_functions = filters.Predicate in where.kinds
-        self.asks_classes = filters.OfType in where.kinds
+        self.has_functions = 'code' in where.needs
+        self.asks_classes = 'classes' in where.needs
         self.asks_path = bool(where.atoms) or rule.asks_path
         self.shape = where.shape
         self.kind = rule.key(), self.rewrite.collections
@@ -83,15 +81,13 @@ class Asker:
         # writes back what it was handed, in the collections that the block looks at.
         self.blank_kind = rule.refuses_writes, self.rewrite.collections
         # The answers of the user's functions, by atom and path.
-        self._said: dict[filters.Filter, dict[Hashable, bool]] = {}
+        self._said: dict[Hashable, bool | None] = {}
 
     def ask(self, path: Path) -> Any:
         """Whether the filter takes a variable: a bool, or a ``Part`` of the variable.
 
         None if the answer depends on the unknown class of a module.
         """
-        if not self.has_functions:
-            return expressions.decide(self.rewrite.where, path)
         return expressions.decide(self.rewrite.where, path, asks=self._takes)
 
     def _takes(self, atom: expressions.Atom, path: Path) -> bool | None:
@@ -99,13 +95,12 @@ class Asker:
 
         A function is asked once for each variable; its answer holds for the block.
         """
-        if not isinstance(atom, filters.Predicate):
+        if 'code' not in atom.own_needs:
             return expressions.takes(atom, path)
-        said = self._said.setdefault(atom, {})
-        found = said.get(path.key)
-        if found is None:
-            found = said[path.key] = atom(path)
-        return found
+        key = atom, path.key
+        if key not in self._said:
+            self._said[key] = expressions.takes(atom, path)
+        return self._said[key]
 
     def matched_by(self, paths: Iterable[Path]) -> set[filters.Filter]:
         """Returns the atoms that take one of some variables, or may take one.
@@ -123,25 +118,7 @@ class Asker:
 
     def agrees_with(self, answers: _Answers) -> bool:
         """Whether the filter gives these answers."""
-        where = self.rewrite.where
-        alone = where.filter if isinstance(where, filters.Not) else where
-        fn = alone.fn if isinstance(alone, filters.Predicate) else None
-        # A loop over one function, since a block that opens asks for each variable.
-        said = self._said.setdefault(alone, {}) if fn else {}
-        for key, (path, expected) in answers.items():
-            if fn is None or path.is_inner:
-                found = self.ask(path)
-            else:
-                found = said.get(key)
-                if found is None:
-                    found = fn(path)
-                    if not isinstance(found, (bool, np.bool_)):
-                        return False  # The next read raises.
-                    found = said[key] = bool(found)
-                found = found is (alone is where)
-            if found != expected:
-                return False
-        return True
+        return all(self.ask(path) == said for path, said in answers.values())
 
     def answer_in_older_tree(self, path: Path) -> Any:
         """Returns what decides how a trace sees a variable from outside the trace."""

@@ -26,7 +26,6 @@ from flax_sg.internals import core_scopes
 from flax_sg.internals.places import warn_once
 from flax_sg.trees.variables import iter_leaf_keys
 
-_TREES = {filters.BoolTree, filters.Names}
 
 
 class Verdict(NamedTuple):
@@ -103,7 +102,7 @@ def _is_right(block: Block, stamps: Sequence[Stamp], met: Sequence[Path] = ()) -
     if sure is not None and not met and key in table:
         return True
     where = block.rewrite.where
-    if not (isinstance(where, filters.And) or where.kinds & _TREES):
+    if not _judges_all(where):
         matched = block.asker.matched_by(itertools.chain(met, _ran(block, stamps)))
         is_right = len(matched) == len(where.atoms)
     else:
@@ -209,9 +208,7 @@ def _meet(
     where = block.rewrite.where
     paths = [path for path, _ in block.decisions.values()]
     is_met = len(block.asker.matched_by(paths)) == len(where.atoms)
-    # Judging these takes more than a match for each of their parts.
-    judges_all = isinstance(where, filters.And) or where.kinds & _TREES
-    if is_met and not judges_all:
+    if is_met and not _judges_all(where):
         return
     for collection, tree in variables.items():
         if wants(block, collection):
@@ -222,6 +219,11 @@ def _meet(
                 owner = block.owner_path if block.tree is root.tree else ()
                 if key[1][: len(owner)] == owner:
                     selects(block, root, key, read=False)
+
+
+def _judges_all(where: filters.Filter) -> bool:
+    """Whether judging a filter takes more than a match for each of its parts."""
+    return isinstance(where, filters.And) or 'names' in where.needs
 
 
 def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:

@@ -367,8 +367,7 @@ def _too_late(
     for block in open_blocks[open_blocks.index(first) :]:
         rule = block.rewrite.rule
         is_same = rule == rules.StopGradient() or rule.refuses_writes
-        kinds = block.rewrite.where.kinds
-        has_parts = block.asker.asks_classes and filters.Index in kinds
+        has_parts = block.asker.asks_classes and 'array' in block.rewrite.where.needs
         if name not in lifting.SAME_VARIABLES or not is_same or has_parts:
             return first
     return None

@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from flax_sg import errors
 from flax_sg.filters.paths import Owner, Path
@@ -19,6 +19,12 @@ from flax_sg.filters.paths import Owner, Path
 # The elementary filters that take a variable (True), or cannot say (None). All others
 # do not take it.
 Answers: TypeAlias = 'Mapping[Filter, bool | None]'
+
+# What an answer may depend on, beside the path: 'code' of the user, which may answer
+# otherwise next time; 'classes' of the modules around the variable; the 'array', of
+# which a part may be meant, and if it is 'unclear', no analysis tells which; 'names' of
+# all variables, since it is judged by each of them.
+Need: TypeAlias = Literal['code', 'classes', 'array', 'unclear', 'names']
 
 
 class Filter(abc.ABC):
@@ -30,6 +36,8 @@ class Filter(abc.ABC):
 
     # numpy's bools stand aside for our reflected operators.
     __array_ufunc__ = None
+    own_needs: ClassVar[frozenset[Need]] = frozenset()
+    """What its answer depends on, beside its parts and the path."""
     # Makes a filter of the other side of an operator; it is as_filter.
     convert: ClassVar[Callable[[Any], Filter]]
 
@@ -64,9 +72,9 @@ class Filter(abc.ABC):
         return tuple(dict.fromkeys(a for part in self.parts for a in part.atoms))
 
     @functools.cached_property
-    def kinds(self) -> frozenset[type[Filter]]:
-        """The classes of the filters in it."""
-        return frozenset({type(self)}).union(*(part.kinds for part in self.parts))
+    def needs(self) -> frozenset[Need]:
+        """What its answer depends on, beside the path."""
+        return self.own_needs.union(*(part.needs for part in self.parts))
 
     @functools.cached_property
     def by_path(self) -> tuple[dict[str, list[Atom]], dict[str | None, list[Atom]]]:
@@ -371,6 +379,8 @@ def decide(
 
     None if it depends on the class of a module that is not known.
     """
+    if matched is None and where.atoms == (where,):  # A block asks for each variable.
+        return asks(where.atoms[0], path)
     answers = asked(where, path, asks)
     if matched is not None:
         matched.update(atom for atom, said in answers.items() if said)

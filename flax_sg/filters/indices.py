@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters import tokens
-from flax_sg.filters.expressions import And, Answers, Filter, Not, Or
+from flax_sg.filters.expressions import And, Answers, Filter, Need, Not, Or
 
 
 class Index(Filter):
@@ -29,6 +29,7 @@ class Index(Filter):
             of these, one for each axis. ``np.s_[:100]`` writes it.
     """
 
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'array'})
     index: Any
 
     # No dataclass: see ``Predicate``.
@@ -61,6 +62,7 @@ class Unclear(Filter):
         place: the line of the program that decides which they are.
     """
 
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'array', 'unclear'})
     place: str
 
     def evaluate(self, answers: Answers) -> Any:
@@ -84,7 +86,7 @@ class Part:
     @property
     def is_unclear(self) -> bool:
         """Whether the elements are not known."""
-        return Unclear in self.elements.kinds
+        return 'unclear' in self.elements.needs
 
     def __and__(self, other: bool | Part) -> bool | Part:
         if isinstance(other, Part):

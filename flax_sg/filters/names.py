@@ -16,7 +16,7 @@ from flax import traverse_util
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters import tokens
-from flax_sg.filters.expressions import Atom, Filter
+from flax_sg.filters.expressions import Atom, Filter, Need
 from flax_sg.filters.hints import nearest
 from flax_sg.filters.paths import Classes, Owner, Path, names_in
 from flax_sg.internals import modules, tracing
@@ -42,6 +42,7 @@ class BoolTree(Atom):
         FilterValueError: when called, if the tree has no answer for the path.
     """
 
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'names'})
     names_leaves: ClassVar[bool] = True
     bools: dict[tuple[str, ...], bool]
 
@@ -154,6 +155,7 @@ class Names(Atom):
     [True, False]
     """
 
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'names'})
     names: frozenset[tuple[str, tuple[str, ...]]]
 
     @property
@@ -242,6 +244,7 @@ def no_variables(
 class OfType(Atom):
     """The variables inside modules of some classes; see ``of_type``."""
 
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'classes'})
     classes: tuple[type, ...]
 
     # No dataclass: see ``Predicate``.

@@ -7,7 +7,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax.core import Tracer
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters import tokens
-from flax_sg.filters.expressions import Atom
+from flax_sg.filters.expressions import Atom, Need
 from flax_sg.filters.paths import Path
 
 _FIX = (
@@ -43,6 +43,7 @@ class Predicate(Atom):
         FilterTypeError: if it reads a traced value.
     """
 
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'code'})
     fn: Callable[[Path], Any]
 
     # No dataclass: where a filter stands in a field of a module, ``nn.jit`` would look

@@ -119,7 +119,7 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     # Flax takes longer to make a class than to run a small module, and ``nn.jit``
     # traces each class. So equal stops of a class, in a loop say, are one class.
     # A function may change, or be equal to another one that does.
-    is_plain = filters.Predicate not in rewrite.where.kinds
+    is_plain = 'code' not in rewrite.where.needs
     stops = is_plain and type(rewrite.rule) is rules.StopGradient
     key = target, rewrite, rewrite.unused, tuple(found.items())
     if stops and (known := _stopped_classes.get(key)):
