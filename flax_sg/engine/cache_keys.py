@@ -76,10 +76,10 @@ class Asker:
         self.kind = rule.key(), self.rewrite.collections
         self.sure: Hashable = None
         if not self.has_functions:
-            self.sure = where, self.kind, rule.values(), self.owner_path, self.tree
+            self.sure = where, self.kind, rule.token(), self.owner_path, self.tree
         # A write asks a question only where the rule refuses writes. A lifted transform
         # writes back what it was handed, in the collections that the block looks at.
-        self.blank_kind = rule.refuses_writes, self.rewrite.collections
+        self.blank_kind = rule.acts_on == 'writes', self.rewrite.collections
         # The answers of the user's functions, by atom and path.
         self._said: dict[Hashable, bool | None] = {}
 
@@ -130,7 +130,7 @@ class Asker:
         return (
             said,
             str(path) if rule.asks_path else None,
-            self if rule.in_extent else None,
+            self if rule.acts_on == 'cotangents' else None,
         )
 
     def path_in(
@@ -156,7 +156,7 @@ class Number:
         existing: the variables met by blocks that were judged right under the number.
         right: pairs of ``Asker.sure`` and programs in which each part of the filter
             matches a variable.
-        brought: identifies the values that the rule brings, once a trace has read one.
+        token: identifies the values that the rule brings, once a trace has read one.
         inside: the numbers of blocks opened inside this one, by value; the numbers that
             were leased last come last.
     """
@@ -168,7 +168,7 @@ class Number:
         self.in_older_trees: dict[_Older, Any] = {}
         self.existing: set[Hashable] = set()
         self.right: _Ordered = collections.OrderedDict()
-        self.brought: Hashable = None
+        self.token: Hashable = None
         self.inside: _Ordered = collections.OrderedDict()
         # Weak: an exception may come before a block gives the number back.
         self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
@@ -220,7 +220,7 @@ class Number:
             asker: holds the number, so no other answers enter the table meanwhile.
             aside: returns a context manager, in which the user's functions are called.
         """
-        if self.brought is not None and self.brought != asker.rewrite.rule.values():
+        if self.token is not None and self.token != asker.rewrite.rule.token():
             return False
         try:
             if asker.sure is None:

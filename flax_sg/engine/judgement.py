@@ -27,7 +27,6 @@ from flax_sg.internals.places import warn_once
 from flax_sg.trees.variables import iter_leaf_keys
 
 
-
 class Verdict(NamedTuple):
     """What is to be said of a block.
 
@@ -149,7 +148,7 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
 def _has_no_effect(block: Block) -> bool:
     """Whether nothing that was read in a block is rewritten."""
     where = block.rewrite.where
-    if block.rewrite.rule.refuses_writes or not where.atoms or where.may_be_empty:
+    if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
         return False
     if block.took or thread.doubts is not None:
         return False

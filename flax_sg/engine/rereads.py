@@ -24,7 +24,6 @@ from flax_sg import errors
 from flax_sg.engine import selection
 from flax_sg.engine.blocks import Block, Root, Tree, root_of
 from flax_sg.internals import modules, tracing
-from flax_sg.rules.rules import StopGradient
 from flax_sg.trees.variables import Key, iter_variables, leaf_keys
 
 _KINDS = (jax.Array, tracing.Tracer, np.ndarray)
@@ -108,7 +107,7 @@ def check(block: Block, root: Root, key: Key) -> None:
         root: the tree of the variable.
         key: the variable.
     """
-    repeats = not isinstance(block.rewrite.rule, StopGradient)
+    repeats = not block.rewrite.rule.idempotent
     for given in block.given_trees.values():
         if given.tree is root.tree or given.tree.has_ended:
             continue

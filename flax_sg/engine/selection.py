@@ -101,7 +101,7 @@ def selects(
     if in_program and (read or noted):
         _note(block, root, key, path, said)
         if read and said:
-            block.number.brought = block.rewrite.rule.values()
+            block.number.token = block.rewrite.rule.token()
     elif not in_program and (read or not root.noted_for):
         block.beside.add(key)
     return said
@@ -174,4 +174,4 @@ def note_all(block: Block, root: Root) -> None:
         tree = weakref.ref(block.tree) if inside and block.tree is not None else None
         block.number.note_older(block.asker, key, tree, path)
         if said:
-            block.number.brought = block.rewrite.rule.values()
+            block.number.token = block.rewrite.rule.token()

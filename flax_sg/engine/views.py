@@ -30,7 +30,7 @@ from flax_sg.engine.rereads import check, is_given, note
 from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK
-from flax_sg.rules.cotangents import has_cotangent
+from flax_sg.rules.cotangents import has_to_act
 from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import (
@@ -147,7 +147,7 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
 
 
 def _applies(block: Block, root: Root) -> bool:
-    return block.rewrite.rule.at_init or not root.initializing
+    return not (block.rewrite.rule.brings and root.initializing)
 
 
 def _view_leaf(
@@ -198,14 +198,14 @@ def _instead(block: Block, root: Root, key: Key, value: Any) -> Any:
 def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
     """Returns what a reader in a block sees instead of a selected variable's leaf."""
     rule = block.rewrite.rule
-    if not rule.in_extent:
+    if rule.acts_on != 'cotangents':
         trace = tracing.in_trace_of(leaf)
         if rule.brings:
             trace = tracing.in_innermost_trace((block.level,), leaf)
         with trace, _seeing_outside(block):
             return _applied(block, root, key, leaf)
     path = path_of(block, root, key)
-    if leaf in block.made or not has_cotangent(block.rewrite, path, leaf):
+    if leaf in block.made or not has_to_act(block.rewrite, path, leaf):
         return leaf
     if rule.jointly:
         note_all(block, root)
@@ -238,14 +238,14 @@ def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
 
 def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     """Enters the trace in which the extent and the tree in it have both begun."""
-    used = (*leaves, *block.rewrite.rule.brought)
+    used = (*leaves, *block.rewrite.rule.operands)
     levels = (block.level, root.level)
     return tracing.in_innermost_trace(levels, *used, examples=False)
 
 
 def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
     """Notes the rewritten leaves that a lifted body in a block starts with."""
-    if block.rewrite.rule.in_extent:
+    if block.rewrite.rule.acts_on == 'cotangents':
         for key in handed.keys() & root.selected:
             for leaf in jax.tree.leaves(handed[key]):
                 block.made.note(leaf)

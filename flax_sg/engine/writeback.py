@@ -21,12 +21,11 @@ import jax
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
-from flax_sg import errors, filters
+from flax_sg import errors
 from flax_sg.engine import blocks, selection, views
 from flax_sg.filters.expressions import unknown_class
 from flax_sg.internals import core_scopes, hooking, lifting, tracing
 from flax_sg.internals.places import warn_once
-from flax_sg.rules import rules
 from flax_sg.trees.leaves import is_array, shape_of
 from flax_sg.trees.variables import Key, iter_variables, leaf_keys, map_variables
 
@@ -366,7 +365,7 @@ def _too_late(
         return None
     for block in open_blocks[open_blocks.index(first) :]:
         rule = block.rewrite.rule
-        is_same = rule == rules.StopGradient() or rule.refuses_writes
+        is_same = rule.idempotent
         has_parts = block.asker.asks_classes and 'array' in block.rewrite.where.needs
         if name not in lifting.SAME_VARIABLES or not is_same or has_parts:
             return first

@@ -35,7 +35,7 @@ def check(
     refusing = [
         block
         for block in open_blocks
-        if block.rewrite.rule.refuses_writes and selection.wants(block, key[0])
+        if block.rewrite.rule.acts_on == 'writes' and selection.wants(block, key[0])
     ]
     if not refusing:
         return

@@ -41,6 +41,7 @@ class _HoldState(rules.Rule):
 
     name = 'hold_state'
     asks_path = False
+    idempotent = True
 
 
 def state_in(where: filters.Where, unused: str = 'ignore') -> rules.Rewrite:

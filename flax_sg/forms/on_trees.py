@@ -74,7 +74,9 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
     for (i, path), said in zip(looked_at, takes, strict=True):
         if not said or is_absent(values[i]):
             continue
-        if not rule.in_extent or cotangents.has_cotangent(rewrite, path, values[i]):
+        if rule.acts_on != 'cotangents' or cotangents.has_to_act(
+            rewrite, path, values[i]
+        ):
             together.setdefault((path.collection, path), []).append((i, said))
     given = [(path, [values[i] for i, _ in of]) for (_, path), of in together.items()]
     for of, new in zip(together.values(), rule.together(given), strict=True):

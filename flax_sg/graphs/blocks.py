@@ -60,14 +60,14 @@ class Block:
             for variable, path, said in chosen
         }
         says = frozenset((path, said) for path, (said, _) in answers.items())
-        content = says, rule.key(), rule.values()
+        content = says, rule.key(), rule.token()
         key = _key_of(content, choosing.modules_of(model))
         level = tracing.current_trace()
         outer, place = running.frames, Place.here()
         frame = Frame(self, rewrite, key, answers, outer, place, level)
         for variable, path, said in chosen:
             # Without its path, the state of a layer fits that of another.
-            plain = isinstance(rule, rules.StopGradient) and said is True
+            plain = rule.acts_on == 'values' and not rule.asks_path and said is True
             select(frame, variable, '' if plain else str(path))
         frame.entered = running.only((*running.frames, frame))
         frame.entered.__enter__()

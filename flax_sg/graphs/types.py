@@ -141,10 +141,12 @@ class Frame:
 
     def _see_leaf(self, path: Path, leaf: Any) -> Any:
         rule = self.rewrite.rule
-        if rule.in_extent and not cotangents.has_cotangent(self.rewrite, path, leaf):
+        if rule.acts_on == 'cotangents' and not cotangents.has_to_act(
+            self.rewrite, path, leaf
+        ):
             return leaf
-        levels = [self.level] * (rule.in_extent or rule.brings)
-        with tracing.in_innermost_trace(levels, leaf, *rule.brought, examples=False):
+        levels = [self.level] * (rule.acts_on == 'cotangents' or rule.brings)
+        with tracing.in_innermost_trace(levels, leaf, *rule.operands, examples=False):
             return rule(path, leaf)
 
 
@@ -263,7 +265,7 @@ class Selected(nnx.Variable[Any]):
     def set_value(self, value: Any, **how: Any) -> None:
         """Stores a value; raises in a block of ``nnx.read_only``."""
         for frame, path in running.named(marks_of(self)):
-            if frame.rewrite.rule.refuses_writes:
+            if frame.rewrite.rule.acts_on == 'writes':
                 raise errors.ReadOnlyError(
                     f'The Variable {path!r} is written, which is read only under '
                     f'{frame.rewrite!r}.\n'
@@ -309,7 +311,7 @@ def _taken(variable: Selected) -> Any:
         return variable.get_raw_value()
     for open_block, path in through:
         rule = open_block.rewrite.rule
-        if not isinstance(rule, (rules.StopGradient, rules.ReadOnly)):
+        if not rule.idempotent:
             raise errors.BlockError(
                 f'{open_block.rewrite!r} selects the Variable {path!r}, and a function '
                 'with a derivative of its own (jax.custom_vjp) takes its model apart.\n'

@@ -24,7 +24,7 @@ from flax_sg.rules import custom_gradients, rules
 from flax_sg.trees.leaves import is_differentiable
 
 
-def has_cotangent(rewrite: rules.Rewrite, path: Path, leaf: Any) -> bool:
+def has_to_act(rewrite: rules.Rewrite, path: Path, leaf: Any) -> bool:
     """Whether a rule on cotangents has to act on a leaf.
 
     Raises:
@@ -48,19 +48,19 @@ class OnCotangents(rules.Keyed):
 
     Args:
         name: the name of the function of ``nn`` that makes it.
-        *brought: numbers and arrays that it needs. Arrays of numpy are copied.
+        *operands: numbers and arrays that it needs. Arrays of numpy are copied.
         parts: what else tells it from others of its class.
     """
 
-    in_extent: ClassVar[bool] = True
+    acts_on = 'cotangents'
 
     def __init__(
-        self, name: str, *brought: Any, parts: tuple[Hashable, ...] = ()
+        self, name: str, *operands: Any, parts: tuple[Hashable, ...] = ()
     ) -> None:
-        super().__init__((name, *map(tokens.of_value, brought), *parts))
+        super().__init__((name, *map(tokens.of_value, operands), *parts))
         self.name = name
-        self.args = ''.join(f', {shown(x)}' for x in brought)
-        self.brought = [x.copy() if isinstance(x, np.ndarray) else x for x in brought]
+        self.args = ''.join(f', {shown(x)}' for x in operands)
+        self.operands = [x.copy() if isinstance(x, np.ndarray) else x for x in operands]
 
     def _mapped(
         self, fn: Callable[..., list[Any]], selected: rules.Selected
@@ -68,14 +68,14 @@ class OnCotangents(rules.Keyed):
         """The leaves of variables behind one identity, their cotangents through ``fn``.
 
         Args:
-            fn: as for ``custom_gradients.map_cotangents``; it gets what is brought.
+            fn: as for ``custom_gradients.map_cotangents``; it gets the operands.
             selected: the variables, each with its leaves.
         """
         names = [repr(str(path)) for path, _ in selected]
         more = f' and {len(names) - 3} more' if len(names) > 3 else ''
         what = f'nn.{self.name} of {", ".join(names[:3])}{more}'
         leaves = [leaf for _, of_path in selected for leaf in of_path]
-        arrays = list(map(jnp.asarray, self.brought))
+        arrays = list(map(jnp.asarray, self.operands))
         new = iter(custom_gradients.map_cotangents(fn, what, leaves, arrays))
         return [[next(new) for _ in of_path] for _, of_path in selected]
 
@@ -90,7 +90,7 @@ class Scale(OnCotangents):
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity that scales."""
-        [factor] = self.brought
+        [factor] = self.operands
         return custom_gradients.scale(leaf, jnp.asarray(factor).astype(leaf.dtype))
 
 
@@ -99,19 +99,19 @@ class Each(OnCotangents):
 
     Args:
         name: as for ``OnCotangents``.
-        fn: called as ``fn(path, cotangent, *brought)``; returns the new cotangent.
-        *brought: numbers and arrays that ``fn`` needs.
+        fn: called as ``fn(path, cotangent, *operands)``; returns the new cotangent.
+        *operands: numbers and arrays that ``fn`` needs.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Any], *brought: Any) -> None:
-        super().__init__(name, *brought, parts=(tokens.of_object(fn),))
+    def __init__(self, name: str, fn: Callable[..., Any], *operands: Any) -> None:
+        super().__init__(name, *operands, parts=(tokens.of_object(fn),))
         self._fn = fn
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity that maps its cotangent."""
 
-        def fn(cotangents: Sequence[Any], _: Any, *brought: Any) -> list[Any]:
-            new = [self._fn(path, *cotangents, *brought)]
+        def fn(cotangents: Sequence[Any], _: Any, *operands: Any) -> list[Any]:
+            new = [self._fn(path, *cotangents, *operands)]
             what = f'what {predicates.describe(self._fn)} returns'
             return _checked(path, what, cotangents, new)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from flax.core.scope import CollectionFilter, DenyList
 
@@ -30,8 +30,8 @@ Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
 class Rule:
     """What is done to each array of the selected variables when it is read.
 
-    A rule is part of JAX's cache keys while its block is open, so it has to be
-    hashable and to compare by value: a frozen dataclass does both.
+    Blocks with equal rules may share compiled programs, so a rule has to be hashable
+    and to compare by value: a frozen dataclass does both.
     """
 
     name: str
@@ -40,22 +40,22 @@ class Rule:
     """What stands in reprs behind the filter, as it was written: ``', 0.5'``."""
     asks_path: bool = True
     """Whether the result depends on the path, not on the leaf alone."""
-    in_extent: ClassVar[bool] = False
-    """Whether each extent, in each ``apply``, makes a value of its own in the trace
+    acts_on: ClassVar[Literal['values', 'cotangents', 'writes']] = 'values'
+    """On what is read, or on its cotangents, or on writes, which raise then. Of a rule
+    on cotangents each extent, in each ``apply``, makes a value of its own in the trace
     where the extent begins. Otherwise one value is made in the trace of the leaf."""
+    idempotent: bool = False
+    """Whether it has the same effect twice, and further in, as once."""
     jointly: ClassVar[bool] = False
     """Whether the result for one leaf depends on all selected leaves."""
-    brought: Sequence[Any] = ()
+    operands: Sequence[Any] = ()
     """Numbers and arrays that the rule uses, beside the leaves."""
     brings: bool = False
     """Whether readers see values that are not computed from the leaf alone. They
-    belong to the trace in which the extent began."""
-    at_init: ClassVar[bool] = True
-    """Whether the rule is applied to variables that ``init`` is making."""
+    belong to the trace in which the extent began, and there are none for variables
+    that ``init`` is making."""
     runs_code: bool = False
     """Whether the rule runs a function of the user, which may read variables."""
-    refuses_writes: ClassVar[bool] = False
-    """Whether a write to a selected variable raises."""
 
     def __repr__(self) -> str:
         return f'<{self.name}{self.args}>'  # Without its address: a module shows it.
@@ -106,7 +106,7 @@ class Rule:
         """The rule's part of JAX's cache keys. The caches outlive the rule."""
         return self
 
-    def values(self) -> Hashable:
+    def token(self) -> Hashable:
         """Stands for the values that the rule brings, if ``key`` says only their kind.
 
         It is compared if a trace that JAX caches has read one of the values.
@@ -126,6 +126,10 @@ class StopGradient(Rule):
     asks_path = False
     levels: int | None = None
 
+    def __post_init__(self) -> None:
+        # Which derivative is the innermost one depends on the place.
+        object.__setattr__(self, 'idempotent', self.levels is None)
+
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
         # An array that is no tracer is a constant to every derivative in progress,
@@ -142,7 +146,8 @@ class ReadOnly(Rule):
 
     name = 'read_only'
     asks_path = False
-    refuses_writes: ClassVar[bool] = True
+    acts_on = 'writes'
+    idempotent = True
 
 
 class Keyed(Rule):
@@ -163,7 +168,7 @@ class Keyed(Rule):
         """What tells its kind from others."""
         return self._kind
 
-    def values(self) -> Hashable:
+    def token(self) -> Hashable:
         """Which values it brings."""
         return self._which
 
