@@ -132,8 +132,8 @@ def as_a_wrapper(rewrite, model, params):
 EXTENTS = [in_a_block, as_a_class, as_a_function, as_a_wrapper]
 
 
-def same_gradients(one, other, params):
-    """Whether two functions of the parameters have equal gradients, eager and jitted."""
+def assert_same_gradients(one, other, params):
+    """Compares the gradients of two functions of the parameters, eager and jitted."""
     for differentiate in (jax.grad, lambda fn: jax.jit(jax.grad(fn))):
         grads = [
             differentiate(lambda p, run=run: jnp.sum(run(p) ** 2))(params)
@@ -160,7 +160,7 @@ def test_in_every_extent(extent, lift, name, ruled):
         with pytest.raises(errors.FilterTypeError, match='has to know the class'):
             extent(rewrite, model, params)
         return
-    same_gradients(
+    assert_same_gradients(
         lambda p: extent(rewrite, model, p),
         lambda p: model.apply({'params': by_hand(p)}, X),
         params,
@@ -177,7 +177,7 @@ def test_a_class_and_a_part_in_a_scan():
 
 def test_on_a_tree():
     params = Model().init(jax.random.key(0), X)['params']
-    same_gradients(
+    assert_same_gradients(
         lambda p: Model().apply({'params': sg.stop_gradient(p, FirstRow())}, X),
         lambda p: Model().apply({'params': FILTERS['array'][1](p)}, X),
         params,
