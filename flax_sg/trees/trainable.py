@@ -26,8 +26,8 @@ from flax_sg.trees.leaves import (
 class Declared:
     """Selects what the classes in a tree declare as trained, see ``sg.trainable``.
 
-    ``sg.DECLARED`` is the only one. In a tree without declarations it selects every real
-    or complex leaf. ``sg.freeze`` freezes the rest.
+    ``sg.DECLARED`` is the only one. In a tree without declarations it selects every
+    real or complex leaf. ``sg.freeze`` freezes the rest.
     """
 
     def __repr__(self) -> str:
