@@ -173,10 +173,10 @@ class CotangentError(FlaxSGError, TypeError):
     """A rule for cotangents cannot be applied.
 
     Its function returned another shape, the selected leaf has no cotangent, or the
-    program is differentiated in forward mode, in which there is none::
+    program is differentiated in forward mode, which has no cotangents::
 
-        nn.map_cotangent(lambda ct: ct.sum(), 'w')  # raises: another shape
-        nn.map_cotangent(lambda ct: ct / ct.size, 'w')
+        nn.map_cotangent('w', lambda path, ct: ct.sum())  # raises: another shape
+        nn.map_cotangent('w', lambda path, ct: ct / ct.size)
     """
 
 

@@ -56,6 +56,7 @@ def as_filter(where: Where) -> Filter:
     Blocks, ``sg.grad``, ``sg.freeze`` and the like do this with what they are given.
     Call it yourself to combine filters with ``~ & |``.
 
+    >>> from flax_sg.filters import as_filter
     >>> as_filter(['gln_*/**', 'dec/**']) & ~as_filter('**/bias')
     (Glob('gln_*/**') | Glob('dec/**')) & ~Glob('**/bias')
 

@@ -28,7 +28,7 @@ Need: TypeAlias = Literal['code', 'classes', 'array', 'unclear', 'names']
 
 
 class Filter(abc.ABC):
-    """Which variables are meant: a value that is called with a path.
+    """The base class of filters. Calling one with a path tells whether it selects it.
 
     A filter is elementary, an *atom*, or an expression of atoms. Filters are immutable,
     compare and hash by what they say, and combine with ``~ & |``.
@@ -219,7 +219,7 @@ class Atom(Filter):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constant(Filter):
-    """Every variable, or none. It has no atoms, so it may well select nothing."""
+    """Selects every variable, or none. It may select nothing without an error."""
 
     value: bool
 

@@ -30,6 +30,8 @@ class BoolTree(Atom):
     module that opened the block is not in the tree, and is not meant. Leaves in one box
     (``nn.Partitioned``) share its path, and therefore have to agree.
 
+    >>> from flax_sg import Path
+    >>> from flax_sg.filters import BoolTree
     >>> tree = BoolTree({'gln': True, 'dec': {'kernel': False}})
     >>> tree(Path.of('params', ('gln', 'dense', 'kernel')))
     True
@@ -118,6 +120,8 @@ class Collection(Atom):
 
     Paths begin below the collection, so globs cannot name it.
 
+    >>> from flax_sg import Path
+    >>> from flax_sg.filters import Collection
     >>> target = Collection('target_params')
     >>> target(Path.of('target_params', ('head', 'kernel')))
     True
@@ -280,6 +284,7 @@ def of_type(
 
     >>> import jax, jax.numpy as jnp, flax_sg as sg
     >>> from flax_sg import linen as nn
+    >>> from flax_sg.filters import of_type
     >>> model = nn.Sequential([nn.Dense(2), nn.LayerNorm(), nn.Dense(1)])
     >>> x = jnp.ones((4, 3))
     >>> params = model.init(jax.random.key(0), x)['params']

@@ -47,6 +47,7 @@ class Path(str):
     A variable may hold a tuple or a dataclass. Each leaf of such a variable has a path
     of its own, which begins with that of the variable: ``path.variable``.
 
+    >>> from flax_sg import Path
     >>> path = Path.of('params', ('enc', 'gln_0', 'dense', 'kernel'), owner=('enc',))
     >>> path
     'gln_0/dense/kernel'

@@ -32,6 +32,8 @@ class Glob(Atom):
     A variable outside the module that opened the block has a path with a leading '/'.
     A pattern fits such a path only if the pattern begins with '/' or with ``**``.
 
+    >>> from flax_sg import Path
+    >>> from flax_sg.filters import Glob
     >>> gln = Glob('gln_*/**')
     >>> paths = [('gln_0', 'dense', 'kernel'), ('gln_0',), ('my_gln_0', 'kernel')]
     >>> [gln(Path.of('params', names)) for names in paths]
@@ -93,6 +95,9 @@ class Regex(Atom):
     The whole path has to match (``fullmatch``), so that 'gln' does not freeze
     'my_gln' by mistake. A pattern that matches nothing raises.
 
+    >>> import re
+    >>> from flax_sg import Path
+    >>> from flax_sg.filters import Regex
     >>> gln = Regex(re.compile(r'gln_[0-9]+/.*'))
     >>> gln(Path.of('params', ('gln_0', 'kernel')))
     True

@@ -33,6 +33,8 @@ class Predicate(Atom):
     the same code gives the same answers. Two predicates are equal if their functions
     are the same object.
 
+    >>> from flax_sg import Path
+    >>> from flax_sg.filters import Predicate
     >>> bias = Predicate(lambda path: path.name == 'bias')
     >>> [bias(Path.of('params', ('dense', name))) for name in ('bias', 'kernel')]
     [True, False]

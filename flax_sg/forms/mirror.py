@@ -99,9 +99,9 @@ def mirror(
             module's own. A tree has collections on top, ``{'params': average}``, and
             all variables of each collection; ``sg.ABSENT`` in place of one stands for
             the module's own value. Other collections, and modules that lie elsewhere,
-            are read as they are. Or the name of a collection, a bound module, or a
-            function of the module's own values. A block around the view rewrites the
-            module's own variables, and not these values.
+            are read as they are. It may also be the name of a collection, a bound
+            module, or a function of the module's own values. A block around the view
+            rewrites the module's own variables, and not these values.
         rngs: which random numbers a call draws:
 
             * ``'same'``: the n-th call of a view draws what the n-th call of the

@@ -102,7 +102,7 @@ def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> 
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
-        The tree; what is no array of real or complex numbers is what it was.
+        The tree. Leaves that are no real or complex arrays are unchanged.
     """
     _tree_before('sg.stop_gradient(tree, where)', tree)
     return rewrite(tree, reads.stop_gradient(where, collections=True, unused=unused))

@@ -233,7 +233,7 @@ def substitute(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> rewrites.BlockDecorator:
-    """Reads other values in the place of variables.
+    """Lets modules read other values in place of their variables.
 
     In the block the selected variables read as other values, and gradients flow to
     these values, unless a ``stop_gradient`` inside stops them. Stored values, random

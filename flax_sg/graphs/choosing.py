@@ -104,7 +104,7 @@ class ByPath:
 def where(
     model: Any, where: filters.Where, *, kind: Any = nnx.Param, unused: str = 'raise'
 ) -> ByPath:
-    """Makes an NNX filter of a filter of flax_sg, and checks its names at once.
+    """Turns a filter of flax_sg into an NNX filter, and checks its names at once.
 
     >>> import optax, flax_sg as sg
     >>> from flax_sg import nnx

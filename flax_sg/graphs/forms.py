@@ -103,7 +103,7 @@ def train_only(model: Any, where: Where, *, kind: Any = nnx.Param, **how: Any) -
 
 
 def substitute(model: Any, values: Any, *, kind: Any = nnx.Param, **how: Any) -> Block:
-    """Reads other values in the place of Variables of an NNX model.
+    """Lets an NNX model read other values in place of its Variables.
 
     Gradients flow to these values, and not to what is stored.
 

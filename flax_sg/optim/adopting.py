@@ -42,10 +42,10 @@ def adopt(
     fresh: filters.Where = False,
     report: Callable[[dict[str, list[str]]], Any] | None = None,
 ) -> Any:
-    """A state of ``tx`` that keeps what states of other selections know.
+    """Keeps the optimizer's state when you freeze or thaw parameters.
 
-    Freeze and thaw with it: make ``tx`` of the new selection, and take the old state
-    along. What was trained before keeps its moments.
+    Make ``tx`` of the new selection, and give ``adopt`` the old state. What was trained
+    before keeps its moments.
 
     >>> import jax.numpy as jnp, optax, flax_sg as sg
     >>> params = {'body': jnp.ones(2), 'head': jnp.ones(1)}

@@ -152,7 +152,7 @@ def freeze(
     >>> updates['head'].tolist(), updates['body'].tolist()
     ([-1.0], [-0.0, -0.0])
 
-    It goes **outermost**. In a chain, what stands before it has seen the frozen
+    It goes **outermost**. In a chain, what stands before it sees the frozen
     gradients already: here the clip divides by a norm in which 'body' counts.
 
     >>> wrong = optax.chain(clip, sg.freeze(sgd, 'body'))
@@ -161,8 +161,8 @@ def freeze(
     -0.371
 
     ``optax.freeze(mask)`` only zeroes updates, so the optimizer before it keeps a state
-    for all of them and counts them; ``optax.masked(tx, mask)`` hands the raw gradient
-    on where the mask is False, which ``apply_updates`` then adds.
+    for all of them and counts them; ``optax.masked(tx, mask)`` passes the raw
+    gradient on where the mask is False, which ``apply_updates`` then adds.
 
     Gradients may be full or pruned: ``ABSENT``, ``optax.MaskedNode``, None or nothing
     at all may stand for what is frozen (the last two only if ``update`` is given the
@@ -172,10 +172,10 @@ def freeze(
     >>> tx.update(pruned, tx.init(params), params)[0]
     {'head': Array([-1.], dtype=float32)}
 
-    Of an array of which rows are frozen (``sg.at`` with an index of the first axes:
-    layers of a stack) the optimizer sees the other rows, as an array of their own.
-    Of an array of which another part is frozen it sees all, with a zero gradient in
-    that part, and what it does there is taken back.
+    If rows of an array are frozen (``sg.at`` with an index of the first axes: layers of
+    a stack), the optimizer sees the other rows, as an array of their own. If another
+    part of an array is frozen, it sees the whole array with a zero gradient in that
+    part, and its updates there are dropped.
 
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``, whose accumulators shrink

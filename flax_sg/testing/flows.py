@@ -26,6 +26,7 @@ def assert_flows(
     The answer comes from ``sg.gradient_flow``: nothing is compiled or run.
 
     >>> import jax, jax.numpy as jnp
+    >>> from flax_sg.testing import assert_flows
     >>> params = {'encoder': jnp.ones(2), 'head': jnp.ones(2)}
     >>> def loss(params, x):
     ...     code = jax.lax.stop_gradient(params['encoder'] * x)
@@ -69,6 +70,7 @@ def assert_stopped(
     Arguments and errors are those of ``assert_flows``.
 
     >>> import jax, jax.numpy as jnp
+    >>> from flax_sg.testing import assert_stopped
     >>> params = {'encoder': jnp.ones(2), 'head': jnp.ones(2)}
     >>> def loss(params, x):
     ...     return jnp.sum(params['encoder'] * params['head'] * x)
@@ -95,6 +97,7 @@ def assert_trains_only(
     Arguments and errors are those of ``assert_flows``.
 
     >>> import jax, jax.numpy as jnp
+    >>> from flax_sg.testing import assert_trains_only
     >>> params = {'encoder': jnp.ones(2), 'head': jnp.ones(2)}
     >>> def losses(params, x):
     ...     code = params['encoder'] * x

@@ -34,6 +34,7 @@ def assert_same_program(
 
     >>> import jax.numpy as jnp
     >>> from flax_sg import linen as nn
+    >>> from flax_sg.testing import assert_same_program
     >>> def frozen(params, x):
     ...     with nn.stop_gradient('bias'):
     ...         return jnp.sum(nn.Dense(2).apply({'params': params}, x))
@@ -136,6 +137,7 @@ def assert_traces_once(fn: _F) -> _F:
     step compiles the step again, and only the clock shows it.
 
     >>> import jax.numpy as jnp
+    >>> from flax_sg.testing import assert_traces_once
     >>> step = jax.jit(assert_traces_once(lambda x: 2 * x))
     >>> _ = step(jnp.ones(3)), step(jnp.zeros(3))
     >>> try:

@@ -174,6 +174,7 @@ def moves(
     what has no gradient.
 
     >>> import jax, jax.numpy as jnp
+    >>> from flax_sg.testing import moves
     >>> params = {'body': jnp.ones(2), 'head': jnp.ones(2, jnp.bfloat16)}
     >>> def loss(params):
     ...     body = jax.lax.stop_gradient(params['body'])
@@ -272,6 +273,7 @@ def assert_moves_only(
     """Asserts that a training step moves every selected parameter and no other one.
 
     >>> import jax, jax.numpy as jnp
+    >>> from flax_sg.testing import assert_moves_only
     >>> def step(params, x):
     ...     grads = jax.grad(lambda p: jnp.sum(p['head'] * x))(params)
     ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)

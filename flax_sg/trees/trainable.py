@@ -24,7 +24,11 @@ from flax_sg.trees.leaves import (
 
 
 class Declared:
-    """The type of ``sg.DECLARED``."""
+    """Selects what the classes in a tree declare as trained, see ``sg.trainable``.
+
+    ``sg.DECLARED`` is the only one. In a tree without declarations it selects every
+    real or complex leaf. ``sg.freeze`` freezes the rest.
+    """
 
     def __repr__(self) -> str:
         return 'DECLARED'
