@@ -25,10 +25,10 @@ versions.load_once(globals())
 
 ROOT_FLAG = 'flax_sg'
 
-# Whether the variable is in the owner's tree, its key, the classes of the modules
+# What a decision is about: whether the variable is in the owner's tree, its key, the classes of the modules
 # around it (None unless the filter asks for classes), and how many of its last names
 # lie inside the variable's value.
-Question: TypeAlias = tuple[bool, Key, Classes | None, int]
+Decided: TypeAlias = tuple[bool, Key, Classes | None, int]
 
 
 class Made:
@@ -100,7 +100,7 @@ class Block:
     level: Any
     kept_trace: Any
     place: Place
-    decisions: dict[Question, tuple[Path, Any]] = field(default_factory=dict)
+    decisions: dict[Decided, tuple[Path, Any]] = field(default_factory=dict)
     collections: set[str] = field(default_factory=set)
     reads: set[Key] = field(default_factory=set)
     took: bool = False

@@ -20,26 +20,42 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from flax_sg import errors, filters
 from flax_sg.filters import expressions
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import versions
 from flax_sg.rules import rules
-from flax_sg.trees.variables import Key, inner_names
+from flax_sg.trees.variables import Key
 
 versions.load_once(globals())
 
 # A tree older than the trace that reads it. None stands for any tree, if the answer
 # does not depend on the tree.
 TreeRef: TypeAlias = 'weakref.ref[Any] | None'
-# A tree, a variable, the classes of the modules around the variable, and how many of
-# the key's names lie within the variable's value.
-_Older: TypeAlias = tuple[TreeRef, Key, Classes | None, int]
-# For each variable its path, and the answer of a filter.
-_Answers: TypeAlias = Mapping[Hashable, tuple[Path, Any]]
+
+
+class Older(NamedTuple):
+    """A variable of a tree that is older than the trace that reads it.
+
+    Attributes:
+        tree: the tree.
+        key: the variable.
+        classes: the classes of the modules around it, if the filter asks for them.
+        inner: how many of its names lie within the variable's value.
+    """
+
+    tree: TreeRef
+    key: Key
+    classes: Classes | None
+    inner: int
+
+
+# What the filter of a block that opens is asked. A variable of a tree that was made
+# inside of the trace has the same path for each block.
+Question: TypeAlias = Path | Older
 _Ordered: TypeAlias = collections.OrderedDict[Hashable, Any]
 
 
@@ -116,13 +132,12 @@ class Asker:
             matched |= expressions.asked(where, path, self._takes).keys()
         return matched
 
-    def agrees_with(self, answers: _Answers) -> bool:
-        """Whether the filter gives these answers."""
-        return all(self.ask(path) == said for path, said in answers.values())
-
-    def answer_in_older_tree(self, path: Path) -> Any:
-        """Returns what decides how a trace sees a variable from outside the trace."""
-        rule, said = self.rewrite.rule, self.ask(path)
+    def answer(self, question: Question) -> Any:
+        """Returns what decides how a trace sees a variable; None if it is unknown."""
+        if isinstance(question, Path):
+            return self.ask(question)
+        path, rule = self.path_of(question), self.rewrite.rule
+        said = None if path is None else self.ask(path)
         if not said:
             return said
         # The rule is applied outside the trace. The result differs by path, which
@@ -133,10 +148,11 @@ class Asker:
             self if rule.acts_on == 'cotangents' else None,
         )
 
-    def path_in(
-        self, tree: TreeRef, key: Key, classes: Classes | None = None
-    ) -> Path | None:
-        """Returns the path of a variable of ``tree``; None if it cannot be known."""
+    def path_of(self, question: Question) -> Path | None:
+        """Returns the path of a variable; None if it cannot be known."""
+        if isinstance(question, Path):
+            return question
+        tree, key, classes, _ = question
         if self.owner_path and (tree is None or tree() is None):
             return None
         return Path.of(*key, self.owner_path if tree == self.tree else (), classes)
@@ -149,10 +165,7 @@ class Number:
         value: the number in JAX's cache keys.
         kind: ``Asker.kind`` of the blocks whose filters gave the answers. Until then,
             ``Asker.blank_kind`` of the blocks that use the number.
-        answers: the paths of variables of trees made inside a trace, and the filter's
-            answers for them.
-        in_older_trees: the answers for variables of trees older than the trace, by
-            tree, variable, and the classes of the modules around the variable.
+        answers: what the filter was asked, and its answers.
         existing: the variables met by blocks that were judged right under the number.
         right: pairs of ``Asker.sure`` and programs in which each part of the filter
             matches a variable.
@@ -164,8 +177,7 @@ class Number:
     def __init__(self, value: int, kind: Hashable = None) -> None:
         self.value = value
         self.kind = kind
-        self.answers: dict[Hashable, tuple[Path, Any]] = {}
-        self.in_older_trees: dict[_Older, Any] = {}
+        self.answers: dict[Hashable, tuple[Question, Any]] = {}
         self.existing: set[Hashable] = set()
         self.right: _Ordered = collections.OrderedDict()
         self.token: Hashable = None
@@ -211,7 +223,7 @@ class Number:
     @property
     def is_blank(self) -> bool:
         """Whether the table of answers is empty."""
-        return not (self.answers or self.in_older_trees)
+        return not self.answers
 
     def agrees(self, asker: Asker, aside: Callable[[], Any]) -> bool:
         """Whether a filter gives all the answers in the table.
@@ -226,7 +238,7 @@ class Number:
             if asker.sure is None:
                 with aside():
                     return self._agrees_now(asker)
-            count = len(self.answers) + len(self.in_older_trees)
+            count = len(self.answers)
             known = self._agreed.get(asker.sure, 0)
             if known not in (-1, count):
                 known = count if self._agrees_now(asker) else -1
@@ -236,50 +248,33 @@ class Number:
             return False
 
     def _agrees_now(self, asker: Asker) -> bool:
-        return asker.agrees_with(self.answers) and all(
-            path is not None and asker.answer_in_older_tree(path) == answer
-            for path, answer in self.older_as_seen_by(asker)
-        )
+        return all(asker.answer(q) == said for q, said in list(self.answers.values()))
 
-    def older_as_seen_by(self, asker: Asker) -> Iterable[tuple[Path | None, Any]]:
-        """Yields the paths, for a block, and answers of variables of older trees."""
-        for (tree, key, classes, _), answer in list(self.in_older_trees.items()):
-            yield asker.path_in(tree, key, classes), answer
-
-    def note(self, asker: Asker, path: Path, said: Any, late: bool = False) -> None:
-        """Notes an answer for a variable of a tree made inside a trace.
+    def note(self, asker: Asker, question: Question, late: bool = False) -> None:
+        """Notes what a filter answers, if it is asked for the first time.
 
         Raises:
             BlockError: if the question is new and comes ``late``, after other blocks
                 may have used the number.
         """
-        known = self.answers.get(path.key)
-        if late and (known[1] != said if known else not self._knows(asker, path)):
+        key = question.key if isinstance(question, Path) else question
+        known = self.answers.get(key)
+        if known is not None and not late:
+            return
+        said = asker.answer(question)
+        if late and (known[1] != said if known else not self._knows(asker, question)):
             _refuse_late_question(asker)
         if known is None:
             with _lock:
                 self.kind = asker.kind
-                self.answers[path.key] = path, said
+                self.answers[key] = question, said
 
-    def _knows(self, asker: Asker, path: Path) -> bool:
+    def _knows(self, asker: Asker, question: Question) -> bool:
         """Whether blocks without an owner have asked for a path, in whatever tree."""
-        older = (p.key for p, _ in self.older_as_seen_by(asker) if p is not None)
-        return not asker.owner_path and path.key in {*older, *self.answers}
-
-    def note_older(
-        self, asker: Asker, key: Key, tree: TreeRef, path: Path, late: bool = False
-    ) -> None:
-        """Notes an answer for a variable of a tree older than the trace."""
-        tree = tree if asker.owner_path else None
-        question = tree, key, path.classes, inner_names(key)
-        if question in self.in_older_trees:
-            return
-        if late and not self._knows(asker, path):
-            _refuse_late_question(asker)
-        answer = asker.answer_in_older_tree(path)
-        with _lock:
-            self.kind = asker.kind
-            self.in_older_trees[question] = answer
+        asked = [asker.path_of(q) for q, _ in list(self.answers.values())]
+        path = asker.path_of(question)
+        keys = {other.key for other in asked if other is not None}
+        return not asker.owner_path and path is not None and path.key in keys
 
 
 _lock = threading.RLock()  # The garbage collector may close a block at any time.

@@ -8,7 +8,8 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg.engine.blocks import Block, Question, Root, is_of_tree, thread
+from flax_sg.engine.blocks import Block, Decided, Root, Tree, is_of_tree, thread
+from flax_sg.engine.cache_keys import Older
 from flax_sg.engine.programs import running
 from flax_sg.filters.expressions import unknown_class
 from flax_sg.filters.paths import Classes, Path
@@ -37,12 +38,12 @@ def answer(block: Block, root: Root, key: Key) -> tuple[Path, Any]:
     return block.decisions[_question(block, root, key)]
 
 
-def _question(block: Block, root: Root, key: Key) -> Question:
+def _question(block: Block, root: Root, key: Key) -> Decided:
     classes = classes_of(root, key) if block.asker.asks_classes else None
     return root.tree is block.tree, key, classes, inner_names(key)
 
 
-def _path(block: Block, question: Question) -> Path:
+def _path(block: Block, question: Decided) -> Path:
     inside, key, classes, _ = question
     return Path.of(*key, block.owner_path if inside else (), classes)
 
@@ -117,22 +118,26 @@ def _decide(block: Block, path: Path) -> tuple[Path, Any]:
 
 
 def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:
-    is_inside = _is_made_inside(block, root)
+    question = path
+    if not _is_made_inside(block, root):
+        question = _older(block, root.tree, key, path)
     # A rule of ``jax.custom_vjp`` asks after its block has closed. Its answers belong
     # to the trace in which the block was open, too.
     for number in (block.number, block.home):
         if number is None:
             continue
-        late = number is block.home
-        if is_inside:
-            number.note(block.asker, path, said, late)
-        else:
-            number.note_older(block.asker, key, weakref.ref(root.tree), path, late)
+        number.note(block.asker, question, late=number is block.home)
     if not root.initializing:
         note_tree(block, root)
     listed = path.classes is None and key in root.listed
     kind = len(block.outer), bool(said)
     running.note_read((key, path.classes), kind, _is_foreign(block, root), listed)
+
+
+def _older(block: Block, tree: Tree | None, key: Key, path: Path) -> Older:
+    has_owner = block.owner_path and tree is not None
+    ref = weakref.ref(tree) if has_owner else None
+    return Older(ref, key, path.classes, inner_names(key))
 
 
 def note_tree(block: Block, root: Root) -> None:
@@ -171,7 +176,7 @@ def note_all(block: Block, root: Root) -> None:
     if tracing.kept_trace() in (block.kept_trace, root.kept_trace):
         return
     for (inside, key, *_), (path, said) in list(block.decisions.items()):
-        tree = weakref.ref(block.tree) if inside and block.tree is not None else None
-        block.number.note_older(block.asker, key, tree, path)
+        tree = block.tree if inside else None
+        block.number.note(block.asker, _older(block, tree, key, path))
         if said:
             block.number.token = block.rewrite.rule.token()
