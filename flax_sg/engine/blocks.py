@@ -25,9 +25,9 @@ versions.load_once(globals())
 
 ROOT_FLAG = 'flax_sg'
 
-# What a decision is about: whether the variable is in the owner's tree, its key, the classes of the modules
-# around it (None unless the filter asks for classes), and how many of its last names
-# lie inside the variable's value.
+# What a decision is about: whether the variable is in the owner's tree, its key, the
+# classes of the modules around it (None unless the filter asks for classes), and how
+# many of its last names lie inside the variable's value.
 Decided: TypeAlias = tuple[bool, Key, Classes | None, int]
 
 
