@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -39,12 +40,13 @@ def _meant(
 ) -> Iterator[str]:
     """What may be meant, in whole sentences; the likeliest comes first."""
 
-    def fits(text: str) -> bool:
+    def fits_in(paths: Sequence[Path], text: str) -> bool:
         try:
             return any(map(compiled(text).fullmatch, paths))
         except re.error:
             return False
 
+    fits = functools.partial(fits_in, paths)
     if fits(respelled := _respelled(pattern, near)):
         yield f'Did you mean {respelled!r}?'
     if compiled is re.compile:
@@ -66,9 +68,14 @@ def _meant(
     for text in dict.fromkeys((pattern, pattern.replace('.', '/'))):
         first, _, below = text.partition('/')
         if first in collections and len(collections) > 1:
-            inside = '' if below in ('', '**') else f' & {below!r}'
-            its = f'filters.Collection({first!r}){inside}'
-            yield f'Paths begin below the collection: {its}.'
+            its = f'filters.Collection({first!r})'
+            if below in ('', '**'):
+                yield f'Paths begin below the collection: {its}.'
+            inside = [path for path in paths if path.collection == first]
+            fits_there = functools.partial(fits_in, inside)
+            found = _moved(below, inside, fits_there, compiled)
+            for rest in found if below else ():
+                yield f'Paths begin below the collection: {its} & {rest!r}.'
         is_collection = bool(below) and first in collections
         inner = below if is_collection else text
         for moved in (text, _respelled(inner, near)):

@@ -303,15 +303,18 @@ def _taken(variable: Selected) -> Any:
     """What JAX gets of a Variable that it takes apart: what is stored.
 
     A function with a derivative of its own says itself what flows to its arguments, so
-    there JAX has to get what a reader sees. It is then seen again inside, so this is
-    for stops alone.
+    there JAX has to get what a reader sees. So has a program that reads the leaves of a
+    state. What is made of the leaves is seen again, so this is for stops alone.
     """
     through = running.named(marks_of(variable)) if running.frames else ()
-    if not (through and frames.in_derivative_of_its_own()):
+    in_derivative = through and frames.in_derivative_of_its_own()
+    if not (in_derivative or (through and frames.in_reader_of_leaves())):
         return variable.get_raw_value()
     for open_block, path in through:
         rule = open_block.rewrite.rule
         if not rule.idempotent:
+            if not in_derivative:
+                return variable.get_raw_value()
             raise errors.BlockError(
                 f'{open_block.rewrite!r} selects the Variable {path!r}, and a function '
                 'with a derivative of its own (jax.custom_vjp) takes its model apart.\n'
@@ -365,12 +368,19 @@ def give_back(frame: Frame, variable: Any) -> None:
         marks = marks_of(variable)
         last = next(mark for mark in reversed(marks) if mark[0] is frame.key)
         number = marks.index(last)
-        rest = Marks(marks[:number] + marks[number + 1 :], marks.seen)
+        # A block around this one may be open for long: it forgets what was seen here.
+        seen = {
+            through: what
+            for through, what in list(marks.seen.items())
+            if all(other is not frame for other, _ in through)
+        }
+        rest = Marks(marks[:number] + marks[number + 1 :], seen)
         if id(variable) not in _marks:
             _write(variable, rest)
-        elif variable.get_metadata(NAME, ()) == rest:
-            del _marks[id(variable)]
-        else:
+        elif rest and variable.get_metadata(NAME, ()) != rest:
             _marks[id(variable)] = rest
+        else:
+            del _marks[id(variable)]
+            _write(variable, rest)
         if not rest:
             object.__setattr__(variable, '__class__', variable.base)

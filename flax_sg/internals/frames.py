@@ -14,6 +14,7 @@ from typing import Any
 
 import flax
 import jax
+from jax import flatten_util
 
 _OURS, _FLAX, _JAX = (
     os.path.dirname(os.path.abspath(file)) + os.sep
@@ -106,4 +107,22 @@ def in_derivative_of_its_own() -> bool:
     return any(frame.f_globals is _CUSTOM for frame in callers)
 
 
+def in_reader_of_leaves() -> bool:
+    """Whether a program reads what it takes apart, as ``optax.tree.norm`` does.
+
+    To be called as ``in_derivative_of_its_own``. Transforms of JAX and Flax take apart
+    what they hand to their body, and the body reads it.
+    """
+    found: Any = sys._getframe(3)
+    if not any(found.f_globals is tree for tree in _TREES):
+        return False
+    while any(found.f_globals is tree for tree in _TREES):
+        found = found.f_back
+    return not found.f_code.co_filename.startswith((_FLAX, _JAX))
+
+
 _CUSTOM = jax.custom_vjp.defvjp.__globals__
+_TREES: list[Any] = [
+    fn.__globals__
+    for fn in (jax.tree.leaves, jax.tree_util.tree_leaves, flatten_util.ravel_pytree)
+]

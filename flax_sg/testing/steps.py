@@ -384,11 +384,24 @@ def _compared(old: Any, new: Any) -> _Compared:
     kind = jnp.result_type(old)
     wide = kind if jnp.finfo(kind).bits >= 32 else jnp.float32
     old, new = jnp.asarray(old).astype(wide), jnp.asarray(new).astype(wide)
-    size, change = (jnp.sqrt(jnp.sum(jnp.abs(x) ** 2)) for x in (old, new - old))
-    along = jnp.real(jnp.sum(jnp.conj(old) * (new - old)))
+    moved = (new != old) & ~(jnp.isnan(new) & jnp.isnan(old))
+    (old, scale, size), (way, by, change) = map(_scaled, (old, new - old))
+    along = jnp.real(jnp.sum(jnp.conj(old) * way))
     # A single number always moves along itself.
     cosine = along / (size * change) if old.size > 1 else jnp.zeros_like(along)
-    return _Compared(jnp.mean(new != old), size, change, cosine)
+    share = jnp.mean(moved) if moved.size else jnp.zeros_like(along)
+    return _Compared(share, scale * size, by * change, cosine)
+
+
+def _scaled(x: Any) -> tuple[Any, Any, Any]:
+    """An array whose largest number is 1, the factor, and its norm.
+
+    Without the factor, squares are too small or too large for the type.
+    """
+    most = jnp.max(jnp.abs(x), initial=0)
+    scale = jnp.where(most > 0, most, jnp.ones_like(most))
+    x = x / scale.astype(x.dtype)
+    return x, scale, jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
 
 
 def _measured(

@@ -634,6 +634,20 @@ def test_one_of_several_collections_is_told():
         assert f'Paths begin below the collection: {written}' in str(caught.value)
 
 
+def test_no_advice_that_raises_again():
+    """What is advised behind the collection is there, and is the whole path."""
+    agent = {'params': {'head': {'w': 1.0}}, 'target': {'body': {'w': 2.0}}}
+    for where, advised in (
+        ('target.body', "filters.Collection('target') & 'body/**'."),
+        ('target/head/**', None),
+    ):
+        with pytest.raises(errors.UnusedFilterError) as caught:
+            sg.mask(agent, frozen=where)
+        assert ('below the collection: filters' in str(caught.value)) == bool(advised)
+        assert (advised or '') in str(caught.value)
+        assert "Collection('target') & 'head" not in str(caught.value)
+
+
 def test_a_variable_outside_the_module_is_named_with_a_slash():
     outside = Path.of('params', ('encoder', 'w'), ('me',))
     error = as_filter('encoder/**').unused(False, [outside], ('me',))

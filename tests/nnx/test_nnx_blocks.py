@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import by_hand
 import flax_sg as sg
@@ -151,6 +152,41 @@ def test_every_way_to_read(read):
         stopped, zero = nnx.value_and_grad(loss)(layer)
     oracle.assert_same(stopped, value)
     assert not zero['kernel'][...].any()
+
+
+@pytest.mark.parametrize(
+    'read',
+    [
+        optax.tree.norm,
+        lambda state: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(state)),
+        lambda state: sum(jax.tree.leaves(jax.tree.map(jnp.sum, state))),
+        lambda state: jax.tree.reduce(lambda a, b: a + b.sum(), state, 0.0),
+        lambda state: jnp.sum(ravel_pytree(state)[0] ** 2),
+        lambda state: optax.tree.norm(sg.partition(state, 'body/**')),
+    ],
+)
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_penalty_of_the_leaves_of_a_state(read, compiled):
+    """A penalty on weights takes the state apart, and reads no Variable."""
+
+    def of_state(model):
+        return read(nnx.state(model, nnx.Param))
+
+    def in_a_block(model):
+        with nnx.stop_gradient(model, 'body/**'):
+            return (jax.jit(of_state) if compiled else of_state)(model)
+
+    def by_copy(model):
+        copy = by_hand.stopped(model, lambda path: path.startswith('body'))
+        return of_state(copy)
+
+    oracle.assert_same(
+        pure(nnx.grad(in_a_block)(Net())), pure(nnx.grad(by_copy)(Net()))
+    )
+    model = Net()
+    with nnx.stop_gradient(model, 'body/**'):
+        around = pure(nnx.grad(jax.jit(of_state) if compiled else of_state)(model))
+    oracle.assert_same(around, pure(nnx.grad(by_copy)(Net())))
 
 
 def test_metadata_and_what_is_stored_stay_as_they_are():
@@ -538,6 +574,29 @@ def test_a_long_block_keeps_no_old_values_alive():
             model.body[0].kernel[...] = model.body[0].kernel[...] + 1.0
         gc.collect()
         assert sum(ref() is not None for ref in kept) < 10
+
+
+def test_an_inner_block_of_a_long_one_keeps_no_old_values_alive():
+    model, kept = Net(dropout=0.0), []
+    with nnx.stop_gradient(model, 'body/**'):
+        for _ in range(20):
+            with nnx.scale_gradient(model, 'body/0/kernel', 0.5):
+                model.features(X)
+            kept.append(weakref.ref(model.body[0].kernel.get_raw_value()))
+            model.body[0].kernel[...] = model.body[0].kernel[...] + 1.0
+        gc.collect()
+        assert sum(ref() is not None for ref in kept) < 3
+
+
+def test_metadata_that_are_written_in_a_block():
+    model = Net()
+    with nnx.stop_gradient(model, 'body/0/**'):
+        bias = model.body[0].bias
+        bias.set_metadata({**bias.get_metadata(), 'note': 'mine'})
+        assert zeros(model) == [*FIRST, *REST]
+    assert by_hand.is_plain(model)
+    assert model.body[0].bias.get_metadata('note') == 'mine'
+    assert zeros(model) == REST
 
 
 # Blocks in blocks, and beside

@@ -192,6 +192,28 @@ def test_what_comes_back_to_its_first_value_has_moved():
     assert [(row['status'], row['change']) for row in flip.rows()] == [('moves', 0.0)]
 
 
+def test_an_empty_array_and_an_old_nan_stand_still():
+    """An array without elements has no mean, and nan is not equal to itself."""
+    params = {'empty': jnp.ones((0, 3)), 'old': jnp.full(2, jnp.nan), 'w': jnp.ones(2)}
+    report = testing.moves(lambda p: {**p, 'w': p['w'] + 1.0}, params)
+    assert {name: status for name, (status, _) in said(report).items()} == {
+        'empty': 'still',
+        'old': 'still',
+        'w': 'moves',
+    }
+    testing.assert_moves_only(report, 'w')
+
+
+def test_a_gradient_whose_square_is_no_number():
+    """The square of 1e-30 is 0.0 in float32, and that of 1e30 is inf."""
+    params = {'small': jnp.full(2, 1e-30), 'large': jnp.full(2, 1e30)}
+    grads = {'small': jnp.full(2, 1e-30), 'large': jnp.full(2, 1e30)}
+    report = testing.moves(
+        lambda p: jax.tree.map(lambda a: 0.9 * a, p), params, grads=grads
+    )
+    assert said(report) == {'small': ('moves', ''), 'large': ('moves', '')}
+
+
 def test_a_value_that_is_not_finite():
     report = testing.moves(lambda p: {'nan': p['nan'] / 0.0}, {'nan': jnp.zeros(2)})
     assert said(report) == {'nan': ('moves', 'its value is not finite')}
