@@ -32,7 +32,7 @@ from flax_sg.flow.report import (
     unique,
 )
 from flax_sg.flow.way import way
-from flax_sg.flow.zeros import Mask, both, either
+from flax_sg.flow.zeros import Mask
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, arguments_of, is_differentiable, path_of
 from flax_sg.trees.trainable import DECLARED, Declared, chosen, states
@@ -141,9 +141,10 @@ class Parameter(NamedTuple):
 
     def zero(self, found: Mapping[int, Mask], shape: Any) -> Mask:
         """The elements whose gradient is zero, or not asked for."""
-        mask = functools.reduce(both, (found.get(slot, True) for slot in self.slots))
+        zeros = (found.get(slot, np.array(True)) for slot in self.slots)
+        mask = functools.reduce(np.logical_and, zeros)
         if isinstance(self.is_wanted, filters.Part):
-            mask = either(mask, ~self.is_wanted.mask(shape, self.path))
+            mask = mask | ~self.is_wanted.mask(shape, self.path)
         return mask
 
 
@@ -282,7 +283,8 @@ class Analysis(NamedTuple):
             rows = pullback.zero_gradients(self.program, outputs, wanted)
         except pullback.RefusedError as error:
             raise self._refused(error.__cause__) from error.__cause__
-        found: list[list[Mask]] = [[True] * len(self.parameters) for _ in self.outputs]
+        every = np.array(True)
+        found: list[list[Mask]] = [[every] * len(self.parameters) for _ in self.outputs]
         for output, row in zip(outputs, rows, strict=True):
             zero = dict(zip(wanted, row, strict=True))
             found[output] = [
@@ -300,7 +302,7 @@ class Analysis(NamedTuple):
         uses = [
             _agreeing(
                 facts.uses(table, one.slots),
-                any(row[number] is not True for row in zeros),
+                not all(row[number].all() for row in zeros),
                 bool(every[number].read),
                 bool(one.is_wanted),
             )
@@ -403,11 +405,11 @@ def _cell(
         shape: its shape.
         is_read: whether the output reads it.
     """
-    if zero is True:
+    if zero.all():
         return (STOPPED if is_read else UNUSED), None
     live = [use for use in uses if not use.stopped]
     in_part = isinstance(one.is_wanted, filters.Part) or len(live) < len(uses)
-    if isinstance(zero, np.ndarray) and (in_part or any(use.part for use in live)):
+    if zero.any() and (in_part or any(use.part for use in live)):
         return PARTLY, filters.part_of(~zero, shape.shape)
     if live and all(use.part for use in live) and any(use.by for use in uses):
         return PARTLY, filters.Part(filters.Unclear(live[0].source))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
-from flax_sg.flow.zeros import NOTHING, ZERO, Mask, Zeros
+from flax_sg.flow.zeros import Mask, zeros_of
 from flax_sg.internals import jaxprs
 
 
@@ -131,8 +131,7 @@ def _zeros_of(
         closed = jax.make_jaxpr(pulled_back)(shapes, cotangent)
     except Exception as error:
         raise RefusedError(output) from error
-    found = Zeros().of(closed, [NOTHING] * len(closed.in_avals))
-    return [one.zero for one in found]
+    return zeros_of(closed)
 
 
 class Reach:
@@ -170,33 +169,17 @@ class Reach:
 
 
 def _rows_of(eqn: JaxprEqn) -> list[int]:
-    variables = dict.fromkeys(var for var in eqn.invars if isinstance(var, Var))
-    takes = [var for var in variables if has_tangent(var.aval)]
-    rest = [var for var in variables if not has_tangent(var.aval)]
+    variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, Var)))
+    takes = [n for n, var in enumerate(variables) if has_tangent(var.aval)]
     gives = [n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval)]
-    if not takes or not gives:
-        return [0] * len(eqn.invars)
-    run = jaxprs.function_of(eqn, [*takes, *rest])
-
-    def pulled_back(taken: Any, rest: Any, given: Any) -> Any:
-        def near(*taken: Any) -> list[Any]:
-            out = run(*taken, *rest)
-            return [out[n] for n in gives]
-
-        return jax.vjp(near, *taken)[1](given)
-
-    given = [eqn.outvars[n] for n in gives]
-    shapes = [[jaxprs.shape_of(v.aval) for v in some] for some in (takes, rest, given)]
-    closed = jax.make_jaxpr(pulled_back)(*shapes)
-    zeros, inputs = Zeros(), [NOTHING] * (len(takes) + len(rest))
-    rows = dict.fromkeys(takes, 0)
-    for number, out in enumerate(gives):
-        cotangents = [ZERO] * len(gives)
-        cotangents[number] = NOTHING
-        for var, found in zip(
-            takes, zeros.of(closed, [*inputs, *cotangents]), strict=True
-        ):
-            rows[var] |= (found.zero is not True) << out
+    empty = jax.make_jaxpr(lambda: ())().jaxpr
+    alone = empty.replace(invars=variables, outvars=eqn.outvars, eqns=[eqn])
+    alone = ClosedJaxpr(alone, ())
+    rows: dict[Any, int] = {}
+    for out, zeros in zip(gives, zero_gradients(alone, gives, takes), strict=True):
+        for n, zero in zip(takes, zeros, strict=True):
+            row = rows.get(variables[n], 0)
+            rows[variables[n]] = row | (not zero.all()) << out
     return [rows.get(v, 0) if isinstance(v, Var) else 0 for v in eqn.invars]
 
 
@@ -213,8 +196,8 @@ def culprit(program: Any, error: BaseException | None) -> list[JaxprEqn]:
     for eqn in jaxprs.opened(program).eqns:
         try:
             _rows_of(eqn)
-        except Exception as found:
-            if type(found) is type(error):
+        except RefusedError as found:
+            if type(found.__cause__) is type(error):
                 inner = (culprit(body, error) for body in jaxprs.within(eqn))
                 return [eqn, *next(filter(None, inner), [])]
     return []

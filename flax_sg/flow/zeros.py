@@ -12,15 +12,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import Literal
 from numpy.typing import NDArray
 
 from flax_sg.internals import jaxprs
 
-# True or False for all elements. A mask has the rank of its value, and length 1 along
-# axes where all elements are alike.
-Mask: TypeAlias = 'bool | NDArray[np.bool_]'
+# Elements of a value. A mask has the rank of its value, and length 1 along axes where
+# all elements are alike.
+Mask: TypeAlias = NDArray[np.bool_]
 
 # Turns of a loop after which no more is learnt of what it carries.
 _MOST_TURNS = 16
@@ -31,72 +30,52 @@ class Known(NamedTuple):
 
     Attributes:
         zero: the elements that are zero.
-        exact: whether the others are known not to be zero, as in a mask.
+        nonzero: the elements that are True, of a constant mask of booleans.
     """
 
     zero: Mask
-    exact: bool = False
+    nonzero: Mask = np.array(False)
 
     @classmethod
     def of_constant(cls, value: Any) -> Known:
         """What is known of a constant."""
-        if isinstance(value, Tracer) or getattr(value, 'dtype', None) is None:
-            return cls(bool(np.isscalar(value) and value == 0))
         try:
-            zero = np.asarray(value) == 0
-        except (TypeError, RuntimeError):  # Keys, float0, arrays of other processes.
-            return NOTHING
-        return cls(small(zero), exact=value.dtype == bool)
+            zero = small(np.asarray(value) == 0)
+        except (TypeError, RuntimeError):  # Tracers, keys, arrays of other processes.
+            return nothing(np.ndim(value))
+        return cls(zero, ~zero & (np.asarray(value).dtype == bool))
 
     @property
     def key(self) -> Hashable:
         """Equal if the same is known."""
-        zero = self.zero
-        if isinstance(zero, bool):
-            return zero, self.exact
-        return zero.shape, zero.tobytes(), self.exact
+        return tuple((mask.shape, mask.tobytes()) for mask in self)
+
+    def of_variable(self, var: Any) -> Known:
+        """The same, as masks for a variable of a jaxpr."""
+        rank, is_mask = _rank(var), getattr(var.aval, 'dtype', None) == np.bool_
+        zero, nonzero = (np.array(mask, ndmin=rank) for mask in self)
+        return Known(zero, nonzero & is_mask)
 
     def everywhere(self) -> Known:
         """The same, without knowing of single elements."""
-        if isinstance(self.zero, bool):
-            return self
-        return NOTHING
+        return Known(np.asarray(self.zero.all()))
 
 
-NOTHING = Known(zero=False)
-ZERO = Known(zero=True)
+@functools.cache
+def nothing(rank: int) -> Known:
+    """Nothing is known of a value."""
+    return Known(np.zeros((1,) * rank, bool), np.zeros((1,) * rank, bool))
 
 
-def small(mask: NDArray[np.bool_]) -> Mask:
+def small(mask: Mask) -> Mask:
     """A mask with length 1 along the axes where all elements are alike."""
-    if not mask.size or mask.all():
-        return True
-    if not mask.any():
-        return False
+    if mask.all() or not mask.any():
+        return np.full((1,) * mask.ndim, mask.all())
     for axis in range(mask.ndim):
         first = mask.take([0], axis)
-        if mask.shape[axis] > 1 and (mask == first).all():
+        if (mask == first).all():
             mask = first
     return mask
-
-
-def both(one: Mask, other: Mask) -> Mask:
-    """What is zero in two values."""
-    if isinstance(one, bool):
-        return other if one else False
-    if isinstance(other, bool):
-        return one if other else False
-    return small(one & other)
-
-
-def either(one: Mask, other: Mask) -> Mask:
-    """What is zero in one of two values."""
-    return opposite(both(opposite(one), opposite(other)))
-
-
-def opposite(mask: Mask) -> Mask:
-    """The other elements."""
-    return not mask if isinstance(mask, bool) else ~mask
 
 
 # Zeros stay where they are, in each operand for itself.
@@ -126,11 +105,17 @@ _TOGETHER = {
     **dict.fromkeys(('concatenate', 'stack', 'clamp'), slice(None)),
     **dict.fromkeys(('dynamic_update_slice', 'scatter_add'), slice(2)),
     **dict.fromkeys(('scatter', 'scatter-add', 'scatter-mul'), slice(0, 3, 2)),
-    'select_and_gather_add': slice(1),
+    **dict.fromkeys(('select_and_gather_add', 'split'), slice(1)),
     'triangular_solve': slice(1, 2),
 }
 # All zeros if one of these operands is.
 _PRODUCTS = frozenset(('dot_general', 'conv_general_dilated', 'ragged_dot_general'))
+
+
+def zeros_of(program: Any) -> list[Mask]:
+    """The elements of each output of a closed jaxpr that are zero."""
+    inputs = [nothing(_rank(var)) for var in program.jaxpr.invars]
+    return [small(out.zero) for out in Zeros().of(program, inputs)]
 
 
 class Zeros:
@@ -154,20 +139,20 @@ class Zeros:
 
     def _walk(self, jaxpr: Any, inputs: Sequence[Known]) -> list[Known]:
         opened, consts = jaxprs.opened(jaxpr), getattr(jaxpr, 'consts', ())
-        known: dict[Any, Known] = dict(zip(opened.invars, inputs, strict=True))
-        for var, value in zip(opened.constvars, consts, strict=False):
-            known[var] = Known.of_constant(value)
+        constants = zip(opened.constvars, map(Known.of_constant, consts), strict=False)
+        given = (*zip(opened.invars, inputs, strict=True), *constants)
+        known = {var: one.of_variable(var) for var, one in given}
 
         def read(var: Any) -> Known:
             if isinstance(var, Literal):
                 return Known.of_constant(var.val)
-            return known.get(var, NOTHING)
+            return known.get(var) or nothing(_rank(var))
 
         for eqn in opened.eqns:
             ins = [read(var) for var in eqn.invars]
             for var, out in zip(eqn.outvars, self._through(eqn, ins), strict=True):
-                if out.zero is not False or out.exact:
-                    known[var] = out
+                if any(mask.any() for mask in out):
+                    known[var] = out.of_variable(var)
         return [read(var) for var in opened.outvars]
 
     def _through(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
@@ -184,38 +169,26 @@ class Zeros:
             return self._while(eqn, ins)
         if name == 'cond':
             outs = (self.of(branch, ins[1:]) for branch in eqn.params['branches'])
-            return [
-                functools.reduce(_common, several)
-                for several in zip(*outs, strict=True)
-            ]
-        if not any(one.zero is not False or one.exact for one in ins):
-            return [NOTHING] * len(eqn.outvars)
-        return self._operation(name, eqn, ins)
-
-    def _operation(self, name: str, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
-        count = len(eqn.outvars)
+            return [Known(_all(several)) for several in zip(*outs, strict=True)]
         if name in _IN_PLACE:
             return ins
         if name in _MEET:
             return [Known(_MEET[name](eqn, ins))]
         if name in _MOVES:
-            zero, exact = ins[0].zero, ins[0].exact and name != 'reduce_sum'
-            moved = zero if isinstance(zero, bool) else _MOVES[name](zero, eqn)
-            return [Known(moved, exact)]
-        if name == 'not' and ins[0].exact:
-            return [Known(opposite(ins[0].zero), exact=True)]
-        zeros = [one.zero is True for one in ins]
+            return [Known(*(_MOVES[name](mask, eqn) for mask in ins[0]))]
+        if name == 'not':
+            return [Known(ins[0].nonzero, ins[0].zero)]
+        zeros, count = [one.zero.all() for one in ins], len(eqn.outvars)
+        outs = [np.array(False)] * count
         if name in _EACH:
-            return [Known(n < len(zeros) and zeros[n]) for n in range(count)]
-        if name in _TOGETHER:
-            return [Known(all(zeros[_TOGETHER[name]]))]
-        if name in _PRODUCTS:
-            return [Known(any(zeros[:2]))]
-        if name == 'split':
-            return [Known(zeros[0])] * count
-        if name == 'custom_linear_solve':
-            return [Known(all(zeros[-count:]))] * count
-        return [NOTHING] * count
+            outs = [*zeros, *outs][:count]
+        elif name in _TOGETHER:
+            outs = [np.all(zeros[_TOGETHER[name]])] * count
+        elif name in _PRODUCTS:
+            outs = [np.any(zeros[:2])]
+        elif name == 'custom_linear_solve':
+            outs = [np.all(zeros[-count:])] * count
+        return [Known(np.asarray(zero)) for zero in outs]
 
     def _turns(
         self, turn: Callable[[list[Known]], Sequence[Known]], carry: Sequence[Known]
@@ -223,28 +196,26 @@ class Zeros:
         """What is known of the carry of a loop, after any number of turns."""
         now = [Known(one.zero) for one in carry]
         for number in range(len(now) + 1):
-            after = [_common(*pair) for pair in zip(now, turn(now), strict=True)]
+            pairs = zip(now, turn(now), strict=True)
+            after = [Known(_all(pair)) for pair in pairs]
             if [one.key for one in now] == [one.key for one in after]:
                 break
             if number >= _MOST_TURNS:
-                after = [NOTHING] * len(now)
+                after = [nothing(one.zero.ndim) for one in now]
             now = after
         return now
 
     def _scan(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
         carried, body = jaxprs.carried_by(eqn), eqn.params['jaxpr']
         consts, xs = ins[: carried.start], ins[carried.stop :]
-        each = [Known(_reduced(x.zero, (0,))) for x in xs]
+        each = [Known(np.asarray(x.zero.all(0))) for x in xs]
 
         def turn(carry: list[Known]) -> Sequence[Known]:
             return self.of(body, [*consts, *carry, *each])[: len(carried)]
 
         carry = self._turns(turn, ins[carried.start : carried.stop])
         ys = self.of(body, [*consts, *carry, *each])[len(carried) :]
-        stacked = [
-            Known(y.zero if isinstance(y.zero, bool) else y.zero[None]) for y in ys
-        ]
-        return [*carry, *stacked]
+        return [*carry, *(Known(y.zero[None]) for y in ys)]
 
     def _while(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
         first = eqn.params['cond_nconsts']
@@ -253,72 +224,72 @@ class Zeros:
         return self._turns(lambda carry: self.of(body, [*consts, *carry]), ins[start:])
 
 
-def _common(*several: Known) -> Known:
-    """What is known of a value that is one of several."""
-    return Known(functools.reduce(both, (one.zero for one in several)))
+def _rank(var: Any) -> int:
+    return len(getattr(var.aval, 'shape', ()))
+
+
+def _all(several: Sequence[Known]) -> Mask:
+    """What is zero in each of several values."""
+    return functools.reduce(np.logical_and, (one.zero for one in several))
+
+
+def _any(several: Sequence[Known]) -> Mask:
+    """What is zero in one of several values."""
+    return functools.reduce(np.logical_or, (one.zero for one in several))
 
 
 # What becomes of a mask.
 
 
-def _spread(mask: NDArray[np.bool_], eqn: Any) -> Mask:
+def _spread(mask: Mask, eqn: Any) -> Mask:
     axes = [1] * len(eqn.params['shape'])
     for axis, size in zip(eqn.params['broadcast_dimensions'], mask.shape, strict=True):
         axes[axis] = size
     return mask.reshape(axes)
 
 
-def _reduced(mask: Mask, axes: Sequence[int]) -> Mask:
-    if isinstance(mask, bool):
-        return mask
-    return small(np.asarray(mask.all(tuple(axes))))
-
-
-_MOVES: dict[str, Callable[[NDArray[np.bool_], Any], Mask]] = {
+_MOVES: dict[str, Callable[[Mask, Any], Mask]] = {
     'broadcast_in_dim': _spread,
     'transpose': lambda mask, eqn: mask.transpose(eqn.params['permutation']),
     'squeeze': lambda mask, eqn: mask.squeeze(eqn.params['dimensions']),
     'expand_dims': lambda mask, eqn: np.expand_dims(mask, eqn.params['dimensions']),
-    'reduce_sum': lambda mask, eqn: _reduced(mask, eqn.params['axes']),
 }
 
 
-def _sum(eqn: Any, ins: Sequence[Known]) -> Mask:
-    return _common(*ins).zero
-
-
-def _product(eqn: Any, ins: Sequence[Known]) -> Mask:
-    return functools.reduce(either, (one.zero for one in ins))
+def _reduced(eqn: Any, ins: Sequence[Known]) -> Mask:
+    return np.asarray(ins[0].zero.all(tuple(eqn.params['axes'])))
 
 
 def _select(eqn: Any, ins: Sequence[Known]) -> Mask:
     which, *cases = ins
-    if not (which.exact and len(cases) == 2):
-        return _sum(eqn, cases)
+    if len(cases) != 2:
+        return _all(cases)
     first, second = (case.zero for case in cases)
-    return both(either(opposite(which.zero), first), either(which.zero, second))
+    return (which.nonzero | first) & (which.zero | second)
 
 
 def _padded(eqn: Any, ins: Sequence[Known]) -> Mask:
     one, value = ins
     config, shape = eqn.params['padding_config'], eqn.invars[0].aval.shape
-    if value.zero is not True or any(
-        min(padding) < 0 or padding[2] for padding in config
-    ):
-        return value.zero is True and one.zero is True
+    is_cut = any(min(padding) < 0 or padding[2] for padding in config)
+    if is_cut or not value.zero.all():
+        return value.zero & one.zero.all()
     # Axes that are not padded stay small.
-    small_shape = np.shape(one.zero) or (1,) * len(shape)
-    rows = zip(shape, small_shape, config, strict=True)
+    rows = zip(shape, one.zero.shape, config, strict=True)
     sizes = [size if low or high else other for size, other, (low, high, _) in rows]
     ends = [(low, high) for low, high, _ in config]
-    return small(np.pad(np.broadcast_to(one.zero, sizes), ends, constant_values=True))
+    return np.pad(np.broadcast_to(one.zero, sizes), ends, constant_values=True)
 
 
 _MEET: dict[str, Callable[[Any, Sequence[Known]], Mask]] = {
-    **dict.fromkeys(('add', 'sub', 'add_any', 'max', 'min', 'or', 'complex'), _sum),
-    **dict.fromkeys(('mul', 'and'), _product),
+    **dict.fromkeys(
+        ('add', 'sub', 'add_any', 'max', 'min', 'or', 'complex'),
+        lambda eqn, ins: _all(ins),
+    ),
+    **dict.fromkeys(('mul', 'and'), lambda eqn, ins: _any(ins)),
     **dict.fromkeys(('div', 'rem'), lambda eqn, ins: ins[0].zero),
-    'integer_pow': lambda eqn, ins: eqn.params['y'] > 0 and ins[0].zero,
+    'integer_pow': lambda eqn, ins: ins[0].zero & (eqn.params['y'] > 0),
+    'reduce_sum': _reduced,
     'select_n': _select,
     'pad': _padded,
 }

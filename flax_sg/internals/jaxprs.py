@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
 
 from flax_sg.internals import frames, versions
 
@@ -99,18 +98,6 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     with equation.ctx.manager, scope:
         out = equation.primitive.bind(*functions, *operands, **params)
     return out if equation.primitive.multiple_results else [out]
-
-
-def function_of(eqn: Any, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-    """Turns one equation of a jaxpr into a function of the variables ``inputs``."""
-
-    def run(*values: Any) -> Sequence[Any]:
-        known = dict(zip(inputs, values, strict=True))
-        return bind(
-            eqn, [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
-        )
-
-    return run
 
 
 def program_text(compiled: Any) -> str:
