@@ -35,6 +35,22 @@ class _Step(NamedTuple):
     before: _Step | None
 
 
+class _Call(NamedTuple):
+    """A call that a body is in.
+
+    Attributes:
+        names: tells calls apart: the ids of its equation and of those around it.
+        table: the table of the body around the call.
+        eqn: the equation that calls.
+        around: the call that this body is in.
+    """
+
+    names: tuple[int, ...]
+    table: Table
+    eqn: JaxprEqn
+    around: _Call | None
+
+
 def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
     """The lines on the shortest way from a parameter to an output.
 
@@ -51,22 +67,27 @@ def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
         return bool((fact.live if is_live else fact.read) >> output & 1)
 
     # A value, the bodies that it is in, with their equations, and the way to it.
-    waiting: deque[tuple[Table, Any, Any, _Step | None]]
+    waiting: deque[tuple[Table, Any, _Call | None, _Step | None]]
     waiting = deque((table, var, None, None) for var in inputs)
     seen: set[Hashable] = set()
     while waiting:
         body, var, around, steps = waiting.popleft()
-        if (id(body), var) in seen or not reaches(body.facts.get(var, UNREAD)):
+        # One function may be called in several places: JAX has one body of it.
+        key = around and around.names, id(body), var
+        if key in seen or not reaches(body.facts.get(var, UNREAD)):
             continue
-        seen.add((id(body), var))
+        seen.add(key)
         for eqn, operand, fact in reversed(body.reads[var]):
             if not reaches(fact):
                 continue
             if eqn is None and around is None:
                 return tuple(_lines(steps))
             if eqn is None:
-                outer, call, above = around
-                waiting.append((outer, call.outvars[operand], above, steps))
+                assert around is not None
+                call = around.eqn
+                waiting.append(
+                    (around.table, call.outvars[operand], around.around, steps)
+                )
                 bodies = Bodies.of(call)
                 if operand < len(bodies.carry):  # The next turn of a loop.
                     again = body.jaxpr.invars[bodies.carry[operand] - bodies.first]
@@ -74,9 +95,11 @@ def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
                 continue
             first = Bodies.of(eqn).first
             inner = body.inner.get(id(eqn), []) if operand >= first else []
+            names = (*(around.names if around else ()), id(eqn))
+            entering = _Call(names, body, eqn, around)
             for within in inner:
                 entered = within.jaxpr.invars[operand - first]
-                waiting.append((within, entered, (body, eqn, around), steps))
+                waiting.append((within, entered, entering, steps))
             if not inner:
                 stopped = not fact.live >> output & 1
                 stops = stopped and has_tangent(var.aval)
@@ -89,8 +112,9 @@ def _lines(last: _Step | None) -> Iterator[Use]:
     """Each line of a way once, from the parameter to the output."""
     steps: list[_Step] = []
     while last is not None:
-        steps.insert(0, last)
+        steps.append(last)
         last = last.before
+    steps.reverse()
     # Behind the last equation that stops, the gradient is still there.
     ends = [step.table.place.stop(step.eqn) for step in steps if step.stops]
     block, before = None, ''

@@ -133,3 +133,17 @@ def test_a_smaller_report_knows_the_ways():
     assert wrong.uses_of('lower/kernel', 'probe') == report.uses_of(
         'lower/kernel', 'probe'
     )
+
+
+def test_one_function_that_is_called_twice():
+    once = jax.jit(jnp.sin)
+    twice = jax.jit(lambda x: once(once(x)))
+
+    def loss(p):
+        same_line = twice(twice(p['w']))
+        return {'sum': jnp.sum(same_line)}
+
+    report = sg.gradient_flow(loss, {'w': jnp.ones(3)})
+    lines = [use.source.split()[0] for use in report.uses_of('w', 'sum')]
+    inside, after = twice.__wrapped__.__code__, loss.__code__.co_firstlineno + 2
+    assert lines == [f'test_way.py:{n}' for n in (inside.co_firstlineno, after)]
