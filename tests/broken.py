@@ -25,8 +25,8 @@ from flax_sg.engine import (
 from flax_sg.filters import paths
 from flax_sg.flow import zeros
 from flax_sg.forms import rewrites
-from flax_sg.internals import hooking, tracing
-from flax_sg.rules import custom_gradients, substitutes
+from flax_sg.internals import patching, tracing
+from flax_sg.rules import primitives, substitutes
 
 Patch = pytest.MonkeyPatch
 
@@ -45,13 +45,13 @@ def _without_hooks(patch: Patch, *names: str) -> None:
     """Flax's own functions in place of some hooks."""
     for name in names:
         patch.setitem(hooks.HOOKS, name, _original(name))
-    patch.setattr(hooking, '_planned', (None, None, []))
+    patch.setattr(patching, '_planned', (None, None, []))
 
 
 def _original(name: str) -> Any:
     if name == 'getattribute':
         return lambda original: lambda self, name: original(self, name)
-    return lambda *args, **kwargs: hooking.originals[name](*args, **kwargs)
+    return lambda *args, **kwargs: patching.originals[name](*args, **kwargs)
 
 
 def stops_are_written_back(patch: Patch) -> None:
@@ -264,12 +264,12 @@ def higher_orders_mapped_too(patch: Patch) -> None:
     def again(x: Any, factor: Any) -> Any:
         return factor * x + jax.lax.stop_gradient(x - factor * x)
 
-    patch.setattr(custom_gradients, 'scale', again)
+    patch.setattr(primitives, 'scale', again)
 
 
 def what_is_not_differentiated_counts(patch: Patch) -> None:
     """The norm of a selection is that of all of it, frozen parts too."""
-    transpose = ad.primitive_transposes[custom_gradients._mapped_p]
+    transpose = ad.primitive_transposes[primitives._mapped_p]
 
     def all_count(cotangents: Any, *args: Any, fn: Any, **more: Any) -> Any:
         def counts(cotangents: Any, given: Any, *operands: Any) -> Any:
@@ -277,4 +277,4 @@ def what_is_not_differentiated_counts(patch: Patch) -> None:
 
         return transpose(cotangents, *args, fn=counts, **more)
 
-    patch.setitem(ad.primitive_transposes, custom_gradients._mapped_p, all_count)
+    patch.setitem(ad.primitive_transposes, primitives._mapped_p, all_count)

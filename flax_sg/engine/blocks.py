@@ -16,7 +16,7 @@ from flax.core.scope import Scope
 
 from flax_sg.engine import cache_keys, programs
 from flax_sg.filters.paths import Classes, Path
-from flax_sg.internals import core_scopes, hooking, tracing, versions
+from flax_sg.internals import core_scopes, patching, tracing, versions
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key
@@ -78,7 +78,7 @@ class Block:
         closed_root: the top scope of the owner, once the block is closed.
         ended: set by another thread, once the block's code has ended there.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
-            function called in the block; see ``custom_rules.py``.
+            function called in the block; see ``late_rules.py``.
         home: while such a rule runs, the number under which the function was compiled;
             None if the block was opened inside of the compiled function.
         given: by ``id``, the leaves that readers have seen, with the identity of their
@@ -346,7 +346,7 @@ def remove(block: Block) -> None:
         # A weak reference, because scopes may hold tracers.
         block.closed_root = weakref.ref(block.owner.root)
         block.owner = None
-    hooking.release_hooks(block)
+    patching.release_hooks(block)
 
 
 def root_of(scope: Scope) -> Root:

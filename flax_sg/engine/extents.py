@@ -10,7 +10,7 @@ from flax.core.scope import Scope
 from flax_sg import errors
 from flax_sg.engine import blocks, cache_keys, hooks, judgement, programs
 from flax_sg.engine.blocks import Block, thread
-from flax_sg.internals import hooking, tracing
+from flax_sg.internals import patching, tracing
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 
@@ -49,7 +49,7 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
     )
     try:
         block.number = cache_keys.lease(around, asker, lambda: thread.only(()))
-        hooking.acquire_hooks(block, hooks.HOOKS)
+        patching.acquire_hooks(block, hooks.HOOKS)
         thread.set_blocks((*outer, block))
     except BaseException:
         blocks.remove(block)
@@ -107,7 +107,7 @@ def close_last(
     if mine:
         return close_block(mine[-1], READS if exc_type is None else NOTHING)
     here, place, elsewhere = Place.here(), None, ''
-    for block in hooking.users_of_hooks():
+    for block in patching.users_of_hooks():
         if isinstance(block, Block) and block.rewrite is rewrite:
             place = block.place
             # If a generator was suspended inside the block in another thread, and now

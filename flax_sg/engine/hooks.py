@@ -10,21 +10,21 @@ from flax.core.scope import Scope
 
 from flax_sg.engine import (
     blocks,
-    custom_rules,
     judgement,
+    late_rules,
     rereads,
     setup_values,
     views,
     writeback,
     writes,
 )
-from flax_sg.internals import core_scopes, hooking, modules
+from flax_sg.internals import core_scopes, modules, patching
 
 _MISSING = object()
 
 
 # What Flax and JAX do without hooks.
-_original = hooking.originals
+_original = patching.originals
 
 
 def _get_variable(self: Scope, col: str, name: str, default: Any = None) -> Any:
@@ -87,7 +87,7 @@ def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
 
 def _invalidate(self: Scope) -> None:
     # An ``apply`` may end here. If it raised, this is the only sign of its end.
-    with hooking.released(self):
+    with patching.released(self):
         _original['invalidate'](self)
         if blocks.thread.roots:
             judgement.settle(self)
@@ -110,5 +110,5 @@ HOOKS: dict[str, Callable[..., Any]] = {
     'post_init': _post_init,
     'try_setup': setup_values.try_setup,
     'getattribute': setup_values.getattribute,
-    **{name: custom_rules.hook_for(name) for name in hooking.RULES},
+    **{name: late_rules.hook_for(name) for name in patching.RULES},
 }

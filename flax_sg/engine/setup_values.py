@@ -28,7 +28,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, contents, programs, selection, views
-from flax_sg.internals import core_scopes, hooking, modules, tracing
+from flax_sg.internals import core_scopes, modules, patching, tracing
 from flax_sg.internals.weak import remembered
 from flax_sg.trees.variables import Key
 
@@ -45,7 +45,7 @@ def _arguments(cls: type) -> frozenset[str]:
 def watch(module: Any) -> None:
     """Hooks the attributes of a module that keeps values: its class may be new."""
     if modules.keeps(type(module)):
-        hooking.watch(type(module))
+        patching.watch(type(module))
 
 
 def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def try_setup(self: Any, shallow: bool = False) -> None:
     """The hook for ``Module._try_setup``: what ``setup`` keeps depends on no block."""
-    open_blocks, original = blocks.active(), hooking.originals['try_setup']
+    open_blocks, original = blocks.active(), patching.originals['try_setup']
     if open_blocks:
         programs.running.begin()
         watch(self)
@@ -303,7 +303,7 @@ def has_variable(self: Scope, col: str, name: str) -> bool:
     # Flax itself calls this for each parameter: count the user's calls only.
     if blocks.thread.doubts is not None and modules.asks_for_variable():
         _asks(self, col)
-    return hooking.originals['has_variable'](self, col, name)
+    return patching.originals['has_variable'](self, col, name)
 
 
 def _asks(scope: Scope, collection: str) -> None:
@@ -323,7 +323,7 @@ def writes_elsewhere(scope: Scope, collection: str) -> bool:
 
 def make_rng(self: Scope, name: str = 'params') -> Any:
     """The hook for ``Scope.make_rng``."""
-    key, doubts = hooking.originals['make_rng'](self, name), blocks.thread.doubts
+    key, doubts = patching.originals['make_rng'](self, name), blocks.thread.doubts
     if doubts is not None:  # A module elsewhere shall draw the same afterwards.
         self.rng_counters[name if self.has_rng(name) else 'params'] -= 1
         doubts.append('it draws random numbers')

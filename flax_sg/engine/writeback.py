@@ -24,7 +24,7 @@ from flax.core.scope import Scope, intersect_filters, is_filter_empty
 from flax_sg import errors
 from flax_sg.engine import blocks, selection, views
 from flax_sg.filters.expressions import unknown_class
-from flax_sg.internals import core_scopes, hooking, lifting, tracing
+from flax_sg.internals import core_scopes, lifting, patching, tracing
 from flax_sg.internals.places import warn_once
 from flax_sg.trees.leaves import is_array, shape_of
 from flax_sg.trees.variables import Key, iter_variables, leaf_keys, map_variables
@@ -71,7 +71,7 @@ def partial_pack(
     scope_tree: Any, ins: Any, outs: Any, rngs: Any, name: str | None = None
 ) -> Any:
     """The hook for ``flax.core.lift._partial_pack``; ``name`` is the transform's."""
-    packed = hooking.originals['partial_pack'](scope_tree, ins, outs, rngs, name)
+    packed = patching.originals['partial_pack'](scope_tree, ins, outs, rngs, name)
     open_blocks = blocks.active()
     if not open_blocks and blocks.thread.doubts is None:
         return packed

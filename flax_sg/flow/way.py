@@ -80,10 +80,9 @@ def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
         for eqn, operand, fact in reversed(body.reads[var]):
             if not reaches(fact):
                 continue
-            if eqn is None and around is None:
-                return tuple(_lines(steps))
             if eqn is None:
-                assert around is not None
+                if around is None:
+                    return tuple(_lines(steps))
                 call = around.eqn
                 waiting.append(
                     (around.table, call.outvars[operand], around.around, steps)

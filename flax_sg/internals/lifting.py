@@ -4,7 +4,7 @@ For ``nn.scan``: the functions ``linen.transforms.scan``, ``lift.scan``,
 ``axes_scan.scan`` and ``axes_scan.broadcast``, of which :func:`scan_with` makes copies
 with another loop; the order of the variables in the loop (:func:`param_path`); its name
 in ``debug_path`` (:func:`is_in_scan`). ``lift._partial_pack``, through which all
-transforms go, is hooked in ``hooking.py``.
+transforms go, is hooked in ``patching.py``.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false

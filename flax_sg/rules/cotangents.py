@@ -20,7 +20,7 @@ from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates, tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
-from flax_sg.rules import custom_gradients, rules
+from flax_sg.rules import primitives, rules
 from flax_sg.trees.leaves import is_differentiable
 
 
@@ -68,7 +68,7 @@ class OnCotangents(rules.Keyed):
         """The leaves of variables behind one identity, their cotangents through ``fn``.
 
         Args:
-            fn: as for ``custom_gradients.map_cotangents``; it gets the operands.
+            fn: as for ``primitives.map_cotangents``; it gets the operands.
             selected: the variables, each with its leaves.
         """
         names = [repr(str(path)) for path, _ in selected]
@@ -76,7 +76,7 @@ class OnCotangents(rules.Keyed):
         what = f'nn.{self.name} of {", ".join(names[:3])}{more}'
         leaves = [leaf for _, of_path in selected for leaf in of_path]
         arrays = list(map(jnp.asarray, self.operands))
-        new = iter(custom_gradients.map_cotangents(fn, what, leaves, arrays))
+        new = iter(primitives.map_cotangents(fn, what, leaves, arrays))
         return [[next(new) for _ in of_path] for _, of_path in selected]
 
 
@@ -91,7 +91,7 @@ class Scale(OnCotangents):
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity that scales."""
         [factor] = self.operands
-        return custom_gradients.scale(leaf, jnp.asarray(factor).astype(leaf.dtype))
+        return primitives.scale(leaf, jnp.asarray(factor).astype(leaf.dtype))
 
 
 class Each(OnCotangents):

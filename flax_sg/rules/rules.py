@@ -15,7 +15,7 @@ from flax.core.scope import CollectionFilter, DenyList
 from flax_sg import errors, filters
 from flax_sg.filters import paths
 from flax_sg.internals import tracing
-from flax_sg.rules import custom_gradients
+from flax_sg.rules import primitives
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     check_unused,
@@ -136,7 +136,7 @@ class StopGradient(Rule):
         # and arrays of other types (integers, keys) carry no gradient.
         if not (isinstance(leaf, tracing.Tracer) and is_differentiable(leaf)):
             return leaf
-        stop = custom_gradients.stop_one_level if self.levels else tracing.stopped
+        stop = primitives.stop_one_level if self.levels else tracing.stopped
         return stop(leaf)
 
 

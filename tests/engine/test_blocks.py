@@ -15,7 +15,7 @@ import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
-from flax_sg.internals import hooking
+from flax_sg.internals import patching
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -58,7 +58,7 @@ def assert_no_block_is_left() -> None:
     assert frozen() == ''
     assert blocks.thread.blocks == ()
     assert blocks.thread.roots == {}
-    assert hooking._users == set()
+    assert patching._users == set()
 
 
 @pytest.fixture(autouse=True)

@@ -29,11 +29,11 @@ import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, cache_keys, extents, hooks
-from flax_sg.internals import hooking, tracing
+from flax_sg.internals import patching, tracing
 from test_random_models import LONG
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
-OWNERS = [owner for owner, _ in hooking.HOOKED.values()]
+OWNERS = [owner for owner, _ in patching.HOOKED.values()]
 FLAX = [dict(vars(owner)) for owner in OWNERS]
 
 
@@ -52,7 +52,7 @@ def assert_nothing_is_left() -> None:
     assert thread._aside == 0
     assert not list(held_numbers(cache_keys.NONE))
     assert tracing.user_context.value == 0
-    assert hooking._users == set()
+    assert patching._users == set()
     assert [dict(vars(owner)) for owner in OWNERS] == FLAX
 
 
@@ -65,8 +65,8 @@ def _clean() -> Iterator[None]:
         for block in blocks.thread.blocks[::-1]:
             extents.close_block(block)
         blocks.thread.set_blocks(())
-        for user in (*hooking._users, None):
-            hooking.release_hooks(user)
+        for user in (*patching._users, None):
+            patching.release_hooks(user)
 
 
 # An exception at any point.
@@ -293,8 +293,8 @@ def test_what_is_interrupted_as_it_ends_ends_all_the_same(monkeypatch):
         assert thread.blocks == open_blocks
     # An ``apply``.
     with pytest.raises(Ctrl), monkeypatch.context() as patch:
-        release = interrupted_once(hooking.release_hooks, Scope)
-        patch.setattr(hooking, 'release_hooks', release)
+        release = interrupted_once(patching.release_hooks, Scope)
+        patch.setattr(patching, 'release_hooks', release)
         nn.Frozen(fnn.Dense(2)).init(jax.random.key(0), X)
     assert_nothing_is_left()
     # A rule that runs when its block is closed.
@@ -316,17 +316,17 @@ def test_hooks_that_are_half_installed(at):
             return super().__getitem__(key)
 
     def installed():
-        return hooking.acquire_hooks(user, Interrupted(hooks.HOOKS))
+        return patching.acquire_hooks(user, Interrupted(hooks.HOOKS))
 
     for goes_on in (True, False):
         with pytest.raises(Ctrl):
             installed()
         if goes_on:
-            hooking.acquire_hooks(user, hooks.HOOKS)
-            hooked = [vars(owner)[name] for owner, name in hooking.HOOKED.values()]
-            assert hooked == [hooks.HOOKS[name] for name in hooking.HOOKED]
+            patching.acquire_hooks(user, hooks.HOOKS)
+            hooked = [vars(owner)[name] for owner, name in patching.HOOKED.values()]
+            assert hooked == [hooks.HOOKS[name] for name in patching.HOOKED]
             assert [dict(vars(owner)) for owner in OWNERS] != FLAX
-        hooking.release_hooks(user)
+        patching.release_hooks(user)
         assert_nothing_is_left()
 
 
@@ -367,7 +367,7 @@ def test_trees_may_be_as_deep_as_for_jax():
 # Modules that are loaded anew.
 
 STATEFUL = [
-    'internals.hooking',
+    'internals.patching',
     'internals.tracing',
     'engine.blocks',
     'engine.cache_keys',

@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.internals import hooking, lifting, modules, required, tracing, versions
+from flax_sg.internals import lifting, modules, patching, required, tracing, versions
 
 pytestmark = pytest.mark.every_case
 
@@ -257,7 +257,7 @@ def test_every_private_name_is_checked():
         used |= private_attributes(ast.parse(path.read_text()))
     known = {name for _, name, *_ in OTHERWISE} | {name for _, _, name, _ in FEATURES}
     known |= set(re.findall(r'\w+', ' '.join(name for _, name in ATTRIBUTES)))
-    known |= {name for _, name in hooking.HOOKED.values()}
+    known |= {name for _, name in patching.HOOKED.values()}
     known |= {'_getframe', '_get_running_loop', '_user'}  # Python's, and our own.
     # Other classes of JAX, which are gone with an AttributeError.
     known |= {'BatchTrace', '_caches', '_submodule_adoption_cache'}

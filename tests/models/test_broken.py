@@ -26,7 +26,7 @@ import test_substitutes
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, extents
-from flax_sg.internals import hooking
+from flax_sg.internals import patching
 from sequences import Block, Thread
 
 # How checks fail: a gradient differs from the one by hand, in any bit.
@@ -304,8 +304,8 @@ def put_in() -> Iterator[Callable[[Any], None]]:
         for block in blocks.thread.blocks[::-1]:
             extents.close_block(block)
         blocks.thread.set_blocks(())
-        for user in hooking.users_of_hooks():  # Of threads that were left.
-            hooking.release_hooks(user)
+        for user in patching.users_of_hooks():  # Of threads that were left.
+            patching.release_hooks(user)
     sequences.forget_contexts()
 
 

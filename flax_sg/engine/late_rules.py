@@ -14,13 +14,13 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
 from flax_sg.engine import blocks, cache_keys
-from flax_sg.internals import hooking, tracing
+from flax_sg.internals import patching, tracing
 
 _Blocks: TypeAlias = tuple[blocks.Block, ...]
 
 
 def hook_for(kind: str) -> Callable[..., Any]:
-    """Makes the hook for ``__call__`` of a class in ``hooking.RULES``."""
+    """Makes the hook for ``__call__`` of a class in ``patching.RULES``."""
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         open_blocks = blocks.active()
@@ -30,11 +30,11 @@ def hook_for(kind: str) -> Callable[..., Any]:
             # Blocks that were opened inside the trace are part of it.
             now = tracing.kept_trace()
             around = tuple(b for b in open_blocks if b.kept_trace != now)
-            for name in hooking.RULES[kind]:
+            for name in patching.RULES[kind]:
                 rule = getattr(self, name)
                 if rule is not None:
                     setattr(self, name, _resuming(rule, open_blocks, around))
-        return hooking.originals[kind](self, *args, **kwargs)
+        return patching.originals[kind](self, *args, **kwargs)
 
     return hook
 
@@ -92,10 +92,10 @@ def _reopened(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
         for block in open_blocks:
             if not any(block is other for other in thread.blocks):
                 thread.forget(block)
-        hooking.release_hooks(user)
+        patching.release_hooks(user)
 
     try:
-        hooking.acquire_hooks(user)
+        patching.acquire_hooks(user)
         around = cache_keys.NONE
         for block in open_blocks:
             if block in closed:
