@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,10 @@ def _of_cotangents(make: Callable[..., Any]) -> Callable[..., Block]:
         return _block(make, model, kind, *args, **how)
 
     of_model.__name__ = of_model.__qualname__ = make.__name__
+    model, _, kind, _ = inspect.signature(of_model).parameters.values()
+    of_make = inspect.signature(make).parameters.values()
+    shown = [model, *(kind if p.name == 'collections' else p for p in of_make)]
+    vars(of_model)['__signature__'] = inspect.Signature(shown, return_annotation='Block')
     of_model.__doc__ = f"""``flax_sg.linen.{make.__name__}`` for an NNX model.
 
     Args:
