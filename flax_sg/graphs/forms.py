@@ -193,7 +193,9 @@ def _of_cotangents(make: Callable[..., Any]) -> Callable[..., Block]:
     model, _, kind, _ = inspect.signature(of_model).parameters.values()
     of_make = inspect.signature(make).parameters.values()
     shown = [model, *(kind if p.name == 'collections' else p for p in of_make)]
-    vars(of_model)['__signature__'] = inspect.Signature(shown, return_annotation='Block')
+    vars(of_model)['__signature__'] = inspect.Signature(
+        shown, return_annotation='Block'
+    )
     of_model.__doc__ = f"""``flax_sg.linen.{make.__name__}`` for an NNX model.
 
     Args:
