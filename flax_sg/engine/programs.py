@@ -172,9 +172,9 @@ class _Running(threading.local):
         for stamp in self.begin():
             stamp.trees[id(keys)] = keys, foreign
 
-    def note_found(self, *equal: Stamp) -> None:
-        """Notes that JAX has found a program whose stamp equals the current one."""
-        [found, *_] = [stamp for stamp in equal if stamp is not self._now] or equal
+    def note_found(self, one: Stamp, other: Stamp) -> None:
+        """Notes that JAX found a program: one of the stamps is its, one is current."""
+        found = other if one is self._now else one
         if self._now is None or found.is_blank:  # No block, or nothing to say.
             return
         for block in self._blocks:

@@ -10,7 +10,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax.core.scope import Scope
@@ -226,25 +226,35 @@ def classes_that_keep() -> list[weakref.ref[type]]:
     """
     global _known
     count = linen_module.uuid._id
-    if _known[0] != count:
-        met: dict[type, None] = {Module: None}
-        waiting: list[type] = [Module]
-        while waiting:
-            new = [cls for cls in waiting.pop().__subclasses__() if cls not in met]
-            met.update(dict.fromkeys(new))
-            waiting += new
-        found = [weakref.ref(c) for c in met if keeps(c) and not _is_left_out(c)]
-        _known = count, _known[1] if found == _known[1] else found
-    return _known[1]
+    if _known.instances != count:
+        met: list[type] = [Module]
+        for cls in met:
+            met += cls.__subclasses__()
+        refs = [*map(weakref.ref, dict.fromkeys(met))]
+        keeping = _known.keeping
+        if refs != _known.met:
+            found = [ref for ref in refs if (cls := ref()) and _is_looked_at(cls)]
+            keeping = keeping if found == keeping else found
+        _known = _Known(count, refs, keeping)
+    return _known.keeping
 
 
-def _is_left_out(cls: type) -> bool:
+def _is_looked_at(cls: type) -> bool:
     # Flax's own classes, and those that its transforms make, leave attributes alone.
     inherits = cls.__module__.startswith('flax.') and any(map(keeps, cls.__mro__[1:]))
-    return inherits or cls.__module__ == 'flax_sg.internals.required'
+    is_ours = cls.__module__ == 'flax_sg.internals.required'
+    return keeps(cls) and not (inherits or is_ours)
 
 
-_known: tuple[int, list[weakref.ref[type]]] = -1, []
+class _Known(NamedTuple):
+    """The Module classes at a number of module instances, and those that keep values."""
+
+    instances: int
+    met: list[weakref.ref[type]]
+    keeping: list[weakref.ref[type]]
+
+
+_known = _Known(-1, [], [])
 
 
 def keeps(cls: type) -> bool:
