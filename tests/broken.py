@@ -94,8 +94,7 @@ def kept_values_ignored(patch: Patch) -> None:
 
 def answers_never_noted(patch: Patch) -> None:
     """Nobody knows what a trace has asked: each block finds those of all others."""
-    for name in ('note', 'note_older'):
-        patch.setattr(cache_keys.Number, name, lambda *args: None)
+    patch.setattr(cache_keys.Number, 'note', lambda *args, **late: None)
 
 
 def answers_never_asked(patch: Patch) -> None:
@@ -108,10 +107,10 @@ def answers_that_say_no_left_out(patch: Patch) -> None:
     note = cache_keys.Number.note
 
     def note_what_is_taken(
-        self: Any, asker: Any, path: Any, said: Any, late: bool = False
+        self: Any, asker: Any, question: Any, late: bool = False
     ) -> None:
-        if said:
-            note(self, asker, path, said)
+        if asker.answer(question):
+            note(self, asker, question)
 
     patch.setattr(cache_keys.Number, 'note', note_what_is_taken)
 
@@ -134,40 +133,30 @@ def owners_in_the_key(patch: Patch) -> None:
 
 def owners_never_told_apart(patch: Patch) -> None:
     """What lies outside of a trace is asked for by the path of its first owner."""
-
-    def note(
-        self: Any, asker: Any, key: Any, tree: Any, path: Any, late: bool = False
-    ) -> None:
-        self.note(asker, path, asker.ask(path))
-
-    patch.setattr(cache_keys.Number, 'note_older', note)
+    patch.setattr(selection, '_older', lambda block, tree, key, path: path)
 
 
 def absolute_questions(patch: Patch) -> None:
     """What lies outside of a trace is asked for by its path from the root."""
-    note = cache_keys.Number.note_older
+    path_of = cache_keys.Asker.path_of
 
-    def path_in(self: Any, tree: Any, key: Any, classes: Any = None) -> paths.Path:
-        return paths.Path.of(*key)
+    def absolute(self: Any, question: Any) -> Any:
+        if isinstance(question, cache_keys.Older):
+            return paths.Path.of(*question.key)
+        return path_of(self, question)
 
-    def note_absolute(
-        self: Any, asker: Any, key: Any, tree: Any, path: Any, late: bool = False
-    ) -> None:
-        note(self, asker, key, tree, paths.Path.of(*key))
-
-    patch.setattr(cache_keys.Asker, 'path_in', path_in)
-    patch.setattr(cache_keys.Number, 'note_older', note_absolute)
+    patch.setattr(cache_keys.Asker, 'path_of', absolute)
 
 
 def values_never_told_apart(patch: Patch) -> None:
     """Other values have one number, also where a trace has read them."""
-    patch.setattr(substitutes.Substitute, 'values', lambda self: None)
+    patch.setattr(substitutes.Substitute, 'token', lambda self: None)
 
 
 def values_in_the_key(patch: Patch) -> None:
     """Other values have another number, also where they are arguments."""
-    key, values = substitutes.Substitute.key, substitutes.Substitute.values
-    patch.setattr(substitutes.Substitute, 'key', lambda self: (key(self), values(self)))
+    key, token = substitutes.Substitute.key, substitutes.Substitute.token
+    patch.setattr(substitutes.Substitute, 'key', lambda self: (key(self), token(self)))
 
 
 def computed_where_the_leaf_is(patch: Patch) -> None:

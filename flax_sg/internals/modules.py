@@ -247,7 +247,7 @@ def _is_looked_at(cls: type) -> bool:
 
 
 class _Known(NamedTuple):
-    """The Module classes at a number of module instances, and those that keep values."""
+    """The Module classes at a number of instances, and those that keep values."""
 
     instances: int
     met: list[weakref.ref[type]]
