@@ -84,7 +84,7 @@ def test_neither_the_import_nor_a_closed_block_changes_flax():
     out = run_python(
         """
 import sys, types
-import flax.core, flax.linen, jax, jax.numpy, jax.custom_batching
+import flax.core, flax.linen, jax, jax.numpy, jax.custom_batching, jax.export
 
 modules = [
     module for name, module in sorted(sys.modules.items())
