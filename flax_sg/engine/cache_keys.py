@@ -133,11 +133,17 @@ class Asker:
         return matched
 
     def answer(self, question: Question) -> Any:
-        """Returns what decides how a trace sees a variable; None if it is unknown."""
+        """Returns what decides how a trace sees a variable.
+
+        Where the path of the variable is unknown, it equals no other answer, so that
+        blocks that differ there share no trace.
+        """
         if isinstance(question, Path):
             return self.ask(question)
         path, rule = self.path_of(question), self.rewrite.rule
-        said = None if path is None else self.ask(path)
+        if path is None:
+            return object()
+        said = self.ask(path)
         if not said:
             return said
         # The rule is applied outside the trace. The result differs by path, which

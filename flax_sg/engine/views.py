@@ -147,7 +147,7 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
 
 
 def _applies(block: Block, root: Root) -> bool:
-    return not (block.rewrite.rule.brings and root.initializing)
+    return block.rewrite.rule.at_init or not root.initializing
 
 
 def _view_leaf(

@@ -365,9 +365,8 @@ def _too_late(
         return None
     for block in open_blocks[open_blocks.index(first) :]:
         rule = block.rewrite.rule
-        is_same = rule.idempotent
         has_parts = block.asker.asks_classes and 'array' in block.rewrite.where.needs
-        if name not in lifting.SAME_VARIABLES or not is_same or has_parts:
+        if name not in lifting.SAME_VARIABLES or not rule.anywhere or has_parts:
             return first
     return None
 

@@ -42,6 +42,7 @@ class _HoldState(rules.Rule):
     name = 'hold_state'
     asks_path = False
     idempotent = True
+    anywhere = True
 
 
 def state_in(where: filters.Where, unused: str = 'ignore') -> rules.Rewrite:

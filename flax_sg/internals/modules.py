@@ -227,15 +227,21 @@ def classes_that_keep() -> list[weakref.ref[type]]:
     global _known
     count = linen_module.uuid._id
     if _known.instances != count:
-        met: list[type] = [Module]
-        for cls in met:
-            met += cls.__subclasses__()
-        refs = [*map(weakref.ref, dict.fromkeys(met))]
+        met: dict[type[Module], None] = {}
+        waiting: list[type[Module]] = [Module]
+        while waiting:
+            cls = waiting.pop()
+            if cls not in met:
+                met[cls] = None
+                waiting += cls.__subclasses__()
+        # A class may get another setup later.
+        setups = [cls.setup is not Module.setup for cls in met]
+        now = [*map(weakref.ref, met)], setups
         keeping = _known.keeping
-        if refs != _known.met:
-            found = [ref for ref in refs if (cls := ref()) and _is_looked_at(cls)]
+        if now != _known.met:
+            found = [weakref.ref(cls) for cls in met if _is_looked_at(cls)]
             keeping = keeping if found == keeping else found
-        _known = _Known(count, refs, keeping)
+        _known = _Known(count, now, keeping)
     return _known.keeping
 
 
@@ -247,14 +253,20 @@ def _is_looked_at(cls: type) -> bool:
 
 
 class _Known(NamedTuple):
-    """The Module classes at a number of instances, and those that keep values."""
+    """The Module classes at a number of instances, and those that keep values.
+
+    Attributes:
+        instances: how many modules there had been.
+        met: all classes, and whether each has a ``setup`` of its own.
+        keeping: those that keep values.
+    """
 
     instances: int
-    met: list[weakref.ref[type]]
+    met: tuple[list[weakref.ref[type]], list[bool]]
     keeping: list[weakref.ref[type]]
 
 
-_known = _Known(-1, [], [])
+_known = _Known(-1, ([], []), [])
 
 
 def keeps(cls: type) -> bool:

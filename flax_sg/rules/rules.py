@@ -44,16 +44,19 @@ class Rule:
     """On what is read, or on its cotangents, or on writes, which raise then. Of a rule
     on cotangents each extent, in each ``apply``, makes a value of its own in the trace
     where the extent begins. Otherwise one value is made in the trace of the leaf."""
-    idempotent: bool = False
-    """Whether it has the same effect twice, and further in, as once."""
+    idempotent: ClassVar[bool] = False
+    """Whether it has the same effect twice as once."""
+    anywhere: bool = False
+    """Whether it also has that effect in the body of a transform, after other rules."""
     jointly: ClassVar[bool] = False
     """Whether the result for one leaf depends on all selected leaves."""
     operands: Sequence[Any] = ()
     """Numbers and arrays that the rule uses, beside the leaves."""
     brings: bool = False
     """Whether readers see values that are not computed from the leaf alone. They
-    belong to the trace in which the extent began, and there are none for variables
-    that ``init`` is making."""
+    belong to the trace in which the extent began."""
+    at_init: ClassVar[bool] = True
+    """Whether the rule is applied to variables that ``init`` is making."""
     runs_code: bool = False
     """Whether the rule runs a function of the user, which may read variables."""
 
@@ -124,11 +127,12 @@ class StopGradient(Rule):
 
     name = 'stop_gradient'
     asks_path = False
+    idempotent = True
     levels: int | None = None
 
     def __post_init__(self) -> None:
         # Which derivative is the innermost one depends on the place.
-        object.__setattr__(self, 'idempotent', self.levels is None)
+        object.__setattr__(self, 'anywhere', self.levels is None)
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
@@ -148,6 +152,7 @@ class ReadOnly(Rule):
     asks_path = False
     acts_on = 'writes'
     idempotent = True
+    anywhere = True
 
 
 class Keyed(Rule):

@@ -39,6 +39,7 @@ class Substitute(rules.Keyed):
 
     name = 'substitute'
     brings = True
+    at_init = False  # The variables are what is being made then.
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """What is read instead of one leaf."""

@@ -679,3 +679,22 @@ def test_zeros_are_in_the_memory_of_the_parameter():
     p = {'w': jax.device_put(jnp.ones(3), host), 'b': jnp.ones(4)}
     assert ZEROS(p)['w'].sharding.memory_kind == 'pinned_host'
     assert ZEROS({**p, 'w': jnp.ones(3)})['w'].sharding.memory_kind == 'device'
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_gradient_in_a_method_while_init_runs(compiled):
+    class Inner(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            sub = fnn.Dense(1, name='sub')
+            sub(x)
+            return sg.grad(lambda: jnp.sum(sub(x) ** 2), of=sub)()
+
+    def both():
+        return Inner().init_with_output(jax.random.key(0), X)
+
+    grads, variables = jax.jit(both)() if compiled else both()
+    params = variables['params']['sub']
+    of_dense = lambda p: jnp.sum(fnn.Dense(1).apply({'params': p}, X) ** 2)  # noqa: E731
+    by_hand = jax.jit(jax.grad(of_dense)) if compiled else jax.grad(of_dense)
+    oracle.assert_same(grads['params'], by_hand(params))

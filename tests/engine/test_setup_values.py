@@ -707,3 +707,86 @@ def test_what_cannot_be_computed_again_raises(cls, reason):
 
     with pytest.raises(errors.SetupValueError, match=reason):
         jax.vjp(fn, params)
+
+
+class _Foreign(linen.Module):
+    """Keeps a value that another model made, which is read in its own ``apply``."""
+
+    given: Callable[[], Any]
+
+    def setup(self):
+        self.own = self.param('own', linen.initializers.ones, ())
+        self.kept = _Sum().apply({'params': self.given()}) * self.own
+
+    def __call__(self, filters):
+        run = jax.jit(lambda: self.kept * 1.0)
+        out = []
+        with nn.stop_gradient('nothing', unused='ignore'):  # It keeps the tree alive.
+            for where in filters:
+                with nn.stop_gradient(where, unused='ignore'):
+                    assert self.kept is not None  # Found before JAX traces ``run``.
+                    out.append(run())
+        return out
+
+
+class _Sum(linen.Module):
+    @linen.compact
+    def __call__(self):
+        ones = linen.initializers.ones
+        return self.param('a', ones, ()) + 10.0 * self.param('b', ones, ())
+
+
+class _Around(linen.Module):
+    given: Callable[[], Any]
+
+    @linen.compact
+    def __call__(self, filters):
+        return _Foreign(self.given, name='inner')(filters)
+
+
+def _called(name: str) -> Callable[[Any], bool]:
+    return lambda path: path.name == name
+
+
+@pytest.mark.parametrize('filters', [('a', 'b'), (_called('a'), _called('b'))])
+@pytest.mark.parametrize('order', [(0, 1), (1, 0), (0, 1, 0)])
+def test_a_kept_value_of_another_model_in_blocks_one_after_the_other(filters, order):
+    params = {'a': jnp.float32(2.0), 'b': jnp.float32(3.0)}
+    current = [params]
+    model = _Around(lambda: current[0])
+    variables = model.init(jax.random.key(0), ())
+
+    def loss(params, number):
+        current[0] = params
+        return model.apply(variables, [filters[n] for n in order])[number]
+
+    for number, stops in enumerate(order):
+        grads = jax.grad(loss)(params, number)
+        assert grads == {'a': 0.0 if stops == 0 else 1.0, 'b': 10.0 * (stops == 0)}
+
+
+class _Patched(linen.Module):
+    def __call__(self, x):
+        return x
+
+
+def test_a_setup_that_a_class_gets_later():
+    variables = {'params': {'w': jnp.float32(2.0)}}
+
+    def setup(self):
+        self.w = self.param('w', linen.initializers.ones, ())
+
+    def loss(variables, where):
+        module = _Patched().bind(variables)
+        assert module.w is not None  # ``setup`` has run before the block.
+        with nn.stop_gradient(where, unused='ignore'):
+            return module.w * 1.0
+
+    with nn.stop_gradient(True, unused='ignore'):
+        _Patched().apply(variables, 1.0)
+    _Patched.setup = setup
+    try:
+        assert jax.grad(loss)(variables, 'w')['params']['w'] == 0.0
+        assert jax.grad(loss)(variables, 'other')['params']['w'] == 1.0
+    finally:
+        del _Patched.setup

@@ -165,15 +165,16 @@ def test_every_way_to_read(read):
         lambda state: optax.tree.norm(sg.partition(state, 'body/**')),
     ],
 )
+@pytest.mark.parametrize('levels', [None, 1])
 @pytest.mark.parametrize('compiled', [False, True])
-def test_a_penalty_of_the_leaves_of_a_state(read, compiled):
+def test_a_penalty_of_the_leaves_of_a_state(read, compiled, levels):
     """A penalty on weights takes the state apart, and reads no Variable."""
 
     def of_state(model):
         return read(nnx.state(model, nnx.Param))
 
     def in_a_block(model):
-        with nnx.stop_gradient(model, 'body/**'):
+        with nnx.stop_gradient(model, 'body/**', levels=levels):
             return (jax.jit(of_state) if compiled else of_state)(model)
 
     def by_copy(model):
@@ -184,7 +185,7 @@ def test_a_penalty_of_the_leaves_of_a_state(read, compiled):
         pure(nnx.grad(in_a_block)(Net())), pure(nnx.grad(by_copy)(Net()))
     )
     model = Net()
-    with nnx.stop_gradient(model, 'body/**'):
+    with nnx.stop_gradient(model, 'body/**', levels=levels):
         around = pure(nnx.grad(jax.jit(of_state) if compiled else of_state)(model))
     oracle.assert_same(around, pure(nnx.grad(by_copy)(Net())))
 
