@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 import by_hand
 import flax_sg as sg
 from flax_sg import nnx
+from tasks import read_while_another_waits
 
 
 class Hijax(nnx.Module):
@@ -83,21 +83,8 @@ def close_first() -> None:
 
 
 def awaited() -> None:
-    async def holds() -> None:
-        with nnx.stop_gradient(model, 'kernel'):
-            await asyncio.sleep(0)
-
-    async def reads() -> None:
-        model(jnp.ones((1, 2)))
-
-    async def main() -> None:
-        task = asyncio.create_task(holds())
-        try:
-            await asyncio.create_task(reads())
-        finally:
-            task.cancel()
-
-    asyncio.run(main())
+    block = nnx.stop_gradient(model, 'kernel')
+    read_while_another_waits(block, lambda: model(jnp.ones((1, 2))))
 
 
 def stopped_state() -> None:

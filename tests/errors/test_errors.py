@@ -4,7 +4,6 @@ Errors of filters and of their functions are tested with those.
 """
 
 import ast
-import asyncio
 import copy
 import functools
 import importlib
@@ -36,6 +35,7 @@ import tree_errors
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.internals import required, versions
+from tasks import read_while_another_waits
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -120,21 +120,8 @@ def close_in_another_thread() -> None:
 
 
 def awaited() -> None:
-    async def holds():
-        with nn.stop_gradient('encoder/**'):
-            await asyncio.sleep(0)
-
-    async def reads():
-        MODEL.apply(VARIABLES, X)
-
-    async def main():
-        task = asyncio.create_task(holds())
-        try:
-            await asyncio.create_task(reads())
-        finally:
-            task.cancel()
-
-    asyncio.run(main())
+    block = nn.stop_gradient('encoder/**')
+    read_while_another_waits(block, lambda: MODEL.apply(VARIABLES, X))
 
 
 def lacks_a_name() -> None:
