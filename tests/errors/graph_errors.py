@@ -168,7 +168,7 @@ CASES: dict[str, Any] = {
     'a read in another task than the block of a model': (
         awaited,
         "BlockError: the block of Linear: stop_gradient(Glob('kernel')), opened at "
-        'graph_errors.py:LINE, belongs to another asyncio task, which was suspended '
+        'tasks.py:LINE, belongs to another asyncio task, which was suspended '
         'inside it.\n'
         'Leave the block before await.',
     ),

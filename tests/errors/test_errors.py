@@ -268,7 +268,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'suspended task': (
         awaited,
-        f'BlockError: the block of {REWRITE}, opened at test_errors.py:LINE, belongs '
+        f'BlockError: the block of {REWRITE}, opened at tasks.py:LINE, belongs '
         'to another asyncio task, which was suspended inside it.\n'
         'Leave the block before await.',
     ),
@@ -475,7 +475,7 @@ def test_the_whole_message(case):
     error = raised(case)[0]
     lines = f'{type(error).__name__}: {error}'.split('------------------')[0]
     lines = lines.rstrip('\n')
-    lines = re.sub(r'(\w+_errors\.py):\d+', r'\1:LINE', lines)
+    lines = re.sub(r'((?:\w+_errors|tasks)\.py):\d+', r'\1:LINE', lines)
     assert lines.splitlines() == CASES[case][1].splitlines()
 
 
