@@ -235,8 +235,7 @@ def rules_stand_at_each_read(patch: Patch) -> None:
     view = views._view_variable
 
     def fresh(root: Any, blocks: Any, key: Any, value: Any) -> Any:
-        root.seen.clear()
-        root.joint.clear()
+        root.views.clear()
         return view(root, blocks, key, value)
 
     patch.setattr(views, '_view_variable', fresh)

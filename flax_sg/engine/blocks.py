@@ -135,6 +135,48 @@ class Block:
         return Made()
 
 
+@dataclass
+class Handed:
+    """What the body of a lifted transform starts with; nothing elsewhere.
+
+    Attributes:
+        covered: the blocks that were open when the body began. They apply outside.
+        values: the variables, as Flax passed them in.
+        selected: those that were rewritten outside.
+    """
+
+    covered: tuple[Block, ...] = ()
+    values: dict[Key, Any] = field(default_factory=dict)
+    selected: frozenset[Key] = frozenset()
+
+    def has(self, block: Block, key: Key, value: Any) -> bool:
+        """Whether the block's rule was applied to ``value`` outside the body.
+
+        ``value`` is a variable or one of its leaves. Only the leaves are compared,
+        since their containers may have been rebuilt.
+        """
+        if block not in self.covered:
+            return False
+        begun = {id(leaf) for leaf in jax.tree.leaves(self.values.get(key))}
+        return all(id(leaf) in begun for leaf in jax.tree.leaves(value))
+
+
+@dataclass
+class Setups:
+    """The runs of ``setup`` of the modules of a tree.
+
+    Attributes:
+        made_in: if the tree serves a second run, the blocks of that run.
+        running: by id, modules whose ``setup`` runs, or ran for a second time in this
+            tree, and the blocks that were open.
+        values: for each block, the values kept by ``setup``, as readers see them.
+    """
+
+    made_in: tuple[Block, ...] | None = None
+    running: dict[int, tuple[Block, ...]] = field(default_factory=dict)
+    values: dict[Block, dict[int, Any]] = field(default_factory=dict)
+
+
 class Root:
     """Holds what the open blocks know of one tree of variables.
 
@@ -143,59 +185,45 @@ class Root:
     Attributes:
         tree: identity of the ``apply`` that the tree comes from. The body of a lifted
             transform shares the identity of the scope it was lifted from.
-        covered: the blocks that were open when the body of a lifted transform began.
-            The variables that the body starts with were rewritten outside.
+        parts: the paths and collections that make up the tree; several in the body of
+            a transform of several modules.
         initializing: whether ``init`` is making the variables.
         level, kept_trace: the trace in which the tree began, and the innermost trace
             around the tree that JAX may cache.
+        handed: what the tree starts with, if it belongs to a lifted body.
+        views: for each block, what readers of the tree see in it; see ``views.py``.
+        setups: the runs of ``setup`` of its modules.
+        sown: the variables that ``Module.sow`` has written in a block.
         pending: closed blocks that are judged when the tree is complete, each with
             the exception that was being handled when it closed.
-        set_up_in: by id, modules whose ``setup`` runs, or ran for a second time in
-            this tree, and the blocks that were open.
-        made_in: if the tree serves a second run of a ``setup``, the blocks of that run.
-        handed: the variables that the body starts with, as Flax passed them in.
-        selected: the variables in ``handed`` that were rewritten outside.
-        parts: the paths and collections that make up the tree; several in the body of
-            a transform of several modules.
-        seen: the leaves that were rewritten for readers of this tree; see ``views.py``.
-        joint: for each block, the leaves that its rule rewrites together.
-        setup_values: for each block, the values kept by ``setup``, as readers see them.
-        sown: the variables that ``Module.sow`` has written in a block.
-        noted_for, listed: the serial number of the stamp for which the tree was noted
-            last, and the variables that it had.
+        noted: the serial number of the stamp for which the tree was noted last, and
+            the variables that it had.
     """
 
-    def __init__(self, tree: Tree, covered: tuple[Block, ...] = ()) -> None:
+    def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self.covered = covered
+        self.parts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
         self.initializing = False
         self.level: Any = None
         self.kept_trace: Any = None
-        self.pending: list[Any] = []
-        self.set_up_in: dict[int, tuple[Block, ...]] = {}
-        self.made_in: tuple[Block, ...] | None = None
-        self.handed: dict[Key, Any] = {}
-        self.selected: frozenset[Key] = frozenset()
-        self.parts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
-        self.seen: dict[Block, dict[Key, Any]] = {}
-        self.joint: dict[Block, Any] = {}
-        self.setup_values: dict[Block, dict[int, Any]] = {}
+        self.handed = Handed()
+        self.views: dict[Block, Any] = {}
+        self.setups = Setups()
         self.sown: set[Key] = set()
-        self.noted_for = 0
-        self.listed: frozenset[Key] = frozenset()
+        self.pending: list[Any] = []
+        self.noted: tuple[int, frozenset[Key]] = (0, frozenset())
 
     def as_scratch(self, made_in: tuple[Block, ...]) -> Root:
         """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
         scratch = copy.copy(self)
-        scratch.made_in, scratch.setup_values, scratch.set_up_in = made_in, {}, {}
-        scratch.pending, scratch.sown = [], set()
+        scratch.setups, scratch.pending, scratch.sown = Setups(made_in), [], set()
         return scratch
 
     def within(self, covered: tuple[Block, ...]) -> Root:
         """Returns a root of the same tree, for a body that begins in blocks."""
-        inner = Root(self.tree, covered)
+        inner = Root(self.tree)
         inner.initializing, inner.pending = self.initializing, self.pending
-        inner.made_in = self.made_in
+        inner.handed, inner.setups = Handed(covered), Setups(self.setups.made_in)
         return inner
 
     # All roots are equal, and no dataclasses: scopes carry them in their flags, and
@@ -209,19 +237,8 @@ class Root:
 
     def forget(self, block: Block) -> None:
         """Drops the values kept for a closed block."""
-        for kept in (self.seen, self.joint, self.setup_values):
-            kept.pop(block, None)
-
-    def begins_with(self, block: Block, key: Key, value: Any) -> bool:
-        """Whether the block's rule was applied to ``value`` outside the lifted body.
-
-        ``value`` is a variable or one of its leaves. Only the leaves are compared,
-        since their containers may have been rebuilt.
-        """
-        if block not in self.covered:
-            return False
-        begun = {id(leaf) for leaf in jax.tree.leaves(self.handed.get(key))}
-        return all(id(leaf) in begun for leaf in jax.tree.leaves(value))
+        self.views.pop(block, None)
+        self.setups.values.pop(block, None)
 
 
 _KnownRoot = tuple[Root, tuple[str, ...], dict[str, Any]]

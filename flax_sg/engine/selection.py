@@ -103,7 +103,7 @@ def selects(
         _note(block, root, key, path, said)
         if read and said:
             block.number.token = block.rewrite.rule.token()
-    elif not in_program and (read or not root.noted_for):
+    elif not in_program and (read or not root.noted[0]):
         block.beside.add(key)
     return said
 
@@ -129,7 +129,7 @@ def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:
         number.note(block.asker, question, late=number is block.home)
     if not root.initializing:
         note_tree(block, root)
-    listed = path.classes is None and key in root.listed
+    listed = path.classes is None and key in root.noted[1]
     kind = len(block.outer), bool(said)
     running.note_read((key, path.classes), kind, _is_foreign(block, root), listed)
 
@@ -143,7 +143,7 @@ def _older(block: Block, tree: Tree | None, key: Key, path: Path) -> Older:
 def note_tree(block: Block, root: Root) -> None:
     """Notes the variables of a tree, for the programs that are being traced."""
     now = thread.blocks[-1].stamp.serial
-    if root.noted_for == now:
+    if root.noted[0] == now:
         return
     keys = tuple(
         key
@@ -151,7 +151,7 @@ def note_tree(block: Block, root: Root) -> None:
         for collection, tree in collections.items()
         for key in iter_leaf_keys((collection, above), tree)
     )
-    root.noted_for, root.listed = now, frozenset(keys)
+    root.noted = now, frozenset(keys)
     running.note_tree(keys, _is_foreign(block, root))
 
 

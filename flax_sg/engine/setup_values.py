@@ -78,13 +78,13 @@ def try_setup(self: Any, shallow: bool = False) -> None:
         with blocks.thread.only(()):
             return original(self, shallow)
     root, before = blocks.root_of(self.scope), blocks.thread.rewritten
-    root.set_up_in[id(self)] = open_blocks
-    if root.made_in is not None:  # A second run keeps what it makes as it is.
+    root.setups.running[id(self)] = open_blocks
+    if root.setups.made_in is not None:  # A second run keeps what it makes as it is.
         return original(self)
     try:
         original(self)
     finally:
-        del root.set_up_in[id(self)]
+        del root.setups.running[id(self)]
     # Nothing is differentiated by what ``init`` makes.
     if blocks.thread.rewritten != before and not root.initializing:
         _make_plain(_SetupValues.of(self, root, open_blocks))
@@ -124,7 +124,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if scope is None or not open_blocks:
         return value
     root = blocks.root_of(scope)
-    made_in = root.set_up_in.get(id(module), root.made_in or ())
+    made_in = root.setups.running.get(id(module), root.setups.made_in or ())
     if root.initializing or made_in == open_blocks:
         return value
     values = _SetupValues.of(module, root, open_blocks)
@@ -160,7 +160,7 @@ class _SetupValues:
     @classmethod
     def of(cls, module: Any, root: blocks.Root, open_blocks: _Blocks) -> _SetupValues:
         """Returns the values of a module, cached until the innermost block closes."""
-        of_block = root.setup_values.setdefault(open_blocks[-1], {})
+        of_block = root.setups.values.setdefault(open_blocks[-1], {})
         if id(module) not in of_block:
             of_block[id(module)] = cls(module, root, open_blocks)
         return of_block[id(module)]
@@ -315,7 +315,7 @@ def _asks(scope: Scope, collection: str) -> None:
 def writes_elsewhere(scope: Scope, collection: str) -> bool:
     """Whether a second run writes outside its scratch scopes; notes a doubt if so."""
     doubts = blocks.thread.doubts
-    if doubts is None or blocks.root_of(scope).made_in is not None:
+    if doubts is None or blocks.root_of(scope).setups.made_in is not None:
         return False
     doubts.append(f'it lets a module elsewhere write {collection!r}')
     return True

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,24 @@ class Seen:
         return map_leaves(lambda _, x: back.get(id(x), (x, x))[1], ('', ()), value)
 
 
+class _Views:
+    """Holds what readers of one tree see in one block.
+
+    Attributes:
+        seen: the leaves of each variable.
+        joint: the leaves that a joint rule rewrites together, once one is read.
+    """
+
+    def __init__(self) -> None:
+        self.seen = defaultdict[Key, Seen](Seen)
+        self.joint: _Joint | None = None
+
+    @classmethod
+    def of(cls, root: Root, block: Block) -> _Views:
+        """Returns the views of a tree in a block."""
+        return root.views.get(block) or root.views.setdefault(block, cls())
+
+
 def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     """Returns what a reader sees instead of a variable or a subtree of variables.
 
@@ -104,12 +123,11 @@ def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
 
     def back(key: Key, value: Any) -> Any:
         for block in reversed(blocks):
-            seen = root.seen.get(block, {}).get(key)
-            if seen is not None:
-                value = seen.stored_value(value)
+            if block in root.views and key in root.views[block].seen:
+                value = root.views[block].seen[key].stored_value(value)
         return value
 
-    return map_variables(back, key, value) if root.seen else value
+    return map_variables(back, key, value) if root.views else value
 
 
 def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
@@ -117,7 +135,7 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
     for block in blocks:
         # The values that a lifted body starts with were rewritten outside, selected by
         # their names outside: ``nn.map_variables`` renames variables in the body.
-        if root.begins_with(block, key, value) or is_given(block, root, value):
+        if root.handed.has(block, key, value) or is_given(block, root, value):
             continue
         if any([selects(block, root, leaf_key) for leaf_key in keys]):
             check(block, root, key)
@@ -127,10 +145,7 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
 
 
 def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
-    of_block = root.seen.setdefault(block, {})
-    seen = of_block.get(key)
-    if seen is None:
-        seen = of_block[key] = Seen()
+    seen = _Views.of(root, block).seen[key]
     viewed = AS_IT_IS
     if block.rewrite.rule.brings and _applies(block, root):
         viewed = _instead(block, root, key, value)
@@ -155,7 +170,7 @@ def _view_leaf(
 ) -> Any:
     found = seen.views.get((key, id(leaf)))
     if found is None:
-        if root.begins_with(block, variable, leaf) or not selects(block, root, key):
+        if root.handed.has(block, variable, leaf) or not selects(block, root, key):
             return leaf
         new = _new_leaf(block, root, key, leaf) if _applies(block, root) else leaf
         found = seen.views[key, id(leaf)] = leaf, new
@@ -209,9 +224,9 @@ def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
         return leaf
     if rule.jointly:
         note_all(block, root)
-        if block not in root.joint:
-            root.joint[block] = _Joint(block, root)
-        new = root.joint[block].seen(block, root, key, leaf)
+        views = _Views.of(root, block)
+        views.joint = views.joint or _Joint(block, root)
+        new = views.joint.seen(block, root, key, leaf)
     else:
         with _seeing_outside(block), _begin(block, root, [leaf]):
             new = _applied(block, root, key, leaf)
@@ -246,7 +261,7 @@ def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
 def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
     """Notes the rewritten leaves that a lifted body in a block starts with."""
     if block.rewrite.rule.acts_on == 'cotangents':
-        for key in handed.keys() & root.selected:
+        for key in handed.keys() & root.handed.selected:
             for leaf in jax.tree.leaves(handed[key]):
                 block.made.note(leaf)
 
@@ -263,7 +278,7 @@ class _Joint:
         self._seen: dict[tuple[Key, int], tuple[Any, Any]] = {}
         # The leaves may have been rewritten outside the body. And a block opened in a
         # body may read its tree on both sides of the transform.
-        is_outside = any(block is other for other in root.covered)
+        is_outside = any(block is other for other in root.handed.covered)
         together = block.made.together
         self._is_split = not is_outside and (
             together.setdefault(root.tree, root) is not root

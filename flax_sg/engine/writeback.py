@@ -203,7 +203,7 @@ class _Lift:
 
     def _selected(self, inner: blocks.Root, index: int, key: Key, value: Any) -> bool:
         root = self.roots[index]
-        return key in root.selected or any(
+        return key in root.handed.selected or any(
             selection.selects(block, inner, leaf_key, read=False, noted=True)
             for block in self.outside
             if selection.wants(block, key[0])
@@ -230,8 +230,8 @@ class _Lift:
                 or self._selected(root, index, key, value)
             )
             root.parts.append((inner.path, core_scopes.variables_of(inner)))
-            root.handed |= handed
-            root.selected |= selected
+            root.handed.values |= handed
+            root.handed.selected |= selected
             for block in self.outside:
                 views.note_handed(block, root, handed)
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
@@ -250,8 +250,8 @@ class _Lift:
                 if not inner.is_mutable_collection(col):
                     continue
                 for key, value in iter_variables((col, inner.path), tree):
-                    if key in root.selected and key in self.stored[index]:
-                        origin = _origin(root.handed[key], value)
+                    if key in root.handed.selected and key in self.stored[index]:
+                        origin = _origin(root.handed.values[key], value)
                         if self.is_loop:
                             # A leaf that changes its position at each step was written.
                             origin = _unmoved(origin)

@@ -40,7 +40,7 @@ def check(
     if not refusing:
         return
     root = blocks.root_of(scope)
-    if root.made_in is not None:  # A second run of ``setup``: its writes are discarded.
+    if root.setups.made_in is not None:  # Writes of a second run are discarded.
         return
     stored = core_scopes.stored(scope)
     for variable, new in iter_variables(key, value):
