@@ -203,8 +203,9 @@ class _Lift:
 
     def _selected(self, inner: blocks.Root, index: int, key: Key, value: Any) -> bool:
         root = self.roots[index]
+        # JAX keeps the body of ``nn.jit``. Of the others each call has a new one.
         return key in root.handed.selected or any(
-            selection.selects(block, inner, leaf_key, read=False, noted=True)
+            selection.selects(block, inner, leaf_key, read=False, noted=self.is_jit)
             for block in self.outside
             if selection.wants(block, key[0])
             for leaf_key in leaf_keys(key, value)
