@@ -855,3 +855,78 @@ def test_an_initializer_that_reads_parameters_through_a_cached_trace():
     x, params = jnp.arange(1.0, 4), {'w': jnp.ones(3), 'b': jnp.ones(3)}
     grads = jax.grad(lambda p: Model().apply({'params': p}, x))(params)
     oracle.assert_same(grads, {'w': x, 'b': 2 * x})
+
+
+# Lifted transforms whose body is new in each call, so that JAX keeps no trace of it.
+NEW_BODIES: dict[str, Callable[[type], type]] = {
+    'scan': lambda cls: fnn.scan(cls, variable_broadcast='params', split_rngs=SPLIT),
+    'scan of layers': lambda cls: fnn.scan(
+        cls, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+    ),
+    'remat': fnn.remat,
+    'vmap': lambda cls: fnn.vmap(
+        cls, in_axes=(0, None), variable_axes={'params': None}, split_rngs=SPLIT
+    ),
+}
+SPLIT = {'params': False}
+
+
+@pytest.mark.parametrize('lift', NEW_BODIES)
+def test_blocks_around_a_body_trace_its_helpers_once(lift):
+    sequences.forget_contexts()
+
+    @jax.jit
+    def counted(x):
+        TRACES.append(None)
+        return jnp.tanh(x)
+
+    class Cell(fnn.Module):
+        @fnn.compact
+        def __call__(self, carry, _):
+            return counted(fnn.Dense(3, name='b')(fnn.Dense(3, name='a')(carry))), None
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, names):
+            cell, steps = NEW_BODIES[lift](Cell)(name='cell'), jnp.zeros(2)
+            for name in names:
+                with nn.stop_gradient(lambda path, name=name: name in path.parts):
+                    x, _ = cell(x, steps)
+            return jnp.sum(cell(x, steps)[0])
+
+    def traces(names: str) -> int:
+        counted.clear_cache()
+        TRACES.clear()
+        jax.jit(jax.grad(lambda v: Model().apply(v, X, names))).trace(variables)
+        return len(TRACES)
+
+    variables = Model().init(jax.random.key(0), X, '')
+    # Blocks share a number. Without blocks there is another one.
+    assert traces('abab') == 2 * traces('')
+
+
+def test_a_helper_in_the_body_of_a_scan_reads_what_a_block_brings():
+    """JAX keeps the helper; what it reads of a broadcast array is a constant to it."""
+    scopes: list[Any] = []
+
+    @jax.jit
+    def helper(x):
+        return x * scopes[-1].get_variable('params', 'w')
+
+    class Cell(fnn.Module):
+        @fnn.compact
+        def __call__(self, carry, x):
+            self.param('w', fnn.initializers.ones, ())
+            scopes.append(self.scope)
+            return helper(carry) + x, None
+
+    model = fnn.scan(Cell, variable_broadcast='params', split_rngs=SPLIT)()
+    variables = model.init(jax.random.key(0), jnp.ones(()), jnp.zeros(3))
+
+    def run() -> Any:
+        return model.apply(variables, jnp.ones(()), jnp.zeros(3))[0]
+
+    for w in (2.0, 3.0, 2.0):
+        with nn.substitute({'w': jnp.float32(w)}):
+            assert run() == w**3
+    assert run() == 1.0
