@@ -12,7 +12,7 @@ from typing import Any
 from flax.core.scope import CollectionFilter, Scope
 
 from flax_sg import filters
-from flax_sg.engine import extents
+from flax_sg.engine import opening
 from flax_sg.forms import reads
 from flax_sg.rules import rules
 
@@ -48,7 +48,7 @@ def lift(fn: Callable[..., Any], rewrite: rules.Rewrite) -> Callable[..., Any]:
     # A scope in which ``fn`` may declare what the caller has declared before.
     @functools.wraps(fn)
     def wrapper(scope: Scope, *args: Any, **kwargs: Any) -> Any:
-        with extents.Extent(rewrite, scope):
+        with opening.InBlock(rewrite, scope):
             return fn(scope.rewound(), *args, **kwargs)
 
     return wrapper

@@ -14,9 +14,9 @@ from jax.interpreters import ad
 from flax_sg.engine import (
     blocks,
     cache_keys,
-    extents,
     hooks,
     judgement,
+    opening,
     selection,
     views,
     writeback,
@@ -195,7 +195,7 @@ def one_stack_for_all_threads(patch: Patch) -> None:
     for name in ('__init__', 'set_blocks', '_set_aside', 'only', 'forget'):
         setattr(Shared, name, names[name])
     shared = Shared()
-    for module in (blocks, extents, judgement, selection, views):
+    for module in (blocks, opening, judgement, selection, views):
         patch.setattr(module, 'thread', shared)
 
 

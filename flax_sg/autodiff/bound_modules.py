@@ -14,7 +14,7 @@ from flax import linen
 from flax.core.scope import Scope
 
 from flax_sg import errors, filters
-from flax_sg.engine import blocks, extents, views
+from flax_sg.engine import blocks, opening, views
 from flax_sg.filters.paths import Path
 from flax_sg.forms import rewrites
 from flax_sg.internals import tracing
@@ -115,7 +115,7 @@ def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..
         rule = Replaced(scope.path, leaves_of(_read(module)), new.values)
         every = rewrites.BlockDecorator(filters.Constant(True), rule, True, 'ignore')
         try:
-            with extents.Extent(every, scope, extents.NOTHING):
+            with opening.InBlock(every, scope, opening.NOTHING):
                 return fun(*args, **kwargs)
         finally:
             rule.clear()

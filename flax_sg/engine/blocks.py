@@ -57,7 +57,9 @@ class Made:
 
 @dataclass(eq=False)
 class Block:
-    """Holds the data of one open extent of a rewrite.
+    """Holds the data of one open block: code in which a rewrite holds.
+
+    That is a ``with`` statement, or a call of a wrapper, a lifted class or a function.
 
     Attributes:
         rewrite: the rule, and the variables that it applies to.

@@ -147,7 +147,7 @@ class Asker:
         if not said:
             return said
         # The rule is applied outside the trace. The result differs by path, which
-        # depends on the owner, and by extent, if each extent makes its own value.
+        # depends on the owner, and by block, if each block makes its own value.
         return (
             said,
             str(path) if rule.asks_path else None,

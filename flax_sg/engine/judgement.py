@@ -1,6 +1,6 @@
-"""Checks, when an extent ends, that its filter matched something there.
+"""Checks, when a block ends, that its filter matched something there.
 
-Each pattern has to match a variable that exists under the extent, read or not.
+Each pattern has to match a variable that exists in the block, read or not.
 Otherwise the pattern is a typo. Initialization creates variables one by one, so its
 blocks are judged when the tree is complete. A ``with`` block warns if it rewrote
 nothing that was read: perhaps what it names was computed a line before.
@@ -118,7 +118,7 @@ def _ran(block: Block, stamps: Sequence[Stamp]) -> Iterator[Path]:
 
 
 def _meet_the_rest(block: Block) -> None:
-    """Asks the filter about the variables under the extent that nobody has read."""
+    """Asks the filter about the variables in the block that nobody has read."""
     if block.owner is None:
         for known in list(thread.roots.values()):
             _meet(block, *known)
@@ -237,7 +237,7 @@ def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
             if block.rewrite.rule.brings and names is named:
                 fix = "Name one of these: collections on top, {'params': tree}."
             return errors.UnusedFilterError(
-                f'no collection {name!r} exists under this extent; there are {known}.\n'
+                f'no collection {name!r} exists in this block; there are {known}.\n'
                 f'{fix}'
             )
     return None

@@ -7,7 +7,7 @@ closing a block has nothing to undo.
 Each rewritten value is made in the right trace. A stopped value is the same in every
 trace. A rule on cotangents depends on the trace of the identity function that carries
 the rule: JAX first sums the cotangents of all uses between this identity and the loss.
-So the identity is made in the trace where the extent begins, or where the ``apply``
+So the identity is made in the trace where the block begins, or where the ``apply``
 inside it begins, and not where the leaf comes from. In the body of a scan the rule then
 maps the cotangent of one step, even for a leaf from outside the scan. A value that a
 rule brings along is made in the trace in which the block was opened, or in the leaf's
@@ -255,7 +255,7 @@ def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
 
 
 def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
-    """Enters the trace in which the extent and the tree in it have both begun."""
+    """Enters the trace in which the block and the tree in it have both begun."""
     used = (*leaves, *block.rewrite.rule.operands)
     levels = (block.level, root.level)
     return tracing.in_innermost_trace(levels, *used, examples=False)

@@ -196,7 +196,7 @@ def at(where: Any, index: Any) -> Filter:
         where: which variables: any kind of filter.
         index: which elements of each: whatever numpy takes between brackets, of ints,
             slices, ``...``, and arrays of ints or bools. It is that of the array where
-            the extent begins: outside a scan the first axis may be that of the layers.
+            the block begins: outside a scan the first axis may be that of the layers.
 
     Returns:
         A filter. Where a leaf cannot be split (``sg.partition``, masks, labels) it is

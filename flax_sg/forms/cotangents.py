@@ -60,7 +60,7 @@ def map_cotangent(
         *values: numbers and arrays, traced or not, that ``fn`` needs.
         collections: the collections that ``where`` looks at.
         unused: ``'raise'`` if a part of ``where`` took no variable by the end of the
-            extent, ``'ignore'`` to let that pass.
+            block, ``'ignore'`` to let that pass.
 
     Returns:
         A value for ``with``, for ``@`` and for calling on a target.

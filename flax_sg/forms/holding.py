@@ -18,7 +18,7 @@ from flax import linen
 from flax.core.scope import DenyList, Scope
 
 from flax_sg import errors, filters
-from flax_sg.engine import blocks, extents, selection
+from flax_sg.engine import blocks, opening, selection
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
@@ -98,25 +98,25 @@ def hold_state(
             'in a method.'
         )
     rewrite = state_in(where, unused)
-    extent = extents.Extent(rewrite, module.scope, extents.EXISTENCE)
-    with handle_state(module, state, extent):
+    block = opening.InBlock(rewrite, module.scope, opening.EXISTENCE)
+    with handle_state(module, state, block):
         yield
 
 
 @contextlib.contextmanager
-def handle_state(module: Any, choice: str, extent: Any) -> Generator[None]:
+def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
     """Treats the state of a bound module as the choice says, in the body.
 
     Args:
         module: the module.
         choice: one of ``STATE``.
-        extent: the extent of a rewrite from ``state_in``.
+        block: the block of a rewrite from ``state_in``.
     """
     with contextlib.ExitStack() as stack:
         if choice == UPDATE:
             yield
             return
-        takes = functools.partial(_takes, stack.enter_context(extent))
+        takes = functools.partial(_takes, stack.enter_context(block))
         stack.enter_context(_held(module, takes))
         # At initialization the first state is made as without a wrapper.
         begins = module.scope.get_flag('initializing', False)

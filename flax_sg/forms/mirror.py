@@ -39,13 +39,13 @@ class Mirror(wrappers.Rewritten):
 
     @nowrap
     @contextlib.contextmanager
-    def _extent(self, judge: bool) -> Generator[None]:
-        """The extent of every wrapper, with random numbers and values of the view."""
+    def _in_block(self, judge: bool) -> Generator[None]:
+        """The block of every wrapper, with random numbers and values of the view."""
         values = contextlib.nullcontext()
         if self.values is not None:
             values = self._block(self.values, judge)
         rngs = calls.handle_rngs(self.module, self.rngs)
-        with rngs, values, super()._extent(judge):
+        with rngs, values, super()._in_block(judge):
             yield
 
 

@@ -1,4 +1,4 @@
-"""A rewrite on a plain tree of values: the extent is one call."""
+"""A rewrite on a plain tree of values: there is no block."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def train_only(
     Args:
         target: as in ``stop_gradient``.
         where: the variables to train; filters as in ``stop_gradient``. Everything
-            else in ``collections`` that is read in the extent is stopped.
+            else in ``collections`` that is read in the block is stopped.
         methods: as in ``stop_gradient``.
         collections: as in ``stop_gradient``.
         unused: as in ``stop_gradient``.
@@ -290,7 +290,7 @@ def substitute(
     Raises:
         ArgumentTypeError: for other ``values``.
         StructureError: at a read, if a value does not fit or is missing.
-        UnusedFilterError: at the end of an extent, if a value belongs to no
+        UnusedFilterError: at the end of a block, if a value belongs to no
             variable.
 
     Note:

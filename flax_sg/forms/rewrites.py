@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 from flax.core.scope import Scope
 
 from flax_sg import errors, filters
-from flax_sg.engine import extents
+from flax_sg.engine import opening
 from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
 from flax_sg.internals import modules
@@ -34,7 +34,7 @@ _NOT_RUN = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class BlockDecorator(extents.Guarded, rules.Rewrite):
+class BlockDecorator(opening.Guarded, rules.Rewrite):
     """A rewrite that opens a block, or puts one around the calls of something.
 
     The value is immutable, hashable and may be used any number of times::
@@ -48,11 +48,11 @@ class BlockDecorator(extents.Guarded, rules.Rewrite):
     """
 
     def __enter__(self) -> Self:
-        extents.open_block(self, running_scope())
+        opening.open_block(self, running_scope())
         return self
 
     def _close(self, exc_type: type[BaseException] | None) -> None:
-        extents.close_last(self, exc_type)
+        opening.close_last(self, exc_type)
 
     def __call__(self, target: T, methods: Any = None) -> T:
         """Puts a block around each call of a function, a method or a Module class.
@@ -147,7 +147,7 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         def run(called: Any, owner: Scope | None, judged: str, *args: Any) -> Any:
-            with extents.Extent(rewrite, owner, judged):
+            with opening.InBlock(rewrite, owner, judged):
                 y = called(*args, **kwargs)
             if isinstance(y, _NOT_RUN):
                 raise errors.ArgumentTypeError(
@@ -160,12 +160,12 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
 
         module: Any = args[0] if args else None
         if not isinstance(module, modules.Module) or module.scope is None:
-            return run(fn, running_scope(), extents.READS, *args)
+            return run(fn, running_scope(), opening.READS, *args)
         if modules.current_module() is module:
-            return run(fn, module.scope, extents.EXISTENCE, *args)
+            return run(fn, module.scope, opening.EXISTENCE, *args)
 
         def use(module: Any) -> Any:
-            return run(of_module, module.scope, extents.EXISTENCE, module, *args[1:])
+            return run(of_module, module.scope, opening.EXISTENCE, module, *args[1:])
 
         others = args[1:], kwargs, fn
         return residuals.call(rewrite.rule.name, module, module, use, others)

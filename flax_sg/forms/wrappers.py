@@ -7,8 +7,8 @@ like that of the module loses what Flax does to methods of either.
 
 Here the wrapped module is bound to the scope that Flax makes for the wrapper, or the
 wrapper takes the scope of a module that has one. Everything that is asked of the
-wrapper is asked of the module, in an extent of the wrapper: its block is open then, and
-state is treated as ``state`` says.
+wrapper is asked of the module, in the block of the wrapper, and state is treated as
+``state`` says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flax.core.scope import Scope
 from flax.linen import nowrap
 
 from flax_sg import errors, filters
-from flax_sg.engine import contents, extents
+from flax_sg.engine import contents, opening
 from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.forms import calls, holding
 from flax_sg.internals import modules
@@ -70,21 +70,21 @@ class _Forwards:
     # What holds while the module is used.
 
     @contextlib.contextmanager
-    def _extent(self: Any, judge: bool) -> Generator[None]:
+    def _in_block(self: Any, judge: bool) -> Generator[None]:
         """The block is open, and state is treated as ``state`` says.
 
         Args:
             judge: whether to raise if a filter took no variable.
         """
-        extent = self._block(holding.state_in(self.where), judge=False)
-        held = holding.handle_state(self.module, self.state, extent)
+        of_state = self._block(holding.state_in(self.where), judge=False)
+        held = holding.handle_state(self.module, self.state, of_state)
         with held, self._block(self._rewrite, judge):
             yield
 
-    def _block(self: Any, rewrite: rules.Rewrite, judge: bool) -> extents.Extent:
+    def _block(self: Any, rewrite: rules.Rewrite, judge: bool) -> opening.InBlock:
         owner = self.module if self.within is None else self.within
-        judged = extents.EXISTENCE if judge else extents.NOTHING
-        return extents.Extent(rewrite, owner.scope, judged)
+        judged = opening.EXISTENCE if judge else opening.NOTHING
+        return opening.InBlock(rewrite, owner.scope, judged)
 
     def _stand_for(self: Any, module: Any) -> None:
         new = not modules.is_started(self)
@@ -127,14 +127,14 @@ class _Forwards:
         judge = name == '__call__' or not scope.get_flag('initializing', False)
 
         def use(wrapper: Any) -> Any:
-            with wrapper._extent(judge):
+            with wrapper._in_block(judge):
                 return getattr(wrapper.module, name)(*args, **kwargs)
 
         name_of = type(self).__name__
         return residuals.call(name_of, innermost(self), self, use, (args, kwargs))
 
     def __getattr__(self: Any, name: str) -> Any:
-        """What the wrapped module has under this name, as seen in the extent."""
+        """What the wrapped module has under this name, as seen in the block."""
         special = name.startswith('__') and name.endswith('__')
         if special or 'module' not in vars(self) or name in self.__dataclass_fields__:
             raise AttributeError(
@@ -142,16 +142,16 @@ class _Forwards:
             )
         if self.scope is None:
             return self._seen(name, getattr(self.module, name))
-        with self._extent(judge=False):
+        with self._in_block(judge=False):
             return self._seen(name, getattr(self.module, name))
 
     @property
     def variables(self: Any) -> Mapping[str, Mapping[str, Any]]:
-        """The variables of the wrapped module, as seen in the extent."""
+        """The variables of the wrapped module, as seen in the block."""
         return self.__getattr__('variables')
 
     def _seen(self: Any, name: str, value: Any) -> Any:
-        """What somebody outside of the extent gets for a value of the module."""
+        """What somebody outside of the block gets for a value of the module."""
         if inspect.ismethod(value) and value.__self__ is self.module:
             return types.MethodType(calls.forwards(name, value.__func__), self)
         if self.scope is None:
@@ -159,7 +159,7 @@ class _Forwards:
         if isinstance(value, modules.Module):
             return self._part(value)
         if isinstance(value, modules.Variable):
-            return _Variable(self._part(self.module)._in_extent, value)
+            return _Variable(self._part(self.module)._run_in_block, value)
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._seen(name, item) for item in value)
         if isinstance(value, (dict, FrozenDict)):
@@ -167,7 +167,7 @@ class _Forwards:
         if isinstance(value, contents.FUNCTIONS) and contents.holds(
             value, contents.MODULES
         ):
-            return self._part(self.module)._in_extent(value)
+            return self._part(self.module)._run_in_block(value)
         return value
 
     def _part(self: Any, part: Any) -> Any:
@@ -175,12 +175,12 @@ class _Forwards:
         within = self.module if self.within is None else self.within
         return self.clone(module=part, within=within, name=None)
 
-    def _in_extent(self: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def in_extent(*args: Any, **kwargs: Any) -> Any:
-            with self._extent(judge=False):
+    def _run_in_block(self: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def in_block(*args: Any, **kwargs: Any) -> Any:
+            with self._in_block(judge=False):
                 return fn(*args, **kwargs)
 
-        return functools.update_wrapper(in_extent, fn, updated=())
+        return functools.update_wrapper(in_block, fn, updated=())
 
 
 class Rewritten(_Forwards, modules.Module):
@@ -243,7 +243,7 @@ class Rewritten(_Forwards, modules.Module):
         begins = not shallow and modules.starts_setup(self)
         super()._try_setup(shallow)
         if begins:
-            with self._extent(judge=False):
+            with self._in_block(judge=False):
                 modules.run_setup(self.module)
 
     @nowrap
@@ -357,19 +357,19 @@ _variable_value: Any = modules.Variable.value
 
 
 class _Variable(modules.Variable[Any]):
-    """A variable that setup keeps on a module, read in the extent of a wrapper."""
+    """A variable that setup keeps on a module, read in the block of a wrapper."""
 
-    def __init__(self, in_extent: Callable[[Any], Any], variable: Any) -> None:
+    def __init__(self, in_block: Callable[[Any], Any], variable: Any) -> None:
         super().__init__(
             variable.scope, variable.collection, variable.name, variable.unbox
         )
-        self._in_extent = in_extent
+        self._run_in_block = in_block
 
     def _value(self) -> Any:
-        return self._in_extent(_variable_value.fget)(self)
+        return self._run_in_block(_variable_value.fget)(self)
 
     def _set_value(self, value: Any) -> None:
-        self._in_extent(_variable_value.fset)(self, value)
+        self._run_in_block(_variable_value.fset)(self, value)
 
     value: Any = property(_value, _set_value)
 

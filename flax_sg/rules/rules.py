@@ -1,7 +1,7 @@
 """What readers see instead of the stored value of a variable.
 
 A rule is a small immutable value with one method. Filters say which variables it is
-applied to, extents say where. So a new rule is written once and works everywhere.
+applied to, blocks say where. So a new rule is written once and works everywhere.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Rule:
     """Whether the result depends on the path, not on the leaf alone."""
     acts_on: ClassVar[Literal['values', 'cotangents', 'writes']] = 'values'
     """On what is read, or on its cotangents, or on writes, which raise then. Of a rule
-    on cotangents each extent, in each ``apply``, makes a value of its own in the trace
-    where the extent begins. Otherwise one value is made in the trace of the leaf."""
+    on cotangents each block, in each ``apply``, makes a value of its own in the trace
+    where the block begins. Otherwise one value is made in the trace of the leaf."""
     idempotent: ClassVar[bool] = False
     """Whether it has the same effect twice as once."""
     anywhere: bool = False
@@ -54,7 +54,7 @@ class Rule:
     """Numbers and arrays that the rule uses, beside the leaves."""
     brings: bool = False
     """Whether readers see values that are not computed from the leaf alone. They
-    belong to the trace in which the extent began."""
+    belong to the trace in which the block began."""
     at_init: ClassVar[bool] = True
     """Whether the rule is applied to variables that ``init`` is making."""
     runs_code: bool = False
@@ -66,7 +66,7 @@ class Rule:
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns what a reader sees instead of ``leaf``, by default ``leaf`` itself.
 
-        Called once for each leaf and extent, in the trace that the leaf belongs to.
+        Called once for each leaf and block, in the trace that the leaf belongs to.
 
         Args:
             path: the variable that the leaf belongs to.
@@ -95,7 +95,7 @@ class Rule:
 
         Args:
             path: the variable.
-            value: its value, as readers outside of the extent see it.
+            value: its value, as readers outside of the block see it.
             find: finds the variable of the same place in another collection;
                 ``AS_IT_IS`` if there is none.
 
@@ -194,7 +194,7 @@ class Rewrite:
         rule: what a reader sees instead of the stored value.
         collections: the collections that the filter looks at.
         unused: what to do if a part of the filter matches no variable: ``'raise'`` or
-            ``'ignore'``. Judged when an extent ends.
+            ``'ignore'``. Judged when a block ends.
     """
 
     where: filters.Filter

@@ -14,7 +14,7 @@ import pytest
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, extents
+from flax_sg.engine import blocks, opening
 from flax_sg.internals import patching
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -66,7 +66,7 @@ def _clean():
     yield
     left = blocks.thread.blocks
     for block in reversed(left):  # One failure, not one in every test that follows.
-        extents.close_block(block)
+        opening.close_block(block)
     assert left == ()
 
 

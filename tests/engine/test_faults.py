@@ -28,7 +28,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, cache_keys, extents, hooks
+from flax_sg.engine import blocks, cache_keys, hooks, opening
 from flax_sg.internals import patching, tracing
 from test_random_models import LONG
 
@@ -63,7 +63,7 @@ def _clean() -> Iterator[None]:
         assert_nothing_is_left()
     finally:  # One failure, not one in every test that follows.
         for block in blocks.thread.blocks[::-1]:
-            extents.close_block(block)
+            opening.close_block(block)
         blocks.thread.set_blocks(())
         for user in (*patching._users, None):
             patching.release_hooks(user)

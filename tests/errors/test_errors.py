@@ -190,7 +190,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'unknown collection': (
         lambda: run(nn.stop_gradient('norm/mean', collections='batch_stat')),
-        "UnusedFilterError: no collection 'batch_stat' exists under this extent; "
+        "UnusedFilterError: no collection 'batch_stat' exists in this block; "
         "there are 'batch_stats', 'params'.\n"
         "Name one of these, or pass unused='ignore' if it may be absent.",
     ),
@@ -535,7 +535,7 @@ ELSEWHERE = {
         "e it: pip install 'flax>=0.12.1'. flax_sg.linen works with t"
         'his one.")',
     ): 'in another process, see tests/nnx/test_names.py',
-    ('engine/extents.py', 'NotImplementedError'): 'abstract: a subclass defines it',
+    ('engine/opening.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/expressions.py',
     ('trees/absent.py', 'AttributeError(name)'): 'what Python asks of any object',

@@ -25,7 +25,7 @@ import test_setup_values
 import test_substitutes
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, extents
+from flax_sg.engine import blocks, opening
 from flax_sg.internals import patching
 from sequences import Block, Thread
 
@@ -302,7 +302,7 @@ def put_in() -> Iterator[Callable[[Any], None]]:
     with pytest.MonkeyPatch.context() as patch:
         yield lambda fault: fault(patch)
         for block in blocks.thread.blocks[::-1]:
-            extents.close_block(block)
+            opening.close_block(block)
         blocks.thread.set_blocks(())
         for user in patching.users_of_hooks():  # Of threads that were left.
             patching.release_hooks(user)

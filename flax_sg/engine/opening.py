@@ -14,7 +14,7 @@ from flax_sg.internals import patching, tracing
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 
-# The checks at the end of an extent. EXISTENCE raises if a pattern matches no variable.
+# The checks at the end of a block. EXISTENCE raises if a pattern matches no variable.
 # READS also warns if no variable that was read is rewritten. NOTHING skips the checks.
 READS, EXISTENCE, NOTHING = 'reads', 'existence', 'nothing'
 
@@ -142,7 +142,7 @@ class Guarded:
             raise
 
 
-class Extent(Guarded):
+class InBlock(Guarded):
     """Opens a block around a call.
 
     Args:
