@@ -134,11 +134,12 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
     keys = leaf_keys(key, value)
     for block in blocks:
         # The values that a lifted body starts with were rewritten outside, selected by
-        # their names outside: ``nn.map_variables`` renames variables in the body. A
-        # function that JAX keeps depends on the answer all the same.
+        # their names outside: ``nn.map_variables`` renames variables in the body. If a
+        # function that JAX keeps reads them, it depends on the answer all the same.
         begun = root.handed.has(block, key, value)
-        is_in_body = begun and tracing.kept_trace() == root.kept_trace
-        if is_in_body or is_given(block, root, value):
+        if begun and (block.home or tracing.kept_trace() == root.kept_trace):
+            continue
+        if is_given(block, root, value):
             continue
         if any([selects(block, root, leaf_key) for leaf_key in keys]) and not begun:
             check(block, root, key)

@@ -930,3 +930,38 @@ def test_a_helper_in_the_body_of_a_scan_reads_what_a_block_brings():
         with nn.substitute({'w': jnp.float32(w)}):
             assert run() == w**3
     assert run() == 1.0
+
+
+def test_a_rule_in_the_body_of_a_scan_reads_what_the_body_was_handed():
+    class Cell(fnn.Module):
+        @fnn.compact
+        def __call__(self, carry, x):
+            for name in ('v', 'w'):
+                self.param(name, fnn.initializers.constant(2.0), ())
+
+            @jax.custom_vjp
+            def scaled(y):
+                return y * self.get_variable('params', 'w')
+
+            def backward(_, ct):
+                # The function has not read ``v``.
+                return (ct * self.get_variable('params', 'v'),)
+
+            scaled.defvjp(lambda y: (scaled(y), None), backward)
+            return scaled(carry) + x, None
+
+    lifted = fnn.scan(Cell, variable_broadcast='params', split_rngs=SPLIT)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            cell = lifted(name='cell')
+            for name in ('v', 'w', 'v'):
+                with nn.stop_gradient(lambda path, name=name: path.name == name):
+                    x, _ = cell(x, jnp.zeros(2))
+            return x
+
+    variables = Model().init(jax.random.key(0), jnp.float32(1.0))
+    for _ in range(2):
+        grad = jax.grad(lambda x: Model().apply(variables, x))(jnp.float32(1.0))
+        assert grad == 2.0**6
