@@ -40,9 +40,14 @@ def _no_tangent(x: Any) -> SymbolicZero:
     return SymbolicZero(jax.typeof(x).to_tangent_aval())
 
 
-@jax.custom_jvp
 def scale(x: Any, factor: Any) -> Any:
     """``x``; its tangents and cotangents are multiplied by ``factor``."""
+    [x] = _mapped_alike([x], [factor])
+    return _scale(x, factor)
+
+
+@jax.custom_jvp
+def _scale(x: Any, factor: Any) -> Any:
     del factor
     return x
 
@@ -54,7 +59,7 @@ def _scale_jvp(primals: Any, tangents: Any) -> Any:
     return x, tangent * factor
 
 
-scale.defjvp(_scale_jvp, symbolic_zeros=True)
+_scale.defjvp(_scale_jvp, symbolic_zeros=True)
 
 
 def map_cotangents(
@@ -95,7 +100,44 @@ def map_cotangents(
         return values, tuple(out)
 
     identity.defjvp(jvp, symbolic_zeros=True)
-    return list(identity(*values, *operands))
+    return list(identity(*_mapped_alike(values, operands), *operands))
+
+
+# Takes values and operands, and returns the values: under ``vmap`` all of them mapped
+# if one of the arguments is. JAX traces a ``custom_jvp`` once, and its rule later. It
+# takes for granted that ``vmap`` maps the values of both alike.
+_alike_p = Primitive('mapped_alike')
+_alike_p.multiple_results = True
+_alike_p.def_impl(lambda *args, count: list(args[:count]))
+_alike_p.def_abstract_eval(lambda *avals, count: list(avals[:count]))
+mlir.register_lowering(_alike_p, lambda _, *args, count: list(args[:count]))
+
+
+def _mapped_alike(values: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
+    """``values``, mapped by ``vmap`` wherever one of the arrays is."""
+    traced = [x for x in (*values, *operands) if isinstance(x, jax.core.Tracer)]
+    if len(traced) < 2:
+        return values
+    return _alike_p.bind(*values, *operands, count=len(values))
+
+
+def _alike_jvp(primals: Any, tangents: Any, *, count: int) -> tuple[Any, Any]:
+    return _alike_p.bind(*primals, count=count), list(tangents[:count])
+
+
+ad.primitive_jvps[_alike_p] = _alike_jvp
+
+
+def _alike_batch(
+    axis: Any, args: Any, dims: Any, *, count: int
+) -> tuple[list[Any], list[Any]]:
+    if all(dim is None for dim in dims):  # JAX asks so for a jitted function.
+        return _alike_p.bind(*args, count=count), [None] * count
+    pairs = zip(args[:count], dims[:count], strict=True)
+    return [batching.bdim_at_front(x, d, axis.size) for x, d in pairs], [0] * count
+
+
+batching.fancy_primitive_batchers[_alike_p] = _alike_batch
 
 
 # Takes operands and tangents, and returns a tangent for each value. Its transpose is

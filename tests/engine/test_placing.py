@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
@@ -401,3 +402,105 @@ def test_a_block_in_a_body_takes_nothing_from_both_sides_together(lift, outer_fi
         jax.eval_shape(
             jax.grad(lambda p: jnp.sum(Model().apply({'params': p}, X))), params
         )
+
+
+Bounded = Callable[[Any, Any], Any]
+
+
+def clipped(grads: Any, bound: Any) -> Any:
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, bound / norm), grads)
+
+
+def each(fn: Bounded) -> Bounded:
+    return lambda grads, s: jax.tree.map(lambda g: fn(g, s), grads)
+
+
+# Rules with a number of the example, and what they make of the example's gradient.
+OF_EXAMPLES: dict[str, tuple[Callable[[Any], Any], Bounded]] = {
+    'map': (
+        lambda s: nn.map_cotangent(True, lambda _, ct, s: s * ct**2, s),
+        each(lambda g, s: s * g**2),
+    ),
+    'scale': (lambda s: nn.scale_gradient(True, s), each(lambda g, s: s * g)),
+    'replace': (
+        lambda s: nn.replace_cotangent(True, s),
+        each(lambda g, s: jnp.full_like(g, s)),
+    ),
+    'value': (
+        lambda s: nn.clip_gradient(True, value=s),
+        each(lambda g, s: jnp.clip(g, -s, s)),
+    ),
+    'norm': (lambda s: nn.clip_gradient(True, norm=s), each(clipped)),
+    'global_norm': (lambda s: nn.clip_gradient(True, global_norm=s), clipped),
+}
+
+
+@pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
+@pytest.mark.parametrize('name', OF_EXAMPLES)
+def test_a_rule_with_a_number_of_each_example(name, lift):
+    """JAX traces the identity once for a body, and batches its rule later."""
+    rule, hand = OF_EXAMPLES[name]
+
+    class Example(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            dense = fnn.Dense(5)
+            if self.is_initializing():
+                return dense(x)
+            with rule(jnp.sum(x**2)):
+                return dense(x)
+
+    class Batch(fnn.Module):
+        @fnn.compact
+        def __call__(self, xs):
+            mapped = fnn.vmap(
+                Example, variable_axes={'params': None}, split_rngs={'params': False}
+            )
+            return mapped(name='example')(xs)
+
+    xs = jnp.linspace(-0.5, 1.0, 24).reshape(4, 2, 3)
+    model = lift(Batch)()
+    params = model.init(jax.random.key(0), xs)['params']
+    found = jax.grad(lambda p: jnp.sum(model.apply({'params': p}, xs) ** 2))(params)
+    dense = fnn.Dense(5)
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(dense.apply({'params': p}, x) ** 2)
+
+    alone = [
+        hand(jax.grad(loss)(params['example']['Dense_0'], x), jnp.sum(x**2)) for x in xs
+    ]
+    expected = jax.tree.map(lambda *g: sum(g), *alone)
+    chex.assert_trees_all_close(found['example']['Dense_0'], expected)
+
+
+@pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
+def test_a_norm_of_weights_of_which_some_belong_to_an_example(lift):
+    class Example(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            w = self.param('w', fnn.initializers.ones, (3,))
+            own = self.variable('own', 'w', jnp.ones, (3,))
+            with nn.clip_gradient(True, global_norm=0.5, collections=True):
+                return jnp.sum(
+                    x
+                    * self.get_variable('params', 'w')
+                    * self.get_variable('own', 'w')
+                    * jax.lax.stop_gradient(w * own.value)
+                )
+
+    class Batch(fnn.Module):
+        @fnn.compact
+        def __call__(self, xs):
+            axes = {'params': None, 'own': 0}
+            mapped = fnn.vmap(Example, variable_axes=axes, split_rngs={'params': False})
+            return mapped(name='example')(xs)
+
+    xs = jnp.linspace(0.5, 1.0, 12).reshape(4, 3)
+    model = lift(Batch)()
+    variables = model.init(jax.random.key(0), xs)
+    found = jax.grad(lambda v: jnp.sum(model.apply(v, xs)))(variables)
+    alone = [clipped([x, x], 0.5)[0] for x in xs]
+    chex.assert_trees_all_close(found['params']['example']['w'], sum(alone))
+    chex.assert_trees_all_close(found['own']['example']['w'], jnp.stack(alone))
