@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -115,7 +116,7 @@ mlir.register_lowering(_alike_p, lambda _, *args, count: list(args[:count]))
 
 def _mapped_alike(values: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
     """``values``, mapped by ``vmap`` wherever one of the arrays is."""
-    traced = [x for x in (*values, *operands) if isinstance(x, jax.core.Tracer)]
+    traced = [x for x in (*values, *operands) if isinstance(x, Tracer)]
     if len(traced) < 2:
         return values
     return _alike_p.bind(*values, *operands, count=len(values))
