@@ -66,15 +66,15 @@ def with_derivatives(fn: Any, forward: bool) -> Any:
 @jax.numpy_rank_promotion('allow')
 def check(spec: specs.Composite) -> None:
     """Compares the two interpretations of a model."""
-    model = interpreters.model(spec)
+    model, plain = interpreters.model(spec), interpreters.model(spec, plain=True)
     try:
-        variables = evaluate(interpreters.model(spec, plain=True).init, RNGS, X)
+        variables = evaluate(plain.init, RNGS, X)
     except (FlaxError, ValueError):
         hypothesis.reject()  # Flax cannot create this model without blocks either.
     oracle.assert_same(evaluate(model.init, RNGS, X), variables)
     params = uneven(variables.get('params', {}))
 
-    def apply(mutable: Any, params: Any, x: Any) -> Any:
+    def apply(mutable: Any, params: Any, x: Any, model: Any = model) -> Any:
         variables = {'params': params, 'ema': jax.tree.map(jnp.sin, params)}
         out = model.apply(variables, x, mutable=mutable)
         return out if mutable else (out, {})
@@ -84,6 +84,12 @@ def check(spec: specs.Composite) -> None:
         return interpreters.ByHand(spec).run(values, x), {}
 
     loops = specs.lifts(spec, 'while_loop')
+    if specs.lifts(spec, 'custom_vjp') and not loops:
+        bare = functools.partial(apply, False, model=plain)
+        try:
+            evaluate(with_derivatives(bare, forward=False), params, X)
+        except Exception:
+            hypothesis.reject()  # JAX refuses what Flax's rule closes over.
 
     def results(fn: Any) -> Any:
         return evaluate(with_derivatives(fn, forward=loops), params, X)
