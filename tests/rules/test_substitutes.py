@@ -20,7 +20,7 @@ import oracle
 import stepwise
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.testing import optimized_hlo
 from oracle import assert_same, assert_same_function
 
@@ -373,7 +373,7 @@ def test_a_rewrite_is_a_value() -> None:
     assert one != nn.substitute(some(OTHERS))
     assert nn.substitute('ema') == nn.substitute('ema') != nn.substitute('ema2')
     assert nn.substitute(warped) == nn.substitute(warped) != one
-    assert nn.substitute('ema') != rewrites.BlockDecorator(one.where, one.rule)
+    assert nn.substitute('ema') != BlockDecorator(one.where, one.rule)
     assert nn.substitute('ema') != nn.stop_gradient(True)
     names = nn.substitute({'names': {'a', 'b'}})  # It cannot be hashed.
     assert names == names != nn.substitute({'names': {'a', 'b'}})
