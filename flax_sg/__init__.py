@@ -17,9 +17,9 @@ from flax_sg.autodiff.gradients import value_and_grad as value_and_grad
 from flax_sg.autodiff.gradients import vjp as vjp
 from flax_sg.filters import at as at
 from flax_sg.filters.paths import Path as Path
-from flax_sg.forms.on_trees import rewrite as rewrite
-from flax_sg.forms.on_trees import stop_gradient as stop_gradient
-from flax_sg.forms.on_trees import substitute as substitute
+from flax_sg.forms.plain_trees import rewrite as rewrite
+from flax_sg.forms.plain_trees import stop_gradient as stop_gradient
+from flax_sg.forms.plain_trees import substitute as substitute
 from flax_sg.optim.adopting import adopt as adopt
 from flax_sg.optim.freezing import freeze as freeze
 from flax_sg.optim.masks import labels as labels

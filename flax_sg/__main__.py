@@ -24,7 +24,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -170,7 +170,18 @@ def demo(argv: Sequence[str]) -> int:
 
 def env(argv: Sequence[str]) -> int:
     """Prints versions, devices and flags, for reports of bugs."""
-    for name, value in _environment():
+    found = [('flax_sg', flax_sg.__version__)]
+    packages = 'flax', 'jax', 'jaxlib', 'optax', 'chex'
+    found += [(package, _version(package)) for package in packages]
+    found += [('Python', platform.python_version()), ('platform', platform.platform())]
+    try:
+        found.append(('devices', ', '.join(map(str, jax.devices()))))
+    except RuntimeError as error:  # A driver that fails belongs in the report.
+        found.append(('devices', f'none: {error}'))
+    # A new process takes its flags from the environment alone.
+    flags = sorted(n for n in os.environ if n.startswith(('JAX_', 'XLA_')))
+    found += [('flag', f'{name} = {os.environ[name]}') for name in flags]
+    for name, value in found:
         print(f'{name:<10} {value}')
     return 0
 
@@ -258,23 +269,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return 'not installed'
-
-
-def _environment() -> Iterator[tuple[str, str]]:
-    """Yields versions, devices and flags, for a bug report."""
-    yield 'flax_sg', flax_sg.__version__
-    for package in ('flax', 'jax', 'jaxlib', 'optax', 'chex'):
-        yield package, _version(package)
-    yield 'Python', platform.python_version()
-    yield 'platform', platform.platform()
-    try:
-        yield 'devices', ', '.join(map(str, jax.devices()))
-    except RuntimeError as error:  # A driver that fails belongs in the report.
-        yield 'devices', f'none: {error}'
-    # A new process takes its flags from the environment alone.
-    for name in sorted(os.environ):
-        if name.startswith(('JAX_', 'XLA_')):
-            yield 'flag', f'{name} = {os.environ[name]}'
 
 
 if __name__ == '__main__':

@@ -13,7 +13,7 @@ from flax.core.scope import CollectionFilter, Scope
 
 from flax_sg import filters
 from flax_sg.engine import opening
-from flax_sg.forms import reads
+from flax_sg.forms import value_blocks
 from flax_sg.rules import rules
 
 __all__ = ['lift', 'stop_gradient']
@@ -95,5 +95,5 @@ def stop_gradient(
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: as ``lift``.
     """
-    rewrite = reads.stop_gradient(where, collections=collections, unused=unused)
+    rewrite = value_blocks.stop_gradient(where, collections=collections, unused=unused)
     return lift(fn, rewrite)

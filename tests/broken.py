@@ -24,7 +24,7 @@ from flax_sg.engine import (
 )
 from flax_sg.filters import paths
 from flax_sg.flow import zeros
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.internals import patching, tracing
 from flax_sg.rules import primitives, substitutes
 
@@ -78,13 +78,13 @@ def absolute_paths(patch: Patch) -> None:
 
 def open_after_an_exception(patch: Patch) -> None:
     """The block is closed where its body ends, not where an exception leaves it."""
-    close = rewrites.BlockDecorator.__exit__
+    close = BlockDecorator.__exit__
 
     def close_at_the_end(self: Any, exc_type: Any, *rest: Any) -> None:
         if exc_type is None:
             close(self, exc_type, *rest)
 
-    patch.setattr(rewrites.BlockDecorator, '__exit__', close_at_the_end)
+    patch.setattr(BlockDecorator, '__exit__', close_at_the_end)
 
 
 def kept_values_ignored(patch: Patch) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import flax_sg as sg
 from flax_sg import filters, testing
 from flax_sg import linen as nn
-from flax_sg.forms.rewrites import BlockDecorator
+from flax_sg.forms.block_decorator import BlockDecorator
 
 # Names of Flax: classes with their fields, functions, submodules.
 

@@ -31,7 +31,7 @@ import pytest
 
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter, paths
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
 
 # By extent. The tests of flax.core have no modules, so no methods are called.
@@ -61,7 +61,7 @@ class Copy(rules.Rule):
 BLOCKS = {
     'false': nn.stop_gradient(False, unused='ignore'),
     'never': nn.stop_gradient(lambda path: False, collections=True, unused='ignore'),
-    'copy': rewrites.BlockDecorator(as_filter(True), Copy(), True, 'ignore'),
+    'copy': BlockDecorator(as_filter(True), Copy(), True, 'ignore'),
     'stop': nn.stop_gradient(True, collections=True, unused='ignore'),
 }
 # One block around each test, or one in each call of a module's method.

@@ -16,7 +16,7 @@ from flax.core.scope import Scope
 from flax_sg import errors, filters
 from flax_sg.engine import blocks, opening, views
 from flax_sg.filters.paths import Path
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.internals import tracing
 from flax_sg.rules import rules
 from flax_sg.trees.leaves import Leaves, leaves_of
@@ -113,7 +113,7 @@ def as_function_of(fun: Callable[..., Any], module: linen.Module) -> Callable[..
         # The block below is the innermost one: what others do, they have done by then.
         new = leaves_of(_in_open_blocks(scope, variables))
         rule = Replaced(scope.path, leaves_of(_read(module)), new.values)
-        every = rewrites.BlockDecorator(filters.Constant(True), rule, True, 'ignore')
+        every = BlockDecorator(filters.Constant(True), rule, True, 'ignore')
         try:
             with opening.InBlock(every, scope, opening.NOTHING):
                 return fun(*args, **kwargs)

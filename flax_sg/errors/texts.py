@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,12 @@ def brief(value: Any) -> str:
     if isinstance(value, (int, float, complex, str, bytes)):
         return f'{value!r} ({name})'
     return f'{"an" if name[0].lower() in "aeiou" else "a"} {name}'
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names, and how many more there are."""
+    more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+    return ', '.join(map(str, names[:3])) + more
 
 
 @contextlib.contextmanager

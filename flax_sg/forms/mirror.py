@@ -13,14 +13,18 @@ from flax.linen import nowrap
 from flax_sg import filters
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.paths import Path
-from flax_sg.forms import calls, holding, reads, wrappers
-from flax_sg.internals import modules
+from flax_sg.forms import held_state, value_blocks, wrappers
+from flax_sg.internals import core_scopes, modules
 from flax_sg.rules import rules
 from flax_sg.trees.absent import is_absent
 from flax_sg.trees.variables import iter_variables
 
+# 'same': the n-th call draws what the n-th call of the module does, and leaves the
+# draws of the module alone. 'fresh': it draws as another call of the module would.
+RNGS = SAME, FRESH = 'same', 'fresh'
 
-class Mirror(wrappers.Rewritten):
+
+class Mirror(wrappers.Wrapper):
     """What ``mirror`` returns.
 
     Attributes:
@@ -28,13 +32,13 @@ class Mirror(wrappers.Rewritten):
         rngs: which random numbers a call draws.
     """
 
-    state: str = holding.HOLD
+    state: str = held_state.HOLD
     values: rules.Rewrite | None = None
-    rngs: str = calls.SAME
+    rngs: str = SAME
 
     def __post_init__(self) -> None:
-        if self.rngs not in calls.RNGS:
-            raise unknown_choice('rngs', self.rngs, calls.RNGS)
+        if self.rngs not in RNGS:
+            raise unknown_choice('rngs', self.rngs, RNGS)
         super().__post_init__()
 
     @nowrap
@@ -44,7 +48,7 @@ class Mirror(wrappers.Rewritten):
         values = contextlib.nullcontext()
         if self.values is not None:
             values = self._block(self.values, judge)
-        rngs = calls.handle_rngs(self.module, self.rngs)
+        rngs = _handle_rngs(self.module, self.rngs)
         with rngs, values, super()._in_block(judge):
             yield
 
@@ -53,9 +57,9 @@ def mirror(
     module: Any,
     where: filters.Where = True,
     *,
-    variables: Mapping[str, Any] | reads.Values | None = None,
-    rngs: str = calls.SAME,
-    state: str = holding.HOLD,
+    variables: Mapping[str, Any] | value_blocks.Values | None = None,
+    rngs: str = SAME,
+    state: str = held_state.HOLD,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Any:
@@ -134,11 +138,11 @@ def mirror(
     """
     if not isinstance(module, modules.Module):
         raise wrappers.refused('nn.mirror wraps a Module instance', module)
-    if variables is not None and state == holding.UPDATE:
-        raise unknown_choice('with variables=, state', state, holding.STATE[1:])
+    if variables is not None and state == held_state.UPDATE:
+        raise unknown_choice('with variables=, state', state, held_state.STATE[1:])
     values = None
     if isinstance(variables, Mapping):
-        values = reads.substitute(variables, collections=[*variables])
+        values = value_blocks.substitute(variables, collections=[*variables])
         # A variable that the tree lacks is a mistake: its read raises.
         of_tree = iter_variables(('', ()), variables)
         absent = (names for (_, names), value in of_tree if is_absent(value))
@@ -148,7 +152,7 @@ def mirror(
             own = filters.as_filter(_is_own) & ~filters.Names(stored)
         values = dataclasses.replace(values, where=values.where | own)
     elif variables is not None:
-        values = reads.substitute(variables)
+        values = value_blocks.substitute(variables)
     return Mirror(
         module,
         where,
@@ -162,3 +166,47 @@ def mirror(
 
 def _is_own(path: Path) -> bool:
     return not path.outside
+
+
+# The key, among the counts of a scope's draws, of those of its views.
+_OF_VIEWS: Any = object()
+
+
+@contextlib.contextmanager
+def _handle_rngs(module: Any, choice: str) -> Generator[None]:
+    """Lets a bound module draw as the choice says, in the body."""
+    with contextlib.ExitStack() as stack:
+        if choice == SAME:
+            for scope in modules.own_scopes(module):
+                # Initializers draw other numbers for each parameter, in views too.
+                kept = 'params' if scope.get_flag('initializing', False) else None
+                stack.enter_context(_counted_apart(scope.rng_counters, kept))
+        yield
+
+
+@contextlib.contextmanager
+def _counted_apart(counts: dict[Any, Any], kept: str | None) -> Generator[None]:
+    # In the scope's own dict: there Flax carries it through its transforms.
+    of_views = counts.pop(_OF_VIEWS, {})
+    of_module = core_scopes.copied(counts)
+    _set(counts, of_views, kept)
+    try:
+        yield
+    finally:
+        of_views = core_scopes.copied(counts)
+        counts.pop(_OF_VIEWS, None)
+        _set(counts, of_module, kept)
+        if _any(of_views):
+            counts[_OF_VIEWS] = of_views
+
+
+def _set(counts: dict[Any, Any], wanted: Mapping[Any, Any], kept: str | None) -> None:
+    for key, count in counts.items():
+        if isinstance(count, dict):
+            _set(count, wanted.get(key, {}), kept)
+        elif key != kept:
+            counts[key] = wanted.get(key, 0)
+
+
+def _any(counts: Mapping[Any, Any]) -> bool:
+    return any(_any(c) if isinstance(c, Mapping) else c for c in counts.values())

@@ -27,7 +27,7 @@ from flax.linen import nowrap
 from flax_sg import errors, filters
 from flax_sg.engine import contents, opening
 from flax_sg.errors.texts import brief, unknown_choice
-from flax_sg.forms import calls, holding
+from flax_sg.forms import forwarded, held_state
 from flax_sg.internals import modules
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
@@ -76,8 +76,8 @@ class _Forwards:
         Args:
             judge: whether to raise if a filter took no variable.
         """
-        of_state = self._block(holding.state_in(self.where), judge=False)
-        held = holding.handle_state(self.module, self.state, of_state)
+        of_state = self._block(held_state.state_in(self.where), judge=False)
+        held = held_state.handle_state(self.module, self.state, of_state)
         with held, self._block(self._rewrite, judge):
             yield
 
@@ -97,21 +97,21 @@ class _Forwards:
 
     # What is asked of it.
 
-    @functools.partial(calls.OfModule, made=calls.forwards)
+    @functools.partial(forwarded.OfModule, made=forwarded.forwards)
     @nowrap  # For transforms of the class.
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
         return self._run('__call__', args, kwargs)
 
-    get_variable: Any = calls.forwards('get_variable', modules.Module.get_variable)
-    put_variable: Any = calls.forwards('put_variable', modules.Module.put_variable)
+    get_variable: Any = forwarded.forwards('get_variable', modules.Module.get_variable)
+    put_variable: Any = forwarded.forwards('put_variable', modules.Module.put_variable)
     # With these a program starts a module; ``Module.init`` calls ``init_with_output``.
-    apply: Any = calls.OfModule(modules.Module.apply, calls.refuses)
-    init: Any = calls.OfModule(modules.Module.init, calls.refuses)
-    init_with_output: Any = calls.OfModule(
-        modules.Module.init_with_output, calls.refuses
+    apply: Any = forwarded.OfModule(modules.Module.apply, forwarded.refuses)
+    init: Any = forwarded.OfModule(modules.Module.init, forwarded.refuses)
+    init_with_output: Any = forwarded.OfModule(
+        modules.Module.init_with_output, forwarded.refuses
     )
-    lazy_init: Any = calls.OfModule(modules.Module.lazy_init, calls.refuses)
+    lazy_init: Any = forwarded.OfModule(modules.Module.lazy_init, forwarded.refuses)
 
     def _run(
         self: Any, name: str, args: Any, kwargs: Any, intercept: bool = True
@@ -120,7 +120,7 @@ class _Forwards:
         if scope is None:
             return getattr(self.module, name)(*args, **kwargs)
         if intercept:
-            method = calls.intercepted(self, name, innermost(self))
+            method = forwarded.intercepted(self, name, innermost(self))
             if method is not None:
                 return modules.run_interceptors(method, self, args, kwargs)
         # At initialization other methods may create a part of the variables.
@@ -153,7 +153,7 @@ class _Forwards:
     def _seen(self: Any, name: str, value: Any) -> Any:
         """What somebody outside of the block gets for a value of the module."""
         if inspect.ismethod(value) and value.__self__ is self.module:
-            return types.MethodType(calls.forwards(name, value.__func__), self)
+            return types.MethodType(forwarded.forwards(name, value.__func__), self)
         if self.scope is None:
             return value
         if isinstance(value, modules.Module):
@@ -183,7 +183,7 @@ class _Forwards:
         return functools.update_wrapper(in_block, fn, updated=())
 
 
-class Rewritten(_Forwards, modules.Module):
+class Wrapper(_Forwards, modules.Module):
     """Stands for ``module``, at its place in the tree, and forwards to it.
 
     Attributes:
@@ -199,7 +199,7 @@ class Rewritten(_Forwards, modules.Module):
     module: Any
     where: Any = True
     collections: Any = 'params'
-    state: str = holding.UPDATE
+    state: str = held_state.UPDATE
     unused: str = 'raise'
     rule: rules.Rule = rules.StopGradient()
     within: Any = None
@@ -209,8 +209,8 @@ class Rewritten(_Forwards, modules.Module):
         rewrite = rules.Rewrite(self.where, self.rule, self.collections, self.unused)
         object.__setattr__(self, 'collections', rewrite.collections)
         object.__setattr__(self, '_rewrite', rewrite)
-        if self.state not in holding.STATE:
-            raise unknown_choice('state', self.state, holding.STATE)
+        if self.state not in held_state.STATE:
+            raise unknown_choice('state', self.state, held_state.STATE)
         if not isinstance(self.module, modules.Module):
             raise refused(
                 f'nn.{type(self).__name__} wraps a Module instance', self.module
@@ -259,7 +259,7 @@ class Rewritten(_Forwards, modules.Module):
         return super()._call_wrapped_method(fun, args, kwargs)
 
 
-class Frozen(Rewritten):
+class Frozen(Wrapper):
     """A module whose parameters get no gradient through it.
 
     What is read through the wrapper (calls, methods, attributes, submodules) is read
@@ -334,7 +334,7 @@ class Frozen(Rewritten):
 
 def innermost(module: Any) -> Any:
     """The module in all its wrappers."""
-    while isinstance(module, Rewritten):
+    while isinstance(module, Wrapper):
         module = module.module
     return module
 
@@ -346,7 +346,7 @@ def _attached(module: Any, scope: Scope) -> Any:
     there = modules.adopted(scope).get(modules.id_of(module))
     if there is not None:
         return there
-    if isinstance(module, Rewritten):
+    if isinstance(module, Wrapper):
         inner = _attached(module.module, scope)
         if inner is not module.module:
             return module.clone(module=inner)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
-from flax_sg.forms import cotangents, reads
+from flax_sg.forms import cotangent_blocks, value_blocks
 from flax_sg.graphs.blocks import Block
 
 
@@ -75,7 +75,7 @@ def stop_gradient(
         compiled again in it, once for each model. The idea is that of google/flax
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
-    return _block(reads.stop_gradient, model, kind, where, **how)
+    return _block(value_blocks.stop_gradient, model, kind, where, **how)
 
 
 def train_only(model: Any, where: Where, *, kind: Any = nnx.Param, **how: Any) -> Block:
@@ -100,7 +100,7 @@ def train_only(model: Any, where: Where, *, kind: Any = nnx.Param, **how: Any) -
     Returns:
         As ``stop_gradient``.
     """
-    return _block(reads.train_only, model, kind, where, **how)
+    return _block(value_blocks.train_only, model, kind, where, **how)
 
 
 def substitute(model: Any, values: Any, *, kind: Any = nnx.Param, **how: Any) -> Block:
@@ -142,7 +142,7 @@ def substitute(model: Any, values: Any, *, kind: Any = nnx.Param, **how: Any) ->
         values = nnx.state(values, kind)
     if isinstance(values, nnx.State):
         values = nnx.to_pure_dict(values)
-    return _block(reads.substitute, model, kind, values, **how)
+    return _block(value_blocks.substitute, model, kind, values, **how)
 
 
 def read_only(model: Any, where: Where, *, kind: Any = ..., **how: Any) -> Block:
@@ -173,7 +173,7 @@ def read_only(model: Any, where: Where, *, kind: Any = ..., **how: Any) -> Block
     Raises:
         ReadOnlyError: at the assignment.
     """
-    return _block(reads.read_only, model, kind, where, **how)
+    return _block(value_blocks.read_only, model, kind, where, **how)
 
 
 def _block(
@@ -215,9 +215,9 @@ def _of_cotangents(make: Callable[..., Any]) -> Callable[..., Block]:
     return of_model
 
 
-map_cotangent = _of_cotangents(cotangents.map_cotangent)
-scale_gradient = _of_cotangents(cotangents.scale_gradient)
-reverse_gradient = _of_cotangents(cotangents.reverse_gradient)
-clip_gradient = _of_cotangents(cotangents.clip_gradient)
-print_cotangent = _of_cotangents(cotangents.print_cotangent)
-replace_cotangent = _of_cotangents(cotangents.replace_cotangent)
+map_cotangent = _of_cotangents(cotangent_blocks.map_cotangent)
+scale_gradient = _of_cotangents(cotangent_blocks.scale_gradient)
+reverse_gradient = _of_cotangents(cotangent_blocks.reverse_gradient)
+clip_gradient = _of_cotangents(cotangent_blocks.clip_gradient)
+print_cotangent = _of_cotangents(cotangent_blocks.print_cotangent)
+replace_cotangent = _of_cotangents(cotangent_blocks.replace_cotangent)

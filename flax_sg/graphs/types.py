@@ -375,12 +375,11 @@ def give_back(frame: Frame, variable: Any) -> None:
             if all(other is not frame for other, _ in through)
         }
         rest = Marks(marks[:number] + marks[number + 1 :], seen)
-        if id(variable) not in _marks:
-            _write(variable, rest)
-        elif rest and variable.get_metadata(NAME, ()) != rest:
+        is_ours = id(variable) in _marks
+        if is_ours and rest and variable.get_metadata(NAME, ()) != rest:
             _marks[id(variable)] = rest
         else:
-            del _marks[id(variable)]
+            _marks.pop(id(variable), None)
             _write(variable, rest)
         if not rest:
             object.__setattr__(variable, '__class__', variable.base)

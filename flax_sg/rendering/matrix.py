@@ -10,6 +10,12 @@ from flax_sg.rendering import text
 
 # Background and text colour.
 Colors = tuple[str, str]
+# In light mode and in dark mode. Colour-blind people tell these apart: most are from
+# the palette of Okabe and Ito.
+BLUE = ('#0072b2', '#ffffff'), ('#7cc4f4', '#000000')
+ORANGE = ('#e69f00', '#000000'), ('#e69f00', '#000000')
+RED = ('#d55e00', '#ffffff'), ('#d55e00', '#000000')
+GREY = ('#e8e8e8', '#333333'), ('#30363d', '#e6edf3')
 _CELL = 'padding:2px 10px;text-align:left'
 # A transparent grey: text is legible on it in light mode and in dark mode.
 _GREY = 'background:rgba(128,128,128,0.25)'
@@ -79,10 +85,10 @@ class Matrix:
 
     def table(self) -> str:
         """Returns the matrix and its legend as text."""
-        rows = [
-            ['  ' * row.is_part + row.name, *map(self._text, row.cells), row.note]
-            for row in self.rows
-        ]
+        rows: list[list[str]] = []
+        for row in self.rows:
+            cells = [self.words[cell].text for cell in row.cells]
+            rows.append(['  ' * row.is_part + row.name, *cells, row.note])
         words = self.used_words()
         width = max((len(word.text) for word in words), default=0)
         legend = [f'{word.text:{width}}  {word.meaning}' for word in words]
@@ -92,9 +98,6 @@ class Matrix:
         if self.totals:
             lines += ['', *self.totals]
         return '\n'.join(lines).rstrip()
-
-    def _text(self, cell: str) -> str:
-        return self.words[cell].text
 
     def html(self) -> str:
         """Returns the matrix as HTML tables, legible in light and dark mode."""

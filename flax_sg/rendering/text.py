@@ -27,8 +27,13 @@ def table(
         rows: the cells of each row.
         right: the headings of the columns that are aligned on the right.
     """
+    return _table(list(zip(head, *rows, strict=True)), right)
+
+
+def _table(columns: Sequence[Sequence[str]], right: Sequence[str]) -> str:
+    """Formats columns of text, each of which begins with its heading."""
     aligned: list[list[str]] = []
-    for name, *cells in zip(head, *rows, strict=True):
+    for name, *cells in columns:
         width = max(map(len, (name, *cells)))
         align = str.rjust if name in right else str.ljust
         aligned.append([align(text, width) for text in (name, *cells)])
@@ -53,23 +58,14 @@ def wrapped(
         right: the headings of the columns that are aligned on the right.
         width: how wide a table may be. One column fits beside the first in any case.
     """
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(map(len, column)) + 3 for column in columns]
-    blocks: list[list[int]] = [[]]
-    for number in range(1, len(columns)):
-        used = sum(widths[n] for n in (0, *blocks[-1], number)) - 3
-        if used > width and blocks[-1]:
-            blocks.append([])
-        blocks[-1].append(number)
-    tables = (
-        table(
-            [head[n] for n in (0, *block)],
-            [[row[n] for n in (0, *block)] for row in rows],
-            right,
-        )
-        for block in blocks
-    )
-    return '\n\n'.join(tables)
+    first, *columns = zip(head, *rows, strict=True)
+    blocks = [[first]]
+    for column in columns:
+        widths = [max(map(len, cells)) + 3 for cells in (*blocks[-1], column)]
+        if sum(widths) - 3 > width and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    return '\n\n'.join(_table(block, right) for block in blocks)
 
 
 def check_depth(depth: int | None) -> None:

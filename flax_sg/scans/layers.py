@@ -219,7 +219,8 @@ class _Layer(NamedTuple):
         trace = jax.make_jaxpr(body, return_shape=True)
         program, (made, out) = trace(carry, first)
         strong = _strong(carry, made)
-        if strong is not carry:  # As ``jax.lax.scan`` does.
+        leaves = zip(*map(jax.tree.leaves, (carry, strong)), strict=True)
+        if any(old is not new for old, new in leaves):  # As ``jax.lax.scan`` does.
             carry = strong
             program, (made, out) = trace(carry, first)
         start = len(jax.tree.leaves(made))
@@ -275,20 +276,16 @@ class _Layer(NamedTuple):
 
 def _strong(carry: Any, made: Any) -> Any:
     """What is carried, with Python's numbers in the dtype that the body returns."""
-    olds, news = jax.tree.leaves(carry), jax.tree.leaves(made)
+
+    def strong(old: Any, new: Any) -> Any:
+        if not jax.typeof(old).weak_type:
+            return old
+        is_wider = jnp.result_type(old, new) != jnp.result_type(old)
+        return jnp.asarray(old, new.dtype) if is_wider else old
+
     if jax.tree.structure(carry) != jax.tree.structure(made):
         return carry
-    is_weak = [
-        jax.typeof(old).weak_type and jnp.result_type(old, new) != jnp.result_type(old)
-        for old, new in zip(olds, news, strict=True)
-    ]
-    if not any(is_weak):
-        return carry
-    strong = [
-        jnp.asarray(old, new.dtype) if weak else old
-        for old, new, weak in zip(olds, news, is_weak, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(carry), strong)
+    return jax.tree.map(strong, carry, made)
 
 
 def _masked(leaf: Any, mask: NDArray[np.bool_]) -> Any:

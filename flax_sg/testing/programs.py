@@ -63,20 +63,24 @@ def assert_same_program(
     one, other = (_text_of(compiled) for compiled, _ in both)
     takes = [jaxprs.kept_arguments(compiled) for compiled, _ in both]
     calls = [called for _, called in both]
-    if one == other and takes[0] != takes[1]:
+    if one != other:
+        raise _different_programs(one, other)
+    if takes[0] != takes[1]:
         raise errors.ExpectationError(
             'The two functions use different arguments, counted as leaves: '
             f'{takes[0]} and {takes[1]}.\n'
             'Read the same parameters in both.'
         )
-    if one == other and None not in calls and calls[0] != calls[1]:
+    if None not in calls and calls[0] != calls[1]:
         raise errors.ExpectationError(
             'The two functions call back different functions, or print other texts: '
             f'{len(calls[0] or ())} and {len(calls[1] or ())} calls.\n'
             'Call the same functions in both, in the same order.'
         )
-    if one == other:
-        return
+
+
+def _different_programs(one: str, other: str) -> errors.ExpectationError:
+    """The error for two texts of programs, which counts their operations."""
     first, second = (
         collections.Counter(a or b for a, b in _OPERATION.findall(text))
         for text in (one, other)
@@ -86,7 +90,7 @@ def assert_same_program(
         for name in sorted(first | second)
         if first[name] != second[name]
     ]
-    raise errors.ExpectationError(
+    return errors.ExpectationError(
         'The two functions compile to different programs: '
         f'{", ".join(counts) or "with the same operations"}.\n'
         'To see more, compare what testing.optimized_hlo returns for each.'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,40 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters, flow
+from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.report import index
 from flax_sg.rendering import text
-from flax_sg.rendering.matrix import Matrix, Row, Word
+from flax_sg.rendering.matrix import BLUE, GREY, ORANGE, RED, Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing import flows, runs
 from flax_sg.trees import leaves
 
 MOVES, STUCK, DRIFTS, STILL = 'moves', 'stuck', 'drifts', 'still'
+_STUCK = 'it has a gradient or an update, and most of its value does not change'
 
 # The colours go from what trains to what stands still, as those of a gradient flow; the
 # two that are most often faults are red.
 WORDS = {
-    MOVES: Word(
-        'moves', 'its value changes', ('#0072b2', '#ffffff'), ('#7cc4f4', '#000000')
-    ),
-    STUCK: Word(
-        'stuck',
-        'it has a gradient or an update, and most of its value does not change',
-        ('#d55e00', '#ffffff'),
-        ('#d55e00', '#000000'),
-    ),
-    DRIFTS: Word(
-        'drifts',
-        'it has no gradient, and its value changes',
-        ('#e69f00', '#000000'),
-        ('#e69f00', '#000000'),
-    ),
-    STILL: Word(
-        'still',
-        'its value does not change',
-        ('#e8e8e8', '#333333'),
-        ('#30363d', '#e6edf3'),
-    ),
+    MOVES: Word(MOVES, 'its value changes', *BLUE),
+    STUCK: Word(STUCK, _STUCK, *RED),
+    DRIFTS: Word(DRIFTS, 'it has no gradient, and its value changes', *ORANGE),
+    STILL: Word(STILL, 'its value does not change', *GREY),
 }
 
 
@@ -133,22 +118,22 @@ class Moves(Shown):
             for move in some:
                 own = (*module[:several], *move.path.parts)
                 rows[module if alike and len(module) > several else own] = move.said
-        shown = text.repeated([*rows], [*rows.values()])
         said = list(rows.values())
-        found = [
-            Row('/'.join(names), said[same[0]][:1], said[same[0]][1])
-            for names, same in shown
-        ]
+        found: list[Row] = []
+        for names, same in text.repeated([*rows], said):
+            status, reason = said[same[0]]
+            found.append(Row('/'.join(names), (status,), reason))
         heading = 'one step' if self.times == 1 else f'{self.times} steps'
         return Matrix((heading,), tuple(found), WORDS, 'why', self._totals(), True)
 
     def _totals(self) -> tuple[str, ...]:
         """A line for each status."""
+        shapes = {status: list[tuple[int, Any]]() for status in WORDS}
+        for move in self.parameters:
+            shapes[move.status].append((move.shape.size, move.shape.dtype))
         return tuple(
-            f'{status.capitalize()}: '
-            + text.amount([(move.shape.size, move.shape.dtype) for move in some])
-            for status in WORDS
-            for some in [[x for x in self.parameters if x.status == status]]
+            f'{status.capitalize()}: {text.amount(some)}'
+            for status, some in shapes.items()
             if some
         )
 
@@ -221,8 +206,8 @@ def moves(
     if known and not known.keys() & {path.place for path in watched.values()}:
         raise errors.ArgumentValueError(
             'grads= has no parameter of the state: '
-            f'{_some([names[-1] for _, names in known])}, and the state holds '
-            f'{_some(list(watched.values()))}.\n'
+            f'{listed([names[-1] for _, names in known])}, and the state holds '
+            f'{listed(list(watched.values()))}.\n'
             'Give the gradients of the whole first argument of the step.'
         )
     measured = runs.measured(step, (state, *args), watched, times)
@@ -302,7 +287,7 @@ def assert_moves_only(
         if is_named != (move.status in (MOVES, DRIFTS)):
             wrong[is_named].append(move)
     lines = [
-        f'{text} {_some([move.path for move in some])}.\n'
+        f'{text} {listed([move.path for move in some])}.\n'
         f'{some[0].path}: {some[0].reason or some[0].status}. {_advice(some[0])}'
         for text, some in (
             ('It does not move', wrong[True]),
@@ -333,11 +318,6 @@ def _advice(move: Move) -> str:
     if move.status == STILL:
         return 'If it should have a gradient: sg.gradient_flow(loss, ...).'
     return 'If it should stay: sg.freeze(tx, where).'
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-    return ', '.join(map(str, names[:3])) + more
 
 
 def _watched(state: Any) -> dict[int, Path]:

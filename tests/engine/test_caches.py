@@ -24,7 +24,7 @@ import stepwise
 from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
 from test_around import AROUND
 
@@ -568,8 +568,8 @@ class Zeros(rules.Rule):
         return jnp.zeros_like(leaf)
 
 
-def zeros(where: Any, **kwargs: Any) -> rewrites.BlockDecorator:
-    return rewrites.BlockDecorator(filters.as_filter(where), Zeros(), **kwargs)
+def zeros(where: Any, **kwargs: Any) -> BlockDecorator:
+    return BlockDecorator(filters.as_filter(where), Zeros(), **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import oracle
 from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
 from test_faults import assert_nothing_is_left
 
@@ -89,7 +89,7 @@ class Fails(rules.StopGradient):
 )
 def test_an_error_while_a_block_opens(error, inside):
     raised = error('on purpose')
-    block = rewrites.BlockDecorator(filters.as_filter('bias'), Fails(raised))
+    block = BlockDecorator(filters.as_filter('bias'), Fails(raised))
     outer = nn.stop_gradient('kernel') if inside else contextlib.nullcontext()
     with outer:
         with pytest.raises(error) as caught, block:

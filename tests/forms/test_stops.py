@@ -15,7 +15,7 @@ import pytest
 import oracle
 from flax_sg import core, errors, filters
 from flax_sg import linen as nn
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -91,7 +91,7 @@ def test_spellings_that_say_the_same(make):
 @BOTH
 def test_options(make):
     rewrite = make('a', collections=['cache', 'params'], unused='ignore')
-    assert isinstance(rewrite, rewrites.BlockDecorator)
+    assert isinstance(rewrite, BlockDecorator)
     assert (rewrite.collections, rewrite.unused) == (('cache', 'params'), 'ignore')
     make(Model, 'no', collections='cache', unused='ignore')().apply(
         {'params': PARAMS}, X

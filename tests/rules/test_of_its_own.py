@@ -16,7 +16,7 @@ from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters.expressions import Atom, Filter
 from flax_sg.filters.indices import Index, Part
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
 from oracle import assert_same, stopped
 
@@ -152,7 +152,7 @@ def test_in_every_extent(extent, lift, name, ruled):
     model = Model(lift)
     params = model.init(jax.random.key(0), X)['params']
     rule = rules.StopGradient() if ruled == 'stop' else Halved()
-    rewrite = rewrites.BlockDecorator(where, rule)
+    rewrite = BlockDecorator(where, rule)
     by_hand = stop if ruled == 'stop' else halve
     if name == 'classes' and ruled == 'halved' and lift != 'plain':
         # It would have to be applied in the body, where a filter knows the class, and

@@ -17,7 +17,7 @@ import flax_sg
 import oracle
 from flax_sg import filters
 from flax_sg import linen as nn
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules, substitutes
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -177,7 +177,7 @@ EXTENTS = {
 @pytest.mark.parametrize('extent', EXTENTS)
 def test_every_rule_at_every_extent(extent, rule):
     value, by = RULES[rule]
-    rewrite = rewrites.BlockDecorator(filters.as_filter(WHERE), value)
+    rewrite = BlockDecorator(filters.as_filter(WHERE), value)
 
     def actual(params, x):
         return EXTENTS[extent](rewrite, params, x, MUTABLE)
@@ -195,7 +195,7 @@ def test_every_rule_at_every_extent(extent, rule):
 @pytest.mark.parametrize('extent', ['block', 'core'])
 def test_what_is_given_back_is_what_is_stored(extent, rule):
     value, by = RULES[rule]
-    rewrite = rewrites.BlockDecorator(filters.as_filter(WHERE), value)
+    rewrite = BlockDecorator(filters.as_filter(WHERE), value)
 
     def actual(params, x):
         y, updates = EXTENTS[extent](rewrite, params, x, True)
@@ -221,7 +221,7 @@ def _init_core(rewrite):
 
 @pytest.mark.parametrize('rule', RULES)
 def test_init_is_identical(rule):
-    rewrite = rewrites.BlockDecorator(filters.as_filter(WHERE), RULES[rule][0])
+    rewrite = BlockDecorator(filters.as_filter(WHERE), RULES[rule][0])
     y, variables = MODEL.init_with_output(RNGS, X)
     for init in (
         _init_block,
@@ -244,7 +244,7 @@ def test_init_is_identical(rule):
 def test_rules_nest_the_inner_one_nearest_to_the_reader():
     # What is stored passes the outermost block first.
     zeros = nn.substitute(lambda path, leaf: jnp.zeros_like(leaf), where='scale')
-    more = rewrites.BlockDecorator(filters.as_filter('scale'), ByPath())
+    more = BlockDecorator(filters.as_filter('scale'), ByPath())
     for outer, inner, scale in ((zeros, more, 7.5), (more, zeros, 0.0)):
         with outer, inner:
             seen = MODEL.bind(VARIABLES).variables['params']['scale']
@@ -261,7 +261,7 @@ def _named(path):
     return path.name == 'kernel'
 
 
-VALUES: dict[str, rewrites.BlockDecorator] = {
+VALUES: dict[str, BlockDecorator] = {
     "stop_gradient(Glob('enc/**'))": nn.stop_gradient('enc/**'),
     "stop_gradient(~Glob('enc/**'))": nn.train_only('enc/**'),
     "stop_gradient(Glob('a'), collections=('params', 'cache'))": nn.stop_gradient(
@@ -269,7 +269,7 @@ VALUES: dict[str, rewrites.BlockDecorator] = {
     ),
     'stop_gradient(Predicate(_named at test_rewrites.py:'
     f'{_named.__code__.co_firstlineno}))': nn.stop_gradient(_named),
-    "scale[2.0](Glob('enc/**'))": rewrites.BlockDecorator(
+    "scale[2.0](Glob('enc/**'))": BlockDecorator(
         filters.as_filter('enc/**'), Scale(2.0)
     ),
 }

@@ -20,7 +20,7 @@ import oracle
 import stepwise
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.testing import optimized_hlo
 from oracle import assert_same, assert_same_function
 
@@ -89,7 +89,7 @@ SOURCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-# The extents: each calls the student under the values.
+# The blocks: each calls the student under the values.
 
 
 def _block(model, values, x):
@@ -130,7 +130,7 @@ class Model(linen.Module):
         return before, inside, self.student(x), self.teacher(x)
 
 
-# Of the other extents see test_rewrites.py.
+# Of the other blocks see test_rewrites.py.
 @pytest.mark.parametrize('source', SOURCES)
 @pytest.mark.parametrize('extent', EXTENTS)
 def test_every_source_at_every_extent(extent, source) -> None:
@@ -373,7 +373,7 @@ def test_a_rewrite_is_a_value() -> None:
     assert one != nn.substitute(some(OTHERS))
     assert nn.substitute('ema') == nn.substitute('ema') != nn.substitute('ema2')
     assert nn.substitute(warped) == nn.substitute(warped) != one
-    assert nn.substitute('ema') != rewrites.BlockDecorator(one.where, one.rule)
+    assert nn.substitute('ema') != BlockDecorator(one.where, one.rule)
     assert nn.substitute('ema') != nn.stop_gradient(True)
     names = nn.substitute({'names': {'a', 'b'}})  # It cannot be hashed.
     assert names == names != nn.substitute({'names': {'a', 'b'}})

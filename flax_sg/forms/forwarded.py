@@ -1,6 +1,4 @@
-"""What a call of a wrapper does beside the call of its module.
-
-``rngs=`` of ``nn.mirror`` chooses the random numbers.
+"""Methods of a wrapper that are made of the methods of its module.
 
 Other libraries get the answers of the module. Keras reads the signature of
 ``__call__``. penzai opens ``nn.intercept_methods`` around ``apply``. A wrapper has one
@@ -10,68 +8,14 @@ class for all modules, and Flax does not wrap its ``__call__``: otherwise
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from flax_sg import errors
-from flax_sg.internals import core_scopes, modules
-
-# 'same': the n-th call draws what the n-th call of the module does, and leaves the
-# draws of the module alone. 'fresh': it draws as another call of the module would.
-RNGS = SAME, FRESH = 'same', 'fresh'
-
-# Random numbers.
-
-
-# The key, among the counts of a scope's draws, of those of its views.
-_OF_VIEWS: Any = object()
-
-
-@contextlib.contextmanager
-def handle_rngs(module: Any, choice: str) -> Generator[None]:
-    """Lets a bound module draw as the choice says, in the body."""
-    with contextlib.ExitStack() as stack:
-        if choice == SAME:
-            for scope in modules.own_scopes(module):
-                # Initializers draw other numbers for each parameter, in views too.
-                kept = 'params' if scope.get_flag('initializing', False) else None
-                stack.enter_context(_counted_apart(scope.rng_counters, kept))
-        yield
-
-
-@contextlib.contextmanager
-def _counted_apart(counts: dict[Any, Any], kept: str | None) -> Generator[None]:
-    # In the scope's own dict: there Flax carries it through its transforms.
-    of_views = counts.pop(_OF_VIEWS, {})
-    of_module = core_scopes.copied(counts)
-    _set(counts, of_views, kept)
-    try:
-        yield
-    finally:
-        of_views = core_scopes.copied(counts)
-        counts.pop(_OF_VIEWS, None)
-        _set(counts, of_module, kept)
-        if _any(of_views):
-            counts[_OF_VIEWS] = of_views
-
-
-def _set(counts: dict[Any, Any], wanted: Mapping[Any, Any], kept: str | None) -> None:
-    for key, count in counts.items():
-        if isinstance(count, dict):
-            _set(count, wanted.get(key, {}), kept)
-        elif key != kept:
-            counts[key] = wanted.get(key, 0)
-
-
-def _any(counts: Mapping[Any, Any]) -> bool:
-    return any(_any(c) if isinstance(c, Mapping) else c for c in counts.values())
-
-
-# What other libraries see.
+from flax_sg.internals import modules
 
 
 class OfModule:

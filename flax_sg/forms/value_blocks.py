@@ -10,13 +10,13 @@ from flax.core.scope import CollectionFilter
 from flax_sg import filters
 from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator, takes_target
 from flax_sg.internals import modules
 from flax_sg.rules import rules, substitutes
 from flax_sg.trees.absent import ABSENT, Absent
 
 
-@rewrites.takes_target
+@takes_target
 def stop_gradient(
     where: filters.Where,
     *,
@@ -24,7 +24,7 @@ def stop_gradient(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
     levels: int | None = None,
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Stops the gradient of the parameters that ``where`` selects.
 
     In the block these parameters are read through ``jax.lax.stop_gradient``. Nothing
@@ -118,17 +118,17 @@ def stop_gradient(
     if levels not in (None, 1):
         raise unknown_choice('levels', levels, (None, 1))
     rule = rules.StopGradient(levels)
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
-@rewrites.takes_target
+@takes_target
 def train_only(
     where: filters.Where,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Stops the gradient of all parameters except those that ``where`` selects.
 
     The complement of ``stop_gradient``, said positively: ``where`` names what is
@@ -158,17 +158,17 @@ def train_only(
         As ``stop_gradient``.
     """
     stopped, rule = ~filters.as_filter(where), rules.StopGradient()
-    return rewrites.BlockDecorator(stopped, rule, collections, unused)
+    return BlockDecorator(stopped, rule, collections, unused)
 
 
-@rewrites.takes_target
+@takes_target
 def read_only(
     where: filters.Where,
     *,
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = True,
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Raises where a variable that ``where`` selects is written or created.
 
     Reads stay the same. Writes are ``put_variable``, ``variable.value = ``, ``sow`` and
@@ -215,7 +215,7 @@ def read_only(
         are constant within a block.
     """
     rule = rules.ReadOnly()
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 # What stands for other values; ``substitute`` explains the members.
@@ -224,7 +224,7 @@ Values: TypeAlias = (
 )
 
 
-@rewrites.takes_target
+@takes_target
 def substitute(
     values: Values,
     *,
@@ -232,7 +232,7 @@ def substitute(
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Lets modules read other values in place of their variables.
 
     In the block the selected variables read as other values, and gradients flow to
@@ -305,7 +305,7 @@ def substitute(
     if isinstance(where, Absent):
         is_tree = isinstance(rule, substitutes.FromTree)
         where = filters.Names(frozenset(rule.entries)) if is_tree else True
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def _rule_of(values: Any, collections: CollectionFilter) -> substitutes.Substitute:

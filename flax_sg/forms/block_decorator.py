@@ -87,7 +87,7 @@ def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         raise _methods_without_class(methods)
     if isinstance(target, modules.Module):
         stops = isinstance(rewrite.rule, rules.StopGradient)
-        return (wrappers.Frozen if stops else wrappers.Rewritten)(
+        return (wrappers.Frozen if stops else wrappers.Wrapper)(
             target,
             rewrite.where,
             collections=rewrite.collections,

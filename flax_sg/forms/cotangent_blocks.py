@@ -12,19 +12,19 @@ from flax.core.scope import CollectionFilter
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters import predicates
-from flax_sg.forms import rewrites
+from flax_sg.forms.block_decorator import BlockDecorator, takes_target
 from flax_sg.internals import tracing
 from flax_sg.rules import cotangents
 
 
-@rewrites.takes_target
+@takes_target
 def map_cotangent(
     where: filters.Where,
     fn: Callable[..., Any],
     *values: Any,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Passes the cotangent of each selected parameter through a function, once.
 
     Values stay the same to the last bit. In the backward pass JAX sums the cotangents
@@ -87,17 +87,17 @@ def map_cotangent(
         )
     rule = cotangents.Each('map_cotangent', fn, *values)
     rule.args = f', {predicates.describe(fn)}{rule.args}'
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
-@rewrites.takes_target
+@takes_target
 def scale_gradient(
     where: filters.Where,
     factor: Any,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Multiplies the gradient of the selected parameters by a number.
 
     Forward mode works too: it multiplies the tangents.
@@ -128,17 +128,17 @@ def scale_gradient(
     """
     _check_number('factor', factor)
     rule = cotangents.Scale(factor)
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
-@rewrites.takes_target
+@takes_target
 def reverse_gradient(
     where: filters.Where,
     factor: Any = 1.0,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Reverses the gradient of the selected parameters, which then raise the loss.
 
     It is ``scale_gradient(where, -factor)``. One loss then trains a discriminator and,
@@ -167,7 +167,7 @@ def reverse_gradient(
     return scale_gradient(where, -factor, collections=collections, unused=unused)
 
 
-@rewrites.takes_target
+@takes_target
 def clip_gradient(
     where: filters.Where,
     *,
@@ -176,7 +176,7 @@ def clip_gradient(
     global_norm: Any = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Clips the gradient of the selected parameters, summed over the block.
 
     >>> import jax, jax.numpy as jnp
@@ -229,16 +229,16 @@ def clip_gradient(
         else cotangents.ClipGlobalNorm(bound)
     )
     rule.args = f', {name}={shown(bound)}'
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
-@rewrites.takes_target
+@takes_target
 def print_cotangent(
     where: filters.Where,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Prints the cotangent of each selected parameter, with its path.
 
     >>> import jax, jax.numpy as jnp
@@ -261,17 +261,17 @@ def print_cotangent(
         in no fixed order.
     """
     rule = cotangents.Each('print_cotangent', cotangents.printed)
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
-@rewrites.takes_target
+@takes_target
 def replace_cotangent(
     where: filters.Where,
     value: Any,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Gives the selected parameters another value as their gradient.
 
     >>> import jax, jax.numpy as jnp
@@ -299,17 +299,17 @@ def replace_cotangent(
         CotangentError: in the backward pass, if the value has another shape or dtype.
     """
     rule = cotangents.Each('replace_cotangent', cotangents.replaced, value)
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
-@rewrites.takes_target
+@takes_target
 def copy_cotangent(
     sources: Mapping[str, str],
     *,
     add: bool = False,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rewrites.BlockDecorator:
+) -> BlockDecorator:
     """Gives parameters the gradient of another parameter, instead of or with theirs.
 
     >>> import jax, jax.numpy as jnp
@@ -340,7 +340,7 @@ def copy_cotangent(
     named = dict.fromkeys([*sources, *sources.values()])
     where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
     rule = cotangents.Copy(sources, add)
-    return rewrites.BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 def _check_number(name: str, value: Any) -> None:

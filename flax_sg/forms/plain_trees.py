@@ -11,7 +11,6 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path, name_of
-from flax_sg.forms import reads
 from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
@@ -105,7 +104,8 @@ def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> 
         The tree. Leaves that are no real or complex arrays are unchanged.
     """
     _tree_before('sg.stop_gradient(tree, where)', tree)
-    return rewrite(tree, reads.stop_gradient(where, collections=True, unused=unused))
+    chosen, rule = filters.as_filter(where), rules.StopGradient()
+    return rewrite(tree, rules.Rewrite(chosen, rule, True, unused))
 
 
 def substitute(
