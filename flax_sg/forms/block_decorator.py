@@ -20,6 +20,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors, filters
 from flax_sg.engine import opening
+from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
 from flax_sg.internals import modules
@@ -96,6 +97,9 @@ def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         )
     if isinstance(target, (staticmethod, classmethod)):
         return type(target)(_lifted(rewrite, target.__func__))
+    if isinstance(target, str) and rewrite.rule.brings:
+        write = f'nn.{rewrite.rule.name}(values, where={target!r})'
+        raise wrong_argument(target, 'module, class or function', write)
     if isinstance(target, (type, filters.Filter)) or not callable(target):
         raise wrappers.refused(
             f'nn.{rewrite.rule.name} decorates a function, a method, a Module class '

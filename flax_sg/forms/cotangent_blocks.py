@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax.core.scope import CollectionFilter
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, shown
+from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.forms.block_decorator import BlockDecorator, takes_target
 from flax_sg.internals import tracing
@@ -69,7 +70,8 @@ def map_cotangent(
         CotangentError: if a variable that is selected by name is no real or complex
             array; in the backward pass, if ``fn`` changes the shape or the dtype; in
             forward mode, ``jax.jvp`` and ``jax.jacfwd``, which has no cotangents.
-        ArgumentTypeError: if ``fn`` reads a traced value that is no argument of it.
+        ArgumentTypeError: if ``fn`` is no function, or reads a traced value that is no
+            argument of it; if one of ``values`` is no number or array.
 
     Note:
         The innermost level that differentiates a parameter maps its cotangent. A
@@ -77,6 +79,11 @@ def map_cotangent(
         parameter that no output depends on. Asked for at the end of google/flax issue
         #1857.
     """
+    if not callable(fn):
+        write = 'nn.map_cotangent(where, lambda path, ct: 2.0 * ct)'
+        raise wrong_argument(fn, 'function of a cotangent', write)
+    for value in values:
+        _check_numeric(value, 'value for a cotangent')
     traced = predicates.tracer_in(fn)
     if traced is not None:
         name, value = traced
@@ -124,7 +131,7 @@ def scale_gradient(
         As ``map_cotangent``.
 
     Raises:
-        ArgumentValueError: if ``factor`` is not one number.
+        ArgumentTypeError, ArgumentValueError: if ``factor`` is not one number.
     """
     _check_number('factor', factor)
     rule = cotangents.Scale(factor)
@@ -164,6 +171,7 @@ def reverse_gradient(
     Note:
         Domain-adversarial training (Ganin and Lempitsky, 2015).
     """
+    _check_number('factor', factor)
     return scale_gradient(where, -factor, collections=collections, unused=unused)
 
 
@@ -206,7 +214,8 @@ def clip_gradient(
         As ``map_cotangent``.
 
     Raises:
-        ArgumentValueError: unless exactly one bound is given, one number, not below 0.
+        ArgumentTypeError, ArgumentValueError: unless exactly one bound is given, one
+            number, not below 0.
         BlockError: for ``global_norm`` in the body of a transform, if the
             selected modules come there by different ways.
     """
@@ -298,6 +307,7 @@ def replace_cotangent(
     Raises:
         CotangentError: in the backward pass, if the value has another shape or dtype.
     """
+    _check_numeric(value, 'value for a cotangent')
     rule = cotangents.Each('replace_cotangent', cotangents.replaced, value)
     return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
@@ -337,13 +347,22 @@ def copy_cotangent(
     Raises:
         CotangentError: if two parameters differ in shape or dtype.
     """
+    if not isinstance(sources, Mapping):
+        write = "nn.copy_cotangent({'target': 'source'})"
+        raise wrong_argument(sources, 'dict of paths', write)
     named = dict.fromkeys([*sources, *sources.values()])
     where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
     rule = cotangents.Copy(sources, add)
     return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
+def _check_numeric(value: Any, what: str) -> None:
+    if not isinstance(value, (int, float, complex, np.number, np.ndarray, jax.Array)):
+        raise wrong_argument(value, what, 'a number or an array of numbers')
+
+
 def _check_number(name: str, value: Any) -> None:
+    _check_numeric(value, f'number for {name}')
     if np.ndim(value):
         raise errors.ArgumentValueError(
             f'{name} has the shape {np.shape(value)}: expected one number.'

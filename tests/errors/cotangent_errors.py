@@ -123,6 +123,46 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: nn.scale_gradient('enc/**', jnp.ones(2)),
         'ArgumentValueError: factor has the shape (2,): expected one number.',
     ),
+    'a factor that is a text': (
+        lambda: nn.scale_gradient('enc/**', '0.5'),
+        "ArgumentTypeError: '0.5' (str) is no number for factor.\n"
+        'Write a number or an array of numbers.',
+    ),
+    'a reversed text': (
+        lambda: nn.reverse_gradient('enc/**', '0.5'),
+        "ArgumentTypeError: '0.5' (str) is no number for factor.\n"
+        'Write a number or an array of numbers.',
+    ),
+    'a bound that is a list': (
+        lambda: nn.clip_gradient('enc/**', norm=[1.0]),
+        'ArgumentTypeError: a list is no number for norm.\n'
+        'Write a number or an array of numbers.',
+    ),
+    'a cotangent that is a text': (
+        lambda: nn.replace_cotangent('enc/**', 'zeros'),
+        "ArgumentTypeError: 'zeros' (str) is no value for a cotangent.\n"
+        'Write a number or an array of numbers.',
+    ),
+    'no function of the cotangent': (
+        lambda: nn.map_cotangent('enc/**', None),
+        'ArgumentTypeError: None is no function of a cotangent.\n'
+        'Write nn.map_cotangent(where, lambda path, ct: 2.0 * ct).',
+    ),
+    'a text for the function of the cotangent': (
+        lambda: nn.map_cotangent('enc/**', lambda path, ct, x: ct, 'x'),
+        "ArgumentTypeError: 'x' (str) is no value for a cotangent.\n"
+        'Write a number or an array of numbers.',
+    ),
+    'one path instead of two': (
+        lambda: nn.copy_cotangent('enc/w'),
+        "ArgumentTypeError: 'enc/w' (str) is no dict of paths.\n"
+        "Write nn.copy_cotangent({'target': 'source'}).",
+    ),
+    'a path where values are expected': (
+        lambda: nn.substitute('enc/**', lambda path, value: value),
+        "ArgumentTypeError: 'enc/**' (str) is no module, class or function.\n"
+        "Write nn.substitute(values, where='enc/**').",
+    ),
     'a function that reads a tracer': (
         lambda: traced(2.0),
         'ArgumentTypeError: <lambda> at cotangent_errors.py:LINE reads a traced value '
