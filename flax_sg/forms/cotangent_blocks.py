@@ -347,9 +347,10 @@ def copy_cotangent(
     Raises:
         CotangentError: if two parameters differ in shape or dtype.
     """
-    if not isinstance(sources, Mapping):
+    given: Any = sources
+    if not isinstance(given, Mapping):
         write = "nn.copy_cotangent({'target': 'source'})"
-        raise wrong_argument(sources, 'dict of paths', write)
+        raise wrong_argument(given, 'dict of paths', write)
     named = dict.fromkeys([*sources, *sources.values()])
     where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
     rule = cotangents.Copy(sources, add)
