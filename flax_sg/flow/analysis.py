@@ -31,6 +31,7 @@ from flax_sg.flow.report import (
     Use,
     unique,
 )
+from flax_sg.flow.uses import uses as uses_of
 from flax_sg.flow.way import way
 from flax_sg.flow.zeros import Mask
 from flax_sg.internals import jaxprs
@@ -295,13 +296,13 @@ class Analysis(NamedTuple):
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        zeros, facts = self.zeros(), Facts()
-        table = facts.of(self.program.jaxpr)
+        zeros = self.zeros()
+        table = Facts().of(self.program.jaxpr)
         inputs, avals = table.inputs(), self.program.in_avals
         every = [merged(inputs[n] for n in one.slots) for one in self.parameters]
         uses = [
             _agreeing(
-                facts.uses(table, one.slots),
+                uses_of(table, one.slots),
                 not all(row[number].all() for row in zeros),
                 bool(every[number].read),
                 bool(one.is_wanted),
@@ -338,16 +339,11 @@ class Analysis(NamedTuple):
             before = jaxpr.eqns[: jaxpr.eqns.index(found[0])]
             floats = [v for v in found[0].invars if not isinstance(v, Literal)]
             until = jaxpr.replace(eqns=before, outvars=floats)
-            rows = Facts().of(until).facts
+            inputs = Facts().of(until).inputs()
             names = [
                 repr(str(path))
                 for path, slots, is_wanted in self.parameters
-                if is_wanted
-                and any(
-                    rows[v].live
-                    for v in map(jaxpr.invars.__getitem__, slots)
-                    if v in rows
-                )
+                if is_wanted and any(inputs[slot].live for slot in slots)
             ]
         more = f' and {len(names) - 3} more' if len(names) > 3 else ''
         of = f' of {", ".join(names[:3])}{more}' if names else ''

@@ -8,31 +8,18 @@ what stops the gradient otherwise, and which equations read the value. This expl
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
 from flax_sg.flow.pullback import Reach, has_tangent
-from flax_sg.flow.report import Use
 from flax_sg.internals import jaxprs
-from flax_sg.internals.jaxprs import CALLS, JITTED, body_of, opened
+from flax_sg.internals.jaxprs import Bodies, opened
 
 UNKNOWN = 'unknown'
 # Primitives of many operands that do not meet.
-EACH_FOR_ITSELF = frozenset(('device_put', 'optimization_barrier', 'psum', 'psum2'))
-# Primitives that return their inputs in another form.
-SAME_VALUE = frozenset(
-    (
-        *('stop_gradient', 'convert_element_type', 'reduce_precision', 'copy', 'name'),
-        *('reshape', 'broadcast_in_dim', 'transpose', 'squeeze', 'copy_p'),
-        *('sharding_constraint', 'reshard', 'pvary', 'pcast', 'device_put'),
-        'optimization_barrier',
-    )
-)
-# Primitives that return their first input, with other elements in some places.
-_OVERWRITE = frozenset(('scatter', 'dynamic_update_slice'))
+_EACH_FOR_ITSELF = frozenset(('device_put', 'optimization_barrier', 'psum', 'psum2'))
 
 
 class Fact(NamedTuple):
@@ -79,7 +66,7 @@ class Place(NamedTuple):
     def inside(self, eqn: JaxprEqn) -> Place:
         """The place of the bodies of an equation in a body that stands here."""
         here = self.at(eqn)
-        if eqn.primitive.name not in JITTED:
+        if eqn.primitive.name not in jaxprs.JITTED:
             return here
         return here._replace(function=jaxprs.function_in(eqn))
 
@@ -91,40 +78,6 @@ class Place(NamedTuple):
         return f'{jaxprs.operation(eqn)} at {self.at(eqn).source}'
 
 
-class Bodies(NamedTuple):
-    """The jaxprs that an equation runs.
-
-    Their inputs are those of the equation from ``first`` on. Their outputs are all of
-    the equation's.
-
-    Attributes:
-        jaxprs: the open jaxprs: the branches of a ``cond``, otherwise one or none.
-        first: the number of the first input of the equation that goes into them.
-        carry: the inputs that a loop carries from turn to turn. The first outputs of
-            the body are their next values.
-    """
-
-    jaxprs: tuple[Any, ...]
-    first: int = 0
-    carry: range = range(0)
-
-    @classmethod
-    def of(cls, eqn: JaxprEqn) -> Bodies:
-        """The jaxprs in an equation."""
-        name, params = eqn.primitive.name, eqn.params
-        if name in CALLS:
-            return cls((body_of(eqn),))
-        if name == 'cond':
-            return cls(tuple(map(opened, params['branches'])), 1)
-        if name == 'scan':
-            return cls((opened(params['jaxpr']),), 0, jaxprs.carried_by(eqn))
-        if name == 'while':
-            first = params['cond_nconsts']
-            carry = range(first + params['body_nconsts'], len(eqn.invars))
-            return cls((opened(params['body_jaxpr']),), first, carry)
-        return cls(())
-
-
 class Read(NamedTuple):
     """An equation that reads a value, or None and the number of an output."""
 
@@ -133,7 +86,8 @@ class Read(NamedTuple):
     fact: Fact
 
 
-class Table(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
     """The facts of the values in a body.
 
     Attributes:
@@ -141,18 +95,28 @@ class Table(NamedTuple):
         place: where it stands.
         facts: of each value that is read.
         reads: the equations that read it, from the last to the first.
-        inner: the tables of the bodies of an equation, by its id.
+        inner: the tables of the bodies of an equation.
     """
 
     jaxpr: Any
     place: Place
-    facts: dict[Any, Fact]
-    reads: dict[Any, list[Read]]
-    inner: dict[int, list[Table]]
+    facts: dict[Any, Fact] = dataclasses.field(default_factory=dict)
+    reads: dict[Any, list[Read]] = dataclasses.field(default_factory=dict)
+    inner: dict[JaxprEqn, list[Table]] = dataclasses.field(default_factory=dict)
+
+    def of(self, var: Any) -> Fact:
+        """What becomes of a value."""
+        return self.facts.get(var, UNREAD)
 
     def inputs(self) -> list[Fact]:
         """The facts of the inputs."""
-        return [self.facts.get(var, UNREAD) for var in self.jaxpr.invars]
+        return list(map(self.of, self.jaxpr.invars))
+
+    def stopped_by(self, read: Read) -> str:
+        """What stops the gradient behind a read; '' if one may come back."""
+        if read.fact.live:
+            return ''
+        return read.fact.by or (self.place.stop(read.eqn) if read.eqn else '')
 
     def note(self, var: Any, fact: Fact, eqn: JaxprEqn | None, operand: int) -> None:
         """Adds one reader of a value."""
@@ -162,18 +126,12 @@ class Table(NamedTuple):
             fact = Fact(fact.read)
         elif eqn and not (fact.live or fact.by):
             fact = fact._replace(by=self.place.stop(eqn))
-        self.facts[var] = merged((self.facts.get(var, UNREAD), fact))
+        self.facts[var] = merged((self.of(var), fact))
         self.reads.setdefault(var, []).append(Read(eqn, operand, fact))
 
 
-# How often each use is met. In a body, outputs stand for what reads them outside: the
-# number of the output, and what stopped the value before. A use has the id of its
-# equation if uses of one equation are to be compared.
-Found: TypeAlias = 'Counter[tuple[int, Use | str]]'
-
-
 class Facts:
-    """The walk through a program.
+    """The walk back through a program.
 
     Attributes:
         visits: the number of equations that were looked at.
@@ -184,7 +142,6 @@ class Facts:
         self._reach = Reach()
         # A function that is called twice is walked once.
         self._tables: dict[Hashable, Table] = {}
-        self._uses: dict[Hashable, Found] = {}
 
     def of(self, jaxpr: Any) -> Table:
         """The facts of a program."""
@@ -198,13 +155,13 @@ class Facts:
         key = id(jaxpr), ends, place
         if key in self._tables:
             return self._tables[key]
-        table = self._tables[key] = Table(jaxpr, place, {}, {}, {})
+        table = self._tables[key] = Table(jaxpr, place)
         for number, (var, end) in enumerate(zip(jaxpr.outvars, ends, strict=True)):
             table.note(var, end, None, number)
         for eqn in reversed(jaxpr.eqns):
-            outs = [table.facts.get(var, UNREAD) for var in eqn.outvars]
+            outs = list(map(table.of, eqn.outvars))
             # What is written to a mutable array is read from there later.
-            refs = [table.facts.get(v, UNREAD) for v in eqn.invars if jaxprs.is_ref(v)]
+            refs = [table.of(var) for var in eqn.invars if jaxprs.is_ref(var)]
             if any(fact.read for fact in (*outs, *refs)):
                 self.visits += 1
                 ins = self._inside(table, eqn, outs) or self._operands(eqn, outs)
@@ -214,7 +171,7 @@ class Facts:
 
     def _operands(self, eqn: JaxprEqn, outs: Sequence[Fact]) -> list[Fact]:
         """The facts of the inputs of an equation that runs no jaxpr."""
-        every, each = merged(outs).read, eqn.primitive.name in EACH_FOR_ITSELF
+        every, each = merged(outs).read, eqn.primitive.name in _EACH_FOR_ITSELF
         ins: list[Fact] = []
         for number, row in enumerate(self._reach.rows(eqn)):
             later = merged(out for n, out in enumerate(outs) if row >> n & 1)
@@ -231,7 +188,7 @@ class Facts:
             return None
         every, place = Fact(merged(outs).read), table.place.inside(eqn)
         while True:
-            inner = [self._table(jaxpr, ends, place) for jaxpr in bodies.jaxprs]
+            inner = [self._table(opened(x), ends, place) for x in bodies.jaxprs]
             columns = zip(*(body.inputs() for body in inner), strict=True)
             ins = [UNREAD] * bodies.first + list(map(merged, columns))
             # The next turn of a loop reads what is carried.
@@ -240,7 +197,7 @@ class Facts:
             if after == ends:
                 break
             ends = after
-        table.inner[id(eqn)] = inner
+        table.inner[eqn] = inner
         for number, fact in zip(bodies.carry, turned, strict=True):
             ins[number] = fact
         if eqn.primitive.name == 'cond':
@@ -251,109 +208,3 @@ class Facts:
             for number, fact in zip(numbers, asked.inputs(), strict=True):
                 ins[number] = merged((ins[number], Fact(fact.read)))
         return ins
-
-    def uses(self, table: Table, slots: Iterable[int]) -> Counter[Use]:
-        """The uses of some inputs of a program, which are one parameter."""
-        found: Found = Counter()
-        for slot in slots:
-            found.update(self._uses_of(table, table.jaxpr.invars[slot]))
-        uses: Counter[Use] = Counter()
-        for (site, use), times in found.items():
-            if isinstance(use, str):
-                use = Use(UNKNOWN, UNKNOWN, bool(use), by=use)
-            # ``jnp.where`` of a parameter and the same one stopped: see ``sg.at``.
-            beside = [x for n, x in found if site == n and isinstance(x, Use)]
-            stops = [x.by for x in beside if x.by]
-            if site and stops and not use.by:
-                use = dataclasses.replace(use, part=True, by=max(stops))
-            if not (use.stopped and len(stops) < len(beside)) or not site:
-                uses[use] += times
-        return uses
-
-    def _uses_of(self, table: Table, var: Any) -> Found:
-        """The equations that read a value, in whatever form."""
-        key = id(table), var
-        if key not in self._uses:
-            found = self._uses[key] = Counter()
-            # An equation that reads a value twice, as ``x * x`` does, is one use.
-            reads = {
-                (
-                    id(read.eqn),
-                    read.fact,
-                    id(read.eqn) in table.inner and read.operand,
-                ): read
-                for read in table.reads.get(var, ())
-            }
-            for read in reversed(reads.values()):
-                found.update(self._used(table, *read))
-        return self._uses[key]
-
-    def _used(
-        self, table: Table, eqn: JaxprEqn | None, operand: int, fact: Fact
-    ) -> Found:
-        if eqn is None:
-            return Counter({(operand, fact.by): 1})
-        name, stack = eqn.primitive.name, jaxprs.name_stack_of(eqn)
-        by = '' if fact.live else fact.by or table.place.stop(eqn)
-        if name in SAME_VALUE:
-            return self._output(table, eqn, operand, by)
-        bodies = Bodies.of(eqn)
-        if not bodies.jaxprs or operand < bodies.first or operand in bodies.carry:
-            part = name in _OVERWRITE and not operand and not by
-            source = table.place.at(eqn).source
-            use = Use(stack or UNKNOWN, source, bool(by), part, by)
-            return Counter({(id(eqn) * (name == 'select_n'), use): 1})
-        found: Found = Counter()
-        within = [
-            (
-                body.place.source,
-                self._uses_of(body, body.jaxpr.invars[operand - bodies.first]),
-            )
-            for body in table.inner[id(eqn)]
-        ]
-        below = _below(stack, _name_of(eqn))
-        outputs = dict[tuple[int, str], None]()
-        for source, inner in within:
-            for (number, use), times in inner.items():
-                if isinstance(use, str) and number >= len(bodies.carry):
-                    outputs[number, use] = None
-                    continue
-                if isinstance(use, str):
-                    use = Use(UNKNOWN, source, bool(use), by=use)
-                place = _below(below, use.place.removeprefix(UNKNOWN))
-                found[number, dataclasses.replace(use, place=place)] += times
-        for number, by in outputs:
-            found.update(self._output(table, eqn, number, by))
-        return found
-
-    def _output(self, table: Table, eqn: JaxprEqn, number: int, by: str) -> Found:
-        """The uses of an output of an equation that is an input in another form.
-
-        Args:
-            table: the facts around the equation.
-            eqn: the equation.
-            number: the number of the output.
-            by: what stops the gradient of the input.
-        """
-        var = eqn.outvars[number]
-        found = self._uses_of(table, var)
-        if not by or table.facts.get(var, UNREAD).by:
-            return found
-        stopped: Found = Counter()
-        for (key, use), times in found.items():
-            if isinstance(use, Use):
-                use = dataclasses.replace(use, stopped=True, part=False, by=by)
-            stopped[key, by if isinstance(use, str) else use] += times
-        return stopped
-
-
-def _below(stack: str, name: str) -> str:
-    return '/'.join(filter(None, (stack, name)))
-
-
-def _name_of(eqn: JaxprEqn) -> str:
-    """How the bodies of an equation are called in a stack of names."""
-    name = eqn.primitive.name
-    if name in JITTED:
-        return f'jit({eqn.params.get("name", "")})'
-    return 'checkpoint' if jaxprs.checkpoint_of(eqn) else name

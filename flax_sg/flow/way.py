@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import linecache
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from flax_sg.flow.facts import UNKNOWN, UNREAD, Bodies, Fact, Table
+from flax_sg.flow.facts import Fact, Table
 from flax_sg.flow.pullback import has_tangent
 from flax_sg.flow.report import Use
+from flax_sg.flow.uses import Scope
 from flax_sg.internals import jaxprs
 
 
@@ -21,34 +23,18 @@ class _Step(NamedTuple):
     """An equation on a way, and the way to it.
 
     Attributes:
-        table: the table of its body.
+        scope: the call of the body that it is in.
         eqn: the equation.
         stopped: whether no gradient comes back through it.
         stops: whether one could have come, to what it reads.
         before: the step before.
     """
 
-    table: Table
+    scope: Scope
     eqn: JaxprEqn
     stopped: bool
     stops: bool
     before: _Step | None
-
-
-class _Call(NamedTuple):
-    """A call that a body is in.
-
-    Attributes:
-        names: tells calls apart: the ids of its equation and of those around it.
-        table: the table of the body around the call.
-        eqn: the equation that calls.
-        around: the call that this body is in.
-    """
-
-    names: tuple[int, ...]
-    table: Table
-    eqn: JaxprEqn
-    around: _Call | None
 
 
 def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
@@ -60,50 +46,32 @@ def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
         output: the number of the output.
     """
     inputs = [table.jaxpr.invars[slot] for slot in slots]
-    facts = [table.facts.get(var, UNREAD) for var in inputs]
-    is_live = any(fact.live >> output & 1 for fact in facts)
+    is_live = any(table.of(var).live >> output & 1 for var in inputs)
 
     def reaches(fact: Fact) -> bool:
         return bool((fact.live if is_live else fact.read) >> output & 1)
 
-    # A value, the bodies that it is in, with their equations, and the way to it.
-    waiting: deque[tuple[Table, Any, _Call | None, _Step | None]]
-    waiting = deque((table, var, None, None) for var in inputs)
-    seen: set[Hashable] = set()
+    # A value, and the way to it.
+    waiting: deque[tuple[Scope, Any, _Step | None]]
+    waiting = deque((Scope(table), var, None) for var in inputs)
+    seen: set[tuple[Scope, Any]] = set()
     while waiting:
-        body, var, around, steps = waiting.popleft()
-        # One function may be called in several places: JAX has one body of it.
-        key = around and around.names, id(body), var
-        if key in seen or not reaches(body.facts.get(var, UNREAD)):
+        scope, var, steps = waiting.popleft()
+        if (scope, var) in seen or not reaches(scope.table.of(var)):
             continue
-        seen.add(key)
-        for eqn, operand, fact in reversed(body.reads[var]):
-            if not reaches(fact):
+        seen.add((scope, var))
+        for read in reversed(scope.table.reads[var]):
+            if not reaches(read.fact):
                 continue
-            if eqn is None:
-                if around is None:
-                    return tuple(_lines(steps))
-                call = around.eqn
-                waiting.append(
-                    (around.table, call.outvars[operand], around.around, steps)
-                )
-                bodies = Bodies.of(call)
-                if operand < len(bodies.carry):  # The next turn of a loop.
-                    again = body.jaxpr.invars[bodies.carry[operand] - bodies.first]
-                    waiting.append((body, again, around, steps))
-                continue
-            first = Bodies.of(eqn).first
-            inner = body.inner.get(id(eqn), []) if operand >= first else []
-            names = (*(around.names if around else ()), id(eqn))
-            entering = _Call(names, body, eqn, around)
-            for within in inner:
-                entered = within.jaxpr.invars[operand - first]
-                waiting.append((within, entered, entering, steps))
-            if not inner:
-                stopped = not fact.live >> output & 1
+            onward, last = scope.passed(read), steps
+            if read.eqn is None and not onward:
+                return tuple(_lines(last))
+            if read.eqn is not None and not onward:
+                stopped = not read.fact.live >> output & 1
                 stops = stopped and has_tangent(var.aval)
-                step = _Step(body, eqn, stopped, stops, steps)
-                waiting.extend((body, out, around, step) for out in eqn.outvars)
+                last = _Step(scope, read.eqn, stopped, stops, steps)
+                onward = [(scope, out) for out in read.eqn.outvars]
+            waiting.extend((*there, last) for there in onward)
     return ()
 
 
@@ -115,19 +83,17 @@ def _lines(last: _Step | None) -> Iterator[Use]:
         last = last.before
     steps.reverse()
     # Behind the last equation that stops, the gradient is still there.
-    ends = [step.table.place.stop(step.eqn) for step in steps if step.stops]
+    ends = [step.scope.table.place.stop(step.eqn) for step in steps if step.stops]
     block, before = None, ''
-    for number, (table, eqn, stopped, *_) in enumerate(steps):
+    for number, (scope, eqn, stopped, *_) in enumerate(steps):
         lines = list(jaxprs.frames_of(eqn))
         if not number:
             block = next(filter(None, map(_block_of, lines)), None)
         leaves = block is not None and not any(_is_in(line, block) for line in lines)
-        source = table.place.at(eqn).source
-        if leaves or source != before:
-            stack = jaxprs.name_stack_of(eqn) or UNKNOWN
-            by = ends[-1] if stopped and ends else ''
-            yield Use(stack, source, stopped, by=by, leaves=leaves)
-        block, before = None if leaves else block, source
+        use = scope.use(eqn, ends[-1] if stopped and ends else '')
+        if leaves or use.source != before:
+            yield dataclasses.replace(use, stopped=stopped, leaves=leaves)
+        block, before = None if leaves else block, use.source
 
 
 # A file, a function in it, and the lines of a ``with`` statement.

@@ -205,6 +205,48 @@ def test_the_cause_may_be_lines_behind_the_use():
     assert text[1] == f'It is stopped by {use.by}.'
 
 
+def test_calls_of_one_function_are_told_apart():
+    """The body of ``jnp.where`` is one for both calls: neither stops a part."""
+
+    def loss(p):
+        mask = A > 0.0
+        return jnp.where(mask, lax.stop_gradient(p), 0.0) + jnp.where(mask, p, 0.0)
+
+    report = flow_of(loss, A)
+    assert report.status == (('flows',),)
+    stopped, live = report.uses_of('')
+    assert (stopped.stopped, live.stopped, live.part) == (True, False, False)
+    assert sg.mask(A, frozen=~sg.live(loss, A)) is False
+
+
+def test_two_loops_that_carry_a_parameter_on():
+    def turn(p, carry):
+        return (carry[0] * 2.0, p), None
+
+    def loss(p):
+        first, other = (
+            lax.scan(lambda c, _: turn(p, c), (B, B), length=2)[0][1] for _ in range(2)
+        )
+        return lax.stop_gradient(first) * other
+
+    report = flow_of(loss, A)
+    assert report.status == (('flows',),)
+    assert sorted(use.stopped for use in report.uses_of('')) == [False, True]
+
+
+def test_a_call_that_returns_a_parameter_twice():
+    for twice in (
+        lambda x: lax.optimization_barrier((x, x)),
+        jax.jit(lambda x: (x, x)),
+    ):
+
+        def loss(p, twice=twice):
+            first, second = twice(p)
+            return jnp.sin(first) + jnp.cos(second)
+
+        assert sum(use.times for use in flow_of(loss, A).uses_of('')) == 2
+
+
 def test_a_rule_that_is_told_what_is_perturbed_flows():
     @jax.custom_vjp
     def fn(a, b):
