@@ -284,13 +284,12 @@ class Analysis(NamedTuple):
             rows = pullback.zero_gradients(self.program, outputs, wanted)
         except pullback.RefusedError as error:
             raise self._refused(error.__cause__) from error.__cause__
-        every = np.array(True)
+        every, avals = np.array(True), self.program.in_avals
         found: list[list[Mask]] = [[every] * len(self.parameters) for _ in self.outputs]
         for output, row in zip(outputs, rows, strict=True):
             zero = dict(zip(wanted, row, strict=True))
             found[output] = [
-                one.zero(zero, self.program.in_avals[one.slots[0]].shape)
-                for one in self.parameters
+                one.zero(zero, avals[one.slots[0]].shape) for one in self.parameters
             ]
         return found
 
