@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import filters
-from flax_sg.flow.analysis import Analysis
+from flax_sg.flow.analysis import gradient_flow
 from flax_sg.trees.leaves import arguments_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
@@ -69,9 +69,9 @@ def live(
             comes in.
         ArgumentTypeError: as ``sg.gradient_flow``.
     """
-    analysis = Analysis.of(fun, (params, *args), argnums, has_aux, wrt, kwargs)
-    analysis.check_outputs()
-    report = analysis.report()
+    report = gradient_flow(
+        fun, params, *args, argnums=argnums, has_aux=has_aux, wrt=wrt, **kwargs
+    )
     # Leaves in one box share a place.
     said: dict[Any, bool | filters.Part] = {}
     for number, path in enumerate(report.parameters):

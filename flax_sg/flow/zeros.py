@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from numpy.typing import NDArray
 
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import Bodies
 
 # Elements of a value. A mask has the rank of its value, and length 1 along axes where
 # all elements are alike.
@@ -158,15 +159,13 @@ class Zeros:
     def _through(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
         """What is known of the outputs of an equation."""
         name = eqn.primitive.name
+        if name == 'shard_map':  # Each device has a part.
+            outs = self.of(jaxprs.body_of(eqn), [x.everywhere() for x in ins])
+            return [x.everywhere() for x in outs]
         if name in jaxprs.CALLS or name in jaxprs.CUSTOM_CALLS:
-            if name == 'shard_map':  # Each device has a part.
-                outs = self.of(jaxprs.body_of(eqn), [x.everywhere() for x in ins])
-                return [x.everywhere() for x in outs]
             return self.of(jaxprs.closed_body_of(eqn), ins)
-        if name == 'scan':
-            return self._scan(eqn, ins)
-        if name == 'while':
-            return self._while(eqn, ins)
+        if name in ('scan', 'while'):
+            return self._loop(Bodies.of(eqn), ins)
         if name == 'cond':
             outs = (self.of(branch, ins[1:]) for branch in eqn.params['branches'])
             return [Known(_all(several)) for several in zip(*outs, strict=True)]
@@ -205,23 +204,19 @@ class Zeros:
             now = after
         return now
 
-    def _scan(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
-        carried, body = jaxprs.carried_by(eqn), eqn.params['jaxpr']
-        consts, xs = ins[: carried.start], ins[carried.stop :]
-        each = [Known(np.asarray(x.zero.all(0))) for x in xs]
+    def _loop(self, bodies: Bodies, ins: Sequence[Known]) -> Sequence[Known]:
+        """What is known of the outputs of a scan; a while has neither xs nor ys."""
+        [body], carried = bodies.jaxprs, bodies.carry
+        consts = ins[bodies.first : carried.start]
+        each = [Known(np.asarray(x.zero.all(0))) for x in ins[carried.stop :]]
 
-        def turn(carry: list[Known]) -> Sequence[Known]:
-            return self.of(body, [*consts, *carry, *each])[: len(carried)]
+        def run(carry: Sequence[Known]) -> Sequence[Known]:
+            return self.of(body, [*consts, *carry, *each])
 
-        carry = self._turns(turn, ins[carried.start : carried.stop])
-        ys = self.of(body, [*consts, *carry, *each])[len(carried) :]
+        start = ins[carried.start : carried.stop]
+        carry = self._turns(lambda now: run(now)[: len(carried)], start)
+        ys = run(carry)[len(carried) :]
         return [*carry, *(Known(y.zero[None]) for y in ys)]
-
-    def _while(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
-        first = eqn.params['cond_nconsts']
-        start = first + eqn.params['body_nconsts']
-        consts, body = ins[first:start], eqn.params['body_jaxpr']
-        return self._turns(lambda carry: self.of(body, [*consts, *carry]), ins[start:])
 
 
 def _rank(var: Any) -> int:
