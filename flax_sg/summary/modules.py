@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +24,6 @@ from flax_sg.trees.trainable import declared
 TRAINABLE, PARTLY, FROZEN = 'trainable', 'partly', 'frozen'
 UPDATED, HELD = 'updated', 'held'
 _LINES, _WIDTH = 50, 80
-_ORDER = True, False
 
 
 def tabulate(
@@ -89,17 +87,17 @@ def tabulate(
 
     def show(*args: Any, **call_kwargs: Any) -> ModuleTable:
         options = {**call_kwargs, **kwargs}
-        state: list[tuple[Path, Any, bool]] = []
         if is_graph:
             run = options.pop('method', type(module).__call__)
             analysis = Analysis.of(run, (module, *args), kwargs=options)
-            own = itertools.compress(leaves.leaves_of(module), declared(module))
-            classes, parameters = classes_of(module), _counted(analysis, own)
+            own = itertools.compress(leaves.leaves_of(module).paths, declared(module))
+            meant = {path.place for path in own}
+            found = [one for one in _trained(analysis) if one.path.place in meant]
+            rows = rows_of(classes_of(module), found)
         else:
             program = program_of(module, rngs, args, options)
-            classes, parameters = program.classes, program.parameters()
-            state = program.state()
-        rows = rows_of(classes, parameters, state)
+            found = program.counted()
+            rows = rows_of(program.classes, found)
         deepest = max(len(row.names) for row in rows)
         shown_to = deepest if depth is None else depth
         if isinstance(shown_to, str):
@@ -108,20 +106,31 @@ def tabulate(
         lines = [_as_text(joined(rows, shown_to)), '']
         if shown_to < deepest:
             lines.append(f'Shown to depth={shown_to}; depth=None shows all modules.')
-        trained = [(count, leaf.dtype) for _, leaf, count in parameters]
-        frozen = [(leaf.size - count, leaf.dtype) for _, leaf, count in parameters]
-        lines.append(
-            f'Trainable: {text.amount(trained)}   Frozen: {text.amount(frozen)}'
+        trained, frozen, updated, held = (
+            text.amount([(one.counts[n], one.dtype) for one in found]) for n in range(4)
         )
-        if state:
-            both = [[(s.size, s.dtype) for _, s, u in state if u is n] for n in _ORDER]
-            updated, held = map(text.amount, both)
+        lines.append(f'Trainable: {trained}   Frozen: {frozen}')
+        if rows[0].state:
             lines.append(f'Updated state: {updated}   Held state: {held}')
         table = ModuleTable('\n'.join(lines))
         table.modules = rows
         return table
 
     return show
+
+
+class Counted(NamedTuple):
+    """A variable, and how many of its values are what.
+
+    Attributes:
+        path: its path.
+        dtype: its dtype.
+        counts: the numbers of ``Row``: trained, frozen, updated and held.
+    """
+
+    path: Path
+    dtype: Any
+    counts: tuple[int, int, int, int]
 
 
 class Row(NamedTuple):
@@ -184,9 +193,7 @@ class ModuleTable(str):
 
 
 def rows_of(
-    classes: Mapping[tuple[str, ...], str],
-    parameters: Iterable[tuple[Path, Any, int]],
-    state: Iterable[tuple[Path, Any, bool]] = (),
+    classes: Mapping[tuple[str, ...], str], variables: Iterable[Counted]
 ) -> list[Row]:
     """Returns a row for the model, and for each submodule with variables.
 
@@ -194,23 +201,19 @@ def rows_of(
 
     Args:
         classes: as in ``Program``.
-        parameters: as ``Program.parameters`` returns them.
-        state: as ``Program.state`` returns it.
+        variables: as ``Program.counted`` returns them.
     """
     prefixes = (names[:n] for names in classes for n in range(len(names) + 1))
     order = {names: number for number, names in enumerate(dict.fromkeys(prefixes))}
-    counted = [(path, [n, leaf.size - n, 0, 0]) for path, leaf, n in parameters]
-    counted += [
-        (path, [0, 0, leaf.size * updated, leaf.size * (not updated)])
-        for path, leaf, updated in state
+    inside: dict[tuple[str, ...], list[tuple[int, ...]]] = {(): [(0,) * 4]}
+    for one in variables:
+        for n in range(len(one.path.parts)):
+            if one.path.parts[:n] in order:
+                inside.setdefault(one.path.parts[:n], []).append(one.counts)
+    rows = [
+        Row(names, classes.get(names, ''), *map(sum, zip(*counts, strict=True)))
+        for names, counts in inside.items()
     ]
-    counts: dict[tuple[str, ...], list[int]] = {(): [0] * 4}
-    for path, added in counted:
-        for n in range(len(path.parts)):
-            if path.parts[:n] in order:
-                before = counts.get(path.parts[:n], [0] * 4)
-                counts[path.parts[:n]] = list(map(operator.add, before, added))
-    rows = [Row(names, classes.get(names, ''), *all_) for names, all_ in counts.items()]
     return sorted(
         rows,
         key=lambda row: [order[row.names[: n + 1]] for n in range(len(row.names))],
@@ -270,53 +273,45 @@ class Program(NamedTuple):
     forward: Callable[[Any, Any], tuple[Any, Any]]
     rest: Any
 
-    def parameters(self) -> list[tuple[Path, Any, int]]:
-        """Returns the path and shape of each parameter, and how much is trained.
+    def counted(self) -> list[Counted]:
+        """Each variable, and how many of its values are trained, or updated.
 
-        That is the number of its values that the outputs train.
+        A parameter is trained by the outputs. State is updated if a call gives back
+        another value than it was given.
         """
         params = self.variables.get('params', {})
-        if not jax.tree.leaves(params):
-            return []
-        analysis = Analysis.of(self.forward, (params, self.rest), has_aux=True)
-        return _counted(analysis, leaves.leaves_of(params))
-
-    def state(self) -> list[tuple[Path, Any, bool]]:
-        """Returns the path and shape of other variables, and whether a call writes it.
-
-        That is whether the call gives back another value than it was given.
-        """
         state, *_ = self.rest
-        before = jax.tree_util.tree_leaves_with_path(state)
-        if not before:
-            return []
-        params = self.variables.get('params', {})
-        trace = jax.make_jaxpr(self.forward, return_shape=True)
-        closed, (_, written) = trace(params, self.rest)
-        first = len(jax.tree.leaves(params))
-        given = closed.jaxpr.invars[first:]
-        after = jax.tree_util.tree_leaves_with_path(written)
-        made = closed.jaxpr.outvars[len(closed.jaxpr.outvars) - len(after) :]
-        now = {keys: variable for (keys, _), variable in zip(after, made, strict=True)}
-        return [
-            (path, leaf, now.get(keys, variable) is not variable)
-            for (path, leaf), (keys, _), variable in zip(
-                leaves.leaves_of({'params': {}, **state}), before, given, strict=False
-            )
+        updated: list[bool] = []
+
+        def forward(params: Any, rest: Any) -> Any:
+            given, *_ = rest
+            y, written = self.forward(params, rest)
+            now = dict(jax.tree_util.tree_leaves_with_path(written))
+            before = jax.tree_util.tree_leaves_with_path(given)
+            updated[:] = (now.get(keys, leaf) is not leaf for keys, leaf in before)
+            return y
+
+        found: list[Counted] = []
+        if jax.tree.leaves(params):
+            found = _trained(Analysis.of(forward, (params, self.rest)))
+        elif jax.tree.leaves(state):
+            jax.eval_shape(forward, params, self.rest)
+        tree = leaves.leaves_of({'params': {}, **state})
+        return found + [
+            Counted(path, leaf.dtype, (0, 0, leaf.size * new, leaf.size * (not new)))
+            for (path, leaf), new in zip(tree, updated, strict=True)
         ]
 
 
-def _counted(
-    analysis: Analysis, parameters: Iterable[tuple[Path, Any]]
-) -> list[tuple[Path, Any, int]]:
+def _trained(analysis: Analysis) -> list[Counted]:
     """Parameters, and how many values of each are trained."""
     report = analysis.report()
-    counts: dict[Path, list[int]] = {}
-    for number, path in enumerate(report.parameters):
-        counts.setdefault(path, []).append(report.count(number))
+    counts = [report.count(number) for number in range(len(report.parameters))]
     return [
-        (path, leaf, counts[path].pop(0) if counts.get(path) else 0)
-        for path, leaf in parameters
+        Counted(path, shape.dtype, (count, shape.size - count, 0, 0))
+        for path, shape, count in zip(
+            report.parameters, report.shapes, counts, strict=True
+        )
     ]
 
 

@@ -33,7 +33,7 @@ class Normed(linen.Module):
 def states_of(model: Any, **kwargs: Any) -> dict[str, str]:
     rngs = {'params': KEY, 'dropout': KEY}
     program = modules.program_of(model, rngs, (X,), kwargs)
-    rows = modules.rows_of(program.classes, program.parameters(), program.state())
+    rows = modules.rows_of(program.classes, program.counted())
     return {'/'.join(row.names): row.state for row in rows}
 
 
@@ -64,7 +64,7 @@ def test_a_model_that_wants_a_flag_random_numbers_and_collections() -> None:
 
 def rows_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any) -> Any:
     program = modules.program_of(module, rngs, args, kwargs)
-    rows = modules.rows_of(program.classes, program.parameters())
+    rows = modules.rows_of(program.classes, program.counted())
     return {'/'.join(row.names): row for row in rows}
 
 
