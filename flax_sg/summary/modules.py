@@ -286,9 +286,10 @@ class Program(NamedTuple):
         def forward(params: Any, rest: Any) -> Any:
             given, *_ = rest
             y, written = self.forward(params, rest)
-            now = dict(jax.tree_util.tree_leaves_with_path(written))
-            before = jax.tree_util.tree_leaves_with_path(given)
-            updated[:] = (now.get(keys, leaf) is not leaf for keys, leaf in before)
+            before, after = map(leaves.leaves_of, (given, written))
+            now = dict(zip(after.key_paths, after.values, strict=True))
+            pairs = zip(before.key_paths, before.values, strict=True)
+            updated[:] = (not _same(now.get(keys, leaf), leaf) for keys, leaf in pairs)
             return y
 
         found: list[Counted] = []
@@ -301,6 +302,11 @@ class Program(NamedTuple):
             Counted(path, leaf.dtype, (0, 0, leaf.size * new, leaf.size * (not new)))
             for (path, leaf), new in zip(tree, updated, strict=True)
         ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two leaves, which may be ``NonDifferentiable``, are the same arrays."""
+    return list(map(id, jax.tree.leaves(one))) == list(map(id, jax.tree.leaves(other)))
 
 
 def _trained(analysis: Analysis) -> list[Counted]:

@@ -273,6 +273,8 @@ def _decoded(kind: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
     if isinstance(kind, _Static):
         return kind.value
     mine = [next(arrays) for _ in range(kind.pieces + kind.witness)]
+    if isinstance(mine[0], jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda *pieces: _decode([*pieces], kind), *mine)
     if kind.witness and not kind.is_float:
         found = jnp.result_type(mine[0])
         if not jnp.can_cast(jnp.float32, found):  # Of float16 and bfloat16.

@@ -414,3 +414,18 @@ def test_paths_of_a_tree_and_of_other_arguments():
     assert len(found) == 6
     with pytest.raises(errors.UnusedFilterError, match='nett'):
         sg.paths(Nested(), X, where='nett/**')
+
+
+def test_state_that_is_never_differentiated():
+    class Counts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            fixed = sg.NonDifferentiable(jnp.arange(3))
+            offsets = self.variable('stats', 'offsets', lambda: fixed)
+            calls = self.variable('stats', 'calls', lambda: jnp.zeros(2))
+            if not self.is_initializing():
+                calls.value = calls.value + 1.0
+            return nn.Dense(2)(x) + jnp.float32(offsets.value[0])
+
+    table = sg.tabulate(Counts(), jax.random.key(0), mutable='stats')(X)
+    assert 'Updated state: 2 (8 B)   Held state: 3 (12 B)' in table
