@@ -132,10 +132,13 @@ ad.primitive_jvps[_alike_p] = _alike_jvp
 def _alike_batch(
     axis: Any, args: Any, dims: Any, *, count: int
 ) -> tuple[list[Any], list[Any]]:
-    if all(dim is None for dim in dims):  # JAX asks so for a jitted function.
-        return _alike_p.bind(*args, count=count), [None] * count
-    pairs = zip(args[:count], dims[:count], strict=True)
-    return [batching.bdim_at_front(x, d, axis.size) for x, d in pairs], [0] * count
+    values = args[:count]
+    if any(dim is not None for dim in dims):
+        pairs = zip(values, dims[:count], strict=True)
+        values = [batching.bdim_at_front(x, dim, axis.size) for x, dim in pairs]
+        dims = [0] * count
+    # Again, for a ``vmap`` around this one.
+    return _alike_p.bind(*values, *args[count:], count=count), dims[:count]
 
 
 batching.fancy_primitive_batchers[_alike_p] = _alike_batch

@@ -504,3 +504,27 @@ def test_a_norm_of_weights_of_which_some_belong_to_an_example(lift):
     alone = [clipped([x, x], 0.5)[0] for x in xs]
     chex.assert_trees_all_close(found['params']['example']['w'], sum(alone))
     chex.assert_trees_all_close(found['own']['example']['w'], jnp.stack(alone))
+
+
+@pytest.mark.parametrize('name', OF_EXAMPLES)
+def test_a_rule_with_a_number_of_each_example_of_each_batch(name):
+    rule, hand = OF_EXAMPLES[name]
+    dense, xs = fnn.Dense(5), jnp.linspace(-0.5, 1.0, 48).reshape(2, 4, 2, 3)
+    params = dense.init(jax.random.key(0), xs[0, 0])['params']
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(dense.apply({'params': p}, x) ** 2)
+
+    def ruled(p: Any, x: Any) -> Any:
+        with rule(jnp.sum(x**2)):
+            return loss(p, x)
+
+    def batch(p: Any) -> Any:
+        one = jax.vmap(jax.vmap(functools.partial(ruled, p)))
+        return jnp.sum(jax.checkpoint(one)(xs))
+
+    alone = [
+        hand(jax.grad(loss)(params, x), jnp.sum(x**2)) for x in xs.reshape(8, 2, 3)
+    ]
+    expected = jax.tree.map(lambda *g: sum(g), *alone)
+    chex.assert_trees_all_close(jax.grad(batch)(params), expected, rtol=1e-5)
