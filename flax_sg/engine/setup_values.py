@@ -100,7 +100,7 @@ def _make_plain(viewed: _SetupValues) -> None:
         value = vars(module)[name]
         if contents.holds(value, contents.NUMBERS):
             new = plain.convert(name, value, viewed.blocks)
-            viewed.seen[name] = new, value, True
+            viewed.shown[name] = new, value, True
             object.__setattr__(module, name, new)
 
 
@@ -128,11 +128,11 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if root.initializing or made_in == open_blocks:
         return value
     values = _SetupValues.of(module, root, open_blocks)
-    found = values.seen.get(name)
+    found = values.shown.get(name)
     if found is None or found[0] is not value:
         viewed = values.convert(name, value, made_in)
         depends = viewed is not value or contents.holds(value, contents.ARRAYS)
-        found = values.seen[name] = value, viewed, depends
+        found = values.shown[name] = value, viewed, depends
     if found[2]:  # Another trace may have cached the value.
         for block in open_blocks:
             selection.note_all(block, root)
@@ -147,14 +147,14 @@ class _SetupValues:
         module: the module.
         root: the state of its variable tree.
         blocks: the open blocks.
-        seen: for each attribute name, the stored value, the value that a reader sees,
+        shown: for each attribute name, the stored value, the value that a reader sees,
             and whether that value depends on what the blocks select.
     """
 
     module: Any
     root: blocks.Root
     blocks: _Blocks
-    seen: dict[str, tuple[Any, Any, bool]] = dataclasses.field(default_factory=dict)
+    shown: dict[str, tuple[Any, Any, bool]] = dataclasses.field(default_factory=dict)
     _again: dict[str, Any] | None = None
 
     @classmethod
