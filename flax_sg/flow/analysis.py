@@ -16,7 +16,7 @@ from flax.errors import FlaxError
 from jax.extend.core import ClosedJaxpr, Literal
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import shown
+from flax_sg.errors.texts import listed, shown
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.flow import pullback
@@ -344,8 +344,7 @@ class Analysis(NamedTuple):
                 for path, slots, is_wanted in self.parameters
                 if is_wanted and any(inputs[slot].live for slot in slots)
             ]
-        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-        of = f' of {", ".join(names[:3])}{more}' if names else ''
+        of = f' of {listed(names)}' if names else ''
         return errors.ArgumentTypeError(
             f'A gradient{of} would pass through {what}, which JAX cannot '
             'differentiate.\n'

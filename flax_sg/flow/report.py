@@ -13,41 +13,30 @@ import jax
 import numpy as np
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import listed
 from flax_sg.filters import paths
 from flax_sg.rendering import text
-from flax_sg.rendering.matrix import Matrix, Row, Word
+from flax_sg.rendering.matrix import BLUE, GREY, LIGHT_BLUE, Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.trees import leaves
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
 
-# Told apart by colour-blind people and in grey: from the palette of Okabe and Ito, and
-# their lightness goes one way from what is trained to what is not used.
+# Told apart in grey, too: their lightness goes one way from what is trained to what is
+# not used.
 WORDS = {
-    FLOWS: Word(
-        'trains',
-        'a gradient reaches every parameter there',
-        ('#0072b2', '#ffffff'),
-        ('#7cc4f4', '#000000'),
-    ),
+    FLOWS: Word('trains', 'a gradient reaches every parameter there', *BLUE),
     PARTLY: Word(
         'partly',
         'a gradient reaches some of the parameters there, or some of their elements',
-        ('#56b4e9', '#000000'),
-        ('#0072b2', '#ffffff'),
+        *LIGHT_BLUE,
     ),
     STOPPED: Word(
         'stopped',
         'the output uses the parameters there; their gradient is exactly zero',
-        ('#e8e8e8', '#333333'),
-        ('#30363d', '#e6edf3'),
+        *GREY,
     ),
-    UNUSED: Word(
-        '-',
-        'the output does not use the parameters there',
-        None,
-        None,
-    ),
+    UNUSED: Word('-', 'the output does not use the parameters there', None, None),
 }
 
 NO_MODULE = '(no module)'
@@ -377,9 +366,8 @@ class GradientFlow(Shown):
                 stops = {use.by for use in self.uses[n]} or {'not used'}
                 idle.setdefault(min(stops), []).append(self.names[n])
         for by, names in idle.items():
-            more = f' and {len(names) - 3} more' if len(names) > 3 else ''
             cause = f': {by}' * bool(by)
-            lines.append(f'No output trains {", ".join(names[:3])}{more}{cause}.')
+            lines.append(f'No output trains {listed(names)}{cause}.')
         return tuple(lines)
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ Colors = tuple[str, str]
 # In light mode and in dark mode. Colour-blind people tell these apart: most are from
 # the palette of Okabe and Ito.
 BLUE = ('#0072b2', '#ffffff'), ('#7cc4f4', '#000000')
+LIGHT_BLUE = ('#56b4e9', '#000000'), ('#0072b2', '#ffffff')
 ORANGE = ('#e69f00', '#000000'), ('#e69f00', '#000000')
 RED = ('#d55e00', '#ffffff'), ('#d55e00', '#000000')
 GREY = ('#e8e8e8', '#333333'), ('#30363d', '#e6edf3')

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors
-from flax_sg.errors.texts import shown
+from flax_sg.errors.texts import listed, shown
 from flax_sg.filters import predicates, tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
@@ -72,8 +72,7 @@ class OnCotangents(rules.Keyed):
             selected: the variables, each with its leaves.
         """
         names = [repr(str(path)) for path, _ in selected]
-        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-        what = f'nn.{self.name} of {", ".join(names[:3])}{more}'
+        what = f'nn.{self.name} of {listed(names)}'
         leaves = [leaf for _, of_path in selected for leaf in of_path]
         arrays = list(map(jnp.asarray, self.operands))
         new = iter(primitives.map_cotangents(fn, what, leaves, arrays))
