@@ -190,7 +190,7 @@ def splitter(
     where = wrt if isinstance(wrt, Declared) else filters.as_filter(wrt)
     # A filter that a program makes may well come to nothing, a plain [] may not.
     plain = not isinstance(wrt, filters.Filter)
-    if plain and where == filters.Constant(False) and unused == 'raise':
+    if plain and where == filters.Constant(False) and unused != 'ignore':
         raise errors.UnusedFilterError(
             f'{call}(wrt={wrt!r}) differentiates nothing: wrt= selects what has a '
             'gradient.\n'

@@ -180,7 +180,7 @@ def _substituted(
             "If there may be none, pass {} and unused='ignore'."
         )
     missing = there.keys() - set(leaves.key_paths)
-    if missing and unused == 'raise':
+    if missing and unused != 'ignore':
         names = sorted(tuple(map(name_of, keys)) for keys in missing)
         known = ('/'.join(map(name_of, keys)) for keys in leaves.key_paths)
         raise no_variables('A tree of values', names, known)

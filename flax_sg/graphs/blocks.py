@@ -98,7 +98,7 @@ class Block:
                 'a with statement around the code that it is for.'
             )
         [frame] = closed
-        if frame.answers and not frame.key.used and self._rewrite.unused == 'raise':
+        if frame.answers and not frame.key.used and self._rewrite.unused != 'ignore':
             warnings.warn(
                 f'{self!r} has no effect: none of its {len(frame.answers)} Variables '
                 'was read in the block.\n'

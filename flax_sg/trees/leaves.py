@@ -218,7 +218,7 @@ def selected(
     check_unused(unused)
     matched: set[filters.Filter] = set()
     out = [[where(path, matched) for path in tree] for tree in trees]
-    if unused == 'raise':
+    if unused != 'ignore':
         paths = [path for tree in trees for path in tree]
         error = find_unused(where, matched, paths, None, any(map(any, out)))
         if error is not None:

@@ -20,6 +20,7 @@ import oracle
 import stepwise
 from flax_sg import errors, testing
 from flax_sg import linen as nn
+from flax_sg.forms import cotangent_blocks
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -152,6 +153,12 @@ def gradients(fn: Any, *args: Any) -> Any:
         return y, pull_back(RAMP)
 
     return stepwise.evaluate(run, *args)
+
+
+def test_every_rule_for_gradients_has_a_row():
+    made = set(vars(cotangent_blocks)) & set(vars(nn))
+    ours = {name for name in made if hasattr(vars(nn)[name], '__wrapped__')}
+    assert ours - {name.partition(',')[0] for name in RULES} == set()
 
 
 @pytest.mark.parametrize('extent', EXTENTS, ids=lambda extent: extent.__name__)

@@ -173,6 +173,19 @@ EXTENTS = {
 }
 
 
+def test_every_rule_for_values_has_a_row():
+    here = rules.Rule, rules.Keyed, substitutes.Substitute
+    found = (cls for base in here for cls in base.__subclasses__())
+    ours = {
+        cls
+        for cls in found
+        if cls.__module__.startswith('flax_sg.rules.')
+        and cls.acts_on != 'cotangents'
+        and cls not in here
+    }
+    assert ours - {type(rule) for rule, _ in RULES.values()} == set()
+
+
 @pytest.mark.parametrize('rule', RULES)
 @pytest.mark.parametrize('extent', EXTENTS)
 def test_every_rule_at_every_extent(extent, rule):
