@@ -43,7 +43,8 @@ RULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         functools.partial(backward.clipped_together, 0.5),
     ),
 }
-every_rule = pytest.mark.parametrize('name', RULES)
+every_rule = pytest.mark.parametrize(('rule', 'hand'), RULES.values(), ids=list(RULES))
+ROW = {'w': jnp.array([[0.5, -1.5, 2.0]])}
 
 
 class Cell(fnn.Module):
@@ -107,44 +108,39 @@ def assert_same_both(actual: Any, expected: Any, *args: Any) -> None:
     oracle.assert_same(both(actual, *args), both(expected, *args))
 
 
-def applied(model: fnn.Module) -> Callable[..., Any]:
-    return lambda params, x: model.apply({'params': params}, x)
+def applied(
+    model: fnn.Module, hand: Callable[[Any], Any] = lambda params: params
+) -> Callable[..., Any]:
+    """``apply``, of parameters that went through an identity by hand."""
+    return lambda params, x: model.apply({'params': hand(params)}, x)
 
 
 @every_rule
-def test_transforms_in_a_block_add_up_before_the_rule(name):
-    rule, hand = RULES[name]
-    params = variables(Loops())
+def test_transforms_in_a_block_add_up_before_the_rule(rule, hand):
     model = Loops(around=lambda: rule(True))
-    assert_same_both(
-        applied(model), lambda p, x: Loops().apply({'params': hand(p)}, x), params, X
-    )
+    assert_same_both(applied(model), applied(Loops(), hand), variables(Loops()), X)
 
 
 @every_rule
-def test_an_apply_in_the_body_of_a_scan_maps_each_step(name):
-    rule, hand = RULES[name]
+def test_an_apply_in_the_body_of_a_scan_maps_each_step(rule, hand):
+    def scanned(apply, around):
+        def fn(p, x):
+            with around:
+                return jax.lax.scan(lambda x, _: (apply(p, x), None), x, length=3)[0]
 
-    def loss(p, x, around, hand):
-        def step(x, _):
-            return Cell().apply({'params': hand(p)}, x), None
+        return fn
 
-        with around:
-            return jax.lax.scan(step, x, None, length=3)[0]
-
-    params = variables(Cell())
+    cell = Cell()
     assert_same_both(
-        lambda p, x: loss(p, x, rule(True), lambda p: p),
-        lambda p, x: loss(p, x, none(), hand),
-        params,
+        scanned(applied(cell), rule(True)),
+        scanned(applied(cell, hand), none()),
+        variables(cell),
         X,
     )
 
 
 @every_rule
-def test_two_blocks_in_one_apply_are_mapped_each_alone(name):
-    rule, hand = RULES[name]
-
+def test_two_blocks_in_one_apply_are_mapped_each_alone(rule, hand):
     class Two(fnn.Module):
         @fnn.compact
         def __call__(self, x):
@@ -155,46 +151,35 @@ def test_two_blocks_in_one_apply_are_mapped_each_alone(name):
                 return cell(x)
 
     def by_hand(p, x):
-        y = Cell().apply({'params': hand(p['cell'])}, x)
-        return Cell().apply({'params': hand(p['cell'])}, y)
+        cell = applied(Cell(), hand)
+        return cell(p['cell'], cell(p['cell'], x))
 
-    params = {'cell': variables(Cell())}
-    model = Two()
-    assert_same_both(applied(model), by_hand, params, X)
+    assert_same_both(applied(Two()), by_hand, {'cell': variables(Cell())}, X)
 
 
 @every_rule
-def test_values_read_in_a_block_and_applied_there_are_mapped_once(name):
-    rule, hand = RULES[name]
+def test_values_read_in_a_block_and_applied_there_are_mapped_once(rule, hand):
+    def use(cell, x):
+        return Cell(parent=None).apply(cell.variables, x)
 
     class Outer(fnn.Module):
-        inside: bool = False
+        use: Any
 
         @fnn.compact
         def __call__(self, x):
-            cell = Cell(name='cell')
-            if self.is_initializing():
-                return cell(x)
             with rule(True):  # for both applies
+                return self.use(Cell(name='cell'), x)
 
-                def use(cell, x):
-                    return Cell(parent=None).apply(cell.variables, x)
-
-                return (fnn.remat(use) if self.inside else use)(cell, x)
+    def by_hand(p, x):
+        return applied(Cell(), hand)(p['cell'], x)
 
     params = {'cell': variables(Cell())}
-    expected = both(
-        lambda p, x: Cell().apply({'params': hand(p['cell'])}, x), params, X
-    )
-    for model in Outer(), Outer(inside=True):
-        loss = lambda p, x, model=model: model.apply({'params': p}, x)  # noqa: E731
-        oracle.assert_same(both(loss, params, X), expected)
+    for model in Outer(use), Outer(fnn.remat(use)):
+        assert_same_both(applied(model), by_hand, params, X)
 
 
 @every_rule
-def test_reads_in_raw_transforms_share_it(name):
-    rule, hand = RULES[name]
-
+def test_reads_in_raw_transforms_share_it(rule, hand):
     class Raw(fnn.Module):
         @fnn.compact
         def __call__(self, x):
@@ -213,15 +198,11 @@ def test_reads_in_raw_transforms_share_it(name):
         y = jax.lax.scan(lambda x, _: (x * w, None), x, None, length=2)[0]
         return y + jax.jit(lambda x: x * w)(x) + x * w
 
-    params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
-    model = Raw()
-    assert_same_both(applied(model), by_hand, params, X)
+    assert_same_both(applied(Raw()), by_hand, ROW, X)
 
 
 @every_rule
-def test_values_kept_by_setup_share_the_identity(name):
-    rule, hand = RULES[name]
-
+def test_values_kept_by_setup_share_the_identity(rule, hand):
     class Kept(fnn.Module):
         def setup(self):
             self.w = self.param('w', fnn.initializers.normal(), (1, 3))
@@ -236,9 +217,7 @@ def test_values_kept_by_setup_share_the_identity(name):
         w = hand(p)['w']
         return x * (2.0 * p['w']) + x * (2.0 * w) + w + w
 
-    params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
-    model = Kept()
-    assert_same_both(applied(model), by_hand, params, X)
+    assert_same_both(applied(Kept()), by_hand, ROW, X)
 
 
 def test_modules_of_several_scopes_in_one_body_are_one_tree():
@@ -255,21 +234,14 @@ def test_modules_of_several_scopes_in_one_body_are_one_tree():
         @fnn.compact
         def __call__(self, x):
             shared = fnn.Dense(3, name='shared')
-            scan = fnn.scan(
-                Body,
-                variable_broadcast='params',
-                split_rngs={'params': False},
-                length=2,
-            )
+            shares = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
+            scan = fnn.scan(Body, length=2, **shares)
             with self.around():
                 return scan(shared, name='body')(x, None)[0]
 
-    params = Model().init(jax.random.key(0), X)['params']
-    model = Model(around=lambda: nn.clip_gradient(True, global_norm=0.5))
-    hand = functools.partial(backward.clipped_together, 0.5)
-    assert_same_both(
-        applied(model), lambda p, x: Model().apply({'params': hand(p)}, x), params, X
-    )
+    rule, hand = RULES['together']
+    model = Model(around=lambda: rule(True))
+    assert_same_both(applied(model), applied(Model(), hand), variables(Model()), X)
 
 
 def test_what_is_created_or_written_in_the_extent_is_left_alone_by_joint_rules():
@@ -288,8 +260,7 @@ def test_what_is_created_or_written_in_the_extent_is_left_alone_by_joint_rules()
     def by_hand(p, x):
         return x * (2.0 * backward.clipped_together(0.5, p)['w'])
 
-    params = {'w': jnp.array([[0.5, -1.5, 2.0]])}
-    assert_same_both(loss, by_hand, params, X)
+    assert_same_both(loss, by_hand, ROW, X)
     fresh = Writes().init(jax.random.key(0), X)
     with nn.clip_gradient(True, global_norm=0.5):
         oracle.assert_same(Writes().init(jax.random.key(0), X), fresh)
@@ -312,34 +283,28 @@ def test_what_is_written_in_the_body_of_a_scan_is_mapped_in_each_step():
                 return scan(self, x, None)[0]
 
     def by_hand(x, c):
-        return jax.lax.scan(
-            lambda x, _: (x * backward.squared({'c': c})['c'], None), x, None, length=3
-        )[0]
+        def step(x, _):
+            return x * backward.squared({'c': c})['c'], None
 
-    c = jnp.array([[0.5, -1.5, 2.0]])
-    expected = both(by_hand, X, c)
+        return jax.lax.scan(step, x, None, length=3)[0]
+
     for factor in None, 1.0:
-        model = Writes(factor)
-
-        def loss(x, c, model=model):
-            return model.apply({}, x, c, mutable=['cache'])[0]
-
-        oracle.assert_same(both(loss, X, c), expected)
+        apply = functools.partial(Writes(factor).apply, {}, mutable=['cache'])
+        assert_same_both(lambda x, c, apply=apply: apply(x, c)[0], by_hand, X, ROW['w'])
 
 
 def test_leaves_that_are_not_differentiated_do_not_count():
+    rule, hand = RULES['together']
     params = variables(Cell())
 
-    def loss(a, p):
-        with nn.clip_gradient(True, global_norm=0.5):
-            return jnp.sum(Cell().apply({'params': {**p, 'a': a}}, X))
+    def run(around, hand):
+        def loss(a, p):
+            with around:
+                return jnp.sum(applied(Cell())({**p, 'a': hand(a)}, X))
 
-    def by_hand(a, p):
-        a = backward.clipped_together(0.5, a)
-        return jnp.sum(Cell().apply({'params': {**p, 'a': a}}, X))
+        return stepwise.evaluate(jax.grad(loss), params['a'], params)
 
-    run = lambda fn: stepwise.evaluate(jax.grad(fn), params['a'], params)  # noqa: E731
-    oracle.assert_same(run(loss), run(by_hand))
+    oracle.assert_same(run(rule(True), lambda a: a), run(none(), hand))
 
 
 def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over():
@@ -352,17 +317,14 @@ def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over
 
     for name, (rule, hand) in RULES.items():
 
-        def loss(p, x, rule=rule):
+        def ruled(p, x, rule=rule):
             with rule(True):
                 return Scale().apply({'params': p}, x)
 
-        def by_hand(p, x, hand=hand):
-            return Scale().apply({'params': hand(p)}, x)
-
-        for axes in (0, 0), (None, 0):
-            p = weights if axes[0] == 0 else {'w': weights['w'][0]}
+        for p, axes in (weights, (0, 0)), ({'w': weights['w'][0]}, (None, 0)):
             actual, expected = (
-                both(jax.vmap(fn, axes), p, X[:, None]) for fn in (loss, by_hand)
+                both(jax.vmap(fn, axes), p, X[:, None])
+                for fn in (ruled, applied(Scale(), hand))
             )
             oracle.assert_same(actual, expected)
             assert np.all(np.isfinite(actual[0])), name
@@ -436,6 +398,19 @@ OF_EXAMPLES: dict[str, tuple[Callable[[Any], Any], Bounded]] = {
 }
 
 
+DENSE = fnn.Dense(5)
+
+
+def squares(params: Any, x: Any) -> Any:
+    return jnp.sum(DENSE.apply({'params': params}, x) ** 2)
+
+
+def of_each_example(hand: Bounded, params: Any, xs: Any) -> Any:
+    """The sum of the examples' gradients, each of which went through a rule."""
+    alone = [hand(jax.grad(squares)(params, x), jnp.sum(x**2)) for x in xs]
+    return jax.tree.map(lambda *g: sum(g), *alone)
+
+
 @pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
 @pytest.mark.parametrize('name', OF_EXAMPLES)
 def test_a_rule_with_a_number_of_each_example(name, lift):
@@ -445,11 +420,8 @@ def test_a_rule_with_a_number_of_each_example(name, lift):
     class Example(fnn.Module):
         @fnn.compact
         def __call__(self, x):
-            dense = fnn.Dense(5)
-            if self.is_initializing():
-                return dense(x)
             with rule(jnp.sum(x**2)):
-                return dense(x)
+                return fnn.Dense(5)(x)
 
     class Batch(fnn.Module):
         @fnn.compact
@@ -459,20 +431,14 @@ def test_a_rule_with_a_number_of_each_example(name, lift):
             )
             return mapped(name='example')(xs)
 
+    def loss(params: Any) -> Any:
+        params = {'example': {'Dense_0': params}}
+        return jnp.sum(lift(Batch)().apply({'params': params}, xs) ** 2)
+
     xs = jnp.linspace(-0.5, 1.0, 24).reshape(4, 2, 3)
-    model = lift(Batch)()
-    params = model.init(jax.random.key(0), xs)['params']
-    found = jax.grad(lambda p: jnp.sum(model.apply({'params': p}, xs) ** 2))(params)
-    dense = fnn.Dense(5)
-
-    def loss(p: Any, x: Any) -> Any:
-        return jnp.sum(dense.apply({'params': p}, x) ** 2)
-
-    alone = [
-        hand(jax.grad(loss)(params['example']['Dense_0'], x), jnp.sum(x**2)) for x in xs
-    ]
-    expected = jax.tree.map(lambda *g: sum(g), *alone)
-    chex.assert_trees_all_close(found['example']['Dense_0'], expected)
+    params = DENSE.init(jax.random.key(0), xs)['params']
+    expected = of_each_example(hand, params, xs)
+    chex.assert_trees_all_close(jax.grad(loss)(params), expected)
 
 
 @pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
@@ -509,22 +475,16 @@ def test_a_norm_of_weights_of_which_some_belong_to_an_example(lift):
 @pytest.mark.parametrize('name', OF_EXAMPLES)
 def test_a_rule_with_a_number_of_each_example_of_each_batch(name):
     rule, hand = OF_EXAMPLES[name]
-    dense, xs = fnn.Dense(5), jnp.linspace(-0.5, 1.0, 48).reshape(2, 4, 2, 3)
-    params = dense.init(jax.random.key(0), xs[0, 0])['params']
-
-    def loss(p: Any, x: Any) -> Any:
-        return jnp.sum(dense.apply({'params': p}, x) ** 2)
+    xs = jnp.linspace(-0.5, 1.0, 48).reshape(2, 4, 2, 3)
+    params = DENSE.init(jax.random.key(0), xs)['params']
 
     def ruled(p: Any, x: Any) -> Any:
         with rule(jnp.sum(x**2)):
-            return loss(p, x)
+            return squares(p, x)
 
     def batch(p: Any) -> Any:
         one = jax.vmap(jax.vmap(functools.partial(ruled, p)))
         return jnp.sum(jax.checkpoint(one)(xs))
 
-    alone = [
-        hand(jax.grad(loss)(params, x), jnp.sum(x**2)) for x in xs.reshape(8, 2, 3)
-    ]
-    expected = jax.tree.map(lambda *g: sum(g), *alone)
+    expected = of_each_example(hand, params, xs.reshape(8, 2, 3))
     chex.assert_trees_all_close(jax.grad(batch)(params), expected, rtol=1e-5)

@@ -255,17 +255,17 @@ CAUGHT = [
             (
                 broken.rules_stand_at_the_leaf,
                 test_placing.test_an_apply_in_the_body_of_a_scan_maps_each_step,
-                'each',
+                *test_placing.RULES['each'],
             ),
             (
                 broken.rules_stand_at_each_read,
                 test_placing.test_two_blocks_in_one_apply_are_mapped_each_alone,
-                'each',
+                *test_placing.RULES['each'],
             ),
             (
                 broken.mapped_again,
                 test_placing.test_values_read_in_a_block_and_applied_there_are_mapped_once,
-                'each',
+                *test_placing.RULES['each'],
             ),
             (
                 broken.higher_orders_mapped_too,
@@ -281,7 +281,7 @@ CAUGHT = [
     Caught(
         broken.rules_stand_where_they_are_read,
         test_placing.test_reads_in_raw_transforms_share_it,
-        ('each',),
+        test_placing.RULES['each'],
         jax.errors.UnexpectedTracerError,
         'leaked',
     ),
