@@ -65,16 +65,20 @@ SELECTS: dict[str, Callable[[str], bool]] = {
 ORDERS = ['oijoi', 'ijoio']
 
 
-def under(letter: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function in the block that the letter stands for."""
+def under(letter: str, fn: Callable[..., Any], *args: Any, module: str = '') -> Any:
+    """Calls a function in the block that the letter stands for, of a module."""
     if WHERE[letter] is None:
         return fn(*args)
-    with nn.stop_gradient(WHERE[letter]):
+    with nn.stop_gradient(module + WHERE[letter]):
         return fn(*args)
 
 
 def apply(params: Any, x: Any) -> Any:
     return MODEL.apply({'params': params}, x)
+
+
+def summed(params: Any) -> Any:
+    return jnp.sum(apply(params, X))
 
 
 # Transforms of JAX, each of which traces and caches what is inside.
@@ -110,10 +114,8 @@ def test_one_function_called_in_and_out_of_blocks(kind):
 
     by_hand = cached(kind)
     expected = {
-        letter: traced(
-            lambda p, x, k=letter: by_hand(oracle.stopped(p, SELECTS[k]), x)
-        )()
-        for letter in 'oij'
+        letter: traced(lambda p, x, s=selects: by_hand(oracle.stopped(p, s), x))()
+        for letter, selects in SELECTS.items()
     }
     for order in ORDERS:
         fn = cached(kind)
@@ -134,12 +136,8 @@ def test_the_rule_of_a_custom_vmap_runs_after_the_block_has_closed():
         axes = tuple(0 if any(jax.tree.leaves(b)) else None for b in batched)
         return jax.vmap(apply, axes)(params, x), True
 
-    def batched(stop):
-        @jax.jit
-        def inner(params, x):
-            return stop(params, x)
-
-        return jax.vmap(inner, (None, 0))
+    def batched(fn):
+        return jax.vmap(jax.jit(fn), (None, 0))
 
     def blocked(params, x):
         with nn.stop_gradient('dense/kernel'):
@@ -219,14 +217,8 @@ class Calls(fnn.Module):
         self.enc = self.encoder()
 
     def __call__(self, x):
-        return [self.one(letter, x) for letter in self.order]
-
-    def one(self, letter, x):
         call = getattr(self.enc, self.by)
-        if letter == 'o':
-            return call(x)
-        with nn.stop_gradient('enc/' + WHERE[letter]):
-            return call(x)
+        return [under(letter, call, x, module='enc/') for letter in self.order]
 
 
 class Methods(fnn.Module):
@@ -264,11 +256,21 @@ def test_one_module_with_mutable_parameters_in_and_out_of_blocks(kind):
         # What an apply gives back is what it was given, unless it was written.
         return [call(letter) for letter in 'ioi'], {'params': params}
 
-    params = {'enc': PARAMS}
-    oracle.assert_same_grads(in_blocks, by_hand, params, X)
+    oracle.assert_same_grads(in_blocks, by_hand, {'enc': PARAMS}, X)
 
 
 # How often things are traced.
+
+
+def counting_tanh() -> Any:
+    """A helper of which nothing is cached yet, with a record of its traces."""
+
+    @jax.jit
+    def tanh(x):
+        TRACES.append(None)
+        return jnp.tanh(x)
+
+    return tanh
 
 
 @pytest.mark.parametrize(('by', 'traces'), [('values', 2), ('functions', 6)])
@@ -289,13 +291,11 @@ def test_a_rewrite_as_a_field_of_a_jitted_class(by, traces):
         by_name = f'**/{name}' if by == 'values' else lambda path: path.name == name
         return nn.stop_gradient(by_name)
 
-    params = {'params': PARAMS}
-    for _ in range(3):
-        for name in ('kernel', 'bias'):
-            apply = jitted(fresh(name)).apply
-            grads = jax.grad(lambda p, apply=apply: jnp.sum(apply(p, X)))(params)
-            grads = grads['params']['dense']
-            assert [k for k, g in sorted(grads.items()) if oracle.is_zero(g)] == [name]
+    for name in ('kernel', 'bias') * 3:
+        apply = jitted(fresh(name)).apply
+        grads = jax.grad(lambda v, apply=apply: jnp.sum(apply(v, X)))
+        found = grads({'params': PARAMS})['params']['dense']
+        assert [k for k, g in sorted(found.items()) if oracle.is_zero(g)] == [name]
     assert len(TRACES) == traces
 
 
@@ -377,23 +377,16 @@ def test_what_jitted_modules_make_shares_a_trace_unless_names_tell_it_apart(
                 x = jitted(name=name)(x)
             return jnp.sum(x)
 
-    def make(x):
-        return Model().init_with_output(jax.random.key(0), x)[0]
-
-    around = contextlib.nullcontext() if where is None else nn.stop_gradient(where)
-    with around:
-        found = jax.grad(make)(X)
+    with contextlib.nullcontext() if where is None else nn.stop_gradient(where):
+        made = jax.grad(Model().init_with_output, argnums=1, has_aux=True)
+        found, _ = made(jax.random.key(0), X)
     assert len(TRACES) == traces
     oracle.assert_same(found, jnp.full_like(X, gradient))
 
 
 def test_equal_filters_of_two_modules_share_what_is_traced():
     """Or every jitted helper would be traced again for each module of a large model."""
-
-    @jax.jit
-    def helper(x):
-        TRACES.append(None)
-        return jnp.tanh(x)
+    helper = counting_tanh()
 
     class Opener(fnn.Module):
         @fnn.compact
@@ -544,17 +537,15 @@ def test_a_thread_opens_a_block_while_another_has_none():
         with nn.stop_gradient('dense/**'):
             entered.set()
             assert leave.wait(30)
-            return jax.grad(lambda p: jnp.sum(apply(p, X)))(PARAMS)
+            return jax.grad(summed)(PARAMS)
 
     entered, leave = threading.Event(), threading.Event()
-    box: list[Any] = []
-    thread = threading.Thread(target=lambda: box.append(frozen()))
-    thread.start()
-    assert entered.wait(30)
-    mine = jax.grad(lambda p: jnp.sum(apply(p, X)))(PARAMS)
-    leave.set()
-    thread.join()
-    assert oracle.is_zero(box[0])
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(frozen)
+        assert entered.wait(30)
+        mine = jax.grad(summed)(PARAMS)
+        leave.set()
+    assert oracle.is_zero(theirs.result())
     assert not oracle.is_zero(mine)
 
 
@@ -663,10 +654,6 @@ def late(reads: Callable[[Any], Any], both: bool = False) -> Callable[[Any], Any
     return fn
 
 
-def summed(params: Any) -> Any:
-    return jnp.sum(apply(params, X))
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize(('jitted', 'of_functions'), [(True, True), (False, False)])
 def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functions):
@@ -721,27 +708,23 @@ def test_two_threads_with_one_filter_and_two_rules_have_two_numbers(names):
         'scale': nn.scale_gradient('dense/kernel', 2.0),
     }
     fn = jax.jit(jax.grad(summed))
-    plain, factors = (
-        jax.grad(summed)(PARAMS)['dense']['kernel'],
-        {'stop': 0, 'scale': 2},
-    )
-    is_open, goes_on, found = threading.Event(), threading.Event(), {}
+    is_open, goes_on = threading.Event(), threading.Event()
 
-    def other() -> None:
+    def other() -> Any:
         with blocks[names[0]]:
             is_open.set()
-            goes_on.wait(60)
-            found[names[0]] = fn(PARAMS)['dense']['kernel']
+            assert goes_on.wait(60)
+            return fn(PARAMS)
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert is_open.wait(60)
-    with blocks[names[1]]:
-        goes_on.set()
-        thread.join()
-        found[names[1]] = fn(PARAMS)['dense']['kernel']
-    for name, factor in factors.items():
-        assert jnp.allclose(found[name], factor * plain)
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(other)
+        assert is_open.wait(60)
+        with blocks[names[1]]:
+            goes_on.set()
+            found = dict(zip(names, (theirs.result(), fn(PARAMS)), strict=True))
+    plain = jax.grad(summed)(PARAMS)['dense']['kernel']
+    for name, factor in (('stop', 0), ('scale', 2)):
+        assert jnp.allclose(found[name]['dense']['kernel'], factor * plain)
 
 
 def test_a_late_rule_keeps_the_rule_of_its_block():
@@ -787,14 +770,12 @@ def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
 
     variables = Model().init(jax.random.key(0), jnp.ones(2), 'params')
 
-    def loss(state: Any, collections: Any) -> Any:
-        y, out = Model().apply(
-            {'state': state}, jnp.ones(2), collections, mutable=['state']
-        )
+    def loss(state: Any, names: Any) -> Any:
+        y, out = Model().apply({'state': state}, jnp.ones(2), names, mutable=['state'])
         return jnp.sum(y) + out['state']['counts']['n']
 
-    for collections in (first, 'params', True, 'params'):
-        found = jax.grad(loss)(variables['state'], collections)
+    for names in (first, 'params', True, 'params'):
+        found = jax.grad(loss)(variables['state'], names)
         assert found == {'scale': 2.0, 'counts': {'n': 1.0}}
 
 
@@ -807,15 +788,12 @@ def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
         TRACES.append(None)
         return jax.random.normal(key, shape, dtype)
 
+    counted = counting_tanh()
+
     class Layer(fnn.Module):
         @fnn.compact
         def __call__(self, x):
             return counted(fnn.Dense(3, kernel_init=drawn)(x))
-
-    @jax.jit
-    def counted(x):
-        TRACES.append(None)
-        return jnp.tanh(x)
 
     class Model(fnn.Module):
         @fnn.compact
@@ -874,11 +852,7 @@ SPLIT = {'params': False}
 @pytest.mark.parametrize('lift', NEW_BODIES)
 def test_blocks_around_a_body_trace_its_helpers_once(lift):
     sequences.forget_contexts()
-
-    @jax.jit
-    def counted(x):
-        TRACES.append(None)
-        return jnp.tanh(x)
+    counted = counting_tanh()
 
     class Cell(fnn.Module):
         @fnn.compact
