@@ -27,30 +27,28 @@ def block(where: Any, on: bool = True, **kwargs: Any) -> Any:
     return nn.stop_gradient(where, **kwargs) if on else contextlib.nullcontext()
 
 
+def named(out: Any, written: Any) -> dict[str, Any]:
+    """What ``apply`` gives, as trees that are differentiated one by one."""
+    return {'written': written, **{str(i): y for i, y in enumerate(out)}}
+
+
 def check(
     make: Callable[[str], nn.Module],
     variables: Any,
     *args: Any,
-    x: Any = X,
+    mutable: Any = True,
     **kwargs: Any,
 ) -> None:
     """`make('block')` and `make('hand')` have the same outputs, writes and gradients.
 
-    Keyword arguments are those of `apply`, by default with all collections mutable.
+    Keyword arguments are those of `apply`.
     """
 
     def run(how):
-        def fn(variables, x):
-            out, written = make(how).apply(
-                variables, x, *args, **{'mutable': True, **kwargs}
-            )
-            if not isinstance(out, dict):
-                out = {str(i): y for i, y in enumerate(out)}
-            return {**out, 'written': written}
+        apply = functools.partial(make(how).apply, mutable=mutable, **kwargs)
+        return lambda variables, x: named(*apply(variables, x, *args))
 
-        return fn
-
-    assert_same_grads(run('block'), run('hand'), variables, x)
+    assert_same_grads(run('block'), run('hand'), variables, X)
 
 
 # A layer that writes what it has read, in every transform.
@@ -96,11 +94,18 @@ def lifts(transform: Callable[..., Any], **kwargs: Any) -> Callable[[Any], Any]:
     return lambda writer: transform(writer, methods=METHODS, **kwargs)
 
 
-def scans(
-    transform: Callable[..., Any] = nn.scan, **kwargs: Any
-) -> Callable[[Any], Any]:
+def scans(**kwargs: Any) -> Callable[[Any], Any]:
     kwargs = {'split_rngs': {'params': False}, 'methods': METHODS, **kwargs}
-    return lambda writer: transform(functools.partial(writer, pair=True), **kwargs)
+    return lambda writer: nn.scan(functools.partial(writer, pair=True), **kwargs)
+
+
+def shares(collection: str) -> dict[str, Any]:
+    """Options of a scan: steps share parameters, and each has a part of the rest."""
+    return {
+        'variable_broadcast': 'params',
+        'variable_axes': {collection: 0},
+        'split_rngs': {'params': False},
+    }
 
 
 def calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -122,17 +127,15 @@ def calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
     return make
 
 
-def initialized(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Branches and loops must not create variables."""
+def cond(method, writer, x, i):
+    """Branches must not create variables."""
+    if writer.is_initializing():
+        return method(writer, x, i)
 
-    def call(method, writer, x, i):
-        return (
-            method(writer, x, i)
-            if writer.is_initializing()
-            else fn(method, writer, x, i)
-        )
+    def twice(writer, x, i):
+        return 2 * method(writer, 2 * x, i)
 
-    return call
+    return nn.cond(jnp.sum(x) > 0, method, twice, writer, x, i)
 
 
 def custom_vjp(method, writer, x, i):
@@ -153,14 +156,13 @@ def custom_vjp(method, writer, x, i):
 STEPS = jnp.arange(2)
 CARRIED = {'variable_broadcast': 'params', 'variable_carry': 'cache'}
 STACKED = {'variable_axes': {'params': 0, 'cache': 0}}
-SHARED = {'variable_broadcast': 'params', 'variable_axes': {'cache': 0}}
 
 LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     'none': (lambda writer: writer, 0),
     'jit': (lifts(nn.jit), 0),
     'remat': (lifts(nn.remat), 0),
     'scan_stacked': (scans(**STACKED), STEPS),
-    'scan_shared': (scans(**SHARED), STEPS),
+    'scan_shared': (scans(**shares('cache')), STEPS),
     'scan_carried': (
         lambda w: scans(**CARRIED)(functools.partial(w, at_entry=True)),
         STEPS,
@@ -174,21 +176,7 @@ LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
         ),
         STEPS,
     ),
-    'cond': (
-        calls(
-            initialized(
-                lambda method, m, x, i: nn.cond(
-                    jnp.sum(x) > 0,
-                    method,
-                    lambda m, x, i: 2 * method(m, 2 * x, i),
-                    m,
-                    x,
-                    i,
-                )
-            )
-        ),
-        0,
-    ),
+    'cond': (calls(cond), 0),
     'map_variables': (
         lifts(
             nn.map_variables,
@@ -228,15 +216,7 @@ class Model(nn.Module):
             two = halted(x, i)
             inside = jax.tree.map(see, part.variables)
         stored = part.variables
-        return {
-            'before': before,
-            'one': one,
-            'between': between,
-            'two': two,
-            'inside': inside,
-            'stored': dict(stored),
-            'after': part(x, i),
-        }
+        return before, one, between, two, inside, dict(stored), part(x, i)
 
 
 @functools.cache
@@ -320,9 +300,8 @@ def sow_in(lift: Callable[[Any], Any]) -> Any:
             halted = part
             if self.how == 'hand':
                 # The same scope, so that one appends to what the other has sown.
-                halted = lift(functools.partial(Sower, stop))(
-                    parent=part.scope.rewound()
-                )
+                again = part.scope.rewound()
+                halted = lift(functools.partial(Sower, stop))(parent=again)
             y, _ = part(x, jnp.zeros(2))
             with self.inside():
                 halted(x, jnp.zeros(2))
@@ -377,14 +356,7 @@ class Raising(Program):
 PROGRAMS = {
     'sow': sow_in(lambda cls: cls),
     'sow in jit': sow_in(nn.jit),
-    'sow in scan': sow_in(
-        lambda cls: nn.scan(
-            cls,
-            variable_broadcast='params',
-            variable_axes={'seen': 0},
-            split_rngs={'params': False},
-        )
-    ),
+    'sow in scan': sow_in(lambda cls: nn.scan(cls, **shares('seen'))),
     'nested': Nested,
     'raising': Raising,
 }
@@ -392,14 +364,9 @@ PROGRAMS = {
 
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_writes(name):
-    cls = PROGRAMS[name]
-
-    variables = {'cache': CACHE}
-    if name == 'raising':
-        variables['params'] = {'dense': {'kernel': W, 'bias': W[0]}}
-    if name.startswith('sow'):
-        variables['params'] = {'part': {'w': W}}
-    check(cls, variables, rngs={'params': KEY})
+    params = {'dense': {'kernel': W, 'bias': W[0]}, 'part': {'w': W}}
+    variables = {'cache': CACHE, 'params': params}
+    check(PROGRAMS[name], variables, rngs={'params': KEY})
 
 
 # Writes of what was read are none, nor are those in another order within one variable.
@@ -472,10 +439,9 @@ def test_a_leaf_that_a_body_did_not_write_is_substituted_once():
 
     with nn.substitute(lambda path, value: value + 1, collections='cache'):
         apply = nn.apply(nn.jit(body), Writer(), mutable=['cache'])
-        y, out = apply({'cache': {'pair': (X, X)}}, 2 * X)
-    assert_same(
-        (y, out), (jnp.stack([2 * X + 1, X + 1]), {'cache': {'pair': (2 * X, X)}})
-    )
+        found = apply({'cache': {'pair': (X, X)}}, 2 * X)
+    written = {'cache': {'pair': (2 * X, X)}}
+    assert_same(found, (jnp.stack([2 * X + 1, X + 1]), written))
 
 
 # Branches and loops.
@@ -533,15 +499,14 @@ class Loop(Program):
 
 
 def test_writes_in_a_while_loop():
-    def fn(how):
-        return lambda *args: Loop(how).apply(*args, mutable=['cache'])
+    def tangents(how):
+        fn = functools.partial(Loop(how).apply, mutable=['cache'])
+        return evaluate(
+            functools.partial(jax.jvp, fn), args, jax.tree.map(jnp.sin, args)
+        )
 
     args = ({'cache': {'a': X, 'b': jnp.cos(X)}}, X)
-    tangents = jax.tree.map(jnp.sin, args)
-    assert_same(
-        evaluate(lambda *a: jax.jvp(fn('block'), *a), args, tangents),
-        evaluate(lambda *a: jax.jvp(fn('hand'), *a), args, tangents),
-    )
+    assert_same(tangents('block'), tangents('hand'))
 
 
 class Swaps(nn.Module):
@@ -634,12 +599,7 @@ MAKERS = {
         split_rngs={'params': True},
         in_axes=(None, 0),
     ),
-    'scan': lambda cls: nn.scan(
-        cls,
-        variable_broadcast='params',
-        variable_axes={'new': 0},
-        split_rngs={'params': False},
-    ),
+    'scan': lambda cls: nn.scan(cls, **shares('new')),
     'map_variables': lambda cls: nn.map_variables(cls, 'new', mutable=True),
 }
 
@@ -670,9 +630,7 @@ class Kinds(Program):
         value = self.variable('cache', 'kinds', lambda: None)
         with self.inside():
             for lift in (nn.jit, nn.remat, lambda fn: fn):
-                y = lift(lambda m, x: x * m.get_variable('cache', 'kinds')['real'])(
-                    self, x
-                )
+                y = lift(lambda m, x: x * cache(m, 'kinds')['real'])(self, x)
             here = value.value
             value.value = {**here, 'index': here['index'] + 1}
         return y, value.value, here
@@ -730,8 +688,7 @@ def test_two_variables_that_hold_one_array():
     def run(how):
         def fn(array, x):
             variables = {'cache': {'a': array, 'b': array}}
-            out, written = SharedArray(how).apply(variables, x, mutable=['cache'])
-            return {**{str(i): y for i, y in enumerate(out)}, 'written': written}
+            return named(*SharedArray(how).apply(variables, x, mutable=['cache']))
 
         return fn
 
@@ -771,9 +728,7 @@ def test_map_variables_publishes_what_it_computes(mutable):
         return {'stored': flat(stored), 'written': flat(written)}, y
 
     def expected(params):
-        copies = stopped(params, lambda path: path == 'part/kernel' and mutable)
-        out, y = fn(False, copies)
-        return out, y
+        return fn(False, stopped(params, lambda p: p == 'part/kernel' and mutable))
 
     assert_same(
         outputs_and_grads(functools.partial(fn, True), params),
