@@ -44,24 +44,20 @@ class Opens(fnn.Module):
     """A block of a filter in a module that is mounted below the root."""
 
     where: Any
-    options: Any = flax.core.FrozenDict()
 
     @fnn.compact
     def __call__(self, x):
         model = Model(name='m')
-        with nn.stop_gradient(self.where, **self.options):
+        with nn.stop_gradient(self.where):
             return model(x)
 
 
 class Mounted(fnn.Module):
     where: Any
-    options: Any = flax.core.FrozenDict()
 
     @fnn.compact
     def __call__(self, x):
-        return Opens(self.where, self.options, name='enc')(
-            fnn.Dense(3, name='other')(x)
-        )
+        return Opens(self.where, name='enc')(fnn.Dense(3, name='other')(x))
 
 
 MOUNTED = Mounted(False).init(jax.random.key(0), X)
@@ -144,27 +140,17 @@ def _block_in_a_method(where, **options):
 
 
 def _core(where, **options):
-    def fn(scope, x):
-        return Model(parent=scope)(x)
-
-    lifted = flax_sg.core.stop_gradient(fn, where, **options)
+    lifted = flax_sg.core.stop_gradient(
+        lambda scope, x: Model(parent=scope)(x), where, **options
+    )
     trace(flax.core.apply(lifted), VARIABLES, X)
 
 
 EXTENTS = {
     fn.__name__.strip('_'): fn
     for fn in (
-        _block,
-        _block_around_bound,
-        _block_around_init,
-        _block_around_jit,
-        _block_in_a_method,
-        _method,
-        _class,
-        _frozen,
-        _mirror,
-        _function,
-        _core,
+        *(_block, _block_around_bound, _block_around_init, _block_around_jit),
+        *(_block_in_a_method, _method, _class, _frozen, _mirror, _function, _core),
     )
 }
 
@@ -172,8 +158,7 @@ EXTENTS = {
 NOTHING_READ = pytest.warns(errors.NothingStoppedWarning, match='had no effect')
 
 UNMATCHED: dict[str, Any] = {
-    'an and of two that share nothing': flax_sg.filters.as_filter('gln_0/**')
-    & 'gln_1/**',
+    'an and of two that share nothing': as_filter('gln_0/**') & 'gln_1/**',
     'typo': 'gnl_*/**',
     'prefix': 'params/gln_0/**',
     'separator': 'gln_0.dense.kernel',
@@ -184,10 +169,9 @@ UNMATCHED: dict[str, Any] = {
     'predicate': lambda path: path.startswith('params'),
     'second of a sequence': ['gln_0/**', 'gnl_1/**'],
     'of a nested sequence': ['gln_0/**', ['gln_1/**', ['nothing']]],
-    'of an or': flax_sg.filters.as_filter('gln_0/**') | 'nothing',
-    'of a not': ~flax_sg.filters.as_filter('nothing'),
-    'not of what is left out': flax_sg.filters.as_filter('gln_*/**')
-    & ~flax_sg.filters.as_filter('gln_2/**'),
+    'of an or': as_filter('gln_0/**') | 'nothing',
+    'of a not': ~as_filter('nothing'),
+    'not of what is left out': as_filter('gln_*/**') & ~as_filter('gln_2/**'),
 }
 
 MATCHED: dict[str, Any] = {
@@ -197,7 +181,7 @@ MATCHED: dict[str, Any] = {
     'everything': True,
     'nothing': False,
     'no pattern': [],
-    'not': ~flax_sg.filters.as_filter('gln_0/**'),
+    'not': ~as_filter('gln_0/**'),
     'a tree': {'gln_0': True, 'gln_1': False, 'norm': False, 'scale': True},
     'a tree of False': {'gln_0': False, 'gln_1': False, 'norm': False, 'scale': False},
 }
@@ -226,10 +210,7 @@ def test_every_extent_judges(extent):
 
 
 def test_train_only_judges_what_it_was_given():
-    with (
-        pytest.raises(errors.UnusedFilterError) as caught,
-        nn.train_only('gnl_0/**'),
-    ):
+    with pytest.raises(errors.UnusedFilterError) as caught, nn.train_only('gnl_0/**'):
         read()
     assert "Glob('gnl_0/**') matches none of" in str(caught.value)
     with nn.train_only('gln_0/**'):
@@ -240,9 +221,10 @@ def test_paths_are_relative_to_the_module_that_opened_the_block():
     read(Mounted('m/gln_0/**'), MOUNTED)
     both = as_filter('m/gln_0/**') & 'm/gln_1/**'
     for where in ('enc/m/gln_0/**', 'gln_0/**', '/enc/m/gln_0/**', 'other/**', both):
-        with pytest.raises(errors.UnusedFilterError) as caught:
+        with pytest.raises(
+            errors.UnusedFilterError, match=r"variables under 'enc'\.\n"
+        ):
             read(Mounted(where), MOUNTED)
-        assert " variables under 'enc'.\n" in str(caught.value)
 
 
 def test_what_lies_outside_the_module_counts_when_it_is_read():
@@ -285,13 +267,13 @@ def test_the_exception_of_the_body_is_never_masked():
 
 
 def test_a_block_in_which_nothing_is_read_raises():
-    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('read/nowhere'):
-        pass
-    with pytest.raises(errors.UnusedFilterError), nn.train_only('read/nowhere'):
-        jnp.sum(X)
-    block = nn.stop_gradient('read/nowhere', collections='cache')
-    with pytest.raises(errors.UnusedFilterError), block:
-        pass
+    for block in (
+        nn.stop_gradient('read/nowhere'),
+        nn.train_only('read/nowhere'),
+        nn.stop_gradient('read/nowhere', collections='cache'),
+    ):
+        with pytest.raises(errors.UnusedFilterError), block:
+            jnp.sum(X)
     with nn.stop_gradient('read/nowhere', unused='ignore'):
         pass
     for where in (True, False):
@@ -299,29 +281,14 @@ def test_a_block_in_which_nothing_is_read_raises():
             pass
 
 
-def compiled_step() -> Any:
-    """A function that runs Python in its first call under each filter only."""
-    jitted = jax.jit(lambda v: MODEL.apply(v, X))
-    return lambda variables: jax.eval_shape(lambda v: jitted(v), variables)
-
-
-def test_a_compiled_step_with_a_typo_raises_every_time():
-    step = compiled_step()
-    for _ in range(3):
-        block = nn.stop_gradient('gln_4/**')
-        with pytest.raises(errors.UnusedFilterError), block:
-            step(VARIABLES)
-
-
 def test_a_compiled_step_after_a_call_that_failed():
     # The first call traces; what fails then has nothing to do with the filter.
-    step = compiled_step()
-    block = nn.stop_gradient('gln_0/dense/bias')
+    step, block = jax.jit(MODEL.apply), nn.stop_gradient('gln_0/dense/bias')
     with pytest.raises(ValueError, match='loss is nan'), block:
-        step(VARIABLES)
+        trace(step, VARIABLES, X)
         raise ValueError('loss is nan')
     with nn.stop_gradient('gln_0/dense/bias'):
-        step(VARIABLES)
+        trace(step, VARIABLES, X)
 
 
 def test_an_equal_filter_on_another_model_raises():
@@ -345,9 +312,8 @@ def test_collections():
         run('norm/mean', collections=['params', 'batch_stats'])
         run('norm/var', collections=True)
         run('norm/mean', collections=flax.core.DenyList('params'))
-        with pytest.raises(errors.UnusedFilterError) as caught:
+        with pytest.raises(errors.UnusedFilterError, match="'batch_stats', 'params'"):
             run('norm/mean', collections='batch_stat')
-        assert "'batch_stats', 'params'" in str(caught.value)
         with pytest.raises(errors.UnusedFilterError):
             run('norm/*', collections=['params', 'batch_stat'])
         with pytest.raises(errors.UnusedFilterError):
@@ -388,17 +354,16 @@ def test_a_tree_that_does_not_fit():
         run = EXTENTS[extent]
         run({'gln_0': True, **rest})
         run({'gln_0': {'dense': {'kernel': True, 'bias': False}}, **rest})
-        with pytest.raises(errors.FilterValueError):
-            run({'gln_0': True})
-        with pytest.raises(errors.FilterValueError):
-            run({'params': {'gln_0': True, **rest}})
-        with pytest.raises(errors.UnusedFilterError) as caught:
+        with pytest.raises(errors.UnusedFilterError, match="'gnl_1'"):
             run({'gln_0': True, 'gnl_1': True, **rest})
-        assert "'gnl_1'" in str(caught.value)
-        with pytest.raises(errors.FilterValueError):
-            run({'gln_0': {'dense': {'kernel': True}}, **rest})
-        with pytest.raises(errors.FilterValueError):
-            run({'gln_0': {'dense': {'kernel': {'deep': True}, 'bias': True}}, **rest})
+        for where in (
+            {'gln_0': True},
+            {'params': {'gln_0': True, **rest}},
+            {'gln_0': {'dense': {'kernel': True}}, **rest},
+            {'gln_0': {'dense': {'kernel': {'deep': True}, 'bias': True}}, **rest},
+        ):
+            with pytest.raises(errors.FilterValueError):
+                run(where)
 
 
 OF_ALL = {
@@ -409,7 +374,7 @@ OF_ALL = {
     'values': (nn.substitute, VARIABLES['params']),
     'an and': (
         nn.stop_gradient,
-        flax_sg.filters.as_filter(['gln_0/**', 'scale']) & ['gln_1/**', 'scale'],
+        as_filter(['gln_0/**', 'scale']) & ['gln_1/**', 'scale'],
     ),
 }
 
