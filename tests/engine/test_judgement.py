@@ -5,6 +5,7 @@ A ``with`` block has to stop something that is read in it, or it warns.
 """
 
 import contextlib
+import functools
 import operator
 import re
 import subprocess
@@ -59,11 +60,6 @@ def loss(params: Any) -> Any:
     return jnp.sum(MODEL.apply({'params': params}, X))
 
 
-def nothing_stopped() -> type[UserWarning]:
-    """The class is looked up when a test runs: each test fails by itself."""
-    return errors.NothingStoppedWarning
-
-
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Nothing may warn in here."""
@@ -74,20 +70,13 @@ def silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def warned(line: int) -> Iterator[None]:
-    """One warning that a block stopped nothing, which names a line of this file."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
-        yield
-    assert [warning.category for warning in caught] == [nothing_stopped()]
-    assert f'{HERE}:{line}' in str(caught[0].message)
-
-
-def line_of(mark: str) -> int:
-    """The number of the line of this file that ends in a comment."""
+def warned(mark: str) -> Iterator[None]:
+    """One warning that names the line of this file that ends in a comment."""
     lines = Path(__file__).read_text().splitlines()
-    [number] = [i for i, line in enumerate(lines, 1) if line.endswith(f'  # {mark}')]
-    return number
+    [line] = [i for i, text in enumerate(lines, 1) if text.endswith(f'  # {mark}')]
+    with pytest.warns(errors.NothingStoppedWarning, match=f'{HERE}:{line}') as caught:
+        yield
+    assert len(caught) == 1
 
 
 # What exists when the tree is complete.
@@ -234,22 +223,22 @@ class Missed(Two):
 
 
 def test_a_block_behind_the_read_warns():
-    with warned(line_of('missed')):
+    with warned('missed'):
         found = jax.grad(lambda p: jnp.sum(Missed().apply({'params': p}, X)))(PARAMS)
     oracle.assert_same(found, by_hand('nothing', loss))
 
 
 def test_a_block_at_top_level_that_stopped_nothing_warns():
-    with warned(line_of('top level')), nn.stop_gradient('b/**'):  # top level
+    with warned('top level'), nn.stop_gradient('b/**'):  # top level
         MODEL.apply(VARIABLES, X, method='first')
     bound = MODEL.bind(VARIABLES)
     h = bound.a(X)
-    with warned(line_of('bound')), nn.stop_gradient('a/**'):  # bound
+    with warned('bound'), nn.stop_gradient('a/**'):  # bound
         bound.b(h)
 
 
 def test_each_of_two_blocks_is_judged_by_itself():
-    with warned(line_of('inner')), nn.stop_gradient('a/**'):
+    with warned('inner'), nn.stop_gradient('a/**'):
         with nn.stop_gradient('b/**'):  # inner
             MODEL.apply(VARIABLES, X, method='first')
         MODEL.apply(VARIABLES, X)
@@ -261,13 +250,8 @@ def test_each_of_two_blocks_is_judged_by_itself():
 def test_a_compiled_step_that_reads_none_of_it_warns_at_each_call():
     step = jax.jit(lambda v: MODEL.apply(v, X, method='first'))
     for _ in range(3):
-        with warned(line_of('compiled')), nn.stop_gradient('b/**'):  # compiled
+        with warned('compiled'), nn.stop_gradient('b/**'):  # compiled
             step(VARIABLES)
-
-
-def nothing_in_it() -> None:
-    """What a block may be around that stops nothing."""
-    MODEL.apply(VARIABLES, X, method='first')
 
 
 def live_nothing() -> Any:
@@ -291,12 +275,11 @@ SILENT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize('name', SILENT)
 def test_a_block_that_may_stop_nothing_is_silent(name):
-    with silent(), SILENT[name]():
-        nothing_in_it()
-    step = jax.jit(lambda v: MODEL.apply(v, X, method='first'))
-    for _ in range(2):
+    apply = functools.partial(MODEL.apply, x=X, method='first')
+    step = jax.jit(apply)
+    for call in (apply, step, step):
         with silent(), SILENT[name]():
-            step(VARIABLES)
+            call(VARIABLES)
 
     class Blocks(Two):
         def __call__(self, x):
@@ -331,11 +314,13 @@ def test_state_is_held_whatever_another_module_has_sown():
         Sows().apply({'params': dense}, X, mutable=['stats'])
     nn.Frozen(Sows(), state='hold').apply({'params': dense}, X, mutable=['stats'])
     stats = {'stats': {'count': jnp.asarray(3.0)}}
-    for make in (Counts, lambda: nn.Frozen(Counts(), state='update')):
-        _, written = make().apply(stats, X, mutable=['stats'])
-        assert written['stats']['count'] == 4.0
-    _, written = nn.Frozen(Counts(), state='hold').apply(stats, X, mutable=['stats'])
-    assert written['stats']['count'] == 3.0
+    for model, count in (
+        (Counts(), 4.0),
+        (nn.Frozen(Counts(), state='update'), 4.0),
+        (nn.Frozen(Counts(), state='hold'), 3.0),
+    ):
+        _, written = model.apply(stats, X, mutable=['stats'])
+        assert written['stats']['count'] == count
 
     class Mirrors(fnn.Module):
         @fnn.compact
