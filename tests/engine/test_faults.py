@@ -91,6 +91,9 @@ class Model(fnn.Module):
             return self.a(y)
 
 
+PARAMS = {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}
+
+
 @jax.custom_vjp
 def squared(params, x):
     return x**2 * params['params']['w']
@@ -367,10 +370,8 @@ def test_trees_may_be_as_deep_as_for_jax():
 # Modules that are loaded anew.
 
 STATEFUL = [
-    'internals.patching',
-    'internals.tracing',
-    'engine.blocks',
-    'engine.cache_keys',
+    *('internals.patching', 'internals.tracing'),
+    *('engine.blocks', 'engine.cache_keys'),
 ]
 
 
@@ -388,7 +389,7 @@ def cached_gradient(variables: Any) -> Any:
 @pytest.mark.every_case
 @pytest.mark.parametrize('name', STATEFUL)
 def test_what_holds_state_cannot_be_reloaded(name):
-    variables = {'params': {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}}
+    variables = {'params': PARAMS}
     module = importlib.import_module(f'flax_sg.{name}')
     before = {name: v for name, v in vars(module).items() if callable(v)}
     with pytest.raises(errors.UnsupportedVersionError):
@@ -402,7 +403,7 @@ def test_what_holds_state_cannot_be_reloaded(name):
 
 
 def test_the_public_modules_can_be_reloaded():
-    variables = {'params': {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}}
+    variables = {'params': PARAMS}
     with nn.stop_gradient('a/*'):
         for module in (sg.linen, sg):
             assert importlib.reload(module) is module
@@ -419,7 +420,6 @@ def loss_of(params: Any) -> Any:
     return {'a': jnp.sum(params['a']['kernel']), 'w': jnp.sum(params['w'] ** 2)}
 
 
-PARAMS = {'a': {'kernel': jnp.ones((2, 2))}, 'w': jnp.ones((2, 2))}
 COPIED: dict[str, Callable[[], Any]] = {
     'a rewrite': lambda: nn.stop_gradient('a/*', collections=True),
     'values': lambda: nn.substitute({'w': 2.0 * PARAMS['w']}),

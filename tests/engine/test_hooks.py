@@ -64,17 +64,17 @@ def assert_same_program(
 PATCHED = (Scope, linen.Module, lift, jax.custom_vjp, jax.custom_jvp)
 
 
+def snapshot() -> list[dict[str, Any]]:
+    return [dict(vars(owner)) for owner in PATCHED]
+
+
 @pytest.fixture(autouse=True)
 def flax_is_left_as_it_was() -> Iterator[None]:
-    before = [dict(vars(owner)) for owner in PATCHED]
+    before = snapshot()
     yield
     for owner, names in zip(PATCHED, before, strict=True):
         assert dict(vars(owner)) == names
         assert all(vars(owner)[name] is value for name, value in names.items())
-
-
-def snapshot() -> list[dict[str, Any]]:
-    return [dict(vars(owner)) for owner in PATCHED]
 
 
 def test_hooks_stand_while_a_block_is_open_and_no_longer():
@@ -371,11 +371,6 @@ class Other(nn.Module):
         return Kid(name='other')(x)
 
 
-def norm(module: Any, x: Any) -> Any:
-    made = nn.BatchNorm(use_running_average=True, name='norm')
-    return lambda: made(x)
-
-
 class InLifted(nn.Module):
     """Opens the block in the body of a lifted function of a module."""
 
@@ -398,30 +393,24 @@ def in_lifted(lift: Any, of: Any) -> Callable[[Any], nn.Module]:
     return lambda where: Mount(InLifted(where, lift, of))
 
 
-KID = {('kid/w', 'enc/kid/w'), ('kid/b', 'enc/kid/b')}
+def in_enc(*paths: str) -> set[tuple[str, str]]:
+    """Paths of a module that is mounted as 'enc', there and from the root."""
+    return {(path, f'enc/{path}') for path in paths}
+
 
 PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
-    'mounted': (
-        mounted(calls(lambda: Kid(name='kid'))),
-        KID,
-    ),
+    'mounted': (mounted(calls(lambda: Kid(name='kid'))), in_enc('kid/w', 'kid/b')),
     'a cell of the parent': (
         SharedCell,
         {
-            ('/cell/i/kernel', 'cell/i/kernel'),
-            ('/cell/i/bias', 'cell/i/bias'),
-            ('/cell/h/kernel', 'cell/h/kernel'),
+            (f'/cell/{path}', f'cell/{path}')
+            for path in ('i/kernel', 'i/bias', 'h/kernel')
         },
     ),
     'another apply': (
         mounted(applies_another),
-        {
-            ('kid/w', 'enc/kid/w'),
-            ('kid/b', 'enc/kid/b'),
-            # A tree of its own is named from its root.
-            ('other/w', 'other/w'),
-            ('other/b', 'other/b'),
-        },
+        # A tree of its own is named from its root.
+        in_enc('kid/w', 'kid/b') | {('other/w', 'other/w'), ('other/b', 'other/b')},
     ),
     # What is lifted becomes a method of the module that it is a function of.
     'in a lifted function of a child': (
@@ -429,13 +418,8 @@ PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
         {('w', 'enc/kid/w'), ('b', 'enc/kid/b')},
     ),
     'all collections': (
-        mounted(norm, True),
-        {
-            ('norm/scale', 'enc/norm/scale'),
-            ('norm/bias', 'enc/norm/bias'),
-            ('norm/mean', 'enc/norm/mean'),
-            ('norm/var', 'enc/norm/var'),
-        },
+        mounted(calls(lambda: nn.BatchNorm(True, name='norm')), True),
+        in_enc('norm/scale', 'norm/bias', 'norm/mean', 'norm/var'),
     ),
 }
 
