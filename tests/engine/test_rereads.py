@@ -87,6 +87,12 @@ def loss(form: Any, params: Any, block: Any = NO_BLOCK) -> Any:
     return jnp.sum(Outer(form, block).apply({'params': params}, X) ** 2)
 
 
+def grad(form: Any, block: Any = NO_BLOCK, around: Any = NO_BLOCK) -> Any:
+    """The gradient with a block in the module, or with one around it."""
+    with around:
+        return jax.grad(lambda p: loss(form, p, block))(PARAMS)
+
+
 def by_hand(form: Any, scale: float, first: float) -> Any:
     """The gradient with the kernel scaled: in the first use, and in the second."""
 
@@ -118,24 +124,19 @@ def close(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize('form', KNOWN)
 def test_the_first_answer_holds(form):
     fn = KNOWN[form]
-    plain = jax.grad(lambda p: loss(fn, p))(PARAMS)
+    plain = grad(fn)
     for block in (nn.train_only('a/**'), nn.stop_gradient('b', unused='ignore')):
-        with block:  # Nothing of it is stopped.
-            oracle.assert_same(jax.grad(lambda p: loss(fn, p))(PARAMS), plain)
-    with pytest.warns(errors.NothingStoppedWarning), nn.stop_gradient('kernel'):
-        oracle.assert_same(jax.grad(lambda p: loss(fn, p))(PARAMS), plain)
-    with nn.stop_gradient('a/kernel'):
-        found = jax.grad(lambda p: loss(fn, p))(PARAMS)
-    close(found, by_hand(fn, 0.0, 0.0))
+        oracle.assert_same(grad(fn, around=block), plain)  # Nothing of it is stopped.
+    with pytest.warns(errors.NothingStoppedWarning):
+        oracle.assert_same(grad(fn, around=nn.stop_gradient('kernel')), plain)
+    close(grad(fn, around=nn.stop_gradient('a/kernel')), by_hand(fn, 0.0, 0.0))
     for where in ('a/kernel', ['a/kernel', 'kernel'], '**/kernel'):
-        with nn.reverse_gradient(where, 1.0):
-            found = jax.grad(lambda p: loss(fn, p))(PARAMS)
+        found = grad(fn, around=nn.reverse_gradient(where, 1.0))
         close(found, by_hand(fn, -1.0, -1.0))
     # A block of the module.
-    found = jax.grad(lambda p: loss(fn, p, nn.reverse_gradient('**/kernel', 1.0)))
-    close(found(PARAMS), by_hand(fn, -1.0, 1.0))
-    found = jax.grad(lambda p: loss(fn, p, nn.train_only('a/**')))
-    oracle.assert_same(found(PARAMS), plain)
+    found = grad(fn, nn.reverse_gradient('**/kernel', 1.0))
+    close(found, by_hand(fn, -1.0, 1.0))
+    oracle.assert_same(grad(fn, nn.train_only('a/**')), plain)
 
 
 @pytest.mark.parametrize('form', ['apply', 'jit of a constant'])
@@ -158,16 +159,11 @@ def test_in_a_trace_the_block_says_so(form):
         nn.reverse_gradient('**/kernel', 1.0),
         nn.substitute(lambda path, value: 2 * value),
     ):
-        with pytest.raises(errors.BlockError) as caught, block:
-            jax.grad(lambda p: loss(fn, p))(PARAMS)
-        assert "may be 'a/" in str(caught.value)
+        with pytest.raises(errors.BlockError, match="may be 'a/"):
+            grad(fn, around=block)
     # Both answers are the same, or nothing is left to stop.
-    with nn.stop_gradient('a/kernel'):
-        found = jax.grad(lambda p: loss(fn, p))(PARAMS)
-    close(found, by_hand(fn, 0.0, 0.0))
-    with nn.stop_gradient(['a/kernel', 'kernel']):
-        found = jax.grad(lambda p: loss(fn, p))(PARAMS)
-    close(found, by_hand(fn, 0.0, 0.0))
+    for where in ('a/kernel', ['a/kernel', 'kernel']):
+        close(grad(fn, around=nn.stop_gradient(where)), by_hand(fn, 0.0, 0.0))
 
 
 def test_a_part_of_the_tree_in_a_trace():
