@@ -74,15 +74,12 @@ def make_step(model: Any = NET) -> Callable[[Any], Any]:
     return jax.jit(lambda params: jax.grad(loss)(params, model))
 
 
+@functools.cache
 def by_hand(*paths: str) -> Any:
     """The gradients of a compiled step on weights that were stopped by hand."""
-    return _by_hand(frozenset(paths))
 
-
-@functools.cache
-def _by_hand(paths: frozenset[str]) -> Any:
     def of_copy(params: Any) -> Any:
-        return loss(oracle.stopped(params, lambda path: path in paths))
+        return loss(oracle.stopped(params, paths.__contains__))
 
     before = len(TRACES)
     found = jax.jit(jax.grad(of_copy))(PARAMS)
@@ -195,13 +192,11 @@ CASES: dict[str, Callable[[], Reads]] = {
     'SimpleNamespace': lambda: of_config(types.SimpleNamespace()),
     # Its answers are the same, so nothing is compiled again.
     'prints': lambda: of_config(types.SimpleNamespace(), print),
-    **{
-        fn.__name__: fn
-        for fn in (
-            *(a_mask_of_numpy, a_view_of_a_dict, the_text_of_a_file, a_table),
-            a_predicate_that_knows_no_other_path,
-        )
-    },
+    'a mask of numpy': a_mask_of_numpy,
+    'a view of a dict': a_view_of_a_dict,
+    'the text of a file': the_text_of_a_file,
+    'a table': a_table,
+    'a predicate that knows no other path': a_predicate_that_knows_no_other_path,
 }
 
 
@@ -256,7 +251,7 @@ def of_halves(name: str) -> Any:
     return {**grads, name: jax.tree.map(lambda g: g * 0.5, grads[name])}
 
 
-def of_other_values(name: str) -> Any:
+def plus_ones(name: str) -> Any:
     def of_copy(params: Any) -> Any:
         return loss({**params, name: jax.tree.map(lambda p: p + 1.0, params[name])})
 
@@ -277,10 +272,7 @@ AROUND: dict[str, tuple[Callable[[Any], list[Any]], Callable[[str], Any]]] = {
         lambda name: by_hand(*{*PATHS} - {*inside(name)}),
     ),
     'map_cotangent': (lambda fresh: [nn.map_cotangent(fresh(), half)], of_halves),
-    'substitute': (
-        lambda fresh: [nn.substitute(plus_one, where=fresh())],
-        of_other_values,
-    ),
+    'substitute': (lambda fresh: [nn.substitute(plus_one, where=fresh())], plus_ones),
     'one level': (
         lambda fresh: [nn.stop_gradient(fresh(), levels=1)],
         lambda name: by_hand(*inside(name)),
@@ -421,23 +413,12 @@ def test_a_predicate_that_returns_no_bool_is_not_asked_for_a_program():
 # Answers that change where nobody expects it.
 
 
-@pytest.fixture
-def eager() -> Any:
-    """The gradients of an eager step on weights of which those of 'a' were stopped."""
-
-    def of_copy(params: Any) -> Any:
-        return loss(oracle.stopped(params, inside('a').__contains__))
-
-    found = jax.grad(of_copy)(PARAMS)
-    TRACES.clear()
-    return found
-
-
 @a_config
 @pytest.mark.parametrize('opened_before', [0, 2])
-def test_answers_that_change_while_the_block_is_open(reads, eager, opened_before):
+def test_answers_that_change_while_the_block_is_open(reads, opened_before):
     """What has been asked, by a step or for a program's number, keeps its answer."""
-    step = make_step()
+    step, names = make_step(), inside('a')
+    eager = jax.grad(lambda p: loss(oracle.stopped(p, names.__contains__)))(PARAMS)
     for _ in range(opened_before):
         with nn.stop_gradient(reads.fresh()):
             oracle.assert_same(step(PARAMS), by_hand(*inside('a')))
@@ -523,40 +504,27 @@ def test_a_model_that_grows(reads):
 
 def test_threads_with_fresh_predicates_of_the_same_code():
     step = make_step()
-    configs = [types.SimpleNamespace(frozen='ab'[i % 2]) for i in range(16)]
-
-    def work(i: int) -> None:
-        config = configs[i]
-        with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
-            found = step(PARAMS)
-        oracle.assert_same(found, by_hand(*inside(config.frozen)))
-        config.frozen = 'b' if config.frozen == 'a' else 'a'
-
-    # The threads of each round are eight of each answer, in turns.
     barrier = threading.Barrier(16)
 
-    def rounds(i: int) -> None:
-        for _ in range(5):
+    def work(i: int) -> None:
+        config = types.SimpleNamespace()
+        for number in range(i, i + 5):
+            # In each round there are eight threads of each answer, which take turns.
             barrier.wait(60)
-            work(i)
+            config.frozen = 'ab'[number % 2]
+            with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
+                found = step(PARAMS)
+            oracle.assert_same(found, by_hand(*inside(config.frozen)))
 
     with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(rounds, range(16))) == [None] * 16
+        assert list(pool.map(work, range(16))) == [None] * 16
     assert len(TRACES) <= 16
 
 
 def test_a_lambda_in_a_cell_that_runs_again_traces_nothing():
-    traces: list[None] = []
-
-    @jax.jit
-    def step(params: Any) -> Any:
-        traces.append(None)
-        return loss(params)
-
+    step, code = make_step(), "lambda path: path.startswith('a')"
     for line in range(4):
-        cell = compile(
-            '\n' * line + "lambda path: path.startswith('a')", 'cell', 'eval'
-        )
+        cell = compile('\n' * line + code, 'cell', 'eval')
         with nn.stop_gradient(eval(cell)):
             step(PARAMS)
-    assert len(traces) == 1
+    assert len(TRACES) == 1
