@@ -180,7 +180,7 @@ def test_while_loop():
                 (0, x),
             )
 
-        return lambda *args: jax.jvp(wrapped, args, tangents(*args))
+        return AROUND['jvp'](wrapped)
 
     def inside(params, x):
         with nn.stop_gradient(WHERE):
@@ -198,6 +198,10 @@ def scalar(fn):
     return lambda params, x: jnp.sum(jnp.sin(fn(params, x)))
 
 
+def grad(fn):
+    return jax.grad(scalar(fn), argnums=(0, 1))(PARAMS, X)
+
+
 @pytest.mark.parametrize('fn', [block_around, block_within])
 def test_lowered_and_compiled(fn):
     compiled = jax.jit(jax.grad(scalar(fn))).lower(PARAMS, X).compile()
@@ -211,9 +215,6 @@ def test_export():
     def exported(fn):
         return jax.export.export(jax.jit(fn))(PARAMS, X).call
 
-    def grad(fn):
-        return jax.grad(scalar(fn), argnums=(0, 1))(PARAMS, X)
-
     assert_same(grad(exported(block_within)), grad(exported(by_hand)))
     with nn.stop_gradient(WHERE):
         in_a_block = exported(plain)
@@ -222,42 +223,33 @@ def test_export():
 
 def test_with_jit_disabled():
     with jax.disable_jit():
-        actual, expected = (
-            jax.grad(scalar(fn), argnums=(0, 1))(PARAMS, X)
-            for fn in (block_within, by_hand)
-        )
-    assert_same(actual, expected)
+        assert_same(grad(block_within), grad(by_hand))
 
 
 def test_two_threads_that_differentiate_one_function():
     """Its rule reopens one block, so one of the threads waits."""
     running: list[int] = []
     most: list[int] = []
-    module = fnn.Dense(2)
-    x = jnp.ones((1, 2))
+    module, x = fnn.Dense(2), jnp.ones((1, 2))
     params = module.init(jax.random.key(0), x)['params']
 
-    @jax.custom_vjp
-    def fn(params: Any) -> Any:
+    def apply(params: Any) -> Any:
         return module.apply({'params': params}, x)
 
     def backward(params: Any, ct: Any) -> Any:
         running.append(1)
         time.sleep(0.05)
         most.append(len(running))
-        _, pullback = jax.vjp(lambda p: module.apply({'params': p}, x), params)
+        _, pullback = jax.vjp(apply, params)
         running.pop()
         return pullback(ct)
 
+    fn = jax.custom_vjp(apply)
     fn.defvjp(lambda params: (fn(params), params), backward)
     with nn.stop_gradient('kernel'):
         _, pullback = jax.vjp(fn, params)
-
-    def pull(_: int) -> Any:
-        return pullback(jnp.ones((1, 2)))[0]
-
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(pull, range(4)):
+        for (found,) in pool.map(pullback, [jnp.ones((1, 2))] * 4):
             assert not found['kernel'].any()
             assert found['bias'].all()
     assert most == [1] * 4

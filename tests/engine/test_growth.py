@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.core
@@ -202,17 +203,15 @@ def test_threads_that_come_and_go():
     expected = by_hand('a')
 
     def body(i: int) -> None:
-        def work() -> None:
+        def work() -> Any:
             config = Config()
             with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
-                found.append(step(VARIABLES))
+                return step(VARIABLES)
 
-        found: list[Any] = []
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(work).result()
         if i % 100 == 0:
-            oracle.assert_same(found, [expected])
+            oracle.assert_same(found, expected)
 
     assert_nothing_is_kept(body)
     assert len(TRACES) == 1

@@ -99,13 +99,10 @@ def _in(block: Any, step: Callable[[], Any]) -> Any:
 def by_hand(run: str, model: str, name: str, kept: bool) -> Any:
     """The gradients with the layers of a name stopped, or all others."""
 
-    def stopped(params: Any) -> Any:
-        return loss(
-            model,
-            oracle.stopped(params, lambda p: (p.split('/')[0] == name) != kept),
-        )
+    def selects(path: str) -> bool:
+        return (path.split('/')[0] == name) != kept
 
-    return RUNS[run](stopped)(PARAMS[model])
+    return RUNS[run](lambda p: loss(model, oracle.stopped(p, selects)))(PARAMS[model])
 
 
 def heard(block: Any, run: Callable[[], Any]) -> tuple[str, Any]:
@@ -285,26 +282,22 @@ def test_programs_from_before_the_block_raise():
 
 
 FORMS: dict[str, Callable[[Any, str], Any]] = {
-    'Frozen': lambda model, where: nn.Frozen(model, where).apply(
-        {'params': PARAMS['short']}, X
-    ),
+    'Frozen': lambda model, where: nn.Frozen(model, where).apply(SHORT, X),
     'init': lambda model, where: nn.Frozen(model, where).init(jax.random.key(0), X),
     'class': lambda model, where: nn.stop_gradient(Net, where)(model.names).apply(
-        {'params': PARAMS['short']}, X
+        SHORT, X
     ),
-    'jitted': lambda model, where: jax.jit(nn.Frozen(model, where).apply)(
-        {'params': PARAMS['short']}, X
-    ),
+    'jitted': lambda model, where: jax.jit(nn.Frozen(model, where).apply)(SHORT, X),
 }
+SHORT = {'params': PARAMS['short']}
 
 
 @pytest.mark.parametrize('form', FORMS)
 def test_forms_after_a_right_filter_for_another_model(form):
     with nn.stop_gradient('extra/**'):
         jitted('extra')()
-    jax.jit(nn.Frozen(MODELS['extra'], 'extra/**').apply)(
-        {'params': PARAMS['extra']}, X
-    )
+    frozen = nn.Frozen(MODELS['extra'], 'extra/**')
+    jax.jit(frozen.apply)({'params': PARAMS['extra']}, X)
     for where in ('extra/**', 'ext*/**', re.compile('extra/.*'), 'Dense_1/**'):
         for _ in range(2):
             with pytest.raises(errors.UnusedFilterError):
