@@ -297,9 +297,6 @@ def test_blocks_around_a_compiled_step(reads, around):
             assert len(TRACES) == traces
 
 
-# Writes.
-
-
 class Writes(fnn.Module):
     """Writes the state of 'a' in every call, and reads that of 'b'."""
 
@@ -324,9 +321,6 @@ def test_read_only_asks_its_filter_too(reads):
                     step(state)
     # Three times two programs that raised, which are not kept, and the one that is.
     assert len(TRACES) == 7
-
-
-# What is asked.
 
 
 class Asked:
@@ -497,9 +491,6 @@ def test_a_model_that_grows(reads):
                 for name, grads in found.items():
                     assert oracle.is_zero(grads) == (name == frozen), net.names
         assert len(TRACES) == 3 * traces
-
-
-# Threads.
 
 
 def test_threads_with_fresh_predicates_of_the_same_code():

@@ -69,9 +69,6 @@ def _clean():
     assert_no_block_is_left()
 
 
-# Nesting.
-
-
 def test_the_union_of_nested_blocks_stops():
     """One value may be opened again while it is open, and afterwards."""
     where = nn.stop_gradient('a/**')
@@ -255,9 +252,6 @@ def in_another_thread(fn: Any) -> Any:
         return future.exception() or future.result()
 
 
-# Order, threads.
-
-
 def _in_two_blocks():
     with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
         yield frozen()
@@ -313,9 +307,6 @@ def test_a_block_closed_by_another_thread_or_read_there():
         error = in_another_thread(lambda: where.__exit__(None, None, None))
         assert isinstance(error, errors.BlockError)
         assert frozen() == 'a'
-
-
-# Tasks.
 
 
 def test_a_block_around_an_event_loop():
@@ -385,9 +376,6 @@ def test_a_block_closed_by_another_task():
         return frozen()
 
     assert asyncio.run(main()) == ''
-
-
-# Predicates that misbehave.
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])

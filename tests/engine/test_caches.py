@@ -299,9 +299,6 @@ def test_a_rewrite_as_a_field_of_a_jitted_class(by, traces):
     assert len(TRACES) == traces
 
 
-# Equal filters of modules at different paths.
-
-
 def test_a_variable_written_and_read_in_one_jitted_class_at_different_paths():
     # What the body writes is rewritten inside the trace, which Flax shares among
     # modules: it must not be shared by those that the filter tells apart.
@@ -527,9 +524,6 @@ def scan_once(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(x), None
 
     return lambda x: lax.scan(body, x, None, length=1)[0]
-
-
-# Threads.
 
 
 def test_a_thread_opens_a_block_while_another_has_none():
