@@ -69,9 +69,6 @@ def _clean() -> Iterator[None]:
             patching.release_hooks(user)
 
 
-# An exception at any point.
-
-
 class Ctrl(BaseException):
     """What comes at any time, as KeyboardInterrupt does, and is no Exception."""
 
@@ -348,9 +345,6 @@ def test_no_tracer_leaks(name):
     jax.eval_shape(lambda v: jax.jit(interrupted)(v), variables)
 
 
-# Depth.
-
-
 def test_trees_may_be_as_deep_as_for_jax():
     depth = 900
     tree: Any = {'w': 1.0, 'b': 2.0}
@@ -411,9 +405,6 @@ def test_the_public_modules_can_be_reloaded():
     with sg.linen.stop_gradient('a/*'):
         assert stopped_in_model(variables) == 'a w'
     assert stopped_in_model(variables) == 'w'
-
-
-# Copies.
 
 
 def loss_of(params: Any) -> Any:

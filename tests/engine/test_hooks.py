@@ -128,9 +128,6 @@ def test_the_callers_variables_are_never_touched():
     oracle.assert_same(gradient['w'], PARAMS['w'])
 
 
-# Rules of the mechanism.
-
-
 def test_rule_1_a_read_of_one_variable_looks_at_that_one():
     """Rewriting where collections are fetched costs the owner's whole tree per read."""
     asked = []

@@ -152,9 +152,6 @@ def test_a_typo_raises_when_the_tree_is_complete(make, run):
         assert "'b/" in str(caught.value)
 
 
-# Exceptions of the body.
-
-
 class OfTheBodyError(Exception):
     pass
 

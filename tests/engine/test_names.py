@@ -189,9 +189,6 @@ def test_the_warning_does_not_depend_on_other_programs():
         assert heard(nn.stop_gradient('encoder/**'), lambda: reads(X))[0] == 'warned'
 
 
-# A block around a cached program of one model and a call of another one.
-
-
 def test_a_cached_program_beside_what_was_read_beside_it_before():
     step, model, params = jitted('encoder'), MODELS['dense'], PARAMS['dense']
     for _ in range(3):

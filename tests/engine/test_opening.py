@@ -71,9 +71,6 @@ def test_a_user_context_of_the_user_is_left_alone():
     assert seen == ['outer', 'inner', 'outer', 'none']
 
 
-# Blocks that cannot be opened.
-
-
 class Fails(rules.StopGradient):
     """A rule that cannot be put into the keys of JAX's caches."""
 
@@ -98,9 +95,6 @@ def test_an_error_while_a_block_opens(error, inside):
         grads = jax.grad(lambda p: jnp.sum(apply(p)))(PARAMS)
         assert oracle.is_zero(grads['kernel']) == inside
         assert not oracle.is_zero(grads['bias'])
-
-
-# What an extent keeps and frees.
 
 
 def test_a_long_block_frees_the_trees_it_has_seen():

@@ -456,9 +456,6 @@ def test_initialization_is_that_without_blocks(make):
     initialization_is_that_without_blocks(outer(make))
 
 
-# Rules of the mechanism.
-
-
 def writes_in_setup(module: Any) -> Any:
     h = module.w * 2.0
     module.sow('intermediates', 'h', h)
@@ -585,9 +582,6 @@ def test_the_factor_of_a_rewrite_is_not_made_of_variables():
     actual = Scaled().apply({'params': {'layer': params}}, x)
     doubled = jax.tree.map(lambda leaf: leaf * 2.0, params)
     oracle.assert_same(actual, linen.Dense(2).apply({'params': doubled}, x))
-
-
-# What can be reached from a value.
 
 
 @pytest.mark.usefixtures('leaks')

@@ -75,9 +75,14 @@ def read(model: Any = MODEL, variables: Any = VARIABLES) -> None:
 # Every extent there is, each with the paths of MODEL.
 
 
-def _block(where, **options):
-    with nn.stop_gradient(where, **options):
-        read()
+def around(run):
+    """A block around something that is run without arguments."""
+
+    def extent(where, **options):
+        with nn.stop_gradient(where, **options):
+            run()
+
+    return extent
 
 
 def _block_around_bound(where, **options):
@@ -87,16 +92,6 @@ def _block_around_bound(where, **options):
             module(x)
 
     trace(bound, VARIABLES, X)
-
-
-def _block_around_init(where, **options):
-    with nn.stop_gradient(where, **options):
-        trace(MODEL.init, jax.random.key(0), X)
-
-
-def _block_around_jit(where, **options):
-    with nn.stop_gradient(where, **options):
-        jax.jit(lambda v: MODEL.apply(v, X)).lower(VARIABLES)
 
 
 def _method(where, **options):
@@ -147,11 +142,19 @@ def _core(where, **options):
 
 
 EXTENTS = {
-    fn.__name__.strip('_'): fn
-    for fn in (
-        *(_block, _block_around_bound, _block_around_init, _block_around_jit),
-        *(_block_in_a_method, _method, _class, _frozen, _mirror, _function, _core),
-    )
+    'block': around(read),
+    'block around init': around(lambda: trace(MODEL.init, jax.random.key(0), X)),
+    'block around jit': around(
+        lambda: jax.jit(lambda v: MODEL.apply(v, X)).lower(VARIABLES)
+    ),
+    'block around bound': _block_around_bound,
+    'block in a method': _block_in_a_method,
+    'method': _method,
+    'class': _class,
+    'frozen': _frozen,
+    'mirror': _mirror,
+    'function': _function,
+    'core': _core,
 }
 
 # What exists and is not read: no error, and a warning.
@@ -263,9 +266,6 @@ def test_the_exception_of_the_body_is_never_masked():
     assert info.value.__context__ is None
 
 
-# Blocks at top level in which nothing is read.
-
-
 def test_a_block_in_which_nothing_is_read_raises():
     for block in (
         nn.stop_gradient('read/nowhere'),
@@ -301,9 +301,6 @@ def test_an_equal_filter_on_another_model_raises():
     theirs = other.init(jax.random.key(1), X)
     with pytest.raises(errors.UnusedFilterError), nn.stop_gradient(where):
         other.apply(theirs, X)
-
-
-# Collections.
 
 
 def test_collections():
@@ -344,9 +341,6 @@ def test_a_collection_that_nobody_reads_exists_all_the_same():
 
     with NOTHING_READ:
         Blocked().apply(variables, X)
-
-
-# Trees of bools.
 
 
 def test_a_tree_that_does_not_fit():

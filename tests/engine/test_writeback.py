@@ -444,9 +444,6 @@ def test_a_leaf_that_a_body_did_not_write_is_substituted_once():
     assert_same(found, (jnp.stack([2 * X + 1, X + 1]), written))
 
 
-# Branches and loops.
-
-
 class Branch(Program):
     """A branch that writes, and one that leaves the variable alone."""
 
@@ -572,9 +569,6 @@ def test_fp8_layers_get_the_new_values_of_their_scales():
     assert is_zero(blocked['params']) and not is_zero(plain['params'])
     assert not is_zero(plain['_overwrite_with_gradient'])
     assert_same(blocked['_overwrite_with_gradient'], plain['_overwrite_with_gradient'])
-
-
-# Unusual variables.
 
 
 class Maker(nn.Module):
