@@ -94,9 +94,10 @@ def lifts(transform: Callable[..., Any], **kwargs: Any) -> Callable[[Any], Any]:
     return lambda writer: transform(writer, methods=METHODS, **kwargs)
 
 
-def scans(**kwargs: Any) -> Callable[[Any], Any]:
+def scans(at_entry: bool = False, **kwargs: Any) -> Callable[[Any], Any]:
     kwargs = {'split_rngs': {'params': False}, 'methods': METHODS, **kwargs}
-    return lambda writer: nn.scan(functools.partial(writer, pair=True), **kwargs)
+    fields = {'pair': True, 'at_entry': at_entry}
+    return lambda writer: nn.scan(functools.partial(writer, **fields), **kwargs)
 
 
 def shares(collection: str) -> dict[str, Any]:
@@ -108,13 +109,13 @@ def shares(collection: str) -> dict[str, Any]:
     }
 
 
-def calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
+def calls(fn: Callable[..., Any], **fields: Any) -> Callable[[Any], Any]:
     """A module that calls ``fn(method, writer, x, i)``."""
 
     def make(writer: Any) -> Any:
         class Calls(nn.Module):
             def setup(self):
-                self.writer = writer()
+                self.writer = writer(**fields)
 
             def __call__(self, x, i):
                 return fn(type(self.writer).__call__, self.writer, x, i)
@@ -153,47 +154,30 @@ def custom_vjp(method, writer, x, i):
     return nn.custom_vjp(fn, forward, backward, grad_vars=both)(writer, x)
 
 
-STEPS = jnp.arange(2)
-CARRIED = {'variable_broadcast': 'params', 'variable_carry': 'cache'}
-STACKED = {'variable_axes': {'params': 0, 'cache': 0}}
-
-LIFTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    'none': (lambda writer: writer, 0),
-    'jit': (lifts(nn.jit), 0),
-    'remat': (lifts(nn.remat), 0),
-    'scan_stacked': (scans(**STACKED), STEPS),
-    'scan_shared': (scans(**shares('cache')), STEPS),
-    'scan_carried': (
-        lambda w: scans(**CARRIED)(functools.partial(w, at_entry=True)),
-        STEPS,
+LIFTS: dict[str, Callable[[Any], Any]] = {
+    'none': lambda writer: writer,
+    'jit': lifts(nn.jit),
+    'remat': lifts(nn.remat),
+    'scan_stacked': scans(variable_axes={'params': 0, 'cache': 0}),
+    'scan_shared': scans(**shares('cache')),
+    'scan_carried': scans(True, variable_broadcast='params', variable_carry='cache'),
+    'vmap': lifts(
+        nn.vmap,
+        variable_axes={'params': None, 'cache': 0},
+        split_rngs={'params': False},
+        in_axes=(None, 0),
     ),
-    'vmap': (
-        lifts(
-            nn.vmap,
-            variable_axes={'params': None, 'cache': 0},
-            split_rngs={'params': False},
-            in_axes=(None, 0),
-        ),
-        STEPS,
+    'cond': calls(cond),
+    'map_variables': lifts(
+        nn.map_variables,
+        mapped_collections='params',
+        trans_in_fn=lambda t: jax.tree.map(jnp.sin, t),
     ),
-    'cond': (calls(cond), 0),
-    'map_variables': (
-        lifts(
-            nn.map_variables,
-            mapped_collections='params',
-            trans_in_fn=lambda t: jax.tree.map(jnp.sin, t),
-        ),
-        0,
-    ),
-    'map_cache': (
-        lifts(nn.map_variables, mapped_collections='cache', init=False, mutable=True),
-        0,
+    'map_cache': lifts(
+        nn.map_variables, mapped_collections='cache', init=False, mutable=True
     ),
     # Flax cuts the gradient of variables that pass unchanged through a custom_vjp.
-    'custom_vjp': (
-        lambda w: calls(custom_vjp)(functools.partial(w, all_written=True)),
-        0,
-    ),
+    'custom_vjp': calls(custom_vjp, all_written=True),
 }
 
 
@@ -205,8 +189,8 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        make, i = LIFTS[self.lift]
-        part = make(Writer)(name='part')
+        i = jnp.arange(2) if self.lift.startswith(('scan', 'vmap')) else 0
+        part = LIFTS[self.lift](Writer)(name='part')
         halted = part if self.how == 'block' else part.halted
         see = (lambda v: v) if self.how == 'block' else stop
         before = part(x, i)
