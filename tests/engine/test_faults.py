@@ -23,7 +23,6 @@ import optax
 import pytest
 from flax.core import Scope
 
-import flax_sg
 import flax_sg as sg
 import oracle
 from flax_sg import errors
@@ -171,7 +170,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Any], Any, int]] = {
     'wrappers': (in_wrappers, Wraps(), 227),
     'values': (by_core, Model(), 79),
 }
-LIBRARY = str(Path(flax_sg.__file__).parent)
+LIBRARY = str(Path(sg.__file__).parent)
 
 
 class Interrupts:

@@ -372,22 +372,16 @@ class InLifted(nn.Module):
     """Opens the block in the body of a lifted function of a module."""
 
     where: Any
-    lift: Callable[[Any], Any]
-    of: Callable[[Any], Any]
 
     def setup(self):
         self.kid = CompactKid()
 
     def __call__(self, x):
-        def body(module, x):
+        def body(kid, x):
             with nn.stop_gradient(self.where):
-                return module.kid(x) if isinstance(module, InLifted) else module(x)
+                return kid(x)
 
-        return self.lift(body)(self.of(self), x)
-
-
-def in_lifted(lift: Any, of: Any) -> Callable[[Any], nn.Module]:
-    return lambda where: Mount(InLifted(where, lift, of))
+        return nn.jit(body)(self.kid, x)
 
 
 def in_enc(*paths: str) -> set[tuple[str, str]]:
@@ -411,7 +405,7 @@ PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
     ),
     # What is lifted becomes a method of the module that it is a function of.
     'in a lifted function of a child': (
-        in_lifted(nn.jit, lambda m: m.kid),
+        lambda where: Mount(InLifted(where)),
         {('w', 'enc/kid/w'), ('b', 'enc/kid/b')},
     ),
     'all collections': (

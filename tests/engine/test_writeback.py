@@ -55,10 +55,7 @@ def check(
 
 
 class Writer(nn.Module):
-    """Reads and writes a memory; reads of `halted` are stopped by hand.
-
-    The memory has a part that is written and one that is not, and so has the log.
-    """
+    """Reads and writes a memory; reads of `halted` are stopped by hand."""
 
     pair: bool = False
     at_entry: bool = False  # Stops what comes in at the first step of a loop only.
