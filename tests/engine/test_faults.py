@@ -314,12 +314,9 @@ def test_hooks_that_are_half_installed(at):
                 raise Ctrl
             return super().__getitem__(key)
 
-    def installed():
-        return patching.acquire_hooks(user, Interrupted(hooks.HOOKS))
-
     for goes_on in (True, False):
         with pytest.raises(Ctrl):
-            installed()
+            patching.acquire_hooks(user, Interrupted(hooks.HOOKS))
         if goes_on:
             patching.acquire_hooks(user, hooks.HOOKS)
             hooked = [vars(owner)[name] for owner, name in patching.HOOKED.values()]
@@ -368,9 +365,9 @@ STATEFUL = [
 ]
 
 
-def stopped_in_model(variables: Any) -> str:
+def stopped_in_model() -> str:
     """The parameters that a cached function gives no gradient."""
-    grads = cached_gradient(variables)['params']
+    grads = cached_gradient({'params': PARAMS})['params']
     return ' '.join(name for name in sorted(grads) if oracle.is_zero(grads[name]))
 
 
@@ -382,7 +379,6 @@ def cached_gradient(variables: Any) -> Any:
 @pytest.mark.every_case
 @pytest.mark.parametrize('name', STATEFUL)
 def test_what_holds_state_cannot_be_reloaded(name):
-    variables = {'params': PARAMS}
     module = importlib.import_module(f'flax_sg.{name}')
     before = {name: v for name, v in vars(module).items() if callable(v)}
     with pytest.raises(errors.UnsupportedVersionError):
@@ -390,20 +386,19 @@ def test_what_holds_state_cannot_be_reloaded(name):
     with nn.stop_gradient('a/*'):
         with pytest.raises(errors.UnsupportedVersionError):
             importlib.reload(module)
-        assert stopped_in_model(variables) == 'a w'  # w is stopped by the model.
-    assert stopped_in_model(variables) == 'w'
+        assert stopped_in_model() == 'a w'  # w is stopped by the model.
+    assert stopped_in_model() == 'w'
     assert {name: v for name, v in vars(module).items() if callable(v)} == before
 
 
 def test_the_public_modules_can_be_reloaded():
-    variables = {'params': PARAMS}
     with nn.stop_gradient('a/*'):
         for module in (sg.linen, sg):
             assert importlib.reload(module) is module
-        assert stopped_in_model(variables) == 'a w'
+        assert stopped_in_model() == 'a w'
     with sg.linen.stop_gradient('a/*'):
-        assert stopped_in_model(variables) == 'a w'
-    assert stopped_in_model(variables) == 'w'
+        assert stopped_in_model() == 'a w'
+    assert stopped_in_model() == 'w'
 
 
 def loss_of(params: Any) -> Any:

@@ -86,12 +86,11 @@ class Later(fnn.Module):
     """A block that names what is made after it."""
 
     where: Any
-    stop: Any = nn.train_only
     reached: Any = lambda: None
 
     @fnn.compact
     def __call__(self, x):
-        with self.stop(self.where):
+        with nn.train_only(self.where):
             h = fnn.Dense(2, name='a')(x)
         h = fnn.Dense(2, name='b')(h)
         self.reached()
@@ -103,7 +102,7 @@ class Mounted(Later):
 
     @fnn.compact
     def __call__(self, x):
-        return Later(self.where, self.stop, self.reached, name='net')(x)
+        return Later(self.where, self.reached, name='net')(x)
 
 
 def run_init(model: Any) -> None:
