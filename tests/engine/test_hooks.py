@@ -308,17 +308,17 @@ def test_a_weight_that_is_tied_is_stopped_in_the_use_that_is_in_the_block():
 
 
 class Named(nn.Module):
-    """Opens a block around something."""
+    """Makes something, and opens a block around its use."""
 
     where: Any
-    inside: Callable[[Any, Any], Any]
+    make: Callable[[], Callable[[Any], Any]]
     collections: Any = 'params'
 
     @nn.compact
     def __call__(self, x):
-        parts = self.inside(self, x)
+        use = self.make()
         with nn.stop_gradient(self.where, collections=self.collections):
-            return parts()
+            return use(x)
 
 
 class Mount(nn.Module):
@@ -337,29 +337,18 @@ class SharedCell(nn.Module):
     @nn.compact
     def __call__(self, x):
         rnn = nn.RNN(nn.SimpleCell(3, name='cell'), name='rnn')
-        return Named(self.where, lambda m, x: lambda: rnn(x), name='enc')(
-            jnp.stack([x, x])
-        )
+        return Named(self.where, lambda: rnn, name='enc')(jnp.stack([x, x]))
 
 
 def mounted(
-    inside: Callable[[Any, Any], Any], collections: Any = 'params'
+    make: Callable[[], Any], collections: Any = 'params'
 ) -> Callable[[Any], nn.Module]:
-    return lambda where: Mount(Named(where, inside, collections))
+    return lambda where: Mount(Named(where, make, collections))
 
 
-def calls(make: Callable[[], Any]) -> Callable[[Any, Any], Any]:
-    def inside(module, x):
-        made = make()
-        return lambda: made(x)
-
-    return inside
-
-
-def applies_another(module: Any, x: Any) -> Any:
+def applies_another() -> Callable[[Any], Any]:
     kid = Kid(name='kid')
-    variables = {'params': {'other': {'w': x, 'b': x}}}
-    return lambda: kid(x) * Other().apply(variables, x)
+    return lambda x: kid(x) * Other().apply({'params': {'other': {'w': x, 'b': x}}}, x)
 
 
 class Other(nn.Module):
@@ -390,7 +379,7 @@ def in_enc(*paths: str) -> set[tuple[str, str]]:
 
 
 PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
-    'mounted': (mounted(calls(lambda: Kid(name='kid'))), in_enc('kid/w', 'kid/b')),
+    'mounted': (mounted(lambda: Kid(name='kid')), in_enc('kid/w', 'kid/b')),
     'a cell of the parent': (
         SharedCell,
         {
@@ -409,7 +398,7 @@ PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
         {('w', 'enc/kid/w'), ('b', 'enc/kid/b')},
     ),
     'all collections': (
-        mounted(calls(lambda: nn.BatchNorm(True, name='norm')), True),
+        mounted(lambda: nn.BatchNorm(use_running_average=True, name='norm'), True),
         in_enc('norm/scale', 'norm/bias', 'norm/mean', 'norm/var'),
     ),
 }
