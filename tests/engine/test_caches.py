@@ -547,10 +547,6 @@ class Zeros(rules.Rule):
         return jnp.zeros_like(leaf)
 
 
-def zeros(where: Any, **kwargs: Any) -> BlockDecorator:
-    return BlockDecorator(filters.as_filter(where), Zeros(), **kwargs)
-
-
 @pytest.mark.parametrize(
     ('first', 'opens'), [('a', 'before the trace'), ('b', 'in the trace')]
 )
@@ -589,7 +585,8 @@ def test_two_threads_share_a_jitted_closure(first, opens):
         return fn(X)
 
     def work(i):
-        block = zeros('inner/w', unused='ignore')
+        where = filters.as_filter('inner/w')
+        block = BlockDecorator(where, Zeros(), unused='ignore')
         if i == 0:
             return getattr(model, first).run(block, leads)
         wait_until('traces')

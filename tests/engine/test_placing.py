@@ -333,7 +333,8 @@ def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over
 # Where a body is in the trace of its caller, both are known when the outer is read.
 @pytest.mark.parametrize(
     ('lift', 'outer_first'),
-    [('remat', True), ('map_variables', False)],
+    [(fnn.remat, True), (lambda body: fnn.map_variables(body, 'params'), False)],
+    ids=['remat', 'map_variables'],
 )
 def test_a_block_in_a_body_takes_nothing_from_both_sides_together(lift, outer_first):
     class Closure(fnn.Module):
@@ -350,20 +351,17 @@ def test_a_block_in_a_body_takes_nothing_from_both_sides_together(lift, outer_fi
                         return self.get_variable('params', 'w') * cell(x)
                     return cell(x) * self.get_variable('params', 'w')
 
-            if lift == 'remat':
-                return fnn.remat(body)(cell, x)
-            return fnn.map_variables(body, 'params')(cell, x)
+            return lift(body)(cell, x)
 
     class Model(fnn.Module):
         @fnn.compact
         def __call__(self, x):
             return fnn.remat(Closure)(name='part')(x)
 
+    grad = jax.grad(lambda p: jnp.sum(applied(Model())(p, X)))
     params = variables(Model())
     with pytest.raises(errors.BlockError, match='by another way'):
-        jax.eval_shape(
-            jax.grad(lambda p: jnp.sum(Model().apply({'params': p}, X))), params
-        )
+        jax.eval_shape(grad, params)
 
 
 Bounded = Callable[[Any, Any], Any]

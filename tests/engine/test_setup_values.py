@@ -121,19 +121,13 @@ def in_order(kept: Any, x: Any) -> Any:
     return x
 
 
-def pairs(module: Any) -> tuple[Any, Any]:
-    return module.w * module.w, module.b
-
-
-def use_pair(kept: Any, x: Any) -> Any:
-    return x * kept.a * kept.b
-
-
 VALUES: dict[str, type[Route]] = {
     'raw': Raw,
     'derived': keeps(lambda m: m.w * m.w + m.b, multiply),
     'order of a dict': keeps(lambda m: {'z': m.w, 'a': m.b}, in_order),
-    'named tuple': keeps(lambda m: Pair(*pairs(m)), use_pair),
+    'named tuple': keeps(
+        lambda m: Pair(m.w * m.w, m.b), lambda kept, x: x * kept.a * kept.b
+    ),
     'lambda': keeps(lambda m: times(m.w * m.w), call),
     'helper': keeps(lambda m: Helper(m.w), call),
     'cyclic helper': keeps(cyclic, call),
@@ -297,6 +291,7 @@ def test_right_or_an_error(make):
             trial()
 
 
+@pytest.mark.every_case
 @doubtful
 def test_a_block_that_takes_nothing_of_it_changes_nothing(make):
     """Whatever it keeps: no error, and no trace of having been looked at."""
