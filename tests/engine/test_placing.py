@@ -71,7 +71,13 @@ class Loops(fnn.Module):
         with self.around():
             if self.is_initializing():
                 return cell(x)
-            y = self._scanned(cell, x)
+            scan = fnn.scan(
+                lambda cell, x, _: (cell(x), None),
+                variable_broadcast='params',
+                split_rngs={'params': False},
+                length=3,
+            )
+            y = scan(cell, x, None)[0]
             y = y + fnn.remat(step)(cell, x)
             y = y + fnn.jit(step)(cell, x)
             y = y + fnn.cond(jnp.sum(x) > 0, step, lambda _, x: x, cell, x)
@@ -79,15 +85,6 @@ class Loops(fnn.Module):
                 step, variable_axes={'params': None}, split_rngs={'params': False}
             )
             return y + mapped(cell, x)
-
-    def _scanned(self, cell, x):
-        scan = fnn.scan(
-            lambda cell, x, _: (cell(x), None),
-            variable_broadcast='params',
-            split_rngs={'params': False},
-            length=3,
-        )
-        return scan(cell, x, None)[0]
 
 
 def variables(model: fnn.Module) -> Any:
