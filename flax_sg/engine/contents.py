@@ -29,8 +29,8 @@ CLOSED = (
 _MOST = 20_000
 
 
-def holds(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether an object of some types can be reached; True if the search gives up."""
+def may_hold(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether an object of some types is reached, or the search gives up."""
     waiting: list[Any] = [value]
     met: dict[int, Any] = {}  # Keeps each object alive, so its id stays unique.
     while waiting:

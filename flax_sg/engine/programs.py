@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from flax_sg.filters.paths import Classes, Path
-from flax_sg.internals import frames, tracing, versions
+from flax_sg.internals import tracing, versions
 from flax_sg.trees.variables import Key
 
 versions.load_once(globals())
@@ -143,7 +143,7 @@ class _Running(threading.local):
             self._traces = [
                 (trace, stamp)
                 for trace, stamp in self._traces
-                if trace in now or frames.holds(trace())
+                if trace in now or tracing.is_running(trace())
             ]
             new = [trace for trace in reversed(now) if trace not in known]
             self._traces += [(trace, self._now) for trace in new if self._now]

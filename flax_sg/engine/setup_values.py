@@ -98,7 +98,7 @@ def _make_plain(viewed: _SetupValues) -> None:
     module, plain = viewed.module, _SetupValues(viewed.module, viewed.root, ())
     for name in vars(module).keys() - _OF_FLAX - _arguments(type(module)):
         value = vars(module)[name]
-        if contents.holds(value, contents.NUMBERS):
+        if contents.may_hold(value, contents.NUMBERS):
             new = plain.convert(name, value, viewed.blocks)
             viewed.shown[name] = new, value, True
             object.__setattr__(module, name, new)
@@ -131,7 +131,7 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     found = values.shown.get(name)
     if found is None or found[0] is not value:
         viewed = values.convert(name, value, made_in)
-        depends = viewed is not value or contents.holds(value, contents.ARRAYS)
+        depends = viewed is not value or contents.may_hold(value, contents.ARRAYS)
         found = values.shown[name] = value, viewed, depends
     if found[2]:  # Another trace may have cached the value.
         for block in open_blocks:
@@ -171,7 +171,7 @@ class _SetupValues:
         brings = any(block.rewrite.rule.brings for block in (*made_in, *self.blocks))
         numbers = brings and _has_numbers(self.module)
         kinds = contents.NUMBERS if numbers else contents.ARRAYS
-        if not contents.holds(value, kinds):
+        if not contents.may_hold(value, kinds):
             return value
         # An untraced array may be a parameter, and also the stopped form of another
         # one. A stop treats both alike; without blocks they differ.
@@ -217,9 +217,9 @@ def _parameter(
 
 def _joined(old: Any, new: Any, kinds: tuple[type, ...]) -> Any:
     """Combines new arrays of a second ``setup`` run with the first run's modules."""
-    if not contents.holds(old, kinds):
+    if not contents.may_hold(old, kinds):
         return old
-    if not contents.holds(new, contents.MODULES):
+    if not contents.may_hold(new, contents.MODULES):
         return new
     if type(old) is not type(new):
         raise ValueError('setup made another type of value when it ran again')

@@ -112,6 +112,12 @@ def uses(table: Table, slots: Iterable[int]) -> Counter[Use]:
         name = eqn.primitive.name if eqn else ''
         by = stop or scope.table.stopped_by(read)
         onward = [] if scope.is_carried(read) else scope.passed(read)
+        # ``vmap`` runs all branches of a ``cond``, each with its inputs stopped for the
+        # examples that do not take it, and chooses among the results.
+        if eqn and operand and name == 'select_n' and jaxprs.is_of_cond(eqn):
+            onward.append((scope, eqn.outvars[0]))
+        elif eqn and name == 'stop_gradient' and jaxprs.is_of_cond(eqn):
+            continue
         if eqn and name in _SAME_VALUE:
             out = eqn.outvars[operand]
             onward.append((scope, out))

@@ -164,7 +164,7 @@ class _Forwards:
             return type(value)(self._seen(name, item) for item in value)
         if isinstance(value, (dict, FrozenDict)):
             return type(value)({k: self._seen(name, v) for k, v in value.items()})
-        if isinstance(value, contents.FUNCTIONS) and contents.holds(
+        if isinstance(value, contents.FUNCTIONS) and contents.may_hold(
             value, contents.MODULES
         ):
             return self._part(self.module)._run_in_block(value)

@@ -53,17 +53,17 @@ def frame_of_user(depth: int) -> types.FrameType:
     return found
 
 
-def functions_of(package: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def functions_of(package: str) -> Iterator[tuple[str, types.FrameType]]:
     """Yields a package's running functions, the innermost first.
 
     Yields:
-        The name, for a function inside another that of the outer one; the variables.
+        The name, for a function inside another that of the outer one; the frame.
     """
     found: types.FrameType | None = frame(1)
     while found is not None:
         module = found.f_globals.get('__name__', '')
         if module.split('.')[0] == package:
-            yield found.f_code.co_qualname.split('.')[0], found.f_locals
+            yield found.f_code.co_qualname.split('.')[0], found
         found = found.f_back
 
 
@@ -82,19 +82,6 @@ def file_name(file: str) -> str:
     shell = ipython and ipython.get_ipython()
     cell = shell and shell.compile.format_code_name(file)
     return cell[1] if cell else os.path.basename(file)
-
-
-def holds(thing: object) -> bool:
-    """Whether a function that runs now has an object in a local variable.
-
-    JAX has a trace in one while it traces a function.
-    """
-    found = None if thing is None else sys._getframe(1)
-    while found is not None:
-        if any(value is thing for value in found.f_locals.values()):
-            return True
-        found = found.f_back
-    return False
 
 
 def in_derivative_of_its_own() -> bool:

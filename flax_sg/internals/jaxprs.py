@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -34,6 +35,8 @@ CUSTOM_CALLS = frozenset(
 )
 _BODY = ('jaxpr', 'call_jaxpr', 'call', 'fun_jaxpr')
 
+# Where JAX makes equations for ``cond`` and ``switch``.
+_CONDITIONALS = inspect.unwrap(jax.lax.cond).__code__.co_filename
 
 # Begins the name of a scope that holds what a block does to a value it hands out.
 BLOCK = 'block:'
@@ -236,6 +239,19 @@ def frames_of(eqn: Any, within: str = '') -> Iterator[Frame]:
             yield Frame(code.co_filename, code.co_qualname, line or 0)
         if within == f'{code.co_name} at {code.co_filename}:{code.co_firstlineno}':
             return
+
+
+def is_of_cond(eqn: Any) -> bool:
+    """Whether JAX itself made an equation, for ``lax.cond`` or ``lax.switch``.
+
+    What the branches are made of, JAX has traced; jax 0.7.2 records these frames, too.
+    """
+    traceback = eqn.source_info.traceback
+    codes = traceback.raw_frames()[0] if traceback else ()
+    of_jax = itertools.takewhile(
+        lambda code: not (frames.is_of_user(code) or 'to_jaxpr' in code.co_name), codes
+    )
+    return any(code.co_filename == _CONDITIONALS for code in of_jax)
 
 
 def source_of(eqn: Any, within: str = '') -> str:

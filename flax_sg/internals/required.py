@@ -121,6 +121,21 @@ def _tells_traces_apart() -> bool:
     return all(found)
 
 
+def _ends_traces() -> bool:
+    traces: list[Any] = []
+    running: list[bool] = []
+
+    def traced(x: Any) -> Any:
+        if not traces:
+            traces.append(next(tracing.kept_traces())())
+            jax.eval_shape(lambda _: traced(x), x)
+        running.append(tracing.is_running(traces[0]))
+        return x
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((), 'float32'))
+    return running == [True, True] and not tracing.is_running(traces[0])
+
+
 def _packs() -> bool:
     """Whether lifted transforms call ``_partial_pack`` with these names."""
     found: list[Any] = []
@@ -202,6 +217,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     'flax.linen.module.uuid has to count modules': _counts_modules,
     'jit has to trace anew in another jax.make_user_context': _traces_anew,
     'traces have to tell which one is around them': _tells_traces_apart,
+    'a trace has to tell when it ends': _ends_traces,
     'lifted transforms have to call flax.core.lift._partial_pack': _packs,
     **{
         f'attributes of {name}': lambda thing=thing, names=names: _has(thing(), names)

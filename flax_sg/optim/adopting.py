@@ -96,11 +96,11 @@ def adopt(
         raise wrong_argument(tx, 'optax transformation', write)
     freeze = getattr(tx.init, '__self__', None)
     if isinstance(freeze, Freeze):
-        leaves, live = freeze.trained(params)
-        _check_apart(freeze.tx.init, pruned(leaves, live))
+        leaves, trained = freeze.parameters(params)
+        _check_apart(freeze.tx.init, pruned(leaves, trained))
     else:
         leaves = parameters_of(params)
-        live = [True] * len(leaves.values)
+        trained = [True] * len(leaves.values)
         _check_apart(tx.init, params)
     anew = filters.as_filter(fresh)
     [begin] = selected([leaves.paths], anew)
@@ -109,7 +109,7 @@ def adopt(
     for old in (state, *earlier):
         if _is_hole(old) and not _is_hole(new):
             raise _misfit((), new, old, _OTHER)
-    adopted = _Adopted(leaves, live, whole(begin, leaves.paths, 'fresh='), places)
+    adopted = _Adopted(leaves, trained, whole(begin, leaves.paths, 'fresh='), places)
     out = adopted.merged(new, (state, *earlier), ())
     if report is not None:
         report(adopted.compared(new, out, (state, *earlier)))
@@ -121,13 +121,13 @@ class _Adopted(NamedTuple):
 
     Attributes:
         leaves: the parameters.
-        live: for each whether it is trained, or which part of it.
+        trained: for each whether it is trained, or which part of it.
         fresh: for each whether it begins anew.
         places: the number of each, by its key path.
     """
 
     leaves: Leaves
-    live: Sequence[Any]
+    trained: Sequence[Any]
     fresh: Sequence[bool]
     places: Mapping[Any, int]
 
@@ -226,7 +226,7 @@ class _Adopted(NamedTuple):
             raise self._misshapen(new, old, keys, number)
         if number is None or np.shape(new) != np.shape(self.leaves.values[number]):
             return old
-        return filters.merged(self.live[number], old, new, self.leaves.paths[number])
+        return filters.merged(self.trained[number], old, new, self.leaves.paths[number])
 
     def _misshapen(
         self, new: Any, old: Any, keys: Any, number: int | None

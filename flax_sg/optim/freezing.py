@@ -14,7 +14,7 @@ import optax
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
-from flax_sg.optim.masks import live_leaves, parameters_of
+from flax_sg.optim.masks import parameters_of, trained_leaves
 from flax_sg.trees.beside import beside, is_vacant, missing_leaf, other_shape
 from flax_sg.trees.leaves import ABSENT, Leaves, check_unused, is_absent, is_whole
 from flax_sg.trees.nondifferentiable import NonDifferentiable
@@ -39,7 +39,7 @@ class Freeze:
     where: filters.Filter | Declared
     unused: str
 
-    def live(self, leaves: Leaves, judge: bool = True) -> list[Any]:
+    def trained(self, leaves: Leaves, judge: bool = True) -> list[Any]:
         """For each parameter whether it is trained, or which rows or part of it.
 
         Args:
@@ -47,43 +47,43 @@ class Freeze:
             judge: whether a filter has to match something.
         """
         # optax asks for the state of parameters without leaves, to see what is where.
-        judged = judge and leaves.values
+        unused = self.unused if judge and leaves.values else 'ignore'
         with raised_by('sg.freeze'):
-            live = live_leaves(leaves, self.where, self.unused if judged else 'ignore')
+            trained = trained_leaves(leaves, self.where, unused)
         return [
             choice_of(takes, leaf, path) or takes
-            for takes, (path, leaf) in zip(live, leaves, strict=True)
+            for takes, (path, leaf) in zip(trained, leaves, strict=True)
         ]
 
-    def trained(self, params: Any) -> tuple[Leaves, list[Any]]:
-        """The parameters, and for each what ``live`` says."""
+    def parameters(self, params: Any) -> tuple[Leaves, list[Any]]:
+        """The parameters, and for each what ``trained`` says."""
         leaves = _leaves_of(params)
-        live = self.live(leaves)
-        for (path, leaf), takes in zip(leaves, live, strict=True):
+        trained = self.trained(leaves)
+        for (path, leaf), takes in zip(leaves, trained, strict=True):
             if isinstance(takes, filters.Part):
                 takes.mask(np.shape(leaf), path)  # Raises if there is no such part.
-        return leaves, live
+        return leaves, trained
 
     def init(self, params: Any) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
-        return self.tx.init(pruned(*self.trained(params)))
+        return self.tx.init(pruned(*self.parameters(params)))
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
         """Updates of what is trained, in the structure of the gradients."""
         leaves = _leaves_of(_unmasked(updates) if params is None else params)
-        live = self.live(leaves, judge=False)
-        grads = beside(leaves, updates, 'the gradient', needed=live)
-        self._check_gradients(leaves, live, grads.values)
-        seen = _gradients(leaves, live, grads.values)
-        pruned_params = None if params is None else pruned(leaves, live)
+        trained = self.trained(leaves, judge=False)
+        grads = beside(leaves, updates, 'the gradient', needed=trained)
+        self._check_gradients(leaves, trained, grads.values)
+        seen = _gradients(leaves, trained, grads.values)
+        pruned_params = None if params is None else pruned(leaves, trained)
         for name, value in extra.items():
-            extra[name] = _fitting(name, value, leaves, live, params)
+            extra[name] = _fitting(name, value, leaves, trained, params)
         try:
             new, new_state = self.tx.update(seen, state, pruned_params, **extra)
         except (ValueError, TypeError, KeyError) as error:
-            expected = jax.eval_shape(self.tx.init, pruned(leaves, live))
+            expected = jax.eval_shape(self.tx.init, pruned(leaves, trained))
             if jax.tree.structure(expected) == jax.tree.structure(state):
                 raise
             raise errors.StructureError(
@@ -98,15 +98,15 @@ class Freeze:
             _only(takes, made[number], -0.0, leaves, number)
             if takes
             else _nothing(grads.values[number], like[number])
-            for number, takes in enumerate(live)
+            for number, takes in enumerate(trained)
         ]
         return grads.restore(out), new_state
 
     def _check_gradients(
-        self, leaves: Leaves, live: Sequence[Any], grads: Sequence[Any]
+        self, leaves: Leaves, trained: Sequence[Any], grads: Sequence[Any]
     ) -> None:
         """Raises if a trained parameter has no gradient."""
-        rows = list(zip(leaves.paths, live, map(is_absent, grads), strict=True))
+        rows = list(zip(leaves.paths, trained, map(is_absent, grads), strict=True))
         lacking = [path for path, takes, absent in rows if takes and absent]
         if not lacking:
             return
@@ -228,7 +228,7 @@ def _leaves_of(params: Any) -> Leaves:
 
 
 def _fitting(
-    name: str, value: Any, leaves: Leaves, live: Sequence[Any], params: Any
+    name: str, value: Any, leaves: Leaves, trained: Sequence[Any], params: Any
 ) -> Any:
     """An extra argument of ``update``, made to fit the trained part.
 
@@ -236,22 +236,22 @@ def _fitting(
     the parameters gets the frozen ones back.
     """
     if name in _FUNCTIONS and callable(value):
-        return value if params is None else _of_trained(name, value, leaves, live)
+        return value if params is None else _of_trained(name, value, leaves, trained)
     if name == 'grad' and value is not None:
-        grads = beside(leaves, value, 'the gradient', needed=live)
-        return _gradients(leaves, live, grads.values)
+        grads = beside(leaves, value, 'the gradient', needed=trained)
+        return _gradients(leaves, trained, grads.values)
     found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-    return pruned(leaves, live, found) if treedef == leaves.treedef else value
+    return pruned(leaves, trained, found) if treedef == leaves.treedef else value
 
 
 def _of_trained(
-    name: str, fn: Callable[..., Any], leaves: Leaves, live: Sequence[Any]
+    name: str, fn: Callable[..., Any], leaves: Leaves, trained: Sequence[Any]
 ) -> Callable[..., Any]:
     """A function of the parameters as one of the trained part."""
 
     @functools.wraps(fn)
     def of_trained(part: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = zip(leaves.treedef.flatten_up_to(part), leaves, live, strict=True)
+        rows = zip(leaves.treedef.flatten_up_to(part), leaves, trained, strict=True)
         out = fn(
             leaves.restore(
                 _merged(takes, new, old, path) for new, (path, old), takes in rows
@@ -261,8 +261,8 @@ def _of_trained(
         )
         if name != 'grad_fn':
             return out
-        grads = beside(leaves, out, 'the result of grad_fn', needed=live)
-        return _gradients(leaves, live, grads.values)
+        grads = beside(leaves, out, 'the result of grad_fn', needed=trained)
+        return _gradients(leaves, trained, grads.values)
 
     return of_trained
 
@@ -275,13 +275,13 @@ def _unmasked(updates: Any) -> Any:
 
 
 def pruned(
-    leaves: Leaves, live: Sequence[Any], values: Sequence[Any] | None = None
+    leaves: Leaves, trained: Sequence[Any], values: Sequence[Any] | None = None
 ) -> Any:
     """The tree with ``ABSENT`` in place of what is frozen, and rows cut out.
 
     Args:
         leaves: the parameters.
-        live: which of them are trained.
+        trained: which of them are trained.
         values: other values; by default the parameters.
     """
     given = leaves.values if values is None else values
@@ -291,18 +291,18 @@ def pruned(
         else leaf
         if takes
         else ABSENT
-        for number, (takes, leaf) in enumerate(zip(live, given, strict=True))
+        for number, (takes, leaf) in enumerate(zip(trained, given, strict=True))
     )
 
 
-def _gradients(leaves: Leaves, live: Sequence[Any], grads: Sequence[Any]) -> Any:
+def _gradients(leaves: Leaves, trained: Sequence[Any], grads: Sequence[Any]) -> Any:
     """The gradients that the wrapped transformation sees."""
     return pruned(
         leaves,
-        live,
+        trained,
         [
             _only(takes, grad, 0.0, leaves, number)
-            for number, (takes, grad) in enumerate(zip(live, grads, strict=True))
+            for number, (takes, grad) in enumerate(zip(trained, grads, strict=True))
         ],
     )
 

@@ -97,8 +97,8 @@ def mask(
             said = chosen([leaves], trained, unused)[0]
     else:
         with raised_by('sg.mask(frozen=...)'):
-            live = live_leaves(leaves, frozen, unused)
-        said = [filters.negated(takes) for takes in live]
+            updated = trained_leaves(leaves, frozen, unused)
+        said = [filters.negated(takes) for takes in updated]
     return _beside(leaves, whole(said, leaves.paths, 'a mask'))
 
 
@@ -161,7 +161,7 @@ def _beside(leaves: Leaves, found: Iterable[Any]) -> Any:
     return leaves.restore(leaf if is_absent(leaf) else new for leaf, new in pairs)
 
 
-def live_leaves(
+def trained_leaves(
     leaves: Leaves, frozen: filters.Where | Declared, unused: str
 ) -> list[Any]:
     """For each leaf whether an optimizer updates it, or which part of it."""

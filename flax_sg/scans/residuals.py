@@ -51,7 +51,7 @@ def call(
         fields = modules.field_leaves(module)
         functions = [leaf for leaf in fields if isinstance(leaf, contents.FUNCTIONS)]
         # Other modules belong to another trace.
-        if not contents.holds((others, functions), contents.MODULES):
+        if not contents.may_hold((others, functions), contents.MODULES):
             return stop_again(module, fn)
         _warn(name, inner)
     return fn(module)

@@ -29,11 +29,11 @@ _OF_OPTAX = {
 def _advice() -> tuple[str, str]:
     """Why there is no array, and what to write, given what is running."""
     outermost: dict[str, Any] = {}
-    for name, variables in frames.functions_of('optax'):
+    for name, frame in frames.functions_of('optax'):
         if name in _OF_OPTAX:
             return f'optax reads a leaf that is frozen, in {name}', _OF_OPTAX[name]
-        if 'updates' in variables:
-            outermost = variables
+        if 'updates' in frame.f_locals:
+            outermost = frame.f_locals
     if frames.is_running('flax_sg', 'Freeze'):
         return (
             'it is frozen, and the transformation in sg.freeze reads it',

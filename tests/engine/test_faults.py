@@ -341,6 +341,21 @@ def test_no_tracer_leaks(name):
     jax.eval_shape(lambda v: jax.jit(interrupted)(v), variables)
 
 
+@pytest.mark.usefixtures('leaks')
+def test_what_runs_is_told_without_the_variables_of_frames():
+    """To read those of a frame of JAX keeps its tracers, before Python 3.13."""
+    cell = nn.scan(
+        nn.SimpleCell, variable_broadcast='params', split_rngs={'params': False}
+    )(2)
+    steps = jnp.ones((3, 2, 2))
+    for _ in range(2):
+        with nn.stop_gradient('i/kernel'):
+            cell.tabulate(
+                *(jax.random.key(0), X, steps),
+                compute_flops=True,
+                compute_vjp_flops=True,
+            )
+
 def test_trees_may_be_as_deep_as_for_jax():
     depth = 900
     tree: Any = {'w': 1.0, 'b': 2.0}

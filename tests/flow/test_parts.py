@@ -257,3 +257,62 @@ def test_modules_take_the_arguments_of_apply():
     }
     live = sg.live(model, variables, jnp.ones(3), method='first')
     assert jax.tree.leaves(sg.mask(variables, trained=live)).count(True) == 1
+
+
+# By name: of parameters and a row. A number for each row decides which branch runs.
+BRANCHES = {
+    'of two parameters': lambda p, row: lax.cond(
+        row.sum() > 0, lambda: (p['w'] * row).sum(), lambda: p['b'] * row[0]
+    ),
+    'one of three': lambda p, row: lax.switch(
+        *(jnp.argmax(row), [lambda: p['b'], lambda: p['w'].sum(), lambda: row[0]])
+    ),
+    'in another': lambda p, row: lax.cond(
+        row.sum() > 0,
+        lambda: lax.cond(row[0] > 0, lambda: (p['w'] * row).sum(), lambda: row[1]),
+        lambda: p['b'] * row[0],
+    ),
+    'that stops': lambda p, row: lax.cond(
+        row.sum() > 0,
+        lambda: (p['w'] * row).sum(),
+        lambda: lax.stop_gradient(p['b']) * row[0],
+    ),
+    'that is a stop': lambda p, row: (
+        lax.cond(row.sum() > 0, lax.stop_gradient, lambda w: w, p['w']).sum() + p['b']
+    ),
+    'that stops a part': lambda p, row: lax.cond(
+        row.sum() > 0,
+        lambda: lax.select(row > 0, p['w'], lax.stop_gradient(p['w'])).sum(),
+        lambda: p['b'],
+    ),
+}
+ROWS = jnp.linspace(-1.0, 1.0, 10).reshape(2, 5)
+
+
+def by_rows(fn: Any, rows: Any) -> Any:
+    return jnp.sum(jax.vmap(fn)(rows))
+
+
+def repeated(fn: Any, row: Any) -> Any:
+    return lax.scan(lambda total, _: (total + fn(row), None), 0.0, None, length=2)[0]
+
+
+FOR_EACH_ROW = {
+    'vmap': lambda fn: by_rows(fn, ROWS),
+    'of jit': lambda fn: by_rows(jax.jit(fn), ROWS),
+    'of vmap': lambda fn: by_rows(jax.vmap(fn), ROWS[None]),
+    'of a scan': lambda fn: by_rows(jax.checkpoint(lambda r: repeated(fn, r)), ROWS),
+}
+
+
+@pytest.mark.parametrize('way', FOR_EACH_ROW)
+@pytest.mark.parametrize('branch', BRANCHES)
+def test_a_branch_for_each_row_is_reported_as_one_for_all(branch, way):
+    """``vmap`` runs all branches, and stops their inputs for the other rows."""
+    fn, params = BRANCHES[branch], {'w': jnp.ones(5), 'b': jnp.ones(())}
+    for_all = sg.gradient_flow(lambda p: fn(p, ROWS[0]), params)
+
+    def for_each(p):
+        return FOR_EACH_ROW[way](lambda row: fn(p, row))
+
+    assert str(sg.gradient_flow(for_each, params)) == str(for_all)
