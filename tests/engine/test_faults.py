@@ -356,6 +356,7 @@ def test_what_runs_is_told_without_the_variables_of_frames():
                 compute_vjp_flops=True,
             )
 
+
 def test_trees_may_be_as_deep_as_for_jax():
     depth = 900
     tree: Any = {'w': 1.0, 'b': 2.0}
