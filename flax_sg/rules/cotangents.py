@@ -108,10 +108,11 @@ class Each(OnCotangents):
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity that maps its cotangent."""
+        given = self._fn  # JAX keeps what follows, and with ``self`` the operands.
 
         def fn(cotangents: Sequence[Any], _: Any, *operands: Any) -> list[Any]:
-            new = [self._fn(path, *cotangents, *operands)]
-            what = f'what {predicates.describe(self._fn)} returns'
+            new = [given(path, *cotangents, *operands)]
+            what = f'what {predicates.describe(given)} returns'
             return _checked(path, what, cotangents, new)
 
         return self._mapped(fn, [(path, [leaf])])[0][0]
