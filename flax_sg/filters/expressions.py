@@ -140,7 +140,7 @@ class Filter(abc.ABC):
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Filters are part of JAX's trace cache keys: hashed again and again.
+        # Filters are keys of tables that each block looks into.
         return hash((type(self), self.identity))
 
     def __hash__(self) -> int:

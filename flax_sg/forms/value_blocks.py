@@ -111,9 +111,9 @@ def stop_gradient(
         ArgumentValueError: for other ``levels``.
 
     Note:
-        A block belongs to its thread. It is part of JAX's trace cache keys, so jitted
-        functions may be called inside and outside of it; a fresh but equal filter
-        does not retrace. See google/flax issue #1857, where the idea comes from.
+        A block belongs to its thread. JAX's trace cache keys tell it from others, so
+        jitted functions may be called inside and outside of it; a fresh but equal
+        filter does not retrace. See google/flax issue #1857, where the idea comes from.
     """
     if levels not in (None, 1):
         raise unknown_choice('levels', levels, (None, 1))

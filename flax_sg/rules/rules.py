@@ -106,11 +106,11 @@ class Rule:
         return AS_IT_IS
 
     def key(self) -> Hashable:
-        """The rule's part of JAX's cache keys. The caches outlive the rule."""
+        """What tells it from rules with another effect; kept longer than the rule."""
         return self
 
     def token(self) -> Hashable:
-        """Stands for the values that the rule brings, if ``key`` says only their kind.
+        """Stands for the values that the rule brings, if ``key`` does not tell them.
 
         It is compared if a trace that JAX caches has read one of the values.
         """

@@ -1,9 +1,9 @@
 """Rules that read other values in place of variables.
 
-A rule is part of JAX's cache keys. A tree of values cannot be: it would be compared
-number by number, and kept alive. So the names of its variables stand in the key, and
-other values find the same trace. Which values they are is compared only if a trace has
-read one of them as a constant (``cache_keys.py``).
+A rule is kept beside the answers that a trace depends on (``cache_keys.py``). A tree of
+values is not: it would be compared number by number, and kept alive. So the names of
+its variables are kept, and other values find the same trace. Which values they are is
+compared only if a trace has read one of them as a constant.
 """
 
 from __future__ import annotations
