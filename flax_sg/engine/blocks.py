@@ -32,11 +32,12 @@ Decided: TypeAlias = tuple[bool, Key, Classes | None, int]
 
 
 class Made:
-    """Holds the leaves that a block has rewritten, by identity.
+    """Holds the leaves that a block's rule on cotangents has made, by identity.
 
-    A leaf that was read in a block and passed to another ``apply`` there is not
-    rewritten again. Only tracers have cotangents to map. A trace is over when nobody
-    holds its tracers, so the references are weak.
+    If one is read again, because it was passed to a body or to another ``apply``, the
+    rule is not applied to it: its cotangent would be mapped twice. Only tracers have
+    cotangents to map. A trace is over when nobody holds its tracers, so the references
+    are weak.
 
     Attributes:
         together: for each tree, the root whose leaves a joint rule has rewritten.

@@ -127,7 +127,7 @@ def split_scan(
     params = [name is not None for name in names]
     sizes: set[Any] = {leaf.shape[0] for leaf in stack} | ({length} - {None})
     count: int = max(sizes, default=0)
-    # If sizes differ, JAX says so. If there are no parameters, they are being made.
+    # If sizes differ, JAX says so. ``init`` scans no parameters, and makes them.
     known = len(sizes) == 1 and any(params)
     masks = _masks(frozen, names, count) if known else np.zeros((1, 1), bool)
     if not masks.any():

@@ -100,8 +100,9 @@ def _different_programs(one: str, other: str) -> errors.ExpectationError:
 def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> str:
     """Returns the optimized HLO of a program, without names.
 
-    Instructions and computations are numbered in the order of their first use. So two
-    texts are equal exactly if the programs are.
+    Instructions and computations are numbered in the order of their first use. So
+    programs that differ in names alone have equal texts. Functions of Python that a
+    program calls back are not in its text; ``assert_same_program`` compares them, too.
 
     Args:
         fn: a function or a compiled program, as for ``assert_same_program``.

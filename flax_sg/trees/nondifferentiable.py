@@ -172,7 +172,9 @@ class NonDifferentiable(operators(value_of)):
 
     Numbers, arrays, keys and tracers in it are traced under ``jit``, ``vmap`` and
     ``scan``: a new value needs no retrace. Strings and other objects are static: they
-    are part of the tree's structure. Integers stay exact, see the module's docstring.
+    are part of the tree's structure. Numbers get the dtype that JAX gives them: without
+    ``jax_enable_x64`` an int64 loses its upper bits, as in ``jnp.asarray``. Integers of
+    that dtype are exact.
 
     ``sg.freeze``, the masks and the labels skip it by its type. A plain optimizer sees
     a gradient of zero and leaves the value alone, *unless it decays weights*. A value
