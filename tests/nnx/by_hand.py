@@ -57,14 +57,19 @@ def is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def stopped(model: Any, selects: Callable[[str], bool] = lambda path: True) -> Any:
+def stopped(model: Any, selects: str | Callable[[str], bool] = '') -> Any:
     """A copy of a model with stopped parameters; other Variables are the model's own.
 
     So batch statistics and random streams of the model go on.
+
+    Args:
+        model: an NNX model.
+        selects: what the paths of these parameters begin with, or a function of a path.
     """
+    chosen = selects if callable(selects) else lambda path: path.startswith(selects)
 
     def stop(keys: Any, variable: Any) -> Any:
-        if not (isinstance(variable, nnx.Param) and selects(names_of(keys))):
+        if not (isinstance(variable, nnx.Param) and chosen(names_of(keys))):
             return variable
         value = jax.tree.map(jax.lax.stop_gradient, variable.get_raw_value())
         return type(variable)(value)
