@@ -11,6 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# The options of a lifted scan or vmap that gives each layer parameters of its own.
+STACKED: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+
+
+def names_of(keys: Any) -> str:
+    """The names of a key path, joined by '/'."""
+    return jax.tree_util.keystr(keys, simple=True, separator='/')
+
+
+def by_path(tree: Any, **options: Any) -> dict[str, Any]:
+    """The leaves of a tree, each by its path."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, **options)
+    return {names_of(keys): leaf for keys, leaf in pairs}
+
+
+def below(*paths: str) -> Callable[[str], bool]:
+    """Selects what has one of these paths, or lies below one."""
+    return lambda path: any(path == p or path.startswith(p + '/') for p in paths)
+
 
 def stopped(tree: Any, selects: Callable[[str], bool] = lambda path: True) -> Any:
     """A copy of a tree of parameters with the selected ones stopped by hand.

@@ -63,9 +63,8 @@ CHILDREN: dict[str, Any] = {
     'scan of remat': lambda name: (
         lambda x: fnn.scan(
             fnn.remat(InScan),
-            variable_axes={'params': 0},
-            split_rngs={'params': True},
             length=2,
+            **oracle.STACKED,
         )(name=name)(x, None)[0]
     ),
     'share_scope': lambda name: Adapter(Block(name=name)),
@@ -100,16 +99,14 @@ def loss_of(model: Any) -> Any:
     return lambda params: model.apply({'params': params}, X)
 
 
+def by_path(params: Any) -> dict[str, Any]:
+    return oracle.by_path(params, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+
+
 def trained(model: Any, params: Any) -> dict[str, bool]:
     """Which parameters get a gradient."""
     grads = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(loss_of(model)(p)))))(params)
-    found = jax.tree_util.tree_leaves_with_path(
-        grads, is_leaf=lambda x: isinstance(x, nn.Partitioned)
-    )
-    return {
-        '/'.join(key.key for key in keys): not oracle.is_zero(leaf)
-        for keys, leaf in found
-    }
+    return {name: not oracle.is_zero(leaf) for name, leaf in by_path(grads).items()}
 
 
 @pytest.mark.slow
@@ -117,10 +114,7 @@ def trained(model: Any, params: Any) -> dict[str, bool]:
 @pytest.mark.parametrize('kind', [kind for kind in CHILDREN if kind != 'compact'])
 def test_in_every_extent(kind):
     params = jax.tree.map(lambda leaf: leaf + 0.3, Model(kind).init(KEY, X)['params'])
-    paths = jax.tree_util.tree_leaves_with_path(
-        params, is_leaf=lambda x: isinstance(x, nn.Partitioned)
-    )
-    names = ['/'.join(key.key for key in keys) for keys, _ in paths]
+    names = list(by_path(params))
     # Norms and biases are trained: in a block in the model, in one around it, and by a
     # wrapper.
     rest = ~(of_type(fnn.LayerNorm) | '**/bias')

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from oracle import names_of
+
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
 
@@ -46,11 +48,6 @@ class Net(nnx.Module):
 
 def loss_of(model: Any, x: Any = X) -> Any:
     return jnp.mean((model(x) - 1.0) ** 2)
-
-
-def names_of(keys: Any) -> str:
-    """The names of a key path, joined by '/'."""
-    return jax.tree_util.keystr(keys, simple=True, separator='/')
 
 
 def is_variable(node: Any) -> bool:

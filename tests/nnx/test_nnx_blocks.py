@@ -42,8 +42,8 @@ def total(model: Any) -> Any:
 
 def zeros(model: Any, loss: Any = total) -> list[str]:
     """The parameters whose gradient is zero."""
-    grads = jax.tree_util.tree_leaves_with_path(pure(nnx.grad(loss)(model)))
-    return [by_hand.names_of(keys) for keys, leaf in grads if not leaf.any()]
+    grads = oracle.by_path(pure(nnx.grad(loss)(model)))
+    return [name for name, leaf in grads.items() if not leaf.any()]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import jax
 import optax
 import pytest
 
-import by_hand
 import flax_sg as sg
 import oracle
 from by_hand import Net, X, loss_of, pure
@@ -25,8 +24,7 @@ def frozen_body(model: Any, x: Any = X) -> Any:
 
 
 def names_where(tree: Any, said: Any = True) -> list[str]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return [by_hand.names_of(keys) for keys, leaf in pairs if leaf == said]
+    return [name for name, leaf in oracle.by_path(tree).items() if leaf == said]
 
 
 def changed(before: Any, model: Any) -> list[str]:
