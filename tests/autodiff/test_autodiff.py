@@ -380,8 +380,7 @@ class WithSetup(fnn.Module):
 
 
 @pytest.mark.parametrize(
-    ('model', 'wrt'),
-    [(NET, 'head/**'), *((WithSetup(), wrt) for wrt in (True, 'w'))],
+    ('model', 'wrt'), [(NET, 'head/**'), *((WithSetup(), wrt) for wrt in (True, 'w'))]
 )
 def test_of_a_bound_module(model, wrt):
     variables = model.init(jax.random.key(0), X)

@@ -58,15 +58,14 @@ class Boxes(fnn.Module):
         return x * tree['a'] * tree['b'] * self.param('box', box, (1, 3))
 
 
+def scan_of_remat(name: str) -> Any:
+    layers = fnn.scan(fnn.remat(InScan), length=2, **oracle.STACKED)(name=name)
+    return lambda x: layers(x, None)[0]
+
+
 CHILDREN: dict[str, Any] = {
     'compact': lambda name: Block(name=name),
-    'scan of remat': lambda name: (
-        lambda x: fnn.scan(
-            fnn.remat(InScan),
-            length=2,
-            **oracle.STACKED,
-        )(name=name)(x, None)[0]
-    ),
+    'scan of remat': scan_of_remat,
     'share_scope': lambda name: Adapter(Block(name=name)),
     'pytrees': lambda name: Boxes(name=name),
 }

@@ -347,8 +347,7 @@ class Reads(linen.Module):
 
 
 @pytest.mark.parametrize(
-    ('other', 'where'),
-    [(False, ['layers_*/**', 'named_a/kernel', 'v']), (True, True)],
+    ('other', 'where'), [(False, ['layers_*/**', 'named_a/kernel', 'v']), (True, True)]
 )
 def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
     """Of the module, and of other values in the place of its own."""

@@ -13,10 +13,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors
 
-pytestmark = [
-    pytest.mark.every_case,
-    pytest.mark.usefixtures('standard_promotion'),
-]
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
 PARAMS: Any = {
     'a': jnp.array([3.0, 1.0]),

@@ -17,10 +17,7 @@ from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.trees.rows import Rows
 
-pytestmark = [
-    pytest.mark.every_case,
-    pytest.mark.usefixtures('standard_promotion'),
-]
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
 # A stack of six layers, and an array beside it.
 PARAMS: Any = {

@@ -77,10 +77,7 @@ TREES: dict[str, tuple[Any, list[str]]] = {
     'a mark': ({'n': sg.NonDifferentiable(3), 'w': 1.0}, ['n', 'w']),
     'one leaf': (1.0, ['']),
     'nothing': ({}, []),
-    'collections': (
-        {'params': {'w': 1.0}, 'batch_stats': {'m': 2.0}},
-        ['m', 'w'],
-    ),
+    'collections': ({'params': {'w': 1.0}, 'batch_stats': {'m': 2.0}}, ['m', 'w']),
 }
 
 
