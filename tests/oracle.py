@@ -4,6 +4,8 @@ This file does not import flax_sg. An expected gradient comes from plain Flax. T
 chosen leaves of its tree went through ``jax.lax.stop_gradient``.
 """
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,6 +104,12 @@ def assert_same_function(actual: Any, expected: Any, *args: Any) -> None:
     """Both functions have the same values and gradients, to the last bit."""
     assert_same(actual(*args), expected(*args))
     assert_same_grads(actual, expected, *args)
+
+
+def copies(value: Any) -> list[Any]:
+    """Copies of every kind that Python makes."""
+    pickled = pickle.loads(pickle.dumps(value))
+    return [copy.copy(value), copy.deepcopy(value), pickled]
 
 
 def is_zero(tree: Any) -> bool:
