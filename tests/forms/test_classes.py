@@ -51,9 +51,8 @@ class Adapter(fnn.Module):
 class Boxes(fnn.Module):
     @fnn.compact
     def __call__(self, x: Any) -> Any:
-        tree = self.param(
-            'tree', lambda _: {'a': jnp.full((1, 3), 2.0), 'b': jnp.ones((1, 3))}
-        )
+        values = {'a': jnp.full((1, 3), 2.0), 'b': jnp.ones((1, 3))}
+        tree = self.param('tree', lambda _: values)
         box = fnn.with_partitioning(fnn.initializers.ones, (None, 'x'))
         return x * tree['a'] * tree['b'] * self.param('box', box, (1, 3))
 
@@ -85,9 +84,8 @@ class Model(fnn.Module):
         with block:
             for name in 'ab':
                 x = CHILDREN[self.kind](name)(x)
-            return fnn.LayerNorm(name='top')(x) * self.param(
-                'scale', fnn.initializers.ones, (1, 3)
-            )
+            scale = self.param('scale', fnn.initializers.ones, (1, 3))
+            return fnn.LayerNorm(name='top')(x) * scale
 
 
 def is_in_norm(path: str) -> bool:

@@ -103,10 +103,9 @@ CLASSES: dict[str, Case] = {
     'at two depths': (
         lambda: Outer(functools.partial(Outer, STOP(Compact))),
         lambda: Outer(functools.partial(Outer, Compact)),
-        tuple(
-            f'{outer}/{inner}/enc'
-            for outer in ('Outer_0', 'named')
-            for inner in ('Compact_0', 'named')
+        (
+            *('Outer_0/Compact_0/enc', 'Outer_0/named/enc'),
+            *('named/Compact_0/enc', 'named/named/enc'),
         ),
     ),
 }
@@ -340,10 +339,9 @@ def test_a_decorated_function_looks_like_the_function():
     for fn in (functools.partial(call, PARAMS), Trainer()):
         assert inspect.signature(STOP(fn)) == inspect.signature(fn)
     jitted = jax.jit(nn.stop_gradient(MODEL.apply, 'enc/**'), static_argnames='method')
-    oracle.assert_same(
-        jitted({'params': PARAMS}, X, method='encode'),
-        MODEL.apply({'params': PARAMS}, X, method='encode'),
-    )
+    variables = {'params': PARAMS}
+    expected = MODEL.apply(variables, X, method='encode')
+    oracle.assert_same(jitted(variables, X, method='encode'), expected)
 
 
 async def coroutine(params):
