@@ -166,10 +166,11 @@ FIRST, SECOND = {'a': 0.3, 'b': 0.2}, {'a': 0.7, 'c': 1.5}
 
 
 def test_several_arguments():
+    def hand(a, b):
+        return two({**FIRST, 'a': a}, {**SECOND, 'a': b}, X, scale=2.0)
+
     got = sg.grad(two, (0, 1), wrt='*/a')(FIRST, SECOND, X, scale=2.0)
-    a, b = jax.grad(
-        lambda a, b: two({**FIRST, 'a': a}, {**SECOND, 'a': b}, X, scale=2.0), (0, 1)
-    )(0.3, 0.7)
+    a, b = jax.grad(hand, (0, 1))(0.3, 0.7)
     oracle.assert_same(got, ({'a': a, 'b': sg.ABSENT}, {'a': b, 'c': sg.ABSENT}))
     last = sg.grad(two, np.int64(-2), wrt='c')(FIRST, SECOND, X)
     oracle.assert_same(last['c'], jnp.array(12 * 0.2))
@@ -330,9 +331,8 @@ def test_the_program_is_that_of_the_split_by_hand():
     fun, live = by_hand(loss, PARAMS, where)
 
     def hand(params):
-        value, grads = jax.value_and_grad(fun)(
-            {k: params[k[0]][k[1]] for k in live}, params
-        )
+        given = {k: params[k[0]][k[1]] for k in live}
+        value, grads = jax.value_and_grad(fun)(given, params)
         return value, [grads[k] for k in sorted(grads)]
 
     ours = sg.value_and_grad(loss, wrt=where)
@@ -397,9 +397,8 @@ def test_of_a_bound_module(model, wrt):
     # Afterwards the module is what it was.
     oracle.assert_same(m(X), before)
     outside = jax.grad(lambda scale: jnp.sum(m(scale * X)))(1.0)
-    oracle.assert_same(
-        outside, jax.grad(lambda s: jnp.sum(model.apply(variables, s * X)))(1.0)
-    )
+    plain = jax.grad(lambda scale: jnp.sum(model.apply(variables, scale * X)))(1.0)
+    oracle.assert_same(outside, plain)
 
     @jax.jit
     def step(variables, x):
@@ -518,13 +517,14 @@ def test_of_obeys_the_blocks_around():
     given = {**m.variables['params'], 'bias': jnp.ones(2)}
     grads, by_hand = jax.jit(grads), jax.jit(by_hand)
     plain = grads()
-    with nn.stop_gradient('kernel'):
-        assert float(loss()) > 0  # What was read before is what is read then.
-        stopped = grads()
-    oracle.assert_same(stopped, {**plain, 'kernel': jnp.zeros_like(plain['kernel'])})
-    with nn.scale_gradient('kernel', -2.0):
-        scaled = grads()
-    oracle.assert_same(scaled, {**plain, 'kernel': -2.0 * plain['kernel']})
+    kernel = plain['kernel']
+    for block, expected in (
+        (nn.stop_gradient('kernel'), jnp.zeros_like(kernel)),
+        (nn.scale_gradient('kernel', -2.0), -2.0 * kernel),
+    ):
+        with block:
+            assert float(loss()) > 0  # What was read before is what is read then.
+            oracle.assert_same(grads(), {**plain, 'kernel': expected})
     with nn.substitute({'bias': jnp.ones(2)}):
         other = grads()
     assert oracle.is_zero(other['bias'])
@@ -638,9 +638,8 @@ def test_zeros_vary_as_the_parameter():
 
 
 def test_zeros_are_in_the_memory_of_the_parameter():
-    host = jax.sharding.SingleDeviceSharding(
-        jax.devices()[0], memory_kind='pinned_host'
-    )
+    device = jax.devices()[0]
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind='pinned_host')
     p = {'w': jax.device_put(jnp.ones(3), host), 'b': jnp.ones(4)}
     assert ZEROS(p)['w'].sharding.memory_kind == 'pinned_host'
     assert ZEROS({**p, 'w': jnp.ones(3)})['w'].sharding.memory_kind == 'device'

@@ -163,11 +163,13 @@ def pointers(tree: Any) -> list[int]:
 
 @pytest.mark.parametrize('wrt', ['head/**', True])
 def test_frozen_buffers_are_the_same_under_donation(wrt):
+    def body_of(params):
+        return {name: params[name] for name in params if name != 'head'}
+
     tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
     params = jax.tree.map(jnp.copy, PARAMS)
     state = sg.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
-    body = {k: v for k, v in params.items() if k != 'head'}
-    before, kept = pointers(body), jax.tree.map(np.array, body)
+    before, kept = pointers(body_of(params)), jax.tree.map(np.array, body_of(params))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state):
@@ -175,9 +177,8 @@ def test_frozen_buffers_are_the_same_under_donation(wrt):
 
     for _ in range(3):
         state = step(state)
-    body = {k: v for k, v in state.params.items() if k != 'head'}
-    assert pointers(body) == before
-    oracle.assert_same(body, kept)
+    assert pointers(body_of(state.params)) == before
+    oracle.assert_same(body_of(state.params), kept)
     assert int(state.step) == 3
 
 
@@ -416,10 +417,8 @@ def test_fp8_values_are_replaced_by_their_gradient():
     state = sg.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
     name = '_overwrite_with_gradient'
     for _ in range(2):
-        pruned, full = (
-            sg.grad(fun, wrt='head/**')(state.params),
-            jax.grad(fun)(state.params),
-        )
+        pruned = sg.grad(fun, wrt='head/**')(state.params)
+        full = jax.grad(fun)(state.params)
         state, other = (state.apply_gradients(grads=grads) for grads in (pruned, full))
         oracle.assert_same(state.params, other.params)
         oracle.assert_same(state.params[name], full[name])
@@ -607,18 +606,13 @@ def quadratic(p: Any) -> Any:
 
 
 PAIR = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, -1.0])}
-OPAQUE = optax.contrib.sam(
-    optax.sgd(0.1),
-    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
-    opaque_mode=True,
-)
+ADVERSARY = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+OPAQUE = optax.contrib.sam(optax.sgd(0.1), ADVERSARY, opaque_mode=True)
+HUTCHINSON = optax.contrib.hutchinson_estimator_diag_hessian()
 # The optimizer, and the functions that its update is given, of a function.
 OF_FUNCTIONS = {
     'sam': (OPAQUE, lambda f: {'grad_fn': lambda p, step: jax.grad(f)(p)}),
-    'hutchinson': (
-        optax.contrib.hutchinson_estimator_diag_hessian(),
-        lambda f: {'obj_fn': f},
-    ),
+    'hutchinson': (HUTCHINSON, lambda f: {'obj_fn': f}),
     'sophia': (optax.contrib.sophia(0.1), lambda f: {'obj_fn': f}),
     'line search': (optax.lbfgs(), lambda f: {'value_fn': f, 'value': 1.0, 'grad': {}}),
 }

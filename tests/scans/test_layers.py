@@ -66,6 +66,7 @@ class Counting(linen.Module):
 
 
 STACKED = {'params': 0, 'batch_stats': 0, 'intermediates': 0}
+METADATA = {linen.PARTITION_NAME: 'layers'}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     'backwards': (Layer, {'reverse': True}),
     'layer': (Layer, {'check_constancy_invariants': False}),
@@ -75,10 +76,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     'remat policy': (
         linen.remat(Boxed, policy=jax.checkpoint_policies.dots_saveable),
-        {'metadata_params': {linen.PARTITION_NAME: 'layers'}},
+        {'metadata_params': METADATA},
     ),
-    'boxes': (Boxed, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),
-    'nested': (Nested, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),
+    'boxes': (Boxed, {'metadata_params': METADATA}),
+    'nested': (Nested, {'metadata_params': METADATA}),
     'carried': (Counting, {'variable_carry': 'count'}),
 }
 
@@ -139,10 +140,8 @@ def results(net: Net, variables: Any, stop: Callable[[Any], Any] = lambda p: p) 
     """Outputs, new state, and the gradient of all parameters and of the input."""
 
     def loss(params, x):
-        given, rngs = (
-            {**variables, 'params': stop(params)},
-            {'dropout': RNGS['dropout']},
-        )
+        given = {**variables, 'params': stop(params)}
+        rngs = {'dropout': RNGS['dropout']}
         out, state = net.apply(given, x, rngs=rngs, mutable=MUTABLE)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(out)), (out, state)
 
@@ -306,9 +305,6 @@ def test_without_frozen_layers_it_is_the_scan_of_flax(monkeypatch):
 def stack_of(layer: Any = Boxed, **options: Any) -> Any:
     given = {'in_axes': (0, linen.broadcast), 'metadata_params': METADATA}
     return nn.scan(layer, **(oracle.STACKED | given | options))()
-
-
-METADATA = {linen.PARTITION_NAME: 'layers'}
 
 
 @pytest.mark.parametrize('none', [slice(0, 0), slice(0), [False] * DEPTH])
