@@ -298,10 +298,7 @@ def test_a_dict_of_collections():
 
     oracle.assert_same(sg.grad(fun, wrt='norm/*')(variables), jax.grad(fun)(variables))
 
-    def params_alone(path):
-        return path.collection == 'params'
-
-    grads = sg.grad(fun, wrt=params_alone)(variables)
+    grads = sg.grad(fun, wrt=lambda path: path.collection == 'params')(variables)
     assert jax.tree.leaves(grads['batch_stats']) == []
     expected = jax.grad(lambda p: fun({**variables, 'params': p}))(variables['params'])
     oracle.assert_same(grads['params'], expected)

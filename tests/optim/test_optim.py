@@ -145,10 +145,7 @@ def test_the_program_is_that_of_the_live_part():
         return sg.apply_updates(params, updates)['head'], state
 
     def hand(params, state, x):
-        def of_head(head):
-            return loss({**params, 'head': head}, x)
-
-        grads = jax.grad(of_head)(params['head'])
+        grads = jax.grad(lambda head: loss({**params, 'head': head}, x))(params['head'])
         updates, state = plain.update(grads, state, params['head'])
         return optax.apply_updates(params['head'], updates), state
 

@@ -106,12 +106,16 @@ def saves_products(cls: Any) -> Any:
     return linen.remat(cls, prevent_cse=False, policy=policy)
 
 
-def temporary(model: Any, width: int) -> int:
+def loss_of(model: Any, stops: Any = lambda weights: weights) -> Any:
     def loss(adapters: Any, weights: Any, x: Any) -> Any:
-        return jnp.sum(apply(model, adapters, weights, x) ** 2)
+        return jnp.sum(apply(model, adapters, stops(weights), x) ** 2)
 
+    return loss
+
+
+def temporary(model: Any, width: int) -> int:
     args = jax.eval_shape(functools.partial(split, model, width))
-    return programs.temporary_bytes(jax.value_and_grad(loss, (0, 2)), *args)
+    return programs.temporary_bytes(jax.value_and_grad(loss_of(model), (0, 2)), *args)
 
 
 @pytest.mark.every_case
@@ -182,12 +186,8 @@ def test_a_product_of_frozen_weights_is_computed_once() -> None:
 
     def flops(base: Any, stops: Any) -> float:
         model = stack(base)
-        normal = jax.eval_shape(functools.partial(split, model, 32))
-
-        def loss(adapters: Any, weights: Any, x: Any) -> Any:
-            return jnp.sum(apply(model, adapters, stops(weights), x) ** 2)
-
-        return programs.flops(jax.grad(loss, (0, 2)), *normal)
+        args = jax.eval_shape(functools.partial(split, model, 32))
+        return programs.flops(jax.grad(loss_of(model, stops), (0, 2)), *args)
 
     frozen = flops(lambda name: nn.Frozen(Merged(name=name)), lambda w: w)
     assert frozen == flops(Merged, jax.lax.stop_gradient)

@@ -17,16 +17,15 @@ from flax_sg import linen as nn
 class Stack(fnn.Module):
     @fnn.compact
     def __call__(self, x):
-        def body(cell, x, _):
-            return cell(x), None
-
-        scan = fnn.scan(body, length=3, **oracle.STACKED)
+        scan = fnn.scan(lambda cell, x, _: (cell(x), None), length=3, **oracle.STACKED)
         x, _ = scan(fnn.Dense(4, name='arr_stack'), x, None)
         return fnn.Dense(1, name='arr_head')(x)
 
 
 X = jnp.ones((2, 4))
 PARAMS = Stack().init(jax.random.key(0), X)['params']
+
+
 MATRICES = sg.arrays(lambda a: a.ndim > 1 and a.shape[-2] == 4, PARAMS)
 
 
