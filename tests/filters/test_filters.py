@@ -470,10 +470,8 @@ def test_an_error_in_a_predicate_says_where():
     line = failing.__code__.co_firstlineno
     with pytest.raises(KeyError) as caught:
         as_filter(failing)(path('gln/kernel'))
-    assert caught.value.__notes__ == [
-        f'raised by Predicate(failing at test_filters.py:{line}) for the path '
-        "'gln/kernel'"
-    ]
+    said = f"Predicate(failing at test_filters.py:{line}) for the path 'gln/kernel'"
+    assert caught.value.__notes__ == [f'raised by {said}']
 
 
 # Trees of bools

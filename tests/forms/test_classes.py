@@ -71,7 +71,7 @@ CHILDREN: dict[str, Any] = {
 
 
 class Model(fnn.Module):
-    """Two children and an Embed of its own, in a block of its own or in none."""
+    """Two children and a norm of its own, in a block of its own or in none."""
 
     kind: str
     where: Any = None
