@@ -205,7 +205,7 @@ def test_what_jax_says_of_trees_that_differ_says_what_to_write():
             lambda one=one: jax.lax.scan(lambda c, _: (p, None), one, length=2),
             lambda one=one: jax.lax.scan(lambda c, _: (one, None), p, length=2),
         ):
-            said = r"absent='zeros'(?s:.*)sg\.combine"
+            said = r"absent='zeros'.*sg\.combine"
             with pytest.raises((ValueError, TypeError), match=said) as caught:
                 differs()
             assert 'optax' not in str(caught.value)
