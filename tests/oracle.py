@@ -4,12 +4,33 @@ This file does not import flax_sg. An expected gradient comes from plain Flax. T
 chosen leaves of its tree went through ``jax.lax.stop_gradient``.
 """
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# The options of a lifted scan or vmap that gives each layer parameters of its own.
+STACKED: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+
+
+def names_of(keys: Any) -> str:
+    """The names of a key path, joined by '/'."""
+    return jax.tree_util.keystr(keys, simple=True, separator='/')
+
+
+def by_path(tree: Any, **options: Any) -> dict[str, Any]:
+    """The leaves of a tree, each by its path."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, **options)
+    return {names_of(keys): leaf for keys, leaf in pairs}
+
+
+def below(*paths: str) -> Callable[[str], bool]:
+    """Selects what has one of these paths, or lies below one."""
+    return lambda path: any(path == p or path.startswith(p + '/') for p in paths)
 
 
 def stopped(tree: Any, selects: Callable[[str], bool] = lambda path: True) -> Any:
@@ -83,6 +104,12 @@ def assert_same_function(actual: Any, expected: Any, *args: Any) -> None:
     """Both functions have the same values and gradients, to the last bit."""
     assert_same(actual(*args), expected(*args))
     assert_same_grads(actual, expected, *args)
+
+
+def copies(value: Any) -> list[Any]:
+    """Copies of every kind that Python makes."""
+    pickled = pickle.loads(pickle.dumps(value))
+    return [copy.copy(value), copy.deepcopy(value), pickled]
 
 
 def is_zero(tree: Any) -> bool:

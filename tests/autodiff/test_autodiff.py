@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,30 +48,15 @@ SELECTIONS = {
 
 def by_hand(fun: Callable[..., Any], params: Any, where: Any) -> Any:
     """The arguments of ``jax.vjp`` for a tree of dicts, split by hand."""
-    where = sg.filters.as_filter(where)
-    live = {
-        (m, n): leaf
-        for m, module in params.items()
-        for n, leaf in module.items()
-        if where(sg.Path.of('params', (m, n)))
-    }
-
-    def fun_of_live(live, params):
-        return fun(
-            {
-                m: {n: live.get((m, n), leaf) for n, leaf in module.items()}
-                for m, module in params.items()
-            }
-        )
-
-    return fun_of_live, live
+    where, leaves = sg.filters.as_filter(where), flatten_dict(params).items()
+    live = {k: leaf for k, leaf in leaves if where(sg.Path.of('params', k))}
+    return lambda live, params: fun(rebuilt(params, live)), live
 
 
-def nested(params: Any, live: Any, absent: Any) -> Any:
-    return {
-        m: {n: live[m, n] if (m, n) in live else absent(leaf) for n, leaf in d.items()}
-        for m, d in params.items()
-    }
+def rebuilt(params: Any, live: Any, others: Any = lambda leaf: leaf) -> Any:
+    """The parameters, with others in the place of those that are not live."""
+    leaves = flatten_dict(params).items()
+    return unflatten_dict({k: others(leaf) for k, leaf in leaves} | live)
 
 
 @pytest.mark.parametrize('name', SELECTIONS)
@@ -78,7 +64,7 @@ def test_grads_are_those_of_a_split_by_hand(name):
     where = SELECTIONS[name]
     fun, live = by_hand(loss, PARAMS, where)
     value, expected = jax.jit(jax.value_and_grad(fun))(live, PARAMS)
-    expected = nested(PARAMS, expected, lambda _: sg.ABSENT)
+    expected = rebuilt(PARAMS, expected, lambda _: sg.ABSENT)
     options: Any = {'wrt': where, 'unused': 'ignore'}
     actual = jax.jit(sg.value_and_grad(loss, **options))(PARAMS)
     oracle.assert_same(actual, (value, expected))
@@ -93,7 +79,7 @@ def test_what_stands_for_the_others():
         ('zeros', jnp.zeros_like),
         ('masked', lambda _: optax.MaskedNode()),
     ):
-        expected = nested(PARAMS, grads, stands)
+        expected = rebuilt(PARAMS, grads, stands)
         actual = sg.grad(loss, wrt='head/**', absent=absent)(PARAMS)
         oracle.assert_same(actual, expected)
         y, back = sg.vjp(loss, PARAMS, wrt='head/**', absent=absent)
@@ -138,11 +124,9 @@ def test_leaves_of_any_kind():
         grads = sg.grad(fun, absent=absent)(params)
         found = {n for n, g in grads.items() if hasattr(g, 'dtype') and np.any(g != 0)}
         assert found == {'w', 'f', 'np', 'c', 'half'}, absent
-    names = ('w', 'f', 'np', 'c', 'half')
-    expected = jax.grad(lambda live: fun({**params, **live}))(
-        {n: params[n] for n in names}
-    )
-    oracle.assert_same({n: grads[n] for n in names}, expected)
+    live = {name: params[name] for name in found}
+    expected = jax.grad(lambda live: fun({**params, **live}))(live)
+    oracle.assert_same({name: grads[name] for name in found}, expected)
     zeros = sg.grad(fun, absent='zeros')(params)
     assert zeros['i'].dtype == jnp.int32
     assert int(zeros['m']) == 0
@@ -161,10 +145,8 @@ def test_a_gradient_penalty_on_other_leaves_than_the_inner_gradient():
         return jnp.sum(grad(params)['head']['kernel'] ** 2) + loss(params)
 
     def hand(params):
-        def of_head(head):
-            return loss({**params, 'head': head})
-
-        return penalty(lambda p: {'head': jax.grad(of_head)(p['head'])}, params)
+        of_head = jax.grad(lambda head: loss({**params, 'head': head}))
+        return penalty(lambda p: {'head': of_head(p['head'])}, params)
 
     body = PARAMS['body']
     expected = jax.grad(lambda body: hand({**PARAMS, 'body': body}))(body)
@@ -184,34 +166,26 @@ FIRST, SECOND = {'a': 0.3, 'b': 0.2}, {'a': 0.7, 'c': 1.5}
 
 
 def test_several_arguments():
+    def hand(a, b):
+        return two({**FIRST, 'a': a}, {**SECOND, 'a': b}, X, scale=2.0)
+
     got = sg.grad(two, (0, 1), wrt='*/a')(FIRST, SECOND, X, scale=2.0)
-    expected = jax.grad(
-        lambda a, b: two({**FIRST, 'a': a}, {**SECOND, 'a': b}, X, scale=2.0), (0, 1)
-    )(0.3, 0.7)
-    oracle.assert_same(
-        got,
-        ({'a': expected[0], 'b': sg.ABSENT}, {'a': expected[1], 'c': sg.ABSENT}),
-    )
-    oracle.assert_same(
-        sg.grad(two, np.int64(-2), wrt='c')(FIRST, SECOND, X)['c'], jnp.array(12 * 0.2)
-    )
+    a, b = jax.grad(hand, (0, 1))(0.3, 0.7)
+    oracle.assert_same(got, ({'a': a, 'b': sg.ABSENT}, {'a': b, 'c': sg.ABSENT}))
+    last = sg.grad(two, np.int64(-2), wrt='c')(FIRST, SECOND, X)
+    oracle.assert_same(last['c'], jnp.array(12 * 0.2))
     # A pattern has to match somewhere, in any of the arguments.
     both = sg.grad(two, [0, 1], wrt=['0/b', '1/c'])(FIRST, SECOND, X)
     assert both[0]['a'] is both[1]['a'] is sg.ABSENT
     masks: Any = {'a': False, 'b': True}, {'a': False, 'c': True}
     oracle.assert_same(sg.grad(two, (0, 1), wrt=masks)(FIRST, SECOND, X), both)
     # A path begins with the position of its argument, as in reports.
+    full = jax.grad(two, 1)(FIRST, SECOND, X)
     for argnums in (0, 1), (1, 0), (-2, 0):
-        of = dict(
-            zip(
-                argnums,
-                sg.grad(two, argnums, wrt='1/**')(FIRST, SECOND, X),
-                strict=True,
-            )
-        )
-        assert of[0] == {'a': sg.ABSENT, 'b': sg.ABSENT}
-        full = jax.grad(two, 1)(FIRST, SECOND, X)
-        oracle.assert_same(of.get(1, of.get(-2)), full)
+        grads = sg.grad(two, argnums, wrt='1/**')(FIRST, SECOND, X)
+        first, second = grads if argnums == (0, 1) else grads[::-1]
+        assert first == {'a': sg.ABSENT, 'b': sg.ABSENT}
+        oracle.assert_same(second, full)
     with pytest.raises(errors.UnusedFilterError):
         sg.grad(two, 0, wrt=['b', 'c'])(FIRST, SECOND, X)
     with pytest.raises(TypeError, match='argnums=5'):
@@ -251,25 +225,27 @@ V = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, 4.0]), 'n': 2.0}
 @pytest.mark.parametrize(
     ('name', 'absent'),
     [
-        *(('hessian', 'zeros'), ('hessian', 'none')),
-        *(('jacrev', 'zeros'), ('jacfwd', 'drop')),
+        ('hessian', 'zeros'),
+        ('hessian', 'none'),
+        ('jacrev', 'zeros'),
+        ('jacfwd', 'drop'),
     ],
 )
 def test_matrices(name, absent):
     got = jax.jit(getattr(sg, name)(vector, wrt=['a', 'n'], absent=absent))(V)
     by_hand = getattr(jax, name)(lambda live, rest: vector({**rest, **live}))
     expected = jax.jit(by_hand)({k: V[k] for k in 'an'}, V)
-    for out in (lambda t: t['u'], lambda t: t['v'][0]):
+    for ours, hand in (got['u'], expected['u']), (got['v'][0], expected['v'][0]):
         for one in 'an':
             if name != 'hessian':
-                oracle.assert_same(out(got)[one], out(expected)[one])
+                oracle.assert_same(ours[one], hand[one])
                 continue
             for other in 'an':
-                oracle.assert_same(out(got)[one][other], out(expected)[one][other])
+                oracle.assert_same(ours[one][other], hand[one][other])
         if absent == 'none':
-            assert out(got)['b'] is None
+            assert ours['b'] is None
         elif absent == 'drop':
-            assert out(got)['b'] is sg.ABSENT
+            assert ours['b'] is sg.ABSENT
     if absent == 'zeros':
         full = jax.eval_shape(getattr(jax, name)(vector), V)
         assert jax.tree.structure(got) == jax.tree.structure(full)
@@ -322,10 +298,7 @@ def test_a_dict_of_collections():
 
     oracle.assert_same(sg.grad(fun, wrt='norm/*')(variables), jax.grad(fun)(variables))
 
-    def params_alone(path):
-        return path.collection == 'params'
-
-    grads = sg.grad(fun, wrt=params_alone)(variables)
+    grads = sg.grad(fun, wrt=lambda path: path.collection == 'params')(variables)
     assert jax.tree.leaves(grads['batch_stats']) == []
     expected = jax.grad(lambda p: fun({**variables, 'params': p}))(variables['params'])
     oracle.assert_same(grads['params'], expected)
@@ -339,11 +312,8 @@ def test_new_values_as_gradients_are_always_there():
     }
 
     def fun(v):
-        return (
-            v['params']['a']['w']
-            * v['params']['b']['w']
-            * v['_overwrite_with_gradient']['a']['scale']
-        )
+        scale = v['_overwrite_with_gradient']['a']['scale']
+        return v['params']['a']['w'] * v['params']['b']['w'] * scale
 
     for wrt in ('b/w', False, True, sg.DECLARED):
         grads = sg.grad(fun, wrt=wrt, unused='ignore')(variables)
@@ -358,9 +328,8 @@ def test_the_program_is_that_of_the_split_by_hand():
     fun, live = by_hand(loss, PARAMS, where)
 
     def hand(params):
-        value, grads = jax.value_and_grad(fun)(
-            {k: params[k[0]][k[1]] for k in live}, params
-        )
+        given = {k: params[k[0]][k[1]] for k in live}
+        value, grads = jax.value_and_grad(fun)(given, params)
         return value, [grads[k] for k in sorted(grads)]
 
     ours = sg.value_and_grad(loss, wrt=where)
@@ -408,8 +377,7 @@ class WithSetup(fnn.Module):
 
 
 @pytest.mark.parametrize(
-    ('model', 'wrt'),
-    [(NET, 'head/**'), *((WithSetup(), wrt) for wrt in (True, 'w'))],
+    ('model', 'wrt'), [(NET, 'head/**'), *((WithSetup(), wrt) for wrt in (True, 'w'))]
 )
 def test_of_a_bound_module(model, wrt):
     variables = model.init(jax.random.key(0), X)
@@ -426,9 +394,8 @@ def test_of_a_bound_module(model, wrt):
     # Afterwards the module is what it was.
     oracle.assert_same(m(X), before)
     outside = jax.grad(lambda scale: jnp.sum(m(scale * X)))(1.0)
-    oracle.assert_same(
-        outside, jax.grad(lambda s: jnp.sum(model.apply(variables, s * X)))(1.0)
-    )
+    plain = jax.grad(lambda scale: jnp.sum(model.apply(variables, scale * X)))(1.0)
+    oracle.assert_same(outside, plain)
 
     @jax.jit
     def step(variables, x):
@@ -466,10 +433,8 @@ def test_of_reaches_jits_and_closures_in_both_orders():
         oracle.assert_same(got, expected)
     oracle.assert_same(jitted(X), before)
     oracle.assert_same(traced(X), before)
-    again = sg.grad(
-        lambda: norm(sg.grad(lambda: jnp.sum(m(X) ** 2), of=m)()),
-        of=m,
-    )()
+    inner = sg.grad(lambda: jnp.sum(m(X) ** 2), of=m)
+    again = sg.grad(lambda: norm(inner()), of=m)()
     oracle.assert_same(again, jax.grad(lambda v: norm(jax.grad(plain)(v)))(variables))
 
 
@@ -516,13 +481,18 @@ def test_of_obeys_the_blocks_inside():
 CALLS = (sg.grad, sg.value_and_grad, sg.jacrev, sg.jacfwd, sg.hessian)
 
 
+def every_call(fun: Callable[..., Any], p: Any, **options: Any) -> dict[Any, Any]:
+    """What runs each of the calls, by the call."""
+    return {
+        **{call: functools.partial(call(fun, **options), p) for call in CALLS},
+        sg.vjp: functools.partial(sg.vjp, fun, p, **options),
+        sg.linearize: functools.partial(sg.linearize, fun, p, **options),
+        sg.jvp: functools.partial(sg.jvp, fun, (p,), (p,), **options),
+    }
+
+
 def test_an_error_says_which_call_it_comes_from():
-    where: Any = {'wrt': 'haed/**'}
-    runs = {call: functools.partial(call(loss, **where), PARAMS) for call in CALLS}
-    runs[sg.jvp] = functools.partial(sg.jvp, loss, (PARAMS,), (PARAMS,), **where)
-    for call in (sg.vjp, sg.linearize):
-        runs[call] = functools.partial(call, loss, PARAMS, **where)
-    for call, run in runs.items():
+    for call, run in every_call(loss, PARAMS, wrt='haed/**').items():
         said = rf"^sg\.{call.__name__}\(wrt=...\): Glob\('haed/\*\*'\) matches none of"
         with pytest.raises(errors.UnusedFilterError, match=said):
             run()
@@ -544,13 +514,14 @@ def test_of_obeys_the_blocks_around():
     given = {**m.variables['params'], 'bias': jnp.ones(2)}
     grads, by_hand = jax.jit(grads), jax.jit(by_hand)
     plain = grads()
-    with nn.stop_gradient('kernel'):
-        assert float(loss()) > 0  # What was read before is what is read then.
-        stopped = grads()
-    oracle.assert_same(stopped, {**plain, 'kernel': jnp.zeros_like(plain['kernel'])})
-    with nn.scale_gradient('kernel', -2.0):
-        scaled = grads()
-    oracle.assert_same(scaled, {**plain, 'kernel': -2.0 * plain['kernel']})
+    kernel = plain['kernel']
+    for block, expected in (
+        (nn.stop_gradient('kernel'), jnp.zeros_like(kernel)),
+        (nn.scale_gradient('kernel', -2.0), -2.0 * kernel),
+    ):
+        with block:
+            assert float(loss()) > 0  # What was read before is what is read then.
+            oracle.assert_same(grads(), {**plain, 'kernel': expected})
     with nn.substitute({'bias': jnp.ones(2)}):
         other = grads()
     assert oracle.is_zero(other['bias'])
@@ -566,18 +537,9 @@ def stacked(p: Any) -> Any:
 
 @pytest.mark.parametrize('fun', [stacked, lambda p: (p['a'],), lambda p: (p['a'],) * 3])
 def test_an_auxiliary_output_is_one_of_a_pair(fun):
-    p = {'a': 2.0}
-    calls = [
-        *(functools.partial(call(fun, has_aux=True), p) for call in CALLS),
-        *(
-            functools.partial(call, fun, p, has_aux=True)
-            for call in (sg.vjp, sg.linearize)
-        ),
-        functools.partial(sg.jvp, fun, (p,), (p,), has_aux=True),
-    ]
-    for call in calls:
+    for run in every_call(fun, {'a': 2.0}, has_aux=True).values():
         with pytest.raises(errors.ArgumentTypeError, match='has to return a pair'):
-            call()
+            run()
 
 
 def test_an_argument_is_named_once():
@@ -673,9 +635,8 @@ def test_zeros_vary_as_the_parameter():
 
 
 def test_zeros_are_in_the_memory_of_the_parameter():
-    host = jax.sharding.SingleDeviceSharding(
-        jax.devices()[0], memory_kind='pinned_host'
-    )
+    device = jax.devices()[0]
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind='pinned_host')
     p = {'w': jax.device_put(jnp.ones(3), host), 'b': jnp.ones(4)}
     assert ZEROS(p)['w'].sharding.memory_kind == 'pinned_host'
     assert ZEROS({**p, 'w': jnp.ones(3)})['w'].sharding.memory_kind == 'device'

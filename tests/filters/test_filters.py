@@ -84,10 +84,8 @@ def test_a_path_means_itself_alone(text):
         assert pickle.loads(pickle.dumps(one)) == one
     assert not any(map(chosen, others))
     assert eval(repr(chosen)) == chosen == as_filter(path(text, 'batch_stats'))
-    assert [p for p in (this, *PATHS) if as_filter([this, 'scale'])(p)] == [
-        this,
-        PATHS[3],
-    ]
+    either = as_filter([this, 'scale'])
+    assert [p for p in (this, *PATHS) if either(p)] == [this, PATHS[3]]
 
 
 def test_a_path_without_special_characters_is_its_glob():
@@ -281,17 +279,15 @@ def test_a_function_in_the_place_of_one_that_is_gone_has_another_hash():
 
 
 def test_repr_of_predicates():
-    line = is_kernel.__code__.co_firstlineno
-    assert (
-        repr(Predicate(is_kernel)) == f'Predicate(is_kernel at test_filters.py:{line})'
-    )
     one = lambda p: True  # noqa: E731
-    line = one.__code__.co_firstlineno
-    assert repr(~Predicate(one)) == f'~Predicate(<lambda> at test_filters.py:{line})'
-    assert repr(Predicate(functools.partial(one))) == repr(Predicate(one))
-    line = Named.method.__code__.co_firstlineno
-    method = f'Predicate(Named.method at test_filters.py:{line})'
-    assert repr(Predicate(Named('a').method)) == method
+    for fn, code, name in (
+        (is_kernel, is_kernel, 'is_kernel'),
+        (one, one, '<lambda>'),
+        (functools.partial(one), one, '<lambda>'),
+        (Named('a').method, Named.method, 'Named.method'),
+    ):
+        text = f'Predicate({name} at test_filters.py:{code.__code__.co_firstlineno})'
+        assert (repr(Predicate(fn)), repr(~Predicate(fn))) == (text, f'~{text}')
     assert repr(Predicate(Named('a'))) == 'Predicate(Named)'
 
 
@@ -474,10 +470,8 @@ def test_an_error_in_a_predicate_says_where():
     line = failing.__code__.co_firstlineno
     with pytest.raises(KeyError) as caught:
         as_filter(failing)(path('gln/kernel'))
-    assert caught.value.__notes__ == [
-        f'raised by Predicate(failing at test_filters.py:{line}) for the path '
-        "'gln/kernel'"
-    ]
+    said = f"Predicate(failing at test_filters.py:{line}) for the path 'gln/kernel'"
+    assert caught.value.__notes__ == [f'raised by {said}']
 
 
 # Trees of bools
@@ -623,29 +617,28 @@ def test_a_mistake_that_many_make_is_told(where, names, line):
         assert any(map(as_filter(advised), paths))
 
 
-def test_one_of_several_collections_is_told():
-    agent = {'params': {'head': {'w': 1.0}}, 'target': {'head': {'w': 2.0}}}
-    for where, written in (
-        ('target/head/*', "filters.Collection('target') & 'head/*'."),
-        ('params/**', "filters.Collection('params')."),
-    ):
-        with pytest.raises(errors.UnusedFilterError) as caught:
-            sg.mask(agent, frozen=where)
-        assert f'Paths begin below the collection: {written}' in str(caught.value)
+BOTH = {'params': {'head': {'w': 1.0}}, 'target': {'head': {'w': 2.0}}}
+OTHER = {'params': {'head': {'w': 1.0}}, 'target': {'body': {'w': 2.0}}}
+BELOW = 'Paths begin below the collection: filters'
 
 
-def test_no_advice_that_raises_again():
+@pytest.mark.parametrize(
+    ('tree', 'where', 'advised'),
+    [
+        (BOTH, 'target/head/*', "Collection('target') & 'head/*'."),
+        (BOTH, 'params/**', "Collection('params')."),
+        (OTHER, 'target.body', "Collection('target') & 'body/**'."),
+        (OTHER, 'target/head/**', None),
+    ],
+)
+def test_one_of_several_collections_is_told(tree, where, advised):
     """What is advised behind the collection is there, and is the whole path."""
-    agent = {'params': {'head': {'w': 1.0}}, 'target': {'body': {'w': 2.0}}}
-    for where, advised in (
-        ('target.body', "filters.Collection('target') & 'body/**'."),
-        ('target/head/**', None),
-    ):
-        with pytest.raises(errors.UnusedFilterError) as caught:
-            sg.mask(agent, frozen=where)
-        assert ('below the collection: filters' in str(caught.value)) == bool(advised)
-        assert (advised or '') in str(caught.value)
-        assert "Collection('target') & 'head" not in str(caught.value)
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        sg.mask(tree, frozen=where)
+    text = str(caught.value)
+    assert f'{BELOW}.{advised}' in text or not advised
+    assert ('below the collection: filters' in text) == bool(advised)
+    assert tree is BOTH or "Collection('target') & 'head" not in text
 
 
 def test_a_variable_outside_the_module_is_named_with_a_slash():
@@ -674,7 +667,6 @@ def test_a_collection_is_named_in_a_tree_of_several():
     assert grads['target'] == {'w': sg.ABSENT, 'b': sg.ABSENT}
     with pytest.raises(errors.UnusedFilterError, match="are 'params', 'target'"):
         sg.partition(agent, Collection('targt'))
-    for text in 'target', 'target/**', '~target/*':
-        where = as_filter(text.strip('~'))
+    for where in 'target', 'target/**', ~as_filter('target/*'):
         with pytest.raises(errors.UnusedFilterError, match=r"Collection\('target'\)"):
-            sg.partition(agent, ~where if '~' in text else where)
+            sg.partition(agent, where)

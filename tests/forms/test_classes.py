@@ -51,30 +51,27 @@ class Adapter(fnn.Module):
 class Boxes(fnn.Module):
     @fnn.compact
     def __call__(self, x: Any) -> Any:
-        tree = self.param(
-            'tree', lambda _: {'a': jnp.full((1, 3), 2.0), 'b': jnp.ones((1, 3))}
-        )
+        values = {'a': jnp.full((1, 3), 2.0), 'b': jnp.ones((1, 3))}
+        tree = self.param('tree', lambda _: values)
         box = fnn.with_partitioning(fnn.initializers.ones, (None, 'x'))
         return x * tree['a'] * tree['b'] * self.param('box', box, (1, 3))
 
 
+def scan_of_remat(name: str) -> Any:
+    layers = fnn.scan(fnn.remat(InScan), length=2, **oracle.STACKED)(name=name)
+    return lambda x: layers(x, None)[0]
+
+
 CHILDREN: dict[str, Any] = {
     'compact': lambda name: Block(name=name),
-    'scan of remat': lambda name: (
-        lambda x: fnn.scan(
-            fnn.remat(InScan),
-            variable_axes={'params': 0},
-            split_rngs={'params': True},
-            length=2,
-        )(name=name)(x, None)[0]
-    ),
+    'scan of remat': scan_of_remat,
     'share_scope': lambda name: Adapter(Block(name=name)),
     'pytrees': lambda name: Boxes(name=name),
 }
 
 
 class Model(fnn.Module):
-    """Two children and an Embed of its own, in a block of its own or in none."""
+    """Two children and a norm of its own, in a block of its own or in none."""
 
     kind: str
     where: Any = None
@@ -87,9 +84,8 @@ class Model(fnn.Module):
         with block:
             for name in 'ab':
                 x = CHILDREN[self.kind](name)(x)
-            return fnn.LayerNorm(name='top')(x) * self.param(
-                'scale', fnn.initializers.ones, (1, 3)
-            )
+            scale = self.param('scale', fnn.initializers.ones, (1, 3))
+            return fnn.LayerNorm(name='top')(x) * scale
 
 
 def is_in_norm(path: str) -> bool:
@@ -97,19 +93,17 @@ def is_in_norm(path: str) -> bool:
 
 
 def loss_of(model: Any) -> Any:
-    return lambda params: model.apply({'params': params}, X)
+    return lambda params: jnp.sum(jnp.sin(model.apply({'params': params}, X)))
+
+
+def by_path(params: Any) -> dict[str, Any]:
+    return oracle.by_path(params, is_leaf=lambda x: isinstance(x, nn.Partitioned))
 
 
 def trained(model: Any, params: Any) -> dict[str, bool]:
     """Which parameters get a gradient."""
-    grads = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(loss_of(model)(p)))))(params)
-    found = jax.tree_util.tree_leaves_with_path(
-        grads, is_leaf=lambda x: isinstance(x, nn.Partitioned)
-    )
-    return {
-        '/'.join(key.key for key in keys): not oracle.is_zero(leaf)
-        for keys, leaf in found
-    }
+    grads = jax.jit(jax.grad(loss_of(model)))(params)
+    return {name: not oracle.is_zero(leaf) for name, leaf in by_path(grads).items()}
 
 
 @pytest.mark.slow
@@ -117,10 +111,7 @@ def trained(model: Any, params: Any) -> dict[str, bool]:
 @pytest.mark.parametrize('kind', [kind for kind in CHILDREN if kind != 'compact'])
 def test_in_every_extent(kind):
     params = jax.tree.map(lambda leaf: leaf + 0.3, Model(kind).init(KEY, X)['params'])
-    paths = jax.tree_util.tree_leaves_with_path(
-        params, is_leaf=lambda x: isinstance(x, nn.Partitioned)
-    )
-    names = ['/'.join(key.key for key in keys) for keys, _ in paths]
+    names = list(by_path(params))
     # Norms and biases are trained: in a block in the model, in one around it, and by a
     # wrapper.
     rest = ~(of_type(fnn.LayerNorm) | '**/bias')
@@ -157,7 +148,7 @@ def test_the_same_path_in_two_models():
     params = one.init(KEY, X)['params']
 
     def both(p: Any, q: Any) -> Any:
-        return jnp.sum(jnp.sin(loss_of(one)(p)) + jnp.sin(loss_of(other)(q)))
+        return loss_of(one)(p) + loss_of(other)(q)
 
     for where, dead in ((of_type(Other), 1), (~of_type(Other), 0)):
         with nn.stop_gradient(where, unused='ignore'):
@@ -267,7 +258,7 @@ def test_for_trees():
     norms = of_type(fnn.LayerNorm, model, X)
     mask = jax.tree.leaves(sg.mask(params, frozen=norms))
     assert mask == list(map(is_in_norm, trained(model, params)))
-    grads = sg.grad(lambda p: jnp.sum(jnp.sin(loss_of(model)(p))), wrt=norms)(params)
+    grads = sg.grad(loss_of(model), wrt=norms)(params)
     assert len(jax.tree.leaves(grads)) == sum(mask)
     tx = sg.freeze(optax.sgd(1.0), norms)
     some = jax.tree.map(jnp.ones_like, params)

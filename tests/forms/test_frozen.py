@@ -246,11 +246,6 @@ def test_frozen_is_the_bare_module_with_stopped_weights(name: str, place: str) -
     assert_same_program(PLACES[place](nn.Frozen, make), plain)
 
 
-def paths_of(tree: Any) -> list[str]:
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return ['/'.join(str(key.key) for key in keys) for keys, _ in flat]
-
-
 class Where:
     """A filter that notes which paths it sees.
 
@@ -270,7 +265,7 @@ def test_paths_are_those_of_the_bare_module_seen_from_itself() -> None:
         where = Where()
         freeze = functools.partial(nn.Frozen, where=where)
         shapes = jax.eval_shape(put(freeze, lambda: linen.Dense(4)).init, RNGS, X)
-        paths = paths_of(shapes['params'])
+        paths = oracle.by_path(shapes['params'])
         assert {path for path, _ in where.seen} == {'kernel', 'bias'}, place
         frozen = {path for path in paths if is_frozen(path)}
         assert {absolute for _, absolute in where.seen} == frozen
@@ -352,8 +347,7 @@ class Reads(linen.Module):
 
 
 @pytest.mark.parametrize(
-    ('other', 'where'),
-    [(False, ['layers_*/**', 'named_a/kernel', 'v']), (True, True)],
+    ('other', 'where'), [(False, ['layers_*/**', 'named_a/kernel', 'v']), (True, True)]
 )
 def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
     """Of the module, and of other values in the place of its own."""
@@ -367,7 +361,7 @@ def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
     params = plain.init(KEY)['params']
     assert_same(Reads(view).init(KEY)['params'], params)
     taken = filters.as_filter(where)
-    names = paths_of(params['inner'])
+    names = oracle.by_path(params['inner'])
     chosen = [p for p in names if taken(Path.of('params', tuple(p.split('/'))))]
     assert chosen
     values = jax.tree.map(lambda leaf: 2 * leaf, params['inner'])
@@ -674,9 +668,7 @@ def test_what_is_sown_under_held_state_is_kept(lift: Any) -> None:
     expected = written['losses']['inner']
     for wrap in (functools.partial(nn.Frozen, state='hold'), nn.mirror):
         for _ in range(2):
-            _, written = Model(wrap).apply(
-                variables, X, mutable=linen.DenyList('params')
-            )
+            _, written = Model(wrap).apply(variables, X, mutable=mutable)
             losses = written['losses']['inner']
             assert len(losses['Sows_0']['size']) == 4 + 4
             assert_same(losses['Sows_0'], expected['Sows_0'])

@@ -140,28 +140,23 @@ def test_a_block_holds_state_and_no_gradient(lift: Any, state: str) -> None:
 
 def test_state_is_held_by_path_in_a_scan() -> None:
     class Body(linen.Module):
+        wrap: Any
+
         @linen.compact
         def __call__(self, x, _):
-            return Stages(name='stages')(x), None
+            return self.wrap(Stages(name='stages'))(x), None
 
-    class Held(Body):
-        @linen.compact
-        def __call__(self, x, _):
-            stages = Stages(name='stages')
-            return nn.Frozen(stages, 'stage_1/**', state='hold')(x), None
+    axes = {'params': 0, 'batch_stats': 0}
+    rngs = {'params': True}
+    scan = linen.scan(Body, variable_axes=axes, split_rngs=rngs, length=2)
+    held = functools.partial(nn.Frozen, where='stage_1/**', state='hold')
+    variables = scan(bare).init(KEY, X, None)
 
-    def scanned(cls: Any) -> Any:
-        axes = {'params': 0, 'batch_stats': 0}
-        return linen.scan(
-            cls, variable_axes=axes, split_rngs={'params': True}, length=2
-        )()
+    def written(wrap: Any) -> Any:
+        return scan(wrap).apply(variables, X, None, mutable='batch_stats')[1]
 
-    variables = scanned(Body).init(KEY, X, None)
-    _, updated = scanned(Body).apply(variables, X, None, mutable='batch_stats')
-    _, written = scanned(Held).apply(variables, X, None, mutable='batch_stats')
-    before = variables['batch_stats']['stages']
-    after, found = (w['batch_stats']['stages'] for w in (updated, written))
+    states = variables, written(bare), written(held)
+    before, after, found = (state['batch_stats']['stages'] for state in states)
     oracle.assert_same(found, {**after, 'stage_1': before['stage_1']})
-    assert not jnp.array_equal(
-        after['stage_1']['norm']['var'], before['stage_1']['norm']['var']
-    )
+    was, now = (stages['stage_1']['norm']['var'] for stages in (before, after))
+    assert not jnp.array_equal(was, now)

@@ -29,7 +29,8 @@ class Model(fnn.Module):
 
 
 MODEL = Model()
-PARAMS = MODEL.init(jax.random.key(0), X)['params']
+VARIABLES = MODEL.init(jax.random.key(0), X)
+PARAMS = VARIABLES['params']
 BOTH = pytest.mark.parametrize('make', [nn.stop_gradient, nn.train_only])
 
 
@@ -93,11 +94,9 @@ def test_options(make):
     rewrite = make('a', collections=['cache', 'params'], unused='ignore')
     assert isinstance(rewrite, BlockDecorator)
     assert (rewrite.collections, rewrite.unused) == (('cache', 'params'), 'ignore')
-    make(Model, 'no', collections='cache', unused='ignore')().apply(
-        {'params': PARAMS}, X
-    )
+    make(Model, 'no', collections='cache', unused='ignore')().apply(VARIABLES, X)
     with pytest.raises(errors.UnusedFilterError):
-        make(Model, 'enc/kernel', collections='cache')().apply({'params': PARAMS}, X)
+        make(Model, 'enc/kernel', collections='cache')().apply(VARIABLES, X)
     with pytest.raises(TypeError, match='colections'):
         make('enc/**', colections='params')
     with pytest.raises(TypeError, match='positional'):
@@ -114,8 +113,6 @@ def test_a_traced_value_is_no_filter():
 
 
 # Errors say which call they come from, whatever line the traceback ends at.
-
-VARIABLES = {'params': PARAMS}
 
 
 def of_block(where: Any) -> Any:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from oracle import names_of
+
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
 
@@ -48,23 +50,23 @@ def loss_of(model: Any, x: Any = X) -> Any:
     return jnp.mean((model(x) - 1.0) ** 2)
 
 
-def names_of(keys: Any) -> str:
-    """The names of a key path, joined by '/'."""
-    return jax.tree_util.keystr(keys, simple=True, separator='/')
-
-
 def is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def stopped(model: Any, selects: Callable[[str], bool] = lambda path: True) -> Any:
+def stopped(model: Any, selects: str | Callable[[str], bool] = '') -> Any:
     """A copy of a model with stopped parameters; other Variables are the model's own.
 
     So batch statistics and random streams of the model go on.
+
+    Args:
+        model: an NNX model.
+        selects: what the paths of these parameters begin with, or a function of a path.
     """
+    chosen = selects if callable(selects) else lambda path: path.startswith(selects)
 
     def stop(keys: Any, variable: Any) -> Any:
-        if not (isinstance(variable, nnx.Param) and selects(names_of(keys))):
+        if not (isinstance(variable, nnx.Param) and chosen(names_of(keys))):
             return variable
         value = jax.tree.map(jax.lax.stop_gradient, variable.get_raw_value())
         return type(variable)(value)

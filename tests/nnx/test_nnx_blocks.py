@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import copy
+import functools
 import gc
 import pickle
+import re
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,8 +24,6 @@ import flax_sg as sg
 import oracle
 from by_hand import Layer, Net, X, loss_of, pure
 from flax_sg import errors, nnx, testing
-
-N = 0
 
 
 def counted(fn: Any) -> Any:
@@ -42,78 +43,57 @@ def total(model: Any) -> Any:
 
 def zeros(model: Any, loss: Any = total) -> list[str]:
     """The parameters whose gradient is zero."""
-    grads = jax.tree_util.tree_leaves_with_path(pure(nnx.grad(loss)(model)))
-    return [by_hand.names_of(keys) for keys, leaf in grads if not leaf.any()]
+    grads = oracle.by_path(pure(nnx.grad(loss)(model)))
+    return [name for name, leaf in grads.items() if not leaf.any()]
 
 
-REST = [
-    'head/bias',
-    'head/kernel',
-    'norm/bias',
-    'norm/scale',
-]  # ``total`` does not read them.
+@contextlib.contextmanager
+def block(model: Any, where: str = 'body/**') -> Any:
+    """A block that gives its model."""
+    with nnx.stop_gradient(model, where):
+        yield model
+
+
+def copied(model: Any, where: str = 'body/**') -> Any:
+    """The same by hand: gives a copy that is stopped."""
+    return contextlib.nullcontext(by_hand.stopped(model, where.rstrip('*')))
+
+
+def assert_as_by_hand(loss: Any, make: Any = Net) -> None:
+    """The gradients of ``loss(model, hold)`` in blocks are those of stopped copies."""
+    oracle.assert_same(*(pure(nnx.grad(loss)(make(), h)) for h in (block, copied)))
+
+
+# ``total`` does not read them.
+REST = ['head/bias', 'head/kernel', 'norm/bias', 'norm/scale']
 FIRST = ['body/0/bias', 'body/0/kernel']
 
 
 def test_reads_beside_the_lines_of_a_block_are_trained():
-    def loss(model):
+    def loss(model, hold=block):
         before = total(model)
-        with nnx.stop_gradient(model, 'body/0/**'):
-            inside = total(model)
+        with hold(model, 'body/0/**') as seen:
+            inside = total(seen)
         return before + 2.0 * inside + 3.0 * total(model)
 
-    def by_copies(model):
-        stopped = by_hand.stopped(model, lambda path: path.startswith('body/0'))
-        return total(model) + 2.0 * total(stopped) + 3.0 * total(model)
-
-    model = Net()
-    oracle.assert_same(pure(nnx.grad(loss)(model)), pure(nnx.grad(by_copies)(Net())))
-    assert zeros(model, loss) == REST
+    assert_as_by_hand(loss)
+    assert zeros(Net(), loss) == REST
 
 
 def test_three_losses_in_one_pass():
-    class Model(Net):
-        def __call__(self, x, hold):
-            with hold(self, 'body/**') as self_:
-                code = jnp.sum(self_.head(self_.features(x)))
-            with hold(self, 'head/**') as self_:
-                out = jnp.sum(self_.head(self_.features(x)) ** 2)
-            return code + out + self.norm(x).sum()
+    def loss(model, hold):
+        with hold(model, 'body/**') as seen:
+            code = jnp.sum(seen.head(seen.features(X)))
+        with hold(model, 'head/**') as seen:
+            out = jnp.sum(seen.head(seen.features(X)) ** 2)
+        return code + out + model.norm(X).sum()
 
-    def in_blocks(model):
-        class Hold:
-            def __init__(self, model, where):
-                self.block, self.model = nnx.stop_gradient(model, where), model
+    def trained(hold):
+        model = Net()
+        step = nnx.jit(nnx.grad(functools.partial(loss, hold=hold)))
+        return pure(step(model)), pure(model)
 
-            def __enter__(self):
-                self.block.__enter__()
-                return self.model
-
-            def __exit__(self, *error):
-                self.block.__exit__(*error)
-
-        return model(X, Hold)
-
-    def by_copies(model):
-        class Hold:
-            def __init__(self, model, where):
-                name = where.partition('/')[0]
-                self.model = by_hand.stopped(model, lambda path: path.startswith(name))
-
-            def __enter__(self):
-                return self.model
-
-            def __exit__(self, *error):
-                pass
-
-        return model(X, Hold)
-
-    one, other = Model(), Model()
-    oracle.assert_same(
-        pure(nnx.jit(nnx.grad(in_blocks))(one)),
-        pure(nnx.jit(nnx.grad(by_copies))(other)),
-    )
-    oracle.assert_same(pure(one), pure(other))
+    oracle.assert_same(trained(block), trained(copied))
 
 
 @pytest.mark.parametrize(
@@ -175,19 +155,17 @@ def test_a_penalty_of_the_leaves_of_a_state(read, compiled, levels):
 
     def in_a_block(model):
         with nnx.stop_gradient(model, 'body/**', levels=levels):
-            return (jax.jit(of_state) if compiled else of_state)(model)
+            return run(model)
 
     def by_copy(model):
-        copy = by_hand.stopped(model, lambda path: path.startswith('body'))
-        return of_state(copy)
+        return of_state(by_hand.stopped(model, 'body'))
 
-    oracle.assert_same(
-        pure(nnx.grad(in_a_block)(Net())), pure(nnx.grad(by_copy)(Net()))
-    )
+    run = jax.jit(of_state) if compiled else of_state
+    expected = pure(nnx.grad(by_copy)(Net()))
+    oracle.assert_same(pure(nnx.grad(in_a_block)(Net())), expected)
     model = Net()
     with nnx.stop_gradient(model, 'body/**', levels=levels):
-        around = pure(nnx.grad(jax.jit(of_state) if compiled else of_state)(model))
-    oracle.assert_same(around, pure(nnx.grad(by_copy)(Net())))
+        oracle.assert_same(pure(nnx.grad(run)(model)), expected)
 
 
 def test_metadata_and_what_is_stored_stay_as_they_are():
@@ -216,8 +194,6 @@ def test_a_typo_raises_at_the_with_line_for_each_model():
 
 def test_filters_of_every_kind():
     model = Net()
-    import re
-
     for where in (
         'body/0/*',
         ['body/0/kernel', 'body/0/bias'],
@@ -274,13 +250,7 @@ def test_a_module_that_holds_the_one_around_it():
 def test_another_kind_of_variable():
     model = Net()
 
-    def loss(stats, rest):
-        return model_of(rest, stats).norm(X, use_running_average=True).sum()
-
     graph, stats, rest = nnx.split(model, nnx.BatchStat, ...)
-
-    def model_of(rest, stats):
-        return nnx.merge(graph, stats, rest)
 
     def stopped(stats):
         inner = nnx.merge(graph, stats, rest)
@@ -309,9 +279,8 @@ def test_a_type_of_the_users_own():
     model = Model()
     value, grads = nnx.value_and_grad(total)(model)
     with nnx.stop_gradient(model, 'w'):
-        oracle.assert_same(
-            jax.jit(lambda: total(model))(), jax.jit(lambda: total(model))()
-        )
+        twice = [jax.jit(lambda: total(model))() for _ in range(2)]
+        oracle.assert_same(*twice)
         stopped, others = nnx.value_and_grad(total)(model)
     oracle.assert_same(stopped, value)
     assert not others['w'].get_raw_value().any()
@@ -358,13 +327,14 @@ def test_stacked_layers(inside):
 
 
 def test_rows():
+    def grads(model):
+        return pure(nnx.jit(nnx.grad(total))(model))['body'][0]['kernel']
+
     model = Net()
-    plain = pure(nnx.grad(total)(model))['body'][0]['kernel']
     with nnx.stop_gradient(model, sg.at('body/0/kernel', np.s_[:1])):
-        grads = pure(nnx.jit(nnx.grad(total))(model))['body'][0]['kernel']
-    oracle.assert_same(
-        grads, pure(nnx.jit(nnx.grad(total))(model))['body'][0]['kernel'].at[0].set(0.0)
-    )
+        stopped = grads(model)
+    plain = grads(model)
+    oracle.assert_same(stopped, plain.at[0].set(0.0))
     assert plain[0].any()
 
 
@@ -429,49 +399,31 @@ def test_one_closure_over_two_models_in_blocks_of_each(jit):
     """Both blocks select the same paths of one class."""
 
     def of(one, two):
-        return lambda x: two.features(one.features(x))
+        return jit(lambda x: two.features(one.features(x)))
 
     def loss(both, hold):
         one, two = both
-        f = jit(of(one, two))
+        f = of(one, two)
         with hold(one) as seen:
-            a = f(X) if seen is one else jit(of(seen, two))(X)
+            a = f(X) if seen is one else of(seen, two)(X)
         with hold(two) as seen:
-            b = f(X) if seen is two else jit(of(one, seen))(X)
+            b = f(X) if seen is two else of(one, seen)(X)
         return (a + 2.0 * b).sum()
 
-    @contextlib.contextmanager
-    def block(model):
-        with nnx.stop_gradient(model, 'body/**'):
-            yield model
-
-    @contextlib.contextmanager
-    def stop(model):
-        yield by_hand.stopped(model)
-
-    both = [Net(0), Net(1)]
-    oracle.assert_same(
-        pure(nnx.grad(lambda both: loss(both, block))(both)),
-        pure(nnx.grad(lambda both: loss(both, stop))(both)),
-    )
+    assert_as_by_hand(loss, lambda: [Net(0), Net(1)])
 
 
 def test_the_same_closure_in_blocks_of_other_paths():
-    def loss(model):
+    def loss(model, hold):
         f = jax.jit(lambda x: model.features(x))
-        with nnx.stop_gradient(model, 'body/0/**'):
-            a = f(X)
-        with nnx.stop_gradient(model, 'body/1/**'):
-            b = f(X)
+        outs = []
+        for where in ('body/0/**', 'body/1/**'):
+            with hold(model, where) as seen:
+                outs.append(f(X) if seen is model else jax.jit(seen.features)(X))
+        a, b = outs
         return (a + 2.0 * b + 3.0 * f(X)).sum()
 
-    def by_copies(model):
-        a = by_hand.stopped(model, lambda path: path.startswith('body/0'))
-        b = by_hand.stopped(model, lambda path: path.startswith('body/1'))
-        a, b, c = (jax.jit(lambda x, m=m: m.features(x))(X) for m in (a, b, model))
-        return (a + 2.0 * b + 3.0 * c).sum()
-
-    oracle.assert_same(pure(nnx.grad(loss)(Net())), pure(nnx.grad(by_copies)(Net())))
+    assert_as_by_hand(loss)
 
 
 def test_a_graph_that_was_split_in_a_block():
@@ -649,27 +601,20 @@ def test_threads():
             found[name] = zeros(nnx.clone(model)), zeros(model)
             done.wait(60)
 
-    threads = [
-        threading.Thread(target=work, args=args)
-        for args in (('a', 'body/0/**'), ('b', ['body/0/bias', 'body/1/bias']))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    a, b = [*FIRST, *REST], ['body/0/bias', 'body/1/bias', *REST]
+    of_b = ['body/0/bias', 'body/1/bias']
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, ('a', 'b'), ('body/0/**', of_b)))
+    a, b = [*FIRST, *REST], [*of_b, *REST]
     assert found == {'a': (a, a), 'b': (b, b)}
     assert by_hand.is_plain(model)
 
 
 def test_another_thread_reads_what_is_stored():
-    model, found = Net(), []
+    model = Net()
     with nnx.stop_gradient(model, 'body/**', unused='ignore'):
         for work in (lambda: zeros(model), lambda: zeros(nnx.clone(model))):
-            thread = threading.Thread(target=lambda work=work: found.append(work()))
-            thread.start()
-            thread.join()
-    assert found == [REST, REST]
+            with ThreadPoolExecutor() as pool:
+                assert pool.submit(work).result() == REST
     assert by_hand.is_plain(model)
 
 
@@ -706,30 +651,21 @@ def test_what_is_written_in_a_block_is_stored():
 
 
 def test_an_update_in_a_block_and_after_it():
-    def trained(hold):
+    def trained(hold, loss):
         model = Net(dropout=0.0)
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
         for _ in range(2):
-            with hold(model) as seen:
-                grads = nnx.grad(hold.loss)(seen)
+            with hold(model):
+                grads = nnx.grad(loss)(model)
                 optimizer.update(model, grads)
             optimizer.update(model, grads)
         return pure(model)
 
-    @contextlib.contextmanager
-    def block(model):
-        with nnx.stop_gradient(model, 'body/**'):
-            yield model
+    def by_copy(model):
+        return loss_of(by_hand.stopped(model, 'body'))
 
-    block.loss = loss_of
-
-    def plain(model):
-        return contextlib.nullcontext(model)
-
-    plain.loss = lambda model: loss_of(
-        by_hand.stopped(model, lambda path: path.startswith('body'))
-    )
-    oracle.assert_same(trained(block), trained(plain))
+    expected = trained(contextlib.nullcontext, by_copy)
+    oracle.assert_same(trained(block, loss_of), expected)
 
 
 # Refused, or said
@@ -753,36 +689,25 @@ def test_a_compiled_program_does_not_warn():
             step(model)
 
 
-def own_derivative(kind):
-    """A function of a model whose derivative sends 1 to each of its arrays."""
+def ones(tree: Any) -> Any:
+    return jax.tree.map(jnp.ones_like, tree)
 
-    def ones(tree):
-        return jax.tree.map(jnp.ones_like, tree)
 
-    def run(layer):
-        return layer(X).sum()
+def run(layer: Any) -> Any:
+    return layer(X).sum()
 
-    if kind == 'jax.custom_jvp':
-        fn = jax.custom_jvp(run)
-        fn.defjvp(
-            lambda primals, tangents: (
-                fn(*primals),
-                sum(t.sum() for t in jax.tree.leaves(tangents)),
-            )
-        )
-    elif kind == 'jax.custom_vjp':
-        fn = jax.custom_vjp(run)
-        fn.defvjp(lambda layer: (fn(layer), layer), lambda kept, ct: (ones(kept),))
-    else:
-        fn = nnx.custom_vjp(run)
-        fn.defvjp(lambda layer: (fn(layer), None), lambda _, g: (ones(g[0][0]),))
-    return lambda layer: fn(layer)
+
+# Functions of a model whose derivatives send 1 to each of its arrays.
+JVP, VJP, OF_NNX = jax.custom_jvp(run), jax.custom_vjp(run), nnx.custom_vjp(run)
+JVP.defjvp(lambda xs, ts: (JVP(*xs), sum(t.sum() for t in jax.tree.leaves(ts))))
+VJP.defvjp(lambda layer: (VJP(layer), layer), lambda kept, ct: (ones(kept),))
+OF_NNX.defvjp(lambda layer: (OF_NNX(layer), None), lambda _, g: (ones(g[0][0]),))
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize('kind', ['jax.custom_vjp', 'jax.custom_jvp', 'nnx.custom_vjp'])
-def test_a_function_with_a_derivative_of_its_own(kind):
-    layer, fn = Layer(nnx.Rngs(0)), own_derivative(kind)
+@pytest.mark.parametrize('own', [VJP, JVP, OF_NNX], ids=['VJP', 'JVP', 'NNX'])
+def test_a_function_with_a_derivative_of_its_own(own):
+    layer, fn = Layer(nnx.Rngs(0)), lambda layer: own(layer)
     for gradient in nnx.grad(fn), nnx.jit(nnx.grad(fn)), jax.grad(fn):
         plain = pure(gradient(layer))
         for _ in range(2):
@@ -815,26 +740,13 @@ def test_same_program_as_by_hand():
     graph, params, rest = nnx.split(Net(dropout=0.0), nnx.Param, ...)
 
     def loss(params, rest, hold):
-        model = nnx.merge(graph, params, rest)
-        with hold(model) as seen:
+        with hold(nnx.merge(graph, params, rest)) as seen:
             return total(seen)
 
-    @contextlib.contextmanager
-    def block(model):
-        with nnx.stop_gradient(model, 'body/**'):
-            yield model
-
-    def stop(model):
-        return contextlib.nullcontext(
-            by_hand.stopped(model, lambda path: path.startswith('body'))
-        )
-
-    testing.assert_same_program(
-        jax.grad(lambda params, rest: loss(params, rest, block)),
-        jax.grad(lambda params, rest: loss(params, rest, stop)),
-        params,
-        rest,
+    ours, hand = (
+        jax.grad(functools.partial(loss, hold=hold)) for hold in (block, copied)
     )
+    testing.assert_same_program(ours, hand, params, rest)
 
 
 READS = {
@@ -845,8 +757,8 @@ READS = {
 }
 
 
-@pytest.mark.parametrize('read', READS.values(), ids=list(READS))
-def test_another_task_reads_in_the_block(read):
+@pytest.mark.parametrize('name', READS)
+def test_another_task_reads_in_the_block(name):
     model, other = Net(0), Net(1)
 
     async def holds():
@@ -860,7 +772,7 @@ def test_another_task_reads_in_the_block(read):
         try:
             assert zeros(other) == REST
             with pytest.raises(errors.BlockError, match='another asyncio task'):
-                read(model)
+                READS[name](model)
         finally:
             done.set()
 

@@ -50,13 +50,8 @@ try:
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    out = subprocess.run(
-        [sys.executable, '-c', program],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout
+    command = [sys.executable, '-c', program]
+    out = subprocess.check_output(command, text=True, timeout=120)
     assert out == (
         'UnsupportedVersionError flax_sg.nnx needs flax 0.12.1 or newer: Variables of '
         'this one have no get_value.\n'

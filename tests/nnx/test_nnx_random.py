@@ -89,13 +89,10 @@ GLOBS: dict[str | None, Callable[[str], bool]] = {
 }
 
 
+@contextlib.contextmanager
 def in_block(model: Any, where: str | None) -> Any:
-    @contextlib.contextmanager
-    def block():
-        with nnx.stop_gradient(model, where or False, unused='ignore'):
-            yield model
-
-    return block()
+    with nnx.stop_gradient(model, where or False, unused='ignore'):
+        yield model
 
 
 def by_copy(model: Any, where: str | None) -> Any:
@@ -120,8 +117,7 @@ def trained(seed: int, view: Any) -> Any:
     def step(model, optimizers):
         grads = nnx.grad(loss)(model)
         for optimizer in optimizers:
-            some = nnx.state(grads, optimizer.wrt)
-            optimizer.update(model, some)
+            optimizer.update(model, nnx.state(grads, optimizer.wrt))
         return grads
 
     run = nnx.jit(step) if plan.jit else step

@@ -81,10 +81,14 @@ def remat(model, view):
     return pure(nnx.grad(nnx.remat(viewed(view)))(model))
 
 
+def floats(tree: Any) -> list[Any]:
+    """The leaves that have a gradient."""
+    return [g for g in jax.tree.leaves(tree) if g.dtype != jax.dtypes.float0]
+
+
 @way
 def pytree(model, view):
-    grads = jax.grad(viewed(view), allow_int=True)(model)
-    return [g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
+    return floats(jax.grad(viewed(view), allow_int=True)(model))
 
 
 @way
@@ -127,20 +131,14 @@ def train_eagerly(model, view):
 
 @way
 def cloned(model, view):
-    def loss(model):
-        with view(model) as seen:
-            return loss_of(nnx.clone(seen))
-
-    return pure(nnx.grad(loss)(model))
+    of_clone = viewed(view, lambda model: loss_of(nnx.clone(model)))
+    return pure(nnx.grad(of_clone)(model))
 
 
 @way
 def merged_again(model, view):
-    def loss(model):
-        with view(model) as seen:
-            return loss_of(nnx.merge(*nnx.split(seen)))
-
-    return pure(nnx.grad(loss)(model))
+    of_merged = viewed(view, lambda model: loss_of(nnx.merge(*nnx.split(model))))
+    return pure(nnx.grad(of_merged)(model))
 
 
 @way
@@ -243,24 +241,16 @@ if 'graph' in inspect.signature(nnx.jit).parameters:
 
     @way
     def as_trees(model, view):
-        grads = jax.grad(viewed(view, total), allow_int=True)
-        return nnx.jit(viewed(view), graph=False)(model), [
-            leaf
-            for leaf in jax.tree.leaves(nnx.jit(grads, graph=False)(model))
-            if leaf.dtype != jax.dtypes.float0
-        ]
+        grads = nnx.jit(jax.grad(viewed(view, total), allow_int=True), graph=False)
+        return nnx.jit(viewed(view), graph=False)(model), floats(grads(model))
 
     @way
     def without_updates(model, view):
         return pure(nnx.jit(nnx.grad(viewed(view, total)), graph_updates=False)(model))
 
 
-def stops(path: str) -> bool:
-    return path.startswith('body')
-
-
 def by_copies(model: Any) -> Any:
-    return contextlib.nullcontext(by_hand.stopped(model, stops))
+    return contextlib.nullcontext(by_hand.stopped(model, 'body'))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,9 @@
 """States taken along: what fits is carried, and what does not is named."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -14,10 +13,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors
 
-pytestmark = [
-    pytest.mark.every_case,
-    pytest.mark.usefixtures('standard_promotion'),
-]
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
 PARAMS: Any = {
     'a': jnp.array([3.0, 1.0]),
@@ -216,28 +212,3 @@ def test_a_label_with_the_name_of_a_parameter():
     before = state.inner_states['a'].inner_state[0].mu
     oracle.assert_same(moments['a'], before['a'])
     assert oracle.is_zero(moments['b'])
-
-
-class Both(NamedTuple):
-    w: Any
-    v: Any
-
-
-def test_parameters_in_lists_and_named_tuples():
-    # A sequence of bools is a tree, not "any of these".
-    for params, name, first in (
-        ([jnp.ones(2), jnp.ones(3)], '1', 0),
-        ((jnp.ones(2), jnp.ones(3)), '1', 0),
-        (Both(jnp.ones(2), jnp.ones(3)), 'v', 0),
-        ([{'w': jnp.ones(2)}, {'w': jnp.ones(3)}], '1/w', 0),
-    ):
-        tx = sg.freeze(optax.sgd(1.0), sg.mask(params, frozen=name))
-        by_name = sg.freeze(optax.sgd(1.0), name)
-        new = [
-            sg.apply_updates(params, t.update(params, t.init(params), params)[0])
-            for t in (tx, by_name)
-        ]
-        oracle.assert_same(*new)
-        one, other = jax.tree.leaves(new[0])
-        assert (one.tolist(), other.tolist()) == ([0.0] * 2, [1.0] * 3)
-        assert np.array_equal(jax.tree.leaves(new[0])[first], np.zeros(2))

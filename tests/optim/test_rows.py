@@ -17,10 +17,7 @@ from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.trees.rows import Rows
 
-pytestmark = [
-    pytest.mark.every_case,
-    pytest.mark.usefixtures('standard_promotion'),
-]
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
 # A stack of six layers, and an array beside it.
 PARAMS: Any = {
@@ -52,11 +49,9 @@ CHOICES: dict[str, Any] = {
 
 
 def loss(p: Any, x: Any) -> Any:
+    layers = p['layers']
     for n in range(6):
-        x = (
-            jnp.tanh(x @ p['layers']['w'][n].T @ p['layers']['w'][n])
-            * p['layers']['b'][n]
-        )
+        x = jnp.tanh(x @ layers['w'][n].T @ layers['w'][n]) * layers['b'][n]
     return jnp.sum((x * p['head'] - 1.0) ** 2)
 
 
@@ -126,8 +121,8 @@ def test_rows_of_two_leading_axes(name):
     def rows(p):
         return {**p, 'w': p['w'][~frozen]}
 
-    state, hand_state, live = tx.init(params), hand.init(rows(params)), rows(params)
-    p = params
+    p, live = params, rows(params)
+    state, hand_state = tx.init(p), hand.init(live)
     for _ in range(3):
         grads = jax.tree.map(jnp.cos, p)
         updates, state = tx.update(grads, state, p)
@@ -168,8 +163,7 @@ class Layer(fnn.Module):
 
 def test_frozen_layers_of_a_scan_have_no_state():
     """The filter is derived from the model: nobody names the layers twice."""
-    axes: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
-    model = nn.scan(Layer, length=6, frozen_layers=slice(0, 4), **axes)()
+    model = nn.scan(Layer, length=6, frozen_layers=slice(0, 4), **oracle.STACKED)()
     params = model.init(jax.random.key(0), X, None)['params']
 
     def objective(p):

@@ -60,35 +60,33 @@ class Adapted(linen.Module):
         return jnp.tanh(self.base(name='base')(x) + x @ a @ b), None
 
 
+def scan_of(cls: Any, length: int = DEPTH) -> Any:
+    return linen.scan(cls, length=length, **oracle.STACKED)
+
+
 def stack(base: Any, lift: Any = lambda cls: cls) -> Any:
-    return linen.scan(
-        lift(Adapted),
-        variable_axes={'params': 0},
-        split_rngs={'params': True},
-        length=DEPTH,
-    )(base)
+    return scan_of(lift(Adapted))(base)
 
 
-def wrapped(**fields: Any) -> Any:
-    return nn.substitute(Stored(**fields), dequantize, where='w_in_bits')
+substitute = functools.partial(nn.substitute, where='w_in_bits')
+
+
+def wrapped(dtype: Any = jnp.int8, name: str | None = None) -> Any:
+    return substitute(Stored(dtype, name=name), dequantize)
 
 
 def of_stopped(path: str, w: Any) -> Any:
     return dequantize(path, jax.lax.stop_gradient(w))
 
 
-in_class = nn.substitute(Stored, dequantize, where='w_in_bits')
-in_bfloat16 = functools.partial(Stored, dtype=jnp.bfloat16)
 FORMS = {
-    'class': in_class,
+    'class': substitute(Stored, dequantize),
     'wrapper': wrapped,
     'frozen, with a cast of its own': lambda name: nn.Frozen(StoredWithCast(name=name)),
-    'bfloat16, stopped by the function': nn.substitute(
-        in_bfloat16, of_stopped, where='w_in_bits'
+    'bfloat16, stopped by the function': substitute(
+        functools.partial(Stored, dtype=jnp.bfloat16), of_stopped
     ),
-    'bfloat16, a frozen wrapper': lambda name: nn.Frozen(
-        wrapped(dtype=jnp.bfloat16, name=name)
-    ),
+    'bfloat16, a frozen wrapper': lambda name: nn.Frozen(wrapped(jnp.bfloat16, name)),
 }
 
 
@@ -108,12 +106,16 @@ def saves_products(cls: Any) -> Any:
     return linen.remat(cls, prevent_cse=False, policy=policy)
 
 
-def temporary(model: Any, width: int) -> int:
+def loss_of(model: Any, stops: Any = lambda weights: weights) -> Any:
     def loss(adapters: Any, weights: Any, x: Any) -> Any:
-        return jnp.sum(apply(model, adapters, weights, x) ** 2)
+        return jnp.sum(apply(model, adapters, stops(weights), x) ** 2)
 
+    return loss
+
+
+def temporary(model: Any, width: int) -> int:
     args = jax.eval_shape(functools.partial(split, model, width))
-    return programs.temporary_bytes(jax.value_and_grad(loss, (0, 2)), *args)
+    return programs.temporary_bytes(jax.value_and_grad(loss_of(model), (0, 2)), *args)
 
 
 @pytest.mark.every_case
@@ -160,9 +162,7 @@ def test_a_function_of_trained_weights_trains_them() -> None:
         def __call__(self, x, _):
             return jnp.tanh(trained(x.shape[-1], name='sine')(x)), None
 
-    model = linen.scan(
-        Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
-    )()
+    model = scan_of(Layer, 2)()
     x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
     params = model.init(jax.random.key(0), x, None)['params']
 
@@ -186,12 +186,8 @@ def test_a_product_of_frozen_weights_is_computed_once() -> None:
 
     def flops(base: Any, stops: Any) -> float:
         model = stack(base)
-        normal = jax.eval_shape(functools.partial(split, model, 32))
-
-        def loss(adapters: Any, weights: Any, x: Any) -> Any:
-            return jnp.sum(apply(model, adapters, stops(weights), x) ** 2)
-
-        return programs.flops(jax.grad(loss, (0, 2)), *normal)
+        args = jax.eval_shape(functools.partial(split, model, 32))
+        return programs.flops(jax.grad(loss_of(model, stops), (0, 2)), *args)
 
     frozen = flops(lambda name: nn.Frozen(Merged(name=name)), lambda w: w)
     assert frozen == flops(Merged, jax.lax.stop_gradient)

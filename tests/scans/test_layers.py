@@ -66,6 +66,7 @@ class Counting(linen.Module):
 
 
 STACKED = {'params': 0, 'batch_stats': 0, 'intermediates': 0}
+METADATA = {linen.PARTITION_NAME: 'layers'}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     'backwards': (Layer, {'reverse': True}),
     'layer': (Layer, {'check_constancy_invariants': False}),
@@ -75,10 +76,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     'remat policy': (
         linen.remat(Boxed, policy=jax.checkpoint_policies.dots_saveable),
-        {'metadata_params': {linen.PARTITION_NAME: 'layers'}},
+        {'metadata_params': METADATA},
     ),
-    'boxes': (Boxed, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),
-    'nested': (Nested, {'metadata_params': {linen.PARTITION_NAME: 'layers'}}),
+    'boxes': (Boxed, {'metadata_params': METADATA}),
+    'nested': (Nested, {'metadata_params': METADATA}),
     'carried': (Counting, {'variable_carry': 'count'}),
 }
 
@@ -110,14 +111,14 @@ def axis_of(case: str) -> int:
     return CASES[case][1].get('variable_axes', STACKED)['params']
 
 
-def masked(params: Any, layers: Any, axis: int = 0) -> Any:
+def masked(params: Any, layers: Any, axis: int = 0, depth: int = DEPTH) -> Any:
     """Parameters of which some layers are stopped by hand."""
-    mask = np.zeros(DEPTH, bool)
+    mask = np.zeros(depth, bool)
     mask[layers] = True
 
     def stop(leaf):
         shape = [1] * leaf.ndim
-        shape[axis] = DEPTH
+        shape[axis] = depth
         return jnp.where(mask.reshape(shape), jax.lax.stop_gradient(leaf), leaf)
 
     return {**params, 'layers': jax.tree.map(stop, params['layers'])}
@@ -139,13 +140,9 @@ def results(net: Net, variables: Any, stop: Callable[[Any], Any] = lambda p: p) 
     """Outputs, new state, and the gradient of all parameters and of the input."""
 
     def loss(params, x):
-        rest = {k: v for k, v in variables.items() if k != 'params'}
-        out, state = net.apply(
-            {'params': stop(params), **rest},
-            x,
-            rngs={'dropout': RNGS['dropout']},
-            mutable=MUTABLE,
-        )
+        given = {**variables, 'params': stop(params)}
+        rngs = {'dropout': RNGS['dropout']}
+        out, state = net.apply(given, x, rngs=rngs, mutable=MUTABLE)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(out)), (out, state)
 
     # Step by step: XLA may round what it fuses in two runs of layers in another way.
@@ -217,9 +214,8 @@ class Block(linen.Module):
 
 
 def block_by_hand(params: Any, x: Any) -> Any:
-    return x + linen.gelu(x @ params['grow']['kernel']) @ params['shrink'][
-        'kernel'
-    ], None
+    h = linen.gelu(x @ params['grow']['kernel'])
+    return x + h @ params['shrink']['kernel'], None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,23 +238,14 @@ class Costs:
 
     def ours(self, params: Any, x: Any, frozen: Any = slice(0, FROZEN)) -> Any:
         cls = linen.remat(Block, prevent_cse=False) if self.remat else Block
-        stack = nn.scan(
-            cls,
-            variable_axes={'params': 0},
-            length=DEEP,
-            frozen_layers=frozen,
-        )
+        stack = nn.scan(cls, length=DEEP, frozen_layers=frozen, **oracle.STACKED)
         x = x * params['below'] if self.below else x
         x, _ = stack().apply({'params': params['layers']}, x, None)
         return jnp.mean(x**2)
 
     def masked(self, params: Any, x: Any) -> Any:
-        mask = (np.arange(DEEP) < FROZEN).reshape(-1, 1, 1)
-        stack = jax.tree.map(
-            lambda leaf: jnp.where(mask, jax.lax.stop_gradient(leaf), leaf),
-            params['layers'],
-        )
-        return self.ours({**params, 'layers': stack}, x, frozen=None)
+        stopped = masked(params, slice(FROZEN), depth=DEEP)
+        return self.ours(stopped, x, frozen=None)
 
     def by_hand(self, params: Any, x: Any) -> Any:
         """Two scans, the first reading the whole stack by index."""
@@ -316,12 +303,8 @@ def test_without_frozen_layers_it_is_the_scan_of_flax(monkeypatch):
 
 
 def stack_of(layer: Any = Boxed, **options: Any) -> Any:
-    options = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}} | options
-    kwargs = {'in_axes': (0, linen.broadcast), 'metadata_params': METADATA} | options
-    return nn.scan(layer, **kwargs)()
-
-
-METADATA = {linen.PARTITION_NAME: 'layers'}
+    given = {'in_axes': (0, linen.broadcast), 'metadata_params': METADATA}
+    return nn.scan(layer, **(oracle.STACKED | given | options))()
 
 
 @pytest.mark.parametrize('none', [slice(0, 0), slice(0), [False] * DEPTH])
@@ -384,20 +367,15 @@ def test_a_number_of_python_is_carried_in_the_dtype_of_the_layers():
 # Some parameters of a layer.
 
 
-def biased(frozen: Any, length: int = 12) -> Any:
-    class Biased(linen.Module):
-        @linen.compact
-        def __call__(self, x, _):
-            x = jnp.tanh(linen.Dense(WIDTH, name='in_')(x))
-            return x + linen.Dense(WIDTH, name='out')(x), None
+class Biased(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        x = jnp.tanh(linen.Dense(WIDTH, name='in_')(x))
+        return x + linen.Dense(WIDTH, name='out')(x), None
 
-    return nn.scan(
-        Biased,
-        variable_axes={'params': 0},
-        split_rngs={'params': True},
-        length=length,
-        frozen_layers=frozen,
-    )()
+
+def biased(frozen: Any, length: int = 12) -> Any:
+    return nn.scan(Biased, length=length, frozen_layers=frozen, **oracle.STACKED)()
 
 
 def loss_of(model: Any, stop: Callable[[Any], Any] = lambda p: p) -> Any:
@@ -426,9 +404,8 @@ def test_some_parameters_of_some_layers(frozen: Any) -> None:
             for where, layers in frozen.items():
                 start, end = where.split('/')
                 if start in ('**', module) and end in ('**', name):
-                    leaf = leaf.at[jnp.asarray(np.r_[layers])].set(
-                        jax.lax.stop_gradient(leaf[jnp.asarray(np.r_[layers])])
-                    )
+                    rows = jnp.asarray(np.r_[layers])
+                    leaf = leaf.at[rows].set(jax.lax.stop_gradient(leaf[rows]))
             return leaf
 
         return jax.tree_util.tree_map_with_path(stop, params)
@@ -439,24 +416,21 @@ def test_some_parameters_of_some_layers(frozen: Any) -> None:
 
 def test_frozen_kernels_cost_no_flops_beside_live_biases() -> None:
     """Of three products of a kernel, that of its gradient is gone."""
-    stopped = biased({'**/kernel': slice(0, 8)}, 12), biased(None, 12)
-    params = stopped[0].init(jax.random.key(0), X, None)['params']
+    frozen, plain = biased({'**/kernel': slice(0, 8)}), biased(None)
+    params = frozen.init(jax.random.key(0), X, None)['params']
 
     def two_scans(params: Any, x: Any) -> Any:
-        kernels = {
-            name: {**of, 'kernel': jax.lax.stop_gradient(of['kernel'])}
-            for name, of in params.items()
-        }
-        first = jax.tree.map(lambda p: p[:8], kernels)
+        stopped = oracle.stopped(params, lambda path: path.endswith('kernel'))
+        first = jax.tree.map(lambda p: p[:8], stopped)
         rest = jax.tree.map(lambda p: p[8:], params)
         x, _ = biased(None, 8).apply({'params': first}, x, None)
         return jnp.sum(biased(None, 4).apply({'params': rest}, x, None)[0] ** 2)
 
-    fns = loss_of(stopped[0]), two_scans
+    fns = loss_of(frozen), two_scans
     flops = [programs.flops(jax.grad(fn), params, X) for fn in fns]
     assert flops[0] == flops[1]
     # XLA counts the body of a loop once, so one loop is compared with one loop.
-    fns = loss_of(biased({'**/kernel': slice(0, 12)})), loss_of(stopped[1])
+    fns = loss_of(biased({'**/kernel': slice(0, 12)})), loss_of(plain)
     flops = [programs.flops(jax.grad(fn), params, X) for fn in fns]
     assert flops[0] < 0.9 * flops[1], flops
 

@@ -96,9 +96,13 @@ def test_under_remat_it_is_harmless_and_left_alone() -> None:
     assert found['frozen'] == found['hoisted'], found
 
 
-def scan_of(layer: Any) -> Any:
-    return linen.scan(
-        layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+def scan_of(layer: Any, length: int = 2) -> Any:
+    return linen.scan(layer, length=length, **oracle.STACKED)
+
+
+def grads(model: Any, params: Any, stop: Any = lambda p: p) -> Any:
+    return oracle.grads(
+        lambda p, x: model.apply({'params': stop(p)}, x, None)[0], params, X
     )
 
 
@@ -120,15 +124,8 @@ def test_what_a_call_gives_may_be_of_any_kind() -> None:
 
     model = scan_of(Layer)
     params = model(bare).init(jax.random.key(0), X, None)['params']
-    actual = oracle.grads(
-        lambda p, x: model(nn.Frozen).apply({'params': p}, x, None)[0], params, X
-    )
-    expected = oracle.grads(
-        lambda p, x: model(bare).apply({'params': oracle.stopped(p)}, x, None)[0],
-        params,
-        X,
-    )
-    oracle.assert_same(actual, expected)
+    expected = grads(model(bare), params, oracle.stopped)
+    oracle.assert_same(grads(model(nn.Frozen), params), expected)
 
 
 def test_a_call_that_uses_modules_of_the_body() -> None:
@@ -147,14 +144,9 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
     params = model(bare).init(jax.random.key(0), X, None)['params']
     model(nn.Frozen).init(jax.random.key(0), X, None)  # That costs nothing.
     with pytest.warns(errors.ScanMemoryWarning) as caught:
-        actual = oracle.grads(
-            lambda p: model(nn.Frozen).apply({'params': p}, X, None)[0], params
-        )
+        actual = grads(model(nn.Frozen), params)
     assert caught.pop().filename == __file__  # Matched whole in tests/errors.
-    expected = oracle.grads(
-        lambda p: model(bare).apply({'params': oracle.stopped(p)}, X, None)[0], params
-    )
-    oracle.assert_same(actual, expected)
+    oracle.assert_same(actual, grads(model(bare), params, oracle.stopped))
 
 
 def test_where_a_scope_lies() -> None:
@@ -190,9 +182,7 @@ def test_a_callback_of_a_frozen_parameter_and_the_names_of_operations():
             with jax.named_scope('inside'):
                 return jnp.sin(w * x)
 
-    stack = linen.scan(
-        Body, variable_axes={'params': 0}, split_rngs={'params': True}, length=3
-    )()
+    stack = scan_of(Body, 3)()
     variables = stack.init(jax.random.key(0), 0.5, None)
     seen.clear()
     stack.apply(variables, 0.5, None)
