@@ -52,7 +52,8 @@ def of_value(value: Any) -> str:
         return _of_array(kind, value)
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            data = of_value(np.asarray(jax.random.key_data(value)))
+            with jax.ensure_compile_time_eval():  # In a trace it would be a tracer.
+                data = of_value(np.asarray(jax.random.key_data(value)))
             return f'{value.dtype} {data}'
         if not value.ndim:
             weak = ' weak' * value.aval.weak_type

@@ -417,6 +417,25 @@ def test_a_value_does_not_depend_on_what_its_cotangent_does(rule):
     assert jax.grad(loss, 1)(jnp.array([1.0]), 3.0) == 0.0
 
 
+def test_a_random_key_is_an_operand_compiled_and_not():
+    def noise(path, cotangent, key):
+        return cotangent + jax.random.normal(key, cotangent.shape)
+
+    def loss(w, key):
+        with nn.map_cotangent('w', noise, key):
+            return Scale().apply({'params': {'w': w}})
+
+    keys, ones = jax.random.split(jax.random.key(0)), jnp.ones(1)
+    for key in keys:
+        expected = 1.0 + jax.random.normal(key, (1,))
+        for grad in (
+            jax.grad(loss),
+            jax.jit(jax.grad(loss)),
+            lambda w, key: jax.jit(lambda w: jax.grad(loss)(w, key))(w),
+        ):
+            oracle.assert_same(grad(ones, key), expected)
+
+
 def test_what_is_not_traced_is_read_in_a_lifted_body_as_it_is():
     lifted = fnn.map_variables(Scale, 'params', lambda tree: tree)
     with nn.reverse_gradient('w'):
