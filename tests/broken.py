@@ -13,9 +13,9 @@ from jax.interpreters import ad
 
 from flax_sg.engine import (
     blocks,
-    cache_keys,
     hooks,
     judgement,
+    numbers,
     opening,
     selection,
     views,
@@ -94,17 +94,17 @@ def kept_values_ignored(patch: Patch) -> None:
 
 def answers_never_noted(patch: Patch) -> None:
     """Nobody knows what a trace has asked: each block finds those of all others."""
-    patch.setattr(cache_keys.Number, 'note', lambda *args, **late: None)
+    patch.setattr(numbers.Number, 'note', lambda *args, **late: None)
 
 
 def answers_never_asked(patch: Patch) -> None:
     """A block takes the first number that it finds."""
-    patch.setattr(cache_keys.Number, 'agrees', lambda *args: True)
+    patch.setattr(numbers.Number, 'agrees', lambda *args: True)
 
 
 def answers_that_say_no_left_out(patch: Patch) -> None:
     """Only what a filter takes is noted."""
-    note = cache_keys.Number.note
+    note = numbers.Number.note
 
     def note_what_is_taken(
         self: Any, asker: Any, question: Any, late: bool = False
@@ -112,23 +112,23 @@ def answers_that_say_no_left_out(patch: Patch) -> None:
         if asker.answer(question):
             note(self, asker, question)
 
-    patch.setattr(cache_keys.Number, 'note', note_what_is_taken)
+    patch.setattr(numbers.Number, 'note', note_what_is_taken)
 
 
 def no_lease(patch: Patch) -> None:
     """Two threads use one number for blocks that may give other answers."""
-    patch.setattr(cache_keys.Number, 'take', lambda self, asker: True)
+    patch.setattr(numbers.Number, 'take', lambda self, asker: True)
 
 
 def owners_in_the_key(patch: Patch) -> None:
     """Each module that opens a block has numbers of its own."""
-    lease, places = cache_keys.lease, dict[Any, cache_keys.Number]()
+    lease, places = numbers.lease, dict[Any, numbers.Number]()
 
     def lease_for_owner(around: Any, asker: Any, aside: Any) -> Any:
-        place = places.setdefault((around, asker.owner_path), cache_keys.fresh())
+        place = places.setdefault((around, asker.owner_path), numbers.fresh())
         return lease(place, asker, aside)
 
-    patch.setattr(cache_keys, 'lease', lease_for_owner)
+    patch.setattr(numbers, 'lease', lease_for_owner)
 
 
 def owners_never_told_apart(patch: Patch) -> None:
@@ -138,14 +138,14 @@ def owners_never_told_apart(patch: Patch) -> None:
 
 def absolute_questions(patch: Patch) -> None:
     """What lies outside of a trace is asked for by its path from the root."""
-    path_of = cache_keys.Asker.path_of
+    path_of = numbers.Asker.path_of
 
     def absolute(self: Any, question: Any) -> Any:
-        if isinstance(question, cache_keys.Older):
+        if isinstance(question, numbers.Older):
             return paths.Path.of(*question.key)
         return path_of(self, question)
 
-    patch.setattr(cache_keys.Asker, 'path_of', absolute)
+    patch.setattr(numbers.Asker, 'path_of', absolute)
 
 
 def values_never_told_apart(patch: Patch) -> None:

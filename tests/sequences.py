@@ -25,14 +25,14 @@ import oracle
 import stepwise
 from flax_sg import errors, filters
 from flax_sg import linen as nn
-from flax_sg.engine import cache_keys
+from flax_sg.engine import numbers
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 
 
 def forget_contexts() -> None:
     """Forgets what was traced and judged before, as in a new process."""
-    cache_keys.NONE.inside.clear()
+    numbers.NONE.inside.clear()
 
 
 # What is called. Each function calls ``note`` when its Python runs.
@@ -391,8 +391,10 @@ class Open:
     @property
     def label(self) -> Any:
         """What is equal for blocks that surely give the same answers."""
-        owner = None if WHATS[self.block.what].anywhere else self.owner
-        return self.block.what, self.block.spelling, self.switched, owner
+        anywhere = WHATS[self.block.what].anywhere
+        owner = self.owner is None if anywhere else self.owner
+        judged = self.block.judged and anywhere
+        return self.block.what, self.block.spelling, judged, self.switched, owner
 
 
 @dataclasses.dataclass

@@ -9,13 +9,13 @@ import threading
 import weakref
 from collections.abc import Generator, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from flax.core.scope import Scope
 
-from flax_sg.engine import cache_keys, programs
-from flax_sg.filters.paths import Classes, Path
+from flax_sg.engine import numbers
+from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes, patching, tracing, versions
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
@@ -24,11 +24,6 @@ from flax_sg.trees.variables import Key
 versions.load_once(globals())
 
 ROOT_FLAG = 'flax_sg'
-
-# What a decision is about: whether the variable is in the owner's tree, its key, the
-# classes of the modules around it (None unless the filter asks for classes), and how
-# many of its last names lie inside the variable's value.
-Decided: TypeAlias = tuple[bool, Key, Classes | None, int]
 
 
 class Made:
@@ -69,8 +64,8 @@ class Block:
             once the block is closed.
         owner_path: the path of ``owner``; () at top level.
         tree: identity of the tree that ``owner`` belongs to; None at top level.
-        asker: answers the questions of ``cache_keys``.
-        number: the block's number in JAX's cache keys.
+        asker: answers the questions of ``numbers``.
+        lease: the block's number in JAX's cache keys.
         level, kept_trace: the trace in which the block was opened, and the innermost
             trace around the block that JAX may cache.
         place: the line of the user's program that opened the block.
@@ -82,15 +77,10 @@ class Block:
         ended: set by another thread, once the block's code has ended there.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
             function called in the block; see ``late_rules.py``.
-        home: while such a rule runs, the number under which the function was compiled;
-            None if the block was opened inside of the compiled function.
         given: by ``id``, the leaves that readers have seen, with the identity of their
             tree, and whether the reader got a whole tree; see ``rereads``.
         given_trees: the whole trees.
         beside: the variables that were met while JAX traced nothing in the block.
-        used: the stamps that programs which were traced in the block have.
-        found: the stamps of the programs that JAX has found in the block, by serial
-            number.
     """
 
     rewrite: rules.Rewrite
@@ -98,39 +88,21 @@ class Block:
     owner: Scope | None
     owner_path: tuple[str, ...]
     tree: Tree | None
-    asker: cache_keys.Asker
-    number: cache_keys.Number
+    asker: numbers.Asker
+    lease: numbers.Lease
     level: Any
     kept_trace: Any
     place: Place
-    decisions: dict[Decided, tuple[Path, Any]] = field(default_factory=dict)
+    decisions: dict[numbers.Variable, tuple[Path, Any]] = field(default_factory=dict)
     collections: set[str] = field(default_factory=set)
     reads: set[Key] = field(default_factory=set)
     took: bool = False
     closed_root: weakref.ref[Scope] | None = None
     ended: bool = False
     is_open: bool = True
-    home: cache_keys.Number | None = None
     given: dict[int, tuple[weakref.ref[Any], Tree, bool]] = field(default_factory=dict)
     given_trees: dict[Hashable, Any] = field(default_factory=dict)
     beside: set[Key] = field(default_factory=set)
-    used: list[programs.Stamp] = field(default_factory=list)
-    found: dict[int, programs.Stamp] = field(default_factory=dict)
-    _stamp: programs.Stamp | None = None
-
-    @property
-    def stamp(self) -> programs.Stamp:
-        """The block's number in JAX's cache keys, with what is read under it."""
-        stamp = self._stamp
-        if stamp is None or int(stamp) != self.number.value:
-            stamp = self._stamp = programs.Stamp(self.number.value)
-        return stamp
-
-    def renew_stamp(self) -> None:
-        """Takes a new stamp."""
-        if self._stamp is not None:
-            self.used.append(self._stamp)
-            self._stamp = None
 
     @functools.cached_property
     def made(self) -> Made:
@@ -199,8 +171,6 @@ class Root:
         sown: the variables that ``Module.sow`` has written in a block.
         pending: closed blocks that are judged when the tree is complete, each with
             the exception that was being handled when it closed.
-        noted: the serial number of the stamp for which the tree was noted last, and
-            the variables that it had.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -214,7 +184,6 @@ class Root:
         self.setups = Setups()
         self.sown: set[Key] = set()
         self.pending: list[Any] = []
-        self.noted: tuple[int, frozenset[Key]] = (0, frozenset())
 
     def as_scratch(self, made_in: tuple[Block, ...]) -> Root:
         """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
@@ -252,6 +221,10 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.blocks: tuple[Block, ...] = ()
+        # One context is entered at a time, so blocks may close in any order.
+        self._no_context = tracing.user_context(0)
+        with self._no_context:
+            pass
         self.roots: dict[int, _KnownRoot] = {}
         self.rewritten = 0  # How often a reader saw a rewritten value.
         self._aside = 0  # How many calls of ``only`` are running.
@@ -271,7 +244,9 @@ class _Thread(threading.local):
         """
         self.blocks = blocks
         self.asks_classes = True in [block.asker.asks_classes for block in blocks]
-        programs.running.enter(blocks)
+        self._no_context.__exit__(None, None, None)  # Restores the initial number.
+        if blocks:
+            tracing.user_context(blocks[-1].lease.number.value).__enter__()
 
     def _set_aside(self, blocks: tuple[Block, ...], aside: int) -> None:
         self._aside = aside
@@ -321,7 +296,6 @@ class _Thread(threading.local):
                 root.forget(block)
         if self.blocks or self._aside:
             return
-        programs.running.forget()
         if self.roots:
             self.roots = {
                 i: known for i, known in self.roots.items() if known[0].pending
@@ -353,14 +327,17 @@ def remove(block: Block) -> None:
         if block in other.outer:
             # ``other`` opened inside ``block``, so traces under its number depend on
             # ``block``: it gets a fresh number.
-            other.number.give_back(other.asker)
-            other.outer, other.number = rest[:number], cache_keys.fresh()
+            other.lease.give_back()
+            other.outer, other.lease = (
+                rest[:number],
+                numbers.Lease(numbers.NONE, other.asker),
+            )
     thread.set_blocks(rest)
     thread.forget(block)
     if thread.closed is not None:
         thread.closed.append(block)
     block.is_open = False
-    block.number.give_back(block.asker)
+    block.lease.give_back()
     if block.owner is not None:
         # The root, because Flax replaces the owner's scope when a compact method ends.
         # A weak reference, because scopes may hold tracers.

@@ -8,35 +8,20 @@ nothing that was read: perhaps what it names was computed a line before.
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flax.core.scope import Scope
 
 from flax_sg import errors, filters
-from flax_sg.engine import cache_keys
 from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
-from flax_sg.engine.programs import Stamp, running, variables_of, with_callees
-from flax_sg.engine.selection import note_tree, selects, wants
+from flax_sg.engine.selection import selects, wants
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes
 from flax_sg.internals.places import warn_once
 from flax_sg.trees.variables import iter_leaf_keys
-
-
-class Verdict(NamedTuple):
-    """What is to be said of a block.
-
-    Attributes:
-        error: a part of its filter means nothing that exists; None if it is right.
-        is_certain: whether to raise. If not, a program that ran may have what is meant.
-    """
-
-    error: errors.FlaxSGError | None = None
-    is_certain: bool = True
 
 
 def judge(block: Block, reads: bool) -> None:
@@ -49,72 +34,50 @@ def judge(block: Block, reads: bool) -> None:
     if block.rewrite.unused == 'ignore':
         return
     _meet_the_rest(block)
-    error, is_certain = verdict(block)
+    error = verdict(block)
     root = None if block.owner is None else root_of(block.owner)
     if error and root is not None and root.initializing:
         # During initialization variables are still missing: ``settle`` judges later.
         root.pending.append((block, sys.exception()))
-    elif error and is_certain:
+    elif error and is_certain(block):
+        block.lease.discard()
         raise error
     elif error:
-        warn_once(str(error), block.place)
+        warn_once(_perhaps(error), block.place)
     else:
-        block.number.existing |= {key for _, key, *_ in block.decisions}
-        for stamp in (*block.used, *block.found.values()):
-            stamp.beside |= block.beside
-        if reads and _has_no_effect(block):
+        known = block.lease.number.known
+        if not block.lease.is_blank:
+            known.was_right = True
+            known.had_effect |= _has_effect(block)
+            known.beside |= block.beside
+        if reads and not (_has_effect(block) or known.had_effect):
             warn_once(_no_effect(block), block.place)
 
 
-def verdict(block: Block) -> Verdict:
-    """Judges a block by the variables that it met, and by what its programs had read.
+def leave_unjudged(block: Block) -> None:
+    """Lets the next block trace anew what a block has traced whose body raised."""
+    is_judged = block.rewrite.unused != 'ignore' and block.tree is None
+    if is_judged and not block.lease.number.known.was_right:
+        block.lease.discard()
 
-    A program that JAX finds in a cache runs no Python, so its block meets none of its
-    variables. If a block has met variables and takes none of them, what it has found is
-    a poor excuse: JAX also finds small programs that other models have traced.
+
+def verdict(block: Block) -> errors.FlaxSGError | None:
+    """Returns the error for a part of the filter that means nothing that was met.
+
+    If JAX finds a program, no Python runs, and its variables are not met. If nothing at
+    all was met, or what an earlier block has met beside its programs, these have run,
+    and the earlier block was right.
     """
-    stamps = block.found.values()
-    own = with_callees(stamps, all_of_them=False)
-    if own and not block.decisions:
-        if _is_right(block, own):
-            return Verdict()
-        error = _unused(block, list(_ran(block, own)))
-        return Verdict(error, not _is_right(block, with_callees(stamps)))
-    met = list({path.key: path for path, _ in block.decisions.values()}.values())
-    error = _unused(block, met)
-    if error is None or not own:
-        return Verdict(error)
-    if block.tree is not None:
-        return Verdict(None if _is_right(block, own, met) else error)
-    keys = {key for _, key, *_ in block.decisions}
-    if any(keys <= stamp.beside for stamp in stamps):
-        return Verdict()  # As in an earlier block, when the program was traced.
-    if not _is_right(block, with_callees(stamps), met):
-        return Verdict(error)
-    return Verdict(_beside(error), not keys <= block.number.existing)
+    known, met = block.lease.number.known, {key for _, key, *_ in block.decisions}
+    if known.was_right and block.tree is None and met <= known.beside:
+        return None
+    paths = {path.key: path for path, _ in block.decisions.values()}
+    return _unused(block, list(paths.values()))
 
 
-def _is_right(block: Block, stamps: Sequence[Stamp], met: Sequence[Path] = ()) -> bool:
-    """Whether each part of a filter matches what was met, or what programs had read."""
-    table, sure = block.number.right, block.asker.sure
-    key = sure, tuple(stamp.serial for stamp in stamps)
-    if sure is not None and not met and key in table:
-        return True
-    where = block.rewrite.where
-    if not _judges_all(where):
-        matched = block.asker.matched_by(itertools.chain(met, _ran(block, stamps)))
-        is_right = len(matched) == len(where.atoms)
-    else:
-        is_right = _unused(block, [*met, *_ran(block, stamps)]) is None
-    if sure is not None and not met and is_right:
-        cache_keys.put_last(table, key, None)
-    return is_right
-
-
-def _ran(block: Block, stamps: Sequence[Stamp]) -> Iterator[Path]:
-    """Yields the variables of cached programs that ran in a block."""
-    paths = variables_of(stamps, foreign=block.tree is not None)
-    return (path for path in paths if wants(block, path.collection))
+def is_certain(block: Block) -> bool:
+    """Whether no compiled program can have what a block does not meet."""
+    return block.tree is not None or not block.lease.number.known.was_right
 
 
 def _meet_the_rest(block: Block) -> None:
@@ -145,23 +108,14 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
     return error
 
 
-def _has_no_effect(block: Block) -> bool:
-    """Whether nothing that was read in a block is rewritten."""
+def _has_effect(block: Block) -> bool:
+    """Whether a block has rewritten something that was read, or need not."""
     where = block.rewrite.where
     if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
-        return False
-    if block.took or thread.doubts is not None:
-        return False
-    beside = [s for s in block.found.values() if block.reads <= s.beside]
-    kinds = {
-        is_selected
-        for stamp in with_callees(beside, all_of_them=False)
-        for (depth, is_selected), (_, is_foreign) in stamp.hints.items()
-        if depth == len(block.outer) and (is_foreign or block.tree is None)
-    }
+        return True
     # ``train_only`` stops the rest, and a block may read only what it names.
-    has_read = block.reads or kinds
-    return True not in kinds and not (isinstance(where, filters.Not) and has_read)
+    is_complement = isinstance(where, filters.Not) and bool(block.reads)
+    return block.took or is_complement or thread.doubts is not None
 
 
 def _no_effect(block: Block) -> str:
@@ -184,16 +138,13 @@ def settle(scope: Scope) -> None:
         _meet(block, *known)
     root, path, variables = known
     root.tree.has_ended = True
-    if thread.blocks:
-        note_tree(thread.blocks[-1], root)
-        running.renew()
     pending, root.pending[:] = list(root.pending), []
     for block, handled in pending:
         # If the body raised, its own exception is shown instead.
         if sys.exception() is handled:
             _meet(block, root, path, variables)
-            error, is_certain = verdict(block)
-            if error and is_certain:
+            if error := verdict(block):
+                block.lease.discard()
                 raise error
 
 
@@ -243,12 +194,11 @@ def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
     return None
 
 
-def _beside(error: errors.FlaxSGError) -> errors.FlaxSGError:
-    """Returns the error for a block whose programs may have what it does not read."""
-    [text] = error.args
-    return type(error)(
-        f'{text}\nA program that was compiled before also ran in the block. If it has '
-        'what is meant, open a block for each of the two models.'
+def _perhaps(error: errors.FlaxSGError) -> str:
+    """Returns the warning for a name that only a compiled program can have."""
+    return (
+        f'{error.args[0]}\nA compiled program may have it: the same filter was right '
+        'before. If a second model runs in this block, open a block of its own for it.'
     )
 
 

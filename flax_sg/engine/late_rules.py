@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
-from flax_sg.engine import blocks, cache_keys
-from flax_sg.internals import patching, tracing
+from flax_sg.engine import blocks, numbers
+from flax_sg.internals import patching
 
 _Blocks: TypeAlias = tuple[blocks.Block, ...]
 
@@ -27,13 +27,10 @@ def hook_for(kind: str) -> Callable[..., Any]:
         # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
         if open_blocks and not _of_jax(self):
             self = _copy(self)
-            # Blocks that were opened inside the trace are part of it.
-            now = tracing.kept_trace()
-            around = tuple(b for b in open_blocks if b.kept_trace != now)
             for name in patching.RULES[kind]:
                 rule = getattr(self, name)
                 if rule is not None:
-                    setattr(self, name, _resuming(rule, open_blocks, around))
+                    setattr(self, name, _resuming(rule, open_blocks))
         return patching.originals[kind](self, *args, **kwargs)
 
     return hook
@@ -55,40 +52,35 @@ def _of_jax(function: Any) -> bool:
     return module.startswith('flax_sg.') or (module.startswith('jax.') and closed)
 
 
-def _resuming(
-    rule: Callable[..., Any], open_blocks: _Blocks, around: _Blocks
-) -> Callable[..., Any]:
+def _resuming(rule: Callable[..., Any], open_blocks: _Blocks) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _resumed(open_blocks, around):
+        with _resumed(open_blocks):
             return rule(*args, **kwargs)
 
     return functools.update_wrapper(wrapper, rule)
 
 
 @contextlib.contextmanager
-def _resumed(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
+def _resumed(open_blocks: _Blocks) -> Generator[None]:
     """Reopens blocks, as they were, for code that belongs in them.
 
-    Other blocks may hold their numbers by now, and only blocks with the same answers
-    may reuse what the rule traces. So the reopened blocks lease numbers anew. Two
-    threads may differentiate one function: one of them waits.
+    Other blocks may hold their numbers by now, so the reopened blocks get numbers that
+    no other block finds. Two threads may differentiate one function: one of them waits.
     """
     with _lock:
-        yield from _reopened(open_blocks, around_trace)
+        yield from _reopened(open_blocks)
 
 
 _lock = threading.RLock()
 
 
-def _reopened(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
+def _reopened(open_blocks: _Blocks) -> Generator[None]:
     thread, user = blocks.thread, object()
-    closed = {block: block.number for block in open_blocks if not block.is_open}
+    closed = {block: block.lease for block in open_blocks if not block.is_open}
 
     def leave() -> None:
-        for block, number in closed.items():
-            block.number.give_back(block.asker)
-            block.number, block.home = number, None
-            block.is_open = False
+        for block, lease in closed.items():
+            block.lease, block.is_open = lease, False
         for block in open_blocks:
             if not any(block is other for other in thread.blocks):
                 thread.forget(block)
@@ -96,15 +88,8 @@ def _reopened(open_blocks: _Blocks, around_trace: _Blocks) -> Generator[None]:
 
     try:
         patching.acquire_hooks(user)
-        around = cache_keys.NONE
-        for block in open_blocks:
-            if block in closed:
-                block.home = block.number if block in around_trace else None
-                block.is_open = True
-                block.number = cache_keys.lease(
-                    around, block.asker, lambda: thread.only(())
-                )
-            around = block.number
+        for block in closed:
+            block.lease, block.is_open = numbers.Lease(numbers.NONE, block.asker), True
         with thread.only(open_blocks):
             for block in open_blocks:
                 blocks.reopen(block)

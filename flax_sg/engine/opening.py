@@ -8,7 +8,7 @@ import weakref
 from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import blocks, cache_keys, hooks, judgement, programs
+from flax_sg.engine import blocks, hooks, judgement, numbers
 from flax_sg.engine.blocks import Block, thread
 from flax_sg.internals import patching, tracing
 from flax_sg.internals.places import Place
@@ -30,11 +30,10 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         The open block, for ``close_block``.
     """
     outer = blocks.active()
-    programs.running.begin()  # A program that has begun has the stamp of until now.
-    around = outer[-1].number if outer else cache_keys.NONE
+    around = outer[-1].lease.number if outer else numbers.NONE
     path = () if owner is None else owner.path
     tree = None if owner is None else blocks.root_of(owner).tree
-    asker = cache_keys.Asker(rewrite, path, weakref.ref(tree) if path else None)
+    asker = numbers.Asker(rewrite, path, None if tree is None else weakref.ref(tree))
     block = Block(
         rewrite=rewrite,
         outer=outer,
@@ -42,13 +41,13 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         owner_path=path,
         tree=tree,
         asker=asker,
-        number=cache_keys.NONE,
+        lease=numbers.Lease(around, asker),
         level=tracing.current_trace(),
         kept_trace=tracing.kept_trace(),
         place=Place.here(),
     )
     try:
-        block.number = cache_keys.lease(around, asker, lambda: thread.only(()))
+        block.lease.find(lambda: thread.only(()))
         patching.acquire_hooks(block, hooks.HOOKS)
         thread.set_blocks((*outer, block))
     except BaseException:
@@ -74,6 +73,8 @@ def close_block(block: Block, judged: str = NOTHING) -> None:
         in_order = before[-1] is block and block.place.is_in_this_task()
         if judged != NOTHING and in_order:
             judgement.judge(block, reads=judged == READS)
+        else:
+            judgement.leave_unjudged(block)
     finally:
         try:
             blocks.remove(block)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg.engine.blocks import Block, Decided, Root, Tree, is_of_tree, thread
-from flax_sg.engine.cache_keys import Older
-from flax_sg.engine.programs import running
+from flax_sg.engine.blocks import Block, Root, is_of_tree, thread
+from flax_sg.engine.numbers import VALUES, Question, Variable
 from flax_sg.filters.expressions import unknown_class
 from flax_sg.filters.paths import Classes, Path
 from flax_sg.internals import modules, tracing
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
-from flax_sg.trees.variables import Key, inner_names, iter_leaf_keys
+from flax_sg.trees.variables import Key, inner_names
 
 
 def wants(block: Block, collection: str) -> bool:
@@ -38,12 +38,12 @@ def answer(block: Block, root: Root, key: Key) -> tuple[Path, Any]:
     return block.decisions[_question(block, root, key)]
 
 
-def _question(block: Block, root: Root, key: Key) -> Decided:
+def _question(block: Block, root: Root, key: Key) -> Variable:
     classes = classes_of(root, key) if block.asker.asks_classes else None
     return root.tree is block.tree, key, classes, inner_names(key)
 
 
-def _path(block: Block, question: Decided) -> Path:
+def _path(block: Block, question: Variable) -> Path:
     inside, key, classes, _ = question
     return Path.of(*key, block.owner_path if inside else (), classes)
 
@@ -100,10 +100,8 @@ def selects(
         block.took = block.took or bool(said)
     in_program = block.kept_trace != tracing.kept_trace()
     if in_program and (read or noted):
-        _note(block, root, key, path, said)
-        if read and said:
-            block.number.token = block.rewrite.rule.token()
-    elif not in_program and (read or not root.noted[0]):
+        _note(block, root, [question], read)
+    elif not in_program and (read or root.kept_trace == block.kept_trace):
         block.beside.add(key)
     return said
 
@@ -117,46 +115,22 @@ def _decide(block: Block, path: Path) -> tuple[Path, Any]:
         return path, block.asker.ask(path)
 
 
-def _note(block: Block, root: Root, key: Key, path: Path, said: Any) -> None:
-    question = path
-    if not _is_made_inside(block, root):
-        question = _older(block, root.tree, key, path)
-    # A rule of ``jax.custom_vjp`` asks after its block has closed. Its answers belong
-    # to the trace in which the block was open, too.
-    for number in (block.number, block.home):
-        if number is None:
-            continue
-        number.note(block.asker, question, late=number is block.home)
-    if not root.initializing:
-        note_tree(block, root)
-    listed = path.classes is None and key in root.noted[1]
-    kind = len(block.outer), bool(said)
-    running.note_read((key, path.classes), kind, _is_foreign(block, root), listed)
-
-
-def _older(block: Block, tree: Tree | None, key: Key, path: Path) -> Older:
-    has_owner = block.owner_path and tree is not None
-    ref = weakref.ref(tree) if has_owner else None
-    return Older(ref, key, path.classes, inner_names(key))
-
-
-def note_tree(block: Block, root: Root) -> None:
-    """Notes the variables of a tree, for the programs that are being traced."""
-    now = thread.blocks[-1].stamp.serial
-    if root.noted[0] == now:
-        return
-    keys = tuple(
-        key
-        for above, collections in root.parts
-        for collection, tree in collections.items()
-        for key in iter_leaf_keys((collection, above), tree)
-    )
-    root.noted = now, frozenset(keys)
-    running.note_tree(keys, _is_foreign(block, root))
-
-
-def _is_foreign(block: Block, root: Root) -> bool:
-    return block.tree is not None and block.tree is not root.tree
+def _note(block: Block, root: Root, answered: Iterable[Variable], read: bool) -> None:
+    """Notes that the running trace, which JAX may keep, depends on some answers."""
+    is_older, is_own = not _is_made_inside(block, root), False
+    questions: list[Question] = []
+    for question in answered:
+        _, said = block.decisions[question]
+        if is_older and block.tree is not None:
+            tree = block.tree if question[0] else root.tree
+            questions.append(weakref.ref(tree))
+        if block.asker.has_functions:
+            questions.append(question)
+        if read and said and block.rewrite.rule.token() is not None:
+            questions.append(VALUES)
+        # Each block makes a value of its own, outside of the trace.
+        is_own |= is_older and bool(said) and block.rewrite.rule.acts_on == 'cotangents'
+    block.lease.note(questions, is_own)
 
 
 def _is_made_inside(block: Block, root: Root) -> bool:
@@ -173,10 +147,5 @@ def note_all(block: Block, root: Root) -> None:
         root: the tree of the value that is read. The tree keeps values computed from
             several variables, in this trace or in one around it.
     """
-    if tracing.kept_trace() in (block.kept_trace, root.kept_trace):
-        return
-    for (inside, key, *_), (path, said) in list(block.decisions.items()):
-        tree = block.tree if inside else None
-        block.number.note(block.asker, _older(block, tree, key, path))
-        if said:
-            block.number.token = block.rewrite.rule.token()
+    if tracing.kept_trace() not in (block.kept_trace, root.kept_trace):
+        _note(block, root, tuple(block.decisions), read=True)

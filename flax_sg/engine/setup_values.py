@@ -27,7 +27,7 @@ from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import blocks, contents, programs, selection, views
+from flax_sg.engine import blocks, contents, selection, views
 from flax_sg.internals import core_scopes, modules, patching, tracing
 from flax_sg.internals.weak import remembered
 from flax_sg.trees.variables import Key
@@ -70,7 +70,6 @@ def try_setup(self: Any, shallow: bool = False) -> None:
     """The hook for ``Module._try_setup``: what ``setup`` keeps depends on no block."""
     open_blocks, original = blocks.active(), patching.originals['try_setup']
     if open_blocks:
-        programs.running.begin()
         watch(self)
     if not open_blocks or not modules.starts_setup(self):
         return original(self, shallow)

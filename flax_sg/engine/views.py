@@ -137,7 +137,7 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
         # their names outside: ``nn.map_variables`` renames variables in the body. If a
         # function that JAX keeps reads them, it depends on the answer all the same.
         begun = root.handed.has(block, key, value)
-        if begun and (block.home or tracing.kept_trace() == root.kept_trace):
+        if begun and tracing.kept_trace() == root.kept_trace:
             continue
         if is_given(block, root, value):
             continue

@@ -1,6 +1,6 @@
 """Rules that read other values in place of variables.
 
-A rule is kept beside the answers that a trace depends on (``cache_keys.py``). A tree of
+A rule is kept beside the answers that a trace depends on (``numbers.py``). A tree of
 values is not: it would be compared number by number, and kept alive. So the names of
 its variables are kept, and other values find the same trace. Which values they are is
 compared only if a trace has read one of them as a constant.

@@ -27,7 +27,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, cache_keys, hooks, opening
+from flax_sg.engine import blocks, hooks, numbers, opening
 from flax_sg.internals import patching, tracing
 from test_random_models import LONG
 
@@ -36,12 +36,15 @@ OWNERS = [owner for owner, _ in patching.HOOKED.values()]
 FLAX = [dict(vars(owner)) for owner in OWNERS]
 
 
-def held_numbers(number: cache_keys.Number) -> Iterator[cache_keys.Number]:
+def held_numbers(number: numbers.Number) -> Iterator[numbers.Number]:
     """The numbers inside of one that a block has."""
-    for inner in list(number.inside.values()):
-        if inner.is_held:
+    waiting = [first for kind in number.inside.values() for first in kind]
+    for inner in waiting:
+        waiting += inner.answers.values()
+        if inner._holders:
             yield inner
-        yield from held_numbers(inner)
+        if not inner.answers:
+            yield from held_numbers(inner)
 
 
 def assert_nothing_is_left() -> None:
@@ -49,7 +52,7 @@ def assert_nothing_is_left() -> None:
     thread = blocks.thread
     assert (thread.blocks, thread.roots, thread.doubts) == ((), {}, None)
     assert thread._aside == 0
-    assert not list(held_numbers(cache_keys.NONE))
+    assert not list(held_numbers(numbers.NONE))
     assert tracing.user_context.value == 0
     assert patching._users == set()
     assert [dict(vars(owner)) for owner in OWNERS] == FLAX
@@ -377,7 +380,7 @@ def test_trees_may_be_as_deep_as_for_jax():
 
 STATEFUL = [
     *('internals.patching', 'internals.tracing'),
-    *('engine.blocks', 'engine.cache_keys'),
+    *('engine.blocks', 'engine.numbers'),
 ]
 
 

@@ -1,20 +1,23 @@
-"""Names are checked in each block, whatever else has run in the process.
+"""Names are checked where Python reads variables, and right programs never raise.
 
-A block around a compiled program meets no variable. What the program had read is known
-from the cache keys of JAX; see ``flax_sg/engine/programs.py``.
+A block around a compiled program meets no variable, and repeats the verdict of the
+block that compiled it; see ``flax_sg/engine/judgement.py``.
 """
 
+import asyncio
 import contextlib
 import functools
 import random
 import re
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import flax_sg as sg
@@ -73,6 +76,32 @@ RUNS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     'gradient of jitted': lambda fn: jax.grad(jax.jit(fn)),
     'checkpoint': lambda fn: jax.grad(jax.checkpoint(fn)),
     'eager': jax.grad,
+    'jit made anew': lambda fn: made_anew(jax.grad(fn)),
+    'shapes first': lambda fn: after(jax.jit(jax.grad(fn)), jax.eval_shape),
+    'lowered first': lambda fn: after(
+        jax.jit(jax.grad(fn)), lambda step, params: step.lower(params)
+    ),
+}
+
+
+def made_anew(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda params: jax.jit(fn)(params)
+
+
+def after(step: Any, first: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    def run(params: Any) -> Any:
+        first(step, params)
+        return step(params)
+
+    return run
+
+
+# JAX stores a program once more for each kind of arguments.
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    'as they are': lambda params: params,
+    'NumPy': lambda params: jax.tree.map(np.asarray, params),
+    'put on a device': lambda params: jax.device_put(params, jax.devices()[0]),
+    'on another device': lambda params: jax.device_put(params, jax.devices()[1]),
 }
 STEPS = {
     (run, name): make(functools.partial(loss, name))
@@ -121,17 +150,24 @@ def heard(block: Any, run: Callable[[], Any]) -> tuple[str, Any]:
 @pytest.mark.every_case
 @pytest.mark.parametrize('seed', range(3))
 def test_names_in_any_order_of_models_filters_and_programs(seed):
-    draw = random.Random(seed)
+    """A wrong name is told at the latest when its program is traced."""
+    draw, told = random.Random(seed), set[Any]()
     for _ in range(60):
         model, name = draw.choice(sorted(MODELS)), draw.choice(NAMES)
         kind, run = draw.choice(sorted(FILTERS)), draw.choice(sorted(RUNS))
-        form = draw.choice(sorted(FORMS_OF_BLOCKS))
-        step = functools.partial(STEPS[run, model], PARAMS[model])
+        form, given = draw.choice(sorted(FORMS_OF_BLOCKS)), draw.choice(sorted(GIVEN))
+        step = functools.partial(STEPS[run, model], GIVEN[given](PARAMS[model]))
         whole = functools.partial(FORMS_OF_BLOCKS[form], FILTERS[kind](name), step)
         said, found = heard(contextlib.nullcontext(), whole)
-        case = f'{form} {kind} {name!r} in {model!r}, {run}: {said!r}'
-        assert said == ('' if name in MODELS[model].names else 'raised'), case
-        if not said:
+        case = f'{form} {kind} {name!r} in {model!r}, {run} of {given}: {said!r}'
+        form = 'block' if form == 'decorator' else form
+        if name in MODELS[model].names:
+            assert not said, case
+        elif said:
+            told.add((form, kind, name, model))
+        else:
+            assert (form, kind, name, model) in told, case
+        if found is not None:
             expected = by_hand(run, model, name, form == 'train_only')
             if form == 'scale_gradient':  # Negative zeros.
                 expected, found = jax.tree.map(lambda g: g + 0.0, (expected, found))
@@ -149,14 +185,154 @@ def jitted(model: str) -> Callable[[], Any]:
     return lambda: step(PARAMS[model])
 
 
-def test_the_error_is_of_this_block_each_time():
-    steps = [jitted('encoder'), jitted('backbone')]
-    with nn.stop_gradient('encoder/**'):
-        steps[0]()
-    texts = [text_of(nn.stop_gradient('encoder/**'), steps[1]) for _ in range(3)]
-    assert 'backbone/kernel' in texts[0]
-    assert 'none of the 4 variables' in texts[0]  # Each of them once.
-    assert texts[1:] == texts[:1] * 2
+# Everyday programs: something runs a jitted loss first, and others follow.
+
+
+def _traced(loss: Any, params: Any) -> Any:
+    return jax.jit(lambda p: loss(p) * 2.0)(params)
+
+
+def _with_rule(loss: Any, params: Any) -> Any:
+    fn = jax.custom_vjp(loss)
+    fn.defvjp(lambda p: (loss(p), p), lambda p, ct: jax.vjp(loss, p)[1](ct))
+    return jax.jit(jax.grad(fn))(params)
+
+
+async def _awaited(loss: Any, params: Any) -> Any:
+    return loss(params)
+
+
+OPENERS: dict[str, Callable[[Any, Any], Any]] = {
+    'value': lambda loss, p: loss(p),
+    'grad': lambda loss, p: jax.grad(loss)(p),
+    'grad, then value': lambda loss, p: (jax.grad(loss)(p), loss(p)),
+    'jitted grad': lambda loss, p: jax.jit(jax.grad(loss))(p),
+    'lower': lambda loss, p: loss.lower(p),
+    'compile': lambda loss, p: loss.lower(p).compile(),
+    'eval_shape': lambda loss, p: jax.eval_shape(loss, p),
+    'export': lambda loss, p: jax.export.export(loss)(p),
+    'vjp': lambda loss, p: jax.vjp(loss, p)[1](jnp.ones(())),
+    'jvp': lambda loss, p: jax.jvp(loss, (p,), (p,)),
+    'vmap': lambda loss, p: jax.vmap(loss)(jax.tree.map(lambda w: w[None], p)),
+    'jit of jit': _traced,
+    'jit of checkpoint': lambda loss, p: jax.jit(jax.checkpoint(loss))(p),
+    'a partial': lambda loss, p: functools.partial(loss, p)(),
+    'made again': lambda loss, p: jax.jit(loss.__wrapped__)(p),
+    'donated': lambda loss, p: jax.jit(jax.grad(loss.__wrapped__), donate_argnums=0)(
+        jax.tree.map(jnp.copy, p)
+    ),
+    'NumPy': lambda loss, p: loss(jax.tree.map(np.asarray, p)),
+    'another device': lambda loss, p: loss(jax.device_put(p, jax.devices()[1])),
+    'a rule of its own': _with_rule,
+    'a thread': lambda loss, p: loss(p),  # Its whole block runs in one.
+    'a task': lambda loss, p: asyncio.run(_awaited(loss, p)),
+    'inside of a jit': lambda loss, p: loss(p),  # Its block is opened in the trace.
+}
+FOLLOWERS: dict[str, Callable[[Any, Any], Any]] = {
+    'value': lambda loss, p: loss(p),
+    'grad': lambda loss, p: jax.grad(loss)(p),
+    'made again': lambda loss, p: jax.jit(loss.__wrapped__)(p),
+    'of NumPy': lambda loss, p: jax.grad(loss)(jax.tree.map(np.asarray, p)),
+}
+
+
+def opened(opener: str, block: Callable[[], Any], loss: Any) -> None:
+    params = PARAMS['extra']
+
+    def run(params: Any) -> None:
+        with block():
+            OPENERS[opener](loss, params)
+
+    if opener == 'inside of a jit':
+        jax.jit(run)(params)
+    elif opener == 'a thread':
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run, params).result()
+    else:
+        run(params)
+
+
+BLOCKS: dict[str, Callable[[Any], Any]] = {
+    'stop_gradient': nn.stop_gradient,
+    'train_only': nn.train_only,
+    'scale_gradient': lambda where: nn.scale_gradient(where, 0.5),
+}
+
+
+def fresh_loss() -> Any:
+    """A jitted loss that no block has seen."""
+    return jax.jit(lambda params: loss('extra', params))
+
+
+def expected_of(follower: str, block: str) -> Any:
+    def by_hand(params: Any) -> Any:
+        def selects(path: str) -> bool:
+            return path.startswith('extra/') != (block == 'train_only')
+
+        return loss('extra', oracle.stopped(params, selects))
+
+    if block != 'scale_gradient':
+        return FOLLOWERS[follower](jax.jit(by_hand), PARAMS['extra'])
+    found = FOLLOWERS[follower](fresh_loss(), PARAMS['extra'])
+    if isinstance(found, dict):  # Half of a float is exact.
+        found['extra'] = jax.tree.map(lambda g: g * 0.5, found['extra'])
+    return found
+
+
+# Each opener with each kind of filter; the rules take turns.
+EVERYDAY = [
+    (opener, kind, [*BLOCKS][(m + n) % len(BLOCKS)])
+    for m, opener in enumerate(OPENERS)
+    for n, kind in enumerate(FILTERS)
+]
+
+
+@pytest.mark.parametrize(('opener', 'kind', 'block'), EVERYDAY)
+def test_what_follows_a_right_block_is_right(opener, kind, block):
+    step, make = fresh_loss(), BLOCKS[block]
+    opened(opener, lambda: make(FILTERS[kind]('extra')), step)
+    for follower in [*FOLLOWERS] * 2 + ['value'] * 3:
+        with make(FILTERS[kind]('extra')):
+            found = FOLLOWERS[follower](step, PARAMS['extra'])
+        oracle.assert_same(found, expected_of(follower, block))
+
+
+@pytest.mark.parametrize(('opener', 'kind', 'block'), EVERYDAY)
+def test_a_typo_raises_each_time(opener, kind, block):
+    step, make = fresh_loss(), BLOCKS[block]
+    for _ in range(2):
+        with pytest.raises(errors.UnusedFilterError):
+            opened(opener, lambda: make(FILTERS[kind]('extr')), step)
+    for follower in [*FOLLOWERS, 'value']:
+        with pytest.raises(errors.UnusedFilterError), make(FILTERS[kind]('extr')):
+            FOLLOWERS[follower](step, PARAMS['extra'])
+
+
+def test_two_models_that_take_turns():
+    steps = {name: jitted(name) for name in ('extra', 'head')}
+    for _ in range(3):
+        for name, run in steps.items():
+            with nn.stop_gradient(f'{name}/**'):
+                run()
+        with nn.stop_gradient('extra/**'), nn.stop_gradient('encoder/**'):
+            steps['extra']()
+
+
+def test_training_and_evaluation():
+    step = fresh_loss()
+    train = jax.jit(jax.value_and_grad(step))
+    for number in range(6):
+        params = (
+            PARAMS['extra'] if number % 2 else jax.tree.map(np.asarray, PARAMS['extra'])
+        )
+        with nn.stop_gradient('extra/**'):
+            train(params)
+            step(params)
+        with nn.stop_gradient('extra/**'):
+            step(params)
+
+
+# Where the library is in doubt, it warns.
 
 
 def test_a_second_function_of_the_same_code_is_checked():
@@ -167,29 +343,22 @@ def test_a_second_function_of_the_same_code_is_checked():
         assert said == ('raised' if name == 'encodr' else '')
 
 
-def test_programs_that_ran_in_one_block_are_told_apart():
+def test_a_second_model_under_the_filter_of_the_first_warns_when_it_is_traced():
     one, other = jitted('encoder'), jitted('backbone')
     with nn.stop_gradient('encoder/**'):
         one()
+    with (
+        pytest.warns(errors.NothingStoppedWarning) as caught,
+        nn.stop_gradient('encoder/**'),
+    ):
         other()
-    for _ in range(2):
-        with nn.stop_gradient('encoder/**'):
-            one()
-        text_of(nn.stop_gradient('encoder/**'), other)
+    text = str(caught[0].message)
+    assert "Glob('encoder/**') matches none of the 4 variables" in text
+    assert 'backbone/kernel' in text
+    assert 'open a block of its own for it' in text
 
 
-def test_the_warning_does_not_depend_on_other_programs():
-    model = MODELS['encoder']
-    whole = jax.jit(lambda p: model.apply({'params': p}, X))
-    with nn.stop_gradient('encoder/**'):
-        whole(PARAMS['encoder'])
-    bound = model.bind({'params': PARAMS['encoder']})
-    reads = jax.jit(lambda x: x + bound.get_variable('params', 'head')['kernel'])
-    for _ in range(3):
-        assert heard(nn.stop_gradient('encoder/**'), lambda: reads(X))[0] == 'warned'
-
-
-def test_a_cached_program_beside_what_was_read_beside_it_before():
+def test_a_compiled_program_beside_what_was_read_beside_it_before():
     step, model, params = jitted('encoder'), MODELS['dense'], PARAMS['dense']
     for _ in range(3):
         with nn.stop_gradient('encoder/**'):
@@ -197,7 +366,7 @@ def test_a_cached_program_beside_what_was_read_beside_it_before():
             model.apply({'params': params}, X)
 
 
-def test_a_cached_program_beside_a_new_model():
+def test_a_compiled_program_beside_another_model_warns():
     step = jitted('extra')
     with nn.stop_gradient('extra/**'):
         step()
@@ -209,70 +378,67 @@ def test_a_cached_program_beside_a_new_model():
         step()
         new.apply(variables, X)
 
-    text = text_of(nn.stop_gradient('extra/**'), run)
-    assert 'of_this_test/kernel' in text
-    assert text.endswith('open a block for each of the two models.')
+    assert heard(nn.stop_gradient('extra/**'), run)[0] == 'warned'
     for _ in range(2):  # Neither of the two has it.
         assert 'nowhere' in text_of(nn.stop_gradient(['nowhere/**', 'extra/**']), run)
     with nn.stop_gradient('extra/**', unused='ignore'):
         run()
 
 
-def test_a_cached_program_beside_a_known_model_warns():
-    one, other = jitted('extra'), jitted('head')
-    with nn.stop_gradient(['extra/**', 'head/**']):
-        one()
-        other()
+def test_a_body_that_raises_leaves_no_verdict():
+    """The block is not judged, so the next one traces again, and is judged."""
+    for name in ('extra', 'extr'):
+        step = fresh_loss()
 
-    def run() -> None:
-        one()
-        MODELS['head'].apply({'params': PARAMS['head']}, X)
+        def run(step: Any = step) -> None:
+            step(PARAMS['extra'])
+            raise KeyError
 
-    with nn.stop_gradient('extra/**'):
-        one()
-        other()
-    said, _ = heard(nn.stop_gradient('extra/**'), run)
-    assert said == 'warned'
-
-
-def test_a_block_of_a_module_around_a_cached_function_of_another_tree():
-    dense = fnn.Dense(2)
-    params = dense.init(jax.random.key(1), X)['params']
-    step = jax.jit(lambda p, x: dense.apply({'params': p}, x))
-
-    class Around(fnn.Module):
-        where: str
-
-        @fnn.compact
-        def __call__(self, x, other):
-            x = fnn.Dense(2, name='own')(x)
-            with nn.stop_gradient(self.where):
-                return step(other, x)
-
-    variables = {'params': {'own': params}}
-    for _ in range(3):
-        Around('kernel').apply(variables, X, params)
-        with pytest.raises(errors.UnusedFilterError):
-            Around('kernle').apply(variables, X, params)
+        with pytest.raises(KeyError), nn.stop_gradient(f'{name}/*'):
+            run()
+        said, _ = heard(
+            nn.stop_gradient(f'{name}/*'), lambda s=step: s(PARAMS['extra'])
+        )
+        assert said == ('' if name == 'extra' else 'raised')
 
 
-# What runs no program of Flax at all, under a filter that is known.
+def test_a_filter_that_may_be_empty_says_nothing_of_one_that_may_not():
+    step = fresh_loss()
+    with nn.stop_gradient('extr/**', unused='ignore'):
+        step(PARAMS['extra'])
+    assert 'extr/' in text_of(
+        nn.stop_gradient('extr/**'), lambda: step(PARAMS['extra'])
+    )
 
 
-def test_an_empty_block_raises():
-    with nn.stop_gradient('encoder/kernel'):
-        jitted('encoder')()
-    assert 'did nothing' in text_of(nn.stop_gradient('encoder/kernel'), lambda: None)
+def test_more_filters_than_a_table_would_hold_take_turns():
+    traces = list[None]()
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        traces.append(None)
+        return loss('extra', params)
+
+    filters: list[Any] = [re.compile(f'extra/.{{1,{n}}}') for n in range(10, 310)]
+    filters += [
+        lambda path, n=n: path.startswith('extra') or len(path) > 100 + n
+        for n in range(200)
+    ]
+    for _ in range(2):
+        for where in filters:
+            with nn.stop_gradient(where):
+                step(PARAMS['extra'])
+    assert len(traces) == len(filters) - 199  # Functions that answer alike share one.
 
 
-def test_programs_from_before_the_block_raise():
-    step, params = jax.jit(functools.partial(loss, 'encoder')), PARAMS['encoder']
+def test_what_runs_nothing_of_flax_raises():
+    params = PARAMS['encoder']
+    step = jax.jit(functools.partial(loss, 'encoder'))
     _, pullback = jax.vjp(step, params)
     compiled = step.lower(params).compile()
-    with nn.stop_gradient('encoder/bias'):
-        step(params)
-    for run in (lambda: pullback(jnp.ones(())), lambda: compiled(params)):
-        assert 'did nothing' in text_of(nn.stop_gradient('encoder/bias'), run)
+    runs = [lambda: None, lambda: pullback(jnp.ones(())), lambda: compiled(params)]
+    for run in runs:
+        assert 'did nothing' in text_of(nn.stop_gradient('encoder/k*'), run)
 
 
 # Forms that know all variables of their module.
@@ -303,11 +469,10 @@ def test_forms_after_a_right_filter_for_another_model(form):
 
 def test_live_and_reports_in_a_block():
     step = jax.jit(functools.partial(loss, 'encoder'))
-    other = jax.jit(functools.partial(loss, 'backbone'))
     for _ in range(2):
         with nn.stop_gradient('encoder/**'):
             live = sg.live(step, PARAMS['encoder'])
         assert repr(live) == "<live: 'head/bias', 'head/kernel'>"
         for tell in (sg.live, sg.gradient_flow):
-            unheard = functools.partial(tell, other, PARAMS['backbone'])
-            text_of(nn.stop_gradient('encoder/**'), unheard)
+            unheard = functools.partial(tell, step, PARAMS['encoder'])
+            text_of(nn.stop_gradient('encodr/**'), unheard)

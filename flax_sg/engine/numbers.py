@@ -1,0 +1,313 @@
+"""Decides which cached JAX traces a block may reuse, by a number in the cache keys.
+
+A number stands for a block *inside the blocks around it*. A block that opens takes a
+*blank* number, which says nothing, so that helpers such as ``relu`` are traced once for
+all blocks. When a trace that JAX may keep depends on the block, the number becomes one
+of the block's *kind*: its rule, its collections and its filter, all by value. Of a
+function the code is the value. All else that a trace may depend on is a *question*:
+what a function says of a variable, where the owner of the block is, which values a rule
+brings. A number that was asked a question leads to one number for each answer. So a
+block that opens follows its own answers to the number that it takes.
+
+While a block is open, questions are added to its number. So a number is *leased*: it
+belongs to one open block at a time, or to several that surely answer alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+from flax_sg import filters
+from flax_sg.filters import expressions
+from flax_sg.filters.paths import Classes, Path
+from flax_sg.internals import versions
+from flax_sg.rules import rules
+from flax_sg.trees.variables import Key
+
+versions.load_once(globals())
+
+# What a trace may depend on, beside the kind of the block: which values a rule brings;
+# where in a tree that is older than the trace the owner is; what a function says of a
+# variable, told by whether it is in the owner's tree, its key, the classes of the
+# modules around it, and how many of its names lie within a value.
+VALUES = 'values'
+Variable: TypeAlias = tuple[bool, Key, Classes | None, int]
+Question: TypeAlias = 'str | weakref.ref[Any] | Variable'
+
+_MOST = 4096  # Kinds in a number, and ends of a kind. JAX keeps as many traces.
+_values = itertools.count(1)
+_lock = threading.RLock()  # The garbage collector may close a block at any time.
+
+
+class Unanswerable(Exception):  # noqa: N818 (never raised to a user)
+    """A question is about a tree that does not exist any more."""
+
+
+@dataclasses.dataclass(eq=False)
+class Asker:
+    """Answers the questions of one block.
+
+    Attributes:
+        rewrite: the rewrite of the block.
+        owner_path: the path of the module that opened the block; () at top level.
+        tree: the tree of this module; None at top level.
+        asks_path: whether two variables may be treated differently by their names.
+        kind: equal for blocks that differ in answers alone.
+        blank: equal for blocks that act alike until a trace depends on them.
+        sure: equal for blocks of one kind that surely give the same answers.
+    """
+
+    rewrite: rules.Rewrite
+    owner_path: tuple[str, ...]
+    tree: weakref.ref[Any] | None
+
+    def __post_init__(self) -> None:
+        where, rule = self.rewrite.where, self.rewrite.rule
+        self.has_functions = 'code' in where.needs
+        self.asks_classes = 'classes' in where.needs
+        self.asks_path = bool(where.atoms) or rule.asks_path
+        # A write, and what a lifted transform was handed, ask no question.
+        self.blank: Hashable = rule.acts_on == 'writes', self.rewrite.collections
+        of_names = self.tree is not None, self.rewrite.unused
+        self.kind: Hashable = rule.key(), self.blank, where.shape, of_names
+        self.sure: Hashable = self
+        if not self.has_functions and rule.acts_on != 'cotangents':
+            self.sure = self.kind, rule.token(), self.owner_path, self.tree
+        self._said: dict[Hashable, Any] = {}
+
+    def ask(self, path: Path) -> Any:
+        """Whether the filter takes a variable: a bool, or a ``Part`` of the variable.
+
+        None if the answer depends on the unknown class of a module.
+        """
+        return expressions.decide(self.rewrite.where, path, asks=self._takes)
+
+    def _takes(self, atom: expressions.Atom, path: Path) -> bool | None:
+        """Asks an elementary filter; a function once for each variable and block."""
+        if 'code' not in atom.own_needs:
+            return expressions.takes(atom, path)
+        key = atom, path.key
+        if key not in self._said:
+            self._said[key] = expressions.takes(atom, path)
+        return self._said[key]
+
+    def matched_by(self, paths: Iterable[Path]) -> set[filters.Filter]:
+        """Returns the atoms that take one of some variables, or may take one."""
+        where = self.rewrite.where
+        matched: set[filters.Filter] = set()
+        for path in paths:
+            if len(matched) == len(where.atoms):
+                break
+            matched |= expressions.asked(where, path, self._takes).keys()
+        return matched
+
+    def answer(self, question: Question) -> Hashable:
+        """Returns what decides how a trace goes on.
+
+        Raises:
+            Unanswerable: if nothing can be said.
+        """
+        if isinstance(question, str):
+            return self.rewrite.rule.token()
+        if isinstance(question, weakref.ref):
+            if question() is None:
+                raise Unanswerable
+            return self.owner_path if question == self.tree else None
+        inside, key, classes, _ = question
+        try:
+            return self.ask(Path.of(*key, self.owner_path if inside else (), classes))
+        except Exception as error:  # The function was not written for the variable.
+            return type(error)
+
+
+@dataclasses.dataclass
+class Known:
+    """What is known of the blocks that had a number.
+
+    Attributes:
+        was_right: whether one of them was judged, and was right.
+        had_effect: whether one of these has selected what was read in it.
+        beside: the variables that these met beside the programs that JAX keeps.
+    """
+
+    was_right: bool = False
+    had_effect: bool = False
+    beside: set[Key] = dataclasses.field(default_factory=set)
+
+
+class Number:
+    """A number in JAX's cache keys, and what its traces depend on.
+
+    Attributes:
+        value: the number in JAX's cache keys.
+        question: what is asked to go on; None at an end.
+        answers: the number for each answer; that of the block which was asked first
+            has the same value.
+        inside: the numbers of blocks opened inside, by kind.
+        known: what is known of the blocks that had the number.
+    """
+
+    def __init__(self, value: int | None = None) -> None:
+        self.value = next(_values) if value is None else value
+        self.question: Question | None = None
+        self.answers: dict[Hashable, Number] = {}
+        self.inside: dict[Hashable, _Kind] = {}
+        self.known = Known()
+        # Weak: an exception may come before a block gives the number back.
+        self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
+
+    def take(self, asker: Asker) -> bool:
+        """Leases the number, unless another holder may give other answers."""
+        with _lock:
+            # Another thread may have asked a question since the number was found.
+            if self.question is not None or any(
+                other.sure != asker.sure for other in self._holders
+            ):
+                return False
+            self._holders.add(asker)
+        return True
+
+    def hold(self, asker: Asker) -> None:
+        """Leases the number to a block that has the same number already."""
+        self._holders.add(asker)
+
+    def give_back(self, asker: Asker) -> None:
+        """Gives the number back, if the asker holds it."""
+        with _lock:
+            self._holders.discard(asker)
+
+    def ask(self, question: Question, answer: Hashable) -> None:
+        """Adds a question: with this answer, everything stays as it is."""
+        self.answers[answer] = same = Number(self.value)
+        same.inside, same.known = self.inside, self.known
+        self.question = question
+
+
+class _Kind(list[Number]):
+    """The first numbers of the blocks of one kind: one, or more for several threads."""
+
+    ends = 0
+
+    def ends_for(self, asker: Asker) -> Iterator[tuple[Number, Number, set[Question]]]:
+        """Yields the ends that a block comes to: first number, end, what was asked."""
+        for first in tuple(self):
+            number, asked = first, set[Question]()
+            try:
+                while number.question is not None:
+                    asked.add(number.question)
+                    said = asker.answer(number.question)
+                    if said not in number.answers:
+                        self.ends += 1
+                        number.answers[said] = Number()
+                    number = number.answers[said]
+            except Unanswerable:  # No trace under it is found again.
+                self.drop(first)
+            else:
+                yield first, number, asked
+        if self.ends > _MOST:
+            self.clear()
+            self.ends = 0
+
+    def drop(self, first: Number) -> None:
+        """Lets no block find a number."""
+        with _lock:
+            if first in self:
+                self.remove(first)
+
+
+class Lease:
+    """The number that an open block holds. Until ``find`` no other block finds it.
+
+    Attributes:
+        asker: answers for the block.
+        number: the number.
+        is_blank: whether no trace that JAX keeps depends on the block so far.
+
+    Args:
+        around: the number of the blocks that are open already.
+        asker: answers for the block.
+    """
+
+    def __init__(self, around: Number, asker: Asker) -> None:
+        self._around, self.asker = around, asker
+        self.number = self._first = Number()
+        self.is_blank, self._asked = True, set[Question]()
+
+    def find(self, outside: Callable[[], Any]) -> None:
+        """Leases the number whose traces the block may reuse, or a blank one.
+
+        Args:
+            outside: returns a context manager, in which the user's functions are
+                called.
+        """
+        with outside():
+            ends = [*self._kind(self.asker.kind).ends_for(self.asker)]
+        # Those come first that have programs already.
+        ends.sort(key=lambda end: not end[1].known.was_right)
+        for first, number, asked in ends:
+            self._first, self.number, self._asked = first, number, asked
+            if number.take(self.asker):
+                self.is_blank = False
+                return
+        with _lock:
+            blanks, new = self._kind(self.asker.blank), Number()
+            for number in (*blanks, new):
+                self._first, self.number, self._asked = number, number, set()
+                if number.take(self.asker):
+                    break
+            if self.number is new:
+                blanks.append(new)
+
+    def _kind(self, kind: Hashable) -> _Kind:
+        with _lock:
+            kinds = self._around.inside
+            if kind not in kinds:
+                kinds[kind] = _Kind()
+                if len(kinds) > _MOST:
+                    del kinds[next(iter(kinds))]
+            return kinds[kind]
+
+    def note(self, questions: Iterable[Question], is_own: bool = False) -> None:
+        """Notes that a trace which JAX may keep depends on the block.
+
+        Args:
+            questions: what it depends on, beside the kind of the block.
+            is_own: whether it depends on the block itself.
+        """
+        with _lock:
+            if self.is_blank:
+                self.is_blank = False
+                blanks = self._kind(self.asker.blank)
+                if self.number in blanks:  # Else a block that holds it has done so.
+                    blanks.remove(self.number)
+                    self._kind(self.asker.kind).append(self.number)
+            missing = {q: None for q in questions if q not in self._asked}
+            while missing:
+                number = self.number
+                if number.question is None:
+                    question = next(iter(missing))
+                    number.ask(question, self.asker.answer(question))
+                missing.pop(number.question, None)
+                self._asked.add(number.question)
+                number.give_back(self.asker)
+                self.number = number.answers[self.asker.answer(number.question)]
+                self.number.hold(self.asker)
+            if is_own:
+                self.discard()
+
+    def discard(self) -> None:
+        """Lets no other block find the number: its traces have to be made anew."""
+        self._kind(self.asker.kind).drop(self._first)
+
+    def give_back(self) -> None:
+        """Gives the number back."""
+        self.number.give_back(self.asker)
+
+
+# The number while no block is open.
+NONE = Number(0)
