@@ -15,6 +15,7 @@ from flax_sg.autodiff.gradients import jvp as jvp
 from flax_sg.autodiff.gradients import linearize as linearize
 from flax_sg.autodiff.gradients import value_and_grad as value_and_grad
 from flax_sg.autodiff.gradients import vjp as vjp
+from flax_sg.filters import arrays as arrays
 from flax_sg.filters import at as at
 from flax_sg.filters.paths import Path as Path
 from flax_sg.forms.plain_trees import rewrite as rewrite
@@ -29,7 +30,6 @@ from flax_sg.optim.updates import apply_updates as apply_updates
 from flax_sg.trees import combine as combine
 from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n
-from flax_sg.trees.arrays import arrays as arrays
 from flax_sg.trees.leaves import ABSENT as ABSENT
 from flax_sg.trees.nondifferentiable import NonDifferentiable as NonDifferentiable
 from flax_sg.trees.trainable import DECLARED as DECLARED

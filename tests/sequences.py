@@ -423,7 +423,12 @@ class Here:
     by_hand: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def stopped(self, in_pair: bool) -> frozenset[str]:
-        """The parameters that the open blocks stop in a tree: the union."""
+        """The parameters that the open blocks stop in a tree: the union.
+
+        A net that is applied in a method of a pair is in no block.
+        """
+        if self.pair is not None and not in_pair:
+            return frozenset()
         return frozenset(
             '/'.join(names)
             for names in (PAIR_NAMES if in_pair else NET_NAMES)
@@ -663,7 +668,8 @@ class Runner:
     def _do_call(self, item: Call, here: Here) -> None:
         stopped = here.stopped(in_pair=False)
         fn, name = self._of[item.kind], item.kind
-        with self._counted(here, name, KINDS.get(name, KINDS['jit']), stopped):
+        kind, key = KINDS.get(name, KINDS['jit']), (name, here.pair is None)
+        with self._counted(here, name, kind, stopped, key):
             if here.args is not None:
                 self._note_call(here, fn(*here.args[1:]), BY_HAND.call(name, stopped))
                 return

@@ -7,9 +7,9 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Generator, Hashable, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from flax.core.scope import Scope
@@ -19,7 +19,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes, patching, tracing, versions
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
-from flax_sg.trees.variables import Key
+from flax_sg.trees.variables import Facts, Key
 
 versions.load_once(globals())
 
@@ -66,20 +66,19 @@ class Block:
         tree: identity of the tree that ``owner`` belongs to; None at top level.
         asker: answers the questions of ``numbers``.
         lease: the block's number in JAX's cache keys.
+        depth: how many calls of ``apply`` were running when the block opened.
         level, kept_trace: the trace in which the block was opened, and the innermost
             trace around the block that JAX may cache.
         place: the line of the user's program that opened the block.
         decisions: the path of each variable met so far, and the filter's answer.
         collections: the collections met so far.
         reads: the variables that were read.
+        uncovered: variables of trees that have ended, and that are not covered.
         took: whether the filter selects a variable in ``reads``.
         closed_root: the top scope of the owner, once the block is closed.
         ended: set by another thread, once the block's code has ended there.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
             function called in the block; see ``late_rules.py``.
-        given: by ``id``, the leaves that readers have seen, with the identity of their
-            tree, and whether the reader got a whole tree; see ``rereads``.
-        given_trees: the whole trees.
         beside: the variables that were met while JAX traced nothing in the block.
     """
 
@@ -90,19 +89,29 @@ class Block:
     tree: Tree | None
     asker: numbers.Asker
     lease: numbers.Lease
+    depth: int
     level: Any
     kept_trace: Any
     place: Place
-    decisions: dict[numbers.Variable, tuple[Path, Any]] = field(default_factory=dict)
+    decisions: dict[Facts, tuple[Path, Any]] = field(default_factory=dict)
     collections: set[str] = field(default_factory=set)
     reads: set[Key] = field(default_factory=set)
+    uncovered: set[Facts] = field(default_factory=set)
     took: bool = False
     closed_root: weakref.ref[Scope] | None = None
     ended: bool = False
     is_open: bool = True
-    given: dict[int, tuple[weakref.ref[Any], Tree, bool]] = field(default_factory=dict)
-    given_trees: dict[Hashable, Any] = field(default_factory=dict)
-    beside: set[Key] = field(default_factory=set)
+    beside: set[Facts] = field(default_factory=set)
+
+    def covers(self, root: Root) -> bool:
+        """Whether the block covers a tree: that of its owner alone.
+
+        At top level it covers each tree that begins in it, or was bound before. A tree
+        that begins inside of another ``apply`` sees what it is given.
+        """
+        if self.tree is not None:
+            return root.tree is self.tree
+        return root.depth <= self.depth
 
     @functools.cached_property
     def made(self) -> Made:
@@ -117,12 +126,12 @@ class Handed:
     Attributes:
         covered: the blocks that were open when the body began. They apply outside.
         values: the variables, as Flax passed them in.
-        selected: those that were rewritten outside.
+        selected: those that were rewritten outside, and a block that did so.
     """
 
     covered: tuple[Block, ...] = ()
     values: dict[Key, Any] = field(default_factory=dict)
-    selected: frozenset[Key] = frozenset()
+    selected: dict[Key, Block] = field(default_factory=dict)
 
     def has(self, block: Block, key: Key, value: Any) -> bool:
         """Whether the block's rule was applied to ``value`` outside the body.
@@ -145,11 +154,13 @@ class Setups:
         running: by id, modules whose ``setup`` runs, or ran for a second time in this
             tree, and the blocks that were open.
         values: for each block, the values kept by ``setup``, as readers see them.
+        is_new: whether the tree began in a second run of a ``setup``.
     """
 
     made_in: tuple[Block, ...] | None = None
     running: dict[int, tuple[Block, ...]] = field(default_factory=dict)
     values: dict[Block, dict[int, Any]] = field(default_factory=dict)
+    is_new: bool = False
 
 
 class Root:
@@ -162,6 +173,7 @@ class Root:
             transform shares the identity of the scope it was lifted from.
         parts: the paths and collections that make up the tree; several in the body of
             a transform of several modules.
+        depth: in how many calls of ``apply`` the tree began.
         initializing: whether ``init`` is making the variables.
         level, kept_trace: the trace in which the tree began, and the innermost trace
             around the tree that JAX may cache.
@@ -173,8 +185,9 @@ class Root:
             the exception that was being handled when it closed.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, depth: int) -> None:
         self.tree = tree
+        self.depth = depth
         self.parts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
         self.initializing = False
         self.level: Any = None
@@ -193,9 +206,10 @@ class Root:
 
     def within(self, covered: tuple[Block, ...]) -> Root:
         """Returns a root of the same tree, for a body that begins in blocks."""
-        inner = Root(self.tree)
+        inner = Root(self.tree, self.depth)
         inner.initializing, inner.pending = self.initializing, self.pending
         inner.handed, inner.setups = Handed(covered), Setups(self.setups.made_in)
+        inner.setups.is_new = self.setups.is_new
         return inner
 
     # All roots are equal, and no dataclasses: scopes carry them in their flags, and
@@ -213,6 +227,7 @@ class Root:
         self.setups.values.pop(block, None)
 
 
+Blocks: TypeAlias = tuple[Block, ...]
 _KnownRoot = tuple[Root, tuple[str, ...], dict[str, Any]]
 
 
@@ -225,6 +240,7 @@ class _Thread(threading.local):
         self._no_context = tracing.user_context(0)
         with self._no_context:
             pass
+        self.applies: list[Any] = []  # One for each ``apply`` that runs.
         self.roots: dict[int, _KnownRoot] = {}
         self.rewritten = 0  # How often a reader saw a rewritten value.
         self._aside = 0  # How many calls of ``only`` are running.
@@ -232,10 +248,6 @@ class _Thread(threading.local):
         self.doubts: list[str] | None = None
         # The blocks that have closed, while ``closing`` looks at them.
         self.closed: list[Block] | None = None
-        # Whether an open block selects by class. If so, ``reader`` is the path of the
-        # scope that a variable is read from.
-        self.asks_classes = False
-        self.reader: tuple[str, ...] | None = None
 
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
         """Sets the open blocks, for the hooks and for JAX's trace caches.
@@ -243,23 +255,39 @@ class _Thread(threading.local):
         Ctrl-C may raise between any two lines: a second call completes the change.
         """
         self.blocks = blocks
-        self.asks_classes = True in [block.asker.asks_classes for block in blocks]
         self._no_context.__exit__(None, None, None)  # Restores the initial number.
         if blocks:
-            tracing.user_context(blocks[-1].lease.number.value).__enter__()
+            tracing.user_context(self.number.value).__enter__()
+
+    @property
+    def number(self) -> numbers.Number:
+        """The number of the open blocks in JAX's cache keys."""
+        if not self.blocks:
+            return numbers.NONE
+        block = self.blocks[-1]
+        number = block.lease.number
+        return number if len(self.applies) <= block.depth else number.deeper
+
+    @contextlib.contextmanager
+    def applying(self, scope: Any) -> Generator[Any]:
+        """Counts an ``apply``, given the context in which it runs.
+
+        Which trees a block covers depends on it, so it is part of JAX's keys.
+        """
+        mark = object()
+        with scope as root:
+            try:
+                self.applies.append(mark)
+                self.set_blocks(self.blocks)
+                yield root
+            finally:
+                if mark in self.applies:
+                    self.applies.remove(mark)
+                self.set_blocks(self.blocks)
 
     def _set_aside(self, blocks: tuple[Block, ...], aside: int) -> None:
         self._aside = aside
         self.set_blocks(blocks)
-
-    @contextlib.contextmanager
-    def reading(self, path: tuple[str, ...]) -> Generator[None]:
-        """Notes the scope that a variable is read from, for filters by class."""
-        before, self.reader = self.reader, path
-        try:
-            yield
-        finally:
-            self.reader = before
 
     @contextlib.contextmanager
     def closing(self) -> Generator[list[Block]]:
@@ -346,53 +374,56 @@ def remove(block: Block) -> None:
     patching.release_hooks(block)
 
 
-def root_of(scope: Scope) -> Root:
-    """Returns the root of the tree that a scope belongs to, or makes one."""
+def root_of(scope: Scope, depth: int = 0) -> Root:
+    """Returns the root of the tree that a scope belongs to, or makes one.
+
+    Args:
+        scope: the scope.
+        depth: in how many calls of ``apply`` its tree begins, if it begins now.
+    """
     top = scope.root
     root: Any = top.flags.get(ROOT_FLAG)
     if root is not None:
         return root
-    variables = core_scopes.variables_of(top)
-    known = thread.roots.get(id(variables))
+    known = thread.roots.get(id(core_scopes.variables_of(top)))
     if known is None:
-        # If a transform was entered before any block opened, the root scopes of its
-        # body have a path. They belong to the tree of the module that opened a block
-        # in the body.
-        owners = [b.tree for b in thread.blocks if b.tree is not None]
-        tree = owners[-1] if top.path and owners else Tree()
-        beside = (r for r, _, _ in thread.roots.values() if r.tree is tree and top.path)
-        known = thread.roots[id(variables)] = _known(tree, top, beside)
+        known = _begin(top, depth)
     return known[0]
 
 
+def _begin(top: Scope, depth: int) -> _KnownRoot:
+    tree, beside = Tree(), list[Root]()
+    if top.path:
+        # The body of a transform that was entered before any block opened: a part of
+        # the ``apply`` that runs.
+        apply = patching.running_apply(innermost=True)
+        owners = [b.tree for b in thread.blocks if b.tree is not None]
+        tree = root_of(apply).tree if apply else owners[-1] if owners else tree
+        beside = [r for r, _, _ in thread.roots.values() if r.tree is tree]
+    known = _known(tree, top, depth, beside)
+    if thread.doubts is not None and not top.path:
+        known[0].setups.made_in, known[0].setups.is_new = thread.blocks, True
+    thread.roots[id(known[2])] = known
+    return known
+
+
 class Tree:
-    """Identifies a tree of variables. Cache numbers hold only weak references to it.
-
-    Attributes:
-        has_ended: whether its ``apply`` is over.
-    """
-
-    has_ended = False
-
-
-def is_of_tree(scope: Scope, root: Root) -> bool | None:
-    """Whether a scope is in the tree of ``root``; None if nobody has read it yet."""
-    met = thread.roots.get(id(core_scopes.variables_of(scope.root)), (None,))
-    known: Any = scope.root.flags.get(ROOT_FLAG) or met[0]
-    return None if known is None else known.tree is root.tree
+    """Identifies a tree of variables. Numbers hold only weak references to it."""
 
 
 def reopen(block: Block) -> None:
     """Registers the tree of a closed block's owner again, if still in use."""
     top = None if block.closed_root is None else block.closed_root()
     if top is not None and block.tree and ROOT_FLAG not in top.flags:
-        known = _known(block.tree, top)
+        known = _known(block.tree, top, block.depth)
         thread.roots.setdefault(id(known[2]), known)
 
 
-def _known(tree: Tree, top: Scope, beside: Iterable[Root] = ()) -> _KnownRoot:
+def _known(
+    tree: Tree, top: Scope, depth: int, beside: Iterable[Root] = ()
+) -> _KnownRoot:
     same = (root for root in beside if root.level == top.trace_level)
-    root = next(same, Root(tree))
+    root = next(same, Root(tree, depth))
     variables, root.level = core_scopes.variables_of(top), top.trace_level
     root.kept_trace = tracing.kept_trace(top)
     root.initializing = top.get_flag('initializing', False)

@@ -12,7 +12,6 @@ from flax_sg.engine import (
     blocks,
     judgement,
     late_rules,
-    rereads,
     setup_values,
     views,
     writeback,
@@ -29,17 +28,13 @@ _original = patching.originals
 
 def _get_variable(self: Scope, col: str, name: str, default: Any = None) -> Any:
     open_blocks = blocks.active()
-    if not open_blocks and blocks.thread.doubts is None:
+    if not open_blocks:
         return _original['get_variable'](self, col, name, default)
     value = _original['get_variable'](self, col, name, _MISSING)
     if value is _MISSING:
         return default
-    setup_values.reads(self, col)
     key = (col, (*self.path, name))
-    if not blocks.thread.asks_classes:
-        return views.view(blocks.root_of(self), open_blocks, key, value)
-    with blocks.thread.reading(self.path):
-        return views.view(blocks.root_of(self), open_blocks, key, value)
+    return views.view(blocks.root_of(self), open_blocks, key, value)
 
 
 def _variables(self: Scope) -> Any:
@@ -52,7 +47,6 @@ def _variables(self: Scope) -> Any:
         col: views.view(root, open_blocks, (col, self.path), tree)
         for col, tree in variables.items()
     }
-    rereads.note_tree(open_blocks, root, self.path, viewed)
     return FrozenDict(viewed) if isinstance(variables, FrozenDict) else viewed
 
 
@@ -73,15 +67,14 @@ def _param(
 
 
 def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
-    if setup_values.writes_elsewhere(self, col):
-        return
     open_blocks = blocks.active()
     if open_blocks:
         key = (col, (*self.path, name))
-        value = views.stored(blocks.root_of(self), open_blocks, key, value)
-        writes.check(self, open_blocks, key, value)
+        root = blocks.root_of(self)
         if modules.is_sowing():
-            blocks.root_of(self).sown.add(key)
+            root.sown.add(key)
+        value = views.stored(root, open_blocks, key, value)
+        writes.check(self, open_blocks, key, value)
     _original['put_variable'](self, col, name, value)
 
 
@@ -91,6 +84,20 @@ def _invalidate(self: Scope) -> None:
         _original['invalidate'](self)
         if blocks.thread.roots:
             judgement.settle(self)
+
+
+def _temporary(self: Scope) -> Any:
+    return blocks.thread.applying(_original['temporary'](self))
+
+
+def _bind(key: str) -> Callable[..., Scope]:
+    def hook(*args: Any, **kwargs: Any) -> Scope:
+        scope = _original[key](*args, **kwargs)
+        if blocks.thread.blocks:
+            blocks.root_of(scope, len(blocks.thread.applies))
+        return scope
+
+    return hook
 
 
 def _post_init(self: Any) -> None:
@@ -105,8 +112,10 @@ HOOKS: dict[str, Callable[..., Any]] = {
     'put_variable': _put_variable,
     'make_rng': setup_values.make_rng,
     'invalidate': _invalidate,
+    'temporary': _temporary,
+    'bind': _bind('bind'),
+    'bind_to_apply': _bind('bind_to_apply'),
     'partial_pack': writeback.partial_pack,
-    'has_variable': setup_values.has_variable,
     'post_init': _post_init,
     'try_setup': setup_values.try_setup,
     'getattribute': setup_values.getattribute,

@@ -21,7 +21,7 @@ from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes
 from flax_sg.internals.places import warn_once
-from flax_sg.trees.variables import iter_leaf_keys
+from flax_sg.trees.variables import facts_of, iter_leaf_keys
 
 
 def judge(block: Block, reads: bool) -> None:
@@ -68,7 +68,8 @@ def verdict(block: Block) -> errors.FlaxSGError | None:
     all was met, or what an earlier block has met beside its programs, these have run,
     and the earlier block was right.
     """
-    known, met = block.lease.number.known, {key for _, key, *_ in block.decisions}
+    known = block.lease.number.known
+    met = block.decisions.keys()
     if known.was_right and block.tree is None and met <= known.beside:
         return None
     paths = {path.key: path for path, _ in block.decisions.values()}
@@ -97,12 +98,15 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
     owner = None if block.tree is None else block.owner_path
     matched = ask.matched_by(paths)
     both = isinstance(where, filters.And)
-    any_taken = both and any(ask.ask(path) is not False for path in paths)
+    any_taken = both and any(map(ask.ask, paths))
     error = find_unused(where, matched, paths, owner, any_taken)
     if block.collections:
         error = _unknown_collection(block) or error
     elif error and block.tree is None and not paths and where.atoms:
         error = _nothing_read(block)
+    inside = [ask.path_of(facts) for facts in block.uncovered] if error else []
+    if inside and len(ask.matched_by([*paths, *inside])) == len(where.atoms):
+        error = _only_inside(block)
     if error:  # A traceback may show another line.
         error.add_note(f'From {block.rewrite!r}, opened at {block.place}.')
     return error
@@ -137,7 +141,6 @@ def settle(scope: Scope) -> None:
     for block in thread.blocks:
         _meet(block, *known)
     root, path, variables = known
-    root.tree.has_ended = True
     pending, root.pending[:] = list(root.pending), []
     for block, handled in pending:
         # If the body raised, its own exception is shown instead.
@@ -152,6 +155,11 @@ def _meet(
     block: Block, root: Root, path: tuple[str, ...], variables: dict[str, Any]
 ) -> None:
     """Asks the filter about variables that nobody read, if it may have missed them."""
+    if not block.covers(root):
+        for collection, tree in variables.items():
+            keys = iter_leaf_keys((collection, path), tree)
+            block.uncovered.update(map(facts_of, keys))
+        return
     block.collections.update(variables)
     # What ``init`` makes need not be read, and nothing is differentiated by it.
     block.took = block.took or root.initializing
@@ -161,11 +169,8 @@ def _meet(
     if is_met and not _judges_all(where):
         return
     for collection, tree in variables.items():
-        if wants(block, collection):
+        if wants(block, root, collection):
             for key in iter_leaf_keys((collection, path), tree):
-                # The filter was asked at the read; by now the classes are unknown.
-                if block.asker.asks_classes and key in block.reads:
-                    continue
                 owner = block.owner_path if block.tree is root.tree else ()
                 if key[1][: len(owner)] == owner:
                     selects(block, root, key, read=False)
@@ -199,6 +204,17 @@ def _perhaps(error: errors.FlaxSGError) -> str:
     return (
         f'{error.args[0]}\nA compiled program may have it: the same filter was right '
         'before. If a second model runs in this block, open a block of its own for it.'
+    )
+
+
+def _only_inside(block: Block) -> errors.UnusedFilterError:
+    """Returns the error for a name that only an inner ``apply`` has."""
+    return errors.UnusedFilterError(
+        f'{block.rewrite!r} names variables of an apply inside of another one.\n'
+        'A block covers one tree: such an apply sees what the module around it gives '
+        'it, computed or read.\n'
+        'Stop what is given: apply(sg.stop_gradient(tree, where), x). Or open a block '
+        'around that apply at top level.'
     )
 
 

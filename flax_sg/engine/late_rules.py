@@ -26,11 +26,11 @@ def hook_for(kind: str) -> Callable[..., Any]:
         open_blocks = blocks.active()
         # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
         if open_blocks and not _of_jax(self):
-            self = _copy(self)
+            self, applies = _copy(self), tuple(blocks.thread.applies)
             for name in patching.RULES[kind]:
                 rule = getattr(self, name)
                 if rule is not None:
-                    setattr(self, name, _resuming(rule, open_blocks))
+                    setattr(self, name, _resuming(rule, open_blocks, applies))
         return patching.originals[kind](self, *args, **kwargs)
 
     return hook
@@ -52,33 +52,37 @@ def _of_jax(function: Any) -> bool:
     return module.startswith('flax_sg.') or (module.startswith('jax.') and closed)
 
 
-def _resuming(rule: Callable[..., Any], open_blocks: _Blocks) -> Callable[..., Any]:
+def _resuming(
+    rule: Callable[..., Any], open_blocks: _Blocks, applies: tuple[object, ...]
+) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _resumed(open_blocks):
+        with _resumed(open_blocks, applies):
             return rule(*args, **kwargs)
 
     return functools.update_wrapper(wrapper, rule)
 
 
 @contextlib.contextmanager
-def _resumed(open_blocks: _Blocks) -> Generator[None]:
+def _resumed(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[None]:
     """Reopens blocks, as they were, for code that belongs in them.
 
     Other blocks may hold their numbers by now, so the reopened blocks get numbers that
     no other block finds. Two threads may differentiate one function: one of them waits.
     """
     with _lock:
-        yield from _reopened(open_blocks)
+        yield from _reopened(open_blocks, applies)
 
 
 _lock = threading.RLock()
 
 
-def _reopened(open_blocks: _Blocks) -> Generator[None]:
+def _reopened(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[None]:
     thread, user = blocks.thread, object()
+    before = thread.applies
     closed = {block: block.lease for block in open_blocks if not block.is_open}
 
     def leave() -> None:
+        thread.applies = before
         for block, lease in closed.items():
             block.lease, block.is_open = lease, False
         for block in open_blocks:
@@ -88,6 +92,7 @@ def _reopened(open_blocks: _Blocks) -> Generator[None]:
 
     try:
         patching.acquire_hooks(user)
+        thread.applies = [*applies]
         for block in closed:
             block.lease, block.is_open = numbers.Lease(numbers.NONE, block.asker), True
         with thread.only(open_blocks):

@@ -24,20 +24,18 @@ from typing import Any, TypeAlias
 
 from flax_sg import filters
 from flax_sg.filters import expressions
-from flax_sg.filters.paths import Classes, Path
+from flax_sg.filters.paths import Path
 from flax_sg.internals import versions
 from flax_sg.rules import rules
-from flax_sg.trees.variables import Key
+from flax_sg.trees.variables import Facts
 
 versions.load_once(globals())
 
 # What a trace may depend on, beside the kind of the block: which values a rule brings;
 # where in a tree that is older than the trace the owner is; what a function says of a
-# variable, told by whether it is in the owner's tree, its key, the classes of the
-# modules around it, and how many of its names lie within a value.
+# variable.
 VALUES = 'values'
-Variable: TypeAlias = tuple[bool, Key, Classes | None, int]
-Question: TypeAlias = 'str | weakref.ref[Any] | Variable'
+Question: TypeAlias = 'str | weakref.ref[Any] | Facts'
 
 _MOST = 4096  # Kinds in a number, and ends of a kind. JAX keeps as many traces.
 _values = itertools.count(1)
@@ -69,7 +67,6 @@ class Asker:
     def __post_init__(self) -> None:
         where, rule = self.rewrite.where, self.rewrite.rule
         self.has_functions = 'code' in where.needs
-        self.asks_classes = 'classes' in where.needs
         self.asks_path = bool(where.atoms) or rule.asks_path
         # A write, and what a lifted transform was handed, ask no question.
         self.blank: Hashable = rule.acts_on == 'writes', self.rewrite.collections
@@ -80,14 +77,16 @@ class Asker:
             self.sure = self.kind, rule.token(), self.owner_path, self.tree
         self._said: dict[Hashable, Any] = {}
 
-    def ask(self, path: Path) -> Any:
-        """Whether the filter takes a variable: a bool, or a ``Part`` of the variable.
+    def path_of(self, facts: Facts) -> Path:
+        """Returns the path of a variable, as the filter and the rule see it."""
+        collection, names, inner, array = facts
+        return Path.of(collection, names, self.owner_path, inner, array)
 
-        None if the answer depends on the unknown class of a module.
-        """
+    def ask(self, path: Path) -> Any:
+        """Whether the filter takes a variable: a bool, or a ``Part`` of it."""
         return expressions.decide(self.rewrite.where, path, asks=self._takes)
 
-    def _takes(self, atom: expressions.Atom, path: Path) -> bool | None:
+    def _takes(self, atom: expressions.Atom, path: Path) -> bool:
         """Asks an elementary filter; a function once for each variable and block."""
         if 'code' not in atom.own_needs:
             return expressions.takes(atom, path)
@@ -97,13 +96,13 @@ class Asker:
         return self._said[key]
 
     def matched_by(self, paths: Iterable[Path]) -> set[filters.Filter]:
-        """Returns the atoms that take one of some variables, or may take one."""
+        """Returns the atoms that take one of some variables."""
         where = self.rewrite.where
         matched: set[filters.Filter] = set()
         for path in paths:
             if len(matched) == len(where.atoms):
                 break
-            matched |= expressions.asked(where, path, self._takes).keys()
+            matched |= expressions.asked(where, path, self._takes)
         return matched
 
     def answer(self, question: Question) -> Hashable:
@@ -118,9 +117,8 @@ class Asker:
             if question() is None:
                 raise Unanswerable
             return self.owner_path if question == self.tree else None
-        inside, key, classes, _ = question
         try:
-            return self.ask(Path.of(*key, self.owner_path if inside else (), classes))
+            return self.ask(self.path_of(question))
         except Exception as error:  # The function was not written for the variable.
             return type(error)
 
@@ -137,7 +135,7 @@ class Known:
 
     was_right: bool = False
     had_effect: bool = False
-    beside: set[Key] = dataclasses.field(default_factory=set)
+    beside: set[Facts] = dataclasses.field(default_factory=set)
 
 
 class Number:
@@ -160,6 +158,12 @@ class Number:
         self.known = Known()
         # Weak: an exception may come before a block gives the number back.
         self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
+
+    @property
+    def deeper(self) -> Number:
+        """The number while more applies run than when the block opened."""
+        with _lock:
+            return self.inside.setdefault('deeper', _Kind([Number()]))[0]
 
     def take(self, asker: Asker) -> bool:
         """Leases the number, unless another holder may give other answers."""
@@ -289,13 +293,14 @@ class Lease:
             missing = {q: None for q in questions if q not in self._asked}
             while missing:
                 number = self.number
+                question = number.question or next(iter(missing))
+                said = self.asker.answer(question)
                 if number.question is None:
-                    question = next(iter(missing))
-                    number.ask(question, self.asker.answer(question))
-                missing.pop(number.question, None)
-                self._asked.add(number.question)
+                    number.ask(question, said)
+                missing.pop(question, None)
+                self._asked.add(question)
                 number.give_back(self.asker)
-                self.number = number.answers[self.asker.answer(number.question)]
+                self.number = number.answers[said]
                 self.number.hold(self.asker)
             if is_own:
                 self.discard()

@@ -30,7 +30,6 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         The open block, for ``close_block``.
     """
     outer = blocks.active()
-    around = outer[-1].lease.number if outer else numbers.NONE
     path = () if owner is None else owner.path
     tree = None if owner is None else blocks.root_of(owner).tree
     asker = numbers.Asker(rewrite, path, None if tree is None else weakref.ref(tree))
@@ -41,7 +40,8 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         owner_path=path,
         tree=tree,
         asker=asker,
-        lease=numbers.Lease(around, asker),
+        lease=numbers.Lease(thread.number, asker),
+        depth=len(thread.applies),
         level=tracing.current_trace(),
         kept_trace=tracing.kept_trace(),
         place=Place.here(),

@@ -33,7 +33,6 @@ from flax_sg.internals.weak import remembered
 from flax_sg.trees.variables import Key
 
 _Blocks = tuple[blocks.Block, ...]
-_cached_properties = remembered(modules.cached_properties)
 
 
 @remembered
@@ -55,8 +54,6 @@ def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
         cls = type(self)
         if name in _OF_FLAX or not blocks.thread.blocks or name in _arguments(cls):
             return original(self, name)
-        if name in _cached_properties(cls):
-            return _computed_anew(original, self, name)
         kept = original(self, '__dict__')
         if name not in kept and name[:2] != '__' and not hasattr(cls, name):
             modules.run_setup(self)  # As ``Module.__getattr__`` does.
@@ -101,17 +98,6 @@ def _make_plain(viewed: _SetupValues) -> None:
             new = plain.convert(name, value, viewed.blocks)
             viewed.shown[name] = new, value, True
             object.__setattr__(module, name, new)
-
-
-def _computed_anew(original: Callable[..., Any], module: Any, name: str) -> Any:
-    """Computes a cached property, and leaves its cache as it was."""
-    attributes = original(module, '__dict__')
-    cached = {key: attributes.pop(key) for key in (name,) if key in attributes}
-    try:
-        return original(module, name)
-    finally:
-        attributes.pop(name, None)
-        attributes.update(cached)
 
 
 def _seen(module: Any, name: str, value: Any) -> Any:
@@ -287,43 +273,11 @@ def _run_again(
     return dict(vars(clone))
 
 
-# The hooks call these. During a second run they note why its values may differ.
-
-
-def reads(scope: Scope, collection: str) -> None:
-    """Notes a doubt if a second run reads a variable that may have changed."""
-    # Methods do not write parameters, and do not compute with sown values.
-    if collection not in ('params', 'intermediates'):
-        _asks(scope, collection)
-
-
-def has_variable(self: Scope, col: str, name: str) -> bool:
-    """The hook for ``Scope.has_variable``."""
-    # Flax itself calls this for each parameter: count the user's calls only.
-    if blocks.thread.doubts is not None and modules.asks_for_variable():
-        _asks(self, col)
-    return patching.originals['has_variable'](self, col, name)
-
-
-def _asks(scope: Scope, collection: str) -> None:
-    doubts = blocks.thread.doubts
-    if doubts is not None and scope.is_mutable_collection(collection):
-        doubts.append(f'it asks for {collection!r}, which may have been written since')
-
-
-def writes_elsewhere(scope: Scope, collection: str) -> bool:
-    """Whether a second run writes outside its scratch scopes; notes a doubt if so."""
-    doubts = blocks.thread.doubts
-    if doubts is None or blocks.root_of(scope).setups.made_in is not None:
-        return False
-    doubts.append(f'it lets a module elsewhere write {collection!r}')
-    return True
-
-
 def make_rng(self: Scope, name: str = 'params') -> Any:
-    """The hook for ``Scope.make_rng``."""
+    """The hook for ``Scope.make_rng``: notes why a second run may differ."""
     key, doubts = patching.originals['make_rng'](self, name), blocks.thread.doubts
-    if doubts is not None:  # A module elsewhere shall draw the same afterwards.
+    if doubts is not None and not blocks.root_of(self).setups.is_new:
+        # A module elsewhere shall draw the same afterwards.
         self.rng_counters[name if self.has_rng(name) else 'params'] -= 1
         doubts.append('it draws random numbers')
     return key

@@ -20,14 +20,13 @@ import contextlib
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, Root, thread
-from flax_sg.engine.rereads import check, is_given, note
 from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK
@@ -108,7 +107,7 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
         The same structure with the same types. ``value`` itself if no block looks at
         the collection.
     """
-    wanted = [block for block in blocks if wants(block, key[0])]
+    wanted = [block for block in blocks if wants(block, root, key[0])]
     if not wanted:
         return value
     return map_variables(functools.partial(_view_variable, root, wanted), key, value)
@@ -139,12 +138,8 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
         begun = root.handed.has(block, key, value)
         if begun and tracing.kept_trace() == root.kept_trace:
             continue
-        if is_given(block, root, value):
-            continue
         if any([selects(block, root, leaf_key) for leaf_key in keys]) and not begun:
-            check(block, root, key)
             value = _rewritten(root, block, key, value)
-    note(blocks, root, value)
     return value
 
 
@@ -167,6 +162,12 @@ def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
 
 def _applies(block: Block, root: Root) -> bool:
     return block.rewrite.rule.at_init or not root.initializing
+
+
+def rewrites(block: Block, root: Root) -> bool:
+    """Whether readers of a tree see other values of what the block selects."""
+    acts = block.rewrite.rule.acts_on in ('values', 'cotangents')
+    return acts and _applies(block, root)
 
 
 def _view_leaf(
@@ -202,10 +203,10 @@ def _instead(block: Block, root: Root, key: Key, value: Any) -> Any:
                     return view(root, block.outer, (collection, key[1]), found)
         return AS_IT_IS
 
-    new = block.rewrite.rule.instead(path_of(block, root, key), value, find_beside)
+    new = block.rewrite.rule.instead(path_of(block, key), value, find_beside)
     if new is AS_IT_IS:
         return new
-    asked = [answer(block, root, leaf_key) for leaf_key in leaf_keys(key, value)]
+    asked = [answer(block, leaf_key) for leaf_key in leaf_keys(key, value)]
     olds, treedef = jax.tree.flatten(value)
     leaves = zip(asked, jax.tree.leaves(new), olds, strict=True)
     return treedef.unflatten(
@@ -223,7 +224,7 @@ def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
             trace = tracing.in_innermost_trace((block.level,), leaf)
         with trace, _seeing_outside(block):
             return _applied(block, root, key, leaf)
-    path = path_of(block, root, key)
+    path = path_of(block, key)
     if leaf in block.made or not has_to_act(block.rewrite, path, leaf):
         return leaf
     if rule.jointly:
@@ -248,7 +249,7 @@ def _seeing_outside(block: Block) -> Any:
 
 def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
     """Applies the rule to a leaf, or to the selected part of the leaf."""
-    path, said = answer(block, root, key)
+    path, said = answer(block, key)
     # Reports of gradient flow read the block off the equation of a stop.
     with jax.named_scope(f'{BLOCK}{block.rewrite!r} at {block.place}'):
         new = block.rewrite.rule(path, leaf)
@@ -262,11 +263,11 @@ def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     return tracing.in_innermost_trace(levels, *used, examples=False)
 
 
-def note_handed(block: Block, root: Root, handed: Mapping[Key, Any]) -> None:
-    """Notes the rewritten leaves that a lifted body in a block starts with."""
-    if block.rewrite.rule.acts_on == 'cotangents':
-        for key in handed.keys() & root.handed.selected:
-            for leaf in jax.tree.leaves(handed[key]):
+def note_handed(open_blocks: Sequence[Block], value: Any) -> None:
+    """Notes a variable that blocks may have rewritten before a lifted body began."""
+    for block in open_blocks:
+        if block.rewrite.rule.acts_on == 'cotangents':
+            for leaf in jax.tree.leaves(value):
                 block.made.note(leaf)
 
 
@@ -295,7 +296,7 @@ class _Joint:
         if (key, id(leaf)) in self._seen:
             return self._seen[key, id(leaf)][1]
         if self._is_split or len(root.parts) > self._parts:
-            raise _split_selection(block.rewrite, path_of(block, root, key))
+            raise _split_selection(block.rewrite, path_of(block, key))
         return leaf
 
 
@@ -305,7 +306,7 @@ def _rewritten_together(
     """Returns the selected leaves of a tree, and what readers see instead."""
     chosen: dict[Key, list[Any]] = {}
     for key, value in _variables(root):
-        if not wants(block, key[0]):
+        if not wants(block, root, key[0]):
             continue
         keys = leaf_keys(key, value)
         took = [selects(block, root, leaf_key) for leaf_key in keys]
@@ -315,7 +316,7 @@ def _rewritten_together(
         for leaf_key, take, leaf in zip(keys, took, shown, strict=True):
             if take and is_differentiable(leaf):
                 chosen.setdefault(leaf_key, []).append(leaf)
-    selected = [(path_of(block, root, key), chosen[key]) for key in chosen]
+    selected = [(path_of(block, key), chosen[key]) for key in chosen]
     with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):
         together = block.rewrite.rule.together(selected)
         found = {

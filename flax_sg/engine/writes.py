@@ -32,14 +32,12 @@ def check(
     Raises:
         ReadOnlyError: if one of the blocks refuses the write.
     """
-    refusing = [
-        block
-        for block in open_blocks
-        if block.rewrite.rule.acts_on == 'writes' and selection.wants(block, key[0])
-    ]
+    root = blocks.root_of(scope)
+    _check_handed(root, key, value)
+    refusing = [b for b in open_blocks if b.rewrite.rule.acts_on == 'writes']
     if not refusing:
         return
-    root = blocks.root_of(scope)
+    refusing = [b for b in refusing if selection.wants(b, root, key[0])]
     if root.setups.made_in is not None:  # Writes of a second run are discarded.
         return
     stored = core_scopes.stored(scope)
@@ -54,8 +52,27 @@ def check(
                 if selection.selects(block, root, leaf_key, read=False, noted=True)
             ]
             if changed:
-                path = selection.path_of(block, root, changed[0]).variable
+                path = selection.path_of(block, changed[0]).variable
                 raise _read_only(block.rewrite, path, _writer(), old is not AS_IT_IS)
+
+
+def _check_handed(root: blocks.Root, key: Key, value: Any) -> None:
+    """Raises if a lifted body changes a variable that was rewritten outside of it."""
+    if not root.handed.selected:
+        return
+    for variable, new in iter_variables(key, value):
+        block = root.handed.selected.get(variable)
+        if block is None or variable in root.sown:
+            continue
+        if _changed(variable, root.handed.values[variable], new):
+            path = selection.path_of(block, variable)
+            raise errors.BlockError(
+                f'{_writer()} writes the variable {path.name!r} of the collection '
+                f'{path.collection!r} in a transform, and {block.rewrite!r}, which '
+                'selects it, is open around the transform.\n'
+                'Leave the collection out with collections=, or open the block inside '
+                'of the transform.'
+            )
 
 
 def _changed(key: Key, old: Any, new: Any) -> list[Key]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
+from flax_sg.filters.arrays import arrays as arrays
 from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
 from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index
@@ -27,11 +28,11 @@ from flax_sg.filters.indices import Unclear as Unclear
 from flax_sg.filters.indices import at
 from flax_sg.filters.indices import merged as merged
 from flax_sg.filters.indices import part_of as part_of
-from flax_sg.filters.names import BoolTree, Collection, of_type
+from flax_sg.filters.names import BoolTree, Collection
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
-from flax_sg.filters.names import OfType as OfType
 from flax_sg.filters.names import plain as plain
+from flax_sg.filters.of_type import of_type
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost

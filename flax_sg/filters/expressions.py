@@ -10,21 +10,19 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from flax_sg import errors
 from flax_sg.filters.paths import Owner, Path
 
-# The elementary filters that take a variable (True), or cannot say (None). All others
-# do not take it.
-Answers: TypeAlias = 'Mapping[Filter, bool | None]'
+# The elementary filters that take a variable.
+Answers: TypeAlias = 'Set[Filter]'
 
 # What an answer may depend on, beside the path: 'code' of the user, which may answer
-# otherwise next time; 'classes' of the modules around the variable; the 'array', of
-# which a part may be meant, and if it is 'unclear', no analysis tells which; 'names' of
-# all variables, since it is judged by each of them.
-Need: TypeAlias = Literal['code', 'classes', 'array', 'unclear', 'names']
+# otherwise next time; a 'part' of the array may be meant, and if it is 'unclear', no
+# analysis tells which; 'names' of all variables, since it is judged by each of them.
+Need: TypeAlias = Literal['code', 'part', 'unclear', 'names']
 
 
 class Filter(abc.ABC):
@@ -46,11 +44,11 @@ class Filter(abc.ABC):
         """The value of the expression for one variable.
 
         Args:
-            answers: what the atoms say of the variable.
+            answers: the atoms that take the variable.
 
         Returns:
             A bool; a ``Part`` if elements of the variable are meant, see
-            ``indices.py``; None if that depends on an atom that cannot say.
+            ``indices.py``.
         """
 
     @functools.cached_property
@@ -95,10 +93,7 @@ class Filter(abc.ABC):
             path: the path.
             matched: gets the atoms that take the variable.
         """
-        said = decide(self, path, matched)
-        if said is None:
-            raise unknown_class(self, path)
-        return said
+        return decide(self, path, matched)
 
     @functools.cached_property
     def shape(self) -> Hashable:
@@ -194,8 +189,8 @@ class Atom(Filter):
     """Whether it has an answer for each leaf, and is not asked for the variable."""
 
     @abc.abstractmethod
-    def matches(self, path: Path) -> bool | None:
-        """Whether the variable at this path is meant; None if that is not known."""
+    def matches(self, path: Path) -> bool:
+        """Whether the variable at this path is meant."""
 
     @functools.cached_property
     def only(self) -> str | None:
@@ -207,9 +202,9 @@ class Atom(Filter):
         """The first name of every path that it means; None if there are several."""
         return None
 
-    def evaluate(self, answers: Answers) -> bool | None:
-        """What it says of the variable."""
-        return answers.get(self, False)
+    def evaluate(self, answers: Answers) -> bool:
+        """Whether it takes the variable."""
+        return self in answers
 
     @functools.cached_property
     def atoms(self) -> tuple[Atom, ...]:
@@ -290,8 +285,7 @@ class _Several(Filter):
         said = self._said(answers)
         if self.decisive in said:
             return self.decisive
-        neutral = not self.decisive
-        return None if None in said else functools.reduce(self.combine, said, neutral)
+        return functools.reduce(self.combine, said, not self.decisive)
 
     def __repr__(self) -> str:
         texts = map(_enclosed, self.filters)
@@ -327,8 +321,8 @@ class Or(_Several):
     def _said(self, answers: Answers) -> list[Any]:
         # Of thousands of atoms few took the variable: only these are looked at.
         atoms, others = self._split
-        said = [answer for atom, answer in answers.items() if atom in atoms]
-        return said + [part.evaluate(answers) for part in others]
+        said = any(atom in atoms for atom in answers)
+        return [said, *(part.evaluate(answers) for part in others)]
 
 
 def _enclosed(part: Filter) -> str:
@@ -337,23 +331,23 @@ def _enclosed(part: Filter) -> str:
 
 
 def negated(said: Any) -> Any:
-    """The opposite of what a filter says; None if it cannot say."""
-    return not said if isinstance(said, bool) else said if said is None else ~said
+    """The opposite of what a filter says."""
+    return not said if isinstance(said, bool) else ~said
 
 
-def takes(atom: Atom, path: Path) -> bool | None:
-    """Whether an atom takes a variable, or the leaf of one; None if it cannot say."""
+def takes(atom: Atom, path: Path) -> bool:
+    """Whether an atom takes a variable, or the leaf of one."""
     said = atom.matches(path)
     if said or not path.is_inner or atom.names_leaves:
         return said
     return atom.matches(path.variable)
 
 
-Asks = Callable[[Atom, Path], bool | None]
+Asks = Callable[[Atom, Path], bool]
 
 
 def asked(where: Filter, path: Path, asks: Asks = takes) -> Answers:
-    """What the atoms of a filter say of a variable.
+    """The atoms of a filter that take a variable.
 
     Atoms that mean one path are looked up; ``asks`` answers for the others.
     """
@@ -361,12 +355,9 @@ def asked(where: Filter, path: Path, asks: Asks = takes) -> Answers:
     found = exact.get(path, [])
     if path.is_inner:
         found = [*found, *exact.get(path.variable, [])]
-    answers: dict[Filter, bool | None] = dict.fromkeys(found, True)
     first = path.partition('/')[0]
-    for atom in itertools.chain(others.get(first, ()), others.get(None, ())):
-        if (said := asks(atom, path)) is not False:
-            answers[atom] = said
-    return answers
+    asking = itertools.chain(others.get(first, ()), others.get(None, ()))
+    return {*found, *(atom for atom in asking if asks(atom, path))}
 
 
 def decide(
@@ -375,15 +366,12 @@ def decide(
     matched: set[Filter] | None = None,
     asks: Asks = takes,
 ) -> Any:
-    """Whether a variable is meant; adds the atoms that take it to ``matched``.
-
-    None if it depends on the class of a module that is not known.
-    """
+    """Whether a variable is meant; adds the atoms that take it to ``matched``."""
     if matched is None and where.atoms == (where,):  # A block asks for each variable.
         return asks(where.atoms[0], path)
     answers = asked(where, path, asks)
     if matched is not None:
-        matched.update(atom for atom, said in answers.items() if said)
+        matched |= answers
     return where.evaluate(answers)
 
 
@@ -424,14 +412,4 @@ def _joined(
     return errors.UnusedFilterError(
         f'{str(error).partition(chr(10))[0]}\n'
         f'A tuple or list means any of these; for one path write {write!r}.'
-    )
-
-
-def unknown_class(where: Filter, path: Path) -> errors.FilterTypeError:
-    """A filter chooses by the class of a module, and nobody knows the class."""
-    return errors.FilterTypeError(
-        f'{where!r} has to know the class of the module that holds {str(path)!r}, '
-        'which is not known here.\n'
-        'Give the model and example inputs: '
-        'filters.of_type(nn.BatchNorm, model, x).'
     )

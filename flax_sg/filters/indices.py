@@ -29,7 +29,7 @@ class Index(Filter):
             of these, one for each axis. ``np.s_[:100]`` writes it.
     """
 
-    own_needs: ClassVar[frozenset[Need]] = frozenset({'array'})
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'part'})
     index: Any
 
     # No dataclass: see ``Predicate``.
@@ -62,7 +62,7 @@ class Unclear(Filter):
         place: the line of the program that decides which they are.
     """
 
-    own_needs: ClassVar[frozenset[Need]] = frozenset({'array', 'unclear'})
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'part', 'unclear'})
     place: str
 
     def evaluate(self, answers: Answers) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from flax.core.frozen_dict import FrozenDict
 from flax.core.meta import AxisMetadata
 
@@ -18,22 +19,6 @@ Owner: TypeAlias = tuple[str, ...] | None
 
 # What Flax nests variables in: modules, collections.
 SUBTREES = (dict, FrozenDict)
-
-
-class Inner(str):
-    """A name within the value of a variable: a field of a dataclass, an index."""
-
-
-class Classes(NamedTuple):
-    """The classes of the modules that a variable lies in.
-
-    Attributes:
-        found: those that are known, that of the module which holds it first.
-        complete: whether these are all.
-    """
-
-    found: tuple[type, ...]
-    complete: bool
 
 
 class Path(str):
@@ -65,8 +50,7 @@ class Path(str):
     """The collection of the variable, such as 'params'."""
     is_inner: bool = False
     """Whether it is the path of a leaf within the value of a variable."""
-    classes: Classes | None = None
-    """The classes of the modules around it, where a filter has to know them."""
+    _shape_and_dtype: tuple[Any, Any] | None = None
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]
     _depth: int
@@ -83,27 +67,29 @@ class Path(str):
         collection: str,
         absolute: tuple[str, ...],
         owner: tuple[str, ...] = (),
-        classes: Classes | None = None,
+        inner: int = 0,
+        array: tuple[Any, Any] | None = None,
     ) -> Path:
         """Returns the path of a variable as its owner sees it.
 
         Args:
             collection: the collection it is in.
             absolute: its names from the root of the variables tree, its own last; then
-                those within its value, each an ``Inner``.
+                those within its value.
             owner: the names of the module that the path is relative to.
-            classes: the classes of the modules around the variable, if they are known.
+            inner: how many of the names lie within the value.
+            array: the shape and dtype of the leaf; None if it is no array.
         """
         depth = len(owner)
         # A variable may have the name of a module (in another collection): the
         # variable at the owner's own path is not inside the owner.
-        names = _names_of_variable(absolute)
+        names = len(absolute) - inner
         inside = names > depth and absolute[:depth] == owner
         parts = absolute[depth:] if inside else absolute
         self = str.__new__(cls, '/'.join(parts) if inside else '/' + '/'.join(parts))
         self.parts = parts
         self.collection = collection
-        self.classes = classes
+        self._shape_and_dtype = array
         self._absolute = absolute
         self._owner = owner
         self._depth = names
@@ -111,12 +97,18 @@ class Path(str):
         return self
 
     @property
+    def array(self) -> jax.ShapeDtypeStruct | None:
+        """The shape and dtype of the leaf; None where it is no array, or unknown."""
+        known = self._shape_and_dtype
+        return None if known is None else jax.ShapeDtypeStruct(*known)
+
+    @property
     def variable(self) -> Path:
         """The path of the variable that the leaf belongs to; most often the same."""
         if not self.is_inner:
             return self
         names = self._absolute[: self._depth]
-        return Path.of(self.collection, names, self._owner, self.classes)
+        return Path.of(self.collection, names, self._owner, 0, self._shape_and_dtype)
 
     @property
     def name(self) -> str:
@@ -147,21 +139,26 @@ class Path(str):
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells variables apart: two of them may have paths of equal text."""
-        return self.collection, self._absolute, self._owner, self._depth, self.classes
+        known = self._shape_and_dtype
+        return self.collection, self._absolute, self._owner, self._depth, known
 
     def __reduce__(self) -> Any:
-        return Path.of, (self.collection, self._absolute, self._owner)
+        inner = len(self._absolute) - self._depth
+        args = (self.collection, self._absolute, self._owner, inner)
+        return Path.of, (*args, self._shape_and_dtype)
 
 
-def _names_of_variable(absolute: tuple[str, ...]) -> int:
-    """How many names lead to the variable; all, in a tree that is no dict of them."""
-    kinds = [*map(type, absolute)]
-    return (kinds.index(Inner) if Inner in kinds else 0) or len(absolute)
+def shape_and_dtype(leaf: Any) -> tuple[Any, Any] | None:
+    """What a filter may know of a leaf; None if it is neither array nor number."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return (), jnp.result_type(leaf)
+    shape, dtype = getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None)
+    return None if shape is None or dtype is None else (shape, dtype)
 
 
 def names_within(
     value: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Iterator[tuple[tuple[Inner, ...], Any]]:
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the leaves of a variable's value, with their names within it.
 
     A box (``nn.Partitioned``, a Variable of NNX) is one leaf, whatever is in it.
@@ -185,16 +182,16 @@ def names_within(
         ),
     )
     for keys, leaf in pairs:
-        yield tuple(Inner(name_of(key)) for key in keys), leaf
+        yield tuple(map(name_of, keys)), leaf
 
 
 def names_in(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the leaves of a tree, with their names: those of modules come first.
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
+    """Yields the leaves of a tree: names of the variable, those within it, the leaf.
 
-    >>> list(names_in({'enc': {'w': 1.0, 'pair': (2.0, 3.0)}}))
-    [(('enc', 'pair', '0'), 2.0), (('enc', 'pair', '1'), 3.0), (('enc', 'w'), 1.0)]
+    >>> list(names_in({'enc': {'w': 1.0, 'pair': (2.0,)}}))
+    [(('enc', 'pair'), ('0',), 2.0), (('enc', 'w'), (), 1.0)]
 
     Args:
         tree: dicts of dicts of variables, whose values are any pytrees.
@@ -206,7 +203,7 @@ def names_in(
     for keys, value in variables:
         outer = tuple(map(name_of, keys))
         for inner, leaf in names_within(value, is_leaf):
-            yield (*outer, *inner), leaf
+            yield outer, inner, leaf
 
 
 def name_of(key: Any) -> str:

@@ -46,11 +46,11 @@ class Predicate(Atom):
     """
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'code'})
-    fn: Callable[[Path], Any]
+    fn: Callable[[Any], Any]
 
     # No dataclass: where a filter stands in a field of a module, ``nn.jit`` would look
     # at the fields of the dataclass.
-    def __init__(self, fn: Callable[[Path], Any]) -> None:
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
         object.__setattr__(self, 'fn', fn)
         if not _is_of_one_argument(fn):
             # This takes longer than all the rest of a block that opens.
@@ -83,8 +83,12 @@ class Predicate(Atom):
 
     def matches(self, path: Path) -> bool:
         """Whether the function returns True; raises if it returns no bool."""
+        return self.returned(path, path)
+
+    def returned(self, what: Any, path: Path) -> bool:
+        """What the function returns for something; raises if it is no bool."""
         try:
-            result = self.fn(path)
+            result = self.fn(what)
         except jax.errors.ConcretizationTypeError as error:
             raise self._error('reads a traced value') from error
         except Exception as error:

@@ -41,8 +41,8 @@ class _HoldState(rules.Rule):
 
     name = 'hold_state'
     asks_path = False
+    acts_on = 'nothing'
     idempotent = True
-    anywhere = True
 
 
 def state_in(where: filters.Where, unused: str = 'ignore') -> rules.Rewrite:
@@ -129,10 +129,6 @@ def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
 
 
 def _takes(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
-    # Classes of modules are known while they run.
-    known = [said for question, (_, said) in block.decisions.items() if key in question]
-    if block.asker.asks_classes and any(said is not None for said in known):
-        return any(known)
     return bool(selection.selects(block, root, key, read=False, noted=True))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,7 +17,6 @@ from flax.linen import module as linen_module
 from flax.linen import transforms as linen_transforms
 
 from flax_sg.internals import core_scopes
-from flax_sg.internals.weak import remembered
 
 Module = linen_module.Module
 
@@ -79,11 +77,6 @@ def running_method() -> tuple[Module, str] | None:
 def is_sowing() -> bool:
     """Whether ``Module.sow`` called the caller of this function."""
     return sys._getframe(2).f_code is Module.sow.__code__
-
-
-def asks_for_variable() -> bool:
-    """Whether ``Module.has_variable`` called the caller of this function."""
-    return sys._getframe(2).f_code is Module.has_variable.__code__
 
 
 def is_set_up(module: Module) -> bool:
@@ -198,23 +191,6 @@ def scopes_of(module: Module) -> list[Scope]:
     return linen_transforms.get_module_scopes(module)[0]
 
 
-def cached_properties(cls: type) -> frozenset[str]:
-    """The names of all ``functools.cached_property`` attributes of a Module class.
-
-    Flax wraps descriptors to run ``setup`` before a read, so this unwraps them.
-    """
-    found: set[str] = set()
-    for base in cls.__mro__:
-        for name, attribute in vars(base).items():
-            if isinstance(_described(attribute), functools.cached_property):
-                found.add(name)
-    return frozenset(found)
-
-
-def _described(attribute: Any) -> Any:
-    return getattr(attribute, '__dict__', {}).get('wrapped', attribute)
-
-
 def classes_that_keep() -> list[weakref.ref[type]]:
     """All Module classes that keep values (``keeps``) and may have instances.
 
@@ -271,37 +247,7 @@ _known = _Known(-1, ([], []), [])
 
 def keeps(cls: type) -> bool:
     """Whether modules of a class may keep what they read, as attributes."""
-    setup = getattr(cls, 'setup', Module.setup)
-    return setup is not Module.setup or keeps_without_setup(cls)
-
-
-@remembered
-def keeps_without_setup(cls: type) -> bool:
-    """Whether a class has cached properties, or methods that set attributes.
-
-    Flax forbids ``self.w = ...`` outside of ``setup``, so such a method has to name one
-    of ``_SETTERS``.
-    """
-    attributes = [
-        _described(attribute)
-        for base in cls.__mro__
-        if base not in Module.__mro__ and not base.__module__.startswith('flax_sg.')
-        for attribute in vars(base).values()
-    ]
-    # Methods, those of a class, and properties.
-    functions = [
-        inspect.unwrap(getattr(found, '__func__', getattr(found, 'fget', found)))
-        for found in attributes
-        if callable(found) or hasattr(found, '__func__') or hasattr(found, 'fget')
-    ]
-    codes = [fn.__code__ for fn in functions if inspect.isfunction(fn)]
-    for code in codes:
-        codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
-    sets = any(not _SETTERS.isdisjoint(code.co_names) for code in codes)
-    return sets or bool(cached_properties(cls))
-
-
-_SETTERS = frozenset({'__setattr__', '__dict__', 'setattr', 'vars'})
+    return getattr(cls, 'setup', Module.setup) is not Module.setup
 
 
 def clone_on(module: Module, scopes: list[Scope]) -> Module:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import flax.core
 import jax
 from flax.core import lift
 from flax.core import scope as flax_scope
@@ -25,11 +26,13 @@ versions.load_once(globals())
 HOOKED: dict[str, tuple[Any, str]] = {
     'get_variable': (Scope, 'get_variable'),
     'variables': (Scope, 'variables'),
-    'has_variable': (Scope, 'has_variable'),
     'param': (Scope, 'param'),
     'put_variable': (Scope, 'put_variable'),
     'make_rng': (Scope, 'make_rng'),
     'invalidate': (Scope, 'invalidate'),
+    'temporary': (Scope, 'temporary'),
+    'bind': (flax.core, 'bind'),
+    'bind_to_apply': (flax_scope, 'bind'),
     'partial_pack': (lift, '_partial_pack'),
     'post_init': (modules.Module, '__post_init__'),
     'try_setup': (modules.Module, '_try_setup'),
@@ -222,10 +225,10 @@ def goes_on(root: Scope | None) -> bool:
     return root is not None and not root._invalid
 
 
-def running_apply() -> Scope | None:
+def running_apply(innermost: bool = False) -> Scope | None:
     """The root of the outermost ``apply`` or ``init`` that is running, if any."""
     user_frame, found = sys._getframe(1), None
-    while user_frame is not None:
+    while user_frame is not None and not (innermost and found):
         found = user_frame if user_frame.f_code is _APPLY else found
         user_frame = user_frame.f_back
     return None if found is None else found.f_locals.get('root')

@@ -40,14 +40,12 @@ class Rule:
     """What stands in reprs behind the filter, as it was written: ``', 0.5'``."""
     asks_path: bool = True
     """Whether the result depends on the path, not on the leaf alone."""
-    acts_on: ClassVar[Literal['values', 'cotangents', 'writes']] = 'values'
+    acts_on: ClassVar[Literal['values', 'cotangents', 'writes', 'nothing']] = 'values'
     """On what is read, or on its cotangents, or on writes, which raise then. Of a rule
     on cotangents each block, in each ``apply``, makes a value of its own in the trace
     where the block begins. Otherwise one value is made in the trace of the leaf."""
     idempotent: ClassVar[bool] = False
     """Whether it has the same effect twice as once."""
-    anywhere: bool = False
-    """Whether it also has that effect in the body of a transform, after other rules."""
     jointly: ClassVar[bool] = False
     """Whether the result for one leaf depends on all selected leaves."""
     operands: Sequence[Any] = ()
@@ -130,10 +128,6 @@ class StopGradient(Rule):
     idempotent = True
     levels: int | None = None
 
-    def __post_init__(self) -> None:
-        # Which derivative is the innermost one depends on the place.
-        object.__setattr__(self, 'anywhere', self.levels is None)
-
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
         # An array that is no tracer is a constant to every derivative in progress,
@@ -152,7 +146,6 @@ class ReadOnly(Rule):
     asks_path = False
     acts_on = 'writes'
     idempotent = True
-    anywhere = True
 
 
 class Keyed(Rule):

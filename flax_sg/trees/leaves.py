@@ -21,7 +21,7 @@ from flax.core import meta
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters.expressions import find_unused
-from flax_sg.filters.paths import Path, name_of, names_in
+from flax_sg.filters.paths import Path, name_of, names_in, shape_and_dtype
 from flax_sg.internals import tracing
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
@@ -89,8 +89,8 @@ class Leaves:
     def paths(self) -> list[Path]:
         """The path of each leaf."""
         is_variables = bool(self.collections)
-        names = _names_of(self.tree)
-        return [_path_of(its, is_variables, self.outer) for its in names]
+        rows = zip(_names_of(self.tree), self.values, strict=True)
+        return [_path_of(*of, leaf, is_variables, self.outer) for of, leaf in rows]
 
     @property
     def collections(self) -> Collection[str]:
@@ -159,21 +159,21 @@ def is_whole(node: Any) -> bool:
     return isinstance(node, (Absent, NonDifferentiable))
 
 
-def _names_of(tree: Any) -> list[tuple[str, ...]]:
-    """The names that lead to each leaf, as ``names_in`` says."""
-    out: list[tuple[str, ...]] = []
+def _names_of(tree: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The names of each leaf: of its variable, and within it, as ``names_in`` says."""
+    out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
     def walk(node: Any, outer: tuple[str, ...]) -> None:
         if type(node) is dict:  # As nearly all trees are made of.
             for key in sorted(node):
                 walk(node[key], (*outer, str(key)))
         elif is_array(node):
-            out.append(outer)
+            out.append((outer, ()))
         else:
-            for names, inner in names_in(node, is_whole):
+            for names, inner, box in names_in(node, is_whole):
                 # A box is one name for all that is in it.
-                count = len(jax.tree.leaves(inner, is_leaf=is_whole))
-                out.extend([(*outer, *names)] * count)
+                count = len(jax.tree.leaves(box, is_leaf=is_whole))
+                out.extend([((*outer, *names), inner)] * count)
 
     walk(tree, ())
     return out
@@ -190,15 +190,20 @@ def path_of(keys: Keys) -> Path:
     Args:
         keys: a key path, of any kind of keys.
     """
-    return _path_of(tuple(map(name_of, keys)), False)
+    return _path_of(tuple(map(name_of, keys)), (), None, False)
 
 
 def _path_of(
-    names: tuple[str, ...], collections: bool, outer: tuple[str, ...] = ()
+    names: tuple[str, ...],
+    inner: tuple[str, ...],
+    leaf: Any,
+    collections: bool,
+    outer: tuple[str, ...] = (),
 ) -> Path:
+    array, names, count = shape_and_dtype(leaf), (*names, *inner), len(inner)
     if collections and len(names) > 1:
-        return Path.of(names[0], (*outer, *names[1:]))
-    return Path.of('params', (*outer, *names) or ('',))
+        return Path.of(names[0], (*outer, *names[1:]), (), count, array)
+    return Path.of('params', (*outer, *names) or ('',), (), count, array)
 
 
 def selected(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 from flax.core.frozen_dict import FrozenDict
 
-from flax_sg.filters.paths import SUBTREES, Inner, names_within
+from flax_sg.filters.paths import SUBTREES, names_within, shape_and_dtype
 from flax_sg.trees.leaves import is_whole
 
 # What ``find`` returns if there is no such variable.
@@ -19,15 +19,37 @@ AS_IT_IS: Any = object()
 Key: TypeAlias = tuple[str, tuple[str, ...]]
 
 
-def inner_names(key: Key) -> int:
-    """Counts the last names of a key that lie inside a variable's value.
+class LeafKey(tuple[str, tuple[str, ...]]):
+    """The key of a leaf of a variable, equal to the plain key; it knows the leaf.
 
-    Keys compare by text, and 'w/u' may be a leaf of 'w', or the parameter 'u'.
+    Attributes:
+        inner: how many of its last names lie within the variable's value.
+        array: the shape and dtype of the leaf; None if it is no array.
     """
-    count = 0
-    while count < len(key[1]) and type(key[1][-count - 1]) is Inner:
-        count += 1
-    return count
+
+    inner: int
+    array: tuple[Any, Any] | None
+
+    @classmethod
+    def of(cls, key: Key, inner: tuple[str, ...], leaf: Any) -> LeafKey:
+        """Returns the key of a leaf, given that of its variable."""
+        self = cls((key[0], (*key[1], *inner)) if inner else key)
+        self.inner, self.array = len(inner), shape_and_dtype(leaf)
+        return self
+
+    @property
+    def facts(self) -> Facts:
+        """All that a filter may ask about."""
+        return self[0], self[1], self.inner, self.array
+
+
+# A collection and names, how many of these lie within a value, shape and dtype.
+Facts: TypeAlias = tuple[str, tuple[str, ...], int, tuple[Any, Any] | None]
+
+
+def facts_of(key: Key) -> Facts:
+    """Returns what is known of a leaf, or of a variable as a whole."""
+    return key.facts if isinstance(key, LeafKey) else (key[0], key[1], 0, None)
 
 
 def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
@@ -73,29 +95,28 @@ def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) 
     return node
 
 
-def leaf_keys(key: Key, value: Any) -> list[Key]:
+def leaf_keys(key: Key, value: Any) -> list[LeafKey]:
     """Returns the key of each leaf of a variable.
 
     A leaf's key is the variable's key and the leaf's names inside the value. A filter
     is asked for each leaf. Leaves in one box have one key.
     """
     if isinstance(value, jax.Array):  # Nearly always.
-        return [key]
-    collection, path = key
+        return [LeafKey.of(key, (), value)]
     return [
-        (collection, (*path, *inner))
+        LeafKey.of(key, inner, leaf)
         for inner, node in names_within(value, is_whole)
-        for _ in jax.tree.leaves(node)
+        for leaf in jax.tree.leaves(node)
     ]
 
 
-def iter_leaf_keys(key: Key, value: Any) -> Iterator[Key]:
+def iter_leaf_keys(key: Key, value: Any) -> Iterator[LeafKey]:
     """Yields the key of each leaf in a tree of variables."""
     for variable, of_variable in iter_variables(key, value):
         yield from leaf_keys(variable, of_variable)
 
 
-def map_leaves(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
+def map_leaves(fn: Callable[[LeafKey, Any], Any], key: Key, value: Any) -> Any:
     """Maps over the leaves of one variable; keeps the order of dicts.
 
     Args:
@@ -104,20 +125,17 @@ def map_leaves(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
         value: its value.
     """
     if isinstance(value, jax.Array):  # Nearly always.
-        return fn(key, value)
-    if type(value) is dict:
-        return {
-            name: map_leaves(fn, _within(key, name), item)
-            for name, item in value.items()
-        }
-    if type(value) in (list, tuple):
-        return type(value)(
-            map_leaves(fn, _within(key, index), item)
-            for index, item in enumerate(value)
-        )
+        return fn(LeafKey.of(key, (), value), value)
+    # JAX sorts the keys of dicts.
     leaves, treedef = jax.tree_util.tree_flatten(value)
-    return treedef.unflatten(map(fn, leaf_keys(key, value), leaves))
+    return _in_order_of(
+        value, treedef.unflatten(map(fn, leaf_keys(key, value), leaves))
+    )
 
 
-def _within(key: Key, name: Any) -> Key:
-    return key[0], (*key[1], Inner(name))
+def _in_order_of(value: Any, mapped: Any) -> Any:
+    if type(value) is dict:
+        return {name: _in_order_of(item, mapped[name]) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_in_order_of, value, mapped))
+    return mapped

@@ -389,8 +389,8 @@ PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
     ),
     'another apply': (
         mounted(applies_another),
-        # A tree of its own is named from its root.
-        in_enc('kid/w', 'kid/b') | {('other/w', 'other/w'), ('other/b', 'other/b')},
+        # It sees what it is given.
+        in_enc('kid/w', 'kid/b'),
     ),
     # What is lifted becomes a method of the module that it is a function of.
     'in a lifted function of a child': (

@@ -99,16 +99,6 @@ def test_what_a_new_class_keeps_is_seen_in_a_block(name, use):
     oracle.assert_same(use(CLASSES[name]), BY_HAND)
 
 
-def test_what_a_property_keeps_is_seen_in_a_block():
-    def w(self: Any) -> Any:
-        if not hasattr(self, 'kept'):
-            object.__setattr__(self, 'kept', self.get_variable('params', 'w'))
-        return self.kept
-
-    cls = type('Keeps', (fnn.Module,), {'w': property(w), '__module__': __name__})
-    oracle.assert_same(around_a_block(lambda: cls, lambda m: m.w), 3 * jnp.ones(2))
-
-
 def test_a_base_behind_a_class_that_keeps_finds_attributes():
     def find(self: Any, name: str) -> Any:
         return 2.0 if name == 'constant' else object.__getattribute__(self, name)

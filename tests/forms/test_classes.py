@@ -14,7 +14,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.filters import OfType, of_type
+from flax_sg.filters import of_type
 from flax_sg.filters.paths import Path
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -114,20 +114,19 @@ def test_in_every_extent(kind):
     names = list(by_path(params))
     # Norms and biases are trained: in a block in the model, in one around it, and by a
     # wrapper.
-    rest = ~(of_type(fnn.LayerNorm) | '**/bias')
+    norms = of_type(fnn.LayerNorm, Model(kind), X)
+    rest = ~(norms | '**/bias')
     expected = {name: is_in_norm(name) or name.endswith('/bias') for name in names}
     assert trained(Model(kind, rest), params) == expected
     with nn.stop_gradient(rest, unused='ignore'):
         assert trained(Model(kind), params) == expected
     assert trained(nn.Frozen(Model(kind), rest, unused='ignore'), params) == expected
     # Norms of one child are stopped.
-    with nn.stop_gradient(of_type(fnn.LayerNorm) & 'a/**', unused='ignore'):
+    with nn.stop_gradient(norms & 'a/**', unused='ignore'):
         found = trained(Model(kind), params)
     expected = {name: not (is_in_norm(name) and name[0] == 'a') for name in names}
     assert found == expected
-    # The same filter, with the model, knows before it is asked by a model.
-    told = of_type(fnn.LayerNorm, Model(kind), X)
-    found = [told(Path.of('params', tuple(name.split('/')))) for name in names]
+    found = [norms(Path.of('params', tuple(name.split('/')))) for name in names]
     assert found == list(map(is_in_norm, names))
 
 
@@ -139,66 +138,6 @@ class Named(fnn.Module):
         return self.child(name='norm')(x)
 
 
-class Other(fnn.LayerNorm):
-    """Another class with the same parameters."""
-
-
-def test_the_same_path_in_two_models():
-    one, other = Named(fnn.LayerNorm), Named(Other)
-    params = one.init(KEY, X)['params']
-
-    def both(p: Any, q: Any) -> Any:
-        return loss_of(one)(p) + loss_of(other)(q)
-
-    for where, dead in ((of_type(Other), 1), (~of_type(Other), 0)):
-        with nn.stop_gradient(where, unused='ignore'):
-            grads = jax.grad(both, (0, 1))(params, params)
-            assert [oracle.is_zero(g) for g in grads] == [dead == 0, dead == 1]
-            for model in (one, other, one):  # Each has a program that JAX keeps.
-                is_dead = model is (one, other)[dead]
-                assert set(trained(model, params).values()) == {not is_dead}
-
-
-class Switch(fnn.Module):
-    """A name for one class in one call, and for another in the next."""
-
-    @fnn.compact
-    def __call__(self, x: Any, other: bool = True) -> Any:
-        return (Other if other else fnn.LayerNorm)(name='norm')(x)
-
-
-def test_a_name_that_is_used_again_for_another_class():
-    params = Switch().init(KEY, X)['params']
-
-    def loss(params: Any, *calls: bool) -> Any:
-        def run(module: Any, x: Any) -> Any:
-            return sum(module(x, other) for other in calls)
-
-        return jnp.sum(jnp.sin(fnn.apply(run, Switch())({'params': params}, X)))
-
-    with nn.stop_gradient(of_type(Other)):
-        assert oracle.is_zero(jax.grad(loss)(params, True, True))
-        for calls in ((True, False), (False, True)):
-            assert not oracle.is_zero(jax.grad(loss)(params, *calls)['norm']['bias'])
-
-
-class Below(fnn.Module):
-    @fnn.compact
-    def __call__(self, x: Any) -> Any:
-        with nn.stop_gradient(of_type(Other)):
-            return Switch(name='switch')(x)
-
-
-class Top(fnn.Module):
-    """Has the module with a block, perhaps in a transform."""
-
-    below: Any
-
-    @fnn.compact
-    def __call__(self, x: Any) -> Any:
-        return Other(name='free')(self.below(name='below')(x))
-
-
 def test_a_jitted_module_that_is_traced_already():
     model = Named(fnn.jit(Block))
     for _ in range(2):
@@ -206,50 +145,49 @@ def test_a_jitted_module_that_is_traced_already():
         assert where(Path.of('params', ('norm', 'norm', 'bias')))
 
 
-@pytest.mark.parametrize('cls', [Below, fnn.remat(Below), fnn.jit(Below)])
-def test_a_block_below_the_top(cls):
-    params = Top(cls).init(KEY, X)['params']
-    assert trained(Top(cls), params) == {
-        'below/switch/norm/bias': False,
-        'below/switch/norm/scale': False,
-        'free/bias': True,
-        'free/scale': True,
-    }
+@pytest.mark.parametrize('mount', ['enc', 'deep/enc'])
+def test_a_wrapper_wherever_its_module_is_mounted(mount):
+    """Names begin at the model that the filter was derived from."""
+    backbone = Model('compact')
+    norms = of_type(fnn.LayerNorm, backbone, X)
+
+    def mounted(wrap: Any) -> Any:
+        class Mount(fnn.Module):
+            depth: int
+
+            @fnn.compact
+            def __call__(self, x):
+                if self.depth > 1:
+                    return Mount(1, name='deep')(x)
+                return wrap(Model('compact', name='enc'))(x)
+
+        return Mount(len(mount.split('/')))
+
+    def is_norm(path: str) -> bool:
+        return is_in_norm(path.removeprefix(f'{mount}/'))
+
+    model = mounted(lambda module: nn.Frozen(module, norms))
+    plain = mounted(lambda module: module)
+    params = model.init(KEY, X)['params']
+    expected = {name: not is_norm(name) for name in by_path(params)}
+    assert trained(model, params) == expected
+    with nn.stop_gradient(of_type(fnn.LayerNorm, plain, X)):
+        assert trained(plain, params) == expected
 
 
-class OneParent(Named):
-    """One class of parents."""
-
-
-class OtherParent(Named):
-    """Another one."""
-
-
-def test_a_jitted_module_in_parents_of_two_classes():
-    where = of_type(fnn.LayerNorm) & of_type(OneParent)
-    params = OneParent(fnn.jit(Block)).init(KEY, X)['params']
-    jitted = fnn.jit(Block)
-    with nn.stop_gradient(where, unused='ignore'):
-        for cls in (OneParent, OtherParent, OneParent):
-            found = trained(cls(jitted), params)
-            assert found['norm/norm/bias'] is found['norm/norm/scale']
-            assert found['norm/norm/bias'] is (cls is OtherParent)
-            assert found['norm/dense/kernel']
+def test_without_a_model_the_error_says_what_to_write():
+    with pytest.raises(errors.FilterTypeError) as caught:
+        of_type(fnn.LayerNorm)
+    assert 'filters.of_type(LayerNorm, model, x)' in str(caught.value)
 
 
 def test_it_is_a_value():
-    one, other = of_type((fnn.Dense, fnn.Embed)), OfType(fnn.Embed, fnn.Dense)
-    assert one == other and hash(one) == hash(other) and one != of_type(fnn.Dense)
-    assert repr(~one & 'a/**') == "~OfType(Dense, Embed) & Glob('a/**')"
-    assert pickle.loads(pickle.dumps(one)) == one
     known = of_type(fnn.Dense, fnn.Dense(2), X)
     assert known == of_type(fnn.Dense, fnn.Dense(2), X)
     assert pickle.loads(pickle.dumps(known)) == known
     assert repr(known) == "<of_type(Dense): 'bias', 'kernel'>"
     with pytest.raises(TypeError, match='must be a class'):
         of_type(fnn.Dense(2))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AttributeError):
-        one.classes = ()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_for_trees():

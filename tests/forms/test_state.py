@@ -68,7 +68,8 @@ def test_state_is_held_where_the_filter_says(
 @pytest.mark.parametrize('state', ['hold', 'use_running_average'])
 def test_state_is_held_by_the_class_of_a_module(state: str) -> None:
     for cls, held in ((linen.BatchNorm, {0, 1, 2}), (linen.Dense, set[int]())):
-        check(nn.Frozen(Stages(), filters.of_type(cls), state=state), held, state)
+        where = filters.of_type(cls, Stages(), X)
+        check(nn.Frozen(Stages(), where, state=state), held, state)
 
 
 def check(model: Any, held: set[int], state: str, at: tuple[str, ...] = ()) -> None:

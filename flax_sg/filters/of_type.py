@@ -1,0 +1,115 @@
+"""``of_type``: a filter of variables by the class of their module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flax_sg import errors
+from flax_sg.filters.expressions import Filter
+from flax_sg.filters.names import Derived
+from flax_sg.filters.paths import names_in
+from flax_sg.internals import modules, tracing
+
+
+def of_type(
+    cls: type | tuple[type, ...],
+    model: nn.Module | Mapping[str, Sequence[Any]] | None = None,
+    *args: Any,
+    **kw: Any,
+) -> Filter:
+    """Selects variables by the class of their module: all BatchNorm, every Embed.
+
+    Give the model and example inputs. ``model.init`` is traced on shapes, and not run:
+
+    >>> import jax, jax.numpy as jnp, flax_sg as sg
+    >>> from flax_sg import linen as nn
+    >>> from flax_sg.filters import of_type
+    >>> model = nn.Sequential([nn.Dense(2), nn.LayerNorm(), nn.Dense(1)])
+    >>> x = jnp.ones((4, 3))
+    >>> norms = of_type(nn.LayerNorm, model, x)
+    >>> norms
+    <of_type(LayerNorm): 'layers_1/bias', 'layers_1/scale'>
+    >>> params = model.init(jax.random.key(0), x)['params']
+    >>> sg.mask(params, frozen=norms)['layers_1']
+    {'bias': True, 'scale': True}
+    >>> frozen = nn.Frozen(model, norms)
+
+    A variable is meant if *any* module around it is of the class: the module that holds
+    it, or one further out. Subclasses count, and so do modules in transforms
+    (``nn.remat(Block)``, ``nn.scan(Cell)``) and in wrappers such as ``nn.Frozen``.
+
+    Args:
+        cls: a Module class, or a tuple of classes, as for ``isinstance``.
+        model: an unbound module. For a tree of several models, each with its inputs by
+            its name in the tree: ``{'actor': (actor, x), 'critic': (critic, x, a)}``.
+        *args: example inputs of ``model.init``, arrays or their shapes.
+        **kw: more of them, such as ``train=False`` or ``method=``.
+
+    Returns:
+        A filter, whose paths begin at the root of the model. In a wrapper or block of
+        a module they begin at this module: ``nn.Frozen(backbone, of_type(nn.LayerNorm,
+        backbone, x))`` is right wherever the backbone is mounted.
+
+    Raises:
+        TypeError: if ``cls`` is no class.
+        FilterTypeError: if no model is given.
+        UnknownNameError: later, if it is asked for a variable that the model lacks.
+    """
+    classes = cls if isinstance(cls, tuple) else (cls,)
+    issubclass(nn.Module, classes)  # Raises if one of them is no class.
+    names = ', '.join(cls.__name__ for cls in classes)
+    if model is None:
+        raise errors.FilterTypeError(
+            f'of_type({names}) was given no model: a variable does not know the class '
+            'of its module.\n'
+            f'Give the model and example inputs: filters.of_type({names}, model, x).'
+        )
+    models = model if isinstance(model, Mapping) else {'': (model,)}
+    found = {
+        (collection, (*filter(None, [name]), *path)): any(
+            issubclass(one, classes) for one in around
+        )
+        for name, (one, *inputs) in models.items()
+        for collection, path, around in _variables(one, (*inputs, *args), kw)
+    }
+    selected = frozenset(place for place, takes in found.items() if takes)
+    return Derived(selected, frozenset(found), f'of_type({names})')
+
+
+def _variables(
+    model: nn.Module, args: Any, kwargs: Any
+) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
+    """Yields the variables of a model, with the classes of the modules around."""
+    at: dict[tuple[str, ...], set[type]] = {}  # The modules at each path.
+    holding: dict[tuple[str, ...], set[type]] = {}  # Those that declare a variable.
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        out = next_fun(*args, **kwargs)
+        module, path = context.module, context.module.scope.path
+        at.setdefault(path, set()).add(type(module))
+        for name, child in modules.children_of(module).items():
+            if isinstance(child, str):  # A variable, and its collection.
+                # ``nn.share_scope`` may give one path to two modules.
+                holding.setdefault((*path, name), set()).add(type(module))
+        return out
+
+    def filled(leaf: Any) -> Any:
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        return jnp.zeros(leaf.shape, leaf.dtype) if is_shape else leaf
+
+    def init() -> Any:
+        args_, kwargs_ = jax.tree.map(filled, (args, kwargs))
+        # On a cache hit, a function of nn.jit would call no modules.
+        with tracing.traced_anew(), nn.intercept_methods(note):
+            return model.init(jax.random.key(0), *args_, **kwargs_)
+
+    for collection, tree in jax.eval_shape(init).items():
+        for names, inner, _ in names_in(tree):
+            above = (at.get(names[:n], set()) for n in range(len(names) - 1))
+            around = holding.get(names, at.get(names[:-1], set())).union(*above)
+            yield collection, (*names, *inner), around

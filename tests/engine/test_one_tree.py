@@ -1,0 +1,309 @@
+"""A block covers one tree: an ``apply`` inside of another one sees what it is given.
+
+By hand: the variables of the model are stopped where they are stored, and the model
+runs without blocks. What it has read is stopped already, what it has computed is no
+variable of it, and what it differentiates is as without a block.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import oracle
+from flax_sg import errors, filters
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)
+PLAIN = fnn.Dense(2, parent=None)
+
+
+class Model(fnn.Module):
+    """A layer of its own, before a layer that is called in some way."""
+
+    way: str
+    inside: Any = None  # A block that it opens around the call.
+    given: Any = None  # A module in a field.
+
+    @fnn.compact
+    def __call__(self, x):
+        x = jnp.tanh(fnn.Dense(2, name='own')(x))
+        dense = fnn.Dense(2, name='dense')
+        dense(x)
+        if self.inside is None:
+            return WAYS[self.way](self, dense, x)
+        with self.inside(unused='ignore'):  # Some ways read nothing there.
+            return WAYS[self.way](self, dense, x)
+
+
+def weights(x: Any) -> Any:
+    """Weights that are computed from an input: a hypernetwork, a mixer."""
+    return {'params': {'kernel': jnp.tanh(x.T @ x), 'bias': jnp.mean(x, 0)}}
+
+
+def applied(module: Any, variables: Any, x: Any) -> Any:
+    return module.apply(variables, x)
+
+
+def adapted(variables: Any, x: Any) -> Any:
+    """Fast weights: one step of an inner loss."""
+    grads = jax.grad(lambda v: jnp.mean(PLAIN.apply(v, x) ** 2))(variables)
+    return PLAIN.apply(jax.tree.map(lambda w, g: w - 0.1 * g, variables, grads), x)
+
+
+def merged(model: Any, dense: Any, x: Any) -> Any:
+    """An adapter that is merged into the weights before they are applied."""
+    down = model.param('down', fnn.initializers.ones, (2, 1))
+    kernel = dense.variables['params']['kernel'] + down @ down.T
+    return PLAIN.apply({'params': {'kernel': kernel, 'bias': x[0]}}, x)
+
+
+@jax.jit
+def jitted(variables: Any, x: Any) -> Any:
+    return PLAIN.apply(variables, x)
+
+
+@jax.custom_vjp
+def with_rule(variables, x):
+    return PLAIN.apply(variables, x)
+
+
+with_rule.defvjp(
+    lambda variables, x: (PLAIN.apply(variables, x), (variables, x)),
+    lambda kept, ct: jax.vjp(PLAIN.apply, *kept)[1](ct),
+)
+
+WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    'read': lambda m, d, x: applied(PLAIN, d.variables, x),
+    'unbound': lambda m, d, x: applied(*d.unbind(), x),
+    'computed from the input': lambda m, d, x: applied(PLAIN, weights(x), x),
+    'a field': lambda m, d, x: applied(m.given, weights(x), x),
+    'bound inside': lambda m, d, x: PLAIN.bind(weights(x))(x),
+    'transposed': lambda m, d, x: applied(
+        PLAIN, jax.tree.map(jnp.transpose, d.variables), x
+    ),
+    'merged': merged,
+    'fast weights': lambda m, d, x: adapted(d.variables, x),
+    'fast weights of the input': lambda m, d, x: adapted(weights(x), x),
+    'linearised': lambda m, d, x: jax.jvp(
+        lambda v: PLAIN.apply(v, x), (d.variables,), (weights(x),)
+    )[1],
+    'gradient features': lambda m, d, x: jax.grad(
+        lambda x: jnp.sum(jnp.tanh(PLAIN.apply(d.variables, x)))
+    )(x),
+    'jitted': lambda m, d, x: jitted(d.variables, x) + jitted(weights(x), x),
+    'checkpoint': lambda m, d, x: jax.checkpoint(PLAIN.apply)(weights(x), x),
+    'vmap': lambda m, d, x: jax.vmap(PLAIN.apply, (None, 0))(weights(x), x),
+    'a rule of its own': lambda m, d, x: with_rule(weights(x), x),
+    'initialized': lambda m, d, x: applied(
+        PLAIN, fnn.Dense(2, parent=None).init(jax.random.key(0), x), x
+    ),
+    'twice': lambda m, d, x: applied(
+        fnn.Sequential([PLAIN.clone()], parent=None),
+        {'params': {'layers_0': weights(x)['params']}},
+        x,
+    ),
+}
+# How a filter is written, and which variables of the model it stops.
+BLOCKS: dict[str, tuple[Callable[..., Any], Callable[[str], bool]]] = {
+    'glob': (
+        lambda **kw: nn.stop_gradient('**/kernel', **kw),
+        lambda p: p.endswith('kernel'),
+    ),
+    'True': (lambda **kw: nn.stop_gradient(True, **kw), lambda p: True),
+    'train_only': (
+        lambda **kw: nn.train_only('own/**', **kw),
+        lambda p: not p.startswith('own'),
+    ),
+    'function': (
+        lambda **kw: nn.stop_gradient(
+            lambda path: path.name in ('kernel', 'down'), **kw
+        ),
+        lambda p: p.endswith(('kernel', 'down')),
+    ),
+    'not': (
+        lambda **kw: nn.stop_gradient(~filters.as_filter('**/bias'), **kw),
+        lambda p: 'bias' not in p,
+    ),
+}
+
+
+RUNS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    'eager': lambda f: jax.grad(f, (0, 1)),
+    'jit': lambda f: jax.jit(jax.grad(f, (0, 1))),
+    'checkpoint': lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
+    'vmap': lambda f: jax.grad(
+        lambda v, x: jnp.sum(jax.vmap(f, (None, 0))(v, jnp.stack([x, x * 2]))), (0, 1)
+    ),
+    'scan': lambda f: jax.grad(
+        lambda v, x: jax.lax.scan(lambda c, y: (c + f(v, y), None), 0.0, x[None])[0],
+        (0, 1),
+    ),
+    'grad of grad': lambda f: jax.grad(
+        lambda v, x: jnp.sum(jax.grad(f, 1)(v, x) ** 2), (0, 1)
+    ),
+}
+
+
+def loss_of(model: Any) -> Callable[[Any, Any], Any]:
+    return lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
+
+
+def in_block(fn: Callable[..., Any], make: Callable[[], Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with make():
+            return fn(*args)
+
+    return run
+
+
+FORMS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
+    'block': lambda model, make: in_block(loss_of(model), make),
+    'wrapper': lambda model, make: loss_of(nn.Frozen(model, make().where)),
+    'own block': lambda model, make: loss_of(model.clone(inside=make)),
+}
+MADE = fnn.Dense(2, parent=None)
+VARIABLES = {way: Model(way, given=MADE).init(jax.random.key(0), X) for way in WAYS}
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('way', WAYS)
+def test_an_apply_inside_sees_what_it_is_given(way, form):
+    model, variables = Model(way, given=MADE), VARIABLES[way]
+    for number, (name, (make, stops)) in enumerate(BLOCKS.items()):
+        fn = FORMS[form](model, make)
+
+        def selects(path: str, stops: Any = stops) -> bool:
+            path = path.removeprefix('params/')
+            # What the module reads before it opens its block is not in the block.
+            return stops(path) and not (form == 'own block' and path.startswith('own'))
+
+        def by_hand(variables: Any, x: Any, selects: Any = selects) -> Any:
+            return loss_of(model)(oracle.stopped(variables, selects), x)
+
+        assert fn(variables, X) == loss_of(model)(variables, X), name
+        for run in [*RUNS][number % 2 :: 2]:
+            found = RUNS[run](fn)(variables, X)
+            oracle.assert_same(found, RUNS[run](by_hand)(variables, X))
+
+
+@pytest.mark.parametrize('order', [(True, False), (False, True)])
+def test_one_jitted_function_at_block_level_and_in_a_module(order):
+    """Covered where it begins in the block, and not inside of a running module."""
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, variables, x):
+            return jitted(variables, fnn.Dense(2, name='own')(x))
+
+    own = Outer().init(jax.random.key(0), VARIABLES_OF_PLAIN, X)
+    jitted.clear_cache()
+
+    def loss(variables: Any, inside: bool) -> Any:
+        with nn.stop_gradient('kernel' if not inside else 'own/kernel'):
+            call = Outer().apply if inside else lambda _, *args: jitted(*args)
+            return jnp.sum(call(own, variables, X))
+
+    for _ in range(2):
+        for inside in order:
+            grads = jax.grad(loss)(VARIABLES_OF_PLAIN, inside)['params']
+            assert oracle.is_zero(grads['kernel']) != inside
+            assert not oracle.is_zero(grads['bias'])
+
+
+def test_a_scale_counts_once_however_a_variable_is_read():
+    for way in ('read', 'unbound', 'jitted'):
+        model, variables = Model(way), VARIABLES[way]
+        plain = jax.grad(loss_of(model))(variables, X)['params']
+        for run in (lambda f: f, jax.jit):
+            with nn.scale_gradient('dense/**', 0.5):
+                found = run(jax.grad(loss_of(model)))(variables, X)['params']
+            assert (found['dense']['bias'] == plain['dense']['bias'] * 0.5).all()
+
+
+class Target(fnn.Module):
+    """A random network that ``setup`` makes, and a network as one parameter."""
+
+    def setup(self):
+        self.fixed = fnn.Dense(2, parent=None).init(jax.random.key(1), X)
+        self.network = self.param('network', fnn.Dense(2, parent=None).init, X)
+        self.made = PLAIN.apply(self.network, X)
+        self.head = fnn.Dense(2)
+
+    def __call__(self, x):
+        given = PLAIN.apply(self.fixed, x) + PLAIN.apply(self.network, x)
+        return self.head(x) + given + self.made
+
+
+@pytest.mark.parametrize('where', [True, 'head/**', lambda path: path.name == 'kernel'])
+@pytest.mark.parametrize('form', ['block', 'wrapper'])
+def test_setup_that_initializes_and_applies_other_modules(form, where):
+    variables = Target().init(jax.random.key(0), X)
+    fn = FORMS[form](Target(), lambda: nn.stop_gradient(where))
+    grads = jax.grad(fn)(variables, X)['params']
+    plain = jax.grad(loss_of(Target()))(variables, X)['params']
+    assert fn(variables, X) == loss_of(Target())(variables, X)
+    assert oracle.is_zero(grads['head']['kernel'])
+    is_stopped = oracle.is_zero(grads['network'])
+    assert is_stopped if where is True else not is_stopped
+    if where == 'head/**':
+        oracle.assert_same(grads['network'], plain['network'])
+
+
+def test_a_name_that_only_an_inner_tree_has():
+    variables = VARIABLES['computed from the input']
+    model = Model('computed from the input')
+    with (
+        pytest.raises(errors.UnusedFilterError, match='inside of another') as caught,
+        nn.stop_gradient('k*l'),
+    ):
+        model.apply(variables, X)
+    assert 'sg.stop_gradient(tree, where)' in str(caught.value)
+
+
+VARIABLES_OF_PLAIN = PLAIN.init(jax.random.key(3), X)
+
+
+def test_an_exception_out_of_an_apply_leaves_no_depth():
+    class Raises(fnn.Module):
+        def __call__(self):
+            raise KeyError
+
+    with nn.stop_gradient('kernel'):
+        with pytest.raises(KeyError):
+            Raises().apply({})
+        grads = jax.grad(loss_of(PLAIN))(VARIABLES_OF_PLAIN, X)
+    assert oracle.is_zero(grads['params']['kernel'])
+
+
+def test_what_was_bound_before_or_outside_is_covered_inside_of_an_apply():
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, bound, x):
+            return bound(fnn.Dense(2, name='own')(x))
+
+    own = Outer().init(jax.random.key(0), PLAIN.bind(VARIABLES_OF_PLAIN), X)
+    for before in (True, False):
+
+        def loss(variables: Any, before: bool = before) -> Any:
+            bound = PLAIN.bind(variables) if before else None
+            with nn.stop_gradient('kernel'):
+                bound = bound or PLAIN.bind(variables)
+                with nn.stop_gradient('own/**'):
+                    return jnp.sum(Outer().apply(own, bound, X))
+
+        grads = jax.grad(loss)(VARIABLES_OF_PLAIN)['params']
+        assert oracle.is_zero(grads['kernel'])
+        assert not oracle.is_zero(grads['bias'])
+
+
+def test_tabulate_and_lazy_init_in_a_block():
+    text = Model('read').tabulate(jax.random.key(0), X)
+    with nn.stop_gradient('dense/**'):
+        assert Model('read').tabulate(jax.random.key(0), X) == text
+    with nn.stop_gradient('dense/**'):
+        found = Model('read').lazy_init(jax.random.key(0), X)
+    oracle.assert_same(found, VARIABLES['read'])
