@@ -68,10 +68,11 @@ def map_cotangent(
 
     Raises:
         CotangentError: if a variable that is selected by name is no real or complex
-            array; in the backward pass, if ``fn`` changes the shape or the dtype; in
-            forward mode, ``jax.jvp`` and ``jax.jacfwd``, which has no cotangents.
+            array; in the backward pass, if ``fn`` changes the shape or the dtype.
         ArgumentTypeError: if ``fn`` is no function, or reads a traced value that is no
             argument of it; if one of ``values`` is no number or array.
+        TypeError: JAX's own, in forward mode (``jax.jvp``, ``jax.jacfwd``), which has
+            no cotangents. ``jax.jacfwd`` of a gradient works.
 
     Note:
         The innermost level that differentiates a parameter maps its cotangent. A

@@ -32,11 +32,6 @@ def grads(rule: Any) -> Any:
     return jax.grad(under)(PARAMS)
 
 
-def forwards() -> None:
-    with nn.clip_gradient('enc/*', norm=1.0):
-        jax.jvp(loss, (PARAMS,), (PARAMS,))
-
-
 def summed(path: Any, ct: Any) -> Any:
     return jnp.sum(ct)
 
@@ -82,12 +77,6 @@ def split(around: bool = False) -> None:
     jax.grad(lambda p: jnp.sum(Model().apply(p, x)))(params)
 
 
-NO_FORWARD = (
-    ' has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): it maps cotangents, '
-    'which only the backward pass has.\n'
-    'Use jax.grad, jax.vjp or jax.jacrev; for a Hessian jax.jacfwd of jax.grad. Or do '
-    'not differentiate the parameter in forward mode.'
-)
 LIKE_ITS_PARAMETER = '\nA cotangent has the shape and the dtype of its parameter.'
 ONE_BOUND = (
     ': expected one of value=, norm= and global_norm=.\n'
@@ -95,10 +84,6 @@ ONE_BOUND = (
 )
 
 CASES: dict[str, tuple[Any, ...]] = {
-    'forward mode': (
-        forwards,
-        f"CotangentError: nn.clip_gradient of 'enc/b'{NO_FORWARD}",
-    ),
     'a function that changes the shape': (
         lambda: grads(nn.map_cotangent('enc/w', summed)),
         "CotangentError: the cotangent of 'enc/w' is float32[2, 3], and what summed "
