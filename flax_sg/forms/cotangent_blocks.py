@@ -217,8 +217,8 @@ def clip_gradient(
     Raises:
         ArgumentTypeError, ArgumentValueError: unless exactly one bound is given, one
             number, not below 0.
-        BlockError: for ``global_norm`` in the body of a transform, if the
-            selected modules come there by different ways.
+        BlockError: for ``global_norm``, if the block was opened in the body of a lifted
+            transform, such as ``nn.scan`` or ``nn.remat``.
     """
     bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -347,6 +347,7 @@ def copy_cotangent(
 
     Raises:
         CotangentError: if two parameters differ in shape or dtype.
+        BlockError: if the block was opened in the body of a lifted transform.
     """
     given: Any = sources
     if not isinstance(given, Mapping):
