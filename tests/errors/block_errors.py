@@ -554,17 +554,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         'Call the other modules outside of the wrapper, or open a block around the '
         "scan: with nn.stop_gradient('layers/...'): layers(x).",
     ),
-    'held state outside of methods': (
-        lambda: nn.hold_state('norm/**').__enter__(),
-        'BlockError: nn.hold_state was opened outside of the methods of modules: what '
-        'is written there is returned by apply.\n'
-        "Wrap the model: nn.Frozen(model, where, state='hold'), or open the block in a "
-        'method.',
-    ),
-    'held state that is updated': (
-        lambda: nn.hold_state('norm/**', state='update').__enter__(),
-        "ArgumentValueError: state='update': expected 'hold' or 'use_running_average'.",
-    ),
     'a function around a scan': (
         around_scan,
         "ScanMemoryWarning: substitute(Glob('in_bits')) is open around a scan, and "
