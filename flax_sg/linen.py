@@ -23,7 +23,6 @@ from flax_sg.forms.cotangent_blocks import print_cotangent as print_cotangent
 from flax_sg.forms.cotangent_blocks import replace_cotangent as replace_cotangent
 from flax_sg.forms.cotangent_blocks import reverse_gradient as reverse_gradient
 from flax_sg.forms.cotangent_blocks import scale_gradient as scale_gradient
-from flax_sg.forms.held_state import hold_state as hold_state
 from flax_sg.forms.mirror import mirror as mirror
 from flax_sg.forms.value_blocks import read_only as read_only
 from flax_sg.forms.value_blocks import stop_gradient as stop_gradient

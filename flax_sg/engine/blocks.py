@@ -33,14 +33,10 @@ class Made:
     rule is not applied to it: its cotangent would be mapped twice. Only tracers have
     cotangents to map. A trace is over when nobody holds its tracers, so the references
     are weak.
-
-    Attributes:
-        together: for each tree, the root whose leaves a joint rule has rewritten.
     """
 
     def __init__(self) -> None:
         self._leaves = weakref.WeakValueDictionary[int, Any]()
-        self.together = weakref.WeakValueDictionary[object, Root]()
 
     def note(self, leaf: Any) -> None:
         """Notes that a leaf is rewritten, if it is a tracer."""

@@ -21,7 +21,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -31,7 +31,7 @@ from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK
 from flax_sg.rules.cotangents import has_to_act
-from flax_sg.rules.rules import AS_IT_IS
+from flax_sg.rules.rules import AS_IT_IS, Rewrite
 from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import (
     Key,
@@ -74,12 +74,16 @@ class Seen:
         return map_leaves(lambda _, x: back.get(id(x), (x, x))[1], ('', ()), value)
 
 
+_Joint: TypeAlias = dict[tuple[Key, int], tuple[Any, Any]]
+
+
 class _Views:
     """Holds what readers of one tree see in one block.
 
     Attributes:
         seen: the leaves of each variable.
-        joint: the leaves that a joint rule rewrites together, once one is read.
+        joint: the leaves that a joint rule has rewritten together, by key and identity,
+            and what readers see; None until one is read.
     """
 
     def __init__(self) -> None:
@@ -229,9 +233,7 @@ def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
         return leaf
     if rule.jointly:
         note_all(block, root)
-        views = _Views.of(root, block)
-        views.joint = views.joint or _Joint(block, root)
-        new = views.joint.seen(block, root, key, leaf)
+        new = _joint_leaf(block, root, key, leaf)
     else:
         with _seeing_outside(block), _begin(block, root, [leaf]):
             new = _applied(block, root, key, leaf)
@@ -271,38 +273,23 @@ def note_handed(open_blocks: Sequence[Block], value: Any) -> None:
                 block.made.note(leaf)
 
 
-class _Joint:
-    """Holds the leaves that a block rewrites together in one tree.
+def _joint_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
+    """Returns what a reader sees instead of a leaf, if all are rewritten together.
 
     These are the leaves that the tree holds when the first of them is read. A variable
     that is created or written later is not differentiated from outside.
     """
-
-    def __init__(self, block: Block, root: Root) -> None:
-        self._parts = len(root.parts)
-        self._seen: dict[tuple[Key, int], tuple[Any, Any]] = {}
-        # The leaves may have been rewritten outside the body. And a block opened in a
-        # body may read its tree on both sides of the transform.
-        is_outside = any(block is other for other in root.handed.covered)
-        together = block.made.together
-        self._is_split = not is_outside and (
-            together.setdefault(root.tree, root) is not root
-        )
-        if not (is_outside or self._is_split):
-            self._seen = _rewritten_together(block, root)
-
-    def seen(self, block: Block, root: Root, key: Key, leaf: Any) -> Any:
-        """Returns what a reader sees instead of one of the leaves."""
-        if (key, id(leaf)) in self._seen:
-            return self._seen[key, id(leaf)][1]
-        if self._is_split or len(root.parts) > self._parts:
-            raise _split_selection(block.rewrite, path_of(block, key))
+    if block in root.handed.covered:  # The others were rewritten outside.
         return leaf
+    if any(above for above, _ in root.parts):
+        raise _in_a_body(block.rewrite, path_of(block, key))
+    views = _Views.of(root, block)
+    if views.joint is None:
+        views.joint = _rewritten_together(block, root)
+    return views.joint.get((key, id(leaf)), (leaf, leaf))[1]
 
 
-def _rewritten_together(
-    block: Block, root: Root
-) -> dict[tuple[Key, int], tuple[Any, Any]]:
+def _rewritten_together(block: Block, root: Root) -> _Joint:
     """Returns the selected leaves of a tree, and what readers see instead."""
     chosen: dict[Key, list[Any]] = {}
     for key, value in _variables(root):
@@ -310,16 +297,15 @@ def _rewritten_together(
             continue
         keys = leaf_keys(key, value)
         took = [selects(block, root, leaf_key) for leaf_key in keys]
-        if not any(took):
-            continue
-        shown = jax.tree.leaves(view(root, block.outer, key, value))
-        for leaf_key, take, leaf in zip(keys, took, shown, strict=True):
-            if take and is_differentiable(leaf):
-                chosen.setdefault(leaf_key, []).append(leaf)
+        if any(took):
+            shown = jax.tree.leaves(view(root, block.outer, key, value))
+            for leaf_key, take, leaf in zip(keys, took, shown, strict=True):
+                if take and is_differentiable(leaf):
+                    chosen.setdefault(leaf_key, []).append(leaf)
     selected = [(path_of(block, key), chosen[key]) for key in chosen]
     with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):
         together = block.rewrite.rule.together(selected)
-        found = {
+        return {
             (key, id(old)): (
                 old,
                 filters.merged(selects(block, root, key), new, old, path),
@@ -327,9 +313,6 @@ def _rewritten_together(
             for key, (path, olds), news in zip(chosen, selected, together, strict=True)
             for old, new in zip(olds, news, strict=True)
         }
-    for _, new in found.values():
-        block.made.note(new)
-    return found
 
 
 def _variables(root: Root) -> Iterator[tuple[Key, Any]]:
@@ -338,10 +321,13 @@ def _variables(root: Root) -> Iterator[tuple[Key, Any]]:
             yield from iter_variables((collection, path), tree)
 
 
-def _split_selection(rewrite: object, path: str) -> errors.BlockError:
-    """Returns the error for joint parameters that are not known at one place."""
+def _in_a_body(rewrite: Rewrite, path: str) -> errors.BlockError:
+    """Returns the error for a rule that takes leaves together, of a part of a tree."""
     return errors.BlockError(
-        f'{rewrite!r} takes its parameters together, and {str(path)!r} lies in a '
-        'module that came into the transform around the block by another way.\n'
-        'Open the block around the transform, or leave that module out.'
+        f'{rewrite!r} was opened in the body of a transform (nn.scan, nn.remat, ...), '
+        f'and {str(path)!r} is read there.\n'
+        'It takes its parameters together, and a body knows those alone that the '
+        'transform hands it.\n'
+        f'Open the block around the transform: with nn.{rewrite.rule.name}(...): '
+        'model.apply(variables, x).'
     )

@@ -172,8 +172,7 @@ class ReadOnlyError(FlaxSGError, ValueError):
 class CotangentError(FlaxSGError, TypeError):
     """A rule for cotangents cannot be applied.
 
-    Its function returned another shape, the selected leaf has no cotangent, or the
-    program is differentiated in forward mode, which has no cotangents::
+    Its function returned another shape, or the selected leaf has no cotangent::
 
         nn.map_cotangent('w', lambda path, ct: ct.sum())  # raises: another shape
         nn.map_cotangent('w', lambda path, ct: ct / ct.size)

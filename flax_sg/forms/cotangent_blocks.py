@@ -68,10 +68,11 @@ def map_cotangent(
 
     Raises:
         CotangentError: if a variable that is selected by name is no real or complex
-            array; in the backward pass, if ``fn`` changes the shape or the dtype; in
-            forward mode, ``jax.jvp`` and ``jax.jacfwd``, which has no cotangents.
+            array; in the backward pass, if ``fn`` changes the shape or the dtype.
         ArgumentTypeError: if ``fn`` is no function, or reads a traced value that is no
             argument of it; if one of ``values`` is no number or array.
+        TypeError: JAX's own, in forward mode (``jax.jvp``, ``jax.jacfwd``), which has
+            no cotangents. ``jax.jacfwd`` of a gradient works.
 
     Note:
         The innermost level that differentiates a parameter maps its cotangent. A
@@ -216,8 +217,8 @@ def clip_gradient(
     Raises:
         ArgumentTypeError, ArgumentValueError: unless exactly one bound is given, one
             number, not below 0.
-        BlockError: for ``global_norm`` in the body of a transform, if the
-            selected modules come there by different ways.
+        BlockError: for ``global_norm``, if the block was opened in the body of a lifted
+            transform, such as ``nn.scan`` or ``nn.remat``.
     """
     bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -346,6 +347,7 @@ def copy_cotangent(
 
     Raises:
         CotangentError: if two parameters differ in shape or dtype.
+        BlockError: if the block was opened in the body of a lifted transform.
     """
     given: Any = sources
     if not isinstance(given, Mapping):

@@ -1,9 +1,9 @@
 """Methods of a wrapper that are made of the methods of its module.
 
 Other libraries get the answers of the module. Keras reads the signature of
-``__call__``. penzai opens ``nn.intercept_methods`` around ``apply``. A wrapper has one
-class for all modules, and Flax does not wrap its ``__call__``: otherwise
-``capture_intermediates`` would store each result twice.
+``__call__``. A wrapper has one class for all modules, and Flax does not wrap its
+``__call__``: otherwise ``capture_intermediates`` would store each result twice, and
+``nn.intercept_methods`` would change each output twice. Both see the wrapped module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from flax_sg import errors
-from flax_sg.internals import modules
 
 
 class OfModule:
@@ -51,43 +50,19 @@ def _method_of(module: Any, name: str) -> Callable[..., Any] | None:
     return bound.__func__ if inspect.ismethod(bound) else None
 
 
-def forwards(
-    name: str, method: Callable[..., Any], intercept: bool = True
-) -> Callable[..., Any]:
+def forwards(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a method of a wrapper that calls a method of its module.
 
     Args:
         name: the name of the method.
         method: the function of the module's method; its signature is shown.
-        intercept: whether ``nn.intercept_methods`` sees a call.
     """
 
     @functools.wraps(method)
     def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper._run(name, args, kwargs, intercept)
+        return wrapper._run(name, args, kwargs)
 
     return forward
-
-
-def intercepted(wrapper: Any, name: str, module: Any) -> Callable[..., Any] | None:
-    """Returns the method to run through Flax's interceptors; None to run it directly.
-
-    Interceptors see only a wrapper that is the whole model. Anywhere else they see the
-    module that holds the wrapper, and the wrapped module: a third call for the same
-    variables would make those that change outputs do so twice.
-
-    Args:
-        wrapper: a bound wrapper.
-        name: the name of the method that is called.
-        module: the module in all wrappers, which each forward the method.
-    """
-    inside = wrapper.scope.path or isinstance(wrapper.parent, modules.Module)
-    if inside or not modules.intercepts():
-        return None
-    method = _method_of(wrapper.module, name) or _method_of(module, name)
-    if method is None or not modules.is_handled(method):
-        return None
-    return forwards(name, method, intercept=False)
 
 
 def refuses(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
 """Running statistics and other state: updated or held, by path.
 
-``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses, and ``nn.hold_state`` around some
-lines of a method. A call works on a copy: a module that reads what it wrote computes
-what it computes without.
+``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses. A call works on a copy: a module
+that reads what it wrote computes what it computes without.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import Any
 from flax import linen
 from flax.core.scope import DenyList, Scope
 
-from flax_sg import errors, filters
-from flax_sg.engine import blocks, opening, selection
-from flax_sg.errors.texts import unknown_choice
+from flax_sg import filters
+from flax_sg.engine import blocks, selection
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key
@@ -45,62 +43,9 @@ class _HoldState(rules.Rule):
     idempotent = True
 
 
-def state_in(where: filters.Where, unused: str = 'ignore') -> rules.Rewrite:
+def state_in(where: filters.Filter) -> rules.Rewrite:
     """The rewrite whose filter tells which state is held."""
-    kept = DenyList(('params', *_RESULTS))
-    return rules.Rewrite(filters.as_filter(where), _HoldState(), kept, unused)
-
-
-@contextlib.contextmanager
-def hold_state(
-    where: filters.Where = True, *, state: str = HOLD, unused: str = 'raise'
-) -> Generator[None]:
-    """Holds the running statistics that ``where`` selects; gradients flow as ever.
-
-    A block in a method, or a decorator of a method. What the block writes to this state
-    is dropped when it ends.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from flax_sg import linen as nn
-    >>> class Model(nn.Module):
-    ...     backbone: nn.Module
-    ...     @nn.compact
-    ...     def __call__(self, x):
-    ...         with nn.hold_state('backbone/layers_0/**'):
-    ...             return self.backbone(x)
-    >>> model = Model(nn.Sequential([nn.BatchNorm(False), nn.BatchNorm(False)]))
-    >>> x = jnp.arange(4.0)[:, None]
-    >>> variables = model.init(jax.random.key(0), x)
-    >>> _, written = model.apply(variables, x, mutable='batch_stats')
-    >>> stats = written['batch_stats']['backbone']
-    >>> bool(stats['layers_0']['mean'][0] == 0), bool(stats['layers_1']['var'][0] == 1)
-    (True, False)
-
-    Args:
-        where: the state to hold, by paths relative to the module whose method runs; all
-            by default. Filters as in ``stop_gradient``.
-        state: ``'hold'`` or ``'use_running_average'``, as in ``nn.Frozen``.
-        unused: as in ``stop_gradient``.
-
-    Raises:
-        BlockError: if no method of a bound module is running.
-        UnusedFilterError: at the end, if a part of ``where`` matches no state.
-        ArgumentValueError: for another ``state``.
-    """
-    if state not in STATE[1:]:
-        raise unknown_choice('state', state, STATE[1:])
-    module = modules.current_module()
-    if module is None:
-        raise errors.BlockError(
-            'nn.hold_state was opened outside of the methods of modules: what is '
-            'written there is returned by apply.\n'
-            "Wrap the model: nn.Frozen(model, where, state='hold'), or open the block "
-            'in a method.'
-        )
-    rewrite = state_in(where, unused)
-    block = opening.InBlock(rewrite, module.scope, opening.EXISTENCE)
-    with handle_state(module, state, block):
-        yield
+    return rules.Rewrite(where, _HoldState(), DenyList(('params', *_RESULTS)), 'ignore')
 
 
 @contextlib.contextmanager

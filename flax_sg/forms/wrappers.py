@@ -17,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from flax.core.frozen_dict import FrozenDict
@@ -113,16 +113,10 @@ class _Forwards:
     )
     lazy_init: Any = forwarded.OfModule(modules.Module.lazy_init, forwarded.refuses)
 
-    def _run(
-        self: Any, name: str, args: Any, kwargs: Any, intercept: bool = True
-    ) -> Any:
+    def _run(self: Any, name: str, args: Any, kwargs: Any) -> Any:
         scope = self.scope
         if scope is None:
             return getattr(self.module, name)(*args, **kwargs)
-        if intercept:
-            method = forwarded.intercepted(self, name, innermost(self))
-            if method is not None:
-                return modules.run_interceptors(method, self, args, kwargs)
         # At initialization other methods may create a part of the variables.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
 
@@ -158,29 +152,22 @@ class _Forwards:
             return value
         if isinstance(value, modules.Module):
             return self._part(value)
-        if isinstance(value, modules.Variable):
-            return _Variable(self._part(self.module)._run_in_block, value)
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._seen(name, item) for item in value)
         if isinstance(value, (dict, FrozenDict)):
             return type(value)({k: self._seen(name, v) for k, v in value.items()})
-        if isinstance(value, contents.FUNCTIONS) and contents.may_hold(
-            value, contents.MODULES
+        # Such a value reads when it is used, and the block has closed by then.
+        is_function = isinstance(value, contents.FUNCTIONS)
+        if isinstance(value, modules.Variable) or (
+            is_function and contents.may_hold(value, contents.MODULES)
         ):
-            return self._part(self.module)._run_in_block(value)
+            raise _read_later(self, name, 'function' if is_function else 'Variable')
         return value
 
     def _part(self: Any, part: Any) -> Any:
         """A wrapper of a part of the module, with the same paths."""
         within = self.module if self.within is None else self.within
         return self.clone(module=part, within=within, name=None)
-
-    def _run_in_block(self: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def in_block(*args: Any, **kwargs: Any) -> Any:
-            with self._in_block(judge=False):
-                return fn(*args, **kwargs)
-
-        return functools.update_wrapper(in_block, fn, updated=())
 
 
 class Wrapper(_Forwards, modules.Module):
@@ -353,33 +340,24 @@ def _attached(module: Any, scope: Scope) -> Any:
     return module
 
 
-_variable_value: Any = modules.Variable.value
-
-
-class _Variable(modules.Variable[Any]):
-    """A variable that setup keeps on a module, read in the block of a wrapper."""
-
-    def __init__(self, in_block: Callable[[Any], Any], variable: Any) -> None:
-        super().__init__(
-            variable.scope, variable.collection, variable.name, variable.unbox
-        )
-        self._run_in_block = in_block
-
-    def _value(self) -> Any:
-        return self._run_in_block(_variable_value.fget)(self)
-
-    def _set_value(self, value: Any) -> None:
-        self._run_in_block(_variable_value.fset)(self, value)
-
-    value: Any = property(_value, _set_value)
-
-
 def refused(expected: str, target: Any) -> errors.ArgumentTypeError:
     """The error for what is no module, class or function."""
     return errors.ArgumentTypeError(
         f'{expected}, and was given {brief(target)}.\n'
         'For a class or a function write nn.stop_gradient(target, where), for an array '
         'jax.lax.stop_gradient(x), for a tree sg.stop_gradient(tree, where).'
+    )
+
+
+def _read_later(wrapper: Any, name: str, kind: str) -> errors.BlockError:
+    """A wrapper was asked for a value that reads variables when it is used."""
+    cls = type(innermost(wrapper)).__name__
+    return errors.BlockError(
+        f'nn.{type(wrapper).__name__}({cls}(...)).{name} is or holds a {kind} that '
+        'reads variables when it is used.\n'
+        "Such a read is outside of the wrapper's calls, so the rule would miss it.\n"
+        f'Call a method of the module: def use(self, ...) in {cls}, which uses '
+        f'self.{name}.'
     )
 
 

@@ -278,25 +278,6 @@ def _in_order_of(value: Any, copy: Any) -> Any:
     return copy
 
 
-def intercepts() -> bool:
-    """Whether an ``nn.intercept_methods`` is open in this thread."""
-    return bool(linen_module._global_interceptor_stack)
-
-
-def is_handled(fn: Any) -> bool:
-    """Whether Flax has wrapped a function as a method and shows it to interceptors."""
-    return hasattr(fn, 'method_handler_wrapped')
-
-
-def run_interceptors(fn: Any, module: Module, args: Any, kwargs: Any) -> Any:
-    """Calls a method through the open interceptors, and skips Flax's other steps.
-
-    The other steps (names, state, captured results) run for the module that a wrapper
-    forwards to.
-    """
-    return linen_module.run_interceptors(fn, module, *args, **kwargs)
-
-
 def children_of(module: Module) -> dict[str, Any]:
     """The children of a module by name: submodules, and also names of variables."""
     return module._state.children

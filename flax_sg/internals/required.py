@@ -195,8 +195,7 @@ _ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     'flax.linen.module': (
         lambda: linen_module,
         'CompactNameScope SetupState.DONE _ModuleInternalState _context.module_stack '
-        '_global_interceptor_stack _unspecified_parent run_interceptors uuid '
-        'wrap_method_once',
+        '_unspecified_parent uuid wrap_method_once',
     ),
     'flax.linen.transforms': (
         lambda: linen_transforms,

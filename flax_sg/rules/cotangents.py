@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors
-from flax_sg.errors.texts import listed, shown
+from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates, tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
@@ -71,11 +71,8 @@ class OnCotangents(rules.Keyed):
             fn: as for ``primitives.map_cotangents``; it gets the operands.
             selected: the variables, each with its leaves.
         """
-        names = [repr(str(path)) for path, _ in selected]
-        what = f'nn.{self.name} of {listed(names)}'
         leaves = [leaf for _, of_path in selected for leaf in of_path]
-        arrays = list(map(jnp.asarray, self.operands))
-        new = iter(primitives.map_cotangents(fn, what, leaves, arrays))
+        new = iter(primitives.map_cotangents(fn, leaves, self.operands))
         return [[next(new) for _ in of_path] for _, of_path in selected]
 
 
@@ -90,7 +87,7 @@ class Scale(OnCotangents):
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity that scales."""
         [factor] = self.operands
-        return primitives.scale(leaf, jnp.asarray(factor).astype(leaf.dtype))
+        return primitives.scale(leaf, factor)
 
 
 class Each(OnCotangents):

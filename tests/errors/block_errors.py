@@ -341,6 +341,22 @@ VALUES = (
     'function (path, value) -> value.'
 )
 
+
+class ReadsLater(fnn.Module):
+    """Keeps what reads its parameters later."""
+
+    def setup(self):
+        self.box = self.variable('params', 'b', lambda: jnp.ones(()))
+        self.fn = lambda x: self.box.value * x
+
+    def use(self, x):
+        return self.fn(x) * self.box.value
+
+
+def reads_later() -> Any:
+    return nn.Frozen(ReadsLater()).bind({'params': {'b': jnp.ones(())}})
+
+
 CASES: dict[str, tuple[Any, ...]] = {
     'the twin of several collections': (
         lambda: nn.substitute('ema', collections=['params', 'batch_stats']),
@@ -554,16 +570,23 @@ CASES: dict[str, tuple[Any, ...]] = {
         'Call the other modules outside of the wrapper, or open a block around the '
         "scan: with nn.stop_gradient('layers/...'): layers(x).",
     ),
-    'held state outside of methods': (
-        lambda: nn.hold_state('norm/**').__enter__(),
-        'BlockError: nn.hold_state was opened outside of the methods of modules: what '
-        'is written there is returned by apply.\n'
-        "Wrap the model: nn.Frozen(model, where, state='hold'), or open the block in a "
-        'method.',
+    'a function of a wrapped module': (
+        lambda: reads_later().fn,
+        'BlockError: nn.Frozen(ReadsLater(...)).fn is or holds a function that reads '
+        'variables when it is used.\n'
+        "Such a read is outside of the wrapper's calls, so the rule would miss it.\n"
+        'Call a method of the module: def use(self, ...) in ReadsLater, which uses '
+        'self.fn.',
+        lambda: reads_later().use(1.0),
     ),
-    'held state that is updated': (
-        lambda: nn.hold_state('norm/**', state='update').__enter__(),
-        "ArgumentValueError: state='update': expected 'hold' or 'use_running_average'.",
+    'a Variable of a wrapped module': (
+        lambda: reads_later().box,
+        'BlockError: nn.Frozen(ReadsLater(...)).box is or holds a Variable that reads '
+        'variables when it is used.\n'
+        "Such a read is outside of the wrapper's calls, so the rule would miss it.\n"
+        'Call a method of the module: def use(self, ...) in ReadsLater, which uses '
+        'self.box.',
+        lambda: reads_later().use(1.0),
     ),
     'a function around a scan': (
         around_scan,

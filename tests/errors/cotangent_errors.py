@@ -32,11 +32,6 @@ def grads(rule: Any) -> Any:
     return jax.grad(under)(PARAMS)
 
 
-def forwards() -> None:
-    with nn.clip_gradient('enc/*', norm=1.0):
-        jax.jvp(loss, (PARAMS,), (PARAMS,))
-
-
 def summed(path: Any, ct: Any) -> Any:
     return jnp.sum(ct)
 
@@ -54,40 +49,24 @@ def integer() -> None:
         Uses().apply({'params': {'steps': jnp.array(3), 'w': jnp.ones(2)}})
 
 
-def split(around: bool = False) -> None:
+def in_a_body(around: bool = False) -> None:
     class Body(fnn.Module):
-        shared: fnn.Module
-
         @fnn.compact
-        def __call__(self, x, _):
-            own = fnn.Dense(1, name='own')
-            clip = contextlib.nullcontext() if around else CLIP
-            with clip:
-                return self.shared(own(x)), None
+        def __call__(self, x):
+            with contextlib.nullcontext() if around else CLIP:
+                return fnn.Dense(1)(x)
 
     class Model(fnn.Module):
         @fnn.compact
         def __call__(self, x):
-            scan = fnn.scan(
-                Body,
-                variable_broadcast='params',
-                split_rngs={'params': False},
-                length=2,
-            )
             with CLIP if around else contextlib.nullcontext():
-                return scan(fnn.Dense(1, name='shared'), name='body')(x, None)[0]
+                return fnn.remat(Body)(name='body')(x)
 
     x = jnp.ones((1, 1))
     params = Model().init(jax.random.key(0), x)
     jax.grad(lambda p: jnp.sum(Model().apply(p, x)))(params)
 
 
-NO_FORWARD = (
-    ' has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): it maps cotangents, '
-    'which only the backward pass has.\n'
-    'Use jax.grad, jax.vjp or jax.jacrev; for a Hessian jax.jacfwd of jax.grad. Or do '
-    'not differentiate the parameter in forward mode.'
-)
 LIKE_ITS_PARAMETER = '\nA cotangent has the shape and the dtype of its parameter.'
 ONE_BOUND = (
     ': expected one of value=, norm= and global_norm=.\n'
@@ -95,10 +74,6 @@ ONE_BOUND = (
 )
 
 CASES: dict[str, tuple[Any, ...]] = {
-    'forward mode': (
-        forwards,
-        f"CotangentError: nn.clip_gradient of 'enc/b'{NO_FORWARD}",
-    ),
     'a function that changes the shape': (
         lambda: grads(nn.map_cotangent('enc/w', summed)),
         "CotangentError: the cotangent of 'enc/w' is float32[2, 3], and what summed "
@@ -170,14 +145,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         'Hand it over: nn.map_cotangent(where, fn, value) calls fn(path, cotangent, '
         'value).',
     ),
-    'modules from outside of a body': (
-        split,
-        'BlockError: clip_gradient(Constant(True), global_norm=1.0) takes its '
-        'parameters together, and '
-        "'/shared/kernel' lies in a module that came into the transform around the "
-        'block by another way.\n'
-        'Open the block around the transform, or leave that module out.',
-        lambda: split(around=True),
+    'a rule that takes parameters together in a body': (
+        in_a_body,
+        'BlockError: clip_gradient(Constant(True), global_norm=1.0) was opened in the '
+        "body of a transform (nn.scan, nn.remat, ...), and 'Dense_0/kernel' is "
+        'read there.\n'
+        'It takes its parameters together, and a body knows those alone that the '
+        'transform hands it.\n'
+        'Open the block around the transform: with nn.clip_gradient(...): '
+        'model.apply(variables, x).',
+        lambda: in_a_body(around=True),
     ),
 }
 

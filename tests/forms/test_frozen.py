@@ -294,9 +294,14 @@ class Offers(linen.Module):
         self.fn = lambda x: self.layers[0](x) * self.w
         self.partial = functools.partial(self.method, 2.0)
         self.others = self.layers[1].__call__
+        self.held = {'box': [self.box]}
+        self.act = jnp.tanh
 
     def method(self, factor, x=None):
         return factor * self.w * (X if x is None else x)
+
+    def uses(self, x):
+        return self.fn(x) + self.box.value + self.partial() + self.others(x)
 
     @property
     def doubled(self):
@@ -315,20 +320,17 @@ READS: dict[str, Callable[[Any], Any]] = {
     'get_variable': lambda m: m.get_variable('params', 'w'),
     'call': lambda m: m(X),
     'method': lambda m: m.method(2.0),
+    'in a method': lambda m: m.uses(X),
     'method by keyword': lambda m: m.method(factor=2.0, x=X),
     'method, taken before': lambda m: functools.partial(m.method, 3.0)(),
     'nowrap': lambda m: m.helper(X),
     'property': lambda m: m.doubled,
     'kept': lambda m: m.w2,
     'kept in a tree': lambda m: m.tree['w'][0],
-    'variable': lambda m: m.box.value,
     'variables': lambda m: m.variables['params']['layers_0'],
     'a list of modules': lambda m: m.layers[1](X),
     'a dict of modules': lambda m: m.named['a'](X),
     'a part of a part': lambda m: m.layers[0].variables['params']['bias'],
-    'a function': lambda m: m.fn(X),
-    'a partial': lambda m: m.partial(),
-    'a method of another': lambda m: m.others(X),
     'getattr': lambda m: getattr(m, 'w', None),
 }
 
@@ -375,6 +377,18 @@ def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
 
     grads = [functools.partial(oracle.grads, fn) for fn in (actual, expected)]
     assert_same(*(stepwise.evaluate(fn, params, values) for fn in grads))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror, nn.scale_gradient(True, 0.5)])
+@pytest.mark.parametrize('name', ['box', 'fn', 'partial', 'others', 'held'])
+def test_what_reads_later_raises(name: str, wrap: Any) -> None:
+    """A function that holds modules, or a Variable: the block has closed by then."""
+    variables = Offers().init(KEY, X)
+    with pytest.raises(errors.BlockError, match=f'[.]{name} is or holds a '):
+        getattr(wrap(Offers()).bind(variables), name)
+    # A function of no module passes.
+    assert wrap(Offers()).bind(variables).act is jnp.tanh
 
 
 def test_what_is_not_there() -> None:

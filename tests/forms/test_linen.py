@@ -11,7 +11,6 @@ from flax_sg import linen as nn
 # What flax_sg adds. Of the same name in flax.linen there must be none.
 OURS = {
     'Frozen',
-    'hold_state',
     'mirror',
     'read_only',
     'stop_gradient',
