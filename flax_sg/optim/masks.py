@@ -184,6 +184,6 @@ def parameters_of(tree: Any, call: str = '') -> Leaves:
         raise errors.ArgumentValueError(
             'the variables hold "_overwrite_with_gradient": they receive their new '
             'value as a gradient, and no optimizer may see them.\n'
-            "Give it variables['params']; sg.TrainState takes both and does so.",
+            "Give it variables['params']; Flax's TrainState takes both and does so.",
         )
     return leaves

@@ -46,6 +46,13 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, (float, complex))
 
 
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number, or an array of numbers or bools: there are zeros."""
+    if is_array(leaf):
+        return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+    return isinstance(leaf, (bool, int, float, complex))
+
+
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _array_classes: set[type] = set()
 
