@@ -13,7 +13,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.forms.block_decorator import BlockDecorator, takes_target
 from flax_sg.internals import modules
 from flax_sg.rules import rules, substitutes
-from flax_sg.trees.absent import ABSENT, Absent
+from flax_sg.trees.leaves import ABSENT, Absent, leaves_of
 
 
 @takes_target
@@ -270,8 +270,9 @@ def substitute(
         values: what is read, one of
 
             * a tree of values, nested as the variables of the module that opens the
-              block; all of them or some. Each value has the structure, boxes, shape and
-              dtype of its variable;
+              block; all of them or some: parameters, or a dict of collections,
+              ``{'params': tree}``. Each value has the structure, boxes, shape and dtype
+              of its variable;
             * the name of another collection, ``'ema_params'``, which has variables of
               the same names as the selected ones;
             * a bound module, for its variables; modules may stand in a tree, too;
@@ -301,6 +302,9 @@ def substitute(
         in the function, or pass the values as its arguments. See google/flax issue
         #1857; dm-haiku has ``custom_getter`` for this.
     """
+    if isinstance(values, Mapping) and collections == 'params':
+        # With the collections on top, as ``init`` returns variables, or without.
+        collections = [*leaves_of(values).collections] or collections
     rule = _rule_of(values, collections)
     if isinstance(where, Absent):
         is_tree = isinstance(rule, substitutes.FromTree)

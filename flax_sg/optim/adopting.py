@@ -257,8 +257,8 @@ def _check(to: _Selection, new: dict[Names, Any], state: Any, source: _Source) -
             min('/'.join(names) for names in x or [()]) for x in (theirs, ours)
         )
         raise errors.StructureError(
-            f'sg.adopt: the state has {their or "nothing"!r}, where the new state has '
-            f'{our!r}.\n'
+            f'sg.adopt: the state has {repr(their) if their else "nothing"}, where the '
+            f'new state has {our!r}.\n'
             'It is the state of another transformation, or of other parameters: give '
             'that of what sg.freeze wraps, sg.adopt(tx, params, state).'
         )

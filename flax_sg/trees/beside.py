@@ -39,10 +39,9 @@ def beside(
     tree: Any,
     what: str,
     *,
-    needed: Sequence[Any] | None = None,
-    pruned: bool = True,
+    needed: Sequence[Any],
 ) -> Beside:
-    """Checks a tree that belongs to some parameters.
+    """Checks a tree that belongs to some parameters, and may lack some of them.
 
     ``ABSENT``, None and ``optax.MaskedNode`` may stand in place of each leaf.
 
@@ -50,8 +49,7 @@ def beside(
         leaves: the parameters.
         tree: the tree.
         what: what it is, for errors, such as 'the gradient'.
-        needed: the leaves at which it has to have one value or nothing; by default all.
-        pruned: whether it may lack leaves, and whole modules.
+        needed: the leaves at which it has to have one value or nothing.
 
     Raises:
         StructureError: if it has something else, or anything where the parameters have
@@ -60,16 +58,12 @@ def beside(
     try:
         treedef, rows = leaves.treedef, [*enumerate(leaves.treedef.flatten_up_to(tree))]
     except (ValueError, TypeError):
-        if not pruned:
-            raise different_structures(
-                'the argument', what, leaves, leaves_of(tree)
-            ) from None
         treedef, rows = _by_key_path(leaves, tree, what)
     values: list[Any] = [ABSENT] * len(leaves.values)
     for number, value in rows:
         if is_nothing(value):
             continue
-        if (needed is None or needed[number]) and not _is_value(value):
+        if needed[number] and not _is_value(value):
             raise errors.StructureError(
                 f'{what} has {brief(value)} at {str(leaves.paths[number])!r}, where an '
                 'array is expected.'

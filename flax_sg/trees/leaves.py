@@ -101,13 +101,13 @@ class Leaves:
 
     @property
     def collections(self) -> Collection[str]:
-        """The collections, if it is a dict of them as Flax's ``init`` returns it."""
-        tree = self.tree
-        if not isinstance(tree, Mapping):
-            return ()
-        known = 'params' in tree or OVERWRITE_WITH_GRADIENT in tree
-        are_trees = all(isinstance(below, Mapping) for below in tree.values())
-        return tree.keys() if known and are_trees else ()
+        """The collections, if it is a dict of them as Flax's ``init`` returns it.
+
+        Other values, such as a count of steps, may stand beside them.
+        """
+        tree = self.tree if isinstance(self.tree, Mapping) else {}
+        some = (tree.get(name) for name in ('params', OVERWRITE_WITH_GRADIENT))
+        return tree.keys() if any(isinstance(it, Mapping) for it in some) else ()
 
     @functools.cached_property
     def key_paths(self) -> list[Keys]:
