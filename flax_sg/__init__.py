@@ -10,7 +10,7 @@ from flax_sg import linen as linen
 from flax_sg.autodiff.gradients import grad as grad
 from flax_sg.autodiff.gradients import value_and_grad as value_and_grad
 from flax_sg.autodiff.gradients import vjp as vjp
-from flax_sg.filters import at as at
+from flax_sg.filters.indices import at as at
 from flax_sg.filters.paths import Path as Path
 from flax_sg.forms.plain_trees import rewrite as rewrite
 from flax_sg.forms.plain_trees import stop_gradient as stop_gradient

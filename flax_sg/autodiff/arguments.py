@@ -147,7 +147,8 @@ def split_by(
         trees = list(arguments)
         with raised_by(f'{call}(wrt=...)'):
             said = chosen(trees, where, unused)
-        judged = unused != 'ignore' and not isinstance(where, Declared)
-        return Split(trees, said, where if judged else None)
+        if unused == 'ignore' or isinstance(where, Declared):
+            return Split(trees, said)
+        return Split(trees, said, where)
 
     return split
