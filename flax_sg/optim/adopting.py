@@ -102,13 +102,14 @@ def adopt(
         raise wrong_argument(tx, 'optax transformation', write)
     states = (state, *earlier)
     made_by = [old] * len(states) if old is None or hasattr(old, 'init') else old
-    to = _Selection.of(tx, params)
     sources = [
         _Source(dict(_named(given)), None if by is None else _Selection.of(by, params))
         for given, by in zip(states, made_by, strict=True)
     ]
     new = tx.init(params)
     pairs = _named(new)
+    every = [*dict(pairs), *(names for source in sources for names in source.values)]
+    to = _Selection.of(tx, params).among(every)
     for given, source in zip(states, sources, strict=True):
         _check(to, dict(pairs), given, source)
     [said] = selected([to.leaves.paths], filters.as_filter(fresh))
@@ -139,11 +140,14 @@ class _Selection(NamedTuple):
         leaves: the parameters.
         trained: for each whether it is trained, or which rows or part of it.
         places: the number of each, by its names.
+        outer: the names that lead to trees like the parameters. A tuple or a label in
+            them may have the name of a parameter.
     """
 
     leaves: Leaves
     trained: Sequence[Any]
     places: dict[Names, int]
+    outer: frozenset[Names] = frozenset()
 
     @classmethod
     def of(cls, tx: Any, params: Any) -> _Selection:
@@ -156,11 +160,19 @@ class _Selection(NamedTuple):
         places = {_names_of(keys): n for n, keys in enumerate(leaves.key_paths)}
         return cls(leaves, trained, places)
 
+    def among(self, every: Iterable[Names]) -> _Selection:
+        """The same, for states whose values have these names."""
+        found = ((names, self.spot_of(names)) for names in every)
+        roots = {n[: at[0]] for n, at in found if at is not None and at[1] == len(n)}
+        outer = (root[:count] for root in roots for count in range(len(root) + 1))
+        return self._replace(outer=frozenset(outer))
+
     def spot_of(self, names: Names) -> tuple[int, int] | None:
         """Where in the names of a value those of a parameter are; the last ones."""
         for last in range(len(names), -1, -1):
             for first in range(last + 1):
-                if names[first:last] in self.places:
+                is_outer = last < len(names) and names[:last] in self.outer
+                if names[first:last] in self.places and not is_outer:
                     return first, last
         return None
 
@@ -220,14 +232,15 @@ def _adopted(
     """A value of the new state, and whether it was carried, in part, or is fresh."""
     number, kind = to.owner_of(names), _type(made)
     given = [(x.values[names], x.selection) for x in sources if names in x.values]
-    if number is None:
+    shape = () if number is None else np.shape(to.leaves.values[number])
+    of_all = number is None or _is_one(made) or np.shape(made) == () != shape
+    if of_all or not to.trained[number]:
         for value, selection in given:
             same = selection is None or selection.trained == to.trained
             if _type(value) == kind and (same or not _is_one(made)):
                 return value, 'carried'
         return made, 'fresh'
-    path, shape = to.leaves.paths[number], np.shape(to.leaves.values[number])
-    now = to.trained[number]
+    path, now = to.leaves.paths[number], to.trained[number]
     trains = mask_of(now, shape, path)
     out, known, left = made, np.False_, np.False_
     for value, selection in reversed(given):  # The first one has the last word.
@@ -279,7 +292,8 @@ def _check(to: _Selection, new: dict[Names, Any], state: Any, source: _Source) -
                 )
             continue
         shape = np.shape(to.leaves.values[number])
-        cut = np.shape(made) == shape and is_cut(source.values.get(names), shape)
+        whole_now = getattr(made, 'shape', None) == shape
+        cut = whole_now and is_cut(source.values.get(names), shape)
         if source.selection is None and (cut or isinstance(to.trained[number], Choice)):
             raise errors.StructureError(
                 f'sg.adopt: rows of {str(to.leaves.paths[number])!r} are frozen, in '

@@ -98,7 +98,7 @@ def mask_of(takes: Any, shape: tuple[int, ...], path: str) -> Any:
     if isinstance(takes, filters.Part):
         return takes.mask(shape, path)
     chosen = takes.chosen if isinstance(takes, Choice) else np.array(takes, bool)
-    return chosen.reshape(*chosen.shape, *[1] * (len(shape) - chosen.ndim))
+    return chosen.reshape(chosen.shape + (1,) * (len(shape) - chosen.ndim))
 
 
 def shape_of_part(takes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -212,6 +212,26 @@ def test_a_clip_in_front_is_given_a_state():
     oracle.assert_same(adopted[1], state)
 
 
+@pytest.mark.parametrize('params', [jnp.ones(2), {'s': jnp.ones(())}, [1.0, 2.0]])
+def test_parameters_of_any_shape(params):
+    frozen = sg.freeze(ADAM, True)
+    _, state = ADAM.update(params, ADAM.init(params), params)
+    oracle.assert_same(sg.adopt(ADAM, params, state), state)
+    thawed = sg.adopt(ADAM, params, sg.adopt(frozen, params, state))
+    assert all(map(oracle.is_zero, jax.tree.leaves(thawed[0].mu)))
+    assert int(thawed[0].count) == 1
+
+
+def test_a_tuple_in_a_state_is_no_parameter():
+    params = [jnp.ones(2), jnp.ones(2)]
+    found: dict[str, Any] = {}
+    _, state = ADAM.update(params, ADAM.init(params), params)
+    adopted = sg.adopt(ADAM, params, state, fresh='0', report=found.update)
+    assert found['carried'] == ['0/count', '1']
+    assert found['fresh'] == ['0']
+    assert int(adopted[0].count) == 1
+
+
 def test_the_state_of_another_transformation():
     state = optax.chain(optax.sgd(0.1, 0.9)).init(PARAMS)
     for tx in ADAM, optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9)):
