@@ -85,7 +85,7 @@ def value_and_grad(
         ArgumentValueError: at the call, if ``argnums`` names an argument twice.
         UnusedFilterError: if ``wrt`` is False or empty; at the call, if a part of
             ``wrt`` matches no leaf.
-        NotDifferentiableError: at the call, if no leaf that it matches can be
+        ArgumentTypeError: at the call, if no leaf that it matches can be
             differentiated.
     """
     return _derivative(
@@ -244,7 +244,7 @@ def vjp(
 
     Raises:
         UnusedFilterError: if a part of ``wrt`` matches no leaf, or ``wrt`` is False.
-        NotDifferentiableError: if no leaf that it matches can be differentiated.
+        ArgumentTypeError: if no leaf that it matches can be differentiated.
 
     Note:
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the

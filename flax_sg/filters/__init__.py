@@ -78,7 +78,7 @@ def as_filter(where: Where) -> Filter:
     Raises:
         FilterTypeError: for anything else, with what to write instead; and for a
             function that reads a traced value.
-        FilterValueError: for a glob that no path can fit.
+        ArgumentValueError: for a glob that no path can fit.
     """
     if isinstance(where, Filter):
         return where

@@ -190,7 +190,7 @@ def read_only(
     >>> model.apply(variables, x, train=True, mutable='batch_stats')
     Traceback (most recent call last):
         ...
-    flax_sg.errors.ReadOnlyError: BatchNorm.__call__ (at 'norm') wrote the ...
+    flax_sg.errors.BlockError: BatchNorm.__call__ (at 'norm') wrote the ...
 
     Args:
         target: what to lift, as in ``stop_gradient``.
@@ -204,7 +204,7 @@ def read_only(
         As ``stop_gradient``.
 
     Raises:
-        ReadOnlyError: at a write, with the variable, its module, and the method that
+        BlockError: at a write, with the variable, its module, and the method that
             writes.
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: at the end of a block, if a part of ``where`` matches no

@@ -233,8 +233,8 @@ def _adopted(
     number, kind = to.owner_of(names), _type(made)
     given = [(x.values[names], x.selection) for x in sources if names in x.values]
     shape = () if number is None else np.shape(to.leaves.values[number])
-    of_all = number is None or _is_one(made) or np.shape(made) == () != shape
-    if of_all or not to.trained[number]:
+    of_all = _is_one(made) or np.shape(made) == () != shape
+    if number is None or of_all or not to.trained[number]:
         for value, selection in given:
             same = selection is None or selection.trained == to.trained
             if _type(value) == kind and (same or not _is_one(made)):

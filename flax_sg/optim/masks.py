@@ -71,7 +71,7 @@ def mask(
     Raises:
         ArgumentValueError: unless either ``trained`` or ``frozen`` is given.
         UnusedFilterError: if a part of the filter matches no leaf.
-        NotDifferentiableError: if what ``trained`` matches has no gradient.
+        ArgumentTypeError: if what ``trained`` matches has no gradient.
         PartError: if the filter means a part of a leaf.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """

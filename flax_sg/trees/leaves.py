@@ -220,7 +220,7 @@ def selected(
 
     Raises:
         UnusedFilterError: if a part of the filter matched no leaf.
-        FilterValueError: if a tree of bools does not fit.
+        ArgumentValueError: if a tree of bools does not fit.
     """
     check_unused(unused)
     matched: set[filters.Filter] = set()
@@ -248,7 +248,7 @@ def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
 def check_unused(unused: str) -> None:
     """Raises for a value of ``unused=`` that means nothing."""
     if unused not in ('raise', 'ignore'):
-        raise errors.FilterValueError(
+        raise errors.ArgumentValueError(
             f"unused={unused!r}: expected 'raise' or 'ignore'."
         )
 

@@ -357,7 +357,7 @@ def test_a_tree_that_does_not_fit():
             {'gln_0': {'dense': {'kernel': True}}, **rest},
             {'gln_0': {'dense': {'kernel': {'deep': True}, 'bias': True}}, **rest},
         ):
-            with pytest.raises(errors.FilterValueError):
+            with pytest.raises(errors.ArgumentValueError):
                 run(where)
 
 

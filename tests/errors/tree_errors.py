@@ -345,7 +345,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an integer in too few bits': (
         lambda: cast(sg.NonDifferentiable(1001)).value,
-        'ChangedValueError: A NonDifferentiable of int32 was cast to bfloat16, which '
+        'ArgumentValueError: A NonDifferentiable of int32 was cast to bfloat16, which '
         'cannot hold it: it is stored as float32.\n'
         'Cast the other leaves alone: jax.tree.map(cast, tree, is_leaf=lambda x: '
         'isinstance(x, sg.NonDifferentiable)), where cast returns these as they are.',

@@ -699,7 +699,7 @@ def test_an_option_that_means_nothing():
         lambda: sg.grad(quadratic, unused='typo'),
         lambda: sg.vjp(quadratic, PAIR, unused='typo'),
     ):
-        with pytest.raises(errors.FilterValueError, match="unused='typo'"):
+        with pytest.raises(errors.ArgumentValueError, match="unused='typo'"):
             call()
 
 

@@ -145,9 +145,9 @@ def test_what_mask_returns_is_a_filter_for_all():
 
 def test_masks_that_do_not_fit():
     for mask in ([True], [True, False, True], {'0': True}):
-        with pytest.raises((errors.FilterValueError, errors.UnusedFilterError)):
+        with pytest.raises((errors.ArgumentValueError, errors.UnusedFilterError)):
             sg.partition([1.0, 2.0], mask)
-    with pytest.raises(errors.FilterValueError, match="no answer for the variable 'n'"):
+    with pytest.raises(errors.ArgumentValueError, match="for the variable 'n'"):
         sg.partition({'w': 1.0, 'n': 2.0}, {'w': True, 'n': None})
     for mixed in (['0', True], ('0', False), {True, '0'}, [np.True_, '1']):
         with pytest.raises(errors.FilterTypeError, match='bools beside other filters'):
