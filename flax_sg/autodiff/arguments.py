@@ -105,17 +105,16 @@ def _other(absent: str, leaf: Any) -> Any:
 
 
 def split_by(
-    call: str, fun: Any, wrt: filters.Where | Declared, absent: str, unused: str
+    fun: Any, wrt: filters.Where | Declared, absent: str, unused: str
 ) -> Callable[[Iterable[Leaves]], Split]:
     """A function that splits arguments as the options of a gradient call say.
 
-    >>> split = split_by('sg.grad', abs, 'w', 'none', 'raise')
+    >>> split = split_by(abs, 'w', 'none', 'raise')
     >>> parts = split([leaves_of({'b': 1.0, 'w': 2.0})])
     >>> parts.live, parts.join([5.0]), parts.form('none')([7.0])
     ([2.0], [{'b': 1.0, 'w': 5.0}], ({'b': None, 'w': 7.0},))
 
     Args:
-        call: the name of the gradient call, for errors.
         fun: the function that it is given.
         wrt: the filter of the leaves that are differentiated.
         absent: what stands in results for the other leaves.
@@ -138,14 +137,14 @@ def split_by(
     plain = not isinstance(wrt, filters.Filter)
     if plain and where == filters.Constant(False) and unused != 'ignore':
         raise errors.UnusedFilterError(
-            f'{call}(wrt={wrt!r}) differentiates nothing: wrt= selects what has a '
+            f'wrt={wrt!r} differentiates nothing: wrt= selects what has a '
             'gradient.\n'
             "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'."
         )
 
     def split(arguments: Iterable[Leaves]) -> Split:
         trees = list(arguments)
-        with raised_by(f'{call}(wrt=...)'):
+        with raised_by('wrt=...'):
             said = chosen(trees, where, unused)
         if unused == 'ignore' or isinstance(where, Declared):
             return Split(trees, said)

@@ -88,59 +88,7 @@ def value_and_grad(
         ArgumentTypeError: at the call, if no leaf that it matches can be
             differentiated.
     """
-    return _derivative(
-        'sg.value_and_grad',
-        *(fun, argnums, has_aux, holomorphic, wrt, absent, of, unused),
-    )
-
-
-def grad(
-    fun: Callable[..., Any],
-    argnums: Argnums = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: Where | Declared = DECLARED,
-    absent: str = 'drop',
-    of: Any = None,
-    unused: str = 'raise',
-) -> Callable[..., Any]:
-    """``jax.grad`` with respect to the leaves that a filter selects.
-
-    >>> import flax_sg as sg
-    >>> kernel = {'left': {'variance': 2.0, 'scale': 3.0}, 'right': {'variance': 5.0}}
-    >>> def loss(k):
-    ...     return k['left']['variance'] * k['left']['scale'] * k['right']['variance']
-    >>> sg.grad(loss, wrt='left/variance', absent='zeros')(kernel)['left']['variance']
-    Array(15., dtype=float32, weak_type=True)
-
-    Args and errors are those of ``sg.value_and_grad``.
-    """
-    both = _derivative(
-        'sg.grad', fun, argnums, has_aux, holomorphic, wrt, absent, of, unused
-    )
-
-    @functools.wraps(fun, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return call
-
-
-def _derivative(
-    name: str,
-    fun: Callable[..., Any],
-    argnums: Argnums,
-    has_aux: bool,
-    holomorphic: bool,
-    wrt: Where | Declared,
-    absent: str,
-    of: Any,
-    unused: str,
-) -> Callable[..., Any]:
-    """``value_and_grad``; the first argument is what it is called."""
-    split_of = split_by(name, fun, wrt, absent, unused)
+    split_of = split_by(fun, wrt, absent, unused)
     if of is not None:
         if argnums != 0:
             raise unknown_choice('with of=, argnums', argnums, (0,))
@@ -170,6 +118,39 @@ def _derivative(
         return value, grads if isinstance(argnums, Sequence) else grads[0]
 
     _positions(argnums, None)
+    return call
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    *,
+    wrt: Where | Declared = DECLARED,
+    absent: str = 'drop',
+    of: Any = None,
+    unused: str = 'raise',
+) -> Callable[..., Any]:
+    """``jax.grad`` with respect to the leaves that a filter selects.
+
+    >>> import flax_sg as sg
+    >>> kernel = {'left': {'variance': 2.0, 'scale': 3.0}, 'right': {'variance': 5.0}}
+    >>> def loss(k):
+    ...     return k['left']['variance'] * k['left']['scale'] * k['right']['variance']
+    >>> sg.grad(loss, wrt='left/variance', absent='zeros')(kernel)['left']['variance']
+    Array(15., dtype=float32, weak_type=True)
+
+    Args and errors are those of ``sg.value_and_grad``.
+    """
+    options: Any = {'wrt': wrt, 'absent': absent, 'of': of, 'unused': unused}
+    both = value_and_grad(fun, argnums, has_aux, holomorphic, **options)
+
+    @functools.wraps(fun, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
     return call
 
 
@@ -250,7 +231,7 @@ def vjp(
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the
         same idea.
     """
-    split = split_by('sg.vjp', fun, wrt, absent, unused)(map(leaves_of, primals))
+    split = split_by(fun, wrt, absent, unused)(map(leaves_of, primals))
 
     @functools.wraps(fun, updated=())
     def fun_of_live(live: Sequence[Any]) -> Any:

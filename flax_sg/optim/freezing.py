@@ -16,7 +16,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.optim.masks import parameters_of, trained_leaves
-from flax_sg.trees.beside import beside, is_vacant, missing_leaf, other_shape
+from flax_sg.trees.beside import beside, missing_leaf, other_shape
 from flax_sg.trees.leaves import (
     ABSENT,
     Leaves,
@@ -88,11 +88,11 @@ class Freeze:
         for name in ('value_fn', 'grad_fn', 'obj_fn'):
             if name in extra:
                 raise _of_all_parameters(name)
-        leaves, trained = self.parameters(
-            _unmasked(updates) if params is None else params
-        )
-        grads = beside(leaves, updates, 'the gradient', needed=trained)
-        for path, takes, grad in zip(leaves.paths, trained, grads.values, strict=True):
+        leaves, trained = self.parameters(updates if params is None else params)
+        grads = leaves.values
+        if params is not None:
+            grads = beside(leaves, updates, 'the gradient', needed=trained)
+        for path, takes, grad in zip(leaves.paths, trained, grads, strict=True):
             if takes and is_absent(grad):
                 raise missing_leaf(
                     'the gradient',
@@ -106,7 +106,7 @@ class Freeze:
             if treedef == leaves.treedef:
                 extra[name] = pruned(leaves, trained, found)
         shown = pruned(leaves, trained)
-        seen = pruned(leaves, trained, _without(leaves, trained, grads.values, 0.0))
+        seen = pruned(leaves, trained, _without(leaves, trained, grads, 0.0))
         given = None if params is None else shown
         try:
             new, after = self.tx.update(seen, state, given, **extra)
@@ -128,14 +128,11 @@ class Freeze:
         cuts = any(isinstance(takes, Choice) for takes in trained)
         if cuts and not _are_alike(state, after):  # One row became several.
             raise _foreign()
-        like = grads.values if params is None else leaves.values
         kept = _without(leaves, trained, made, -0.0)
-        form = grads if params is None else leaves
-        out = [
+        return leaves.restore(
             update if takes else _nothing(leaf)
-            for takes, update, leaf in zip(trained, kept, like, strict=True)
-        ]
-        return form.restore(out), after
+            for takes, update, leaf in zip(trained, kept, leaves.values, strict=True)
+        ), after
 
 
 def freeze(
@@ -173,8 +170,9 @@ def freeze(
     gradient on where the mask is False, which ``apply_updates`` then adds.
 
     Gradients may be full or pruned: ``ABSENT``, ``optax.MaskedNode``, None or nothing
-    at all may stand for what is frozen. Updates have the form of the parameters, so
-    ``optax.apply_updates`` takes them, and so does every ``TrainState``:
+    at all may stand for what is frozen (without ``params``, only ``ABSENT``). Updates
+    have the form of the parameters, so ``optax.apply_updates`` takes them, and so does
+    every ``TrainState``:
 
     >>> pruned = {'head': jnp.array([2.0])}
     >>> updates, _ = tx.update(pruned, tx.init(params), params)
@@ -226,13 +224,6 @@ def freeze(
     chosen = where if isinstance(where, Declared) else filters.as_filter(where)
     frozen = Freeze(optax.with_extra_args_support(tx), chosen, unused)
     return optax.GradientTransformationExtraArgs(frozen.init, frozen.update)
-
-
-def _unmasked(updates: Any) -> Any:
-    """Gradients with one thing only in place of what is not there."""
-    return jax.tree.map(
-        lambda leaf: ABSENT if is_vacant(leaf) else leaf, updates, is_leaf=is_vacant
-    )
 
 
 def pruned(

@@ -297,7 +297,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an integer by name': (
         lambda: sg.grad(lambda p: p['w'], wrt='step')({'w': 1.0, 'step': 3}),
-        "ArgumentTypeError: sg.grad(wrt=...): Glob('step') selects only what "
+        "ArgumentTypeError: wrt=...: Glob('step') selects only what "
         "cannot be differentiated: 'step' (3).\n"
         'Select real or complex leaves; True takes those and no others.',
     ),
@@ -323,7 +323,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a field that is not there': (
         lambda: sg.grad(jnp.sum)(sg.trainable('kernal')(Declared)(X, X)),
-        "ArgumentTypeError: sg.grad(wrt=...): Declared declares the field 'kernal' as "
+        "ArgumentTypeError: wrt=...: Declared declares the field 'kernal' as "
         "trained; its fields are 'kernel', 'mean'.",
     ),
     'a declaration of no class': (

@@ -165,7 +165,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a filter of wrt= that matches nothing': (
         lambda: sg.grad(product, wrt='haed/w')(PARAMS),
-        f'UnusedFilterError: sg.grad(wrt=...): {NOTHING}',
+        f'UnusedFilterError: wrt=...: {NOTHING}',
     ),
     'the state of another selection': (
         lambda: state_of('body/w'),
@@ -202,7 +202,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'nothing to differentiate': (
         lambda: sg.grad(product, wrt=False),
-        'UnusedFilterError: sg.grad(wrt=False) differentiates nothing: wrt= selects '
+        'UnusedFilterError: wrt=False differentiates nothing: wrt= selects '
         'what has a gradient.\n'
         "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'.",
     ),
@@ -373,7 +373,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an empty list to differentiate': (
         lambda: sg.grad(product, wrt=[]),
-        'UnusedFilterError: sg.grad(wrt=[]) differentiates nothing: wrt= selects what '
+        'UnusedFilterError: wrt=[] differentiates nothing: wrt= selects what '
         'has a gradient.\n'
         "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'.",
     ),
