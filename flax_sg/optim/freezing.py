@@ -237,7 +237,7 @@ def pruned(
         values: other values; by default the parameters.
     """
     given = leaves.values if values is None else values
-    return leaves.restore(
+    return leaves.treedef.unflatten(
         takes.cut(leaf, np.ndim(leaves.values[number]))
         if isinstance(takes, Choice)
         else leaf
