@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from flax.core.scope import CollectionFilter
@@ -12,6 +12,7 @@ from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.forms.block_decorator import BlockDecorator, takes_target
 from flax_sg.internals import modules
+from flax_sg.internals.places import Place, warn_once
 from flax_sg.rules import rules, substitutes
 from flax_sg.trees.leaves import ABSENT, Absent, leaves_of
 
@@ -149,7 +150,8 @@ def train_only(
     Args:
         target: as in ``stop_gradient``.
         where: the variables to train; filters as in ``stop_gradient``. Everything
-            else in ``collections`` that is read in the block is stopped.
+            else in ``collections`` that is read in the block is stopped. An empty list
+            warns.
         methods: as in ``stop_gradient``.
         collections: as in ``stop_gradient``.
         unused: as in ``stop_gradient``.
@@ -158,6 +160,13 @@ def train_only(
         As ``stop_gradient``.
     """
     stopped, rule = ~filters.as_filter(where), rules.StopGradient()
+    is_empty = isinstance(where, (Sequence, Set)) and not where
+    if is_empty and unused != 'ignore':
+        warn_once(
+            f'nn.train_only({where!r}) trains nothing: it names no parameter.\n'
+            'Name what is trained, or write nn.stop_gradient(True) if that is meant.',
+            Place.here(),
+        )
     return BlockDecorator(stopped, rule, collections, unused)
 
 
