@@ -16,7 +16,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.forms import held_state, value_blocks, wrappers
 from flax_sg.internals import core_scopes, modules
 from flax_sg.rules import rules
-from flax_sg.trees.leaves import is_absent, leaves_of
+from flax_sg.trees.leaves import collections_of, is_absent
 from flax_sg.trees.variables import iter_variables
 
 # 'same': the n-th call draws what the n-th call of the module does, and leaves the
@@ -170,7 +170,7 @@ def mirror(
 def _has_collections(module: Any, variables: Mapping[str, Any]) -> bool:
     """Whether a tree of values has collections on top, as ``init`` returns it."""
     own = {} if module.scope is None else module.variables
-    return bool(leaves_of(variables).collections or variables.keys() & own.keys())
+    return bool(collections_of(variables) or variables.keys() & own.keys())
 
 
 def _is_own(path: Path) -> bool:

@@ -14,7 +14,7 @@ from flax_sg.forms.block_decorator import BlockDecorator, takes_target
 from flax_sg.internals import modules
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.rules import rules, substitutes
-from flax_sg.trees.leaves import ABSENT, Absent, leaves_of
+from flax_sg.trees.leaves import ABSENT, Absent, collections_of
 
 
 @takes_target
@@ -313,7 +313,7 @@ def substitute(
     """
     if isinstance(values, Mapping) and collections == 'params':
         # With the collections on top, as ``init`` returns variables, or without.
-        collections = [*leaves_of(values).collections] or collections
+        collections = [*collections_of(values)] or collections
     rule = _rule_of(values, collections)
     if isinstance(where, Absent):
         is_tree = isinstance(rule, substitutes.FromTree)

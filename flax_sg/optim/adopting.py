@@ -20,7 +20,7 @@ from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters.paths import name_of
 from flax_sg.optim.freezing import Freeze
 from flax_sg.optim.masks import parameters_of
-from flax_sg.trees.leaves import Leaves, is_number, selected, whole
+from flax_sg.trees.leaves import Leaves, is_differentiable, is_number, selected, whole
 from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
 
 # The names that lead to a value of a state.
@@ -246,7 +246,7 @@ def _adopted(
     for value, selection in reversed(given):  # The first one has the last word.
         was = True if selection is None else selection.trained[number]
         if was == now and _type(value) == kind:
-            out, known = value, np.True_
+            out, known, left = value, np.True_, np.False_
         elif (
             np.shape(made) == shape_of_part(now, shape)
             and np.shape(value) == shape_of_part(was, shape)
@@ -283,7 +283,7 @@ def _check(to: _Selection, new: dict[Names, Any], state: Any, source: _Source) -
     for names, made in new.items():
         number = to.owner_of(names)
         if number is None:
-            if sum(sizes) > 1 and getattr(made, 'shape', ()) == (sum(sizes),):
+            if is_differentiable(made) and (sum(sizes),) == np.shape(made) != (1,):
                 raise errors.StructureError(
                     f'sg.adopt: {"/".join(names)!r} of the state is one array for '
                     'several parameters, as optax.flatten makes it, and cannot be '

@@ -15,6 +15,7 @@ from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     Absent,
     Leaves,
+    collections_of,
     is_absent,
     is_differentiable,
     leaves_of,
@@ -180,7 +181,7 @@ def parameters_of(tree: Any, call: str = '') -> Leaves:
         call: how a call with a filter after the tree is written, if there is one.
     """
     leaves = tree_before(call, tree) if call else leaves_of(tree)
-    if OVERWRITE_WITH_GRADIENT in leaves.collections:
+    if OVERWRITE_WITH_GRADIENT in collections_of(tree):
         raise errors.ArgumentValueError(
             'the variables hold "_overwrite_with_gradient": they receive their new '
             'value as a gradient, and no optimizer may see them.\n'

@@ -95,19 +95,9 @@ class Leaves:
     @functools.cached_property
     def paths(self) -> list[Path]:
         """The path of each leaf."""
-        is_variables = bool(self.collections)
+        is_variables = bool(collections_of(self.tree))
         names = _names_of(self.tree)
         return [_path_of(its, is_variables, self.outer) for its in names]
-
-    @property
-    def collections(self) -> Collection[str]:
-        """The collections, if it is a dict of them as Flax's ``init`` returns it.
-
-        Other values, such as a count of steps, may stand beside them.
-        """
-        tree = self.tree if isinstance(self.tree, Mapping) else {}
-        some = (tree.get(name) for name in ('params', OVERWRITE_WITH_GRADIENT))
-        return tree.keys() if any(isinstance(it, Mapping) for it in some) else ()
 
     @functools.cached_property
     def key_paths(self) -> list[Keys]:
@@ -121,6 +111,19 @@ class Leaves:
 
     def __iter__(self) -> Iterator[tuple[Path, Any]]:
         return zip(self.paths, self.values, strict=True)
+
+
+def collections_of(tree: Any) -> Collection[str]:
+    """The collections in a tree, if it is a dict of them as Flax's ``init`` returns it.
+
+    Other values, such as a count of steps, may stand beside them.
+
+    >>> collections_of({'params': {'w': 1.0}, 'step': 3}), collections_of({'w': 1.0})
+    (dict_keys(['params', 'step']), ())
+    """
+    found = tree if isinstance(tree, Mapping) else {}
+    some = (found.get(name) for name in ('params', OVERWRITE_WITH_GRADIENT))
+    return found.keys() if any(isinstance(it, Mapping) for it in some) else ()
 
 
 def leaves_of(tree: Any) -> Leaves:
