@@ -165,7 +165,7 @@ def live(
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
         updates, opt_state = frozen_tx.update(grads, opt_state, params)
-        return sg.apply_updates(params, updates), opt_state
+        return optax.apply_updates(params, updates), opt_state
 
     gradient = sg.value_and_grad(loss, has_aux=True, wrt=live)
     return Trainer(gradient, update, frozen_tx.init, data.params, data.state, one_jit)

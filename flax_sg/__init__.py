@@ -8,15 +8,10 @@ from flax_sg import errors as errors
 from flax_sg import filters as filters
 from flax_sg import linen as linen
 from flax_sg.autodiff.gradients import grad as grad
-from flax_sg.autodiff.gradients import hessian as hessian
-from flax_sg.autodiff.gradients import jacfwd as jacfwd
-from flax_sg.autodiff.gradients import jacrev as jacrev
-from flax_sg.autodiff.gradients import jvp as jvp
-from flax_sg.autodiff.gradients import linearize as linearize
 from flax_sg.autodiff.gradients import value_and_grad as value_and_grad
 from flax_sg.autodiff.gradients import vjp as vjp
-from flax_sg.filters import arrays as arrays
-from flax_sg.filters import at as at
+from flax_sg.filters.arrays import arrays as arrays
+from flax_sg.filters.indices import at as at
 from flax_sg.filters.paths import Path as Path
 from flax_sg.forms.plain_trees import rewrite as rewrite
 from flax_sg.forms.plain_trees import stop_gradient as stop_gradient
@@ -25,8 +20,6 @@ from flax_sg.optim.adopting import adopt as adopt
 from flax_sg.optim.freezing import freeze as freeze
 from flax_sg.optim.masks import labels as labels
 from flax_sg.optim.masks import mask as mask
-from flax_sg.optim.updates import TrainState as TrainState
-from flax_sg.optim.updates import apply_updates as apply_updates
 from flax_sg.trees import combine as combine
 from flax_sg.trees import partition as partition
 from flax_sg.trees import partition_n as partition_n

@@ -211,7 +211,7 @@ def size(tree):
 def step_of(gradients, tx):
     def step(params, state, x, y):
         updates, state = tx.update(gradients(params, x, y), state, params)
-        return sg.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state
 
     return step
 
@@ -367,7 +367,7 @@ def loop(tx, gradients):
     def step(x, y, carry, _):
         params, state = carry
         updates, state = tx.update(gradients(params, x, y), state, params)
-        return (sg.apply_updates(params, updates), state), None
+        return (optax.apply_updates(params, updates), state), None
 
     def look(x, y, carry, _):
         carry, _ = jax.lax.scan(

@@ -522,7 +522,7 @@ tx = sg.freeze(optax.adamw(1e-2, weight_decay=0.1), ~live)
 def step(params, state, x, labels):
     value, grads = sg.value_and_grad(reading, wrt=live)(params, x, labels)
     updates, state = tx.update(grads, state, params)
-    return sg.apply_updates(params, updates), state, value
+    return optax.apply_updates(params, updates), state, value
 
 
 tuned, state, values = learned, tx.init(learned), []

@@ -153,7 +153,7 @@ def fit(params, where, examples, steps):
             params, digits[batch], pixels[batch]
         )
         updates, moments = tx.update(grads, moments, params)
-        return (sg.apply_updates(params, updates), moments), value
+        return (optax.apply_updates(params, updates), moments), value
 
     batches = jax.random.randint(jax.random.key(1), (steps, 32), 0, len(digits))
     run = jax.jit(lambda state: jax.lax.scan(step, state, batches))
@@ -224,7 +224,7 @@ rows_only = zeros | {
 def changed(tx):
     """How many numbers a step changes, in the five rows and in all."""
     updates, _ = tx.update(rows_only, tx.init(learned), learned)
-    after = sg.apply_updates(learned, updates)
+    after = optax.apply_updates(learned, updates)
     differ = jax.tree.map(lambda a, b: jnp.sum(a != b), learned, after)
     in_rows = learned['embed']['embedding'][5:10] != after['embed']['embedding'][5:10]
     return jnp.sum(in_rows), sum(jax.tree.leaves(differ))
@@ -466,7 +466,7 @@ def step_of(loss, wrt, tx):
     def step(params, moments, digits, pixels):
         value, grads = sg.value_and_grad(loss, wrt=wrt)(params, digits, pixels)
         updates, moments = tx.update(grads, moments, params)
-        return sg.apply_updates(params, updates), moments, grads, value
+        return optax.apply_updates(params, updates), moments, grads, value
 
     return step
 

@@ -336,7 +336,7 @@ adamw = optax.adamw(1e-3)
 tx = sg.freeze(adamw, 'encoder/**')
 state = tx.init(params)
 updates, state = tx.update(sg.grad(loss, wrt='head/**')(params), state, params)
-stepped = sg.apply_updates(params, updates)
+stepped = optax.apply_updates(params, updates)
 before = state[0].mu['head']['kernel']
 with_moments = [part for part, tree in state[0].mu.items() if jax.tree.leaves(tree)]
 

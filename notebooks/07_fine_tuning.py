@@ -147,7 +147,7 @@ def optimizer(rate, trained):
 def step(model, trained, rate, params, state, x, y):
     grads = sg.grad(functools.partial(loss, model), wrt=trained)(params, x, y)
     updates, state = optimizer(rate, trained).update(grads, state, params)
-    return sg.apply_updates(params, updates), state
+    return optax.apply_updates(params, updates), state
 
 
 # %% [markdown]

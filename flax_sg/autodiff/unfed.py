@@ -49,9 +49,9 @@ def warn(fun: str, split: Split, fed: set[int], closed: Sequence[blocks.Block]) 
         fed: the positions, among the live leaves, of those that got a cotangent.
         closed: the blocks that the function has opened and closed.
     """
-    if split.where is None or len(fed) == len(split.live):
+    live = split.paths
+    if split.where is None or len(fed) == len(live):
         return
-    live = split.form.of_live(split.form.paths)
     for atom in split.where.atoms:
         taken = [n for n, path in enumerate(live) if asked(atom, path)]
         if taken and not fed.intersection(taken):

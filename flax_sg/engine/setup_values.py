@@ -240,7 +240,7 @@ def _run_again(
         The attributes that ``setup`` makes; empty if the blocks change nothing.
 
     Raises:
-        SetupValueError: if this run may differ from the first one.
+        BlockError: if this run may differ from the first one.
     """
 
     def scratch_of(scope: Scope) -> Scope:
@@ -283,10 +283,10 @@ def make_rng(self: Scope, name: str = 'params') -> Any:
     return key
 
 
-def _cannot_see(module: Any, name: str, reason: str) -> errors.SetupValueError:
+def _cannot_see(module: Any, name: str, reason: str) -> errors.BlockError:
     """Makes the error for a ``setup`` value that cannot be recomputed in a block."""
     path = '/'.join(module.scope.path)
-    return errors.SetupValueError(
+    return errors.BlockError(
         f'self.{name}, which setup of {type(module).__name__} (at {path!r}) makes, '
         f'cannot be computed again for the open block: {reason}.\n'
         f'Keep parameters and modules in setup (self.w = self.param(...)), and compute '

@@ -30,7 +30,7 @@ def check(
         value: the variable or subtree to store.
 
     Raises:
-        ReadOnlyError: if one of the blocks refuses the write.
+        BlockError: if one of the blocks refuses the write.
     """
     root = blocks.root_of(scope)
     _check_handed(root, key, value)
@@ -96,10 +96,10 @@ def _writer() -> str:
     return f'{type(module).__name__}.{method} (at {path!r})'
 
 
-def _read_only(rewrite: Any, path: Any, by: str, exists: bool) -> errors.ReadOnlyError:
+def _read_only(rewrite: Any, path: Any, by: str, exists: bool) -> errors.BlockError:
     """The error for a write to a variable under ``nn.read_only``."""
     done = 'wrote' if exists else 'created'
-    return errors.ReadOnlyError(
+    return errors.BlockError(
         f'{by} {done} the variable {path.name!r} of the collection '
         f'{path.collection!r} in the module at '
         f'{path.absolute.rpartition("/")[0]!r}, which is read only under {rewrite!r}.\n'

@@ -36,22 +36,6 @@ class FilterTypeError(FlaxSGError, TypeError):
     """
 
 
-class FilterValueError(FlaxSGError, ValueError):
-    """A filter has the right type and a value that can mean nothing.
-
-    A glob describes whole path components::
-
-        nn.stop_gradient('gln/')  # raises: no path ends in '/'
-        nn.stop_gradient('gln**')  # raises: '**' stands alone between slashes
-        nn.stop_gradient('gln*/**')  # everything inside gln, gln_0, gln2, ...
-
-    A tree of bools has to answer for every variable::
-
-        nn.stop_gradient({'gln': True})  # raises if there is also a 'dec'
-        nn.stop_gradient({'gln': True, 'dec': False})
-    """
-
-
 class UnusedFilterError(FlaxSGError, ValueError):
     """A filter, or one of its patterns, selected no variable.
 
@@ -89,6 +73,13 @@ class ArgumentTypeError(FlaxSGError, TypeError):
 
         sg.tabulate(nn.Dense, rngs)(x)                   # wrong: a class
         sg.tabulate(nn.Dense(4), rngs)(x)
+
+    Also raised if what was selected by name cannot be differentiated. Only real and
+    complex arrays and numbers have a gradient::
+
+        params = {'w': jnp.ones(3), 'step': jnp.array(3)}
+        sg.grad(loss, wrt='step')(params)  # raises: an integer
+        sg.grad(loss, wrt=True)(params)  # takes 'w' alone
     """
 
 
@@ -99,6 +90,23 @@ class ArgumentValueError(FlaxSGError, ValueError):
 
         nn.stop_gradient('a/**', levels=2)  # wrong: all levels, or the innermost one
         nn.stop_gradient('a/**', levels=1)
+
+    A glob describes whole path components::
+
+        nn.stop_gradient('gln/')  # raises: no path ends in '/'
+        nn.stop_gradient('gln**')  # raises: '**' stands alone between slashes
+        nn.stop_gradient('gln*/**')  # everything inside gln, gln_0, gln2, ...
+
+    A tree of bools has to answer for every variable::
+
+        nn.stop_gradient({'gln': True})  # raises if there is also a 'dec'
+        nn.stop_gradient({'gln': True, 'dec': False})
+
+    Also raised when a ``NonDifferentiable`` is read that an optimizer has changed::
+
+        params = {'w': jnp.ones(3), 'n': sg.NonDifferentiable(100)}
+        tx = optax.adamw(1e-3)  # wrong: decays every parameter
+        tx = sg.freeze(optax.adamw(1e-3))  # skips it
     """
 
 
@@ -114,7 +122,7 @@ class UnknownNameError(FlaxSGError, LookupError):
 
 
 class BlockError(FlaxSGError, RuntimeError):
-    """A block was opened, left or read in a way that no ``with`` statement does.
+    """A block cannot do what it is asked for.
 
     Blocks close in the thread and task that opened them, the last one first::
 
@@ -135,11 +143,12 @@ class BlockError(FlaxSGError, RuntimeError):
     The backward rule of a ``jax.custom_vjp`` runs after its block has closed. A
     variable that it reads, and that two blocks see differently, has to be read in the
     function too.
-    """
 
+    Under ``read_only``, a write raises::
 
-class SetupValueError(FlaxSGError, RuntimeError):
-    """A value that ``setup`` computes cannot be computed again under a block.
+        with nn.read_only('**', collections='batch_stats'):
+            y = self.norm(x, use_running_average=False)  # raises
+            y = self.norm(x, use_running_average=True)
 
     ``self.w2 = f(self.w)`` in ``setup`` is no read of a variable when a method uses
     it, so ``setup`` runs again under the block. An error says where this run may differ
@@ -155,17 +164,6 @@ class SetupValueError(FlaxSGError, RuntimeError):
                 return x * self.w2  # raises
 
     Compute the value in the method, under the block.
-    """
-
-
-class ReadOnlyError(FlaxSGError, ValueError):
-    """A variable was written that ``read_only`` protects.
-
-    ::
-
-        with nn.read_only('**', collections='batch_stats'):
-            y = self.norm(x, use_running_average=False)  # raises
-            y = self.norm(x, use_running_average=True)
     """
 
 
@@ -202,31 +200,6 @@ class StructureError(FlaxSGError, ValueError):
         head, rest = sg.partition(params, 'head/**')
         sg.combine(head, params)  # raises: two parts have the head
         sg.combine(head, rest)
-    """
-
-
-class NotDifferentiableError(FlaxSGError, TypeError):
-    """What was selected by name cannot be differentiated.
-
-    ::
-
-        params = {'w': jnp.ones(3), 'step': jnp.array(3)}
-        sg.grad(loss, wrt='step')(params)  # raises: an integer
-        sg.grad(loss, wrt=True)(params)  # takes 'w' alone
-
-    Only real and complex arrays and numbers have a gradient. A ``NonDifferentiable``
-    has none by its type.
-    """
-
-
-class ChangedValueError(FlaxSGError, ValueError):
-    """A ``NonDifferentiable`` has been changed, most likely by an optimizer's decay.
-
-    ::
-
-        params = {'w': jnp.ones(3), 'n': sg.NonDifferentiable(100)}
-        tx = optax.adamw(1e-3)  # wrong: decays every parameter
-        tx = sg.freeze(optax.adamw(1e-3))  # skips it
     """
 
 

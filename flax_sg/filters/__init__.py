@@ -19,13 +19,13 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
-from flax_sg.filters.arrays import arrays as arrays
-from flax_sg.filters.expressions import And, Constant, Filter, Not, Or
+from flax_sg.filters.expressions import And as And
+from flax_sg.filters.expressions import Constant, Filter, Or
+from flax_sg.filters.expressions import Not as Not
 from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index
 from flax_sg.filters.indices import Part as Part
 from flax_sg.filters.indices import Unclear as Unclear
-from flax_sg.filters.indices import at
 from flax_sg.filters.indices import merged as merged
 from flax_sg.filters.indices import part_of as part_of
 from flax_sg.filters.names import BoolTree, Collection
@@ -64,13 +64,13 @@ def as_filter(where: Where) -> Filter:
     Args:
         where: one of
 
-            * a str: a glob on whole path components, see ``Glob``; the path of a
-              variable means that variable;
+            * a str: a glob on whole path components: ``*`` stands for any name, ``**``
+              for any number of names; the path of a variable means that variable;
             * a ``sg.Path``: the variables at this path, in any collection;
-            * a ``re.Pattern`` that has to match the whole path, see ``Regex``;
-            * a function of the path that returns a bool, see ``Predicate``;
+            * a ``re.Pattern`` that has to match the whole path;
+            * a function of the path that returns a bool;
             * True or False: every variable, or none;
-            * a tree of bools, nested as the variables are, see ``BoolTree``: dicts,
+            * a tree of bools, nested as the variables are: dicts,
               lists, named tuples or any other pytree, as ``sg.mask`` returns it;
             * a sequence or set of globs and other filters: any of them;
             * a filter: itself.
@@ -78,7 +78,7 @@ def as_filter(where: Where) -> Filter:
     Raises:
         FilterTypeError: for anything else, with what to write instead; and for a
             function that reads a traced value.
-        FilterValueError: for a glob that no path can fit.
+        ArgumentValueError: for a glob that no path can fit.
     """
     if isinstance(where, Filter):
         return where
@@ -142,19 +142,4 @@ _glob = functools.lru_cache(1024)(Glob)  # A step opens the same blocks each tim
 
 Filter.convert = staticmethod(as_filter)
 
-__all__ = [
-    'And',
-    'BoolTree',
-    'Collection',
-    'Constant',
-    'Filter',
-    'Glob',
-    'Not',
-    'Or',
-    'Predicate',
-    'Regex',
-    'Where',
-    'as_filter',
-    'at',
-    'of_type',
-]
+__all__ = ['Collection', 'Filter', 'Where', 'as_filter', 'of_type']

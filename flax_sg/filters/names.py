@@ -37,7 +37,7 @@ class BoolTree(Atom):
 
     Raises:
         FilterTypeError: if a leaf is no bool.
-        FilterValueError: when called, if the tree has no answer for the path.
+        ArgumentValueError: when called, if the tree has no answer for the path.
     """
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'names'})
@@ -73,7 +73,7 @@ class BoolTree(Atom):
         for depth in range(len(path.parts) + 1):
             if (take := self.bools.get(path.parts[:depth])) is not None:
                 return take
-        raise errors.FilterValueError(
+        raise errors.ArgumentValueError(
             f'A tree of bools has no answer for the variable {str(path)!r} of the '
             f'collection {path.collection!r}.\n'
             'Give True or False for it. A tree starts below the collection: give '

@@ -40,7 +40,7 @@ class Glob(Atom):
     [True, False, False]
 
     Raises:
-        FilterValueError: if no path can fit the pattern.
+        ArgumentValueError: if no path can fit the pattern.
     """
 
     pattern: str
@@ -49,7 +49,7 @@ class Glob(Atom):
         names = self.pattern.removeprefix('/').split('/')
         if '' in names or any('**' in name and name != '**' for name in names):
             several = hints.split(self.pattern)
-            raise errors.FilterValueError(
+            raise errors.ArgumentValueError(
                 f'No path fits the glob {self.pattern!r}: names are not empty, and '
                 "'**' stands alone between slashes.\n"
                 + (

@@ -16,7 +16,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.forms import held_state, value_blocks, wrappers
 from flax_sg.internals import core_scopes, modules
 from flax_sg.rules import rules
-from flax_sg.trees.absent import is_absent
+from flax_sg.trees.leaves import collections_of, is_absent
 from flax_sg.trees.variables import iter_variables
 
 # 'same': the n-th call draws what the n-th call of the module does, and leaves the
@@ -100,9 +100,10 @@ def mirror(
             bound at top level. A module may mirror itself.
         where: the parameters to stop, by paths relative to ``module``; all by default.
         variables: other values to read, as ``nn.substitute`` takes them; None for the
-            module's own. A tree has collections on top, ``{'params': average}``, and
-            all variables of each collection; ``sg.ABSENT`` in place of one stands for
-            the module's own value. Other collections, and modules that lie elsewhere,
+            module's own. A tree of parameters, or one with collections on top,
+            ``{'params': average}``, has all variables of each collection in it;
+            ``sg.ABSENT`` in place of one stands for the module's own value. Other
+            collections, and modules that lie elsewhere,
             are read as they are. It may also be the name of a collection, a bound
             module, or a function of the module's own values. A block around the view
             rewrites the module's own variables, and not these values.
@@ -142,6 +143,8 @@ def mirror(
         raise unknown_choice('with variables=, state', state, held_state.STATE[1:])
     values = None
     if isinstance(variables, Mapping):
+        if not _has_collections(module, variables):
+            variables = {'params': variables}
         values = value_blocks.substitute(variables, collections=[*variables])
         # A variable that the tree lacks is a mistake: its read raises.
         of_tree = iter_variables(('', ()), variables)
@@ -162,6 +165,12 @@ def mirror(
         values=values,
         rngs=rngs,
     )
+
+
+def _has_collections(module: Any, variables: Mapping[str, Any]) -> bool:
+    """Whether a tree of values has collections on top, as ``init`` returns it."""
+    own = {} if module.scope is None else module.variables
+    return bool(collections_of(variables) or variables.keys() & own.keys())
 
 
 def _is_own(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from flax.core.scope import CollectionFilter
@@ -12,8 +12,9 @@ from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.forms.block_decorator import BlockDecorator, takes_target
 from flax_sg.internals import modules
+from flax_sg.internals.places import Place, warn_once
 from flax_sg.rules import rules, substitutes
-from flax_sg.trees.absent import ABSENT, Absent
+from flax_sg.trees.leaves import ABSENT, Absent, collections_of
 
 
 @takes_target
@@ -149,7 +150,8 @@ def train_only(
     Args:
         target: as in ``stop_gradient``.
         where: the variables to train; filters as in ``stop_gradient``. Everything
-            else in ``collections`` that is read in the block is stopped.
+            else in ``collections`` that is read in the block is stopped. An empty list
+            warns.
         methods: as in ``stop_gradient``.
         collections: as in ``stop_gradient``.
         unused: as in ``stop_gradient``.
@@ -158,6 +160,13 @@ def train_only(
         As ``stop_gradient``.
     """
     stopped, rule = ~filters.as_filter(where), rules.StopGradient()
+    is_empty = isinstance(where, (Sequence, Set)) and not where
+    if is_empty and unused != 'ignore':
+        warn_once(
+            f'nn.train_only({where!r}) trains nothing: it names no parameter.\n'
+            'Name what is trained, or write nn.stop_gradient(True) if that is meant.',
+            Place.here(),
+        )
     return BlockDecorator(stopped, rule, collections, unused)
 
 
@@ -190,7 +199,7 @@ def read_only(
     >>> model.apply(variables, x, train=True, mutable='batch_stats')
     Traceback (most recent call last):
         ...
-    flax_sg.errors.ReadOnlyError: BatchNorm.__call__ (at 'norm') wrote the ...
+    flax_sg.errors.BlockError: BatchNorm.__call__ (at 'norm') wrote the ...
 
     Args:
         target: what to lift, as in ``stop_gradient``.
@@ -204,7 +213,7 @@ def read_only(
         As ``stop_gradient``.
 
     Raises:
-        ReadOnlyError: at a write, with the variable, its module, and the method that
+        BlockError: at a write, with the variable, its module, and the method that
             writes.
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: at the end of a block, if a part of ``where`` matches no
@@ -270,8 +279,9 @@ def substitute(
         values: what is read, one of
 
             * a tree of values, nested as the variables of the module that opens the
-              block; all of them or some. Each value has the structure, boxes, shape and
-              dtype of its variable;
+              block; all of them or some: parameters, or a dict of collections,
+              ``{'params': tree}``. Each value has the structure, boxes, shape and dtype
+              of its variable;
             * the name of another collection, ``'ema_params'``, which has variables of
               the same names as the selected ones;
             * a bound module, for its variables; modules may stand in a tree, too;
@@ -301,6 +311,9 @@ def substitute(
         in the function, or pass the values as its arguments. See google/flax issue
         #1857; dm-haiku has ``custom_getter`` for this.
     """
+    if isinstance(values, Mapping) and collections == 'params':
+        # With the collections on top, as ``init`` returns variables, or without.
+        collections = [*collections_of(values)] or collections
     rule = _rule_of(values, collections)
     if isinstance(where, Absent):
         is_tree = isinstance(rule, substitutes.FromTree)

@@ -158,7 +158,7 @@ def read_only(model: Any, where: Where, *, kind: Any = ..., **how: Any) -> Block
     ...     y = norm(jnp.ones((4, 2)))
     Traceback (most recent call last):
         ...
-    flax_sg.errors.ReadOnlyError: The Variable 'mean' is written, which is read only ...
+    flax_sg.errors.BlockError: The Variable 'mean' is written, which is read only ...
 
     Args:
         model: as in ``stop_gradient``.
@@ -171,7 +171,7 @@ def read_only(model: Any, where: Where, *, kind: Any = ..., **how: Any) -> Block
         As ``stop_gradient``.
 
     Raises:
-        ReadOnlyError: at the assignment.
+        BlockError: at the assignment.
     """
     return _block(value_blocks.read_only, model, kind, where, **how)
 

@@ -266,7 +266,7 @@ class Selected(nnx.Variable[Any]):
         """Stores a value; raises in a block of ``nnx.read_only``."""
         for frame, path in running.named(marks_of(self)):
             if frame.rewrite.rule.acts_on == 'writes':
-                raise errors.ReadOnlyError(
+                raise errors.BlockError(
                     f'The Variable {path!r} is written, which is read only under '
                     f'{frame.rewrite!r}.\n'
                     'Fix: leave the block for the write, or leave the Variable out.'

@@ -9,7 +9,6 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import flax
@@ -53,23 +52,15 @@ def frame_of_user(depth: int) -> types.FrameType:
     return found
 
 
-def functions_of(package: str) -> Iterator[tuple[str, types.FrameType]]:
-    """Yields a package's running functions, the innermost first.
-
-    Yields:
-        The name, for a function inside another that of the outer one; the frame.
-    """
+def is_running(package: str, function: str) -> bool:
+    """Whether a function of a package is running."""
     found: types.FrameType | None = frame(1)
     while found is not None:
         module = found.f_globals.get('__name__', '')
-        if module.split('.')[0] == package:
-            yield found.f_code.co_qualname.split('.')[0], found
+        if (module.split('.')[0], found.f_code.co_name) == (package, function):
+            return True
         found = found.f_back
-
-
-def is_running(package: str, function: str) -> bool:
-    """Whether a function of a package is running."""
-    return any(name == function for name, _ in functions_of(package))
+    return False
 
 
 def file_name(file: str) -> str:

@@ -1,28 +1,30 @@
-"""``adopt``: the state of one selection, taken along to another one."""
+"""``adopt``: the state of one selection, taken along to another one.
+
+One rule: a value of the new state is that of the old state at the same key path, if it
+has the same shape and dtype; else it is fresh. Where rows are frozen, an array holds
+the trained rows alone; both arrays are then made whole first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, wrong_argument
-from flax_sg.filters.paths import SUBTREES
-from flax_sg.optim.freezing import Freeze, pruned
+from flax_sg.errors.texts import wrong_argument
+from flax_sg.filters.paths import name_of
+from flax_sg.optim.freezing import Freeze
 from flax_sg.optim.masks import parameters_of
-from flax_sg.trees.beside import children_of, is_nothing, is_vacant
-from flax_sg.trees.leaves import (
-    ABSENT,
-    Leaves,
-    is_differentiable,
-    selected,
-    whole,
-)
-from flax_sg.trees.rows import Rows
+from flax_sg.trees.leaves import Leaves, is_differentiable, is_number, selected, whole
+from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
+
+# The names that lead to a value of a state.
+Names: TypeAlias = tuple[str, ...]
 
 # States that remember steps of all parameters together: what they know of some of them
 # is of no use beside others.
@@ -39,6 +41,7 @@ def adopt(
     params: Any,
     state: Any,
     *earlier: Any,
+    old: Any = None,
     fresh: filters.Where = False,
     report: Callable[[dict[str, list[str]]], Any] | None = None,
 ) -> Any:
@@ -55,27 +58,30 @@ def adopt(
     >>> sg.adopt(sgd, params, state)[0].trace
     {'body': Array([0., 0.], dtype=float32), 'head': Array([1.], dtype=float32)}
     >>> thawed = sg.adopt(sgd, params, state, report=print)
-    {'carried': ['head'], 'fresh': ['body'], 'dropped': []}
+    {'carried': ['head'], 'in part': [], 'fresh': ['body'], 'dropped': []}
 
     Args:
         tx: a transformation from ``sg.freeze``, or the one that it wraps.
         params: the parameters.
         state: a state of the same transformation, frozen in other places or nowhere;
-            also of parameters with other names among these. States of several seeds
-            with an axis of their own are adopted one by one, under ``jax.vmap``.
+            also of parameters with other names among these, and as ``nnx.Optimizer``
+            or a checkpoint has it. States of several seeds with an axis of their own
+            are adopted one by one, under ``jax.vmap``.
         *earlier: more of them, for what ``state`` does not know.
+        old: the transformation that made ``state``, or a list with one for each state.
+            It is needed if it or ``tx`` freezes rows of an array (``sg.at``): a state
+            does not tell which rows it is of.
         fresh: the parameters that begin anew, whatever the states know: any kind of
             filter. None by default.
-        report: called with a dict of three lists, as printed above: the paths of the
-            parameters whose values were carried, are fresh, or were dropped. What
+        report: called with a dict of four lists, as printed above: the parameters whose
+            values were carried, were carried in part, are fresh, or were dropped. What
             belongs to no parameter is named by its place in the state.
 
     Returns:
-        A state of ``tx``. Each value comes from the first state that has it, and from
-        ``tx.init`` if none has. What is frozen now is dropped: if it is to go on later
-        from where it was, keep the state of today, and give it as ``earlier`` then. So
-        are moments of rows and elements that ``sg.at`` freezes, if they have the shape
-        of the parameter.
+        A state of ``tx``. A value comes from the first state that has one at the same
+        key path, of the same shape and dtype, and from ``tx.init`` if none has. What is
+        frozen now is dropped, rows and elements included: if it is to go on later from
+        where it was, keep the state of today, and give it as ``earlier`` then.
 
         A jitted step compiles once for each selection. What optimizers share among
         parameters goes on: Adam's count of steps does, so new moments are taken for old
@@ -86,211 +92,213 @@ def adopt(
 
     Raises:
         ArgumentTypeError: if ``tx`` is no transformation.
-        StructureError: if a state is that of another transformation, or holds anything
-            but an array of the right shape and dtype.
+        StructureError: if a state is that of another transformation.
+        StructureError: if rows are frozen, and ``old`` is not given.
         StructureError: if ``tx`` keeps one array for all parameters, as
             ``optax.flatten`` does.
     """
     if not hasattr(tx, 'init'):
-        write = 'sg.adopt(tx, params, state)'
+        write = 'sg.adopt(tx, params, state, old=old_tx)'
         raise wrong_argument(tx, 'optax transformation', write)
-    freeze = getattr(tx.init, '__self__', None)
-    if isinstance(freeze, Freeze):
-        leaves, trained = freeze.parameters(params)
-        _check_apart(freeze.tx.init, pruned(leaves, trained))
-    else:
-        leaves = parameters_of(params)
-        trained = [True] * len(leaves.values)
-        _check_apart(tx.init, params)
-    anew = filters.as_filter(fresh)
-    [begin] = selected([leaves.paths], anew)
-    places = {keys: number for number, keys in enumerate(leaves.key_paths)}
+    states = (state, *earlier)
+    made_by = [old] * len(states) if old is None or hasattr(old, 'init') else old
+    sources = [
+        _Source(dict(_named(given)), None if by is None else _Selection.of(by, params))
+        for given, by in zip(states, made_by, strict=True)
+    ]
     new = tx.init(params)
-    for old in (state, *earlier):
-        if _is_hole(old) and not _is_hole(new):
-            raise _misfit((), new, old, _OTHER)
-    adopted = _Adopted(leaves, trained, whole(begin, leaves.paths, 'fresh='), places)
-    out = adopted.merged(new, (state, *earlier), ())
+    pairs = _named(new)
+    every = [*dict(pairs), *(names for source in sources for names in source.values)]
+    to = _Selection.of(tx, params).among(every)
+    for given, source in zip(states, sources, strict=True):
+        _check(to, dict(pairs), given, source)
+    [said] = selected([to.leaves.paths], filters.as_filter(fresh))
+    begin = whole(said, to.leaves.paths, 'fresh=')
+    values: list[Any] = []
+    found: dict[str, set[str]] = {}
+    for names, made in pairs:
+        number = to.owner_of(names)
+        value, what = made, 'fresh'
+        begins = 'hyperparams' in to.around(names)
+        if not begins and not (number is not None and begin[number]):
+            value, what = _adopted(to, names, made, sources)
+        values.append(value)
+        found.setdefault(to.name_of(names), set()).add(what)
     if report is not None:
-        report(adopted.compared(new, out, (state, *earlier)))
-    return out
+        lists: dict[str, list[str]] = {'carried': [], 'in part': [], 'fresh': []}
+        for name, all_of in sorted(found.items()):
+            lists[all_of.pop() if len(all_of) == 1 else 'in part'].append(name)
+        known = {to.name_of(names) for source in sources for names in source.values}
+        report({**lists, 'dropped': sorted(known - found.keys())})
+    return jax.tree.structure(new, is_leaf=_is_one).unflatten(values)
 
 
-class _Adopted(NamedTuple):
-    """Puts a state together from others.
+class _Selection(NamedTuple):
+    """What a transformation trains of the parameters.
 
     Attributes:
         leaves: the parameters.
-        trained: for each whether it is trained, or which part of it.
-        fresh: for each whether it begins anew.
-        places: the number of each, by its key path.
+        trained: for each whether it is trained, or which rows or part of it.
+        places: the number of each, by its names.
+        outer: the names that lead to trees like the parameters. A tuple or a label in
+            them may have the name of a parameter.
     """
 
     leaves: Leaves
     trained: Sequence[Any]
-    fresh: Sequence[bool]
-    places: Mapping[Any, int]
+    places: dict[Names, int]
+    outer: frozenset[Names] = frozenset()
 
-    def merged(self, new: Any, states: Sequence[Any], keys: Any) -> Any:
-        """A part of the state.
+    @classmethod
+    def of(cls, tx: Any, params: Any) -> _Selection:
+        """The selection of a transformation: everything, if ``sg.freeze`` made none."""
+        freeze = getattr(tx.init, '__self__', None)
+        leaves = parameters_of(params)
+        trained: Sequence[Any] = [True] * len(leaves.values)
+        if isinstance(freeze, Freeze):
+            leaves, trained = freeze.parameters(params)
+        places = {_names_of(keys): n for n, keys in enumerate(leaves.key_paths)}
+        return cls(leaves, trained, places)
 
-        Args:
-            new: what ``tx.init`` has there.
-            states: what the states have there.
-            keys: the key path from the root of the state.
-        """
-        number = self._parameter_at(keys)
-        olds = [old for old in states if not _is_hole(old)]
-        if not olds or is_vacant(new) or (number is not None and self.fresh[number]):
-            return new
-        choices = {x.choice if isinstance(x, Rows) else None for x in (new, *olds)}
-        if number is not None and len(choices) > 1:
-            return self._rows(new, olds, keys, number)
-        children, kind = children_of(new)
-        if jax.tree_util.treedef_is_leaf(kind):
-            return self._leaf(new, olds[0], keys, number)
-        name = type(new).__name__
-        if name in _OF_ONE_SELECTION:
-            same = jax.tree.structure(olds[0]) == jax.tree.structure(new)
-            olds = olds[:1] if same else []
-        given: list[dict[Any, Any]] = []
-        for old in olds:
-            its, its_kind = children_of(old)
-            given.append(dict(its))
-            # Parameters may have come and gone, but not all.
-            are_dicts = type(old) is type(new) and issubclass(type(new), SUBTREES)
-            shared = are_dicts and given[-1].keys() & dict(children).keys()
-            if its_kind != kind and not shared:
-                raise _misfit(keys, new, old, _OTHER)
-        out: Any = kind.unflatten(
-            self.merged(child, [its.get(key, ABSENT) for its in given], (*keys, *key))
-            for key, child in children
+    def among(self, every: Iterable[Names]) -> _Selection:
+        """The same, for states whose values have these names."""
+        found = ((names, self.spot_of(names)) for names in every)
+        roots = {n[: at[0]] for n, at in found if at is not None and at[1] == len(n)}
+        outer = (root[:count] for root in roots for count in range(len(root) + 1))
+        return self._replace(outer=frozenset(outer))
+
+    def spot_of(self, names: Names) -> tuple[int, int] | None:
+        """Where in the names of a value those of a parameter are; the last ones."""
+        for last in range(len(names), -1, -1):
+            for first in range(last + 1):
+                is_outer = last < len(names) and names[:last] in self.outer
+                if names[first:last] in self.places and not is_outer:
+                    return first, last
+        return None
+
+    def owner_of(self, names: Names) -> int | None:
+        """The parameter that a value belongs to, if it does to one."""
+        spot = self.spot_of(names)
+        return None if spot is None else self.places[names[slice(*spot)]]
+
+    def name_of(self, names: Names) -> str:
+        """The parameter that a value belongs to, or its own place."""
+        number = self.owner_of(names)
+        return '/'.join(names) if number is None else str(self.leaves.paths[number])
+
+    def around(self, names: Names) -> Names:
+        """The names of a value without those of its parameter."""
+        spot = self.spot_of(names)
+        return names if spot is None else (*names[: spot[0]], '*', *names[spot[1] :])
+
+
+class _Source(NamedTuple):
+    """An old state.
+
+    Attributes:
+        values: its values by their names.
+        selection: what was trained; None if nobody says so.
+    """
+
+    values: dict[Names, Any]
+    selection: _Selection | None
+
+
+def _names_of(keys: Iterable[Any]) -> Names:
+    """The names of a key path; a box, or a Variable of NNX, is its value."""
+    return tuple(name_of(key) for key in keys if key != GetAttrKey('value'))
+
+
+def _named(state: Any) -> list[tuple[Names, Any]]:
+    """The values of a state, with the names that lead to them."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_one)
+    return [(_names_of(keys), value) for keys, value in pairs]
+
+
+def _is_one(node: Any) -> bool:
+    return type(node).__name__ in _OF_ONE_SELECTION
+
+
+def _type(value: Any) -> Any:
+    """The structure of a value, and the shapes and dtypes in it."""
+    leaves, treedef = jax.tree.flatten(value)
+    kinds = [jnp.result_type(x) if is_number(x) else type(x) for x in leaves]
+    return treedef, [*map(np.shape, leaves)], kinds
+
+
+def _adopted(
+    to: _Selection, names: Names, made: Any, sources: Sequence[_Source]
+) -> tuple[Any, str]:
+    """A value of the new state, and whether it was carried, in part, or is fresh."""
+    number, kind = to.owner_of(names), _type(made)
+    given = [(x.values[names], x.selection) for x in sources if names in x.values]
+    shape = () if number is None else np.shape(to.leaves.values[number])
+    of_all = _is_one(made) or np.shape(made) == () != shape
+    if number is None or of_all or not to.trained[number]:
+        for value, selection in given:
+            same = selection is None or selection.trained == to.trained
+            if _type(value) == kind and (same or not _is_one(made)):
+                return value, 'carried'
+        return made, 'fresh'
+    path, now = to.leaves.paths[number], to.trained[number]
+    trains = mask_of(now, shape, path)
+    out, known, left = made, np.False_, np.False_
+    for value, selection in reversed(given):  # The first one has the last word.
+        was = True if selection is None else selection.trained[number]
+        if was == now and _type(value) == kind:
+            out, known, left = value, np.True_, np.False_
+        elif (
+            np.shape(made) == shape_of_part(now, shape)
+            and np.shape(value) == shape_of_part(was, shape)
+            and _type(value)[2] == kind[2]
+        ):
+            knew = mask_of(was, shape, path)
+            both = (whole_of(*pair, shape) for pair in ((was, value), (now, out)))
+            out = jnp.where(trains & knew, *both)
+            out = now.cut(out, len(shape)) if isinstance(now, Choice) else out
+            known, left = known | knew, left | (knew & ~trains).any()
+    if not (known & trains).any():
+        return made, 'fresh'
+    return out, 'carried' if (known | ~trains).all() and not left else 'in part'
+
+
+def _check(to: _Selection, new: dict[Names, Any], state: Any, source: _Source) -> None:
+    """Raises if a state is of another transformation, or of rows that nobody names."""
+    ours, theirs = ({*map(to.around, values)} for values in (new, source.values))
+    if ours and not ours & theirs and (theirs or state is None or state == {}):
+        their, our = (
+            min('/'.join(names) for names in x or [()]) for x in (theirs, ours)
         )
-        if name in ('InjectHyperparamsState', 'InjectStatefulHyperparamsState'):
-            return out._replace(hyperparams=new.hyperparams)
-        return out
-
-    def _rows(self, new: Any, olds: Sequence[Any], keys: Any, number: int) -> Any:
-        """The moments of rows, each from the first state that has it."""
-        shape = np.shape(self.leaves.values[number])
-        dtype = getattr(getattr(new, 'rows', new), 'dtype', None)
-
-        def is_of(node: Any, sizes: Any = None) -> bool:
-            """Whether it is an array of these sizes, or those of a moment."""
-            moment = node.choice.of_rows(shape) if isinstance(node, Rows) else shape
-            its = sizes or moment, dtype
-            return moment is not None and _type(getattr(node, 'rows', node)) == its
-
-        if not is_of(new):
-            return new  # One number for several rows.
-        out = new.among(0.0) if isinstance(new, Rows) else new
-        for old in reversed(olds):
-            if not is_of(old):
-                if is_of(old, (1,)):
-                    return new  # As Adafactor has in place of what it does not factor.
-                raise self._misshapen(new, old, keys, number)
-            out = old.choice.put(old.rows, out) if isinstance(old, Rows) else old
-        return new.choice.cut(out, len(shape)) if isinstance(new, Rows) else out
-
-    def compared(
-        self, new: Any, out: Any, states: Sequence[Any]
-    ) -> dict[str, list[str]]:
-        """The names of what was carried, is fresh, and was dropped."""
-        carried, fresh = set[str](), set[str]()
-        pairs = zip(self._named(out), self._named(new), strict=True)
-        for (name, leaf), (_, made) in pairs:
-            (fresh if leaf is made else carried).add(name)
-        known = {name for state in states for name, _ in self._named(state)}
-        dropped = known - carried - fresh
-        found = {'carried': carried, 'fresh': fresh, 'dropped': dropped}
-        return {what: sorted(names) for what, names in found.items()}
-
-    def _named(self, state: Any) -> Iterator[tuple[str, Any]]:
-        """The leaves of a state, each with the parameter or place it belongs to."""
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
-            number = self._parameter_at(keys)
-            place = jax.tree_util.keystr(keys)
-            yield place if number is None else str(self.leaves.paths[number]), leaf
-
-    def _parameter_at(self, keys: Any) -> int | None:
-        """The parameter that a part of the state belongs to, if it does to one."""
-        # Its key path is within, where a tree is like the parameters.
-        for last in range(len(keys), 0, -1):
-            for first in range(last):
-                if (number := self.places.get(keys[first:last])) is not None:
-                    return number
-        return self.places.get(())
-
-    def _leaf(self, new: Any, old: Any, keys: Any, number: int | None) -> Any:
-        if _type(old) != _type(new):
-            raise self._misshapen(new, old, keys, number)
-        if number is None or np.shape(new) != np.shape(self.leaves.values[number]):
-            return old
-        return filters.merged(self.trained[number], old, new, self.leaves.paths[number])
-
-    def _misshapen(
-        self, new: Any, old: Any, keys: Any, number: int | None
-    ) -> errors.StructureError:
+        raise errors.StructureError(
+            f'sg.adopt: the state has {repr(their) if their else "nothing"}, where the '
+            f'new state has {our!r}.\n'
+            'It is the state of another transformation, or of other parameters: give '
+            'that of what sg.freeze wraps, sg.adopt(tx, params, state).'
+        )
+    sizes = [
+        int(np.prod(shape_of_part(takes, np.shape(leaf))))
+        for takes, leaf in zip(to.trained, to.leaves.values, strict=True)
+        if takes
+    ]
+    for names, made in new.items():
+        number = to.owner_of(names)
         if number is None:
-            return _misfit(keys, new, old, _OTHER)
-        path = str(self.leaves.paths[number])
-        fix = f'To begin anew there: sg.adopt(..., fresh={path!r}).'
-        return _misfit(keys, getattr(new, 'rows', new), getattr(old, 'rows', old), fix)
-
-
-_OTHER = (
-    'It is the state of another transformation, or of other parameters: give that of '
-    'what sg.freeze wraps, sg.adopt(tx, params, state).'
-)
-
-
-def _misfit(keys: Any, new: Any, old: Any, fix: str) -> errors.StructureError:
-    is_, has = (
-        f'{brief(node)} of {len(node)}' if type(node) is tuple else brief(node)
-        for node in (old, new)
-    )
-    return errors.StructureError(
-        f'sg.adopt: state{jax.tree_util.keystr(keys)} is {is_}, where the new state '
-        f'has {has}.\n{fix}'
-    )
-
-
-def _is_hole(node: Any) -> bool:
-    """Whether an old state has nothing there.
-
-    A checkpoint of Flax or orbax has ``{}`` or None where the state had ``ABSENT``.
-    """
-    return is_nothing(node) or (isinstance(node, dict) and not node)
-
-
-def _type(leaf: Any) -> Any:
-    if hasattr(leaf, 'dtype') or isinstance(leaf, (bool, int, float, complex)):
-        return np.shape(leaf), jnp.result_type(leaf)
-    return type(leaf)
-
-
-def _check_apart(init: Any, params: Any) -> None:
-    """Raises if a state has one array for several parameters.
-
-    If one parameter were a pair, its moments would be pairs. An array of another shape
-    would belong to that parameter and to others.
-    """
-    flat, treedef = jax.tree.flatten(params)
-    sized = (
-        n for n, leaf in enumerate(flat) if np.size(leaf) and is_differentiable(leaf)
-    )
-    first = next(sized, None)
-    twice = [(leaf, leaf) if n == first else leaf for n, leaf in enumerate(flat)]
-    try:
-        one = jax.eval_shape(init, params)
-        pairs, kind = jax.tree_util.tree_flatten_with_path(one)
-        two = kind.flatten_up_to(jax.eval_shape(init, treedef.unflatten(twice)))
-    except Exception:  # The code of others, given what it need not take.
-        return
-    for (keys, leaf), other in zip(pairs, two, strict=True):
-        if getattr(other, 'shape', leaf.shape) != leaf.shape:
+            if is_differentiable(made) and (sum(sizes),) == np.shape(made) != (1,):
+                raise errors.StructureError(
+                    f'sg.adopt: {"/".join(names)!r} of the state is one array for '
+                    'several parameters, as optax.flatten makes it, and cannot be '
+                    'taken apart.\n'
+                    'Begin anew with tx.init(params), or leave optax.flatten out.'
+                )
+            continue
+        shape = np.shape(to.leaves.values[number])
+        whole_now = getattr(made, 'shape', None) == shape
+        cut = whole_now and is_cut(source.values.get(names), shape)
+        if source.selection is None and (cut or isinstance(to.trained[number], Choice)):
             raise errors.StructureError(
-                f'sg.adopt: state{jax.tree_util.keystr(keys)} is one array for several '
-                'parameters, as optax.flatten makes it, and cannot be taken apart.\n'
-                'Begin anew with tx.init(params), or leave optax.flatten out.'
+                f'sg.adopt: rows of {str(to.leaves.paths[number])!r} are frozen, in '
+                'the old state or in the new one.\n'
+                'A state does not tell which rows it is of.\n'
+                'Give the transformation that made it: sg.adopt(tx, params, state, '
+                'old=old_tx).'
             )

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.dtypes import float0
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
+from flax_sg.internals.places import Place, warn_once
 from flax_sg.optim.masks import parameters_of, trained_leaves
-from flax_sg.trees.beside import beside, is_vacant, missing_leaf, other_shape
-from flax_sg.trees.leaves import ABSENT, Leaves, check_unused, is_absent, is_whole
-from flax_sg.trees.nondifferentiable import NonDifferentiable
-from flax_sg.trees.rows import Choice, Rows, choice_of
+from flax_sg.trees.beside import beside, missing_leaf, other_shape
+from flax_sg.trees.leaves import (
+    ABSENT,
+    Leaves,
+    check_unused,
+    is_absent,
+    is_number,
+    is_whole,
+)
+from flax_sg.trees.rows import Choice, choice_of
 from flax_sg.trees.trainable import DECLARED, Declared
-
-# Arguments of ``update`` that are functions of the parameters.
-_FUNCTIONS = ('value_fn', 'grad_fn', 'obj_fn')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,95 +43,96 @@ class Freeze:
     where: filters.Filter | Declared
     unused: str
 
-    def trained(self, leaves: Leaves, judge: bool = True) -> list[Any]:
-        """For each parameter whether it is trained, or which rows or part of it.
+    def parameters(self, params: Any, unused: str = 'ignore') -> tuple[Leaves, Any]:
+        """The parameters, and for each whether it is trained, or which rows or part.
 
         Args:
-            leaves: the parameters, or gradients in their place.
-            judge: whether a filter has to match something.
+            params: the parameters, or gradients in their place.
+            unused: what to do with a filter that matches nothing.
         """
-        # optax asks for the state of parameters without leaves, to see what is where.
-        unused = self.unused if judge and leaves.values else 'ignore'
+        leaves = parameters_of(params)
         with raised_by('sg.freeze'):
-            trained = trained_leaves(leaves, self.where, unused)
-        return [
+            # optax asks for the state of parameters without leaves.
+            unused = unused if leaves.values else 'ignore'
+            said = trained_leaves(leaves, self.where, unused)
+        return leaves, [
             choice_of(takes, leaf, path) or takes
-            for takes, (path, leaf) in zip(trained, leaves, strict=True)
+            for takes, (path, leaf) in zip(said, leaves, strict=True)
         ]
-
-    def parameters(self, params: Any) -> tuple[Leaves, list[Any]]:
-        """The parameters, and for each what ``trained`` says."""
-        leaves = _leaves_of(params)
-        trained = self.trained(leaves)
-        for (path, leaf), takes in zip(leaves, trained, strict=True):
-            if isinstance(takes, filters.Part):
-                takes.mask(np.shape(leaf), path)  # Raises if there is no such part.
-        return leaves, trained
 
     def init(self, params: Any) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
-        return self.tx.init(pruned(*self.parameters(params)))
+        leaves, trained = self.parameters(params, self.unused)
+        if leaves.values and not any(trained):
+            self._warn_of_nothing()
+        return self.tx.init(pruned(leaves, trained))
+
+    def _warn_of_nothing(self) -> None:
+        """Warns that nothing is trained, unless the filter says so plainly."""
+        where = self.where
+        if isinstance(where, Declared) or where.may_be_empty or not where.atoms:
+            return
+        if self.unused != 'ignore':
+            warn_once(
+                f'sg.freeze(tx, {where!r}) freezes all that it is given: nothing is '
+                'trained.\n'
+                'sg.freeze names what is frozen, wrt= what is trained.\n'
+                'Write sg.freeze(tx, ~where), or sg.freeze(tx, True) if that is meant.',
+                Place.here(),
+            )
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        """Updates of what is trained, in the structure of the gradients."""
-        leaves = _leaves_of(_unmasked(updates) if params is None else params)
-        trained = self.trained(leaves, judge=False)
-        grads = beside(leaves, updates, 'the gradient', needed=trained)
-        self._check_gradients(leaves, trained, grads.values)
-        seen = _gradients(leaves, trained, grads.values)
-        pruned_params = None if params is None else pruned(leaves, trained)
-        for name, value in extra.items():
-            extra[name] = _fitting(name, value, leaves, trained, params)
+        """Updates in the form of the parameters; without these, of the gradients."""
+        for name in ('value_fn', 'grad_fn', 'obj_fn'):
+            if name in extra:
+                raise _of_all_parameters(name)
+        leaves, trained = self.parameters(updates if params is None else params)
+        grads = leaves.values
+        if params is not None:
+            grads = beside(leaves, updates, 'the gradient', needed=trained)
+        for path, takes, grad in zip(leaves.paths, trained, grads, strict=True):
+            if takes and is_absent(grad):
+                raise missing_leaf(
+                    'the gradient',
+                    path,
+                    'is not frozen',
+                    'wrt= selects what has a gradient, sg.freeze what is frozen.\n'
+                    'Write sg.grad(loss, wrt=~where) beside sg.freeze(tx, where).',
+                )
+        for name, value in extra.items():  # Other trees like the parameters.
+            found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
+            if treedef == leaves.treedef:
+                extra[name] = pruned(leaves, trained, found)
+        shown = pruned(leaves, trained)
+        seen = pruned(leaves, trained, _without(leaves, trained, grads, 0.0))
+        given = None if params is None else shown
         try:
-            new, new_state = self.tx.update(seen, state, pruned_params, **extra)
+            new, after = self.tx.update(seen, state, given, **extra)
+            made = [
+                takes.put(update, np.shape(leaf), -0.0)
+                if isinstance(takes, Choice)
+                else update
+                for takes, update, leaf in zip(
+                    trained,
+                    leaves.treedef.flatten_up_to(new),
+                    leaves.values,
+                    strict=True,
+                )
+            ]
         except (ValueError, TypeError, KeyError) as error:
-            expected = jax.eval_shape(self.tx.init, pruned(leaves, trained))
-            if jax.tree.structure(expected) == jax.tree.structure(state):
+            if _are_alike(state, jax.eval_shape(self.tx.init, shown)):
                 raise
-            raise errors.StructureError(
-                'the state does not belong to what sg.freeze trains of these '
-                'parameters.\n'
-                'Make it with tx.init(params), or keep what it knows: '
-                'sg.adopt(tx, params, state).'
-            ) from error
-        made = leaves.treedef.flatten_up_to(new)
-        like = grads.values if params is None else leaves.values
-        out = [
-            _only(takes, made[number], -0.0, leaves, number)
-            if takes
-            else _nothing(grads.values[number], like[number])
-            for number, takes in enumerate(trained)
-        ]
-        return grads.restore(out), new_state
-
-    def _check_gradients(
-        self, leaves: Leaves, trained: Sequence[Any], grads: Sequence[Any]
-    ) -> None:
-        """Raises if a trained parameter has no gradient."""
-        rows = list(zip(leaves.paths, trained, map(is_absent, grads), strict=True))
-        lacking = [path for path, takes, absent in rows if takes and absent]
-        if not lacking:
-            return
-        given = [(path, takes) for path, takes, absent in rows if not absent]
-        if given and not any(takes for _, takes in given):
-            tx = 'tx' if isinstance(self.where, Declared) else f'tx, {self.where!r}'
-            raise errors.StructureError(
-                f'sg.freeze({tx}) freezes {str(given[0][0])!r}, which has a gradient, '
-                f'and trains {str(lacking[0])!r}, which has none.\n'
-                'wrt= selects what has a gradient, sg.freeze what is frozen: one '
-                'filter means opposite things there.\n'
-                'Write where = sg.filters.as_filter(...): sg.freeze(tx, ~where) goes '
-                'with sg.grad(loss, wrt=where).'
-            )
-        raise missing_leaf(
-            'the gradient',
-            lacking[0],
-            'is not frozen',
-            'Differentiate what is not frozen: sg.grad(loss, wrt=~where) beside '
-            'sg.freeze(tx, where).',
-        )
+            raise _foreign() from error
+        cuts = any(isinstance(takes, Choice) for takes in trained)
+        if cuts and not _are_alike(state, after):  # One row became several.
+            raise _foreign()
+        kept = _without(leaves, trained, made, -0.0)
+        return leaves.restore(
+            update if takes else _nothing(leaf)
+            for takes, update, leaf in zip(trained, kept, leaves.values, strict=True)
+        ), after
 
 
 def freeze(
@@ -165,12 +170,14 @@ def freeze(
     gradient on where the mask is False, which ``apply_updates`` then adds.
 
     Gradients may be full or pruned: ``ABSENT``, ``optax.MaskedNode``, None or nothing
-    at all may stand for what is frozen (the last two only if ``update`` is given the
-    parameters). Updates have the structure of the gradients:
+    at all may stand for what is frozen (without ``params``, only ``ABSENT``). Updates
+    have the form of the parameters, so ``optax.apply_updates`` takes them, and so does
+    every ``TrainState``:
 
     >>> pruned = {'head': jnp.array([2.0])}
-    >>> tx.update(pruned, tx.init(params), params)[0]
-    {'head': Array([-1.], dtype=float32)}
+    >>> updates, _ = tx.update(pruned, tx.init(params), params)
+    >>> optax.apply_updates(params, updates)['head'].tolist()
+    [-1.0]
 
     If rows of an array are frozen (``sg.at`` with an index of the first axes: layers of
     a stack), the optimizer sees the other rows, as an array of their own. If another
@@ -188,90 +195,35 @@ def freeze(
     Returns:
         A transformation, to be used as any other. Its state is that of ``tx`` for what
         is trained, with ``ABSENT`` in place of the rest; ``sg.adopt`` takes it to
-        another selection. Updates of what is frozen, where the
-        gradients are full, are constants of negative zero: adding one changes no sign
-        and no number (XLA may flush denormals); ``sg.apply_updates`` does not add it.
+        another selection. Of an array with frozen rows it has the state of the trained
+        rows, as an array.
+
+        The update of what is frozen is minus zero, a constant of the dtype of the
+        parameter. Adding it changes no sign and no number (XLA may flush denormals), so
+        a jitted step that donates the parameters keeps their buffers. Keys and objects
+        have no update: keep them out of the tree, or in ``NonDifferentiable``. Without
+        ``params``, updates have the form of the gradients.
 
     Raises:
         ArgumentTypeError: if ``tx`` is no optax transformation.
         FilterTypeError: if ``where`` is no filter.
-        UnusedFilterError: at ``init``, if a part of ``where`` matches no parameter.
+        UnusedFilterError: at ``init``, if a part of ``where`` matches no parameter. If
+            ``where`` names all of them, it warns.
         StructureError: at ``update``, if a gradient lacks something that is trained.
         StructureError: at ``update``, if trees do not belong together.
+        ArgumentTypeError: at ``update``, for functions of all parameters (``value_fn``,
+            ``grad_fn``, ``obj_fn``); the message has the lines to write.
         ArgumentValueError: if it is given fp8 values that no optimizer may see.
     """
-    transformation = _with_extra_args(tx)
-    check_unused(unused)
-    chosen = where if isinstance(where, Declared) else filters.as_filter(where)
-    frozen = Freeze(transformation, chosen, unused)
-    return optax.GradientTransformationExtraArgs(frozen.init, frozen.update)
-
-
-def _with_extra_args(tx: Any) -> Any:
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not (hasattr(tx, 'init') and hasattr(tx, 'update')):
         write = "sg.freeze(optax.adam(1e-3), 'backbone/**')"
         raise wrong_argument(tx, 'optax transformation', write)
-    return optax.with_extra_args_support(tx)
-
-
-def _leaves_of(params: Any) -> Leaves:
-    if isinstance(params, optax.LookaheadParams):
-        raise errors.ArgumentTypeError(
-            'sg.freeze got LookaheadParams: optax.lookahead has each parameter twice, '
-            'and gradients of one.\n'
-            'Freeze inside: optax.lookahead(sg.freeze(tx, where), ...), with '
-            "absent='zeros' in the gradient call."
-        )
-    return parameters_of(params)
-
-
-def _fitting(
-    name: str, value: Any, leaves: Leaves, trained: Sequence[Any], params: Any
-) -> Any:
-    """An extra argument of ``update``, made to fit the trained part.
-
-    Gradients, and other trees like the parameters, lose what is frozen. A function of
-    the parameters gets the frozen ones back.
-    """
-    if name in _FUNCTIONS and callable(value):
-        return value if params is None else _of_trained(name, value, leaves, trained)
-    if name == 'grad' and value is not None:
-        grads = beside(leaves, value, 'the gradient', needed=trained)
-        return _gradients(leaves, trained, grads.values)
-    found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-    return pruned(leaves, trained, found) if treedef == leaves.treedef else value
-
-
-def _of_trained(
-    name: str, fn: Callable[..., Any], leaves: Leaves, trained: Sequence[Any]
-) -> Callable[..., Any]:
-    """A function of the parameters as one of the trained part."""
-
-    @functools.wraps(fn)
-    def of_trained(part: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = zip(leaves.treedef.flatten_up_to(part), leaves, trained, strict=True)
-        out = fn(
-            leaves.restore(
-                _merged(takes, new, old, path) for new, (path, old), takes in rows
-            ),
-            *args,
-            **kwargs,
-        )
-        if name != 'grad_fn':
-            return out
-        grads = beside(leaves, out, 'the result of grad_fn', needed=trained)
-        return _gradients(leaves, trained, grads.values)
-
-    return of_trained
-
-
-def _unmasked(updates: Any) -> Any:
-    """Gradients with one thing only in place of what is not there."""
-    return jax.tree.map(
-        lambda leaf: ABSENT if is_vacant(leaf) else leaf, updates, is_leaf=is_vacant
-    )
+    check_unused(unused)
+    chosen = where if isinstance(where, Declared) else filters.as_filter(where)
+    frozen = Freeze(optax.with_extra_args_support(tx), chosen, unused)
+    return optax.GradientTransformationExtraArgs(frozen.init, frozen.update)
 
 
 def pruned(
@@ -285,7 +237,7 @@ def pruned(
         values: other values; by default the parameters.
     """
     given = leaves.values if values is None else values
-    return leaves.restore(
+    return leaves.treedef.unflatten(
         takes.cut(leaf, np.ndim(leaves.values[number]))
         if isinstance(takes, Choice)
         else leaf
@@ -295,68 +247,69 @@ def pruned(
     )
 
 
-def _gradients(leaves: Leaves, trained: Sequence[Any], grads: Sequence[Any]) -> Any:
-    """The gradients that the wrapped transformation sees."""
-    return pruned(
-        leaves,
-        trained,
-        [
-            _only(takes, grad, 0.0, leaves, number)
-            for number, (takes, grad) in enumerate(zip(trained, grads, strict=True))
-        ],
+def _without(
+    leaves: Leaves, trained: Sequence[Any], values: Sequence[Any], rest: float
+) -> list[Any]:
+    """Gradients or updates, with a number in place of the elements that are frozen.
+
+    Args:
+        leaves: the parameters.
+        trained: which of them are trained.
+        values: one for each; gradients for each example have axes in front.
+        rest: the number.
+    """
+    out = list(values)
+    for number, takes in enumerate(trained):
+        if not isinstance(takes, (filters.Part, Choice)):
+            continue
+        path, leaf, value = leaves.paths[number], leaves.values[number], values[number]
+        own, shape = np.shape(leaf), np.shape(value)
+        if shape[len(shape) - len(own) :] != own:
+            raise other_shape('the gradient', path, leaf, value)
+        if isinstance(takes, filters.Part):
+            mask = np.broadcast_to(takes.mask(own, path), shape)
+            out[number] = jnp.where(mask, value, jnp.full_like(value, rest))
+    return out
+
+
+def _nothing(leaf: Any) -> Any:
+    """The update of a frozen leaf: a constant that adds nothing, and takes no memory.
+
+    It is minus zero: 0.0 would change the sign of -0.0, so XLA would add it.
+    """
+
+    def constant(leaf: Any) -> Any:
+        if not is_number(leaf):  # A float0 stands in the gradient of an integer.
+            return leaf if getattr(leaf, 'dtype', None) == float0 else ABSENT
+        zero = np.zeros((), getattr(leaf, 'dtype', jnp.result_type(leaf)))
+        inexact = jnp.issubdtype(zero.dtype, jnp.inexact)
+        return np.broadcast_to(-zero if inexact else zero, np.shape(leaf))
+
+    return jax.tree.map(constant, leaf)
+
+
+def _are_alike(state: Any, other: Any) -> bool:
+    """Whether two states have one structure, and arrays of the same shapes."""
+    (one, kind), (two, kind_b) = map(jax.tree.flatten, (state, other))
+    return kind == kind_b and [*map(np.shape, one)] == [*map(np.shape, two)]
+
+
+def _foreign() -> errors.StructureError:
+    return errors.StructureError(
+        'the state does not belong to what sg.freeze trains of these parameters.\n'
+        'Make it with tx.init(params), or keep what it knows: '
+        'sg.adopt(tx, params, state, old=old_tx).'
     )
 
 
-def _only(takes: Any, leaf: Any, rest: float, leaves: Leaves, number: int) -> Any:
-    """A leaf, with a number in place of the elements that are frozen.
-
-    Args:
-        takes: what is trained.
-        leaf: a gradient or an update; gradients for each example have axes in front.
-        rest: the number.
-        leaves: the parameters.
-        number: which of them it belongs to.
-    """
-    if isinstance(leaf, Rows):
-        return leaf.among(rest)
-    if not isinstance(takes, (filters.Part, Choice)):
-        return leaf
-    path, own = leaves.paths[number], np.shape(leaves.values[number])
-    shape = np.shape(leaf)
-    if shape[len(shape) - len(own) :] != own:
-        raise other_shape('the gradient', path, leaves.values[number], leaf)
-    if isinstance(takes, Choice):
-        return leaf
-    mask = np.broadcast_to(takes.mask(own, path), shape)
-    return jnp.where(mask, leaf, jnp.full_like(leaf, rest))
-
-
-def _merged(takes: Any, new: Any, old: Any, path: str) -> Any:
-    """A parameter with new values in what is trained."""
-    if isinstance(new, Rows):
-        return new.choice.put(new.rows, old)
-    return filters.merged(takes, new, old, path) if takes else old
-
-
-def _nothing(grad: Any, like: Any) -> Any:
-    """The update of a frozen leaf: nothing, or a constant that adds nothing.
-
-    Args:
-        grad: the gradient.
-        like: what has the shape of the parameter.
-    """
-    if is_absent(grad):
-        return grad
-    if isinstance(grad, NonDifferentiable):
-        return jax.tree.map(lambda one: _nothing(one, one), grad)
-    dtype = jnp.result_type(grad)
-    if dtype == jax.dtypes.float0:
-        return grad
-    return _constant(np.shape(like), dtype)
-
-
-@functools.lru_cache(1024)  # A model has few shapes and many leaves.
-def _constant(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    zero = np.zeros((), dtype)
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return np.broadcast_to(-zero if inexact else zero, shape)
+def _of_all_parameters(name: str) -> errors.ArgumentTypeError:
+    fn = 'jax.grad(of_part)' if name == 'grad_fn' else 'of_part'
+    return errors.ArgumentTypeError(
+        f'tx.update got {name}=, a function of all parameters, and sg.freeze shows its '
+        'optimizer the trained ones only.\n'
+        'Give optax the trained part, and the optimizer without sg.freeze:\n'
+        'part, rest = sg.partition(params, ~where)\n'
+        'of_part = lambda part: loss(sg.combine(part, rest))\n'
+        f'updates, state = tx.update(grads, state, part, {name}={fn})\n'
+        'params = sg.combine(optax.apply_updates(part, updates), rest)'
+    )

@@ -15,6 +15,7 @@ from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     Absent,
     Leaves,
+    collections_of,
     is_absent,
     is_differentiable,
     leaves_of,
@@ -71,7 +72,7 @@ def mask(
     Raises:
         ArgumentValueError: unless either ``trained`` or ``frozen`` is given.
         UnusedFilterError: if a part of the filter matches no leaf.
-        NotDifferentiableError: if what ``trained`` matches has no gradient.
+        ArgumentTypeError: if what ``trained`` matches has no gradient.
         PartError: if the filter means a part of a leaf.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
@@ -180,10 +181,10 @@ def parameters_of(tree: Any, call: str = '') -> Leaves:
         call: how a call with a filter after the tree is written, if there is one.
     """
     leaves = tree_before(call, tree) if call else leaves_of(tree)
-    if OVERWRITE_WITH_GRADIENT in leaves.collections:
+    if OVERWRITE_WITH_GRADIENT in collections_of(tree):
         raise errors.ArgumentValueError(
             'the variables hold "_overwrite_with_gradient": they receive their new '
             'value as a gradient, and no optimizer may see them.\n'
-            "Give it variables['params']; sg.TrainState takes both and does so.",
+            "Give it variables['params']; Flax's TrainState takes both and does so.",
         )
     return leaves

@@ -50,7 +50,7 @@ def assert_flows(
         ExpectationError: an ``AssertionError``, if a parameter is not trained.
         UnusedFilterError: if a part of ``where`` selects no parameter.
         UnknownNameError: if there is no such output.
-        NotDifferentiableError: if ``where`` selects only leaves without a gradient.
+        ArgumentTypeError: if ``where`` selects only leaves without a gradient.
         ArgumentTypeError: if arguments are given with a report.
     """
     _check(loss, args, argnums, has_aux, where, output)
@@ -133,7 +133,7 @@ def broken(
     Raises:
         UnusedFilterError: if a part of the filter selects no parameter.
         UnknownNameError: if a part of ``output`` selects no output.
-        NotDifferentiableError: if all selected parameters are integers, keys and the
+        ArgumentTypeError: if all selected parameters are integers, keys and the
             like, and should be trained.
     """
     where = filters.as_filter(where)

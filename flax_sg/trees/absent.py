@@ -9,86 +9,25 @@ from flax import serialization
 from jax import export
 
 from flax_sg import errors
-from flax_sg.internals import frames
 from flax_sg.trees.operators import operators
 
-# What to write in place of functions of optax that read a whole tree.
-_OF_OPTAX = {
-    'tree_map_params': 'Give it trees of the trained part: '
-    'sg.partition(specs, ~where)[0], if sg.freeze(tx, where) made the state.',
-    'schedule_free_eval_params': 'Give it the trained part alone: '
-    'part, rest = sg.partition(params, ~where), and '
-    'sg.combine(optax.contrib.schedule_free_eval_params(state, part), rest).',
-    'value_and_grad_from_state': 'Give it a function of the trained part: '
-    'part, rest = sg.partition(params, ~where), and '
-    'optax.value_and_grad_from_state(lambda part: loss(sg.combine(part, rest)))'
-    '(part, state=state).',
-}
-
-
-def _advice() -> tuple[str, str]:
-    """Why there is no array, and what to write, given what is running."""
-    outermost: dict[str, Any] = {}
-    for name, frame in frames.functions_of('optax'):
-        if name in _OF_OPTAX:
-            return f'optax reads a leaf that is frozen, in {name}', _OF_OPTAX[name]
-        if 'updates' in frame.f_locals:
-            outermost = frame.f_locals
-    if frames.is_running('flax_sg', 'Freeze'):
-        return (
-            'it is frozen, and the transformation in sg.freeze reads it',
-            'Write the transformation with jax.tree.map, which passes over ABSENT.',
-        )
-    path, of_state = (_absent_in(outermost.get(name)) for name in ('updates', 'state'))
-    if of_state and not path:
-        return (
-            f'the optimizer state has nothing at {of_state!r}, which was frozen',
-            'Take it along to what is trained now: sg.adopt(tx, params, state).',
-        )
-    if of_state:
-        return (
-            f'sg.freeze stands inside a transformation, which reads {path!r}',
-            'sg.freeze goes outermost: sg.freeze(optax.chain(...), where), '
-            'sg.freeze(optax.MultiSteps(tx, 2), where).',
-        )
-    if frames.is_running('flax', 'TrainState'):
-        return (
-            "no gradient was computed for this leaf, and Flax's TrainState reads it",
-            'Write sg.TrainState, and sg.freeze(tx, where) for tx. Full gradients, of '
-            'jax.grad, and sg.freeze(tx, where) fit every TrainState.',
-        )
-    if path:
-        return (
-            f'no gradient was computed for {path!r}, and optax reads it',
-            'Write sg.apply_updates(params, updates), and sg.freeze(tx, where) for tx.',
-        )
-    return (
-        'this leaf is frozen, was not selected, or is in another part of the tree',
-        "For zeros, pass absent='zeros' to the gradient call; to join trees, write "
-        'sg.combine.',
-    )
-
-
-def _absent_in(tree: Any) -> str | None:
-    """The path of the first leaf that is absent, if one is."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_absent)
-    for keys, leaf in pairs:
-        if is_absent(leaf):
-            return jax.tree_util.keystr(keys, simple=True, separator='/')
-    return None
+_ADVICE = (
+    'this leaf is frozen, was not selected, or is in another part of the tree.\n'
+    "For zeros, pass absent='zeros' to the gradient call; to join parts of a tree, "
+    'write sg.combine.\n'
+    'An optimizer passes over it inside of sg.freeze(tx, where), which goes outermost.'
+)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    why, fix = _advice()
-    raise errors.AbsentLeafError(f'ABSENT is no array: {why}.\n{fix}')
+    raise errors.AbsentLeafError(f'ABSENT is no array: {_ADVICE}')
 
 
 class _NamedInErrors(type):
     """Makes JAX's own error of two trees that differ say what to do."""
 
     def __repr__(cls) -> str:
-        why, fix = _advice()
-        return f'ABSENT: {why}. {fix}'.replace('\n', ' ')
+        return f'ABSENT: {_ADVICE}'.replace('\n', ' ')
 
 
 class Absent(operators(_refuse), metaclass=_NamedInErrors):

@@ -5,8 +5,7 @@ Such a tree is checked here, once, where it enters; what reads it then trusts it
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,29 +19,14 @@ from flax_sg.filters.paths import name_of
 from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, leaves_of
 
 
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """A tree that belongs to the leaves of another one.
-
-    Attributes:
-        values: what it has at each leaf of the other, ``ABSENT`` where it has nothing.
-        restore: makes a tree of its form from a value for each of these leaves. What
-            had nothing stays as it is.
-    """
-
-    values: list[Any]
-    restore: Callable[[Sequence[Any]], Any]
-
-
 def beside(
     leaves: Leaves,
     tree: Any,
     what: str,
     *,
-    needed: Sequence[Any] | None = None,
-    pruned: bool = True,
-) -> Beside:
-    """Checks a tree that belongs to some parameters.
+    needed: Sequence[Any],
+) -> list[Any]:
+    """Checks a tree that belongs to some parameters, and may lack some of them.
 
     ``ABSENT``, None and ``optax.MaskedNode`` may stand in place of each leaf.
 
@@ -50,61 +34,49 @@ def beside(
         leaves: the parameters.
         tree: the tree.
         what: what it is, for errors, such as 'the gradient'.
-        needed: the leaves at which it has to have one value or nothing; by default all.
-        pruned: whether it may lack leaves, and whole modules.
+        needed: the leaves at which it has to have one value or nothing.
+
+    Returns:
+        What it has at each leaf, ``ABSENT`` where it has nothing.
 
     Raises:
         StructureError: if it has something else, or anything where the parameters have
             no leaf.
     """
     try:
-        treedef, rows = leaves.treedef, [*enumerate(leaves.treedef.flatten_up_to(tree))]
+        rows = [*enumerate(leaves.treedef.flatten_up_to(tree))]
     except (ValueError, TypeError):
-        if not pruned:
-            raise different_structures(
-                'the argument', what, leaves, leaves_of(tree)
-            ) from None
-        treedef, rows = _by_key_path(leaves, tree, what)
+        rows = _by_key_path(leaves, tree, what)
     values: list[Any] = [ABSENT] * len(leaves.values)
     for number, value in rows:
         if is_nothing(value):
             continue
-        if (needed is None or needed[number]) and not _is_value(value):
+        if needed[number] and not _is_value(value):
             raise errors.StructureError(
                 f'{what} has {brief(value)} at {str(leaves.paths[number])!r}, where an '
                 'array is expected.'
             )
         values[number] = value
-
-    def restore(values: Sequence[Any]) -> Any:
-        return treedef.unflatten(
-            old if is_nothing(old) else values[number] for number, old in rows
-        )
-
-    return Beside(values, restore)
+    return values
 
 
-def _by_key_path(leaves: Leaves, tree: Any, what: str) -> tuple[Any, list[Any]]:
-    """The structure of a pruned tree; what it has, with the number of each leaf."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(
+def _by_key_path(leaves: Leaves, tree: Any, what: str) -> list[Any]:
+    """What a pruned tree has, with the number of each leaf."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_whole(node) or is_nothing(node)
     )
     places = {keys: number for number, keys in enumerate(leaves.key_paths)}
-    if any(keys not in places and not is_nothing(value) for keys, value in pairs):
+    found = [(keys, value) for keys, value in pairs if not is_nothing(value)]
+    if any(keys not in places for keys, _ in found):
         raise different_structures(
             'the parameters', what, leaves, leaves_of(tree), pruned=True
         )
-    return treedef, [(places.get(keys), value) for keys, value in pairs]
-
-
-def is_vacant(node: Any) -> bool:
-    """Whether a leaf was taken out: frozen, or of another group of optax's."""
-    return isinstance(node, (Absent, optax.MaskedNode))
+    return [(places[keys], value) for keys, value in found]
 
 
 def is_nothing(node: Any) -> bool:
     """Whether something stands in a tree where there is no gradient."""
-    return node is None or is_vacant(node)
+    return node is None or isinstance(node, (Absent, optax.MaskedNode))
 
 
 def _is_value(value: Any) -> bool:

@@ -46,6 +46,13 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, (float, complex))
 
 
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number, or an array of numbers or bools: there are zeros."""
+    if is_array(leaf):
+        return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+    return isinstance(leaf, (bool, int, float, complex))
+
+
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _array_classes: set[type] = set()
 
@@ -88,19 +95,9 @@ class Leaves:
     @functools.cached_property
     def paths(self) -> list[Path]:
         """The path of each leaf."""
-        is_variables = bool(self.collections)
+        is_variables = bool(collections_of(self.tree))
         rows = zip(_names_of(self.tree), self.values, strict=True)
         return [_path_of(*of, leaf, is_variables, self.outer) for of, leaf in rows]
-
-    @property
-    def collections(self) -> Collection[str]:
-        """The collections, if it is a dict of them as Flax's ``init`` returns it."""
-        tree = self.tree
-        if not isinstance(tree, Mapping):
-            return ()
-        known = 'params' in tree or OVERWRITE_WITH_GRADIENT in tree
-        are_trees = all(isinstance(below, Mapping) for below in tree.values())
-        return tree.keys() if known and are_trees else ()
 
     @functools.cached_property
     def key_paths(self) -> list[Keys]:
@@ -114,6 +111,19 @@ class Leaves:
 
     def __iter__(self) -> Iterator[tuple[Path, Any]]:
         return zip(self.paths, self.values, strict=True)
+
+
+def collections_of(tree: Any) -> Collection[str]:
+    """The collections in a tree, if it is a dict of them as Flax's ``init`` returns it.
+
+    Other values, such as a count of steps, may stand beside them.
+
+    >>> collections_of({'params': {'w': 1.0}, 'step': 3}), collections_of({'w': 1.0})
+    (dict_keys(['params', 'step']), ())
+    """
+    found = tree if isinstance(tree, Mapping) else {}
+    some = (found.get(name) for name in ('params', OVERWRITE_WITH_GRADIENT))
+    return found.keys() if any(isinstance(it, Mapping) for it in some) else ()
 
 
 def leaves_of(tree: Any) -> Leaves:
@@ -218,7 +228,7 @@ def selected(
 
     Raises:
         UnusedFilterError: if a part of the filter matched no leaf.
-        FilterValueError: if a tree of bools does not fit.
+        ArgumentValueError: if a tree of bools does not fit.
     """
     check_unused(unused)
     matched: set[filters.Filter] = set()
@@ -246,7 +256,7 @@ def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
 def check_unused(unused: str) -> None:
     """Raises for a value of ``unused=`` that means nothing."""
     if unused not in ('raise', 'ignore'):
-        raise errors.FilterValueError(
+        raise errors.ArgumentValueError(
             f"unused={unused!r}: expected 'raise' or 'ignore'."
         )
 

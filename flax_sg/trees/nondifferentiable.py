@@ -189,7 +189,7 @@ class NonDifferentiable(operators(value_of)):
         value: the value, behind ``jax.lax.stop_gradient``.
 
     Raises:
-        ChangedValueError: when a value is read that an optimizer has changed.
+        ArgumentValueError: when a value is read that an optimizer has changed.
 
     Note:
         As asked for in google/jax#2588. A value stored as static metadata instead
@@ -280,7 +280,7 @@ def _decoded(kind: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
     if kind.witness and not kind.is_float:
         found = jnp.result_type(mine[0])
         if not jnp.can_cast(jnp.float32, found):  # Of float16 and bfloat16.
-            raise errors.ChangedValueError(
+            raise errors.ArgumentValueError(
                 f'A NonDifferentiable of {np.dtype(kind.dtype)} was cast to {found}, '
                 'which cannot hold it: it is stored as float32.\n'
                 'Cast the other leaves alone: jax.tree.map(cast, tree, '
@@ -291,7 +291,7 @@ def _decoded(kind: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
         witness = np.asarray(mine[-1])
         changed = witness[(witness != 1) & (witness != 0)]
         if changed.size:
-            raise errors.ChangedValueError(
+            raise errors.ArgumentValueError(
                 'An optimizer changed a NonDifferentiable: its guard value is '
                 f'{changed[0]} instead of 1.0.\n'
                 'Weight decay, averaging and scaling change parameters without a '

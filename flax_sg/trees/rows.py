@@ -1,8 +1,8 @@
-"""``Rows``: the trained rows of an array, as an array of their own.
+"""The trained rows of an array, as an array of their own.
 
 An optimizer that is given all rows keeps a state for all. So the layers of a stack, or
 the rows of an embedding, that ``sg.at`` leaves trained are cut out for it. Which rows
-they are is a part of the tree's structure, so that a state tells them.
+they are is known by the filter, not by the state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from flax_sg import filters
 
@@ -30,22 +29,21 @@ class Choice:
     mask: bytes
     sizes: tuple[int, ...]
 
+    @property
+    def chosen(self) -> Any:
+        """Which indices are chosen, as an array of bools."""
+        return np.frombuffer(self.mask, bool).reshape(self.sizes)
+
     @functools.cached_property
     def index(self) -> tuple[Any, ...]:
         """The indices of each axis; of one axis a slice if they are neighbours."""
-        found = np.nonzero(np.frombuffer(self.mask, bool).reshape(self.sizes))
+        found = np.nonzero(self.chosen)
         start, stop = int(found[0][0]), int(found[0][-1]) + 1
         if len(found) == 1 and stop - start == found[0].size:
             return (slice(start, stop),)
         return found
 
-    def of_rows(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of the chosen rows of an array; None if it has no such rows."""
-        axes = len(self.sizes)
-        same = shape[:axes] == self.sizes
-        return (sum(self.mask), *shape[axes:]) if same else None
-
-    def cut(self, array: Any, axes: int) -> Rows:
+    def cut(self, array: Any, axes: int) -> Any:
         """The chosen rows of an array; all of what has no rows.
 
         Args:
@@ -53,34 +51,26 @@ class Choice:
             axes: how many axes the parameter has; there may be others in front.
         """
         front = np.ndim(array) - axes
-        if front < 0 or self.of_rows(np.shape(array)[front:]) is None:
-            return Rows(array, self)
-        return Rows(array[(*[slice(None)] * front, *self.index)], self)
+        if front < 0 or np.shape(array)[front:][: len(self.sizes)] != self.sizes:
+            return array
+        return array[(*[slice(None)] * front, *self.index)]
 
-    def put(self, rows: Any, array: Any) -> Any:
-        """An array with other values in the chosen rows."""
-        return jnp.asarray(array).at[self.index].set(rows)
+    def put(self, rows: Any, shape: tuple[int, ...], rest: Any) -> Any:
+        """An array of a shape, with a number, or another array's elements, around rows.
 
-
-@struct.dataclass
-class Rows:
-    """Some rows in place of an array, or what an optimizer keeps for them."""
-
-    rows: Any
-    choice: Choice = struct.field(pytree_node=False)
-
-    def among(self, rest: float) -> Any:
-        """An array with a number in all other rows."""
-        rows = jnp.asarray(self.rows)
-        shape = (*self.choice.sizes, *rows.shape[1:])
-        return self.choice.put(rows, jnp.full(shape, rest, rows.dtype))
+        >>> first = Choice(bytes([1, 0, 0]), (3,))
+        >>> first.put(jnp.ones((1, 2)), (3, 2), -0.0).tolist()
+        [[1.0, 1.0], [-0.0, -0.0], [-0.0, -0.0]]
+        """
+        rows = jnp.asarray(rows)
+        return jnp.full(shape, rest, rows.dtype).at[self.index].set(rows)
 
 
 def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
     r"""The rows that a filter means, if it means whole rows of an array.
 
-    >>> import jax.numpy as jnp, numpy as np
-    >>> takes = filters.at(True, np.s_[1:3])(filters.Path.of('params', ('w',)))
+    >>> import flax_sg as sg
+    >>> takes = sg.at(True, np.s_[1:3])(sg.Path('w'))
     >>> choice_of(takes, jnp.ones((4, 2)), 'w')
     Choice(mask=b'\x00\x01\x01\x00', sizes=(4,))
 
@@ -98,3 +88,34 @@ def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
     if mask.shape[:axes] != sizes or are_elements or not mask.any():
         return None
     return Choice(mask.tobytes(), sizes)
+
+
+# Of what is trained of an array: a bool, a ``Choice`` of rows, another ``Part``.
+
+
+def mask_of(takes: Any, shape: tuple[int, ...], path: str) -> Any:
+    """Which elements are trained; of length 1 in axes where all elements are alike."""
+    if isinstance(takes, filters.Part):
+        return takes.mask(shape, path)
+    chosen = takes.chosen if isinstance(takes, Choice) else np.array(takes, bool)
+    return chosen.reshape(chosen.shape + (1,) * (len(shape) - chosen.ndim))
+
+
+def shape_of_part(takes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array as an optimizer sees it."""
+    if not isinstance(takes, Choice):
+        return shape
+    return (sum(takes.mask), *shape[len(takes.sizes) :])
+
+
+def whole_of(takes: Any, array: Any, shape: tuple[int, ...]) -> Any:
+    """What an optimizer has for an array, in the shape of the array."""
+    return takes.put(array, shape, 0) if isinstance(takes, Choice) else array
+
+
+def is_cut(array: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an array may be some rows of one of another shape."""
+    its = np.shape(array)
+    front = len(shape) - len(its) + 1
+    rest = 0 < len(its) <= len(shape) and its[1:] == shape[front:]
+    return rest and its[0] < np.prod(shape[:front])

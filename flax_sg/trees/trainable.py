@@ -163,7 +163,7 @@ def chosen(
 
     Raises:
         UnusedFilterError: if a part of the filter matches nothing.
-        NotDifferentiableError: if what one selects can nowhere be differentiated.
+        ArgumentTypeError: if what one selects can nowhere be differentiated.
     """
     check_unused(unused)
     if isinstance(where, Declared):
@@ -204,11 +204,11 @@ def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None
 
 def not_differentiable(
     where: object, leaves: Mapping[Any, Any]
-) -> errors.NotDifferentiableError:
+) -> errors.ArgumentTypeError:
     """What was selected by name cannot be differentiated."""
     found = [f'{str(path)!r} ({shown(leaf)})' for path, leaf in leaves.items()]
     some = ', '.join(found[:3] + ['...'] * (len(found) > 3))
-    return errors.NotDifferentiableError(
+    return errors.ArgumentTypeError(
         f'{where!r} selects only what cannot be differentiated: {some}.\n'
         'Select real or complex leaves; True takes those and no others.'
     )

@@ -8,7 +8,6 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, NamedSharding
@@ -77,7 +76,6 @@ def test_what_stands_for_the_others():
         ('drop', lambda _: sg.ABSENT),
         ('none', lambda _: None),
         ('zeros', jnp.zeros_like),
-        ('masked', lambda _: optax.MaskedNode()),
     ):
         expected = rebuilt(PARAMS, grads, stands)
         actual = sg.grad(loss, wrt='head/**', absent=absent)(PARAMS)
@@ -120,10 +118,9 @@ def test_leaves_of_any_kind():
             + jnp.sum(p['half'].astype(jnp.float32))
         )
 
-    for absent in ('drop', 'masked'):
-        grads = sg.grad(fun, absent=absent)(params)
-        found = {n for n, g in grads.items() if hasattr(g, 'dtype') and np.any(g != 0)}
-        assert found == {'w', 'f', 'np', 'c', 'half'}, absent
+    grads = sg.grad(fun)(params)
+    found = {name for name, grad in grads.items() if jax.tree.leaves(grad)}
+    assert found == {'w', 'f', 'np', 'c', 'half'}
     live = {name: params[name] for name in found}
     expected = jax.grad(lambda live: fun({**params, **live}))(live)
     oracle.assert_same({name: grads[name] for name in found}, expected)
@@ -132,9 +129,9 @@ def test_leaves_of_any_kind():
     assert int(zeros['m']) == 0
     assert zeros['s'] is sg.ABSENT
     for name in ('i', 'n', 'b', 'k', 's', 'o', 'u', 'm'):
-        with pytest.raises(errors.NotDifferentiableError, match=f"'{name}'"):
+        with pytest.raises(errors.ArgumentTypeError, match=f"'{name}'"):
             sg.grad(fun, wrt=name)(params)
-    with pytest.raises(errors.NotDifferentiableError):
+    with pytest.raises(errors.ArgumentTypeError):
         sg.grad(fun, wrt=['w', 'n'])(params)
     # A leaf that a filter excludes by name is not selected by name.
     assert sg.grad(fun, wrt=~sg.filters.as_filter('n'))(params)['n'] is sg.ABSENT
@@ -206,13 +203,6 @@ def test_auxiliary_outputs():
     assert (float(value), float(grads['a']), float(aux['seen'])) == (18.0, 12.0, 3.0)
     y, back, aux = sg.vjp(with_aux, p, has_aux=True, wrt='a')
     assert (float(y), float(back(1.0)[0]['a'])) == (18.0, 12.0)
-    for jac in (sg.jacrev, sg.jacfwd):
-        rows, aux = jac(with_aux, has_aux=True, wrt='a')(p)
-        assert (float(rows['a']), float(aux['seen'])) == (12.0, 3.0)
-    rows, aux = sg.hessian(with_aux, has_aux=True, wrt='a')(p)
-    assert (float(rows['a']['a']), float(aux['seen'])) == (4.0, 3.0)
-    y, dy, aux = sg.jvp(with_aux, (p,), ({'a': 1.0, 'b': None},), has_aux=True, wrt='a')
-    assert (float(dy), float(aux['seen'])) == (12.0, 3.0)
 
 
 def vector(p: Any) -> Any:
@@ -222,53 +212,29 @@ def vector(p: Any) -> Any:
 V = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, 4.0]), 'n': 2.0}
 
 
-@pytest.mark.parametrize(
-    ('name', 'absent'),
-    [
-        ('hessian', 'zeros'),
-        ('hessian', 'none'),
-        ('jacrev', 'zeros'),
-        ('jacfwd', 'drop'),
-    ],
-)
-def test_matrices(name, absent):
-    got = jax.jit(getattr(sg, name)(vector, wrt=['a', 'n'], absent=absent))(V)
-    by_hand = getattr(jax, name)(lambda live, rest: vector({**rest, **live}))
-    expected = jax.jit(by_hand)({k: V[k] for k in 'an'}, V)
-    for ours, hand in (got['u'], expected['u']), (got['v'][0], expected['v'][0]):
-        for one in 'an':
-            if name != 'hessian':
-                oracle.assert_same(ours[one], hand[one])
-                continue
-            for other in 'an':
-                oracle.assert_same(ours[one][other], hand[one][other])
-        if absent == 'none':
-            assert ours['b'] is None
-        elif absent == 'drop':
-            assert ours['b'] is sg.ABSENT
-    if absent == 'zeros':
-        full = jax.eval_shape(getattr(jax, name)(vector), V)
-        assert jax.tree.structure(got) == jax.tree.structure(full)
-        same = jax.tree.map(lambda g, f: g.shape == f.shape, got, full)
-        assert all(jax.tree.leaves(same))
+def test_other_derivatives_are_those_of_the_part():
+    """Two lines of the FAQ, bit for bit what a split by hand gives."""
+    part, rest = sg.partition(V, ['a', 'n'])
+    live = {name: V[name] for name in 'an'}
 
+    def of_part(part):
+        return vector(sg.combine(part, rest))
 
-def test_forward():
-    tangents = {'a': jnp.array([1.0, -1.0]), 'b': sg.ABSENT, 'n': None}
-    got = sg.jvp(vector, (V,), (tangents,), wrt='a')
-    expected = jax.jvp(lambda a: vector({**V, 'a': a}), (V['a'],), (tangents['a'],))
-    oracle.assert_same(got, expected)
-    # Full tangents will do: what is not selected is not looked at.
-    full = {**tangents, 'b': jnp.ones(2), 'n': 1.0}
-    y, push = sg.linearize(vector, V, wrt='a')
-    for given in (tangents, full):
-        oracle.assert_same((y, push(given)), expected)
-    with pytest.raises(errors.StructureError, match="'n'"):
-        sg.jvp(vector, (V,), (tangents,), wrt='n')
-    with pytest.raises(errors.StructureError, match="'n'"):
-        push({'a': tangents['a'], 'b': 1.0})
-    with pytest.raises(TypeError, match='one tree for each argument'):
-        push(tangents, tangents)
+    def by_hand(live):
+        return vector({**V, **live})
+
+    for derivative in jax.jacrev, jax.jacfwd, jax.hessian:
+        found = jax.jit(derivative(of_part))(part)
+        expected = jax.jit(derivative(by_hand))(live)
+        oracle.assert_same(*map(jax.tree.leaves, (found, expected)))
+        assert found['u']['b'] is sg.ABSENT
+    push, push_by_hand = (
+        jax.linearize(of_part, part)[1],
+        jax.linearize(by_hand, live)[1],
+    )
+    oracle.assert_same(push(part), push_by_hand(live))
+    forward = jax.jvp(of_part, (part,), (part,))
+    oracle.assert_same(forward, jax.jvp(by_hand, (live,), (live,)))
 
 
 def test_back_is_called_several_times_and_leaves_a_jit():
@@ -478,24 +444,18 @@ def test_of_obeys_the_blocks_inside():
     assert not oracle.is_zero(got['body'])
 
 
-CALLS = (sg.grad, sg.value_and_grad, sg.jacrev, sg.jacfwd, sg.hessian)
+CALLS = {
+    'grad': lambda fun, p, **options: sg.grad(fun, **options)(p),
+    'value_and_grad': lambda fun, p, **options: sg.value_and_grad(fun, **options)(p),
+    'vjp': lambda fun, p, **options: sg.vjp(fun, p, **options)[1](1.0)[0],
+}
 
 
-def every_call(fun: Callable[..., Any], p: Any, **options: Any) -> dict[Any, Any]:
-    """What runs each of the calls, by the call."""
-    return {
-        **{call: functools.partial(call(fun, **options), p) for call in CALLS},
-        sg.vjp: functools.partial(sg.vjp, fun, p, **options),
-        sg.linearize: functools.partial(sg.linearize, fun, p, **options),
-        sg.jvp: functools.partial(sg.jvp, fun, (p,), (p,), **options),
-    }
-
-
-def test_an_error_says_which_call_it_comes_from():
-    for call, run in every_call(loss, PARAMS, wrt='haed/**').items():
-        said = rf"^sg\.{call.__name__}\(wrt=...\): Glob\('haed/\*\*'\) matches none of"
+def test_an_error_says_which_argument_it_comes_from():
+    for call in CALLS.values():
+        said = r"^wrt=...: Glob\('haed/\*\*'\) matches none of"
         with pytest.raises(errors.UnusedFilterError, match=said):
-            run()
+            call(loss, PARAMS, wrt='haed/**')
 
 
 def test_of_obeys_the_blocks_around():
@@ -537,9 +497,10 @@ def stacked(p: Any) -> Any:
 
 @pytest.mark.parametrize('fun', [stacked, lambda p: (p['a'],), lambda p: (p['a'],) * 3])
 def test_an_auxiliary_output_is_one_of_a_pair(fun):
-    for run in every_call(fun, {'a': 2.0}, has_aux=True).values():
-        with pytest.raises(errors.ArgumentTypeError, match='has to return a pair'):
-            run()
+    """In the words of JAX."""
+    for call in CALLS.values():
+        with pytest.raises(TypeError, match='two-element tuple'):
+            call(fun, {'a': 2.0}, has_aux=True)
 
 
 def test_an_argument_is_named_once():
@@ -548,19 +509,12 @@ def test_an_argument_is_named_once():
             sg.grad(jnp.multiply, argnums)(2.0, 3.0)
 
 
-@pytest.mark.parametrize('x', [jnp.ones(3), jnp.ones((1, 3)), {'a': 1.0}])
-def test_arguments_and_tangents_are_tuples(x):
-    for primals, tangents in ((x, x), ((x,), x), (x, (x,))):
-        with pytest.raises(errors.ArgumentTypeError, match='is no tuple'):
-            sg.jvp(lambda x: x, primals, tangents)
-
-
 @pytest.mark.parametrize('wrt', [[], (), set(), False, np.False_])
 def test_nothing_to_differentiate(wrt):
-    for call in CALLS:
+    for call in CALLS.values():
         with pytest.raises(errors.UnusedFilterError, match='differentiates nothing'):
-            call(loss, wrt=wrt)
-        assert call(loss, wrt=wrt, unused='ignore') is not None
+            call(loss, PARAMS, wrt=wrt)
+        call(loss, PARAMS, wrt=wrt, unused='ignore')
     # What a program made of filters may come to nothing.
     nothing = sg.filters.as_filter(wrt)
     assert jax.tree.leaves(sg.grad(loss, wrt=nothing)(PARAMS)) == []
@@ -616,9 +570,6 @@ def test_zeros_are_sharded_as_the_parameter():
             oracle.assert_same(grads, expected)
             assert grads['w'].sharding == expected['w'].sharding
             assert jax.typeof(grads['w']) == jax.typeof(p['w'])
-        rows = sg.jacrev(lambda p: 2.0 * p['b'], wrt='b', absent='zeros')(p)['w']
-        assert rows.sharding.spec == P(None, 'x', None)
-        assert rows.shape == (4, 8, 4)
 
 
 def test_zeros_vary_as_the_parameter():

@@ -75,7 +75,7 @@ def check(
     tx = sg.freeze(DECAY, where)
     for given in (grads, expected):
         updates, _ = tx.update(given, tx.init(params), params)
-        after = sg.apply_updates(params, updates)
+        after = optax.apply_updates(params, updates)
         for keys, leaf in jax.tree.leaves_with_path(after):
             assert_same(leaf, stepped[path(keys)])
     # Something is frozen, and all that is trained has moved.

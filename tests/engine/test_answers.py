@@ -315,7 +315,7 @@ def test_read_only_asks_its_filter_too(reads):
         for _ in range(3):
             with nn.read_only(reads.fresh(), collections='state'):
                 if frozen == 'a':
-                    with pytest.raises(errors.ReadOnlyError):
+                    with pytest.raises(errors.BlockError):
                         step(state)
                 else:
                     step(state)

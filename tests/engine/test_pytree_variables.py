@@ -289,7 +289,7 @@ def test_writes():
         model = Writes(index)
         with nn.read_only('s/0', collections='state'):
             if index == 0:
-                with pytest.raises(errors.ReadOnlyError, match="the variable 's'"):
+                with pytest.raises(errors.BlockError, match="the variable 's'"):
                     model.apply(variables, mutable='state')
             else:
                 _, new = model.apply(variables, mutable='state')

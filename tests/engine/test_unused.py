@@ -357,7 +357,7 @@ def test_a_tree_that_does_not_fit():
             {'gln_0': {'dense': {'kernel': True}}, **rest},
             {'gln_0': {'dense': {'kernel': {'deep': True}, 'bias': True}}, **rest},
         ):
-            with pytest.raises(errors.FilterValueError):
+            with pytest.raises(errors.ArgumentValueError):
                 run(where)
 
 
@@ -395,3 +395,14 @@ def test_a_filter_of_all_for_what_a_part_of_the_model_reads(name, at):
                 MODEL.apply(VARIABLES, X, method=reads)
         else:
             Reads().apply(VARIABLES, X)
+
+
+@pytest.mark.parametrize('where', [[], (), set()])
+def test_an_empty_list_trains_nothing_and_warns(where):
+    with pytest.warns(errors.NothingStoppedWarning, match='trains nothing'):
+        nn.train_only(where)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for fine in False, ~as_filter(True), as_filter([]):
+            nn.train_only(fine)
+        nn.train_only(where, unused='ignore')

@@ -326,7 +326,7 @@ def reload(name: str) -> None:
 
 def made_by_setup(name: str, who: str, reason: str) -> str:
     return (
-        f'SetupValueError: self.{name}, which setup of {who} makes, cannot be '
+        f'BlockError: self.{name}, which setup of {who} makes, cannot be '
         f'computed again for the open block: {reason}.\n'
         'Keep parameters and modules in setup (self.w = self.param(...)), and compute '
         f'self.{name} in the method that uses it.'

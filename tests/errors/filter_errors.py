@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an empty glob': (
         lambda: as_filter(''),
-        "FilterValueError: No path fits the glob '': names are not empty, and '**' "
+        "ArgumentValueError: No path fits the glob '': names are not empty, and '**' "
         'stands alone between slashes.\n'
         "Write 'gln/**' for everything in gln, '**/*kernel' for names that end in "
         "kernel, '**' for every variable.",
@@ -222,8 +222,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a tree without an answer': (
         lambda: split({'head': True}),
-        "FilterValueError: A tree of bools has no answer for the variable 'body/w' of "
-        "the collection 'params'.\n"
+        "ArgumentValueError: A tree of bools has no answer for the variable 'body/w' "
+        "of the collection 'params'.\n"
         'Give True or False for it. A tree starts below the collection: give '
         'tree[collection].',
     ),
@@ -250,7 +250,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'integers that are trained': (
         lambda: of_integers('body/*'),
-        "NotDifferentiableError: Glob('body/*') selects only what cannot be "
+        "ArgumentTypeError: Glob('body/*') selects only what cannot be "
         "differentiated: 'body/w' (int32[]).\n"
         'Select real or complex leaves; True takes those and no others.',
     ),

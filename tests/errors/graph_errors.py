@@ -140,7 +140,7 @@ CASES: dict[str, Any] = {
     ),
     'a write to a Variable': (
         writes,
-        "ReadOnlyError: The Variable 'mean' is written, which is read only under "
+        "BlockError: The Variable 'mean' is written, which is read only under "
         "read_only(Glob('mean'), collections=True).\n"
         'Fix: leave the block for the write, or leave the Variable out.',
     ),

@@ -483,7 +483,7 @@ def test_a_tree_answers_for_whole_variables_inside_its_owner():
     assert BoolTree({'kernel': box}) == BoolTree({'kernel': True})
     assert not BoolTree({'pair': (True, np.False_)})(path('pair/1'))
     said = "has no answer for the variable 'gln/b' of the collection 'params'"
-    with pytest.raises(errors.FilterValueError, match=said):
+    with pytest.raises(errors.ArgumentValueError, match=said):
         BoolTree({'gln': {'b': {'mean': True}}})(path('gln/b'))
 
 
@@ -648,7 +648,7 @@ def test_a_variable_outside_the_module_is_named_with_a_slash():
 
 
 def test_several_globs_in_one_text_are_no_glob():
-    with pytest.raises(errors.FilterValueError) as caught:
+    with pytest.raises(errors.ArgumentValueError) as caught:
         as_filter('a/**, b/**')
     assert "For several globs write a list: ['a/**', 'b/**']." in str(caught.value)
 

@@ -6,7 +6,7 @@ import enum
 import pytest
 
 import oracle
-from flax_sg.errors import FilterValueError
+from flax_sg.errors import ArgumentValueError
 from flax_sg.filters import as_filter
 from flax_sg.filters.hints import nearest
 from flax_sg.filters.paths import Path
@@ -115,7 +115,7 @@ BAD_GLOBS = ['', '/', 'Xs/dense/', 'gln//kernel', '//gln', 'gln**', 'x/***']
 
 @pytest.mark.parametrize('pattern', BAD_GLOBS)
 def test_bad_glob(pattern):
-    with pytest.raises(FilterValueError, match=r'^No path fits the glob ') as caught:
+    with pytest.raises(ArgumentValueError, match=r'^No path fits the glob ') as caught:
         Glob(pattern)
     assert repr(pattern) in str(caught.value)
 

@@ -128,7 +128,7 @@ def trained(loss: Any, params: Any, tx: Any) -> Any:
     for _ in range(3):
         grads = sg.grad(loss, wrt=live)(params)
         updates, state = tx.update(grads, state, params)
-        params = sg.apply_updates(params, updates)
+        params = optax.apply_updates(params, updates)
     return params
 
 

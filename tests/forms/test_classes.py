@@ -201,7 +201,7 @@ def test_for_trees():
     tx = sg.freeze(optax.sgd(1.0), norms)
     some = jax.tree.map(jnp.ones_like, params)
     updates, _ = tx.update(some, tx.init(params), params)
-    moved = sg.apply_updates(params, updates)
+    moved = optax.apply_updates(params, updates)
     pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True)
     assert [not jnp.any(a != b) for a, b in pairs] == mask
     with pytest.raises(errors.UnknownNameError, match='There was no'):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen
 
@@ -378,12 +379,22 @@ def test_where_other_values_are_absent_the_module_has_its_own():
     oracle.assert_same_grads(ours, by_hand, own, average)
 
 
-def test_other_values_say_where_the_collection_is_missing():
+def test_other_values_have_the_collections_on_top_or_are_parameters():
     variables = Towers().init(RNGS, X, None)
-    own = variables['params']['tower']
+    own = jax.tree.map(jnp.zeros_like, variables['params']['tower'])
+    on_top, alone = (Towers().apply(variables, X, v) for v in ({'params': own}, own))
+    assert_same(on_top, alone)
+    assert not np.array_equal(*alone)
+    with nn.substitute(variables), nn.substitute(variables['params']):
+        assert_same(Towers().apply(variables, X, own), alone)
+    other = jax.tree.map(lambda x: x + 1.0, variables)
+    seen: list[Any] = []
+    for values in other, other['params']:
+        with nn.substitute(values):
+            seen.append(Towers().apply(variables, X, None))
+    assert_same(*seen)
     for other, said in (
-        (own, r"Name one of these: collections on top, {'params': tree}."),
-        (own['Dense_0'], r"for nn.mirror, {'params': {'kernel': value}}"),
+        (own['Dense_0'], "There is no value for 'Dense_1/kernel'"),
         ({'params': {**own, 'Dens': own['Dense_0']}}, "A tree of values.*'Dens/bias'"),
         ({'params': {'Dense_0': own['Dense_0']}}, 'sg.ABSENT in its place for nn.m'),
     ):

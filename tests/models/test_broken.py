@@ -169,7 +169,7 @@ CAUGHT = [
         broken.everything_published_is_a_write,
         test_read_only.test_what_is_handed_through_is_no_write,
         ('jit',),
-        errors.ReadOnlyError,
+        errors.BlockError,
         'wrote the variable',
     ),
     Caught(

@@ -189,7 +189,7 @@ def live_step(loss: Loss) -> Callable[..., Any]:
     def step(params, state, batch):
         value, grads = sg.value_and_grad(loss, wrt='head/**')(params, batch)
         updates, state = tx.update(grads, state, params)
-        return sg.apply_updates(params, updates), state, grads, value
+        return optax.apply_updates(params, updates), state, grads, value
 
     return step
 

@@ -28,44 +28,54 @@ def loss(p: Any) -> Any:
     return near + jnp.sum((p['b'] + p['a']) ** 2) + jnp.sum(p['c'] ** 2)
 
 
-def trained(
-    tx: Any, state: Any, steps: int, params: Any = PARAMS, **extra: Any
-) -> tuple[Any, Any]:
+def trained(tx: Any, state: Any, steps: int, params: Any = PARAMS) -> tuple[Any, Any]:
     for _ in range(steps):
-        value, grads = jax.value_and_grad(loss)(params)
-        given = {'value': value, 'grad': grads, **extra} if extra else {}
-        updates, state = tx.update(grads, state, params, **given)
-        params = sg.apply_updates(params, updates)
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        params = optax.apply_updates(params, updates)
     return params, state
+
+
+def searching(params: Any, state: Any, tx: Any, where: Any, steps: int) -> Any:
+    """Steps of an optimizer that calls functions: it is given the trained part."""
+    part, rest = sg.partition(params, where)
+    for _ in range(steps):
+        of_part = lambda part: loss(sg.combine(part, rest))  # noqa: E731
+        value, grads = jax.value_and_grad(of_part)(part)
+        given = {'value': value, 'grad': grads, 'value_fn': of_part}
+        updates, state = tx.update(grads, state, part, **given)
+        part = optax.apply_updates(part, updates)
+    return sg.combine(part, rest), state
 
 
 # What remembers steps of all parameters together.
 TOGETHER = {
-    'lbfgs': (lambda: optax.lbfgs(0.01, linesearch=None), {}),
-    'line search': (optax.lbfgs, {'value_fn': loss}),
-    'backtracking': (
-        lambda: optax.chain(
-            optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10, store_grad=True)
-        ),
-        {'value_fn': loss},
+    'lbfgs': lambda: optax.lbfgs(0.01, linesearch=None),
+    'optimistic': lambda: optax.optimistic_gradient_descent(0.01),
+    'line search': optax.lbfgs,
+    'backtracking': lambda: optax.chain(
+        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10, store_grad=True)
     ),
-    'optimistic': (lambda: optax.optimistic_gradient_descent(0.01), {}),
 }
 
 
 @pytest.mark.parametrize('name', TOGETHER)
 def test_what_belongs_to_one_selection_begins_anew_with_another(name):
-    make, extra = TOGETHER[name]
-    tx = make()
+    tx = TOGETHER[name]()
     frozen = sg.freeze(tx, 'b')
-    params, state = trained(frozen, frozen.init(PARAMS), 3, **extra)
+    where = ~sg.filters.as_filter('b')
+    state = frozen.init(PARAMS)
+    params, state = searching(PARAMS, state, tx, where, 3)
     adopted = sg.adopt(tx, params, state)
     oracle.assert_same(adopted, tx.init(params))
-    # By hand: as from the beginning.
-    expected = trained(tx, tx.init(params), 2, params, **extra)
-    oracle.assert_same(trained(tx, adopted, 2, params, **extra), expected)
     # With the same selection all of it is carried.
     oracle.assert_same(sg.adopt(frozen, params, state), state)
+    oracle.assert_same(sg.adopt(frozen, params, state, old=frozen), state)
+    # Other rows are another selection, of arrays of the same shape.
+    one, two = (sg.freeze(tx, sg.at('c', n)) for n in (0, 1))
+    steps = 2 if name in ('lbfgs', 'optimistic') else 0  # Without functions.
+    _, before = trained(one, one.init(params), steps, params)
+    adopted = sg.adopt(two, params, before, old=one)
+    oracle.assert_same(adopted, two.init(params))
 
 
 def test_one_array_for_all_parameters_is_refused():
@@ -111,20 +121,21 @@ def test_holes_of_a_restored_state_have_no_state(tmp_path):
         assert oracle.is_zero(adopted[0].mu['a'])
         trained(ADAM, adopted, 1, params)
     for hole in None, {}:
-        with pytest.raises(errors.StructureError, match='state is'):
+        with pytest.raises(errors.StructureError, match='another transformation'):
             sg.adopt(ADAM, params, hole)
 
 
 @pytest.mark.parametrize(
     'bad', ['text', [1.0], jnp.ones((1, 2)), jnp.ones(3), jnp.ones(2, jnp.bfloat16)]
 )
-def test_what_is_no_moment_is_named(bad):
-    state = ADAM.init(PARAMS)
-    state = (state[0]._replace(nu={**state[0].nu, 'b': bad}), *state[1:])
-    with pytest.raises(errors.StructureError, match=r"state\[0\].nu\['b'\] is "):
-        sg.adopt(ADAM, PARAMS, state)
-    adopted = sg.adopt(ADAM, PARAMS, state, fresh='b')
-    oracle.assert_same(adopted, ADAM.init(PARAMS))
+def test_what_is_no_moment_begins_anew(bad):
+    found: dict[str, Any] = {}
+    _, whole = trained(ADAM, ADAM.init(PARAMS), 1)
+    state = (whole[0]._replace(nu={**whole[0].nu, 'b': bad}), *whole[1:])
+    adopted = sg.adopt(ADAM, PARAMS, state, report=found.update)
+    assert oracle.is_zero(adopted[0].nu['b'])
+    oracle.assert_same(adopted[0].mu, whole[0].mu)
+    assert found['in part'] == ['b']
 
 
 def test_hyperparameters_are_those_of_the_new_transformation():
@@ -140,11 +151,11 @@ def test_hyperparameters_are_those_of_the_new_transformation():
 def test_rows_lose_their_moments_as_whole_arrays_do():
     _, state = trained(ADAM, ADAM.init(PARAMS), 3)
     rows = sg.freeze(ADAM, sg.at('c', 0))
-    frozen = sg.adopt(rows, PARAMS, state)
-    oracle.assert_same(frozen[0].mu['c'].rows, state[0].mu['c'][1:])
+    frozen = sg.adopt(rows, PARAMS, state, old=ADAM)
+    oracle.assert_same(frozen[0].mu['c'], state[0].mu['c'][1:])
     oracle.assert_same(frozen[0].mu['a'], state[0].mu['a'])
     # After the thaw a gradient of zero moves neither.
-    thawed = sg.adopt(ADAM, PARAMS, frozen)
+    thawed = sg.adopt(ADAM, PARAMS, frozen, old=rows)
     updates, _ = ADAM.update(jax.tree.map(jnp.zeros_like, PARAMS), thawed, PARAMS)
     assert oracle.is_zero(updates['c'][0])
     assert not oracle.is_zero(updates['c'][1])
@@ -159,8 +170,13 @@ def test_parameters_that_came_and_went():
     assert int(adopted[0].count) == 3
     updates, _ = ADAM.update(later, adopted, later)
     assert jax.tree.structure(updates) == jax.tree.structure(later)
-    with pytest.raises(errors.StructureError, match=r'state\[0\].mu is a dict'):
-        sg.adopt(ADAM, {'other': jnp.ones(2)}, state)
+    momentum = optax.sgd(0.1, 0.9)
+    with pytest.raises(errors.StructureError, match='or of other parameters'):
+        sg.adopt(momentum, {'other': jnp.ones(2)}, momentum.init(PARAMS))
+    # Now one is trained, now another.
+    one, other = (sg.freeze(momentum, name) for name in (['a', 'c'], ['b', 'c']))
+    adopted = sg.adopt(one, PARAMS, other.init(PARAMS))
+    oracle.assert_same(adopted, one.init(PARAMS))
 
 
 def test_a_report_says_what_was_carried_fresh_and_dropped():
@@ -168,21 +184,27 @@ def test_a_report_says_what_was_carried_fresh_and_dropped():
     _, state = trained(ADAM, ADAM.init(PARAMS), 1)
     found: dict[str, Any] = {}
     later = {**PARAMS, 'd': {'w': jnp.ones(2)}}
-    sg.adopt(tx, later, state, fresh='a', report=found.update)
+    sg.adopt(tx, later, state, old=ADAM, fresh='a', report=found.update)
     assert found == {
-        'carried': ['[0].count', 'c'],
+        'carried': ['0/count'],
+        'in part': ['c'],
         'fresh': ['a', 'd/w'],
         'dropped': ['b'],
     }
     # A head that was removed is named by its place.
     sg.adopt(ADAM, {'a': PARAMS['a']}, state, report=found.update)
-    assert found['dropped'] == [f"[0].{m}['{n}']" for m in ('mu', 'nu') for n in 'bc']
+    assert found['dropped'] == [f'0/{m}/{n}' for m in ('mu', 'nu') for n in 'bc']
     # What several states know counts as known; what goes back has its values.
-    frozen = sg.adopt(tx, PARAMS, state)
-    sg.adopt(ADAM, PARAMS, frozen, report=found.update)
-    assert (found['fresh'], found['dropped']) == (['b'], [])
-    sg.adopt(ADAM, PARAMS, frozen, state, report=found.update)
-    assert (found['fresh'], found['dropped']) == ([], [])
+    frozen = sg.adopt(tx, PARAMS, state, old=ADAM)
+    sg.adopt(ADAM, PARAMS, frozen, old=tx, report=found.update)
+    assert (found['in part'], found['fresh'], found['dropped']) == (['c'], ['b'], [])
+    sg.adopt(ADAM, PARAMS, frozen, state, old=[tx, ADAM], report=found.update)
+    assert found == {
+        'carried': ['0/count', 'a', 'b', 'c'],
+        'in part': [],
+        'fresh': [],
+        'dropped': [],
+    }
 
 
 def test_a_clip_in_front_is_given_a_state():
@@ -192,14 +214,31 @@ def test_a_clip_in_front_is_given_a_state():
     oracle.assert_same(adopted[1], state)
 
 
-def test_another_transformation_is_named_by_its_place():
-    clip = optax.clip_by_global_norm(1.0)
-    state = optax.chain(clip, optax.sgd(0.1)).init(PARAMS)
-    said = (
-        r'state\[1\]\[0\] is an EmptyState, where the new state has a ScaleByAdamState'
-    )
-    with pytest.raises(errors.StructureError, match=said):
-        sg.adopt(optax.chain(clip, ADAM), PARAMS, state)
+@pytest.mark.parametrize('params', [jnp.ones(2), {'s': jnp.ones(())}, [1.0, 2.0]])
+def test_parameters_of_any_shape(params):
+    frozen = sg.freeze(ADAM, True)
+    _, state = ADAM.update(params, ADAM.init(params), params)
+    oracle.assert_same(sg.adopt(ADAM, params, state), state)
+    thawed = sg.adopt(ADAM, params, sg.adopt(frozen, params, state))
+    assert all(map(oracle.is_zero, jax.tree.leaves(thawed[0].mu)))
+    assert int(thawed[0].count) == 1
+
+
+def test_a_tuple_in_a_state_is_no_parameter():
+    params = [jnp.ones(2), jnp.ones(2)]
+    found: dict[str, Any] = {}
+    _, state = ADAM.update(params, ADAM.init(params), params)
+    adopted = sg.adopt(ADAM, params, state, fresh='0', report=found.update)
+    assert found['carried'] == ['0/count', '1']
+    assert found['fresh'] == ['0']
+    assert int(adopted[0].count) == 1
+
+
+def test_the_state_of_another_transformation():
+    state = optax.chain(optax.sgd(0.1, 0.9)).init(PARAMS)
+    for tx in ADAM, optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9)):
+        with pytest.raises(errors.StructureError, match="has '0/0/trace/"):
+            sg.adopt(tx, PARAMS, state)
 
 
 def test_a_label_with_the_name_of_a_parameter():

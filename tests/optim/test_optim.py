@@ -2,9 +2,9 @@
 
 import functools
 import itertools
+import warnings
 from typing import Any
 
-import flax
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import pytest
 from flax import serialization
 from flax.core import freeze as frozen_dict
 from flax.core.meta import Partitioned
+from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import flax_sg as sg
@@ -79,23 +80,27 @@ def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ('name', 'frozen'),
-    [
-        *((name, 'one layer') for name in OPTIMIZERS),
-        *(('clip', frozen) for frozen in ('all but a bias', 'nothing', 'everything')),
-    ],
-)
-def test_training_is_that_of_the_live_part(name, frozen):
+# Optimizer, selection, and what the gradients have for the frozen ones.
+ROWS = [
+    *itertools.product(OPTIMIZERS, ['one layer'], ['drop']),
+    *itertools.product(['clip'], FROZEN, ['drop', 'zeros']),
+    *itertools.product(['adamw', 'accumulating'], ['one layer'], ['full', 'none']),
+]
+
+
+@pytest.mark.parametrize(('name', 'frozen', 'absent'), ROWS)
+def test_training_is_that_of_the_live_part(name, frozen, absent):
     where = FROZEN[frozen]
     tx = sg.freeze(OPTIMIZERS[name](), where)
     by_hand: Any = OPTIMIZERS[name]()
 
     @jax.jit
     def ours(params, state, x):
-        grads = sg.grad(loss, wrt=~sg.filters.as_filter(where))(params, x)
+        given: Any = {'wrt': ~sg.filters.as_filter(where), 'absent': absent}
+        grads = sg.grad(loss, **({} if absent == 'full' else given))(params, x)
         updates, state = tx.update(grads, state, params)
-        return sg.apply_updates(params, updates), state
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        return optax.apply_updates(params, updates), state
 
     @jax.jit
     def hand(live, rest, state, x):
@@ -113,41 +118,43 @@ def test_training_is_that_of_the_live_part(name, frozen):
     oracle.assert_same(*map(jax.tree.leaves, (state, hand_state)))
 
 
-def test_updates_are_shaped_like_the_gradients():
+def test_updates_have_the_form_of_the_parameters():
+    """Without parameters, that of the gradients."""
     where = 'layer_*/**'
     tx = sg.freeze(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), where)
-    update = jax.jit(tx.update)
-    full, _ = update(GRADS, tx.init(PARAMS), PARAMS)
-    assert jax.tree.structure(full) == jax.tree.structure(GRADS)
-    oracle.assert_same(optax.apply_updates(PARAMS, full)['layer_0'], PARAMS['layer_0'])
-    for absent, params in (
-        *itertools.product(('drop', 'masked'), (None, PARAMS)),
-        *((absent, PARAMS) for absent in ('none', 'zeros', 'pruned by hand')),
+    state = tx.init(PARAMS)
+    full, _ = jax.jit(tx.update)(GRADS, state, PARAMS)
+    masked = jax.tree.map(lambda _: optax.MaskedNode(), GRADS) | {'head': GRADS['head']}
+    for grads in (
+        *(sg.grad(loss, wrt='head/**', absent=a)(PARAMS) for a in ('drop', 'zeros')),
+        masked,
+        {'head': GRADS['head']},
+        {'head': GRADS['head'], 'layer_0': None},  # And no 'layer_1'.
     ):
-        grads = {'head': GRADS['head']}
-        if absent != 'pruned by hand':
-            grads = sg.grad(loss, wrt='head/**', absent=absent)(PARAMS)
-        updates, _ = tx.update(grads, tx.init(PARAMS), params)
-        assert jax.tree.structure(updates) == jax.tree.structure(grads)
-        new = sg.apply_updates(PARAMS, updates)
-        expected = optax.apply_updates(PARAMS['head'], updates['head'])
-        oracle.assert_same(new['head'], expected)
+        updates, _ = tx.update(grads, state, PARAMS)
+        assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+        new = optax.apply_updates(PARAMS, updates)
+        oracle.assert_same(new['layer_0'], PARAMS['layer_0'])
         assert_close(updates['head'], full['head'], rtol=1e-6)
-        assert new['layer_0']['kernel'] is PARAMS['layer_0']['kernel']
+        if grads.keys() == PARAMS.keys() and grads is not masked:
+            alone, _ = tx.update(grads, state)
+            assert jax.tree.structure(alone) == jax.tree.structure(grads)
+            oracle.assert_same(alone['head'], updates['head'])
 
 
 def test_the_program_is_that_of_the_live_part():
+    """The frozen parameters are outputs, too: they cost no flops."""
     tx, plain = sg.freeze(optax.adamw(0.1), 'layer_*/**'), optax.adamw(0.1)
 
     def ours(params, state, x):
         grads = sg.grad(loss, wrt='head/**')(params, x)
         updates, state = tx.update(grads, state, params)
-        return sg.apply_updates(params, updates)['head'], state
+        return optax.apply_updates(params, updates), state
 
     def hand(params, state, x):
         grads = jax.grad(lambda head: loss({**params, 'head': head}, x))(params['head'])
         updates, state = plain.update(grads, state, params['head'])
-        return optax.apply_updates(params['head'], updates), state
+        return {**params, 'head': optax.apply_updates(params['head'], updates)}, state
 
     args = (PARAMS, plain.init(PARAMS['head']), X)
     compiled = programs.compiled(ours, PARAMS, tx.init(PARAMS), X)
@@ -159,14 +166,17 @@ def pointers(tree: Any) -> list[int]:
 
 
 @pytest.mark.parametrize('wrt', ['head/**', True])
-def test_frozen_buffers_are_the_same_under_donation(wrt):
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_frozen_buffers_are_the_same_under_donation(wrt, dtype):
     def body_of(params):
         return {name: params[name] for name in params if name != 'head'}
 
     tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
-    params = jax.tree.map(jnp.copy, PARAMS)
-    state = sg.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
-    before, kept = pointers(body_of(params)), jax.tree.map(np.array, body_of(params))
+    params = jax.tree.map(lambda x: jnp.array(x, dtype), PARAMS)
+    state = train_state.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
+    state = jax.tree.map(jnp.copy, state)
+    before = pointers(body_of(state.params))
+    kept = jax.tree.map(np.array, body_of(params))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state):
@@ -252,14 +262,13 @@ def test_leaves_that_no_optimizer_can_take():
     params = {
         'w': jnp.ones(2),
         'i': jnp.arange(3),
-        'k': jax.random.key(0),
-        's': 'text',
+        'k': sg.NonDifferentiable(jax.random.key(0)),
         'm': sg.NonDifferentiable(2**30 + 1),
         'f': sg.NonDifferentiable(0.3),
     }
     tx = sg.freeze(optax.adamw(0.1, weight_decay=0.5))
     grads = {
-        **{k: sg.ABSENT for k in 'ks'},
+        'k': sg.ABSENT,
         'w': jnp.ones(2),
         'i': np.zeros(3, jax.dtypes.float0),
         'm': jax.tree.map(jnp.zeros_like, params['m']),
@@ -268,14 +277,15 @@ def test_leaves_that_no_optimizer_can_take():
     state = tx.init(params)
     assert sum(x.size for x in jax.tree.leaves(state)) == 5
     updates, state = tx.update(grads, state, params)
-    new = sg.apply_updates(params, updates)
-    assert all(new[k] is params[k] for k in 'iksmf')
+    new = optax.apply_updates(params, updates)
+    kept, old = ({k: p[k] for k in 'ikmf'} for p in (new, params))
+    oracle.assert_same(kept, jax.tree.map(jnp.asarray, old))
     assert not np.array_equal(new['w'], params['w'])
     assert new['m'].value == 2**30 + 1
-    del params['k'], params['s'], grads['k'], grads['s'], params['i'], grads['i']
-    plain = optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
-    assert int(plain['m']) == 2**30 + 1
-    assert float(plain['f']) == np.float32(0.3)
+    # Bare keys and text have no update.
+    bare = {'k': jax.random.key(0), 's': 'text', 'w': jnp.ones(2)}
+    updates, _ = tx.update({'w': jnp.ones(2)}, tx.init(bare), bare)
+    assert updates['k'] is updates['s'] is sg.ABSENT
 
 
 def test_adopting_a_state_forgets_nothing():
@@ -286,7 +296,7 @@ def test_adopting_a_state_forgets_nothing():
         def step(params, state):
             traces.append(1)
             updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return sg.apply_updates(params, updates), state
+            return optax.apply_updates(params, updates), state
 
         for _ in range(steps):
             params, state = step(params, state)
@@ -362,8 +372,6 @@ def test_what_no_state_knows_starts_anew():
         oracle.assert_same(state[0].mu['head'], before)
     assert int(state[0].count) == 1
     assert jax.tree.structure(state) == jax.tree.structure(adam.init(PARAMS))
-    with pytest.raises(errors.StructureError, match='another transformation'):
-        sg.adopt(optax.sgd(0.1, momentum=0.9), PARAMS, state)
 
 
 def test_a_filter_is_judged_when_the_state_is_made():
@@ -376,11 +384,31 @@ def test_a_filter_is_judged_when_the_state_is_made():
     sg.freeze(optax.sgd(0.1), 'layer_0/**', unused='ignore').init(other)
 
 
+NAMED = {
+    'wrong way round': (PARAMS, '**', True),
+    'what was selected already': ({'head': PARAMS['head']}, 'head/**', True),
+    'a part of it': (PARAMS, 'head/**', False),
+    'said plainly': (PARAMS, True, False),
+    'nothing to train': ({'n': jnp.arange(3)}, False, False),
+    'derived': (PARAMS, ~sg.live(lambda p: 0.0, PARAMS), False),
+}
+
+
+@pytest.mark.parametrize('name', NAMED)
+def test_a_filter_that_freezes_everything_warns(name):
+    params, where, warns = NAMED[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        sg.freeze(optax.sgd(0.1), where).init(params)
+        sg.freeze(optax.sgd(0.1), where, unused='ignore').init(params)
+    assert [('nothing is trained' in str(w.message)) for w in caught] == [True] * warns
+
+
 def test_checkpoints(tmp_path):
     def start():
         tx = sg.freeze(optax.adamw(0.1), 'layer_*/**')
         params = {**PARAMS, 'extra': {'m': sg.NonDifferentiable(3)}}
-        return sg.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
+        return train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
 
     @jax.jit
     def step(state):
@@ -401,18 +429,15 @@ def test_checkpoints(tmp_path):
 
 
 def test_fp8_values_are_replaced_by_their_gradient():
-    params = {
-        'params': PARAMS,
-        '_overwrite_with_gradient': {'layer_0': {'scale': jnp.array(1.0)}},
-    }
+    """By the ``TrainState`` of Flax, which takes pruned gradients."""
+    name = '_overwrite_with_gradient'
+    params = {'params': PARAMS, name: {'layer_0': {'scale': jnp.array(1.0)}}}
 
     def fun(p):
-        scale = p['_overwrite_with_gradient']['layer_0']['scale']
-        return loss(p['params']) * scale
+        return loss(p['params']) * p[name]['layer_0']['scale']
 
     tx = sg.freeze(optax.adamw(0.1), 'layer_*/**')
-    state = sg.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
-    name = '_overwrite_with_gradient'
+    state = train_state.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
     for _ in range(2):
         pruned = sg.grad(fun, wrt='head/**')(state.params)
         full = jax.grad(fun)(state.params)
@@ -422,26 +447,6 @@ def test_fp8_values_are_replaced_by_their_gradient():
         oracle.assert_same(state.params['params']['layer_0'], PARAMS['layer_0'])
     with pytest.raises(errors.ArgumentValueError, match='no optimizer may see'):
         sg.freeze(optax.sgd(0.1), 'head/**').init(params)
-
-
-@flax.struct.dataclass
-class Layer:
-    body: Any
-    head: Any
-
-
-def test_a_train_state_of_a_dataclass():
-    tx = sg.freeze(optax.sgd(0.5, 0.5), 'body')
-    params = Layer(jnp.ones(2), jnp.full(2, 3.0))
-    state = sg.TrainState.create(apply_fn=None, params=params, tx=tx)
-    for _ in range(2):
-        grads = sg.grad(lambda p: jnp.sum(p.body * p.head**2), wrt='head')(state.params)
-        state = state.apply_gradients(grads=grads)
-    first = 3.0 - 0.5 * 6.0
-    head = first - 0.5 * (2.0 * first + 0.5 * 6.0)
-    oracle.assert_same(state.params, Layer(jnp.ones(2), jnp.full(2, head)))
-    assert state.params.body is params.body
-    assert int(state.step) == 2
 
 
 def test_what_the_optimizer_is_given():
@@ -459,23 +464,18 @@ def test_what_the_optimizer_is_given():
     pruned = {'body': sg.ABSENT, 'head': 1.0, 'mark': sg.ABSENT}
     state = tx.init(params)
     assert state == {'m': {**pruned, 'head': 3.0}}
-    called: list[Any] = []
-    extra = {'grad': grads, 'value': 5.0, 'other': {'head': 1.0}, 'fun': called.append}
-    updates, new = tx.update(grads, state, params, value_fn=called.append, **extra)
-    assert (updates['body'], updates['head']) == (0.0, 1.0)
-    assert np.signbit(updates['body'])
+    extra = {'grad': grads, 'value': 5.0, 'other': {'head': 1.0}, 'fun': print}
+    updates, new = tx.update(grads, state, params, **extra)
+    assert updates['body'] is sg.ABSENT  # As an object has no update.
+    assert updates['head'] == 1.0
     assert new == state
-    value_fn = seen.pop('value_fn')
     shown = {**extra, 'grad': pruned}
     assert seen == {'updates': pruned, 'params': {**pruned, 'head': 3.0}, **shown}
-    value_fn({**pruned, 'head': 7.0})
-    assert called == [{**params, 'head': 7.0}]
-    # Without the parameters no function can be given them.
-    tx.update(grads, state, value_fn=called.append, **extra)
-    assert seen.pop('value_fn') == called.append
+    tx.update(grads, state, **extra)
     assert seen == {'updates': pruned, 'params': None, **shown}
-    tx.update(grads, state, params, value_fn=5)
-    assert seen['value_fn'] == 5
+    for name in ('value_fn', 'grad_fn', 'obj_fn'):
+        with pytest.raises(errors.ArgumentTypeError, match=f'got {name}='):
+            tx.update(grads, state, params, **{name: print})
     with pytest.raises(errors.StructureError, match="'head'"):
         tx.update({'body': 2.0}, state, params)
     with pytest.raises(errors.PartError, match="does not fit 'head', an array"):
@@ -483,7 +483,7 @@ def test_what_the_optimizer_is_given():
     # Of an array it sees the rows that are trained.
     tx = sg.freeze(spy, sg.at('w', 0))
     updates, _ = tx.update({'w': np.full(2, -2.0)}, state, {'w': np.ones(2)})
-    assert seen['updates']['w'].rows.tolist() == [-2.0]
+    assert seen['updates']['w'].tolist() == [-2.0]
     assert str(updates['w']) == '[-0. -2.]'
     # Of an array in part it sees no gradient there, and its update there is taken back.
     tx = sg.freeze(spy, sg.at('w', np.s_[:, 0]))
@@ -506,72 +506,47 @@ def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit(
 
 
 def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
-    grads = {
-        'f': np.ones((2, 3), np.float32),
+    params = {
+        'f': np.full((2, 3), -0.0, np.float32),
         'c': np.ones(2, np.complex64),
         'h': np.ones(2, jnp.bfloat16),
         'i': np.ones(2, np.int8),
-        'o': np.ones(2, bool),
+        'u': np.ones((), np.uint8),
+        'o': np.array([True, False]),
         'n': 1.5,
-    }
-    odd = {
-        'absent': sg.ABSENT,
-        'float0': np.zeros(3, jax.dtypes.float0),
         'mark': sg.NonDifferentiable(np.ones(2, np.float32)),
     }
     tx = sg.freeze(optax.sgd(0.1), True)
-    updates, _ = tx.update({**grads, **odd}, tx.init({}), {**grads, **odd})
-    for name, grad in grads.items():
-        update = updates[name]
-        assert (update.shape, update.dtype) == (np.shape(grad), jnp.result_type(grad))
-        assert not any(update.strides)
-        assert not update.any()
-        assert name in 'io' or np.signbit(np.real(update).astype(float)).all()
+    for grads in ({}, {'f': np.ones((2, 3), np.float16)}):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        for leaf, update in zip(*map(jax.tree.leaves, (params, updates)), strict=True):
+            assert update.shape == np.shape(leaf)
+            assert update.dtype == jnp.result_type(leaf)
+            assert not any(update.strides)
+            exact = not jnp.issubdtype(update.dtype, jnp.inexact)
+            assert exact or np.signbit(np.real(update).astype(float)).all()
+        new = jax.jit(optax.apply_updates)(params, updates)
+        oracle.assert_same(new, jax.tree.map(jnp.asarray, params))
+    # Without parameters they are those of the gradients.
+    odd = {'absent': sg.ABSENT, 'float0': np.zeros(3, jax.dtypes.float0)}
+    updates, _ = tx.update(odd, tx.init({}))
     assert updates['absent'] is sg.ABSENT
-    assert updates['float0'] is odd['float0']
-    assert type(updates['mark']) is sg.NonDifferentiable
-    assert np.signbit(updates['mark'].value).all()
-
-
-ADDED: dict[str, tuple[Any, Any]] = {
-    'a number': (np.full(1, 2.0, np.float16), 2.0),
-    'zeros, which are a number to add': (np.zeros(1, np.float16), 0.0),
-    'a constant': (np.broadcast_to(np.float16(2.0), (1,)), 2.0),
-    'nothing': (None, None),
-    'no leaf': (sg.ABSENT, None),
-    'of another group': (optax.MaskedNode(), None),
-    'a constant that adds nothing': (np.broadcast_to(-np.float16(0.0), (1,)), None),
-    'float0': (np.zeros(1, jax.dtypes.float0), None),
-}
-
-
-def test_what_is_added_and_what_is_passed_on():
-    w = jnp.array([-0.0], jnp.float16)
-    for name, (update, expected) in ADDED.items():
-        new = sg.apply_updates({'w': w}, {'w': update})['w']
-        assert (new is w) == (expected is None), name
-        if expected is not None:
-            assert str(new) == f'[{expected:.0f}.]'
-            assert new.dtype == jnp.float16
-    empty = np.ones((2, 0))
-    assert sg.apply_updates([empty], [np.ones((2, 0))])[0] is empty
+    assert updates['float0'].dtype == jax.dtypes.float0
 
 
 def test_pruned_gradients_for_an_optimizer_of_optax_say_what_to_write():
     """The rest of the message is that of JAX, which differs between versions."""
     params, tx = {'a': 1.0, 'b': 2.0}, optax.adam(0.1)
     pruned = sg.grad(lambda p: p['a'] * p['b'], wrt='a')(params)
-    stopped = sg.freeze(tx, 'b')
-    for wrong, said in (
-        (tx, "ABSENT: no gradient was computed for 'b'.*sg.freeze"),
-        (optax.MultiSteps(stopped, 2), r"reads 'b'\.\s+sg.freeze goes outermost"),
-        (optax.chain(stopped, optax.ema(0.9)), r"'b'\.\s+sg.freeze goes outermost"),
-    ):
-        with pytest.raises((ValueError, errors.AbsentLeafError), match=said):
-            wrong.update(pruned, wrong.init(params), params)
+    with pytest.raises((ValueError, errors.AbsentLeafError), match=r'sg\.freeze'):
+        tx.update(pruned, tx.init(params), params)
+    # Around sg.freeze, what stands outside gets all, with zeros for what is frozen.
+    stopped = optax.chain(sg.freeze(tx, 'b'), optax.ema(0.9))
+    updates, _ = stopped.update(pruned, stopped.init(params), params)
+    assert float(updates['b']) == 0.0
 
 
-# Gradients for each example, and functions of the parameters.
+# Gradients for each example, and what optax reads as a whole tree.
 
 TWO = {'body': jnp.ones((2, 3)), 'head': jnp.full((2, 3), 2.0)}
 
@@ -603,70 +578,44 @@ def quadratic(p: Any) -> Any:
 
 
 PAIR = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, -1.0])}
-ADVERSARY = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
-OPAQUE = optax.contrib.sam(optax.sgd(0.1), ADVERSARY, opaque_mode=True)
-HUTCHINSON = optax.contrib.hutchinson_estimator_diag_hessian()
+OPAQUE = optax.contrib.sam(
+    optax.sgd(0.1),
+    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    opaque_mode=True,
+)
 # The optimizer, and the functions that its update is given, of a function.
 OF_FUNCTIONS = {
-    'sam': (OPAQUE, lambda f: {'grad_fn': lambda p, step: jax.grad(f)(p)}),
-    'hutchinson': (HUTCHINSON, lambda f: {'obj_fn': f}),
+    'sam': (OPAQUE, lambda f: {'grad_fn': lambda p, _: jax.grad(f)(p)}),
     'sophia': (optax.contrib.sophia(0.1), lambda f: {'obj_fn': f}),
-    'line search': (optax.lbfgs(), lambda f: {'value_fn': f, 'value': 1.0, 'grad': {}}),
+    'line search': (optax.lbfgs(), lambda f: {'value_fn': f, 'value': 1.0}),
 }
 
 
 @pytest.mark.parametrize('name', OF_FUNCTIONS)
-def test_functions_of_the_parameters_get_those_that_are_frozen(name):
+def test_functions_of_the_parameters_are_given_the_trained_part(name):
+    """The lines that the error of ``sg.freeze`` shows."""
     tx, given = OF_FUNCTIONS[name]
-    frozen = sg.freeze(tx, 'a')
-    grads = jax.grad(quadratic)(PAIR)
-    live = {'b': PAIR['b']}
+    part, rest = sg.partition(PAIR, 'b')
 
-    def by_hand(live):
-        return quadratic({**PAIR, **live})
+    def of_part(part):
+        return quadratic(sg.combine(part, rest))
 
-    for pruned in (grads, {**grads, 'a': sg.ABSENT}, {'b': grads['b']}):
-        extra, of_live = given(quadratic), given(by_hand)
-        if 'grad' in extra:
-            extra['grad'], of_live['grad'] = pruned, {'b': grads['b']}
-        got, _ = frozen.update(grads, frozen.init(PAIR), PAIR, **extra)
-        expected, _ = tx.update({'b': grads['b']}, tx.init(live), live, **of_live)
-        oracle.assert_same(got['b'], expected['b'])
-        assert oracle.is_zero(got['a'])
+    def run(fun, live):
+        grads, extra = jax.grad(fun)(live), given(fun)
+        extra |= {'grad': grads} if 'value' in extra else {}
+        updates, _ = tx.update(grads, tx.init(live), live, **extra)
+        return optax.apply_updates(live, updates)
 
-
-def test_a_part_is_frozen_in_the_functions_too():
-    seen: list[Any] = []
-
-    def update(updates, state, params, *, grad_fn, value_fn):
-        further = jax.tree.map(lambda x: x + 5.0, params)
-        value_fn(further)
-        seen.extend(jax.tree.leaves(grad_fn(further, 0)))
-        return updates, state
-
-    spy = optax.GradientTransformationExtraArgs(lambda p: (), update)
-
-    def noted(p, *_):
-        seen.append(p['w'])
-        return p
-
-    # In columns, and in rows.
-    for where, w, in_functions, given in (
-        (np.s_[:, 0], [[1.0, 2.0]], [[1.0, 7.0]], [[0.0, 7.0]]),
-        (0, [[1.0], [2.0]], [[1.0], [7.0]], [[7.0]]),
-    ):
-        seen.clear()
-        params, tx = {'w': jnp.array(w)}, sg.freeze(spy, sg.at('w', where))
-        tx.update(params, (), params, grad_fn=noted, value_fn=noted)
-        assert [leaf.tolist() for leaf in seen] == [in_functions, in_functions, given]
+    expected = run(lambda live: quadratic({**PAIR, **live}), {'b': PAIR['b']})
+    oracle.assert_same(sg.combine(run(of_part, part), rest), {**PAIR, **expected})
 
 
 def test_what_optax_reads_as_a_whole_tree():
-    """Each message says what to write; here is that."""
+    """It is given the trained part, too."""
     tx = sg.freeze(optax.contrib.schedule_free_sgd(0.1), 'a')
     whole = optax.contrib.schedule_free_sgd(0.1)
     state = tx.init(PAIR)
-    with pytest.raises(errors.AbsentLeafError, match='schedule_free_eval_params'):
+    with pytest.raises(errors.AbsentLeafError, match=r'write sg.combine'):
         optax.contrib.schedule_free_eval_params(state, PAIR)
     part, rest = sg.partition(PAIR, 'b')
     found = sg.combine(optax.contrib.schedule_free_eval_params(state, part), rest)
@@ -680,19 +629,9 @@ def test_what_optax_reads_as_a_whole_tree():
     def specs_of(specs):
         return optax.tree_map_params(tx, lambda x, spec: spec, state, specs)
 
-    with pytest.raises(ValueError, match=r'Give it trees of the trained part'):
+    with pytest.raises(ValueError, match=r'another part of the tree'):
         specs_of(specs)
     assert specs_of(sg.partition(specs, 'b')[0])[0].mu == {'a': sg.ABSENT, 'b': 'B'}
-
-    tx = sg.freeze(optax.lbfgs(), 'a')
-    state = tx.init(PAIR)
-    with pytest.raises(TypeError, match='Give it a function of the trained part'):
-        optax.value_and_grad_from_state(quadratic)(PAIR, state=state)
-    of_part = optax.value_and_grad_from_state(lambda p: quadratic(sg.combine(p, rest)))
-    value, grads = of_part(part, state=state)
-    assert float(value) == float(quadratic(PAIR))
-    oracle.assert_same(grads['b'], jax.grad(quadratic)(PAIR)['b'])
-    tx.update(grads, state, PAIR, value=value, grad=grads, value_fn=quadratic)
 
 
 def test_lookahead_goes_around():
@@ -758,9 +697,9 @@ def test_an_option_that_means_nothing():
         lambda: sg.mask(PAIR, trained=sg.DECLARED, unused='typo'),
         lambda: sg.labels(PAIR, {'a': True}, unused='typo'),
         lambda: sg.grad(quadratic, unused='typo'),
-        lambda: sg.jvp(quadratic, (PAIR,), (PAIR,), unused='typo'),
+        lambda: sg.vjp(quadratic, PAIR, unused='typo'),
     ):
-        with pytest.raises(errors.FilterValueError, match="unused='typo'"):
+        with pytest.raises(errors.ArgumentValueError, match="unused='typo'"):
             call()
 
 

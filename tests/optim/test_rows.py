@@ -15,7 +15,6 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.trees.rows import Rows
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -83,7 +82,7 @@ def test_training_is_that_of_the_rows_alone(name, choice):
     @jax.jit
     def ours(p, state, x):
         updates, state = tx.update(jax.grad(loss)(p, x), state, p)
-        return sg.apply_updates(p, updates), state
+        return optax.apply_updates(p, updates), state
 
     @jax.jit
     def theirs(live, p, state, x):
@@ -126,7 +125,7 @@ def test_rows_of_two_leading_axes(name):
     for _ in range(3):
         grads = jax.tree.map(jnp.cos, p)
         updates, state = tx.update(grads, state, p)
-        p = sg.apply_updates(p, updates)
+        p = optax.apply_updates(p, updates)
         theirs, hand_state = hand.update(rows(grads), hand_state, live)
         live = optax.apply_updates(live, theirs)
     oracle.assert_same(rows(p), live)
@@ -140,17 +139,17 @@ def test_rows_of_one_axis_and_of_two_are_carried_to_each_other():
     layers, stage = (sg.freeze(adam, sg.at('w', i)) for i in (np.s_[0, :2], np.s_[0]))
     _, full = adam.update(params, adam.init(params), params)
     moments = full[0].mu['w']
-    first = sg.adopt(layers, params, full)
-    oracle.assert_same(first[0].mu['w'].rows, moments.reshape(6, 4, 5)[2:])
-    second = sg.adopt(stage, params, first)
-    oracle.assert_same(second[0].mu['w'].rows, moments[1:])
-    back = sg.adopt(layers, params, second)[0].mu['w'].rows
+    first = sg.adopt(layers, params, full, old=adam)
+    oracle.assert_same(first[0].mu['w'], moments.reshape(6, 4, 5)[2:])
+    second = sg.adopt(stage, params, first, old=layers)
+    oracle.assert_same(second[0].mu['w'], moments[1:])
+    back = sg.adopt(layers, params, second, old=stage)[0].mu['w']
     assert oracle.is_zero(back[0])
     oracle.assert_same(back[1:], moments[1])
-    # Of other sizes, and single elements.
-    other = {'w': params['w'].reshape(3, 2, 4, 5)}
-    with pytest.raises(errors.StructureError, match='where the new state has'):
-        sg.adopt(layers, other, first)
+    # Of other sizes nothing is known; single elements keep all.
+    other = {'w': params['w'][:, :2]}
+    adopted = sg.adopt(layers, other, first, old=layers)
+    oracle.assert_same(adopted[0].mu, layers.init(other)[0].mu)
     elements = sg.freeze(adam, sg.at('w', np.s_[0, 0, 0, :2]))
     assert elements.init(params)[0].mu['w'].shape == (2, 3, 4, 5)
 
@@ -179,7 +178,7 @@ def test_frozen_layers_of_a_scan_have_no_state():
         expected, hand_new = hand.update(of_upper, hand_state, upper)
         oracle.assert_same(*map(jax.tree.leaves, (new, hand_new)))
         oracle.assert_same(jax.tree.map(lambda x: x[4:], updates), expected)
-        after = sg.apply_updates(params, updates)
+        after = optax.apply_updates(params, updates)
         oracle.assert_same(*(jax.tree.map(lambda x: x[:4], p) for p in (after, params)))
 
 
@@ -191,7 +190,7 @@ def test_what_is_no_row_keeps_its_full_state():
 def trained(tx: Any, state: Any, p: Any = PARAMS) -> Any:
     for _ in range(2):
         updates, state = tx.update(jax.grad(loss)(p, X), state, p)
-        p = sg.apply_updates(p, updates)
+        p = optax.apply_updates(p, updates)
     return state
 
 
@@ -199,49 +198,65 @@ def test_rows_are_carried_when_the_choice_changes():
     adam = optax.adam(0.1)
     first, later = (sg.freeze(adam, sg.at('layers/*', np.s_[:n])) for n in (4, 2))
     old = trained(first, first.init(PARAMS))
-    new = sg.adopt(later, PARAMS, old)
-    known = old[0].mu['layers']['w'].rows
-    found = new[0].mu['layers']['w'].rows
+    new = sg.adopt(later, PARAMS, old, old=first)
+    known, found = old[0].mu['layers']['w'], new[0].mu['layers']['w']
     assert found.shape == (4, 4, 5)
     oracle.assert_same(found[2:], known)
     assert oracle.is_zero(found[:2])
     # All rows, and back again; what was trained before has its moments.
-    whole = sg.adopt(adam, PARAMS, new)
+    whole = sg.adopt(adam, PARAMS, new, old=later)
     oracle.assert_same(whole[0].mu['layers']['w'][2:], found)
     assert oracle.is_zero(whole[0].mu['layers']['w'][:2])
     full = trained(adam, adam.init(PARAMS))
-    both = sg.adopt(later, PARAMS, old, full)[0].mu['layers']['w'].rows
+    both = sg.adopt(later, PARAMS, old, full, old=[first, adam])[0].mu['layers']['w']
     oracle.assert_same(both[2:], known)
     oracle.assert_same(both[:2], full[0].mu['layers']['w'][2:4])
-    oracle.assert_same(sg.adopt(first, PARAMS, whole), old)
-    # One number for several rows begins anew.
+    oracle.assert_same(sg.adopt(first, PARAMS, whole, old=adam), old)
+    # One number for several rows begins anew, and of single numbers there are rows.
     tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
     first, later = (sg.freeze(tx, sg.at('layers/*', np.s_[:n])) for n in (4, 2))
-    adopted = sg.adopt(later, PARAMS, trained(first, first.init(PARAMS)))
+    state = trained(first, first.init(PARAMS))
+    adopted = sg.adopt(later, PARAMS, state, old=first)
     assert jax.tree.structure(adopted) == jax.tree.structure(later.init(PARAMS))
     trained(later, adopted)
 
 
-def test_rows_of_another_shape_are_named():
+def test_a_state_does_not_tell_of_which_rows_it_is():
+    """As many rows, one row that would be several, and all of them."""
     adam = optax.adam(0.1)
-    first, later = (sg.freeze(adam, sg.at('layers/*', np.s_[:n])) for n in (4, 2))
+    first, other, one = (
+        sg.freeze(adam, ~sg.at('layers/w', i)) for i in (np.s_[:3], np.s_[3:], 0)
+    )
     state = trained(first, first.init(PARAMS))
-    deeper = jax.tree.map(lambda x: jnp.concatenate([x, x]), PARAMS['layers'])
-    for params, made in (
-        ({**PARAMS, 'layers': deeper}, state),
-        ({**PARAMS, 'layers': deeper}, adam.init(PARAMS)),
-        (PARAMS, jax.tree.map(lambda x: x.astype(jnp.float16), state)),
-        (PARAMS, jax.tree.map(lambda x: 'text', state)),
-    ):
-        with pytest.raises(errors.StructureError, match='where the new state has'):
-            sg.adopt(later, params, made)
-    # Of one number for each layer one is trained; Adafactor has such a one for all.
-    tx, p = optax.adafactor(0.1), {'scale': jnp.ones(6)}
-    first, later = (sg.freeze(tx, sg.at('scale', np.s_[:n])) for n in (4, 5))
-    for old in sg.adopt(tx, p, tx.init(p)), first.init(p):
-        adopted = sg.adopt(later, p, old)
-        assert jax.tree.structure(adopted) == jax.tree.structure(later.init(p))
-        later.update(p, adopted, p)
+    for tx, made in (other, state), (first, one.init(PARAMS)), (adam, state):
+        with pytest.raises(errors.StructureError, match='layers/w'):
+            sg.adopt(tx, PARAMS, made)
+    moments = sg.adopt(other, PARAMS, state, old=first)[0].mu
+    assert oracle.is_zero(moments['layers']['w'])
+    with pytest.raises(errors.StructureError, match='does not belong'):
+        trained(first, one.init(PARAMS))
+    with pytest.raises(errors.StructureError, match='does not belong'):
+        trained(one, state)
+
+
+REPORTS = {
+    'the same': (np.s_[:4], np.s_[:4], 'carried'),
+    'one more is trained': (np.s_[:4], np.s_[:3], 'in part'),
+    'one less is trained': (np.s_[:4], np.s_[:5], 'in part'),
+    'other rows': (np.s_[:3], np.s_[3:], 'fresh'),
+}
+
+
+@pytest.mark.parametrize('name', REPORTS)
+def test_a_report_of_rows(name):
+    before, after, expected = REPORTS[name]
+    adam, found = optax.adam(0.1), {}
+    first, later = (sg.freeze(adam, sg.at('layers/w', i)) for i in (before, after))
+    state = trained(first, first.init(PARAMS))
+    sg.adopt(later, PARAMS, state, old=first, report=found.update)
+    assert [what for what, names in found.items() if 'layers/w' in names] == [expected]
+    assert found['dropped'] == []
+    assert set(found['carried']) >= {'0/count', 'head', 'layers/b'}
 
 
 def test_checkpoints_of_rows(tmp_path):
@@ -278,6 +293,5 @@ def test_other_trees_of_update_fit_the_rows():
     tx = sg.freeze(spy, sg.at('head', np.s_[:2]))
     rates = jax.tree.map(lambda _: 0.5, PARAMS)
     tx.update(PARAMS, (), PARAMS, rates=rates, other=PARAMS)
-    assert isinstance(seen['rates']['head'], Rows)
-    assert seen['rates']['head'].rows == 0.5
-    oracle.assert_same(seen['other']['head'].rows, PARAMS['head'][2:])
+    assert seen['rates']['head'] == 0.5
+    oracle.assert_same(seen['other']['head'], PARAMS['head'][2:])

@@ -168,9 +168,9 @@ def test_a_write_raises(lift, way) -> None:
         "which is read only under read_only(Glob('writer/**'), collections=True"
     )
     match = re.escape(message)
-    with pytest.raises(errors.ReadOnlyError, match=match):
+    with pytest.raises(errors.BlockError, match=match):
         run(Model(lift, way, nn.read_only('writer/**')))
-    with pytest.raises(errors.ReadOnlyError, match=match), nn.read_only('writer/**'):
+    with pytest.raises(errors.BlockError, match=match), nn.read_only('writer/**'):
         run(Model(lift, way))
 
 
@@ -196,12 +196,12 @@ def test_a_jitted_module_that_wrote_before_and_writes_after() -> None:
     model, held = Model('jit', 'value'), Model('jit', 'value', nn.read_only(True))
     for _ in range(2):
         assert float(run(model)[1]['state']['writer']['count'][0, 0]) == 1.0
-        with pytest.raises(errors.ReadOnlyError):
+        with pytest.raises(errors.BlockError):
             run(held)
     step = jax.jit(lambda v: run(model, v))
     for _ in range(2):
         assert float(step(VARIABLES)[1]['state']['writer']['count'][0, 0]) == 1.0
-        with nn.read_only('writer/count'), pytest.raises(errors.ReadOnlyError):
+        with nn.read_only('writer/count'), pytest.raises(errors.BlockError):
             step(VARIABLES)
 
 
@@ -238,7 +238,7 @@ def _scopes():
     ids=lambda f: f.__name__,
 )
 def test_at_every_extent(extent) -> None:
-    with pytest.raises(errors.ReadOnlyError, match="wrote the variable 'count'"):
+    with pytest.raises(errors.BlockError, match="wrote the variable 'count'"):
         extent()
 
 
@@ -263,7 +263,7 @@ def test_each_leaf_of_each_variable_counts() -> None:
         return apply(fn, mutable=True)({'state': {'m': stored}})[1]
 
     for name, value in [*writes.items(), *others.items()]:
-        with pytest.raises(errors.ReadOnlyError, match=f"'{name}' of the collection"):
+        with pytest.raises(errors.BlockError, match=f"'{name}' of the collection"):
             write('m/**', value)
     assert write('m/b', writes['a'])['state']['m'] == writes['a']
     assert write('m/**', {'a': a, 'b': b})['state']['m'] == stored
@@ -274,7 +274,7 @@ def test_a_function_of_a_scope_has_no_method() -> None:
         scope.put_variable('state', 'a', 2.0)
 
     lifted = core.lift(fn, nn.read_only('a'))
-    with pytest.raises(errors.ReadOnlyError, match='A function of a scope wrote'):
+    with pytest.raises(errors.BlockError, match='A function of a scope wrote'):
         apply(lifted, mutable=True)({'state': {'a': 1.0}})
 
 
@@ -296,5 +296,5 @@ def test_initialization_creates_and_does_not_overwrite() -> None:
 
     variables = Inits(False).init(KEY, X)
     assert sorted(variables['params']) == ['BatchNorm_0', 'jit', 'none', 'remat']
-    with pytest.raises(errors.ReadOnlyError, match=r"Inits\.__call__ .*'mean'"):
+    with pytest.raises(errors.BlockError, match=r"Inits\.__call__ .*'mean'"):
         Inits(True).init(KEY, X)

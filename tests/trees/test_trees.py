@@ -120,7 +120,7 @@ def test_paths_are_those_of_the_names(name):
             for _ in jax.tree.leaves(node, is_leaf=leaves.is_whole)
         ]
         found = leaves.leaves_of(whole)
-        if not found.collections:
+        if not leaves.collections_of(whole):
             assert found.paths == known
         assert len(found.paths) == len(found.key_paths) == len(found.values)
 
@@ -135,9 +135,14 @@ def test_paths_in_a_dict_of_collections():
     assert jax.tree.leaves(stats) == [2.0]
     assert jax.tree.leaves(rest) == [1.0]
     assert jax.tree.leaves(sg.partition(variables, 'w')[0]) == [2.0, 1.0]
-    # A module may be called params.
-    tree = {'params': {'w': 1.0}, 'step': 3}
-    assert jax.tree.leaves(sg.partition(tree, 'params/w')[0]) == [1.0]
+    # Other values may stand beside the collections.
+    for more in {'step': 3}, {'step': 3, 'rate': 0.1}, {'moments': ({'v': 1.0},)}:
+        assert jax.tree.leaves(sg.partition(variables | more, 'w')[0]) == [2.0, 1.0]
+        tree = {'params': {'w': 1.0}, **more}
+        assert jax.tree.leaves(sg.partition(tree, 'w')[0]) == [1.0]
+    # Without parameters, params is a name as any other.
+    tree = {'params': 1.0, 'step': {'w': 3}}
+    assert jax.tree.leaves(sg.partition(tree, 'params')[0]) == [1.0]
 
 
 def test_partition_n():

@@ -1,0 +1,103 @@
+"""``sg.freeze`` and ``sg.adopt`` in ``nnx.Optimizer``: the optimizer of the rest."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import flax_sg as sg
+import oracle
+
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+
+X = jnp.linspace(-1.0, 1.0, 8).reshape(4, 2)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.body = nnx.Linear(2, 3, rngs=rngs)
+        self.head = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(jnp.tanh(self.body(x)))
+
+
+def loss(model: Any, x: Any) -> Any:
+    return jnp.mean((model(x) - 1.0) ** 2)
+
+
+OPTIMIZERS = {
+    'adamw': lambda: optax.adamw(0.1, weight_decay=0.5),
+    'momentum': lambda: optax.sgd(0.1, momentum=0.9),
+    'adafactor': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+}
+ROWS = sg.at('body/kernel', np.s_[:1])
+FROZEN = {'rows': ROWS, 'a layer': 'body/**', 'all but rows': ~ROWS}
+
+
+def stepped(model: Any, optimizer: Any, jitted: bool, steps: int = 3) -> None:
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(loss)(model, x))
+
+    run = nnx.jit(step) if jitted else step
+    for number in range(steps):
+        run(model, optimizer, X * (number + 1))
+
+
+def arrays(model: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize('jitted', [False, True])
+@pytest.mark.parametrize('frozen', FROZEN)
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_an_optimizer_updates_several_times(name, frozen, jitted):
+    """By hand: plain dicts of arrays in the place of modules."""
+    model, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    tx = sg.freeze(OPTIMIZERS[name](), FROZEN[frozen])
+    stepped(model, nnx.Optimizer(model, tx, wrt=nnx.Param), jitted)
+    params, graph = arrays(other), nnx.graphdef(other)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, nnx.State(p)), x))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for number in range(3):
+        params, state = (jax.jit(step) if jitted else step)(
+            params, state, X * (number + 1)
+        )
+    oracle.assert_same(arrays(model), params)
+
+
+def test_a_state_of_an_optimizer_is_adopted():
+    model = Model(nnx.Rngs(0))
+    adam = optax.adam(0.1)
+    optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
+    stepped(model, optimizer, False)
+    params, found = nnx.state(model, nnx.Param), {}
+    expected = nnx.to_pure_dict(nnx.state(optimizer.opt_state))
+    for state in optimizer.opt_state, nnx.state(optimizer.opt_state):
+        adopted = sg.adopt(adam, params, state, report=found.update)
+        assert (found['fresh'], found['in part'], found['dropped']) == ([], [], [])
+        assert jax.tree.structure(adopted) == jax.tree.structure(adam.init(params))
+        oracle.assert_same(*map(jax.tree.leaves, (adopted, expected)))
+    tx = sg.freeze(adam, ['body/bias', ROWS])
+    later = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    adopted = sg.adopt(tx, params, optimizer.opt_state, old=adam, report=found.update)
+    assert (found['in part'], found['dropped']) == (['body/kernel'], ['body/bias'])
+    nnx.update(later.opt_state, nnx.state(adopted))
+    moments = later.opt_state[0].mu['body']['kernel'][...]
+    oracle.assert_same(moments, optimizer.opt_state[0].mu['body']['kernel'][1:])
+    before = arrays(model)
+    stepped(model, later, True)
+    oracle.assert_same(arrays(model)['body']['bias'], before['body']['bias'])
+    # And back.
+    thawed = sg.adopt(adam, params, later.opt_state, old=tx, report=found.update)
+    assert (found['in part'], found['fresh']) == (['body/kernel'], ['body/bias'])
+    assert int(thawed[0].count) == 6
