@@ -201,7 +201,10 @@ def names_in(
         is_leaf: what else is one leaf.
     """
     variables, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: not isinstance(node, SUBTREES)
+        tree,
+        is_leaf=lambda node: (
+            not (isinstance(node, SUBTREES) or is_of_nnx(type(node), 'Pytree', 'State'))
+        ),
     )
     for keys, value in variables:
         outer = tuple(map(name_of, keys))

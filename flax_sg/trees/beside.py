@@ -18,6 +18,7 @@ from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.hints import nearest
 from flax_sg.filters.paths import name_of
 from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, leaves_of
+from flax_sg.trees.tied import each_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ def beside(
         StructureError: if it has something else, or anything where the parameters have
             no leaf.
     """
+    tree, tie = each_once(tree)
     try:
         treedef, rows = leaves.treedef, [*enumerate(leaves.treedef.flatten_up_to(tree))]
     except (ValueError, TypeError):
@@ -77,8 +79,10 @@ def beside(
         values[number] = value
 
     def restore(values: Sequence[Any]) -> Any:
-        return treedef.unflatten(
-            old if is_nothing(old) else values[number] for number, old in rows
+        return tie(
+            treedef.unflatten(
+                old if is_nothing(old) else values[number] for number, old in rows
+            )
         )
 
     return Beside(values, restore)
