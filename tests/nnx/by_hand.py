@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from oracle import names_of
+from oracle import by_path, names_of
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
@@ -50,8 +50,8 @@ def loss_of(model: Any, x: Any = X) -> Any:
     return jnp.mean((model(x) - 1.0) ** 2)
 
 
-def is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+def total(model: Any, x: Any = X) -> Any:
+    return model.features(x).sum()
 
 
 def stopped(model: Any, selects: str | Callable[[str], bool] = '') -> Any:
@@ -71,13 +71,14 @@ def stopped(model: Any, selects: str | Callable[[str], bool] = '') -> Any:
         value = jax.tree.map(jax.lax.stop_gradient, variable.get_raw_value())
         return type(variable)(value)
 
-    return jax.tree_util.tree_map_with_path(stop, model, is_leaf=is_variable)
+    return jax.tree_util.tree_map_with_path(
+        stop, model, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
 
 
 def pure(state: Any) -> Any:
     """A state, or the whole state of a model, as nested dicts of arrays."""
-    if not isinstance(state, nnx.State):
-        state = nnx.state(state)
+    state = state if isinstance(state, nnx.State) else nnx.state(state)
     return jax.tree.map(
         lambda leaf: (
             jax.random.key_data(leaf)
@@ -95,10 +96,7 @@ def hijax_param() -> Any:
     return nnx.Param(jnp.ones(2), **options)
 
 
-def is_plain(model: Any) -> bool:
-    """Whether all Variables have types of Flax, and nothing else in their metadata."""
-    return all(
-        type(node).__module__.startswith('flax.') and not node.has_metadata('flax_sg')
-        for _, node in nnx.iter_graph(model)
-        if is_variable(node)
-    )
+def zeros(loss: Callable[..., Any], *models: Any) -> list[str]:
+    """The parameters of the first model whose gradient is zero."""
+    grads = by_path(pure(nnx.grad(loss)(*models)))
+    return [name for name, leaf in grads.items() if not leaf.any()]
