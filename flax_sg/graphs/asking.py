@@ -17,9 +17,7 @@ from flax_sg.trees.leaves import is_array, selected, whole
 Asked: TypeAlias = tuple[nnx.Variable[Any], Path, Any]
 
 
-def ask(
-    call: str, walk: Walk, where: filters.Where, kind: Any, unused: str
-) -> list[Asked]:
+def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked]:
     """Asks a filter for each Variable of a kind, by each of its paths.
 
     Args:

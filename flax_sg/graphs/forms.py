@@ -142,8 +142,7 @@ def substitute(model: M, values: Any, *, kind: Any = nnx.Param, **how: Any) -> M
             matches none.
     """
     if isinstance(values, str):
-        write = 'nnx.substitute(model, target_model)'
-        raise wrong_argument(values, 'model, state, tree or function', write)
+        raise wrong_argument(values, 'model or tree', 'nnx.substitute(model, target)')
     return view(model, value_blocks.substitute(_plain(values, kind), **how), kind)
 
 

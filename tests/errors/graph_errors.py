@@ -87,8 +87,8 @@ CASES: dict[str, Any] = {
     ),
     'a name in place of values': (
         lambda: nnx.substitute(model, NAME),
-        "ArgumentTypeError: 'ema' (str) is no model, state, tree or function.\n"
-        'Write nnx.substitute(model, target_model).',
+        "ArgumentTypeError: 'ema' (str) is no model or tree.\n"
+        'Write nnx.substitute(model, target).',
     ),
     'a filter of another model': (
         lambda: nnx.state([model], nnx.where(model, 'kernel')),

@@ -38,9 +38,7 @@ class Net(nnx.Module):
         self.head = nnx.Linear(4, 2, rngs=rngs)
 
     def features(self, x):
-        for layer in self.body:
-            x = layer(x)
-        return x
+        return self.body[1](self.body[0](x))
 
     def __call__(self, x):
         return self.head(self.drop(self.norm(self.features(x))))
@@ -54,16 +52,19 @@ def total(model: Any, x: Any = X) -> Any:
     return model.features(x).sum()
 
 
-def stopped(model: Any, selects: str | Callable[[str], bool] = '') -> Any:
+def stopped(model: Any, where: str | Callable[[str], bool] = 'body/**') -> Any:
     """A copy of a model with stopped parameters; other Variables are the model's own.
 
     So batch statistics and random streams of the model go on.
 
     Args:
         model: an NNX model.
-        selects: what the paths of these parameters begin with, or a function of a path.
+        where: what the paths of these parameters begin with, before the asterisks, or a
+            function of a path.
     """
-    chosen = selects if callable(selects) else lambda path: path.startswith(selects)
+    chosen = (
+        where if callable(where) else lambda path: path.startswith(where.strip('*'))
+    )
 
     def stop(keys: Any, variable: Any) -> Any:
         if not (isinstance(variable, nnx.Param) and chosen(names_of(keys))):
@@ -78,15 +79,17 @@ def stopped(model: Any, selects: str | Callable[[str], bool] = '') -> Any:
 
 def pure(state: Any) -> Any:
     """A state, or the whole state of a model, as nested dicts of arrays."""
-    state = state if isinstance(state, nnx.State) else nnx.state(state)
-    return jax.tree.map(
-        lambda leaf: (
-            jax.random.key_data(leaf)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        ),
-        nnx.to_pure_dict(state),
+    state = nnx.to_pure_dict(
+        state if isinstance(state, nnx.State) else nnx.state(state)
     )
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
+
+
+def zeros(loss: Callable[..., Any], *models: Any) -> list[str]:
+    """The parameters of the first model whose gradient is zero."""
+    grads = by_path(pure(nnx.grad(loss)(*models)))
+    return [name for name, leaf in grads.items() if not leaf.any()]
 
 
 def hijax_param() -> Any:
@@ -94,9 +97,3 @@ def hijax_param() -> Any:
     names = inspect.signature(nnx.Variable.__init__).parameters
     options: Any = {'hijax' if 'hijax' in names else 'is_hijax': True}
     return nnx.Param(jnp.ones(2), **options)
-
-
-def zeros(loss: Callable[..., Any], *models: Any) -> list[str]:
-    """The parameters of the first model whose gradient is zero."""
-    grads = by_path(pure(nnx.grad(loss)(*models)))
-    return [name for name, leaf in grads.items() if not leaf.any()]

@@ -1,6 +1,7 @@
 """Views in whatever runs an NNX model, against stopped copies.
 
-Values, gradients, batch statistics and random streams are equal to the last bit.
+Values, gradients, batch statistics, caches and random streams are equal to the last
+bit.
 """
 
 import functools
@@ -16,24 +17,34 @@ from jax.sharding import PartitionSpec
 
 import by_hand
 import oracle
-from by_hand import X, loss_of, pure, total
+from by_hand import Layer, Net, X, loss_of, pure, total
 from flax_sg import nnx
 
-# Gives the model that some lines read: a view, or a stopped copy.
-View = Callable[[Any], Any]
-
-# Each runs a model, and returns what is compared beside the model's state.
-WAYS: dict[str, Callable[[Any, View], Any]] = {}
+# Each runs a model, and returns what is compared beside the model's state. Some lines
+# read ``hold(model)``: a view, or a copy that is stopped by hand. Beside it, the model.
+WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {}
 
 
-def way(fn: Callable[[Any, View], Any]) -> Callable[[Any, View], Any]:
-    WAYS[fn.__name__] = fn
-    return fn
+def way(make: Callable[[], Any]) -> Callable[[Any], Any]:
+    return lambda fn: WAYS.update({fn.__name__: (make, fn)})
 
 
-def viewed(view: View, fn: Callable[..., Any] = loss_of) -> Callable[..., Any]:
-    """A function of a model that reads it through a view."""
-    return lambda model, *args: fn(view(model), *args)
+def grad_of(make: Callable[[], Any] = Net) -> Callable[[Any], Any]:
+    """A loss of a model, whose gradients are compared in two steps."""
+
+    def add(loss):
+        def grads(model, hold):
+            step = nnx.jit(nnx.grad(functools.partial(loss, hold=hold)))
+            return [pure(step(model)) for _ in range(2)]
+
+        WAYS[loss.__name__] = make, grads
+        return loss
+
+    return add
+
+
+def held(hold: Any, fn: Any = loss_of) -> Any:
+    return lambda model, *args: fn(hold(model), *args)
 
 
 def features(model: Any, x: Any = X) -> Any:
@@ -45,245 +56,282 @@ def floats(tree: Any) -> list[Any]:
     return [g for g in jax.tree.leaves(tree) if g.dtype != jax.dtypes.float0]
 
 
-@way
-def grad(model, view):
-    value, grads = nnx.value_and_grad(viewed(view))(model)
-    return value, pure(grads)
+def grads(fn: Any, model: Any, *args: Any) -> Any:
+    return pure(nnx.grad(fn)(model, *args))
 
 
-@way
-def jit_of_grad(model, view):
-    step = nnx.jit(nnx.grad(viewed(view)))
-    return [pure(step(model)) for _ in range(2)]
+KERNELS = nnx.DiffState(0, nnx.PathContains('kernel'))
+SHORT = {
+    'grad': lambda model, hold: grads(held(hold), model),
+    'grad_of_jit': lambda model, hold: grads(nnx.jit(held(hold)), model),
+    'remat': lambda model, hold: grads(nnx.remat(held(hold)), model),
+    'views_of_views': lambda model, hold: grads(held(hold, held(hold)), model),
+    'jit_of_a_view': lambda model, hold: grads(held(hold, nnx.jit(loss_of)), model),
+    'clone': lambda model, hold: grads(
+        held(hold, lambda model: loss_of(nnx.clone(model))), model
+    ),
+    'merge': lambda model, hold: grads(
+        held(hold, lambda model: loss_of(nnx.merge(*nnx.split(model)))), model
+    ),
+    'of_some': lambda model, hold: pure(nnx.grad(held(hold), argnums=KERNELS)(model)),
+    'pytree': lambda model, hold: floats(
+        jax.jit(jax.value_and_grad(held(hold), allow_int=True))(model)
+    ),
+    'shapes': lambda model, hold: nnx.eval_shape(held(hold), model).shape,
+}
+WAYS |= {name: (Net, fn) for name, fn in SHORT.items()}
+if 'graph' in inspect.signature(nnx.jit).parameters:
+    as_tree = functools.partial(nnx.jit, graph=False)
+    WAYS['as_tree'] = Net, lambda model, hold: as_tree(held(hold))(model)
 
 
-@way
-def grad_of_jit(model, view):
-    return pure(nnx.grad(nnx.jit(viewed(view)))(model))
-
-
-@way
-def jit_of_a_view(model, view):
-    """The view is made outside of the compiled function."""
-    run = nnx.jit(loss_of)
-    return pure(nnx.grad(lambda model: run(view(model)) + loss_of(model))(model))
-
-
-@way
-def views_of_views(model, view):
-    return pure(nnx.grad(lambda model: loss_of(view(view(model))))(model))
-
-
-@way
-def of_some(model, view):
-    some = nnx.Any(nnx.PathContains('head'), nnx.PathContains('kernel'))
-    return pure(nnx.grad(viewed(view), argnums=nnx.DiffState(0, some))(model))
-
-
-@way
-def remat(model, view):
-    return pure(nnx.grad(nnx.remat(viewed(view)))(model))
-
-
-@way
-def pytree(model, view):
-    value = jax.jit(viewed(view))(model)
-    return value, floats(jax.grad(viewed(view), allow_int=True)(model))
-
-
-@way
-def functional(model, view):
+@way(Net)
+def functional(model, hold):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     @jax.jit
     def run(params, rest):
         copy = nnx.merge(graph, params, rest)
-        return viewed(view)(copy), pure(nnx.state(copy, nnx.BatchStat))
+        return held(hold)(copy), pure(nnx.state(copy, nnx.BatchStat))
 
+    def value(params):
+        return held(hold, total)(nnx.merge(graph, params, rest))
+
+    _, tangent = jax.jvp(value, (params,), (params,))
     (_, stats), grads = jax.value_and_grad(run, has_aux=True)(params, rest)
-    return stats, pure(grads)
+    return stats, pure(grads), tangent
 
 
-@way
-def train(model, view):
+@way(Net)
+def train(model, hold):
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
     def step(model, optimizer):
-        value, grads = nnx.value_and_grad(viewed(view))(model)
+        value, grads = nnx.value_and_grad(held(hold))(model)
         optimizer.update(model, grads)
         return value
 
     return [fn(model, optimizer) for fn in (nnx.jit(step), step, nnx.jit(step))]
 
 
-@way
-def cloned_and_merged(model, view):
-    def of_copies(model):
-        return loss_of(nnx.clone(model)) + loss_of(nnx.merge(*nnx.split(model)))
-
-    return pure(nnx.grad(viewed(view, of_copies))(model))
-
-
-@way
-def vmap(model, view):
-    of_each = nnx.vmap(viewed(view, features), in_axes=(None, 0))
-    return pure(nnx.grad(lambda model: of_each(model, X).sum())(model))
-
-
-@way
-def cond_and_switch(model, view):
-    other = viewed(view, lambda model: model.body[0].bias.sum())
-
+@way(Net)
+def vmap_cond_switch(model, hold):
     def run(model, n):
-        first = nnx.cond(True, viewed(view), other, model)
-        return first + nnx.switch(n, [viewed(view, total), other], model)
+        x = nnx.vmap(held(hold, features), in_axes=(None, 0))(model, X)
+        first = nnx.cond(True, held(hold, features), features, model, x)
+        return nnx.switch(n, [held(hold, total), held(hold)], model, first)
 
-    return [pure(nnx.grad(run)(model, n)) for n in range(2)]
+    return [grads(run, model, n) for n in range(2)]
 
 
-@way
-def loops(model, view):
+@way(Net)
+def loops(model, hold):
     def body(_, carry):
         model, x = carry
-        return model, viewed(view, features)(model, x)
+        return model, held(hold, features)(model, x)
 
     def of_while(carry):
         model, x, n = carry
-        return model, viewed(view, features)(model, x), n + 1
+        return model, held(hold, features)(model, x), n + 1
 
     x = nnx.fori_loop(0, 3, body, (model, X))[1]
     return nnx.while_loop(lambda carry: carry[2] < 3, of_while, (model, x, 0))[1]
 
 
-@way
-def scan(model, view):
+@way(Net)
+def scan(model, hold):
     @nnx.scan(in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3)
     def repeated(model, x):
-        return viewed(view, features)(model, x)
+        return held(hold, features)(model, x)
 
-    return pure(nnx.grad(lambda body: repeated(body, X).sum())(model))
+    return grads(lambda model: repeated(model, X).sum(), model)
 
 
-@way
-def closed_over(model, view):
+@way(Net)
+def closed_over(model, hold):
     """A compiled function, a checkpoint and the body of a scan that close over it."""
 
     def run(model):
-        of = viewed(view, features)
+        of = held(hold, features)
         x = jax.jit(lambda x: of(model, x))(X)
         x = jax.checkpoint(lambda x: of(model, x))(x)
         x = jax.vmap(lambda x: of(model, x))(x)
         x, _ = jax.lax.scan(lambda x, _: (of(model, x), None), x, None, length=2)
         return x.sum()
 
-    return pure(nnx.grad(run)(model))
+    return grads(run, model)
 
 
-@way
-def second_order(model, view):
+@way(Net)
+def second_order(model, hold):
     def norm(model):
-        grads = nnx.grad(viewed(view))(model)
+        grads = nnx.grad(held(hold))(model)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))
 
-    return pure(nnx.grad(norm)(model))
+    return grads(norm, model)
 
 
-@way
-def forward_mode(model, view):
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def run(params):
-        return viewed(view, total)(nnx.merge(graph, params, rest))
-
-    return jax.jvp(run, (params,), (params,))
-
-
-@way
-def shard_map(model, view):
+@way(Net)
+def shard_map(model, hold):
     mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
-    whole = PartitionSpec()
     graph, state = nnx.split(model)
 
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(whole, PartitionSpec('data')),
-        out_specs=PartitionSpec('data'),
-        check_vma=False,
-    )
     def run(state, x):
-        return viewed(view, features)(nnx.merge(graph, state), x)
+        return held(hold, features)(nnx.merge(graph, state), x)
 
-    return floats(jax.grad(lambda s: run(s, X).sum(), allow_int=True)(state))
+    each, all_of_it = PartitionSpec('data'), PartitionSpec()
+    specs = {'in_specs': (all_of_it, each), 'out_specs': each, 'check_vma': False}
+    of_each = jax.shard_map(run, mesh=mesh, **specs)
+    return floats(jax.grad(lambda s: of_each(s, X).sum(), allow_int=True)(state))
 
 
-@way
-def a_derivative_of_its_own(model, view):
+@way(lambda: Net().body)
+def a_derivative_of_its_own(layers, hold):
     """``jax.custom_vjp`` and ``nnx.custom_vjp``, which are given a view."""
 
-    @jax.custom_vjp
-    def tripled(model):
-        return total(model)
+    def run(layers):
+        return layers[1](layers[0](X)).sum()
 
-    def back(model, ct):
-        return (jax.tree.map(lambda leaf: 3.0 * ct * jnp.ones_like(leaf), model),)
+    ones = functools.partial(jax.tree.map, jnp.ones_like)
+    own, of_nnx = jax.custom_vjp(run), nnx.custom_vjp(run)
+    own.defvjp(lambda layers: (run(layers), layers), lambda kept, _: (ones(kept),))
+    of_nnx.defvjp(lambda layers: (run(layers), None), lambda _, g: (ones(g[0][0]),))
 
-    tripled.defvjp(lambda model: (total(model), model), back)
-    of_nnx = nnx.custom_vjp(total)
-    of_nnx.defvjp(
-        lambda model: (total(model), None),
-        lambda _, g: (jax.tree.map(jnp.ones_like, g[0][0]),),
-    )
+    def both(layers):
+        seen = hold(layers, '0/**')
+        return own(seen) + of_nnx(seen)
 
-    def run(model):
-        body = Body(view(model))
-        return tripled(body) + of_nnx(body)
-
-    return pure(nnx.grad(run)(model))
+    return grads(both, layers)
 
 
-class Body(nnx.Module):
-    """The layers of a ``Net`` alone."""
-
-    def __init__(self, model):
-        self.body = model.body
-
-    features = by_hand.Net.features
+# Losses, some lines of which read a view.
 
 
-@way
-def shapes_and_no_jit(model, view):
-    with jax.disable_jit():
-        grads = pure(nnx.jit(nnx.grad(viewed(view)))(model))
-    return nnx.eval_shape(viewed(view), model).shape, grads
+@grad_of()
+def beside_a_view(model, hold):
+    inside = 2.0 * total(hold(model, 'body/0/**'))
+    return total(model) + inside + 3.0 * total(model)
 
 
-if 'graph' in inspect.signature(nnx.jit).parameters:
+@grad_of()
+def three_losses(model, hold):
+    """Statistics and counts of random keys go on through all views."""
+    code = jnp.sum(hold(model, 'body/**')(X))
+    return code + jnp.sum(hold(model, 'head/**')(X) ** 2) + model.norm(X).sum()
 
-    @way
-    def as_trees(model, view):
-        grads = nnx.jit(jax.grad(viewed(view, total), allow_int=True), graph=False)
-        return nnx.jit(viewed(view), graph=False)(model), floats(grads(model))
+
+@grad_of()
+def in_evaluation(model, hold):
+    frozen = hold(model, '**')
+    frozen.eval()
+    assert not (model.drop.deterministic or model.norm.use_running_average)
+    return jnp.sum(frozen(X) * model(X))
 
 
-def run(name: str, view: View) -> Any:
+@grad_of()
+def frozen_and_a_mirror(model, hold):
+    return jnp.sum(hold(model.body[0], '**')(X) + 2.0 * model.body[0](X))
+
+
+@nnx.split_rngs(splits=3)
+@nnx.vmap(in_axes=0, out_axes=0)
+def stack(rngs):
+    return Layer(rngs)
+
+
+@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+def through(layer, x):
+    return layer(x)
+
+
+@grad_of(lambda: nnx.Dict(layers=stack(nnx.Rngs(0))))
+def stacked_layers(model, hold):
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def inside(layer, x):
+        return hold(layer, 'kernel')(x)
+
+    outside = through(hold(model, 'layers/bias').layers, X)
+    return jnp.sum(inside(model.layers, outside) + through(model.layers, X))
+
+
+class Fast(nnx.Module):
+    """A model that differentiates in its forward pass, in three ways."""
+
+    def __init__(self):
+        self.layer, self.rate = Layer(nnx.Rngs(0)), nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        inner = nnx.grad(lambda layer: layer(x).sum())(self.layer)
+        graph, state = nnx.split(self.layer)
+        parts = jax.grad(lambda s: nnx.merge(graph, s)(x).sum())(state)
+        kernel = self.layer.kernel[...]
+        _, tangent = jax.jvp(lambda w: jnp.tanh(x @ w), (kernel,), (kernel,))
+        moved = kernel - self.rate * inner['kernel'][...]
+        return x @ moved + jnp.broadcast_to(parts['bias'], x.shape) + tangent
+
+
+@grad_of(Fast)
+def inner_derivatives(model, hold):
+    return jnp.sum(hold(model, 'layer/**')(X))
+
+
+@grad_of(lambda: nnx.RNN(nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))))
+def rnn(model, hold):
+    return jnp.sum(hold(model, 'cell/dense_h/**')(X[None]))
+
+
+@grad_of(lambda: nnx.LoRALinear(4, 2, lora_rank=2, rngs=nnx.Rngs(0)))
+def lora(model, hold):
+    return jnp.sum(hold(model, 'kernel')(X) ** 2)
+
+
+@grad_of(lambda: nnx.Sequential(Layer(nnx.Rngs(0)), nnx.relu, Layer(nnx.Rngs(1))))
+def sequential(model, hold):
+    return jnp.sum(hold(model, 'layers/0/**')(X))
+
+
+def attention():
+    layer = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache((3, 9, 4))
+    return layer
+
+
+@grad_of(attention)
+def caches(model, hold):
+    return jnp.sum((hold(model, 'value/**')(X[:, None]) + model(X[:, None])) ** 2)
+
+
+def run(name: str, hold: Any) -> Any:
     """What comes out of a way to run a model, and the state of the model then."""
-    model = by_hand.Net()
-    return WAYS[name](model, view), pure(model)
+    make, fn = WAYS[name]
+    model = make()
+    return fn(model, hold), pure(model)
 
 
-def of_body(model: Any) -> Any:
-    return nnx.stop_gradient(model, 'body/**')
+def view(model: Any, where: Any = 'body/**') -> Any:
+    return nnx.stop_gradient(model, where)
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize('name', WAYS)
-def test_a_view(name: str):
-    by_copy = functools.partial(by_hand.stopped, selects='body')
-    oracle.assert_same(run(name, of_body), run(name, by_copy))
+def test_a_view(name: str, standard_promotion):
+    oracle.assert_same(run(name, view), run(name, by_hand.stopped))
 
 
-@pytest.mark.parametrize('name', ['grad', 'jit_of_grad', 'closed_over'])
+@pytest.mark.parametrize('name', ['grad', 'three_losses', 'closed_over'])
 @pytest.mark.usefixtures('leaks')
 def test_no_tracer_outlives_its_trace(name: str):
-    run(name, of_body)
+    run(name, view)
+
+
+def test_outputs_of_a_model_that_differentiates_stay_the_same():
+    model = Fast()
+    plain, full = nnx.value_and_grad(lambda model: jnp.sum(model(X)))(model)
+    for seen in view(model, True), nnx.scale_gradient(model, True, 0.5):
+        oracle.assert_same(jnp.sum(seen(X)), plain)
+
+    def scaled(model):
+        return jnp.sum(nnx.scale_gradient(model, True, 0.5)(X))
+
+    half = jax.tree.map(lambda leaf: 0.5 * leaf, pure(full))
+    oracle.assert_same(grads(scaled, model), half)
