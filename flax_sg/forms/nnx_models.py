@@ -7,6 +7,7 @@ has met no variable of linen looks at what the user's code around it names.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from collections.abc import Sequence
@@ -50,7 +51,13 @@ def _named_in(frame: types.FrameType) -> list[Any]:
     """The values of all names that stand in the code of a frame."""
     code, inner, outer = frame.f_code, frame.f_locals, frame.f_globals
     names = code.co_varnames + code.co_freevars + code.co_cellvars + code.co_names
-    return [inner.get(name, outer.get(name)) for name in names]
+    found = [inner.get(name, outer.get(name)) for name in names]
+    # Before Python 3.13 a function's frame keeps a copy of its variables from now on,
+    # and with it what the function deletes. Nobody else may have asked for the copy.
+    is_copy = bool(code.co_flags & inspect.CO_OPTIMIZED) and type(inner) is dict
+    if is_copy and sys.getrefcount(inner) <= 3:
+        inner.clear()
+    return found
 
 
 def _has_linen(value: Any) -> bool:

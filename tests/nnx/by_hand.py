@@ -3,7 +3,6 @@
 This file does not import flax_sg.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +41,17 @@ class Net(nnx.Module):
 
     def __call__(self, x):
         return self.head(self.drop(self.norm(self.features(x))))
+
+
+@nnx.split_rngs(splits=3)
+@nnx.vmap(in_axes=0, out_axes=0)
+def stacked(rngs: nnx.Rngs) -> Layer:
+    return Layer(rngs)
+
+
+@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+def through(layer: Layer, x: jax.Array) -> jax.Array:
+    return layer(x)
 
 
 def loss_of(model: Any, x: Any = X) -> Any:
@@ -90,10 +100,3 @@ def zeros(loss: Callable[..., Any], *models: Any) -> list[str]:
     """The parameters of the first model whose gradient is zero."""
     grads = by_path(pure(nnx.grad(loss)(*models)))
     return [name for name, leaf in grads.items() if not leaf.any()]
-
-
-def hijax_param() -> Any:
-    """A Param of JAX's own new kind of mutable values."""
-    names = inspect.signature(nnx.Variable.__init__).parameters
-    options: Any = {'hijax' if 'hijax' in names else 'is_hijax': True}
-    return nnx.Param(jnp.ones(2), **options)

@@ -1,13 +1,13 @@
 """Random NNX models with views at random places, against stopped copies.
 
-Models nest, hold lists, stacked layers, batch statistics and dropout. Views stand
-around calls of parts, in views, in transforms and around the step.
+Models nest, hold stacked layers, batch statistics and dropout. Views stand around
+parts, in views, in transforms and around the step.
 """
 
 import random
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -16,74 +16,57 @@ from hypothesis import strategies as st
 
 import by_hand
 import oracle
-from by_hand import Layer, X, pure
+from by_hand import Layer, X, pure, stacked, through
 from flax_sg import nnx
 
 LONG = settings.get_current_profile_name() == 'long'
-
-
-@nnx.split_rngs(splits=2)
-@nnx.vmap(in_axes=0, out_axes=0)
-def stacked(rngs: nnx.Rngs) -> Layer:
-    return Layer(rngs)
-
-
-@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-def through(layer: Layer, x: jax.Array) -> jax.Array:
-    return layer(x)
-
-
-class Part(nnx.Module):
-    """A layer and what stands beside it, chosen by a random generator."""
-
-    def __init__(self, draw: random.Random, rngs: nnx.Rngs, depth: int):
-        self.layer = Layer(rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs) if draw.random() < 0.5 else None
-        self.drop = nnx.Dropout(0.5, rngs=rngs) if draw.random() < 0.5 else None
-        parts = range(draw.randrange(3) if depth else 0)
-        self.parts = nnx.List([Part(draw, rngs, depth - 1) for _ in parts])
-        self.stack = stacked(rngs) if draw.random() < 0.3 else None
-        self.scale = nnx.Param(jnp.ones(4))
-
-    def __call__(self, x, view, plan):
-        for place, transform, part in zip(*plan, [self, *self.parts], strict=False):
-            if part is self:
-                x = transform(lambda part, x: part.own(x))(view(part, place), x)
-            else:
-                x = view(part, place)(x, view, plan)
-        return x * jnp.broadcast_to(self.scale, x.shape)
-
-    def own(self, x):
-        x = self.layer(x)
-        x = x if self.stack is None else through(self.stack, x)
-        x = x if self.norm is None else self.norm(x)
-        return x if self.drop is None else self.drop(x)
-
-
-PLACES = {
-    'layer/**': lambda path: path.startswith('layer/'),
-    'layer/kernel': lambda path: path == 'layer/kernel',
-    'scale': lambda path: path == 'scale',
-    '**/bias': lambda path: path.split('/')[-1] == 'bias',
-    'st*/**': lambda path: path.startswith('stack/'),
+KINDS: list[Callable[[nnx.Rngs], Any]] = [
+    Layer,
+    stacked,
+    lambda rngs: nnx.BatchNorm(4, rngs=rngs),
+    lambda rngs: nnx.Dropout(0.5, rngs=rngs),
+]
+PLACES: dict[Any, Callable[[str], bool]] = {
+    '0/**': lambda path: path.startswith('0/'),
+    '*/kernel': lambda path: path.endswith('/kernel') and path.count('/') == 1,
+    '**/bias': lambda path: path.endswith('/bias'),
+    True: lambda path: True,
     False: lambda path: False,
 }
+WRAPS = [lambda fn: fn, nnx.jit, nnx.remat]
+
+
+def model_of(draw: random.Random, rngs: nnx.Rngs, depth: int) -> nnx.List:
+    nested = [lambda rngs: model_of(draw, rngs, depth - 1)] * 2
+    kinds = draw.choices(KINDS + nested * bool(depth), k=draw.randint(1, 4))
+    return nnx.List([kind(rngs) for kind in kinds])
+
+
+def forward(model: Any, x: Any, view: Any, draw: random.Random) -> Any:
+    for part in view(model, draw.choice([*PLACES])):
+        run = through if type(part) is Layer and part.kernel.ndim == 3 else part_of
+        if type(part) is nnx.List:
+            x = forward(part, x, view, draw)
+        else:
+            seen = view(part, draw.choice([True, False, False]))
+            x = draw.choice(WRAPS)(run)(seen, x)
+    return x
+
+
+def part_of(part: Any, x: Any) -> Any:
+    return part(x)
 
 
 def trained(seed: int, view: Any) -> Any:
     """The state after some steps, and the gradients of each."""
     draw = random.Random(seed)
-    model = Part(draw, nnx.Rngs(seed), 2)
-    wraps = [lambda fn: fn, nnx.jit, nnx.remat]
-    plan = [draw.choices([*PLACES], k=3), draw.choices(wraps, k=3)]
-    around, compiled = draw.choice([*PLACES]), draw.random() < 0.5
+    model, compiled = model_of(draw, nnx.Rngs(seed), 2), draw.random() < 0.5
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
-    def loss(model):
-        out = view(model, around)(X, view, plan)
-        return jnp.sum(out**2) + jnp.sum(model.layer.kernel[...])
-
     def step(model, optimizer):
+        def loss(model):
+            return jnp.sum(forward(model, X, view, random.Random(seed)) ** 2)
+
         grads = nnx.grad(loss)(model)
         optimizer.update(model, grads)
         return grads

@@ -90,31 +90,26 @@ def test_masks_labels_and_parts_of_states():
         assert names_where(nnx.to_pure_dict(mask)) == BODY
     labels = sg.labels(params, {'slow': 'body/**', 'fast': ['head/*', 'norm/*']})
     assert names_where(nnx.to_pure_dict(labels), 'slow') == BODY
-    body, rest = sg.partition(params, 'body/**')
-    oracle.assert_same(sg.combine(rest, body), params)
-
-    def kernel(params):
-        return sg.stop_gradient(params, 'body/**')['body'][0]['kernel'][...].sum()
-
-    assert oracle.is_zero(jax.grad(kernel)(params))
+    oracle.assert_same(sg.combine(*sg.partition(params, 'body/**')), params)
+    kernel = jax.grad(
+        lambda p: sg.stop_gradient(p, 'body/**')['body'][0]['kernel'][...].sum()
+    )
+    assert oracle.is_zero(kernel(params))
 
 
 def test_parts_of_a_module():
     model = Net(dropout=0.0)
+    model.eval()
     body, rest = sg.partition(model, 'body/**')
 
-    def loss(model):
-        return model.head(model.norm(model.features(X), use_running_average=True)).sum()
-
     def of_rest(rest):
-        return loss(sg.combine(body, rest))
+        return loss_of(sg.combine(body, rest))
 
-    grads = sg.grad(of_rest)(rest)
-    expected = pure(nnx.grad(loss)(model))
+    grads, expected = sg.grad(of_rest)(rest), pure(nnx.grad(loss_of)(model))
     oracle.assert_same(grads.head.kernel[...], expected['head']['kernel'])
-    assert grads.body[0].kernel.get_raw_value() is sg.ABSENT
     # Batch statistics are differentiated if they are named, as with nnx.grad.
-    assert grads.norm.mean.get_raw_value() is sg.ABSENT
+    for absent in grads.body[0].kernel, grads.norm.mean:
+        assert absent.get_raw_value() is sg.ABSENT
     assert sg.grad(of_rest, wrt='norm/mean')(rest).norm.mean[...].any()
 
 
@@ -123,12 +118,10 @@ def test_reports():
     assert list(map(str, flow.parameters)) == [*BODY, *OTHERS]
     assert flow.status_of('output', 'body/0/kernel') == 'stopped'
     assert flow.status_of('output', 'norm/scale') == 'flows'
-    assert repr(sg.live(frozen_body, Net(), X)).startswith("<live: 'head/bias', 'he")
     meant = sg.gradient_flow(loss_of, Net(), X, wrt=['norm/mean', 'head/bias'])
     assert 'norm/mean' in meant.parameters
     testing.assert_trains_only(frozen_body, ['head/**', 'norm/**'], Net(), X)
     testing.assert_stopped(frozen_body, 'body/**', Net(), X)
-    testing.assert_flows(frozen_body, 'norm/**', Net(), X)
     with pytest.raises(errors.ExpectationError, match='body/0/bias is stopped by'):
         testing.assert_flows(frozen_body, 'body/0/*', Net(), X)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 import by_hand
 import oracle
-from by_hand import Layer, Net, X, loss_of, pure, total
+from by_hand import Layer, Net, X, loss_of, pure, stacked, through, total
 from flax_sg import nnx
 
 # Each runs a model, and returns what is compared beside the model's state. Some lines
@@ -60,29 +60,33 @@ def grads(fn: Any, model: Any, *args: Any) -> Any:
     return pure(nnx.grad(fn)(model, *args))
 
 
-KERNELS = nnx.DiffState(0, nnx.PathContains('kernel'))
-SHORT = {
-    'grad': lambda model, hold: grads(held(hold), model),
-    'grad_of_jit': lambda model, hold: grads(nnx.jit(held(hold)), model),
-    'remat': lambda model, hold: grads(nnx.remat(held(hold)), model),
-    'views_of_views': lambda model, hold: grads(held(hold, held(hold)), model),
-    'jit_of_a_view': lambda model, hold: grads(held(hold, nnx.jit(loss_of)), model),
-    'clone': lambda model, hold: grads(
-        held(hold, lambda model: loss_of(nnx.clone(model))), model
-    ),
-    'merge': lambda model, hold: grads(
-        held(hold, lambda model: loss_of(nnx.merge(*nnx.split(model)))), model
-    ),
-    'of_some': lambda model, hold: pure(nnx.grad(held(hold), argnums=KERNELS)(model)),
-    'pytree': lambda model, hold: floats(
-        jax.jit(jax.value_and_grad(held(hold), allow_int=True))(model)
-    ),
-    'shapes': lambda model, hold: nnx.eval_shape(held(hold), model).shape,
+# What is done to a view, and to a loss that makes one.
+OF_VIEWS = {
+    'grad': loss_of,
+    'jit_of_a_view': nnx.jit(loss_of),
+    'clone': lambda model: loss_of(nnx.clone(model)),
+    'merge': lambda model: loss_of(nnx.merge(*nnx.split(model))),
 }
-WAYS |= {name: (Net, fn) for name, fn in SHORT.items()}
+KERNELS = nnx.DiffState(0, nnx.PathContains('kernel'))
+OF_LOSSES = {
+    'grad_of_jit': lambda loss, model: grads(nnx.jit(loss), model),
+    'remat': lambda loss, model: grads(nnx.remat(loss), model),
+    'of_some': lambda loss, model: pure(nnx.grad(loss, argnums=KERNELS)(model)),
+    'pytree': lambda loss, model: floats(
+        jax.jit(jax.value_and_grad(loss, allow_int=True))(model)
+    ),
+    'shapes': lambda loss, model: nnx.eval_shape(loss, model).shape,
+}
 if 'graph' in inspect.signature(nnx.jit).parameters:
-    as_tree = functools.partial(nnx.jit, graph=False)
-    WAYS['as_tree'] = Net, lambda model, hold: as_tree(held(hold))(model)
+    OF_LOSSES['as_tree'] = lambda loss, model: nnx.jit(loss, graph=False)(model)
+WAYS |= {
+    name: (Net, lambda model, hold, fn=fn: grads(held(hold, fn), model))
+    for name, fn in OF_VIEWS.items()
+}
+WAYS |= {
+    name: (Net, lambda model, hold, fn=fn: fn(held(hold), model))
+    for name, fn in OF_LOSSES.items()
+}
 
 
 @way(Net)
@@ -136,15 +140,6 @@ def loops(model, hold):
 
     x = nnx.fori_loop(0, 3, body, (model, X))[1]
     return nnx.while_loop(lambda carry: carry[2] < 3, of_while, (model, x, 0))[1]
-
-
-@way(Net)
-def scan(model, hold):
-    @nnx.scan(in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3)
-    def repeated(model, x):
-        return held(hold, features)(model, x)
-
-    return grads(lambda model: repeated(model, X).sum(), model)
 
 
 @way(Net)
@@ -208,12 +203,6 @@ def a_derivative_of_its_own(layers, hold):
 
 
 @grad_of()
-def beside_a_view(model, hold):
-    inside = 2.0 * total(hold(model, 'body/0/**'))
-    return total(model) + inside + 3.0 * total(model)
-
-
-@grad_of()
 def three_losses(model, hold):
     """Statistics and counts of random keys go on through all views."""
     code = jnp.sum(hold(model, 'body/**')(X))
@@ -233,25 +222,16 @@ def frozen_and_a_mirror(model, hold):
     return jnp.sum(hold(model.body[0], '**')(X) + 2.0 * model.body[0](X))
 
 
-@nnx.split_rngs(splits=3)
-@nnx.vmap(in_axes=0, out_axes=0)
-def stack(rngs):
-    return Layer(rngs)
-
-
-@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-def through(layer, x):
-    return layer(x)
-
-
-@grad_of(lambda: nnx.Dict(layers=stack(nnx.Rngs(0))))
+@grad_of(lambda: nnx.Dict(layers=stacked(nnx.Rngs(0)), beside=Layer(nnx.Rngs(1))))
 def stacked_layers(model, hold):
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def inside(layer, x):
-        return hold(layer, 'kernel')(x)
+    @nnx.scan(in_axes=(0, None, nnx.Carry), out_axes=nnx.Carry)
+    def inside(layer, beside, x):
+        return hold(layer, 'kernel')(x) + hold(beside, 'bias')(x)
 
     outside = through(hold(model, 'layers/bias').layers, X)
-    return jnp.sum(inside(model.layers, outside) + through(model.layers, X))
+    return jnp.sum(
+        inside(model.layers, model.beside, outside) + through(model.layers, X)
+    )
 
 
 class Fast(nnx.Module):
@@ -275,30 +255,27 @@ def inner_derivatives(model, hold):
     return jnp.sum(hold(model, 'layer/**')(X))
 
 
-@grad_of(lambda: nnx.RNN(nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))))
-def rnn(model, hold):
-    return jnp.sum(hold(model, 'cell/dense_h/**')(X[None]))
-
-
-@grad_of(lambda: nnx.LoRALinear(4, 2, lora_rank=2, rngs=nnx.Rngs(0)))
-def lora(model, hold):
-    return jnp.sum(hold(model, 'kernel')(X) ** 2)
-
-
-@grad_of(lambda: nnx.Sequential(Layer(nnx.Rngs(0)), nnx.relu, Layer(nnx.Rngs(1))))
-def sequential(model, hold):
-    return jnp.sum(hold(model, 'layers/0/**')(X))
-
-
 def attention():
     layer = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
     layer.init_cache((3, 9, 4))
     return layer
 
 
-@grad_of(attention)
-def caches(model, hold):
-    return jnp.sum((hold(model, 'value/**')(X[:, None]) + model(X[:, None])) ** 2)
+# Layers of Flax. Caches of attention are written through the view.
+R = nnx.Rngs
+LAYERS = {
+    'rnn': (lambda: nnx.RNN(nnx.GRUCell(4, 4, rngs=R(0))), 'cell/dense_h/**', X[None]),
+    'lora': (lambda: nnx.LoRALinear(4, 2, lora_rank=2, rngs=R(0)), 'kernel', X),
+    'sequential': (lambda: nnx.Sequential(Layer(R(0)), Layer(R(1))), 'layers/0/**', X),
+    'caches': (attention, 'value/**', X[:, None]),
+}
+for name, (make, where, x) in LAYERS.items():
+
+    def loss(model, hold, where=where, x=x):
+        return jnp.sum((hold(model, where)(x) + model(x)) ** 2)
+
+    loss.__name__ = name
+    grad_of(make)(loss)
 
 
 def run(name: str, hold: Any) -> Any:
@@ -326,12 +303,9 @@ def test_no_tracer_outlives_its_trace(name: str):
 
 def test_outputs_of_a_model_that_differentiates_stay_the_same():
     model = Fast()
-    plain, full = nnx.value_and_grad(lambda model: jnp.sum(model(X)))(model)
-    for seen in view(model, True), nnx.scale_gradient(model, True, 0.5):
-        oracle.assert_same(jnp.sum(seen(X)), plain)
-
-    def scaled(model):
-        return jnp.sum(nnx.scale_gradient(model, True, 0.5)(X))
-
-    half = jax.tree.map(lambda leaf: 0.5 * leaf, pure(full))
-    oracle.assert_same(grads(scaled, model), half)
+    halved = functools.partial(nnx.scale_gradient, where=True, factor=0.5)
+    full = grads(lambda model: jnp.sum(model(X)), model)
+    half = grads(lambda model: jnp.sum(halved(model)(X)), model)
+    oracle.assert_same(half, jax.tree.map(lambda leaf: 0.5 * leaf, full))
+    for seen in view(model, True), halved(model):
+        oracle.assert_same(seen(X), model(X))
