@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
@@ -150,7 +149,6 @@ def test_tied_weights_by_any_of_their_paths(where):
 def test_a_module_that_holds_the_one_around_it():
     model = nnx.Dict(layer=Layer(nnx.Rngs(0)))
     model.layer.above = model
-    model.features = lambda x: model.layer(x)
     view = nnx.stop_gradient(model, 'layer/kernel')
     assert view.layer.above is view and model.layer.above is model
 
@@ -163,22 +161,19 @@ def test_a_module_that_holds_the_one_around_it():
 @pytest.mark.parametrize('pytree', [True, False])
 def test_lists_and_dicts_in_a_module_and_around_models(pytree):
     class Model(nnx.Module, pytree=pytree):
-        def __init__(self, config):
+        def __init__(self):
             w, u, v = (nnx.Param(jnp.ones(2)) for _ in range(3))
-            self.config, self.w, self.items = config, w, nnx.data([u, {'v': v}])
+            self.config, self.w, self.items = object(), w, nnx.data([u, {'v': v}])
 
         def features(self, x):
             return self.w * self.items[0] * self.items[1]['v']
 
-    config = object()
-    model, pair = Model(config), {'a': Model(config), 'b': [Model(config), 1.0]}
-    where = ['items/0', 'items/1/v']
+    model, where = Model(), ['items/0', 'items/1/v']
     assert zeros(stopping(where), model) == where
-    view = nnx.stop_gradient(model, 'items/1/v')
+    view = nnx.stop_gradient({'a': [model, 1.0], 'b': Model()}, 'a/0/items/1/v')['a'][0]
     assert view.items is not model.items and view.items[0] is model.items[0]
-    assert view.config is config and list(vars(view)) == list(vars(model))
-    seen = nnx.stop_gradient(pair, 'b/0/**')
-    assert seen['a'].w is pair['a'].w and seen['b'][0].w is not pair['b'][0].w
+    assert view.items[1]['v'] is not model.items[1]['v'] and view.w is model.w
+    assert view.config is model.config and list(vars(view)) == list(vars(model))
 
 
 def test_another_kind_of_variable():
@@ -196,47 +191,33 @@ def test_nothing_is_remembered():
     """A function has one program for all models of a class, and none is stale."""
     traced = []
 
-    @nnx.jit
-    def step(model):
+    def loss(model):
         traced.append(1)
-        return nnx.grad(stopping('body/1/*'))(model)
+        return total(nnx.stop_gradient(model, 'body/1/*'))
 
-    by_copy = nnx.jit(nnx.grad(lambda m: total(by_hand.stopped(m, 'body/1'))))
+    step, by_copy = (
+        nnx.jit(nnx.grad(loss)),
+        nnx.grad(lambda m: total(by_hand.stopped(m, 'body/1'))),
+    )
     for seed in range(2):
         model = Net(seed)
         for seen in (model, nnx.stop_gradient(model, 'body/0/*'), view_of(model)):
             step(seen)
         model.body[0].kernel = nnx.Param(2.0 * model.body[0].kernel[...])
         model.body[1].bias.copy_from(Net(2).body[1].bias)
-        oracle.assert_same(pure(step(model)), pure(by_copy(model)))
+        oracle.assert_same(pure(step(model)), pure(nnx.jit(by_copy)(model)))
     assert len(traced) == 1
 
 
-def test_rows_of_stacked_layers():
-    """A rule gets the whole array, so parts of it can be meant."""
-    plain = pure(nnx.grad(total)(Net()))['body'][0]['kernel']
-    rows = pure(nnx.grad(stopping(sg.at('body/0/kernel', np.s_[:1])))(Net()))
-    oracle.assert_same(rows['body'][0]['kernel'], plain.at[0].set(0.0))
-
-
+@pytest.mark.skipif(not hasattr(nnx, 'capture'), reason='sown values are attributes')
 def test_sown_values_reach_what_captures_them():
     class Sower(Layer):
         def __call__(self, x):
-            self.sow(nnx.Intermediate, 'seen', x)
-            return super().__call__(x)
+            return self.sow(nnx.Intermediate, 'seen', x)
 
     model = nnx.Dict(layer=Sower(nnx.Rngs(0)))
-
-    def run(model):
-        return nnx.stop_gradient(model.layer, True)(X)
-
-    if hasattr(nnx, 'capture'):
-        sown = nnx.capture(run, nnx.Intermediate)(model)[1]
-    else:  # The first sown value makes an attribute, which only the view has.
-        model.layer.seen = nnx.Intermediate(())
-        run(model)
-        sown = nnx.state(model, nnx.Intermediate)
-    oracle.assert_same(sown['layer']['seen'].get_value(), (X,))
+    run = nnx.capture(lambda m: view_of(m.layer)(X), nnx.Intermediate)
+    oracle.assert_same(run(model)[1]['layer']['seen'].get_value(), (X,))
 
 
 def test_copies_pickles_and_tables_of_a_view():
