@@ -3,7 +3,6 @@
 This file does not import flax_sg.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,7 +61,7 @@ def total(model: Any, x: Any = X) -> Any:
     return model.features(x).sum()
 
 
-def stopped(model: Any, where: str | Callable[[str], bool] = 'body/**') -> Any:
+def stopped(model: Any, where: Any = 'body/**') -> Any:
     """A copy of a model with stopped parameters; other Variables are the model's own.
 
     So batch statistics and random streams of the model go on.
@@ -96,7 +95,7 @@ def pure(state: Any) -> Any:
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
 
 
-def zeros(loss: Callable[..., Any], *models: Any) -> list[str]:
-    """The parameters of the first model whose gradient is zero."""
-    grads = by_path(pure(nnx.grad(loss)(*models)))
+def zeros(loss: Any, model: Any) -> list[str]:
+    """The parameters of a model whose gradient is zero."""
+    grads = by_path(pure(nnx.grad(loss)(model)))
     return [name for name, leaf in grads.items() if not leaf.any()]

@@ -4,8 +4,8 @@ Models nest, hold stacked layers, batch statistics and dropout. Views stand arou
 parts, in views, in transforms and around the step.
 """
 
+import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ from by_hand import Layer, X, pure, stacked, through
 from flax_sg import nnx
 
 LONG = settings.get_current_profile_name() == 'long'
-KINDS: list[Callable[[nnx.Rngs], Any]] = [
+KINDS: list[Any] = [
     Layer,
     stacked,
     lambda rngs: nnx.BatchNorm(4, rngs=rngs),
     lambda rngs: nnx.Dropout(0.5, rngs=rngs),
 ]
-PLACES: dict[Any, Callable[[str], bool]] = {
+PLACES: dict[Any, Any] = {
     '0/**': lambda path: path.startswith('0/'),
     '*/kernel': lambda path: path.endswith('/kernel') and path.count('/') == 1,
     '**/bias': lambda path: path.endswith('/bias'),
@@ -44,17 +44,14 @@ def model_of(draw: random.Random, rngs: nnx.Rngs, depth: int) -> nnx.List:
 
 def forward(model: Any, x: Any, view: Any, draw: random.Random) -> Any:
     for part in view(model, draw.choice([*PLACES])):
-        run = through if type(part) is Layer and part.kernel.ndim == 3 else part_of
+        is_stack = type(part) is Layer and part.kernel.ndim == 3
+        run = through if is_stack else lambda part, x: part(x)
         if type(part) is nnx.List:
             x = forward(part, x, view, draw)
         else:
             seen = view(part, draw.choice([True, False, False]))
             x = draw.choice(WRAPS)(run)(seen, x)
     return x
-
-
-def part_of(part: Any, x: Any) -> Any:
-    return part(x)
 
 
 def trained(seed: int, view: Any) -> Any:
@@ -79,10 +76,6 @@ def trained(seed: int, view: Any) -> Any:
 @given(st.integers(0, 2**16))
 @pytest.mark.slow
 def test_random_models(seed: int):
-    def by_view(model: Any, where: Any) -> Any:
-        return nnx.stop_gradient(model, where, unused='ignore')
-
-    def by_copy(model: Any, where: Any) -> Any:
-        return by_hand.stopped(model, PLACES[where])
-
-    oracle.assert_same(trained(seed, by_view), trained(seed, by_copy))
+    views = functools.partial(nnx.stop_gradient, unused='ignore')
+    copies = trained(seed, lambda model, where: by_hand.stopped(model, PLACES[where]))
+    oracle.assert_same(trained(seed, views), copies)

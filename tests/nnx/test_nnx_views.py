@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.flatten_util import ravel_pytree
+from flax import nnx as flax_nnx
 
 import by_hand
 import flax_sg as sg
@@ -21,6 +21,14 @@ from flax_sg import errors, nnx, testing
 # ``total`` does not read them.
 REST = ['head/bias', 'head/kernel', 'norm/bias', 'norm/scale']
 FIRST = ['body/0/bias', 'body/0/kernel']
+
+
+def test_all_names_of_flax_and_ours():
+    theirs = {name for name in dir(flax_nnx) if not name.startswith('_')}
+    ours = {name for name in dir(nnx) if not name.startswith('_')} - theirs
+    assert all(getattr(nnx, name) is getattr(flax_nnx, name) for name in theirs)
+    assert all(getattr(nnx, name).__doc__ for name in ours)
+    assert len(ours) == 10
 
 
 def stopping(where: Any, **how: Any) -> Any:
@@ -56,14 +64,12 @@ def view_of(model: Any) -> Any:
 
 READS = [
     lambda w: w @ X.T,
-    lambda w: w[1:, 2],
+    lambda w: w[0],
     lambda w: w.T,
     lambda w: w.at[0].set(1.0),
-    lambda w: jnp.stack(list(w)),
     lambda w: copy.deepcopy(w)[...],
     lambda w: jax.tree.map(jnp.tanh, w)[...],
     lambda w: optax.tree.norm(w),
-    lambda w: ravel_pytree(nnx.State({'w': w}))[0],
 ]
 
 
@@ -108,8 +114,8 @@ def test_filters_of_every_kind():
         only = zeros(lambda m, w=where: total(nnx.train_only(m, w)), model)
         assert only == ['body/1/bias', 'body/1/kernel', *REST]
     assert zeros(stopping(False), model) == REST
-    for typo in ('boddy/**', ['body/**', 'boddy/**']):
-        with pytest.raises(errors.UnusedFilterError, match="Did you mean 'body/"):
+    for typo in ('boddy/**', ['body/**', 'boddy/**'], 'norm/mean'):
+        with pytest.raises(errors.UnusedFilterError, match=r"'body/|'norm/scale'"):
             nnx.stop_gradient(model, typo)
     assert len(zeros(stopping(['body/**', 'boddy'], unused='ignore'), model)) == 8
 
@@ -183,8 +189,6 @@ def test_another_kind_of_variable():
 
     grads = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.BatchStat))(Net())['norm']
     assert not grads['mean'][...].any() and grads['var'][...].any()
-    with pytest.raises(errors.UnusedFilterError):
-        nnx.stop_gradient(Net(), 'norm/mean')
 
 
 def test_nothing_is_remembered():
@@ -195,17 +199,15 @@ def test_nothing_is_remembered():
         traced.append(1)
         return total(nnx.stop_gradient(model, 'body/1/*'))
 
-    step, by_copy = (
-        nnx.jit(nnx.grad(loss)),
-        nnx.grad(lambda m: total(by_hand.stopped(m, 'body/1'))),
-    )
+    step = nnx.jit(nnx.grad(loss))
+    by_copy = nnx.jit(nnx.grad(lambda m: total(by_hand.stopped(m, 'body/1'))))
     for seed in range(2):
         model = Net(seed)
         for seen in (model, nnx.stop_gradient(model, 'body/0/*'), view_of(model)):
             step(seen)
         model.body[0].kernel = nnx.Param(2.0 * model.body[0].kernel[...])
         model.body[1].bias.copy_from(Net(2).body[1].bias)
-        oracle.assert_same(pure(step(model)), pure(nnx.jit(by_copy)(model)))
+        oracle.assert_same(pure(step(model)), pure(by_copy(model)))
     assert len(traced) == 1
 
 
