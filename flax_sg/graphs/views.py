@@ -42,7 +42,7 @@ def view(model: Any, rewrite: rules.Rewrite, kind: Any) -> Any:
     walk = Walk(model)
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
     # Of tied weights the first path that the filter takes.
-    chosen = [*{id(one[0]): one for one in reversed(asked) if one[2]}.values()]
+    chosen = [*{id(one[0]): one for one in asked[::-1] if one[2]}.values()][::-1]
     for variable, path, _ in chosen:
         if any(map(variable.get_metadata().get, _MUTABLE)):
             raise errors.ArgumentTypeError(

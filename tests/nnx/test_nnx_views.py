@@ -150,6 +150,9 @@ def test_tied_weights_by_any_of_their_paths(where):
     live = sg.live(total, model)
     assert nnx.where(model, live) == nnx.where(model, True)
     assert len(zeros(stopping(live), model)) == 2
+    paths = []  # A rule gets the first path that the filter takes.
+    nnx.substitute(model, lambda path, x: paths.append(path) or x, where='[at]*/**')
+    assert paths == ['above/tied/bias', 'above/tied/kernel']
 
 
 def test_a_module_that_holds_the_one_around_it():
