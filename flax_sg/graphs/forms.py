@@ -76,9 +76,9 @@ def stop_gradient(model: M, where: Where, *, kind: Any = nnx.Param, **how: Any) 
 
     Note:
         A view that is made *outside* of ``nnx.grad`` holds constants, and the gradient
-        with respect to a view is that of its own values: nothing is stopped there. The
-        idea is that of google/flax issue #1857; ``nnx.DiffState`` chooses for a whole
-        call.
+        with respect to a view is that of its own values: nothing is stopped there. So
+        is a view that a module keeps in an attribute. The idea is that of google/flax
+        issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
     return view(model, value_blocks.stop_gradient(where, **how), kind)
 
