@@ -173,7 +173,7 @@ def names_within(
         value: any pytree.
         is_leaf: what else is one leaf.
     """
-    if isinstance(value, jax.Array):  # Nearly always.
+    if isinstance(value, jax.Array) or is_of_nnx(type(value), 'Variable'):
         yield (), value
         return
     pairs, _ = jax.tree_util.tree_flatten_with_path(
