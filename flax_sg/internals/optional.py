@@ -34,4 +34,4 @@ def is_of_nnx(cls: type, *names: str) -> bool:
     ``flax.nnx`` is not imported: models of linen would wait for it.
     """
     nnx = sys.modules.get('flax.nnx')
-    return any(issubclass(cls, getattr(nnx, name, ())) for name in names)
+    return issubclass(cls, tuple(getattr(nnx, name, ()) for name in names))

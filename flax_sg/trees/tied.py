@@ -63,14 +63,16 @@ def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
     if 'flax.nnx' not in sys.modules:
         return tree, _as_it_is
     nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
-    numbers: dict[int, int] = {}
-    for index, node in enumerate(nodes):
-        if _is_variable(node) and id(node) in numbers:
-            nodes[index] = Again(numbers[id(node)])
-        elif _is_variable(node):
-            numbers[id(node)] = len(numbers)
-    if not any(isinstance(node, Again) for node in nodes):
+    variables = [id(node) for node in nodes if _is_variable(node)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(variables))}
+    if len(numbers) == len(variables):
         return tree, _as_it_is
+    seen: set[int] = set()
+    for index, node in enumerate(nodes):
+        if id(node) in seen:
+            nodes[index] = Again(numbers[id(node)])
+        elif id(node) in numbers:
+            seen.add(id(node))
     return treedef.unflatten(nodes), _tie
 
 
