@@ -23,11 +23,10 @@ if not hasattr(_nnx.Variable, 'get_value'):
         "Update it: pip install 'flax>=0.12.1'. flax_sg.linen works with this one."
     )
 
-from flax_sg.graphs.choosing import where as where
+from flax_sg.graphs.asking import where as where
 from flax_sg.graphs.forms import clip_gradient as clip_gradient
 from flax_sg.graphs.forms import map_cotangent as map_cotangent
 from flax_sg.graphs.forms import print_cotangent as print_cotangent
-from flax_sg.graphs.forms import read_only as read_only
 from flax_sg.graphs.forms import replace_cotangent as replace_cotangent
 from flax_sg.graphs.forms import reverse_gradient as reverse_gradient
 from flax_sg.graphs.forms import scale_gradient as scale_gradient

@@ -443,7 +443,7 @@ assert_same(
 
 # %% [markdown]
 # The same gradient. `DiffState` speaks of the gradient call; a stop in one part of a
-# model is written there with `lax.stop_gradient`, or with a block of `flax_sg.nnx`.
+# model is written there with `lax.stop_gradient`, or with a view of `flax_sg.nnx`.
 # Its `PathContains('head')` takes every path with that name in it, `encoder/head` too;
 # a glob says from where.
 #

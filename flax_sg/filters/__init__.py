@@ -36,6 +36,7 @@ from flax_sg.filters.of_type import of_type
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost
+from flax_sg.internals.optional import is_of_nnx
 
 # What stands for a filter; as_filter explains the members.
 Where: TypeAlias = (
@@ -97,7 +98,8 @@ def as_filter(where: Where) -> Filter:
         return BoolTree(where)
     if isinstance(where, (Sequence, Set)) and not isinstance(where, bytes):
         return _any_of(where)
-    if callable(where) and not isinstance(fn, (type, nn.Module)):
+    is_module = isinstance(fn, (type, nn.Module)) or is_of_nnx(type(fn), 'Module')
+    if callable(where) and not is_module:
         return Predicate(where)
     lacking = ' Was a key of a configuration misspelled?' if where is None else ''
     raise errors.FilterTypeError(
@@ -105,7 +107,8 @@ def as_filter(where: Where) -> Filter:
         'A filter is a glob, a compiled regular expression, a function of the path, a '
         'bool, a tree of bools, or a list of these.\n'
         'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
-        'nn.Frozen(module, where); for an array, jax.lax.stop_gradient(x).'
+        'nn.Frozen(module, where); for a model of NNX (from flax_sg import nnx), '
+        'nnx.stop_gradient(model, where); for an array, jax.lax.stop_gradient(x).'
     )
 
 

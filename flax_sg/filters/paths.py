@@ -170,7 +170,7 @@ def names_within(
         value: any pytree.
         is_leaf: what else is one leaf.
     """
-    if isinstance(value, jax.Array):  # Nearly always.
+    if isinstance(value, jax.Array) or is_of_nnx(type(value), 'Variable'):
         yield (), value
         return
     pairs, _ = jax.tree_util.tree_flatten_with_path(
@@ -198,7 +198,10 @@ def names_in(
         is_leaf: what else is one leaf.
     """
     variables, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: not isinstance(node, SUBTREES)
+        tree,
+        is_leaf=lambda node: (
+            not (isinstance(node, SUBTREES) or is_of_nnx(type(node), 'Pytree', 'State'))
+        ),
     )
     for keys, value in variables:
         outer = tuple(map(name_of, keys))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path, name_of
-from flax_sg.internals.optional import is_of_nnx
+from flax_sg.forms import nnx_models
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -59,7 +60,7 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
         write = "sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5))"
         raise wrong_argument(given, 'rule with a filter', write)
     leaves = _tree_before('sg.rewrite(tree, rewrite)', tree)
-    values, rule = list(leaves.values), rewrite.rule
+    values = list(leaves.values)
     looked_at = [
         (i, path)
         for i, path in enumerate(leaves.paths)
@@ -68,20 +69,38 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
     ]
     paths = [path for _, path in looked_at]
     [takes] = selected([paths], rewrite.where, rewrite.unused)
-    # The leaves in one box are those of one variable.
-    together: dict[tuple[str, Path], list[tuple[int, Any]]] = {}
-    for (i, path), said in zip(looked_at, takes, strict=True):
-        if not said or is_absent(values[i]):
-            continue
-        if rule.acts_on != 'cotangents' or cotangents.has_to_act(
-            rewrite, path, values[i]
-        ):
-            together.setdefault((path.collection, path), []).append((i, said))
-    given = [(path, [values[i] for i, _ in of]) for (_, path), of in together.items()]
-    for of, new in zip(together.values(), rule.together(given), strict=True):
-        for (i, said), leaf in zip(of, new, strict=True):
-            values[i] = filters.merged(said, leaf, values[i], leaves.paths[i])
+    rows = [
+        (path, said, values[i])
+        for (i, path), said in zip(looked_at, takes, strict=True)
+    ]
+    for (i, _), leaf in zip(looked_at, rewritten(rewrite, rows), strict=True):
+        values[i] = leaf
     return leaves.restore(values)
+
+
+def rewritten(
+    rewrite: rules.Rewrite, rows: Sequence[tuple[Path, Any, Any]]
+) -> list[Any]:
+    """What a rule makes of some leaves.
+
+    Args:
+        rewrite: the rule.
+        rows: for each leaf its path, what the filter says of it, and the leaf.
+    """
+    values, rule = [leaf for *_, leaf in rows], rewrite.rule
+    # The leaves in one box are those of one variable.
+    together: dict[tuple[str, Path], list[int]] = {}
+    for i, (path, said, leaf) in enumerate(rows):
+        if not said or is_absent(leaf):
+            continue
+        if rule.acts_on != 'cotangents' or cotangents.has_to_act(rewrite, path, leaf):
+            together.setdefault((path.collection, path), []).append(i)
+    given = [(path, [values[i] for i in of]) for (_, path), of in together.items()]
+    for of, new in zip(together.values(), rule.together(given), strict=True):
+        for i, leaf in zip(of, new, strict=True):
+            path, said, _ = rows[i]
+            values[i] = filters.merged(said, leaf, values[i], path)
+    return values
 
 
 def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> Any:
@@ -151,14 +170,14 @@ def substitute(
 
 
 def _tree_before(call: str, tree: Any) -> Leaves:
-    """Takes a tree apart; raises for a module of NNX, which is written to."""
-    for node in jax.tree.leaves(tree, lambda node: is_of_nnx(type(node), 'Module')):
-        if is_of_nnx(type(node), 'Module'):
+    """Takes a tree apart; raises for a model of NNX, which is written to."""
+    for node in jax.tree.leaves(tree, nnx_models.is_model):
+        if nnx_models.is_model(node):
             raise errors.ArgumentTypeError(
                 f'{call} would copy {brief(node)}: what the copy writes, such as batch '
                 'statistics, is lost.\n'
-                'Open a block of flax_sg.nnx: with nnx.stop_gradient(model, where). '
-                'Or give the state: nnx.state(model, nnx.Param).'
+                'Write nnx.stop_gradient(model, where), from flax_sg import nnx. Or '
+                'give the state: nnx.state(model, nnx.Param).'
             )
     return tree_before(call, tree)
 

@@ -29,6 +29,7 @@ from flax_sg.engine import contents, opening
 from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.forms import forwarded, held_state
 from flax_sg.internals import modules
+from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -342,10 +343,17 @@ def _attached(module: Any, scope: Scope) -> Any:
 
 def refused(expected: str, target: Any) -> errors.ArgumentTypeError:
     """The error for what is no module, class or function."""
-    return errors.ArgumentTypeError(
-        f'{expected}, and was given {brief(target)}.\n'
+    write = (
         'For a class or a function write nn.stop_gradient(target, where), for an array '
         'jax.lax.stop_gradient(x), for a tree sg.stop_gradient(tree, where).'
+    )
+    if is_of_nnx(target if isinstance(target, type) else type(target), 'Module'):
+        write = (
+            'For a model of NNX write nnx.stop_gradient(model, where), from flax_sg '
+            'import nnx, and call what it returns.'
+        )
+    return errors.ArgumentTypeError(
+        f'{expected}, and was given {brief(target)}.\n{write}'
     )
 
 

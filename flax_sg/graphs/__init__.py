@@ -1,1 +1,1 @@
-"""Blocks and filters for NNX models, which Flax calls graphs."""
+"""Views of NNX models, and filters for them. Flax calls such a model a graph."""

@@ -1,29 +1,28 @@
-"""``nnx.stop_gradient`` and the other rules, as blocks on NNX models."""
+"""``nnx.stop_gradient`` and the other rules: functions from a model to a view of it."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from flax import nnx
 
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
 from flax_sg.forms import cotangent_blocks, value_blocks
-from flax_sg.graphs.blocks import Block
+from flax_sg.graphs.views import view
+
+M = TypeVar('M')
 
 
-def stop_gradient(
-    model: Any, where: Where, *, kind: Any = nnx.Param, **how: Any
-) -> Block:
-    """Stops the gradient of the Variables of an NNX model that ``where`` selects.
+def stop_gradient(model: M, where: Where, *, kind: Any = nnx.Param, **how: Any) -> M:
+    """Returns a view of an NNX model in which the selected Variables get no gradient.
 
-    In the block these Variables are read through ``jax.lax.stop_gradient``, in each
-    function that gets the model or a part of it. What is stored stays the same, and so
-    do outputs and all other gradients. ``where`` names what is **stopped**.
-
-    Around ``nnx.grad``, a train step or an evaluation, compiled or not:
+    The view is a model of the same class. It reads ``jax.lax.stop_gradient`` of the
+    selected Variables, and *is* the model everywhere else: what is written through the
+    view, such as batch statistics, reaches the model. The model itself stays trained.
+    ``where`` names what is **stopped**. Make the view in the function that is
+    differentiated:
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import nnx
@@ -34,18 +33,20 @@ def stop_gradient(
     ...     def __call__(self, x):
     ...         return self.head(self.backbone(x))
     >>> model, x = Model(nnx.Rngs(0)), jnp.ones((4, 2))
-    >>> with nnx.stop_gradient(model, 'backbone/**'):
-    ...     grads = nnx.grad(lambda model: jnp.sum(model(x)))(model)
+    >>> def loss(model):
+    ...     return jnp.sum(nnx.stop_gradient(model, 'backbone/**')(x))
+    >>> grads = nnx.grad(loss)(model)
     >>> {name: bool(grads[name]['kernel'][...].any()) for name in ('backbone', 'head')}
     {'backbone': False, 'head': True}
 
-    Around some lines of the model, with ``self``:
+    In a method, a view of ``self`` or of a part, which may be in evaluation mode while
+    the model is not:
 
     >>> class Detached(Model):
     ...     def __call__(self, x):
-    ...         with nnx.stop_gradient(self, 'backbone/**'):
-    ...             x = self.backbone(x)
-    ...         return self.head(x)
+    ...         frozen = nnx.stop_gradient(self.backbone, True)
+    ...         frozen.eval()
+    ...         return self.head(frozen(x))
 
     Args:
         model: an NNX module, or a container of modules. Paths begin in it:
@@ -63,31 +64,36 @@ def stop_gradient(
             innermost one, as MAML needs it.
 
     Returns:
-        A value for ``with``, which may be used any number of times.
+        The view. Modules, lists and dicts in it are copies, so what is *assigned* there
+        (``frozen.eval()``, ``view.layer = ...``) stays in the view. A selected Variable
+        is a new one of the same type and metadata.
 
     Raises:
-        UnusedFilterError: at the ``with`` line, if a part of ``where`` matches nothing.
-        ArgumentTypeError: at the ``with`` line, if ``model`` is no NNX module.
+        UnusedFilterError: if a part of ``where`` matches no Variable.
+        ArgumentTypeError: if ``model`` is no NNX module, or a selected Variable is a
+            mutable array of JAX.
         FilterTypeError: if ``where`` is no filter.
 
     Note:
-        A block belongs to its thread. A function that is compiled outside of it is
-        compiled again in it, once for each model. The idea is that of google/flax
+        A view that is made *outside* of ``nnx.grad`` holds constants, and the gradient
+        with respect to a view is that of its own values: nothing is stopped there. So
+        is a view that a module keeps in an attribute. The idea is that of google/flax
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
-    return _block(value_blocks.stop_gradient, model, kind, where, **how)
+    return view(model, value_blocks.stop_gradient(where, **how), kind)
 
 
-def train_only(model: Any, where: Where, *, kind: Any = nnx.Param, **how: Any) -> Block:
-    """Stops the gradient of all Variables of a model but those that ``where`` selects.
+def train_only(model: M, where: Where, *, kind: Any = nnx.Param, **how: Any) -> M:
+    """Returns a view of an NNX model in which only the selected Variables are trained.
 
     The complement of ``stop_gradient``: ``where`` names what is **trained**.
 
     >>> import jax.numpy as jnp
     >>> from flax_sg import nnx
-    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    >>> with nnx.train_only(model, 'bias'):
-    ...     grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((4, 2)))))(model)
+    >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    >>> def loss(model):
+    ...     return jnp.sum(nnx.train_only(model, 'bias')(x))
+    >>> grads = nnx.grad(loss)(model)
     >>> bool(grads['kernel'][...].any()), bool(grads['bias'][...].any())
     (False, True)
 
@@ -100,30 +106,28 @@ def train_only(model: Any, where: Where, *, kind: Any = nnx.Param, **how: Any) -
     Returns:
         As ``stop_gradient``.
     """
-    return _block(value_blocks.train_only, model, kind, where, **how)
+    return view(model, value_blocks.train_only(where, **how), kind)
 
 
-def substitute(model: Any, values: Any, *, kind: Any = nnx.Param, **how: Any) -> Block:
-    """Lets an NNX model read other values in place of its Variables.
+def substitute(model: M, values: Any, *, kind: Any = nnx.Param, **how: Any) -> M:
+    """Returns a view of an NNX model that reads other values in its Variables.
 
-    Gradients flow to these values, and not to what is stored.
+    Gradients flow to these values, and not to the model.
 
     >>> import jax.numpy as jnp
     >>> from flax_sg import nnx
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> target = nnx.Linear(2, 1, rngs=nnx.Rngs(1))
     >>> x = jnp.ones((4, 2))
-    >>> with nnx.substitute(model, target):
-    ...     y = model(x)
-    >>> bool(jnp.all(y == target(x)))
+    >>> bool(jnp.all(nnx.substitute(model, target)(x) == target(x)))
     True
 
     Args:
         model: as in ``stop_gradient``.
         values: another model or a state with Variables at the same paths, a tree of
-            arrays, nested as the Variables are, or a function
-            ``(path, value) -> value``.
-        kind: as in ``stop_gradient``; of a model in ``values``, too.
+            arrays or models, nested as the Variables are, or a function
+            ``(path, value) -> value``, which keeps the shape.
+        kind: as in ``stop_gradient``; of the Variables in ``values``, too.
         **how: ``where=``, the Variables that are read as other values: by default those
             in ``values``; all, if it is a function. ``unused=``, as in
             ``stop_gradient``.
@@ -133,91 +137,169 @@ def substitute(model: Any, values: Any, *, kind: Any = nnx.Param, **how: Any) ->
 
     Raises:
         ArgumentTypeError: for other ``values``.
-        StructureError: at a read, if a value does not fit or is missing.
+        StructureError: if a value does not fit or is missing.
+        UnusedFilterError: if a value belongs to no Variable, or a part of ``where``
+            matches none.
     """
     if isinstance(values, str):
-        write = 'nnx.substitute(model, target_model)'
-        raise wrong_argument(values, 'model, state, tree or function', write)
-    if isinstance(values, nnx.Module):
+        raise wrong_argument(values, 'model or tree', 'nnx.substitute(model, target)')
+    return view(model, value_blocks.substitute(_plain(values, kind), **how), kind)
+
+
+def _plain(values: Any, kind: Any) -> Any:
+    """Models and states as nested dicts of arrays."""
+    if isinstance(values, nnx.Pytree):
         values = nnx.state(values, kind)
-    if isinstance(values, nnx.State):
-        values = nnx.to_pure_dict(values)
-    return _block(value_blocks.substitute, model, kind, values, **how)
+    if isinstance(values, Mapping):
+        return {name: _plain(value, kind) for name, value in values.items()}
+    return values.get_raw_value() if isinstance(values, nnx.Variable) else values
 
 
-def read_only(model: Any, where: Where, *, kind: Any = ..., **how: Any) -> Block:
-    """Raises where a Variable that ``where`` selects is assigned.
+def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> M:
+    """Returns a view whose gradients go through a function, for each Variable once.
 
-    That is ``variable[...] = value`` and ``variable.set_value(value)``, in transforms
-    too. ``nnx.update`` and what an optimizer does pass.
+    The cotangents of all reads through one view are summed before the function.
 
     >>> import jax.numpy as jnp
     >>> from flax_sg import nnx
-    >>> norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    >>> with nnx.read_only(norm, 'mean'):
-    ...     y = norm(jnp.ones((4, 2)))
-    Traceback (most recent call last):
-        ...
-    flax_sg.errors.BlockError: The Variable 'mean' is written, which is read only ...
+    >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    >>> def loss(model):
+    ...     view = nnx.map_cotangent(model, 'bias', lambda path, ct: jnp.sign(ct))
+    ...     return jnp.sum(view(x))
+    >>> nnx.grad(loss)(model)['bias'][...].tolist()
+    [1.0]
 
     Args:
         model: as in ``stop_gradient``.
-        where: the Variables that are read only.
-        kind: as in ``stop_gradient``, but all of them by default: what is written is
-            seldom a parameter.
-        **how: ``unused=``, as in ``stop_gradient``.
+        where: the Variables whose gradients are mapped.
+        fn: called as ``fn(path, cotangent, *values)``; returns the new cotangent.
+        *values: numbers and arrays, traced or not, that ``fn`` needs.
+        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
 
     Raises:
-        BlockError: at the assignment.
+        CotangentError: in the backward pass, if ``fn`` changes the shape or the dtype.
     """
-    return _block(value_blocks.read_only, model, kind, where, **how)
+    return _of(cotangent_blocks.map_cotangent, model, where, fn, *values, **how)
 
 
-def _block(
-    make: Callable[..., Any], model: Any, kind: Any, *args: Any, **how: Any
-) -> Block:
-    """A rule of ``flax_sg.linen`` as a block on an NNX model."""
-    for name in {'collections', 'methods'} & how.keys():
-        raise TypeError(f'nnx.{make.__name__}: {name}= is for linen; see kind=')
-    return Block(model, make(*args, **how), kind)
+def scale_gradient(model: M, where: Where, factor: Any, **how: Any) -> M:
+    """Returns a view whose gradients are multiplied by a number.
 
-
-def _of_cotangents(make: Callable[..., Any]) -> Callable[..., Block]:
-    def of_model(model: Any, *args: Any, kind: Any = nnx.Param, **how: Any) -> Block:
-        return _block(make, model, kind, *args, **how)
-
-    of_model.__name__ = of_model.__qualname__ = make.__name__
-    model, _, kind, _ = inspect.signature(of_model).parameters.values()
-    of_make = inspect.signature(make).parameters.values()
-    shown = [model, *(kind if p.name == 'collections' else p for p in of_make)]
-    vars(of_model)['__signature__'] = inspect.Signature(
-        shown, return_annotation='Block'
-    )
-    of_model.__doc__ = f"""``flax_sg.linen.{make.__name__}`` for an NNX model.
+    >>> import jax.numpy as jnp
+    >>> from flax_sg import nnx
+    >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    >>> def loss(model):
+    ...     return jnp.sum(nnx.scale_gradient(model, 'bias', 0.5)(x))
+    >>> nnx.grad(loss)(model)['bias'][...].tolist()
+    [2.0]
 
     Args:
-        model: as in ``nnx.stop_gradient``.
-        *args: as in ``flax_sg.linen.{make.__name__}``, the filter first.
-        kind: as in ``nnx.stop_gradient``.
-        **how: as in ``flax_sg.linen.{make.__name__}``, without ``collections=``.
+        model: as in ``stop_gradient``.
+        where: the Variables whose gradients are scaled.
+        factor: a number, traced or not.
+        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
 
     Returns:
-        As ``nnx.stop_gradient``.
-
-    Note:
-        The cotangents of all reads of a Variable in the block are summed before the
-        rule. A transform that is given the model hands new Variables to its body: there
-        they are summed for each call of the body.
+        As ``stop_gradient``.
     """
-    return of_model
+    return _of(cotangent_blocks.scale_gradient, model, where, factor, **how)
 
 
-map_cotangent = _of_cotangents(cotangent_blocks.map_cotangent)
-scale_gradient = _of_cotangents(cotangent_blocks.scale_gradient)
-reverse_gradient = _of_cotangents(cotangent_blocks.reverse_gradient)
-clip_gradient = _of_cotangents(cotangent_blocks.clip_gradient)
-print_cotangent = _of_cotangents(cotangent_blocks.print_cotangent)
-replace_cotangent = _of_cotangents(cotangent_blocks.replace_cotangent)
+def reverse_gradient(model: M, where: Where, *factor: Any, **how: Any) -> M:
+    """Returns a view whose gradients have the opposite sign.
+
+    >>> import jax.numpy as jnp
+    >>> from flax_sg import nnx
+    >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    >>> def loss(model):
+    ...     return jnp.sum(nnx.reverse_gradient(model, 'bias')(x))
+    >>> nnx.grad(loss)(model)['bias'][...].tolist()
+    [-4.0]
+
+    Args:
+        model: as in ``stop_gradient``.
+        where: the Variables whose gradients are reversed.
+        *factor: a positive number that multiplies them too, as in
+            ``flax_sg.linen.reverse_gradient``.
+        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
+
+    Returns:
+        As ``stop_gradient``.
+    """
+    return _of(cotangent_blocks.reverse_gradient, model, where, *factor, **how)
+
+
+def clip_gradient(model: M, where: Where, **how: Any) -> M:
+    """Returns a view whose gradients are clipped.
+
+    >>> import jax.numpy as jnp
+    >>> from flax_sg import nnx
+    >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    >>> def loss(model):
+    ...     return jnp.sum(nnx.clip_gradient(model, True, value=3.0)(x))
+    >>> nnx.grad(loss)(model)['bias'][...].tolist()
+    [3.0]
+
+    Args:
+        model: as in ``stop_gradient``.
+        where: the Variables whose gradients are clipped.
+        **how: ``norm=`` of each Variable, ``global_norm=`` of all together, or
+            ``value=`` of each number, as in ``flax_sg.linen.clip_gradient``. ``kind=``
+            and ``unused=``, as in ``stop_gradient``.
+
+    Returns:
+        As ``stop_gradient``.
+    """
+    return _of(cotangent_blocks.clip_gradient, model, where, **how)
+
+
+def replace_cotangent(model: M, where: Where, value: Any, **how: Any) -> M:
+    """Returns a view whose gradients are a given value.
+
+    >>> import jax.numpy as jnp
+    >>> from flax_sg import nnx
+    >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    >>> def loss(model):
+    ...     return jnp.sum(nnx.replace_cotangent(model, 'bias', 7.0)(x))
+    >>> nnx.grad(loss)(model)['bias'][...].tolist()
+    [7.0]
+
+    Args:
+        model: as in ``stop_gradient``.
+        where: the Variables whose gradients are replaced.
+        value: the gradient: a number, or an array of the Variable's shape and dtype.
+        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
+
+    Returns:
+        As ``stop_gradient``.
+    """
+    return _of(cotangent_blocks.replace_cotangent, model, where, value, **how)
+
+
+def print_cotangent(model: M, where: Where, **how: Any) -> M:
+    """Returns a view that prints gradients in each backward pass.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import nnx
+    >>> model, x = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), jnp.ones((4, 2))
+    >>> def loss(model):
+    ...     return jnp.sum(nnx.print_cotangent(model, 'bias')(x))
+    >>> grads = nnx.grad(loss)(model)
+    cotangent of bias: [4.]
+
+    Args:
+        model: as in ``stop_gradient``.
+        where: the Variables whose gradients are printed.
+        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
+
+    Returns:
+        As ``stop_gradient``.
+    """
+    return _of(cotangent_blocks.print_cotangent, model, where, **how)
+
+
+def _of(make: Any, model: M, *args: Any, kind: Any = nnx.Param, **how: Any) -> M:
+    return view(model, make(*args, **how), kind)

@@ -9,11 +9,9 @@ import os
 import sys
 import sysconfig
 import types
-from typing import Any
 
 import flax
 import jax
-from jax import flatten_util
 
 _OURS, _FLAX, _JAX = (
     os.path.dirname(os.path.abspath(file)) + os.sep
@@ -73,34 +71,3 @@ def file_name(file: str) -> str:
     shell = ipython and ipython.get_ipython()
     cell = shell and shell.compile.format_code_name(file)
     return cell[1] if cell else os.path.basename(file)
-
-
-def in_derivative_of_its_own() -> bool:
-    """Whether JAX takes apart what a function with a derivative of its own is given.
-
-    To be called by a function that flattens a pytree node: ``jax.custom_vjp`` and
-    ``jax.custom_jvp`` flatten their arguments by a function of ``jax.tree_util``.
-    """
-    callers: list[Any] = [sys._getframe(3), sys._getframe(4)]
-    return any(frame.f_globals is _CUSTOM for frame in callers)
-
-
-def in_reader_of_leaves() -> bool:
-    """Whether a program reads what it takes apart, as ``optax.tree.norm`` does.
-
-    To be called as ``in_derivative_of_its_own``. Transforms of JAX and Flax take apart
-    what they hand to their body, and the body reads it.
-    """
-    found: Any = sys._getframe(3)
-    if not any(found.f_globals is tree for tree in _TREES):
-        return False
-    while any(found.f_globals is tree for tree in _TREES):
-        found = found.f_back
-    return not found.f_code.co_filename.startswith((_FLAX, _JAX))
-
-
-_CUSTOM = jax.custom_vjp.defvjp.__globals__
-_TREES: list[Any] = [
-    fn.__globals__
-    for fn in (jax.tree.leaves, jax.tree_util.tree_leaves, flatten_util.ravel_pytree)
-]

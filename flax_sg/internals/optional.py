@@ -28,10 +28,10 @@ def optional(module: str, who: str, package: str) -> ModuleType:
         ) from error
 
 
-def is_of_nnx(cls: type, name: str) -> bool:
-    """Whether a class is one of ``flax.nnx``, or a subclass of it.
+def is_of_nnx(cls: type, *names: str) -> bool:
+    """Whether a class is one of these classes of ``flax.nnx``, or a subclass of one.
 
     ``flax.nnx`` is not imported: models of linen would wait for it.
     """
     nnx = sys.modules.get('flax.nnx')
-    return issubclass(cls, getattr(nnx, name, ()))
+    return issubclass(cls, tuple(getattr(nnx, name, ()) for name in names))

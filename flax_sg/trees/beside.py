@@ -17,6 +17,7 @@ from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.hints import nearest
 from flax_sg.filters.paths import name_of
 from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, leaves_of
+from flax_sg.trees.tied import each_once
 
 
 def beside(
@@ -43,6 +44,7 @@ def beside(
         StructureError: if it has something else, or anything where the parameters have
             no leaf.
     """
+    tree, _ = each_once(tree)
     try:
         rows = [*enumerate(leaves.treedef.flatten_up_to(tree))]
     except (ValueError, TypeError):

@@ -27,6 +27,7 @@ from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
 from flax_sg.trees.nondifferentiable import NonDifferentiable
+from flax_sg.trees.tied import each_once
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -79,7 +80,7 @@ class Leaves:
     Attributes:
         values: the leaves; ``ABSENT`` and ``NonDifferentiable`` count as leaves.
         treedef: what puts such a list of leaves together again.
-        tree: the tree.
+        tree: the tree. Tied Variables of NNX stand in it once.
         outer: the names that all paths begin with.
     """
 
@@ -87,8 +88,8 @@ class Leaves:
     treedef: Any
 
     def __init__(self, tree: Any, outer: tuple[str, ...] = ()) -> None:
-        self.values, self.treedef = jax.tree.flatten(tree, is_leaf=is_whole)
-        self.tree = tree
+        self.tree, self._tie = each_once(tree)
+        self.values, self.treedef = jax.tree.flatten(self.tree, is_leaf=is_whole)
         self.outer = outer
 
     # Most trees are put together again without being asked for their paths.
@@ -107,7 +108,7 @@ class Leaves:
 
     def restore(self, values: Iterable[Any]) -> Any:
         """The tree with other leaves."""
-        return jax.tree_util.tree_unflatten(self.treedef, list(values))
+        return self._tie(jax.tree_util.tree_unflatten(self.treedef, list(values)))
 
     def __iter__(self) -> Iterator[tuple[Path, Any]]:
         return zip(self.paths, self.values, strict=True)

@@ -1,99 +1,64 @@
-"""NNX models: blocks and filters that cannot be, and fixes; see test_errors."""
+"""NNX models: views and filters that cannot be, linen forms; see test_errors."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-import by_hand
 import flax_sg as sg
+from flax_sg import linen as nn
 from flax_sg import nnx
-from tasks import read_while_another_waits
 
 
-class Hijax(nnx.Module):
-    def __init__(self) -> None:
-        self.w = by_hand.hijax_param()
-
-
-class Stack(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones((2, 3)))
-
-    def __call__(self) -> Any:
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def run(layer: Any, x: Any) -> Any:
-            return x * layer.w
-
-        return run(self, jnp.ones(3))
+def hijax() -> Any:
+    """A model with a Variable of JAX's own new kind of mutable values."""
+    names = inspect.signature(nnx.Variable.__init__).parameters
+    options: Any = {'hijax' if 'hijax' in names else 'is_hijax': True}
+    return nnx.Dict(w=nnx.Param(jnp.ones(2), **options))
 
 
 model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-stack = Stack()
+x = jnp.ones((1, 2))
 # In a wrong place.
 STATE: Any = nnx.state(model)
 NAME: Any = 'ema'
 
 
-def opened(block: Any) -> None:
-    with block:
-        pass
+def loss(model: Any) -> Any:
+    return model(x).sum()
 
 
-def writes() -> None:
-    with nnx.read_only(norm, 'mean'):
-        norm(jnp.ones((4, 2)))
+def in_a_block_of_linen(where: Any) -> Any:
+    with nn.stop_gradient(where):
+        return nnx.grad(loss)(model)
 
 
-def rows_in_a_scan() -> None:
-    with nnx.stop_gradient(stack, sg.at('w', np.s_[:1])):
-        stack()
+class Decorated(nnx.Linear):
+    @nn.stop_gradient(True)
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x)
 
 
-@jax.custom_vjp
-def doubled(linear: Any) -> Any:
-    return linear(jnp.ones((1, 2))).sum() * 2
-
-
-doubled.defvjp(lambda linear: (doubled(linear), linear), lambda linear, ct: (linear,))
-
-
-@jax.custom_vjp
-def doubled_array(kernel: Any) -> Any:
-    return kernel.sum() * 2
-
-
-doubled_array.defvjp(lambda w: (w.sum() * 2, w), lambda w, ct: (2 * ct * w,))
-
-
-def own_derivative(fn: Any = doubled) -> None:
-    with nnx.scale_gradient(model, 'kernel', 0.5):
-        jax.grad(lambda model: fn(model))(model)
-
-
-def close_first() -> None:
-    first, second = nnx.stop_gradient(model, 'bias'), nnx.stop_gradient(model, 'kernel')
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-
-
-def awaited() -> None:
-    block = nnx.stop_gradient(model, 'kernel')
-    read_while_another_waits(block, lambda: model(jnp.ones((1, 2))))
+def through_a_view() -> None:
+    grads = nnx.grad(lambda model: loss(nnx.stop_gradient(model, True)))(model)
+    assert not grads['kernel'][...].any()
 
 
 def stopped_state() -> None:
     assert sg.stop_gradient(nnx.state(model, nnx.Param), 'kernel')
 
 
+WRITE = (
+    'Write nnx.stop_gradient(model, where), from flax_sg import nnx, and call what it '
+    'returns.'
+)
+
+
 CASES: dict[str, Any] = {
     'a pattern that no Variable of a model has': (
-        lambda: opened(nnx.stop_gradient(model, 'kernle')),
+        lambda: nnx.stop_gradient(model, 'kernle'),
         "UnusedFilterError: nnx.stop_gradient: Glob('kernle') matches none of the 2 "
         'variables.\n'
         "Nearest: 'kernel', 'bias'.\n"
@@ -101,7 +66,7 @@ CASES: dict[str, Any] = {
         "If nothing has to match, pass unused='ignore'.",
     ),
     'a state in place of a model': (
-        lambda: opened(nnx.stop_gradient(STATE, 'kernel')),
+        lambda: nnx.stop_gradient(STATE, 'kernel'),
         'ArgumentTypeError: a State is no NNX module.\n'
         'Write nnx.stop_gradient(model, where).',
         'nnx.stop_gradient(model, where)',
@@ -109,75 +74,23 @@ CASES: dict[str, Any] = {
     'the filter first': (
         lambda: nnx.where(NAME, model),
         "ArgumentTypeError: 'ema' (str) is no NNX module.\n"
-        "Write nnx.where(model, 'head/**').",
+        'Write nnx.where(model, where).',
+        'nnx.where(model, where)',
     ),
     'a hijax Variable': (
-        lambda: opened(nnx.stop_gradient(Hijax(), 'w')),
-        "ArgumentTypeError: 'w' is a hijax Variable, which has no type of its own.\n"
-        'Make it without hijax=True, or stop what you read: '
-        'jax.lax.stop_gradient(variable[...]).',
-        lambda: jax.lax.stop_gradient(Hijax().w[...]),
-    ),
-    'rules together': (
-        lambda: nnx.clip_gradient(model, True, global_norm=1.0),
-        'ArgumentTypeError: nnx.clip_gradient: a block on an NNX model sees each '
-        'Variable for itself, and this rule takes them together.\n'
-        'Apply it to the state: sg.rewrite(nnx.state(model, nnx.Param), '
-        'nn.clip_gradient(where, global_norm=1.0)).',
-        lambda: sg.rewrite(
-            nnx.state(model, nnx.Param),
-            sg.linen.clip_gradient('kernel', global_norm=1.0),
-        ),
+        lambda: nnx.stop_gradient(hijax(), 'w'),
+        "ArgumentTypeError: 'w' is a mutable array of JAX, which nnx.grad does not "
+        'differentiate.\n'
+        'Make the Variable without hijax=True and ref=True.',
     ),
     'a collection of linen': (
-        lambda: nnx.stop_gradient(model, 'kernel', collections='params'),
+        lambda: nnx.stop_gradient(model, 'kernel', collections='batch_stats'),
         'TypeError: nnx.stop_gradient: collections= is for linen; see kind=',
     ),
     'a name in place of values': (
         lambda: nnx.substitute(model, NAME),
-        "ArgumentTypeError: 'ema' (str) is no model, state, tree or function.\n"
-        'Write nnx.substitute(model, target_model).',
-    ),
-    'a write to a Variable': (
-        writes,
-        "BlockError: The Variable 'mean' is written, which is read only under "
-        "read_only(Glob('mean'), collections=True).\n"
-        'Fix: leave the block for the write, or leave the Variable out.',
-    ),
-    'rows of stacked layers': (
-        rows_in_a_scan,
-        "PartError: stop_gradient(Glob('w') & Index(np.s_[:1])) means a part of 'w', "
-        'which has another shape here: a transform has taken it apart.\n'
-        'Select all of it, or open the block in the body of the transform.',
-    ),
-    'a derivative of its own': (
-        own_derivative,
-        "BlockError: scale_gradient(Glob('kernel'), 0.5) selects the Variable "
-        "'kernel', and a function with a derivative of its own (jax.custom_vjp) takes "
-        'its model apart.\n'
-        'Give the function what it reads: fn(model.kernel[...]).',
-        lambda: own_derivative(lambda model: doubled_array(model.kernel[...])),
-    ),
-    'blocks on a model in the wrong order': (
-        close_first,
-        "BlockError: the block Linear: stop_gradient(Glob('bias')) cannot be closed: "
-        "Linear: stop_gradient(Glob('kernel')) is still open in this thread.\n"
-        'Blocks close in the thread that opened them, the last one first: use a with '
-        'statement around the code that it is for.',
-    ),
-    'a read in another task than the block of a model': (
-        awaited,
-        "BlockError: the block of Linear: stop_gradient(Glob('kernel')), opened at "
-        'tasks.py:LINE, belongs to another asyncio task, which was suspended '
-        'inside it.\n'
-        'Leave the block before await.',
-    ),
-    'a block on a model without effect': (
-        lambda: opened(nnx.stop_gradient(nnx.Linear(1, 2, rngs=nnx.Rngs(0)), 'bias')),
-        "NothingStoppedWarning: Linear: stop_gradient(Glob('bias')) has no effect: "
-        'none of its 1 Variables was read in the block.\n'
-        'Open it around the code that reads the model itself: nnx.cached_partial and '
-        'nnx.split before it have made a copy.',
+        "ArgumentTypeError: 'ema' (str) is no model or tree.\n"
+        'Write nnx.substitute(model, target).',
     ),
     'a filter of another model': (
         lambda: nnx.state([model], nnx.where(model, 'kernel')),
@@ -190,9 +103,43 @@ CASES: dict[str, Any] = {
         lambda: sg.stop_gradient(model, 'kernel'),
         'ArgumentTypeError: sg.stop_gradient(tree, where) would copy a Linear: what '
         'the copy writes, such as batch statistics, is lost.\n'
-        'Open a block of flax_sg.nnx: with nnx.stop_gradient(model, where). Or give '
-        'the state: nnx.state(model, nnx.Param).',
+        'Write nnx.stop_gradient(model, where), from flax_sg import nnx. Or give the '
+        'state: nnx.state(model, nnx.Param).',
         stopped_state,
+    ),
+    'a block of linen around a model of NNX': (
+        lambda: in_a_block_of_linen(True),
+        'NothingStoppedWarning: The block of stop_gradient(Constant(True)), opened at '
+        'graph_errors.py:LINE, met no variable of linen. Linear is a model of NNX, '
+        f'which it does not see.\n{WRITE}',
+        through_a_view,
+    ),
+    'a block of linen around a method of NNX': (
+        lambda: Decorated(2, 3, rngs=nnx.Rngs(0))(x),
+        'NothingStoppedWarning: The block of stop_gradient(Constant(True)), opened at '
+        'graph_errors.py:LINE, met no variable of linen. Decorated is a model of NNX, '
+        f'which it does not see.\n{WRITE}',
+    ),
+    'a wrapper of linen around a model of NNX': (
+        lambda: nn.Frozen(model),
+        'ArgumentTypeError: nn.Frozen wraps a Module instance, and was given a '
+        'Linear.\n'
+        f'For a model of NNX w{WRITE[1:]}',
+    ),
+    'a rule of linen on a model of NNX': (
+        lambda: nn.stop_gradient(model, 'kernel'),
+        'ArgumentTypeError: nn.stop_gradient decorates a function, a method, a Module '
+        'class or a module, and was given a Linear.\n'
+        f'For a model of NNX w{WRITE[1:]}',
+    ),
+    'a model of NNX in place of a filter': (
+        lambda: nn.stop_gradient(model),
+        'FilterTypeError: a Linear is no filter.\n'
+        'A filter is a glob, a compiled regular expression, a function of the path, a '
+        'bool, a tree of bools, or a list of these.\n'
+        'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
+        'nn.Frozen(module, where); for a model of NNX (from flax_sg import nnx), '
+        'nnx.stop_gradient(model, where); for an array, jax.lax.stop_gradient(x).',
     ),
 }
 where = 'kernel'

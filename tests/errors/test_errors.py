@@ -528,7 +528,7 @@ ELSEWHERE = {
         '.1 or newer: Variables of this one have no get_value.\\nUpdat'
         "e it: pip install 'flax>=0.12.1'. flax_sg.linen works with t"
         'his one.")',
-    ): 'in another process, see tests/nnx/test_names.py',
+    ): 'in another process, see test_versions.py',
     ('engine/opening.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/expressions.py',

@@ -364,7 +364,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         'A filter is a glob, a compiled regular expression, a function of the path, a '
         'bool, a tree of bools, or a list of these.\n'
         'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
-        'nn.Frozen(module, where); for an array, jax.lax.stop_gradient(x).',
+        'nn.Frozen(module, where); for a model of NNX (from flax_sg import nnx), '
+        'nnx.stop_gradient(model, where); for an array, jax.lax.stop_gradient(x).',
     ),
     'fields in a list': (
         lambda: sg.trainable(LIST),

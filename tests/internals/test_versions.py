@@ -229,6 +229,28 @@ def test_the_import_brings_nothing_slow():
     assert new - set(sys.stdlib_module_names) <= {'flax_sg', 'flax', 'jax'}
 
 
+def test_linen_imports_no_nnx_and_an_old_nnx_says_which_flax_is_needed():
+    program = """
+import sys, flax_sg
+from flax_sg import linen
+flax_sg.mask({'a': 1.0}, trained='a')
+assert 'flax.nnx' not in sys.modules
+from flax import nnx
+del nnx.Variable.get_value
+linen.Dense, flax_sg.grad
+try:
+    from flax_sg import nnx
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+    out = subprocess.check_output([sys.executable, '-c', program], text=True)
+    assert out == (
+        'UnsupportedVersionError flax_sg.nnx needs flax 0.12.1 or newer: Variables of '
+        'this one have no get_value.\n'
+        "Update it: pip install 'flax>=0.12.1'. flax_sg.linen works with this one.\n"
+    )
+
+
 # Nothing private is used that is not checked.
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen, nnx
+from flax import linen
 
 import flax_sg as sg
 import oracle
 from flax_sg import linen as nn
+from flax_sg import nnx
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
@@ -51,13 +52,17 @@ def loss_of(model: Any) -> jax.Array:
     return jnp.mean((model(X) - 1.0) ** 2)
 
 
-def nnx_grads(model: Any, stop: Any = (), where: Any = None) -> Any:
+def nnx_grads(
+    model: Any, stop: Any = (), where: Any = None, viewed: Any = False
+) -> Any:
     """Value, gradients and state after the call, as plain dicts.
 
     Args:
         model: an NNX module.
         stop: by hand: the names in ``'net'`` whose parameters are stopped.
         where: the filter of a block around the loss.
+        viewed: the filter of a view of the NNX model. ``ToNNX`` assigns batch
+            statistics, so the view has them.
     """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -68,6 +73,7 @@ def nnx_grads(model: Any, stop: Any = (), where: Any = None) -> Any:
         nnx.replace_by_pure_dict(params, tree)
         model = nnx.merge(graph, params, rest)
         with nn.stop_gradient(where or False):
+            model = nnx.stop_gradient(model, viewed) if viewed else model
             value = loss_of(model)
         return value, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
@@ -76,17 +82,19 @@ def nnx_grads(model: Any, stop: Any = (), where: Any = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ('net', 'where', 'stop'),
+    ('net', 'how', 'stop'),
     [
-        (Net(), '**/kernel', ('body/kernel', 'head/kernel')),
-        (Inside(), None, 'body/'),
-        (nn.Frozen(Net(), 'body/**'), None, 'body/'),
+        (Net(), {'where': '**/kernel'}, ('body/kernel', 'head/kernel')),
+        (Inside(), {}, 'body/'),
+        (nn.Frozen(Net(), 'body/**'), {}, 'body/'),
+        (Net(), {'viewed': 'net/body/**'}, 'body/'),
+        (nn.Frozen(Net(), 'body/*'), {'viewed': 'net/head/*'}, ('body/', 'head/')),
     ],
-    ids=['around', 'inside', 'Frozen'],
+    ids=['around', 'inside', 'Frozen', 'view', 'both'],
 )
-def test_linen_in_nnx(net, where, stop):
+def test_linen_in_nnx(net, how, stop):
     expected = nnx_grads(InNNX(Net()), stop)
-    oracle.assert_same(nnx_grads(InNNX(net), where=where), expected)
+    oracle.assert_same(nnx_grads(InNNX(net), **how), expected)
     # Layers below the stop are trained, and batch statistics are updated.
     _, stats, grads = expected
     assert all(leaf.any() for leaf in jax.tree.leaves(grads['lower']))
@@ -110,6 +118,23 @@ def test_paths_begin_at_each_linen_module():
     for module in ('one', 'two'):
         zero = {name: oracle.is_zero(leaf) for name, leaf in grads[module].items()}
         assert zero == {'bias': False, 'kernel': True}
+
+
+def test_a_block_around_a_compiled_program_is_silent():
+    """It reads nothing when it runs again: the model has linen in it."""
+    model, step = InNNX(Net()), nnx.jit(nnx.grad(loss_of))
+    for _ in range(2):
+        with nn.stop_gradient(True):
+            step(model)
+
+
+def test_a_block_around_a_compiled_program_of_linen_is_silent_beside_nnx():
+    net, beside = Net(), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    variables = net.init(jax.random.key(0), X)
+    step = jax.jit(lambda v: net.apply(v, beside(X), mutable=['batch_stats'])[0])
+    for _ in range(2):
+        with nn.stop_gradient(True):
+            step(variables)
 
 
 def test_variables_of_nnx_are_out_of_reach_and_that_raises():

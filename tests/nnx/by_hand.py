@@ -3,15 +3,13 @@
 This file does not import flax_sg.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from oracle import names_of
+from oracle import by_path, names_of
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
@@ -38,32 +36,44 @@ class Net(nnx.Module):
         self.head = nnx.Linear(4, 2, rngs=rngs)
 
     def features(self, x):
-        for layer in self.body:
-            x = layer(x)
-        return x
+        return self.body[1](self.body[0](x))
 
     def __call__(self, x):
         return self.head(self.drop(self.norm(self.features(x))))
+
+
+@nnx.split_rngs(splits=3)
+@nnx.vmap(in_axes=0, out_axes=0)
+def stacked(rngs: nnx.Rngs) -> Layer:
+    return Layer(rngs)
+
+
+@nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+def through(layer: Layer, x: jax.Array) -> jax.Array:
+    return layer(x)
 
 
 def loss_of(model: Any, x: Any = X) -> Any:
     return jnp.mean((model(x) - 1.0) ** 2)
 
 
-def is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+def total(model: Any, x: Any = X) -> Any:
+    return model.features(x).sum()
 
 
-def stopped(model: Any, selects: str | Callable[[str], bool] = '') -> Any:
+def stopped(model: Any, where: Any = 'body/**') -> Any:
     """A copy of a model with stopped parameters; other Variables are the model's own.
 
     So batch statistics and random streams of the model go on.
 
     Args:
         model: an NNX model.
-        selects: what the paths of these parameters begin with, or a function of a path.
+        where: what the paths of these parameters begin with, before the asterisks, or a
+            function of a path.
     """
-    chosen = selects if callable(selects) else lambda path: path.startswith(selects)
+    chosen = (
+        where if callable(where) else lambda path: path.startswith(where.strip('*'))
+    )
 
     def stop(keys: Any, variable: Any) -> Any:
         if not (isinstance(variable, nnx.Param) and chosen(names_of(keys))):
@@ -71,34 +81,21 @@ def stopped(model: Any, selects: str | Callable[[str], bool] = '') -> Any:
         value = jax.tree.map(jax.lax.stop_gradient, variable.get_raw_value())
         return type(variable)(value)
 
-    return jax.tree_util.tree_map_with_path(stop, model, is_leaf=is_variable)
+    return jax.tree_util.tree_map_with_path(
+        stop, model, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
 
 
 def pure(state: Any) -> Any:
     """A state, or the whole state of a model, as nested dicts of arrays."""
-    if not isinstance(state, nnx.State):
-        state = nnx.state(state)
-    return jax.tree.map(
-        lambda leaf: (
-            jax.random.key_data(leaf)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        ),
-        nnx.to_pure_dict(state),
+    state = nnx.to_pure_dict(
+        state if isinstance(state, nnx.State) else nnx.state(state)
     )
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
 
 
-def hijax_param() -> Any:
-    """A Param of JAX's own new kind of mutable values."""
-    names = inspect.signature(nnx.Variable.__init__).parameters
-    options: Any = {'hijax' if 'hijax' in names else 'is_hijax': True}
-    return nnx.Param(jnp.ones(2), **options)
-
-
-def is_plain(model: Any) -> bool:
-    """Whether all Variables have types of Flax, and nothing else in their metadata."""
-    return all(
-        type(node).__module__.startswith('flax.') and not node.has_metadata('flax_sg')
-        for _, node in nnx.iter_graph(model)
-        if is_variable(node)
-    )
+def zeros(loss: Any, model: Any) -> list[str]:
+    """The parameters of a model whose gradient is zero."""
+    grads = by_path(pure(nnx.grad(loss)(model)))
+    return [name for name, leaf in grads.items() if not leaf.any()]

@@ -1,14 +1,15 @@
-"""The other rules as blocks on NNX models, against programs by hand."""
+"""The other rules as views of NNX models, against programs by hand."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-import by_hand
+import flax_sg as sg
 import oracle
-from by_hand import Net, X, loss_of, pure
+from by_hand import pure
 from flax_sg import errors, nnx
 
 
@@ -30,224 +31,136 @@ def apply(model: Any) -> Any:
     return model(ONES)
 
 
-def grad_of_w(block: Any, model: Any, loss: Any = apply) -> Any:
-    with block:
-        return pure(nnx.grad(loss)(model))['w'].tolist()
+def grad_of_w(loss: Any) -> Any:
+    return pure(nnx.grad(loss)(Scale()))['w'].tolist()
 
 
-def test_rules_for_cotangents():
-    """The cotangent of ``w`` is the sum over all three reads."""
-    model = Scale()
-    for block, expected in [
-        (nnx.scale_gradient(model, 'w', 0.5), [2.5, 4.5, 6.5]),
-        (nnx.reverse_gradient(model, 'w'), [-5.0, -9.0, -13.0]),
-        (nnx.clip_gradient(model, 'w', value=8.0), [5.0, 8.0, 8.0]),
-        (nnx.replace_cotangent(model, 'w', 7.0), [7.0, 7.0, 7.0]),
-        (nnx.map_cotangent(model, 'w', lambda path, ct: ct**2), [25.0, 81.0, 169.0]),
-        (nnx.map_cotangent(model, '*', lambda path, ct: ct * len(path)), [5, 9, 13]),
-    ]:
-        value, grads = nnx.value_and_grad(apply)(model)
-        oracle.assert_same(pure(grads)['w'], PLAIN)
-        with block:
-            inside = nnx.value_and_grad(apply)(model)[0]
-        oracle.assert_same(inside, value)
-        for fn in apply, nnx.jit(apply), nnx.remat(apply):
-            assert grad_of_w(block, model, fn) == expected
-    assert by_hand.is_plain(model)
+NORM = (5.0**2 + 9.0**2 + 13.0**2) ** 0.5
+BOTH = (5.0**2 + 9.0**2 + 13.0**2 + 3 * 4.0**2) ** 0.5
+RULES: list[tuple[Any, list[float]]] = [
+    # A rule gets the whole array, so parts of it can be meant.
+    (lambda m: nnx.stop_gradient(m, sg.at('w', 1)), [5.0, 0.0, 13.0]),
+    (lambda m: nnx.scale_gradient(m, 'w', 0.5), [2.5, 4.5, 6.5]),
+    (lambda m: nnx.reverse_gradient(m, 'w'), [-5.0, -9.0, -13.0]),
+    (lambda m: nnx.reverse_gradient(m, 'w', 2.0), [-10.0, -18.0, -26.0]),
+    (lambda m: nnx.clip_gradient(m, 'w', value=8.0), [5.0, 8.0, 8.0]),
+    (lambda m: nnx.replace_cotangent(m, 'w', 7.0), [7.0, 7.0, 7.0]),
+    (lambda m: nnx.map_cotangent(m, 'w', lambda _, ct: ct**2), [25.0, 81.0, 169.0]),
+    (lambda m: nnx.map_cotangent(m, '*', lambda p, ct: ct * len(p)), [5.0, 9.0, 13.0]),
+    (lambda m: nnx.map_cotangent(m, 'w', lambda _, ct, k: ct * k, 2.0), [10.0, 18, 26]),
+    (lambda m: nnx.clip_gradient(m, 'w', norm=NORM / 2), [2.5, 4.5, 6.5]),
+    # A view has all Variables, so they have a norm together.
+    (lambda m: nnx.clip_gradient(m, True, global_norm=BOTH / 2), [2.5, 4.5, 6.5]),
+]
+EXACT = len(RULES) - 2
 
 
-def test_norms():
-    model = Scale()
-    norm = (5.0**2 + 9.0**2 + 13.0**2) ** 0.5
-    with nnx.clip_gradient(model, 'w', norm=1.0):
-        grads = pure(nnx.grad(apply)(model))['w']
-    assert jnp.allclose(grads * norm, PLAIN)
-    with pytest.raises(errors.ArgumentTypeError, match='takes them together'):
-        nnx.clip_gradient(model, 'w', global_norm=1.0)
+@pytest.mark.every_case
+@pytest.mark.parametrize('number', range(len(RULES)))
+def test_rules_for_gradients(number):
+    """The gradient of ``w`` is the sum over all three reads."""
+    view, expected = RULES[number]
+    oracle.assert_same(apply(view(Scale())), apply(Scale()))
+    for fn in apply, nnx.jit(apply), nnx.remat(apply):
+        found = grad_of_w(lambda model, fn=fn: fn(view(model)))
+        assert found == (expected if number < EXACT else pytest.approx(expected))
 
 
-def test_a_printed_cotangent(capfd):
-    model = Scale()
-    with nnx.print_cotangent(model, 'w'):
-        nnx.grad(apply)(model)
-    jax.effects_barrier()
-    assert 'cotangent of w: [ 5.  9. 13.]' in capfd.readouterr().out
-
-
-def test_a_rule_is_applied_once_for_all_lines_of_a_block():
+def test_a_rule_acts_once_for_all_reads_through_a_view():
     """Reads in a closure, a loop and beside are summed before the rule."""
 
     def loss(model):
-        with nnx.map_cotangent(model, 'w', lambda path, ct: ct**2):
-            first = jnp.sum(model.w * ONES)
-            inner = jax.jit(lambda x: jnp.sum(model.w * x))(ONES)
-            with nnx.scale_gradient(model, 'w', 2.0):
-                scaled = jnp.sum(model.w * ONES)
-            looped, _ = jax.lax.scan(
-                lambda x, _: (x + jnp.sum(model.w * ONES), None), 0.0, None, length=3
-            )
-        return first + inner + scaled + looped + jnp.sum(model.w[...])
+        view = nnx.map_cotangent(model, 'w', lambda path, ct: ct**2)
+        scaled = nnx.scale_gradient(view, 'w', 2.0)
+        inner = jax.jit(lambda x: jnp.sum(view.w * x))(ONES)
+        looped = jax.lax.fori_loop(0, 3, lambda _, x: x + jnp.sum(view.w[...]), 0.0)
+        once = jnp.sum(view.w[...]) + jnp.sum(scaled.w[...]) + jnp.sum(model.w[...])
+        return once + inner + looped
 
-    # 1 + 1 + 2 + 3, squared, and 1 outside of the block.
-    assert pure(nnx.grad(loss)(Scale()))['w'].tolist() == [50.0] * 3
+    # 1 + 1 + 2 + 3, squared, and 1 beside the view.
+    assert grad_of_w(loss) == [50.0] * 3
 
 
-def test_rules_meet_as_those_of_linen():
-    model = Scale()
-    twice = nnx.scale_gradient(model, 'w', 2.0)
-    with twice, twice:
-        assert pure(nnx.grad(apply)(model))['w'].tolist() == [20.0, 36.0, 52.0]
-    with nnx.map_cotangent(model, 'w', lambda path, ct: ct**2), twice:
-        assert pure(nnx.grad(apply)(model))['w'].tolist() == [100.0, 324.0, 676.0]
-    with nnx.stop_gradient(model, 'w'), twice:
-        assert pure(nnx.grad(apply)(model))['w'].tolist() == [0.0] * 3
+TWICE = functools.partial(nnx.scale_gradient, where='w', factor=2.0)
+SQUARE = functools.partial(nnx.map_cotangent, where='w', fn=lambda path, ct: ct**2)
+STOP = functools.partial(nnx.stop_gradient, where='w')
 
 
-def test_forward_mode():
-    graph, state = nnx.split(Scale())
+@pytest.mark.parametrize(
+    ('outer', 'inner', 'expected'),
+    [
+        (TWICE, TWICE, [20.0, 36.0, 52.0]),
+        (SQUARE, TWICE, [100.0, 324.0, 676.0]),
+        (TWICE, SQUARE, [50.0, 162.0, 338.0]),
+        (STOP, TWICE, [0.0] * 3),
+        (TWICE, STOP, [0.0] * 3),
+    ],
+)
+def test_rules_meet_as_those_of_linen(outer, inner, expected):
+    assert grad_of_w(lambda model: apply(inner(outer(model)))) == expected
 
-    def value(state):
-        model = nnx.merge(graph, state)
-        with nnx.scale_gradient(model, 'w', 3.0):
-            return apply(model)
 
-    tangent = jax.tree.map(jnp.zeros_like, state)
-    tangent['w'] = nnx.Param(ONES)
-    assert float(jax.jvp(value, (state,), (tangent,))[1]) == 3.0 * 27.0
+def test_a_traced_factor_and_forward_mode():
+    def of_vector(w, factor):
+        model = Scale()
+        model.w[...] = w
+        return apply(nnx.scale_gradient(model, 'w', factor))
 
-
-def test_a_traced_factor_around_a_compiled_function():
-    model, compiled = Scale(), nnx.jit(nnx.grad(apply))
-
-    @jax.jit
-    def scaled(factor):
-        graph, state = nnx.split(model)
-
-        def loss(state):
-            inner = nnx.merge(graph, state)
-            with nnx.scale_gradient(inner, 'w', factor):
-                return apply(inner)
-
-        return pure(jax.grad(loss)(state))['w']
-
-    for factor in (1.0, 2.0, 3.0):
-        oracle.assert_same(scaled(factor), factor * PLAIN)
-        with nnx.scale_gradient(model, 'w', factor):
-            oracle.assert_same(pure(compiled(model))['w'], factor * PLAIN)
+    for mode in jax.jacrev, jax.jacfwd:
+        found = jax.jit(mode(of_vector))(jnp.full(3, 2.0), 3.0)
+        oracle.assert_same(found, 3.0 * PLAIN)
 
 
 def test_maml_stops_one_level():
     def inner(model):
-        with nnx.stop_gradient(model, 'v', levels=1):
-            return nnx.grad(apply)(model)
+        return nnx.grad(lambda m: apply(nnx.stop_gradient(m, 'v', levels=1)))(model)
 
     def outer(model):
         return jnp.sum(inner(model)['w'][...] + inner(model)['v'][...])
 
-    grads = pure(nnx.grad(outer)(Scale()))
-    assert grads['v'].tolist() == [4.0] * 3  # Of 1 + 2 w v.
+    assert pure(nnx.grad(outer)(Scale()))['v'].tolist() == [4.0] * 3  # Of 1 + 2 w v.
     assert not pure(inner(Scale()))['v'].any()
 
 
 # Other values
 
+OTHER = nnx.Dict(a=Scale(5.0), b=Scale(3.0))
+VALUES: dict[str, Any] = {
+    'model': OTHER,
+    'state': nnx.state(OTHER),
+    'tree': nnx.to_pure_dict(nnx.state(OTHER)),
+    'mixed': {'a': OTHER.a, 'b': {'w': OTHER.b.w, 'v': OTHER.b.v[...]}},
+    'function': lambda path, x: x + {'a/w': 3.0, 'b/w': 1.0}.get(path, 0.0),
+}
 
-def by_substitution(model: Any, values: Any) -> Any:
-    graph, _ = nnx.split(model)
-    return nnx.merge(graph, nnx.state(values))
 
+@pytest.mark.parametrize('form', VALUES)
+def test_other_values(form):
+    def run(pair):
+        return apply(pair.a) + 2.0 * apply(pair.b)
 
-@pytest.mark.parametrize('form', ['model', 'state', 'tree', 'function'])
-@pytest.mark.parametrize('transform', [lambda fn: fn, nnx.jit, nnx.remat])
-def test_other_values(form, transform):
-    model, other = Scale(), Scale(5.0)
-    values: Any = {
-        'model': other,
-        'state': nnx.state(other),
-        'tree': {'w': other.w[...], 'v': other.v[...]},
-        'function': lambda path, value: value + (3.0 if path == 'w' else 0.0),
-    }[form]
-    plain = apply(model)
-    run = transform(apply)
-    for _ in range(2):
-        with nnx.substitute(model, values):
-            oracle.assert_same(run(model), apply(other))
-        oracle.assert_same(run(model), plain)
-    assert model.w[...].tolist() == [2.0] * 3
-    assert by_hand.is_plain(model)
+    pair = nnx.Dict(a=Scale(), b=Scale())
+    view = nnx.substitute(pair, VALUES[form])
+    for transform in (lambda fn: fn), nnx.jit, nnx.remat:
+        oracle.assert_same(transform(run)(view), transform(run)(OTHER))
+    assert pair.a.w[...].tolist() == [2.0] * 3
 
 
 def test_gradients_flow_to_other_values():
-    model = Scale()
-
     def loss(target, model):
-        with nnx.substitute(model, target, where='w'):
-            return nnx.jit(apply)(model)
+        return nnx.jit(apply)(nnx.substitute(model, target, where='w'))
 
-    of_target, of_model = nnx.grad(loss, argnums=(0, 1))(Scale(5.0), model)
-    assert pure(of_target)['w'].tolist() == [11.0, 21.0, 31.0]
-    assert pure(of_model)['w'].tolist() == [0.0] * 3
-    assert pure(of_model)['v'].tolist() == [25.0] * 3
-    assert not pure(of_target)['v'].any()
-
-
-def test_other_values_are_never_stale():
-    model, run = Scale(), nnx.jit(apply)
-    for value in (1.0, 2.0):
-        with nnx.substitute(model, {'w': jnp.full(3, value)}):
-            oracle.assert_same(run(model), apply(Scale(value)))
-
-    @jax.jit
-    def of(w):
-        with nnx.substitute(model, {'w': w}):
-            return apply(model)
-
-    for value in (1.0, 2.0):
-        oracle.assert_same(of(jnp.full(3, value)), apply(Scale(value)))
-
-
-def test_a_function_may_read_the_model():
-    model = Scale()
-    with nnx.substitute(model, lambda path, value: model.v + value, where='w'):
-        assert model.w[...].tolist() == [3.0, 4.0, 5.0]
+    both = nnx.grad(loss, argnums=(0, 1))(Scale(5.0), Scale())
+    target, model = map(pure, both)
+    assert (target['w'].tolist(), target['v'].any()) == ([11.0, 21.0, 31.0], False)
+    assert (model['w'].any(), model['v'].tolist()) == (False, [25.0] * 3)
 
 
 def test_values_that_do_not_fit():
     model = Scale()
-    short = nnx.substitute(model, {'w': jnp.ones(2)})
-    with pytest.raises(errors.StructureError, match=r"'w'.*\n.*float32\[3\]"), short:
-        apply(model)
+    with pytest.raises(errors.StructureError, match=r"'w'.*\n.*float32\[3\]"):
+        nnx.substitute(model, {'w': jnp.ones(2)})
     with pytest.raises(errors.UnusedFilterError, match="'u'"):
-        nnx.substitute(model, {'u': ONES}).__enter__()
-    some = nnx.substitute(model, {'w': ONES}, where='*')
-    with pytest.raises(errors.StructureError, match='no value'), some:
-        apply(model)
-
-
-def test_a_target_network():
-    model, target = Net(dropout=0.0), Net(1, dropout=0.0)
-
-    def in_block(model):
-        with nnx.substitute(model, target):
-            goal = model.features(X)
-        return jnp.mean((model.features(X) - goal) ** 2)
-
-    def by_copy(model):
-        return jnp.mean((model.features(X) - target.features(X)) ** 2)
-
-    actual = pure(nnx.grad(in_block)(Net(dropout=0.0)))
-    oracle.assert_same(actual, pure(nnx.grad(by_copy)(model)))
-
-
-# Reading alone
-
-
-def test_read_only():
-    model = Net()
-    with nnx.read_only(model, ['norm/mean', 'norm/var']):
-        model.norm(X, use_running_average=True)
-        for write in lambda: model.norm(X), lambda: nnx.jit(loss_of)(model):
-            with pytest.raises(errors.BlockError, match="'norm/mean' is written"):
-                write()
-    model.norm(X)
-    assert model.norm.mean[...].any()
+        nnx.substitute(model, {'u': ONES})
+    with pytest.raises(errors.StructureError, match='no value'):
+        nnx.substitute(model, {'w': ONES}, where='*')

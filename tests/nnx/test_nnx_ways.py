@@ -1,84 +1,53 @@
-"""Blocks around and inside whatever runs an NNX model, against stopped copies.
+"""Views in whatever runs an NNX model, against stopped copies.
 
-Values, gradients, batch statistics and random streams are equal to the last bit.
+Values, gradients, batch statistics, caches and random streams are equal to the last
+bit.
 """
 
-import contextlib
+import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import by_hand
 import oracle
-from by_hand import X, loss_of, pure
+from by_hand import Layer, Net, X, loss_of, pure, stacked, through, total
 from flax_sg import nnx
 
-# Gives the model that some lines read: in a block, as it is, or a stopped copy.
-View = Callable[[Any], Any]
-
-# Each runs a model, and returns what is compared beside the model's state.
-WAYS: dict[str, Callable[[Any, View], Any]] = {}
+# Each runs a model, and returns what is compared beside the model's state. Some lines
+# read ``hold(model)``: a view, or a copy that is stopped by hand. Beside it, the model.
+WAYS: dict[str, tuple[Any, Any]] = {}
 
 
-def way(fn: Callable[[Any, View], Any]) -> Callable[[Any, View], Any]:
-    WAYS[fn.__name__] = fn
-    return fn
+def way(fn: Any) -> None:
+    WAYS[fn.__name__] = Net, fn
 
 
-def viewed(view: View, fn: Callable[..., Any] = loss_of) -> Callable[..., Any]:
-    """A function of a model that reads it through a view."""
+def grad_of(make: Any = Net) -> Any:
+    """A loss of a model, whose gradients are compared in two steps."""
 
-    def of_model(model: Any, *args: Any) -> Any:
-        with view(model) as seen:
-            return fn(seen, *args)
+    def add(loss):
+        def grads(model, hold):
+            step = nnx.jit(nnx.grad(functools.partial(loss, hold=hold)))
+            return [pure(step(model)) for _ in range(2)]
 
-    return of_model
+        WAYS[loss.__name__] = make, grads
+        return loss
+
+    return add
+
+
+def held(hold: Any, fn: Any = loss_of) -> Any:
+    return lambda model, *args: fn(hold(model), *args)
 
 
 def features(model: Any, x: Any = X) -> Any:
     return model.features(x)
-
-
-def total(model: Any, x: Any = X) -> Any:
-    return model.features(x).sum()
-
-
-@way
-def grad(model, view):
-    return pure(nnx.grad(viewed(view))(model))
-
-
-@way
-def value_and_grad(model, view):
-    value, grads = nnx.value_and_grad(viewed(view))(model)
-    return value, pure(grads)
-
-
-@way
-def jit_of_grad(model, view):
-    step = nnx.jit(nnx.grad(viewed(view)))
-    return [pure(step(model)) for _ in range(2)]
-
-
-@way
-def grad_of_jit(model, view):
-    return pure(nnx.grad(nnx.jit(viewed(view)))(model))
-
-
-@way
-def of_some(model, view):
-    some = nnx.Any(nnx.PathContains('head'), nnx.PathContains('kernel'))
-    return pure(nnx.grad(viewed(view), argnums=nnx.DiffState(0, some))(model))
-
-
-@way
-def remat(model, view):
-    return pure(nnx.grad(nnx.remat(viewed(view)))(model))
 
 
 def floats(tree: Any) -> list[Any]:
@@ -86,201 +55,238 @@ def floats(tree: Any) -> list[Any]:
     return [g for g in jax.tree.leaves(tree) if g.dtype != jax.dtypes.float0]
 
 
-@way
-def pytree(model, view):
-    return floats(jax.grad(viewed(view), allow_int=True)(model))
+def grads(fn: Any, model: Any, *args: Any) -> Any:
+    return pure(nnx.grad(fn)(model, *args))
+
+
+# What is done to a view, and to a loss that makes one.
+OF_VIEWS = {
+    'grad': loss_of,
+    'jit_of_a_view': nnx.jit(loss_of),
+    'clone': lambda model: loss_of(nnx.clone(model)),
+    'merge': lambda model: loss_of(nnx.merge(*nnx.split(model))),
+}
+KERNELS = nnx.DiffState(0, nnx.PathContains('kernel'))
+OF_LOSSES = {
+    'grad_of_jit': lambda loss, model: grads(nnx.jit(loss), model),
+    'remat': lambda loss, model: grads(nnx.remat(loss), model),
+    'of_some': lambda loss, model: pure(nnx.grad(loss, argnums=KERNELS)(model)),
+    'pytree': lambda loss, model: floats(
+        jax.jit(jax.value_and_grad(loss, allow_int=True))(model)
+    ),
+    'shapes': lambda loss, model: nnx.eval_shape(loss, model).shape,
+}
+if 'graph' in inspect.signature(nnx.jit).parameters:
+    OF_LOSSES['as_tree'] = lambda loss, model: nnx.jit(loss, graph=False)(model)
+WAYS |= {
+    name: (Net, lambda model, hold, fn=fn: grads(held(hold, fn), model))
+    for name, fn in OF_VIEWS.items()
+}
+WAYS |= {
+    name: (Net, lambda model, hold, fn=fn: fn(held(hold), model))
+    for name, fn in OF_LOSSES.items()
+}
 
 
 @way
-def jitted_pytree(model, view):
-    return jax.jit(viewed(view))(model)
-
-
-@way
-def functional(model, view):
+def functional(model, hold):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-    @jax.jit
-    def run(params, rest):
-        copy = nnx.merge(graph, params, rest)
-        return viewed(view)(copy), pure(nnx.state(copy, nnx.BatchStat))
+    def value(params):
+        return held(hold, total)(nnx.merge(graph, params, rest))
 
-    (_, stats), grads = jax.value_and_grad(run, has_aux=True)(params, rest)
-    return stats, pure(grads)
+    return jax.jvp(value, (params,), (params,)), pure(jax.jit(jax.grad(value))(params))
 
 
 @way
-def train(model, view):
+def train(model, hold):
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
-    @nnx.jit
     def step(model, optimizer):
-        value, grads = nnx.value_and_grad(viewed(view))(model)
+        value, grads = nnx.value_and_grad(held(hold))(model)
         optimizer.update(model, grads)
         return value
 
-    return [step(model, optimizer) for _ in range(3)]
+    return [fn(model, optimizer) for fn in (nnx.jit(step), step, nnx.jit(step))]
 
 
 @way
-def train_eagerly(model, view):
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-    for _ in range(2):
-        optimizer.update(model, nnx.grad(viewed(view))(model))
-
-
-@way
-def cloned(model, view):
-    of_clone = viewed(view, lambda model: loss_of(nnx.clone(model)))
-    return pure(nnx.grad(of_clone)(model))
-
-
-@way
-def merged_again(model, view):
-    of_merged = viewed(view, lambda model: loss_of(nnx.merge(*nnx.split(model))))
-    return pure(nnx.grad(of_merged)(model))
-
-
-@way
-def vmap(model, view):
-    of_each = nnx.vmap(viewed(view, features), in_axes=(None, 0))
-    return pure(nnx.grad(lambda model: of_each(model, X).sum())(model))
-
-
-@way
-def cond(model, view):
-    def run(model):
-        other = viewed(view, lambda model: model.body[0].bias.sum())
-        return nnx.cond(True, viewed(view), other, model)
-
-    return pure(nnx.grad(run)(model))
-
-
-@way
-def switch(model, view):
-    other = viewed(view, lambda model: model.body[0].bias.sum())
-
+def vmap_cond_switch(model, hold):
     def run(model, n):
-        return nnx.switch(n, [viewed(view, total), other], model)
+        x = nnx.vmap(held(hold, features), in_axes=(None, 0))(model, X)
+        first = nnx.cond(True, held(hold, features), features, model, x)
+        return nnx.switch(n, [held(hold, total), held(hold)], model, first)
 
-    return [pure(nnx.grad(run)(model, n)) for n in range(2)]
+    return [grads(run, model, n) for n in range(2)]
 
 
 @way
-def fori_loop(model, view):
+def loops(model, hold):
     def body(_, carry):
         model, x = carry
-        return model, viewed(view, features)(model, x)
+        return model, held(hold, features)(model, x)
 
-    return nnx.fori_loop(0, 3, body, (model, X))[1]
-
-
-@way
-def while_loop(model, view):
-    def body(carry):
+    def of_while(carry):
         model, x, n = carry
-        return model, viewed(view, features)(model, x), n + 1
+        return model, held(hold, features)(model, x), n + 1
 
-    return nnx.while_loop(lambda carry: carry[2] < 3, body, (model, X, 0))[1]
-
-
-@way
-def pmap(model, view):
-    def grads(model, x):
-        return nnx.grad(viewed(view, total))(model, x)
-
-    of_each = nnx.pmap(grads, in_axes=(None, 0), out_axes=0)
-    return pure(of_each(model, jnp.stack([X, -X])))
+    x = nnx.fori_loop(0, 3, body, (model, X))[1]
+    return nnx.while_loop(lambda carry: carry[2] < 3, of_while, (model, x, 0))[1]
 
 
 @way
-def scan(model, view):
-    @nnx.scan(in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3)
-    def repeated(model, x):
-        return viewed(view, features)(model, x)
-
-    return pure(nnx.grad(lambda body: repeated(body, X).sum())(model))
-
-
-@way
-def closed_over(model, view):
+def closed_over(model, hold):
     """A compiled function, a checkpoint and the body of a scan that close over it."""
 
     def run(model):
-        of = viewed(view, features)
+        of = held(hold, features)
         x = jax.jit(lambda x: of(model, x))(X)
         x = jax.checkpoint(lambda x: of(model, x))(x)
-        x = jax.vmap(lambda x: of(model, x))(x)
         x, _ = jax.lax.scan(lambda x, _: (of(model, x), None), x, None, length=2)
         return x.sum()
 
-    return pure(nnx.grad(run)(model))
+    return grads(run, model)
 
 
 @way
-def second_order(model, view):
+def second_order(model, hold):
     def norm(model):
-        grads = nnx.grad(viewed(view))(model)
+        grads = nnx.grad(held(hold))(model)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))
 
-    return pure(nnx.grad(norm)(model))
+    return grads(norm, model)
 
 
 @way
-def shapes(model, view):
-    return nnx.eval_shape(viewed(view), model).shape
+def shard_map(model, hold):
+    mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+    graph, state = nnx.split(model)
+
+    def run(state, x):
+        return held(hold, features)(nnx.merge(graph, state), x)
+
+    each, every = PartitionSpec('data'), PartitionSpec()
+    of_each = jax.shard_map(run, mesh=mesh, in_specs=(every, each), out_specs=each)
+    return floats(jax.grad(lambda s: of_each(s, X).sum(), allow_int=True)(state))
 
 
 @way
-def interpreted(model, view):
-    with jax.disable_jit():
-        return pure(nnx.jit(nnx.grad(viewed(view)))(model))
+def a_derivative_of_its_own(model, hold):
+    """``jax.custom_vjp`` and ``nnx.custom_vjp``, which are given a view."""
+
+    def run(layers):
+        return layers[1](layers[0](X)).sum()
+
+    ones = functools.partial(jax.tree.map, jnp.ones_like)
+    own, of_nnx = jax.custom_vjp(run), nnx.custom_vjp(run)
+    own.defvjp(lambda layers: (run(layers), layers), lambda kept, _: (ones(kept),))
+    of_nnx.defvjp(lambda layers: (run(layers), None), lambda _, g: (ones(g[0][0]),))
+
+    def both(model):
+        seen = hold(model, 'body/0/**').body
+        return own(seen) + of_nnx(seen)
+
+    return grads(both, model)
 
 
-if 'graph' in inspect.signature(nnx.jit).parameters:
-
-    @way
-    def as_trees(model, view):
-        grads = nnx.jit(jax.grad(viewed(view, total), allow_int=True), graph=False)
-        return nnx.jit(viewed(view), graph=False)(model), floats(grads(model))
-
-    @way
-    def without_updates(model, view):
-        return pure(nnx.jit(nnx.grad(viewed(view, total)), graph_updates=False)(model))
+# Losses, some lines of which read a view.
 
 
-def by_copies(model: Any) -> Any:
-    return contextlib.nullcontext(by_hand.stopped(model, 'body'))
+@grad_of()
+def three_losses(model, hold):
+    """Statistics and random keys go on through all views; one is of a part."""
+    first = jnp.sum(hold(model, 'body/**')(X) + hold(model, 'head/**')(X) ** 2)
+    return first + jnp.sum(hold(model.body[0], '**')(X) + 2.0 * model.body[0](X))
 
 
-@contextlib.contextmanager
-def in_a_block(model: Any) -> Any:
-    with nnx.stop_gradient(model, 'body/**'):
-        yield model
+@grad_of()
+def in_evaluation(model, hold):
+    frozen = hold(model, '**')
+    frozen.eval()
+    assert not (model.drop.deterministic or model.norm.use_running_average)
+    return jnp.sum(frozen(X) * model(X))
 
 
-def run(name: str, view: View, around: View = contextlib.nullcontext) -> Any:
+@grad_of(lambda: nnx.Dict(layers=stacked(nnx.Rngs(0)), beside=Layer(nnx.Rngs(1))))
+def stacked_layers(model, hold):
+    @nnx.scan(in_axes=(0, None, nnx.Carry), out_axes=nnx.Carry)
+    def inside(layer, beside, x):
+        return hold(layer, 'kernel')(x) + hold(beside, 'bias')(x)
+
+    outside = through(hold(model, 'layers/bias').layers, X)
+    return jnp.sum(
+        inside(model.layers, model.beside, outside) + through(model.layers, X)
+    )
+
+
+class Fast(nnx.Module):
+    """A model that differentiates in its forward pass, in three ways."""
+
+    def __init__(self):
+        self.layer, self.rate = Layer(nnx.Rngs(0)), nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        inner = nnx.grad(lambda layer: layer(x).sum())(self.layer)
+        graph, state = nnx.split(self.layer)
+        parts = jax.grad(lambda s: nnx.merge(graph, s)(x).sum())(state)
+        kernel = self.layer.kernel[...]
+        _, tangent = jax.jvp(lambda w: jnp.tanh(x @ w), (kernel,), (kernel,))
+        moved = kernel - self.rate * inner['kernel'][...]
+        return x @ moved + jnp.broadcast_to(parts['bias'], x.shape) + tangent
+
+
+@grad_of(Fast)
+def inner_derivatives(model, hold):
+    return jnp.sum(hold(model, 'layer/**')(X))
+
+
+def attention():
+    layer = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache((3, 9, 4))
+    return layer
+
+
+# Layers of Flax. Caches of attention are written through the view.
+R = nnx.Rngs
+LAYERS = {
+    'rnn': (lambda: nnx.RNN(nnx.GRUCell(4, 4, rngs=R(0))), 'cell/dense_h/**', X[None]),
+    'lora': (lambda: nnx.LoRALinear(4, 2, lora_rank=2, rngs=R(0)), 'kernel', X),
+    'sequential': (lambda: nnx.Sequential(Layer(R(0)), Layer(R(1))), 'layers/0/**', X),
+    'caches': (attention, 'value/**', X[:, None]),
+}
+for name, (make, where, x) in LAYERS.items():
+
+    def loss(model, hold, where=where, x=x):
+        return jnp.sum((hold(model, where)(x) + model(x)) ** 2)
+
+    loss.__name__ = name
+    grad_of(make)(loss)
+
+
+def run(name: str, hold: Any) -> Any:
     """What comes out of a way to run a model, and the state of the model then."""
-    model = by_hand.Net()
-    with around(model):
-        out = WAYS[name](model, view)
-    assert by_hand.is_plain((model, out))
-    return out, pure(model)
+    make, fn = WAYS[name]
+    model = make()
+    return fn(model, hold), pure(model)
 
 
+def view(model: Any, where: Any = 'body/**') -> Any:
+    return nnx.stop_gradient(model, where)
+
+
+@pytest.mark.every_case
 @pytest.mark.parametrize('name', WAYS)
-def test_a_block_inside(name: str):
-    oracle.assert_same(run(name, in_a_block), run(name, by_copies))
+def test_a_view(name: str, standard_promotion):
+    oracle.assert_same(run(name, view), run(name, by_hand.stopped))
 
 
-@pytest.mark.parametrize('name', WAYS)
-def test_a_block_around(name: str):
-    actual = run(name, contextlib.nullcontext, around=in_a_block)
-    oracle.assert_same(actual, run(name, by_copies))
-
-
-@pytest.mark.parametrize('name', ['grad', 'jit_of_grad', 'closed_over', 'merged_again'])
+@pytest.mark.parametrize('name', ['grad', 'three_losses', 'closed_over'])
 @pytest.mark.usefixtures('leaks')
 def test_no_tracer_outlives_its_trace(name: str):
-    run(name, in_a_block)
-    run(name, contextlib.nullcontext, around=in_a_block)
+    run(name, view)
+
+
+def test_outputs_of_a_model_that_differentiates_stay_the_same():
+    model = Fast()
+    for seen in view(model, True), nnx.scale_gradient(model, True, 0.5):
+        oracle.assert_same(seen(X), model(X))

@@ -1,0 +1,120 @@
+"""Asks a filter for the Variables of an NNX model; ``nnx.where``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+from flax import nnx
+
+from flax_sg import errors, filters
+from flax_sg.errors.texts import raised_by, wrong_argument
+from flax_sg.filters.paths import Path
+from flax_sg.graphs.walks import Names, Walk
+from flax_sg.trees.leaves import is_array, selected, whole
+
+# A Variable, one of its paths, and what a filter says of it there.
+Asked: TypeAlias = tuple[nnx.Variable[Any], Path, Any]
+
+
+def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked]:
+    """Asks a filter for each Variable of a kind, by each of its paths.
+
+    Args:
+        call: the function that the user calls, for errors.
+        walk: the model.
+        where: the filter.
+        kind: an NNX filter of the Variables that ``where`` is asked for.
+        unused: ``'raise'`` or ``'ignore'`` if a part of ``where`` matches nothing.
+
+    Returns:
+        All Variables; of other kinds none is selected.
+
+    Raises:
+        ArgumentTypeError: if there is no module.
+        UnusedFilterError: if a part of ``where`` matches no Variable.
+    """
+    if not walk.modules:
+        raise wrong_argument(walk.model, 'NNX module', f'{call}(model, where)')
+    where, is_kind = filters.as_filter(where), nnx.filterlib.to_predicate(kind)
+    rows: list[tuple[nnx.Variable[Any], Path, bool]] = []
+    first: dict[int, Names] = {}
+    for names, variable in walk.variables():
+        path = Path.of('params', names)
+        is_first = first.setdefault(id(variable), names) is names
+        is_meant = is_kind(names, variable) and (is_first or _knows(where, path))
+        rows.append((variable, path, is_meant))
+    with raised_by(call):
+        paths = [path for _, path, is_meant in rows if is_meant]
+        said = iter(selected([paths], where, unused)[0])
+    return [(variable, path, meant and next(said)) for variable, path, meant in rows]
+
+
+def _knows(where: filters.Filter, path: Path) -> bool:
+    """Whether a filter can be asked for another path of tied weights.
+
+    What ``sg.live`` found, and a tree of bools, know the first path alone.
+    """
+    try:
+        where(path)
+    except errors.FlaxSGError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPath:
+    """An NNX filter of the Variables that a filter of flax_sg selects."""
+
+    filter: filters.Derived
+
+    def __call__(self, path: Names, value: Any) -> bool:
+        """Whether it is a Variable, and is selected at its path."""
+        names = tuple(map(str, path))
+        return not is_array(value) and bool(self.filter(Path.of('params', names)))
+
+
+def where(
+    model: Any, where: filters.Where, *, kind: Any = nnx.Param, unused: str = 'raise'
+) -> ByPath:
+    """Turns a filter of flax_sg into an NNX filter, and checks its names at once.
+
+    >>> import optax, flax_sg as sg
+    >>> from flax_sg import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> kernels = nnx.where(model, '**/kernel')
+    >>> [path for path, _ in nnx.to_flat_state(nnx.state(model, kernels))]
+    [('layers', 0, 'kernel')]
+    >>> optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=kernels)
+    >>> nnx.where(model, '**/kernle')
+    Traceback (most recent call last):
+        ...
+    flax_sg.errors.UnusedFilterError: nnx.where: Glob('**/kernle') matches none of ...
+
+    Args:
+        model: an NNX module.
+        where: what is selected: any kind of filter, such as ``sg.live`` returns. Paths
+            begin in the model. Tied weights are selected by any of their paths.
+        kind: the Variables that may be selected, as an NNX filter: a type, a tag, or
+            several. Default ``nnx.Param``.
+        unused: ``'ignore'`` to let a filter pass that matches nothing.
+
+    Returns:
+        A filter for ``nnx.DiffState``, ``nnx.Optimizer(wrt=)``, ``nnx.state``,
+        ``nnx.split`` and all else that takes one. Two are equal if they select the same
+        of the same paths.
+
+    Raises:
+        ArgumentTypeError: if ``model`` is no NNX module.
+        UnusedFilterError: if a part of ``where`` matches no Variable.
+        PartError: if ``where`` means a part of a Variable.
+        UnknownNameError: later, if it is asked for a path that the model has not.
+    """
+    found = ask('nnx.where', Walk(model), where, kind, unused)
+    paths = [path for _, path, _ in found]
+    whole([said for *_, said in found], paths, 'an NNX filter')
+    # Flax asks for one path of tied weights, and any of them may be it.
+    meant = {id(variable) for variable, _, said in found if said}
+    names = frozenset(path.place for v, path, _ in found if id(v) in meant)
+    known = frozenset(path.place for path in paths)
+    return ByPath(filters.Derived(names, known, 'nnx.where'))

@@ -1,0 +1,69 @@
+"""Views of NNX models: what a rule and a filter make of a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from flax_sg import errors, filters
+from flax_sg.forms.plain_trees import rewritten
+from flax_sg.graphs.asking import Asked, ask
+from flax_sg.graphs.walks import Walk
+from flax_sg.rules import rules, substitutes
+from flax_sg.trees.leaves import is_whole
+
+# Metadata of Variables that are no plain arrays, in one version of Flax or another.
+_MUTABLE = ('hijax', 'is_hijax', 'ref', 'has_ref')
+
+
+def view(model: Any, rewrite: rules.Rewrite, kind: Any) -> Any:
+    """A model that reads other values in the Variables that a filter selects.
+
+    Args:
+        model: an NNX module, or a container of modules.
+        rewrite: the filter and the rule.
+        kind: an NNX filter of the Variables that the filter is asked for.
+
+    Returns:
+        A model of the same class. Its modules are shallow copies. A selected Variable
+        is a new one with the same type and metadata; every other is the model's own.
+
+    Raises:
+        ArgumentTypeError: if there is no module, or a selected Variable is a mutable
+            array of JAX.
+        UnusedFilterError: if a part of the filter matches no Variable.
+    """
+    call = f'nnx.{rewrite.rule.name}'
+    if rewrite.collections != 'params':
+        raise TypeError(f'{call}: collections= is for linen; see kind=')
+    walk = Walk(model)
+    asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
+    # Of tied weights the first path that the filter takes.
+    chosen = [*{id(one[0]): one for one in asked[::-1] if one[2]}.values()][::-1]
+    for variable, path, _ in chosen:
+        if any(map(variable.get_metadata().get, _MUTABLE)):
+            raise errors.ArgumentTypeError(
+                f'{str(path)!r} is a mutable array of JAX, which nnx.grad does not '
+                'differentiate.\nMake the Variable without hijax=True and ref=True.'
+            )
+    values = _seen(rewrite, chosen)
+    return walk.copy({id(v): v.replace(next(values)) for v, *_ in chosen})
+
+
+def _seen(rewrite: rules.Rewrite, chosen: Sequence[Asked]) -> Iterator[Any]:
+    """Yields what readers of the view see in place of each raw value."""
+    raws = [variable.get_raw_value() for variable, *_ in chosen]
+    if isinstance(rewrite.rule, substitutes.FromTree):
+        for (_, path, said), raw in zip(chosen, raws, strict=True):
+            new = rewrite.rule.instead(path, raw, lambda _: rules.AS_IT_IS)
+            yield filters.merged(said, new, raw, path)
+        return
+    flat = [jax.tree.flatten(raw, is_leaf=is_whole) for raw in raws]
+    pairs = zip(chosen, flat, strict=True)
+    rows = [(path, said, x) for (_, path, said), (xs, _) in pairs for x in xs]
+    new = iter(rewritten(rewrite, rows))
+    for leaves, treedef in flat:
+        yield treedef.unflatten(itertools.islice(new, len(leaves)))

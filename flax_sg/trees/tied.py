@@ -1,0 +1,96 @@
+"""Tied Variables of NNX, which are one leaf.
+
+JAX takes a module of NNX apart as a tree, and finds a Variable that stands at two
+places twice. Each copy would then get a verdict, a mask and an update of its own.
+``nnx.split`` finds it once, but takes apart what is one leaf here, such as a
+``NonDifferentiable``, and forgets the classes that ``sg.trainable`` declares. So later
+places of a Variable are marked, and JAX takes the rest apart as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from flax_sg.internals.optional import is_of_nnx
+
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """Stands where a Variable stands again. It is a node without leaves.
+
+    Attributes:
+        number: which of the Variables it is, in the order of the leaves. It is a part
+            of the structure: trees that are tied in other ways differ.
+    """
+
+    number: int
+
+
+jax.tree_util.register_pytree_node(
+    Again, lambda again: ((), again.number), lambda number, _: Again(number)
+)
+
+
+def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
+    """A tree in which each Variable of NNX stands once, and what ties it again.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> w = nnx.Param(jnp.ones(2))
+    >>> tree, tie = each_once({'encoder': w, 'decoder': (w, 1.0)})
+    >>> len(jax.tree.leaves(tree))
+    2
+    >>> doubled = tie(jax.tree.map(lambda leaf: 2 * leaf, tree))
+    >>> doubled['encoder'] is doubled['decoder'][0]
+    True
+
+    Args:
+        tree: any pytree, with modules and Variables of NNX anywhere in it. It may not
+            hold itself.
+
+    Returns:
+        The tree with a mark in all later places of a Variable; the tree itself if there
+        are none. And a function of a tree of the same structure, whose leaves may be
+        anything: it puts the first one in the place of each mark.
+    """
+    if 'flax.nnx' not in sys.modules:
+        return tree, _as_it_is
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
+    variables = [id(node) for node in nodes if _is_variable(node)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(variables))}
+    if len(numbers) == len(variables):
+        return tree, _as_it_is
+    seen: set[int] = set()
+    for index, node in enumerate(nodes):
+        if id(node) in seen:
+            nodes[index] = Again(numbers[id(node)])
+        elif id(node) in numbers:
+            seen.add(id(node))
+    return treedef.unflatten(nodes), _tie
+
+
+def _tie(tree: Any) -> Any:
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_variable_or_mark)
+    variables = [node for node in nodes if _is_variable(node)]
+    return treedef.unflatten(
+        variables[node.number] if isinstance(node, Again) else node for node in nodes
+    )
+
+
+def _as_it_is(tree: Any) -> Any:
+    return tree
+
+
+def _is_variable(node: Any) -> bool:
+    return is_of_nnx(type(node), 'Variable')
+
+
+def _is_variable_or_mark(node: Any) -> bool:
+    return isinstance(node, Again) or _is_variable(node)

@@ -1,0 +1,117 @@
+"""Tied Variables of NNX are one leaf in whatever takes trees apart."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import flax_sg as sg
+import oracle
+from flax_sg.trees.leaves import Leaves
+from flax_sg.trees.tied import each_once
+
+
+class Layer(nnx.Module):
+    def __init__(self, seed):
+        self.kernel = nnx.Param(jax.random.normal(jax.random.key(seed), (3, 3)))
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.kernel[...])
+
+
+class Tied(nnx.Module):
+    """One kernel at two places, with a Param between them."""
+
+    def __init__(self, seed=0):
+        self.encoder, self.layer = Layer(seed), Layer(seed + 1)
+        self.zero = Layer(seed)
+        self.zero.kernel = self.encoder.kernel
+
+    def __call__(self, x):
+        return self.zero(self.layer(self.encoder(x)))
+
+
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+PATHS = ['encoder/kernel', 'layer/kernel']
+
+
+def is_tied(model):
+    return model.encoder.kernel is model.zero.kernel
+
+
+@pytest.mark.parametrize('within', ['alone', 'tuple', 'dict', 'collections'])
+def test_paths_anywhere_in_a_tree(within):
+    model = Tied()
+    tree, outer = {
+        'alone': (model, ''),
+        'tuple': ((model, 1.0), '0/'),
+        'dict': ({'net': model}, 'net/'),
+        'collections': ({'params': {'net': model}}, 'net/'),
+    }[within]
+    paths = [path for path in Leaves(tree).paths if path != '1']
+    assert paths == [outer + path for path in PATHS]
+    if within != 'tuple':
+        assert [path.name for path in paths] == ['kernel', 'kernel']
+        assert paths[0].module == outer + 'encoder'
+
+
+def test_parts_are_tied_again():
+    model = Tied()
+    parts = sg.partition(model, 'encoder/*')
+    assert list(map(is_tied, parts)) == [True, True]
+    assert parts[1].encoder.kernel.get_raw_value() is sg.ABSENT
+    for both in parts, parts[::-1]:
+        again = sg.combine(*both)
+        assert is_tied(again)
+        oracle.assert_same(nnx.state(again), nnx.state(model))
+    assert is_tied(sg.mask(model, trained='layer/*'))
+
+
+def test_a_variable_of_two_modules():
+    one, two = Layer(0), Layer(1)
+    two.kernel = one.kernel
+    tree, tie = each_once({'a': (one,), 'b': [two, 1.0, None]})
+    assert len(jax.tree.leaves(tree)) == 2
+    again = tie(jax.tree.map(lambda leaf: leaf + 1, tree))
+    assert again['a'][0].kernel is again['b'][0].kernel
+    oracle.assert_same(again['b'][0].kernel[...], one.kernel[...] + 1)
+    assert again['b'][1:] == [2.0, None]
+
+
+def test_what_is_not_tied_is_the_tree_itself():
+    for tree in {'a': 1.0}, Layer(0), (Layer(0), Layer(0)), nnx.state(Tied()):
+        assert each_once(tree)[0] is tree
+
+
+def test_other_ties_are_another_structure():
+    def tied(a, b):
+        w, v = nnx.Param(jnp.ones(1)), nnx.Param(jnp.ones(1))
+        return Leaves([w, v, (w, v)[a], (w, v)[b]]).treedef
+
+    assert tied(0, 1) == tied(0, 1)
+    assert len({tied(0, 1), tied(1, 0), tied(0, 0)}) == 3
+
+
+def test_marked_leaves_and_declared_classes_in_a_module():
+    """``nnx.split`` would take both apart."""
+
+    @sg.trainable('scale')
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Whitened:
+        scale: jax.Array
+        mean: jax.Array
+
+    class Model(Tied):
+        def __init__(self):
+            super().__init__()
+            self.fixed = nnx.data(sg.NonDifferentiable(jnp.ones(3)))
+            self.whitened = nnx.data(Whitened(jnp.ones(3), jnp.ones(3)))
+
+    model = Model()
+    trained = sg.mask(model, trained=sg.DECLARED)
+    assert trained.fixed is False
+    assert (trained.whitened.scale, trained.whitened.mean) == (True, False)
+    assert isinstance(sg.combine(*sg.partition(model, True)).fixed, type(model.fixed))
