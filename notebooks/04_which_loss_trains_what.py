@@ -12,12 +12,7 @@
 # compute the table with `sg.gradient_flow`.
 
 # %%
-import shlex
-import subprocess
-import sys
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -449,54 +444,6 @@ for name, model in MODELS.items():
         print(f'{name}: {error}', end='\n\n')
 
 # %% [markdown]
-# In CI you need no test: a command imports the function from your module, and exits
-# with status 1 if an expectation is broken. `--json` prints the data, `--plot` draws
-# it.
-
-# %%
-TRAIN = """
-import jax
-import jax.numpy as jnp
-from flax_sg import linen as nn
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        features = nn.relu(nn.Dense(32, name='encoder')(x))
-        drawn = nn.Dense(64, name='decoder')(features)
-        return drawn, nn.Dense(10, name='reader')(features)
-
-
-def losses(params, x, labels):
-    drawn, logits = Net().apply({'params': params}, x)
-    right = jnp.take_along_axis(nn.log_softmax(logits), labels[:, None], axis=1)
-    return {'drawing': jnp.mean((drawn - x) ** 2), 'reading': -jnp.mean(right)}
-
-
-def check():
-    x, labels = jnp.zeros((8, 64)), jnp.zeros(8, int)
-    params = jax.eval_shape(Net().init, jax.random.key(0), x)['params']
-    return losses, params, x, labels
-"""
-EXPECTED = {'drawing': 'encoder/** decoder/**', 'reading': 'reader/**'}
-command = ['flow', 'train:check']
-for loss, where in EXPECTED.items():
-    command += ['--expect', f'{loss}: {where}']
-
-with tempfile.TemporaryDirectory() as folder:
-    Path(folder, 'train.py').write_text(TRAIN)
-    run = subprocess.run(
-        [sys.executable, '-m', 'flax_sg', *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-print('$ python -m flax_sg', shlex.join(command))
-print(run.stdout + run.stderr)
-print('status:', run.returncode)
-
-# %% [markdown]
 # ## From the table to the training step
 #
 # Suppose that the codes are learned, and from now on only the reader is trained.
@@ -579,9 +526,8 @@ assert not moved(dead, x) and moved(dead, 50 * x)
 assert status == 'flows'
 assert rounded_report.status_of('accuracy', 'reader/kernel') == 'stopped'
 testing.assert_stopped(rounded_report, 'encoder/**')
-# Tests and the command line find all of it, and nothing else.
+# Tests find all of it, and nothing else.
 assert broken.keys() == MODELS.keys() - {'as meant'}
-assert run.returncode == 1 and run.stdout.count('BROKEN') == 1
 # Only the reader was trained on: no decay, no momentum, no moments for the rest.
 assert [part for part in changed if changed[part]] == ['reader']
 of_moments = sg.partition(state[0].mu, 'reader/**')

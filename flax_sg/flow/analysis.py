@@ -140,11 +140,11 @@ class Parameter(NamedTuple):
     slots: tuple[int, ...]
     is_wanted: bool | filters.Part
 
-    def zero(self, found: Mapping[int, Mask], shape: Any) -> Mask:
+    def zero(self, found: Mapping[int, Mask], shape: Any, asked: bool) -> Mask:
         """The elements whose gradient is zero, or not asked for."""
         zeros = (found.get(slot, np.array(True)) for slot in self.slots)
         mask = functools.reduce(np.logical_and, zeros)
-        if isinstance(self.is_wanted, filters.Part):
+        if asked and isinstance(self.is_wanted, filters.Part):
             mask = mask | ~self.is_wanted.mask(shape, self.path)
         return mask
 
@@ -272,30 +272,47 @@ class Analysis(NamedTuple):
             'return outputs, aux with has_aux=True.'
         )
 
-    def zeros(self) -> list[list[Mask]]:
+    def unread(self) -> list[list[Mask]] | None:
+        """What would be zero without a stop: what an output does not read.
+
+        None if JAX does not differentiate what is behind a stop.
+        """
+        changed = self._replace(program=pullback.without_stops(self.program))
+        try:
+            return changed.zeros(asked=False)
+        except pullback.RefusedError:
+            return None
+
+    def zeros(self, asked: bool = True) -> list[list[Mask]]:
         """For each output, and each parameter, the elements whose gradient is zero.
 
+        Args:
+            asked: whether what nobody asked about counts as zero, too.
+
         Raises:
-            ArgumentTypeError: if JAX does not differentiate an output.
+            RefusedError: if JAX does not differentiate an output.
         """
         wanted = [slot for p in self.parameters if p.is_wanted for slot in p.slots]
         outputs = [n for n, (_, x) in enumerate(self.outputs) if has_tangent(x)]
-        try:
-            rows = pullback.zero_gradients(self.program, outputs, wanted)
-        except pullback.RefusedError as error:
-            raise self._refused(error.__cause__) from error.__cause__
+        rows = pullback.zero_gradients(self.program, outputs, wanted)
         every, avals = np.array(True), self.program.in_avals
         found: list[list[Mask]] = [[every] * len(self.parameters) for _ in self.outputs]
         for output, row in zip(outputs, rows, strict=True):
             zero = dict(zip(wanted, row, strict=True))
             found[output] = [
-                one.zero(zero, avals[one.slots[0]].shape) for one in self.parameters
+                one.zero(zero, avals[one.slots[0]].shape, asked)
+                for one in self.parameters
             ]
         return found
 
     def report(self) -> GradientFlow:
         """What there is to say."""
-        zeros = self.zeros()
+        try:
+            zeros = unread = self.zeros()
+        except pullback.RefusedError as error:
+            raise self._refused(error.__cause__) from error.__cause__
+        if any(zero.any() and not zero.all() for row in zeros for zero in row):
+            unread = self.unread()
         table = Facts().of(self.program.jaxpr)
         inputs, avals = table.inputs(), self.program.in_avals
         every = [merged(inputs[n] for n in one.slots) for one in self.parameters]
@@ -312,8 +329,9 @@ class Analysis(NamedTuple):
             jax.ShapeDtypeStruct(avals[slots[0]].shape, avals[slots[0]].dtype)
             for _, slots, _ in self.parameters
         ]
+        unknown = [None] * len(self.parameters)
         cells = [
-            list(map(_cell, self.parameters, row, uses, shapes, read))
+            list(map(_cell, row, unread[n] if unread else unknown, uses, shapes, read))
             for n, row in enumerate(zeros)
             for read in [[fact.read >> n & 1 for fact in every]]
         ]
@@ -387,25 +405,26 @@ def _parameters(
 
 
 def _cell(
-    one: Parameter, zero: Mask, uses: Sequence[Use], shape: Any, is_read: int
+    zero: Mask, unread: Mask | None, uses: Sequence[Use], shape: Any, is_read: int
 ) -> tuple[str, filters.Part | None]:
     """The status of a parameter for an output, and the part that is trained.
 
     Args:
-        one: the parameter.
         zero: the elements whose gradient is zero.
-        uses: the uses of the parameter. Unless one is stopped, it is trained as a
-            whole: elements that the output leaves out may be read with other inputs.
+        unread: those that the output does not read: with other inputs it may. None if
+            that is not known.
+        uses: the uses of the parameter, for what no proof can tell.
         shape: its shape.
         is_read: whether the output reads it.
     """
     if zero.all():
         return (STOPPED if is_read else UNUSED), None
+    if unread is not None and (stopped := zero & ~unread).any():
+        return PARTLY, filters.part_of(~stopped, shape.shape)
     live = [use for use in uses if not use.stopped]
-    in_part = isinstance(one.is_wanted, filters.Part) or len(live) < len(uses)
-    if zero.any() and (in_part or any(use.part for use in live)):
-        return PARTLY, filters.part_of(~zero, shape.shape)
-    if live and all(use.part for use in live) and any(use.by for use in uses):
+    by_data = all(use.part for use in live) and any(use.by for use in uses)
+    unclear = unread is None and zero.any() and len(live) < len(uses)
+    if live and (by_data or unclear):
         return PARTLY, filters.Part(filters.Unclear(live[0].source))
     return FLOWS, None
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
 from flax_sg.flow.zeros import Mask, zeros_of
@@ -132,6 +133,43 @@ def _zeros_of(
     except Exception as error:
         raise RefusedError(output) from error
     return zeros_of(closed)
+
+
+def without_stops(program: Any) -> Any:
+    """A program whose stops are identities, in all its bodies.
+
+    Stops are ``lax.stop_gradient``, and identities with a rule of their own.
+    """
+
+    def changed(value: Any) -> Any:
+        return without_stops(value) if hasattr(jaxprs.opened(value), 'eqns') else value
+
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxprs.opened(program).eqns:
+        if eqn.primitive.name == 'stop_gradient':
+            eqns.append(eqn.replace(primitive=lax.copy_p))
+        elif copies := _copies(eqn):
+            eqns += copies
+        elif jaxprs.within(eqn):
+            eqns.append(eqn.replace(params=jax.tree.map(changed, eqn.params)))
+        else:
+            eqns.append(eqn)
+    opened = jaxprs.opened(program).replace(eqns=eqns)
+    return ClosedJaxpr(opened, program.consts) if hasattr(program, 'consts') else opened
+
+
+def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Copies in place of an identity with a rule of its own; none for all else."""
+    if eqn.primitive.name not in jaxprs.CUSTOM_CALLS:
+        return []
+    body = jaxprs.body_of(eqn)
+    given = dict(zip(body.invars, eqn.invars, strict=True))
+    if body.eqns or not all(isinstance(x, Var) and x in given for x in body.outvars):
+        return []
+    return [
+        eqn.replace(primitive=lax.copy_p, params={}, invars=[given[x]], outvars=[out])
+        for x, out in zip(body.outvars, eqn.outvars, strict=True)
+    ]
 
 
 class Reach:

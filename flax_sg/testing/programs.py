@@ -1,20 +1,16 @@
-"""Compares compiled programs, and counts traces."""
+"""Compares compiled programs."""
 
 from __future__ import annotations
 
 import collections
-import functools
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from flax_sg import errors
-from flax_sg.engine import blocks
-from flax_sg.errors.texts import shown
 from flax_sg.internals import jaxprs
-from flax_sg.rendering.text import table
 
 # Tables of lines in the source, each up to an empty line.
 _TABLES = re.compile(
@@ -130,86 +126,3 @@ def _text_of(compiled: Any) -> str:
         r'%[\w.-]+', lambda m: names.setdefault(m.group(), f'%{len(names)}'), text
     )
     return re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
-
-
-_F = TypeVar('_F', bound=Callable[..., Any])
-
-
-def assert_traces_once(fn: _F) -> _F:
-    """Wraps a function so that it raises when JAX traces it for a second time.
-
-    Use it in a test of a training step. Another filter, shape or Python number in each
-    step compiles the step again, and only the clock shows it.
-
-    >>> import jax.numpy as jnp
-    >>> from flax_sg.testing import assert_traces_once
-    >>> step = jax.jit(assert_traces_once(lambda x: 2 * x))
-    >>> _ = step(jnp.ones(3)), step(jnp.zeros(3))
-    >>> try:
-    ...     step(jnp.ones(4))
-    ... except AssertionError as error:
-    ...     print(error)
-    <lambda> is traced a second time.
-              first trace   this trace
-    ──────────────────────────────────
-    args[0]   float32[3]    float32[4]
-
-    Args:
-        fn: a function to give to ``jax.jit``, ``jax.grad`` or another transform.
-
-    Returns:
-        The same function, counted. A trace that raises does not count.
-
-    Raises:
-        ExpectationError: an ``AssertionError``, from the second trace on, with the
-            arguments that differ from the first trace.
-
-    Note:
-        ``chex.assert_max_traces`` counts too, but does not say why. Flax traces the
-        body of ``nn.scan`` more than once.
-    """
-    name = getattr(fn, '__name__', type(fn).__name__)
-    first: list[dict[str, str]] = []
-
-    @functools.wraps(fn)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        seen = _described(args, kwargs)
-        if first:
-            raise _traced_again(name, first[0], seen)
-        out = fn(*args, **kwargs)
-        first.append(seen)
-        return out
-
-    return counted  # pyright: ignore[reportReturnType]
-
-
-def _described(args: Any, kwargs: Any) -> dict[str, str]:
-    """Everything that a trace depends on, by its name in a message."""
-    open_now = ', '.join(repr(block.rewrite) for block in blocks.active())
-    seen = {'open blocks': open_now or 'none'}
-    for name, tree in (('args', args), ('kwargs', kwargs)):
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            weak = ' (weak)' if getattr(leaf, 'weak_type', False) else ''
-            seen[name + jax.tree_util.keystr(keys)] = shown(leaf) + weak
-    return seen
-
-
-def _traced_again(
-    name: str, first: dict[str, str], now: dict[str, str]
-) -> errors.ExpectationError:
-    """A function that should be traced once was traced again."""
-    rows = [
-        (key, first.get(key, '-'), now.get(key, '-'))
-        for key in first | now
-        if first.get(key) != now.get(key)
-    ]
-    if rows:
-        more = [(f'and {len(rows) - 12} more', '', '')] * (len(rows) > 12)
-        text = table(['', 'first trace', 'this trace'], [*rows[:12], *more])
-    else:
-        text = (
-            'Its arguments and the open blocks are the same. JAX caches traces by '
-            'function object:\nwrite step = jax.jit(assert_traces_once(fn)) once, '
-            'not in each step.'
-        )
-    return errors.ExpectationError(f'{name} is traced a second time.\n{text}')

@@ -61,12 +61,6 @@ def in_block(index: Any) -> None:
         jax.grad(lambda p: jnp.sum(Layer().apply(p, jnp.ones(2), None)[0]))(params)
 
 
-def traced_twice() -> None:
-    step = jax.jit(testing.assert_traces_once(jnp.sum))
-    step(jnp.ones(2))
-    step(jnp.ones(3))
-
-
 CASES: dict[str, tuple[Any, ...]] = {
     'a depth of a table': (
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
@@ -105,13 +99,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         'ExpectationError: The two functions call back different functions, or print '
         'other texts: 1 and 1 calls.\n'
         'Call the same functions in both, in the same order.',
-    ),
-    'traced again': (
-        traced_twice,
-        'ExpectationError: sum is traced a second time.\n'
-        '          first trace   this trace\n'
-        '──────────────────────────────────\n'
-        'args[0]   float32[2]    float32[3]',
     ),
     'another part trained': (
         lambda: testing.assert_trains_only(loss, 'body', PARAMS),

@@ -234,6 +234,53 @@ def test_elements_that_are_not_read_belong_to_a_parameter_that_nobody_stops():
     assert sg.mask(params, trained=live) == {'position': True, 'scale': True}
 
 
+def test_rows_that_a_short_batch_does_not_read_are_not_frozen():
+    """Live in one use, stopped in another: a longer batch gives them a gradient."""
+
+    def loss(params, x):
+        fixed = lax.stop_gradient(params['position'])[: len(x)]
+        return jnp.sum(x * jnp.sin(params['position'][: len(x)]) * fixed)
+
+    params = {'position': jnp.ones((8, 3))}
+    report = sg.gradient_flow(loss, params, jnp.ones((4, 3)))
+    assert report.status == (('flows',),)
+    live = sg.live(loss, params, jnp.ones((4, 3)))
+    assert sg.mask(params, trained=live) == {'position': True}
+    long = jnp.ones((8, 3))
+    oracle.assert_same(
+        sg.grad(loss, wrt=live)(params, long), jax.grad(loss)(params, long)
+    )
+
+
+@pytest.mark.parametrize('levels', [None, 1])
+def test_only_rows_that_a_stop_cuts_are_frozen(levels):
+    def loss(params):
+        rule = nn.stop_gradient(sg.at('position', np.s_[:2]), levels=levels)
+        return jnp.sum(sg.rewrite(params, rule)['position'][:4] ** 2)
+
+    params = {'position': jnp.ones((8, 3))}
+    live = sg.live(loss, params)
+    part = sg.gradient_flow(loss, params).trained(0)
+    frozen = np.arange(8)[:, None] < 2
+    np.testing.assert_array_equal(part.mask((8, 3), 'position'), ~frozen)
+    grads = sg.grad(loss, wrt=live)(params)
+    np.testing.assert_array_equal(grads['position'], jax.grad(loss)(params)['position'])
+
+
+def test_a_stop_around_what_jax_does_not_differentiate():
+    """Whether the other rows are read cannot be asked: nothing is guessed."""
+
+    def loss(params):
+        table = params['position']
+        turned = lax.while_loop(lambda v: v[0, 0] < 9.0, lambda v: v * 2.0, table)
+        return jnp.sum(table[:4] ** 2 * lax.stop_gradient(turned)[:4])
+
+    params = {'position': jnp.ones((8, 3))}
+    assert sg.gradient_flow(loss, params).status == (('partly',),)
+    with pytest.raises(sg.errors.PartError, match='Name the part'):
+        sg.freeze(optax.sgd(0.1), ~sg.live(loss, params)).init(params)
+
+
 def test_modules_take_the_arguments_of_apply():
     class Norm(nn.Module):
         @nn.compact

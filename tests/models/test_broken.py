@@ -29,6 +29,9 @@ from flax_sg.engine import blocks, opening
 from flax_sg.internals import patching
 from sequences import Block, Thread
 
+# They test the tests: nightly, and before a release.
+pytestmark = pytest.mark.long
+
 # How checks fail: a gradient differs from the one by hand, in any bit.
 GRADIENT = r'(?s)\[.*\]:\n.*\nis not\n'
 
