@@ -36,6 +36,7 @@ from flax_sg.flow.way import way
 from flax_sg.flow.zeros import Mask
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, arguments_of, is_differentiable, path_of
+from flax_sg.trees.tied import each_once
 from flax_sg.trees.trainable import DECLARED, Declared, chosen, states
 
 # What JAX raises where a program asks for a value that has only a shape.
@@ -186,7 +187,9 @@ class Analysis(NamedTuple):
         # What a module writes comes back beside its output.
         writes = is_module and kwargs.get('mutable', False) is not False
         name = type(fun).__name__ if is_module else predicates.describe(run)
-        leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
+        parts = [each_once(arg) for arg in args]
+        args = tuple(tree for tree, _ in parts)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
         ranges = _ranges(args, argnums)
         own = set(itertools.chain(*ranges.values()))
         inputs = {
@@ -206,6 +209,7 @@ class Analysis(NamedTuple):
         def of_arrays(arrays: dict[int, Any]) -> list[Any]:
             full = [arrays.get(n, leaf) for n, leaf in enumerate(leaves)]
             args, options = treedef.unflatten(full)
+            args = [tie(arg) for (_, tie), arg in zip(parts, args, strict=True)]
             out = run(*args, **options)
             if writes:
                 out, _ = out

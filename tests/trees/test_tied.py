@@ -115,3 +115,23 @@ def test_marked_leaves_and_declared_classes_in_a_module():
     assert trained.fixed is False
     assert (trained.whitened.scale, trained.whitened.mean) == (True, False)
     assert isinstance(sg.combine(*sg.partition(model, True)).fixed, type(model.fixed))
+
+
+def test_reports_of_tied_weights():
+    """A Variable between two places of another one keeps its verdict."""
+
+    def loss(model):
+        return model.zero(model.encoder(X)).sum()  # It does not read the layer.
+
+    def stopped(model):
+        kernel = jax.lax.stop_gradient(model.encoder.kernel[...])
+        return jnp.tanh(model.layer(X @ kernel) @ kernel).sum()
+
+    model = Tied()
+    assert repr(sg.live(loss, model)) == "<live: 'encoder/kernel'>"
+    assert repr(sg.live(stopped, model)) == "<live: 'layer/kernel'>"
+    sg.testing.assert_stopped(stopped, 'encoder/*', model)
+    with pytest.raises(sg.errors.ExpectationError):
+        sg.testing.assert_stopped(loss, 'encoder/*', model)
+    both = sg.live(lambda a, b: loss(a) + loss(b[0]), model, (model,), argnums=(0, 1))
+    assert repr(both) == "<live: '0/encoder/kernel', '1/0/encoder/kernel'>"
