@@ -168,10 +168,14 @@ def _applies(block: Block, root: Root) -> bool:
     return block.rewrite.rule.at_init or not root.initializing
 
 
-def rewrites(block: Block, root: Root) -> bool:
-    """Whether readers of a tree see other values of what the block selects."""
-    acts = block.rewrite.rule.acts_on in ('values', 'cotangents')
-    return acts and _applies(block, root)
+def acts(block: Block, root: Root) -> bool:
+    """Whether a block does anything to what it selects in a tree."""
+    return block.rewrite.rule.acts_on != 'nothing' and _applies(block, root)
+
+
+def only_refuses(block: Block) -> bool:
+    """Whether a block refuses writes, and shows what is stored."""
+    return block.rewrite.rule.acts_on == 'writes'
 
 
 def _view_leaf(

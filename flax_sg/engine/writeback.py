@@ -66,6 +66,8 @@ class _Lift:
         self, scopes: Sequence[Scope], open_blocks: blocks.Blocks, name: str | None
     ) -> None:
         self.scopes, self.open_blocks = scopes, open_blocks
+        # Those come first that rewrite what is read.
+        self.acting = sorted(open_blocks, key=views.only_refuses)
         self.roots = [blocks.root_of(scope) for scope in scopes]
         self.is_jit, self.is_scan = name == lifting.JIT, name == lifting.SCAN
         # The variables that a block looks at, as they are stored.
@@ -137,14 +139,17 @@ class _Lift:
     def _selecting(
         self, index: int, key: Key, root: blocks.Root, noted: bool = False
     ) -> blocks.Block | None:
-        """Returns a block that rewrites a stored variable outside of the body."""
+        """Returns a block by which a stored variable stays as it is, if there is one.
+
+        The body sees it rewritten, or must not write it.
+        """
         if key not in self.stored[index]:  # ``nn.map_variables`` makes other names.
             return None
         if key in self.roots[index].handed.selected:
             return self.roots[index].handed.selected[key]
         keys = leaf_keys(key, self.stored[index][key])
-        for block in self.open_blocks:
-            if views.rewrites(block, root) and selection.wants(block, root, key[0]):
+        for block in self.acting:
+            if views.acts(block, root) and selection.wants(block, root, key[0]):
                 said = [selection.selects(block, root, k, False, noted) for k in keys]
                 if any(said):
                     return block
@@ -167,7 +172,7 @@ class _Lift:
                 for key, value in iter_variables((col, inner.path), tree):
                     root.handed.values[key] = value
                     block = self._selecting(index, key, root, noted)
-                    if block is not None:
+                    if block is not None and not views.only_refuses(block):
                         root.handed.selected[key] = block
                     if block is not None or key not in self.stored[index]:
                         views.note_handed(self.open_blocks, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -213,7 +214,9 @@ class Derived(Atom):
         place = path.collection, path.parts
         if place not in self.known:
             near = nearest(path, ('/'.join(names) for _, names in self.known))
-            who = self.source if '(' in self.source else f'sg.{self.source}'
+            who = (
+                self.source if re.search(r'[.(]', self.source) else f'sg.{self.source}'
+            )
             raise errors.UnknownNameError(
                 f'There was no {str(path)!r} in the parameters that '
                 f'{who} derived this filter from.\n'

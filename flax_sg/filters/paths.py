@@ -83,7 +83,8 @@ class Path(str):
         depth = len(owner)
         # A variable may have the name of a module (in another collection): the
         # variable at the owner's own path is not inside the owner.
-        names = len(absolute) - inner
+        # All names of a tree that is no dict lie within its value.
+        names = len(absolute) - inner or len(absolute)
         inside = names > depth and absolute[:depth] == owner
         parts = absolute[depth:] if inside else absolute
         self = str.__new__(cls, '/'.join(parts) if inside else '/' + '/'.join(parts))

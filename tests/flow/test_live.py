@@ -14,6 +14,7 @@ from jax import lax
 
 import flax_sg as sg
 import oracle
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import Derived, as_filter
 from flax_sg.trees.leaves import leaves_of
@@ -109,7 +110,7 @@ def test_every_gradient_call_takes_it():
     oracle.assert_same(sg.vjp(loss, PARAMS, X, wrt=both)[1](1.0)[0], grads)
 
 
-def test_a_block_takes_it_at_any_depth():
+def test_a_block_of_a_module_takes_it_by_names_from_this_module():
     class Inner(nn.Module):
         where: Any
 
@@ -126,11 +127,14 @@ def test_a_block_takes_it_at_any_depth():
             return Inner(self.where, name='inner')(x)
 
     params = Outer().init(jax.random.key(0), X)['params']
-    live = sg.live(lambda p: p['inner']['a'], params)
+    live = sg.live(lambda p: p['a'], params['inner'])
 
     def out(params):
         return jnp.sum(Outer(live).apply({'params': params}, X))
 
+    with pytest.raises(errors.UnknownNameError, match="There was no 'a/kernel'"):
+        whole = sg.live(lambda p: p['inner']['a'], params)
+        Outer(whole).apply({'params': params}, X)
     grads = jax.grad(out)(params)['inner']
     assert oracle.is_zero(grads['a'])
     assert not oracle.is_zero(grads['b'])

@@ -214,17 +214,6 @@ def _wrapper():
     return run(nn.read_only('writer/count')(Model('none', 'value')))
 
 
-def _through_the_wrapper():
-    class Uses(linen.Module):
-        def setup(self):
-            self.view = nn.read_only(True)(Writer('nothing'))
-
-        def __call__(self, x):
-            self.view.count.value = x[:1]
-
-    return run(Uses(), {c: {'view': t['writer']} for c, t in VARIABLES.items()})
-
-
 def _scopes():
     def fn(scope: Any, x: Any) -> Any:
         return Model('jit', 'value', parent=scope)(x)
@@ -234,7 +223,7 @@ def _scopes():
 
 @pytest.mark.parametrize(
     'extent',
-    [_class, _wrapper, _through_the_wrapper, _scopes],
+    [_class, _wrapper, _scopes],
     ids=lambda f: f.__name__,
 )
 def test_at_every_extent(extent) -> None:

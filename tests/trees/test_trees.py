@@ -115,8 +115,8 @@ def test_paths_are_those_of_the_names(name):
     tree, _ = TREES[name]
     for whole in tree, {'a': tree, 'b': [tree]}, freeze({'a': {'b': tree}}), (tree, 1):
         known = [
-            '/'.join(names)
-            for names, node in paths.names_in(whole, leaves.is_whole)
+            '/'.join((*names, *inner))
+            for names, inner, node in paths.names_in(whole, leaves.is_whole)
             for _ in jax.tree.leaves(node, is_leaf=leaves.is_whole)
         ]
         found = leaves.leaves_of(whole)

@@ -26,7 +26,7 @@ X = jnp.ones((2, 4))
 PARAMS = Stack().init(jax.random.key(0), X)['params']
 
 
-MATRICES = sg.arrays(lambda a: a.ndim > 1 and a.shape[-2] == 4, PARAMS)
+MATRICES = sg.arrays(lambda a: a.ndim > 1 and a.shape[-2] == 4)
 
 
 def loss(params):
@@ -79,7 +79,7 @@ def test_what_a_leaf_may_be():
     }
 
     def taken(fn):
-        part, _ = sg.partition(tree, sg.arrays(fn, tree))
+        part, _ = sg.partition(tree, sg.arrays(fn))
         return {name for name, leaf in part.items() if jax.tree.leaves(leaf)}
 
     assert taken(lambda a: a.size >= 3) == {'array', 'box', 'hidden', 'shape'}
@@ -87,18 +87,44 @@ def test_what_a_leaf_may_be():
     assert taken(lambda a: np.bool_(a.dtype == jnp.int8)) == {'box'}
 
 
-def test_it_is_made_under_jit_and_of_shapes():
-    def chosen(params):
-        return sg.arrays(lambda a: a.ndim > 1 and a.shape[-2] == 4, params)
-
-    found = []
-    jax.jit(lambda params: found.append(chosen(params)))(PARAMS)
-    assert found == [MATRICES] == [chosen(jax.eval_shape(lambda: PARAMS))]
-
-
-def test_what_it_does_not_know_and_what_it_does_not_find():
-    with pytest.raises(errors.UnknownNameError, match="There was no 'other'"):
-        sg.mask({'other': 1.0}, trained=MATRICES)
-    nothing = sg.arrays(lambda a: a.ndim == 7, PARAMS)
-    with pytest.raises(errors.UnusedFilterError, match='nothing> matches none of the'):
+def test_what_it_does_not_find_and_what_is_no_bool():
+    nothing = sg.arrays(lambda a: a.ndim == 7)
+    with pytest.raises(errors.UnusedFilterError, match='matches none of the'):
         sg.freeze(optax.sgd(1.0), nothing).init(PARAMS)
+    with pytest.raises(errors.FilterTypeError, match='returned'):
+        sg.mask(PARAMS, trained=sg.arrays(lambda a: a.ndim))
+
+
+def both(path):
+    return path.name == 'kernel' and path.array.shape[-1] == 1
+
+
+@pytest.mark.parametrize('where', [both, sg.arrays(lambda a: a.shape[-1] == 1)])
+def test_a_function_may_ask_the_path_for_the_array(where):
+    def in_block(params):
+        with nn.stop_gradient(where):
+            return loss(params)
+
+    def selects(path):
+        return path == 'arr_head/kernel' or (path == 'arr_head/bias' and where != both)
+
+    expected = jax.grad(lambda params: loss(oracle.stopped(params, selects)))(PARAMS)
+    for run in (jax.grad, lambda fn: jax.jit(jax.grad(fn))):
+        oracle.assert_same(run(in_block)(PARAMS), expected)
+    assert sg.mask(PARAMS, trained=where)['arr_head']['kernel']
+
+
+def test_functions_of_one_code_that_differ_for_another_shape_alone():
+    """In one block, and from block to block, around one compiled function."""
+    dense = [fnn.Dense(n) for n in (2, 5)]
+    params = [d.init(jax.random.key(0), X)['params'] for d in dense]
+    steps = [
+        jax.jit(jax.grad(lambda p, d=d: jnp.sum(d.apply({'params': p}, X))))
+        for d in dense
+    ]
+    for most in (30, 12, 30, 12):
+        with nn.stop_gradient(
+            sg.arrays(lambda a, most=most: a.ndim > 1 and a.size < most)
+        ):
+            found = [step(p)['kernel'] for step, p in zip(steps, params, strict=True)]
+        assert [oracle.is_zero(g) for g in found] == [True, most == 30]
