@@ -39,11 +39,8 @@ Question: TypeAlias = 'str | weakref.ref[Any] | Facts'
 
 _MOST = 4096  # Kinds in a number, and ends of a kind. JAX keeps as many traces.
 _values = itertools.count(1)
+_GONE = object()  # The answer where a question is about a tree that is no more.
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
-
-
-class Unanswerable(Exception):  # noqa: N818 (never raised to a user)
-    """A question is about a tree that does not exist any more."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,16 +103,12 @@ class Asker:
         return matched
 
     def answer(self, question: Question) -> Hashable:
-        """Returns what decides how a trace goes on.
-
-        Raises:
-            Unanswerable: if nothing can be said.
-        """
+        """Returns what decides how a trace goes on."""
         if isinstance(question, str):
             return self.rewrite.rule.token()
         if isinstance(question, weakref.ref):
             if question() is None:
-                raise Unanswerable
+                return _GONE
             return self.owner_path if question == self.tree else None
         try:
             return self.ask(self.path_of(question))
@@ -201,16 +194,16 @@ class _Kind(list[Number]):
         """Yields the ends that a block comes to: first number, end, what was asked."""
         for first in tuple(self):
             number, asked = first, set[Question]()
-            try:
-                while number.question is not None:
-                    asked.add(number.question)
-                    said = asker.answer(number.question)
-                    if said not in number.answers:
-                        self.ends += 1
-                        number.answers[said] = Number()
-                    number = number.answers[said]
-            except Unanswerable:  # No trace under it is found again.
-                self.drop(first)
+            while number.question is not None:
+                asked.add(number.question)
+                said = asker.answer(number.question)
+                if said is _GONE:  # No trace under it is found again.
+                    self.drop(first)
+                    break
+                if said not in number.answers:
+                    self.ends += 1
+                    number.answers[said] = Number()
+                number = number.answers[said]
             else:
                 yield first, number, asked
         if self.ends > _MOST:

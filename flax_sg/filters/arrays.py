@@ -16,6 +16,7 @@ class Arrays(predicates.Predicate):
     """The arrays for whose shape and dtype a function returns True; see ``arrays``."""
 
     names_leaves = True
+    fix = 'Return a bool: sg.arrays(lambda a: a.ndim > 1).'
 
     def matches(self, path: Path) -> bool:
         """Whether the function returns True; what is no array is not meant."""

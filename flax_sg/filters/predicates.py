@@ -46,6 +46,8 @@ class Predicate(Atom):
     """
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'code'})
+    fix: ClassVar[str] = _FIX
+    """What to write instead, for errors."""
     fn: Callable[[Any], Any]
 
     # No dataclass: where a filter stands in a field of a module, ``nn.jit`` would look
@@ -98,8 +100,8 @@ class Predicate(Atom):
             return bool(result)
         raise self._error(f'returned {brief(result)} for the path {str(path)!r}')
 
-    def _error(self, problem: str, fix: str = _FIX) -> errors.FilterTypeError:
-        return errors.FilterTypeError(f'{self!r} {problem}.\n{fix}')
+    def _error(self, problem: str, fix: str | None = None) -> errors.FilterTypeError:
+        return errors.FilterTypeError(f'{self!r} {problem}.\n{fix or self.fix}')
 
     def __repr__(self) -> str:
         return f'Predicate({describe(self.fn)})'

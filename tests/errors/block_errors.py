@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
 import warnings
 from typing import Any
@@ -12,10 +10,8 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.typing import In, Out
 
 import flax_sg as sg
-import sequences
 from flax_sg import linen as nn
 from flax_sg.internals import optional
 
@@ -95,19 +91,32 @@ def run_at(where: Any) -> None:
 
 
 class Applies(fnn.Module):
-    """Applies what it has read as a function, directly or in a trace."""
-
-    lift: Any = jax.jit
+    """Applies a model to weights of its own."""
 
     @fnn.compact
     def __call__(self, x: Any) -> Any:
-        inner = Model(name='inner')
-        return self.lift(MODEL.apply)(inner.variables, inner(x))
+        own = Model(name='own')
+        own(x)
+        return Model(parent=None).apply(own.variables, x)
 
 
-def reread(**options: Any) -> Any:
-    with nn.train_only('inner/**'):
-        return Applies(**options).apply({'params': {'inner': PARAMS}}, X)
+class Counts(fnn.Module):
+    """Writes state in each call."""
+
+    @fnn.compact
+    def __call__(self, x: Any) -> Any:
+        count = self.variable('state', 'count', jnp.zeros, ())
+        count.value = count.value + 1.0
+        return x * self.param('scale', ONES, (1, 2))
+
+
+def write_in_remat(collections: Any = True) -> None:
+    variables = {
+        'params': {'scale': jnp.ones((1, 2))},
+        'state': {'count': jnp.zeros(())},
+    }
+    with nn.stop_gradient(True, collections=collections):
+        fnn.remat(Counts)().apply(variables, X, mutable='state')
 
 
 class Lonely(fnn.Module):
@@ -258,48 +267,6 @@ def around_scan() -> None:
         warnings.simplefilter('error')
         with nn.substitute(lambda _, w: w.astype(jnp.float32), where='in_bits'):
             jax.eval_shape(lambda: model.apply(variables, jnp.float32(0), None))
-
-
-class Keeps(fnn.Module):
-    @fnn.compact
-    def __call__(self, x: Any) -> Any:
-        return x * self.variable('cache', 'kept', jnp.ones, (2,)).value
-
-
-def spread(out: Any) -> None:
-    axes: dict[Any, Any] = {('cache',): In(None), 'cache': out}
-    model = fnn.vmap(Keeps, variable_axes=axes)()
-    with nn.stop_gradient('kept', collections='cache'):
-        traced(model, {'cache': {'kept': X[0]}}, mutable=['cache'])
-
-
-def read_late(read: bool = False, inside: bool = False) -> None:
-    """Two blocks find one compiled function, of which a rule reads variables."""
-    sequences.forget_contexts()  # Or the two know that their answers differ.
-
-    @jax.custom_vjp
-    def fn(x: Any) -> Any:
-        return jnp.sum(MODEL.apply(VARIABLES, x)) if read else jnp.sum(x)
-
-    def backward(_: Any, ct: Any) -> Any:
-        return (ct * MODEL.apply(VARIABLES, X),)
-
-    def stopped(where: str) -> Any:
-        return nn.stop_gradient(lambda path: path == where, unused='ignore')
-
-    def blocked(where: str, x: Any) -> Any:
-        with stopped(where) if inside else contextlib.nullcontext():
-            return fn(x)
-
-    fn.defvjp(lambda x: (fn(x), None), backward)
-    compiled = jax.jit(blocked, static_argnums=0)
-    pull_backs = []
-    for where in ('kernel', 'bias'):
-        with contextlib.nullcontext() if inside else stopped(where):
-            static = where if inside else ''
-            pull_backs.append(jax.vjp(functools.partial(compiled, static), X)[1])
-    for pull_back in pull_backs:
-        pull_back(1.0)
 
 
 class ReadsBefore(fnn.Module):
@@ -474,26 +441,36 @@ CASES: dict[str, tuple[Any, ...]] = {
         'Open the block around the code that reads these variables, or pass '
         "unused='ignore'.",
     ),
-    'read again in a trace': (
-        reread,
-        "BlockError: 'kernel' is read in a function that JAX traces, and may be "
-        "'inner/kernel', which was read before.\n"
-        "stop_gradient(~Glob('inner/**')) would treat it as another variable, by its "
-        'new name.\n'
-        'Call the module itself, or call its apply without jax.jit, jax.checkpoint and '
-        'the like.',
-        lambda: reread(lift=lambda fn: fn),
-    ),
     'a cached program of another model': (
         cached_beside,
-        "UnusedFilterError: Glob('layers_0/kernel') matches none of the 1 variable.\n"
+        "NothingStoppedWarning: Glob('layers_0/kernel') matches none of the 1 "
+        'variable.\n'
         "Nearest: 'lonely'.\n"
         "A pattern matches whole paths, from below the collection: 'encoder/**' takes "
         'all variables in encoder.\n'
         "If nothing has to match, pass unused='ignore'.\n"
-        'A program that was compiled before also ran in the block. If it has what is '
-        'meant, open a block for each of the two models.',
+        'A compiled program may have it: the same filter was right before. If a second '
+        'model runs in this block, open a block of its own for it.',
         lambda: cached_beside(unused='ignore'),
+    ),
+    'an apply inside of another one': (
+        lambda: run(nn.stop_gradient('ker*'), Applies(), {'params': {'own': PARAMS}}),
+        "UnusedFilterError: stop_gradient(Glob('ker*')) names variables of an apply "
+        'inside of another one.\n'
+        'A block covers one tree: such an apply sees what the module around it gives '
+        'it, computed or read.\n'
+        'Stop what is given: apply(sg.stop_gradient(tree, where), x). Or open a block '
+        'around that apply at top level.',
+        lambda: run(nn.stop_gradient('own/**'), Applies(), {'params': {'own': PARAMS}}),
+    ),
+    'a write in a transform in a block': (
+        write_in_remat,
+        "BlockError: Counts.__call__ (at '') writes the variable 'count' of the "
+        "collection 'state' in a transform, and stop_gradient(Constant(True), "
+        'collections=True), which selects it, is open around the transform.\n'
+        'Leave the collection out with collections=, or open the block inside of the '
+        'transform.',
+        lambda: write_in_remat('params'),
     ),
     'layers that share their parameters': (
         lambda: shared_by_layers(variable_broadcast='params'),
@@ -502,26 +479,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "Write variable_axes={'params': 0}, or freeze the parameters as a whole: "
         'nn.Frozen(module).',
         lambda: shared_by_layers(variable_axes={'params': 0}),
-    ),
-    'read by a rule after the block': (
-        read_late,
-        'BlockError: a rule of a function that was compiled in the block of '
-        'stop_gradient(Predicate(<lambda> at block_errors.py:LINE)) reads a variable '
-        'after the block has closed, and the function has not read it.\n'
-        'Read the variable in the function as well, or open the block inside of the '
-        'function that jax.jit compiles.',
-        lambda: [
-            read_late(read=True),
-            read_late(inside=True),
-        ],
-    ),
-    'another axis out than in': (
-        lambda: spread(Out(1)),
-        "BlockError: a transform in a block gives the variable 'kept' of the "
-        "collection 'cache' back in another shape than it got.\n"
-        'Give nn.vmap and nn.scan one axis for the collection, in and out, or leave '
-        'it out of the block with collections=.',
-        lambda: spread(In(None)),
     ),
     'a draw that is kept': (
         kept,

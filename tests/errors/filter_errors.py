@@ -109,33 +109,13 @@ def unused(glob: str, advice: str) -> str:
     return f"UnusedFilterError: {said}\nIf nothing has to match, pass unused='ignore'."
 
 
-def no_class(where: str, path: str) -> str:
-    return (
-        f'FilterTypeError: {where} has to know the class of the module that holds '
-        f"'{path}', which is not known here.\n"
-        'Give the model and example inputs: filters.of_type(nn.BatchNorm, model, x).'
-    )
-
-
-def in_remat(where: Any) -> Any:
-    model = fnn.remat(fnn.Dense)(2, use_bias=False)
-    with nn.scale_gradient(where, 0.5, unused='ignore'):
-        return model.apply({'params': {'kernel': jnp.eye(2)}}, jnp.ones((2, 2)))
-
-
 CASES: dict[str, tuple[Any, ...]] = {
     'a class, and no model': (
         lambda: split(of_type(fnn.Dense)),
-        no_class('OfType(Dense)', 'body/w'),
-    ),
-    'a class in a block that reads a whole tree': (
-        lambda: in_block(~of_type(fnn.Dense)),
-        no_class('~OfType(Dense)', 'head/w'),
-    ),
-    'a class in the body of a transform': (
-        lambda: in_remat(of_type(fnn.Dense)),
-        no_class('OfType(Dense)', 'kernel'),
-        lambda: in_remat(of_type(fnn.Dense, *OF)),
+        'FilterTypeError: of_type(Dense) was given no model: a variable does not know '
+        'the class of its module.\n'
+        'Give the model and example inputs: filters.of_type(Dense, model, x).',
+        lambda: of_type(fnn.Dense, *OF),
     ),
     'an empty glob': (
         lambda: as_filter(''),
@@ -243,11 +223,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         "missing, pass unused='ignore'.",
     ),
     'no answer for an array': (
-        lambda: sg.arrays(lambda a: a.ndim, PARAMS),
-        'FilterTypeError: <lambda> at filter_errors.py:LINE returned 0 (int) for the '
-        "leaf 'body/w'.\n"
-        'Return a bool: sg.arrays(lambda a: a.ndim > 1, params).',
-        lambda: sg.arrays(lambda a: a.ndim == 0, PARAMS),
+        lambda: split(sg.arrays(lambda a: a.ndim)),
+        'FilterTypeError: arrays(<lambda> at filter_errors.py:LINE) returned 0 (int) '
+        "for the path 'body/w'.\n"
+        'Return a bool: sg.arrays(lambda a: a.ndim > 1).',
+        lambda: sg.partition(PARAMS, sg.arrays(lambda a: a.ndim == 0)),
     ),
     'integers that are trained': (
         lambda: of_integers('body/*'),
