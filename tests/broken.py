@@ -5,6 +5,7 @@ Each function puts one fault into flax_sg while the fixture is active.
 """
 
 import contextlib
+import weakref
 from typing import Any
 
 import jax
@@ -56,23 +57,17 @@ def _original(name: str) -> Any:
 def stops_are_written_back(patch: Patch) -> None:
     """What a transform was merely handed is published as if its body had written it."""
 
-    def judge(self: Any, inner_scopes: Any) -> Any:
-        return [{} for _ in inner_scopes]
-
-    patch.setattr(writeback._Lift, '_judge', judge)
+    patch.setattr(writeback._Lift, '_as_stored', lambda self, index, group: group)
 
 
 def absolute_paths(patch: Patch) -> None:
     """Filters see paths from the root, whoever opened the block."""
 
-    class Absolute:
-        @staticmethod
-        def of(
-            collection: str, names: Any, owner: Any = (), classes: Any = None
-        ) -> paths.Path:
-            return paths.Path.of(collection, names, (), classes)
+    def absolute(self: Any, facts: Any) -> paths.Path:
+        collection, names, inner, array = facts
+        return paths.Path.of(collection, names, (), inner, array)
 
-    patch.setattr(selection, 'Path', Absolute)
+    patch.setattr(numbers.Asker, 'path_of', absolute)
 
 
 def open_after_an_exception(patch: Patch) -> None:
@@ -92,26 +87,25 @@ def kept_values_ignored(patch: Patch) -> None:
 
 
 def answers_never_noted(patch: Patch) -> None:
-    """Nobody knows what a trace has asked: each block finds those of all others."""
-    patch.setattr(numbers.Number, 'note', lambda *args, **late: None)
+    """Nobody knows what a trace depends on: each block finds those of all others."""
+    patch.setattr(numbers.Lease, 'note', lambda *args, **is_own: None)
 
 
 def answers_never_asked(patch: Patch) -> None:
-    """A block takes the first number that it finds."""
-    patch.setattr(numbers.Number, 'agrees', lambda *args: True)
+    """A block takes the first number of its kind."""
+    patch.setattr(numbers.Asker, 'answer', lambda self, question: None)
 
 
 def answers_that_say_no_left_out(patch: Patch) -> None:
     """Only what a filter takes is noted."""
-    note = numbers.Number.note
+    note = selection._note
 
-    def note_what_is_taken(
-        self: Any, asker: Any, question: Any, late: bool = False
-    ) -> None:
-        if asker.answer(question):
-            note(self, asker, question)
+    def note_what_is_taken(block: Any, root: Any, answered: Any, read: bool) -> None:
+        taken = [facts for facts in answered if block.decisions[facts][1]]
+        if taken:
+            note(block, root, taken, read)
 
-    patch.setattr(numbers.Number, 'note', note_what_is_taken)
+    patch.setattr(selection, '_note', note_what_is_taken)
 
 
 def no_lease(patch: Patch) -> None:
@@ -121,30 +115,23 @@ def no_lease(patch: Patch) -> None:
 
 def owners_in_the_key(patch: Patch) -> None:
     """Each module that opens a block has numbers of its own."""
-    lease, places = numbers.lease, dict[Any, numbers.Number]()
+    begin = numbers.Asker.__post_init__
 
-    def lease_for_owner(around: Any, asker: Any, aside: Any) -> Any:
-        place = places.setdefault((around, asker.owner_path), numbers.fresh())
-        return lease(place, asker, aside)
+    def with_owner(self: Any) -> None:
+        begin(self)
+        self.kind = self.blank = self.kind, self.owner_path
 
-    patch.setattr(numbers, 'lease', lease_for_owner)
+    patch.setattr(numbers.Asker, '__post_init__', with_owner)
 
 
 def owners_never_told_apart(patch: Patch) -> None:
-    """What lies outside of a trace is asked for by the path of its first owner."""
-    patch.setattr(selection, '_older', lambda block, tree, key, path: path)
+    """All owners give one answer for what lies outside of a trace."""
+    answer = numbers.Asker.answer
 
+    def of_any_owner(self: Any, question: Any) -> Any:
+        return () if isinstance(question, weakref.ref) else answer(self, question)
 
-def absolute_questions(patch: Patch) -> None:
-    """What lies outside of a trace is asked for by its path from the root."""
-    path_of = numbers.Asker.path_of
-
-    def absolute(self: Any, question: Any) -> Any:
-        if isinstance(question, numbers.Older):
-            return paths.Path.of(*question.key)
-        return path_of(self, question)
-
-    patch.setattr(numbers.Asker, 'path_of', absolute)
+    patch.setattr(numbers.Asker, 'answer', of_any_owner)
 
 
 def values_never_told_apart(patch: Patch) -> None:

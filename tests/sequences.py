@@ -668,7 +668,9 @@ class Runner:
     def _do_call(self, item: Call, here: Here) -> None:
         stopped = here.stopped(in_pair=False)
         fn, name = self._of[item.kind], item.kind
-        kind, key = KINDS.get(name, KINDS['jit']), (name, here.pair is None)
+        # Inside of another apply no block covers it, which is a part of JAX's keys.
+        kind = KINDS.get(name, KINDS['jit'])
+        key = name, bool(here.blocks) and here.pair is not None
         with self._counted(here, name, kind, stopped, key):
             if here.args is not None:
                 self._note_call(here, fn(*here.args[1:]), BY_HAND.call(name, stopped))
@@ -744,7 +746,7 @@ class Runner:
             if not kind.eager and self._caches.must_trace(key, stopped):
                 assert count, f'traced: {name} not at all in {here.blocks}'
         self._caches.note(key, here.blocks, stopped)
-        for block in here.blocks:
+        for block in here.blocks if key[1] is not True else ():
             block.called = True
 
 

@@ -40,7 +40,6 @@ class _HoldState(rules.Rule):
     name = 'hold_state'
     asks_path = False
     acts_on = 'nothing'
-    idempotent = True
 
 
 def state_in(where: filters.Filter) -> rules.Rewrite:

@@ -55,12 +55,6 @@ def current_module() -> Module | None:
     return module if module is not None and module.scope is not None else None
 
 
-def running_scopes() -> list[Scope]:
-    """The scopes of the bound modules whose methods are running."""
-    stack = linen_module._context.module_stack
-    return [m.scope for m in stack if m is not None and m.scope is not None]
-
-
 def running_method() -> tuple[Module, str] | None:
     """The module whose method is running, and the name of the method.
 
@@ -83,82 +77,6 @@ def is_set_up(module: Module) -> bool:
     """Whether ``setup`` has run to its end."""
     state = module._state
     return state.setup_called == linen_module.SetupState.DONE and not state.in_setup
-
-
-def classes_around(
-    path: tuple[str, ...], name: str, is_of_tree: Callable[[Scope], bool | None]
-) -> tuple[tuple[type, ...], bool]:
-    """The classes of the module at a path, and of the modules around it.
-
-    A scope does not know its module. So this searches the running modules and their
-    submodules.
-
-    Args:
-        path: the path of a scope.
-        name: the name of a variable in that scope. ``nn.share_scope`` may give one
-            scope to two modules; the name tells which one declares the variable.
-        is_of_tree: returns whether a scope belongs to the tree of the path; None if
-            that is unknown.
-
-    Returns:
-        The classes, innermost first, and whether the list is complete.
-    """
-    running = reversed(linen_module._context.module_stack)
-    bound = [(m, m.scope) for m in running if m is not None and m.scope is not None]
-    known = [(m, is_of_tree(scope)) for m, scope in bound]
-    first = next((n for n, (_, yes) in enumerate(known) if yes), len(known))
-    stack = [m for m, yes in known[first:] if yes is not False]
-    classes: list[type] = []
-    while True:
-        module, stack = _find(stack, path)
-        if module is not None and not classes:
-            module = _that_declares(module, name)
-        if module is None:
-            return tuple(classes), False
-        while True:
-            inner = vars(module).get('module')
-            if isinstance(inner, Module) and children_of(inner) is children_of(module):
-                classes.append(type(inner))  # ``module`` wraps ``inner``.
-            classes.append(type(module))
-            if not isinstance(module.parent, Module):
-                break
-            module = module.parent
-        # In the body of a transform and in a wrapper, a module's parent is a scope.
-        path = getattr(module.scope, 'path', ())
-        if not path:
-            return tuple(dict.fromkeys(classes)), True
-
-
-def _find(
-    stack: list[Module], path: tuple[str, ...]
-) -> tuple[Module | None, list[Module]]:
-    """The module at a path, and the running modules around the one that leads to it."""
-    for index, found in enumerate(stack):
-        above = getattr(found.scope, 'path', ())
-        if path[: len(above)] != above:
-            continue
-        for name in path[len(above) :]:
-            found = children_of(found).get(name) if isinstance(found, Module) else None
-        if isinstance(found, Module) and getattr(found.scope, 'path', None) == path:
-            return found, stack[index + 1 :]
-    return None, []
-
-
-def _that_declares(module: Module, name: str) -> Module:
-    """Of the modules that share a scope, the one that declares a variable."""
-    around = [module.parent] if isinstance(module.parent, Module) else []
-    beside = [m for one in (module, *around) for m in children_of(one).values()]
-    fields: list[Any] = [
-        getattr(module, f.name, None) for f in dataclasses.fields(module)
-    ]
-    path = getattr(module.scope, 'path', None)
-    for other in (module, *beside, *fields):
-        is_beside = (
-            isinstance(other, Module) and getattr(other.scope, 'path', 0) == path
-        )
-        if is_beside and isinstance(children_of(other).get(name), str):
-            return other
-    return module
 
 
 def starts_setup(module: Module) -> bool:

@@ -111,11 +111,6 @@ def in_innermost_trace(
     return in_trace_of(leaves[0]) if leaves else contextlib.nullcontext()
 
 
-def in_trace_of_scope(scope: Scope) -> contextlib.AbstractContextManager[Any]:
-    """Makes the trace that ``scope`` was created in the current one."""
-    return in_innermost_trace([scope.trace_level])
-
-
 def kept_traces(scope: Scope | None = None) -> Iterator[weakref.ref[Any]]:
     """The traces that JAX may cache and reuse for other arguments, innermost first.
 

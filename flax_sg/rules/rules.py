@@ -44,8 +44,6 @@ class Rule:
     """On what is read, or on its cotangents, or on writes, which raise then. Of a rule
     on cotangents each block, in each ``apply``, makes a value of its own in the trace
     where the block begins. Otherwise one value is made in the trace of the leaf."""
-    idempotent: ClassVar[bool] = False
-    """Whether it has the same effect twice as once."""
     jointly: ClassVar[bool] = False
     """Whether the result for one leaf depends on all selected leaves."""
     operands: Sequence[Any] = ()
@@ -125,7 +123,6 @@ class StopGradient(Rule):
 
     name = 'stop_gradient'
     asks_path = False
-    idempotent = True
     levels: int | None = None
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
@@ -145,7 +142,6 @@ class ReadOnly(Rule):
     name = 'read_only'
     asks_path = False
     acts_on = 'writes'
-    idempotent = True
 
 
 class Keyed(Rule):

@@ -111,7 +111,8 @@ class Counts(fnn.Module):
 
 
 def write_in_remat(collections: Any = True) -> None:
-    variables = {
+    state = {"count": jnp.zeros(())}
+    variables = {"params": {"scale": jnp.ones((1, 2))}, "state": state}
         'params': {'scale': jnp.ones((1, 2))},
         'state': {'count': jnp.zeros(())},
     }
