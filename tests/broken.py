@@ -56,7 +56,6 @@ def _original(name: str) -> Any:
 
 def stops_are_written_back(patch: Patch) -> None:
     """What a transform was merely handed is published as if its body had written it."""
-
     patch.setattr(writeback._Lift, '_as_stored', lambda self, index, group: group)
 
 
@@ -139,12 +138,6 @@ def values_never_told_apart(patch: Patch) -> None:
     patch.setattr(substitutes.Substitute, 'token', lambda self: None)
 
 
-def values_in_the_key(patch: Patch) -> None:
-    """Other values have another number, also where they are arguments."""
-    key, token = substitutes.Substitute.key, substitutes.Substitute.token
-    patch.setattr(substitutes.Substitute, 'key', lambda self: (key(self), token(self)))
-
-
 def computed_where_the_leaf_is(patch: Patch) -> None:
     """A function of the user runs in the trace of the leaf, wherever it was made."""
 
@@ -178,7 +171,8 @@ def one_stack_for_all_threads(patch: Patch) -> None:
         pass
 
     names = dict(vars(blocks._Thread))
-    for name in ('__init__', 'set_blocks', '_set_aside', 'only', 'forget'):
+    of_threads = ('__init__', 'set_blocks', '_set_aside', 'only', 'forget')
+    for name in (*of_threads, 'number', 'applying'):
         setattr(Shared, name, names[name])
     shared = Shared()
     for module in (blocks, opening, judgement, selection, views):
@@ -225,11 +219,6 @@ def rules_stand_at_each_read(patch: Patch) -> None:
         return view(root, blocks, key, value)
 
     patch.setattr(views, '_view_variable', fresh)
-
-
-def mapped_again(patch: Patch) -> None:
-    """What was read in a block is mapped once more in another ``apply`` there."""
-    patch.setattr(blocks.Made, '__contains__', lambda self, leaf: False)
 
 
 def higher_orders_mapped_too(patch: Patch) -> None:

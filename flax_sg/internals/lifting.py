@@ -25,14 +25,8 @@ from flax.linen import transforms as linen_transforms
 
 from flax_sg.internals import versions
 
-# Flax's names for its transforms. ``LOOPS`` run their body several times, ``BRANCHES``
-# run one of several bodies.
+# Flax's names for its transforms.
 JIT, SCAN, REMAT = 'jit', 'scan', 'remat'
-LOOPS = (SCAN, 'while_loop')
-BRANCHES = ('cond', 'switch')
-# In the body of these a variable has the same name as outside, and a gradient that is
-# stopped in the body is also stopped outside.
-SAME_VARIABLES = (JIT, REMAT, 'vmap', *LOOPS, *BRANCHES)
 
 # ``debug_path`` names the transforms around each module: ``remat(scan(layers))``.
 _SCAN_OR_REMAT = re.compile(rf'({SCAN}|{REMAT})\(')

@@ -152,13 +152,8 @@ def _packs() -> bool:
     scope = _probe().scope
     axes = {'variable_axes': {'params': 1}, 'split_rngs': {'params': False}}
     programs: dict[str, Callable[[], Any]] = {
-        'vmap': lambda: of(lift.vmap)(id, **axes)(scope),
         lifting.SCAN: lambda: of(lift.scan)(id, **axes)(scope),
         lifting.JIT: lambda: of(lift.jit)(id)(scope),
-        lifting.REMAT: lambda: of(lift.remat)(id)(scope),
-        lifting.LOOPS[1]: lambda: of(lift.while_loop)(id, id, scope, 0),
-        lifting.BRANCHES[0]: lambda: of(lift.cond)(True, id, id, scope),
-        lifting.BRANCHES[1]: lambda: of(lift.switch)(0, [id], scope),
     }
     for program in programs.values():
         with contextlib.suppress(_Called):

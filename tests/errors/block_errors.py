@@ -111,11 +111,8 @@ class Counts(fnn.Module):
 
 
 def write_in_remat(collections: Any = True) -> None:
-    state = {"count": jnp.zeros(())}
-    variables = {"params": {"scale": jnp.ones((1, 2))}, "state": state}
-        'params': {'scale': jnp.ones((1, 2))},
-        'state': {'count': jnp.zeros(())},
-    }
+    state = {'count': jnp.zeros(())}
+    variables = {'params': {'scale': jnp.ones((1, 2))}, 'state': state}
     with nn.stop_gradient(True, collections=collections):
         fnn.remat(Counts)().apply(variables, X, mutable='state')
 
