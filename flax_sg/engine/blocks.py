@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
 import weakref
 from collections.abc import Generator, Iterable
@@ -24,27 +23,6 @@ from flax_sg.trees.variables import Facts, Key
 versions.load_once(globals())
 
 ROOT_FLAG = 'flax_sg'
-
-
-class Made:
-    """Holds the leaves that a block's rule on cotangents has made, by identity.
-
-    If one is read again, because it was passed to a body or to another ``apply``, the
-    rule is not applied to it: its cotangent would be mapped twice. Only tracers have
-    cotangents to map. A trace is over when nobody holds its tracers, so the references
-    are weak.
-    """
-
-    def __init__(self) -> None:
-        self._leaves = weakref.WeakValueDictionary[int, Any]()
-
-    def note(self, leaf: Any) -> None:
-        """Notes that a leaf is rewritten, if it is a tracer."""
-        if isinstance(leaf, tracing.Tracer):
-            self._leaves[id(leaf)] = leaf
-
-    def __contains__(self, leaf: Any) -> bool:
-        return self._leaves.get(id(leaf)) is leaf
 
 
 @dataclass(eq=False)
@@ -108,11 +86,6 @@ class Block:
         if self.tree is not None:
             return root.tree is self.tree
         return root.depth <= self.depth
-
-    @functools.cached_property
-    def made(self) -> Made:
-        """The leaves that a rule on cotangents has made."""
-        return Made()
 
 
 @dataclass

@@ -233,17 +233,13 @@ def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
         with trace, _seeing_outside(block):
             return _applied(block, root, key, leaf)
     path = path_of(block, key)
-    if leaf in block.made or not has_to_act(block.rewrite, path, leaf):
+    if not has_to_act(block.rewrite, path, leaf):
         return leaf
     if rule.jointly:
         note_all(block, root)
-        new = _joint_leaf(block, root, key, leaf)
-    else:
-        with _seeing_outside(block), _begin(block, root, [leaf]):
-            new = _applied(block, root, key, leaf)
-    if new is not leaf:
-        block.made.note(new)
-    return new
+        return _joint_leaf(block, root, key, leaf)
+    with _seeing_outside(block), _begin(block, root, [leaf]):
+        return _applied(block, root, key, leaf)
 
 
 def _seeing_outside(block: Block) -> Any:
@@ -267,14 +263,6 @@ def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     used = (*leaves, *block.rewrite.rule.operands)
     levels = (block.level, root.level)
     return tracing.in_innermost_trace(levels, *used, examples=False)
-
-
-def note_handed(open_blocks: Sequence[Block], value: Any) -> None:
-    """Notes a variable that blocks may have rewritten before a lifted body began."""
-    for block in open_blocks:
-        if block.rewrite.rule.acts_on == 'cotangents':
-            for leaf in jax.tree.leaves(value):
-                block.made.note(leaf)
 
 
 def _joint_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:

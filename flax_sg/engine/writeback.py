@@ -174,8 +174,6 @@ class _Lift:
                     block = self._selecting(index, key, root, noted)
                     if block is not None and not views.only_refuses(block):
                         root.handed.selected[key] = block
-                    if block is not None or key not in self.stored[index]:
-                        views.note_handed(self.open_blocks, value)
             inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
 
     def _names(self) -> Mark | None:
