@@ -48,7 +48,7 @@ class Block:
         collections: the collections met so far.
         reads: the variables that were read.
         uncovered: variables of trees that have ended, and that are not covered.
-        took: whether the filter selects a variable in ``reads``.
+        took: whether the filter has had an effect on one of ``reads``.
         closed_root: the top scope of the owner, once the block is closed.
         ended: set by another thread, once the block's code has ended there.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a

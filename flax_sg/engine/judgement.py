@@ -47,8 +47,6 @@ def judge(block: Block, reads: bool) -> None:
     else:
         known = block.lease.number.known
         if not block.lease.is_blank:
-            known.was_right = True
-            known.had_effect |= _has_effect(block)
             known.beside |= block.beside
         if reads and not (_has_effect(block) or known.had_effect):
             warn_once(_no_effect(block), block.place)
@@ -57,7 +55,7 @@ def judge(block: Block, reads: bool) -> None:
 def leave_unjudged(block: Block) -> None:
     """Lets the next block trace anew what a block has traced whose body raised."""
     is_judged = block.rewrite.unused != 'ignore' and block.tree is None
-    if is_judged and not block.lease.number.known.was_right:
+    if is_judged and block.lease.is_new:
         block.lease.discard()
 
 
@@ -66,11 +64,10 @@ def verdict(block: Block) -> errors.FlaxSGError | None:
 
     If JAX finds a program, no Python runs, and its variables are not met. If nothing at
     all was met, or what an earlier block has met beside its programs, these have run,
-    and the earlier block was right.
+    and the verdict of the earlier block holds.
     """
     known = block.lease.number.known
-    met = block.decisions.keys()
-    if known.was_right and block.tree is None and met <= known.beside:
+    if not is_certain(block) and block.decisions.keys() <= known.beside:
         return None
     paths = {path.key: path for path, _ in block.decisions.values()}
     return _unused(block, list(paths.values()))
@@ -78,7 +75,7 @@ def verdict(block: Block) -> errors.FlaxSGError | None:
 
 def is_certain(block: Block) -> bool:
     """Whether no compiled program can have what a block does not meet."""
-    return block.tree is not None or not block.lease.number.known.was_right
+    return block.tree is not None or block.lease.is_new
 
 
 def _meet_the_rest(block: Block) -> None:
@@ -117,9 +114,7 @@ def _has_effect(block: Block) -> bool:
     where = block.rewrite.where
     if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
         return True
-    # ``train_only`` stops the rest, and a block may read only what it names.
-    is_complement = isinstance(where, filters.Not) and bool(block.reads)
-    return block.took or is_complement or thread.doubts is not None
+    return block.took or thread.doubts is not None
 
 
 def _no_effect(block: Block) -> str:

@@ -51,7 +51,9 @@ class Asker:
         rewrite: the rewrite of the block.
         owner_path: the path of the module that opened the block; () at top level.
         tree: the tree of this module; None at top level.
+        has_functions: whether the filter calls a function of the user.
         asks_path: whether two variables may be treated differently by their names.
+        is_complement: whether the filter names what it does not select.
         kind: equal for blocks that differ in answers alone.
         blank: equal for blocks that act alike until a trace depends on them.
         sure: equal for blocks of one kind that surely give the same answers.
@@ -65,6 +67,7 @@ class Asker:
         where, rule = self.rewrite.where, self.rewrite.rule
         self.has_functions = 'code' in where.needs
         self.asks_path = bool(where.atoms) or rule.asks_path
+        self.is_complement = isinstance(where, filters.Not)
         # A write, and what a lifted transform was handed, ask no question.
         self.blank: Hashable = rule.acts_on == 'writes', self.rewrite.collections
         of_names = self.tree is not None, self.rewrite.unused
@@ -121,12 +124,13 @@ class Known:
     """What is known of the blocks that had a number.
 
     Attributes:
-        was_right: whether one of them was judged, and was right.
-        had_effect: whether one of these has selected what was read in it.
+        has_traces: whether a trace that JAX keeps depends on one of them. If that one
+            is wrong, no block finds the number any more.
+        had_effect: whether one has selected what was read in it.
         beside: the variables that these met beside the programs that JAX keeps.
     """
 
-    was_right: bool = False
+    has_traces: bool = False
     had_effect: bool = False
     beside: set[Facts] = dataclasses.field(default_factory=set)
 
@@ -224,6 +228,7 @@ class Lease:
         asker: answers for the block.
         number: the number.
         is_blank: whether no trace that JAX keeps depends on the block so far.
+        is_new: whether there was no such trace of any block when this one opened.
 
     Args:
         around: the number of the blocks that are open already.
@@ -233,7 +238,7 @@ class Lease:
     def __init__(self, around: Number, asker: Asker) -> None:
         self._around, self.asker = around, asker
         self.number = self._first = Number()
-        self.is_blank, self._asked = True, set[Question]()
+        self.is_blank, self.is_new, self._asked = True, True, set[Question]()
 
     def find(self, outside: Callable[[], Any]) -> None:
         """Leases the number whose traces the block may reuse, or a blank one.
@@ -245,11 +250,11 @@ class Lease:
         with outside():
             ends = [*self._kind(self.asker.kind).ends_for(self.asker)]
         # Those come first that have programs already.
-        ends.sort(key=lambda end: not end[1].known.was_right)
+        ends.sort(key=lambda end: not end[1].known.has_traces)
         for first, number, asked in ends:
             self._first, self.number, self._asked = first, number, asked
             if number.take(self.asker):
-                self.is_blank = False
+                self.is_blank, self.is_new = False, not number.known.has_traces
                 return
         with _lock:
             blanks, new = self._kind(self.asker.blank), Number()
@@ -283,13 +288,17 @@ class Lease:
                 if self.number in blanks:  # Else a block that holds it has done so.
                     blanks.remove(self.number)
                     self._kind(self.asker.kind).append(self.number)
+            self.number.known.has_traces = True
             missing = {q: None for q in questions if q not in self._asked}
-            while missing:
+            while missing and not is_own:
                 number = self.number
                 question = number.question or next(iter(missing))
                 said = self.asker.answer(question)
                 if number.question is None:
                     number.ask(question, said)
+                elif said not in number.answers:  # Of a tree that is no more.
+                    is_own = True
+                    break
                 missing.pop(question, None)
                 self._asked.add(question)
                 number.give_back(self.asker)

@@ -66,7 +66,8 @@ def selects(
     _, said = block.decisions[facts]
     if read:
         block.reads.add(key)
-        block.took = block.took or bool(said)
+        # ``train_only`` stops the rest, and a block may read only what it names.
+        block.took = block.took or bool(said) or block.asker.is_complement
     in_program = block.kept_trace != tracing.kept_trace()
     if in_program and (read or noted):
         _note(block, root, [facts], read)
@@ -100,6 +101,7 @@ def _note(block: Block, root: Root, answered: Sequence[Facts], read: bool) -> No
         is_own |= is_older and bool(said) and block.rewrite.rule.acts_on == 'cotangents'
     if answered or questions:
         block.lease.note(questions, is_own)
+        block.lease.number.known.had_effect |= block.took
 
 
 def _is_made_inside(block: Block, root: Root) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import random
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -400,6 +401,24 @@ def test_a_body_that_raises_leaves_no_verdict():
             nn.stop_gradient(f'{name}/*'), lambda s=step: s(PARAMS['extra'])
         )
         assert said == ('' if name == 'extra' else 'raised')
+
+
+def test_a_thread_finds_a_program_of_a_block_that_is_still_open():
+    step, compiled, goes_on = fresh_loss(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with nn.stop_gradient('extra/b*'):
+            step(PARAMS['extra'])
+            compiled.set()
+            assert goes_on.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(first)
+        assert compiled.wait(60)
+        with nn.stop_gradient('extra/b*'):
+            step(PARAMS['extra'])
+        goes_on.set()
+        running.result()
 
 
 def test_a_filter_that_may_be_empty_says_nothing_of_one_that_may_not():
