@@ -50,7 +50,6 @@ class Block:
         uncovered: variables of trees that have ended, and that are not covered.
         took: whether the filter has had an effect on one of ``reads``.
         closed_root: the top scope of the owner, once the block is closed.
-        ended: set by another thread, once the block's code has ended there.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
             function called in the block; see ``late_rules.py``.
         beside: the variables that were met while JAX traced nothing in the block.
@@ -73,7 +72,6 @@ class Block:
     uncovered: set[Facts] = field(default_factory=set)
     took: bool = False
     closed_root: weakref.ref[Scope] | None = None
-    ended: bool = False
     is_open: bool = True
     beside: set[Facts] = field(default_factory=set)
 
@@ -271,15 +269,20 @@ class _Thread(threading.local):
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
         """Makes ``blocks`` the only open blocks inside the ``with`` body."""
-        before = self.blocks, self._aside
+        before, aside = self.blocks, self._aside
+
+        def restore() -> None:
+            # One that was set aside may have been closed.
+            self._set_aside(tuple(b for b in before if b.is_open), aside)
+
         try:
-            self._set_aside(blocks, self._aside + 1)
+            self._set_aside(blocks, aside + 1)
             yield
         finally:
             try:
-                self._set_aside(*before)
+                restore()
             except BaseException:
-                self._set_aside(*before)
+                restore()
                 raise
 
     def forget(self, block: Block | None = None) -> None:
@@ -310,9 +313,6 @@ def active() -> tuple[Block, ...]:
     """
     blocks = thread.blocks
     for block in blocks:
-        if block.ended:
-            remove(block)
-            return active()
         block.place.check_task(block.rewrite)
     return blocks
 

@@ -102,7 +102,7 @@ def close_last(
         BlockError: if ``rewrite`` is not open in this thread, and no exception other
             than GeneratorExit ends the block.
     """
-    mine = [b for b in thread.blocks if b.rewrite is rewrite and not b.ended]
+    mine = [b for b in thread.blocks if b.rewrite is rewrite]
     if len(mine) > 1:  # A suspended generator and the code around it, perhaps.
         mine = [b for b in mine if b.place.frame == Place.here().frame] or mine
     if mine:
@@ -111,11 +111,8 @@ def close_last(
     for block in patching.users_of_hooks():
         if isinstance(block, Block) and block.rewrite is rewrite:
             place = block.place
-            # If a generator was suspended inside the block in another thread, and now
-            # resumes or ends in this thread, ``active`` removes the block there.
-            block.ended = block.ended or place.frame == here.frame
-            if block.ended and place.thread is here.thread:
-                return  # It was set aside.
+            if place.thread is here.thread and place.frame == here.frame:
+                return blocks.remove(block)  # It was set aside.
             elsewhere = f', which closes it at {here}, but in {place.thread.name}'
     if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
         reason = f'it is not open in this thread, {here.thread.name}{elsewhere}'

@@ -269,15 +269,6 @@ def test_generators_in_two_blocks_closed_in_another_order():
     second.close()
 
 
-def test_a_generator_closed_by_another_thread():
-    generator = _in_two_blocks()
-    next(generator)
-    error = in_another_thread(generator.close)
-    assert isinstance(error, errors.BlockError)
-    # The generator is gone, and with it what was between its `with` and its end.
-    assert_no_block_is_left()
-
-
 def test_blocks_closed_in_another_order():
     first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
     first.__enter__()
