@@ -65,15 +65,16 @@ def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def try_setup(self: Any, shallow: bool = False) -> None:
     """The hook for ``Module._try_setup``: what ``setup`` keeps depends on no block."""
-    open_blocks, original = blocks.active(), patching.originals['try_setup']
-    if open_blocks:
-        watch(self)
-    if not open_blocks or not modules.starts_setup(self):
+    original = patching.originals['try_setup']
+    if not blocks.active():
+        return original(self, shallow)
+    watch(self)
+    if not modules.starts_setup(self):
         return original(self, shallow)
     if shallow:  # Flax only checks setup, on a scope made for the check.
         with blocks.thread.only(()):
             return original(self, shallow)
-    root, before = blocks.root_of(self.scope), blocks.thread.rewritten
+    (root, open_blocks), before = _covering(self.scope), blocks.thread.rewritten
     root.setups.running[id(self)] = open_blocks
     if root.setups.made_in is not None:  # A second run keeps what it makes as it is.
         return original(self)
@@ -84,6 +85,12 @@ def try_setup(self: Any, shallow: bool = False) -> None:
     # Nothing is differentiated by what ``init`` makes.
     if blocks.thread.rewritten != before and not root.initializing:
         _make_plain(_SetupValues.of(self, root, open_blocks))
+
+
+def _covering(scope: Scope) -> tuple[blocks.Root, _Blocks]:
+    """Returns the root of a scope's tree, and the open blocks that cover it."""
+    root = blocks.root_of(scope)
+    return root, tuple(block for block in blocks.active() if block.covers(root))
 
 
 _OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
@@ -105,10 +112,11 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if isinstance(value, contents.CLOSED):  # Most attributes are modules.
         return value
     scope = object.__getattribute__(module, 'scope')
-    open_blocks = blocks.active()
-    if scope is None or not open_blocks:
+    if scope is None:
         return value
-    root = blocks.root_of(scope)
+    root, open_blocks = _covering(scope)
+    if not open_blocks:
+        return value
     made_in = root.setups.running.get(id(module), root.setups.made_in or ())
     if root.initializing or made_in == open_blocks:
         return value

@@ -253,6 +253,37 @@ def test_setup_that_initializes_and_applies_other_modules(form, where):
         oracle.assert_same(grads['network'], plain['network'])
 
 
+class Noisy(fnn.Module):
+    """Draws in ``setup``, so a block that covers it cannot compute that again."""
+
+    def setup(self):
+        self.w = self.param('w', fnn.initializers.ones, (2,))
+        self.noisy = self.w * jax.random.normal(self.make_rng('noise'), (2,))
+
+    def __call__(self, x):
+        return jnp.sum(x, 0) * self.noisy
+
+
+class AppliesNoisy(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        x = fnn.Dense(2, name='own')(x)
+        variables = {'params': {'w': jnp.mean(x, 0)}}
+        return Noisy(parent=None).apply(variables, x, rngs={'noise': jax.random.key(0)})
+
+
+def test_a_setup_of_an_inner_tree_is_left_alone():
+    model = AppliesNoisy()
+    variables = model.init(jax.random.key(0), X)
+    expected = jax.grad(loss_of(model), (0, 1))(variables, X)
+    fn = in_block(loss_of(model), lambda: nn.stop_gradient(True))
+    found = jax.grad(fn, (0, 1))(variables, X)
+    assert oracle.is_zero(found[0])
+    assert not oracle.is_zero(expected[0])
+    by_hand = jax.grad(lambda x: loss_of(model)(variables, x))(X)
+    oracle.assert_same(found[1], by_hand)
+
+
 def test_a_name_that_only_an_inner_tree_has():
     variables = VARIABLES['computed from the input']
     model = Model('computed from the input')
