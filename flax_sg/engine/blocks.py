@@ -327,7 +327,7 @@ def remove(block: Block) -> None:
             other.lease.give_back()
             other.outer, other.lease = (
                 rest[:number],
-                numbers.Lease(numbers.NONE, other.asker),
+                numbers.unknown(other.asker),
             )
     thread.set_blocks(rest)
     thread.forget(block)

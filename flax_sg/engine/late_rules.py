@@ -94,7 +94,7 @@ def _reopened(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[No
         patching.acquire_hooks(user)
         thread.applies = [*applies]
         for block in closed:
-            block.lease, block.is_open = numbers.Lease(numbers.NONE, block.asker), True
+            block.lease, block.is_open = numbers.unknown(block.asker), True
         with thread.only(open_blocks):
             for block in open_blocks:
                 blocks.reopen(block)

@@ -15,6 +15,7 @@ belongs to one open block at a time, or to several that surely answer alike.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -222,7 +223,7 @@ class _Kind(list[Number]):
 
 
 class Lease:
-    """The number that an open block holds. Until ``find`` no other block finds it.
+    """The number that an open block holds.
 
     Attributes:
         asker: answers for the block.
@@ -233,11 +234,12 @@ class Lease:
     Args:
         around: the number of the blocks that are open already.
         asker: answers for the block.
+        number: the number until ``find`` is called.
     """
 
-    def __init__(self, around: Number, asker: Asker) -> None:
+    def __init__(self, around: Number, asker: Asker, number: Number) -> None:
         self._around, self.asker = around, asker
-        self.number = self._first = Number()
+        self.number = self._first = number
         self.is_blank, self.is_new, self._asked = True, True, set[Question]()
 
     def find(self, outside: Callable[[], Any]) -> None:
@@ -247,8 +249,9 @@ class Lease:
             outside: returns a context manager, in which the user's functions are
                 called.
         """
-        with outside():
-            ends = [*self._kind(self.asker.kind).ends_for(self.asker)]
+        kind = self._kind(self.asker.kind)
+        with outside() if self.asker.has_functions else contextlib.nullcontext():
+            ends = [*kind.ends_for(self.asker)]
         # Those come first that have programs already.
         ends.sort(key=lambda end: not end[1].known.has_traces)
         for first, number, asked in ends:
@@ -318,3 +321,8 @@ class Lease:
 
 # The number while no block is open.
 NONE = Number(0)
+
+
+def unknown(asker: Asker) -> Lease:
+    """Returns a lease of a number that no other block finds."""
+    return Lease(NONE, asker, Number())

@@ -40,7 +40,7 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         owner_path=path,
         tree=tree,
         asker=asker,
-        lease=numbers.Lease(thread.number, asker),
+        lease=numbers.Lease(thread.number, asker, numbers.NONE),
         depth=len(thread.applies),
         level=tracing.current_trace(),
         kept_trace=tracing.kept_trace(),
