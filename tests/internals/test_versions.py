@@ -96,7 +96,7 @@ OTHERWISE: list[tuple[Any, str, Any, str]] = [
     (tracing.partial_eval, 'DynamicJaxprTrace', Other, TRACES),
     (lift, 'pack', nothing, PACK),
     (lift, 'jit', lift.remat, PACK),
-    (lift, 'cond', lift.switch, PACK),
+    (lift, 'scan', lift.jit, PACK),
 ]
 
 
