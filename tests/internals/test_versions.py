@@ -236,7 +236,8 @@ from flax_sg import linen
 flax_sg.mask({'a': 1.0}, trained='a')
 assert 'flax.nnx' not in sys.modules
 from flax import nnx
-del nnx.Variable.get_value
+if hasattr(nnx.Variable, 'get_value'):  # Not in flax 0.12.0.
+    del nnx.Variable.get_value
 linen.Dense, flax_sg.grad
 try:
     from flax_sg import nnx
