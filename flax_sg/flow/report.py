@@ -307,7 +307,7 @@ class GradientFlow(Shown):
     def matrix(self, depth: int | None = None) -> Matrix:
         """The report as rows of words: modules down, outputs across.
 
-        Repeated modules with the same words are one row, ``layers_0..11``. Where the
+        Repeated modules with the same words are one row, ``layers_*``. Where the
         parameters of a module differ, a row for each follows that of the module.
 
         Args:

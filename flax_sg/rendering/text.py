@@ -1,4 +1,4 @@
-"""Formats tables as text, with one row for repeated layers: ``layers/0..11``."""
+"""Formats tables as text, with one row for repeated layers: ``layers_[0-5]``."""
 
 from __future__ import annotations
 
@@ -84,9 +84,6 @@ def amount(counts: Sequence[tuple[int, Any]]) -> str:
     return f'{values:,} ({size / 1000**power:.1f} {"_KMGT"[power]}B)'
 
 
-_NUMBERED = re.compile(r'(.*?)(?:([0-9]+)\.\.)?([0-9]+)([^0-9]*)', re.DOTALL)
-
-
 class _Row(NamedTuple):
     names: tuple[str, ...]
     content: Hashable
@@ -98,9 +95,13 @@ def repeated(
 ) -> list[tuple[tuple[str, ...], list[int]]]:
     """Joins neighbouring rows with equal contents and consecutive numbers.
 
+    The joint name is a glob that takes the joined rows and no others.
+
     >>> paths = [('block_0', 'a'), ('block_0', 'b'), ('block_1', 'a'), ('block_1', 'b')]
     >>> repeated([*paths, ('head',)], [1, 2, 1, 2, 1])
-    [(('block_0..1', 'a'), [0, 2]), (('block_0..1', 'b'), [1, 3]), (('head',), [4])]
+    [(('block_[0-1]', 'a'), [0, 2]), (('block_[0-1]', 'b'), [1, 3]), (('head',), [4])]
+    >>> repeated([(f'layer_{n}',) for n in range(12)], [0] * 12)[0][0]
+    ('layer_*',)
 
     Args:
         paths: the names of each row, in tree order.
@@ -118,38 +119,64 @@ def repeated(
 
 def _joined(rows: list[_Row], level: int) -> list[_Row]:
     """Joins rows with equal subtrees whose names differ at one level."""
-    subtrees: list[list[_Row]] = []
-    for _, group in itertools.groupby(rows, key=lambda row: row.names[: level + 1]):
+    groups = itertools.groupby(rows, key=lambda row: row.names[: level + 1])
+    runs: list[list[list[_Row]]] = []
+    siblings: list[tuple[str, ...]] = []
+    for names, group in groups:
         subtree = list(group)
-        name = _run(subtrees[-1], subtree, level) if subtrees else None
-        if name is None:
-            subtrees.append(subtree)
-            continue
-        subtrees[-1] = [
-            _Row(
-                (*one.names[:level], name, *one.names[level + 1 :]),
-                one.content,
-                one.members + other.members,
-            )
-            for one, other in zip(subtrees[-1], subtree, strict=True)
-        ]
-    return [row for subtree in subtrees for row in subtree]
+        siblings += [names] * (len(names) > level)
+        if runs and _follows(runs[-1][-1], subtree, level):
+            runs[-1].append(subtree)
+        else:
+            runs.append([subtree])
+    out: list[_Row] = []
+    for run in runs:
+        for name, some in _globs(run, level, siblings) if run[1:] else [('', run)]:
+            for same in zip(*some, strict=True):
+                names, content, _ = same[0]
+                if some[1:]:
+                    names = (*names[:level], name, *names[level + 1 :])
+                out.append(
+                    _Row(names, content, [n for row in same for n in row.members])
+                )
+    return out
 
 
-def _run(one: list[_Row], other: list[_Row], level: int) -> str | None:
-    """The joint name of two subtrees, or None if they cannot be joined."""
+def _follows(one: list[_Row], other: list[_Row], level: int) -> bool:
+    """Whether two subtrees are equal, and have consecutive numbers at a level."""
 
     def below(subtree: list[_Row]) -> list[object]:
         return [(row.names[level + 1 :], row.content) for row in subtree]
 
     first, second = one[0].names, other[0].names
     if len(first) <= level or len(second) <= level or first[:level] != second[:level]:
-        return None
-    left = _NUMBERED.fullmatch(first[level])
-    right = _NUMBERED.fullmatch(second[level])
-    if not left or not right or below(one) != below(other):
-        return None
-    stem, start, last, end = left.groups()
-    if (right[1], int(right[3]), right[4]) != (stem, int(last) + 1, end):
-        return None
-    return f'{stem}{start or last}..{right[3]}{end}'
+        return False
+    left, right = _numbered(first[level]), _numbered(second[level])
+    if not left[1] or not right[1] or below(one) != below(other):
+        return False
+    return (right[0], int(right[1]), right[2]) == (left[0], int(left[1]) + 1, left[2])
+
+
+def _numbered(name: str) -> tuple[str, str, str]:
+    """What stands before the last number in a name, the number, and what follows."""
+    found = re.fullmatch(r'(.*?)([0-9]+)([^0-9]*)', name, re.DOTALL)
+    return (found[1], found[2], found[3]) if found else (name, '', '')
+
+
+def _globs(
+    run: list[list[_Row]], level: int, siblings: Sequence[tuple[str, ...]]
+) -> list[tuple[str, list[list[_Row]]]]:
+    """One glob for numbered subtrees, or one for those that share all but a digit."""
+    parent, (stem, _, end) = run[0][0].names[:level], _numbered(run[0][0].names[level])
+    tens: dict[str, dict[str, list[_Row]]] = {}
+    for subtree in run:
+        number = _numbered(subtree[0].names[level])[1]
+        tens.setdefault(number[:-1], {})[number[-1]] = subtree
+    pattern = re.compile(f'{re.escape(stem)}.*{re.escape(end)}', re.DOTALL)
+    names = (names[level] for names in siblings if names[:level] == parent)
+    if len(tens) > 1 and sum(map(bool, map(pattern.fullmatch, names))) == len(run):
+        return [(f'{stem}*{end}', run)]
+    return [
+        (f'{stem}{head}[{min(some)}-{max(some)}]{end}', [*some.values()])
+        for head, some in tens.items()
+    ]

@@ -46,7 +46,7 @@ def tabulate(
     module          class        parameters   trainable   gradient
     ───────────────────────────────────────────────────────────────
     (model)         Sequential          162          18   partly
-      layers_0..1   Dense               144           0   frozen
+      layers_[0-1]   Dense               144           0   frozen
       layers_2      Dense                18          18   trainable
     <BLANKLINE>
     Trainable: 18 (72 B)   Frozen: 144 (576 B)

@@ -76,8 +76,8 @@ def paths(
     >>> print(sg.paths(model, jnp.ones((4, 8)), where='*/kernel'))
     selected   path                 module   shape           collection
     ───────────────────────────────────────────────────────────────────
-    -          layers_0..1/bias     Dense    float32[8]      params
-    yes        layers_0..1/kernel   Dense    float32[8, 8]   params
+    -          layers_[0-1]/bias     Dense    float32[8]      params
+    yes        layers_[0-1]/kernel   Dense    float32[8, 8]   params
     -          layers_2/bias        Dense    float32[2]      params
     yes        layers_2/kernel      Dense    float32[8, 2]   params
     <BLANKLINE>

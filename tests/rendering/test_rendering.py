@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from flax_sg import errors
+from flax_sg import Path, errors
+from flax_sg.filters import Glob
 from flax_sg.flow import gradient_flow
 from flax_sg.flow.report import WORDS
 from flax_sg.rendering import pictures
@@ -117,14 +118,16 @@ def test_equal_rows_of_repeated_layers_are_one_row():
     frozen = ['stopped'] * 12 + ['flows'] * 12 + ['unused', 'flows', 'flows']
     found = report({'loss': frozen + ['stopped', 'flows'] * 3}, names).matrix()
     assert [(row.name, row.cells[0], row.note) for row in found.rows] == [
-        ('net/layers/0..5/a', 'stopped', '6 of 12'),
-        ('net/layers/0..5/b', 'stopped', '6 of 12'),
-        ('net/layers/6..11/a', 'flows', '6 of 12'),
-        ('net/layers/6..11/b', 'flows', '6 of 12'),
+        ('net/layers/[0-5]/a', 'stopped', '6 of 12'),
+        ('net/layers/[0-5]/b', 'stopped', '6 of 12'),
+        ('net/layers/[6-9]/a', 'flows', '4 of 8'),
+        ('net/layers/[6-9]/b', 'flows', '4 of 8'),
+        ('net/layers/1[0-1]/a', 'flows', '2 of 4'),
+        ('net/layers/1[0-1]/b', 'flows', '2 of 4'),
         ('net/out_0', 'unused', '0 of 1'),
         ('net/out_1', 'flows', '0 of 1'),
         ('net/out_3', 'flows', '0 of 1'),
-        ('tail_0..2', 'partly', '0 of 6'),
+        ('tail_[0-2]', 'partly', '0 of 6'),
         ('bias', 'stopped', '0 of 3'),
         ('kernel', 'flows', '0 of 3'),
     ]
@@ -132,21 +135,28 @@ def test_equal_rows_of_repeated_layers_are_one_row():
 
 def test_what_is_repeated():
     for given, joined in (
-        ('a_1 a_2 a_3', 'a_1..3'),
-        ('a_1 a_3 a_4', 'a_1 a_3..4'),
+        ('a_1 a_2 a_3', 'a_[1-3]'),
+        ('a_1 a_3 a_4', 'a_1 a_[3-4]'),
         ('a_1 b_2', 'a_1 b_2'),
-        ('a_9 a_10 a_10b', 'a_9..10 a_10b'),
-        ('x1y x2y x3z', 'x1..2y x3z'),
+        ('a_9 a_10 a_11', 'a_*'),
+        ('a_9 a_10 a_10b', 'a_9 a_10 a_10b'),
+        ('a_8 a_9 a_10 a_11 a_x', 'a_[8-9] a_1[0-1] a_x'),
+        ('a_08 a_09 a_10', 'a_*'),
+        ('x1y x2y x3z', 'x[1-2]y x3z'),
         # A module with a parameter of its own, and one without.
-        ('a_1 a_1/b a_2 a_2/b a_3/b', 'a_1..2 a_1..2/b a_3/b'),
-        ('a_1/b_0 a_1/b_1 a_2/b_0 a_2/b_1', 'a_1..2/b_0..1'),
-        ('a_1/b_0 a_1/b_1 a_2/b_0', 'a_1/b_0..1 a_2/b_0'),
-        ('a_1/c a_2/d a_3/d', 'a_1/c a_2..3/d'),
+        ('a_1 a_1/b a_2 a_2/b a_3/b', 'a_[1-2] a_[1-2]/b a_3/b'),
+        ('a_1/b_0 a_1/b_1 a_2/b_0 a_2/b_1', 'a_[1-2]/b_[0-1]'),
+        ('a_1/b_0 a_1/b_1 a_2/b_0', 'a_1/b_[0-1] a_2/b_0'),
+        ('a_1/c a_2/d a_3/d', 'a_1/c a_[2-3]/d'),
         ('p/a_1 q/a_2', 'p/a_1 q/a_2'),
     ):
         paths = [tuple(path.split('/')) for path in given.split()]
         found = repeated(paths, [None] * len(paths))
         assert ' '.join('/'.join(names) for names, _ in found) == joined
+        for names, members in found if '/' not in given else ():
+            glob = Glob(names[0])
+            taken = [n for n, p in enumerate(paths) if glob(Path.of('params', p))]
+            assert taken == members
         numbers = sorted(n for _, members in found for n in members)
         assert numbers == [*range(len(paths))]
 
@@ -160,13 +170,13 @@ def test_equal_columns_are_one_column_and_losses_are_in_their_order():
     assert flow.outputs[1:4] == ('loss_0', 'loss_1', 'loss_2')
     assert flow.table().splitlines()[0].split() == [
         'last',
-        'loss_0..11',
+        'loss_*',
         'uses',
         'stopped',
     ]
     assert flow.table().splitlines()[-2:] == [
         'last trains 1 (4 B) of 2 values',
-        'loss_0..11 trains 1 (4 B) of 2 values',
+        'loss_* trains 1 (4 B) of 2 values',
     ]
 
 
