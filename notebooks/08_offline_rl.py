@@ -279,7 +279,7 @@ testing.assert_trains_only(flow, 'actor/**', output='actor loss')
 testing.assert_moves_only(before, after, True)
 
 # %%
-assert lost['target'] < 0.5 < min(lost['nets/actor'], lost['nets/critic'])
+assert lost['target'] < 0.6 < min(lost['nets/actor'], lost['nets/critic'])
 assert min(moved.values()) > 0.9
 for kind, of_kind in runs.items():
     assert all(np.isfinite(final) for _, final in of_kind), kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax_sg.rendering import pictures
 from flax_sg.rendering.matrix import Matrix
@@ -55,20 +55,5 @@ class Shown(abc.ABC):
         title = title or self.title
         pictures.save(self.matrix(depth), path, title, self.headings, dark)
 
-    def draw(self, axes: Any, depth: int | None = None) -> None:
-        """Draws the table into axes of matplotlib, beside other plots; no legend.
-
-        Args:
-            axes: the axes, with nothing in them. A cell is one unit wide and high.
-            depth: the number of names of a module's path to group by. Default all.
-
-        Raises:
-            ModuleNotFoundError: if matplotlib is not installed.
-        """
-        pictures.draw(axes, self.matrix(depth), self.headings)
-
     def __str__(self) -> str:
         return self.table()
-
-    def _repr_html_(self) -> str:
-        return self.matrix().html()

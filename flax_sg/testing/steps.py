@@ -126,7 +126,7 @@ class Moves(Shown):
         for names, same in text.repeated([*rows], words):
             status, reason = words[same[0]]
             found.append(Row('/'.join(names), (status,), reason))
-        return Matrix(('the step',), tuple(found), WORDS, 'why', self._totals(), True)
+        return Matrix(('the step',), tuple(found), WORDS, 'why', self._totals())
 
     def _totals(self) -> tuple[str, ...]:
         """A line for each status."""
