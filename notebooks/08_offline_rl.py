@@ -124,7 +124,7 @@ def step_of(losses):
 # %%
 nets, target = agent(0)
 flow = sg.gradient_flow(losses, nets, target, batch)
-flow
+print(flow)
 
 # %% [markdown]
 # Neither holds. The loss of the actor makes the critic promise more, which is easier
@@ -132,10 +132,8 @@ flow
 # value that is the goal. These are the lines between them:
 
 # %%
-for use in flow.uses_of('actor/params/Dense_1/bias', 'critic loss'):
-    print(use.source.split(':', 1)[1])
-for use in flow.uses_of('critic/params/Dense_1/bias', 'actor loss'):
-    print(use.source.split(':', 1)[1])
+print(flow.why('critic loss', 'actor/params/Dense_1/bias'))
+print(flow.why('actor loss', 'critic/params/Dense_1/bias'))
 
 # %% [markdown]
 # ## The mend
@@ -162,7 +160,7 @@ def mended(nets, target, batch):
 flow = sg.gradient_flow(mended, nets, target, batch)
 testing.assert_trains_only(flow, 'critic/**', output='critic loss')
 testing.assert_trains_only(flow, 'actor/**', output='actor loss')
-flow
+print(flow)
 
 # %% [markdown]
 # ## What the step does
