@@ -17,27 +17,24 @@ from flax_sg.errors.texts import listed
 from flax_sg.filters import paths
 from flax_sg.flow.way import Way
 from flax_sg.rendering import text
-from flax_sg.rendering.matrix import BLUE, GREY, LIGHT_BLUE, Matrix, Row, Word
+from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.trees import leaves
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
 
-# Told apart in grey, too: their lightness goes one way from what is trained to what is
-# not used.
+# From what is trained to what is not used: the strength of their colour.
 WORDS = {
-    FLOWS: Word('trains', 'a gradient reaches every parameter there', *BLUE),
+    FLOWS: Word('trains', 'a gradient reaches every parameter there'),
     PARTLY: Word(
         'partly',
         'a gradient reaches some of the parameters there, or some of their elements',
-        *LIGHT_BLUE,
     ),
     STOPPED: Word(
         'stopped',
         'the output uses the parameters there; their gradient is exactly zero',
-        *GREY,
     ),
-    UNUSED: Word('-', 'the output does not use the parameters there', None, None),
+    UNUSED: Word('-', 'the output does not use the parameters there'),
 }
 
 NO_MODULE = '(no module)'
@@ -70,7 +67,7 @@ class Why:
         end = '  (leaves its block)'
         rows = [f'  {line}{end * (line == self.leaves)}' for line in self.lines]
         rows += [f'It is stopped by {self.by}.'] * bool(self.by)
-        return '\n'.join([said, *rows])
+        return text.encodable('\n'.join([said, *rows]))
 
 
 _SAID = {
@@ -105,7 +102,6 @@ class GradientFlow(Shown):
     """
 
     title = 'Which output trains which part'
-    headings = 'parameters', 'outputs'
 
     outputs: tuple[str, ...]
     parameters: tuple[paths.Path, ...]

@@ -7,32 +7,13 @@ from collections.abc import Mapping
 
 from flax_sg.rendering import text
 
-# Background and text colour.
-Colors = tuple[str, str]
-# In light mode and in dark mode. Colour-blind people tell these apart: most are from
-# the palette of Okabe and Ito.
-BLUE = ('#0072b2', '#ffffff'), ('#7cc4f4', '#000000')
-LIGHT_BLUE = ('#56b4e9', '#000000'), ('#0072b2', '#ffffff')
-ORANGE = ('#e69f00', '#000000'), ('#e69f00', '#000000')
-RED = ('#d55e00', '#ffffff'), ('#d55e00', '#000000')
-GREY = ('#e8e8e8', '#333333'), ('#30363d', '#e6edf3')
-
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """A word that cells may have, and how it is shown.
-
-    Attributes:
-        text: the word.
-        meaning: the explanation in the legend.
-        light: background and text colour in light mode; None for the page's own.
-        dark: the same in dark mode.
-    """
+    """A word that cells may have, and its explanation in the legend."""
 
     text: str
     meaning: str
-    light: Colors | None
-    dark: Colors | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +40,8 @@ class Matrix:
     Attributes:
         columns: the names of the columns.
         rows: the rows.
-        words: the words that cells may have, by key.
+        words: the words that cells may have, by key, from what is trained to what is
+            not.
         notes: the heading of the last column; '' if there is none.
         totals: lines of text that stand below.
     """
@@ -89,4 +71,4 @@ class Matrix:
         lines = [text.wrapped(head, rows), '', *legend]
         if self.totals:
             lines += ['', *self.totals]
-        return '\n'.join(lines).rstrip()
+        return text.encodable('\n'.join(lines).rstrip())

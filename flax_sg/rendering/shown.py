@@ -1,4 +1,4 @@
-"""What is printed, shown in notebooks and drawn as a matrix."""
+"""What is printed and drawn as a matrix."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from flax_sg.rendering.matrix import Matrix
 
 
 class Shown(abc.ABC):
-    """A report that is shown as a matrix: ``print`` it, or end a notebook cell with it.
+    """A report that is shown as a matrix: ``print`` it, or draw it.
 
     Attributes:
         title: the title of a picture.
-        headings: what the rows and the columns of a picture are.
     """
 
     title: ClassVar[str]
-    headings: ClassVar[tuple[str, str]]
 
     @abc.abstractmethod
     def matrix(self, depth: int | None = None) -> Matrix:
@@ -52,8 +50,7 @@ class Shown(abc.ABC):
             ModuleNotFoundError: if matplotlib is not installed.
             ValueError: if matplotlib does not know the kind of file.
         """
-        title = title or self.title
-        pictures.save(self.matrix(depth), path, title, self.headings, dark)
+        pictures.plot(self.matrix(depth), path, title or self.title, dark)
 
     def __str__(self) -> str:
         return self.table()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
+import unicodedata
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,20 +35,52 @@ def table(
 def _table(columns: Sequence[Sequence[str]], right: Sequence[str]) -> str:
     """Formats columns of text, each of which begins with its heading."""
     aligned: list[list[str]] = []
-    for name, *cells in columns:
-        width = max(map(len, (name, *cells)))
-        align = str.rjust if name in right else str.ljust
-        aligned.append([align(text, width) for text in (name, *cells)])
+    for cells in columns:
+        cells, is_right = [*map(printable, cells)], cells[0] in right
+        most = max(map(width, cells))
+        gaps = [' ' * (most - width(cell)) for cell in cells]
+        pairs = (
+            zip(gaps, cells, strict=True) if is_right else zip(cells, gaps, strict=True)
+        )
+        aligned.append([*map(''.join, pairs)])
     lines = ['   '.join(row) for row in zip(*aligned, strict=True)]
-    lines.insert(1, '─' * len(lines[0]))
-    return '\n'.join(line.rstrip() for line in lines)
+    lines.insert(1, '─' * width(lines[0]))
+    return encodable('\n'.join(line.rstrip() for line in lines))
+
+
+def width(text: str) -> int:
+    """The number of columns of a terminal that a text takes."""
+    kinds = map(unicodedata.east_asian_width, text)
+    marks = sum(map(bool, map(unicodedata.combining, text)))
+    return len(text) + sum(kind in 'WF' for kind in kinds) - marks
+
+
+def printable(name: str) -> str:
+    r"""A name on one line, without what a terminal obeys.
+
+    >>> print(printable('a\nb'))
+    a\nb
+    """
+    return ''.join(
+        c if c.isprintable() else c.encode('unicode_escape').decode() for c in name
+    )
+
+
+def encodable(text: str) -> str:
+    """A text that the terminal can print: plain ASCII if it is not UTF-8."""
+    encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+    try:
+        text.encode(encoding)
+        return text
+    except UnicodeEncodeError:
+        return text.replace('─', '-').encode('ascii', 'backslashreplace').decode()
 
 
 def wrapped(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Sequence[str] = (),
-    width: int = 100,
+    most: int = 100,
 ) -> str:
     """A table, in several below each other if it is too wide.
 
@@ -56,13 +90,13 @@ def wrapped(
         head: the heading of each column.
         rows: the cells of each row.
         right: the headings of the columns that are aligned on the right.
-        width: how wide a table may be. One column fits beside the first in any case.
+        most: how wide a table may be. One column fits beside the first in any case.
     """
     first, *columns = zip(head, *rows, strict=True)
     blocks = [[first]]
     for column in columns:
-        widths = [max(map(len, cells)) + 3 for cells in (*blocks[-1], column)]
-        if sum(widths) - 3 > width and len(blocks[-1]) > 1:
+        widths = [max(map(width, cells)) + 3 for cells in (*blocks[-1], column)]
+        if sum(widths) - 3 > most and len(blocks[-1]) > 1:
             blocks.append([first])
         blocks[-1].append(column)
     return '\n\n'.join(_table(block, right) for block in blocks)

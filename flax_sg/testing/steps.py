@@ -17,7 +17,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.flow.report import index
 from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rendering import text
-from flax_sg.rendering.matrix import BLUE, GREY, ORANGE, RED, Matrix, Row, Word
+from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
 from flax_sg.trees import beside, leaves
@@ -31,12 +31,11 @@ _STATUS = {
     (True, False): DRIFTS,
     (False, False): STILL,
 }
-# The two that are most often faults are red.
 WORDS = {
-    MOVES: Word(MOVES, 'its value changes', *BLUE),
-    STUCK: Word(STUCK, 'it has a gradient, and its value does not change', *RED),
-    DRIFTS: Word(DRIFTS, 'it has no gradient, and its value changes', *ORANGE),
-    STILL: Word(STILL, 'its value does not change', *GREY),
+    MOVES: Word(MOVES, 'its value changes'),
+    STUCK: Word(STUCK, 'it has a gradient, and its value does not change'),
+    DRIFTS: Word(DRIFTS, 'it has no gradient, and its value changes'),
+    STILL: Word(STILL, 'its value does not change'),
 }
 
 
@@ -72,7 +71,6 @@ class Moves(Shown):
     """
 
     title = 'What the step moves'
-    headings = 'parameters', ''
 
     parameters: tuple[Move, ...]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as fnn
 import jax
@@ -47,12 +46,6 @@ def moves_of_a_donating_step() -> None:
 
 MODEL = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
-LETTER = {'\ue000': {'w': 1.0}}
-
-
-def loss_of_a_letter(params: Any) -> Any:
-    return params['\ue000']['w'] * 2.0
-
 
 def rows_that_depend_on_data(params: Any, count: Any) -> jax.Array:
     rows = jnp.arange(4)[:, None] < count
@@ -81,14 +74,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a depth of a table below its top': (
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth=-1),
         "ArgumentValueError: depth=-1: expected 'fit' or 1 or 2 or None.",
-    ),
-    'letters that no font has': (
-        lambda: sg.gradient_flow(loss_of_a_letter, LETTER).plot(
-            cast(Any, io.BytesIO())
-        ),
-        'UserWarning: No font that matplotlib knows has all letters of the names, and '
-        'some are drawn as boxes. Install Noto Sans CJK or Noto Emoji, and delete '
-        'matplotlib.get_cachedir().',
     ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),

@@ -1,5 +1,7 @@
 """Reports as text and pictures."""
 
+import io
+import sys
 import time
 
 import numpy as np
@@ -9,7 +11,7 @@ from flax_sg import Path, errors
 from flax_sg.filters import Glob
 from flax_sg.flow import gradient_flow
 from flax_sg.flow.report import WORDS
-from flax_sg.rendering import pictures
+from flax_sg.rendering import text
 from flax_sg.rendering.text import repeated
 from reports import LOSSES, report
 
@@ -195,50 +197,88 @@ def test_only_what_differs_from_an_expectation():
         LOSSES.unexpected({'glnn': True})
 
 
+# Terminals.
+
+
+def test_wide_letters_and_control_codes_keep_columns_in_line():
+    odd = report({'loss': ['flows'] * 3}, ['编码器/w', 'e\u0301\n\x1b[31m/w', 'head/w'])
+    lines = odd.table().splitlines()
+    rows = {line.split()[0]: line for line in lines[2:5]}
+    assert set(rows) == {'编码器', 'e\u0301\\n\\x1b[31m', 'head'}
+    # Each wide letter takes two columns, and a mark none.
+    ends = [text.width(row[: row.index('trains')]) for row in rows.values()]
+    assert ends == [text.width(r'e\n\x1b[31m') + 3] * 3
+    assert text.width(lines[1]) == max(map(text.width, rows.values()))
+
+
+@pytest.mark.parametrize('encoding', ['ascii', 'latin-1', 'cp1252'])
+def test_a_terminal_that_is_not_utf8_gets_ascii(encoding, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, 'stdout', stream)
+    odd = report({'loss': ['flows']}, ['编码器/w'])
+    for shown in (odd, LOSSES, odd.why('loss', '编码器/w')):
+        print(shown)
+    stream.flush()
+    shown = stream.buffer.getvalue().decode('ascii')
+    assert r'\u7f16' in shown and '-' * 20 in shown
+
+
 # Pictures.
+
+
+def drawn(monkeypatch, path, flow, **options):
+    """Draws a picture; returns its axes and its pixels."""
+    from matplotlib import figure, image
+
+    saved = []
+    save = figure.Figure.savefig
+    monkeypatch.setattr(
+        figure.Figure,
+        'savefig',
+        lambda self, *args, **kw: saved.append(self) or save(self, *args, **kw),
+    )
+    flow.plot(path, **options)
+    (axes,) = saved[-1].axes
+    return axes, image.imread(path)
 
 
 @pytest.mark.parametrize('dark', [False, True])
 def test_the_picture_has_the_matrix_in_its_cells(dark, monkeypatch, tmp_path):
-    from matplotlib import colors as mcolors
-    from matplotlib import image
-
-    drawn = []
-    draw = pictures.draw
-    monkeypatch.setattr(
-        pictures, 'draw', lambda axes, *rest: draw(axes, *rest) or drawn.append(axes)
-    )
-    LOSSES.plot(tmp_path / 'flow.png', title='Who trains whom', dark=dark)
-    pixels = image.imread(tmp_path / 'flow.png')
-    (axes,) = drawn
-    words = {text.get_position(): text.get_text() for text in axes.texts}
+    options = {'title': 'Who trains whom', 'dark': dark}
+    axes, pixels = drawn(monkeypatch, tmp_path / 'flow.png', LOSSES, **options)
     rows = LOSSES.matrix().rows
-    paper = pictures.DARK if dark else pictures.LIGHT
-    height = len(pixels)
+    words = {text.get_position(): text.get_text() for text in axes.texts}
+    colors = axes.collections[0].get_facecolor().reshape(len(rows), 3, 4)
     for y, row in enumerate(rows):
         for x, status in enumerate(row.cells):
-            word = WORDS[status]
-            assert words[x + 0.5, y + 0.5] == word.text
-            # The corner of the cell, where no letters are.
-            place = axes.transData.transform((x + 0.05, y + 0.15))
-            right, up = place * 150 / axes.figure.dpi
-            ground = ((word.dark if dark else word.light) or paper)[0]
-            at = pixels[height - 1 - round(up), round(right)]
-            assert np.allclose(at, mcolors.to_rgba(ground), atol=0.01), (x, y)
+            assert words[x + 0.5, y + 0.5] == WORDS[status].text
+            strength = {'flows': 1, 'partly': 2 / 3, 'stopped': 1 / 3, 'unused': 0}
+            assert colors[y, x, 3] == pytest.approx(strength[status])
     shown = [label.get_text() for label in axes.get_xticklabels()]
     assert shown == list(LOSSES.outputs)
-    shown = [label.get_text() for label in axes.get_yticklabels()]
+    shown = [label.get_text().strip() for label in axes.get_yticklabels()]
     assert shown == [row.name for row in rows]
-    inks = [mcolors.to_hex(label.get_color()) for label in axes.get_yticklabels()]
-    assert inks == [paper[2] if row.is_part else paper[1] for row in rows]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ('outputs', 'parameters')
-    assert axes.figure.get_suptitle() == 'Who trains whom'
-    # All that is written lies inside: the margin is empty.
-    for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
-        assert np.all(edge == pixels[0, 0])
+    assert axes.get_title(loc='left') == 'Who trains whom'
+    legend = axes.texts[-1].get_text().replace('\n', ' ')
+    assert all(f'{word.text}: {word.meaning}' in legend for word in WORDS.values())
+    assert_inside(pixels)
     assert (pixels[0, 0, :3].mean() < 0.1) == dark
     # Letters of 11 points are legible on a phone, which is 390 pixels wide.
     assert pixels.shape[1] / 150 < 6
+
+
+def assert_inside(pixels):
+    """All that is written lies inside: the margin is empty."""
+    for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
+        assert np.all(edge == pixels[0, 0])
+
+
+def test_long_names_and_many_outputs_fit(monkeypatch, tmp_path):
+    names = [f'a_module_with_a_long_name/{"inner_" * 9}{n}x/w' for n in range(3)]
+    flow = report({f'{"loss_" * 6}{n}x': ['flows'] * 3 for n in range(0, 60, 2)}, names)
+    _, pixels = drawn(monkeypatch, tmp_path / 'flow.png', flow)
+    assert_inside(pixels)
+    assert 2000 < pixels.shape[1] <= 6100
 
 
 def test_a_large_picture_is_drawn_in_seconds(tmp_path):
@@ -250,21 +290,3 @@ def test_a_large_picture_is_drawn_in_seconds(tmp_path):
     start = time.process_time()
     report(status, names).plot(tmp_path / 'flow.png')
     assert time.process_time() - start < 30
-
-
-def test_fonts_that_are_there_are_used(monkeypatch, tmp_path):
-    matplotlib = pytest.importorskip('matplotlib')
-    monkeypatch.setattr(pictures, 'FONTS', ('DejaVu Sans', 'DejaVu Serif', 'No Such'))
-    used = []
-    monkeypatch.setattr(
-        pictures, 'draw', lambda *_: used.extend(matplotlib.rcParams['font.family'])
-    )
-    LOSSES.plot(tmp_path / 'flow.svg')
-    assert used == ['DejaVu Sans', 'DejaVu Serif']
-
-
-def test_letters_that_no_font_has(tmp_path):
-    table = report({'\ue000': ['flows']}, ['dense/\ue001'])
-    with pytest.warns(UserWarning, match='Install Noto Sans CJK') as caught:
-        table.plot(tmp_path / 'letters.png')
-    assert len(caught) == 1
