@@ -50,7 +50,6 @@ class Move:
         advice: what to write if the step should have done otherwise.
         moved: the share of its elements that change.
         change: the largest change of an element.
-        shape: its shape and dtype.
     """
 
     path: Path
@@ -59,7 +58,6 @@ class Move:
     advice: str
     moved: float
     change: float
-    shape: jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,36 +104,30 @@ class Moves(Shown):
                 Parameters of one group that do different things have a row each.
         """
         text.check_depth(depth)
-        several = self.names != [move.path for move in self.parameters]
-        groups: dict[tuple[str, ...], list[Move]] = {}
-        for move in self.parameters:
-            head = (move.path.collection,) * several
+        # A module with its collection, and its parameters.
+        groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], Move]]] = {}
+        for name, move in zip(self.names, self.parameters, strict=True):
+            head = (move.path.collection,) * (name != move.path)
             module = (*head, *move.path.parts[:-1][:depth])
-            groups.setdefault(module, []).append(move)
+            own = (*head, *move.path.parts)
+            groups.setdefault(module, []).append((own, move))
         rows: dict[tuple[str, ...], tuple[str, str]] = {}
         for module, some in groups.items():
-            said = [(move.status, move.reason) for move in some]
-            alike = len(module) > several and len(some) > 1 and len({*said}) == 1
-            for move, words in zip(some, said, strict=True):
-                own = (*module[:several], *move.path.parts)
-                rows[module if alike else own] = words
+            words = {(move.status, move.reason) for _, move in some}
+            outside = len(some[0][0]) - len(some[0][1].path.parts)
+            alike = len(module) > outside and len(some) > 1 and len(words) == 1
+            rows |= {
+                module if alike else own: (move.status, move.reason)
+                for own, move in some
+            }
         words = list(rows.values())
-        found: list[Row] = []
-        for names, same in text.repeated([*rows], words):
-            status, reason = words[same[0]]
-            found.append(Row('/'.join(names), (status,), reason))
-        return Matrix(('the step',), tuple(found), WORDS, 'why', self._totals())
-
-    def _totals(self) -> tuple[str, ...]:
-        """A line for each status."""
-        shapes = {status: list[tuple[int, Any]]() for status in WORDS}
-        for move in self.parameters:
-            shapes[move.status].append((move.shape.size, move.shape.dtype))
-        return tuple(
-            f'{status.capitalize()}: {text.amount(some)}'
-            for status, some in shapes.items()
-            if some
-        )
+        joined = text.repeated([*rows], words)
+        found = [
+            Row('/'.join(names), (status,), reason)
+            for names, same in joined
+            for status, reason in [words[same[0]]]
+        ]
+        return Matrix(('the step',), tuple(found), WORDS, 'why')
 
     def __repr__(self) -> str:
         counts = Counter(move.status for move in self.parameters)
@@ -226,9 +218,7 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
             reason = (
                 f'a mask, a rate of zero, or an update below the resolution of {kind}'
             )
-        shape = jax.ShapeDtypeStruct(leaves.shape_of(value), kind)
-        numbers = float(moved), float(change)
-        found.append(Move(path, status, reason, advice, *numbers, shape))
+        found.append(Move(path, status, reason, advice, float(moved), float(change)))
     return Moves(tuple(found))
 
 

@@ -287,11 +287,7 @@ top/kernel     still
 
 moves   its value changes
 drifts  it has no gradient, and its value changes
-still   its value does not change
-
-Moves: 2 (8 B)
-Drifts: 4 (16 B)
-Still: 14 (56 B)"""
+still   its value does not change"""
 
 
 def layered():
