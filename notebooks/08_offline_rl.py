@@ -185,13 +185,11 @@ def stepped(nets, target):
 
 def shares(report):
     """The share of the values that move in each network."""
-    rows = [
-        (row['parameter'].split('/params')[0], row['moved']) for row in report.rows()
-    ]
-    names = sorted({name for name, _ in rows})
-    return {
-        name: np.mean([moved for of, moved in rows if of == name]) for name in names
-    }
+    moved = {}
+    for row in report.rows():
+        network, _ = row['parameter'].split('/params/')
+        moved.setdefault(network, []).append(row['moved'])
+    return {network: round(float(np.mean(x)), 2) for network, x in moved.items()}
 
 
 lost = shares(testing.moves(*stepped(nets, target)))

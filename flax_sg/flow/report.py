@@ -152,8 +152,8 @@ class GradientFlow(Shown):
         n, k = self._number(parameter), index('output', output, self.outputs)
         status = self.status[k][n]
         found = self.explain(n, k) if status != UNUSED else Way()
-        if status != STOPPED:
-            found = found._replace(by='')
+        # What is stopped may leave its block, and what flows may pass by a stop.
+        found = found._replace(**{'leaves' if status == STOPPED else 'by': ''})
         return Why(output, parameter, status, *found)
 
     @functools.cached_property

@@ -420,13 +420,21 @@ def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
     shell = types.SimpleNamespace(compile=compiler)
     ipython = types.SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, 'IPython', ipython)
-    program: dict[str, Any] = {}
-    exec(compile('\ndef loss(p):\n    return 2.0 * p', cell, 'exec'), program)
+    program: dict[str, Any] = {'nn': nn, 'jnp': jnp}
+    text = (
+        '\ndef loss(p):\n    return 2.0 * p\n'
+        'class Kept(nn.Module):\n    @nn.compact\n    def __call__(self, x):\n'
+        "        with nn.stop_gradient('w'):\n"
+        "            return x * self.param('w', nn.initializers.ones, ())\n"
+    )
+    exec(compile(text, cell, 'exec'), program)
 
     def source(fn):
         return flow_of(fn, THREE).why('output', '').lines[0]
 
     assert source(program['loss']) == 'In[3]:3 (loss)'
+    kept = flow_of(program['Kept'](), {'params': {'w': 1.0}}, 2.0)
+    assert kept.why('output', 'w').by == "stop_gradient(Glob('w')) at In[3]:7"
     # An imported file; and IPython without a notebook.
     assert source(first_user_of_a_cache).startswith('test_flow.py:')
     ipython.get_ipython = lambda: None

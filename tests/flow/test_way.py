@@ -79,6 +79,7 @@ def test_a_way_on_which_a_gradient_stops():
     why = report.why('probe', 'upper/kernel')
     [line] = [n for n, text in lines.items() if 'lax.stop' in text]
     assert why.by == f'stop_gradient at test_way.py{line}(Leaks.__call__)'
+    assert why.leaves == ''
     assert texts(why.lines, lines)[:3] == [
         'features = jnp.tanh(self.upper(hidden))',
         'features = lax.stop_gradient(features)',
