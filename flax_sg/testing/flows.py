@@ -161,7 +161,7 @@ def broken(
         who = 'The loss' if output is None else f'Output {name!r}'
         names = [
             'the rest of ' * (not wanted and trained and bool(named[n]))
-            + report.parameters[n]
+            + report.names[n]
             for n in group[:3]
         ]
         names += [f'{len(group) - 3} more'] * (len(group) > 3)
