@@ -288,7 +288,8 @@ def _parameters(tree: Any) -> tuple[list[tuple[Path, Any]], list[bool]]:
     """The leaves that can be trained, and whether each is a model's state."""
     found = leaves.leaves_of(tree)
     paths, kept = found.paths, list[tuple[Path, Any]]()
-    if hasattr(tree, 'params'):  # The fields of a TrainState are collections.
+    # The fields of a TrainState are collections; a module may have any attributes.
+    if hasattr(tree, 'params') and not is_of_nnx(type(tree), 'Module'):
         paths = [Path.of(path.parts[0], path.parts[1:] or ('',)) for path in paths]
     is_state: list[bool] = []
     for path, leaf, state in zip(paths, found.values, states(found.tree), strict=True):

@@ -275,6 +275,14 @@ def test_a_module_of_nnx_that_is_changed_in_place(standard_promotion):
             testing.moves(same, model)
 
 
+def test_a_module_of_nnx_that_is_called_params():
+    model = nnx.Dict(params=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), head=nnx.Param(X))
+    before = jax.tree.map(jnp.copy, model)
+    model.head[...] = model.head[...] + 1.0
+    testing.assert_moves_only(before, model, 'head')
+    assert testing.moves(before, model).status_of('params/bias') == 'still'
+
+
 # What is shown
 
 TABLE = """\
