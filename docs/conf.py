@@ -87,7 +87,7 @@ def show_for_users(app, what, name, obj, options, signature, returns):
         shown = [p.replace(annotation=p.empty) for p in found]
         shown = [p for p in shown if p.name not in _NOT_FOR_USERS]
         return str(inspect.Signature(shown)), returns
-    if name.endswith(('.BlockDecorator', '.GradientFlow', '.Use')):
+    if name.endswith(('.BlockDecorator', '.GradientFlow', '.Why')):
         return '', None  # What functions return; nobody calls the classes.
     return signature, returns
 

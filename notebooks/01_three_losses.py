@@ -204,7 +204,7 @@ def with_blocks(params, image, noisy, label):
 
 
 flows['with blocks'] = sg.gradient_flow(with_blocks, params, *batch)
-flows['with blocks']
+print(flows['with blocks'])
 
 # %% [markdown]
 # ## All of them side by side
@@ -217,28 +217,18 @@ flows['copies, by hand'] = sg.gradient_flow(copied_by_hand, params, *batch)
 flows['copies, a typo'] = sg.gradient_flow(copied_with_a_typo, params, *batch)
 
 
-def draw(axes, name):
-    flow = flows[name]
-    flow.draw(axes, depth=1)
-    axes.set_title(name)
-    axes.tick_params(labelsize=9)
-    shown = flow.matrix(depth=1)
-    for y, row in enumerate(shown.rows):
-        for x, loss in enumerate(shown.columns):
-            if (row.cells[x] == 'flows') != (row.name == loss):
-                frame = {'fill': False, 'ec': ORANGE, 'lw': 4, 'zorder': 3}
-                axes.add_patch(plt.Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, **frame))
-
-
-figure, rows = plt.subplots(2, 3, figsize=(10, 4.2))
 names = ['nothing stopped', 'activations stopped', 'copies, a typo']
 names += ['copies, by hand', 'with blocks']
-for axes, name in zip(rows.flat, names, strict=False):
-    draw(axes, name)
-note = 'columns: losses\nrows: parts\n\nin a frame: wrong'
-rows[1, 2].text(0.1, 0.5, note, va='center', color='#333333')
-rows[1, 2].axis('off')
-plt.show()
+for name in names:
+    cells = flows[name].by_module(depth=1)
+    wrong = [
+        f'{part} for {loss}'
+        for part, row in cells.items()
+        for loss, status in zip(flows[name].outputs, row, strict=True)
+        if (status == 'flows') != (part == loss)
+    ]
+    table = flows[name].table(depth=1).split('\n\n')[0]
+    print(f'{name}\n{table}\nwrong: {", ".join(wrong) or "none"}\n')
 
 # %% [markdown]
 # The typo is the worst: `gln` is not trained at all, and no error says so. A block with

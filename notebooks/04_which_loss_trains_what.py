@@ -135,22 +135,15 @@ flow = sg.gradient_flow(partial(losses, model), params, x, labels)
 print(flow.table(depth=1))
 
 # %% [markdown]
-# That is the table that we wanted. A notebook shows the report as HTML, with a line for
-# each module. `flow.plot(file)` and `flow.draw(axes)` make a picture.
+# That is the table that we wanted. Without `depth=1` it has a line for each module, and
+# `flow.plot(file)` makes a picture. The report also knows the way from a parameter to a
+# loss. The codebook is used by all four losses, and trained by one:
 
 # %%
-flow
-
-# %% [markdown]
-# The last column counts *uses*. The encoder is used in 32 places: it has four arrays,
-# and each loss runs it once for the vector and once to find the nearest entry. 24 of
-# these uses are stopped. The report also has the line of each use. Here is the
-# codebook, which all four losses use and one trains:
-
-# %%
-uses = flow.uses_of('codebook/embedding')
-for source, stops in sorted({(use.source, use.stopped) for use in uses}):
-    print('stopped' if stops else 'trains ', source)
+for loss in flow.outputs:
+    why = flow.why(loss, 'codebook/embedding')
+    print(f'{loss}: {why.by or "trains"}')
+print(flow.why('commitment', 'codebook/embedding'))
 
 # %% [markdown]
 # ## Three edits
@@ -249,7 +242,7 @@ plt.show()
 #
 # ## The tables
 #
-# Cells that are not as in the first table have a frame.
+# Cells that are not as in the first table are listed below each.
 
 # %%
 tables = {
@@ -267,18 +260,15 @@ def cells(flow):
     }
 
 
-figure, grid = plt.subplots(2, 2, figsize=(11, 4.6))
-for axes, (name, table) in zip(grid.flat, tables.items(), strict=True):
-    table.draw(axes, depth=1)
-    axes.set_title(name, pad=8)
+for name, table in tables.items():
     meant, found = cells(flow), cells(table)
-    parts = list(table.by_module(depth=1))
-    for part, output in meant:
-        if found[part, output] != meant[part, output]:
-            corner = table.outputs.index(output) + 0.03, parts.index(part) + 0.06
-            frame = {'fill': False, 'edgecolor': COLORS[2], 'linewidth': 3}
-            axes.add_patch(plt.Rectangle(corner, 0.94, 0.88, **frame))
-plt.show()
+    wrong = [
+        f'{part} for {loss}'
+        for part, loss in meant
+        if meant[part, loss] != found[part, loss]
+    ]
+    print(f'{name}\n{table.table(depth=1).split(chr(10) * 2)[0]}')
+    print(f'wrong: {", ".join(wrong) or "none"}\n')
 
 # %% [markdown]
 # One cell, four cells and one cell are wrong. Names, shapes and all values at the same
@@ -404,9 +394,7 @@ def rounded(params, x, labels):
 rounded_report = sg.gradient_flow(rounded, params, x, labels)
 print(rounded_report.table(depth=1))
 print()
-for use in rounded_report.uses_of('encoder/layers_2/kernel')[:1]:
-    print('a use of the encoder:', use.place)
-    print('at:                  ', use.source)
+print(rounded_report.why('reconstruction', 'encoder/layers_2/kernel'))
 
 # %% [markdown]
 # ## Keep it

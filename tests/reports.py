@@ -1,29 +1,33 @@
 """Reports of gradient flow written by hand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from flax_sg.filters.paths import Path
-from flax_sg.flow import GradientFlow, Use
+from flax_sg.flow import GradientFlow
+from flax_sg.flow.way import Way
+
+NOTHING = Way()
 
 
 def report(
-    status: Mapping[str, Sequence[str]], uses: Mapping[str, Sequence[Use]]
+    status: Mapping[str, Sequence[str]], parameters: Iterable[str], way: Way = NOTHING
 ) -> GradientFlow:
-    """A report from a status for each parameter, by output, and uses by parameter."""
+    """A report from a status for each parameter, by output, and one way for all."""
+    names = tuple(parameters)
     return GradientFlow(
         outputs=tuple(status),
-        parameters=tuple(Path.of('params', tuple(p.split('/'))) for p in uses),
-        shapes=tuple(jax.ShapeDtypeStruct((2,), jnp.float32) for _ in uses),
+        parameters=tuple(Path.of('params', tuple(p.split('/'))) for p in names),
+        shapes=tuple(jax.ShapeDtypeStruct((2,), jnp.float32) for _ in names),
         status=tuple(map(tuple, status.values())),
-        uses=tuple(map(tuple, uses.values())),
+        explain=lambda parameter, output: way,
     )
 
 
-LIVE = Use('Net/dense', 'model.py:31 (Net.__call__)', stopped=False)
-STOPPED = Use('Net/target/dense', 'model.py:35 (Net.target)', stopped=True)
+LINE = 'model.py:31 (Net.__call__)'
+WAY = Way((LINE, 'model.py:32 (Net.__call__)'), 'round at model.py:32 (Net.__call__)')
 
 # One of three losses trains a part of the head, and one does not use the head.
 LOSSES = report(
@@ -32,11 +36,6 @@ LOSSES = report(
         'code': ['stopped', 'flows', 'unused', 'unused', 'flows'],
         'explanation': ['stopped', 'stopped', 'flows', 'flows', 'flows'],
     },
-    {
-        'gln_0/dense/kernel': [LIVE, STOPPED],
-        'code/kernel': [LIVE, STOPPED, STOPPED],
-        'head/bias': [LIVE],
-        'head/kernel': [LIVE, STOPPED],
-        'scale': [LIVE],
-    },
+    ['gln_0/dense/kernel', 'code/kernel', 'head/bias', 'head/kernel', 'scale'],
+    WAY,
 )

@@ -3,4 +3,4 @@
 from flax_sg.flow.analysis import gradient_flow as gradient_flow
 from flax_sg.flow.live import live as live
 from flax_sg.flow.report import GradientFlow as GradientFlow
-from flax_sg.flow.report import Use as Use
+from flax_sg.flow.report import Why as Why

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +19,18 @@ from flax_sg.errors.texts import listed, shown
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.flow import pullback
-from flax_sg.flow.facts import UNKNOWN, Facts, merged
-from flax_sg.flow.pullback import has_tangent
+from flax_sg.flow.facts import UNKNOWN, Facts, Table, merged
+from flax_sg.flow.pullback import Reach, has_tangent
 from flax_sg.flow.report import (
     FLOWS,
     PARTLY,
     STOPPED,
     UNUSED,
     GradientFlow,
-    Use,
     unique,
 )
-from flax_sg.flow.uses import uses as uses_of
-from flax_sg.flow.way import way
+from flax_sg.flow.uses import uses
+from flax_sg.flow.way import Way, way
 from flax_sg.flow.zeros import Mask
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, arguments_of, is_differentiable, path_of
@@ -49,9 +47,6 @@ _ASKED_FOR_A_VALUE = (
 
 # The name of an output that is not in a tree.
 ALONE = 'output'
-
-# What stops a parameter that nobody asked about.
-NOT_ASKED = 'wrt='
 
 
 def gradient_flow(
@@ -77,8 +72,8 @@ def gradient_flow(
     GradientFlow(2 outputs, 2 parameters, 2 live)
     >>> flow.status_of('out', 'code'), flow.status_of('code', 'out')
     ('stopped', 'unused')
-    >>> flow.stopped_in('code')
-    (1, 2)
+    >>> flow.why('out', 'code').by  # doctest: +ELLIPSIS
+    'stop_gradient at ...:3 (losses)'
 
     A parameter that is ``'stopped'`` or ``'unused'`` has a gradient of exactly zero.
     A gradient is stopped by everything without a derivative: ``lax.stop_gradient``,
@@ -317,36 +312,44 @@ class Analysis(NamedTuple):
             raise self._refused(error.__cause__) from error.__cause__
         if any(zero.any() and not zero.all() for row in zeros for zero in row):
             unread = self.unread()
-        table = Facts().of(self.program.jaxpr)
-        inputs, avals = table.inputs(), self.program.in_avals
-        every = [merged(inputs[n] for n in one.slots) for one in self.parameters]
-        uses = [
-            _agreeing(
-                uses_of(table, one.slots),
-                not all(row[number].all() for row in zeros),
-                bool(every[number].read),
-                bool(one.is_wanted),
-            )
-            for number, one in enumerate(self.parameters)
-        ]
+        reads, avals = Facts().of(self.program.jaxpr), self.program.in_avals
+        inputs = reads.inputs()
+        every = [merged(inputs[n] for n in one.slots).read for one in self.parameters]
+        explained = functools.cache(lambda: Facts(Reach()).of(self.program.jaxpr))
+        unclear = functools.cache(functools.partial(_unclear, reads, explained))
         shapes = [
             jax.ShapeDtypeStruct(avals[slots[0]].shape, avals[slots[0]].dtype)
             for _, slots, _ in self.parameters
         ]
-        unknown = [None] * len(self.parameters)
+
+        def cell(output: int, n: int) -> tuple[str, filters.Part | None]:
+            zero, slots = zeros[output][n], self.parameters[n].slots
+            if zero.all():
+                return (STOPPED if every[n] >> output & 1 else UNUSED), None
+            # With other inputs, the output may read more.
+            if unread and (stopped := zero & ~unread[output][n]).any():
+                return PARTLY, filters.part_of(~stopped, shapes[n].shape)
+            is_known = unread is not None or not zero.any()
+            if line := unclear(slots, is_known):
+                return PARTLY, filters.Part(filters.Unclear(line))
+            return FLOWS, None
+
+        def explain(n: int, output: int) -> Way:
+            if not self.parameters[n].is_wanted:
+                return Way(by='wrt=, which leaves it out')
+            return way(explained(), self.parameters[n].slots, output)
+
         cells = [
-            list(map(_cell, row, unread[n] if unread else unknown, uses, shapes, read))
-            for n, row in enumerate(zeros)
-            for read in [[fact.read >> n & 1 for fact in every]]
+            [cell(output, n) for n in range(len(shapes))]
+            for output in range(len(self.outputs))
         ]
         return GradientFlow(
             tuple(path for path, _ in self.outputs),
             tuple(parameter.path for parameter in self.parameters),
             tuple(shapes),
             tuple(tuple(status for status, _ in row) for row in cells),
-            tuple(uses),
             tuple(tuple(part for _, part in row) for row in cells),
-            lambda n, output: way(table, self.parameters[n].slots, output),
+            explain,
         )
 
     def _refused(self, error: BaseException | None) -> errors.ArgumentTypeError:
@@ -360,7 +363,7 @@ class Analysis(NamedTuple):
             before = jaxpr.eqns[: jaxpr.eqns.index(found[0])]
             floats = [v for v in found[0].invars if not isinstance(v, Literal)]
             until = jaxpr.replace(eqns=before, outvars=floats)
-            inputs = Facts().of(until).inputs()
+            inputs = Facts(Reach()).of(until).inputs()
             names = [
                 repr(str(path))
                 for path, slots, is_wanted in self.parameters
@@ -408,43 +411,27 @@ def _parameters(
             yield Parameter(path, mine, is_wanted)
 
 
-def _cell(
-    zero: Mask, unread: Mask | None, uses: Sequence[Use], shape: Any, is_read: int
-) -> tuple[str, filters.Part | None]:
-    """The status of a parameter for an output, and the part that is trained.
+def _unclear(
+    reads: Table,
+    explained: Callable[[], Table],
+    slots: Sequence[int],
+    is_known: bool,
+) -> str:
+    """The line of a use of which nobody can tell which part it trains, or ''.
 
     Args:
-        zero: the elements whose gradient is zero.
-        unread: those that the output does not read: with other inputs it may. None if
-            that is not known.
-        uses: the uses of the parameter, for what no proof can tell.
-        shape: its shape.
-        is_read: whether the output reads it.
+        reads: what is read in the program.
+        explained: returns what is live in it, too, which takes longer to find.
+        slots: the inputs of the program that are the parameter.
+        is_known: whether the proof tells what is stopped from what is not read.
     """
-    if zero.all():
-        return (STOPPED if is_read else UNUSED), None
-    if unread is not None and (stopped := zero & ~unread).any():
-        return PARTLY, filters.part_of(~stopped, shape.shape)
-    live = [use for use in uses if not use.stopped]
-    by_data = all(use.part for use in live) and any(use.by for use in uses)
-    unclear = unread is None and zero.any() and len(live) < len(uses)
-    if live and (by_data or unclear):
-        return PARTLY, filters.Part(filters.Unclear(live[0].source))
-    return FLOWS, None
-
-
-def _agreeing(
-    found: Mapping[Use, int], flows: bool, is_read: bool, is_wanted: bool
-) -> tuple[Use, ...]:
-    """The uses of a parameter, in line with what is proven of its gradient."""
-    uses = [dataclasses.replace(use, times=times) for use, times in found.items()]
-    if not flows:
-        stopped = {'stopped': True, 'part': False}
-        stopped |= {} if is_wanted else {'by': NOT_ASKED}
-        return tuple(dataclasses.replace(use, **stopped) for use in uses) * is_read
-    if all(use.stopped for use in uses):  # A rule makes a gradient of its own.
-        return tuple(dataclasses.replace(use, stopped=False, by='') for use in uses)
-    return tuple(uses)
+    if is_known and not any(use.chooses for use in uses(reads, slots)):
+        return ''
+    found = uses(explained(), slots)
+    live = [use for use in found if not use.stopped]
+    if len(live) == len(found) or (is_known and not all(x.chooses for x in live)):
+        return ''
+    return next((use.source for use in live), '')
 
 
 def _without_aux(out: Any, name: str) -> Any:

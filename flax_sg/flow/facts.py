@@ -1,8 +1,7 @@
 """What becomes of each value of a program, in one walk back from its outputs.
 
 For each value: which outputs depend on it, from which of them a gradient may come back,
-what stops the gradient otherwise, and which equations read the value. This explains;
-``pullback.py`` proves.
+and which equations read the value. This explains; ``pullback.py`` proves.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ class Fact(NamedTuple):
     Attributes:
         read: the outputs of the program that depend on it, as bits.
         live: those from which a gradient may come back.
-        by: what stops the gradient, if none of them is live.
     """
 
     read: int = 0
     live: int = 0
-    by: str = ''
 
 
 UNREAD = Fact()
@@ -41,10 +38,10 @@ UNREAD = Fact()
 
 def merged(facts: Iterable[Fact]) -> Fact:
     """What becomes of a value of which several things become."""
-    read, live, by = 0, 0, ''
+    read, live = 0, 0
     for fact in facts:
-        read, live, by = read | fact.read, live | fact.live, by or fact.by
-    return Fact(read | live, live, '' if live else by)
+        read, live = read | fact.read, live | fact.live
+    return Fact(read | live, live)
 
 
 class Place(NamedTuple):
@@ -58,24 +55,21 @@ class Place(NamedTuple):
     source: str = UNKNOWN
     function: str = ''
 
-    def at(self, eqn: JaxprEqn) -> Place:
-        """The place of an equation in a body that stands here."""
-        source = jaxprs.source_of(eqn, self.function) or self.source
-        return self._replace(source=source)
+    def at(self, eqn: JaxprEqn) -> str:
+        """The line of an equation in a body that stands here."""
+        return jaxprs.source_of(eqn, self.function) or self.source
 
     def inside(self, eqn: JaxprEqn) -> Place:
         """The place of the bodies of an equation in a body that stands here."""
-        here = self.at(eqn)
-        if eqn.primitive.name not in jaxprs.JITTED:
-            return here
-        return here._replace(function=jaxprs.function_in(eqn))
+        is_jitted = eqn.primitive.name in jaxprs.JITTED
+        return Place(
+            self.at(eqn), jaxprs.function_in(eqn) if is_jitted else self.function
+        )
 
     def stop(self, eqn: JaxprEqn) -> str:
         """An equation that stops a gradient, or the block that made it, in words."""
         _, block, said = jaxprs.name_stack_of(eqn).rpartition(jaxprs.BLOCK)
-        if block:
-            return said
-        return f'{jaxprs.operation(eqn)} at {self.at(eqn).source}'
+        return said if block else f'{jaxprs.operation(eqn)} at {self.at(eqn)}'
 
 
 class Read(NamedTuple):
@@ -112,20 +106,12 @@ class Table:
         """The facts of the inputs."""
         return list(map(self.of, self.jaxpr.invars))
 
-    def stopped_by(self, read: Read) -> str:
-        """What stops the gradient behind a read; '' if one may come back."""
-        if read.fact.live:
-            return ''
-        return read.fact.by or (self.place.stop(read.eqn) if read.eqn else '')
-
     def note(self, var: Any, fact: Fact, eqn: JaxprEqn | None, operand: int) -> None:
         """Adds one reader of a value."""
         if not isinstance(var, Var) or not fact.read:
             return
         if not has_tangent(var.aval):
             fact = Fact(fact.read)
-        elif eqn and not (fact.live or fact.by):
-            fact = fact._replace(by=self.place.stop(eqn))
         self.facts[var] = merged((self.of(var), fact))
         self.reads.setdefault(var, []).append(Read(eqn, operand, fact))
 
@@ -137,16 +123,22 @@ class Facts:
         visits: the number of equations that were looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach | None = None) -> None:
+        """Begins with nothing known.
+
+        Args:
+            reach: tells through which equations a gradient comes back. Without it, only
+                what is read is found, in a fraction of the time.
+        """
         self.visits = 0
-        self._reach = Reach()
+        self._reach = reach
         # A function that is called twice is walked once.
         self._tables: dict[Hashable, Table] = {}
 
     def of(self, jaxpr: Any) -> Table:
         """The facts of a program."""
         ends = [
-            Fact(1 << n, has_tangent(var.aval) << n)
+            Fact(1 << n, (self._reach is not None and has_tangent(var.aval)) << n)
             for n, var in enumerate(jaxpr.outvars)
         ]
         return self._table(jaxpr, tuple(ends), Place())
@@ -172,11 +164,12 @@ class Facts:
     def _operands(self, eqn: JaxprEqn, outs: Sequence[Fact]) -> list[Fact]:
         """The facts of the inputs of an equation that runs no jaxpr."""
         every, each = merged(outs).read, eqn.primitive.name in _EACH_FOR_ITSELF
+        rows = self._reach.rows(eqn) if self._reach else [0] * len(eqn.invars)
         ins: list[Fact] = []
-        for number, row in enumerate(self._reach.rows(eqn)):
+        for number, row in enumerate(rows):
             later = merged(out for n, out in enumerate(outs) if row >> n & 1)
             read = outs[number].read if each else every
-            ins.append(later._replace(read=read | later.live))
+            ins.append(Fact(read | later.live, later.live))
         return ins
 
     def _inside(
@@ -208,3 +201,41 @@ class Facts:
             for number, fact in zip(numbers, asked.inputs(), strict=True):
                 ins[number] = merged((ins[number], Fact(fact.read)))
         return ins
+
+
+class Scope(NamedTuple):
+    """A body in one of its calls: JAX has one body of a function that is called twice.
+
+    Attributes:
+        table: the facts of the body.
+        call: the equation that runs it; None for the program.
+        around: the scope of that equation.
+    """
+
+    table: Table
+    call: JaxprEqn | None = None
+    around: Scope | None = None
+
+    def is_carried(self, read: Read) -> bool:
+        """Whether a loop takes the value as its carry, or a turn returns it so."""
+        if read.eqn is not None:
+            return read.operand in Bodies.of(read.eqn).carry
+        return self.call is not None and read.operand < len(Bodies.of(self.call).carry)
+
+    def passed(self, read: Read) -> list[tuple[Scope, Var]]:
+        """The same value in the bodies that take it in, or where a body returns it."""
+        if read.eqn is not None:
+            first = Bodies.of(read.eqn).first
+            inner = self.table.inner.get(read.eqn, ()) if read.operand >= first else ()
+            return [
+                (Scope(body, read.eqn, self), body.jaxpr.invars[read.operand - first])
+                for body in inner
+            ]
+        if self.call is None or self.around is None:
+            return []
+        found = [(self.around, self.call.outvars[read.operand])]
+        if self.is_carried(read):
+            bodies = Bodies.of(self.call)
+            again = bodies.carry[read.operand] - bodies.first
+            found.append((self, self.table.jaxpr.invars[again]))
+        return found

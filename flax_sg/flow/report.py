@@ -15,63 +15,71 @@ import numpy as np
 from flax_sg import errors, filters
 from flax_sg.errors.texts import listed
 from flax_sg.filters import paths
+from flax_sg.flow.way import Way
 from flax_sg.rendering import text
-from flax_sg.rendering.matrix import BLUE, GREY, LIGHT_BLUE, Matrix, Row, Word
+from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.trees import leaves
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
 
-# Told apart in grey, too: their lightness goes one way from what is trained to what is
-# not used.
+# From what is trained to what is not used: the strength of their colour.
 WORDS = {
-    FLOWS: Word('trains', 'a gradient reaches every parameter there', *BLUE),
+    FLOWS: Word('trains', 'a gradient reaches every parameter there'),
     PARTLY: Word(
         'partly',
         'a gradient reaches some of the parameters there, or some of their elements',
-        *LIGHT_BLUE,
     ),
     STOPPED: Word(
         'stopped',
         'the output uses the parameters there; their gradient is exactly zero',
-        *GREY,
     ),
-    UNUSED: Word('-', 'the output does not use the parameters there', None, None),
+    UNUSED: Word('-', 'the output does not use the parameters there'),
 }
 
 NO_MODULE = '(no module)'
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
-    """One place where a program uses a parameter.
+class Why:
+    """Why an output trains a parameter, or does not, as ``GradientFlow.why`` tells.
 
     Attributes:
-        place: JAX's name stack, such as ``'jit(step)/Net/gln_0/dense'``, or
-            ``'unknown'``.
-        source: the line of the user, ``'model.py:31 (Net.__call__)'``, in a notebook
-            with the cell, ``'In[3]:31 (...)'``. ``'unknown'`` if JAX has no line.
-        stopped: whether the gradient through this use is zero for every output.
-        part: whether only a part of the elements is stopped here, see ``sg.at``.
-        by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``.
-            This may be far behind the use. ``''`` if nothing does.
-        times: how often the line is met.
-        leaves: whether it is the first line on the way to an output outside of the
-            ``with`` block that reads the parameter: the place for
-            ``jax.lax.stop_gradient``.
+        output, parameter: their names.
+        status: the word of ``GradientFlow.status``.
+        lines: the lines of the user between them, such as
+            ``'model.py:31 (Net.__call__)'``, in a notebook ``'In[3]:31 (...)'``.
+        by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``. A
+            block is named with its filter. ``''`` if nothing does.
+        leaves: the line on which the value leaves the ``with`` block that reads the
+            parameter: the place for ``jax.lax.stop_gradient``. ``''`` if there is none.
     """
 
-    place: str
-    source: str
-    stopped: bool
-    part: bool = False
+    output: str
+    parameter: str
+    status: str
+    lines: tuple[str, ...] = ()
     by: str = ''
-    times: int = 1
-    leaves: bool = False
+    leaves: str = ''
+
+    def __str__(self) -> str:
+        said = _SAID[self.status].format(self.parameter, self.output)
+        end = '  (leaves its block)'
+        rows = [f'  {line}{end * (line == self.leaves)}' for line in self.lines]
+        rows += [f'It is stopped by {self.by}.'] * bool(self.by)
+        return text.encodable('\n'.join([said, *rows]))
 
 
-def _no_way(parameter: int, output: int) -> tuple[Use, ...]:
-    return ()
+_SAID = {
+    FLOWS: 'A gradient flows to {!r} from {!r}:',
+    PARTLY: 'A gradient flows to a part of {!r} from {!r}:',
+    STOPPED: 'No gradient flows to {!r} from {!r}:',
+    UNUSED: '{!r} is not used by {!r}.',
+}
+
+
+def _no_way(parameter: int, output: int) -> Way:
+    return Way()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,28 +96,25 @@ class GradientFlow(Shown):
         shapes: the shape and dtype of each parameter.
         status: for each output, and in it for each parameter, ``'flows'``,
             ``'partly'``, ``'stopped'`` or ``'unused'``.
-        uses: for each parameter the places where the function uses it.
         parts: for each output, and in it for each parameter that is ``'partly'``
             trained, the part; None for the others.
-        way: for the numbers of a parameter and an output the lines between them.
+        explain: for the numbers of a parameter and an output the way between them.
     """
 
     title = 'Which output trains which part'
-    headings = 'parameters', 'outputs'
 
     outputs: tuple[str, ...]
     parameters: tuple[paths.Path, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     status: tuple[tuple[str, ...], ...]
-    uses: tuple[tuple[Use, ...], ...]
     parts: tuple[tuple[filters.Part | None, ...], ...] = ()
-    way: Callable[[int, int], tuple[Use, ...]] = dataclasses.field(
+    explain: Callable[[int, int], Way] = dataclasses.field(
         default=_no_way, repr=False, compare=False
     )
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs cannot be pickled.
-        return {**self.__dict__, 'way': _no_way}
+        return {**self.__dict__, 'explain': _no_way}
 
     def status_of(self, output: str, parameter: str) -> str:
         """How an output treats a parameter, one of the words of ``status``.
@@ -120,20 +125,36 @@ class GradientFlow(Shown):
         row = self.status[index('output', output, self.outputs)]
         return row[self._number(parameter)]
 
-    def uses_of(self, parameter: str, output: str | None = None) -> tuple[Use, ...]:
-        """The places where a parameter is used, or the way from there to an output.
+    def why(self, output: str, parameter: str) -> Why:
+        """Why an output trains a parameter, or does not: the lines between them.
+
+        >>> import jax, jax.numpy as jnp, flax_sg as sg
+        >>> def loss(params):
+        ...     code = jnp.round(params['code'])
+        ...     return code * params['head']
+        >>> flow = sg.gradient_flow(loss, {'code': 1.5, 'head': 2.0})
+        >>> print(flow.why('output', 'code'))  # doctest: +ELLIPSIS
+        No gradient flows to 'code' from 'output':
+          ...:2 (loss)
+          ...:3 (loss)
+        It is stopped by round at ...:2 (loss).
+
+        The program is walked when somebody asks, not before. A report that was pickled
+        knows no lines.
 
         Args:
-            parameter: the parameter.
-            output: an output: the lines on the shortest way to it, each once.
+            output: the name of an output.
+            parameter: the name of a parameter.
 
         Raises:
-            UnknownNameError: if there is no such parameter or output.
+            UnknownNameError: if there is no such output or parameter.
         """
-        number = self._number(parameter)
-        if output is None:
-            return self.uses[number]
-        return self.way(number, index('output', output, self.outputs))
+        n, k = self._number(parameter), index('output', output, self.outputs)
+        status = self.status[k][n]
+        found = self.explain(n, k) if status != UNUSED else Way()
+        # What is stopped may leave its block, and what flows may pass by a stop.
+        found = found._replace(**{'leaves' if status == STOPPED else 'by': ''})
+        return Why(output, parameter, status, *found)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -150,10 +171,6 @@ class GradientFlow(Shown):
             if parameter.place in places:
                 return places.index(parameter.place)
         return index('parameter', parameter, self.names)
-
-    def stopped_in(self, parameter: str) -> tuple[int, int]:
-        """The number of uses in which a parameter is stopped, and of all its uses."""
-        return counted(self.uses_of(parameter))
 
     def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
         """How many elements of a parameter some outputs train, see ``trained``."""
@@ -282,15 +299,14 @@ class GradientFlow(Shown):
             some(self.parameters),
             some(self.shapes),
             tuple(map(some, self.status)),
-            some(self.uses),
             tuple(map(some, self.parts)),
-            lambda n, output: self.way(kept[n], output),
+            lambda n, output: self.explain(kept[n], output),
         )
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
         statuses = zip(*self.status, strict=True)
-        columns = zip(self.names, self.shapes, statuses, self.uses, strict=True)
+        columns = zip(self.names, self.shapes, statuses, strict=True)
         return [
             {
                 'parameter': name,
@@ -299,15 +315,14 @@ class GradientFlow(Shown):
                 'dtype': str(shape.dtype),
                 'status': dict(zip(self.outputs, status, strict=True)),
                 'trained': self.count(n),
-                'uses': list(map(dataclasses.asdict, uses)),
             }
-            for n, (name, shape, status, uses) in enumerate(columns)
+            for n, (name, shape, status) in enumerate(columns)
         ]
 
     def matrix(self, depth: int | None = None) -> Matrix:
         """The report as rows of words: modules down, outputs across.
 
-        Repeated modules with the same words are one row, ``layers_0..11``. Where the
+        Repeated modules with the same words are one row, ``layers_*``. Where the
         parameters of a module differ, a row for each follows that of the module.
 
         Args:
@@ -315,7 +330,6 @@ class GradientFlow(Shown):
                 With a number, no parameter has a row of its own.
         """
         rows: list[tuple[tuple[str, ...], bool, tuple[str, ...]]] = []
-        members: list[list[int]] = []
         groups = self._members(depth)
         names = [(name,) for name in self.outputs]
         parts = self.parts or ((),) * len(names)
@@ -325,7 +339,6 @@ class GradientFlow(Shown):
             names_in = tuple(filter(None, module.split('/')))
             status = self._together(numbers)
             rows.append((names_in, False, status))
-            members.append(numbers)
             if depth is None and len(numbers) == 1 and _holds(groups, module):
                 # The name of the module would stand for all that is in it.
                 own = (*names_in, self.parameters[numbers[0]].name)
@@ -336,18 +349,15 @@ class GradientFlow(Shown):
                 rows.append(
                     ((*names_in, self.parameters[n].name), True, self._column(n))
                 )
-                members.append([n])
         found: list[Row] = []
         joined = text.repeated([row[0] for row in rows], [row[1:] for row in rows])
         for path, same in joined:
             _, is_part, status = rows[same[0]]
             name = path[-1] if is_part else '/'.join(path) or NO_MODULE
-            uses = [use for row in same for n in members[row] for use in self.uses[n]]
-            note = '{} of {}'.format(*counted(uses))
             cells = tuple(status[number] for _, number in columns)
-            found.append(Row(name, cells, note, is_part))
+            found.append(Row(name, cells, is_part=is_part))
         heads = tuple(name for name, _ in columns)
-        return Matrix(heads, tuple(found), WORDS, 'uses stopped', self._totals(columns))
+        return Matrix(heads, tuple(found), WORDS, totals=self._totals(columns))
 
     def _totals(self, columns: Sequence[tuple[str, int]]) -> tuple[str, ...]:
         """A line for each output, and what no output trains, by cause."""
@@ -360,14 +370,15 @@ class GradientFlow(Shown):
             + f' of {all_of:,} values'
             for name, k in columns
         ]
-        idle: dict[str, list[str]] = {}
+        idle: dict[bool, list[str]] = {}
         for n in every:
             if not self.trained(n):
-                stops = {use.by for use in self.uses[n]} or {'not used'}
-                idle.setdefault(min(stops), []).append(self.names[n])
-        for by, names in idle.items():
-            cause = f': {by}' * bool(by)
-            lines.append(f'No output trains {listed(names)}{cause}.')
+                is_used = any(status != UNUSED for status in self._column(n))
+                idle.setdefault(is_used, []).append(self.names[n])
+        for is_used, names in idle.items():
+            lines.append(
+                f'No output {"trains" if is_used else "uses"} {listed(names)}.'
+            )
         return tuple(lines)
 
     def __repr__(self) -> str:
@@ -375,12 +386,6 @@ class GradientFlow(Shown):
             f'GradientFlow({len(self.outputs)} outputs, '
             f'{len(self.parameters)} parameters, {sum(self.live)} live)'
         )
-
-
-def counted(uses: Iterable[Use]) -> tuple[int, int]:
-    """The number of stopped uses, and of all."""
-    pairs = [(use.times * use.stopped, use.times) for use in uses]
-    return sum(stopped for stopped, _ in pairs), sum(times for _, times in pairs)
 
 
 def _holds(modules: Iterable[str], module: str) -> bool:

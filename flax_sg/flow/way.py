@@ -1,22 +1,35 @@
-"""The way from a parameter to an output, and the line on which it leaves a block."""
+"""The way from a parameter to an output: what stops it, and where it leaves a block."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import linecache
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from flax_sg.flow.facts import Fact, Table
+from flax_sg.flow.facts import Scope, Table
 from flax_sg.flow.pullback import has_tangent
-from flax_sg.flow.report import Use
-from flax_sg.flow.uses import Scope
 from flax_sg.internals import jaxprs
+
+
+class Way(NamedTuple):
+    """The way from a parameter to an output.
+
+    Attributes:
+        lines: each line of the user on the shortest way, once.
+        by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``,
+            or the block that does. ``''`` if nothing does.
+        leaves: the first line outside of the ``with`` block that reads the parameter:
+            the place for ``jax.lax.stop_gradient``. ``''`` if there is none.
+    """
+
+    lines: tuple[str, ...] = ()
+    by: str = ''
+    leaves: str = ''
 
 
 class _Step(NamedTuple):
@@ -25,75 +38,79 @@ class _Step(NamedTuple):
     Attributes:
         scope: the call of the body that it is in.
         eqn: the equation.
-        stopped: whether no gradient comes back through it.
-        stops: whether one could have come, to what it reads.
+        stops: whether it reads a value with a derivative, and no gradient comes back.
         before: the step before.
     """
 
     scope: Scope
     eqn: JaxprEqn
-    stopped: bool
     stops: bool
     before: _Step | None
 
 
-def way(table: Table, slots: Iterable[int], output: int) -> tuple[Use, ...]:
-    """The lines on the shortest way from a parameter to an output.
+def way(table: Table, slots: Iterable[int], output: int) -> Way:
+    """The shortest way from a parameter to an output.
+
+    If a gradient comes back to a value, the way goes on where it comes from. So the
+    last step that stops it is one that cuts, and not a later one beside the gradient,
+    such as the maximum in a cross entropy.
 
     Args:
         table: the facts of the program.
         slots: the inputs of the program that are the parameter.
         output: the number of the output.
     """
-    inputs = [table.jaxpr.invars[slot] for slot in slots]
-    is_live = any(table.of(var).live >> output & 1 for var in inputs)
-
-    def reaches(fact: Fact) -> bool:
-        return bool((fact.live if is_live else fact.read) >> output & 1)
-
     # A value, and the way to it.
     waiting: deque[tuple[Scope, Any, _Step | None]]
+    # If a parameter has several arrays, one that is live comes first.
+    inputs = [table.jaxpr.invars[slot] for slot in slots]
+    inputs.sort(key=lambda var: not table.of(var).live >> output & 1)
     waiting = deque((Scope(table), var, None) for var in inputs)
     seen: set[tuple[Scope, Any]] = set()
     while waiting:
         scope, var, steps = waiting.popleft()
-        if (scope, var) in seen or not reaches(scope.table.of(var)):
+        is_live = scope.table.of(var).live >> output & 1
+        if (scope, var) in seen:
             continue
         seen.add((scope, var))
-        for read in reversed(scope.table.reads[var]):
-            if not reaches(read.fact):
+        for read in reversed(scope.table.reads.get(var, ())):
+            if not (read.fact.live if is_live else read.fact.read) >> output & 1:
                 continue
             onward, last = scope.passed(read), steps
             if read.eqn is None and not onward:
-                return tuple(_lines(last))
+                return _described(last)
             if read.eqn is not None and not onward:
-                stopped = not read.fact.live >> output & 1
-                stops = stopped and has_tangent(var.aval)
-                last = _Step(scope, read.eqn, stopped, stops, steps)
-                onward = [(scope, out) for out in read.eqn.outvars]
-            waiting.extend((*there, last) for there in onward)
-    return ()
+                stops = not is_live and has_tangent(var.aval)
+                last = _Step(scope, read.eqn, stops, steps)
+                # What is written to a mutable array is read from there.
+                refs = filter(jaxprs.is_ref, read.eqn.invars)
+                onward = [(scope, out) for out in (*read.eqn.outvars, *refs)]
+            for inner, out in onward:
+                fact = inner.table.of(out)
+                if (fact.live if is_live else fact.read) >> output & 1:
+                    waiting.append((inner, out, last))
+    return Way()
 
 
-def _lines(last: _Step | None) -> Iterator[Use]:
-    """Each line of a way once, from the parameter to the output."""
+def _described(last: _Step | None) -> Way:
     steps: list[_Step] = []
     while last is not None:
         steps.append(last)
         last = last.before
-    steps.reverse()
-    # Behind the last equation that stops, the gradient is still there.
-    ends = [step.scope.table.place.stop(step.eqn) for step in steps if step.stops]
-    block, before = None, ''
-    for number, (scope, eqn, stopped, *_) in enumerate(steps):
-        lines = list(jaxprs.frames_of(eqn))
+    lines: dict[str, None] = {}
+    block, by, leaves = None, '', ''
+    for number, (scope, eqn, stops, _) in enumerate(reversed(steps)):
+        frames = list(jaxprs.frames_of(eqn))
         if not number:
-            block = next(filter(None, map(_block_of, lines)), None)
-        leaves = block is not None and not any(_is_in(line, block) for line in lines)
-        use = scope.use(eqn, ends[-1] if stopped and ends else '')
-        if leaves or use.source != before:
-            yield dataclasses.replace(use, stopped=stopped, leaves=leaves)
-        block, before = None if leaves else block, use.source
+            block = next(filter(None, map(_block_of, frames)), None)
+        lines[scope.table.place.at(eqn)] = None
+        if block and not leaves and not any(_is_in(frame, block) for frame in frames):
+            # Of another package, the line that calls it is to be mended.
+            own = (f for f in frames if '-packages' not in f.file)
+            leaves = next(map(jaxprs.described, own), scope.table.place.at(eqn))
+            lines[leaves] = None
+        by = scope.table.place.stop(eqn) if stops else by
+    return Way(tuple(lines), by, leaves)
 
 
 # A file, a function in it, and the lines of a ``with`` statement.

@@ -254,11 +254,14 @@ def is_of_cond(eqn: Any) -> bool:
     return any(code.co_filename == _CONDITIONALS for code in of_jax)
 
 
+def described(frame: Frame) -> str:
+    """A line in words: ``'model.py:31 (Net.__call__)'``, or a cell of a notebook."""
+    return f'{frames.file_name(frame.file)}:{frame.line} ({frame.function})'
+
+
 def source_of(eqn: Any, within: str = '') -> str:
     """The line of the user that made an equation, or ''; see ``frames_of``."""
-    for file, function, line in frames_of(eqn, within):
-        return f'{frames.file_name(file)}:{line} ({function})'
-    return ''
+    return next(map(described, frames_of(eqn, within)), '')
 
 
 def operation(eqn: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import warnings
 from typing import Any, NamedTuple
@@ -54,7 +53,7 @@ class Place(NamedTuple):
             )
 
     def __str__(self) -> str:
-        return f'{os.path.basename(self.file)}:{self.line}'
+        return f'{frames.file_name(self.file)}:{self.line}'
 
 
 def _task() -> Any:

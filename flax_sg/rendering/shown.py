@@ -1,25 +1,23 @@
-"""What is printed, shown in notebooks and drawn as a matrix."""
+"""What is printed and drawn as a matrix."""
 
 from __future__ import annotations
 
 import abc
 import os
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax_sg.rendering import pictures
 from flax_sg.rendering.matrix import Matrix
 
 
 class Shown(abc.ABC):
-    """A report that is shown as a matrix: ``print`` it, or end a notebook cell with it.
+    """A report that is shown as a matrix: ``print`` it, or draw it.
 
     Attributes:
         title: the title of a picture.
-        headings: what the rows and the columns of a picture are.
     """
 
     title: ClassVar[str]
-    headings: ClassVar[tuple[str, str]]
 
     @abc.abstractmethod
     def matrix(self, depth: int | None = None) -> Matrix:
@@ -52,23 +50,7 @@ class Shown(abc.ABC):
             ModuleNotFoundError: if matplotlib is not installed.
             ValueError: if matplotlib does not know the kind of file.
         """
-        title = title or self.title
-        pictures.save(self.matrix(depth), path, title, self.headings, dark)
-
-    def draw(self, axes: Any, depth: int | None = None) -> None:
-        """Draws the table into axes of matplotlib, beside other plots; no legend.
-
-        Args:
-            axes: the axes, with nothing in them. A cell is one unit wide and high.
-            depth: the number of names of a module's path to group by. Default all.
-
-        Raises:
-            ModuleNotFoundError: if matplotlib is not installed.
-        """
-        pictures.draw(axes, self.matrix(depth), self.headings)
+        pictures.plot(self.matrix(depth), path, title or self.title, dark)
 
     def __str__(self) -> str:
         return self.table()
-
-    def _repr_html_(self) -> str:
-        return self.matrix().html()

@@ -1,10 +1,12 @@
-"""Formats tables as text, with one row for repeated layers: ``layers/0..11``."""
+"""Formats tables as text, with one row for repeated layers: ``layers_[0-5]``."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
+import sys
+import unicodedata
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,20 +35,52 @@ def table(
 def _table(columns: Sequence[Sequence[str]], right: Sequence[str]) -> str:
     """Formats columns of text, each of which begins with its heading."""
     aligned: list[list[str]] = []
-    for name, *cells in columns:
-        width = max(map(len, (name, *cells)))
-        align = str.rjust if name in right else str.ljust
-        aligned.append([align(text, width) for text in (name, *cells)])
+    for cells in columns:
+        cells, is_right = [*map(printable, cells)], cells[0] in right
+        most = max(map(width, cells))
+        gaps = [' ' * (most - width(cell)) for cell in cells]
+        pairs = (
+            zip(gaps, cells, strict=True) if is_right else zip(cells, gaps, strict=True)
+        )
+        aligned.append([*map(''.join, pairs)])
     lines = ['   '.join(row) for row in zip(*aligned, strict=True)]
-    lines.insert(1, '─' * len(lines[0]))
-    return '\n'.join(line.rstrip() for line in lines)
+    lines.insert(1, '─' * width(lines[0]))
+    return encodable('\n'.join(line.rstrip() for line in lines))
+
+
+def width(text: str) -> int:
+    """The number of columns of a terminal that a text takes."""
+    kinds = map(unicodedata.east_asian_width, text)
+    marks = sum(map(bool, map(unicodedata.combining, text)))
+    return len(text) + sum(kind in 'WF' for kind in kinds) - marks
+
+
+def printable(name: str) -> str:
+    r"""A name on one line, without what a terminal obeys.
+
+    >>> print(printable('a\nb'))
+    a\nb
+    """
+    return ''.join(
+        c if c.isprintable() else c.encode('unicode_escape').decode() for c in name
+    )
+
+
+def encodable(text: str) -> str:
+    """A text that the terminal can print: plain ASCII if it is not UTF-8."""
+    encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+    try:
+        text.encode(encoding)
+        return text
+    except UnicodeEncodeError:
+        return text.replace('─', '-').encode('ascii', 'backslashreplace').decode()
 
 
 def wrapped(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Sequence[str] = (),
-    width: int = 100,
+    most: int = 100,
 ) -> str:
     """A table, in several below each other if it is too wide.
 
@@ -56,13 +90,13 @@ def wrapped(
         head: the heading of each column.
         rows: the cells of each row.
         right: the headings of the columns that are aligned on the right.
-        width: how wide a table may be. One column fits beside the first in any case.
+        most: how wide a table may be. One column fits beside the first in any case.
     """
     first, *columns = zip(head, *rows, strict=True)
     blocks = [[first]]
     for column in columns:
-        widths = [max(map(len, cells)) + 3 for cells in (*blocks[-1], column)]
-        if sum(widths) - 3 > width and len(blocks[-1]) > 1:
+        widths = [max(map(width, cells)) + 3 for cells in (*blocks[-1], column)]
+        if sum(widths) - 3 > most and len(blocks[-1]) > 1:
             blocks.append([first])
         blocks[-1].append(column)
     return '\n\n'.join(_table(block, right) for block in blocks)
@@ -84,9 +118,6 @@ def amount(counts: Sequence[tuple[int, Any]]) -> str:
     return f'{values:,} ({size / 1000**power:.1f} {"_KMGT"[power]}B)'
 
 
-_NUMBERED = re.compile(r'(.*?)(?:([0-9]+)\.\.)?([0-9]+)([^0-9]*)', re.DOTALL)
-
-
 class _Row(NamedTuple):
     names: tuple[str, ...]
     content: Hashable
@@ -98,9 +129,13 @@ def repeated(
 ) -> list[tuple[tuple[str, ...], list[int]]]:
     """Joins neighbouring rows with equal contents and consecutive numbers.
 
+    The joint name is a glob that takes the joined rows and no others.
+
     >>> paths = [('block_0', 'a'), ('block_0', 'b'), ('block_1', 'a'), ('block_1', 'b')]
     >>> repeated([*paths, ('head',)], [1, 2, 1, 2, 1])
-    [(('block_0..1', 'a'), [0, 2]), (('block_0..1', 'b'), [1, 3]), (('head',), [4])]
+    [(('block_[0-1]', 'a'), [0, 2]), (('block_[0-1]', 'b'), [1, 3]), (('head',), [4])]
+    >>> repeated([(f'layer_{n}',) for n in range(12)], [0] * 12)[0][0]
+    ('layer_*',)
 
     Args:
         paths: the names of each row, in tree order.
@@ -118,38 +153,64 @@ def repeated(
 
 def _joined(rows: list[_Row], level: int) -> list[_Row]:
     """Joins rows with equal subtrees whose names differ at one level."""
-    subtrees: list[list[_Row]] = []
-    for _, group in itertools.groupby(rows, key=lambda row: row.names[: level + 1]):
+    groups = itertools.groupby(rows, key=lambda row: row.names[: level + 1])
+    runs: list[list[list[_Row]]] = []
+    siblings: list[tuple[str, ...]] = []
+    for names, group in groups:
         subtree = list(group)
-        name = _run(subtrees[-1], subtree, level) if subtrees else None
-        if name is None:
-            subtrees.append(subtree)
-            continue
-        subtrees[-1] = [
-            _Row(
-                (*one.names[:level], name, *one.names[level + 1 :]),
-                one.content,
-                one.members + other.members,
-            )
-            for one, other in zip(subtrees[-1], subtree, strict=True)
-        ]
-    return [row for subtree in subtrees for row in subtree]
+        siblings += [names] * (len(names) > level)
+        if runs and _follows(runs[-1][-1], subtree, level):
+            runs[-1].append(subtree)
+        else:
+            runs.append([subtree])
+    out: list[_Row] = []
+    for run in runs:
+        for name, some in _globs(run, level, siblings) if run[1:] else [('', run)]:
+            for same in zip(*some, strict=True):
+                names, content, _ = same[0]
+                if some[1:]:
+                    names = (*names[:level], name, *names[level + 1 :])
+                out.append(
+                    _Row(names, content, [n for row in same for n in row.members])
+                )
+    return out
 
 
-def _run(one: list[_Row], other: list[_Row], level: int) -> str | None:
-    """The joint name of two subtrees, or None if they cannot be joined."""
+def _follows(one: list[_Row], other: list[_Row], level: int) -> bool:
+    """Whether two subtrees are equal, and have consecutive numbers at a level."""
 
     def below(subtree: list[_Row]) -> list[object]:
         return [(row.names[level + 1 :], row.content) for row in subtree]
 
     first, second = one[0].names, other[0].names
     if len(first) <= level or len(second) <= level or first[:level] != second[:level]:
-        return None
-    left = _NUMBERED.fullmatch(first[level])
-    right = _NUMBERED.fullmatch(second[level])
-    if not left or not right or below(one) != below(other):
-        return None
-    stem, start, last, end = left.groups()
-    if (right[1], int(right[3]), right[4]) != (stem, int(last) + 1, end):
-        return None
-    return f'{stem}{start or last}..{right[3]}{end}'
+        return False
+    left, right = _numbered(first[level]), _numbered(second[level])
+    if not left[1] or not right[1] or below(one) != below(other):
+        return False
+    return (right[0], int(right[1]), right[2]) == (left[0], int(left[1]) + 1, left[2])
+
+
+def _numbered(name: str) -> tuple[str, str, str]:
+    """What stands before the last number in a name, the number, and what follows."""
+    found = re.fullmatch(r'(.*?)([0-9]+)([^0-9]*)', name, re.DOTALL)
+    return (found[1], found[2], found[3]) if found else (name, '', '')
+
+
+def _globs(
+    run: list[list[_Row]], level: int, siblings: Sequence[tuple[str, ...]]
+) -> list[tuple[str, list[list[_Row]]]]:
+    """One glob for numbered subtrees, or one for those that share all but a digit."""
+    parent, (stem, _, end) = run[0][0].names[:level], _numbered(run[0][0].names[level])
+    tens: dict[str, dict[str, list[_Row]]] = {}
+    for subtree in run:
+        number = _numbered(subtree[0].names[level])[1]
+        tens.setdefault(number[:-1], {})[number[-1]] = subtree
+    pattern = re.compile(f'{re.escape(stem)}.*{re.escape(end)}', re.DOTALL)
+    names = (names[level] for names in siblings if names[:level] == parent)
+    if len(tens) > 1 and sum(map(bool, map(pattern.fullmatch, names))) == len(run):
+        return [(f'{stem}*{end}', run)]
+    return [
+        (f'{stem}{head}[{min(some)}-{max(some)}]{end}', [*some.values()])
+        for head, some in tens.items()
+    ]

@@ -13,7 +13,7 @@ from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rendering import text
-from flax_sg.summary.modules import classes_of, program_of
+from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees import leaves
 from flax_sg.trees.absent import ABSENT, Absent
 
@@ -74,12 +74,12 @@ def paths(
     >>> from flax_sg import linen as nn
     >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8), nn.Dense(2)])
     >>> print(sg.paths(model, jnp.ones((4, 8)), where='*/kernel'))
-    selected   path                 module   shape           collection
-    ───────────────────────────────────────────────────────────────────
-    -          layers_0..1/bias     Dense    float32[8]      params
-    yes        layers_0..1/kernel   Dense    float32[8, 8]   params
-    -          layers_2/bias        Dense    float32[2]      params
-    yes        layers_2/kernel      Dense    float32[8, 2]   params
+    selected   path                  module   shape           collection
+    ────────────────────────────────────────────────────────────────────
+    -          layers_[0-1]/bias     Dense    float32[8]      params
+    yes        layers_[0-1]/kernel   Dense    float32[8, 8]   params
+    -          layers_2/bias         Dense    float32[2]      params
+    yes        layers_2/kernel       Dense    float32[8, 2]   params
     <BLANKLINE>
     The filter selects 3 of 6 variables.
     >>> sg.paths(model, jnp.ones((4, 8)))[0].path
@@ -104,8 +104,8 @@ def paths(
     tree, classes = model, {}
     if isinstance(model, linen.Module):
         rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
-        program = program_of(model, rngs, args, kwargs)
-        tree, classes = program.variables, program.classes
+        kwargs.pop('mutable', None)  # ``init`` makes all.
+        tree, classes = variables_of(model, rngs, args, kwargs)
     elif args or kwargs:
         write = "sg.paths(tree, where='encoder/**')"
         raise wrong_argument((*args, kwargs)[0], 'input: a tree has none', write)

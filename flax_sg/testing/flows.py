@@ -8,7 +8,7 @@ from typing import Any
 from flax_sg import errors, filters, flow
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path
-from flax_sg.flow.report import STOPPED, UNUSED, unknown_name
+from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, unknown_name
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
 
@@ -161,7 +161,7 @@ def broken(
         who = 'The loss' if output is None else f'Output {name!r}'
         names = [
             'the rest of ' * (not wanted and trained and bool(named[n]))
-            + report.parameters[n]
+            + report.names[n]
             for n in group[:3]
         ]
         names += [f'{len(group) - 3} more'] * (len(group) > 3)
@@ -180,38 +180,27 @@ def _place(
     report: flow.GradientFlow, n: int, outputs: Sequence[int], wanted: bool
 ) -> str:
     """Where a parameter is used or stopped, against an expectation."""
-    parameter, uses, found = (
-        report.parameters[n],
-        report.uses[n],
-        report.trained(n, outputs),
-    )
-    if not uses or all(report.status[k][n] == UNUSED for k in outputs):
+    parameter, found = report.names[n], report.trained(n, outputs)
+    if all(report.status[k][n] == UNUSED for k in outputs):
         return f'{parameter} is not used.'
     if isinstance(found, filters.Part):
         return f'{parameter} is trained in part: {found.elements!r}.'
-    if wanted:  # What stops it for one output need not stop it for another.
-        idle = (k for k in outputs if report.status[k][n] == STOPPED)
-        uses = report.way(n, next(idle, 0))[:1] or uses
-    stops = [use for use in uses if use.stopped]
-    live = [use for use in uses if not use.stopped]
-    shown = stops or live if wanted else live or stops
-    lines = list(dict.fromkeys(use.source for use in shown))
-    more = f' and {len(lines) - 1} more' * (len(lines) > 1)
-    if not shown[0].stopped:
-        ways = (report.way(n, k) for k in outputs if report.trained(n, [k]))
-        leaks = [use.source for use in next(ways, ()) if use.leaves and not wanted]
-        where = ''.join(
-            f'\nIts value leaves its block at {source}: '
+    # What stops it for one output need not stop it for another.
+    status = (STOPPED,) if wanted else (FLOWS, PARTLY)
+    shown = next(k for k in outputs if report.status[k][n] in status)
+    why = report.why(report.outputs[shown], parameter)
+    line, *_ = *why.lines, ''
+    used = f'{parameter} is used at {line}.' * bool(line)
+    if not wanted:
+        leaves = (
+            f'Its value leaves its block at {why.leaves}: '
             'write jax.lax.stop_gradient there.'
-            for source in leaks
         )
-        return f'{parameter} is used at {lines[0]}{more}.{where}'
-    by = shown[0].by
-    if not by:
-        return f'{parameter} is stopped at {lines[0]}{more}.'
-    if by.endswith(lines[0]):
-        return f'{parameter} is stopped by {by}{more}.'
-    return f'{parameter} is used at {lines[0]}{more}.\nIt is stopped by {by}.'
+        return '\n'.join(filter(None, (used, leaves * bool(why.leaves))))
+    if line and why.by.endswith(line):
+        return f'{parameter} is stopped by {why.by}.'
+    by = f'It is stopped by {why.by}.'
+    return '\n'.join(filter(None, (used, by * bool(why.by))))
 
 
 def _outputs(

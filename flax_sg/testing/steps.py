@@ -1,10 +1,10 @@
-"""What a training step does to each parameter: ``moves``, ``assert_moves_only``."""
+"""What a training step did to each parameter: the trees before and after it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,25 +12,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters, flow
-from flax_sg.errors.texts import listed
+from flax_sg.errors.texts import brief, listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.report import index
+from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rendering import text
-from flax_sg.rendering.matrix import BLUE, GREY, ORANGE, RED, Matrix, Row, Word
+from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
-from flax_sg.testing import flows, runs
-from flax_sg.trees import leaves
+from flax_sg.testing.flows import named
+from flax_sg.trees import beside, leaves
+from flax_sg.trees.trainable import states
 
 MOVES, STUCK, DRIFTS, STILL = 'moves', 'stuck', 'drifts', 'still'
-_STUCK = 'it has a gradient or an update, and most of its value does not change'
-
-# The colours go from what trains to what stands still, as those of a gradient flow; the
-# two that are most often faults are red.
+# By whether a value changes, and whether it has a gradient.
+_STATUS = {
+    (True, True): MOVES,
+    (False, True): STUCK,
+    (True, False): DRIFTS,
+    (False, False): STILL,
+}
 WORDS = {
-    MOVES: Word(MOVES, 'its value changes', *BLUE),
-    STUCK: Word(STUCK, _STUCK, *RED),
-    DRIFTS: Word(DRIFTS, 'it has no gradient, and its value changes', *ORANGE),
-    STILL: Word(STILL, 'its value does not change', *GREY),
+    MOVES: Word(MOVES, 'its value changes'),
+    STUCK: Word(STUCK, 'it has a gradient, and its value does not change'),
+    DRIFTS: Word(DRIFTS, 'it has no gradient, and its value changes'),
+    STILL: Word(STILL, 'its value does not change'),
 }
 
 
@@ -41,28 +46,18 @@ class Move:
     Attributes:
         path: its path.
         status: ``'moves'``, ``'stuck'``, ``'drifts'`` or ``'still'``.
-        reason: why it is stuck, or drifts; ``''`` if there is nothing to say.
-        size: the norm of its value before.
-        change: the norm of the change.
+        reason: the causes there are if it is stuck or drifts; ``''`` otherwise.
+        advice: what to write if the step should have done otherwise.
         moved: the share of its elements that change.
-        gradient: the norm of its gradient; True or False if only that is known; None if
-            nothing is.
-        shape: its shape and dtype.
+        change: the largest change of an element.
     """
 
     path: Path
     status: str
     reason: str
-    size: float
-    change: float
+    advice: str
     moved: float
-    gradient: float | None  # A bool is one, too.
-    shape: jax.ShapeDtypeStruct
-
-    @property
-    def said(self) -> tuple[str, str]:
-        """The words of its row."""
-        return self.status, self.reason
+    change: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +66,18 @@ class Moves(Shown):
 
     Attributes:
         parameters: what it did to each parameter.
-        times: how often the step was run.
     """
 
     title = 'What the step moves'
-    headings = 'parameters', ''
 
     parameters: tuple[Move, ...]
-    times: int = 1
+
+    @property
+    def names(self) -> list[str]:
+        """The path of each parameter, below its collection if there are several."""
+        paths = [move.path for move in self.parameters]
+        several = len({path.collection for path in paths}) > 1
+        return [f'{path.collection}/' * several + path for path in paths]
 
     def status_of(self, parameter: str) -> str:
         """What the step did to a parameter, one of the words of ``Move.status``.
@@ -86,16 +85,15 @@ class Moves(Shown):
         Raises:
             UnknownNameError: if there is no such parameter.
         """
-        names = [move.path for move in self.parameters]
-        return self.parameters[index('parameter', parameter, names)].status
+        return self.parameters[index('parameter', parameter, self.names)].status
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
-        names = 'status', 'reason', 'size', 'change', 'moved', 'gradient'
+        wanted = 'status', 'reason', 'moved', 'change'
         return [
-            {'parameter': str(move.path), 'collection': move.path.collection}
-            | {name: getattr(move, name) for name in names}
-            for move in self.parameters
+            {'parameter': name, 'collection': move.path.collection}
+            | {key: getattr(move, key) for key in wanted}
+            for name, move in zip(self.names, self.parameters, strict=True)
         ]
 
     def matrix(self, depth: int | None = None) -> Matrix:
@@ -106,50 +104,38 @@ class Moves(Shown):
                 Parameters of one group that do different things have a row each.
         """
         text.check_depth(depth)
-        several = len({move.path.collection for move in self.parameters}) > 1
-        groups: dict[tuple[str, ...], list[Move]] = {}
-        for move in self.parameters:
-            head = (move.path.collection,) * several
+        # A module with its collection, and its parameters.
+        groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], Move]]] = {}
+        for name, move in zip(self.names, self.parameters, strict=True):
+            head = (move.path.collection,) * (name != move.path)
             module = (*head, *move.path.parts[:-1][:depth])
-            groups.setdefault(module, []).append(move)
+            own = (*head, *move.path.parts)
+            groups.setdefault(module, []).append((own, move))
         rows: dict[tuple[str, ...], tuple[str, str]] = {}
         for module, some in groups.items():
-            alike = len(some) > 1 and len({move.said for move in some}) == 1
-            for move in some:
-                own = (*module[:several], *move.path.parts)
-                rows[module if alike and len(module) > several else own] = move.said
-        said = list(rows.values())
-        found: list[Row] = []
-        for names, same in text.repeated([*rows], said):
-            status, reason = said[same[0]]
-            found.append(Row('/'.join(names), (status,), reason))
-        heading = 'one step' if self.times == 1 else f'{self.times} steps'
-        return Matrix((heading,), tuple(found), WORDS, 'why', self._totals(), True)
-
-    def _totals(self) -> tuple[str, ...]:
-        """A line for each status."""
-        shapes = {status: list[tuple[int, Any]]() for status in WORDS}
-        for move in self.parameters:
-            shapes[move.status].append((move.shape.size, move.shape.dtype))
-        return tuple(
-            f'{status.capitalize()}: {text.amount(some)}'
-            for status, some in shapes.items()
-            if some
-        )
+            words = {(move.status, move.reason) for _, move in some}
+            outside = len(some[0][0]) - len(some[0][1].path.parts)
+            alike = len(module) > outside and len(some) > 1 and len(words) == 1
+            rows |= {
+                module if alike else own: (move.status, move.reason)
+                for own, move in some
+            }
+        words = list(rows.values())
+        joined = text.repeated([*rows], words)
+        found = [
+            Row('/'.join(names), (status,), reason)
+            for names, same in joined
+            for status, reason in [words[same[0]]]
+        ]
+        return Matrix(('the step',), tuple(found), WORDS, 'why')
 
     def __repr__(self) -> str:
         counts = Counter(move.status for move in self.parameters)
         return f'Moves({", ".join(f"{counts[word]} {word}" for word in WORDS)})'
 
 
-def moves(
-    step: Callable[..., Any],
-    state: Any,
-    *args: Any,
-    grads: Any = None,
-    times: int = 1,
-) -> Moves:
-    """Runs a training step, and tells which parameters it moved.
+def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
+    """Tells which parameters a training step moved, from the trees before and after.
 
     ``sg.gradient_flow`` tells what a loss *can* train. A step may do less or more: an
     update may be lost in the rounding of the parameter's type, and weight decay moves
@@ -157,100 +143,87 @@ def moves(
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg.testing import moves
-    >>> params = {'body': jnp.ones(2), 'head': jnp.ones(2, jnp.bfloat16)}
+    >>> params = {'body': jnp.ones(2), 'head': jnp.ones(2), 'low': jnp.ones(2, 'half')}
     >>> def loss(params):
     ...     body = jax.lax.stop_gradient(params['body'])
-    ...     return jnp.sum(body * params['head'].astype(jnp.float32))
+    ...     return jnp.sum(body * params['head'] * params['low'].astype(jnp.float32))
     >>> def step(params):  # gradient descent with weight decay
     ...     grads = jax.grad(loss)(params)
-    ...     return jax.tree.map(lambda p, g: p - 1e-3 * (g + 0.1 * p), params, grads)
-    >>> found = moves(step, params, grads=jax.grad(loss)(params))
-    >>> found.status_of('head'), found.status_of('body')
-    ('stuck', 'drifts')
-    >>> [(row['parameter'], row['reason']) for row in found.rows()]
-    [('body', 'it shrinks as by weight decay'),
-     ('head', 'its update is lost in the rounding of bfloat16')]
+    ...     return jax.tree.map(lambda p, g: p - 1e-4 * (g + 0.1 * p), params, grads)
+    >>> found = moves(params, step(params), jax.grad(loss)(params))
+    >>> for row in found.rows():
+    ...     print(row['parameter'], row['status'], '|', row['reason'])
+    body drifts | weight decay, momentum or an average
+    head moves |
+    low stuck | updates as large as the others are lost in the rounding of float16
 
     Args:
-        step: a function of the state and further arguments, jitted or not. It returns
-            the new state first, or changes its arguments in place, as NNX does. If more
-            of its leading arguments come back, such as the state of an optimizer, they
-            are given to the next step.
-        state: its first argument: a dict of parameters or of collections, a
-            ``TrainState``, or any pytree of arrays.
-        *args: its other arguments. All are copied, so a step may donate them.
-        grads: the gradients of the parameters, as ``jax.grad`` or ``sg.grad`` returns
-            them, or the report of ``sg.gradient_flow`` on the loss. Without them,
-            nothing is known of the gradients: a parameter is ``'stuck'`` only if its
-            update is lost in the rounding.
-        times: how often the step is run, an int from 1 on. A parameter moves if one of
-            the steps changes it.
+        before: the parameters before the step: a dict of them or of collections, a
+            ``TrainState``, an NNX module or its state, any pytree of arrays. If the
+            step donates it or changes it in place, as NNX does, copy it before:
+            ``jax.tree.map(jnp.copy, params)``.
+        after: the same after one step or several.
+        gradients: the gradients of the parameters, as ``jax.grad`` or ``sg.grad``
+            returns them, or the report of ``sg.gradient_flow`` on the loss. Without
+            them nothing is known of gradients, and a parameter moves or stands still.
 
     Returns:
-        A report of the state's real and complex leaves, without those of an optimizer
-        (``opt_state``).
+        A report of the real and complex leaves. A name begins with the collection if
+        there are several.
 
     Raises:
-        ArgumentTypeError: if the step returns no new state.
-        ArgumentValueError: if ``times`` is less than 1.
-
-    Note:
-        Each step is followed by two norms for each parameter. If a parameter stands
-        still, or most of one that is narrower than float32, the steps are run once more
-        with a wider type for it. An update that shows only there is lost in the
-        rounding.
+        ArgumentTypeError: if ``before`` has no parameters.
+        ArgumentValueError: if ``before`` was donated, or is what ``after`` is; if no
+            gradient belongs to a parameter.
+        StructureError: if the trees have other leaves, or leaves of other shapes.
     """
-    if times < 1:
-        raise errors.ArgumentValueError(f'times={times}: expected 1, 2, 3, ...')
-    watched, known = _watched(state), _gradients(grads)
-    if known and not known.keys() & {path.place for path in watched.values()}:
+    old, is_state = _parameters(before)
+    new, _ = _parameters(after)
+    _check(before, after, old, new)
+    known = _gradients(gradients)
+    if known and not known.keys() & {path.place for path, _ in old}:
         raise errors.ArgumentValueError(
-            'grads= has no parameter of the state: '
-            f'{listed([names[-1] for _, names in known])}, and the state holds '
-            f'{listed(list(watched.values()))}.\n'
-            'Give the gradients of the whole first argument of the step.'
+            'gradients= has no parameter of the tree before the step: '
+            f'{listed([names[-1] for _, names in known])}, and the tree has '
+            f'{listed([path for path, _ in old])}.\n'
+            'Give the gradients of the same tree, or the same part of both.'
         )
-    measured = runs.measured(step, (state, *args), watched, times)
-    # False where there is none; None where it is not known.
-    gradient: dict[int, Any] = {
-        n: None if grads is None else known.get(path.place, False)
-        for n, path in watched.items()
-    }
-    values = leaves.leaves_of(state).values
-    kinds = {n: jnp.result_type(values[n]) for n in watched}
-    asked = [
-        n
-        for n, row in measured.items()
-        if runs.may_be_lost(row, kinds[n]) and gradient[n] != 0
+    queues = {place: iter(several) for place, several in known.items()}
+    given = [next(queues.get(path.place, iter(())), False) for path, _ in old]
+    # JAX's arrays are compared where they lie; all results are fetched at once.
+    rows = [
+        _compared(x, y, g) for (_, x), (_, y), g in zip(old, new, given, strict=True)
     ]
-    wide = runs.in_wider_types(step, (state, *args), asked, times) if asked else {}
-    none_moves = not any(row.moved for row in measured.values())
+    rows: list[Any] = jax.device_get(rows)
+    has = [bool(row[3]) if known or gradients is not None else None for row in rows]
+    changes = [row[1] for row, own in zip(rows, has, strict=True) if own and row[0]]
+    largest = float(np.max(changes, initial=0.0))
     found: list[Move] = []
-    for n, path in watched.items():
-        row, status, reason = measured[n], STILL, ''
-        if n in wide and wide[n].moved > 2 * row.moved:
-            most = 'most of ' * bool(row.moved)
-            status, reason = STUCK, f'{most}its update is {_LOST} {kinds[n]}'
-        elif row.moved:
-            status = DRIFTS if gradient[n] is not None and not gradient[n] else MOVES
-            if not np.isfinite(row.change):
-                reason = _NOT_FINITE
-            elif status == DRIFTS:
-                reason = _DECAY if row.cosine < -0.999 else _WRITTEN
-        elif gradient[n]:
-            status, reason = STUCK, _NO_STEP if none_moves else _MASKED
-        shape = jax.ShapeDtypeStruct(leaves.shape_of(values[n]), kinds[n])
-        numbers = float(row.size), float(row.change), float(row.moved)
-        found.append(Move(path, status, reason, *numbers, gradient[n], shape))
-    return Moves(tuple(found), times)
+    for (path, value), (moved, change, finest, _), gradient, stat in zip(
+        old, rows, has, is_state, strict=True
+    ):
+        status = _STATUS[bool(moved), bool(moved) if gradient is None else gradient]
+        kind = jnp.result_type(value)
+        reason, advice = '', _ADVICE[status]
+        if stat and moved:
+            reason, advice = 'the step writes it: it is no parameter', _STATISTICS
+        elif status == DRIFTS:
+            reason = 'weight decay, momentum or an average'
+        elif status == STUCK and 0 < largest < finest:
+            reason = (
+                f'updates as large as the others are lost in the rounding of {kind}'
+            )
+            advice = 'Keep it in float32, or make larger steps.'
+        elif status == STUCK:
+            reason = (
+                f'a mask, a rate of zero, or an update below the resolution of {kind}'
+            )
+        found.append(Move(path, status, reason, advice, float(moved), float(change)))
+    return Moves(tuple(found))
 
 
 def assert_moves_only(
-    step: Callable[..., Any] | Moves,
-    where: filters.Where,
-    *args: Any,
-    grads: Any = None,
-    times: int = 1,
+    before: Any, after: Any, where: filters.Where, gradients: Any = None
 ) -> None:
     """Asserts that a training step moves every selected parameter and no other one.
 
@@ -259,41 +232,41 @@ def assert_moves_only(
     >>> def step(params, x):
     ...     grads = jax.grad(lambda p: jnp.sum(p['head'] * x))(params)
     ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    >>> assert_moves_only(step, 'head', {'body': 1.0, 'head': 2.0}, 3.0)
+    >>> params = {'body': 1.0, 'head': 2.0}
+    >>> assert_moves_only(params, step(params, 3.0), 'head')
 
     Args:
-        step: the step, or the report of ``testing.moves`` on one.
+        before: the parameters before the step, as for ``testing.moves``.
+        after: the same after it.
         where: the parameters, a filter of any kind. Running statistics move, too: name
-            them, or select by ``path.collection``.
-        *args: the arguments of the step, as for ``testing.moves``. None for a report.
-        grads: the gradients, as for ``testing.moves``.
-        times: how often the step is run.
+            them, or compare the parameters alone.
+        gradients: the gradients, as for ``testing.moves``. The message then tells more.
 
     Raises:
-        ExpectationError: an ``AssertionError`` that says which parameters do otherwise,
-            and why.
+        ExpectationError: an ``AssertionError`` that says which parameters do otherwise.
         UnusedFilterError: if a part of ``where`` selects no parameter.
         PartError: if ``where`` selects a part of a parameter.
     """
-    who, where = flows.named(where), filters.as_filter(where)
-    report = step
-    if not isinstance(report, Moves):
-        report = moves(report, *args, grads=grads, times=times)
+    who, where = named(where), filters.as_filter(where)
+    report = moves(before, after, gradients)
     paths = [move.path for move in report.parameters]
     [said] = leaves.selected([paths], where)
-    named = leaves.whole(said, paths, 'assert_moves_only')
-    wrong: dict[bool, list[Move]] = {True: [], False: []}
-    for move, is_named in zip(report.parameters, named, strict=True):
-        if is_named != (move.status in (MOVES, DRIFTS)):
-            wrong[is_named].append(move)
+    is_named = leaves.whole(said, paths, 'assert_moves_only')
+    wrong: dict[bool, list[tuple[str, Move]]] = {True: [], False: []}
+    for name, move, takes in zip(
+        report.names, report.parameters, is_named, strict=True
+    ):
+        if takes != (move.status in (MOVES, DRIFTS)):
+            wrong[takes].append((name, move))
     lines = [
-        f'{text} {listed([move.path for move in some])}.\n'
-        f'{some[0].path}: {some[0].reason or some[0].status}. {_advice(some[0])}'
-        for text, some in (
+        f'{verb} {listed([name for name, _ in some])}.\n'
+        f'{name}: {move.reason or move.status}. {move.advice}'
+        for verb, some in (
             ('It does not move', wrong[True]),
             ('It moves', wrong[False]),
         )
         if some
+        for name, move in some[:1]
     ]
     if lines:
         raise errors.ExpectationError(
@@ -301,47 +274,93 @@ def assert_moves_only(
         )
 
 
-# Why a parameter is stuck or drifts.
-_NOT_FINITE = 'its value is not finite'
-_LOST = 'lost in the rounding of'
-_NO_STEP = 'its update is zero, as are all others: the rate is zero, or no step is made'
-_MASKED = 'its update is zero: masked, clipped, or unknown to the optimizer'
-_DECAY = 'it shrinks as by weight decay'
-_WRITTEN = 'the step writes it: momentum, an average, running statistics'
+_STAY = 'If it should stay: sg.freeze(tx, where).'
+_ADVICE = {
+    MOVES: _STAY,
+    DRIFTS: _STAY,
+    STUCK: 'Look at the optimizer.',
+    STILL: 'If it should have a gradient: sg.gradient_flow(loss, ...).',
+}
+_STATISTICS = 'Name it in the filter, or compare the parameters alone.'
 
 
-def _advice(move: Move) -> str:
-    if _LOST in move.reason:
-        return 'Keep it in float32, or make larger steps.'
-    if move.status == STUCK:
-        return 'Look at the optimizer.'
-    if move.status == STILL:
-        return 'If it should have a gradient: sg.gradient_flow(loss, ...).'
-    return 'If it should stay: sg.freeze(tx, where).'
-
-
-def _watched(state: Any) -> dict[int, Path]:
-    """The numbers of the leaves of a state that can be trained, with their paths."""
-    tree = leaves.leaves_of(state)
-    paths = tree.paths
-    if hasattr(state, 'params'):  # Its fields are collections.
+def _parameters(tree: Any) -> tuple[list[tuple[Path, Any]], list[bool]]:
+    """The leaves that can be trained, and whether each is a model's state."""
+    found = leaves.leaves_of(tree)
+    paths, kept = found.paths, list[tuple[Path, Any]]()
+    # The fields of a TrainState are collections; a module may have any attributes.
+    if hasattr(tree, 'params') and not is_of_nnx(type(tree), 'Module'):
         paths = [Path.of(path.parts[0], path.parts[1:] or ('',)) for path in paths]
-    return {
-        n: path
-        for n, (path, leaf) in enumerate(zip(paths, tree.values, strict=True))
-        if leaves.is_differentiable(leaf)
-        and 'opt_state' not in (path.collection, *path.parts)
-    }
+    is_state: list[bool] = []
+    for path, leaf, state in zip(paths, found.values, states(found.tree), strict=True):
+        if leaves.is_differentiable(leaf):
+            kept.append((path, leaf))
+            is_state.append(state or path.collection != 'params')
+    return kept, is_state
 
 
-def _gradients(grads: Any) -> dict[Any, Any]:
-    """What is known of gradients by the places of parameters: norms, or yes and no."""
-    if isinstance(grads, flow.GradientFlow):
-        pairs = enumerate(grads.parameters)
-        return {path.place: bool(grads.trained(n)) for n, path in pairs}
-    norms = {
-        path.place: runs.compared(leaf, leaf).size
-        for path, leaf in leaves.leaves_of(grads)
-        if leaves.is_differentiable(leaf)
-    }
-    return jax.tree.map(float, jax.device_get(norms))
+def _check(before: Any, after: Any, old: Sequence[Any], new: Sequence[Any]) -> None:
+    """Raises if two trees cannot be compared."""
+    if not old:
+        raise errors.ArgumentTypeError(
+            f'The tree before the step has no parameters: it is {brief(before)}.\n'
+            'Give the parameters before and after it: moves(params, new_params).'
+        )
+    if [path.place for path, _ in old] != [path.place for path, _ in new]:
+        names = 'the tree before the step', 'the tree after it'
+        trees = leaves.leaves_of(before), leaves.leaves_of(after)
+        raise beside.different_structures(*names, *trees)
+    ids = [{id(node) for node in _variables(tree)} for tree in (before, after)]
+    for (path, value), (_, now) in zip(old, new, strict=True):
+        if leaves.shape_of(value) != leaves.shape_of(now):
+            raise beside.other_shape('the tree after the step', path, value, now)
+        deleted = isinstance(value, jax.Array) and value.is_deleted()
+        if deleted or (ids[0] and ids[0] == ids[1]):
+            what = 'was donated to it' if deleted else 'was changed in place'
+            raise errors.ArgumentValueError(
+                f'{str(path)!r} in the tree before the step {what}.\n'
+                'Copy the tree before the step: before = jax.tree.map(jnp.copy, tree), '
+                'where tree is params or nnx.state(model).'
+            )
+
+
+def _variables(tree: Any) -> list[Any]:
+    """The Variables of an NNX module or state, which a step changes in place."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: is_of_nnx(type(x), 'Variable'))
+    return [node for node in nodes if is_of_nnx(type(node), 'Variable')]
+
+
+def _gradients(gradients: Any) -> dict[Any, list[Any]]:
+    """Gradients by the places of parameters: arrays, or whether there is one."""
+    if isinstance(gradients, flow.GradientFlow):
+        rows = enumerate(gradients.parameters)
+        pairs = [(path, bool(gradients.trained(n))) for n, path in rows]
+    else:
+        pairs, _ = _parameters(gradients)
+    found: dict[Any, list[Any]] = {}
+    for path, gradient in pairs:  # Leaves in one box share a place.
+        found.setdefault(path.place, []).append(gradient)
+    return found
+
+
+@jax.jit
+def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, Any, Any, Any]:
+    """What became of an array.
+
+    Returns:
+        The share of the elements that change, the largest change, the largest update
+        that is lost in the rounding wherever there is a gradient, and whether there is.
+    """
+    old, new, has = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
+    kind, has = old.dtype, has.astype(bool)
+    wide = kind if jnp.finfo(kind).bits >= 32 else jnp.float32
+    old, new = old.astype(wide), new.astype(wide)
+    differ = (new != old) & ~(jnp.isnan(new) & jnp.isnan(old))
+    change = jnp.max(jnp.abs(new - old), initial=0)
+    # Half the distance to the next number, which is smaller below a power of two.
+    eps = float(jnp.finfo(kind).eps) * jnp.isrealobj(old)  # Complex: nothing is proven.
+    lost = jnp.abs(old) * (eps / 4)
+    there = has if has.shape in ((), old.shape) else jnp.any(has)
+    finest = jnp.min(lost, where=there, initial=jnp.inf)
+    share = jnp.mean(differ) if differ.size else jnp.zeros(())
+    return share, change, finest, jnp.any(has)

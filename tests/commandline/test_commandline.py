@@ -96,3 +96,19 @@ def test_as_a_process():
     )
     assert done.returncode == 0, done.stderr
     assert f'flax_sg    {flax_sg.__version__}' in done.stdout
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_ends_it_quietly():
+    root = Path(__file__).parents[2]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, '-m', 'flax_sg', 'env'],
+        env={**os.environ, 'PYTHONPATH': str(root)},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, '')

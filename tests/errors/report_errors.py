@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import block_errors
 import flax_sg as sg
@@ -35,11 +35,16 @@ def descends(params: Any) -> Any:
     return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
 
-LETTER = {'\ue000': {'w': 1.0}}
+def moves_of_a_donating_step() -> None:
+    params = jax.tree.map(jnp.copy, PARAMS)
+    jax.block_until_ready(params)
+    new = jax.tree.map(jnp.add, params, params)
+    for leaf in jax.tree.leaves(params):
+        leaf.delete()  # As donation does.
+    testing.moves(params, new)
 
 
-def loss_of_a_letter(params: Any) -> Any:
-    return params['\ue000']['w'] * 2.0
+MODEL = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
 def rows_that_depend_on_data(params: Any, count: Any) -> jax.Array:
@@ -69,14 +74,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a depth of a table below its top': (
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth=-1),
         "ArgumentValueError: depth=-1: expected 'fit' or 1 or 2 or None.",
-    ),
-    'letters that no font has': (
-        lambda: sg.gradient_flow(loss_of_a_letter, LETTER).plot(
-            cast(Any, io.BytesIO())
-        ),
-        'UserWarning: No font that matplotlib knows has all letters of the names, and '
-        'some are drawn as boxes. Install Noto Sans CJK or Noto Emoji, and delete '
-        'matplotlib.get_cachedir().',
     ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
@@ -135,28 +132,50 @@ CASES: dict[str, tuple[Any, ...]] = {
         'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
     ),
     'a depth below the top of a step': (
-        lambda: testing.moves(descends, PARAMS).table(depth=-1),
+        lambda: testing.moves(PARAMS, descends(PARAMS)).table(depth=-1),
         'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
     ),
-    'a step that is never run': (
-        lambda: testing.moves(descends, PARAMS, times=0),
-        'ArgumentValueError: times=0: expected 1, 2, 3, ...',
+    'a step in place of trees': (
+        lambda: testing.moves(descends, PARAMS),
+        'ArgumentTypeError: The tree before the step has no parameters: it is '
+        'a function.\n'
+        'Give the parameters before and after it: moves(params, new_params).',
+        lambda: testing.moves(PARAMS, descends(PARAMS)),
     ),
-    'a step that returns no state': (
-        lambda: testing.moves(lambda params: loss(params), PARAMS),
-        'ArgumentTypeError: <lambda> at report_errors.py:LINE returns float32[], and '
-        'no new state first.\n'
-        'Return what the step makes of its first argument: '
-        'return params, opt_state, loss.',
+    'a tree that was donated': (
+        moves_of_a_donating_step,
+        "ArgumentValueError: 'body' in the tree before the step was donated to it.\n"
+        'Copy the tree before the step: before = jax.tree.map(jnp.copy, tree), '
+        'where tree is params or nnx.state(model).',
+    ),
+    'a module before and after': (
+        lambda: testing.moves(nnx.state(MODEL), MODEL),
+        "ArgumentValueError: 'bias' in the tree before the step was changed in place.\n"
+        'Copy the tree before the step: before = jax.tree.map(jnp.copy, tree), '
+        'where tree is params or nnx.state(model).',
+        lambda: testing.moves(jax.tree.map(jnp.copy, nnx.state(MODEL)), MODEL),
+    ),
+    'parameters of another model': (
+        lambda: testing.moves(PARAMS, {'head': PARAMS['head']}),
+        'StructureError: the tree before the step and the tree after it have different '
+        'structures.\n'
+        "  'body': in the tree before the step, not in the tree after it; nearest "
+        "there: 'head'",
+    ),
+    'parameters of another shape': (
+        lambda: testing.moves(PARAMS, {**PARAMS, 'head': jnp.ones(1)}),
+        "StructureError: the tree after the step at 'head' has another shape than the "
+        'parameter.\n'
+        'Expected: float32[3]\nFound:    float32[1]',
     ),
     'gradients of another tree': (
-        lambda: testing.moves(descends, PARAMS, grads={'tail': jnp.ones(3)}),
-        'ArgumentValueError: grads= has no parameter of the state: tail, and the state '
-        'holds body, head.\n'
-        'Give the gradients of the whole first argument of the step.',
+        lambda: testing.moves(PARAMS, descends(PARAMS), {'tail': jnp.ones(3)}),
+        'ArgumentValueError: gradients= has no parameter of the tree before the step: '
+        'tail, and the tree has body, head.\n'
+        'Give the gradients of the same tree, or the same part of both.',
     ),
     'another part moved': (
-        lambda: testing.assert_moves_only(descends, 'body', PARAMS),
+        lambda: testing.assert_moves_only(PARAMS, descends(PARAMS), 'body'),
         "ExpectationError: Expected the step to move 'body' and nothing else.\n"
         'It does not move body.\n'
         'body: still. If it should have a gradient: sg.gradient_flow(loss, ...).\n'

@@ -21,8 +21,8 @@ import oracle
 import test_random_models as random_models
 import uses
 from flax_sg import linen as nn
-from flax_sg import testing
 from flax_sg.flow.facts import Fact, Facts
+from flax_sg.flow.pullback import Reach
 
 pytestmark = pytest.mark.every_case
 
@@ -58,10 +58,9 @@ def test_a_program_does_what_is_written_beside_it(name):
 
     report = flow_of(of_both, {'a': THREE, 'b': THREE})
     assert list(report.status[0]) == expected
-    # Its uses say the same.
-    said = [any(not use.stopped for use in found) for found in report.uses]
-    assert said == [status == 'flows' for status in expected]
-    assert [bool(found) for found in report.uses] == [s != 'unused' for s in expected]
+    for parameter, status in zip('ab', expected, strict=True):
+        why = report.why('output', parameter)
+        assert not (why.lines if status == 'unused' else why.by and status != 'stopped')
 
     for derivative, status in zip(oracle.grads(fn, A, B)[0], expected, strict=True):
         flows_there = status == 'flows' and name != 'itself_taken_from_itself'
@@ -116,8 +115,8 @@ def test_an_array_of_integers_that_is_written():
     if hasattr(jax, 'new_ref'):
         report = flow_of(loss, {'a': A, 'b': B})
         assert report.status == (('flows', 'stopped'),)
-        [use] = report.uses_of('b')
-        assert use.by.startswith('a cast to int32 at test_flow.py:')
+        by = report.why('output', 'b').by
+        assert by.startswith('a cast to int32 at test_flow.py:')
 
 
 def test_names_that_differ_in_collection_or_slashes():
@@ -172,37 +171,40 @@ STOPPED_BY = {
 
 @pytest.mark.parametrize('jitted', [False, True])
 @pytest.mark.parametrize('what', STOPPED_BY)
-def test_a_stopped_use_names_what_stops_it(what, jitted):
+def test_what_stops_a_gradient_is_named(what, jitted):
     loss = STOPPED_BY[what]
     run = jax.jit(loss) if jitted else loss
     report = flow_of(run, {'w': A, 'b': B})
-    [use] = report.uses_of('w')
-    assert use.by.startswith(f'{what} at test_flow.py:'), use
+    by = report.why('output', 'w').by
+    assert by.startswith(f'{what} at test_flow.py:'), by
     line = loss.__code__.co_firstlineno
-    assert line <= int(use.by.split(':')[1].split()[0]) <= line + 4
-    assert not any(use.by for use in report.uses_of('b'))
+    assert line <= int(by.split(':')[1].split()[0]) <= line + 4
+    assert not report.why('output', 'b').by
 
 
 def test_a_block_is_named_with_its_filter():
+    """A weight that is frozen in one use and live in another (hazard 23)."""
+
+    class Tied(nn.Module):
+        def setup(self):
+            self.embed = nn.Embed(4, 3)
+            self.core = nn.Dense(3)
+
+        def __call__(self, ids):
+            with nn.stop_gradient('embed/**'):
+                x = self.embed(ids)
+            return {'frozen': x, 'tied': self.embed.attend(self.core(x))}
+
     model, ids = Tied(), jnp.array([1, 2])
     params = jax.eval_shape(model.init, jax.random.key(0), ids)['params']
-    report = flow_of(lambda p: model.apply({'params': p}, ids), params)
-    frozen, live = report.uses_of('embed/embedding')
-    read = int(frozen.source.split(':')[1].split()[0])
+    report = flow_of(jax.jit(lambda p: model.apply({'params': p}, ids)), params)
+    frozen = report.why('frozen', 'embed/embedding')
+    [line] = frozen.lines
+    read = int(line.split(':')[1].split()[0])
     assert frozen.by == f"stop_gradient(Glob('embed/**')) at test_flow.py:{read - 1}"
-    assert not live.by
-
-
-def test_the_cause_may_be_lines_behind_the_use():
-    report = flow_of(by_argmax, {'w': A, 'b': B})
-    [use] = report.uses_of('w')
-    lines = [int(text.split(':')[1].split()[0]) for text in (use.source, use.by)]
-    assert lines[1] == lines[0] + 1
-    with pytest.raises(AssertionError) as caught:
-        testing.assert_flows(report, 'w')
-    text = str(caught.value).splitlines()[-2:]
-    assert text[0].startswith('w is used at test_flow.py:')
-    assert text[1] == f'It is stopped by {use.by}.'
+    tied = report.why('tied', 'embed/embedding')
+    assert (tied.status, tied.by) == ('flows', '')
+    assert tied.lines[0].startswith(f'test_flow.py:{read + 1} (')
 
 
 def test_calls_of_one_function_are_told_apart():
@@ -214,8 +216,6 @@ def test_calls_of_one_function_are_told_apart():
 
     report = flow_of(loss, A)
     assert report.status == (('flows',),)
-    stopped, live = report.uses_of('')
-    assert (stopped.stopped, live.stopped, live.part) == (True, False, False)
     assert sg.mask(A, frozen=~sg.live(loss, A)) is False
 
 
@@ -231,20 +231,6 @@ def test_two_loops_that_carry_a_parameter_on():
 
     report = flow_of(loss, A)
     assert report.status == (('flows',),)
-    assert sorted(use.stopped for use in report.uses_of('')) == [False, True]
-
-
-def test_a_call_that_returns_a_parameter_twice():
-    for twice in (
-        lambda x: lax.optimization_barrier((x, x)),
-        jax.jit(lambda x: (x, x)),
-    ):
-
-        def loss(p, twice=twice):
-            first, second = twice(p)
-            return jnp.sin(first) + jnp.cos(second)
-
-        assert sum(use.times for use in flow_of(loss, A).uses_of('')) == 2
 
 
 def test_a_rule_that_is_told_what_is_perturbed_flows():
@@ -308,7 +294,7 @@ def test_what_an_fp8_layer_makes_out_of_nothing_flows():
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     report = flow_of(lambda v: layer.apply(v, x).sum(), variables)
     assert report.live == (True,) * 8
-    assert not any(use.stopped for found in report.uses[:6] for use in found)
+    assert not any(report.why('output', name).by for name in report.names)
 
 
 def test_values_without_a_gradient_are_stopped():
@@ -339,7 +325,7 @@ def test_what_classes_declare_is_followed_and_a_filter_takes_its_place():
     assert statuses(fn, Layer(A, B)) == {'kernel': 'flows', 'mean': 'stopped'}
     report = flow_of(fn, Layer(A, B), wrt='mean')
     assert report.status == (('stopped', 'flows'),)
-    assert [use.stopped for use in report.uses_of('kernel')] == [True]
+    assert report.why('output', 'kernel').by == 'wrt=, which leaves it out'
 
 
 def test_argnums_are_those_of_jax():
@@ -371,8 +357,6 @@ def test_aux_is_that_of_jax():
     assert report.parameters == ('q', 'w')
     assert report.outputs == ('output',)
     assert report.status == (('stopped', 'flows'),)
-    # What is returned beside the output is no use of anything.
-    assert [len(found) for found in report.uses] == [1, 1]
     with pytest.raises(TypeError, match='has_aux=True'):
         flow_of(lambda p: p, A, has_aux=True)
 
@@ -402,37 +386,11 @@ def test_each_use_of_a_parameter_is_seen():
     program = uses.PROGRAMS['all']
     report = flow_of(lambda p: Uses(program).apply({'params': p}, None), {'w': A})
     stops = [any(t('w') for t in taken) for taken in uses.stops_of(program)]
-    assert report.stopped_in('w') == (sum(stops), len(stops))
     assert [row[0] == 'stopped' for row in report.status] == stops
-    places = {use.source for use in report.uses_of('w')}
-    assert all('test_flow.py' in place and 'parts' in place for place in places)
-
-
-class Tied(nn.Module):
-    """A weight that is frozen in one use and live in another (hazard 23)."""
-
-    def setup(self):
-        self.embed = nn.Embed(4, 3)
-        self.core = nn.Dense(3)
-
-    def __call__(self, ids):
-        with nn.stop_gradient('embed/**'):
-            x = self.embed(ids)
-        return self.embed.attend(self.core(x))
-
-
-def test_a_tied_weight_is_stopped_in_one_of_two_uses():
-    model, ids = Tied(), jnp.array([1, 2])
-    params = jax.eval_shape(model.init, jax.random.key(0), ids)['params']
-    report = flow_of(jax.jit(lambda p: model.apply({'params': p}, ids)), params)
-    assert report.stopped_in('embed/embedding') == (1, 2)
-    frozen, live = report.uses_of('embed/embedding')
-    assert (frozen.stopped, live.stopped) == (True, False)
-    assert frozen.place.startswith('jit(<lambda>)/Tied/embed')
-    assert live.place == 'jit(<lambda>)/Tied/embed.attend'
-    assert frozen.source.endswith('(Tied.__call__)')
-    lines = [int(use.source.split(':')[1].split()[0]) for use in (frozen, live)]
-    assert lines[1] == lines[0] + 1
+    for output, is_stopped in zip(report.outputs, stops, strict=True):
+        why = report.why(output, 'w')
+        assert 'test_flow.py' in why.lines[0] and 'parts' in why.lines[0]
+        assert why.by.startswith('stop_gradient(') == is_stopped
 
 
 def first_user_of_a_cache(w):
@@ -452,8 +410,8 @@ def test_the_line_is_not_that_of_who_filled_a_cache():
 
     for fn in (called_first, lambda w: mine(w)):
         report = flow_of(lambda p, fn=fn: fn(p['w']), {'w': A})
-        sources = {use.source for use in report.uses_of('w')}
-        assert [s.endswith('<locals>.mine)') for s in sources] == [True], sources
+        [line] = report.why('output', 'w').lines
+        assert line.endswith('<locals>.mine)')
 
 
 def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
@@ -462,13 +420,21 @@ def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
     shell = types.SimpleNamespace(compile=compiler)
     ipython = types.SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, 'IPython', ipython)
-    program: dict[str, Any] = {}
-    exec(compile('\ndef loss(p):\n    return 2.0 * p', cell, 'exec'), program)
+    program: dict[str, Any] = {'nn': nn, 'jnp': jnp}
+    text = (
+        '\ndef loss(p):\n    return 2.0 * p\n'
+        'class Kept(nn.Module):\n    @nn.compact\n    def __call__(self, x):\n'
+        "        with nn.stop_gradient('w'):\n"
+        "            return x * self.param('w', nn.initializers.ones, ())\n"
+    )
+    exec(compile(text, cell, 'exec'), program)
 
     def source(fn):
-        return flow_of(fn, THREE).uses_of('')[0].source
+        return flow_of(fn, THREE).why('output', '').lines[0]
 
     assert source(program['loss']) == 'In[3]:3 (loss)'
+    kept = flow_of(program['Kept'](), {'params': {'w': 1.0}}, 2.0)
+    assert kept.why('output', 'w').by == "stop_gradient(Glob('w')) at In[3]:7"
     # An imported file; and IPython without a notebook.
     assert source(first_user_of_a_cache).startswith('test_flow.py:')
     ipython.get_ipython = lambda: None
@@ -486,13 +452,10 @@ def test_each_equation_is_looked_at_once_however_often_it_is_called():
     for _ in range(12):
         fn = doubled(fn)
     closed = jax.make_jaxpr(fn)(A)
-    facts = Facts()
+    facts = Facts(Reach())
     assert facts.of(closed.jaxpr).inputs() == [Fact(read=1, live=1)]
     # Twelve functions of three equations each.
     assert facts.visits < 60
-    # All uses of one line are one use.
-    [use] = flow_of(fn, A).uses
-    assert (len(use), use[0].times) == (1, 1)
 
 
 # Bad input
@@ -537,10 +500,8 @@ def test_host_callbacks():
 def test_primitives_without_a_derivative():
     # A number is an output that nothing trains.
     assert flow_of(lambda p: (p, 1.0), A).status == (('flows',), ('unused',))
-    # A parameter that is an output itself is used there.
-    [use] = flow_of(lambda p: p, A).uses_of('')
-    assert use.stopped is False
-    [use] = flow_of(lax.stop_gradient, A).uses_of('')
-    assert use.stopped is True
+    # A parameter that is an output itself.
+    assert flow_of(lambda p: p, A).why('output', '').status == 'flows'
+    assert flow_of(lax.stop_gradient, A).why('output', '').by.startswith('stop_grad')
     with refused('igamma_grad_a'):
         flow_of(lambda p: lax.igamma_grad_a(p, jnp.ones_like(p)), A)

@@ -74,4 +74,4 @@ def test_code_that_is_run_as_a_text_has_lines():
     )
     exec(compile(text, '<string>', 'exec'), names)
     assert names['flow'].status_of('output', 'a') == 'stopped'
-    assert '<string>:2' in str(names['flow'].uses_of('a'))
+    assert '<string>:2' in names['flow'].why('output', 'a').lines[0]

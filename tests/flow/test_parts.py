@@ -222,6 +222,21 @@ def test_a_part_that_depends_on_data_is_not_guessed():
                 holds(report, TABLE)
 
 
+def test_what_is_overwritten_without_a_stop_is_trained():
+    """``sg.freeze`` takes its complement: no part of it is in doubt."""
+
+    def written(params, count):
+        return with_table(params, lambda table: table.at[:count].set(0.0))
+
+    def chosen(params, count):
+        rows = jnp.arange(6)[:, None] < count
+        return with_table(params, lambda table: jnp.where(rows, table, 2.0 * table))
+
+    for fn in (lambda p, _: written(p, 2), chosen):
+        report = sg.gradient_flow(fn, PARAMS, 2)
+        assert report.status_of('output', TABLE) == 'flows'
+
+
 def test_elements_that_are_not_read_belong_to_a_parameter_that_nobody_stops():
     """With other inputs they may be read: positions up to the length of a sentence."""
 

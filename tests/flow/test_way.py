@@ -1,19 +1,22 @@
-"""The way from a parameter to an output, and where a value leaves its block."""
+"""The way from a parameter to an output: what stops it, where it leaves a block."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
+from flax_sg.flow import pullback
 
 pytestmark = pytest.mark.every_case
 
@@ -45,40 +48,112 @@ def report_of(model: Any) -> tuple[Any, dict[str, str]]:
     return report, {f':{first + n} ': text.strip() for n, text in enumerate(lines)}
 
 
-def texts(uses: Any, lines: dict[str, str]) -> list[str]:
-    return [next(t for n, t in lines.items() if n in use.source) for use in uses]
+def texts(found: Any, lines: dict[str, str]) -> list[str]:
+    return [next(t for n, t in lines.items() if n in line) for line in found]
 
 
 def test_the_lines_between_a_parameter_and_an_output():
     report, lines = report_of(Leaks())
-    way = report.uses_of('lower/kernel', 'probe')
-    assert texts(way, lines) == [
+    why = report.why('probe', 'lower/kernel')
+    assert texts(why.lines, lines) == [
         'hidden = jnp.tanh(self.lower(x))',
         'features = jnp.tanh(self.upper(hidden))',
         'probed = self.probe(features)',
         "return {'probe': jnp.mean(probed**2), 'block': jnp.mean(features**2)}",
     ]
     # The first line outside of the block is the place for a stop.
-    assert [use.leaves for use in way] == [False, False, True, False]
-    assert not any(use.stopped for use in way)
-    assert report.uses_of('upper/bias', 'probe') == way[1:]
-    assert [use.leaves for use in report.uses_of('probe/bias', 'probe')] == [False] * 2
+    assert (why.status, why.by, why.leaves) == ('flows', '', why.lines[2])
+    assert report.why('probe', 'upper/bias').lines == why.lines[1:]
+    assert report.why('probe', 'probe/bias').leaves == ''
     with pytest.raises(sg.errors.UnknownNameError, match="no output 'prob'"):
-        report.uses_of('lower/kernel', 'prob')
+        report.why('prob', 'lower/kernel')
+    assert str(why).splitlines()[:2] == [
+        "A gradient flows to 'lower/kernel' from 'probe':",
+        f'  {why.lines[0]}',
+    ]
+    assert str(why).count('  (leaves its block)') == 1
 
 
 def test_a_way_on_which_a_gradient_stops():
     report, lines = report_of(Leaks(stops=True))
-    way = report.uses_of('upper/kernel', 'probe')
+    why = report.why('probe', 'upper/kernel')
     [line] = [n for n, text in lines.items() if 'lax.stop' in text]
-    cause = f'stop_gradient at test_way.py{line}(Leaks.__call__)'
-    assert texts(way, lines)[:3] == [
+    assert why.by == f'stop_gradient at test_way.py{line}(Leaks.__call__)'
+    assert why.leaves == ''
+    assert texts(why.lines, lines)[:3] == [
         'features = jnp.tanh(self.upper(hidden))',
         'features = lax.stop_gradient(features)',
         'probed = self.probe(features)',
     ]
-    assert [use.by for use in way] == [cause, cause, '', '']
-    assert report.uses_of('probe/kernel', 'block') == ()  # It is not used.
+    assert str(why).endswith(f'\nIt is stopped by {why.by}.')
+    unused = report.why('block', 'probe/kernel')
+    assert (unused.lines, unused.by) == ((), '')
+    assert str(unused) == "'probe/kernel' is not used by 'block'."
+
+
+def entropy(logits: Any) -> Any:
+    """As in optax: the maximum is stopped, beside the gradient of the logits."""
+    most = lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+    return jnp.mean(jnp.log(jnp.sum(jnp.exp(logits - most), -1)))
+
+
+def optax_entropy(logits: Any) -> Any:
+    labels = jnp.zeros(len(logits), jnp.int32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+class Classifier(nn.Module):
+    """A frozen layer, in one of three spellings, and a loss that stops a maximum."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        if self.kind == 'Frozen':
+            hidden = nn.Frozen(nn.Dense(3, name='body'))(x)
+        elif self.kind == 'block':
+            with nn.stop_gradient('body/**'):
+                hidden = nn.Dense(3, name='body')(x)
+        else:
+            hidden = jnp.round(nn.Dense(3, name='body')(x))
+        return nn.Dense(2, name='head')(hidden)
+
+
+CUTS = {
+    'Frozen': 'stop_gradient(Constant(True)) at ',
+    'block': "stop_gradient(Glob('body/**')) at ",
+    'round': 'round at ',
+}
+
+
+@pytest.mark.parametrize('loss', [entropy, optax_entropy])
+@pytest.mark.parametrize('kind', CUTS)
+def test_the_stop_that_is_named_is_the_one_that_cuts(kind, loss):
+    model = Classifier(kind)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)['params']
+    report = sg.gradient_flow(lambda p: loss(model.apply({'params': p}, X)), params)
+    by = report.why('output', 'body/kernel').by
+    assert by.startswith(f'{CUTS[kind]}test_way.py:'), by
+    assert report.why('output', 'head/kernel').by == ''
+    with pytest.raises(AssertionError) as caught:
+        testing.assert_flows(report, 'body/**')
+    assert str(caught.value).endswith(f'stopped by {by}.')
+
+
+def test_the_cause_may_be_lines_behind_the_use_and_in_integers():
+    def by_argmax(p):
+        scores = jnp.tanh(p['w'])
+        best = jnp.argmax(scores)
+        return jax.nn.one_hot(best, 3) * p['b']
+
+    report = sg.gradient_flow(by_argmax, {'w': jnp.ones(3), 'b': jnp.ones(3)})
+    why = report.why('output', 'w')
+    assert why.by == f'argmax at {why.lines[1]}'
+
+
+def test_what_wrt_leaves_out():
+    report = sg.gradient_flow(jnp.add, 1.0, 2.0, argnums=(0, 1), wrt='0')
+    assert report.why('output', '1').by == 'wrt=, which leaves it out'
 
 
 def test_an_assertion_says_where_a_value_leaves_its_block():
@@ -89,6 +164,34 @@ def test_an_assertion_says_where_a_value_leaves_its_block():
     [line] = [n for n, text in lines.items() if text.startswith('probed =')]
     assert last.startswith(f'Its value leaves its block at test_way.py{line.rstrip()}')
     assert last.endswith('write jax.lax.stop_gradient there.')
+
+
+def test_a_leak_in_another_package_names_the_line_of_the_user(tmp_path, monkeypatch):
+    """Nobody edits what is installed."""
+    package = tmp_path / 'site-packages'
+    package.mkdir()
+    text = 'def criterion(features):\n    return (features ** 2).mean()\n'
+    (package / 'criteria_of_others.py').write_text(text)
+    monkeypatch.syspath_prepend(package)
+    criterion = importlib.import_module('criteria_of_others').criterion
+
+    class Blocked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with nn.train_only('body/**'):
+                return nn.Dense(3, name='body')(x)
+
+    model = Blocked()
+    params = jax.eval_shape(model.init, jax.random.key(0), X)['params']
+
+    def loss(p):
+        features = model.apply({'params': p}, X)
+        return criterion(features)
+
+    why = sg.gradient_flow(loss, params).why('output', 'body/kernel')
+    line = loss.__code__.co_firstlineno + 2
+    assert why.leaves.startswith(f'test_way.py:{line} (')
+    assert why.leaves in why.lines
 
 
 def test_a_way_through_bodies_and_loops():
@@ -102,11 +205,11 @@ def test_a_way_through_bodies_and_loops():
         return {'last': lax.cond(last[0] > 0, jnp.sin, jnp.cos, last)}
 
     report = sg.gradient_flow(loss, {'w': jnp.ones(3), 'v': jnp.ones(3)})
-    way = report.uses_of('w', 'last')
     start = loss.__code__.co_firstlineno
-    numbers = [int(use.source.split(':')[1].split()[0]) - start for use in way]
+    lines = report.why('last', 'w').lines
+    numbers = [int(line.split(':')[1].split()[0]) - start for line in lines]
     assert numbers == [1, turn.__code__.co_firstlineno + 2 - start, 3]
-    assert report.uses_of('v', 'last') == ()
+    assert report.why('last', 'v').lines == ()
 
 
 def test_a_value_that_goes_around_in_a_loop():
@@ -117,22 +220,20 @@ def test_a_value_that_goes_around_in_a_loop():
     def loss(p):
         return lax.scan(turn, (p, jnp.ones(3), jnp.ones(3)), None, length=4)[1]
 
-    assert len(sg.gradient_flow(loss, jnp.ones(3)).uses_of('', 'output')) > 0
+    assert len(sg.gradient_flow(loss, jnp.ones(3)).why('output', '').lines) > 0
 
 
 def test_a_report_can_be_pickled():
     report, _ = report_of(Leaks())
     copy = pickle.loads(pickle.dumps(report))
     assert copy == report
-    assert copy.uses_of('lower/kernel', 'probe') == ()
+    assert copy.why('probe', 'lower/kernel').lines == ()
 
 
 def test_a_smaller_report_knows_the_ways():
     report, _ = report_of(Leaks())
     wrong = report.unexpected({'probe': 'probe/**'})
-    assert wrong.uses_of('lower/kernel', 'probe') == report.uses_of(
-        'lower/kernel', 'probe'
-    )
+    assert wrong.why('probe', 'lower/kernel') == report.why('probe', 'lower/kernel')
 
 
 def test_one_function_that_is_called_twice():
@@ -144,6 +245,23 @@ def test_one_function_that_is_called_twice():
         return {'sum': jnp.sum(same_line)}
 
     report = sg.gradient_flow(loss, {'w': jnp.ones(3)})
-    lines = [use.source.split()[0] for use in report.uses_of('w', 'sum')]
+    lines = [line.split()[0] for line in report.why('sum', 'w').lines]
     inside, after = twice.__wrapped__.__code__, loss.__code__.co_firstlineno + 2
     assert lines == [f'test_way.py:{n}' for n in (inside.co_firstlineno, after)]
+
+
+def test_nothing_is_explained_before_somebody_asks(monkeypatch):
+    """A walk that asks each equation for its derivative takes as long as the proof."""
+    asked: list[Any] = []
+    rows = pullback.Reach.rows
+    monkeypatch.setattr(
+        pullback.Reach, 'rows', lambda self, eqn: asked.append(eqn) or rows(self, eqn)
+    )
+    report, _ = report_of(Leaks(stops=True))
+    str(report), report.rows(), testing.assert_flows(report, 'probe/**')
+    assert not asked
+    report.why('probe', 'upper/kernel')
+    walked = len(asked)
+    assert walked > 0
+    report.why('probe', 'lower/kernel')
+    assert len(asked) == walked

@@ -35,7 +35,7 @@ def _is_exception(value: object) -> bool:
 # The module, its short name in the pages, and the classes that its functions return.
 # Only the reference shows these classes.
 MODULES = [
-    (flax_sg, 'sg', {'GradientFlow', 'Use', 'ModuleTable', 'Paths', 'Variable'}),
+    (flax_sg, 'sg', {'GradientFlow', 'Why', 'ModuleTable', 'Paths', 'Variable'}),
     (linen, 'nn', {'BlockDecorator'}),
     (filters, 'filters', set[str]()),
     (core, 'core', set[str]()),

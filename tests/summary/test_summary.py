@@ -13,7 +13,6 @@ from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.rendering.text import amount
-from flax_sg.summary import modules
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -32,9 +31,8 @@ class Normed(linen.Module):
 
 def states_of(model: Any, **kwargs: Any) -> dict[str, str]:
     rngs = {'params': KEY, 'dropout': KEY}
-    program = modules.program_of(model, rngs, (X,), kwargs)
-    rows = modules.rows_of(program.classes, program.counted())
-    return {'/'.join(row.names): row.state for row in rows}
+    rows = sg.tabulate(model, rngs, **kwargs)(X).rows()
+    return {row['module']: row['state'] for row in rows}
 
 
 def test_state_that_moves_and_state_that_is_held() -> None:
@@ -63,9 +61,13 @@ def test_a_model_that_wants_a_flag_random_numbers_and_collections() -> None:
 
 
 def rows_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any) -> Any:
-    program = modules.program_of(module, rngs, args, kwargs)
-    rows = modules.rows_of(program.classes, program.counted())
-    return {'/'.join(row.names): row for row in rows}
+    rows = sg.tabulate(module, rngs, **kwargs)(*args).rows()
+    return {row['module']: row for row in rows}
+
+
+def sizes_of(row: dict[str, Any]) -> tuple[int, int]:
+    """The numbers of values that are trained, and that are not."""
+    return row['trainable'], row['parameters'] - row['trainable']
 
 
 class Net(linen.Module):
@@ -98,7 +100,7 @@ class Kinds(linen.Module):
 
 def test_sizes_are_told_apart_and_add_up():
     row = rows_of(Kinds(), X)['']
-    assert (row.trainable, row.frozen, row.gradient) == (4, 4 + 3 + 4, 'partly')
+    assert (sizes_of(row), row['gradient']) == ((4, 4 + 3 + 4), 'partly')
     assert sg.tabulate(Kinds(), KEY)(X).endswith(
         'Trainable: 4 (8 B)   Frozen: 11 (44 B)'
     )
@@ -116,16 +118,16 @@ def test_sizes_are_told_apart_and_add_up():
 def test_states_of_modules_with_all_that_is_in_them():
     found = rows_of(Nested(), X)
     # A module without parameters has no row.
-    assert {path: row.gradient for path, row in found.items()} == {
+    assert {path: row['gradient'] for path, row in found.items()} == {
         '': 'partly',
         'net': 'partly',
         'net/body_0': 'frozen',
         'net/body_1': 'frozen',
         'net/head': 'trainable',
     }
-    assert found[''].trainable == found['net/head'].trainable == 12
-    assert found['net'].frozen == 25 + 30
-    assert [row.cls for row in found.values()] == ['Nested', 'Net', *['Dense'] * 3]
+    assert found['']['trainable'] == found['net/head']['trainable'] == 12
+    assert sizes_of(found['net'])[1] == 25 + 30
+    assert [row['class'] for row in found.values()] == ['Nested', 'Net', *['Dense'] * 3]
 
 
 class Relu(linen.Module):
@@ -174,11 +176,11 @@ def test_the_call_that_is_shown():
     # Another method, and arguments that are not arrays.
     once = rows_of(Nested(), X)
     assert rows_of(Nested(), X, train=True, method='doubled') == once
-    assert rows_of(Nested(), X, method=loss)['net/head'].gradient == 'frozen'
+    assert rows_of(Nested(), X, method=loss)['net/head']['gradient'] == 'frozen'
     with nn.stop_gradient('head/**'):
         found = rows_of(Net(), X)
-    assert found['head'].gradient == 'frozen'
-    assert found['body_0'].gradient == 'trainable'
+    assert found['head']['gradient'] == 'frozen'
+    assert found['body_0']['gradient'] == 'trainable'
 
 
 class Stateful(linen.Module):
@@ -239,7 +241,7 @@ TRAINED = [
 @pytest.mark.parametrize(('model', 'rngs', 'expected'), TRAINED)
 def test_what_is_trained_and_what_is_frozen(model, rngs, expected):
     rows = rows_of(model, X, rngs=rngs)
-    found = {path: (row.trainable, row.frozen) for path, row in rows.items()}
+    found = {path: sizes_of(row) for path, row in rows.items()}
     assert found == expected
 
 
@@ -270,7 +272,7 @@ def test_classes_are_those_that_were_written(wrap):
     model = wrap(Lifted)()
     jax.eval_shape(model.init, KEY, X)  # A trace of the same shapes hides no module.
     found = rows_of(model, X)
-    assert {path: row.cls for path, row in found.items() if path} == {
+    assert {path: row['class'] for path, row in found.items() if path} == {
         'frozen': 'Net',
         'frozen/body_0': 'Dense',
         'frozen/body_1': 'Dense',
@@ -283,7 +285,7 @@ def test_classes_are_those_that_were_written(wrap):
         'norm': 'WeightNorm',
         'dense': 'Dense',  # Where the wrapped layer is made.
     }
-    assert found['scan'].trainable == 3 * 20
+    assert found['scan']['trainable'] == 3 * 20
 
 
 # The table.
@@ -337,11 +339,12 @@ runs: list[None] = []
 def test_layers_that_are_trained_and_not_are_two_rows():
     runs.clear()
     assert shown(Deep()) == [
-        'module          class   parameters   trainable   gradient',
-        '─' * 58,
-        '(model)         Deep           240         140   partly',
-        '  layer_0..4    Dense          100           0   frozen',
-        '  layer_5..11   Dense          140         140   trainable',
+        'module           class   parameters   trainable   gradient',
+        '─' * 59,
+        '(model)          Deep           240         140   partly',
+        '  layer_[0-4]    Dense          100           0   frozen',
+        '  layer_[5-9]    Dense          100         100   trainable',
+        '  layer_1[0-1]   Dense           40          40   trainable',
         '',
         'Trainable: 140 (560 B)   Frozen: 100 (400 B)',
     ]
@@ -392,12 +395,14 @@ def test_rows_of_repeated_layers_that_a_filter_takes_alike_are_one_row():
     assert len(found) == 12 * 2
     assert len(runs) == 1
     assert repr(found).splitlines() == [
-        'selected   path                 module   shape           collection',
-        '─' * 67,
-        'yes        layer_0..4/bias      Dense    float32[4]      params',
-        '-          layer_0..4/kernel    Dense    float32[4, 4]   params',
-        '-          layer_5..11/bias     Dense    float32[4]      params',
-        '-          layer_5..11/kernel   Dense    float32[4, 4]   params',
+        'selected   path                  module   shape           collection',
+        '─' * 68,
+        'yes        layer_[0-4]/bias      Dense    float32[4]      params',
+        '-          layer_[0-4]/kernel    Dense    float32[4, 4]   params',
+        '-          layer_[5-9]/bias      Dense    float32[4]      params',
+        '-          layer_[5-9]/kernel    Dense    float32[4, 4]   params',
+        '-          layer_1[0-1]/bias     Dense    float32[4]      params',
+        '-          layer_1[0-1]/kernel   Dense    float32[4, 4]   params',
         '',
         'The filter selects 5 of 24 variables.',
     ]
@@ -429,3 +434,24 @@ def test_state_that_is_never_differentiated():
 
     table = sg.tabulate(Counts(), jax.random.key(0), mutable='stats')(X)
     assert 'Updated state: 2 (8 B)   Held state: 3 (12 B)' in table
+
+
+class Stages(linen.Module):
+    """Stages of blocks, as in a ResNet; more than ten of some."""
+
+    @linen.compact
+    def __call__(self, x):
+        for stage, count in (('s_1', 2), ('s_2', 2), ('s_3', 12), ('tail', 11)):
+            for n in range(count):
+                x = linen.Dense(4, name=f'{stage}_{n}')(x)
+        return linen.Dense(4, name='tail_last')(x)
+
+
+@pytest.mark.parametrize('model', [Deep(), Stages()])
+def test_each_row_of_paths_is_a_filter_of_what_stands_in_it(model):
+    found = sg.paths(model, X)
+    rows = [line.split()[0] for line in repr(found).splitlines()[2:]]
+    assert len(rows) < len(found)
+    filters = map(sg.filters.as_filter, rows)
+    taken = [one.path for where in filters for one in found if where(one.path)]
+    assert sorted(taken) == sorted(one.path for one in found)

@@ -12,7 +12,7 @@ from flax import linen as fnn
 from flax_sg import errors, testing
 from flax_sg import linen as nn
 from flax_sg.internals import jaxprs
-from reports import LIVE, LOSSES, STOPPED, report
+from reports import LINE, LOSSES, WAY, report
 
 pytestmark = pytest.mark.every_case
 
@@ -177,40 +177,39 @@ def test_a_failing_assertion_names_parameters_and_lines():
     assert message(only, LOSSES, where, output='gln') == (
         "Expected a gradient to Glob('gln_0/**') | Glob('head/*') and to nothing else, "
         "but output 'gln' does not train 1 of its parameters: head/kernel.\n"
-        'head/kernel is stopped at model.py:35 (Net.target).\n'
+        f'head/kernel is used at {LINE}.\n'
+        'It is stopped by round at model.py:32 (Net.__call__).\n'
         "Output 'gln' trains 1 other parameter: scale.\n"
-        'scale is used at model.py:31 (Net.__call__).'
+        f'scale is used at {LINE}.'
     )
     assert message(stopped, LOSSES, 'scale', output='*').splitlines()[1:] == [
-        'scale is used at model.py:31 (Net.__call__).',
+        f'scale is used at {LINE}.',
         "Output 'code' trains 1 of its parameters: scale.",
-        'scale is used at model.py:31 (Net.__call__).',
+        f'scale is used at {LINE}.',
         '3 outputs are wrong.',
     ]
     paths = [f'layer_{n}/{name}' for n in range(20) for name in ('bias', 'kernel')]
-    other = dataclasses.replace(LIVE, source='model.py:32 (Net.__call__)')
-    flow = report(
-        {'': ['flows'] * 40}, {path: [STOPPED, LIVE, other] for path in paths}
-    )
+    flow = report({'': ['flows'] * 40}, paths, WAY)
     assert message(stopped, flow, True) == (
         'Expected no gradient to all parameters, but the loss trains 40 of its '
         'parameters: layer_0/bias, layer_0/kernel, layer_1/bias, 37 more.\n'
-        'layer_0/bias is used at model.py:31 (Net.__call__) and 1 more.'
+        f'layer_0/bias is used at {LINE}.'
+    )
+    # What is stopped on the line that uses it.
+    here = report({'': ['stopped']}, ['w'], WAY._replace(by=f'sign at {LINE}'))
+    assert message(testing.assert_flows, here, 'w').endswith(
+        f'\nw is stopped by sign at {LINE}.'
     )
 
 
 def test_what_no_output_uses_is_not_trained():
-    flow = report({'a': ['unused'], 'b': ['unused']}, {'dense/kernel': []})
+    flow = report({'a': ['unused'], 'b': ['unused']}, ['dense/kernel'])
     testing.assert_stopped(flow, True)
     testing.assert_stopped(flow, True, output='a')
     assert message(testing.assert_flows, flow, 'dense/**') == (
         "Expected a gradient to 'dense/**', but the loss does not train 1 of its "
         'parameters: dense/kernel.\ndense/kernel is not used.'
     )
-    # Used by one output, whose gradient another operation on its way stops.
-    flow = report({'a': ['stopped'], 'b': ['flows']}, {'dense/kernel': [LIVE]})
-    text = message(testing.assert_flows, flow, 'dense/**', output='a')
-    assert text.endswith('dense/kernel is used at model.py:31 (Net.__call__).')
 
 
 def test_leaves_without_a_gradient_are_free():
