@@ -267,8 +267,8 @@ def _without(
         if shape[len(shape) - len(own) :] != own:
             raise other_shape('the gradient', path, leaf, value)
         if isinstance(takes, filters.Part):
-            mask = np.broadcast_to(takes.mask(own, path), shape)
-            out[number] = jnp.where(mask, value, jnp.full_like(value, rest))
+            others = jnp.full_like(value, rest)
+            out[number] = filters.merged(takes, value, others, path, own)
     return out
 
 
