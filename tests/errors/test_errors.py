@@ -368,8 +368,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'state': (
         lambda: nn.Frozen(MODEL, state='frozen'),
-        "ArgumentValueError: state='frozen': expected 'update' or 'hold' or "
-        "'eval'.",
+        "ArgumentValueError: state='frozen': expected 'update' or 'hold' or 'eval'.",
     ),
     'output': (
         lambda: sg.gradient_flow(by_place, {'w': X, 'steps': 3}),
