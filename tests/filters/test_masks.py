@@ -406,3 +406,22 @@ def test_where_a_traced_mask_has_no_values():
 def test_labels_take_whole_leaves():
     with pytest.raises(errors.PartError, match='a label takes whole leaves'):
         sg.labels(PARAMS, {'slow': MASK}, rest='fast')
+
+
+def test_a_view_of_an_nnx_model():
+    nnx = pytest.importorskip('flax.nnx')
+    if not hasattr(nnx.Variable, 'get_value'):
+        pytest.skip('flax_sg.nnx needs flax 0.12.1')
+    from flax_sg import nnx as views
+
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    mask = jax.tree.map(lambda w: w > 0.0, nnx.state(model, nnx.Param))
+    hand = jax.tree.map(jnp.logical_not, nnx.to_pure_dict(mask))
+
+    def ours(model):
+        return jnp.sum(views.stop_gradient(model, mask)(X) ** 2)
+
+    grads = nnx.to_pure_dict(nnx.grad(ours)(model))
+    plain = nnx.to_pure_dict(nnx.grad(lambda m: jnp.sum(m(X) ** 2))(model))
+    expected = jax.tree.map(lambda g, m: jnp.where(m, g, 0.0), plain, hand)
+    oracle.assert_same(grads, expected)

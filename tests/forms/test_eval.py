@@ -150,6 +150,27 @@ def test_in_the_body_of_a_scan():
     )
 
 
+@pytest.mark.parametrize('where', [True, 'attends/**'])
+def test_around_a_scan(where):
+    class Body(linen.Module):
+        off: bool
+
+        @linen.compact
+        def __call__(self, x, _):
+            return Attends(name='attends')(x, self.off), None
+
+    rngs = {'params': True, 'dropout': True}
+    scan = functools.partial(
+        linen.scan, variable_axes={'params': 0}, split_rngs=rngs, length=2
+    )
+    for lift in (lambda body: body, linen.remat):
+        hand, told = (scan(lift(Body))(off) for off in (True, False))
+        variables = hand.init(RNGS, X, None)
+        frozen = nn.Frozen(told, where, state='eval')
+        found = frozen.apply(variables, X, None, rngs=RNGS)
+        oracle.assert_same(found, hand.apply(variables, X, None))
+
+
 class Drops(linen.Module):
     off: bool = False
 
