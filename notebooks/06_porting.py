@@ -292,8 +292,8 @@ print(
 # decided the other way: a BatchNormalization that is not trainable uses its averages,
 # even if it is called with `training=True`, while a Dropout that is not trainable goes
 # on dropping. Here it is a choice that is written down: `state='update'` is PyTorch,
-# `'use_running_average'` is Keras, `'hold'` normalises by the batch and leaves the
-# averages alone.
+# `'eval'` is Keras, with Dropout off as well, and `'hold'` normalises by the batch and
+# leaves the averages alone.
 
 
 # %%
@@ -307,12 +307,12 @@ def normed_by_hand(**options):
 
 
 NORM = nn.BatchNorm(use_running_average=False).init(jax.random.key(0), images)
-STATES = 'update', 'hold', 'use_running_average'
+STATES = 'update', 'hold', 'eval'
 norm_ways = {state: normed(state) for state in STATES}
 for state, (out, new) in norm_ways.items():
     mean = new['batch_stats']['mean']
     moves = 'stays' if np.array_equal(mean, NORM['batch_stats']['mean']) else 'moves'
-    print(f'{state:20} the average {moves}, mean of the output {jnp.mean(out):.2f}')
+    print(f'{state:6} the average {moves}, mean of the output {jnp.mean(out):.2f}')
 
 # %% [markdown]
 # ## Flux
@@ -573,7 +573,7 @@ assert "Did you mean 'encoder/**'?" in complaint
 by_batch, _ = normed_by_hand(use_running_average=False)
 by_average, _ = normed_by_hand(use_running_average=True)
 for state, (out, new) in norm_ways.items():
-    assert_same(out, by_average if state == 'use_running_average' else by_batch)
+    assert_same(out, by_average if state == 'eval' else by_batch)
     stays = jax.tree.map(np.array_equal, new['batch_stats'], NORM['batch_stats'])
     assert all(jax.tree.leaves(stays)) == (state != 'update')
 

@@ -180,7 +180,8 @@ class _Lift:
         """Returns how the blocks name what the body may write; it need not exist."""
         asking = [block for block in self.open_blocks if block.asker.asks_path]
         writable = any(
-            not is_filter_empty(
+            block.rewrite.rule.asks_place
+            or not is_filter_empty(
                 intersect_filters(scope.mutable, block.rewrite.collections)
             )
             for scope in self.scopes

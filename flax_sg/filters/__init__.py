@@ -28,7 +28,7 @@ from flax_sg.filters.indices import Part as Part
 from flax_sg.filters.indices import Unclear as Unclear
 from flax_sg.filters.indices import merged as merged
 from flax_sg.filters.indices import part_of as part_of
-from flax_sg.filters.names import BoolTree, Collection
+from flax_sg.filters.names import BoolTree, Collection, is_bool
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
 from flax_sg.filters.names import plain as plain
@@ -72,7 +72,8 @@ def as_filter(where: Where) -> Filter:
             * a function of the path that returns a bool;
             * True or False: every variable, or none;
             * a tree of bools, nested as the variables are: dicts,
-              lists, named tuples or any other pytree, as ``sg.mask`` returns it;
+              lists, named tuples or any other pytree, as ``sg.mask`` returns it; an
+              array of bools in the shape of a variable marks its elements;
             * a sequence or set of globs and other filters: any of them;
             * a filter: itself.
 
@@ -133,8 +134,7 @@ def _is_tree_of_bools(where: Any) -> bool:
     if isinstance(where, (str, bytes, Set, Iterator, functools.partial)):
         return False
     leaves = jax.tree.leaves(plain(where))
-    bools = [isinstance(leaf, (bool, np.bool_)) for leaf in leaves]
-    return bool(bools) and all(bools)
+    return bool(leaves) and all(map(is_bool, leaves))
 
 
 # What a sg.Path may hold, and a glob gives another meaning.

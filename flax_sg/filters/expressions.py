@@ -10,19 +10,20 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from flax_sg import errors
 from flax_sg.filters.paths import Owner, Path
 
-# The elementary filters that take a variable.
-Answers: TypeAlias = 'Set[Filter]'
+# What the elementary filters that take a variable say of it: True, or a ``Part``.
+Answers: TypeAlias = 'Mapping[Filter, Any]'
 
 # What an answer may depend on, beside the path: 'code' of the user, which may answer
 # otherwise next time; a 'part' of the array may be meant, and if it is 'unclear', no
-# analysis tells which; 'names' of all variables, since it is judged by each of them.
-Need: TypeAlias = Literal['code', 'part', 'unclear', 'names']
+# analysis tells which; a 'mask' tells which elements, and may be another one next time;
+# 'names' of all variables, since it is judged by each of them.
+Need: TypeAlias = Literal['code', 'part', 'unclear', 'mask', 'names']
 
 
 class Filter(abc.ABC):
@@ -44,7 +45,7 @@ class Filter(abc.ABC):
         """The value of the expression for one variable.
 
         Args:
-            answers: the atoms that take the variable.
+            answers: the atoms that take the variable, and what they say of it.
 
         Returns:
             A bool; a ``Part`` if elements of the variable are meant, see
@@ -189,8 +190,8 @@ class Atom(Filter):
     """Whether it has an answer for each leaf, and is not asked for the variable."""
 
     @abc.abstractmethod
-    def matches(self, path: Path) -> bool:
-        """Whether the variable at this path is meant."""
+    def matches(self, path: Path) -> Any:
+        """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""
 
     @functools.cached_property
     def only(self) -> str | None:
@@ -202,9 +203,9 @@ class Atom(Filter):
         """The first name of every path that it means; None if there are several."""
         return None
 
-    def evaluate(self, answers: Answers) -> bool:
-        """Whether it takes the variable."""
-        return self in answers
+    def evaluate(self, answers: Answers) -> Any:
+        """What it says of the variable."""
+        return answers.get(self, False)
 
     @functools.cached_property
     def atoms(self) -> tuple[Atom, ...]:
@@ -321,8 +322,8 @@ class Or(_Several):
     def _said(self, answers: Answers) -> list[Any]:
         # Of thousands of atoms few took the variable: only these are looked at.
         atoms, others = self._split
-        said = any(atom in atoms for atom in answers)
-        return [said, *(part.evaluate(answers) for part in others)]
+        said = [answers[atom] for atom in answers if atom in atoms]
+        return [*said, *(part.evaluate(answers) for part in others)]
 
 
 def _enclosed(part: Filter) -> str:
@@ -335,19 +336,24 @@ def negated(said: Any) -> Any:
     return not said if isinstance(said, bool) else ~said
 
 
-def takes(atom: Atom, path: Path) -> bool:
-    """Whether an atom takes a variable, or the leaf of one."""
+def takes(atom: Atom, path: Path) -> Any:
+    """Whether an atom takes a variable, or the leaf of one, or a ``Part`` of it."""
     said = atom.matches(path)
     if said or not path.is_inner or atom.names_leaves:
         return said
     return atom.matches(path.variable)
 
 
-Asks = Callable[[Atom, Path], bool]
+Asks = Callable[[Atom, Path], Any]
 
 
-def asked(where: Filter, path: Path, asks: Asks = takes) -> Answers:
-    """The atoms of a filter that take a variable.
+def asked(where: Filter, path: Path, asks: Asks = takes) -> Set[Filter]:
+    """The atoms of a filter that take a variable."""
+    return _answers(where, path, asks).keys()
+
+
+def _answers(where: Filter, path: Path, asks: Asks) -> dict[Filter, Any]:
+    """What the atoms say that take a variable.
 
     Atoms that mean one path are looked up; ``asks`` answers for the others.
     """
@@ -357,7 +363,11 @@ def asked(where: Filter, path: Path, asks: Asks = takes) -> Answers:
         found = [*found, *exact.get(path.variable, [])]
     first = path.partition('/')[0]
     asking = itertools.chain(others.get(first, ()), others.get(None, ()))
-    return {*found, *(atom for atom in asking if asks(atom, path))}
+    answers: dict[Filter, Any] = dict.fromkeys(found, True)
+    for atom in asking:
+        if said := asks(atom, path):
+            answers[atom] = said
+    return answers
 
 
 def decide(
@@ -369,9 +379,9 @@ def decide(
     """Whether a variable is meant; adds the atoms that take it to ``matched``."""
     if matched is None and where.atoms == (where,):  # A block asks for each variable.
         return asks(where.atoms[0], path)
-    answers = asked(where, path, asks)
+    answers = _answers(where, path, asks)
     if matched is not None:
-        matched |= answers
+        matched.update(answers)
     return where.evaluate(answers)
 
 

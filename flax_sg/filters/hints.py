@@ -56,15 +56,28 @@ def _meant(
     several = split(pattern)
     if len(several) > 1 and all(map(fits, several)):
         yield f'For several globs write a list: {several!r}.'
+    if pattern.endswith('/value') and fits(rest := pattern.removesuffix('/value')):
+        yield f'No path ends in /value, the inside of a box or a Variable: {rest!r}.'
     try:
         is_regex = any(map(re.compile(pattern).fullmatch, paths))
+        is_found = any(map(re.compile(pattern).search, paths))
     except re.error:
-        is_regex = False
+        is_regex = is_found = False
     if is_regex and re.search(r'\.[*+]|[\\^$|(+]', pattern):
         glob = pattern.replace('.*', '**')
         write = f'write {glob!r}, or ' if fits(glob) else 'write '
         yield f'A str is a glob: {write}re.compile({pattern!r}).'
+    if '|' in pattern and is_found:
+        write = f're.compile({f".*({pattern}).*"!r})'
+        yield f"A str is a glob, and '|' has no meaning in it: write {write}."
     collections = {path.collection for path in paths}
+    names = pattern.split('/')
+    of_state = names[0] == 'batch_stats' or names[-1] in ('mean', 'var')
+    if of_state and collections == {'params'}:
+        yield (
+            'A block looks at parameters alone: for running averages write '
+            "collections='batch_stats'."
+        )
     for text in dict.fromkeys((pattern, pattern.replace('.', '/'))):
         first, _, below = text.partition('/')
         if first in collections and len(collections) > 1:

@@ -1,11 +1,13 @@
-"""Parts of arrays: rows of an embedding, layers of a scanned stack.
+"""Parts of arrays: rows of an embedding, layers of a scanned stack, masked elements.
 
 ``sg.at(where, index)`` combines a filter with an index: *which elements of which
-variables*. For one variable such a filter returns a ``Part`` in place of a bool.
+variables*. A tree of boolean arrays says the same by a ``Mask`` for each variable. For
+one variable such a filter returns a ``Part`` in place of a bool.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -19,6 +21,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters import tokens
 from flax_sg.filters.expressions import And, Answers, Filter, Need, Not, Or
+from flax_sg.internals import tracing
 
 
 class Index(Filter):
@@ -52,6 +55,38 @@ class Index(Filter):
 
     def __repr__(self) -> str:
         return f'Index(np.s_[{", ".join(map(_written, self.entries))}])'
+
+
+class Mask(Filter):
+    """The elements at which an array of bools is True, in a variable of its shape.
+
+    Attributes:
+        array: the array: of numpy, or a tracer, which may be one bool for all elements.
+            An optimizer keeps a full state for the variable, since the next step may
+            have another mask.
+    """
+
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'part', 'mask'})
+    array: Any
+
+    # No dataclass: see ``Predicate``.
+    def __init__(self, array: Any) -> None:
+        if not isinstance(array, tracing.Tracer):
+            array = np.array(array)
+            array.setflags(write=False)
+        object.__setattr__(self, 'array', array)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """The bools; of a tracer which one it is."""
+        return tokens.of_value(self.array)
+
+    def evaluate(self, answers: Answers) -> Any:
+        """The part of every variable."""
+        return Part(self)
+
+    def __repr__(self) -> str:
+        return f'Mask(bool{[*self.array.shape]})'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,8 +142,13 @@ class Part:
             raise unclear_part(self.elements)
         return Part(~self.elements)
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether a mask tells the elements, and the next one may tell others."""
+        return 'mask' in self.elements.needs
+
     def mask(self, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
-        """Which elements of an array are meant.
+        """Which elements of an array are meant, if it is known here.
 
         Args:
             shape: the shape of the array.
@@ -119,15 +159,34 @@ class Part:
             same, so that it stays small.
 
         Raises:
-            PartError: if an index does not fit the array, or takes nothing of it.
+            PartError: if an index or a mask does not fit the array, an index takes
+                nothing of it, or a mask is traced.
         """
+        mask = self.any_mask(shape, path)
+        if isinstance(mask, tracing.Tracer):
+            raise errors.PartError(
+                f'Which elements of {path!r} are meant is known when the program runs: '
+                'the mask is traced.\n'
+                'Blocks, sg.stop_gradient, wrt= and the update of sg.freeze take such '
+                'a mask. Here give its values: numpy.asarray(mask), outside of jax.jit.'
+            )
+        return mask
+
+    def any_mask(self, shape: tuple[int, ...], path: str) -> Any:
+        """As ``mask``; a tracer if a mask is one."""
         elements = self.elements
+        if isinstance(elements, Mask):
+            if elements.array.shape == ():  # A bool that is traced.
+                return elements.array.reshape((1,) * len(shape))
+            if elements.array.shape != shape:
+                raise wrong_part(elements, path, shape, 'the shapes differ')
+            return elements.array
         if isinstance(elements, Unclear):  # At most all of them.
             return np.ones((1,) * len(shape), bool)
         if isinstance(elements, Not):
-            return ~Part(elements.filter).mask(shape, path)
+            return ~Part(elements.filter).any_mask(shape, path)
         if isinstance(elements, And | Or):
-            masks = (Part(one).mask(shape, path) for one in elements.filters)
+            masks = (Part(one).any_mask(shape, path) for one in elements.filters)
             return functools.reduce(elements.combine, masks)
         assert isinstance(elements, Index)
         return _mask_of(elements, shape, path)
@@ -154,7 +213,13 @@ def part_of(mask: NDArray[np.bool_], shape: tuple[int, ...]) -> Part:
     return Part(Index((*[slice(None)] * first, index) if first else index))
 
 
-def merged(said: bool | Part, meant: Any, others: Any, path: str) -> Any:
+def merged(
+    said: bool | Part,
+    meant: Any,
+    others: Any,
+    path: str,
+    shape: tuple[int, ...] | None = None,
+) -> Any:
     """What is meant, with the elements of others where a filter means a part.
 
     Args:
@@ -162,11 +227,27 @@ def merged(said: bool | Part, meant: Any, others: Any, path: str) -> Any:
         meant: has the elements that are meant.
         others: has the others; of the same shape and type.
         path: where they are, for an error.
+        shape: the shape of the array, if these have axes in front of its own.
     """
     if meant is others or not isinstance(said, Part):
         return meant
-    shape = jnp.shape(others)
-    return jnp.where(np.broadcast_to(said.mask(shape, path), shape), meant, others)
+    mask = said.any_mask(jnp.shape(others) if shape is None else shape, path)
+    if isinstance(mask, tracing.Tracer):
+        with _where_known(mask):
+            return jnp.where(jnp.broadcast_to(mask, jnp.shape(others)), meant, others)
+    return jnp.where(np.broadcast_to(mask, jnp.shape(others)), meant, others)
+
+
+def _where_known(mask: Any) -> contextlib.AbstractContextManager[Any]:
+    """The trace of a mask if it is inside the current one, else the current one.
+
+    The current trace is that of the leaf. Parameters may come from outside of the
+    function in which a mask is computed.
+    """
+    here = tracing.current_trace()
+    with tracing.in_trace_of(mask), tracing.in_innermost_trace([here]):
+        is_inside = tracing.current_trace() == here
+    return tracing.in_trace_of(mask) if is_inside else contextlib.nullcontext()
 
 
 def at(where: Any, index: Any) -> Filter:
@@ -287,7 +368,9 @@ def wrong_part(
     index: Any, path: str, shape: tuple[int, ...], problem: str
 ) -> errors.PartError:
     """A part of an array is meant that there is not, or that cannot be told apart."""
+    fix = 'Name elements that the array has, or other variables in sg.at.'
+    if isinstance(index, Mask):
+        fix = 'Give an array of bools in the shape of the variable, or True or False.'
     return errors.PartError(
-        f'{index!r} does not fit {path!r}, an array of shape {shape}: {problem}.\n'
-        'Name elements that the array has, or other variables in sg.at.'
+        f'{index!r} does not fit {path!r}, an array of shape {shape}: {problem}.\n{fix}'
     )

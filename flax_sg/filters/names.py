@@ -16,7 +16,9 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Atom, Need
 from flax_sg.filters.hints import nearest
+from flax_sg.filters.indices import Mask, Part
 from flax_sg.filters.paths import Owner, Path, names_in
+from flax_sg.internals import tracing
 
 
 class BoolTree(Atom):
@@ -27,47 +29,63 @@ class BoolTree(Atom):
     module that opened the block is not in the tree, and is not meant. Leaves in one box
     (``nn.Partitioned``) share its path, and therefore have to agree.
 
+    In place of a bool, an array of bools in the shape of the variable marks elements.
+
     >>> from flax_sg import Path
     >>> from flax_sg.filters import BoolTree
     >>> tree = BoolTree({'gln': True, 'dec': {'kernel': False}})
     >>> tree(Path.of('params', ('gln', 'dense', 'kernel')))
     True
+    >>> tree = BoolTree({'dec': {'kernel': np.array([True, False])}})
+    >>> tree(Path.of('params', ('dec', 'kernel')))
+    Part(elements=Mask(bool[2]))
 
     Attributes:
-        bools: the bool of each name in the tree, by the names that lead to it.
+        bools: the bool of each name in the tree, or the part that an array marks, by
+            the names that lead to it.
 
     Raises:
-        FilterTypeError: if a leaf is no bool.
+        FilterTypeError: if a leaf is no bool, and no array of bools.
         ArgumentValueError: when called, if the tree has no answer for the path.
+        PartError: when used, if an array has not the shape of its variable.
     """
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'names'})
     names_leaves: ClassVar[bool] = True
-    bools: dict[tuple[str, ...], bool]
+    bools: dict[tuple[str, ...], bool | Part]
 
     # No dataclass: see ``Predicate``.
     def __init__(self, tree: Any) -> None:
-        bools: dict[tuple[str, ...], bool] = {}
+        bools: dict[tuple[str, ...], bool | Part] = {}
         for outer, inner, node in names_in(plain(tree)):
             names = (*outer, *inner)
             leaves = jax.tree.leaves(node)
-            are_bools = all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves)
-            if not are_bools or len({*map(bool, leaves)}) != 1:
+            said = {_said(leaf) for leaf in leaves if is_bool(leaf)}
+            if len(said) != 1 or not all(map(is_bool, leaves)):
                 raise errors.FilterTypeError(
                     f'A tree of bools has {brief(node)} at {"/".join(names)!r}.\n'
-                    'Give True or False at every leaf, and one of them for all that is '
-                    "in a box: {'gln': True, 'dec': {'bias': False}}.\n"
-                    'For a tree of arrays write sg.stop_gradient(tree, where).'
+                    'Give True or False at every leaf, or an array of bools in its '
+                    'shape, and one of them for all that is in a box: '
+                    "{'gln': True, 'dec': {'bias': False}}.\n"
+                    'For a tree of other arrays write sg.stop_gradient(tree, where).'
                 )
-            bools[names] = bool(leaves[0])
+            [bools[names]] = said
         object.__setattr__(self, 'bools', bools)
 
     @functools.cached_property
     def identity(self) -> Hashable:
-        """The bools, in any order."""
-        return frozenset(self.bools.items())
+        """What it says, in any order; no array, which caches would keep."""
+        return frozenset(
+            (names, said.elements.identity if isinstance(said, Part) else said)
+            for names, said in self.bools.items()
+        )
 
-    def matches(self, path: Path) -> bool:
+    @functools.cached_property
+    def shape(self) -> Hashable:
+        """What caches compare, and keep."""
+        return type(self), self.identity
+
+    def matches(self, path: Path) -> bool | Part:
         """What the tree says; raises if it says nothing."""
         if path.outside:
             return False
@@ -97,6 +115,23 @@ class BoolTree(Atom):
 
     def __repr__(self) -> str:
         return f'BoolTree({traverse_util.unflatten_dict(self.bools)!r})'
+
+
+def is_bool(leaf: Any) -> bool:
+    """Whether something is a bool, or an array of bools."""
+    if isinstance(leaf, (np.ndarray, jax.Array)):
+        return leaf.dtype == np.bool_
+    return isinstance(leaf, (bool, np.bool_))
+
+
+def _said(leaf: Any) -> bool | Part:
+    """What a bool, or an array of bools, says of a variable."""
+    if isinstance(leaf, tracing.Tracer):
+        return Part(Mask(leaf))
+    array = np.asarray(leaf)
+    if array.all() or not array.any():
+        return bool(array.any())
+    return Part(Mask(array))
 
 
 def plain(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Running statistics and other state: updated or held, by path.
+"""Running statistics and other state: updated, held, or all in evaluation mode.
 
 ``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses. A call works on a copy: a module
 that reads what it wrote computes what it computes without.
@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import Any
 
 from flax import linen
@@ -20,31 +20,39 @@ from flax_sg import filters
 from flax_sg.engine import blocks, selection
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
-from flax_sg.trees.variables import Key
+from flax_sg.trees.variables import Key, facts_of, iter_leaf_keys
 
 # 'update': state changes as without the wrapper. 'hold': a call works on a copy that is
-# dropped when it ends. 'use_running_average': held, and normalization layers use what
-# is stored, not the batch.
-STATE = UPDATE, HOLD, USE_RUNNING_AVERAGE = 'update', 'hold', 'use_running_average'
+# dropped when it ends. 'eval': held, normalization layers use what is stored, not the
+# batch, and dropout is off.
+STATE = UPDATE, HOLD, EVAL = 'update', 'hold', 'eval'
 
-# What methods and modules call the choice between the batch and the stored values.
-_SWITCHES = {'use_running_average': True, 'update_stats': False}
+# What methods and modules call the choice between the batch and the stored values, and
+# whether they draw random numbers.
+_STATISTICS = {'use_running_average': True, 'update_stats': False}
+_DROPOUT = {'deterministic': True}
 # What a call gives to its caller is no state: these, and what it sows elsewhere.
 _RESULTS = ('intermediates', 'perturbations')
 
 
 @dataclasses.dataclass(frozen=True)
 class _HoldState(rules.Rule):
-    """Reads see the stored value; the block tells which state is held."""
+    """Reads see the stored value; the block tells which state is held.
+
+    Attributes:
+        asks_place: whether the block tells, too, which modules evaluate.
+    """
 
     name = 'hold_state'
     asks_path = False
     acts_on = 'nothing'
+    asks_place: bool = False
 
 
-def state_in(where: filters.Filter) -> rules.Rewrite:
+def state_in(where: filters.Filter, choice: str) -> rules.Rewrite:
     """The rewrite whose filter tells which state is held."""
-    return rules.Rewrite(where, _HoldState(), DenyList(('params', *_RESULTS)), 'ignore')
+    rule = _HoldState(choice == EVAL)
+    return rules.Rewrite(where, rule, DenyList(('params', *_RESULTS)), 'ignore')
 
 
 @contextlib.contextmanager
@@ -60,20 +68,52 @@ def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
         if choice == UPDATE:
             yield
             return
-        takes = functools.partial(_takes, stack.enter_context(block))
+        opened = stack.enter_context(block)
+        takes = functools.partial(_takes, opened)
         stack.enter_context(_held(module, takes))
         # At initialization the first state is made as without a wrapper.
         begins = module.scope.get_flag('initializing', False)
-        if choice == USE_RUNNING_AVERAGE and not begins:
+        if choice == EVAL and not begins:
             # Part of JAX's cache keys: a trace of ``nn.jit`` is not found here.
             stack.enter_context(tracing.running_averages(True))
-            switch = functools.partial(_use_running_average, takes)
+            names = {'any', *(key[1][-1] for key in _keys_in(module.scope))}
+            covers = functools.partial(_covers, opened, names)
+            switch = functools.partial(_evaluate, takes, covers)
             stack.enter_context(linen.intercept_methods(switch))
         yield
 
 
 def _takes(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
     return bool(selection.selects(block, root, key, read=False, noted=True))
+
+
+def _keys_in(scope: Scope) -> Iterator[Key]:
+    """The leaves of all variables of a scope and the scopes below it."""
+    for collection, tree in core_scopes.stored(scope).items():
+        if collection not in _RESULTS:
+            yield from iter_leaf_keys((collection, scope.path), tree)
+
+
+def _covers(block: blocks.Block, names: Collection[str], scope: Scope) -> bool:
+    """Whether the filter of a block selects everything under the path of a module.
+
+    Args:
+        block: the block.
+        names: without variables there, the names of those that there might be.
+        scope: the scope of the module.
+    """
+    might_be = [('params', (*scope.path, name)) for name in names]
+    root = blocks.root_of(scope)
+    return all(_takes_all(block, root, key) for key in [*_keys_in(scope)] or might_be)
+
+
+def _takes_all(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
+    try:
+        said = selection.selects(block, root, key, read=False, noted=True)
+    except Exception:  # The filter was not written for a variable that there is not.
+        block.lease.note([facts_of(key)])
+        return False
+    return said is True
 
 
 def _owns_held_state(takes: Callable[..., bool], scope: Scope) -> bool:
@@ -122,20 +162,24 @@ def _put_back(
             now[name] = value
 
 
-def _use_running_average(
+def _evaluate(
     takes: Callable[..., bool],
+    covers: Callable[[Scope], bool],
     next_fun: Any,
     args: Any,
     kwargs: Any,
     context: linen.module.InterceptorContext,
 ) -> Any:
-    """Sets the switch of a method, or of its module, for one call."""
-    module = context.module
-    if module.scope is None or not _owns_held_state(takes, module.scope):
-        return next_fun(*args, **kwargs)
+    """Sets the switches of a method, or of its module, for one call."""
+    module, switches = context.module, dict[str, bool]()
     fields = {field.name for field in dataclasses.fields(module)}
+    known = {*fields, *inspect.signature(context.orig_method).parameters}
+    if module.scope is not None and known & _STATISTICS.keys():
+        switches |= _STATISTICS if _owns_held_state(takes, module.scope) else {}
+    if module.scope is not None and known & _DROPOUT.keys():
+        switches |= _DROPOUT if covers(module.scope) else {}
     with contextlib.ExitStack() as stack:
-        for name, value in _SWITCHES.items():
+        for name, value in switches.items():
             if getattr(module, name, None) is not None and name in fields:
                 before = getattr(module, name)
                 object.__setattr__(module, name, value)

@@ -77,7 +77,8 @@ class _Forwards:
         Args:
             judge: whether to raise if a filter took no variable.
         """
-        of_state = self._block(held_state.state_in(self.where), judge=False)
+        rewrite = held_state.state_in(self.where, self.state)
+        of_state = self._block(rewrite, judge=False)
         held = held_state.handle_state(self.module, self.state, of_state)
         with held, self._block(self._rewrite, judge):
             yield
@@ -298,9 +299,12 @@ class Frozen(Wrapper):
             * ``'update'``: it is updated, as without the wrapper;
             * ``'hold'``: each call works on a copy that is dropped when it ends. What
               it computes is the same, with normalization by the batch;
-            * ``'use_running_average'``: held, and layers that can (an argument or
-              field ``use_running_average``, or ``update_stats``) use what is stored,
-              whatever they are told. What is created, at init, is created as ever.
+            * ``'eval'``: held, layers that can (an argument or field
+              ``use_running_average``, or ``update_stats``) use what is stored, and
+              dropout is off (an argument or field ``deterministic``), whatever they are
+              told. Dropout is off in a module if ``where`` selects everything under its
+              path: with True or ``'stage_1/**'``, not with ``'**/kernel'``. What is
+              created, at init, is created as ever.
         unused: ``'raise'`` if a part of ``where`` took no variable by the end of a
             call, ``'ignore'`` to let that pass.
         rule: what a reader sees instead of the stored value, ``rules.StopGradient()``

@@ -124,10 +124,10 @@ class Freeze:
         except (ValueError, TypeError, KeyError) as error:
             if _are_alike(state, jax.eval_shape(self.tx.init, shown)):
                 raise
-            raise _foreign() from error
+            raise _foreign(leaves, trained) from error
         cuts = any(isinstance(takes, Choice) for takes in trained)
         if cuts and not _are_alike(state, after):  # One row became several.
-            raise _foreign()
+            raise _foreign(leaves, trained)
         kept = _without(leaves, trained, made, -0.0)
         return leaves.restore(
             update if takes else _nothing(leaf)
@@ -267,8 +267,8 @@ def _without(
         if shape[len(shape) - len(own) :] != own:
             raise other_shape('the gradient', path, leaf, value)
         if isinstance(takes, filters.Part):
-            mask = np.broadcast_to(takes.mask(own, path), shape)
-            out[number] = jnp.where(mask, value, jnp.full_like(value, rest))
+            others = jnp.full_like(value, rest)
+            out[number] = filters.merged(takes, value, others, path, own)
     return out
 
 
@@ -294,9 +294,11 @@ def _are_alike(state: Any, other: Any) -> bool:
     return kind == kind_b and [*map(np.shape, one)] == [*map(np.shape, two)]
 
 
-def _foreign() -> errors.StructureError:
+def _foreign(leaves: Leaves, trained: Sequence[Any]) -> errors.StructureError:
+    paths = [path for path, takes in zip(leaves.paths, trained, strict=True) if takes]
+    shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'
     return errors.StructureError(
-        'the state does not belong to what sg.freeze trains of these parameters.\n'
+        f'the state does not belong to what sg.freeze trains: {shown}.\n'
         'Make it with tx.init(params), or keep what it knows: '
         'sg.adopt(tx, params, state, old=old_tx).'
     )

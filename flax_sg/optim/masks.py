@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, raised_by
 from flax_sg.filters.paths import Path
@@ -21,7 +23,6 @@ from flax_sg.trees.leaves import (
     leaves_of,
     selected,
     tree_before,
-    whole,
 )
 from flax_sg.trees.trainable import Declared, chosen
 
@@ -67,13 +68,15 @@ def mask(
     its ``Frozen`` parts and blocks, says ``trained=sg.live(module, variables, *args)``.
 
     Returns:
-        The tree with a bool at each leaf, and at each ``NonDifferentiable``.
+        The tree with a bool at each leaf, and at each ``NonDifferentiable``. Of an
+        array of which the filter means a part: an array of bools in its shape, which
+        ``optax.masked`` does not take, and ``sg.freeze`` does. A mask is a filter, too.
 
     Raises:
         ArgumentValueError: unless either ``trained`` or ``frozen`` is given.
         UnusedFilterError: if a part of the filter matches no leaf.
         ArgumentTypeError: if what ``trained`` matches has no gradient.
-        PartError: if the filter means a part of a leaf.
+        PartError: if a part that the filter means does not fit its array, or is traced.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
     if where or is_absent(trained) == is_absent(frozen):
@@ -100,7 +103,15 @@ def mask(
         with raised_by('sg.mask(frozen=...)'):
             updated = trained_leaves(leaves, frozen, unused)
         said = [filters.negated(takes) for takes in updated]
-    return _beside(leaves, whole(said, leaves.paths, 'a mask'))
+    return _beside(leaves, map(_bools, said, leaves.values, leaves.paths))
+
+
+def _bools(takes: Any, leaf: Any, path: str) -> Any:
+    """What a mask has at a leaf: a bool, or one for each element."""
+    if not isinstance(takes, filters.Part):
+        return takes
+    shape = np.shape(leaf)
+    return np.array(np.broadcast_to(takes.mask(shape, path), shape))
 
 
 def labels(

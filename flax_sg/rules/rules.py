@@ -40,6 +40,8 @@ class Rule:
     """What stands in reprs behind the filter, as it was written: ``', 0.5'``."""
     asks_path: bool = True
     """Whether the result depends on the path, not on the leaf alone."""
+    asks_place: bool = False
+    """Whether a module may compute something else by where it is in the tree."""
     acts_on: ClassVar[Literal['values', 'cotangents', 'writes', 'nothing']] = 'values'
     """On what is read, or on its cotangents, or on writes, which raise then. Of a rule
     on cotangents each block, in each ``apply``, makes a value of its own in the trace

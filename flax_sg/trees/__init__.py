@@ -17,6 +17,7 @@ from flax_sg.trees.leaves import (
     tree_before,
     whole,
 )
+from flax_sg.trees.rows import Rest, halves
 
 
 def partition(
@@ -27,6 +28,9 @@ def partition(
     Both parts have the structure of the tree. ``ABSENT``, which has no leaves, marks a
     leaf that is in the other part. ``combine`` undoes the split.
 
+    Of an array of which the filter means some elements, the first part has these alone:
+    rows as rows, others in one axis.
+
     >>> import flax_sg as sg
     >>> params = {'backbone': {'w': 1.0}, 'head': {'w': 2.0, 'b': 3.0}}
     >>> head, rest = sg.partition(params, 'head/**')
@@ -34,6 +38,11 @@ def partition(
     {'backbone': {'w': ABSENT}, 'head': {'b': 3.0, 'w': 2.0}}
     >>> sg.combine(head, rest) == params
     True
+    >>> import jax.numpy as jnp
+    >>> w = jnp.array([1.0, 2.0, 3.0])
+    >>> part, rest = sg.partition({'w': w}, {'w': w > 1.5})
+    >>> part['w'].tolist(), sg.combine({'w': 10 * part['w']}, rest)['w'].tolist()
+    ([2.0, 3.0], [1.0, 20.0, 30.0])
 
     Args:
         tree: any pytree, its leaves of any kind. In a dict of collections
@@ -49,7 +58,7 @@ def partition(
     Raises:
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: if a part of ``where`` matches no leaf.
-        PartError: if ``where`` means a part of a leaf.
+        PartError: if a part that ``where`` means does not fit its array, or is traced.
 
     Note:
         ``equinox.partition`` and ``haiku.data_structures.partition`` do this; here
@@ -57,11 +66,14 @@ def partition(
     """
     leaves = tree_before('sg.partition(tree, where)', tree)
     [said] = selected([leaves.paths], filters.as_filter(where), unused)
-    takes = whole(said, leaves.paths, 'partition')
-    pairs = list(zip(takes, leaves.values, strict=True))
-    return (
-        leaves.restore(leaf if take else ABSENT for take, leaf in pairs),
-        leaves.restore(ABSENT if take else leaf for take, leaf in pairs),
+    pairs: list[tuple[Any, Any]] = []
+    for takes, (path, leaf) in zip(said, leaves, strict=True):
+        if isinstance(takes, filters.Part) and not is_absent(leaf):
+            pairs.append(halves(takes, leaf, path))
+        else:
+            pairs.append((leaf, ABSENT) if takes else (ABSENT, leaf))
+    return leaves.restore(part for part, _ in pairs), leaves.restore(
+        rest for _, rest in pairs
     )
 
 
@@ -94,13 +106,18 @@ def combine(part: Any, *others: Any) -> Any:
         for index, leaf in enumerate(other.values):
             if is_absent(leaf):
                 continue
-            if not is_absent(values[index]):
+            known = values[index]
+            rest, part = (known, leaf) if isinstance(known, Rest) else (leaf, known)
+            if is_absent(known):
+                values[index] = leaf
+            elif isinstance(rest, Rest) and not isinstance(part, Rest):
+                values[index] = rest.with_part(part)
+            else:
                 raise errors.StructureError(
                     f'Two parts have a leaf at {str(first.paths[index])!r}: '
-                    f'{shown(values[index])} and {shown(leaf)}.\n'
+                    f'{shown(known)} and {shown(leaf)}.\n'
                     'Each leaf has to be in one part, and ABSENT in the others.'
                 )
-            values[index] = leaf
     return first.restore(values)
 
 

@@ -27,6 +27,7 @@ from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
 from flax_sg.trees.nondifferentiable import NonDifferentiable
+from flax_sg.trees.rows import Rest
 from flax_sg.trees.tied import each_once
 
 Keys: TypeAlias = tuple[Any, ...]
@@ -167,7 +168,7 @@ def tree_before(where: str, tree: Any) -> Leaves:
 
 def is_whole(node: Any) -> bool:
     """Whether something is one leaf here, whatever is in it."""
-    return isinstance(node, (Absent, NonDifferentiable))
+    return isinstance(node, (Absent, NonDifferentiable, Rest))
 
 
 def _names_of(tree: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,6 +39,8 @@ class Choice:
     def index(self) -> tuple[Any, ...]:
         """The indices of each axis; of one axis a slice if they are neighbours."""
         found = np.nonzero(self.chosen)
+        if not found[0].size:
+            return found
         start, stop = int(found[0][0]), int(found[0][-1]) + 1
         if len(found) == 1 and stop - start == found[0].size:
             return (slice(start, stop),)
@@ -67,7 +70,7 @@ class Choice:
 
 
 def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
-    r"""The rows that a filter means, if it means whole rows of an array.
+    r"""The rows that a filter means, if it means whole rows of an array by an index.
 
     >>> import flax_sg as sg
     >>> takes = sg.at(True, np.s_[1:3])(sg.Path('w'))
@@ -79,7 +82,7 @@ def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
         array: the array.
         path: where it is, for an error.
     """
-    if not isinstance(takes, filters.Part):
+    if not isinstance(takes, filters.Part) or takes.is_mask:
         return None
     mask = takes.mask(np.shape(array), path)
     axes = max([1, *(n for n, size in enumerate(mask.shape, start=1) if size > 1)])
@@ -88,6 +91,61 @@ def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
     if mask.shape[:axes] != sizes or are_elements or not mask.any():
         return None
     return Choice(mask.tobytes(), sizes)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Rest:
+    """An array of which some elements are in the other part of a partition.
+
+    Attributes:
+        array: the whole array.
+        choice: the elements that the other part has.
+    """
+
+    array: Any
+    choice: Choice
+
+    def tree_flatten(self) -> tuple[tuple[Any], Choice]:
+        """The array; the choice is a part of the structure."""
+        return (self.array,), self.choice
+
+    @classmethod
+    def tree_unflatten(cls, choice: Choice, children: tuple[Any]) -> Rest:
+        """A rest with another array."""
+        return cls(*children, choice)
+
+    def with_part(self, part: Any) -> Any:
+        """The whole array, with the elements of the other part."""
+        return self.choice.put(part, np.shape(self.array), self.array)
+
+    def __repr__(self) -> str:
+        count = np.size(self.array) - int(self.choice.chosen.sum())
+        return f'<{count} of {np.size(self.array)} elements>'
+
+
+def halves(takes: filters.Part, array: Any, path: str) -> tuple[Any, Rest]:
+    """The elements of an array that a filter means, and the rest.
+
+    Whole rows stay rows; other elements are an array of one axis.
+
+    >>> import flax_sg as sg
+    >>> takes = filters.as_filter(np.array([True, False, True]))(sg.Path(''))
+    >>> part, rest = halves(takes, jnp.array([1.0, 2.0, 3.0]), '')
+    >>> part.tolist(), rest, rest.with_part(-part).tolist()
+    ([1.0, 3.0], <1 of 3 elements>, [-1.0, 2.0, -3.0])
+
+    Args:
+        takes: what the filter says.
+        array: the array.
+        path: where it is, for an error.
+    """
+    shape = np.shape(array)
+    choice = choice_of(takes, array, path)
+    if choice is None:
+        mask = np.broadcast_to(takes.mask(shape, path), shape)
+        choice = Choice(mask.tobytes(), shape)
+    return choice.cut(array, len(shape)), Rest(array, choice)
 
 
 # Of what is trained of an array: a bool, a ``Choice`` of rows, another ``Part``.

@@ -142,7 +142,7 @@ class Wraps(fnn.Module):
 
     def __call__(self, x):
         y = nn.Frozen(self.norm, state='hold')(self.drop(x))
-        z = nn.mirror(self.norm, state='use_running_average')(nn.mirror(self.drop)(x))
+        z = nn.mirror(self.norm, state='eval')(nn.mirror(self.drop)(x))
         return self.norm(y) + z
 
 

@@ -384,7 +384,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'an update of other variables': (
         lambda: mirrored(variables=VARIABLES, state='update'),
         "ArgumentValueError: with variables=, state='update': expected 'hold' or "
-        "'use_running_average'.",
+        "'eval'.",
     ),
     'what Python asks of a wrapper': (
         lambda: nn.Frozen(MODEL).__wrapped__,

@@ -32,6 +32,10 @@ def rows(index: Any) -> Any:
     return sg.grad(lambda p: jnp.sum(p['w']), wrt=sg.at('w', index))({'w': jnp.ones(2)})
 
 
+def elements(mask: Any) -> Any:
+    return sg.partition({'w': jnp.ones(2)}, mask)[0]
+
+
 async def later(path: Any) -> bool:
     return path.startswith('head')
 
@@ -211,9 +215,23 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a tree of numbers': (
         lambda: split({'head': 1, 'body': False}),
         "FilterTypeError: A tree of bools has 1 (int) at 'head'.\n"
-        'Give True or False at every leaf, and one of them for all that is in a box: '
-        "{'gln': True, 'dec': {'bias': False}}.\n"
-        'For a tree of arrays write sg.stop_gradient(tree, where).',
+        'Give True or False at every leaf, or an array of bools in its shape, and one '
+        "of them for all that is in a box: {'gln': True, 'dec': {'bias': False}}.\n"
+        'For a tree of other arrays write sg.stop_gradient(tree, where).',
+    ),
+    'a mask of another shape': (
+        lambda: elements({'w': np.array([True, False, True])}),
+        "PartError: Mask(bool[3]) does not fit 'w', an array of shape (2,): the shapes "
+        'differ.\n'
+        'Give an array of bools in the shape of the variable, or True or False.',
+    ),
+    'a mask without values': (
+        lambda: jax.jit(elements)({'w': np.array([True, False])}),
+        "PartError: Which elements of 'w' are meant is known when the program runs: "
+        'the mask is traced.\n'
+        'Blocks, sg.stop_gradient, wrt= and the update of sg.freeze take such a mask. '
+        'Here give its values: numpy.asarray(mask), outside of jax.jit.',
+        lambda: elements({'w': np.asarray(jnp.array([True, False]))}),
     ),
     'a tree with too much': (
         lambda: split({**TREE, 'tail': True}),

@@ -207,9 +207,9 @@ CASES: dict[str, tuple[Any, ...]] = {
         'Name elements that the array has, or other variables in sg.at.',
     ),
     'a part of a leaf': (
-        lambda: sg.partition(PARAMS, sg.at('body', np.s_[:2])),
-        "PartError: The filter means a part of 'body', and partition takes whole "
-        'leaves.\n'
+        lambda: sg.labels(PARAMS, {'slow': sg.at('body', np.s_[:2])}),
+        "PartError: sg.labels: The filter means a part of 'body', and a label takes "
+        'whole leaves.\n'
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
     ),
     'layers that there are not': (

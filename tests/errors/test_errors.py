@@ -367,9 +367,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         "Name the module: nn.Frozen(Dense(..., name='base')).",
     ),
     'state': (
-        lambda: nn.Frozen(MODEL, state='eval'),
-        "ArgumentValueError: state='eval': expected 'update' or 'hold' or "
-        "'use_running_average'.",
+        lambda: nn.Frozen(MODEL, state='frozen'),
+        "ArgumentValueError: state='frozen': expected 'update' or 'hold' or 'eval'.",
     ),
     'output': (
         lambda: sg.gradient_flow(by_place, {'w': X, 'steps': 3}),

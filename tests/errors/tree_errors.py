@@ -96,7 +96,7 @@ def run_of(tx: Any, absent: str, state: Any) -> None:
 
 
 OTHER_STATE = (
-    'the state does not belong to what sg.freeze trains of these parameters.\n'
+    'the state does not belong to what sg.freeze trains: {!r}.\n'
     'Make it with tx.init(params), or keep what it knows: sg.adopt(tx, params, state, '
     'old=old_tx).'
 )
@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'the state of another selection': (
         lambda: state_of('body/w'),
-        'StructureError: ' + OTHER_STATE,
+        'StructureError: ' + OTHER_STATE.format('body/w'),
     ),
     'the state of another optimizer': (
         lambda: sg.adopt(adam, PARAMS, optax.sgd(0.1, 0.9).init(PARAMS)),
@@ -295,7 +295,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: rows(sg.at('b', np.s_[:2])).update(
             THREE, rows(sg.at('b', np.s_[:1])).init({**THREE, 'b': jnp.ones(2)}), THREE
         ),
-        f'StructureError: {OTHER_STATE}',
+        'StructureError: ' + OTHER_STATE.format('b'),
     ),
     'a gradient of another shape': (
         lambda: in_part(jnp.ones((3, 2))),

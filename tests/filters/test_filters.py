@@ -325,7 +325,7 @@ def test_operators_take_anything():
         assert A | other == Or((A, expected)) and other | A == Or((expected, A))
 
 
-@pytest.mark.parametrize('other', [3, jnp.ones(2), np.array([True])])
+@pytest.mark.parametrize('other', [3, jnp.ones(2), np.array([1])])
 def test_operators_refuse_what_is_no_filter(other):
     for combine in operator.and_, operator.or_:
         for sides in (A, other), (other, A):
@@ -583,6 +583,18 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     ('params/head', NET, "Leave out the collection: 'head/**'."),
     ('params/encodr/**', NET, "Leave out the collection: 'encoder/**'."),
     ('head/.*', NET, "A str is a glob: write 'head/**', or re.compile('head/.*')."),
+    (
+        'encoder|head',
+        NET,
+        "A str is a glob, and '|' has no meaning in it: write "
+        "re.compile('.*(encoder|head).*').",
+    ),
+    (
+        'head/kernel/value',
+        NET,
+        "No path ends in /value, the inside of a box or a Variable: 'head/kernel'.",
+    ),
+    ('norm/mean', NET, 'A block looks at parameters alone: for running averages write'),
     ('head/(w|kernel)', NET, "A str is a glob: write re.compile('head/(w|kernel)')."),
     (('encoder', 'fc', 'kernel'), NET, f"{AS_PATH}'encoder/fc/kernel'."),
     (['encoder', 'fc'], NET, f"{AS_PATH}'encoder/fc/**'."),

@@ -613,7 +613,7 @@ def test_state(switch: bool | None) -> None:
     assert not is_zero(jax.tree.map(jnp.subtract, updated, held))
     for state, expected in (
         ('hold', (by_batch, held)),
-        ('use_running_average', (by_average, held)),
+        ('eval', (by_average, held)),
         ('update', (by_batch, updated)),
     ):
         model = Field(nn.Frozen(lift(Normed)(switch), state=state))
@@ -644,7 +644,7 @@ def test_a_trace_of_jit_belongs_to_one_choice_of_state() -> None:
     alone = {col: next(iter(tree.values())) for col, tree in variables.items()}
     by_batch, _ = linen.BatchNorm(False).apply(alone, X, mutable=mutable)
     by_average = linen.BatchNorm(True).apply(alone, X)
-    found = {'hold': by_batch, 'use_running_average': by_average}
+    found = {'hold': by_batch, 'eval': by_average}
     for order in (tuple(found), tuple(found)[::-1]):
         out, _ = Model(order).apply(variables, X, mutable=mutable)
         for state, value in zip(order, out, strict=True):

@@ -206,7 +206,7 @@ def test_choices_of_rngs_and_state() -> None:
     assert_same(run('vmv', how, rngs='fresh'), (calls, one))
     by_state = run('vmv', how, state='update')
     assert_same(by_state, ([calls[0], calls[0], calls[1]], three))
-    out, written = run('mv', how, state='use_running_average')
+    out, written = run('mv', how, state='eval')
     assert_same(written, one)
     assert not (out[0] == out[1]).all()
     # All views of a module are counted together: here each call makes one.

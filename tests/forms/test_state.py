@@ -45,7 +45,7 @@ def static_jit(cls: Any) -> Any:
     return linen.jit(cls, static_argnums=(2,))
 
 
-@pytest.mark.parametrize('state', ['hold', 'use_running_average'])
+@pytest.mark.parametrize('state', ['hold', 'eval'])
 @pytest.mark.parametrize(
     ('where', 'held'),
     [
@@ -65,7 +65,7 @@ def test_state_is_held_where_the_filter_says(
     check(wrap(Stages(lift), where, state=state), held, state)
 
 
-@pytest.mark.parametrize('state', ['hold', 'use_running_average'])
+@pytest.mark.parametrize('state', ['hold', 'eval'])
 def test_state_is_held_by_the_class_of_a_module(state: str) -> None:
     for cls, held in ((linen.BatchNorm, {0, 1, 2}), (linen.Dense, set[int]())):
         where = filters.of_type(cls, Stages(), X)
@@ -99,7 +99,7 @@ def check(model: Any, held: set[int], state: str) -> None:
             assert all(jax.tree.leaves(close))
 
 
-@pytest.mark.parametrize('state', ['hold', 'use_running_average'])
+@pytest.mark.parametrize('state', ['hold', 'eval'])
 def test_state_is_held_and_parameters_are_trained(state: str) -> None:
     held = nn.Frozen(Stages(), collections='batch_stats', state=state)
     check(held, {0, 1, 2}, state)

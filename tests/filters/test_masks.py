@@ -1,0 +1,427 @@
+"""Trees of boolean arrays: everywhere as ``jnp.where`` with a mask by hand."""
+
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+import flax_sg as sg
+import oracle
+from flax_sg import errors, filters, testing
+from flax_sg import linen as nn
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.tanh(linen.Dense(3, name='one')(x))
+        x = nn.jit(linen.Dense)(3, name='two')(x)
+        cells = linen.scan(
+            Cell, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
+        )
+        x, _ = cells(name='cells')(x, None)
+        return linen.Dense(2, name='head')(x)
+
+
+class Cell(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return linen.tanh(linen.Dense(3, name='dense')(x)), None
+
+
+class Around(linen.Module):
+    where: Any
+    extent: str
+
+    @linen.compact
+    def __call__(self, x):
+        if self.extent == 'class':
+            return nn.stop_gradient(Net, self.where)(name='net')(x)
+        net = Net(name='net')
+        if self.extent == 'block inside':
+            with nn.stop_gradient({'net': self.where}):
+                return net(x)
+        if self.extent == 'Frozen':
+            return nn.Frozen(net, self.where)(x)
+        return nn.mirror(net, self.where)(x)
+
+
+PARAMS = Net().init(jax.random.key(0), X)['params']
+# Some of most arrays, all of one, nothing of another.
+MASK: Any = {
+    **jax.tree.map(lambda w: np.asarray(w > 0.1), PARAMS),
+    'head': {'kernel': np.ones((3, 2), bool), 'bias': False},
+}
+OTHER = jax.tree.map(np.logical_not, MASK)
+FULL = jax.tree.map(lambda m, w: np.broadcast_to(m, w.shape), MASK, PARAMS)
+
+
+def loss(params: Any) -> Any:
+    return jnp.sum(Net().apply({'params': params}, X) ** 2)
+
+
+def masked(params: Any, mask: Any) -> Any:
+    return jax.tree.map(
+        lambda w, m: jnp.where(m, jax.lax.stop_gradient(w), w), params, mask
+    )
+
+
+def by_hand(params: Any, mask: Any) -> Any:
+    return loss(masked(params, mask))
+
+
+def in_block(params: Any, mask: Any) -> Any:
+    with nn.stop_gradient(mask):
+        return loss(params)
+
+
+def of_tree(params: Any, mask: Any) -> Any:
+    return loss(sg.stop_gradient(params, mask))
+
+
+jitted_loss = jax.jit(loss)
+
+
+def around_jit(params: Any, mask: Any) -> Any:
+    with nn.stop_gradient(mask):
+        return jitted_loss(params)
+
+
+WAYS = {'block': in_block, 'tree': of_tree, 'around a jitted function': around_jit}
+HAND = jax.value_and_grad(by_hand)(PARAMS, FULL)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', WAYS)
+def test_a_mask_in_the_block(name):
+    oracle.assert_same(jax.value_and_grad(WAYS[name])(PARAMS, MASK), HAND)
+    cells = jax.grad(WAYS[name])(PARAMS, MASK)['cells']['dense']['kernel']
+    assert not np.asarray(cells)[MASK['cells']['dense']['kernel']].any()
+
+
+@pytest.mark.parametrize('extent', ['block inside', 'class', 'Frozen', 'mirror'])
+def test_every_extent(extent):
+    model = Around(MASK, extent)
+
+    @jax.value_and_grad
+    def ours(params):
+        return jnp.sum(model.apply({'params': {'net': params}}, X) ** 2)
+
+    oracle.assert_same(ours(PARAMS), HAND)
+
+
+def test_the_compiled_program_is_that_with_where():
+    for name in 'block', 'tree':
+        ours, hand = jax.grad(WAYS[name]), jax.grad(by_hand)
+        testing.assert_same_program(ours, hand, PARAMS, FULL)
+
+
+# Masks that change in the training step.
+
+
+def of_two_masks(fn: Any) -> Any:
+    """The losses under two masks, one after the other in a scan."""
+    stacked = jax.tree.map(lambda *masks: np.stack(masks), FULL, OTHERS)
+
+    def run(params):
+        def body(total, mask):
+            return total + fn(params, mask), None
+
+        return jax.lax.scan(body, 0.0, stacked)[0]
+
+    return jax.grad(run)(PARAMS)
+
+
+def large(params: Any) -> Any:
+    return jax.tree.map(lambda w: abs(w) > 0.2, params)
+
+
+OTHERS = jax.tree.map(np.logical_not, FULL)
+TRACED: dict[str, Callable[[Any], Any]] = {
+    'jit': lambda fn: jax.jit(jax.grad(fn))(PARAMS, FULL),
+    'grad of jit': lambda fn: jax.grad(jax.jit(fn))(PARAMS, FULL),
+    'parameters from outside': lambda fn: jax.grad(
+        lambda p: jax.jit(lambda mask: fn(p, mask))(FULL)
+    )(PARAMS),
+    'scan': of_two_masks,
+    'vmap': lambda fn: jax.vmap(jax.grad(fn), (None, 0))(
+        PARAMS, jax.tree.map(lambda *masks: np.stack(masks), FULL, OTHERS)
+    ),
+    'checkpoint': lambda fn: jax.jit(jax.grad(jax.checkpoint(fn)))(PARAMS, FULL),
+    'of the parameters': lambda fn: jax.jit(jax.grad(lambda p: fn(p, large(p))))(
+        PARAMS
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('how', TRACED)
+@pytest.mark.parametrize('name', WAYS)
+def test_traced_masks(name, how):
+    oracle.assert_same(TRACED[how](WAYS[name]), TRACED[how](by_hand))
+
+
+def test_a_bool_that_is_traced():
+    @jax.jit
+    def ours(params, frozen):
+        return jax.grad(in_block)(params, {'one': frozen, **others})
+
+    others = {name: False for name in PARAMS if name != 'one'}
+    hand = jax.jit(jax.grad(by_hand))
+    nothing = jax.tree.map(lambda w: np.zeros(w.shape, bool), PARAMS)
+    for frozen in True, False:
+        mask = {name: of | frozen for name, of in nothing['one'].items()}
+        expected = hand(PARAMS, {**nothing, 'one': mask})
+        oracle.assert_same(ours(PARAMS, frozen), expected)
+
+
+def test_one_program_serves_all_traced_masks():
+    for name in WAYS:
+        ours, hand = (jax.jit(jax.grad(fn)) for fn in (WAYS[name], by_hand))
+        for mask in FULL, OTHERS, FULL:
+            oracle.assert_same(ours(PARAMS, mask), hand(PARAMS, mask))
+        assert ours._cache_size() == 1
+
+
+def test_masks_of_values_do_not_find_the_programs_of_others():
+    for mask in FULL, OTHERS, FULL:
+        oracle.assert_same(
+            jax.grad(around_jit)(PARAMS, mask), jax.grad(by_hand)(PARAMS, mask)
+        )
+
+
+@pytest.mark.parametrize('name', ['block', 'tree'])
+def test_no_tracer_of_a_mask_is_kept(name):
+    with jax.checking_leaks():
+        jax.jit(jax.grad(WAYS[name]))(PARAMS, FULL)
+
+
+# Everything else that takes a tree of bools.
+
+
+def test_the_gradient_call():
+    value, grads = sg.value_and_grad(loss, wrt=OTHER)(PARAMS)
+    assert grads['head'].pop('kernel') is sg.ABSENT
+    hand_value, hand = HAND
+    hand = {**hand, 'head': {'bias': hand['head']['bias']}}
+    oracle.assert_same((value, grads), (hand_value, hand))
+    traced = jax.jit(lambda p, mask: sg.grad(loss, wrt=mask)(p))(PARAMS, OTHERS)
+    oracle.assert_same(traced, jax.jit(jax.grad(by_hand))(PARAMS, FULL))
+
+
+def test_combined_with_other_filters():
+    where = filters.as_filter(MASK) & ~filters.as_filter('**/bias') | 'head/bias'
+    mask = {
+        module: {**of, 'bias': np.broadcast_to(module == 'head', of['bias'].shape)}
+        if 'bias' in of
+        else {'dense': {**of['dense'], 'bias': np.zeros((2, 3), bool)}}
+        for module, of in FULL.items()
+    }
+    oracle.assert_same(
+        jax.grad(in_block)(PARAMS, where), jax.grad(by_hand)(PARAMS, mask)
+    )
+    oracle.assert_same(
+        jax.grad(in_block)(PARAMS, ~filters.as_filter(MASK)),
+        jax.grad(by_hand)(PARAMS, OTHERS),
+    )
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_the_optimizer_keeps_what_the_mask_freezes_and_full_moments():
+    tx, hand = sg.freeze(optax.adamw(0.1), MASK), optax.adamw(0.1)
+    state, hand_state = tx.init(PARAMS), hand.init(PARAMS)
+    moments = state[0].mu
+    assert moments['head']['kernel'] is sg.ABSENT
+    assert moments['one']['kernel'].shape == (3, 3)
+    assert moments['one']['bias'].shape == (3,)  # No rows are cut out for a mask.
+    params = PARAMS
+    for _ in range(3):
+        grads = jax.grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        seen = jax.tree.map(lambda g, m: jnp.where(m, 0.0, g), grads, FULL)
+        moved, hand_state = hand.update(seen, hand_state, params)
+        before, params = params, optax.apply_updates(params, updates)
+        expected = jax.tree.map(
+            lambda w, u, m: jnp.where(m, w, w + u), before, moved, FULL
+        )
+        oracle.assert_same(params, expected)
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_a_mask_that_changes_in_the_step():
+    tx = optax.adam(0.1)
+
+    @jax.jit
+    def ours(params, state, mask):
+        frozen = sg.freeze(tx, mask)
+        updates, state = frozen.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def hand(params, state, mask):
+        seen = jax.tree.map(
+            lambda g, m: jnp.where(m, 0.0, g), jax.grad(loss)(params), mask
+        )
+        updates, state = tx.update(seen, state, params)
+        kept = jax.tree.map(lambda u, m: jnp.where(m, -0.0, u), updates, mask)
+        return optax.apply_updates(params, kept), state
+
+    state = sg.freeze(tx, FULL).init(PARAMS)
+    state = sg.adopt(tx, PARAMS, state, old=sg.freeze(tx, FULL))
+    found, expected = (PARAMS, state), (PARAMS, state)
+    for mask in FULL, OTHERS, FULL:
+        found, expected = ours(*found, mask), hand(*expected, mask)
+        oracle.assert_same(found, expected)
+    assert ours._cache_size() == 1
+
+
+def test_a_part_of_the_tree_and_back():
+    part, rest = sg.partition(PARAMS, MASK)
+    kernel, mask = PARAMS['one']['kernel'], FULL['one']['kernel']
+    np.testing.assert_array_equal(part['one']['kernel'], kernel[mask])
+    assert part['head']['bias'] is rest['head']['kernel'] is sg.ABSENT
+    assert repr(rest['one']['kernel']) == f'<{(~mask).sum()} of 9 elements>'
+    for both in (part, rest), (rest, part):
+        oracle.assert_same(sg.combine(*both), PARAMS)
+    grads = jax.jit(jax.grad(lambda part, rest: loss(sg.combine(part, rest))))(
+        part, rest
+    )
+    hand = jax.jit(jax.grad(by_hand))(PARAMS, OTHERS)
+    np.testing.assert_array_equal(grads['one']['kernel'], hand['one']['kernel'][mask])
+    with pytest.raises(errors.StructureError, match='Two parts have a leaf'):
+        sg.combine(rest, rest)
+    with pytest.raises(errors.StructureError, match='Two parts have a leaf'):
+        sg.combine(part, rest, part)
+    # Rows stay rows; a mask may take nothing of an array.
+    w = jnp.arange(6.0).reshape(3, 2)
+    rows, others = sg.partition({'w': w}, sg.at('w', np.s_[1:]))
+    oracle.assert_same(rows['w'], w[1:])
+    oracle.assert_same(sg.combine(others, rows), {'w': w})
+    twice = filters.as_filter({'w': np.eye(3, 2, dtype=bool)})
+    nothing, all_of_it = sg.partition({'w': w}, twice & sg.at('w', np.s_[2:]))
+    assert nothing['w'].shape == (0,)
+    oracle.assert_same(sg.combine(nothing, all_of_it), {'w': w})
+
+
+def test_masks_for_other_libraries():
+    trained = sg.mask(PARAMS, trained=MASK)
+    assert jax.tree.structure(trained) == jax.tree.structure(PARAMS)
+    assert trained['head'] == {'kernel': True, 'bias': False}
+    np.testing.assert_array_equal(trained['one']['kernel'], MASK['one']['kernel'])
+    frozen = sg.mask(PARAMS, frozen=MASK)
+    assert filters.as_filter(trained) == filters.as_filter(frozen)
+    rows = sg.mask({'w': jnp.ones((2, 2))}, trained=sg.at('w', 0))['w']
+    assert rows.tolist() == [[True, True], [False, False]]
+
+
+def test_reports():
+    flow = sg.gradient_flow(functools.partial(in_block, mask=MASK), PARAMS)
+    status = {path: flow.status_of('output', path) for path in flow.parameters}
+    assert status['head/kernel'] == 'stopped'
+    assert status['head/bias'] == 'flows'
+    assert status['one/kernel'] == status['cells/dense/kernel'] == 'partly'
+    testing.assert_trains_only(functools.partial(in_block, mask=MASK), OTHER, PARAMS)
+    live = sg.live(functools.partial(in_block, mask=MASK), PARAMS)
+    for mine, hand in zip(
+        jax.tree.leaves(sg.mask(PARAMS, trained=live)),
+        jax.tree.leaves(OTHERS),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.broadcast_to(mine, hand.shape), hand)
+
+
+def test_a_tree_of_one_array_and_a_list():
+    w = jnp.array([1.0, 2.0, 3.0])
+    grads = jax.grad(lambda w: jnp.sum(sg.stop_gradient(w, w > 1.5) ** 2))(w)
+    assert grads.tolist() == [2.0, 0.0, 0.0]
+    pair = [w, w]
+    grads = jax.grad(
+        lambda p: jnp.sum(jnp.stack(sg.stop_gradient(p, [p[0] > 1.5, True])))
+    )(pair)
+    oracle.assert_same(grads, [jnp.array([1.0, 0.0, 0.0]), jnp.zeros(3)])
+
+
+def test_a_box():
+    boxed = {'w': linen.Partitioned(jnp.ones(2), ('a',))}
+    mask = {'w': linen.Partitioned(np.array([True, False]), ('a',))}
+    grads = jax.grad(lambda p: jnp.sum(sg.stop_gradient(p, mask)['w'].value))(boxed)
+    assert grads['w'].value.tolist() == [0.0, 1.0]
+
+
+def test_as_values():
+    filter_ = filters.as_filter(MASK)
+    assert filter_ == filters.as_filter(jax.tree.map(np.copy, MASK))
+    assert hash(filter_) == hash(filters.as_filter(jax.tree.map(np.copy, MASK)))
+    assert filter_ != filters.as_filter(OTHER)
+    assert filters.as_filter(FULL) == filter_
+    assert pickle.loads(pickle.dumps(filter_)) == filter_
+    assert repr(filters.as_filter({'w': np.array([True, False])})) == (
+        "BoolTree({'w': Part(elements=Mask(bool[2]))})"
+    )
+    given = np.array([True, False])
+    copied = filters.as_filter({'w': given})
+    given[:] = True
+    assert copied != filters.as_filter({'w': given})
+    assert filters.as_filter({'w': np.zeros((0, 2), bool)}).may_be_empty
+
+
+# Bad input.
+
+
+def test_a_mask_of_another_shape():
+    wrong = {**MASK, 'one': {**MASK['one'], 'kernel': np.eye(3, 2, dtype=bool)}}
+    said = r"Mask\(bool\[3, 2\]\) does not fit 'one/kernel', an array of shape \(3, 3\)"
+    for use in (
+        lambda: jax.grad(in_block)(PARAMS, wrong),
+        lambda: jax.grad(of_tree)(PARAMS, wrong),
+        lambda: jax.jit(jax.grad(of_tree))(PARAMS, wrong),
+        lambda: sg.partition(PARAMS, wrong),
+        lambda: sg.freeze(optax.sgd(1.0), wrong).update(PARAMS, (), PARAMS),
+    ):
+        with pytest.raises(errors.PartError, match=said):
+            use()
+
+
+def test_where_a_traced_mask_has_no_values():
+    for use in (
+        lambda mask: sg.partition(PARAMS, mask),
+        lambda mask: sg.mask(PARAMS, trained=mask),
+        lambda mask: sg.gradient_flow(
+            functools.partial(in_block, mask=mask), PARAMS
+        ).unexpected({'output': mask}),
+    ):
+        with pytest.raises(errors.PartError, match='the mask is traced'):
+            jax.jit(use)(FULL)
+
+
+def test_labels_take_whole_leaves():
+    with pytest.raises(errors.PartError, match='a label takes whole leaves'):
+        sg.labels(PARAMS, {'slow': MASK}, rest='fast')
+
+
+def test_a_view_of_an_nnx_model():
+    nnx = pytest.importorskip('flax.nnx')
+    if not hasattr(nnx.Variable, 'get_value'):
+        pytest.skip('flax_sg.nnx needs flax 0.12.1')
+    from flax_sg import nnx as views
+
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    mask = jax.tree.map(lambda w: w > 0.0, nnx.state(model, nnx.Param))
+    hand = jax.tree.map(jnp.logical_not, nnx.to_pure_dict(mask))
+
+    def ours(model):
+        return jnp.sum(views.stop_gradient(model, mask)(X) ** 2)
+
+    grads = nnx.to_pure_dict(nnx.grad(ours)(model))
+    plain = nnx.to_pure_dict(nnx.grad(lambda m: jnp.sum(m(X) ** 2))(model))
+    expected = jax.tree.map(lambda g, m: jnp.where(m, g, 0.0), plain, hand)
+    oracle.assert_same(grads, expected)
