@@ -403,23 +403,5 @@ def find_unused(
     """
     for atom in where.atoms:
         if error := atom.unused(atom in matched, paths, owner):
-            return _joined(error, where, paths) or error
+            return error
     return where.unused(any_taken, paths, owner) if isinstance(where, And) else None
-
-
-def _joined(
-    error: errors.FlaxSGError, where: Filter, paths: Sequence[Path]
-) -> errors.UnusedFilterError | None:
-    """The error if what stands in a list are the names of one path."""
-    names = [getattr(part, 'only', None) or '' for part in where.parts]
-    joined = '/'.join(names)
-    if not isinstance(where, Or) or '' in names or len(names) < 2:
-        return None
-    meant = next((path for path in paths if f'{path}/'.startswith(f'{joined}/')), None)
-    if meant is None:
-        return None
-    write = joined if meant == joined else f'{joined}/**'
-    return errors.UnusedFilterError(
-        f'{str(error).partition(chr(10))[0]}\n'
-        f'A tuple or list means any of these; for one path write {write!r}.'
-    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from flax_sg.filters.paths import Path
@@ -27,129 +26,82 @@ def advice(
     # A pattern may begin with the collection, or with names of modules further out.
     known = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
     near = list(dict.fromkeys(known[text] for text in nearest(pattern, known)))
-    hint = next(
-        _meant(pattern, paths, near[0], compiled),
-        f'A pattern matches whole paths, from below the collection: {example!r} takes '
-        'all variables in encoder.',
-    )
+    hint = _of_a_collection(pattern, paths, near[0], compiled)
+    if not hint and (found := _respelled(pattern, near[0], paths, compiled)):
+        hint = f'Did you mean {found!r}?'
+    if not hint and compiled is not re.compile:
+        hint = _of_a_glob(pattern, paths, compiled)
+    whole = 'A pattern matches whole paths, from below the collection: '
+    hint = hint or f'{whole}{example!r} takes all variables in encoder.'
     return f'Nearest: {", ".join(map(repr, near))}.\n{hint}'
 
 
-def _meant(
+def _of_a_collection(
     pattern: str, paths: Sequence[Path], near: str, compiled: _Compile
-) -> Iterator[str]:
-    """What may be meant, in whole sentences; the likeliest comes first."""
-
-    def fits_in(paths: Sequence[Path], text: str) -> bool:
-        try:
-            return any(map(compiled(text).fullmatch, paths))
-        except re.error:
-            return False
-
-    fits = functools.partial(fits_in, paths)
-    if fits(respelled := _respelled(pattern, near)):
-        yield f'Did you mean {respelled!r}?'
-    if compiled is re.compile:
-        return
-    if pattern[0] in '!-~' and fits(rest := pattern[1:]):
-        yield f'For all other variables write ~filters.as_filter({rest!r}).'
-    several = split(pattern)
-    if len(several) > 1 and all(map(fits, several)):
-        yield f'For several globs write a list: {several!r}.'
-    if pattern.endswith('/value') and fits(rest := pattern.removesuffix('/value')):
-        yield f'No path ends in /value, the inside of a box or a Variable: {rest!r}.'
-    try:
-        is_regex = any(map(re.compile(pattern).fullmatch, paths))
-        is_found = any(map(re.compile(pattern).search, paths))
-    except re.error:
-        is_regex = is_found = False
-    if is_regex and re.search(r'\.[*+]|[\\^$|(+]', pattern):
-        glob = pattern.replace('.*', '**')
-        write = f'write {glob!r}, or ' if fits(glob) else 'write '
-        yield f'A str is a glob: {write}re.compile({pattern!r}).'
-    if '|' in pattern and is_found:
-        write = f're.compile({f".*({pattern}).*"!r})'
-        yield f"A str is a glob, and '|' has no meaning in it: write {write}."
+) -> str:
+    """The hint for a pattern that begins with the name of a collection, or ''."""
     collections = {path.collection for path in paths}
+    first, _, below = pattern.partition('/')
+    if first not in collections:
+        state = first == 'batch_stats' or pattern.rpartition('/')[2] in ('mean', 'var')
+        if state and collections == {'params'}:
+            return (
+                'A block looks at parameters alone: for running averages write '
+                "collections='batch_stats'."
+            )
+        return ''
+    inside = [path for path in paths if path.collection == first]
+    found = _respelled(below, near, inside, compiled) if below else ''
+    if len(collections) == 1:
+        return f'Leave out the collection: {found!r}.' if found else ''
+    if not found and below not in ('', '**'):
+        return ''
+    rest = f' & {found!r}' if found and below != '**' else ''
+    its = f'filters.Collection({first!r})'
+    return f'Paths begin below the collection: {its}{rest}.'
+
+
+def _of_a_glob(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
+    """The hint for what is no glob: a regular expression, a box's path; or ''."""
+    inside = pattern.removesuffix('/value')
+    if inside != pattern and _fits(inside, paths, compiled):
+        return f'No path ends in /value, the inside of a box or a Variable: {inside!r}.'
+    if _fits(pattern, paths, re.compile) and re.search(r'\.[*+]|[\\^$|(+]', pattern):
+        return f'A str is a glob: write re.compile({pattern!r}).'
+    if '|' in pattern and _fits(f'.*({pattern}).*', paths, re.compile):
+        write = f're.compile({f".*({pattern}).*"!r})'
+        return f"A str is a glob, and '|' has no meaning in it: write {write}."
+    return ''
+
+
+def _fits(text: str, paths: Sequence[Path], compiled: _Compile) -> bool:
+    """Whether a pattern fits one of the paths."""
+    try:
+        return any(map(compiled(text).fullmatch, paths))
+    except re.error:
+        return False
+
+
+def _respelled(
+    pattern: str, near: str, paths: Sequence[Path], compiled: _Compile
+) -> str:
+    """The pattern, or all below it, with names of a path for names that look like them.
+
+    >>> paths = [Path.of('params', ('encoder', 'kernel'))]
+    >>> [_respelled(each, paths[0], paths, re.compile) for each in ('encodr', 'dec')]
+    ['encoder/.*', '']
+
+    Returns:
+        A pattern that fits one of the paths; '' if there is none.
+    """
     names = pattern.split('/')
-    of_state = names[0] == 'batch_stats' or names[-1] in ('mean', 'var')
-    if of_state and collections == {'params'}:
-        yield (
-            'A block looks at parameters alone: for running averages write '
-            "collections='batch_stats'."
-        )
-    for text in dict.fromkeys((pattern, pattern.replace('.', '/'))):
-        first, _, below = text.partition('/')
-        if first in collections and len(collections) > 1:
-            its = f'filters.Collection({first!r})'
-            if below in ('', '**'):
-                yield f'Paths begin below the collection: {its}.'
-            inside = [path for path in paths if path.collection == first]
-            fits_there = functools.partial(fits_in, inside)
-            found = _moved(below, inside, fits_there, compiled)
-            for rest in found if below else ():
-                yield f'Paths begin below the collection: {its} & {rest!r}.'
-        is_collection = bool(below) and first in collections
-        inner = below if is_collection else text
-        for moved in (text, _respelled(inner, near)):
-            for found in _moved(moved, paths, fits, compiled):
-                if text != pattern:
-                    yield f"Names are separated by '/': {found!r}."
-                elif is_collection:
-                    yield f'Leave out the collection: {found!r}.'
-                yield f'Did you mean {found!r}?'
-
-
-def split(text: str) -> list[str]:
-    """The globs in a text with several, by commas and the like.
-
-    >>> split('a/**, b/**')
-    ['a/**', 'b/**']
-    """
-    return [part for part in re.split(r'[\s,;|]+', text) if part]
-
-
-def _moved(
-    pattern: str,
-    paths: Sequence[Path],
-    fits: Callable[[str], bool],
-    compiled: _Compile,
-) -> Iterator[str]:
-    """A glob with other leading names, or for all that is inside: those that fit."""
-    if '' in pattern.split('/')[1:]:
-        return
-    for text in (pattern, f'{pattern}/**'):
-        if fits(text):
-            yield text
-        names = text.split('/')
-        for n in range(1, len(names)):
-            # What is left has to name something.
-            if names[n].strip('*') and fits(rest := '/'.join(names[n:])):
-                yield rest
-        if not names[0].strip('*'):
-            continue
-        below = re.compile(f'(.*?)/{compiled(text).pattern}')
-        above = [m[1].split('/') for path in paths if (m := below.fullmatch(path))]
-        if len({*map(len, above)}) > 1:
-            yield f'**/{text}'
-        elif above:
-            columns = (set(column) for column in zip(*above, strict=True))
-            same = (each.pop() if len(each) == 1 else '*' for each in columns)
-            yield '/'.join([*same, text])
-
-
-def _respelled(pattern: str, path: str) -> str:
-    """The pattern, with the names of a path in place of names that look like them.
-
-    >>> _respelled('encodr/**', 'encoder/kernel')
-    'encoder/**'
-    """
-    names, there = pattern.split('/'), path.split('/')
-    for n, (name, other) in enumerate(zip(names, there, strict=False)):
+    for n, (name, other) in enumerate(zip(names, near.split('/'), strict=False)):
         # What is no identifier may have a meaning in the pattern.
         if (name + other).isidentifier():
             names[n] = (*difflib.get_close_matches(name, [other], 1, 0.75), name)[0]
-    return '/'.join(names)
+    text = '/'.join(names)
+    below = f'{text}/.*' if compiled is re.compile else f'{text}/**'
+    return next((each for each in (text, below) if _fits(each, paths, compiled)), '')
 
 
 def nearest(pattern: str, paths: Iterable[str], n: int = 3) -> list[str]:

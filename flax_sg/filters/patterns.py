@@ -48,16 +48,11 @@ class Glob(Atom):
     def __post_init__(self) -> None:
         names = self.pattern.removeprefix('/').split('/')
         if '' in names or any('**' in name and name != '**' for name in names):
-            several = hints.split(self.pattern)
             raise errors.ArgumentValueError(
                 f'No path fits the glob {self.pattern!r}: names are not empty, and '
                 "'**' stands alone between slashes.\n"
-                + (
-                    f'For several globs write a list: {several!r}.'
-                    if len(several) > 1
-                    else "Write 'gln/**' for everything in gln, '**/*kernel' for "
-                    "names that end in kernel, '**' for every variable."
-                )
+                "Write 'gln/**' for everything in gln, '**/*kernel' for names that end "
+                "in kernel, '**' for every variable, and a list for several globs."
             )
 
     @functools.cached_property

@@ -126,7 +126,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "ArgumentValueError: No path fits the glob '': names are not empty, and '**' "
         'stands alone between slashes.\n'
         "Write 'gln/**' for everything in gln, '**/*kernel' for names that end in "
-        "kernel, '**' for every variable.",
+        "kernel, '**' for every variable, and a list for several globs.",
     ),
     'parts that exclude each other': (
         lambda: split(a & b),
