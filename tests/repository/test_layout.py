@@ -1,5 +1,7 @@
 """How packages are laid out: one topic per file, imports one way, nothing private.
 
+The last checks look at what is tracked: text, and small pictures of the guide.
+
 Each check takes the folder of a package and returns the faults in it. The tests run
 each check on flax_sg, and on a small package with one fault, which the check must
 report.
@@ -7,6 +9,7 @@ report.
 
 import ast
 import graphlib
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -348,3 +351,56 @@ def test_a_fault_is_reported(
     (package / file).write_text(text)
     faults = check(package)
     assert any(said in fault for fault in faults), faults
+
+
+# What stands at the top of the repository.
+TOP = {
+    *('flax_sg', 'tests', 'docs', 'notebooks', 'benchmarks'),
+    *('.ci', '.github', '.gitignore', '.pre-commit-config.yaml'),
+    *('README.md', 'CHANGELOG.md', 'CONTRIBUTING.md', 'SECURITY.md'),
+    *('LICENSE', 'CITATION.cff', 'pyproject.toml', 'dev.py', 'conftest.py'),
+}
+
+
+def untidy(folder: Path, files: list[str]) -> list[str]:
+    """Finds tracked files that do not belong: no text, or at the top and not in TOP.
+
+    Pictures, of at most 300 kB, are in docs/images; what makes a picture of figures
+    keeps it beside them, as text.
+    """
+    faults = [
+        f'{name} is at the top' for name in {n.split('/')[0] for n in files} - TOP
+    ]
+    for name in files:
+        data = (folder / name).read_bytes() if (folder / name).is_file() else b''
+        is_picture = name.startswith('docs/images/')
+        if len(data) > 300_000:
+            faults.append(f'{name} has {len(data):,} bytes')
+        if not is_picture and b'\0' in data:
+            faults.append(f'{name} is no text')
+    return faults
+
+
+@pytest.mark.skipif(not (ROOT / '.git').exists(), reason='an sdist has no history')
+def test_what_is_tracked_is_text_and_small_pictures():
+    listed = subprocess.check_output(['git', 'ls-files', '-z'], cwd=ROOT, text=True)
+    assert untidy(ROOT, listed.rstrip('\0').split('\0')) == []
+
+
+def test_a_file_that_does_not_belong_is_reported(tmp_path: Path):
+    data = {
+        'README.md': b'A text.',
+        'docs/images/small.png': b'\0',
+        'docs/images/large.png': bytes(300_001),
+        'docs/data.npz': b'PK\0',
+        'pillow.whl': b'PK\0',
+    }
+    for name, content in data.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert untidy(tmp_path, list(data)) == [
+        'pillow.whl is at the top',
+        'docs/images/large.png has 300,001 bytes',
+        'docs/data.npz is no text',
+        'pillow.whl is no text',
+    ]
