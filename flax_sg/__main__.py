@@ -81,17 +81,12 @@ def _version(package: str) -> str:
         return 'not installed'
 
 
-def _as_process() -> int:
-    """Runs ``main``; ends quietly if nobody reads on, as ``| head`` does."""
+if __name__ == '__main__':
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:
+    except BrokenPipeError:  # Nobody reads on, as after ``| head``.
         # Python flushes once more at its end, and would print an error then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return status
-
-
-if __name__ == '__main__':
-    sys.exit(_as_process())
+        status = 0
+    sys.exit(status)

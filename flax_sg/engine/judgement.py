@@ -184,12 +184,9 @@ def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
         # Many modules have no parameters, so a missing 'params' is no mistake.
         if name not in block.collections and name != 'params':
             known = ', '.join(map(repr, sorted(block.collections)))
-            fix = "Name one of these, or pass unused='ignore' if it may be absent."
-            if block.rewrite.rule.brings and names is named:
-                fix = "Name one of these: collections on top, {'params': tree}."
             return errors.UnusedFilterError(
                 f'no collection {name!r} exists in this block; there are {known}.\n'
-                f'{fix}'
+                "Name one of these, or pass unused='ignore' if it may be absent."
             )
     return None
 

@@ -18,8 +18,6 @@ def shown(leaf: Any) -> str:
     """A leaf in a few words."""
     if hasattr(leaf, 'dtype') and hasattr(leaf, 'shape'):
         return f'{_dtype_name(leaf.dtype)}{list(leaf.shape)}'
-    if isinstance(leaf, list):
-        return f'[{", ".join(map(shown, leaf))}]'
     text = repr(leaf)
     return text if len(text) <= 40 else f'{type(leaf).__name__} object'
 

@@ -50,35 +50,25 @@ def copied_mutable(scope: Scope) -> dict[str, Any]:
     }
 
 
-def scratch_scope(
-    scope: Scope,
-    flags: Mapping[str, Any],
-    rngs: Mapping[str, Any] | None = None,
-    counters: Mapping[Any, Any] | None = None,
-) -> Scope:
+def scratch_scope(scope: Scope, flags: Mapping[str, Any]) -> Scope:
     """Makes a separate scope with the same values, so writes leave ``scope`` unchanged.
 
     Args:
         scope: the scope to copy.
         flags: flags to add.
-        rngs: the random streams; None for the current ones of ``scope``.
-        counters: how often each stream was used; None for never.
     """
     kept = {
         c: t for c, t in stored(scope).items() if not scope.is_mutable_collection(c)
     }
-    out = Scope(
+    return Scope(
         {**kept, **copied_mutable(scope)},
-        rngs=dict(scope.rngs if rngs is None else rngs),
+        rngs=dict(scope.rngs),
         name=scope.name,
         mutable=scope.mutable,
         path=scope.path,
         debug_path=scope.debug_path,
         flags=FrozenDict({**scope.flags, **flags}),
     )
-    if counters is not None:
-        out.rng_counters = copied(counters)
-    return out
 
 
 def copy_scopes(

@@ -66,11 +66,9 @@ def stopped(leaf: Any) -> Any:
         return jax.lax.stop_gradient(leaf)
 
 
-def zeros_of(aval: Any, prefix: tuple[int, ...] = ()) -> Any:
-    """Zeros of a type, with some axes in front of its own."""
+def zeros_of(aval: Any) -> Any:
+    """Zeros of a type."""
     zeros = ad.zeros_like_aval(aval)
-    if prefix:
-        zeros = jax.lax.broadcast(zeros, prefix)
     # JAX makes them in the memory of the device.
     space: Any = aval.memory_space
     if jax.typeof(zeros).memory_space == space:
