@@ -293,6 +293,24 @@ def test_a_rewrite_as_a_field_of_a_jitted_class(by, traces):
     assert len(TRACES) == traces
 
 
+def test_a_jitted_class_in_a_scan_in_a_block_is_traced_once():
+    """Scopes in the body carry what the block knows, and ``nn.jit`` compares them."""
+
+    class Layer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x, _):
+            TRACES.append(None)
+            return jnp.tanh(fnn.Dense(3)(x)), None
+
+    layers = fnn.scan(fnn.jit(Layer), **oracle.STACKED, length=2)
+    variables = layers().init(jax.random.key(0), X, None)
+    for traces in (True, False, False):
+        TRACES.clear()
+        with nn.stop_gradient('**/kernel'):
+            layers().apply(variables, X, None)
+        assert bool(TRACES) == traces
+
+
 def test_a_variable_written_and_read_in_one_jitted_class_at_different_paths():
     # What the body writes is rewritten inside the trace, which Flax shares among
     # modules: it must not be shared by those that the filter tells apart.

@@ -7,10 +7,12 @@ block that compiled it; see ``flax_sg/engine/judgement.py``.
 import asyncio
 import contextlib
 import functools
+import gc
 import random
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,8 +25,10 @@ import pytest
 
 import flax_sg as sg
 import oracle
-from flax_sg import errors
+from flax_sg import errors, filters
 from flax_sg import linen as nn
+from flax_sg.engine import blocks, numbers
+from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 
@@ -495,3 +499,23 @@ def test_live_and_reports_in_a_block():
         for tell in (sg.live, sg.gradient_flow):
             unheard = functools.partial(tell, step, PARAMS['encoder'])
             text_of(nn.stop_gradient('encodr/**'), unheard)
+
+
+def test_a_question_of_a_tree_that_is_no_more_has_no_answer():
+    """Two blocks hold one number, and the tree that the first asked about is gone."""
+    rewrite = rules.Rewrite(filters.as_filter('w'), rules.StopGradient())
+    around, tree = numbers.Number(), blocks.Tree()
+
+    def opened():
+        lease = numbers.Lease(around, numbers.Asker(rewrite, (), None), numbers.NONE)
+        lease.find(contextlib.nullcontext)
+        return lease
+
+    first, second = opened(), opened()
+    assert first.number is second.number
+    first.note([weakref.ref(tree)])
+    del tree
+    gc.collect()
+    second.note([numbers.VALUES])
+    third = opened()
+    assert third.is_new and third.number not in (first.number, second.number)

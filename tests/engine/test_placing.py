@@ -529,3 +529,33 @@ def test_a_rule_with_a_number_of_each_example_of_each_batch(name):
 
     expected = of_each_example(hand, params, xs.reshape(8, 2, 3))
     chex.assert_trees_all_close(jax.grad(batch)(params), expected, rtol=1e-5)
+
+
+def test_around_mapped_variables_leaves_are_taken_together_once():
+    """The body reads what ``nn.map_variables`` has made of the clipped leaves."""
+
+    class Dense(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return fnn.Dense(3, name='dense')(x)
+
+    def mapped(params):
+        return jax.tree.map(lambda w: 2.0 * w.T, params)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            lifted = fnn.map_variables(Dense, 'params', mapped, init=False)
+            return lifted(name='inner')(x)
+
+    params = {'inner': Dense().init(jax.random.key(0), X)['params']}
+
+    def in_block(params, x):
+        with nn.clip_gradient(True, global_norm=0.5):
+            return Model().apply({'params': params}, x)
+
+    def by_hand(params, x):
+        inner = backward.clipped_together(0.5, params)['inner']
+        return Dense().apply({'params': mapped(inner)}, x)
+
+    assert_same_both(in_block, by_hand, params, X)

@@ -340,3 +340,27 @@ def test_intermediates_are_those_without_blocks(name):
     program = PROGRAMS['around']
     variables = variables_of(make, program)
     oracle.assert_same(captured(program), captured(plain(program)))
+
+
+def test_a_block_in_a_compact_name_scope_belongs_to_its_module():
+    """Flax runs such a method on a helper module; paths begin at ``self``."""
+
+    class Model(nn.Module):
+        @nn.compact_name_scope
+        def up(self, x):
+            with nn.stop_gradient('up/dense/kernel'):
+                return nn.Dense(3, name='dense')(x)
+
+        def __call__(self, x):
+            return self.up(x)
+
+    x = jnp.ones((2, 3))
+    params = Model().init(jax.random.key(0), x)['params']
+
+    def by_hand(params, x):
+        dense = oracle.stopped(params['up']['dense'], oracle.below('kernel'))
+        return nn.Dense(3).apply({'params': dense}, x)
+
+    oracle.assert_same_grads(
+        lambda params, x: Model().apply({'params': params}, x), by_hand, params, x
+    )

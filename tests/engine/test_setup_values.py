@@ -701,3 +701,49 @@ def test_a_setup_that_a_class_gets_later():
     Patched.setup = setup
     assert jax.grad(loss)(variables, 'w')['params']['w'] == 0.0
     assert jax.grad(loss)(variables, 'other')['params']['w'] == 1.0
+
+
+def test_containers_of_modules_and_of_values():
+    """The modules stay those of the first run; the values are made again."""
+
+    class Model(linen.Module):
+        def setup(self):
+            self.w = self.param('w', linen.initializers.normal(), (1, 3))
+            self.kept = {'a': linen.Dense(3), 'b': [linen.Dense(3), 2.0 * self.w]}
+            self.more = {'w': jnp.tanh(self.w), 'module': linen.Dense(3)}
+
+        def stop(self):
+            return nn.stop_gradient('w')
+
+        def __call__(self, x, stop=True):
+            with self.stop() if stop else contextlib.nullcontext():
+                a, (b, w) = self.kept['a'](x), self.kept['b']
+                return a * w + b(x) * self.more['module'](x) * self.more['w']
+
+    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+    params = Model().init(jax.random.key(0), x)['params']
+
+    def by_hand(params, x):
+        stopped = oracle.stopped(params, oracle.below('w'))
+        return Model().apply({'params': stopped}, x, stop=False)
+
+    oracle.assert_same_grads(
+        lambda params, x: Model().apply({'params': params}, x), by_hand, params, x
+    )
+
+
+def test_what_a_module_keeps_before_it_is_bound_is_left_as_it_is():
+    class Model(linen.Module):
+        def __post_init__(self):
+            object.__setattr__(self, 'table', jnp.arange(3.0))
+            super().__post_init__()
+
+        def setup(self):
+            self.w = self.param('w', linen.initializers.ones, ())
+
+        def __call__(self):
+            return self.w
+
+    model = Model()
+    with nn.stop_gradient(True, unused='ignore'):
+        assert model.table is vars(model)['table']

@@ -195,3 +195,36 @@ def test_a_random_key_among_substituted_values():
         with nn.substitute({'key': key}):
             found = Draws().apply(variables, X)
         oracle.assert_same(found, X + jax.random.normal(key, X.shape))
+
+
+base = fnn.Dense(2)
+
+
+class Shares(fnn.Module):
+    """Two modules around one that was made outside of all modules."""
+
+    wrap: Callable[[Any], Any]
+
+    @fnn.compact
+    def __call__(self, x):
+        return fnn.Sequential([base])(x) * self.wrap(base)(x)
+
+
+@pytest.mark.parametrize(
+    'wrap', [nn.Frozen, lambda module: nn.Frozen(nn.Frozen(module)), nn.mirror]
+)
+def test_a_module_from_outside_is_the_one_that_another_module_has_adopted(wrap):
+    params = Shares(wrap).init(jax.random.key(0), X)['params']
+    assert jax.tree.map(jnp.shape, params) == {
+        'Sequential_0': {'layers_0': {'kernel': (2, 2), 'bias': (2,)}}
+    }
+
+    def by_hand(params, x):
+        stopped = oracle.stopped(params)
+        dense = [p['Sequential_0']['layers_0'] for p in (params, stopped)]
+        live, frozen = (fnn.Dense(2).apply({'params': p}, x) for p in dense)
+        return live * frozen
+
+    oracle.assert_same_grads(
+        lambda params, x: Shares(wrap).apply({'params': params}, x), by_hand, params, X
+    )
