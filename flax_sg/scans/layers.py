@@ -218,6 +218,8 @@ class _Layer(NamedTuple):
         first = jax.eval_shape(lambda xs: jax.tree.map(lambda x: x[0], xs), xs)
         trace = jax.make_jaxpr(body, return_shape=True)
         program, (made, out) = trace(carry, first)
+        if jax.tree.structure(carry) != jax.tree.structure(made):
+            jax.lax.scan(body, carry, xs)  # It raises, and says where they differ.
         strong = _strong(carry, made)
         leaves = zip(*map(jax.tree.leaves, (carry, strong)), strict=True)
         if any(old is not new for old, new in leaves):  # As ``jax.lax.scan`` does.
@@ -283,8 +285,6 @@ def _strong(carry: Any, made: Any) -> Any:
         is_wider = jnp.result_type(old, new) != jnp.result_type(old)
         return jnp.asarray(old, new.dtype) if is_wider else old
 
-    if jax.tree.structure(carry) != jax.tree.structure(made):
-        return carry
     return jax.tree.map(strong, carry, made)
 
 

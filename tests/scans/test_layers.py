@@ -320,6 +320,22 @@ def test_no_frozen_layer_is_the_plain_scan(none):
     oracle.assert_same(grads(frozen), grads(plain))
 
 
+@pytest.mark.parametrize(
+    'other', [lambda y: (y, y), lambda y: None, lambda y: jnp.stack([y, y])]
+)
+def test_another_carry_than_it_was_given_raises_as_in_flax(other):
+    class Carries(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            return other(x * self.param('w', linen.initializers.ones, ())), None
+
+    variables = {'params': {'w': jnp.ones(DEPTH)}}
+    for options in ({}, {'frozen_layers': slice(0, 1)}):
+        stack = nn.scan(Carries, length=DEPTH, **oracle.STACKED, **options)()
+        with pytest.raises(TypeError, match='carry input and carry output'):
+            stack.apply(variables, jnp.ones(()), None)
+
+
 def test_another_length_than_the_stack_raises_as_in_flax():
     variables = stack_of().init(RNGS, X, EACH, 1.0)
     for length, count in ((3, DEPTH), (DEPTH + 2, DEPTH), (None, DEPTH + 1), (2, 2)):

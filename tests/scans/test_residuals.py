@@ -91,6 +91,24 @@ def test_a_frozen_layer_in_a_scan_costs_no_copy_of_the_stack() -> None:
     assert found['frozen'] < found['bare'], found
 
 
+class Jitted(linen.Module):
+    """Frozen weights of small compiled helpers: a cheap one, and a product."""
+
+    @linen.compact
+    def __call__(self, x):
+        w = self.param('w', linen.initializers.normal(), (WIDTH, WIDTH))
+        return x @ jax.jit(lambda w: jax.nn.relu(w) @ w)(jax.nn.silu(w))
+
+
+def test_what_helpers_make_of_frozen_weights() -> None:
+    found = temporary_bytes(base=Jitted)
+    assert found['frozen'] <= found['hoisted'], found
+    plain = Stack(base=Jitted)
+    params = plain.init(jax.random.key(0), X)['params']
+    actual = step(Stack(nn.Frozen, base=Jitted))(params, X)
+    oracle.assert_same(actual, step(plain, is_base)(params, X))
+
+
 def test_under_remat_it_is_harmless_and_left_alone() -> None:
     found = temporary_bytes(lift=remat)
     assert found['frozen'] == found['hoisted'], found
