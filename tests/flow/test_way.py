@@ -202,7 +202,7 @@ def test_a_way_through_bodies_and_loops():
     def loss(p):
         doubled = jax.jit(lambda x: x * 2.0)(p['w'])
         (last, _), _ = lax.scan(turn, (jnp.zeros(3), doubled), jnp.ones((4, 3)))
-        return {'last': lax.cond(last[0] > 0, jnp.sin, jnp.cos, last)}
+        return {'last': lax.cond(last[0] > 0, lax.sin, lax.cos, last)}
 
     report = sg.gradient_flow(loss, {'w': jnp.ones(3), 'v': jnp.ones(3)})
     start = loss.__code__.co_firstlineno

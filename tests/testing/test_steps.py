@@ -275,6 +275,9 @@ def test_a_module_of_nnx_that_is_changed_in_place(standard_promotion):
             testing.moves(same, model)
 
 
+@pytest.mark.skipif(
+    not hasattr(nnx.Variable, 'get_value'), reason='views of NNX need flax 0.12.1'
+)
 def test_a_module_of_nnx_that_is_called_params():
     model = nnx.Dict(params=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), head=nnx.Param(X))
     before = jax.tree.map(jnp.copy, model)
