@@ -604,6 +604,7 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(('where', 'names', 'line'), MISTAKES)
 def test_a_mistake_that_many_make_is_told(where, names, line):
     paths = [Path.of('params', tuple(name.split('/'))) for name in names]

@@ -152,6 +152,7 @@ def results(net: Net, variables: Any, stop: Callable[[Any], Any] = lambda p: p) 
 
 @pytest.mark.slow
 # Of the others see test_layers.
+@pytest.mark.every_case
 @pytest.mark.parametrize('case', ['other axes', 'remat policy', 'nested', 'carried'])
 def test_gradients_are_those_of_a_mask(case):
     variables = variables_of(case)
