@@ -67,93 +67,68 @@ def in_a_body(around: bool = False) -> None:
     jax.grad(lambda p: jnp.sum(Model().apply(p, x)))(params)
 
 
-LIKE_ITS_PARAMETER = '\nA cotangent has the shape and the dtype of its parameter.'
-ONE_BOUND = (
-    ': expected one of value=, norm= and global_norm=.\n'
-    'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
-)
-
 CASES: dict[str, tuple[Any, ...]] = {
     'a function that changes the shape': (
         lambda: grads(nn.map_cotangent('enc/w', summed)),
-        "CotangentError: the cotangent of 'enc/w' is float32[2, 3], and what summed "
-        f'at cotangent_errors.py:LINE returns is float32[].{LIKE_ITS_PARAMETER}',
+        "CotangentError: cotangent_errors.py:LINE | 'enc/w'",
     ),
     'an integer': (
         integer,
-        "CotangentError: scale_gradient(Glob('steps'), 0.5) selects 'steps', which has "
-        'no cotangent: it holds int32[].\n'
-        'Select real or complex variables; True takes those and no others.',
+        "CotangentError: 'steps'",
     ),
     'clip without a bound': (
         lambda: nn.clip_gradient('enc/**'),
-        f'ArgumentValueError: clip_gradient() was given no bound{ONE_BOUND}',
+        'ArgumentValueError',
         'nn.clip_gradient(where, global_norm=1.0)',
     ),
     'clip below zero': (
         lambda: nn.clip_gradient('enc/**', norm=-1.0),
-        'ArgumentValueError: norm=-1.0: expected a number from 0 on.',
+        'ArgumentValueError: norm=',
     ),
     'a factor for each': (
         lambda: nn.scale_gradient('enc/**', jnp.ones(2)),
-        'ArgumentValueError: factor has the shape (2,): expected one number.',
+        'ArgumentValueError: factor has the',
     ),
     'a factor that is a text': (
         lambda: nn.scale_gradient('enc/**', '0.5'),
-        "ArgumentTypeError: '0.5' (str) is no number for factor.\n"
-        'Write a number or an array of numbers.',
+        "ArgumentTypeError: '0.5'",
     ),
     'a reversed text': (
         lambda: nn.reverse_gradient('enc/**', '0.5'),
-        "ArgumentTypeError: '0.5' (str) is no number for factor.\n"
-        'Write a number or an array of numbers.',
+        "ArgumentTypeError: '0.5'",
     ),
     'a bound that is a list': (
         lambda: nn.clip_gradient('enc/**', norm=[1.0]),
-        'ArgumentTypeError: a list is no number for norm.\n'
-        'Write a number or an array of numbers.',
+        'ArgumentTypeError: a list is',
     ),
     'a cotangent that is a text': (
         lambda: nn.replace_cotangent('enc/**', 'zeros'),
-        "ArgumentTypeError: 'zeros' (str) is no value for a cotangent.\n"
-        'Write a number or an array of numbers.',
+        "ArgumentTypeError: 'zeros'",
     ),
     'no function of the cotangent': (
         lambda: nn.map_cotangent('enc/**', None),
-        'ArgumentTypeError: None is no function of a cotangent.\n'
-        'Write nn.map_cotangent(where, lambda path, ct: 2.0 * ct).',
+        'ArgumentTypeError: nn.map_cotangent(where, lambda path, ct: 2.0 * ct)',
     ),
     'a text for the function of the cotangent': (
         lambda: nn.map_cotangent('enc/**', lambda path, ct, x: ct, 'x'),
-        "ArgumentTypeError: 'x' (str) is no value for a cotangent.\n"
-        'Write a number or an array of numbers.',
+        "ArgumentTypeError: 'x'",
     ),
     'one path instead of two': (
         lambda: nn.copy_cotangent('enc/w'),
-        "ArgumentTypeError: 'enc/w' (str) is no dict of paths.\n"
-        "Write nn.copy_cotangent({'target': 'source'}).",
+        "ArgumentTypeError: 'enc/w' | nn.copy_cotangent({'target': 'source'})",
     ),
     'a path where values are expected': (
         lambda: nn.substitute('enc/**', lambda path, value: value),
-        "ArgumentTypeError: 'enc/**' (str) is no module, class or function.\n"
-        "Write nn.substitute(values, where='enc/**').",
+        "ArgumentTypeError: nn.substitute(values, where='enc/**')",
     ),
     'a function that reads a tracer': (
         lambda: traced(2.0),
-        'ArgumentTypeError: <lambda> at cotangent_errors.py:LINE reads a traced value '
-        "(float32[]) as 'factor'.\n"
-        'Hand it over: nn.map_cotangent(where, fn, value) calls fn(path, cotangent, '
-        'value).',
+        "ArgumentTypeError: cotangent_errors.py:LINE | 'factor' | "
+        'nn.map_cotangent(where, fn, value)',
     ),
     'a rule that takes parameters together in a body': (
         in_a_body,
-        'BlockError: clip_gradient(Constant(True), global_norm=1.0) was opened in the '
-        "body of a transform (nn.scan, nn.remat, ...), and 'Dense_0/kernel' is "
-        'read there.\n'
-        'It takes its parameters together, and a body knows those alone that the '
-        'transform hands it.\n'
-        'Open the block around the transform: with nn.clip_gradient(...): '
-        'model.apply(variables, x).',
+        'BlockError: nn.clip_gradient(...)',
         lambda: in_a_body(around=True),
     ),
 }

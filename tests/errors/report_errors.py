@@ -69,154 +69,107 @@ def in_block(index: Any) -> None:
 CASES: dict[str, tuple[Any, ...]] = {
     'a depth of a table': (
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
-        "ArgumentValueError: depth='all': expected 'fit' or 1 or 2 or None.",
+        "ArgumentValueError: 'all'",
     ),
     'a depth of a table below its top': (
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth=-1),
-        "ArgumentValueError: depth=-1: expected 'fit' or 1 or 2 or None.",
+        'ArgumentValueError: depth=',
     ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
-        'ExpectationError: The two functions compile to different programs: negate 0 '
-        'and 1, sine 1 and 0.\n'
-        'To see more, compare what testing.optimized_hlo returns for each.',
+        'ExpectationError: testing.optimized_hlo',
     ),
     'a program of another argument': (
         lambda: testing.assert_same_program(
             lambda x, y: x, lambda x, y: y, SHAPES, SHAPES
         ),
-        'ExpectationError: The two functions use different arguments, counted as '
-        'leaves: [0] and [1].\n'
-        'Read the same parameters in both.',
+        'ExpectationError: different arguments',
     ),
     'a program that prints something else': (
         lambda: testing.assert_same_program(
             lambda x: jax.debug.print('a'), lambda x: jax.debug.print('b'), SHAPES
         ),
-        'ExpectationError: The two functions call back different functions, or print '
-        'other texts: 1 and 1 calls.\n'
-        'Call the same functions in both, in the same order.',
+        'ExpectationError: call back different functions',
     ),
     'another part trained': (
         lambda: testing.assert_trains_only(loss, 'body', PARAMS),
-        "ExpectationError: Expected a gradient to 'body' and to nothing else, but the "
-        'loss does not train 1 of its parameters: body.\n'
-        'body is stopped by stop_gradient at report_errors.py:LINE (loss).\n'
-        'The loss trains 1 other parameter: head.\n'
-        'head is used at report_errors.py:LINE (loss).',
+        "ExpectationError: report_errors.py:LINE | 'body'",
     ),
     'the other part of one that depends on data': (
         frozen_but_what_is_live,
-        'PartError: sg.freeze: A part of a variable is stopped at '
-        'report_errors.py:LINE (rows_that_depend_on_data), and sg.live cannot '
-        'tell which part.\n'
-        'Frozen as a whole, or not at all, the variable would train otherwise.\n'
-        "Name the part: nn.stop_gradient(sg.at('embed/embedding', np.s_[:100])), or "
-        "sg.freeze(tx, sg.at('embed/embedding', np.s_[:100])).",
+        'PartError: report_errors.py:LINE | '
+        "nn.stop_gradient(sg.at('embed/embedding', np.s_[:100])) | "
+        "sg.freeze(tx, sg.at('embed/embedding', np.s_[:100]))",
     ),
     'no arguments': (
         lambda: testing.assert_flows(loss, PARAMS),
-        'ArgumentTypeError: loss at report_errors.py:LINE is to be traced, and its '
-        'arguments are not given.\n'
-        "Write them after the filter: assert_flows(loss, 'head/**', params, x).",
+        "ArgumentTypeError: report_errors.py:LINE | 'head/**'",
         lambda: testing.assert_flows(loss, 'head', PARAMS),
     ),
     'no parameters': (
         lambda: sg.gradient_flow(loss, None),
-        'ArgumentTypeError: loss at report_errors.py:LINE has no parameters: argument '
-        '0 holds no arrays.\n'
-        'Give arrays or their shapes, and say which argument holds them: argnums=1.',
+        'ArgumentTypeError: report_errors.py:LINE',
     ),
     'a depth below the top': (
         lambda: sg.gradient_flow(loss, PARAMS).table(depth=-1),
-        'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
+        'ArgumentValueError: depth=',
     ),
     'a depth below the top of a step': (
         lambda: testing.moves(PARAMS, descends(PARAMS)).table(depth=-1),
-        'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
+        'ArgumentValueError: depth=',
     ),
     'a step in place of trees': (
         lambda: testing.moves(descends, PARAMS),
-        'ArgumentTypeError: The tree before the step has no parameters: it is '
-        'a function.\n'
-        'Give the parameters before and after it: moves(params, new_params).',
+        'ArgumentTypeError: moves(params, new_params)',
         lambda: testing.moves(PARAMS, descends(PARAMS)),
     ),
     'a tree that was donated': (
         moves_of_a_donating_step,
-        "ArgumentValueError: 'body' in the tree before the step was donated to it.\n"
-        'Copy the tree before the step: before = jax.tree.map(jnp.copy, tree), '
-        'where tree is params or nnx.state(model).',
+        "ArgumentValueError: 'body' | jax.tree.map(jnp.copy, tree) | nnx.state(model)",
     ),
     'a module before and after': (
         lambda: testing.moves(nnx.state(MODEL), MODEL),
-        "ArgumentValueError: 'bias' in the tree before the step was changed in place.\n"
-        'Copy the tree before the step: before = jax.tree.map(jnp.copy, tree), '
-        'where tree is params or nnx.state(model).',
+        "ArgumentValueError: 'bias' | jax.tree.map(jnp.copy, tree) | nnx.state(model)",
         lambda: testing.moves(jax.tree.map(jnp.copy, nnx.state(MODEL)), MODEL),
     ),
     'parameters of another model': (
         lambda: testing.moves(PARAMS, {'head': PARAMS['head']}),
-        'StructureError: the tree before the step and the tree after it have different '
-        'structures.\n'
-        "  'body': in the tree before the step, not in the tree after it; nearest "
-        "there: 'head'",
+        "StructureError: 'body' | 'head'",
     ),
     'parameters of another shape': (
         lambda: testing.moves(PARAMS, {**PARAMS, 'head': jnp.ones(1)}),
-        "StructureError: the tree after the step at 'head' has another shape than the "
-        'parameter.\n'
-        'Expected: float32[3]\nFound:    float32[1]',
+        "StructureError: 'head'",
     ),
     'gradients of another tree': (
         lambda: testing.moves(PARAMS, descends(PARAMS), {'tail': jnp.ones(3)}),
-        'ArgumentValueError: gradients= has no parameter of the tree before the step: '
-        'tail, and the tree has body, head.\n'
-        'Give the gradients of the same tree, or the same part of both.',
+        'ArgumentValueError: gradients=',
     ),
     'another part moved': (
         lambda: testing.assert_moves_only(PARAMS, descends(PARAMS), 'body'),
-        "ExpectationError: Expected the step to move 'body' and nothing else.\n"
-        'It does not move body.\n'
-        'body: still. If it should have a gradient: sg.gradient_flow(loss, ...).\n'
-        'It moves head.\n'
-        'head: moves. If it should stay: sg.freeze(tx, where).',
+        "ExpectationError: 'body' | sg.gradient_flow(loss, ...) | sg.freeze(tx, where)",
     ),
     'parameters in place of variables': (
         lambda: sg.live(Layer(), {'Dense_0': PARAMS}, jnp.ones(2), None),
-        "ArgumentTypeError: Layer takes a dict of collections, and was given 'Dense_0'."
-        '\n'
-        "Write the collection: sg.live(model, {'params': params}, x).",
+        "ArgumentTypeError: 'Dense_0' | sg.live(model, {'params': params}, x)",
     ),
     'a report with arguments': (
         lambda: testing.assert_flows(sg.gradient_flow(loss, PARAMS), 'head', PARAMS),
-        'ArgumentTypeError: A report was given with 1 argument, but it was made with '
-        'its own.\n'
-        'Leave the arguments out, or give the function instead of the report.',
+        'ArgumentTypeError: A report was',
     ),
     'a class as a table': (
         lambda: sg.tabulate(fnn.Dense, jax.random.key(0)),
-        'ArgumentTypeError: tabulate() takes a Module instance, and was given the '
-        'class Dense.\n'
-        'Make the module: sg.tabulate(Model(...), rngs)(x).',
+        'ArgumentTypeError: sg.tabulate(Model(...), rngs)',
     ),
     'a part that there is not': (
         lambda: in_block(np.s_[5:]),
-        "PartError: Index(np.s_[5:]) does not fit 'Dense_0/bias', an array of shape "
-        '(2,): it takes nothing.\n'
-        'Name elements that the array has, or other variables in sg.at.',
+        "PartError: 'Dense_0/bias' | sg.at",
     ),
     'a part of a leaf': (
         lambda: sg.labels(PARAMS, {'slow': sg.at('body', np.s_[:2])}),
-        "PartError: sg.labels: The filter means a part of 'body', and a label takes "
-        'whole leaves.\n'
-        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
+        "PartError: 'body' | sg.labels",
     ),
     'layers that there are not': (
         lambda: block_errors.stacked([]),
-        'PartError: frozen_layers=[] does not fit a scan of 4 layers: '
-        'it selects no layer.\n'
-        'Write indices from 0 to 3, such as frozen_layers=slice(0, 2), or a bool for '
-        'each layer.',
+        'PartError: frozen_layers=slice',
     ),
 }
