@@ -14,7 +14,6 @@ from flax_sg import errors
 from flax_sg.autodiff import unfed
 from flax_sg.autodiff.arguments import split_by
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
-from flax_sg.engine import blocks
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters import Where
 from flax_sg.filters.predicates import describe
@@ -111,9 +110,8 @@ def value_and_grad(
             return fun_of_args(*all_args, **kwargs)
 
         both = jax.value_and_grad(fun_of_live, has_aux=has_aux, holomorphic=holomorphic)
-        with blocks.thread.closing() as closed:
-            value, found = both(split.live)
-        unfed.warn(describe(fun), split, fed, closed)
+        value, found = both(split.live)
+        unfed.warn(describe(fun), split, fed)
         grads = split.form(absent)(found)
         return value, grads if isinstance(argnums, Sequence) else grads[0]
 
