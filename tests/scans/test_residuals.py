@@ -200,7 +200,9 @@ def test_a_callback_of_a_frozen_parameter_and_the_names_of_operations():
             with jax.named_scope('inside'):
                 return jnp.sin(w * x)
 
-    stack = scan_of(Body, 3)()
+    # Flax 0.12.12 takes any callback for a value that changes from turn to turn.
+    options = oracle.STACKED | {'check_constancy_invariants': False}
+    stack = linen.scan(Body, length=3, **options)()
     variables = stack.init(jax.random.key(0), 0.5, None)
     seen.clear()
     stack.apply(variables, 0.5, None)
