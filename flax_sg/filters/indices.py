@@ -178,8 +178,7 @@ class Part:
         if isinstance(elements, Mask):
             if elements.array.shape == ():  # A bool that is traced.
                 return elements.array.reshape((1,) * len(shape))
-            if elements.array.shape != shape:
-                raise wrong_part(elements, path, shape, 'the shapes differ')
+            assert elements.array.shape == shape, (path, shape)  # See ``BoolTree``.
             return elements.array
         if isinstance(elements, Unclear):  # At most all of them.
             return np.ones((1,) * len(shape), bool)
@@ -368,9 +367,7 @@ def wrong_part(
     index: Any, path: str, shape: tuple[int, ...], problem: str
 ) -> errors.PartError:
     """A part of an array is meant that there is not, or that cannot be told apart."""
-    fix = 'Name elements that the array has, or other variables in sg.at.'
-    if isinstance(index, Mask):
-        fix = 'Give an array of bools in the shape of the variable, or True or False.'
     return errors.PartError(
-        f'{index!r} does not fit {path!r}, an array of shape {shape}: {problem}.\n{fix}'
+        f'{index!r} does not fit {path!r}, an array of shape {shape}: {problem}.\n'
+        'Name elements that the array has, or other variables in sg.at.'
     )

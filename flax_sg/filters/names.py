@@ -43,20 +43,23 @@ class BoolTree(Atom):
     Attributes:
         bools: the bool of each name in the tree, or the part that an array marks, by
             the names that lead to it.
+        shapes: the shape of each array, by the same names.
 
     Raises:
         FilterTypeError: if a leaf is no bool, and no array of bools.
         ArgumentValueError: when called, if the tree has no answer for the path.
-        PartError: when used, if an array has not the shape of its variable.
+        PartError: when called, if an array has not the shape of its variable.
     """
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'names'})
     names_leaves: ClassVar[bool] = True
     bools: dict[tuple[str, ...], bool | Part]
+    shapes: dict[tuple[str, ...], tuple[int, ...]]
 
     # No dataclass: see ``Predicate``.
     def __init__(self, tree: Any) -> None:
         bools: dict[tuple[str, ...], bool | Part] = {}
+        shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
         for outer, inner, node in names_in(plain(tree)):
             names = (*outer, *inner)
             leaves = jax.tree.leaves(node)
@@ -70,7 +73,10 @@ class BoolTree(Atom):
                     'For a tree of other arrays write sg.stop_gradient(tree, where).'
                 )
             [bools[names]] = said
+            if len(leaves) == 1 and np.ndim(leaves[0]):
+                shapes[names] = np.shape(leaves[0])
         object.__setattr__(self, 'bools', bools)
+        object.__setattr__(self, 'shapes', shapes)
 
     @functools.cached_property
     def identity(self) -> Hashable:
@@ -91,6 +97,13 @@ class BoolTree(Atom):
             return False
         for depth in range(len(path.parts) + 1):
             if (take := self.bools.get(path.parts[:depth])) is not None:
+                shape = self.shapes.get(path.parts[:depth])
+                if shape and path.array and shape != path.array.shape:
+                    raise errors.PartError(
+                        f'An array of bools of shape {shape} does not fit '
+                        f'{str(path)!r}, an array of shape {path.array.shape}.\n'
+                        'Give one in the shape of the variable, or True or False.'
+                    )
                 return take
         raise errors.ArgumentValueError(
             f'A tree of bools has no answer for the variable {str(path)!r} of the '

@@ -129,7 +129,7 @@ def split_scan(
     count: int = max(sizes, default=0)
     # If sizes differ, JAX says so. ``init`` scans no parameters, and makes them.
     known = len(sizes) == 1 and any(params)
-    masks = _masks(frozen, names, count) if known else np.zeros((1, 1), bool)
+    masks = _masks(frozen, names, stack, count) if known else np.zeros((1, 1), bool)
     if not masks.any():
         return jax.lax.scan(body, init, xs, length=length, reverse=reverse, **options)
     layer, init = _Layer.of(body, init, xs, params)
@@ -155,12 +155,15 @@ def split_scan(
 
 
 def _masks(
-    frozen: Layers, names: Sequence[tuple[Any, ...] | None], length: int
+    frozen: Layers,
+    names: Sequence[tuple[Any, ...] | None],
+    stack: Sequence[Any],
+    length: int,
 ) -> NDArray[np.bool_]:
     """A mask of the frozen layers for each scanned leaf; of no layer for others."""
     masks = np.zeros((len(names), length), bool)
     numbers = [number for number, name in enumerate(names) if name is not None]
-    paths = [path_of(name) for name in names if name is not None]
+    paths = [path_of(names[number] or (), stack[number]) for number in numbers]
     by_path = frozen if isinstance(frozen, Mapping) else {True: frozen}
     for where, layers in by_path.items():
         mask = chosen(layers, length)

@@ -191,7 +191,7 @@ def _names_of(tree: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     return out
 
 
-def path_of(keys: Keys) -> Path:
+def path_of(keys: Keys, leaf: Any = None) -> Path:
     """The path that a filter sees for a key path of JAX.
 
     >>> import jax
@@ -201,8 +201,9 @@ def path_of(keys: Keys) -> Path:
 
     Args:
         keys: a key path, of any kind of keys.
+        leaf: what is there, if a filter may ask for its shape.
     """
-    return _path_of(tuple(map(name_of, keys)), (), None, False)
+    return _path_of(tuple(map(name_of, keys)), (), leaf, False)
 
 
 def _path_of(

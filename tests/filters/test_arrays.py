@@ -1,5 +1,7 @@
 """``sg.arrays``: leaves by their shape and dtype, wherever a filter may stand."""
 
+from typing import Any
+
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
@@ -7,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax.core.meta import Partitioned
+from flax.training import train_state
 
 import flax_sg as sg
 import oracle
-from flax_sg import errors
+from flax_sg import errors, testing
 from flax_sg import linen as nn
 
 
@@ -65,6 +68,40 @@ def test_a_mask_for_weight_decay():
     for name in PARAMS:
         assert (updates[name]['kernel'] == -0.5 * PARAMS[name]['kernel']).all()
         assert not updates[name]['bias'].any()
+
+
+def test_layers_of_a_scan():
+    """The filter sees the stack, with the axis of the layers."""
+
+    class Layers(fnn.Module):
+        frozen: Any = None
+
+        @fnn.compact
+        def __call__(self, x):
+            cell = lambda cell, x, _: (jnp.tanh(cell(x)), None)  # noqa: E731
+            scan = nn.scan(cell, length=3, frozen_layers=self.frozen, **oracle.STACKED)
+            return scan(fnn.Dense(4, name='cell'), x, None)[0]
+
+    params = Layers().init(jax.random.key(0), X)['params']
+    kernels = sg.arrays(lambda a: a.shape == (3, 4, 4))
+
+    def gradient(frozen):
+        model = Layers(frozen)
+        return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X)))(params)
+
+    found = gradient({kernels: slice(0, 2)})
+    oracle.assert_same(found, gradient({'**/kernel': slice(0, 2)}))
+    assert found['cell']['kernel'].any((1, 2)).tolist() == [False, False, True]
+    assert found['cell']['bias'].any(1).all()
+
+
+def test_what_moves():
+    state = train_state.TrainState.create(
+        apply_fn=None, params=PARAMS, tx=optax.sgd(0.1)
+    )
+    updates = jax.tree.map(lambda w: 1.0 * (w.ndim > 2), PARAMS)
+    after = state.replace(params=optax.apply_updates(PARAMS, updates))
+    testing.assert_moves_only(state, after, sg.arrays(lambda a: a.ndim > 2))
 
 
 def test_what_a_leaf_may_be():

@@ -377,10 +377,12 @@ def test_as_values():
 # Bad input.
 
 
-def test_a_mask_of_another_shape():
-    wrong = {**MASK, 'one': {**MASK['one'], 'kernel': np.eye(3, 2, dtype=bool)}}
-    said = r"Mask\(bool\[3, 2\]\) does not fit 'one/kernel', an array of shape \(3, 3\)"
+@pytest.mark.parametrize('array', [np.eye(3, 2, dtype=bool), np.ones((3, 1), bool)])
+def test_a_mask_of_another_shape(array):
+    wrong = {**MASK, 'one': {**MASK['one'], 'kernel': array}}
+    said = r"shape \(3, .\) does not fit 'one/kernel', an array of shape \(3, 3\)"
     for use in (
+        lambda: in_block(PARAMS, wrong),
         lambda: jax.grad(in_block)(PARAMS, wrong),
         lambda: jax.grad(of_tree)(PARAMS, wrong),
         lambda: jax.jit(jax.grad(of_tree))(PARAMS, wrong),
