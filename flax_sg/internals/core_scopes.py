@@ -60,9 +60,10 @@ def scratch_scope(scope: Scope, flags: Mapping[str, Any]) -> Scope:
     kept = {
         c: t for c, t in stored(scope).items() if not scope.is_mutable_collection(c)
     }
+    rngs: dict[str, Any] = dict(scope.rngs)
     return Scope(
         {**kept, **copied_mutable(scope)},
-        rngs=dict(scope.rngs),
+        rngs=rngs,
         name=scope.name,
         mutable=scope.mutable,
         path=scope.path,
