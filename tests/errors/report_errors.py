@@ -35,15 +35,6 @@ def descends(params: Any) -> Any:
     return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
 
-def moves_of_a_donating_step() -> None:
-    params = jax.tree.map(jnp.copy, PARAMS)
-    jax.block_until_ready(params)
-    new = jax.tree.map(jnp.add, params, params)
-    for leaf in jax.tree.leaves(params):
-        leaf.delete()  # As donation does.
-    testing.moves(params, new)
-
-
 MODEL = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
@@ -77,32 +68,32 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
-        'ExpectationError: The two functions compile to different programs: negate 0 '
-        'and 1, sine 1 and 0.\n'
+        'ExpectationError: The two functions compile to different programs.\n'
         'To see more, compare what testing.optimized_hlo returns for each.',
     ),
     'a program of another argument': (
         lambda: testing.assert_same_program(
             lambda x, y: x, lambda x, y: y, SHAPES, SHAPES
         ),
-        'ExpectationError: The two functions use different arguments, counted as '
-        'leaves: [0] and [1].\n'
-        'Read the same parameters in both.',
+        'ExpectationError: The two functions use different arguments: leaves [0] and '
+        '[1].\n'
+        'To see more, compare what testing.optimized_hlo returns for each.',
     ),
     'a program that prints something else': (
         lambda: testing.assert_same_program(
             lambda x: jax.debug.print('a'), lambda x: jax.debug.print('b'), SHAPES
         ),
         'ExpectationError: The two functions call back different functions, or print '
-        'other texts: 1 and 1 calls.\n'
-        'Call the same functions in both, in the same order.',
+        'other texts.\n'
+        'To see more, compare what testing.optimized_hlo returns for each.',
     ),
     'another part trained': (
         lambda: testing.assert_trains_only(loss, 'body', PARAMS),
-        "ExpectationError: Expected a gradient to 'body' and to nothing else, but the "
-        'loss does not train 1 of its parameters: body.\n'
-        'body is stopped by stop_gradient at report_errors.py:LINE (loss).\n'
-        'The loss trains 1 other parameter: head.\n'
+        "ExpectationError: Expected a gradient to 'body' and to nothing else.\n"
+        'The loss does not train body.\n'
+        'body is used at report_errors.py:LINE (loss).\n'
+        'It is stopped by stop_gradient at report_errors.py:LINE (loss).\n'
+        'The loss trains head.\n'
         'head is used at report_errors.py:LINE (loss).',
     ),
     'the other part of one that depends on data': (
@@ -113,13 +104,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         'Frozen as a whole, or not at all, the variable would train otherwise.\n'
         "Name the part: nn.stop_gradient(sg.at('embed/embedding', np.s_[:100])), or "
         "sg.freeze(tx, sg.at('embed/embedding', np.s_[:100])).",
-    ),
-    'no arguments': (
-        lambda: testing.assert_flows(loss, PARAMS),
-        'ArgumentTypeError: loss at report_errors.py:LINE is to be traced, and its '
-        'arguments are not given.\n'
-        "Write them after the filter: assert_flows(loss, 'head/**', params, x).",
-        lambda: testing.assert_flows(loss, 'head', PARAMS),
     ),
     'no parameters': (
         lambda: sg.gradient_flow(loss, None),
@@ -135,24 +119,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: testing.moves(PARAMS, descends(PARAMS)).table(depth=-1),
         'ArgumentValueError: depth=-1: expected 0 or 1 or 2 or None.',
     ),
-    'a step in place of trees': (
-        lambda: testing.moves(descends, PARAMS),
-        'ArgumentTypeError: The tree before the step has no parameters: it is '
-        'a function.\n'
-        'Give the parameters before and after it: moves(params, new_params).',
-        lambda: testing.moves(PARAMS, descends(PARAMS)),
-    ),
-    'a tree that was donated': (
-        moves_of_a_donating_step,
-        "ArgumentValueError: 'body' in the tree before the step was donated to it.\n"
-        'Copy the tree before the step: before = jax.tree.map(jnp.copy, tree), '
-        'where tree is params or nnx.state(model).',
-    ),
     'a module before and after': (
         lambda: testing.moves(nnx.state(MODEL), MODEL),
-        "ArgumentValueError: 'bias' in the tree before the step was changed in place.\n"
-        'Copy the tree before the step: before = jax.tree.map(jnp.copy, tree), '
-        'where tree is params or nnx.state(model).',
+        'ArgumentValueError: Both trees have the same Variables, which the step '
+        'changes in place.\n'
+        'Copy before it: before = jax.tree.map(jnp.copy, nnx.state(model)).',
         lambda: testing.moves(jax.tree.map(jnp.copy, nnx.state(MODEL)), MODEL),
     ),
     'parameters of another model': (
@@ -170,29 +141,21 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'gradients of another tree': (
         lambda: testing.moves(PARAMS, descends(PARAMS), {'tail': jnp.ones(3)}),
-        'ArgumentValueError: gradients= has no parameter of the tree before the step: '
-        'tail, and the tree has body, head.\n'
-        'Give the gradients of the same tree, or the same part of both.',
+        'ArgumentValueError: gradients= has none of body, head.\n'
+        'Give the gradients of the same tree, or the same part of both trees.',
     ),
     'another part moved': (
         lambda: testing.assert_moves_only(PARAMS, descends(PARAMS), 'body'),
         "ExpectationError: Expected the step to move 'body' and nothing else.\n"
         'It does not move body.\n'
-        'body: still. If it should have a gradient: sg.gradient_flow(loss, ...).\n'
+        'body: its value does not change.\n'
         'It moves head.\n'
-        'head: moves. If it should stay: sg.freeze(tx, where).',
-    ),
-    'parameters in place of variables': (
-        lambda: sg.live(Layer(), {'Dense_0': PARAMS}, jnp.ones(2), None),
-        "ArgumentTypeError: Layer takes a dict of collections, and was given 'Dense_0'."
-        '\n'
-        "Write the collection: sg.live(model, {'params': params}, x).",
+        'head: its value changes.\n'
+        'To keep some as they are: sg.freeze(tx, where).',
     ),
     'a report with arguments': (
         lambda: testing.assert_flows(sg.gradient_flow(loss, PARAMS), 'head', PARAMS),
-        'ArgumentTypeError: A report was given with 1 argument, but it was made with '
-        'its own.\n'
-        'Leave the arguments out, or give the function instead of the report.',
+        'TypeError: A report was made with its own arguments: give none with it.',
     ),
     'a class as a table': (
         lambda: sg.tabulate(fnn.Dense, jax.random.key(0)),
