@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from flax_sg.flow.flat import Flat, Step
+from flax_sg.flow.flat import UNKNOWN, Flat, Step
 from flax_sg.flow.pullback import has_tangent
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import Bodies
@@ -113,7 +113,7 @@ def _described(last: _Walked | None) -> Way:
             leaves = next(map(jaxprs.described, own), step.source)
             lines[leaves] = None
         by = _said(step) if cuts else by
-    return Way(tuple(lines), by, leaves)
+    return Way(tuple(line for line in lines if line != UNKNOWN), by, leaves)
 
 
 # A file, a function in it, and the lines of a ``with`` statement.

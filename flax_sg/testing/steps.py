@@ -49,6 +49,7 @@ class Moves(Shown):
         parameters: the path of each parameter.
         status: for each ``'moves'``, ``'stuck'``, ``'drifts'`` or ``'still'``.
         reasons: why a parameter is certainly stuck; ``''`` otherwise.
+        moved: the share of its elements that change.
     """
 
     title = 'What the step moves'
@@ -56,6 +57,7 @@ class Moves(Shown):
     parameters: tuple[Path, ...]
     status: tuple[str, ...]
     reasons: tuple[str, ...]
+    moved: tuple[float, ...]
 
     @property
     def names(self) -> list[str]:
@@ -72,9 +74,9 @@ class Moves(Shown):
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
-        names = 'parameter', 'collection', 'status', 'reason'
-        collections = [path.collection for path in self.parameters]
-        rows = zip(self.names, collections, self.status, self.reasons, strict=True)
+        names = 'parameter', 'collection', 'status', 'reason', 'moved'
+        of = [path.collection for path in self.parameters]
+        rows = zip(self.names, of, self.status, self.reasons, self.moved, strict=True)
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def matrix(self, depth: int | None = None) -> Matrix:
@@ -116,7 +118,7 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
     ...     print(row['parameter'], row['status'], '|', row['reason'])
     body drifts |
     head moves |
-    low stuck | updates are lost in the rounding of float16
+    low stuck | updates as large as the others are lost in the rounding of float16
 
     Args:
         before: the parameters before the step: a dict of them or of collections, an NNX
@@ -162,17 +164,18 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
         gradient, *known[path.place] = known.get(path.place) or [False]
         compared.append(_compared(value, now, gradient))
     compared = jax.device_get(compared)
-    largest = max((change for change, _, has in compared if has), default=0.0)
-    found: list[tuple[str, str]] = []
-    for (_, value), (change, finest, has) in zip(old, compared, strict=True):
-        moved = bool(change != 0)
-        word = _STATUS[moved, moved if gradients is None else bool(has)]
-        reason = ''
-        if word == STUCK and 0 < largest < finest:
-            reason = f'updates are lost in the rounding of {jnp.result_type(value)}'
-        found.append((word, reason))
-    status, reasons = (tuple(row[n] for row in found) for n in (0, 1))
-    return Moves(tuple(paths), status, reasons)
+    largest = max((row[1] for row in compared if row[0] and row[3]), default=0.0)
+    status: list[str] = []
+    reasons: list[str] = []
+    for (_, value), (share, _, finest, has) in zip(old, compared, strict=True):
+        moves, reason = bool(share), ''
+        status.append(_STATUS[moves, moves if gradients is None else bool(has)])
+        if status[-1] == STUCK and 0 < largest < finest:
+            reason = 'updates as large as the others are lost in the rounding of '
+            reason += str(jnp.result_type(value))
+        reasons.append(reason)
+    shares = (float(row[0]) for row in compared)
+    return Moves(tuple(paths), tuple(status), tuple(reasons), tuple(shares))
 
 
 def assert_moves_only(
@@ -242,22 +245,23 @@ def _gradients(gradients: Any) -> dict[Any, list[Any]]:
 
 
 @jax.jit
-def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, Any, Any]:
+def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, Any, Any, Any]:
     """What became of an array.
 
     Returns:
-        The largest change of an element, the largest update that is lost in the
-        rounding wherever there is a gradient, and whether there is one.
+        The share of the elements that change, the largest change, the largest update
+        that is lost in the rounding wherever there is a gradient, and whether there is.
     """
     old, new, has = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
     kind, has = old.dtype, has.astype(bool)
     wide = kind if jnp.finfo(kind).bits >= 32 else jnp.float32
     old, new = old.astype(wide), new.astype(wide)
     differ = (new != old) & ~(jnp.isnan(new) & jnp.isnan(old))
-    change = jnp.max(jnp.abs(new - old), initial=0, where=differ)
+    change = jnp.max(jnp.abs(new - old), initial=0)
     # Half the distance to the next number, which is smaller below a power of two.
     eps = float(jnp.finfo(kind).eps) * jnp.isrealobj(old)  # Complex: nothing is proven.
     lost = jnp.abs(old) * (eps / 4)
     there = has if has.shape in ((), old.shape) else jnp.any(has)
     finest = jnp.min(lost, where=there, initial=jnp.inf)
-    return change, finest, jnp.any(has)
+    share = jnp.mean(differ) if differ.size else jnp.zeros(())
+    return share, change, finest, jnp.any(has)

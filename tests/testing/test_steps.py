@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -60,6 +61,13 @@ def test_what_moves_has_a_gradient(grads):
     testing.assert_moves_only(PARAMS, new, 'crown/**')
 
 
+def test_the_share_of_elements_that_change():
+    new = descends()(PARAMS, X)
+    some = {**new, 'tower': {'kernel': PARAMS['tower']['kernel'].at[0].add(1.0)}}
+    shares = [row['moved'] for row in testing.moves(PARAMS, some).rows()]
+    assert shares == [1.0, np.float32(1 / 3)]
+
+
 def test_weight_decay_moves_what_has_no_gradient():
     new = descends(decay=0.1)(PARAMS, X)
     assert said(testing.moves(PARAMS, new, GRADS))['tower/kernel'] == ('drifts', '')
@@ -88,7 +96,7 @@ def test_an_update_below_the_resolution_of_a_type(kind):
     new = step(low)
     assert (new['low'] == low['low']).all() and (new['high'] != low['high']).any()
     name = jnp.dtype(kind).name
-    lost = f'updates are lost in the rounding of {name}'
+    lost = f'updates as large as the others are lost in the rounding of {name}'
     assert said(testing.moves(low, new, grads))['low'] == ('stuck', lost)
     with pytest.raises(AssertionError, match=f'low: {lost}'):
         testing.assert_moves_only(low, new, True, grads)
