@@ -80,7 +80,7 @@ class Step:
         """The line of the user."""
         return self.place.source(self.eqn)
 
-    def readers(self) -> list[int]:
+    def reaches(self) -> list[int]:
         """For each input a bit for each output that depends on it."""
         if self.name in _EACH_FOR_ITSELF:
             return [1 << number for number in range(len(self.ins))]
@@ -120,7 +120,7 @@ class Flat:
     @functools.cached_property
     def read(self) -> list[int]:
         """For each value the outputs of the program that depend on it, as bits."""
-        return self._reaching(Step.readers, lambda aval: True)
+        return self._reaching(Step.reaches, lambda aval: True)
 
     @functools.cached_property
     def live(self) -> list[int]:

@@ -74,7 +74,7 @@ def way(flat: Flat, slots: Iterable[int], output: int) -> Way:
         seen.add(value)
         if value == flat.outputs[output]:
             return _described(walked)
-        rows, reaches = Step.readers, flat.read
+        rows, reaches = Step.reaches, flat.read
         if is_live(value):
             rows, reaches = flat.flows, flat.live
         cuts = not is_live(value) and has_tangent(flat.avals[value])

@@ -66,7 +66,7 @@ class Matrix:
         width = max((len(word.text) for word in words), default=0)
         legend = [f'{word.text:{width}}  {word.meaning}' for word in words]
         head = ['', *self.columns, *[self.notes] * bool(self.notes)]
-        lines = [text.wrapped(head, rows), '', *legend]
+        lines = [text.table(head, rows, most=100), '', *legend]
         if self.totals:
             lines += ['', *self.totals]
         return text.encodable('\n'.join(lines).rstrip())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 from flax import linen
@@ -94,23 +94,21 @@ def tabulate(
         found: list[Counted] = []
         if jax.tree.leaves(tree):
             report = gradient_flow(run, tree, *args, **options)
-            for n, path in enumerate(report.parameters):
-                if path.collection == 'params':
-                    shape, count = report.shapes[n], report.count(n)
-                    counts = count, shape.size - count
-                    found.append(Counted(path, shape.dtype, *counts))
+            for n, (path, shape) in enumerate(
+                zip(report.parameters, report.shapes, strict=True)
+            ):
+                count = report.count(n)
+                found.append((path, shape.dtype, (count, shape.size - count)))
+        found = [one for one in found if one[0].collection == 'params']
         return ModuleTable.of(_rows(classes, found), found, depth)
 
     return show
 
 
-class Counted(NamedTuple):
-    """A parameter, and how many of its values are trained, and how many are not."""
-
-    path: Path
-    dtype: Any
-    trained: int
-    frozen: int
+# How many values are trained, and how many are not: stopped, not used, or integers.
+Counts: TypeAlias = tuple[int, int]
+# A parameter, its dtype, and its counts.
+Counted: TypeAlias = tuple[Path, Any, Counts]
 
 
 class Row(NamedTuple):
@@ -119,26 +117,23 @@ class Row(NamedTuple):
     Attributes:
         names: the names in the path.
         cls: the name of the class, ``''`` for a module that is not called.
-        trained: the number of parameter values that the outputs train.
-        frozen: that of those without a gradient: stopped, not used, or integers.
+        counts: of the values of its parameters.
     """
 
     names: tuple[str, ...]
     cls: str
-    trained: int
-    frozen: int
+    counts: Counts
 
     def as_dict(self) -> dict[str, Any]:
         """The row as plain data."""
-        word = 'frozen' if self.frozen else ''
-        if self.trained:
-            word = 'partly' if self.frozen else 'trainable'
+        trained, frozen = self.counts
+        word = 'partly' if trained and frozen else 'trainable' if trained else ''
         return {
             'module': '/'.join(self.names),
             'class': self.cls,
-            'parameters': self.trained + self.frozen,
-            'trainable': self.trained,
-            'gradient': word,
+            'parameters': trained + frozen,
+            'trainable': trained,
+            'gradient': word or 'frozen' * bool(frozen),
         }
 
 
@@ -149,7 +144,7 @@ class ModuleTable(str):
 
     @classmethod
     def of(
-        cls, rows: Sequence[Row], found: Iterable[Counted], depth: Any
+        cls, rows: Sequence[Row], found: Sequence[Counted], depth: Any
     ) -> ModuleTable:
         """The table of some modules, as deep as ``tabulate`` says."""
         deepest = max(len(row.names) for row in rows)
@@ -159,8 +154,10 @@ class ModuleTable(str):
         lines = [_as_text(_joined(rows, deepest if depth is None else depth)), '']
         if depth is not None and depth < deepest:
             lines.append(f'Shown to depth={depth}; depth=None shows all modules.')
-        trained = text.amount([(one.trained, one.dtype) for one in found])
-        frozen = text.amount([(one.frozen, one.dtype) for one in found])
+        trained, frozen = (
+            text.amount([(counts[n], dtype) for _, dtype, counts in found])
+            for n in (0, 1)
+        )
         table = cls('\n'.join([*lines, f'Trainable: {trained}   Frozen: {frozen}']))
         table.modules = rows
         return table
@@ -183,20 +180,12 @@ def _rows(
     """
     prefixes = (names[:n] for names in classes for n in range(len(names) + 1))
     order = {names: number for number, names in enumerate(dict.fromkeys(prefixes))}
-    inside: dict[tuple[str, ...], list[Counted]] = {(): []}
-    for one in found:
-        for n in range(len(one.path.parts)):
-            if n == 0 or one.path.parts[:n] in order:
-                inside.setdefault(one.path.parts[:n], []).append(one)
-    rows = [
-        Row(
-            names,
-            classes.get(names, ''),
-            sum(one.trained for one in several),
-            sum(one.frozen for one in several),
-        )
-        for names, several in inside.items()
-    ]
+    inside: dict[tuple[str, ...], list[Counts]] = {(): [(0, 0)]}
+    for path, _, counts in found:
+        for names in (path.parts[:n] for n in range(len(path.parts))):
+            if not names or names in order:
+                inside.setdefault(names, []).append(counts)
+    rows = [Row(x, classes.get(x, ''), _total(counts)) for x, counts in inside.items()]
     return sorted(
         rows,
         key=lambda row: [order[row.names[: n + 1]] for n in range(len(row.names))],
@@ -208,13 +197,14 @@ def _joined(rows: Sequence[Row], depth: int) -> list[Row]:
     shown = [row for row in rows if len(row.names) <= depth]
     repeated = text.repeated([row.names for row in shown], [row[1:] for row in shown])
     return [
-        shown[same[0]]._replace(
-            names=names,
-            trained=sum(shown[n].trained for n in same),
-            frozen=sum(shown[n].frozen for n in same),
-        )
+        Row(names, shown[same[0]].cls, _total(shown[n].counts for n in same))
         for names, same in repeated
     ]
+
+
+def _total(several: Iterable[Counts]) -> Counts:
+    trained, frozen = map(sum, zip(*several, strict=True))
+    return trained, frozen
 
 
 def _as_text(rows: Sequence[Row]) -> str:
