@@ -37,24 +37,30 @@ class RefusedError(Exception):
     """JAX does not differentiate a program; the cause is JAX's own error."""
 
 
-def zero_gradients(
-    program: ClosedJaxpr, outputs: Sequence[int], slots: Sequence[int]
-) -> list[list[Mask]]:
+def zero_gradients(program: ClosedJaxpr, slots: Sequence[int]) -> list[list[Mask]]:
     """Which elements of gradients are zero, whatever the inputs of a program are.
 
     Args:
         program: the program.
-        outputs: the numbers of the outputs.
         slots: the numbers of the inputs that are differentiated.
 
     Returns:
-        For each of the outputs, and in it for each of the inputs.
+        For each output, and in it for each of the inputs. What has no derivative, such
+        as an integer, has a gradient of zero.
 
     Raises:
         RefusedError: if ``jax.grad`` would raise.
     """
-    needed = _needed(program.jaxpr)
-    return [_zeros_of(program, needed, number, slots) for number in outputs]
+    needed, types = _needed(program.jaxpr), program.in_avals
+    wanted = [slot for slot in slots if has_tangent(types[slot])]
+    found: list[list[Mask]] = []
+    for output, aval in enumerate(program.out_avals):
+        zeros = dict.fromkeys(slots, np.array(True))
+        if wanted and has_tangent(aval):
+            masks = _zeros_of(program, needed, output, wanted)
+            zeros |= zip(wanted, masks, strict=True)
+        found.append(list(zeros.values()))
+    return found
 
 
 def _needed(jaxpr: Any) -> list[tuple[JaxprEqn, int]]:
@@ -208,17 +214,14 @@ class Reach:
 
 def _rows_of(eqn: JaxprEqn) -> list[int]:
     variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, Var)))
-    takes = [n for n, var in enumerate(variables) if has_tangent(var.aval)]
-    gives = [n for n, var in enumerate(eqn.outvars) if has_tangent(var.aval)]
     empty = jax.make_jaxpr(lambda: ())().jaxpr
     alone = empty.replace(invars=variables, outvars=eqn.outvars, eqns=[eqn])
-    alone = ClosedJaxpr(alone, ())
-    rows: dict[Any, int] = {}
-    for out, zeros in zip(gives, zero_gradients(alone, gives, takes), strict=True):
-        for n, zero in zip(takes, zeros, strict=True):
-            row = rows.get(variables[n], 0)
-            rows[variables[n]] = row | (not zero.all()) << out
-    return [rows.get(v, 0) if isinstance(v, Var) else 0 for v in eqn.invars]
+    zeros = zero_gradients(ClosedJaxpr(alone, ()), range(len(variables)))
+    rows = dict.fromkeys(variables, 0)
+    for out, masks in enumerate(zeros):
+        for var, zero in zip(variables, masks, strict=True):
+            rows[var] |= (not zero.all()) << out
+    return [rows[var] if isinstance(var, Var) else 0 for var in eqn.invars]
 
 
 def culprit(program: Any, error: BaseException | None) -> list[JaxprEqn]:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from flax_sg import errors, filters
+from flax_sg import filters
 from flax_sg.errors.texts import listed
 from flax_sg.filters import paths
+from flax_sg.flow.rows import alike, grouped, index, repeated, unique
 from flax_sg.flow.way import Way
 from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
-from flax_sg.trees import leaves
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'
 
@@ -36,8 +35,6 @@ WORDS = {
     ),
     UNUSED: Word('-', 'the output does not use the parameters there'),
 }
-
-NO_MODULE = '(no module)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +157,7 @@ class GradientFlow(Shown):
     def names(self) -> tuple[str, ...]:
         """The parameters, each with a name of its own.
 
-        It is the path, unless two parameters have the same one: in two collections
-        they are ``'params/w'`` and ``'ema/w'``.
+        It is the path, below the collection if there are several: ``'params/w'``.
         """
         return tuple(unique(self.parameters))
 
@@ -174,11 +170,8 @@ class GradientFlow(Shown):
 
     def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
         """How many elements of a parameter some outputs train, see ``trained``."""
-        said, shape = self.trained(number, outputs), self.shapes[number].shape
-        if not isinstance(said, filters.Part):
-            return said * math.prod(shape)
-        mask = said.mask(shape, self.parameters[number])
-        return math.prod(shape) * int(mask.sum()) // mask.size
+        mask = self._mask(number, self.trained(number, outputs))
+        return math.prod(self.shapes[number].shape) * int(mask.sum()) // mask.size
 
     @property
     def live(self) -> tuple[bool, ...]:
@@ -216,29 +209,11 @@ class GradientFlow(Shown):
             depth: the number of names of a module's path to group by. Default all.
         """
         return {
-            module: self._together(numbers)
-            for module, numbers in self._members(depth).items()
+            '/'.join(module): tuple(
+                together(row[n] for n in numbers) for row in self.status
+            )
+            for module, numbers in grouped(self.parameters, depth).items()
         }
-
-    def _column(self, number: int) -> tuple[str, ...]:
-        """The status of a parameter for each output."""
-        return tuple(row[number] for row in self.status)
-
-    def _together(self, numbers: Sequence[int]) -> tuple[str, ...]:
-        """The status of several parameters together for each output."""
-        return tuple(map(together, zip(*map(self._column, numbers), strict=True)))
-
-    def _members(self, depth: int | None = None) -> dict[str, list[int]]:
-        """The numbers of the parameters of each group of ``by_module``, by its path."""
-        text.check_depth(depth)
-        collections = {path.place[0] for path in self.parameters}
-        groups: dict[str, list[int]] = {}
-        numbers = enumerate(self.parameters)
-        for number, path in sorted(numbers, key=lambda row: paths.natural_key(row[1])):
-            head = (path.collection,) * (len(collections) > 1)
-            module = '/'.join((*head, *path.parts[:-1][:depth]))
-            groups.setdefault(module, []).append(number)
-        return groups
 
     def differs(
         self, number: int, wanted: bool | filters.Part, outputs: Iterable[int]
@@ -251,57 +226,16 @@ class GradientFlow(Shown):
             outputs: the numbers of the outputs, which count together.
         """
         found = self.trained(number, outputs)
-        if isinstance(found, bool) and isinstance(wanted, bool):
-            return wanted and not found, found and not wanted
-        path, shape = self.parameters[number], self.shapes[number].shape
-        most, want = (
-            said.mask(shape, path) if isinstance(said, filters.Part) else np.array(said)
-            for said in (found, wanted)
-        )
+        most, want = self._mask(number, found), self._mask(number, wanted)
         unclear = isinstance(found, filters.Part) and found.is_unclear
-        least = np.array(False) if unclear else most
+        least = most & (not unclear)
         return bool((want & ~least).any()), bool((most & ~want).any())
 
-    def unexpected(self, expected: Mapping[str, filters.Where]) -> GradientFlow:
-        """The report of the parameters that are not trained as expected.
-
-        >>> import jax.numpy as jnp, flax_sg as sg
-        >>> flow = sg.gradient_flow(lambda p: p['a'] * p['b'], {'a': 1.0, 'b': 2.0})
-        >>> flow.unexpected({'output': 'a'}).parameters
-        ('b',)
-
-        Args:
-            expected: for each output, by its name, a filter of what it should train.
-                It should train nothing else.
-
-        Raises:
-            UnknownNameError: if there is no such output.
-            UnusedFilterError: if a part of a filter matches no parameter.
-        """
-        wrong: set[int] = set()
-        for output, where in expected.items():
-            number = index('output', output, self.outputs)
-            asked = [list(self.parameters)]
-            [named] = leaves.selected(asked, filters.as_filter(where))
-            wrong |= {
-                n
-                for n, shape in enumerate(self.shapes)
-                if leaves.is_differentiable(shape)
-                and any(self.differs(n, named[n], [number]))
-            }
-        kept = sorted(wrong)
-
-        def some(row: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(row[n] for n in kept)
-
-        return GradientFlow(
-            self.outputs,
-            some(self.parameters),
-            some(self.shapes),
-            tuple(map(some, self.status)),
-            tuple(map(some, self.parts)),
-            lambda n, output: self.explain(kept[n], output),
-        )
+    def _mask(self, number: int, said: bool | filters.Part) -> Any:
+        """The elements of a parameter that are meant."""
+        if not isinstance(said, filters.Part):
+            return np.array(said)
+        return said.mask(self.shapes[number].shape, self.parameters[number])
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
@@ -322,42 +256,31 @@ class GradientFlow(Shown):
     def matrix(self, depth: int | None = None) -> Matrix:
         """The report as rows of words: modules down, outputs across.
 
-        Repeated modules with the same words are one row, ``layers_*``. Where the
-        parameters of a module differ, a row for each follows that of the module.
+        A module whose parameters have the same words is one row, and so are repeated
+        modules with the same words, ``layers_*``.
 
         Args:
             depth: the number of names of a module's path to group by. Default all.
                 With a number, no parameter has a row of its own.
         """
-        rows: list[tuple[tuple[str, ...], bool, tuple[str, ...]]] = []
-        groups = self._members(depth)
         names = [(name,) for name in self.outputs]
         parts = self.parts or ((),) * len(names)
         shown = text.repeated(names, list(zip(self.status, parts, strict=True)))
         columns = [(name, same[0]) for (name,), same in shown]
-        for module, numbers in groups.items():
-            names_in = tuple(filter(None, module.split('/')))
-            status = self._together(numbers)
-            rows.append((names_in, False, status))
-            if depth is None and len(numbers) == 1 and _holds(groups, module):
-                # The name of the module would stand for all that is in it.
-                own = (*names_in, self.parameters[numbers[0]].name)
-                rows[-1] = own, False, status
-                continue
-            is_mixed = PARTLY in status or {*map(self._column, numbers)} != {status}
-            for n in numbers if depth is None and is_mixed else ():
-                rows.append(
-                    ((*names_in, self.parameters[n].name), True, self._column(n))
-                )
-        found: list[Row] = []
-        joined = text.repeated([row[0] for row in rows], [row[1:] for row in rows])
-        for path, same in joined:
-            _, is_part, status = rows[same[0]]
-            name = path[-1] if is_part else '/'.join(path) or NO_MODULE
-            cells = tuple(status[number] for _, number in columns)
-            found.append(Row(name, cells, is_part=is_part))
-        heads = tuple(name for name, _ in columns)
-        return Matrix(heads, tuple(found), WORDS, totals=self._totals(columns))
+        if depth is None:
+            found = alike(self.parameters, [*zip(*self.status, strict=True)])
+        else:
+            of = self.by_module(depth).items()
+            found = {tuple(filter(None, name.split('/'))): row for name, row in of}
+        return Matrix(
+            tuple(name for name, _ in columns),
+            tuple(
+                Row(name, tuple(status[number] for _, number in columns))
+                for name, status in repeated(found)
+            ),
+            WORDS,
+            totals=self._totals(columns),
+        )
 
     def _totals(self, columns: Sequence[tuple[str, int]]) -> tuple[str, ...]:
         """A line for each output, and what no output trains, by cause."""
@@ -373,7 +296,7 @@ class GradientFlow(Shown):
         idle: dict[bool, list[str]] = {}
         for n in every:
             if not self.trained(n):
-                is_used = any(status != UNUSED for status in self._column(n))
+                is_used = any(row[n] != UNUSED for row in self.status)
                 idle.setdefault(is_used, []).append(self.names[n])
         for is_used, names in idle.items():
             lines.append(
@@ -388,45 +311,9 @@ class GradientFlow(Shown):
         )
 
 
-def _holds(modules: Iterable[str], module: str) -> bool:
-    """Whether others of some modules are in one of them; all are in the root."""
-    return not module or any(other.startswith(f'{module}/') for other in modules)
-
-
 def together(statuses: Iterable[str]) -> str:
     """The status of several parameters together."""
     found = set(statuses)
     if found & {FLOWS, PARTLY}:
         return FLOWS if found == {FLOWS} else PARTLY
     return STOPPED if STOPPED in found else UNUSED
-
-
-def unique(found: Sequence[paths.Path]) -> list[str]:
-    """The paths as text, with their collections or as single names if need be."""
-    several = len({path.collection for path in found}) > 1
-    heads = [f'{path.collection}/' * several for path in found]
-    plain = list(map(str, found))
-    longer = [head + text for head, text in zip(heads, plain, strict=True)]
-    if len({*plain}) == len({*longer}) == len({path.place for path in found}):
-        return plain
-    if len({*longer}) == len({path.place for path in found}):
-        return longer
-    return [
-        head + ''.join(f'[{name!r}]' for name in path.parts)
-        for head, path in zip(heads, found, strict=True)
-    ]
-
-
-def index(kind: str, name: str, names: Sequence[str]) -> int:
-    """The number of an output or a parameter; raises if the report has none."""
-    try:
-        return names.index(name)
-    except ValueError:
-        raise unknown_name(kind, name, names) from None
-
-
-def unknown_name(kind: str, name: str, names: Sequence[str]) -> errors.UnknownNameError:
-    """A report is asked for an output or a parameter that is not in it."""
-    near = difflib.get_close_matches(name, list(map(str, names)), 3, cutoff=0.0)
-    meant = f'Did you mean {" or ".join(map(repr, near))}?' if near else 'It has none.'
-    return errors.UnknownNameError(f'The report has no {kind} {name!r}. {meant}')

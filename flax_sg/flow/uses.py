@@ -7,12 +7,9 @@ by its gradient, and takes each ``relu`` of a bias for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
 
-from jax.extend.core import Var
-
-from flax_sg.flow.facts import Read, Scope, Table
+from flax_sg.flow.flat import Flat, Step
 from flax_sg.internals import jaxprs
 
 # Primitives that return their inputs in another form.
@@ -28,61 +25,69 @@ _SAME_VALUE = frozenset(
 _OVERWRITE = frozenset(('scatter', 'dynamic_update_slice'))
 
 
-class Use(NamedTuple):
-    """What an operation does with a parameter.
-
-    Attributes:
-        source: the line of the user.
-        stopped: whether no gradient comes back.
-        chooses: whether it may keep a part of the parameter, and take another value for
-            the rest.
-    """
-
-    source: str
-    stopped: bool
-    chooses: bool
-
-
-def uses(table: Table, slots: Iterable[int]) -> list[Use]:
-    """The operations that take a parameter in, and do not return it in another form.
+def unclear(flat: Flat, slots: Iterable[int], is_known: bool) -> str:
+    """The line of a use of which nobody can tell which part it trains, or ''.
 
     Args:
-        table: the facts of the program.
+        flat: the program.
         slots: the inputs of the program that are the parameter.
+        is_known: whether the proof tells what is stopped from what is not read.
     """
-    # By equation and call: how the parameter comes in.
-    found: dict[Any, list[tuple[Read, bool]]] = {}
-    waiting = [(Scope(table), table.jaxpr.invars[slot], False) for slot in slots]
-    seen: set[tuple[Scope, Var, bool]] = set()
+    inputs = [flat.inputs[slot] for slot in slots]
+    # To ask what is stopped takes as long as the proof.
+    if is_known and not any(chooses for *_, chooses in _uses(flat, inputs)):
+        return ''
+    found = list(_uses(flat, inputs, flat.is_stopped))
+    live = [(step, chooses) for step, stopped, chooses in found if not stopped]
+    if len(live) == len(found) or (is_known and not all(x for _, x in live)):
+        return ''
+    return next((step.source for step, _ in live if step), '')
+
+
+def _uses(
+    flat: Flat,
+    inputs: Iterable[int],
+    is_stopped: Callable[[Step, int], bool] = lambda *_: False,
+) -> Iterator[tuple[Step | None, bool, bool]]:
+    """The steps that take a parameter in, and do not return it in another form.
+
+    Args:
+        flat: the program.
+        inputs: the values that are the parameter.
+        is_stopped: whether no gradient comes back through an input of a step.
+
+    Returns:
+        Each step, or None for an output of the program; whether no gradient comes back;
+        and whether the step may keep a part, and take another value for the rest.
+    """
+    # By step: as which of its inputs the parameter comes in, and whether it is stopped.
+    found: dict[Step, list[tuple[int, bool]]] = {}
+    waiting = [(value, False) for value in inputs]
+    seen: set[tuple[int, bool]] = set()
     while waiting:
-        scope, var, stopped = there = waiting.pop()
+        value, stopped = there = waiting.pop()
         if there in seen:
             continue
         seen.add(there)
-        for read in scope.table.reads.get(var, ()):
-            eqn, operand, fact = read
-            name = eqn.primitive.name if eqn else ''
-            onward = [] if scope.is_carried(read) else scope.passed(read)
+        if value in flat.outputs:
+            yield None, stopped, False
+        for step, number in flat.readers[value]:
+            is_branch = step.name == 'cond' and number < (step.joins or 0)
             # ``vmap`` runs all branches of a ``cond``, each with its inputs stopped for
             # the examples that do not take it, and chooses among the results.
-            if eqn and name in ('stop_gradient', 'select_n') and jaxprs.is_of_cond(eqn):
-                if not operand:
+            splits = step.name in ('stop_gradient', 'select_n')
+            if splits and jaxprs.is_of_cond(step.eqn):
+                if not number:
                     continue
-                onward = [(scope, eqn.outvars[0])]
-            elif eqn and name in _SAME_VALUE:
-                onward = [(scope, eqn.outvars[operand])]
-            ends = stopped or not fact.live
-            waiting += [
-                (*to, ends if name in _SAME_VALUE else stopped) for to in onward
-            ]
-            if not onward:
-                found.setdefault((scope, eqn or operand), []).append((read, ends))
-    out: list[Use] = []
-    for (scope, _), several in found.items():
-        for (eqn, operand, _), ends in several:
-            name = eqn.primitive.name if eqn else ''
-            chooses = name in _OVERWRITE and not operand
-            chooses |= name == 'select_n' and len(several) > 1
-            place = scope.table.place
-            out.append(Use(place.at(eqn) if eqn else place.source, ends, chooses))
-    return out
+                is_branch = True
+            ends = stopped or is_stopped(step, number)
+            if is_branch:
+                waiting.append((step.outs[0], stopped))
+            elif step.name in _SAME_VALUE:
+                waiting.append((step.outs[number], ends))
+            else:
+                found.setdefault(step, []).append((number, ends))
+    for step, several in found.items():
+        for number, ends in several:
+            chooses = step.name == 'select_n' and len(several) > 1
+            yield step, ends, chooses or (step.name in _OVERWRITE and not number)

@@ -7,13 +7,12 @@ import functools
 import linecache
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from jax.extend.core import JaxprEqn
-
-from flax_sg.flow.facts import Scope, Table
+from flax_sg.flow.flat import UNKNOWN, Flat, Step
 from flax_sg.flow.pullback import has_tangent
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import Bodies
 
 
 class Way(NamedTuple):
@@ -32,23 +31,21 @@ class Way(NamedTuple):
     leaves: str = ''
 
 
-class _Step(NamedTuple):
-    """An equation on a way, and the way to it.
+class _Walked(NamedTuple):
+    """A step on a way, and the way to it.
 
     Attributes:
-        scope: the call of the body that it is in.
-        eqn: the equation.
-        stops: whether it reads a value with a derivative, and no gradient comes back.
+        step: the step.
+        cuts: whether it reads a value with a derivative, and no gradient comes back.
         before: the step before.
     """
 
-    scope: Scope
-    eqn: JaxprEqn
-    stops: bool
-    before: _Step | None
+    step: Step
+    cuts: bool
+    before: _Walked | None
 
 
-def way(table: Table, slots: Iterable[int], output: int) -> Way:
+def way(flat: Flat, slots: Iterable[int], output: int) -> Way:
     """The shortest way from a parameter to an output.
 
     If a gradient comes back to a value, the way goes on where it comes from. So the
@@ -56,61 +53,67 @@ def way(table: Table, slots: Iterable[int], output: int) -> Way:
     such as the maximum in a cross entropy.
 
     Args:
-        table: the facts of the program.
+        flat: the program.
         slots: the inputs of the program that are the parameter.
         output: the number of the output.
     """
-    # A value, and the way to it.
-    waiting: deque[tuple[Scope, Any, _Step | None]]
+
+    def is_live(value: int) -> bool:
+        return bool(flat.live[value] >> output & 1)
+
     # If a parameter has several arrays, one that is live comes first.
-    inputs = [table.jaxpr.invars[slot] for slot in slots]
-    inputs.sort(key=lambda var: not table.of(var).live >> output & 1)
-    waiting = deque((Scope(table), var, None) for var in inputs)
-    seen: set[tuple[Scope, Any]] = set()
+    inputs = sorted((flat.inputs[slot] for slot in slots), key=is_live, reverse=True)
+    # A value, and the way to it.
+    waiting: deque[tuple[int, _Walked | None]]
+    waiting = deque((value, None) for value in inputs)
+    seen: set[int] = set()
     while waiting:
-        scope, var, steps = waiting.popleft()
-        is_live = scope.table.of(var).live >> output & 1
-        if (scope, var) in seen:
+        value, walked = waiting.popleft()
+        if value in seen:
             continue
-        seen.add((scope, var))
-        for read in reversed(scope.table.reads.get(var, ())):
-            if not (read.fact.live if is_live else read.fact.read) >> output & 1:
-                continue
-            onward, last = scope.passed(read), steps
-            if read.eqn is None and not onward:
-                return _described(last)
-            if read.eqn is not None and not onward:
-                stops = not is_live and has_tangent(var.aval)
-                last = _Step(scope, read.eqn, stops, steps)
-                # What is written to a mutable array is read from there.
-                refs = filter(jaxprs.is_ref, read.eqn.invars)
-                onward = [(scope, out) for out in (*read.eqn.outvars, *refs)]
-            for inner, out in onward:
-                fact = inner.table.of(out)
-                if (fact.live if is_live else fact.read) >> output & 1:
-                    waiting.append((inner, out, last))
+        seen.add(value)
+        if value == flat.outputs[output]:
+            return _described(walked)
+        rows, reaches = Step.reaches, flat.read
+        if is_live(value):
+            rows, reaches = flat.flows, flat.live
+        cuts = not is_live(value) and has_tangent(flat.avals[value])
+        for step, number in flat.readers[value]:
+            bits, last = rows(step)[number], walked
+            # What hands a value on between two bodies is no line of its own.
+            if not Bodies.of(step.eqn).jaxprs:
+                last = _Walked(step, cuts, walked)
+            for n, out in enumerate(step.outs):
+                if bits >> n & 1 and reaches[out] >> output & 1:
+                    waiting.append((out, last))
     return Way()
 
 
-def _described(last: _Step | None) -> Way:
-    steps: list[_Step] = []
+def _said(stop: Step) -> str:
+    """A step that stops a gradient, or the block that made it, in words."""
+    _, block, said = jaxprs.name_stack_of(stop.eqn).rpartition(jaxprs.BLOCK)
+    return said if block else f'{jaxprs.operation(stop.eqn)} at {stop.source}'
+
+
+def _described(last: _Walked | None) -> Way:
+    walked: list[_Walked] = []
     while last is not None:
-        steps.append(last)
+        walked.append(last)
         last = last.before
     lines: dict[str, None] = {}
     block, by, leaves = None, '', ''
-    for number, (scope, eqn, stops, _) in enumerate(reversed(steps)):
-        frames = list(jaxprs.frames_of(eqn))
-        if not number:
+    for step, cuts, before in reversed(walked):
+        frames = list(jaxprs.frames_of(step.eqn))
+        if before is None:
             block = next(filter(None, map(_block_of, frames)), None)
-        lines[scope.table.place.at(eqn)] = None
+        lines[step.source] = None
         if block and not leaves and not any(_is_in(frame, block) for frame in frames):
             # Of another package, the line that calls it is to be mended.
             own = (f for f in frames if '-packages' not in f.file)
-            leaves = next(map(jaxprs.described, own), scope.table.place.at(eqn))
+            leaves = next(map(jaxprs.described, own), step.source)
             lines[leaves] = None
-        by = scope.table.place.stop(eqn) if stops else by
-    return Way(tuple(lines), by, leaves)
+        by = _said(step) if cuts else by
+    return Way(tuple(line for line in lines if line != UNKNOWN), by, leaves)
 
 
 # A file, a function in it, and the lines of a ``with`` statement.

@@ -1,1 +1,1 @@
-"""Renders tables of plain data as text, HTML and pictures."""
+"""Renders tables of plain data as text and pictures."""

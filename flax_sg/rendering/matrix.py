@@ -24,13 +24,11 @@ class Row:
         name: the label of the row.
         cells: the key of a word for each column.
         note: the text in the last column.
-        is_part: whether the row is a part of the last full row above it.
     """
 
     name: str
     cells: tuple[str, ...]
     note: str = ''
-    is_part: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +61,12 @@ class Matrix:
         for row in self.rows:
             cells = [self.words[cell].text for cell in row.cells]
             note = [row.note] * bool(self.notes)
-            rows.append(['  ' * row.is_part + row.name, *cells, *note])
+            rows.append([row.name, *cells, *note])
         words = self.used_words()
         width = max((len(word.text) for word in words), default=0)
         legend = [f'{word.text:{width}}  {word.meaning}' for word in words]
         head = ['', *self.columns, *[self.notes] * bool(self.notes)]
-        lines = [text.wrapped(head, rows), '', *legend]
+        lines = [text.table(head, rows, most=100), '', *legend]
         if self.totals:
             lines += ['', *self.totals]
         return text.encodable('\n'.join(lines).rstrip())

@@ -62,8 +62,6 @@ def plot(
     )
     sides = [text.printable(row.name) for row in rows]
     axes.set_yticks([n + 0.5 for n in range(len(sides))], sides, **style)
-    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-        label.set_alpha(0.6 if row.is_part else 1.0)
     axes.tick_params(length=0, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
     legend = [f'{word.text}: {word.meaning}' for word in matrix.used_words()]

@@ -14,7 +14,10 @@ from flax_sg.errors.texts import unknown_choice
 
 
 def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = (),
+    most: float = math.inf,
 ) -> str:
     """Formats rows of text below a heading. No word is cut.
 
@@ -28,8 +31,17 @@ def table(
         head: the heading of each column.
         rows: the cells of each row.
         right: the headings of the columns that are aligned on the right.
+        most: how wide a table may be. A wider one is several below each other, each
+            with the first column. One column fits beside it in any case.
     """
-    return _table(list(zip(head, *rows, strict=True)), right)
+    first, *columns = zip(head, *rows, strict=True)
+    blocks = [[first]]
+    for column in columns:
+        widths = [max(map(width, cells)) + 3 for cells in (*blocks[-1], column)]
+        if sum(widths) - 3 > most and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    return '\n\n'.join(_table(block, right) for block in blocks)
 
 
 def _table(columns: Sequence[Sequence[str]], right: Sequence[str]) -> str:
@@ -74,32 +86,6 @@ def encodable(text: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.replace('─', '-').encode('ascii', 'backslashreplace').decode()
-
-
-def wrapped(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[str] = (),
-    most: int = 100,
-) -> str:
-    """A table, in several below each other if it is too wide.
-
-    Each begins with the first column.
-
-    Args:
-        head: the heading of each column.
-        rows: the cells of each row.
-        right: the headings of the columns that are aligned on the right.
-        most: how wide a table may be. One column fits beside the first in any case.
-    """
-    first, *columns = zip(head, *rows, strict=True)
-    blocks = [[first]]
-    for column in columns:
-        widths = [max(map(width, cells)) + 3 for cells in (*blocks[-1], column)]
-        if sum(widths) - 3 > most and len(blocks[-1]) > 1:
-            blocks.append([first])
-        blocks[-1].append(column)
-    return '\n\n'.join(_table(block, right) for block in blocks)
 
 
 def check_depth(depth: int | None) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from flax_sg import errors, filters, flow
-from flax_sg.filters import predicates
+from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
-from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, unknown_name
+from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED
+from flax_sg.flow.rows import index
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
+
+
+class Options(TypedDict, total=False):
+    """The options of an assertion; see ``assert_flows``."""
+
+    output: filters.Where | None
+    argnums: int | Sequence[int]
+    has_aux: bool
 
 
 def assert_flows(
     loss: Callable[..., Any] | flow.GradientFlow,
     where: filters.Where,
     *args: Any,
-    output: filters.Where | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
+    **options: Unpack[Options],
 ) -> None:
     """Asserts that a loss trains every selected parameter.
 
@@ -40,29 +47,24 @@ def assert_flows(
             have no gradient are left out.
         *args: the arguments of the function, as arrays or ``jax.ShapeDtypeStruct``.
             None for a report.
-        output: the outputs of the function to look at, a filter on their names. Each of
-            them has to train the parameters. By default they may do so together.
-        argnums: which arguments hold parameters, by default the first; see
-            ``sg.gradient_flow``.
-        has_aux: whether the function returns ``(outputs, aux)``. Default False.
+        **options: ``output=``, a filter on the names of the outputs: each of these has
+            to train the parameters. By default all outputs may do so together. And
+            ``argnums=`` and ``has_aux=`` of ``sg.gradient_flow``.
 
     Raises:
         ExpectationError: an ``AssertionError``, if a parameter is not trained.
         UnusedFilterError: if a part of ``where`` selects no parameter.
-        UnknownNameError: if there is no such output.
+        UnknownNameError: if a part of ``output`` selects no output.
         ArgumentTypeError: if ``where`` selects only leaves without a gradient.
-        ArgumentTypeError: if arguments are given with a report.
     """
-    _check(loss, args, argnums, has_aux, where, output)
+    _check(loss, where, args, options)
 
 
 def assert_stopped(
     loss: Callable[..., Any] | flow.GradientFlow,
     where: filters.Where,
     *args: Any,
-    output: filters.Where | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
+    **options: Unpack[Options],
 ) -> None:
     """Asserts that a loss trains no selected parameter.
 
@@ -78,19 +80,18 @@ def assert_stopped(
     ...     assert_stopped(loss, 'encoder', params, jnp.ones(2))
     ... except AssertionError as error:
     ...     print(error)  # doctest: +ELLIPSIS
-    Expected no gradient to 'encoder', but the loss trains 1 of its parameters: encoder.
+    Expected no gradient to 'encoder'.
+    The loss trains encoder.
     encoder is used at ...
     """
-    _check(loss, args, argnums, has_aux, where, output, trained=False)
+    _check(loss, where, args, options, trained=False)
 
 
 def assert_trains_only(
     loss: Callable[..., Any] | flow.GradientFlow,
     where: filters.Where,
     *args: Any,
-    output: filters.Where | None = None,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
+    **options: Unpack[Options],
 ) -> None:
     """Asserts that a loss trains every selected parameter and no other one.
 
@@ -106,163 +107,94 @@ def assert_trains_only(
     >>> assert_trains_only(losses, 'head', params, jnp.ones(2), output='head')
     >>> assert_trains_only(losses, ['encoder', 'head'], params, jnp.ones(2))
     """
-    _check(loss, args, argnums, has_aux, where, output, only=True)
+    _check(loss, where, args, options, only=True)
 
 
-def broken(
-    report: flow.GradientFlow,
+def _check(
+    loss: Callable[..., Any] | flow.GradientFlow,
     where: filters.Where,
+    args: tuple[Any, ...],
+    options: Options,
     trained: bool = True,
     only: bool = False,
-    output: filters.Where | None = None,
-) -> list[str]:
-    """Says which parameters are trained, or not trained, against an expectation.
-
-    Leaves without a gradient may be anything.
+) -> None:
+    """Raises ``ExpectationError`` if a function or a report is not as expected.
 
     Args:
-        report: the report.
-        where: the parameters, a filter of any kind.
-        trained: whether they should be trained.
-        only: whether all others should be the opposite.
-        output: the outputs to look at, each alone. None for all of them together.
-
-    Returns:
-        Lines of text, none if the report is as expected.
-
-    Raises:
-        UnusedFilterError: if a part of the filter selects no parameter.
-        UnknownNameError: if a part of ``output`` selects no output.
-        ArgumentTypeError: if all selected parameters are integers, keys and the
-            like, and should be trained.
+        loss: a function, or the report on one.
+        where: the parameters.
+        args: the arguments of the function.
+        options: those of the assertion.
+        trained: whether these parameters should be trained.
+        only: whether all others should not.
     """
-    where = filters.as_filter(where)
-    [named] = leaves.selected([_paths(report.parameters)], where)
-    taken = [n for n, takes in enumerate(named) if takes]
+    output, report = options.pop('output', None), loss
+    if not isinstance(report, flow.GradientFlow):
+        report = flow.gradient_flow(report, *args, **options)
+    elif args or options:
+        raise TypeError('A report was made with its own arguments: give none with it.')
+    filter_ = filters.as_filter(where)
+    [said] = leaves.selected([report.parameters], filter_)
+    # Leaves without a gradient may be anything.
     judged = [n for n, x in enumerate(report.shapes) if leaves.is_differentiable(x)]
+    taken = [n for n, takes in enumerate(said) if takes]
     if trained and taken and not {*taken} & {*judged}:
         shapes = {report.parameters[n]: report.shapes[n] for n in taken}
-        raise not_differentiable(where, shapes)
-    wrong: dict[tuple[str, bool], list[int]] = {}
-    columns = _outputs(report, output)
-    for name, numbers in columns:
-        for n in judged:
-            if not (only or named[n]):
-                continue
-            wanted = named[n] if trained else filters.negated(named[n])
-            lacks, has = report.differs(n, wanted, numbers)
-            if trained and lacks:
-                wrong.setdefault((name, True), []).append(n)
-            elif has and (only or not trained):
-                wrong.setdefault((name, False), []).append(n)
-    of_name = dict(columns)
+        raise not_differentiable(filter_, shapes)
     lines: list[str] = []
-    for (name, wanted), group in list(wrong.items())[:2]:
-        who = 'The loss' if output is None else f'Output {name!r}'
-        names = [
-            'the rest of ' * (not wanted and trained and bool(named[n]))
-            + report.names[n]
-            for n in group[:3]
-        ]
-        names += [f'{len(group) - 3} more'] * (len(group) > 3)
-        what = 'of its parameters'
-        if only and not wanted:
-            what = f'other parameter{"s" * (len(group) > 1)}'
-        trains = 'does not train' if wanted else 'trains'
-        lines.append(f'{who} {trains} {len(group)} {what}: {", ".join(names)}.')
-        lines += _place(report, group[0], of_name[name], wanted).splitlines()
-    if len(wrong) > 2:
-        lines.append(f'{len({name for name, _ in wrong})} outputs are wrong.')
-    return lines
+    for name, outputs in _outputs(report, output):
+        lacks: list[int] = []
+        has: list[int] = []
+        for n in judged:
+            wanted = said[n] if trained else filters.negated(said[n])
+            less, more = report.differs(n, wanted, outputs)
+            lacks += [n] * (less and trained)
+            has += [n] * (more and (only or not trained))
+        for verb, some in (('does not train', lacks), ('trains', has)):
+            if some:
+                names = listed([report.names[n] for n in some])
+                lines += [f'{name} {verb} {names}.', *_why(report, some[0], outputs)]
+    if lines:
+        what = 'a gradient' if trained else 'no gradient'
+        rest = ' and to nothing else' * only
+        lines = [f'Expected {what} to {named(where)}{rest}.', *lines]
+        raise errors.ExpectationError('\n'.join(lines))
 
 
-def _place(
-    report: flow.GradientFlow, n: int, outputs: Sequence[int], wanted: bool
-) -> str:
-    """Where a parameter is used or stopped, against an expectation."""
-    parameter, found = report.names[n], report.trained(n, outputs)
-    if all(report.status[k][n] == UNUSED for k in outputs):
-        return f'{parameter} is not used.'
+def _why(report: flow.GradientFlow, n: int, outputs: Sequence[int]) -> list[str]:
+    """Where a parameter is used, and what stops it or where it leaves its block."""
+    name, found = report.names[n], report.trained(n, outputs)
     if isinstance(found, filters.Part):
-        return f'{parameter} is trained in part: {found.elements!r}.'
+        return [f'{name} is trained in part: {found.elements!r}.']
     # What stops it for one output need not stop it for another.
-    status = (STOPPED,) if wanted else (FLOWS, PARTLY)
-    shown = next(k for k in outputs if report.status[k][n] in status)
-    why = report.why(report.outputs[shown], parameter)
-    line, *_ = *why.lines, ''
-    used = f'{parameter} is used at {line}.' * bool(line)
-    if not wanted:
-        leaves = (
+    order = (FLOWS, PARTLY, STOPPED, UNUSED) if found else (STOPPED, UNUSED)
+    k = min(outputs, key=lambda k: order.index(report.status[k][n]))
+    why = report.why(report.outputs[k], name)
+    lines = [f'{name} is used at {line}.' for line in why.lines[:1]]
+    lines += [f'It is stopped by {why.by}.'] * bool(why.by)
+    if why.leaves:
+        lines.append(
             f'Its value leaves its block at {why.leaves}: '
             'write jax.lax.stop_gradient there.'
         )
-        return '\n'.join(filter(None, (used, leaves * bool(why.leaves))))
-    if line and why.by.endswith(line):
-        return f'{parameter} is stopped by {why.by}.'
-    by = f'It is stopped by {why.by}.'
-    return '\n'.join(filter(None, (used, by * bool(why.by))))
+    return lines or [f'{name} is not used.'] * (why.status == UNUSED)
 
 
 def _outputs(
     report: flow.GradientFlow, output: filters.Where | None
 ) -> list[tuple[str, Sequence[int]]]:
-    """The outputs to judge: a name, and the numbers of those that count together."""
+    """Who trains, and the numbers of the outputs that count together."""
     names = report.outputs
     if output is None:
-        return [('', range(len(names)))]
-    output, paths = filters.as_filter(output), _paths(names)
+        return [('The loss', range(len(names)))]
+    output = filters.as_filter(output)
+    paths = [Path.of('outputs', tuple(name.split('/'))) for name in names]
     for part in (*output.atoms, output):
         if not any(map(part, paths)):
-            said = part.pattern if isinstance(part, filters.Glob) else repr(part)
-            raise unknown_name('output', said, names)
-    return [(names[n], [n]) for n, path in enumerate(paths) if output(path)]
-
-
-def _paths(names: Sequence[str]) -> list[Path]:
-    return [
-        name if isinstance(name, Path) else Path.of('outputs', tuple(name.split('/')))
-        for name in names
-    ]
+            index('output', str(getattr(part, 'pattern', part)), names)
+    return [(f'Output {x!r}', [n]) for n, x in enumerate(names) if output(paths[n])]
 
 
 def named(where: filters.Where) -> str:
     """A filter in a message."""
-    if where is True:
-        return 'all parameters'
-    return repr(where if isinstance(where, str) else filters.as_filter(where))
-
-
-def _check(
-    loss: Callable[..., Any] | flow.GradientFlow,
-    args: tuple[Any, ...],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    where: filters.Where,
-    output: filters.Where | None,
-    trained: bool = True,
-    only: bool = False,
-) -> None:
-    """Raises ``ExpectationError`` if a function or a report is not as expected."""
-    if not isinstance(loss, flow.GradientFlow):
-        if not args:
-            raise errors.ArgumentTypeError(
-                f'{predicates.describe(loss)} is to be traced, and its arguments are '
-                'not given.\n'
-                "Write them after the filter: assert_flows(loss, 'head/**', params, x)."
-            )
-        loss = flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
-    elif args:
-        several = '1 argument' if len(args) == 1 else f'{len(args)} arguments'
-        raise errors.ArgumentTypeError(
-            f'A report was given with {several}, but it was made with its own.\n'
-            'Leave the arguments out, or give the function instead of the report.'
-        )
-    lines = broken(loss, where, trained, only, output)
-    if not lines:
-        return
-    what = 'a gradient' if trained else 'no gradient'
-    who = named(where)
-    rest = ' and to nothing else' * only
-    but = '\n'.join(lines)
-    but = but[0].lower() + but[1:]
-    raise errors.ExpectationError(f'Expected {what} to {who}{rest}, but {but}')
+    return repr(where if isinstance(where, (str, bool)) else filters.as_filter(where))

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flax_sg import errors, filters, flow
-from flax_sg.errors.texts import brief, listed
-from flax_sg.filters.paths import Path, shape_and_dtype
-from flax_sg.flow.report import index
+from flax_sg.errors.texts import listed
+from flax_sg.filters.paths import Path
+from flax_sg.flow.rows import alike, index, repeated, unique
 from flax_sg.internals.optional import is_of_nnx
-from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
 from flax_sg.trees import beside, leaves
-from flax_sg.trees.trainable import states
 
 MOVES, STUCK, DRIFTS, STILL = 'moves', 'stuck', 'drifts', 'still'
 # By whether a value changes, and whether it has a gradient.
@@ -33,31 +28,17 @@ _STATUS = {
 }
 WORDS = {
     MOVES: Word(MOVES, 'its value changes'),
-    STUCK: Word(STUCK, 'it has a gradient, and its value does not change'),
-    DRIFTS: Word(DRIFTS, 'it has no gradient, and its value changes'),
+    STUCK: Word(
+        STUCK,
+        'it has a gradient and stays: a mask, a rate of zero, or an update below the '
+        'resolution of its type',
+    ),
+    DRIFTS: Word(
+        DRIFTS,
+        'it changes without a gradient: weight decay, momentum, an average, statistics',
+    ),
     STILL: Word(STILL, 'its value does not change'),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """What a step did to one parameter.
-
-    Attributes:
-        path: its path.
-        status: ``'moves'``, ``'stuck'``, ``'drifts'`` or ``'still'``.
-        reason: the causes there are if it is stuck or drifts; ``''`` otherwise.
-        advice: what to write if the step should have done otherwise.
-        moved: the share of its elements that change.
-        change: the largest change of an element.
-    """
-
-    path: Path
-    status: str
-    reason: str
-    advice: str
-    moved: float
-    change: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,36 +46,38 @@ class Moves(Shown):
     """What a training step did, as returned by ``testing.moves``.
 
     Attributes:
-        parameters: what it did to each parameter.
+        parameters: the path of each parameter.
+        status: for each ``'moves'``, ``'stuck'``, ``'drifts'`` or ``'still'``.
+        reasons: why a parameter is certainly stuck; ``''`` otherwise.
+        moved: the share of its elements that change.
     """
 
     title = 'What the step moves'
 
-    parameters: tuple[Move, ...]
+    parameters: tuple[Path, ...]
+    status: tuple[str, ...]
+    reasons: tuple[str, ...]
+    moved: tuple[float, ...]
 
     @property
     def names(self) -> list[str]:
         """The path of each parameter, below its collection if there are several."""
-        paths = [move.path for move in self.parameters]
-        several = len({path.collection for path in paths}) > 1
-        return [f'{path.collection}/' * several + path for path in paths]
+        return unique(self.parameters)
 
     def status_of(self, parameter: str) -> str:
-        """What the step did to a parameter, one of the words of ``Move.status``.
+        """What the step did to a parameter, one of the words of ``status``.
 
         Raises:
             UnknownNameError: if there is no such parameter.
         """
-        return self.parameters[index('parameter', parameter, self.names)].status
+        return self.status[index('parameter', parameter, self.names)]
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
-        wanted = 'status', 'reason', 'moved', 'change'
-        return [
-            {'parameter': name, 'collection': move.path.collection}
-            | {key: getattr(move, key) for key in wanted}
-            for name, move in zip(self.names, self.parameters, strict=True)
-        ]
+        names = 'parameter', 'collection', 'status', 'reason', 'moved'
+        of = [path.collection for path in self.parameters]
+        rows = zip(self.names, of, self.status, self.reasons, self.moved, strict=True)
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def matrix(self, depth: int | None = None) -> Matrix:
         """The report as rows: one for a module whose parameters do all the same.
@@ -103,35 +86,15 @@ class Moves(Shown):
             depth: the number of names of a module's path to group by. Default all.
                 Parameters of one group that do different things have a row each.
         """
-        text.check_depth(depth)
-        # A module with its collection, and its parameters.
-        groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], Move]]] = {}
-        for name, move in zip(self.names, self.parameters, strict=True):
-            head = (move.path.collection,) * (name != move.path)
-            module = (*head, *move.path.parts[:-1][:depth])
-            own = (*head, *move.path.parts)
-            groups.setdefault(module, []).append((own, move))
-        rows: dict[tuple[str, ...], tuple[str, str]] = {}
-        for module, some in groups.items():
-            words = {(move.status, move.reason) for _, move in some}
-            outside = len(some[0][0]) - len(some[0][1].path.parts)
-            alike = len(module) > outside and len(some) > 1 and len(words) == 1
-            rows |= {
-                module if alike else own: (move.status, move.reason)
-                for own, move in some
-            }
-        words = list(rows.values())
-        joined = text.repeated([*rows], words)
-        found = [
-            Row('/'.join(names), (status,), reason)
-            for names, same in joined
-            for status, reason in [words[same[0]]]
-        ]
-        return Matrix(('the step',), tuple(found), WORDS, 'why')
+        said = [*zip(self.status, self.reasons, strict=True)]
+        rows = repeated(alike(self.parameters, said, depth))
+        found = [Row(name, (status,), reason) for name, (status, reason) in rows]
+        notes = 'why' if any(self.reasons) else ''
+        return Matrix(('the step',), tuple(found), WORDS, notes)
 
     def __repr__(self) -> str:
-        counts = Counter(move.status for move in self.parameters)
-        return f'Moves({", ".join(f"{counts[word]} {word}" for word in WORDS)})'
+        counts = ', '.join(f'{self.status.count(word)} {word}' for word in WORDS)
+        return f'Moves({counts})'
 
 
 def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
@@ -153,14 +116,14 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
     >>> found = moves(params, step(params), jax.grad(loss)(params))
     >>> for row in found.rows():
     ...     print(row['parameter'], row['status'], '|', row['reason'])
-    body drifts | weight decay, momentum or an average
+    body drifts |
     head moves |
     low stuck | updates as large as the others are lost in the rounding of float16
 
     Args:
-        before: the parameters before the step: a dict of them or of collections, a
-            ``TrainState``, an NNX module or its state, any pytree of arrays. If the
-            step donates it or changes it in place, as NNX does, copy it before:
+        before: the parameters before the step: a dict of them or of collections, an NNX
+            module or its state, any pytree of arrays. If the step donates them or
+            changes them in place, as NNX does, give a copy made before:
             ``jax.tree.map(jnp.copy, params)``.
         after: the same after one step or several.
         gradients: the gradients of the parameters, as ``jax.grad`` or ``sg.grad``
@@ -172,54 +135,47 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
         there are several.
 
     Raises:
-        ArgumentTypeError: if ``before`` has no parameters.
-        ArgumentValueError: if ``before`` was donated, or is what ``after`` is; if no
-            gradient belongs to a parameter.
+        ArgumentValueError: if both trees have the same Variables, which a step changes
+            in place; if no gradient belongs to a parameter.
         StructureError: if the trees have other leaves, or leaves of other shapes.
     """
-    old, is_state = _parameters(before)
-    new, _ = _parameters(after)
-    _check(before, after, old, new)
-    known = _gradients(gradients)
-    if known and not known.keys() & {path.place for path, _ in old}:
+    old, new = _parameters(before), _parameters(after)
+    paths = [path for path, _ in old]
+    if [path.place for path in paths] != [path.place for path, _ in new]:
+        names = 'the tree before the step', 'the tree after it'
+        trees = leaves.leaves_of(before), leaves.leaves_of(after)
+        raise beside.different_structures(*names, *trees)
+    if not _variables(before).isdisjoint(_variables(after)):
         raise errors.ArgumentValueError(
-            'gradients= has no parameter of the tree before the step: '
-            f'{listed([names[-1] for _, names in known])}, and the tree has '
-            f'{listed([path for path, _ in old])}.\n'
-            'Give the gradients of the same tree, or the same part of both.'
+            'Both trees have the same Variables, which the step changes in place.\n'
+            'Copy before it: before = jax.tree.map(jnp.copy, nnx.state(model)).'
         )
-    queues = {place: iter(several) for place, several in known.items()}
-    given = [next(queues.get(path.place, iter(())), False) for path, _ in old]
+    known = _gradients(gradients)
+    if known and not known.keys() & {path.place for path in paths}:
+        raise errors.ArgumentValueError(
+            f'gradients= has none of {listed(unique(paths))}.\n'
+            'Give the gradients of the same tree, or the same part of both trees.'
+        )
     # JAX's arrays are compared where they lie; all results are fetched at once.
-    rows = [
-        _compared(x, y, g) for (_, x), (_, y), g in zip(old, new, given, strict=True)
-    ]
-    rows: list[Any] = jax.device_get(rows)
-    has = [bool(row[3]) if known or gradients is not None else None for row in rows]
-    changes = [row[1] for row, own in zip(rows, has, strict=True) if own and row[0]]
-    largest = float(np.max(changes, initial=0.0))
-    found: list[Move] = []
-    for (path, value), (moved, change, finest, _), gradient, stat in zip(
-        old, rows, has, is_state, strict=True
-    ):
-        status = _STATUS[bool(moved), bool(moved) if gradient is None else gradient]
-        kind = jnp.result_type(value)
-        reason, advice = '', _ADVICE[status]
-        if stat and moved:
-            reason, advice = 'the step writes it: it is no parameter', _STATISTICS
-        elif status == DRIFTS:
-            reason = 'weight decay, momentum or an average'
-        elif status == STUCK and 0 < largest < finest:
-            reason = (
-                f'updates as large as the others are lost in the rounding of {kind}'
-            )
-            advice = 'Keep it in float32, or make larger steps.'
-        elif status == STUCK:
-            reason = (
-                f'a mask, a rate of zero, or an update below the resolution of {kind}'
-            )
-        found.append(Move(path, status, reason, advice, float(moved), float(change)))
-    return Moves(tuple(found))
+    compared: list[Any] = []
+    for (path, value), (_, now) in zip(old, new, strict=True):
+        if leaves.shape_of(value) != leaves.shape_of(now):
+            raise beside.other_shape('the tree after the step', path, value, now)
+        gradient, *known[path.place] = known.get(path.place) or [False]
+        compared.append(_compared(value, now, gradient))
+    compared = jax.device_get(compared)
+    largest = max((row[1] for row in compared if row[0] and row[3]), default=0.0)
+    status: list[str] = []
+    reasons: list[str] = []
+    for (_, value), (share, _, finest, has) in zip(old, compared, strict=True):
+        moves, reason = bool(share), ''
+        status.append(_STATUS[moves, moves if gradients is None else bool(has)])
+        if status[-1] == STUCK and 0 < largest < finest:
+            reason = 'updates as large as the others are lost in the rounding of '
+            reason += str(jnp.result_type(value))
+        reasons.append(reason)
+    shares = (float(row[0]) for row in compared)
+    return Moves(tuple(paths), tuple(status), tuple(reasons), tuple(shares))
 
 
 def assert_moves_only(
@@ -249,98 +205,39 @@ def assert_moves_only(
     """
     who, where = named(where), filters.as_filter(where)
     report = moves(before, after, gradients)
-    paths = [move.path for move in report.parameters]
-    [said] = leaves.selected([paths], where)
-    is_named = leaves.whole(said, paths, 'assert_moves_only')
-    wrong: dict[bool, list[tuple[str, Move]]] = {True: [], False: []}
-    for name, move, takes in zip(
-        report.names, report.parameters, is_named, strict=True
-    ):
-        if takes != (move.status in (MOVES, DRIFTS)):
-            wrong[takes].append((name, move))
-    lines = [
-        f'{verb} {listed([name for name, _ in some])}.\n'
-        f'{name}: {move.reason or move.status}. {move.advice}'
-        for verb, some in (
-            ('It does not move', wrong[True]),
-            ('It moves', wrong[False]),
-        )
-        if some
-        for name, move in some[:1]
-    ]
+    [said] = leaves.selected([report.parameters], where)
+    takes = leaves.whole(said, report.parameters, 'assert_moves_only')
+    lines: list[str] = []
+    for is_named, what in ((True, 'does not move'), (False, 'moves')):
+        moved = [status in (MOVES, DRIFTS) for status in report.status]
+        some = [n for n, took in enumerate(takes) if took == is_named != moved[n]]
+        for n in some[:1]:
+            why = report.reasons[n] or WORDS[report.status[n]].meaning
+            names = [report.names[n] for n in some]
+            lines += [f'It {what} {listed(names)}.', f'{names[0]}: {why}.']
     if lines:
+        lines = [f'Expected the step to move {who} and nothing else.', *lines]
         raise errors.ExpectationError(
-            f'Expected the step to move {who} and nothing else.\n' + '\n'.join(lines)
+            '\n'.join([*lines, 'To keep some as they are: sg.freeze(tx, where).'])
         )
 
 
-_STAY = 'If it should stay: sg.freeze(tx, where).'
-_ADVICE = {
-    MOVES: _STAY,
-    DRIFTS: _STAY,
-    STUCK: 'Look at the optimizer.',
-    STILL: 'If it should have a gradient: sg.gradient_flow(loss, ...).',
-}
-_STATISTICS = 'Name it in the filter, or compare the parameters alone.'
+def _parameters(tree: Any) -> list[tuple[Path, Any]]:
+    """The leaves that can be trained."""
+    return [row for row in leaves.leaves_of(tree) if leaves.is_differentiable(row[1])]
 
 
-def _parameters(tree: Any) -> tuple[list[tuple[Path, Any]], list[bool]]:
-    """The leaves that can be trained, and whether each is a model's state."""
-    found = leaves.leaves_of(tree)
-    paths, kept = found.paths, list[tuple[Path, Any]]()
-    # The fields of a TrainState are collections; a module may have any attributes.
-    if hasattr(tree, 'params') and not is_of_nnx(type(tree), 'Module'):
-        arrays = map(shape_and_dtype, found.values)
-        paths = [
-            Path.of(path.parts[0], path.parts[1:] or ('',), array=array)
-            for path, array in zip(paths, arrays, strict=True)
-        ]
-    is_state: list[bool] = []
-    for path, leaf, state in zip(paths, found.values, states(found.tree), strict=True):
-        if leaves.is_differentiable(leaf):
-            kept.append((path, leaf))
-            is_state.append(state or path.collection != 'params')
-    return kept, is_state
-
-
-def _check(before: Any, after: Any, old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Raises if two trees cannot be compared."""
-    if not old:
-        raise errors.ArgumentTypeError(
-            f'The tree before the step has no parameters: it is {brief(before)}.\n'
-            'Give the parameters before and after it: moves(params, new_params).'
-        )
-    if [path.place for path, _ in old] != [path.place for path, _ in new]:
-        names = 'the tree before the step', 'the tree after it'
-        trees = leaves.leaves_of(before), leaves.leaves_of(after)
-        raise beside.different_structures(*names, *trees)
-    ids = [{id(node) for node in _variables(tree)} for tree in (before, after)]
-    for (path, value), (_, now) in zip(old, new, strict=True):
-        if leaves.shape_of(value) != leaves.shape_of(now):
-            raise beside.other_shape('the tree after the step', path, value, now)
-        deleted = isinstance(value, jax.Array) and value.is_deleted()
-        if deleted or (ids[0] and ids[0] == ids[1]):
-            what = 'was donated to it' if deleted else 'was changed in place'
-            raise errors.ArgumentValueError(
-                f'{str(path)!r} in the tree before the step {what}.\n'
-                'Copy the tree before the step: before = jax.tree.map(jnp.copy, tree), '
-                'where tree is params or nnx.state(model).'
-            )
-
-
-def _variables(tree: Any) -> list[Any]:
-    """The Variables of an NNX module or state, which a step changes in place."""
+def _variables(tree: Any) -> set[int]:
+    """The Variables of an NNX module or state, by their identity."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: is_of_nnx(type(x), 'Variable'))
-    return [node for node in nodes if is_of_nnx(type(node), 'Variable')]
+    return {id(node) for node in nodes if is_of_nnx(type(node), 'Variable')}
 
 
 def _gradients(gradients: Any) -> dict[Any, list[Any]]:
     """Gradients by the places of parameters: arrays, or whether there is one."""
+    pairs: Any = _parameters(gradients)
     if isinstance(gradients, flow.GradientFlow):
-        rows = enumerate(gradients.parameters)
-        pairs = [(path, bool(gradients.trained(n))) for n, path in rows]
-    else:
-        pairs, _ = _parameters(gradients)
+        pairs = zip(gradients.parameters, gradients.live, strict=True)
     found: dict[Any, list[Any]] = {}
     for path, gradient in pairs:  # Leaves in one box share a place.
         found.setdefault(path.place, []).append(gradient)

@@ -35,15 +35,6 @@ def descends(params: Any) -> Any:
     return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
 
-def moves_of_a_donating_step() -> None:
-    params = jax.tree.map(jnp.copy, PARAMS)
-    jax.block_until_ready(params)
-    new = jax.tree.map(jnp.add, params, params)
-    for leaf in jax.tree.leaves(params):
-        leaf.delete()  # As donation does.
-    testing.moves(params, new)
-
-
 MODEL = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
@@ -83,13 +74,13 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: testing.assert_same_program(
             lambda x, y: x, lambda x, y: y, SHAPES, SHAPES
         ),
-        'ExpectationError: different arguments',
+        'ExpectationError: testing.optimized_hlo',
     ),
     'a program that prints something else': (
         lambda: testing.assert_same_program(
             lambda x: jax.debug.print('a'), lambda x: jax.debug.print('b'), SHAPES
         ),
-        'ExpectationError: call back different functions',
+        'ExpectationError: testing.optimized_hlo',
     ),
     'another part trained': (
         lambda: testing.assert_trains_only(loss, 'body', PARAMS),
@@ -100,11 +91,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         'PartError: report_errors.py:LINE | '
         "nn.stop_gradient(sg.at('embed/embedding', np.s_[:100])) | "
         "sg.freeze(tx, sg.at('embed/embedding', np.s_[:100]))",
-    ),
-    'no arguments': (
-        lambda: testing.assert_flows(loss, PARAMS),
-        "ArgumentTypeError: report_errors.py:LINE | 'head/**'",
-        lambda: testing.assert_flows(loss, 'head', PARAMS),
     ),
     'no parameters': (
         lambda: sg.gradient_flow(loss, None),
@@ -118,18 +104,9 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: testing.moves(PARAMS, descends(PARAMS)).table(depth=-1),
         'ArgumentValueError: depth=',
     ),
-    'a step in place of trees': (
-        lambda: testing.moves(descends, PARAMS),
-        'ArgumentTypeError: moves(params, new_params)',
-        lambda: testing.moves(PARAMS, descends(PARAMS)),
-    ),
-    'a tree that was donated': (
-        moves_of_a_donating_step,
-        "ArgumentValueError: 'body' | jax.tree.map(jnp.copy, tree) | nnx.state(model)",
-    ),
     'a module before and after': (
         lambda: testing.moves(nnx.state(MODEL), MODEL),
-        "ArgumentValueError: 'bias' | jax.tree.map(jnp.copy, tree) | nnx.state(model)",
+        'ArgumentValueError: jax.tree.map(jnp.copy, nnx.state(model))',
         lambda: testing.moves(jax.tree.map(jnp.copy, nnx.state(MODEL)), MODEL),
     ),
     'parameters of another model': (
@@ -146,15 +123,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'another part moved': (
         lambda: testing.assert_moves_only(PARAMS, descends(PARAMS), 'body'),
-        "ExpectationError: 'body' | sg.gradient_flow(loss, ...) | sg.freeze(tx, where)",
-    ),
-    'parameters in place of variables': (
-        lambda: sg.live(Layer(), {'Dense_0': PARAMS}, jnp.ones(2), None),
-        "ArgumentTypeError: 'Dense_0' | sg.live(model, {'params': params}, x)",
+        "ExpectationError: 'body' | sg.freeze(tx, where)",
     ),
     'a report with arguments': (
         lambda: testing.assert_flows(sg.gradient_flow(loss, PARAMS), 'head', PARAMS),
-        'ArgumentTypeError: A report was',
+        'TypeError: A report was',
     ),
     'a class as a table': (
         lambda: sg.tabulate(fnn.Dense, jax.random.key(0)),

@@ -103,7 +103,7 @@ def test_reports():
     assert 'norm/mean' in meant.parameters
     testing.assert_trains_only(frozen_body, ['head/**', 'norm/**'], Net(), X)
     testing.assert_stopped(frozen_body, 'body/**', Net(), X)
-    with pytest.raises(errors.ExpectationError, match='body/0/bias is stopped by'):
+    with pytest.raises(errors.ExpectationError, match='body/0/bias is used at'):
         testing.assert_flows(frozen_body, 'body/0/*', Net(), X)
 
 

@@ -39,7 +39,7 @@ MODULES = [
     (linen, 'nn', {'BlockDecorator'}),
     (filters, 'filters', set[str]()),
     (core, 'core', set[str]()),
-    (testing, 'testing', {'Moves', 'Move'}),
+    (testing, 'testing', {'Moves'}),
     (errors, 'errors', set[str]()),
 ]
 each_module = pytest.mark.parametrize(

@@ -29,33 +29,13 @@ class Normed(linen.Module):
         return x
 
 
-def states_of(model: Any, **kwargs: Any) -> dict[str, str]:
-    rngs = {'params': KEY, 'dropout': KEY}
-    rows = sg.tabulate(model, rngs, **kwargs)(X).rows()
-    return {row['module']: row['state'] for row in rows}
-
-
-def test_state_that_moves_and_state_that_is_held() -> None:
-    assert states_of(linen.Dense(2)) == {'': ''}
-    none = {'Dense_0': '', 'Dense_1': ''}
-    both, norms = {'': 'held'}, ('BatchNorm_0', 'BatchNorm_1')
-    held = {**both, **none, **dict.fromkeys(norms, 'held')}
-    updated = {name: of.replace('held', 'updated') for name, of in held.items()}
-    assert states_of(Normed(), train=True) == updated
-    assert states_of(Normed(), train=False) == held
-    first = nn.Frozen(Normed(), 'BatchNorm_0/**', state='hold')
-    part = {'': 'partly', 'BatchNorm_0': 'held'}
-    assert states_of(first, train=True) == {**updated, **part}
-    assert states_of(Normed(), train=False, mutable=['cache']) == held
-    assert states_of(Normed(), train=False, mutable=False) == held
-
-
 def test_a_model_that_wants_a_flag_random_numbers_and_collections() -> None:
     rngs = {'params': KEY, 'dropout': KEY}
     kwargs: dict[str, Any] = {'train': True, 'mutable': ['batch_stats']}
     table = sg.tabulate(Normed(), rngs, **kwargs)(X)
     assert table == sg.tabulate(Normed(), rngs)(X, **kwargs)
-    assert 'Updated state: 14 (56 B)   Held state: 0' in table
+    # Running statistics are no parameters.
+    assert table.endswith('Trainable: 41 (164 B)   Frozen: 0')
     found = sg.paths(Normed(), X, rngs=rngs, **kwargs)
     assert found == sg.paths(Normed(), X, train=False)
 
@@ -154,8 +134,8 @@ def test_rows_are_plain_data_of_all_modules():
     assert table.rows() == [
         dict(
             zip(
-                ('module', 'class', 'parameters', 'trainable', 'gradient', 'state'),
-                (*row, ''),
+                ('module', 'class', 'parameters', 'trainable', 'gradient'),
+                row,
                 strict=True,
             )
         )
@@ -419,21 +399,6 @@ def test_paths_of_a_tree_and_of_other_arguments():
     assert len(found) == 6
     with pytest.raises(errors.UnusedFilterError, match='nett'):
         sg.paths(Nested(), X, where='nett/**')
-
-
-def test_state_that_is_never_differentiated():
-    class Counts(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            fixed = sg.NonDifferentiable(jnp.arange(3))
-            offsets = self.variable('stats', 'offsets', lambda: fixed)
-            calls = self.variable('stats', 'calls', lambda: jnp.zeros(2))
-            if not self.is_initializing():
-                calls.value = calls.value + 1.0
-            return nn.Dense(2)(x) + jnp.float32(offsets.value[0])
-
-    table = sg.tabulate(Counts(), jax.random.key(0), mutable='stats')(X)
-    assert 'Updated state: 2 (8 B)   Held state: 3 (12 B)' in table
 
 
 class Stages(linen.Module):

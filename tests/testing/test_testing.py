@@ -57,24 +57,8 @@ def test_constants_are_part_of_a_program():
     one = np.arange(16, dtype=np.float32) ** 2
     other = one + np.eye(16, dtype=np.float32)[7]
     testing.assert_same_program(lambda x: x * one, lambda x: x * one.copy(), one)
-    match = 'different programs: with the same operations'
-    with pytest.raises(errors.ExpectationError, match=match):
+    with pytest.raises(errors.ExpectationError, match='different programs'):
         testing.assert_same_program(lambda x: x * one, lambda x: x * other, one)
-
-
-def test_different_programs_are_counted_and_not_printed():
-    def loss(params, x):
-        return jnp.sum(jnp.sin(x @ params['a']) @ params['b'])
-
-    def frozen(params, x):
-        return loss(params | {'a': jax.lax.stop_gradient(params['a'])}, x)
-
-    params = {'a': jnp.ones((3, 3)), 'b': jnp.ones((3, 2))}
-    with pytest.raises(AssertionError) as info:
-        testing.assert_same_program(jax.grad(loss), jax.grad(frozen), params, X)
-    counts, *_ = str(info.value).splitlines()
-    assert counts.startswith('The two functions compile to different programs: ')
-    assert 'cosine 1 and 0, ' in counts
 
 
 def first(value):
@@ -167,7 +151,7 @@ def test_other_arguments_than_the_first():
     testing.assert_flows(loss, True, a, a, a, argnums=2)
     testing.assert_stopped(loss, True, a, a, a, argnums=(0, 1))
     testing.assert_trains_only(loss, '2', a, a, a, argnums=(1, 2))
-    with pytest.raises(errors.ExpectationError, match=r'parameters: 1\.'):
+    with pytest.raises(errors.ExpectationError, match=r'does not train 1\.'):
         testing.assert_flows(loss, '1', a, a, a, argnums=(1, 2))
 
 
@@ -175,30 +159,24 @@ def test_a_failing_assertion_names_parameters_and_lines():
     only, stopped = testing.assert_trains_only, testing.assert_stopped
     where = ['gln_0/**', 'head/*']
     assert message(only, LOSSES, where, output='gln') == (
-        "Expected a gradient to Glob('gln_0/**') | Glob('head/*') and to nothing else, "
-        "but output 'gln' does not train 1 of its parameters: head/kernel.\n"
+        "Expected a gradient to Glob('gln_0/**') | Glob('head/*') and to nothing else."
+        "\nOutput 'gln' does not train head/kernel.\n"
         f'head/kernel is used at {LINE}.\n'
         'It is stopped by round at model.py:32 (Net.__call__).\n'
-        "Output 'gln' trains 1 other parameter: scale.\n"
+        "Output 'gln' trains scale.\n"
         f'scale is used at {LINE}.'
     )
     assert message(stopped, LOSSES, 'scale', output='*').splitlines()[1:] == [
-        f'scale is used at {LINE}.',
-        "Output 'code' trains 1 of its parameters: scale.",
-        f'scale is used at {LINE}.',
-        '3 outputs are wrong.',
+        f'{line}'
+        for name in LOSSES.outputs
+        for line in (f'Output {name!r} trains scale.', f'scale is used at {LINE}.')
     ]
     paths = [f'layer_{n}/{name}' for n in range(20) for name in ('bias', 'kernel')]
     flow = report({'': ['flows'] * 40}, paths, WAY)
     assert message(stopped, flow, True) == (
-        'Expected no gradient to all parameters, but the loss trains 40 of its '
-        'parameters: layer_0/bias, layer_0/kernel, layer_1/bias, 37 more.\n'
+        'Expected no gradient to True.\n'
+        'The loss trains layer_0/bias, layer_0/kernel, layer_1/bias and 37 more.\n'
         f'layer_0/bias is used at {LINE}.'
-    )
-    # What is stopped on the line that uses it.
-    here = report({'': ['stopped']}, ['w'], WAY._replace(by=f'sign at {LINE}'))
-    assert message(testing.assert_flows, here, 'w').endswith(
-        f'\nw is stopped by sign at {LINE}.'
     )
 
 
@@ -207,8 +185,8 @@ def test_what_no_output_uses_is_not_trained():
     testing.assert_stopped(flow, True)
     testing.assert_stopped(flow, True, output='a')
     assert message(testing.assert_flows, flow, 'dense/**') == (
-        "Expected a gradient to 'dense/**', but the loss does not train 1 of its "
-        'parameters: dense/kernel.\ndense/kernel is not used.'
+        "Expected a gradient to 'dense/**'.\n"
+        'The loss does not train dense/kernel.\ndense/kernel is not used.'
     )
 
 

@@ -1,0 +1,227 @@
+"""A program as one list of steps, with the bodies of calls, loops and branches.
+
+Two questions are followed back through it from its outputs: which outputs read a value,
+and from which outputs a gradient may come back to it. This explains; ``pullback.py``
+proves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal
+
+from flax_sg.flow.pullback import Reach, has_tangent
+from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import Bodies, opened
+
+UNKNOWN = 'unknown'
+# Primitives of many operands that do not meet.
+_EACH_FOR_ITSELF = frozenset(('device_put', 'optimization_barrier', 'psum', 'psum2'))
+
+
+class Place(NamedTuple):
+    """Where a body stands: JAX has one body of a function that is called twice.
+
+    Attributes:
+        call: the equation that runs it; None for the program.
+        around: the place of that equation.
+    """
+
+    call: JaxprEqn | None = None
+    around: Place | None = None
+
+    def source(self, eqn: JaxprEqn) -> str:
+        """The line of the user that made an equation of the body."""
+        if found := jaxprs.source_of(eqn, self.function()):
+            return found
+        if self.call is None or self.around is None:
+            return UNKNOWN
+        return self.around.source(self.call)
+
+    def function(self) -> str:
+        """The innermost jitted function around the body, see ``source_of``."""
+        if self.call is None or self.around is None:
+            return ''
+        if self.call.primitive.name in jaxprs.JITTED:
+            return jaxprs.function_in(self.call)
+        return self.around.function()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """An equation, or what a loop or a branch hands on to the next.
+
+    Attributes:
+        eqn: the equation.
+        place: where the body stands that it is in.
+        ins: the numbers of the values that it reads; None for constants.
+        outs: the numbers of the values that it makes.
+        joins: how many of the first values it hands on, one of them at a time. The
+            others decide which. None for an equation.
+    """
+
+    eqn: JaxprEqn
+    place: Place
+    ins: list[int | None]
+    outs: list[int]
+    joins: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The line of the user."""
+        return self.place.source(self.eqn)
+
+    def reaches(self) -> list[int]:
+        """For each input a bit for each output that depends on it."""
+        if self.name in _EACH_FOR_ITSELF:
+            return [1 << number for number in range(len(self.ins))]
+        return [(1 << len(self.outs)) - 1] * len(self.ins)
+
+
+class Flat:
+    """A program, written out.
+
+    Attributes:
+        avals: the type of each value.
+        steps: the steps, in order, but for those that close a loop.
+        inputs: the numbers of the values that come in.
+        outputs: the numbers of those that go out; None for constants.
+        flows: for each input of a step a bit for each output that a gradient comes back
+            from.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.avals, self.steps = list[Any](), list[Step]()
+        self._has_loops = False
+        self._reach = Reach()
+        self.flows = functools.cache(self._flows)
+        self.inputs = list(map(self._new, jaxpr.invars))
+        self.outputs = self._written_out(jaxpr, self.inputs, Place())
+
+    @functools.cached_property
+    def readers(self) -> list[list[tuple[Step, int]]]:
+        """For each value the steps that read it, each with the number of the input."""
+        found: list[list[tuple[Step, int]]] = [[] for _ in self.avals]
+        for step in self.steps:
+            for number, value in enumerate(step.ins):
+                if value is not None:
+                    found[value].append((step, number))
+        return found
+
+    @functools.cached_property
+    def read(self) -> list[int]:
+        """For each value the outputs of the program that depend on it, as bits."""
+        return self._reaching(Step.reaches, lambda aval: True)
+
+    @functools.cached_property
+    def live(self) -> list[int]:
+        """For each value the outputs from which a gradient may come back, as bits.
+
+        This asks JAX about each kind of equation, and takes as long as the proof.
+        """
+        return self._reaching(self.flows, has_tangent)
+
+    def _flows(self, step: Step) -> list[int]:
+        if step.joins is None:
+            return self._reach.rows(step.eqn)
+        return [
+            value is not None and n < step.joins and has_tangent(self.avals[value])
+            for n, value in enumerate(step.ins)
+        ]
+
+    def is_stopped(self, step: Step, number: int) -> bool:
+        """Whether no gradient comes back through an input of a step."""
+        bits = self.flows(step)[number]
+        return not any(bits >> n & 1 and self.live[x] for n, x in enumerate(step.outs))
+
+    def _reaching(
+        self, rows: Callable[[Step], list[int]], is_end: Callable[[Any], bool]
+    ) -> list[int]:
+        """For each value the outputs of the program that it reaches.
+
+        Args:
+            rows: which outputs of a step each of its inputs reaches.
+            is_end: whether an output of this type is reached at all.
+        """
+        found = [0] * len(self.avals)
+        for number, value in enumerate(self.outputs):
+            if value is not None:
+                found[value] |= is_end(self.avals[value]) << number
+        before: list[int] = []
+        while found != before:
+            # Without a loop, one walk finds all.
+            before = list(found) if self._has_loops else found
+            for step in reversed(self.steps):
+                outs = [found[out] for out in step.outs]
+                if not any(outs):
+                    continue
+                for value, bits in zip(step.ins, rows(step), strict=True):
+                    for number, out in enumerate(outs if value is not None else ()):
+                        found[value or 0] |= out * (bits >> number & 1)
+        return found
+
+    def _new(self, var: Any) -> int:
+        self.avals.append(var.aval)
+        return len(self.avals) - 1
+
+    def _written_out(
+        self, jaxpr: Any, inputs: Sequence[int | None], place: Place
+    ) -> list[int | None]:
+        """Adds the steps of a body; returns its outputs."""
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(var: Any) -> int | None:
+            return None if isinstance(var, Literal) else known.get(var)
+
+        for eqn in jaxpr.eqns:
+            ins = list(map(read, eqn.invars))
+            outs = self._through_bodies(eqn, ins, place)
+            if outs is None:
+                outs = list(map(self._new, eqn.outvars))
+                self.steps.append(Step(eqn, place, ins, outs))
+            known.update(zip(eqn.outvars, outs, strict=True))
+            # What is written to a mutable array is read from there later.
+            for var, value in zip(eqn.invars, ins, strict=True):
+                if value is not None and jaxprs.is_ref(var):
+                    self.steps.append(Step(eqn, place, ins, [value], len(ins)))
+        return list(map(read, jaxpr.outvars))
+
+    def _through_bodies(
+        self, eqn: JaxprEqn, ins: Sequence[int | None], place: Place
+    ) -> list[int | None] | None:
+        """The outputs of an equation that runs bodies; None for all others."""
+        bodies, inside = Bodies.of(eqn), Place(eqn, place)
+        if not bodies.jaxprs:
+            return None
+        given, carry = list(ins), [self._new(eqn.invars[n]) for n in bodies.carry]
+        given[bodies.carry.start : bodies.carry.stop] = carry
+        found = [
+            self._written_out(opened(body), given[bodies.first :], inside)
+            for body in bodies.jaxprs
+        ]
+        if eqn.primitive.name == 'cond':
+            outs: list[int | None] = []
+            for var, several in zip(eqn.outvars, zip(*found, strict=True), strict=True):
+                out, taken = self._new(var), [*several, ins[0]]
+                self.steps.append(Step(eqn, place, taken, [out], len(several)))
+                outs.append(out)
+            return outs
+        decide: list[int | None] = []
+        if is_while := eqn.primitive.name == 'while':
+            asked = [*ins[: bodies.first], *carry]
+            decide = self._written_out(opened(eqn.params['cond_jaxpr']), asked, inside)
+        # A turn reads what came in, or what the turn before has made.
+        for number, value, after in zip(bodies.carry, carry, found[0], strict=False):
+            taken = [ins[number], after, *decide]
+            self.steps.append(Step(eqn, place, taken, [value], 2))
+            self._has_loops = True
+        return [*carry] if is_while else found[0]

@@ -1,0 +1,142 @@
+"""The trace of a function: its program, and the parameters and outputs of that."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import linen
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from flax_sg import errors, filters
+from flax_sg.errors.texts import shown
+from flax_sg.filters import predicates
+from flax_sg.filters.paths import Path, natural_key
+from flax_sg.flow.rows import unique
+from flax_sg.internals.jaxprs import BLOCK
+from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of, path_of
+from flax_sg.trees.trainable import Declared, chosen, states
+
+# The name of an output that is not in a tree.
+ALONE = 'output'
+
+
+class Traced(NamedTuple):
+    """A function that was traced on shapes.
+
+    Attributes:
+        program: from the arrays in the arguments to those that are returned, without
+            ``aux``. Parameters that nobody asks about are stopped where they come in.
+        outputs: the name of each array that is returned.
+        parameters: the path of each leaf of the differentiated arguments, and the
+            numbers of its arrays among the inputs of the program.
+    """
+
+    program: ClosedJaxpr
+    outputs: tuple[str, ...]
+    parameters: list[tuple[Path, tuple[int, ...]]]
+
+
+def traced(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    wrt: filters.Where | Declared,
+    kwargs: Mapping[str, Any],
+) -> Traced:
+    """Traces a function once and finds its parameters; see ``gradient_flow``.
+
+    Python numbers in the differentiated arguments are traced. In the other arguments
+    they are constants.
+    """
+    is_module = isinstance(fun, linen.Module)
+    run: Any = fun.apply if isinstance(fun, linen.Module) else fun
+    # What a module writes comes back beside its output.
+    writes = is_module and kwargs.get('mutable', False) is not False
+    name = type(fun).__name__ if is_module else predicates.describe(run)
+    for number in [argnums] if isinstance(argnums, int) else argnums:
+        if not -len(args) <= number < len(args):
+            raise TypeError(f'{argnums=}: {len(args)} positional arguments were given.')
+    own = arguments_of(args, argnums)
+    takes = dict(zip(own, chosen([*own.values()], wrt), strict=True))
+    trees = {n: own.get(n) or leaves_of(arg) for n, arg in enumerate((*args, kwargs))}
+    inputs = {
+        (n, k): leaf
+        for n, tree in trees.items()
+        for k, leaf in enumerate(tree.values)
+        if _is_array(leaf) or (n in own and is_differentiable(leaf))
+    }
+    if not any(n in own for n, _ in inputs):
+        raise errors.ArgumentTypeError(
+            f'{name} has no parameters: argument {", ".join(map(str, own))} holds no '
+            'arrays.\n'
+            'Give arrays or their shapes, and say which argument holds them: argnums=1.'
+        )
+    names: list[str] = []
+
+    def of_arrays(arrays: dict[Any, Any]) -> list[Any]:
+        for n, tree in own.items():
+            for k, (path, said) in enumerate(zip(tree.paths, takes[n], strict=True)):
+                if (n, k) in arrays and said is not True:
+                    arrays[n, k] = _stopped(arrays[n, k], said, path)
+        *values, options = (
+            tree.restore(arrays.get((n, k), leaf) for k, leaf in enumerate(tree.values))
+            for n, tree in trees.items()
+        )
+        out = run(*values, **options)
+        out = out[0] if writes else out
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                'With has_aux=True the function has to return a pair (outputs, aux), '
+                f'but {name} returned {shown(out)}.'
+            )
+        pairs = jax.tree_util.tree_leaves_with_path(out[0] if has_aux else out)
+        # JAX sorts the keys of dicts as text. People count: loss_2, loss_10.
+        keys_of = itertools.chain(*(keys for keys, _ in pairs))
+        if all(isinstance(key, jax.tree_util.DictKey) for key in keys_of):
+            pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
+        names[:] = [x or ALONE for x in unique([path_of(keys) for keys, _ in pairs])]
+        return [leaf for _, leaf in pairs]
+
+    program = jax.make_jaxpr(of_arrays)(inputs)
+    numbers, slots = itertools.count(), dict[Any, tuple[int, ...]]()
+    for key, leaf in inputs.items():
+        slots[key] = tuple(next(numbers) for _ in jax.tree.leaves(leaf))
+    parameters = [
+        (path, slots[n, k])
+        for n, tree in own.items()
+        for k, (path, said, is_state) in enumerate(
+            zip(tree.paths, takes[n], states(tree.tree), strict=True)
+        )
+        # The state of an NNX model, such as batch statistics, is left out.
+        if (n, k) in slots and (said or not is_state)
+    ]
+    if not names:
+        raise errors.ArgumentTypeError(
+            f'{name} returns nothing: no gradient can come from there.\n'
+            'Return the loss, or several in a dict.'
+        )
+    return Traced(program, tuple(names), parameters)
+
+
+def _stopped(leaf: Any, said: bool | filters.Part, path: Path) -> Any:
+    """A leaf of which nobody asks for the gradient, or for that of a part alone."""
+    with jax.named_scope(f'{BLOCK}wrt=, which leaves it out'):
+        fixed = jax.tree.map(lax.stop_gradient, leaf)
+        return filters.merged(said, leaf, fixed, path) if said else fixed
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array for JAX; ``NonDifferentiable`` has arrays in it."""
+    arrays = jax.tree.leaves(leaf)
+    return bool(arrays) and all(
+        x.dtype.kind in 'biufcV'
+        if isinstance(x, (np.ndarray, np.generic))
+        else isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+        for x in arrays
+    )
