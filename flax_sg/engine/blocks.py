@@ -213,8 +213,6 @@ class _Thread(threading.local):
         self._aside = 0  # How many calls of ``only`` are running.
         # Why a second run of ``setup`` may differ; None outside of such a run.
         self.doubts: list[str] | None = None
-        # The blocks that have closed, while ``closing`` looks at them.
-        self.closed: list[Block] | None = None
 
     def set_blocks(self, blocks: tuple[Block, ...]) -> None:
         """Sets the open blocks, for the hooks and for JAX's trace caches.
@@ -255,16 +253,6 @@ class _Thread(threading.local):
     def _set_aside(self, blocks: tuple[Block, ...], aside: int) -> None:
         self._aside = aside
         self.set_blocks(blocks)
-
-    @contextlib.contextmanager
-    def closing(self) -> Generator[list[Block]]:
-        """Yields a list, to which the blocks that close meanwhile are added."""
-        before, closed = self.closed, list[Block]()
-        self.closed = closed
-        try:
-            yield closed
-        finally:
-            self.closed = before
 
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
@@ -331,8 +319,6 @@ def remove(block: Block) -> None:
             )
     thread.set_blocks(rest)
     thread.forget(block)
-    if thread.closed is not None:
-        thread.closed.append(block)
     block.is_open = False
     block.lease.give_back()
     if block.owner is not None:

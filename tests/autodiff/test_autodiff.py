@@ -505,7 +505,7 @@ def test_an_auxiliary_output_is_one_of_a_pair(fun):
 
 def test_an_argument_is_named_once():
     for argnums in (0, 0), (0, -2), [1, 0, 1]:
-        with pytest.raises(errors.ArgumentValueError, match='names an argument twice'):
+        with pytest.raises(errors.ArgumentTypeError, match='different positions of 2'):
             sg.grad(jnp.multiply, argnums)(2.0, 3.0)
 
 
