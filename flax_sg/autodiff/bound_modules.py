@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import linen
 
 from flax_sg import errors, filters
@@ -23,19 +24,28 @@ class Differentiated(substitutes.Substitute):
     """Reads see the values that are differentiated. It equals itself alone.
 
     Args:
-        entries: the values, by the names of their variables.
+        stored: the variables of a module, as the blocks around show them.
+        given: the values, nested alike.
     """
 
     at_init = True
 
-    def __init__(self, entries: dict[substitutes.Entry, Any]) -> None:
-        super().__init__(frozenset(entries), object())
-        self.entries = entries
+    def __init__(self, stored: Any, given: Any) -> None:
+        self.stored, self.given = (
+            substitutes.entries_of(tree, True) for tree in (stored, given)
+        )
+        super().__init__(frozenset(self.given), object())
+
+    def __call__(self, path: Path, leaf: Any) -> Any:
+        """Returns what was written meanwhile as it is."""
+        return leaf
 
     def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
-        """Returns the value that is differentiated."""
-        del value, find
-        return self.entries[path.collection, path.parts]
+        """Returns the value that is differentiated, unless another one was written."""
+        entry = path.collection, path.parts
+        pairs = zip(*map(jax.tree.leaves, (value, self.stored[entry])), strict=False)
+        same = all(now is before for now, before in pairs)
+        return self.given[entry] if same else rules.AS_IT_IS
 
 
 def variables_of(module: Any) -> Any:
@@ -50,7 +60,11 @@ def variables_of(module: Any) -> Any:
     """
     replacing, _ = _open_blocks()
     with blocks.thread.only(replacing):
-        return {name: dict(tree) for name, tree in module.variables.items()}
+        return _read(module)
+
+
+def _read(module: linen.Module) -> Any:
+    return {name: dict(tree) for name, tree in module.variables.items()}
 
 
 def _open_blocks() -> tuple[tuple[blocks.Block, ...], tuple[blocks.Block, ...]]:
@@ -80,8 +94,8 @@ def as_function_of(fun: Callable[..., Any], module: Any) -> Callable[..., Any]:
     scope = module.scope
 
     def fun_of_variables(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        rule = Differentiated(substitutes.entries_of(variables, True))
-        names = filters.Names(frozenset(rule.entries))
+        rule = Differentiated(_read(module), variables)
+        names = filters.Names(frozenset(rule.given))
         replaced = rules.Rewrite(names, rule, True, 'ignore'), scope
         # The other blocks are opened again: what they made is not what is read now.
         others = [(block.rewrite, block.owner) for block in _open_blocks()[1]]

@@ -404,6 +404,23 @@ def test_of_reaches_jits_and_closures_in_both_orders():
     oracle.assert_same(again, jax.grad(lambda v: norm(jax.grad(plain)(v)))(variables))
 
 
+def test_of_reads_what_the_function_has_written():
+    class Counts(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            total = self.variable('stats', 'total', lambda: jnp.ones(3))
+            total.value = total.value * 2.0 + jnp.sum(x, 0)
+            x = fnn.BatchNorm(use_running_average=False, name='norm')(x)
+            return jnp.sum(x * total.value * self.param('w', fnn.initializers.ones, ()))
+
+    model, mutable = Counts(), ['stats', 'batch_stats']
+    variables = model.init(jax.random.key(0), X)
+    expected = jax.grad(lambda v: model.apply(v, X, mutable=mutable)[0])(variables)
+    bound = model.bind(variables, mutable=mutable)
+    oracle.assert_same(sg.grad(lambda: bound(X), of=bound)(), expected)
+    assert not oracle.is_zero(expected['stats']['total'])
+
+
 def test_of_tells_tied_arrays_apart():
     w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
 
