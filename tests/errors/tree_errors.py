@@ -20,7 +20,6 @@ NONE: Any = None
 LIST: Any = ['head']
 VECTORS: Any = {'a': jnp.ones(2), 'b': jnp.ones(2)}
 THREE = {**VECTORS, 'b': jnp.ones(3)}
-flat = optax.flatten(optax.sgd(0.1, momentum=0.9))
 
 
 def product(params: Any) -> Any:
@@ -38,12 +37,6 @@ def state_of(frozen: str) -> None:
 def gradients(grads: Any) -> None:
     tx = sg.freeze(optax.sgd(0.1), 'head/w')
     tx.update(grads, tx.init(PARAMS), PARAMS)
-
-
-def adopted(tx: Any, frozen: str, params: Any = VECTORS) -> Any:
-    """The state of a transformation, adopted where another one was frozen."""
-    state = sg.freeze(tx, 'a').init(VECTORS)
-    return sg.adopt(sg.freeze(tx, frozen), params, state)
 
 
 def lookahead() -> None:
@@ -254,12 +247,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         'StructureError: sg.adopt: the state has nothing, where the new state has '
         "'0/count'.\n"
         f'{OTHER}',
-    ),
-    'one array for all parameters': (
-        lambda: adopted(flat, 'b'),
-        "StructureError: sg.adopt: '0/trace' of the state is one array for several "
-        'parameters, as optax.flatten makes it, and cannot be taken apart.\n'
-        'Begin anew with tx.init(params), or leave optax.flatten out.',
     ),
     'rows of a state that nobody names': (
         lambda: sg.adopt(
