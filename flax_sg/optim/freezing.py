@@ -16,12 +16,11 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.optim.masks import parameters_of, trained_leaves
-from flax_sg.trees.beside import beside, missing_leaf, other_shape
+from flax_sg.trees.beside import beside, other_shape
 from flax_sg.trees.leaves import (
     ABSENT,
     Leaves,
     check_unused,
-    is_absent,
     is_number,
     is_whole,
 )
@@ -91,16 +90,7 @@ class Freeze:
         leaves, trained = self.parameters(updates if params is None else params)
         grads = leaves.values
         if params is not None:
-            grads = beside(leaves, updates, 'the gradient', needed=trained)
-        for path, takes, grad in zip(leaves.paths, trained, grads, strict=True):
-            if takes and is_absent(grad):
-                raise missing_leaf(
-                    'the gradient',
-                    path,
-                    'is not frozen',
-                    'wrt= selects what has a gradient, sg.freeze what is frozen.\n'
-                    'Write sg.grad(loss, wrt=~where) beside sg.freeze(tx, where).',
-                )
+            grads = beside(leaves, updates, trained)
         for name, value in extra.items():  # Other trees like the parameters.
             found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
             if treedef == leaves.treedef:

@@ -288,7 +288,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'parts of two kinds': (
         lambda: sg.combine([1.0], (sg.ABSENT,)),
         'StructureError: part 1 and part 2 have different structures.\n'
-        '  the tree: a list in part 1, a tuple in part 2',
+        '  Their paths are the same: a list in one may be a tuple in the other.',
     ),
     'a leaf with two labels': (
         lambda: sg.partition_n({'gln': 1.0}, {'gln': 'gln', 'all': True}),
