@@ -70,5 +70,5 @@ class Matrix:
         head = ['', *self.columns, *[self.notes] * bool(self.notes)]
         lines = [text.wrapped(head, rows), '', *legend]
         if self.totals:
-            lines += ['', *self.totals]
+            lines += ['', *map(text.printable, self.totals)]
         return text.encodable('\n'.join(lines).rstrip())
