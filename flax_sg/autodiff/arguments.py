@@ -91,7 +91,7 @@ def _other(absent: str, takes: Any, leaf: Any) -> Callable[[], Any] | None:
     return lambda: None if absent == 'none' else ABSENT
 
 
-def check(fun: Any, wrt: Where, absent: str, unused: str) -> Where:
+def check(fun: Any, wrt: Where, absent: str, unused: str) -> filters.Filter | Declared:
     """Raises if the options of a gradient call mean nothing; returns the filter.
 
     Args:

@@ -9,14 +9,13 @@ from typing import Any
 import jax
 from jax.tree_util import Partial
 
-from flax_sg import filters
 from flax_sg.autodiff import unfed
 from flax_sg.autodiff.arguments import Split, Where, check
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.predicates import describe
 from flax_sg.trees.leaves import arguments_of, leaves_of
-from flax_sg.trees.trainable import DECLARED
+from flax_sg.trees.trainable import DECLARED, Declared
 
 
 def value_and_grad(
@@ -91,7 +90,7 @@ def value_and_grad(
         both_of = as_function_of(fun, of)
         both = value_and_grad(both_of, 0, has_aux, holomorphic, **options)
         return lambda *args, **kwargs: both(variables_of(of), *args, **kwargs)
-    judged = isinstance(where, filters.Filter) and unused != 'ignore'
+    judged = None if isinstance(where, Declared) or unused == 'ignore' else where
 
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -101,14 +100,14 @@ def value_and_grad(
 
         @functools.wraps(fun, updated=())
         def fun_of_live(live: Sequence[Any]) -> Any:
-            live = unfed.watched(live, fed) if judged else live
+            live = live if judged is None else unfed.watched(live, fed)
             new = dict(zip(trees, split.join(live), strict=True))
             return fun(*(new.get(n, arg) for n, arg in enumerate(args)), **kwargs)
 
         both = jax.value_and_grad(fun_of_live, has_aux=has_aux, holomorphic=holomorphic)
         value, found = both([leaf for _, leaf in split.live])
-        if judged:
-            unfed.warn(describe(fun), where, [path for path, _ in split.live], fed)
+        if judged is not None:
+            unfed.warn(describe(fun), judged, [path for path, _ in split.live], fed)
         grads = split.form(absent)(found)
         return value, grads if isinstance(argnums, Sequence) else grads[0]
 

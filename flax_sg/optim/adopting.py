@@ -249,9 +249,11 @@ def _check_rows(
     """Raises if rows are frozen, and nobody says which they were in the old state."""
     for names, made in new:
         number, name, _ = owners[names]
-        shape = np.shape(leaves.values[number]) if number >= 0 else None
+        if number < 0:
+            continue
+        shape = np.shape(leaves.values[number])
         cut = shape_of(made) == shape and is_cut(old.get(names), shape)
-        if cut or (number >= 0 and isinstance(trained[number], Choice)):
+        if cut or isinstance(trained[number], Choice):
             raise errors.StructureError(
                 f'sg.adopt: rows of {name!r} are frozen, in the old state or in the '
                 'new one.\n'
