@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-import numpy as np
 from jax.tree_util import Partial
 
-from flax_sg import errors
 from flax_sg.autodiff import unfed
-from flax_sg.autodiff.arguments import split_by
+from flax_sg.autodiff.arguments import Split, Where, check
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
 from flax_sg.errors.texts import unknown_choice
-from flax_sg.filters import Where
 from flax_sg.filters.predicates import describe
 from flax_sg.trees.leaves import arguments_of, leaves_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
-Argnums: TypeAlias = int | Sequence[int]
-
 
 def value_and_grad(
     fun: Callable[..., Any],
-    argnums: Argnums = 0,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
-    wrt: Where | Declared = DECLARED,
+    wrt: Where = DECLARED,
     absent: str = 'drop',
     of: Any = None,
     unused: str = 'raise',
@@ -80,52 +75,52 @@ def value_and_grad(
         loop, as for ``jax.grad``: each call of ``sg.grad`` makes another function.
 
     Raises:
-        ArgumentTypeError: if ``of`` is no bound module, ``argnums`` no positions.
-        ArgumentValueError: at the call, if ``argnums`` names an argument twice.
+        ArgumentTypeError: if ``of`` is no bound module.
+        ArgumentTypeError: at the call, if ``argnums`` names no positions, or one twice.
         UnusedFilterError: if ``wrt`` is False or empty; at the call, if a part of
             ``wrt`` matches no leaf.
         ArgumentTypeError: at the call, if no leaf that it matches can be
             differentiated.
     """
-    split_of = split_by(fun, wrt, absent, unused)
+    where = check(fun, wrt, absent, unused)
     if of is not None:
         if argnums != 0:
             raise unknown_choice('with of=, argnums', argnums, (0,))
-        variables_of(of)
-    fun_of_args = fun if of is None else as_function_of(fun, of)
+        options: Any = {'wrt': wrt, 'absent': absent, 'unused': unused}
+        both_of = as_function_of(fun, of)
+        both = value_and_grad(both_of, 0, has_aux, holomorphic, **options)
+        return lambda *args, **kwargs: both(variables_of(of), *args, **kwargs)
+    judged = None if isinstance(where, Declared) or unused == 'ignore' else where
 
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        if of is not None:
-            args = (variables_of(of), *args)
-        positions = _positions(argnums, len(args))
-        split = split_of(arguments_of(args, argnums).values())
+        trees = arguments_of(args, argnums)
+        split = Split.of(trees.values(), where, unused)
         fed: set[int] = set()
 
         @functools.wraps(fun, updated=())
         def fun_of_live(live: Sequence[Any]) -> Any:
-            live = live if split.where is None else unfed.watched(live, fed)
-            new = dict(zip(positions, split.join(live), strict=True))
-            all_args = (new.get(n, arg) for n, arg in enumerate(args))
-            return fun_of_args(*all_args, **kwargs)
+            live = live if judged is None else unfed.watched(live, fed)
+            new = dict(zip(trees, split.join(live), strict=True))
+            return fun(*(new.get(n, arg) for n, arg in enumerate(args)), **kwargs)
 
         both = jax.value_and_grad(fun_of_live, has_aux=has_aux, holomorphic=holomorphic)
-        value, found = both(split.live)
-        unfed.warn(describe(fun), split, fed)
+        value, found = both([leaf for _, leaf in split.live])
+        if judged is not None:
+            unfed.warn(describe(fun), judged, [path for path, _ in split.live], fed)
         grads = split.form(absent)(found)
         return value, grads if isinstance(argnums, Sequence) else grads[0]
 
-    _positions(argnums, None)
     return call
 
 
 def grad(
     fun: Callable[..., Any],
-    argnums: Argnums = 0,
+    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     *,
-    wrt: Where | Declared = DECLARED,
+    wrt: Where = DECLARED,
     absent: str = 'drop',
     of: Any = None,
     unused: str = 'raise',
@@ -152,36 +147,10 @@ def grad(
     return call
 
 
-def _positions(argnums: Argnums, count: int | None) -> list[int]:
-    """The positions of the differentiated arguments, of so many arguments."""
-    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
-    numbers: Any = argnums if several else [argnums]
-    if not all(
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers
-    ):
-        name = getattr(argnums, '__name__', None) or repr(argnums)
-        raise errors.ArgumentTypeError(
-            f'argnums={name} names no positions of arguments.\n'
-            f'Name leaves with wrt=: sg.grad(fun, wrt={name}).'
-        )
-    if count is None:
-        return []
-    for n in numbers:
-        if not -count <= n < count:
-            raise TypeError(f'{argnums=}: {count} positional arguments were given.')
-    positions = [n % count for n in numbers]
-    if len(set(positions)) < len(positions):
-        raise errors.ArgumentValueError(
-            f'argnums={argnums} names an argument twice, and each has one gradient.\n'
-            'Name each position once.'
-        )
-    return positions
-
-
 def vjp(
     fun: Callable[..., Any],
     *primals: Any,
-    wrt: Where | Declared = DECLARED,
+    wrt: Where = DECLARED,
     absent: str = 'drop',
     has_aux: bool = False,
     unused: str = 'raise',
@@ -229,13 +198,15 @@ def vjp(
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the
         same idea.
     """
-    split = split_by(fun, wrt, absent, unused)(map(leaves_of, primals))
+    where = check(fun, wrt, absent, unused)
+    split = Split.of(map(leaves_of, primals), where, unused)
 
     @functools.wraps(fun, updated=())
     def fun_of_live(live: Sequence[Any]) -> Any:
         return fun(*split.join(live))
 
-    y, back, *aux = jax.vjp(fun_of_live, split.live, has_aux=has_aux)
+    live = [leaf for _, leaf in split.live]
+    y, back, *aux = jax.vjp(fun_of_live, live, has_aux=has_aux)
     # A pytree, as JAX's own linear functions are: its residuals may leave a ``jit``.
     return (y, Partial(functools.partial(_pulled, split.form(absent)), back), *aux)
 

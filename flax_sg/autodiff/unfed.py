@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from flax_sg.autodiff.arguments import Split
+from flax_sg import filters
 from flax_sg.filters.expressions import asked
+from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
 
 
@@ -37,26 +38,24 @@ def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
     return identity(list(live))
 
 
-def warn(fun: str, split: Split, fed: set[int]) -> None:
+def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -> None:
     """Warns if no leaf that a part of the filter takes has a gradient.
 
     Args:
         fun: what the function is called.
-        split: the leaves, and the filter.
-        fed: the positions, among the live leaves, of those that got a cotangent.
+        where: the filter.
+        live: the paths of the leaves that are differentiated.
+        fed: the positions of those that got a cotangent.
     """
-    live = split.paths
-    if split.where is None or len(fed) == len(live):
-        return
-    for atom in split.where.atoms:
+    for atom in where.atoms if len(fed) < len(live) else ():
         taken = [n for n, path in enumerate(live) if asked(atom, path)]
         if taken and not fed.intersection(taken):
-            path = live[taken[0]]
+            path = str(live[taken[0]])
             warn_once(
                 f'wrt={atom!r} gives zeros alone: in {fun} no gradient flows to '
-                f'{str(path)!r}{" and the others" if len(taken) > 1 else ""}.\n'
+                f'{path!r}{" and the others" if len(taken) > 1 else ""}.\n'
                 'The function does not depend on it, or stops its gradient: '
-                'sg.gradient_flow tells which.\n'
+                f"sg.gradient_flow(fun, *args).why('output', {path!r}) tells where.\n"
                 "If that is meant, pass unused='ignore'.",
                 Place.here(),
             )

@@ -115,7 +115,8 @@ class Asker:
                 return _GONE
             return self.owner_path if question == self.tree else None
         try:
-            return self.ask(self.path_of(question))
+            said = self.ask(self.path_of(question))
+            return said.elements.shape if isinstance(said, filters.Part) else said
         except Exception as error:  # The function was not written for the variable.
             return type(error)
 

@@ -98,11 +98,11 @@ class Filter(abc.ABC):
 
     @functools.cached_property
     def shape(self) -> Hashable:
-        """Equal for filters that are spelled alike: functions made by the same code."""
-        shapes = tuple(part.shape for part in self.parts)
-        if all(map(operator.is_, shapes, self.parts)):
-            return self
-        return type(self), shapes
+        """Equal for filters that are spelled alike: functions made by the same code.
+
+        Caches keep it, so there is no array in it, and no filter.
+        """
+        return type(self), frozenset(p.shape for p in self.parts) or self.identity
 
     @property
     def may_be_empty(self) -> bool:

@@ -279,7 +279,7 @@ def at(where: Any, index: Any) -> Filter:
             the block begins: outside a scan the first axis may be that of the layers.
 
     Returns:
-        A filter. Where a leaf cannot be split (``sg.partition``, masks, labels) it is
+        A filter. Where a leaf cannot be split (``sg.labels``, ``nnx.where``) it is
         refused.
 
     Raises:

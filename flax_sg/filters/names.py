@@ -86,11 +86,6 @@ class BoolTree(Atom):
             for names, said in self.bools.items()
         )
 
-    @functools.cached_property
-    def shape(self) -> Hashable:
-        """What caches compare, and keep."""
-        return type(self), self.identity
-
     def matches(self, path: Path) -> bool | Part:
         """What the tree says; raises if it says nothing."""
         if path.outside:

@@ -50,17 +50,6 @@ def frame_of_user(depth: int) -> types.FrameType:
     return found
 
 
-def is_running(package: str, function: str) -> bool:
-    """Whether a function of a package is running."""
-    found: types.FrameType | None = frame(1)
-    while found is not None:
-        module = found.f_globals.get('__name__', '')
-        if (module.split('.')[0], found.f_code.co_name) == (package, function):
-            return True
-        found = found.f_back
-    return False
-
-
 def file_name(file: str) -> str:
     """Returns the name of a source file as the user knows it.
 

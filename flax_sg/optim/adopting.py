@@ -7,7 +7,8 @@ the trained rows alone; both arrays are then made whole first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -18,9 +19,15 @@ from jax.tree_util import GetAttrKey
 from flax_sg import errors, filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters.paths import name_of
-from flax_sg.optim.freezing import Freeze
-from flax_sg.optim.masks import parameters_of
-from flax_sg.trees.leaves import Leaves, is_differentiable, is_number, selected, whole
+from flax_sg.optim.freezing import Freeze, pruned
+from flax_sg.trees.leaves import (
+    Leaves,
+    is_differentiable,
+    is_number,
+    selected,
+    shape_of,
+    whole,
+)
 from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
 
 # The names that lead to a value of a state.
@@ -88,120 +95,172 @@ def adopt(
         ones, and begin with larger updates. ``optax.tree_utils.tree_set(state,
         count=0)`` counts anew. The hyperparameters of ``optax.inject_hyperparams`` are
         those of ``tx``. What L-BFGS, a line search and optimistic gradients remember
-        belongs to one selection: it begins anew with another.
+        belongs to one selection: it begins anew with another. So does an array that
+        ``optax.flatten`` made of all parameters, unless ``old`` has the same selection.
 
     Raises:
         ArgumentTypeError: if ``tx`` is no transformation.
         StructureError: if a state is that of another transformation.
         StructureError: if rows are frozen, and ``old`` is not given.
-        StructureError: if ``tx`` keeps one array for all parameters, as
-            ``optax.flatten`` does.
     """
     if not hasattr(tx, 'init'):
         write = 'sg.adopt(tx, params, state, old=old_tx)'
         raise wrong_argument(tx, 'optax transformation', write)
-    states = (state, *earlier)
+    states = [dict(_named(given)) for given in (state, *earlier)]
     made_by = [old] * len(states) if old is None or hasattr(old, 'init') else old
-    sources = [
-        _Source(dict(_named(given)), None if by is None else _Selection.of(by, params))
-        for given, by in zip(states, made_by, strict=True)
-    ]
-    new = tx.init(params)
+    before = [None if by is None else _selection(by, params)[1] for by in made_by]
+    new, (leaves, trained) = tx.init(params), _selection(tx, params)
     pairs = _named(new)
-    every = [*dict(pairs), *(names for source in sources for names in source.values)]
-    to = _Selection.of(tx, params).among(every)
-    for given, source in zip(states, sources, strict=True):
-        _check(to, dict(pairs), given, source)
-    [said] = selected([to.leaves.paths], filters.as_filter(fresh))
-    begin = whole(said, to.leaves.paths, 'fresh=')
-    values: list[Any] = []
+    owners = _owners(leaves, [*dict(pairs), *itertools.chain(*states)])
+    for values, was in zip(states, before, strict=True):
+        _check_transformation(owners, dict(pairs), values)
+        if was is None:
+            _check_rows(owners, pairs, values, leaves, trained)
+    [said] = selected([leaves.paths], filters.as_filter(fresh))
+    begin = [*whole(said, leaves.paths, 'fresh='), False]  # The last one is of none.
+    adopted: list[Any] = []
     found: dict[str, set[str]] = {}
     for names, made in pairs:
-        number = to.owner_of(names)
-        value, what = made, 'fresh'
-        begins = 'hyperparams' in to.around(names)
-        if not begins and not (number is not None and begin[number]):
-            value, what = _adopted(to, names, made, sources)
-        values.append(value)
-        found.setdefault(to.name_of(names), set()).add(what)
+        number, name, around = owners[names]
+        given = [
+            (values[names], was)
+            for values, was in zip(states, before, strict=True)
+            if names in values and not begin[number] and 'hyperparams' not in around
+        ]
+        shape = np.shape(leaves.values[number]) if number >= 0 else ()
+        if number < 0 or _is_one(made) or np.shape(made) == () != shape:
+            value, what = _of_all(made, given, leaves, trained)
+        else:
+            value, what = _of_one(made, given, trained, number, shape)
+        adopted.append(value)
+        found.setdefault(name, set()).add(what)
     if report is not None:
         lists: dict[str, list[str]] = {'carried': [], 'in part': [], 'fresh': []}
         for name, all_of in sorted(found.items()):
             lists[all_of.pop() if len(all_of) == 1 else 'in part'].append(name)
-        known = {to.name_of(names) for source in sources for names in source.values}
+        known = {owners[names].name for names in itertools.chain(*states)}
         report({**lists, 'dropped': sorted(known - found.keys())})
-    return jax.tree.structure(new, is_leaf=_is_one).unflatten(values)
+    return jax.tree.structure(new, is_leaf=_is_one).unflatten(adopted)
 
 
-class _Selection(NamedTuple):
-    """What a transformation trains of the parameters.
-
-    Attributes:
-        leaves: the parameters.
-        trained: for each whether it is trained, or which rows or part of it.
-        places: the number of each, by its names.
-        outer: the names that lead to trees like the parameters. A tuple or a label in
-            them may have the name of a parameter.
-    """
-
-    leaves: Leaves
-    trained: Sequence[Any]
-    places: dict[Names, int]
-    outer: frozenset[Names] = frozenset()
-
-    @classmethod
-    def of(cls, tx: Any, params: Any) -> _Selection:
-        """The selection of a transformation: everything, if ``sg.freeze`` made none."""
-        freeze = getattr(tx.init, '__self__', None)
-        leaves = parameters_of(params)
-        trained: Sequence[Any] = [True] * len(leaves.values)
-        if isinstance(freeze, Freeze):
-            leaves, trained = freeze.parameters(params)
-        places = {_names_of(keys): n for n, keys in enumerate(leaves.key_paths)}
-        return cls(leaves, trained, places)
-
-    def among(self, every: Iterable[Names]) -> _Selection:
-        """The same, for states whose values have these names."""
-        found = ((names, self.spot_of(names)) for names in every)
-        roots = {n[: at[0]] for n, at in found if at is not None and at[1] == len(n)}
-        outer = (root[:count] for root in roots for count in range(len(root) + 1))
-        return self._replace(outer=frozenset(outer))
-
-    def spot_of(self, names: Names) -> tuple[int, int] | None:
-        """Where in the names of a value those of a parameter are; the last ones."""
-        for last in range(len(names), -1, -1):
-            for first in range(last + 1):
-                is_outer = last < len(names) and names[:last] in self.outer
-                if names[first:last] in self.places and not is_outer:
-                    return first, last
-        return None
-
-    def owner_of(self, names: Names) -> int | None:
-        """The parameter that a value belongs to, if it does to one."""
-        spot = self.spot_of(names)
-        return None if spot is None else self.places[names[slice(*spot)]]
-
-    def name_of(self, names: Names) -> str:
-        """The parameter that a value belongs to, or its own place."""
-        number = self.owner_of(names)
-        return '/'.join(names) if number is None else str(self.leaves.paths[number])
-
-    def around(self, names: Names) -> Names:
-        """The names of a value without those of its parameter."""
-        spot = self.spot_of(names)
-        return names if spot is None else (*names[: spot[0]], '*', *names[spot[1] :])
+def _selection(tx: Any, params: Any) -> tuple[Leaves, Sequence[Any]]:
+    """The parameters, and what a transformation trains of each."""
+    freeze = getattr(tx.init, '__self__', None)
+    nothing = Freeze(tx, filters.Constant(False), 'ignore')
+    return (freeze if isinstance(freeze, Freeze) else nothing).parameters(params)
 
 
-class _Source(NamedTuple):
-    """An old state.
+# What a state has at a place, and what was trained of each parameter when the state was
+# made; None if nobody says so.
+Given: TypeAlias = tuple[Any, Sequence[Any] | None]
+
+
+def _of_all(
+    made: Any, given: Sequence[Given], leaves: Leaves, trained: Sequence[Any]
+) -> tuple[Any, str]:
+    """A value that belongs to all parameters, and whether it is carried."""
+    size = sum(map(np.size, jax.tree.leaves(pruned(leaves, trained))))
+    flat = shape_of(made) == (size,) != (1,) and is_differentiable(made)
+    for value, was in given:
+        same = not flat if was is None else was == trained
+        if _type(value) == _type(made) and (same or not (flat or _is_one(made))):
+            return value, 'carried'
+    return made, 'fresh'
+
+
+def _of_one(
+    made: Any,
+    given: Sequence[Given],
+    trained: Sequence[Any],
+    number: int,
+    shape: tuple[int, ...],
+) -> tuple[Any, str]:
+    """A value that belongs to one parameter, and whether it is carried, or in part."""
+    out, now = made, trained[number]
+    trains, known = mask_of(now, shape, ''), np.False_
+    for value, was_trained in reversed(given):  # The first one has the last word.
+        was = True if was_trained is None else was_trained[number]
+        knew = mask_of(was, shape, '')
+        if was == now and _type(value) == _type(made):
+            out = value
+        elif (
+            np.shape(made) == shape_of_part(now, shape)
+            and np.shape(value) == shape_of_part(was, shape)
+            and _type(value)[2] == _type(made)[2]
+        ):
+            pair = whole_of(was, value, shape), whole_of(now, out, shape)
+            out = jnp.where(trains & knew, *pair)
+            out = now.cut(out, len(shape)) if isinstance(now, Choice) else out
+        else:
+            continue
+        known = known | knew
+    if not (known & trains).any():
+        return made, 'fresh'
+    return out, 'carried' if (known == trains).all() else 'in part'
+
+
+class _Owner(NamedTuple):
+    """Whom a value of a state belongs to.
 
     Attributes:
-        values: its values by their names.
-        selection: what was trained; None if nobody says so.
+        number: which parameter; -1 for none.
+        name: its path; the value's own place if there is none.
+        around: the names of the value without those of the parameter.
     """
 
-    values: dict[Names, Any]
-    selection: _Selection | None
+    number: int
+    name: str
+    around: Names
+
+
+def _owners(leaves: Leaves, every: Collection[Names]) -> dict[Names, _Owner]:
+    """The owners of the values of some states.
+
+    The names of a parameter stand below those of a tree that is like the parameters.
+    """
+    places = {_names_of(keys): n for n, keys in enumerate(leaves.key_paths)}
+    ends = [(names, n) for names in every for n in range(len(names) + 1)]
+    roots = {names[:n] for names, n in ends if names[n:] in places}
+    owners = {names: _Owner(-1, '/'.join(names), names) for names in every}
+    for names, last in ends:
+        for first in range(last + 1):
+            number = places.get(names[first:last]) if names[:first] in roots else None
+            if number is not None:
+                around = (*names[:first], '*', *names[last:])
+                owners[names] = _Owner(number, str(leaves.paths[number]), around)
+    return owners
+
+
+def _check_transformation(owners: dict[Names, _Owner], new: Any, old: Any) -> None:
+    """Raises if a state is that of another transformation."""
+    ours, theirs = ({'/'.join(owners[n].around) for n in of} for of in (new, old))
+    if ours and not ours & theirs:
+        its = repr(min(theirs)) if theirs else 'nothing'
+        raise errors.StructureError(
+            f'sg.adopt: the state has {its}, where the new state has {min(ours)!r}.\n'
+            'It is the state of another transformation, or of other parameters: give '
+            'that of what sg.freeze wraps, sg.adopt(tx, params, state).'
+        )
+
+
+def _check_rows(
+    owners: dict[Names, _Owner], new: Any, old: Any, leaves: Leaves, trained: Any
+) -> None:
+    """Raises if rows are frozen, and nobody says which they were in the old state."""
+    for names, made in new:
+        number, name, _ = owners[names]
+        if number < 0:
+            continue
+        shape = np.shape(leaves.values[number])
+        cut = shape_of(made) == shape and is_cut(old.get(names), shape)
+        if cut or isinstance(trained[number], Choice):
+            raise errors.StructureError(
+                f'sg.adopt: rows of {name!r} are frozen, in the old state or in the '
+                'new one.\n'
+                'A state does not tell which rows it is of.\n'
+                'Give the transformation that made it: sg.adopt(tx, params, state, '
+                'old=old_tx).'
+            )
 
 
 def _names_of(keys: Iterable[Any]) -> Names:
@@ -224,81 +283,3 @@ def _type(value: Any) -> Any:
     leaves, treedef = jax.tree.flatten(value)
     kinds = [jnp.result_type(x) if is_number(x) else type(x) for x in leaves]
     return treedef, [*map(np.shape, leaves)], kinds
-
-
-def _adopted(
-    to: _Selection, names: Names, made: Any, sources: Sequence[_Source]
-) -> tuple[Any, str]:
-    """A value of the new state, and whether it was carried, in part, or is fresh."""
-    number, kind = to.owner_of(names), _type(made)
-    given = [(x.values[names], x.selection) for x in sources if names in x.values]
-    shape = () if number is None else np.shape(to.leaves.values[number])
-    of_all = _is_one(made) or np.shape(made) == () != shape
-    if number is None or of_all or not to.trained[number]:
-        for value, selection in given:
-            same = selection is None or selection.trained == to.trained
-            if _type(value) == kind and (same or not _is_one(made)):
-                return value, 'carried'
-        return made, 'fresh'
-    path, now = to.leaves.paths[number], to.trained[number]
-    trains = mask_of(now, shape, path)
-    out, known, left = made, np.False_, np.False_
-    for value, selection in reversed(given):  # The first one has the last word.
-        was = True if selection is None else selection.trained[number]
-        if was == now and _type(value) == kind:
-            out, known, left = value, np.True_, np.False_
-        elif (
-            np.shape(made) == shape_of_part(now, shape)
-            and np.shape(value) == shape_of_part(was, shape)
-            and _type(value)[2] == kind[2]
-        ):
-            knew = mask_of(was, shape, path)
-            both = (whole_of(*pair, shape) for pair in ((was, value), (now, out)))
-            out = jnp.where(trains & knew, *both)
-            out = now.cut(out, len(shape)) if isinstance(now, Choice) else out
-            known, left = known | knew, left | (knew & ~trains).any()
-    if not (known & trains).any():
-        return made, 'fresh'
-    return out, 'carried' if (known | ~trains).all() and not left else 'in part'
-
-
-def _check(to: _Selection, new: dict[Names, Any], state: Any, source: _Source) -> None:
-    """Raises if a state is of another transformation, or of rows that nobody names."""
-    ours, theirs = ({*map(to.around, values)} for values in (new, source.values))
-    if ours and not ours & theirs and (theirs or state is None or state == {}):
-        their, our = (
-            min('/'.join(names) for names in x or [()]) for x in (theirs, ours)
-        )
-        raise errors.StructureError(
-            f'sg.adopt: the state has {repr(their) if their else "nothing"}, where the '
-            f'new state has {our!r}.\n'
-            'It is the state of another transformation, or of other parameters: give '
-            'that of what sg.freeze wraps, sg.adopt(tx, params, state).'
-        )
-    sizes = [
-        int(np.prod(shape_of_part(takes, np.shape(leaf))))
-        for takes, leaf in zip(to.trained, to.leaves.values, strict=True)
-        if takes
-    ]
-    for names, made in new.items():
-        number = to.owner_of(names)
-        if number is None:
-            if is_differentiable(made) and (sum(sizes),) == np.shape(made) != (1,):
-                raise errors.StructureError(
-                    f'sg.adopt: {"/".join(names)!r} of the state is one array for '
-                    'several parameters, as optax.flatten makes it, and cannot be '
-                    'taken apart.\n'
-                    'Begin anew with tx.init(params), or leave optax.flatten out.'
-                )
-            continue
-        shape = np.shape(to.leaves.values[number])
-        whole_now = getattr(made, 'shape', None) == shape
-        cut = whole_now and is_cut(source.values.get(names), shape)
-        if source.selection is None and (cut or isinstance(to.trained[number], Choice)):
-            raise errors.StructureError(
-                f'sg.adopt: rows of {str(to.leaves.paths[number])!r} are frozen, in '
-                'the old state or in the new one.\n'
-                'A state does not tell which rows it is of.\n'
-                'Give the transformation that made it: sg.adopt(tx, params, state, '
-                'old=old_tx).'
-            )

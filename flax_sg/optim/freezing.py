@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,11 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.optim.masks import parameters_of, trained_leaves
-from flax_sg.trees.beside import beside, missing_leaf, other_shape
+from flax_sg.trees.beside import beside, other_shape
 from flax_sg.trees.leaves import (
     ABSENT,
     Leaves,
     check_unused,
-    is_absent,
     is_number,
     is_whole,
 )
@@ -91,36 +90,19 @@ class Freeze:
         leaves, trained = self.parameters(updates if params is None else params)
         grads = leaves.values
         if params is not None:
-            grads = beside(leaves, updates, 'the gradient', needed=trained)
-        for path, takes, grad in zip(leaves.paths, trained, grads, strict=True):
-            if takes and is_absent(grad):
-                raise missing_leaf(
-                    'the gradient',
-                    path,
-                    'is not frozen',
-                    'wrt= selects what has a gradient, sg.freeze what is frozen.\n'
-                    'Write sg.grad(loss, wrt=~where) beside sg.freeze(tx, where).',
-                )
+            grads = beside(leaves, updates, trained)
         for name, value in extra.items():  # Other trees like the parameters.
             found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
             if treedef == leaves.treedef:
                 extra[name] = pruned(leaves, trained, found)
         shown = pruned(leaves, trained)
-        seen = pruned(leaves, trained, _without(leaves, trained, grads, 0.0))
+        rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
+        seen = leaves.treedef.unflatten(map(_seen, rows, grads))
         given = None if params is None else shown
         try:
             new, after = self.tx.update(seen, state, given, **extra)
-            made = [
-                takes.put(update, np.shape(leaf), -0.0)
-                if isinstance(takes, Choice)
-                else update
-                for takes, update, leaf in zip(
-                    trained,
-                    leaves.treedef.flatten_up_to(new),
-                    leaves.values,
-                    strict=True,
-                )
-            ]
+            out = map(_update, rows, leaves.treedef.flatten_up_to(new))
+            updates = leaves.restore(out)
         except (ValueError, TypeError, KeyError) as error:
             if _are_alike(state, jax.eval_shape(self.tx.init, shown)):
                 raise
@@ -128,11 +110,7 @@ class Freeze:
         cuts = any(isinstance(takes, Choice) for takes in trained)
         if cuts and not _are_alike(state, after):  # One row became several.
             raise _foreign(leaves, trained)
-        kept = _without(leaves, trained, made, -0.0)
-        return leaves.restore(
-            update if takes else _nothing(leaf)
-            for takes, update, leaf in zip(trained, kept, leaves.values, strict=True)
-        ), after
+        return updates, after
 
 
 def freeze(
@@ -247,29 +225,34 @@ def pruned(
     )
 
 
-def _without(
-    leaves: Leaves, trained: Sequence[Any], values: Sequence[Any], rest: float
-) -> list[Any]:
-    """Gradients or updates, with a number in place of the elements that are frozen.
+# Of a parameter what is trained, its path and its value.
+_Row: TypeAlias = tuple[Any, filters.Path, Any]
 
-    Args:
-        leaves: the parameters.
-        trained: which of them are trained.
-        values: one for each; gradients for each example have axes in front.
-        rest: the number.
+
+def _seen(row: _Row, gradient: Any) -> Any:
+    """What the optimizer sees of a gradient: no frozen rows, zeros in frozen parts.
+
+    Gradients for each example have axes in front.
     """
-    out = list(values)
-    for number, takes in enumerate(trained):
-        if not isinstance(takes, (filters.Part, Choice)):
-            continue
-        path, leaf, value = leaves.paths[number], leaves.values[number], values[number]
-        own, shape = np.shape(leaf), np.shape(value)
-        if shape[len(shape) - len(own) :] != own:
-            raise other_shape('the gradient', path, leaf, value)
-        if isinstance(takes, filters.Part):
-            others = jnp.full_like(value, rest)
-            out[number] = filters.merged(takes, value, others, path, own)
-    return out
+    takes, path, leaf = row
+    if not isinstance(takes, (filters.Part, Choice)):
+        return gradient if takes else ABSENT
+    own, shape = np.shape(leaf), np.shape(gradient)
+    if shape[len(shape) - len(own) :] != own:
+        raise other_shape('the gradient', path, leaf, gradient)
+    if isinstance(takes, Choice):
+        return takes.cut(gradient, len(own))
+    return filters.merged(takes, gradient, jnp.zeros_like(gradient), path, own)
+
+
+def _update(row: _Row, update: Any) -> Any:
+    """The update of a parameter: one that adds nothing to what is frozen."""
+    takes, path, leaf = row
+    if isinstance(takes, Choice):
+        return takes.put(update, np.shape(leaf), -0.0)
+    if isinstance(takes, filters.Part):
+        return filters.merged(takes, update, jnp.full_like(update, -0.0), path)
+    return update if takes else _nothing(leaf)
 
 
 def _nothing(leaf: Any) -> Any:

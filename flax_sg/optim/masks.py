@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, raised_by
+from flax_sg.errors.texts import raised_by
 from flax_sg.filters.paths import Path
 from flax_sg.trees import classified, one_label
 from flax_sg.trees.leaves import (
@@ -29,7 +29,7 @@ from flax_sg.trees.trainable import Declared, chosen
 
 def mask(
     tree: Any,
-    *where: Any,
+    *,
     trained: filters.Where | Declared | Absent = ABSENT,
     frozen: filters.Where | Declared | Absent = ABSENT,
     unused: str = 'raise',
@@ -61,7 +61,6 @@ def mask(
         frozen: in its place, these are True, and what has no gradient. The mask is the
             opposite of ``trained=~filter``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
-        *where: for an error that says which argument to write.
 
     ``trained=sg.DECLARED`` means what the classes in the tree declare, see
     ``sg.trainable``, and ``frozen=sg.DECLARED`` the rest. What a module trains, given
@@ -79,30 +78,23 @@ def mask(
         PartError: if a part that the filter means does not fit its array, or is traced.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
-    if where or is_absent(trained) == is_absent(frozen):
-        count = 'neither' if is_absent(trained) else 'both'
-        got = (
-            f'{brief(where[0])} without a name'
-            if where
-            else f'{count} of trained= and frozen='
-        )
+    if is_absent(trained) == is_absent(frozen):
         raise errors.ArgumentValueError(
-            f'mask() got {got}.\n'
+            f'mask() got {"neither" if is_absent(trained) else "both"} of trained= and '
+            'frozen=.\n'
             'A mask is True at what you name, and the other way round it freezes what '
             'should be trained.\n'
             "Write sg.mask(params, trained='head/**') or sg.mask(params, "
             "frozen='backbone/**')."
         )
     leaves = parameters_of(tree, 'sg.mask(tree, trained=where)')
-    if is_absent(frozen):
-        with raised_by('sg.mask(trained=...)'):
-            if not isinstance(trained, Declared):
-                trained = filters.as_filter(trained)
-            said = chosen([leaves], trained, unused)[0]
-    else:
-        with raised_by('sg.mask(frozen=...)'):
+    side = 'trained' if is_absent(frozen) else 'frozen'
+    with raised_by(f'sg.mask({side}=...)'):
+        if is_absent(frozen):
+            [said] = chosen([leaves], trained, unused)
+        else:
             updated = trained_leaves(leaves, frozen, unused)
-        said = [filters.negated(takes) for takes in updated]
+            said = [filters.negated(takes) for takes in updated]
     return _beside(leaves, map(_bools, said, leaves.values, leaves.paths))
 
 

@@ -68,5 +68,5 @@ class Matrix:
         head = ['', *self.columns, *[self.notes] * bool(self.notes)]
         lines = [text.table(head, rows, most=100), '', *legend]
         if self.totals:
-            lines += ['', *self.totals]
+            lines += ['', *map(text.printable, self.totals)]
         return text.encodable('\n'.join(lines).rstrip())

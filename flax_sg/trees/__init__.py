@@ -96,9 +96,14 @@ def combine(part: Any, *others: Any) -> Any:
         StructureError: if the structures differ, with the first path that does.
         StructureError: if two parts have a leaf at one path.
     """
-    if not others:
-        _refuse_parts(part)
     first = leaves_of(part)
+    parts = part if type(part) in (tuple, list) and not others else ()
+    same = len({leaves_of(one).treedef for one in parts}) == 1 < len(parts)
+    if same and any(map(is_absent, first.values)):
+        raise errors.ArgumentTypeError(
+            f'combine() got {brief(part)} of {len(parts)} parts as one tree.\n'
+            'Give it each part: sg.combine(*parts).'
+        )
     values = list(first.values)
     for number, other in enumerate(map(leaves_of, others), start=2):
         if other.treedef != first.treedef:
@@ -119,20 +124,6 @@ def combine(part: Any, *others: Any) -> Any:
                     'Each leaf has to be in one part, and ABSENT in the others.'
                 )
     return first.restore(values)
-
-
-def _refuse_parts(tree: Any) -> None:
-    """Raises if a tree is the pair that ``partition`` returned."""
-    if type(tree) not in (tuple, list):
-        return
-    parts = list(map(leaves_of, tree))
-    held = [[not is_absent(leaf) for leaf in part.values] for part in parts]
-    same = len({part.treedef for part in parts}) == 1 < len(parts)
-    if same and held[0] and all(sum(each) == 1 for each in zip(*held, strict=True)):
-        raise errors.ArgumentTypeError(
-            f'combine() got {brief(tree)} of {len(parts)} parts as one tree.\n'
-            'Give it each part: sg.combine(*parts).'
-        )
 
 
 def partition_n(

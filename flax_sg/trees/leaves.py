@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -107,12 +107,21 @@ class Leaves:
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=is_whole)
         return [keys for keys, _ in pairs]
 
+    @property
+    def form(self) -> Callable[[Iterable[Any]], Any]:
+        """Makes such a tree of other leaves; it keeps none of the leaves here."""
+        return functools.partial(_put_together, self.treedef, self._tie)
+
     def restore(self, values: Iterable[Any]) -> Any:
         """The tree with other leaves."""
-        return self._tie(jax.tree_util.tree_unflatten(self.treedef, list(values)))
+        return self.form(values)
 
     def __iter__(self) -> Iterator[tuple[Path, Any]]:
         return zip(self.paths, self.values, strict=True)
+
+
+def _put_together(treedef: Any, tie: Callable[[Any], Any], values: Any) -> Any:
+    return tie(jax.tree_util.tree_unflatten(treedef, list(values)))
 
 
 def collections_of(tree: Any) -> Collection[str]:
@@ -147,10 +156,20 @@ def arguments_of(
     >>> arguments_of((encoder, 'batch', decoder), 2)[2].paths
     ['w']
     """
-    if not isinstance(argnums, Sequence):
-        return {argnums % len(args): leaves_of(args[argnums])}
-    positions = [position % len(args) for position in argnums]
-    return {n: Leaves(args[n], (str(n),)) for n in positions}
+    numbers = argnums if isinstance(argnums, Sequence) else [argnums]
+    try:
+        positions = [range(len(args))[n] for n in numbers]
+    except (IndexError, TypeError):
+        positions = []
+    if len({*positions}) == len(numbers):
+        several = numbers is argnums
+        return {n: Leaves(args[n], (str(n),) if several else ()) for n in positions}
+    name = getattr(argnums, '__name__', None) or repr(argnums)
+    raise errors.ArgumentTypeError(
+        f'argnums={name}: expected different positions of {len(args)} '
+        'arguments.\n'
+        f'To name leaves by path, write wrt=: sg.grad(fun, wrt={name}).'
+    )
 
 
 def tree_before(where: str, tree: Any) -> Leaves:

@@ -23,7 +23,7 @@ import numpy as np
 from flax import serialization
 
 from flax_sg import errors
-from flax_sg.internals import frames, tracing
+from flax_sg.internals import tracing
 from flax_sg.trees.operators import operators
 
 _PIECE = np.uint16
@@ -182,8 +182,8 @@ class NonDifferentiable(operators(value_of)):
     it reads as NaN, or as the integer farthest from zero. To notice, each array is
     accompanied by an array of ones. To keep large weights fixed, freeze them by path.
 
-    JAX itself does not take it as an index, or as an argument of ``jax.lax``: write
-    ``x[n.value]``.
+    JAX itself does not take it as an index, as a random key, or as an argument of
+    ``jax.lax``: write ``x[n.value]``, ``jax.random.uniform(key.value)``.
 
     Attributes:
         value: the value, behind ``jax.lax.stop_gradient``.
@@ -250,13 +250,7 @@ class NonDifferentiable(operators(value_of)):
         # Not for what Python asks objects for, while they are copied for instance.
         if name.startswith('__') or name in NonDifferentiable.__slots__:
             raise AttributeError(name)
-        value = self.value
-        if name == 'ndim' and frames.is_running('jax', '_check_prng_key'):
-            raise errors.ArgumentTypeError(
-                'jax.random takes no NonDifferentiable in place of a key.\n'
-                'Write key.value, as in jax.random.uniform(key.value).'
-            )
-        return getattr(value, name)
+        return getattr(self.value, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the value."""

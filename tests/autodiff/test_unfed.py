@@ -1,4 +1,4 @@
-"""``wrt=`` on what gets no gradient: one warning."""
+"""``wrt=`` on what gets no gradient: one warning, which names who tells why."""
 
 import warnings
 
@@ -52,22 +52,23 @@ def test_a_part_of_the_filter_that_the_model_stops_is_told(jitted):
     [text] = told(jax.jit(fresh) if jitted else fresh, ['half_a/*', 'half_b/*'], PARAMS)
     assert text.startswith("wrt=Glob('half_a/*') gives zeros alone: in ")
     assert "no gradient flows to 'half_a/bias' and the others." in text
-    assert 'sg.gradient_flow tells which' in text
+    # And where that happens, in the words of the warning.
+    assert ".why('output', 'half_a/bias') tells where" in text
+    why = sg.gradient_flow(loss, PARAMS).why('output', 'half_a/bias')
+    assert "stop_gradient(Glob('half_a/**'))" in str(why)
 
 
-def test_a_block_around_the_call_stops_as_well():
+def test_a_block_around_the_call_and_a_function_of_something_else():
     with nn.stop_gradient('half_b/**'):
         [text] = told(loss, 'half_b/bias', PARAMS)
-    assert "no gradient flows to 'half_b/bias'." in text
+    assert "to 'half_b/bias'.\n" in text
 
-
-def test_what_a_loop_multiplies_by_zero():
     def scanned(p):
         step = lambda c, _: (c * p['a'], c + 0 * p['b'])  # noqa: E731
         return jax.lax.scan(step, 1.0, None, length=3)[0]
 
     [text] = told(scanned, 'b', {'a': 2.0, 'b': 3.0})
-    assert "no gradient flows to 'b'." in text
+    assert "no gradient flows to 'b'.\nThe function does not depend on it" in text
 
 
 # What is trained in part, or meant: nothing is said.

@@ -20,7 +20,6 @@ NONE: Any = None
 LIST: Any = ['head']
 VECTORS: Any = {'a': jnp.ones(2), 'b': jnp.ones(2)}
 THREE = {**VECTORS, 'b': jnp.ones(3)}
-flat = optax.flatten(optax.sgd(0.1, momentum=0.9))
 
 
 def product(params: Any) -> Any:
@@ -38,12 +37,6 @@ def state_of(frozen: str) -> None:
 def gradients(grads: Any) -> None:
     tx = sg.freeze(optax.sgd(0.1), 'head/w')
     tx.update(grads, tx.init(PARAMS), PARAMS)
-
-
-def adopted(tx: Any, frozen: str, params: Any = VECTORS) -> Any:
-    """The state of a transformation, adopted where another one was frozen."""
-    state = sg.freeze(tx, 'a').init(VECTORS)
-    return sg.adopt(sg.freeze(tx, frozen), params, state)
 
 
 def lookahead() -> None:
@@ -127,7 +120,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an argument that there is not': (
         lambda: sg.grad(product, argnums=1)(PARAMS),
-        'TypeError: argnums=1',
+        'ArgumentTypeError: sg.grad(fun, wrt=1)',
     ),
     'an argument of a report that there is not': (
         lambda: sg.gradient_flow(product, PARAMS, argnums=1),
@@ -142,7 +135,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         'ArgumentValueError: of= | argnums=1',
     ),
     'a filter in the place of argnums': (
-        lambda: sg.grad(product, HEADS),
+        lambda: sg.grad(product, HEADS)(PARAMS),
         "ArgumentTypeError: sg.grad(fun, wrt='head/**')",
     ),
     'nothing to differentiate': (
@@ -164,7 +157,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an argument twice': (
         lambda: sg.grad(jnp.multiply, (0, -2))(2.0, 3.0),
-        'ArgumentValueError: argnums=',
+        'ArgumentTypeError: sg.grad(fun, wrt=(0, -2))',
     ),
     'no rewrite': (
         lambda: sg.rewrite(PARAMS, HEADS),
@@ -183,10 +176,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.adopt(adam, PARAMS, None),
         'StructureError: sg.adopt(tx, params, state)',
     ),
-    'one array for all parameters': (
-        lambda: adopted(flat, 'b'),
-        'StructureError: sg.adopt',
-    ),
     'rows of a state that nobody names': (
         lambda: sg.adopt(
             sg.freeze(adam, sg.at('b', 1)),
@@ -203,9 +192,9 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: gradients({**PARAMS, 'tail': {'w': 1.0}}),
         "StructureError: 'tail/w' | 'head/w'",
     ),
-    'a gradient that is text': (
-        lambda: frozen.update({'b': 'adam'}, frozen.init(VECTORS), VECTORS),
-        "StructureError: 'adam' | 'b'",
+    'a gradient that is a tree': (
+        lambda: frozen.update({'a': 1.0, 'b': {}}, frozen.init(VECTORS), VECTORS),
+        "StructureError: 'b'",
     ),
     'one row of a state for several': (
         lambda: rows(sg.at('b', np.s_[:2])).update(
@@ -236,16 +225,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a filter in place of a tree': (
         lambda: sg.partition('head/w', PARAMS),
         "ArgumentTypeError: 'head/w' | sg.partition(tree, where)",
-    ),
-    'a mask without a side': (
-        lambda: sg.mask(PARAMS, 'head/w'),
-        "ArgumentValueError: 'head/w' | "
-        "sg.mask(params, trained='head/**') | "
-        "sg.mask(params, frozen='backbone/**')",
-    ),
-    'a random key that is marked': (
-        lambda: jax.random.uniform(sg.NonDifferentiable(jax.random.key(0))),
-        'ArgumentTypeError: jax.random.uniform(key.value)',
     ),
     'an integer in too few bits': (
         lambda: cast(sg.NonDifferentiable(1001)).value,

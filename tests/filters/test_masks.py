@@ -1,6 +1,7 @@
 """Trees of boolean arrays: everywhere as ``jnp.where`` with a mask by hand."""
 
 import functools
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
+from flax_sg.filters import indices
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -203,6 +205,32 @@ def test_masks_of_values_do_not_find_the_programs_of_others():
 def test_no_tracer_of_a_mask_is_kept(name):
     with jax.checking_leaks():
         jax.jit(jax.grad(WAYS[name]))(PARAMS, FULL)
+
+
+def named(path: Any) -> bool:
+    return path.name == 'kernel'
+
+
+KEPT = {
+    'a mask': lambda: filters.as_filter(MASK),
+    'a mask and a function': lambda: filters.as_filter(MASK) & named,
+    'a mask or a function': lambda: ~filters.as_filter(MASK) | named,
+    'an index': lambda: sg.at('one/kernel', MASK['one']['kernel']),
+    'an index and a function': lambda: sg.at(named, [0]) & 'one/*',
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', KEPT)
+def test_no_array_is_kept_beside_the_programs_of_a_block(name):
+    def elements():
+        gc.collect()
+        kinds = filters.Index, indices.Mask
+        return sum(issubclass(type(it), kinds) for it in gc.get_objects())
+
+    before = elements()
+    jax.grad(around_jit)(PARAMS, KEPT[name]())
+    assert elements() == before
 
 
 # Everything else that takes a tree of bools.

@@ -78,13 +78,17 @@ def test_what_belongs_to_one_selection_begins_anew_with_another(name):
     oracle.assert_same(adopted, two.init(params))
 
 
-def test_one_array_for_all_parameters_is_refused():
-    # The states of both selections have one shape: merged, they would be swapped.
+def test_one_array_for_all_parameters_is_that_of_one_selection():
+    # The states of both selections have one shape: carried, they would be swapped.
     tx = optax.flatten(optax.sgd(1.0, momentum=0.9))
-    state = sg.freeze(tx, 'a').init(PARAMS)
-    for new in sg.freeze(tx, 'b'), sg.freeze(tx, ['b', 'c']), tx:
-        with pytest.raises(errors.StructureError, match='one array for several'):
-            sg.adopt(new, PARAMS, state)
+    first, found = sg.freeze(tx, 'a'), {}
+    state = jax.tree.map(jnp.ones_like, first.init(PARAMS))
+    for new in sg.freeze(tx, 'b'), sg.freeze(tx, ['b', 'c']), tx, first:
+        for old in None, first:
+            adopted = sg.adopt(new, PARAMS, state, old=old, report=found.update)
+            known = old is new is first
+            oracle.assert_same(adopted, state if known else new.init(PARAMS))
+            assert found['carried' if known else 'fresh'] == ['0/trace']
 
 
 def test_states_with_more_than_an_array_for_each_leaf():

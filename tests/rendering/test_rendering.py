@@ -202,6 +202,9 @@ def test_wide_letters_and_control_codes_keep_columns_in_line():
     ends = [text.width(row[: row.index('trains')]) for row in rows.values()]
     assert ends == [text.width(r'e\n\x1b[31m/w') + 3] * 3
     assert text.width(lines[1]) == max(map(text.width, rows.values()))
+    # And so do the lines below a table.
+    unused = report({'loss': ['flows', 'unused']}, ['head/w', '\n\x1b[31m/w'])
+    assert unused.table().splitlines()[-1].startswith(r'No output uses \n\x1b[31m/w')
 
 
 @pytest.mark.parametrize('encoding', ['ascii', 'latin-1', 'cp1252'])
