@@ -229,7 +229,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'parts of two kinds': (
         lambda: sg.combine([1.0], (sg.ABSENT,)),
-        'StructureError: part 1 and',
+        'StructureError: part 1 and part 2 | a list in one may be a tuple',
     ),
     'a leaf with two labels': (
         lambda: sg.partition_n({'gln': 1.0}, {'gln': 'gln', 'all': True}),
