@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -79,6 +80,8 @@ def traced(
         )
     names: list[str] = []
 
+    # JAX's errors name the function of the user.
+    @functools.wraps(run, updated=())
     def of_arrays(arrays: dict[Any, Any]) -> list[Any]:
         for n, tree in own.items():
             for k, (path, said) in enumerate(zip(tree.paths, takes[n], strict=True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed
@@ -14,19 +14,13 @@ from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
 
 
-class Options(TypedDict, total=False):
-    """The options of an assertion; see ``assert_flows``."""
-
-    output: filters.Where | None
-    argnums: int | Sequence[int]
-    has_aux: bool
-
-
 def assert_flows(
     loss: Callable[..., Any] | flow.GradientFlow,
     where: filters.Where,
     *args: Any,
-    **options: Unpack[Options],
+    output: filters.Where | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains every selected parameter.
 
@@ -47,9 +41,11 @@ def assert_flows(
             have no gradient are left out.
         *args: the arguments of the function, as arrays or ``jax.ShapeDtypeStruct``.
             None for a report.
-        **options: ``output=``, a filter on the names of the outputs: each of these has
-            to train the parameters. By default all outputs may do so together. And
-            ``argnums=`` and ``has_aux=`` of ``sg.gradient_flow``.
+        output: the outputs of the function to look at, a filter on their names. Each of
+            them has to train the parameters. By default they may do so together.
+        argnums: which arguments hold parameters, by default the first; see
+            ``sg.gradient_flow``.
+        has_aux: whether the function returns ``(outputs, aux)``. Default False.
 
     Raises:
         ExpectationError: an ``AssertionError``, if a parameter is not trained.
@@ -57,14 +53,17 @@ def assert_flows(
         UnknownNameError: if a part of ``output`` selects no output.
         ArgumentTypeError: if ``where`` selects only leaves without a gradient.
     """
-    _check(loss, where, args, options)
+    report = _report(loss, args, argnums, has_aux)
+    _check(report, where, output)
 
 
 def assert_stopped(
     loss: Callable[..., Any] | flow.GradientFlow,
     where: filters.Where,
     *args: Any,
-    **options: Unpack[Options],
+    output: filters.Where | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains no selected parameter.
 
@@ -84,14 +83,17 @@ def assert_stopped(
     The loss trains encoder.
     encoder is used at ...
     """
-    _check(loss, where, args, options, trained=False)
+    report = _report(loss, args, argnums, has_aux)
+    _check(report, where, output, trained=False)
 
 
 def assert_trains_only(
     loss: Callable[..., Any] | flow.GradientFlow,
     where: filters.Where,
     *args: Any,
-    **options: Unpack[Options],
+    output: filters.Where | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains every selected parameter and no other one.
 
@@ -107,32 +109,40 @@ def assert_trains_only(
     >>> assert_trains_only(losses, 'head', params, jnp.ones(2), output='head')
     >>> assert_trains_only(losses, ['encoder', 'head'], params, jnp.ones(2))
     """
-    _check(loss, where, args, options, only=True)
+    report = _report(loss, args, argnums, has_aux)
+    _check(report, where, output, only=True)
+
+
+def _report(
+    loss: Callable[..., Any] | flow.GradientFlow,
+    args: tuple[Any, ...],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+) -> flow.GradientFlow:
+    """The report on a function; one that was made is given without arguments."""
+    if not isinstance(loss, flow.GradientFlow):
+        return flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
+    if args:
+        raise TypeError('A report was made with its own arguments: give none with it.')
+    return loss
 
 
 def _check(
-    loss: Callable[..., Any] | flow.GradientFlow,
+    report: flow.GradientFlow,
     where: filters.Where,
-    args: tuple[Any, ...],
-    options: Options,
+    output: filters.Where | None,
     trained: bool = True,
     only: bool = False,
 ) -> None:
-    """Raises ``ExpectationError`` if a function or a report is not as expected.
+    """Raises ``ExpectationError`` if a report is not as expected.
 
     Args:
-        loss: a function, or the report on one.
+        report: the report.
         where: the parameters.
-        args: the arguments of the function.
-        options: those of the assertion.
+        output: the outputs to look at, each alone. None for all of them together.
         trained: whether these parameters should be trained.
         only: whether all others should not.
     """
-    output, report = options.pop('output', None), loss
-    if not isinstance(report, flow.GradientFlow):
-        report = flow.gradient_flow(report, *args, **options)
-    elif args or options:
-        raise TypeError('A report was made with its own arguments: give none with it.')
     filter_ = filters.as_filter(where)
     [said] = leaves.selected([report.parameters], filter_)
     # Leaves without a gradient may be anything.
