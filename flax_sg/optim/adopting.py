@@ -20,6 +20,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters.paths import name_of
 from flax_sg.optim.freezing import Freeze, pruned
+from flax_sg.optim.masks import parameters_of
 from flax_sg.trees.leaves import (
     Leaves,
     is_differentiable,
@@ -112,8 +113,9 @@ def adopt(
     new, (leaves, trained) = tx.init(params), _selection(tx, params)
     pairs = _named(new)
     owners = _owners(leaves, [*dict(pairs), *itertools.chain(*states)])
-    for values, was in zip(states, before, strict=True):
-        _check_transformation(owners, dict(pairs), values)
+    for one, values, was in zip((state, *earlier), states, before, strict=True):
+        if values or one is None or one == {}:  # All may have been frozen.
+            _check_transformation(owners, dict(pairs), values)
         if was is None:
             _check_rows(owners, pairs, values, leaves, trained)
     [said] = selected([leaves.paths], filters.as_filter(fresh))
@@ -128,7 +130,8 @@ def adopt(
             if names in values and not begin[number] and 'hyperparams' not in around
         ]
         shape = np.shape(leaves.values[number]) if number >= 0 else ()
-        if number < 0 or _is_one(made) or np.shape(made) == () != shape:
+        is_own = number >= 0 and trained[number] and not _is_one(made)
+        if not is_own or np.shape(made) == () != shape:
             value, what = _of_all(made, given, leaves, trained)
         else:
             value, what = _of_one(made, given, trained, number, shape)
@@ -146,8 +149,10 @@ def adopt(
 def _selection(tx: Any, params: Any) -> tuple[Leaves, Sequence[Any]]:
     """The parameters, and what a transformation trains of each."""
     freeze = getattr(tx.init, '__self__', None)
-    nothing = Freeze(tx, filters.Constant(False), 'ignore')
-    return (freeze if isinstance(freeze, Freeze) else nothing).parameters(params)
+    if isinstance(freeze, Freeze):
+        return freeze.parameters(params)
+    leaves = parameters_of(params)
+    return leaves, [True] * len(leaves.values)
 
 
 # What a state has at a place, and what was trained of each parameter when the state was
@@ -182,7 +187,7 @@ def _of_one(
         was = True if was_trained is None else was_trained[number]
         knew = mask_of(was, shape, '')
         if was == now and _type(value) == _type(made):
-            out = value
+            out, known = value, knew
         elif (
             np.shape(made) == shape_of_part(now, shape)
             and np.shape(value) == shape_of_part(was, shape)
@@ -191,9 +196,7 @@ def _of_one(
             pair = whole_of(was, value, shape), whole_of(now, out, shape)
             out = jnp.where(trains & knew, *pair)
             out = now.cut(out, len(shape)) if isinstance(now, Choice) else out
-        else:
-            continue
-        known = known | knew
+            known = known | knew
     if not (known & trains).any():
         return made, 'fresh'
     return out, 'carried' if (known == trains).all() else 'in part'
@@ -219,13 +222,17 @@ def _owners(leaves: Leaves, every: Collection[Names]) -> dict[Names, _Owner]:
     The names of a parameter stand below those of a tree that is like the parameters.
     """
     places = {_names_of(keys): n for n, keys in enumerate(leaves.key_paths)}
-    ends = [(names, n) for names in every for n in range(len(names) + 1)]
-    roots = {names[:n] for names, n in ends if names[n:] in places}
+    splits = {names: range(len(names) + 1) for names in every}
+    roots = {
+        next((names[:n] for n in ns if names[n:] in places), None)
+        for names, ns in splits.items()
+    }
     owners = {names: _Owner(-1, '/'.join(names), names) for names in every}
-    for names, last in ends:
-        for first in range(last + 1):
-            number = places.get(names[first:last]) if names[:first] in roots else None
-            if number is not None:
+    for names, ns in splits.items():
+        # The last end counts, then the first start: 'b/a' is not 'a'.
+        for last, first in itertools.product(ns, reversed(ns)):
+            if names[:first] in roots and names[first:last] in places:
+                number = places[names[first:last]]
                 around = (*names[:first], '*', *names[last:])
                 owners[names] = _Owner(number, str(leaves.paths[number]), around)
     return owners

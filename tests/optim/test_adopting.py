@@ -255,3 +255,25 @@ def test_a_label_with_the_name_of_a_parameter():
     before = state.inner_states['a'].inner_state[0].mu
     oracle.assert_same(moments['a'], before['a'])
     assert oracle.is_zero(moments['b'])
+
+
+def test_a_name_within_other_names():
+    params = {'a': jnp.ones((2, 2)), 'b': {'a': jnp.ones(2)}, 's': 3}
+    found: dict[str, Any] = {}
+    adam = optax.adam(0.1)
+    state = jax.tree.map(jnp.ones_like, adam.init(params))
+    frozen = sg.freeze(adam, sg.at('a', 0))
+    adopted = sg.adopt(frozen, params, state, old=adam, report=found.update)
+    assert found['in part'] == ['a']
+    oracle.assert_same(adopted[0].mu['b'], state[0].mu['b'])
+    adopted = sg.adopt(adam, params, state, fresh='b/a', report=found.update)
+    assert (found['carried'], found['fresh']) == (['0/count', 'a', 's'], ['b/a'])
+    oracle.assert_same(adopted[0].mu['a'], state[0].mu['a'])
+
+
+def test_a_state_of_which_all_was_frozen_is_no_other_transformation():
+    momentum = optax.sgd(0.1, momentum=0.9)
+    nothing = sg.freeze(momentum, True).init(PARAMS)
+    for old in None, sg.freeze(momentum, True):
+        adopted = sg.adopt(momentum, PARAMS, nothing, old=old)
+        oracle.assert_same(adopted, momentum.init(PARAMS))

@@ -254,6 +254,12 @@ def test_a_report_of_rows(name):
     first, later = (sg.freeze(adam, sg.at('layers/w', i)) for i in (before, after))
     state = trained(first, first.init(PARAMS))
     sg.adopt(later, PARAMS, state, old=first, report=found.update)
+    if expected == 'carried':  # An older state does not matter then.
+        full = adam.init(PARAMS)
+        adopted = sg.adopt(
+            later, PARAMS, state, full, old=[first, adam], report=found.update
+        )
+        oracle.assert_same(adopted, state)
     assert [what for what, names in found.items() if 'layers/w' in names] == [expected]
     assert found['dropped'] == []
     assert set(found['carried']) >= {'0/count', 'head', 'layers/b'}
