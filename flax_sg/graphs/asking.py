@@ -9,7 +9,7 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Path, shape_and_dtype
 from flax_sg.graphs.walks import Names, Walk
 from flax_sg.trees.leaves import is_array, selected, whole
 
@@ -40,7 +40,8 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
     rows: list[tuple[nnx.Variable[Any], Path, bool]] = []
     first: dict[int, Names] = {}
     for names, variable in walk.variables():
-        path = Path.of('params', names)
+        array = shape_and_dtype(variable.get_raw_value())
+        path = Path.of('params', names, array=array)
         is_first = first.setdefault(id(variable), names) is names
         is_meant = is_kind(names, variable) and (is_first or _knows(where, path))
         rows.append((variable, path, is_meant))

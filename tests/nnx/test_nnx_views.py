@@ -114,6 +114,11 @@ def test_filters_of_every_kind():
         only = zeros(lambda m, w=where: total(nnx.train_only(m, w)), model)
         assert only == ['body/1/bias', 'body/1/kernel', *REST]
     assert zeros(stopping(False), model) == REST
+    for kernels in sg.arrays(lambda a: a.ndim > 1), lambda path: path.array.ndim > 1:
+        found = zeros(stopping(kernels), model)
+        assert found == zeros(stopping('**/kernel'), model) != REST
+        chosen = nnx.where(model, kernels)
+        assert chosen == nnx.where(model, '**/kernel')
     for typo in ('boddy/**', ['body/**', 'boddy/**'], 'norm/mean'):
         with pytest.raises(errors.UnusedFilterError, match=r"'body/|'norm/scale'"):
             nnx.stop_gradient(model, typo)
