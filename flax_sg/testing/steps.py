@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import brief, listed
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Path, shape_and_dtype
 from flax_sg.flow.report import index
 from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rendering import text
@@ -290,7 +290,10 @@ def _parameters(tree: Any) -> tuple[list[tuple[Path, Any]], list[bool]]:
     paths, kept = found.paths, list[tuple[Path, Any]]()
     # The fields of a TrainState are collections; a module may have any attributes.
     if hasattr(tree, 'params') and not is_of_nnx(type(tree), 'Module'):
-        paths = [Path.of(path.parts[0], path.parts[1:] or ('',)) for path in paths]
+        paths = [
+            Path.of(path.parts[0], path.parts[1:] or ('',), array=shape_and_dtype(leaf))
+            for path, leaf in found
+        ]
     is_state: list[bool] = []
     for path, leaf, state in zip(paths, found.values, states(found.tree), strict=True):
         if leaves.is_differentiable(leaf):
