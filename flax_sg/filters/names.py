@@ -54,7 +54,6 @@ class BoolTree(Atom):
     names_leaves: ClassVar[bool] = True
     bools: dict[tuple[str, ...], bool | Part]
 
-    # No dataclass: see ``Predicate``.
     def __init__(self, tree: Any) -> None:
         bools: dict[tuple[str, ...], bool | Part] = {}
         for outer, inner, node in names_in(plain(tree)):
