@@ -124,6 +124,28 @@ def test_filters_of_every_kind():
     assert len(zeros(stopping(['body/**', 'boddy'], unused='ignore'), model)) == 8
 
 
+def test_leaves_of_a_variable_by_shape():
+    model = nnx.Dict(w=nnx.Param((jnp.ones((2, 2)), jnp.ones(2))))
+    matrices = sg.arrays(lambda a: a.ndim > 1)
+
+    def loss(view):
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(view.w.get_value()))
+
+    def by_tree(tree):
+        return loss(nnx.Dict(w=nnx.Param(sg.stop_gradient(tree, matrices))))
+
+    expected = jax.grad(by_tree)(model.w.get_value())
+    stopped = nnx.grad(lambda model: loss(nnx.stop_gradient(model, matrices)))(model)
+    oracle.assert_same(stopped['w'].get_value(), expected)
+    other = {'w': jax.tree.map(jnp.zeros_like, model.w.get_value())}
+    assert loss(nnx.substitute(model, other, where=matrices)) == 2.0
+    assert loss(nnx.substitute(model, other)) == 0.0
+    assert nnx.where(model, 'w') == nnx.where(model, sg.arrays(lambda a: a.ndim > 0))
+    # A value without leaves has a path all the same.
+    nothing = nnx.Dict(w=nnx.Param(None))
+    assert nnx.stop_gradient(nothing, 'w').w.get_value() is None
+
+
 class Tied(nnx.Module):
     """A module at three places, and its kernel at a fourth."""
 
