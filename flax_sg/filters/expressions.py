@@ -14,7 +14,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from flax_sg import errors
+from flax_sg.filters import tokens
 from flax_sg.filters.paths import Owner, Path
+from flax_sg.internals.modules import ToldByHash
 
 # What the elementary filters that take a variable say of it: True, or a ``Part``.
 Answers: TypeAlias = 'Mapping[Filter, Any]'
@@ -26,7 +28,7 @@ Answers: TypeAlias = 'Mapping[Filter, Any]'
 Need: TypeAlias = Literal['code', 'part', 'unclear', 'mask', 'names']
 
 
-class Filter(abc.ABC):
+class Filter(ToldByHash, abc.ABC):
     """The base class of filters. Calling one with a path tells whether it selects it.
 
     A filter is elementary, an *atom*, or an expression of atoms. Filters are immutable,
@@ -54,8 +56,8 @@ class Filter(abc.ABC):
 
     @functools.cached_property
     def identity(self) -> Hashable:
-        """What equality and hash look at, beside the type."""
-        return tuple(self.__getstate__().values())
+        """What equality and hash look at, beside the type: by default all fields."""
+        return tokens.of_numbers_in(tuple(self.__getstate__().values()))
 
     @property
     def parts(self) -> tuple[Filter, ...]:

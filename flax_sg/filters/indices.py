@@ -35,7 +35,6 @@ class Index(Filter):
     own_needs: ClassVar[frozenset[Need]] = frozenset({'part'})
     index: Any
 
-    # No dataclass: see ``Predicate``.
     def __init__(self, index: Any) -> None:
         object.__setattr__(self, 'index', _plain(index))
 
@@ -69,7 +68,6 @@ class Mask(Filter):
     own_needs: ClassVar[frozenset[Need]] = frozenset({'part', 'mask'})
     array: Any
 
-    # No dataclass: see ``Predicate``.
     def __init__(self, array: Any) -> None:
         if not isinstance(array, tracing.Tracer):
             array = np.array(array)

@@ -56,7 +56,6 @@ class BoolTree(Atom):
     bools: dict[tuple[str, ...], bool | Part]
     shapes: dict[tuple[str, ...], tuple[int, ...]]
 
-    # No dataclass: see ``Predicate``.
     def __init__(self, tree: Any) -> None:
         bools: dict[tuple[str, ...], bool | Part] = {}
         shapes: dict[tuple[str, ...], tuple[int, ...]] = {}

@@ -50,8 +50,6 @@ class Predicate(Atom):
     """What to write instead, for errors."""
     fn: Callable[[Any], Any]
 
-    # No dataclass: where a filter stands in a field of a module, ``nn.jit`` would look
-    # at the fields of the dataclass.
     def __init__(self, fn: Callable[[Any], Any]) -> None:
         object.__setattr__(self, 'fn', fn)
         if not _is_of_one_argument(fn):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import numbers
 import types
 from typing import Any
 
@@ -59,6 +60,17 @@ def of_value(value: Any) -> str:
             weak = ' weak' * value.aval.weak_type
             return _of_array(jax.Array, np.asarray(value)) + weak
     return of_object(value)
+
+
+def of_numbers_in(value: Any) -> Any:
+    """Returns a value, or a tuple of values, with tokens in place of numbers.
+
+    >>> of_numbers_in(('kernel', -1)), hash((-1, 2)) == hash((-2, 2))
+    (('kernel', 'int -1'), True)
+    """
+    if isinstance(value, tuple):
+        return tuple(map(of_numbers_in, value))
+    return of_value(value) if isinstance(value, numbers.Number) else value
 
 
 def _of_array(kind: type, array: Any) -> str:

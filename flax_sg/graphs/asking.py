@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
+import jax
 from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.filters.paths import Path, shape_and_dtype
 from flax_sg.graphs.walks import Names, Walk
-from flax_sg.trees.leaves import is_array, selected, whole
+from flax_sg.trees.leaves import is_array, is_whole, of_a_part, selected, whole
 
-# A Variable, one of its paths, and what a filter says of it there.
-Asked: TypeAlias = tuple[nnx.Variable[Any], Path, Any]
+# A Variable, one of its paths, and what a filter says there of each leaf of its value.
+Asked: TypeAlias = tuple[nnx.Variable[Any], Path, list[Any]]
 
 
 def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked]:
@@ -28,7 +29,8 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         unused: ``'raise'`` or ``'ignore'`` if a part of ``where`` matches nothing.
 
     Returns:
-        All Variables; of other kinds none is selected.
+        All Variables; of other kinds none is selected. A value without leaves has one
+        answer, too.
 
     Raises:
         ArgumentTypeError: if there is no module.
@@ -37,18 +39,23 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
     if not walk.modules:
         raise wrong_argument(walk.model, 'NNX module', f'{call}(model, where)')
     where, is_kind = filters.as_filter(where), nnx.filterlib.to_predicate(kind)
-    rows: list[tuple[nnx.Variable[Any], Path, bool]] = []
+    rows: list[tuple[nnx.Variable[Any], list[Path], bool]] = []
     first: dict[int, Names] = {}
     for names, variable in walk.variables():
-        array = shape_and_dtype(variable.get_raw_value())
-        path = Path.of('params', names, array=array)
+        # A Variable is a box: its leaves share its path, and differ in their shapes.
+        raw = variable.get_raw_value()
+        arrays = [*map(shape_and_dtype, jax.tree.leaves(raw, is_leaf=is_whole))]
+        paths = [Path.of('params', names, array=array) for array in arrays or [None]]
         is_first = first.setdefault(id(variable), names) is names
-        is_meant = is_kind(names, variable) and (is_first or _knows(where, path))
-        rows.append((variable, path, is_meant))
+        is_meant = is_kind(names, variable) and (is_first or _knows(where, paths[0]))
+        rows.append((variable, paths, is_meant))
     with raised_by(call):
-        paths = [path for _, path, is_meant in rows if is_meant]
-        said = iter(selected([paths], where, unused)[0])
-    return [(variable, path, meant and next(said)) for variable, path, meant in rows]
+        asked = [path for _, paths, is_meant in rows if is_meant for path in paths]
+        said = iter(selected([asked], where, unused)[0])
+    return [
+        (variable, paths[0], [is_meant and next(said) for _ in paths])
+        for variable, paths, is_meant in rows
+    ]
 
 
 def _knows(where: filters.Filter, path: Path) -> bool:
@@ -108,14 +115,16 @@ def where(
     Raises:
         ArgumentTypeError: if ``model`` is no NNX module.
         UnusedFilterError: if a part of ``where`` matches no Variable.
-        PartError: if ``where`` means a part of a Variable.
+        PartError: if ``where`` means a part of a Variable, or some leaves of its value.
         UnknownNameError: later, if it is asked for a path that the model has not.
     """
     found = ask('nnx.where', Walk(model), where, kind, unused)
-    paths = [path for _, path, _ in found]
-    whole([said for *_, said in found], paths, 'an NNX filter')
+    for _, path, said in found:
+        whole(said, [path] * len(said), 'an NNX filter')
+        if any(said) and not all(said):
+            raise of_a_part(path, 'an NNX filter')
     # Flax asks for one path of tied weights, and any of them may be it.
-    meant = {id(variable) for variable, _, said in found if said}
+    meant = {id(variable) for variable, _, said in found if any(said)}
     names = frozenset(path.place for v, path, _ in found if id(v) in meant)
-    known = frozenset(path.place for path in paths)
+    known = frozenset(path.place for _, path, _ in found)
     return ByPath(filters.Derived(names, known, 'nnx.where'))

@@ -42,7 +42,7 @@ def view(model: Any, rewrite: rules.Rewrite, kind: Any) -> Any:
     walk = Walk(model)
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
     # Of tied weights the first path that the filter takes.
-    chosen = [*{id(one[0]): one for one in asked[::-1] if one[2]}.values()][::-1]
+    chosen = [*{id(one[0]): one for one in asked[::-1] if any(one[2])}.values()][::-1]
     for variable, path, _ in chosen:
         if any(map(variable.get_metadata().get, _MUTABLE)):
             raise errors.ArgumentTypeError(
@@ -56,14 +56,23 @@ def view(model: Any, rewrite: rules.Rewrite, kind: Any) -> Any:
 def _seen(rewrite: rules.Rewrite, chosen: Sequence[Asked]) -> Iterator[Any]:
     """Yields what readers of the view see in place of each raw value."""
     raws = [variable.get_raw_value() for variable, *_ in chosen]
-    if isinstance(rewrite.rule, substitutes.FromTree):
-        for (_, path, said), raw in zip(chosen, raws, strict=True):
-            new = rewrite.rule.instead(path, raw, lambda _: rules.AS_IT_IS)
-            yield filters.merged(said, new, raw, path)
-        return
     flat = [jax.tree.flatten(raw, is_leaf=is_whole) for raw in raws]
-    pairs = zip(chosen, flat, strict=True)
-    rows = [(path, said, x) for (_, path, said), (xs, _) in pairs for x in xs]
-    new = iter(rewritten(rewrite, rows))
+    # For each leaf its path, what the filter says of it, and the leaf.
+    rows = [
+        [(path, takes, x) for takes, x in zip(said, leaves, strict=bool(leaves))]
+        for (_, path, said), (leaves, _) in zip(chosen, flat, strict=True)
+    ]
+    if isinstance(rewrite.rule, substitutes.FromTree):
+        for (_, path, _), raw, of, (_, treedef) in zip(
+            chosen, raws, rows, flat, strict=True
+        ):
+            given = rewrite.rule.instead(path, raw, lambda _: rules.AS_IT_IS)
+            news = jax.tree.leaves(given, is_leaf=is_whole)
+            yield treedef.unflatten(
+                filters.merged(takes, new, old, path) if takes else old
+                for (path, takes, old), new in zip(of, news, strict=True)
+            )
+        return
+    new = iter(rewritten(rewrite, [*itertools.chain(*rows)]))
     for leaves, treedef in flat:
         yield treedef.unflatten(itertools.islice(new, len(leaves)))

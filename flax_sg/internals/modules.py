@@ -43,6 +43,19 @@ def told_apart(metaclass: type, token_of: Callable[[type], str]) -> Any:
     return metaclass if is_made else type(metaclass.__name__, (metaclass,), names)
 
 
+class ToldByHash:
+    """A value of which ``nn.jit`` keeps the hash, where it is a field of a module.
+
+    Of a dataclass ``nn.jit`` would keep the hashes of the fields, and -1 and -2 have
+    the same hash. Flax reads this attribute of configurations of Pax first.
+    """
+
+    @property
+    def __fn_or_cls__(self) -> tuple[type, int]:
+        """What stands for it."""
+        return type(self), hash(self)
+
+
 def current_module() -> Module | None:
     """The bound module whose method is running: the owner of a block opened now.
 

@@ -31,7 +31,9 @@ class Rule:
     """What is done to each array of the selected variables when it is read.
 
     Blocks with equal rules may share compiled programs, so a rule has to be hashable
-    and to compare by value: a frozen dataclass does both.
+    and to compare by value. A frozen dataclass does both if it has no fields. A rule
+    with numbers or arrays is a ``Keyed``: ``nn.jit`` keeps the hashes of fields alone,
+    and -1 and -2 have the same hash.
     """
 
     name: str
@@ -149,8 +151,8 @@ class ReadOnly(Rule):
 class Keyed(Rule):
     """A rule with a key of its own, beside which it may hold arrays.
 
-    No dataclass: ``nn.jit`` would compare the fields of a dataclass in a module's
-    field, arrays and all.
+    No dataclass: ``nn.jit`` would look at the fields of a dataclass in a module's
+    field, arrays and all. Give numbers as tokens (``filters/tokens.py``).
 
     Args:
         kind: all that tells it from others of its class, without arrays.

@@ -267,12 +267,16 @@ def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
     """What a filter says of leaves that cannot be split; raises if it means a part."""
     for takes, path in zip(said, paths, strict=True):
         if isinstance(takes, filters.Part):
-            raise errors.PartError(
-                f'The filter means a part of {path!r}, and {what} takes whole leaves.\n'
-                'Blocks, gradient calls and sg.freeze take parts; here name whole '
-                'leaves.'
-            )
+            raise of_a_part(path, what)
     return list(said)
+
+
+def of_a_part(path: Path, what: str) -> errors.PartError:
+    """The error for a filter that means a part of what cannot be split."""
+    return errors.PartError(
+        f'The filter means a part of {path!r}, and {what} takes whole leaves.\n'
+        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.'
+    )
 
 
 def check_unused(unused: str) -> None:

@@ -21,6 +21,7 @@ def hijax() -> Any:
 
 model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 x = jnp.ones((1, 2))
+SEVERAL = nnx.Dict(w=nnx.Param({'a': jnp.ones((2, 2)), 'b': jnp.ones(2)}))
 # In a wrong place.
 STATE: Any = nnx.state(model)
 NAME: Any = 'ema'
@@ -64,6 +65,12 @@ CASES: dict[str, Any] = {
         lambda: nnx.where(NAME, model),
         "ArgumentTypeError: 'ema'",
         'nnx.where(model, where)',
+    ),
+    'some leaves of a Variable': (
+        lambda: nnx.where(SEVERAL, sg.arrays(lambda a: a.ndim > 1)),
+        "PartError: The filter means a part of 'w', and an NNX filter takes whole "
+        'leaves.\n'
+        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
     ),
     'a hijax Variable': (
         lambda: nnx.stop_gradient(hijax(), 'w'),

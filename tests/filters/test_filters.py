@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import functools
 import itertools
 import operator
@@ -11,6 +12,7 @@ from typing import Any
 
 import flax
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ from flax_sg.filters import (
     Regex,
     as_filter,
 )
-from flax_sg.filters.expressions import decide, find_unused
+from flax_sg.filters.expressions import Atom, decide, find_unused
 from flax_sg.filters.paths import Path
 
 pytestmark = pytest.mark.every_case
@@ -276,6 +278,51 @@ def test_a_function_in_the_place_of_one_that_is_gone_has_another_hash():
         assert hash(found) == hash(as_filter(found.fn))
         del found
     assert len(hashes) == 100 > len(ids)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NameAt(Atom):
+    """A filter with a number in it: paths with a name at a place, counted from behind.
+
+    In Python -1 and -2 have the same hash.
+    """
+
+    place: tuple[int]
+    name: str = 'w'
+
+    def matches(self, path: Path) -> bool:
+        return path.parts[self.place[0]] == self.name
+
+
+class OfOneName(nn.Module):
+    where: Any
+
+    @nn.compact
+    def __call__(self, x):
+        with sg.linen.stop_gradient(self.where):
+            for outer in 'wv':
+                x = Weights(name=outer)(x)
+        return jnp.sum(x)
+
+
+class Weights(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for inner in 'wv':
+            x = x * self.param(inner, nn.initializers.ones, ())
+        return x
+
+
+def test_a_new_filter_with_numbers_in_a_field_under_jit():
+    assert NameAt((-1,)) != NameAt((-2,)) and NameAt((1,)) == NameAt((1,))
+    jitted, x = nn.jit(OfOneName), jnp.ones(2)
+    variables = OfOneName(True).init(jax.random.key(0), x)
+    for last in (True, False, True):
+        where = NameAt((-1,) if last else (-2,))
+        for model in (jitted(where), jitted(where & '**')):
+            grads = jax.grad(model.apply)(variables, x)['params']
+            stopped = [o + i for o in 'wv' for i in 'wv' if not grads[o][i]]
+            assert stopped == (['ww', 'vw'] if last else ['ww', 'wv'])
 
 
 def test_repr_of_predicates():

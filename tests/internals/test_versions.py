@@ -303,6 +303,24 @@ def test_the_message_says_what_pyproject_states():
     assert newest.keys() == {'python', *bounds()}
 
 
+def test_the_pages_say_what_pyproject_states():
+    readme, page, changes, wrapped = (
+        (ROOT / name).read_text()
+        for name in (
+            *('README.md', 'docs/versions.md', 'CHANGELOG.md'),
+            'flax_sg/internals/__init__.py',
+        )
+    )
+    newest = []
+    for name, (oldest, latest) in versions.SUPPORTED.items():
+        newest.append(f'{name} {latest}')
+        assert f'{name} {oldest} to {latest}' in readme
+        assert f'{name} {oldest} to {latest}' in changes
+        [row] = re.findall(rf'^\| {name} \|(.*)\|(.*)\|$', page, re.M)
+        assert [re.match(r' ([\d.]+\d)', cell)[1] for cell in row] == [oldest, latest]
+    assert f'up to {" and ".join(newest)}.' in wrapped
+
+
 def test_what_the_message_installs_is_what_runs_these_tests():
     # The fix, taken literally: the versions that the tests pass on are in it.
     text = str(versions.unsupported(['x']))

@@ -6,12 +6,16 @@ from pathlib import Path
 from types import ModuleType
 
 import flax.linen
+import flax.nnx
 import pytest
 
 import flax_sg
 from flax_sg import core, errors, filters, linen, testing
 
 DOCS = Path(__file__).parents[2] / 'docs'
+
+# What has all names of a module of Flax, and its own.
+EXTENDED: dict[ModuleType, ModuleType] = {linen: flax.linen}
 
 
 def names_of(module: ModuleType) -> set[str]:
@@ -20,8 +24,8 @@ def names_of(module: ModuleType) -> set[str]:
         return set(module.__all__)
     public = {n: getattr(module, n) for n in dir(module) if not n.startswith('_')}
     found = {name: x for name, x in public.items() if not inspect.ismodule(x)}
-    if module is linen:
-        theirs = vars(flax.linen)
+    if module in EXTENDED:
+        theirs = vars(EXTENDED[module])
         return {name for name in found if found[name] is not theirs.get(name)}
     if module is errors:
         return {name for name, value in found.items() if _is_exception(value)}
@@ -42,6 +46,11 @@ MODULES = [
     (testing, 'testing', {'Moves'}),
     (errors, 'errors', set[str]()),
 ]
+if hasattr(flax.nnx.Variable, 'get_value'):  # flax_sg.nnx asks for flax 0.12.1.
+    from flax_sg import nnx
+
+    EXTENDED[nnx] = flax.nnx
+    MODULES.append((nnx, 'nnx', set()))
 each_module = pytest.mark.parametrize(
     ('module', 'short', 'returned'), MODULES, ids=[short for _, short, _ in MODULES]
 )

@@ -184,6 +184,9 @@ def test_every_rule_for_values_has_a_row():
         and cls not in here
     }
     assert ours - {type(rule) for rule, _ in RULES.values()} == set()
+    # Others are a ``Keyed``, which says why. The levels of a stop are None or 1.
+    with_fields = {cls for cls in ours if getattr(cls, '__dataclass_fields__', None)}
+    assert with_fields == {rules.StopGradient}
 
 
 @pytest.mark.parametrize('rule', RULES)

@@ -205,6 +205,17 @@ def test_a_train_state_and_its_running_statistics(standard_promotion):
     ]
 
 
+def test_a_filter_by_shape_of_a_train_state():
+    dense, matrices = nn.Dense(2), sg.arrays(lambda a: a.ndim > 1)
+    params = dense.init(jax.random.key(0), X)['params']
+    tx = sg.freeze(optax.sgd(0.1), ~matrices)
+    state = train_state.TrainState.create(apply_fn=dense.apply, params=params, tx=tx)
+    new = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
+    testing.assert_moves_only(state, new, matrices)
+    with pytest.raises(AssertionError, match='kernel'):
+        testing.assert_moves_only(state, new, ~matrices)
+
+
 def test_one_name_in_two_collections():
     tree = {'params': {'w': jnp.ones(2)}, 'ema': {'w': jnp.ones(2)}}
     new = {**tree, 'ema': {'w': jnp.zeros(2)}}
