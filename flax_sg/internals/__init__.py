@@ -17,6 +17,7 @@ file             contents
 ``required``     import-time checks of the private names that gradients depend on
 ``versions``     supported versions, and the error for others
 ``optional``     packages that only some features need
+``weak``         tables by identity, which keep nothing alive
 ===============  ====================================================================
 """
 
