@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import Scope
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Filter
@@ -91,6 +92,8 @@ def _variables(
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         out = next_fun(*args, **kwargs)
         module, path = context.module, context.module.scope.path
+        if type(module.scope) is not Scope:  # Flax tries ``setup`` on one of its own.
+            return out
         at.setdefault(path, set()).add(type(module))
         for name, child in modules.children_of(module).items():
             if isinstance(child, str):  # A variable, and its collection.

@@ -231,3 +231,32 @@ def test_a_tree_of_several_models():
     # One that is not told of is not taken for one without such modules.
     with pytest.raises(errors.UnknownNameError, match='critic/ln/bias'):
         sg.mask(params, frozen=of_type(fnn.LayerNorm, {'actor': (actor, X)}))
+
+
+def through_remat(norm, x):
+    return fnn.remat(lambda norm, x: norm(x))(norm, x)
+
+
+def through_vmap(norm, x):
+    axes = {'variable_axes': {'params': None}, 'split_rngs': {'params': False}}
+    return fnn.vmap(lambda norm, x: norm(x), **axes)(norm, x)
+
+
+def through_cond(norm, x):
+    return fnn.cond(True, lambda norm, x: norm(x), lambda norm, x: norm(-x), norm, x)
+
+
+@pytest.mark.parametrize('through', [through_remat, through_vmap, through_cond])
+def test_a_module_that_a_lifted_function_takes(through):
+    """Flax calls the function once on a scope of its own, which has no path."""
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return fnn.Dense(3, name='out')(through(fnn.LayerNorm(name='norm'), x))
+
+    params = jax.eval_shape(Model().init, KEY, X)['params']
+    assert sg.mask(params, trained=of_type(fnn.LayerNorm, Model(), X)) == {
+        'norm': {'scale': True, 'bias': True},
+        'out': {'kernel': False, 'bias': False},
+    }
