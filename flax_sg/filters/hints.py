@@ -46,8 +46,8 @@ def _of_a_collection(
         state = first == 'batch_stats' or pattern.rpartition('/')[2] in ('mean', 'var')
         if state and collections == {'params'}:
             return (
-                'A block looks at parameters alone: for running averages write '
-                "collections='batch_stats'."
+                'Parameters alone are looked at: for running averages write '
+                "collections='batch_stats', in a view of NNX kind=nnx.BatchStat."
             )
         return ''
     inside = [path for path in paths if path.collection == first]

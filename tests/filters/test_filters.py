@@ -636,7 +636,7 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
         NET,
         "No path ends in /value, the inside of a box or a Variable: 'head/kernel'.",
     ),
-    ('norm/mean', NET, 'A block looks at parameters alone: for running averages write'),
+    ('norm/mean', NET, 'Parameters alone are looked at: for running averages write'),
     ('head/(w|kernel)', NET, "A str is a glob: write re.compile('head/(w|kernel)')."),
     (('encoder', 'kernel'), NET, "Did you mean 'encoder/**'?"),
     ('head', NET, "Did you mean 'head/**'?"),
