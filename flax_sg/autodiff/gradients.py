@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.tree_util import Partial
 
-from flax_sg.autodiff import unfed
+from flax_sg.autodiff import unfed, writes
 from flax_sg.autodiff.arguments import Split, Where, check
 from flax_sg.autodiff.bound_modules import as_function_of, variables_of
 from flax_sg.errors.texts import unknown_choice
@@ -98,11 +98,14 @@ def value_and_grad(
         split = Split.of(trees.values(), where, unused)
         fed: set[int] = set()
 
+        watched = fun if has_aux else writes.watched(fun)
+
         @functools.wraps(fun, updated=())
         def fun_of_live(live: Sequence[Any]) -> Any:
             live = live if judged is None else unfed.watched(live, fed)
             new = dict(zip(trees, split.join(live), strict=True))
-            return fun(*(new.get(n, arg) for n, arg in enumerate(args)), **kwargs)
+            given = (new.get(n, arg) for n, arg in enumerate(args))
+            return watched(*given, **kwargs)
 
         both = jax.value_and_grad(fun_of_live, has_aux=has_aux, holomorphic=holomorphic)
         value, found = both([leaf for _, leaf in split.live])
@@ -201,9 +204,11 @@ def vjp(
     where = check(fun, wrt, absent, unused)
     split = Split.of(map(leaves_of, primals), where, unused)
 
+    watched = fun if has_aux else writes.watched(fun)
+
     @functools.wraps(fun, updated=())
     def fun_of_live(live: Sequence[Any]) -> Any:
-        return fun(*split.join(live))
+        return watched(*split.join(live))
 
     live = [leaf for _, leaf in split.live]
     y, back, *aux = jax.vjp(fun_of_live, live, has_aux=has_aux)

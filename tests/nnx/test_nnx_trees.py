@@ -79,6 +79,25 @@ def test_masks_labels_and_parts_of_states():
     oracle.assert_same(sg.combine(*sg.partition(params, 'body/**')), params)
 
 
+def test_what_a_model_writes_in_a_gradient_of_a_tree_is_told():
+    def with_state(model):
+        return loss_of(model), nnx.state(model, nnx.BatchStat)
+
+    model, where = Net(), 'head/**'
+    for gradient in (
+        lambda: sg.grad(loss_of, wrt=where)(model),
+        lambda: sg.vjp(loss_of, model, wrt=where),
+    ):
+        with pytest.warns(UserWarning, match='batch statistics, counts of random keys'):
+            gradient()
+    sg.grad(with_state, has_aux=True, wrt=where)(model)  # Here nothing is lost.
+    model.eval()
+    oracle.assert_same(
+        sg.grad(loss_of, wrt=where)(model).head.bias[...],
+        nnx.grad(loss_of)(model).head.bias[...],
+    )
+
+
 def test_parts_of_a_module():
     model = Net(dropout=0.0)
     model.eval()
