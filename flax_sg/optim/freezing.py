@@ -248,11 +248,12 @@ def _seen(row: _Row, gradient: Any) -> Any:
 def _update(row: _Row, update: Any) -> Any:
     """The update of a parameter: one that adds nothing to what is frozen."""
     takes, path, leaf = row
+    if not takes:
+        return _nothing(leaf)
     if isinstance(takes, Choice):
         return takes.put(update, np.shape(leaf), -0.0)
-    if isinstance(takes, filters.Part):
-        return filters.merged(takes, update, jnp.full_like(update, -0.0), path)
-    return update if takes else _nothing(leaf)
+    rest = jnp.full_like(update, -0.0) if isinstance(takes, filters.Part) else update
+    return filters.merged(takes, update, rest, path, np.shape(leaf))
 
 
 def _nothing(leaf: Any) -> Any:

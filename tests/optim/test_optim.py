@@ -571,6 +571,11 @@ def test_gradients_for_each_example(clip):
     expected, _ = by_hand(grads, dpsgd.init(head), head)
     oracle.assert_same(updates['head'][1], expected['head'][1])
     assert oracle.is_zero(updates['head'][0])
+    # An optimizer that does not add them up gives an update for each.
+    tx = sg.freeze(optax.sgd(1.0), ['body', sg.at('head', np.s_[:, 0])])
+    updates, _ = tx.update(grads, tx.init(TWO), TWO)
+    oracle.assert_same(updates['head'][..., 1:], -grads['head'][..., 1:])
+    assert oracle.is_zero(updates['head'][..., 0])
 
 
 def quadratic(p: Any) -> Any:
