@@ -33,7 +33,8 @@ def warn_if_missed(block: Block, values: Sequence[Any] | None = None) -> None:
             around the block names. If a module of linen is there, the block may be for
             that one: a compiled program reads no variables.
     """
-    if block.decisions or 'flax.nnx' not in sys.modules:
+    # A program that was compiled in such a block before is there: that one is of linen.
+    if block.decisions or not block.lease.is_new or 'flax.nnx' not in sys.modules:
         return
     values = _named_in(frames.frame_of_user(2)) if values is None else values
     found = [type(value).__name__ for value in values if is_model(value)]
