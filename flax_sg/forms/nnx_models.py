@@ -33,11 +33,12 @@ def warn_if_missed(block: Block, values: Sequence[Any] | None = None) -> None:
             around the block names. If a module of linen is there, the block may be for
             that one: a compiled program reads no variables.
     """
-    # A program that was compiled in such a block before is there: that one is of linen.
-    if block.decisions or not block.lease.is_new or 'flax.nnx' not in sys.modules:
+    nnx = sys.modules.get('flax.nnx')
+    if block.decisions or nnx is None:
         return
     values = _named_in(frames.frame_of_user(2)) if values is None else values
-    found = [type(value).__name__ for value in values if is_model(value)]
+    # Not by ``is_model``: this runs in each block around a compiled program.
+    found = [type(value).__name__ for value in values if isinstance(value, nnx.Module)]
     if found and not any(map(_has_linen, values)):
         warn_once(
             f'The block of {block.rewrite!r}, opened at {block.place}, met no variable '
