@@ -316,6 +316,7 @@ def test_a_filter_is_asked_when_the_gradient_runs():
 
 @pytest.mark.usefixtures('leaks')
 def test_no_tracer_is_kept():
+    """JAX raises if one outlives its trace."""
     marked = {'a': sg.NonDifferentiable(1.0), 'b': 2.0}
     jax.jit(jax.grad(lambda p: p['a'] * p['b']))(marked)
     dense = fnn.Dense(2)

@@ -336,6 +336,7 @@ def test_hooks_that_are_half_installed(at):
 @pytest.mark.usefixtures('leaks')
 @pytest.mark.parametrize('name', ['rules', 'lifts', 'values'])
 def test_no_tracer_leaks(name):
+    """JAX raises if one outlives its trace."""
     program, model, _ = PROGRAMS[name]
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
 
@@ -350,7 +351,10 @@ def test_no_tracer_leaks(name):
 
 @pytest.mark.usefixtures('leaks')
 def test_what_runs_is_told_without_the_variables_of_frames():
-    """To read those of a frame of JAX keeps its tracers, before Python 3.13."""
+    """To read those of a frame of JAX keeps its tracers, before Python 3.13.
+
+    Then JAX raises here that they leak.
+    """
     cell = nn.scan(
         nn.SimpleCell, variable_broadcast='params', split_rngs={'params': False}
     )(2)

@@ -462,7 +462,7 @@ def _is_stmt(node: ast.AST) -> bool:
     return isinstance(node, ast.stmt)
 
 
-@pytest.mark.skipif(not HAS_NNX, reason='the rows of flax_sg.nnx are left out')
+@pytest.mark.skipif(not HAS_NNX, reason='flax 0.12.0 has no rows of nnx')
 def test_every_place_that_raises_has_a_row():
     met = {site for case in CASES for site in raised(case)[1]}
     places = list(_raises())

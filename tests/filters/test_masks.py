@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 
 import flax_sg as sg
 import oracle
@@ -439,7 +439,6 @@ def test_labels_take_whole_leaves():
 
 
 def test_a_view_of_an_nnx_model():
-    nnx = pytest.importorskip('flax.nnx')
     if not hasattr(nnx.Variable, 'get_value'):
         pytest.skip('flax_sg.nnx needs flax 0.12.1')
     from flax_sg import nnx as views
