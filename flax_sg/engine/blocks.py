@@ -347,7 +347,8 @@ def root_of(scope: Scope, depth: int = 0) -> Root:
 
 
 def _begin(top: Scope, depth: int) -> _KnownRoot:
-    tree, beside = Tree(), list[Root]()
+    tree = Tree()
+    beside: list[Root] = []
     if top.path:
         # The body of a transform that was entered before any block opened: a part of
         # the ``apply`` that runs.

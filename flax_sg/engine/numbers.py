@@ -162,15 +162,19 @@ class Number:
     def deeper(self) -> Number:
         """The number while more applies run than when the block opened."""
         with _lock:
-            return self.inside.setdefault('deeper', _Kind([Number()]))[0]
+            if 'deeper' not in self.inside:
+                self.inside['deeper'] = _Kind([Number()])
+            return self.inside['deeper'][0]
 
     def take(self, asker: Asker) -> bool:
         """Leases the number, unless another holder may give other answers."""
         with _lock:
             # Another thread may have asked a question since the number was found.
-            if self.question is not None or any(
-                other.sure != asker.sure for other in self._holders
-            ):
+            if self.question is not None:
+                return False
+            # A walk through a weak set takes long, and most numbers are free.
+            held = self._holders if len(self._holders) else ()
+            if any(other.sure != asker.sure for other in held):
                 return False
             self._holders.add(asker)
         return True
@@ -199,7 +203,8 @@ class _Kind(list[Number]):
     def ends_for(self, asker: Asker) -> Iterator[tuple[Number, Number, set[Question]]]:
         """Yields the ends that a block comes to: first number, end, what was asked."""
         for first in tuple(self):
-            number, asked = first, set[Question]()
+            number = first
+            asked: set[Question] = set()  # Not set[Question](), which takes ten times.
             while number.question is not None:
                 asked.add(number.question)
                 said = asker.answer(number.question)
@@ -241,7 +246,8 @@ class Lease:
     def __init__(self, around: Number, asker: Asker, number: Number) -> None:
         self._around, self.asker = around, asker
         self.number = self._first = number
-        self.is_blank, self.is_new, self._asked = True, True, set[Question]()
+        self.is_blank = self.is_new = True
+        self._asked: set[Question] = set()
 
     def find(self, outside: Callable[[], Any]) -> None:
         """Leases the number whose traces the block may reuse, or a blank one.
@@ -272,11 +278,12 @@ class Lease:
     def _kind(self, kind: Hashable) -> _Kind:
         with _lock:
             kinds = self._around.inside
-            if kind not in kinds:
-                kinds[kind] = _Kind()
+            found = kinds.get(kind)
+            if found is None:
+                found = kinds[kind] = _Kind()
                 if len(kinds) > _MOST:
                     del kinds[next(iter(kinds))]
-            return kinds[kind]
+            return found
 
     def note(self, questions: Iterable[Question], is_own: bool = False) -> None:
         """Notes that a trace which JAX may keep depends on the block.

@@ -87,7 +87,7 @@ class _Views:
     """
 
     def __init__(self) -> None:
-        self.seen = defaultdict[Key, Seen](Seen)
+        self.seen: defaultdict[Key, Seen] = defaultdict(Seen)
         self.joint: _Joint | None = None
 
     @classmethod
