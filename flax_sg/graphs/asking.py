@@ -12,7 +12,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.filters.paths import Path, shape_and_dtype
 from flax_sg.graphs.walks import Names, Walk
-from flax_sg.trees.leaves import is_array, is_whole, of_a_part, selected, whole
+from flax_sg.trees.leaves import is_array, is_whole, of_a_part, selected
 
 # A Variable, one of its paths, and what a filter says there of each leaf of its value.
 Asked: TypeAlias = tuple[nnx.Variable[Any], Path, list[Any]]
@@ -120,8 +120,7 @@ def where(
     """
     found = ask('nnx.where', Walk(model), where, kind, unused)
     for _, path, said in found:
-        whole(said, [path] * len(said), 'an NNX filter')
-        if any(said) and not all(said):
+        if any(said) and not all(takes is True for takes in said):
             raise of_a_part(path, 'an NNX filter')
     # Flax asks for one path of tied weights, and any of them may be it.
     meant = {id(variable) for variable, _, said in found if any(said)}

@@ -177,20 +177,17 @@ def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
 
     >>> chosen(slice(-2, None), 4).tolist(), chosen(slice(0, 0), 2).tolist()
     ([False, False, True, True], [False, False])
+    >>> chosen(range(0), 2).tolist()
+    [False, False]
     """
     mask = np.zeros(length, bool)
     index = layers if isinstance(layers, (slice, int)) else np.asarray(layers)
-    if isinstance(index, slice):
-        says_none = index.stop is not None and index.stop == (index.start or 0)
-    else:
-        says_none = isinstance(index, np.ndarray) and index.dtype == bool
-    if isinstance(index, np.ndarray) and not index.size:
-        index = slice(0)
+    is_empty = isinstance(index, np.ndarray) and not index.size  # [] would be floats.
     try:
-        mask[index] = True
+        mask[slice(0) if is_empty else index] = True
     except IndexError as error:
         raise _wrong_layers(layers, length, str(error)) from None
-    if not (mask.any() or says_none):
+    if not mask.any() and isinstance(index, slice) and index.stop != (index.start or 0):
         raise _wrong_layers(layers, length, 'it selects no layer')
     return mask
 

@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "PartError: 'body' | sg.labels",
     ),
     'layers that there are not': (
-        lambda: block_errors.stacked([]),
+        lambda: block_errors.stacked(slice(9, None)),
         'PartError: frozen_layers=slice',
     ),
 }

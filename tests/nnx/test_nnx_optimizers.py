@@ -11,6 +11,7 @@ from flax import nnx
 
 import flax_sg as sg
 import oracle
+from by_hand import loss_of, pure
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -26,10 +27,6 @@ class Model(nnx.Module):
         return self.head(jnp.tanh(self.body(x)))
 
 
-def loss(model: Any, x: Any) -> Any:
-    return jnp.mean((model(x) - 1.0) ** 2)
-
-
 OPTIMIZERS = {
     'adamw': lambda: optax.adamw(0.1, weight_decay=0.5),
     'momentum': lambda: optax.sgd(0.1, momentum=0.9),
@@ -41,15 +38,11 @@ FROZEN = {'rows': ROWS, 'a layer': 'body/**', 'all but rows': ~ROWS}
 
 def stepped(model: Any, optimizer: Any, jitted: bool, steps: int = 3) -> None:
     def step(model, optimizer, x):
-        optimizer.update(model, nnx.grad(loss)(model, x))
+        optimizer.update(model, nnx.grad(loss_of)(model, x))
 
     run = nnx.jit(step) if jitted else step
     for number in range(steps):
         run(model, optimizer, X * (number + 1))
-
-
-def arrays(model: Any) -> Any:
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 @pytest.mark.parametrize('jitted', [False, True])
@@ -60,10 +53,10 @@ def test_an_optimizer_updates_several_times(name, frozen, jitted):
     model, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
     tx = sg.freeze(OPTIMIZERS[name](), FROZEN[frozen])
     stepped(model, nnx.Optimizer(model, tx, wrt=nnx.Param), jitted)
-    params, graph = arrays(other), nnx.graphdef(other)
+    params, graph = pure(other), nnx.graphdef(other)
 
     def step(params, state, x):
-        grads = jax.grad(lambda p: loss(nnx.merge(graph, nnx.State(p)), x))(params)
+        grads = jax.grad(lambda p: loss_of(nnx.merge(graph, nnx.State(p)), x))(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -72,7 +65,7 @@ def test_an_optimizer_updates_several_times(name, frozen, jitted):
         params, state = (jax.jit(step) if jitted else step)(
             params, state, X * (number + 1)
         )
-    oracle.assert_same(arrays(model), params)
+    oracle.assert_same(pure(model), params)
 
 
 def test_a_state_of_an_optimizer_is_adopted():
@@ -94,9 +87,9 @@ def test_a_state_of_an_optimizer_is_adopted():
     nnx.update(later.opt_state, nnx.state(adopted))
     moments = later.opt_state[0].mu['body']['kernel'][...]
     oracle.assert_same(moments, optimizer.opt_state[0].mu['body']['kernel'][1:])
-    before = arrays(model)
+    before = pure(model)
     stepped(model, later, True)
-    oracle.assert_same(arrays(model)['body']['bias'], before['body']['bias'])
+    oracle.assert_same(pure(model)['body']['bias'], before['body']['bias'])
     # And back.
     thawed = sg.adopt(adam, params, later.opt_state, old=tx, report=found.update)
     assert (found['in part'], found['fresh']) == (['body/kernel'], ['body/bias'])

@@ -114,10 +114,8 @@ def test_filters_of_every_kind():
         assert only == ['body/1/bias', 'body/1/kernel', *REST]
     assert zeros(stopping(False), model) == REST
     for kernels in sg.arrays(lambda a: a.ndim > 1), lambda path: path.array.ndim > 1:
-        found = zeros(stopping(kernels), model)
-        assert found == zeros(stopping('**/kernel'), model) != REST
-        chosen = nnx.where(model, kernels)
-        assert chosen == nnx.where(model, '**/kernel')
+        assert zeros(stopping(kernels), model) == zeros(stopping('**/kernel'), model)
+        assert nnx.where(model, kernels) == nnx.where(model, '**/kernel')
     for typo in ('boddy/**', ['body/**', 'boddy/**'], 'norm/mean'):
         with pytest.raises(errors.UnusedFilterError, match=r"'body/|'norm/scale'"):
             nnx.stop_gradient(model, typo)
@@ -209,19 +207,6 @@ def test_lists_and_dicts_in_a_module_and_around_models(pytree):
     assert view.items is not model.items and view.items[0] is model.items[0]
     assert view.items[1]['v'] is not model.items[1]['v'] and view.w is model.w
     assert view.config is model.config and list(vars(view)) == list(vars(model))
-
-
-def test_filters_by_what_arrays_are():
-    matrices, model = sg.arrays(lambda a: a.ndim > 1), Net()
-    kernels = [f'body/{n}/kernel' for n in (0, 1)]
-    for where in (matrices, lambda path: path.array.ndim > 1):
-        found = zeros(stopping(where), model)
-        assert found == sorted([*kernels, *REST])
-    selected = nnx.to_flat_state(nnx.state(model, nnx.where(model, matrices)))
-    assert ['/'.join(map(str, path)) for path, _ in selected] == [
-        *kernels,
-        'head/kernel',
-    ]
 
 
 def test_another_kind_of_variable():

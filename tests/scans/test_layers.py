@@ -317,7 +317,7 @@ def stack_of(layer: Any = Boxed, **options: Any) -> Any:
     return nn.scan(layer, **(oracle.STACKED | given | options))()
 
 
-@pytest.mark.parametrize('none', [slice(0, 0), slice(0), [False] * DEPTH])
+@pytest.mark.parametrize('none', [slice(0, 0), slice(0), [False] * DEPTH, range(0)])
 def test_no_frozen_layer_is_the_plain_scan(none):
     plain = stack_of()
     variables = plain.init(RNGS, X, EACH, 1.0)
