@@ -140,10 +140,9 @@ def classes_that_keep() -> list[weakref.ref[type]]:
             cls = waiting.pop()
             if cls not in met:
                 met[cls] = None
-                waiting += cls.__subclasses__()
+                waiting += type.__subclasses__(cls)  # Not found by way of all bases.
         # A class may get another setup later.
-        setups = [cls.setup is not Module.setup for cls in met]
-        now = [*map(weakref.ref, met)], setups
+        now = [*map(weakref.ref, met)], ['setup' in vars(cls) for cls in met]
         keeping = _known.keeping
         if now != _known.met:
             found = [weakref.ref(cls) for cls in met if _is_looked_at(cls)]
