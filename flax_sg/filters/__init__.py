@@ -109,7 +109,8 @@ def as_filter(where: Where) -> Filter:
         'bool, a tree of bools, or a list of these.\n'
         'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
         'nn.Frozen(module, where); for a model of NNX (from flax_sg import nnx), '
-        'nnx.stop_gradient(model, where); for an array, jax.lax.stop_gradient(x).'
+        'nnx.stop_gradient(model, where), where kind= takes types and filters of NNX; '
+        'for an array, jax.lax.stop_gradient(x).'
     )
 
 

@@ -62,7 +62,8 @@ class Predicate(Atom):
                 raise self._error(
                     f'cannot be called with a path: {error}',
                     'To lift a function of a module, write nn.stop_gradient(fn, '
-                    'where), or @nn.stop_gradient(where) above it.',
+                    'where), or @nn.stop_gradient(where) above it. A filter of NNX '
+                    'goes into kind=.',
                 ) from None
         if traced := tracer_in(fn):
             name, value = traced
