@@ -14,23 +14,20 @@ from flax import linen
 from flax.core import lift
 
 import oracle
-from flax_sg import linen as nn
-from uses import (
+from described.language import Program, without_blocks
+from described.modules import Affine, Kid, param
+from described.uses import (
     PROGRAMS,
     RNGS,
-    CompactKid,
-    Kid,
-    Program,
     Route,
     X,
     check,
     eager,
     initialization_is_that_without_blocks,
-    param,
-    plain,
     staged,
     variables_of,
 )
+from flax_sg import linen as nn
 
 
 class Calls(nn.Module):
@@ -190,7 +187,7 @@ class SharedByParent(nn.Module):
     def __call__(self, x):
         shared = Kid(name='shared')
         before = shared(x)
-        kids = {'a': shared, 'b': [CompactKid(name='other')]}
+        kids = {'a': shared, 'b': [Affine(name='other')]}
         results = InFields(self.program, kids, name='user')(x)
         return *results[:-1], results[-1] + before
 
@@ -312,7 +309,7 @@ def test_first_used_in_a_block_inside_another_module(make):
 
 def test_closures_of_raw_transforms():
     """Compiled: XLA rounds nothing here, since all numbers are small and whole."""
-    make = kept(lambda module: CompactKid(), raw_transforms)
+    make = kept(lambda module: Affine(), raw_transforms)
     check(make, PROGRAMS['around'], False, jax.jit)
 
 
@@ -339,7 +336,7 @@ def test_intermediates_are_those_without_blocks(name):
 
     program = PROGRAMS['around']
     variables = variables_of(make, program)
-    oracle.assert_same(captured(program), captured(plain(program)))
+    oracle.assert_same(captured(program), captured(without_blocks(program)))
 
 
 def test_a_block_in_a_compact_name_scope_belongs_to_its_module():

@@ -20,16 +20,12 @@ import pytest
 from flax import linen
 
 import oracle
-from flax_sg import errors
-from flax_sg import linen as nn
-from uses import (
+from described.language import Block, Program, Where, without_blocks
+from described.modules import Affine, Kid, param
+from described.uses import (
     PROGRAMS,
     RNGS,
     USE,
-    Block,
-    CompactKid,
-    Kid,
-    Program,
     Route,
     X,
     both,
@@ -37,11 +33,11 @@ from uses import (
     expected,
     fn_of,
     initialization_is_that_without_blocks,
-    param,
-    plain,
     staged,
     variables_of,
 )
+from flax_sg import errors
+from flax_sg import linen as nn
 
 
 def noise(module: linen.Module) -> jax.Array:
@@ -171,7 +167,7 @@ class FromField(nn.Module):
 
 class FromFieldsOfOthers(Route):
     def parts(self):
-        return FromField({'z': Kid(name='z'), 'a': CompactKid(name='a')}, name='user')
+        return FromField({'z': Kid(name='z'), 'a': Affine(name='a')}, name='user')
 
 
 class NonInitField(Route):
@@ -269,7 +265,7 @@ def test_a_block_that_takes_nothing_of_it_changes_nothing(make):
             self.param('beside', linen.initializers.ones, (3,))
             return lambda x: made(x)[0] * self.get_variable('params', 'beside')
 
-    block = Block(lambda name: name == 'beside', (USE,))
+    block = Block(Where('name', ('beside',)), (USE,))
     check(Beside, (USE, block, USE), ['intermediates', 'state'])
 
 
@@ -320,14 +316,11 @@ class Reassigned(InSetup):
 @pytest.mark.parametrize('cls', [BlockInSetup, Reassigned])
 def test_a_block_in_setup_of_a_module_used_in_blocks(cls):
     """Outside of all other blocks, what the block in setup stopped is stopped."""
-
-    def fn(by_hand):
-        return fn_of(outer(lambda _: cls(by_hand)), {}, False)
-
+    by_hand, with_blocks = outer(lambda _: cls(True)), outer(lambda _: cls())
     program = PROGRAMS['nested']
-    params = variables_of(outer(lambda _: cls()), program)['params']
-    wanted = expected(program, fn(True)(plain(program)))
-    actual = staged(both(fn(False)(program)))(params, X)
+    params = variables_of(with_blocks, program)['params']
+    wanted = expected(program, fn_of(by_hand(without_blocks(program))))
+    actual = staged(both(fn_of(with_blocks(program))))(params, X)
     oracle.assert_same(actual, staged(both(wanted))(params, X))
 
 
@@ -384,7 +377,7 @@ class Intermediates(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        kid = FromField({'shared': CompactKid(name='shared')}, name='kid')
+        kid = FromField({'shared': Affine(name='shared')}, name='kid')
         with nn.stop_gradient(True) if self.block else contextlib.nullcontext():
             return kid(x)
 
@@ -428,7 +421,7 @@ def test_rule_17_a_second_run_of_setup_writes_into_copies():
         return stop(jax.vjp(fn, {'made': {'w': X, 'b': X}})[0])
 
     program = PROGRAMS['nested, first in it']
-    wanted = written(plain(program))
+    wanted = written(without_blocks(program))
     oracle.assert_same(written(program), wanted)
     assert len(wanted['intermediates']['made']['h']) == 1
 
@@ -444,8 +437,8 @@ def test_rule_18_modules_in_a_kept_function_stay_the_ones_they_are():
 
         return jax.vjp(fn, {'w': X, 'b': X, 'kid': {'w': X}})[0]
 
-    for name in ('around', 'first in it'):
-        oracle.assert_same(applied(PROGRAMS[name]), applied(plain(PROGRAMS[name])))
+    for program in (PROGRAMS['around'], PROGRAMS['first in it']):
+        oracle.assert_same(applied(program), applied(without_blocks(program)))
 
 
 class Keeps(linen.Module):
@@ -542,7 +535,7 @@ def test_the_factor_of_a_rewrite_is_not_made_of_variables():
 def test_no_tracer_outlives_its_trace(name):
     make, program = ROUTES[name], PROGRAMS['nested']
     variables = variables_of(make, program)
-    fn = fn_of(make, variables, ['params'])(program)
+    fn = fn_of(make(program), ['params'], **variables)
     jax.jit(jax.grad(lambda params: jnp.sum(fn(params, X)[0][1])))(variables['params'])
 
 
