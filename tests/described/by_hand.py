@@ -6,11 +6,12 @@ This file does not import flax_sg.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, path_aware_map
 
 from described.language import Block, Interpreter, Path, Where, left
 
@@ -51,14 +52,13 @@ class Values:
 
     def rewritten(self, owner: Path, where: Where, rule: str = 'stop') -> Values:
         """In a block of the module at a path."""
+        twins = flatten_dict(self.ema or {})
 
-        def walk(path: Path, value: Any, twin: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {n: walk((*path, n), value[n], twin and twin[n]) for n in value}
+        def changed(path: Path, value: Any) -> Any:
             taken = where.takes(path, owner)
-            return _RULES[rule](value, twin) if taken else value
+            return _RULES[rule](value, twins.get(path)) if taken else value
 
-        return dataclasses.replace(self, params=walk((), self.params, self.ema))
+        return dataclasses.replace(self, params=path_aware_map(changed, self.params))
 
 
 class ByHand(Interpreter):

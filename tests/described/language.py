@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 Path = tuple[str, ...]
@@ -126,14 +126,6 @@ def without_blocks(body: Program) -> Program:
             case _:
                 out.append(item)
     return tuple(out)
-
-
-def statements(body: Sequence[Any]) -> list[Any]:
-    """All statements in a body, those inside others included."""
-    found = []
-    for item in body:
-        found += [item, *statements(getattr(item, 'body', ()))]
-    return found
 
 
 class LeaveError(Exception):

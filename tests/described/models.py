@@ -9,11 +9,10 @@ any order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from hypothesis import assume
 from hypothesis import strategies as st
 
@@ -26,7 +25,6 @@ from described.language import (
     Residual,
     Use,
     Where,
-    statements,
     without_blocks,
 )
 from described.modules import LEAVES
@@ -120,21 +118,23 @@ def plain(spec: Any) -> Any:
     return Composite(spec.style, kids, without_blocks(spec.body))
 
 
-def any_statement(spec: Leaf | Composite, test: Callable[[Any], bool]) -> bool:
-    """Whether a statement of this kind is anywhere in a model."""
-    if isinstance(spec, Leaf):
-        return False
-    mine = any(test(item) for item in statements(spec.body))
-    return mine or any(any_statement(kid.spec, test) for kid in spec.kids)
+def statements(it: Any) -> list[Any]:
+    """All statements in a model or a statement, those inside others included."""
+    found = []
+    for item in getattr(it, 'body', ()):
+        found += [item, *statements(item)]
+    for kid in getattr(it, 'kids', ()):
+        found += statements(kid.spec)
+    return found
 
 
-def lifts(spec: Leaf | Composite, name: str) -> bool:
+def lifts(spec: Composite, name: str) -> bool:
     """Whether a function is lifted with this transform anywhere in a model."""
-    return any_statement(spec, lambda item: getattr(item, 'lift', '') == name)
+    return any(getattr(item, 'lift', '') == name for item in statements(spec))
 
 
 class OnValue(Interpreter):
-    """What statements do to a value, with blocks or by hand.
+    """Statements that change a value, with blocks or by hand.
 
     Attributes:
         x: the value.
@@ -152,21 +152,6 @@ class OnValue(Interpreter):
         before = self.x
         self.run(item.body, place)
         self.x = before + self.x
-
-    def own(self, item: Own, place: Any) -> None:
-        self.x = self.x * self.read(item.name, place)
-
-    def shared(self, item: Shared, place: Any) -> None:
-        if (module := self.handed_in(place)) is not None:
-            self.x = jnp.tanh(module(self.x))
-
-    def read(self, name: str, place: Any) -> jax.Array:
-        """A parameter of the module itself."""
-        raise NotImplementedError
-
-    def handed_in(self, place: Any) -> Callable[[Any], Any] | None:
-        """The module that was handed in."""
-        raise NotImplementedError
 
 
 # Draws.
@@ -257,8 +242,7 @@ def composites(draw: st.DrawFn, depth: int) -> Composite:
 def models(draw: st.DrawFn, depth: int = 2) -> Composite:
     """Models with at least one block."""
     model = draw(composites(depth))
-    blocks = any_statement(model, lambda item: isinstance(item, Block))
-    if not blocks:
+    if not any(isinstance(item, Block) for item in statements(model)):
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
     # One has no reverse mode; the others need reverse mode.

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import path_aware_map
 
 from described import models
 from described.by_hand import ByHand, Values
@@ -28,21 +29,18 @@ def at(tree: Any, path: Path) -> Any:
 
 
 def changed(tree: Any, path: Path, fn: Callable[[Any], Any]) -> Any:
-    """A copy of a tree, with another part at a path."""
-    if not path:
-        return fn(tree)
-    if path[0] not in tree:  # A module without parameters.
-        return tree
-    return {**tree, path[0]: changed(tree[path[0]], path[1:], fn)}
+    """A copy of a tree, with other leaves below a path."""
+
+    def leaf(own: Path, value: Any) -> Any:
+        return jax.tree.map(fn, value) if own[: len(path)] == path else value
+
+    return path_aware_map(leaf, tree)
 
 
 def sliced(values: Values, path: Path, index: int) -> Values:
     """Without the first axis of the variables below a path."""
-
-    def part(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[index], tree)
-
-    return Values(*(changed(t, path, part) for t in (values.params, values.ema)))
+    trees = values.params, values.ema
+    return Values(*(changed(tree, path, lambda leaf: leaf[index]) for tree in trees))
 
 
 @dataclasses.dataclass
@@ -60,18 +58,17 @@ class Model(models.OnValue, ByHand):
             return LEAVES[self.spec.kind]().apply(params, x)
         return self.result(self.spec.body, x, values)
 
-    def read(self, name: str, place: Values) -> jax.Array:
-        return at(place.params, (*self.path, name))
+    def own(self, item: models.Own, place: Values) -> None:
+        self.x = self.x * at(place.params, (*self.path, item.name))
 
-    def handed_in(self, place: Values) -> Any:
-        if self.shared_at is None:
-            return None
-        return functools.partial(Model(models.Leaf('affine'), self.shared_at), place)
+    def shared(self, item: models.Shared, place: Values) -> None:
+        if self.shared_at is not None:
+            shared = Model(models.Leaf('affine'), self.shared_at)
+            self.x = jnp.tanh(shared(place, self.x))
 
     def use(self, item: Use, place: Values) -> None:
         kid, path = self.spec.kids[item.kid], (*self.path, f'k{item.kid}')
-        name = 'shared' if self.spec.style == 'compact' else 'shared_by_kids'
-        shared = self.shared_at or (*self.path, name)
+        shared = self.shared_at or (*self.path, 'shared')
         module = Model(kid.spec, path, shared if kid.shares else None)
 
         def call(values: Values, x: Any) -> Any:
@@ -113,8 +110,7 @@ def _lifted(lift: str, call: Any, values: Values, path: Path, x: Any) -> Any:
     if lift == 'cond':
         return call(values, x) * jnp.where(jnp.sum(x) > 0, 1.0, 2.0)
     if lift == 'map_variables':
-        double = functools.partial(jax.tree.map, lambda leaf: leaf * 2.0)
-        doubled = changed(values.params, path, double)
+        doubled = changed(values.params, path, lambda leaf: leaf * 2.0)
         return call(dataclasses.replace(values, params=doubled), x)
     if lift == 'custom_vjp':
         y = call(values, x)

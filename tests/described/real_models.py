@@ -48,11 +48,10 @@ def _mapped_class(lift: Any, cls: Any) -> Any:
 
 def make(kid: models.Kid, **fields: Any) -> linen.Module:
     """A submodule, not bound yet."""
-    if isinstance(kid.spec, models.Composite):
-        cls: Any = COMPOSITES[kid.spec.style]
-        fields.update(spec=kid.spec)
+    if isinstance(kid.spec, models.Leaf):
+        cls: Any = LEAVES[kid.spec.kind]
     else:
-        cls = LEAVES[kid.spec.kind]
+        cls, fields = COMPOSITES[kid.spec.style], {'spec': kid.spec, **fields}
     rewrite = rewrite_of(kid.where, kid.rule)
     for wrap in kid.wraps:
         if wrap == 'stop':
@@ -168,9 +167,6 @@ class Composite(linen.Module):
         ]
         return kids, shared
 
-    def own(self, name: str) -> jax.Array:
-        raise NotImplementedError
-
 
 class CompactComposite(Composite):
     @linen.compact
@@ -187,7 +183,7 @@ class SetupComposite(Composite):
     def setup(self):
         kids, shared = self.make_kids()
         if shared is not self.handed_in:
-            self.shared_by_kids = shared  # Before a kid that holds it gives it a name.
+            self.shared = shared  # Before a kid that holds it gives it a name.
         for i, module in enumerate(kids):
             setattr(self, f'k{i}', module)
         self.p0, self.p1 = param(self, 'p0', 4), param(self, 'p1', 4)
@@ -206,14 +202,15 @@ COMPOSITES = {'setup': SetupComposite, 'compact': CompactComposite}
 class _Running(models.OnValue, Real):
     """The statements of a composite module that is called."""
 
-    def __init__(self, module: Composite, kids: list[linen.Module]) -> None:
+    def __init__(self, module: Any, kids: list[linen.Module]) -> None:
         self.module, self.kids = module, kids
 
-    def read(self, name: str, place: Any) -> jax.Array:
-        return self.module.own(name)
+    def own(self, item: models.Own, place: Any) -> None:
+        self.x = self.x * self.module.own(item.name)
 
-    def handed_in(self, place: Any) -> Any:
-        return self.module.handed_in
+    def shared(self, item: models.Shared, place: Any) -> None:
+        if self.module.handed_in is not None:
+            self.x = jnp.tanh(self.module.handed_in(self.x))
 
     def use(self, item: Use, place: Any) -> None:
         def call(module: Any, x: Any) -> Any:
