@@ -159,14 +159,24 @@ def variables_of(make: Make, program: Program) -> Any:
     return integers(make(without_blocks(program)).init(RNGS, X))
 
 
-def fn_of(module: linen.Module, mutable: Any = False, **state: Any) -> Fn:
-    """What ``apply`` of a program's module computes."""
+def fn_of(
+    module: linen.Module, mutable: Any = False, variables: Any = None, **options: Any
+) -> Fn:
+    """What ``apply`` of a program's module computes.
+
+    Args:
+        module: the module.
+        mutable: which collections are mutable.
+        variables: what it is applied to, beside the parameters.
+        **options: for ``apply``.
+    """
+    options = {'rngs': RNGS, **options}
 
     def fn(params: Any, x: Any) -> tuple[Any, Any]:
-        variables = {**state, 'params': params}
+        given = {**(variables or {}), 'params': params}
         if not mutable:
-            return module.apply(variables, x, rngs=RNGS), {}
-        out, written = module.apply(variables, x, rngs=RNGS, mutable=mutable)
+            return module.apply(given, x, **options), {}
+        out, written = module.apply(given, x, mutable=mutable, **options)
         written = dict(written)
         params = written.pop('params', {})
         # What a block lets its body write depends on what it stops in there.
@@ -181,12 +191,16 @@ def check(
     mutable: Any = False,
     stage: Any = staged,
     variables: Any = None,
+    **options: Any,
 ) -> None:
     """Compares what a program computes with what it should, values and gradients."""
     variables = variables or variables_of(make, program)
-    plain = fn_of(make(without_blocks(program)), mutable, **variables)
-    actual = stage(both(fn_of(make(program), mutable, **variables)))
-    wanted = stage(both(expected(program, plain)))
+
+    def fn(program: Program) -> Fn:
+        return fn_of(make(program), mutable, variables, **options)
+
+    actual = stage(both(fn(program)))
+    wanted = stage(both(expected(program, fn(without_blocks(program)))))
     params = variables['params']
     oracle.assert_same(actual(params, X), wanted(params, X))
 

@@ -14,18 +14,16 @@ from flax import linen
 from flax.core import lift
 
 import oracle
-from described.language import Program, without_blocks
+from described.language import Program
 from described.modules import Affine, Kid, param
 from described.uses import (
     PROGRAMS,
-    RNGS,
     Route,
     X,
     check,
     eager,
     initialization_is_that_without_blocks,
     staged,
-    variables_of,
 )
 from flax_sg import linen as nn
 
@@ -320,23 +318,8 @@ def test_initialization_is_that_without_blocks(make):
 
 @pytest.mark.parametrize('name', ['shared by the parent', 'lifted child'])
 def test_intermediates_are_those_without_blocks(name):
-    make = ROUTES[name]
-
-    def captured(program):
-        def fn(params, x):
-            return make(program).apply(
-                {**variables, 'params': params},
-                x,
-                rngs=RNGS,
-                mutable=['intermediates'],
-                capture_intermediates=True,
-            )
-
-        return jax.vjp(fn, variables['params'], X)[0]
-
-    program = PROGRAMS['around']
-    variables = variables_of(make, program)
-    oracle.assert_same(captured(program), captured(without_blocks(program)))
+    capture = {'capture_intermediates': True}
+    check(ROUTES[name], PROGRAMS['around'], ['intermediates'], **capture)
 
 
 def test_a_block_in_a_compact_name_scope_belongs_to_its_module():
