@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from described.language import EVERYTHING, Block, Leave, Use, Where
+from described.language import EVERYTHING, Block, Leave, Residual, Use, Where
 from described.models import LIFTS, Composite, Kid, Leaf
 from described.uses import (
     USE,
@@ -134,11 +134,12 @@ KERNELS = Where('name', ('w', 'kernel'))
 
 @pytest.mark.parametrize('lift', LIFTS)
 def test_a_lifted_function_around_blocks_and_in_them(lift):
-    use, other = Use(0, lift), Use(1, lift, mirror=EVERYTHING)
+    # What follows is saturated, and without residuals would leave no gradient.
+    use, other = Residual((Use(0, lift),)), Residual((Use(1, lift, EVERYTHING),))
     body = (
         Block(KERNELS, (use, other, Leave()), 'scale'),
-        USE,
-        Block(EVERYTHING, (Block(KERNELS, (use,), 'collection'),)),
+        Residual((USE,)),
+        Residual((Block(EVERYTHING, (Block(KERNELS, (use,), 'collection'),)),)),
     )
     inner = Composite('setup', (Kid(Leaf('kept')),), (Block(KERNELS, (USE, USE)), USE))
     check_model(Composite('compact', (Kid(inner), Kid(Leaf('lora'))), body))
