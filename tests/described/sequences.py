@@ -33,7 +33,7 @@ from described.language import (
     Where,
     left,
 )
-from described.nets import CHILDREN, KINDS, NET_PARAMS, PAIR_PARAMS, RAW, Kind, X
+from described.nets import CHILDREN, KINDS, NET_PARAMS, PAIR_PARAMS, RAW, X
 from described.real import SWITCH, Real
 from flax_sg import errors
 
@@ -232,7 +232,7 @@ class Runner(Real):
         self._caches = Caches()
         self._numbers = itertools.count()
         self._traced_in: set[Any] = set()
-        self._raw: dict[Any, Callable[..., Any]] = {}
+        self._raw: dict[Raw, Callable[..., Any]] = {}  # Those that read the pair.
         # Comparisons that wait until no block is open, or JAX would compile them anew.
         self._checks: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
 
@@ -299,6 +299,7 @@ class Runner(Real):
         mutable = ['params'] if item.mutable else ['no collection']
         variables = {'params': here.session.args[0]}
         _, written = self._model.apply(variables, body, method='run', mutable=mutable)
+        self._raw.clear()
         if item.mutable:
             output = _in_one(written['params'])
             here.session.results.append((output, lambda pair, net, x: _in_one(pair)))
@@ -350,21 +351,20 @@ class Runner(Real):
         self._note_of_pair(here, output, item)
 
     def raw(self, item: Raw, here: Here) -> None:
-        key = item, here.number
-        fn = self._raw.setdefault(key, item.make(here.pair))
+        fn = self._raw.setdefault(item, item.make(here.pair))
         self._caches.raw_called = True
         paths = [path for path in nets.PAIR_PATHS if path[:2] == (item.part, 'net')]
-        own = stopped(paths, here.blocks)
+        own, key = stopped(paths, here.blocks), (item, here.number)
         with self._counted(here, 'raw', KINDS['jit'], own, key):
             output = fn(here.session.args[2])
         self._note_of_pair(here, output, lambda pair, x: item.make(pair)(x))
 
     def _note_of_pair(self, here: Here, output: Any, fn: Callable[..., Any]) -> None:
         """Notes a result of a pair: by hand it is that of a pair of other weights."""
+        blocks = here.blocks  # And not the pair, which has to go.
 
         def by_hand(pair: Any, net: Any, x: Any) -> Any:
-            params = seen(pair, here.blocks)
-            return fn(nets.PAIR.bind({'params': params}), x)
+            return fn(nets.PAIR.bind({'params': seen(pair, blocks)}), x)
 
         here.session.results.append((output, by_hand))
 
@@ -373,7 +373,7 @@ class Runner(Real):
         self,
         here: Here,
         name: str,
-        kind: Kind,
+        kind: Any,
         halted: Any,
         key: Any,
         reads: bool = True,
