@@ -17,11 +17,6 @@ from typing import Any
 Path = tuple[str, ...]
 Program = tuple[Any, ...]
 
-# What a block does: it stops gradients; it is written as ``train_only`` of all else; it
-# replaces values by those of a function or of a collection; it scales cotangents by a
-# negative number; it raises for writes.
-RULES = ('stop', 'only', 'function', 'collection', 'scale', 'read_only')
-
 
 @dataclasses.dataclass(frozen=True)
 class Where:
@@ -71,7 +66,10 @@ class Block:
     Attributes:
         where: what its rule is for.
         body: the statements.
-        rule: one of ``RULES``.
+        rule: ``'stop'`` for gradients; ``'only'``, which is the same, written as
+            ``train_only`` of all else; ``'function'`` or ``'collection'`` for values
+            from there instead; ``'scale'`` for cotangents times a negative number;
+            ``'read_only'`` to raise for writes.
         judged: whether it raises if its filter takes nothing.
     """
 

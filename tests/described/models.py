@@ -33,8 +33,8 @@ from described.modules import LEAVES
 VARIABLES = ('w', 'b', 'kernel', 'bias', 'scale', 'A', 'p0', 'p1')
 MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'shared')
 
-# The rules of blocks. Rules that are not linear depend on which cotangents are added
-# up first: see ``test_placing``.
+# The rules that are drawn. Others, which are not linear, depend on which cotangents are
+# added up first: see ``test_placing``.
 RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'read_only')
 
 WRAPS = ('remat', 'jit', 'scan', 'vmap', 'stop')
