@@ -28,7 +28,7 @@ from absl import flags
 
 import flax_sg as sg
 import oracle
-import sequences
+from described.caches import forget_contexts
 from flax_sg import errors, filters
 from flax_sg import linen as nn
 
@@ -39,7 +39,7 @@ TRACES: list[Any] = []
 @pytest.fixture(autouse=True)
 def _no_traces_yet() -> Iterator[None]:
     TRACES.clear()
-    sequences.forget_contexts()  # No filter is asked for what other tests have read.
+    forget_contexts()  # No filter is asked for what other tests have read.
     yield
     TRACES.clear()
 

@@ -19,8 +19,8 @@ import pytest
 from jax import lax
 
 import oracle
-import sequences
 import stepwise
+from described.caches import forget_contexts
 from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
@@ -522,7 +522,7 @@ def test_what_a_jitted_closure_reads_belongs_to_one_owner(read):
     for owners in ('ab', 'ta', 'ba', 'at')[: None if read == 'variable' else 2]:
 
         def grads(where_of, owners=owners):
-            sequences.forget_contexts()
+            forget_contexts()
             return oracle.grads(lambda p, x: calls(p, x, owners, where_of), params, X)
 
         found = grads(lambda owner: 'inner/w')
@@ -610,7 +610,7 @@ def test_two_threads_share_a_jitted_closure(first, opens):
         wait_until('traces')
         return getattr(model, second).run(block, follows)
 
-    sequences.forget_contexts()
+    forget_contexts()
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip([first, second], pool.map(work, range(2)), strict=True))
     oracle.assert_same(found, expected)
@@ -660,7 +660,7 @@ def late(reads: Callable[[Any], Any], both: bool = False) -> Callable[[Any], Any
 @pytest.mark.every_case
 @pytest.mark.parametrize(('jitted', 'of_functions'), [(True, True), (False, False)])
 def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functions):
-    sequences.forget_contexts()
+    forget_contexts()
 
     def stops(name: str) -> Any:
         where = (lambda path: path.name == name) if of_functions else f'**/{name}'
@@ -705,7 +705,7 @@ def test_a_late_rule_in_blocks_on_both_sides_of_a_trace():
 @pytest.mark.parametrize('names', [('stop', 'scale'), ('scale', 'stop')])
 def test_two_threads_with_one_filter_and_two_rules_have_two_numbers(names):
     """Both blocks are open before either has read anything."""
-    sequences.forget_contexts()
+    forget_contexts()
     blocks = {
         'stop': nn.stop_gradient('dense/kernel'),
         'scale': nn.scale_gradient('dense/kernel', 2.0),
@@ -732,7 +732,7 @@ def test_two_threads_with_one_filter_and_two_rules_have_two_numbers(names):
 
 def test_a_late_rule_keeps_the_rule_of_its_block():
     """The same variables are meant by a stop and by a factor."""
-    sequences.forget_contexts()
+    forget_contexts()
     fn = jax.jit(late(summed, both=True))
     plain = jax.grad(summed)(PARAMS)['dense']
 
@@ -753,7 +753,7 @@ def test_a_late_rule_keeps_the_rule_of_its_block():
 @pytest.mark.parametrize('first', ['params', True])
 def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
     """Each block hands its own collections in, and has them written back."""
-    sequences.forget_contexts()
+    forget_contexts()
 
     class Counts(fnn.Module):
         @fnn.compact
@@ -784,7 +784,7 @@ def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
 
 @pytest.mark.slow
 def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
-    sequences.forget_contexts()
+    forget_contexts()
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def drawn(key, shape, dtype):
@@ -854,7 +854,7 @@ SPLIT = {'params': False}
 
 @pytest.mark.parametrize('lift', NEW_BODIES)
 def test_blocks_around_a_body_trace_its_helpers_once(lift):
-    sequences.forget_contexts()
+    forget_contexts()
     counted = counting_tanh()
 
     class Cell(fnn.Module):

@@ -18,8 +18,9 @@ from flax.core import Scope, freeze, lift
 
 import oracle
 import stepwise
+from described.modules import Affine, Kid
+from described.uses import RNGS, X, both, integers, staged
 from flax_sg import linen as nn
-from uses import RNGS, CompactKid, Kid, X, both, integers, staged
 
 stop = jax.lax.stop_gradient
 PARAMS = {'w': jnp.array([1.0, 2.0, 3.0]), 'b': jnp.array([4.0, 1.0, 2.0])}
@@ -363,7 +364,7 @@ class InLifted(nn.Module):
     where: Any
 
     def setup(self):
-        self.kid = CompactKid()
+        self.kid = Affine()
 
     def __call__(self, x):
         def body(kid, x):

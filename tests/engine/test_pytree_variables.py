@@ -13,7 +13,7 @@ from flax.core import FrozenDict
 from flax.core.meta import Partitioned
 
 import flax_sg as sg
-import sequences
+from described.caches import forget_contexts
 from flax_sg import errors
 from flax_sg import linen as nn
 from test_random_models import LONG
@@ -336,7 +336,7 @@ class InVariable(nn.Module):
     [('eager', (0, 1)), ('jitted', (1, 0)), ('bound, in a raw closure', (0, 1))],
 )
 def test_a_path_that_is_a_leaf_here_and_a_parameter_there(how, order):
-    sequences.forget_contexts()
+    forget_contexts()
     models = InModule(), InVariable()
     variables = [model.init(jax.random.key(0)) for model in models]
     applies = [model.apply for model in models]

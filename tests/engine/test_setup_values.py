@@ -20,16 +20,12 @@ import pytest
 from flax import linen
 
 import oracle
-from flax_sg import errors
-from flax_sg import linen as nn
-from uses import (
+from described.language import EVERYTHING, Block, Program, Where, without_blocks
+from described.modules import Affine, Kid, param
+from described.uses import (
     PROGRAMS,
     RNGS,
     USE,
-    Block,
-    CompactKid,
-    Kid,
-    Program,
     Route,
     X,
     both,
@@ -37,11 +33,11 @@ from uses import (
     expected,
     fn_of,
     initialization_is_that_without_blocks,
-    param,
-    plain,
     staged,
     variables_of,
 )
+from flax_sg import errors
+from flax_sg import linen as nn
 
 
 def noise(module: linen.Module) -> jax.Array:
@@ -147,6 +143,19 @@ class SeveralThings(Route):
         return others['kid'](dense(x)) * w * others['v'].value
 
 
+class Containers(Route):
+    """Modules stay those of the first run; values beside them are made again."""
+
+    def setup(self):
+        self.w = param(self, 'w')
+        self.kept = {'a': nn.Dense(3), 'b': [nn.Dense(3), 2.0 * self.w]}
+        self.more = {'w': self.w * self.w, 'module': nn.Dense(3)}
+
+    def use(self, x):
+        a, (b, w) = self.kept['a'](x), self.kept['b']
+        return a * w + b(x) * self.more['module'](x) * self.more['w']
+
+
 def function_of_modules(module: Any) -> Any:
     """The function holds modules, one of which draws random numbers."""
     kid, w2 = NoisyKid(name='kid'), module.w * module.w
@@ -171,7 +180,7 @@ class FromField(nn.Module):
 
 class FromFieldsOfOthers(Route):
     def parts(self):
-        return FromField({'z': Kid(name='z'), 'a': CompactKid(name='a')}, name='user')
+        return FromField({'z': Kid(name='z'), 'a': Affine(name='a')}, name='user')
 
 
 class NonInitField(Route):
@@ -190,6 +199,7 @@ class NonInitField(Route):
 ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     **VALUES,
     'several things': SeveralThings,
+    'containers': Containers,
     'fields of others': FromFieldsOfOthers,
     'non-init field': NonInitField,
 }
@@ -269,7 +279,7 @@ def test_a_block_that_takes_nothing_of_it_changes_nothing(make):
             self.param('beside', linen.initializers.ones, (3,))
             return lambda x: made(x)[0] * self.get_variable('params', 'beside')
 
-    block = Block(lambda name: name == 'beside', (USE,))
+    block = Block(Where('name', ('beside',)), (USE,))
     check(Beside, (USE, block, USE), ['intermediates', 'state'])
 
 
@@ -317,17 +327,30 @@ class Reassigned(InSetup):
         return [(x * self.h, x * self.w)]
 
 
-@pytest.mark.parametrize('cls', [BlockInSetup, Reassigned])
+class SetUpInABlock(InSetup):
+    """In its ``setup`` a block is open where a module below it is set up."""
+
+    def setup(self):
+        self.w = param(self, 'w')
+        self.kid = Kid()
+        with self.block('kid/**'):
+            inside = self.stop(self.kid.w2)
+        self.kept = inside * self.stop(self.w)
+        self.kept += self.kid.w2
+
+    def __call__(self, x):
+        with self.block('w'):
+            return [x * self.kept]
+
+
+@pytest.mark.parametrize('cls', [BlockInSetup, Reassigned, SetUpInABlock])
 def test_a_block_in_setup_of_a_module_used_in_blocks(cls):
     """Outside of all other blocks, what the block in setup stopped is stopped."""
-
-    def fn(by_hand):
-        return fn_of(outer(lambda _: cls(by_hand)), {}, False)
-
+    by_hand, with_blocks = outer(lambda _: cls(True)), outer(lambda _: cls())
     program = PROGRAMS['nested']
-    params = variables_of(outer(lambda _: cls()), program)['params']
-    wanted = expected(program, fn(True)(plain(program)))
-    actual = staged(both(fn(False)(program)))(params, X)
+    params = variables_of(with_blocks, program)['params']
+    wanted = expected(program, fn_of(by_hand(without_blocks(program))))
+    actual = staged(both(fn_of(with_blocks(program))))(params, X)
     oracle.assert_same(actual, staged(both(wanted))(params, X))
 
 
@@ -379,29 +402,11 @@ def test_a_value_that_setup_stops_stays_stopped_when_it_is_substituted():
     oracle.assert_same(jax.value_and_grad(fn)(2 * X), wanted)
 
 
-class Intermediates(nn.Module):
-    block: bool
-
-    @nn.compact
-    def __call__(self, x):
-        kid = FromField({'shared': CompactKid(name='shared')}, name='kid')
-        with nn.stop_gradient(True) if self.block else contextlib.nullcontext():
-            return kid(x)
-
-
 def test_a_second_run_is_not_in_the_intermediates():
-    """Setup calls a module of its parent, which is called once."""
-    variables = Intermediates(False).init(RNGS, X)
-
-    def captured(block):
-        def fn(variables):
-            return Intermediates(block).apply(
-                variables, X, capture_intermediates=True, mutable=['intermediates']
-            )
-
-        return jax.vjp(fn, variables)[0]
-
-    oracle.assert_same(captured(True), captured(False))
+    """Setup calls modules of its parent, which are called once."""
+    program = (Block(EVERYTHING, (USE,)),)
+    capture = {'capture_intermediates': True}
+    check(FromFieldsOfOthers, program, ['intermediates'], **capture)
 
 
 @situations
@@ -419,33 +424,13 @@ def writes_in_setup(module: Any) -> Any:
 def test_rule_17_a_second_run_of_setup_writes_into_copies():
     """On the scope itself it would sow twice; on an immutable one it would raise."""
     make = outer(keeps(writes_in_setup, multiply))
-
-    def written(program):
-        def fn(params):
-            mutable = ['state', 'intermediates']
-            return make(program).apply({'params': params}, X, mutable=mutable)[1]
-
-        return stop(jax.vjp(fn, {'made': {'w': X, 'b': X}})[0])
-
-    program = PROGRAMS['nested, first in it']
-    wanted = written(plain(program))
-    oracle.assert_same(written(program), wanted)
-    assert len(wanted['intermediates']['made']['h']) == 1
+    check(make, PROGRAMS['nested, first in it'], ['state', 'intermediates'])
 
 
-def test_rule_18_modules_in_a_kept_function_stay_the_ones_they_are():
+@pytest.mark.parametrize('name', ['around', 'first in it'])
+def test_rule_18_modules_in_a_kept_function_stay_the_ones_they_are(name):
     """Those of a second run would draw other numbers, and lose what they sow."""
-
-    def applied(program):
-        def fn(params):
-            return keeps(function_of_modules, call)(program).apply(
-                {'params': params}, X, rngs=RNGS, mutable=['intermediates']
-            )
-
-        return jax.vjp(fn, {'w': X, 'b': X, 'kid': {'w': X}})[0]
-
-    for name in ('around', 'first in it'):
-        oracle.assert_same(applied(PROGRAMS[name]), applied(plain(PROGRAMS[name])))
+    check(keeps(function_of_modules, call), PROGRAMS[name], ['intermediates'])
 
 
 class Keeps(linen.Module):
@@ -542,7 +527,7 @@ def test_the_factor_of_a_rewrite_is_not_made_of_variables():
 def test_no_tracer_outlives_its_trace(name):
     make, program = ROUTES[name], PROGRAMS['nested']
     variables = variables_of(make, program)
-    fn = fn_of(make, variables, ['params'])(program)
+    fn = fn_of(make(program), ['params'], variables)
     jax.jit(jax.grad(lambda params: jnp.sum(fn(params, X)[0][1])))(variables['params'])
 
 
@@ -560,34 +545,6 @@ def test_nothing_is_kept_when_the_block_has_closed():
         jax.grad(loss)(X)
     gc.collect()
     assert [ref() for ref in held] == [None]
-
-
-class SetUpInABlock(InSetup):
-    """In its ``setup`` a block is open where a module below it is set up."""
-
-    def setup(self):
-        self.w = param(self, 'w')
-        self.kid = Kid()
-        with self.block('kid/**'):
-            inside = self.stop(self.kid.w2)
-        self.kept = inside * self.stop(self.w)
-        self.kept += self.kid.w2
-
-    def __call__(self):
-        with self.block('w'):
-            return self.kept
-
-
-def test_a_module_that_a_second_run_sets_up_in_a_block():
-    """Outside of that block its values are those of the run alone."""
-
-    def loss(params, by_hand):
-        return jnp.sum(SetUpInABlock(by_hand).apply({'params': params}))
-
-    params = {'w': X, 'kid': {'w': jnp.sin(X), 'b': X}}
-    found = jax.grad(loss)(params, by_hand=False)
-    oracle.assert_same(found, jax.grad(loss)(params, by_hand=True))
-    assert not oracle.is_zero(found['kid'])
 
 
 # What cannot be computed again. The error says what to write.
@@ -701,35 +658,6 @@ def test_a_setup_that_a_class_gets_later():
     Patched.setup = setup
     assert jax.grad(loss)(variables, 'w')['params']['w'] == 0.0
     assert jax.grad(loss)(variables, 'other')['params']['w'] == 1.0
-
-
-def test_containers_of_modules_and_of_values():
-    """The modules stay those of the first run; the values are made again."""
-
-    class Model(linen.Module):
-        def setup(self):
-            self.w = self.param('w', linen.initializers.normal(), (1, 3))
-            self.kept = {'a': linen.Dense(3), 'b': [linen.Dense(3), 2.0 * self.w]}
-            self.more = {'w': jnp.tanh(self.w), 'module': linen.Dense(3)}
-
-        def stop(self):
-            return nn.stop_gradient('w')
-
-        def __call__(self, x, stop=True):
-            with self.stop() if stop else contextlib.nullcontext():
-                a, (b, w) = self.kept['a'](x), self.kept['b']
-                return a * w + b(x) * self.more['module'](x) * self.more['w']
-
-    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
-    params = Model().init(jax.random.key(0), x)['params']
-
-    def by_hand(params, x):
-        stopped = oracle.stopped(params, oracle.below('w'))
-        return Model().apply({'params': stopped}, x, stop=False)
-
-    oracle.assert_same_grads(
-        lambda params, x: Model().apply({'params': params}, x), by_hand, params, x
-    )
 
 
 def test_what_a_module_keeps_before_it_is_bound_is_left_as_it_is():

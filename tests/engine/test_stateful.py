@@ -6,6 +6,7 @@ traced again in the same blocks, nor in equal ones while one thread opens any. I
 end each loop over the same blocks settles: it traces nothing more.
 """
 
+import dataclasses
 from typing import Any
 
 import hypothesis
@@ -14,30 +15,25 @@ import pytest
 from flax.core.scope import Scope
 from hypothesis import strategies as st
 
-import sequences
-from flax_sg import errors
-from sequences import (
-    CHILDREN,
-    KINDS,
-    RAW,
-    WHATS,
-    Block,
+from described.language import Block, Leave, Program
+from described.nets import CHILDREN, KINDS, RAW
+from described.sequences import (
+    SPELLINGS,
     Call,
     Child,
-    Kept,
-    Leave,
     Pair,
     Part,
-    Program,
     Raw,
+    Runner,
     Session,
     Switch,
     Thread,
 )
+from flax_sg import errors
 from test_random_models import LONG
 
 # Those that mean other variables for each owner count twice.
-CHOICE = [*WHATS, *(name for name, what in WHATS.items() if not what.anywhere)]
+CHOICE = [*SPELLINGS, *(row for row in SPELLINGS if not row[0].where.everywhere)]
 DEEPEST = 5
 parts = st.sampled_from('ab')
 
@@ -55,9 +51,10 @@ def programs(draw: st.DrawFn) -> Program:
     def item(place: str, depth: int) -> Any:
         choice = draw(st.integers(0, 9)) if depth else 9
         if choice < 4:
-            what = draw(st.sampled_from(palette))
-            spelling = draw(st.integers(0, len(WHATS[what].spellings) - 1))
-            return Block(what, body(place, depth - 1), spelling, draw(st.booleans()))
+            block = draw(st.sampled_from(draw(st.sampled_from(palette))))
+            inside, judged = body(place, depth - 1), draw(st.booleans())
+            judged = judged and block.where.everywhere
+            return dataclasses.replace(block, body=inside, judged=judged)
         if choice < 6:
             if place == 'pair':
                 return Part(draw(parts), body(place, depth - 1))
@@ -71,7 +68,8 @@ def programs(draw: st.DrawFn) -> Program:
         if place == 'pair' and choice < 9:
             part, wrap = draw(parts), draw(st.sampled_from(list(RAW)))
             child = draw(st.sampled_from(list(CHILDREN)))
-            return (Child(part, child), Raw(part, wrap), Kept(part))[choice - 6]
+            kept = Child(part, 'use_kept')
+            return (Child(part, child), Raw(part, wrap), kept)[choice - 6]
         return Call(draw(st.sampled_from(calls[place])))
 
     out: list[Any] = []
@@ -87,7 +85,7 @@ def steps_of(program: Program) -> Program:
         if item in (Call('step'), Switch('enc'), Switch('head')):
             out.append(item)
         elif isinstance(item, Block) and (body := steps_of(item.body)):
-            out.append(Block(item.what, body, item.spelling))
+            out.append(dataclasses.replace(item, body=body, judged=False))
     return tuple(out)
 
 
@@ -101,17 +99,17 @@ def test_random_programs(program):
     if LONG:  # Or it would fill the memory.
         jax.clear_caches()
     flax = dict(vars(Scope))
-    runner = sequences.Runner()
+    runner = Runner()
     for item in program:
         try:
-            runner.run((item,))
+            runner.check((item,))
         except errors.BlockError as error:  # Of a module's block in a trace.
             assert 'after the block has closed' in str(error)
             hypothesis.reject()
     steps = steps_of(program)
     for _ in range(3):
-        runner.run(steps)
+        runner.check(steps)
     before = runner.runs['step']
-    runner.run(steps)
+    runner.check(steps)
     assert runner.runs['step'] == before, 'traced: the loop did not settle'
     assert dict(vars(Scope)) == flax, 'hooks are left'

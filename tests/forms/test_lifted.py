@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import oracle
-import sequences
+from described.caches import forget_contexts
 from flax_sg import errors
 from flax_sg import linen as nn
 
@@ -20,7 +20,7 @@ from flax_sg import linen as nn
 @pytest.fixture(autouse=True)
 def _no_programs_of_other_tests() -> None:
     """Or they count as read in a block that has the same number."""
-    sequences.forget_contexts()
+    forget_contexts()
 
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)

@@ -13,7 +13,6 @@ import pytest
 
 import broken
 import oracle
-import sequences
 import test_blocks
 import test_caches
 import test_cotangents
@@ -23,11 +22,14 @@ import test_programs
 import test_read_only
 import test_setup_values
 import test_substitutes
+from described import sequences
+from described.caches import forget_contexts
+from described.language import EVERYTHING, Block, Leave, Where
+from described.sequences import ENC, ENC_OF_OWNER, KERNELS, Thread
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, opening
 from flax_sg.internals import patching
-from sequences import Block, Thread
 
 # They test the tests: nightly, and before a release.
 pytestmark = pytest.mark.long
@@ -85,7 +87,7 @@ def functions_of_one_code() -> None:
 
 def run(*items: Any) -> None:
     """Runs a program, as the random ones, whose comparisons must fail too."""
-    sequences.Runner().run(items)
+    sequences.Runner().check(items)
 
 
 def in_pair(*items: Any, mutable: bool = False) -> sequences.Session:
@@ -93,9 +95,9 @@ def in_pair(*items: Any, mutable: bool = False) -> sequences.Session:
     return sequences.Session((sequences.Pair(items, mutable),))
 
 
-def at(part: str, what: str, call: Any) -> sequences.Part:
+def at(part: str, where: Where, call: Any) -> sequences.Part:
     """A call in a block of a part of the pair."""
-    return sequences.Part(part, (sequences.Block(what, (call,)),))
+    return sequences.Part(part, (Block(where, (call,)),))
 
 
 SCAN, JIT = sequences.Call('jit of scan'), sequences.Call('jit')
@@ -194,44 +196,44 @@ CAUGHT = [
             (
                 broken.no_cache_key,
                 '^traced',
-                Block('kernels', (Thread((SCAN,)), SCAN)),
+                Block(KERNELS, (Thread((SCAN,)), SCAN)),
             ),
             (
                 broken.absolute_paths,
                 GRADIENT,
-                in_pair(at('a', 'enc of the owner', sequences.Child('a', 'net'))),
+                in_pair(at('a', ENC_OF_OWNER, sequences.Child('a', 'net'))),
             ),
             (
                 broken.open_after_an_exception,
                 GRADIENT,
-                Block('all', (sequences.Leave(),)),
+                Block(EVERYTHING, (Leave(),)),
                 SCAN,
             ),
             (
                 broken.kept_values_ignored,
                 GRADIENT,
-                in_pair(at('a', 'all', sequences.Kept('a'))),
+                in_pair(at('a', EVERYTHING, sequences.Child('a', 'use_kept'))),
             ),
             (
                 broken.owners_in_the_key,
                 '^traced',
-                in_pair(at('a', 'kernels', JIT), at('b', 'kernels', JIT)),
+                in_pair(at('a', KERNELS, JIT), at('b', KERNELS, JIT)),
             ),
             (
                 broken.owners_never_told_apart,
                 '^traced',
-                in_pair(*(at(part, 'enc of the owner', RAW_JIT) for part in 'ab')),
+                in_pair(*(at(part, ENC_OF_OWNER, RAW_JIT) for part in 'ab')),
             ),
             (
                 broken.decisions_shared,
                 GRADIENT,
-                Block('kernels', (SCAN,)),
-                Block('enc by a regex', (SCAN,)),
+                Block(KERNELS, (SCAN,)),
+                Block(ENC, (SCAN,)),
             ),
             (
                 broken.one_stack_for_all_threads,
                 GRADIENT,
-                Block('kernels', (Thread((SCAN,)),)),
+                Block(KERNELS, (Thread((SCAN,)),)),
             ),
         )
     ),
@@ -299,7 +301,7 @@ def _clean() -> Iterator[None]:
 @pytest.fixture
 def put_in() -> Iterator[Callable[[Any], None]]:
     """Puts a fault in for the test. Then removes the fault and all that it left."""
-    sequences.forget_contexts()
+    forget_contexts()
     with pytest.MonkeyPatch.context() as patch:
         yield lambda fault: fault(patch)
         for block in blocks.thread.blocks[::-1]:
@@ -307,7 +309,7 @@ def put_in() -> Iterator[Callable[[Any], None]]:
         blocks.thread.set_blocks(())
         for user in patching.users_of_hooks():  # Of threads that were left.
             patching.release_hooks(user)
-    sequences.forget_contexts()
+    forget_contexts()
 
 
 # Checks that are not tests of other files.

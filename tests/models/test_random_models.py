@@ -12,9 +12,9 @@ import numpy as np
 from flax.errors import FlaxError
 
 import flax_sg as sg
-import interpreters
 import oracle
-import specs
+from described import models, models_by_hand, real_models
+from described.by_hand import Values
 from stepwise import evaluate
 
 X = jnp.array([[1.0, -2.0, 0.5, 0.25], [-1.0, 0.75, 2.0, -0.5]])
@@ -64,9 +64,9 @@ def with_derivatives(fn: Any, forward: bool) -> Any:
 
 
 @jax.numpy_rank_promotion('allow')
-def check(spec: specs.Composite) -> None:
+def check(spec: models.Composite) -> None:
     """Compares the two interpretations of a model."""
-    model, plain = interpreters.model(spec), interpreters.model(spec, plain=True)
+    model, plain = real_models.model(spec), real_models.model(models.plain(spec))
     try:
         variables = evaluate(plain.init, RNGS, X)
     except (FlaxError, ValueError):
@@ -80,11 +80,11 @@ def check(spec: specs.Composite) -> None:
         return out if mutable else (out, {})
 
     def by_hand(params: Any, x: Any) -> Any:
-        values = interpreters.Values(params, jax.tree.map(jnp.sin, params))
-        return interpreters.ByHand(spec).run(values, x), {}
+        values = Values(params, jax.tree.map(jnp.sin, params))
+        return models_by_hand.Model(spec)(values, x), {}
 
-    loops = specs.lifts(spec, 'while_loop')
-    if specs.lifts(spec, 'custom_vjp') and not loops:
+    loops = models.lifts(spec, 'while_loop')
+    if models.lifts(spec, 'custom_vjp') and not loops:
         bare = functools.partial(apply, False, model=plain)
         try:
             evaluate(with_derivatives(bare, forward=False), params, X)
@@ -102,7 +102,7 @@ def check(spec: specs.Composite) -> None:
         assert_promise_kept(report, [expected[1][0]])
     # Parameters are not written, and reads after a block see the stored values.
     # And nn.custom_vjp gives no gradient to the parameters that it returns.
-    if not specs.lifts(spec, 'custom_vjp'):
+    if not models.lifts(spec, 'custom_vjp'):
         *actual, written = results(functools.partial(apply, ['params']))
         oracle.assert_same(written.get('params', {}), params)
         jax.tree.map(assert_close, actual, expected)
@@ -118,7 +118,7 @@ def assert_close(actual: jax.Array, expected: jax.Array) -> None:
 LONG = hypothesis.settings.get_current_profile_name() == 'long'
 
 
-@hypothesis.given(spec=specs.models(depth=2 if LONG else 1))
+@hypothesis.given(spec=models.models(depth=2 if LONG else 1))
 @hypothesis.settings(
     max_examples=2000 if LONG else 4,
     phases=[hypothesis.Phase.generate],  # Shrinking a model takes many minutes.

@@ -15,7 +15,7 @@ import jax
 import pytest
 from flax import nnx
 
-import sequences
+from described.caches import forget_contexts
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / 'README.md'
@@ -86,7 +86,7 @@ def test_every_block_has_a_mark_that_is_checked(page: Path):
 @every_page
 @pytest.mark.usefixtures('usual_promotion')
 def test_the_code_runs_and_shows_what_it_says(page: Path):
-    sequences.forget_contexts()  # A program of another test counts as read.
+    forget_contexts()  # A program of another test counts as read.
     text = page.read_text()
     if 'flax_sg import nnx' in text and not hasattr(nnx.Variable, 'get_value'):
         pytest.skip('flax_sg.nnx needs flax 0.12.1')

@@ -1,80 +1,40 @@
 """Descriptions of random models, and Hypothesis strategies that draw them.
 
-``interpreters.py`` runs each description twice: as modules of Flax with flax_sg, and as
-a function of the parameters, with stops by hand. All models map an array of shape
-(2, 4) to one of that shape, so that modules can be combined in any order.
+``real_models.py`` makes modules of Flax with flax_sg of a description;
+``models_by_hand.py`` makes a function of the parameters, with stops by hand. All models
+map an array of shape (2, 4) to one of that shape, so that modules can be combined in
+any order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from flax_sg import filters
-
-# Filters, in two implementations. ``takes`` does not use flax_sg.
-
-
-@dataclasses.dataclass(frozen=True)
-class Where:
-    """A filter.
-
-    Attributes:
-        kind: ``'all'``, ``'names'`` (the variable's own name is one of these), or
-            ``'under'`` (a component of its path is one of these).
-        names: the names.
-        style: how it is written for flax_sg.
-        negated: whether all other variables are meant.
-    """
-
-    kind: str = 'all'
-    names: tuple[str, ...] = ()
-    style: str = 'predicate'
-    negated: bool = False
-
-    def takes(self, parts: tuple[str, ...]) -> bool:
-        """Whether the variable with this path, relative to the owner, is meant."""
-        looked_at = {'all': (), 'names': parts[-1:], 'under': parts[:-1]}[self.kind]
-        taken = self.kind == 'all' or any(part in self.names for part in looked_at)
-        return taken != self.negated
-
-    def filter(self) -> Any:
-        """The same for flax_sg; a fresh value at each call."""
-        return ~filters.as_filter(self._plain()) if self.negated else self._plain()
-
-    def _plain(self) -> Any:
-        names = self.names
-        if self.kind == 'all':
-            return True
-        if self.style == 'glob':
-            # Paths outside of the owner start with '/'. '**' begins at the owner.
-            ends = '**/{}' if self.kind == 'names' else '**/{}/**'
-            return [ends.format(name) for name in names]
-        if self.style == 'regex':
-            ends = rf'(.*/)?({"|".join(map(re.escape, names))})'
-            return re.compile(ends if self.kind == 'names' else rf'{ends}/.*')
-        if self.kind == 'names':
-            return lambda path: path.name in names
-        return lambda path: any(part in names for part in path.parts[:-1])
-
+from described.language import (
+    EVERYTHING,
+    Block,
+    Interpreter,
+    Leave,
+    Program,
+    Residual,
+    Use,
+    Where,
+    without_blocks,
+)
+from described.modules import LEAVES
 
 # Names that variables and modules in the models have.
 VARIABLES = ('w', 'b', 'kernel', 'bias', 'scale', 'A', 'p0', 'p1')
 MODULES = ('k0', 'k1', 'k2', 'base', 'cell', 'shared')
 
-
-# Modules.
-
-LEAVES = ('affine', 'kept', 'dense', 'rnn', 'boxed', 'lora')
-
-# The rules of blocks: stop gradients; replace values by those of a function or of a
-# collection; scale cotangents by a negative number; raise for writes. Rules that are
-# not linear depend on which cotangents are added up first: see ``test_placing``.
+# The rules that are drawn. Others, which are not linear, depend on which cotangents are
+# added up first: see ``test_placing``.
 RULES = ('stop', 'stop', 'function', 'collection', 'scale', 'read_only')
 
 WRAPS = ('remat', 'jit', 'scan', 'vmap', 'stop')
@@ -110,25 +70,10 @@ class Kid:
 
     spec: Leaf | Composite
     wraps: tuple[str, ...] = ()
-    where: Where = Where()
+    where: Where = EVERYTHING
     shares: bool = False
     frozen: bool = False
     rule: str = 'stop'
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """Calls a submodule.
-
-    Attributes:
-        kid: which.
-        lift: a transform of a function of the submodule, or ``''``.
-        mirror: what a view that is called instead stops, None without a view.
-    """
-
-    kid: int
-    lift: str = ''
-    mirror: Where | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,32 +84,8 @@ class Own:
 
 
 @dataclasses.dataclass(frozen=True)
-class Residual:
-    """Adds what the statements make to what they were given."""
-
-    body: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Shared:
     """Calls the module that was handed in, if there is one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A block around statements.
-
-    Attributes:
-        where: what its rule is for.
-        body: the statements.
-        raises: whether an exception leaves it at its end.
-        rule: one of ``RULES``.
-    """
-
-    where: Where
-    body: tuple[Any, ...]
-    raises: bool = False
-    rule: str = 'stop'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,28 +100,58 @@ class Composite:
 
     style: str
     kids: tuple[Kid, ...]
-    body: tuple[Any, ...]
+    body: Program
 
 
-def statements(body: Sequence[Any]) -> list[Any]:
-    """All statements in a body, those inside others included."""
+def plain(spec: Any) -> Any:
+    """The same model, without all that flax_sg does."""
+    if isinstance(spec, Leaf):
+        return spec
+    kids = tuple(
+        Kid(
+            plain(kid.spec),
+            tuple(w for w in kid.wraps if w != 'stop'),
+            shares=kid.shares,
+        )
+        for kid in spec.kids
+    )
+    return Composite(spec.style, kids, without_blocks(spec.body))
+
+
+def statements(it: Any) -> list[Any]:
+    """All statements in a model or a statement, those inside others included."""
     found = []
-    for item in body:
-        found += [item, *statements(getattr(item, 'body', ()))]
+    for item in getattr(it, 'body', ()):
+        found += [item, *statements(item)]
+    for kid in getattr(it, 'kids', ()):
+        found += statements(kid.spec)
     return found
 
 
-def any_statement(spec: Leaf | Composite, test: Callable[[Any], bool]) -> bool:
-    """Whether a statement of this kind is anywhere in a model."""
-    if isinstance(spec, Leaf):
-        return False
-    mine = any(test(item) for item in statements(spec.body))
-    return mine or any(any_statement(kid.spec, test) for kid in spec.kids)
-
-
-def lifts(spec: Leaf | Composite, name: str) -> bool:
+def lifts(spec: Composite, name: str) -> bool:
     """Whether a function is lifted with this transform anywhere in a model."""
-    return any_statement(spec, lambda item: getattr(item, 'lift', '') == name)
+    return any(getattr(item, 'lift', '') == name for item in statements(spec))
+
+
+class OnValue(Interpreter):
+    """Statements that change a value, with blocks or by hand.
+
+    Attributes:
+        x: the value.
+    """
+
+    x: jax.Array
+
+    def result(self, body: Program, x: jax.Array, place: Any = None) -> jax.Array:
+        """Runs statements on a value."""
+        self.x = x
+        self.run(body, place)
+        return self.x
+
+    def residual(self, item: Residual, place: Any) -> None:
+        before = self.x
+        self.run(item.body, place)
+        self.x = before + self.x
 
 
 # Draws.
@@ -215,7 +166,9 @@ def wheres() -> st.SearchStrategy[Where]:
         chosen = lists.map(sorted).map(tuple)
         return st.builds(Where, st.just(kind), chosen, styles, st.booleans())
 
-    return st.one_of(st.just(Where()), some('names', VARIABLES), some('under', MODULES))
+    return st.one_of(
+        st.just(EVERYTHING), some('name', VARIABLES), some('under', MODULES)
+    )
 
 
 @st.composite
@@ -224,7 +177,7 @@ def kids(draw: st.DrawFn, depth: int) -> Kid:
     if depth and draw(st.booleans()):
         spec: Any = draw(composites(depth - 1))
     else:
-        spec = Leaf(draw(st.sampled_from(LEAVES)))
+        spec = Leaf(draw(st.sampled_from(list(LEAVES))))
     wraps = draw(st.lists(st.sampled_from(WRAPS), max_size=2).map(tuple))
     mapped = [wrap for wrap in wraps if wrap in ('scan', 'vmap')]
     # Each copy of a module that is passed in would create its inner modules.
@@ -235,7 +188,7 @@ def kids(draw: st.DrawFn, depth: int) -> Kid:
 
 
 @st.composite
-def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...]:
+def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> Program:
     """Statements."""
 
     def use() -> Use:
@@ -271,8 +224,9 @@ def bodies(draw: st.DrawFn, kids: Sequence[Kid], nesting: int) -> tuple[Any, ...
             out.append(Residual(draw(bodies(kids, nesting - 1))))
         else:
             body = draw(bodies(kids, nesting - 1))
-            rule = draw(st.sampled_from(RULES))
-            out.append(Block(draw(wheres()), body, draw(st.booleans()), rule))
+            rule, where = draw(st.sampled_from(RULES)), draw(wheres())
+            leaves = (Leave(),) if draw(st.booleans()) else ()
+            out.append(Block(where, (*body, *leaves), rule))
     return tuple(out)
 
 
@@ -288,8 +242,7 @@ def composites(draw: st.DrawFn, depth: int) -> Composite:
 def models(draw: st.DrawFn, depth: int = 2) -> Composite:
     """Models with at least one block."""
     model = draw(composites(depth))
-    blocks = any_statement(model, lambda item: isinstance(item, Block))
-    if not blocks:
+    if not any(isinstance(item, Block) for item in statements(model)):
         everything = Block(draw(wheres()), model.body)
         model = dataclasses.replace(model, body=(*model.body, everything))
     # One has no reverse mode; the others need reverse mode.
