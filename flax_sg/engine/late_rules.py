@@ -83,6 +83,7 @@ def _reopened(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[No
 
     def leave() -> None:
         thread.applies = before
+        thread.set_blocks(thread.blocks)  # JAX's keys depend on the number of applies.
         for block, lease in closed.items():
             block.lease, block.is_open = lease, False
         for block in open_blocks:

@@ -70,9 +70,11 @@ class Asker:
         self.asks_path = bool(where.atoms) or rule.asks_path
         self.is_complement = isinstance(where, filters.Not)
         # A write, and what a lifted transform was handed, ask no question.
-        self.blank: Hashable = rule.acts_on == 'writes', self.rewrite.collections
-        of_names = self.tree is not None, self.rewrite.unused
-        self.kind: Hashable = rule.key(), self.blank, where.shape, of_names
+        # A tree that begins in the block is covered at top level alone.
+        looks_at = self.rewrite.collections, self.tree is None
+        self.blank: Hashable = rule.acts_on == 'writes', looks_at
+        unused = self.rewrite.unused
+        self.kind: Hashable = rule.key(), self.blank, where.shape, unused
         self.sure: Hashable = self
         if not self.has_functions and rule.acts_on != 'cotangents':
             self.sure = self.kind, rule.token(), self.owner_path, self.tree

@@ -105,9 +105,13 @@ def _note(block: Block, root: Root, answered: Sequence[Facts], read: bool) -> No
 
 
 def _is_made_inside(block: Block, root: Root) -> bool:
-    """Whether a tree was made in a trace that began after the block was opened."""
-    outwards = tracing.kept_traces()  # The second search begins where the first ends.
-    return root.kept_trace in outwards and block.kept_trace in outwards
+    """Whether a tree was made in a trace that began after the block was opened.
+
+    The trace of a late rule does not know the one of the block.
+    """
+    traces = (root.kept_trace, block.kept_trace)
+    first = next((trace for trace in tracing.kept_traces() if trace in traces), None)
+    return first == root.kept_trace != block.kept_trace
 
 
 def note_all(block: Block, root: Root) -> None:

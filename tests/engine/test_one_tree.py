@@ -214,6 +214,68 @@ def test_one_jitted_function_at_block_level_and_in_a_module(order):
             assert not oracle.is_zero(grads['bias'])
 
 
+class Calls(fnn.Module):
+    """Calls a function in a block of its own, which covers nothing that is in it."""
+
+    fn: Callable[..., Any]
+
+    @fnn.compact
+    def __call__(self, variables, x):
+        with nn.stop_gradient('kernel', unused='ignore'):
+            return self.fn(variables, x)
+
+
+def assert_stops_the_kernel(loss: Any) -> None:
+    grads = jax.grad(loss)(VARIABLES_OF_PLAIN)['params']
+    assert oracle.is_zero(grads['kernel'])
+    assert not oracle.is_zero(grads['bias'])
+
+
+def test_a_block_of_a_module_shares_no_program_with_one_at_top_level():
+    jitted.clear_cache()
+
+    def loss(variables):
+        Calls(jitted).apply({}, variables, X)
+        with nn.stop_gradient('kernel'):
+            return jnp.sum(jitted(variables, X))
+
+    assert_stops_the_kernel(loss)
+
+
+def test_a_rule_that_runs_late_leaves_the_depth_as_it_was():
+    """JAX's keys depend on it: a function would find the program of the module."""
+    jitted.clear_cache()
+
+    class Outer(fnn.Module):
+        def __call__(self, *args):
+            return jax.jit(with_rule)(*args) + jitted(*args)
+
+    with nn.stop_gradient('kernel', unused='ignore'):
+        jax.grad(lambda v: jnp.sum(Outer().apply({}, v, X)))(VARIABLES_OF_PLAIN)
+        assert_stops_the_kernel(lambda v: jnp.sum(jitted(v, X)))
+
+
+def test_equal_blocks_share_programs_after_a_rule_that_runs_late():
+    """The tree that the rule makes is none that a trace may depend on."""
+    traced = []
+
+    @jax.jit
+    def counted(variables, x):
+        traced.append(1)
+        return PLAIN.apply(variables, x)
+
+    ruled = jax.jit(with_rule)
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, *args):
+            calls = Calls(lambda *args: ruled(*args) + counted(*args))
+            return calls(*args) + calls(*args)
+
+    jax.grad(lambda v: jnp.sum(Outer().apply({}, v, X)))(VARIABLES_OF_PLAIN)
+    assert len(traced) == 1
+
+
 def test_a_scale_counts_once_however_a_variable_is_read():
     for way in ('read', 'unbound', 'jitted'):
         model, variables = Model(way), VARIABLES[way]

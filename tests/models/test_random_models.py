@@ -87,7 +87,9 @@ def check(spec: models.Composite) -> None:
     if models.lifts(spec, 'custom_vjp') and not loops:
         bare = functools.partial(apply, False, model=plain)
         try:
-            evaluate(with_derivatives(bare, forward=False), params, X)
+            # Reports see the program as it is traced before its derivative.
+            for fn in bare, jax.jit(bare):
+                evaluate(with_derivatives(fn, forward=False), params, X)
         except Exception:
             hypothesis.reject()  # JAX refuses what Flax's rule closes over.
 
