@@ -121,9 +121,7 @@ class Lifts(fnn.Module):
 
     @fnn.compact
     def __call__(self, x):
-        steps = fnn.scan(
-            Step, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
-        )
+        steps = fnn.scan(Step, length=2, **oracle.STACKED)
         with nn.stop_gradient('*/Dense_0/*'):
             x, _ = steps(name='steps')(x, None)
             # A new class, so that it is traced anew.
@@ -355,9 +353,7 @@ def test_what_runs_is_told_without_the_variables_of_frames():
 
     Then JAX raises here that they leak.
     """
-    cell = nn.scan(
-        nn.SimpleCell, variable_broadcast='params', split_rngs={'params': False}
-    )(2)
+    cell = nn.scan(nn.SimpleCell, **oracle.SHARED)(2)
     steps = jnp.ones((3, 2, 2))
     for _ in range(2):
         with nn.stop_gradient('i/kernel'):

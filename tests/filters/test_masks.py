@@ -27,10 +27,7 @@ class Net(linen.Module):
     def __call__(self, x):
         x = linen.tanh(linen.Dense(3, name='one')(x))
         x = nn.jit(linen.Dense)(3, name='two')(x)
-        cells = linen.scan(
-            Cell, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
-        )
-        x, _ = cells(name='cells')(x, None)
+        x, _ = linen.scan(Cell, length=2, **oracle.STACKED)(name='cells')(x, None)
         return linen.Dense(2, name='head')(x)
 
 

@@ -169,8 +169,7 @@ class Layer(nn.Module):
 
 
 def stack(frozen: Any) -> linen.Module:
-    axes = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
-    return nn.scan(Layer, length=8, frozen_layers=frozen, **axes)()
+    return nn.scan(Layer, length=8, frozen_layers=frozen, **oracle.STACKED)()
 
 
 @pytest.mark.usefixtures('standard_promotion')

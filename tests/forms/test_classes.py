@@ -238,8 +238,7 @@ def through_remat(norm, x):
 
 
 def through_vmap(norm, x):
-    axes = {'variable_axes': {'params': None}, 'split_rngs': {'params': False}}
-    return fnn.vmap(lambda norm, x: norm(x), **axes)(norm, x)
+    return fnn.vmap(lambda norm, x: norm(x), **oracle.MAPPED)(norm, x)
 
 
 def through_cond(norm, x):

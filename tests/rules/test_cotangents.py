@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import apply
 
 import backward
+import extents
 import flax_sg as sg
 import oracle
 import stepwise
@@ -110,7 +110,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def in_block(rule: Any, params: Any, x: Any) -> Any:
+def in_a_parent(rule: Any, params: Any, x: Any) -> Any:
     class Model(fnn.Module):
         @fnn.compact
         def __call__(self, x):
@@ -121,32 +121,21 @@ def in_block(rule: Any, params: Any, x: Any) -> Any:
     return Model().apply({'params': {'cell': params}}, x)
 
 
-def around_apply(rule: Any, params: Any, x: Any) -> Any:
-    with rule(''):
-        return Cell().apply({'params': params}, x)
-
-
-def lifted_class(rule: Any, params: Any, x: Any) -> Any:
-    return rule('')(Cell)().apply({'params': params}, x)
-
-
-def wrapped(rule: Any, params: Any, x: Any) -> Any:
-    return rule('')(Cell()).apply({'params': params}, x)
-
-
-def on_scopes(rule: Any, params: Any, x: Any) -> Any:
-    def call(scope: Any, x: Any) -> Any:
-        return Cell(parent=scope)(x)
-
-    return apply(sg.core.lift(call, rule('')))({'params': params}, x)
-
-
 def on_a_tree(rule: Any, params: Any, x: Any) -> Any:
     variables = sg.rewrite({'params': {'cell': params}}, rule('cell/'))
     return Cell().apply({'params': variables['params']['cell']}, x)
 
 
-EXTENTS = in_block, around_apply, lifted_class, wrapped, on_scopes, on_a_tree
+def of_cell(extent: Any) -> Callable[..., Any]:
+    return lambda rule, params, x: extent(rule(''), Cell(), {'params': params}, x)
+
+
+around_apply = of_cell(extents.block)
+EXTENTS = {
+    **{name: of_cell(extent) for name, extent in extents.EXTENTS.items()},
+    'in a parent': in_a_parent,
+    'a tree': on_a_tree,
+}
 
 
 def gradients(fn: Any, *args: Any) -> Any:
@@ -163,11 +152,11 @@ def test_every_rule_for_gradients_has_a_row():
     assert ours - {name.partition(',')[0] for name in RULES} == set()
 
 
-@pytest.mark.parametrize('extent', EXTENTS, ids=lambda extent: extent.__name__)
+@pytest.mark.parametrize('extent', EXTENTS)
 def test_every_extent(extent, capfd):
     for rule, hand in RULES.values():
         oracle.assert_same(
-            gradients(functools.partial(extent, rule), PARAMS, X),
+            gradients(functools.partial(EXTENTS[extent], rule), PARAMS, X),
             gradients(lambda p, x: Cell().apply({'params': hand(p)}, x), PARAMS, X),  # noqa: B023
         )
     capfd.readouterr()
@@ -279,12 +268,7 @@ class Scanned(fnn.Module):
     @fnn.compact
     def __call__(self, x):
         step = fnn.remat(lambda cell, x, _: (cell(x), None), prevent_cse=False)
-        scan = fnn.scan(
-            step,
-            variable_broadcast='params',
-            split_rngs={'params': False},
-            length=4,
-        )
+        scan = fnn.scan(step, length=4, **oracle.SHARED)
         cell = Cell(name='cell')
         if self.rule is None or self.is_initializing():
             return scan(cell, x, None)[0]
