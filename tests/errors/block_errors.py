@@ -295,10 +295,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: nn.substitute({}),
         "ArgumentTypeError: 'kernel' | 'params' | nn.mirror",
     ),
-    'an array of values': (
-        lambda: nn.substitute(X),
-        "ArgumentTypeError: 'kernel' | 'params' | nn.mirror",
-    ),
     'an array for a collection': (
         lambda: nn.substitute({'params': X}, collections=['params']),
         "ArgumentTypeError: 'params' | 'kernel' | nn.mirror",
@@ -430,11 +426,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a function of a wrapped module': (
         lambda: reads_later().fn,
-        'BlockError: nn.Frozen(ReadsLater(...))',
-        lambda: reads_later().use(1.0),
-    ),
-    'a Variable of a wrapped module': (
-        lambda: reads_later().box,
         'BlockError: nn.Frozen(ReadsLater(...))',
         lambda: reads_later().use(1.0),
     ),

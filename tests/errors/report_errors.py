@@ -100,10 +100,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.gradient_flow(loss, PARAMS).table(depth=-1),
         'ArgumentValueError: depth=',
     ),
-    'a depth below the top of a step': (
-        lambda: testing.moves(PARAMS, descends(PARAMS)).table(depth=-1),
-        'ArgumentValueError: depth=',
-    ),
     'a module before and after': (
         lambda: testing.moves(nnx.state(MODEL), MODEL),
         'ArgumentValueError: jax.tree.map(jnp.copy, nnx.state(model))',

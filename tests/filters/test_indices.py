@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen
 
@@ -205,48 +204,6 @@ def test_values_in_a_box_and_numbers_without_a_gradient():
     variables = Boxed().init(jax.random.key(0))
     grads = jax.grad(Boxed().apply, allow_int=True)(variables)['params']
     assert grads['w'].value.tolist() == [0.0, 0.0, 2.0]
-
-
-# The optimizer.
-
-
-GRADS = jax.jit(jax.grad(loss_of))
-OPTIMIZERS = {
-    'decay': optax.adamw(0.1, weight_decay=0.5),
-    'momentum': optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, 0.9)),
-}
-
-
-@pytest.mark.parametrize('name', OPTIMIZERS)
-@pytest.mark.usefixtures('standard_promotion')
-def test_the_part_stays_and_the_rest_trains_as_without_it(name):
-    part = sg.at(TABLE, np.s_[:3])
-    tx = sg.freeze(OPTIMIZERS[name], part)
-
-    def rows(params, which):
-        table = params['embed']['embedding'][which]
-        return {**params, 'embed': {'embedding': table}}
-
-    # By hand: the optimizer of the live rows alone.
-    params, state = PARAMS, tx.init(PARAMS)
-    live = rows(PARAMS, np.s_[3:])
-    hand = OPTIMIZERS[name]
-    hand_state = hand.init(live)
-    for _ in range(2):
-        grads = GRADS(params)
-        updates, state = tx.update(grads, state, params)
-        new, hand_state = hand.update(rows(grads, np.s_[3:]), hand_state, live)
-        params, live = (
-            optax.apply_updates(params, updates),
-            optax.apply_updates(live, new),
-        )
-    before, after = (rows(p, np.s_[:3])['embed'] for p in (PARAMS, params))
-    oracle.assert_same(after, before)
-    ours = rows(params, np.s_[3:])
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(live), strict=True):
-        # The norm of a clip is summed over another number of zeros.
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-    assert bool(jnp.any(ours['embed']['embedding'] != PARAMS['embed']['embedding'][3:]))
 
 
 def test_the_report_says_partly():

@@ -192,6 +192,9 @@ def test_frozen_layers_of_a_scan(frozen):
         ):
             same = np.asarray(old == leaf).reshape(8, -1)
             assert same.all(1).tolist() == same.any(1).tolist() == stopped.tolist()
+        state = sg.freeze(transform(), ~sg.live(loss, params)).init(params)
+        sizes = {len(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim}
+        assert sizes == {np.sum(~stopped)}
     table = sg.tabulate(model, jax.random.key(0))(x, None)
     live = int((~stopped).sum()) * 12
     assert table.splitlines()[-1].startswith(f'Trainable: {live} ({live * 4} B)')
