@@ -21,7 +21,6 @@ pytestmark = pytest.mark.every_case
 
 TABLE = 'embed/embedding'
 IDS = jnp.array([0, 1, 1, 3, 4, 5])
-EVERY = np.ones((6, 3), bool)
 
 
 class Words(nn.Module):
@@ -199,6 +198,15 @@ def test_frozen_layers_of_a_scan(frozen):
     live = int((~stopped).sum()) * 12
     assert table.splitlines()[-1].startswith(f'Trainable: {live} ({live * 4} B)')
     assert table.splitlines()[2].split()[-1] == 'partly'
+
+
+def test_a_part_that_is_asked_about():
+    params = {'a': jnp.arange(1.0, 5.0), 'b': jnp.arange(2.0, 6.0)}
+    loss = lambda p: (p['a'] * p['b']).sum()  # noqa: E731
+    live = sg.live(loss, params, wrt=sg.at('a', np.s_[:2]))
+    grads = sg.grad(loss, wrt=live, absent='zeros')(params)
+    assert grads['a'].tolist() == [2.0, 3.0, 0.0, 0.0]
+    assert not grads['b'].any()
 
 
 def test_a_part_that_depends_on_data_is_not_guessed():

@@ -211,19 +211,6 @@ def test_lists_and_dicts_in_a_module_and_around_models(pytree):
     assert view.config is model.config and list(vars(view)) == list(vars(model))
 
 
-def test_filters_by_what_arrays_are():
-    matrices, model = sg.arrays(lambda a: a.ndim > 1), Net()
-    kernels = [f'body/{n}/kernel' for n in (0, 1)]
-    for where in (matrices, lambda path: path.array.ndim > 1):
-        found = zeros(stopping(where), model)
-        assert found == sorted([*kernels, *REST])
-    selected = nnx.to_flat_state(nnx.state(model, nnx.where(model, matrices)))
-    assert ['/'.join(map(str, path)) for path, _ in selected] == [
-        *kernels,
-        'head/kernel',
-    ]
-
-
 def test_another_kind_of_variable():
     def loss(model):
         view = nnx.stop_gradient(model, 'norm/mean', kind=nnx.BatchStat)

@@ -192,21 +192,15 @@ def test_what_jax_says_of_trees_that_differ_says_what_to_write():
 
 
 def test_arguments_in_the_wrong_order():
+    """Those of other functions are rows of ``errors/tree_errors``."""
     name: Any = 'm/w'
-    adam: Any = optax.adam(0.1)
     for call, fix in (
-        (lambda: sg.partition(name, PARAMS), 'sg.partition(tree, where)'),
         (lambda: sg.partition_n(name, PARAMS), 'sg.partition_n(tree, classify)'),
         (lambda: sg.stop_gradient(name, PARAMS), 'sg.stop_gradient(tree, where)'),
         (lambda: sg.mask(name, trained=PARAMS), 'sg.mask(tree, trained=where)'),
         (lambda: sg.labels(name, PARAMS), 'sg.labels(tree, {label: where})'),
         (lambda: sg.substitute(name, PARAMS), 'sg.substitute(tree, values'),
-        (lambda: sg.freeze(name, adam), "sg.freeze(optax.adam(1e-3), 'backbone/**')"),
-        (lambda: sg.adopt(PARAMS, adam, ()), 'sg.adopt(tx, params, state, old=old_tx)'),
-        (lambda: sg.grad(PARAMS), "sg.grad(loss, wrt='head/**')(params)"),
         (lambda: sg.vjp(PARAMS, loss), "sg.grad(loss, wrt='head/**')(params)"),
-        (lambda: sg.rewrite(PARAMS, name), "nn.scale_gradient('encoder/**', 0.5)"),
-        (lambda: sg.paths(PARAMS, name), "sg.paths(tree, where='encoder/**')"),
     ):
         wrong = errors.ArgumentTypeError, errors.ArgumentValueError
         with pytest.raises(wrong, match=re.escape(fix)):
