@@ -8,6 +8,7 @@ from typing import Any
 
 from flax import core
 
+from flax_sg import linen as nn
 from flax_sg.core import lift
 
 
@@ -63,13 +64,20 @@ def scopes(
     return core.apply(call, mutable=mutable)(*args, **options)
 
 
+def mirror(rewrite: Any, model: Any, *args: Any, **options: Any) -> Any:
+    """By a view, for what a rewrite stops."""
+    call = lambda module, *args: nn.mirror(module, rewrite.where)(*args)  # noqa: E731
+    return model.apply(*args, method=call, **options)
+
+
 def _of_class(cls: Any, model: Any) -> Any:
     """A model of another class with the same fields."""
     names = {field.name for field in dataclasses.fields(model)} - {'name', 'parent'}
     return cls(**{name: getattr(model, name) for name in names})
 
 
-# All of them, by their names.
+# Those of all rewrites, and those of stops.
 EXTENTS = {
     fn.__name__: fn for fn in (block, inside, method, lifted, function, wrapper, scopes)
 }
+OF_STOPS = {**EXTENTS, 'mirror': mirror}

@@ -269,18 +269,6 @@ def test_generators_in_two_blocks_closed_in_another_order():
     second.close()
 
 
-def test_blocks_closed_in_another_order():
-    first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
-    first.__enter__()
-    second.__enter__()
-    assert frozen() == 'ab'
-    with pytest.raises(errors.BlockError):
-        first.__exit__(None, None, None)
-    # It is closed all the same, and the other one is still open.
-    assert frozen() == 'b'
-    second.__exit__(None, None, None)
-
-
 def test_a_block_closed_twice_or_never_opened():
     where = nn.stop_gradient('a/**')
     with pytest.raises(errors.BlockError):

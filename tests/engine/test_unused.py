@@ -240,28 +240,6 @@ def test_a_block_in_which_nothing_is_read_raises():
             pass
 
 
-def test_a_compiled_step_after_a_call_that_failed():
-    # The first call traces; what fails then has nothing to do with the filter.
-    step = jax.jit(lambda v: MODEL.apply(v, X))
-    block = nn.stop_gradient('gln_0/dense/bias')
-    with pytest.raises(ValueError, match='loss is nan'), block:
-        trace(step, VARIABLES)
-        raise ValueError('loss is nan')
-    with nn.stop_gradient('gln_0/dense/bias'):
-        trace(step, VARIABLES)
-
-
-def test_an_equal_filter_on_another_model_raises():
-    # That the filter has matched something elsewhere says nothing of this model.
-    where = re.compile('gln_0/dense/(kernel|bias)')
-    with nn.stop_gradient(where):
-        MODEL.apply(VARIABLES, X)
-    other = fnn.Dense(3)
-    theirs = other.init(jax.random.key(1), X)
-    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient(where):
-        other.apply(theirs, X)
-
-
 def test_collections():
     for extent in ('block', 'scopes'):
         run = EXTENTS[extent]

@@ -11,9 +11,9 @@ import inspect
 import os
 import pickle
 import re
-import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,26 +97,10 @@ def close_first() -> None:
 
 
 def close_in_another_thread() -> None:
-    block, opened, goes_on = (
-        nn.stop_gradient('encoder/**'),
-        threading.Event(),
-        threading.Event(),
-    )
-
-    def opens() -> None:
-        with block:
-            MODEL.apply(VARIABLES, X)
-            opened.set()
-            goes_on.wait(60)
-
-    thread = threading.Thread(target=opens, name='opener')
-    thread.start()
-    opened.wait(60)
-    try:
-        block.__exit__(None, None, None)
-    finally:
-        goes_on.set()
-        thread.join()
+    block = nn.stop_gradient('encoder/**')
+    with block, ThreadPoolExecutor(1) as pool:
+        MODEL.apply(VARIABLES, X)
+        pool.submit(block.__exit__, None, None, None).result()
 
 
 def awaited() -> None:

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
+import extents
 import flax_sg as sg
 import oracle
 from flax_sg import errors, filters, testing
@@ -35,23 +36,6 @@ class Cell(linen.Module):
     @linen.compact
     def __call__(self, x, _):
         return linen.tanh(linen.Dense(3, name='dense')(x)), None
-
-
-class Around(linen.Module):
-    where: Any
-    extent: str
-
-    @linen.compact
-    def __call__(self, x):
-        if self.extent == 'class':
-            return nn.stop_gradient(Net, self.where)(name='net')(x)
-        net = Net(name='net')
-        if self.extent == 'block inside':
-            with nn.stop_gradient({'net': self.where}):
-                return net(x)
-        if self.extent == 'Frozen':
-            return nn.Frozen(net, self.where)(x)
-        return nn.mirror(net, self.where)(x)
 
 
 PARAMS = Net().init(jax.random.key(0), X)['params']
@@ -107,14 +91,10 @@ def test_a_mask_in_the_block(name):
     assert not np.asarray(cells)[MASK['cells']['dense']['kernel']].any()
 
 
-@pytest.mark.parametrize('extent', ['block inside', 'class', 'Frozen', 'mirror'])
+@pytest.mark.parametrize('extent', extents.OF_STOPS)
 def test_every_extent(extent):
-    model = Around(MASK, extent)
-
-    @jax.value_and_grad
-    def ours(params):
-        return jnp.sum(model.apply({'params': {'net': params}}, X) ** 2)
-
+    call = functools.partial(extents.OF_STOPS[extent], nn.stop_gradient(MASK), Net())
+    ours = jax.value_and_grad(lambda p: jnp.sum(call({'params': p}, X) ** 2))
     oracle.assert_same(ours(PARAMS), HAND)
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
@@ -212,11 +213,7 @@ def test_second_order_is_the_derivative_of_the_gradient(name):
     [expected] = hessians(by_hand, jax.jacrev)
     backwards, forwards = hessians(ours, jax.jacrev, jax.jacfwd)
     oracle.assert_same(backwards, expected)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
-        forwards,
-        expected,
-    )
+    chex.assert_trees_all_close(forwards, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('name', RULES)
@@ -648,8 +645,4 @@ def test_rules_around_a_jitted_function_under_vmap():
         (nn.replace_cotangent('**', 2.0), lambda g: jnp.full_like(g, 2.0)),
     ):
         found = jax.grad(loss)(params, block)
-        assert jax.tree.all(
-            jax.tree.map(
-                lambda a, b: jnp.allclose(a, b), found, jax.tree.map(expected, plain)
-            )
-        )
+        chex.assert_trees_all_close(found, jax.tree.map(expected, plain))
