@@ -28,13 +28,10 @@ X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
 
 class Net(fnn.Module):
-    depth: int = 2
-    width: int = 4
-
     @fnn.compact
     def __call__(self, x):
-        for number in range(self.depth):
-            x = jnp.tanh(fnn.Dense(self.width, name=f'layer_{number}')(x))
+        for name in ('layer_0', 'layer_1'):
+            x = jnp.tanh(fnn.Dense(4, name=name)(x))
         return fnn.Dense(2, name='head')(x)
 
 
