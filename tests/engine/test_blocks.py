@@ -115,46 +115,6 @@ def test_modules_open_blocks_in_each_other():
 # Whose paths a block speaks of.
 
 
-@pytest.mark.parametrize('mine_first', [True, False])
-def test_a_name_that_two_trees_have_is_judged_in_each(mine_first):
-    class Part(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return fnn.Dense(3, name='dense')(x)
-
-    class Whole(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Part(name='part')(x)
-
-    class Mine(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, theirs):
-            dense = fnn.Dense(3, name='dense')
-            # 'part/dense/kernel' in both; in here it is 'dense/kernel' of one of them.
-            with nn.stop_gradient('dense/**'):
-                y = dense(x) if mine_first else 0.0
-                y = y + Whole().apply({'params': theirs}, x)
-                return y if mine_first else y + dense(x)
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, theirs):
-            return Mine(name='part')(x, theirs)
-
-    params = Whole().init(jax.random.key(0), X)['params']
-
-    def by_hand(mine, theirs):
-        mine = jax.lax.stop_gradient(mine)
-        first, second = (mine, theirs) if mine_first else (theirs, mine)
-        y = Whole().apply({'params': first}, X)
-        return y + Whole().apply({'params': second}, X)
-
-    oracle.assert_same_grads(
-        lambda p, q: Outer().apply({'params': p}, X, q), by_hand, params, params
-    )
-
-
 @pytest.mark.parametrize('lift', [fnn.remat, fnn.jit])
 def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
     class Opener(fnn.Module):

@@ -541,33 +541,6 @@ def test_map_variables_publishes_what_it_computes_of_what_is_not_selected():
     assert_same(stored, {'kernel': W, 'bias': W[0] + 2})
 
 
-def test_a_leaf_that_no_filter_took_is_not_taken_where_a_body_gives_it_another_name():
-    class Other(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return jnp.tanh(x @ self.param('w', nn.initializers.ones, (3, 3)))
-
-    class Part(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            v = self.param('v', nn.initializers.ones, (3, 3))
-            return Other().apply({'params': {'w': v}}, x)
-
-    class Uses(nn.Module):
-        factor: float = 1.0
-
-        @nn.compact
-        def __call__(self, x):
-            with nn.scale_gradient('w', self.factor, unused='ignore'):
-                return nn.jit(Part)(name='part')(x)
-
-    def loss(params, factor):
-        return jnp.sum(Uses(factor).apply({'params': params}, X))
-
-    whole, half = (jax.grad(loss)({'part': {'v': W}}, factor) for factor in (1.0, 0.5))
-    assert_same(half, whole)
-
-
 def test_a_block_in_a_body_in_a_block_finds_the_variables_of_the_body():
     class Part(nn.Module):
         @nn.compact
