@@ -260,43 +260,43 @@ def test_a_block_around_an_event_loop():
         assert asyncio.run(main()) == ('a', 'a')
 
 
-def test_a_read_by_another_task_while_a_block_is_open():
-    async def holds():
-        with nn.stop_gradient('a/**'):
-            assert frozen() == 'a'
-            await done.wait()
-            return frozen()
+async def holds(done):
+    with nn.stop_gradient('a/**'):
+        assert frozen() == 'a'
+        await done.wait()
+        return frozen()
 
-    async def reads():
+
+def beside_a_block(other: Any) -> None:
+    """Runs a task while another one waits in a block."""
+
+    async def runs(done):
+        other()
+        done.set()
+
+    async def main():
+        done = asyncio.Event()
+        return await asyncio.gather(holds(done), runs(done))
+
+    assert asyncio.run(main()) == ['a', None]
+
+
+def test_a_read_by_another_task_while_a_block_is_open():
+    def reads():
         init = functools.partial(MODEL.init, jax.random.key(0), X)
         for read in (lambda: apply(PARAMS), frozen, init):
             with pytest.raises(errors.BlockError):
                 read()
-        done.set()
 
-    async def main():
-        return await asyncio.gather(holds(), reads())
-
-    done = asyncio.Event()
-    assert asyncio.run(main()) == ['a', None]
+    beside_a_block(reads)
 
 
 def test_a_block_opened_by_another_task_while_one_is_open():
-    async def holds():
-        with nn.stop_gradient('a/**'):
-            await done.wait()
-            return frozen()
-
-    async def opens():
+    def opens():
         with pytest.raises(errors.BlockError), nn.stop_gradient('b/**'):
             frozen()
-        done.set()
 
-    async def main():
-        return await asyncio.gather(holds(), opens())
-
-    done = asyncio.Event()
-    assert asyncio.run(main()) == ['a', None]
+    beside_a_block(opens)
 
 
 def test_a_block_closed_by_another_task():
@@ -305,13 +305,10 @@ def test_a_block_closed_by_another_task():
     async def opens():
         where.__enter__()
 
-    async def closes():
-        where.__exit__(None, None, None)
-
     async def main():
         await asyncio.create_task(opens())
         with pytest.raises(errors.BlockError):
-            await asyncio.create_task(closes())
+            where.__exit__(None, None, None)
         return frozen()
 
     assert asyncio.run(main()) == ''
