@@ -7,8 +7,6 @@ that no test expects is an error.
 
 import contextlib
 import functools
-import operator
-import re
 import subprocess
 import sys
 import textwrap
@@ -314,36 +312,6 @@ def test_state_is_held_whatever_another_module_has_sown():
     stats = {'stats': {'counts': stats['stats']}}
     _, written = Mirrors().apply(stats, X, mutable=['stats'])
     assert written['stats']['counts']['count'] == 3.0
-
-
-@pytest.mark.slow
-def test_a_step_is_never_judged_unused_after_thousands_of_other_blocks():
-    """What is kept of a compiled program is kept as long as JAX finds it."""
-    names = [f'v{bit}' for bit in range(10)]
-
-    class Reads(fnn.Module):
-        @fnn.compact
-        def __call__(self):
-            return [self.get_variable('params', name) for name in names]
-
-    variables = {'params': dict.fromkeys(names, jnp.ones(()))}
-    step = jax.jit(lambda params: jax.grad(loss)(params))
-    expected = jax.jit(lambda params: by_hand('a', loss))(PARAMS)
-
-    def call() -> None:
-        for where in ('a/**', lambda path: path.startswith('a')):
-            with nn.stop_gradient(where):
-                oracle.assert_same(step(PARAMS), expected)
-
-    call()
-    for i in range(1, 300):  # More than any table holds.
-        # Another selection each time, of which every part matches.
-        chosen = [name for bit, name in enumerate(names) if i >> bit & 1]
-        with nn.stop_gradient(re.compile('|'.join(chosen))):
-            # A trace takes most of the time: each eighth block is around one.
-            fn = operator.call if i % 8 else jax.eval_shape
-            fn(lambda v: Reads().apply(v), variables)
-    call()
 
 
 COLLECTED = """

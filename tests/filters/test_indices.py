@@ -182,21 +182,6 @@ def test_values_in_a_box_and_numbers_without_a_gradient():
     assert grads['w'].value.tolist() == [0.0, 0.0, 2.0]
 
 
-def test_the_report_says_partly():
-    def loss(params):
-        with nn.stop_gradient(['dense/bias', sg.at(TABLE, np.s_[:3])]):
-            return loss_of(params)
-
-    flow = sg.gradient_flow(loss, PARAMS)
-    assert flow.by_module() == {'dense': ('partly',), 'embed': ('partly',)}
-    shown = [line.split()[:2] for line in flow.table().splitlines()[2:5]]
-    assert shown == [
-        ['dense/bias', 'stopped'],
-        ['dense/kernel', 'trains'],
-        ['embed/embedding', 'partly'],
-    ]
-
-
 # As values.
 
 

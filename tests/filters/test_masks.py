@@ -328,22 +328,6 @@ def test_masks_for_other_libraries():
     assert rows.tolist() == [[True, True], [False, False]]
 
 
-def test_reports():
-    flow = sg.gradient_flow(functools.partial(in_block, mask=MASK), PARAMS)
-    status = {path: flow.status_of('output', path) for path in flow.parameters}
-    assert status['head/kernel'] == 'stopped'
-    assert status['head/bias'] == 'flows'
-    assert status['one/kernel'] == status['cells/dense/kernel'] == 'partly'
-    testing.assert_trains_only(functools.partial(in_block, mask=MASK), OTHER, PARAMS)
-    live = sg.live(functools.partial(in_block, mask=MASK), PARAMS)
-    for mine, hand in zip(
-        jax.tree.leaves(sg.mask(PARAMS, trained=live)),
-        jax.tree.leaves(OTHERS),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(np.broadcast_to(mine, hand.shape), hand)
-
-
 def test_a_tree_of_one_array_and_a_list():
     w = jnp.array([1.0, 2.0, 3.0])
     grads = jax.grad(lambda w: jnp.sum(sg.stop_gradient(w, w > 1.5) ** 2))(w)
@@ -408,11 +392,6 @@ def test_where_a_traced_mask_has_no_values():
     ):
         with pytest.raises(errors.PartError, match='the mask is traced'):
             jax.jit(use)(FULL)
-
-
-def test_labels_take_whole_leaves():
-    with pytest.raises(errors.PartError, match='a label takes whole leaves'):
-        sg.labels(PARAMS, {'slow': MASK}, rest='fast')
 
 
 def test_a_view_of_an_nnx_model():
