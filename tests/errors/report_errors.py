@@ -62,10 +62,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
         "ArgumentValueError: 'all'",
     ),
-    'a depth of a table below its top': (
-        lambda: sg.tabulate(Layer(), jax.random.key(0), depth=-1),
-        'ArgumentValueError: depth=',
-    ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
         'ExpectationError: testing.optimized_hlo',

@@ -167,10 +167,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "ArgumentTypeError: 'kernel' | "
         'nn.stop_gradient(target, where) | jax.lax.stop_gradient(x)',
     ),
-    'no values': (
-        lambda: nn.substitute(Model),
-        "ArgumentTypeError: 'kernel' | 'params' | nn.mirror",
-    ),
     'a value that does not fit': (
         lambda: run(nn.substitute({'encoder': {'bias': jnp.zeros(3, jnp.bfloat16)}})),
         "StructureError: 'encoder/bias' | 'params'",
