@@ -519,28 +519,6 @@ def test_leaves_of_all_kinds():
     assert_same(jax.grad(lambda real: loss('block', real)[1])(X), jnp.ones_like(X))
 
 
-def test_map_variables_publishes_what_it_computes_of_what_is_not_selected():
-    lifted = nn.map_variables(
-        nn.Dense,
-        'params',
-        lambda t: jax.tree.map(lambda v: v + 1, t),
-        lambda t: jax.tree.map(lambda v: v + 1, t),
-        mutable=True,
-    )
-
-    class Mapped(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            part = lifted(3, name='part')
-            with block('part/kernel'):
-                part(x)
-            return part.variables['params']
-
-    params = {'part': {'kernel': W, 'bias': W[0]}}
-    stored, _ = Mapped().apply({'params': params}, X, mutable=['params'])
-    assert_same(stored, {'kernel': W, 'bias': W[0] + 2})
-
-
 def test_a_block_in_a_body_in_a_block_finds_the_variables_of_the_body():
     class Part(nn.Module):
         @nn.compact
