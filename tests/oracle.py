@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The options of a lifted scan or vmap that gives each layer parameters of its own.
+# The options of a lifted scan or vmap that gives each layer parameters of its own, and
+# those of a lifted scan and a lifted vmap of which all turns share the parameters.
 STACKED: Any = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+SHARED: Any = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
+MAPPED: Any = {'variable_axes': {'params': None}, 'split_rngs': {'params': False}}
 
 
 def names_of(keys: Any) -> str:

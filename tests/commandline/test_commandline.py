@@ -85,30 +85,23 @@ def test_a_package_of_the_demo_is_missing(monkeypatch, capsys):
     ]
 
 
+def in_a_process(**pipes: Any) -> Any:
+    command = [sys.executable, '-m', 'flax_sg', 'env']
+    env = {**os.environ, 'PYTHONPATH': str(Path(__file__).parents[2])}
+    return subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, **pipes)
+
+
 @pytest.mark.slow
 def test_as_a_process():
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, '-m', 'flax_sg', 'env'],
-        env={**os.environ, 'PYTHONPATH': str(root)},
-        capture_output=True,
-        text=True,
-    )
+    done = in_a_process(stdout=subprocess.PIPE)
     assert done.returncode == 0, done.stderr
     assert f'flax_sg    {flax_sg.__version__}' in done.stdout
 
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_quietly():
-    root = Path(__file__).parents[2]
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, '-m', 'flax_sg', 'env'],
-        env={**os.environ, 'PYTHONPATH': str(root)},
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    done = in_a_process(stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, '')

@@ -115,46 +115,6 @@ def test_modules_open_blocks_in_each_other():
 # Whose paths a block speaks of.
 
 
-@pytest.mark.parametrize('mine_first', [True, False])
-def test_a_name_that_two_trees_have_is_judged_in_each(mine_first):
-    class Part(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return fnn.Dense(3, name='dense')(x)
-
-    class Whole(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Part(name='part')(x)
-
-    class Mine(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, theirs):
-            dense = fnn.Dense(3, name='dense')
-            # 'part/dense/kernel' in both; in here it is 'dense/kernel' of one of them.
-            with nn.stop_gradient('dense/**'):
-                y = dense(x) if mine_first else 0.0
-                y = y + Whole().apply({'params': theirs}, x)
-                return y if mine_first else y + dense(x)
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, theirs):
-            return Mine(name='part')(x, theirs)
-
-    params = Whole().init(jax.random.key(0), X)['params']
-
-    def by_hand(mine, theirs):
-        mine = jax.lax.stop_gradient(mine)
-        first, second = (mine, theirs) if mine_first else (theirs, mine)
-        y = Whole().apply({'params': first}, X)
-        return y + Whole().apply({'params': second}, X)
-
-    oracle.assert_same_grads(
-        lambda p, q: Outer().apply({'params': p}, X, q), by_hand, params, params
-    )
-
-
 @pytest.mark.parametrize('lift', [fnn.remat, fnn.jit])
 def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
     class Opener(fnn.Module):
@@ -269,18 +229,6 @@ def test_generators_in_two_blocks_closed_in_another_order():
     second.close()
 
 
-def test_blocks_closed_in_another_order():
-    first, second = nn.stop_gradient('a/**'), nn.stop_gradient('b/**')
-    first.__enter__()
-    second.__enter__()
-    assert frozen() == 'ab'
-    with pytest.raises(errors.BlockError):
-        first.__exit__(None, None, None)
-    # It is closed all the same, and the other one is still open.
-    assert frozen() == 'b'
-    second.__exit__(None, None, None)
-
-
 def test_a_block_closed_twice_or_never_opened():
     where = nn.stop_gradient('a/**')
     with pytest.raises(errors.BlockError):
@@ -312,43 +260,43 @@ def test_a_block_around_an_event_loop():
         assert asyncio.run(main()) == ('a', 'a')
 
 
-def test_a_read_by_another_task_while_a_block_is_open():
-    async def holds():
-        with nn.stop_gradient('a/**'):
-            assert frozen() == 'a'
-            await done.wait()
-            return frozen()
+async def holds(done):
+    with nn.stop_gradient('a/**'):
+        assert frozen() == 'a'
+        await done.wait()
+        return frozen()
 
-    async def reads():
+
+def beside_a_block(other: Any) -> None:
+    """Runs a task while another one waits in a block."""
+
+    async def runs(done):
+        other()
+        done.set()
+
+    async def main():
+        done = asyncio.Event()
+        return await asyncio.gather(holds(done), runs(done))
+
+    assert asyncio.run(main()) == ['a', None]
+
+
+def test_a_read_by_another_task_while_a_block_is_open():
+    def reads():
         init = functools.partial(MODEL.init, jax.random.key(0), X)
         for read in (lambda: apply(PARAMS), frozen, init):
             with pytest.raises(errors.BlockError):
                 read()
-        done.set()
 
-    async def main():
-        return await asyncio.gather(holds(), reads())
-
-    done = asyncio.Event()
-    assert asyncio.run(main()) == ['a', None]
+    beside_a_block(reads)
 
 
 def test_a_block_opened_by_another_task_while_one_is_open():
-    async def holds():
-        with nn.stop_gradient('a/**'):
-            await done.wait()
-            return frozen()
-
-    async def opens():
+    def opens():
         with pytest.raises(errors.BlockError), nn.stop_gradient('b/**'):
             frozen()
-        done.set()
 
-    async def main():
-        return await asyncio.gather(holds(), opens())
-
-    done = asyncio.Event()
-    assert asyncio.run(main()) == ['a', None]
+    beside_a_block(opens)
 
 
 def test_a_block_closed_by_another_task():
@@ -357,13 +305,10 @@ def test_a_block_closed_by_another_task():
     async def opens():
         where.__enter__()
 
-    async def closes():
-        where.__exit__(None, None, None)
-
     async def main():
         await asyncio.create_task(opens())
         with pytest.raises(errors.BlockError):
-            await asyncio.create_task(closes())
+            where.__exit__(None, None, None)
         return frozen()
 
     assert asyncio.run(main()) == ''

@@ -8,7 +8,6 @@ gap.
 import contextlib
 import copy
 import importlib
-import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -121,9 +120,7 @@ class Lifts(fnn.Module):
 
     @fnn.compact
     def __call__(self, x):
-        steps = fnn.scan(
-            Step, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
-        )
+        steps = fnn.scan(Step, length=2, **oracle.STACKED)
         with nn.stop_gradient('*/Dense_0/*'):
             x, _ = steps(name='steps')(x, None)
             # A new class, so that it is traced anew.
@@ -355,9 +352,7 @@ def test_what_runs_is_told_without_the_variables_of_frames():
 
     Then JAX raises here that they leak.
     """
-    cell = nn.scan(
-        nn.SimpleCell, variable_broadcast='params', split_rngs={'params': False}
-    )(2)
+    cell = nn.scan(nn.SimpleCell, **oracle.SHARED)(2)
     steps = jnp.ones((3, 2, 2))
     for _ in range(2):
         with nn.stop_gradient('i/kernel'):
@@ -433,7 +428,6 @@ def loss_of(params: Any) -> Any:
 
 
 COPIED: dict[str, Callable[[], Any]] = {
-    'a rewrite': lambda: nn.stop_gradient('a/*', collections=True),
     'values': lambda: nn.substitute({'w': 2.0 * PARAMS['w']}),
     'a rule for cotangents': lambda: nn.clip_gradient('a/*', global_norm=1.0),
     'an array as a cotangent': lambda: nn.replace_cotangent('w', PARAMS['w']),
@@ -451,12 +445,7 @@ def test_copies_are_equal_and_hash_alike(name):
     value = COPIED[name]()
     hashed = None if isinstance(value, tuple) else hash(value)
     with nn.stop_gradient(True):  # Copying has nothing to do with what is open.
-        twins = [
-            copy.copy(value),
-            copy.deepcopy(value),
-            pickle.loads(pickle.dumps(value)),
-            cloudpickle.loads(cloudpickle.dumps(value)),
-        ]
+        twins = [*oracle.copies(value), cloudpickle.loads(cloudpickle.dumps(value))]
     for twin in twins:
         assert type(twin) is type(value)
         assert repr(twin) == repr(value)

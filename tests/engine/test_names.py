@@ -323,20 +323,6 @@ def test_two_models_that_take_turns():
             steps['extra']()
 
 
-def test_training_and_evaluation():
-    step = fresh_loss()
-    train = jax.jit(jax.value_and_grad(step))
-    for number in range(6):
-        params = (
-            PARAMS['extra'] if number % 2 else jax.tree.map(np.asarray, PARAMS['extra'])
-        )
-        with nn.stop_gradient('extra/**'):
-            train(params)
-            step(params)
-        with nn.stop_gradient('extra/**'):
-            step(params)
-
-
 # Where the library is in doubt, it warns.
 
 

@@ -72,19 +72,13 @@ class Loops(fnn.Module):
             if self.is_initializing():
                 return cell(x)
             scan = fnn.scan(
-                lambda cell, x, _: (cell(x), None),
-                variable_broadcast='params',
-                split_rngs={'params': False},
-                length=3,
+                lambda cell, x, _: (cell(x), None), length=3, **oracle.SHARED
             )
             y = scan(cell, x, None)[0]
             y = y + fnn.remat(step)(cell, x)
             y = y + fnn.jit(step)(cell, x)
             y = y + fnn.cond(jnp.sum(x) > 0, step, lambda _, x: x, cell, x)
-            mapped = fnn.vmap(
-                step, variable_axes={'params': None}, split_rngs={'params': False}
-            )
-            return y + mapped(cell, x)
+            return y + fnn.vmap(step, **oracle.MAPPED)(cell, x)
 
 
 def variables(model: fnn.Module) -> Any:
@@ -231,8 +225,7 @@ def test_modules_of_several_scopes_in_one_body_are_one_tree():
         @fnn.compact
         def __call__(self, x):
             shared = fnn.Dense(3, name='shared')
-            shares = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
-            scan = fnn.scan(Body, length=2, **shares)
+            scan = fnn.scan(Body, length=2, **oracle.SHARED)
             with self.around():
                 return scan(shared, name='body')(x, None)[0]
 
@@ -421,10 +414,7 @@ def test_a_rule_with_a_number_of_each_example(name, lift):
     class Batch(fnn.Module):
         @fnn.compact
         def __call__(self, xs):
-            mapped = fnn.vmap(
-                Example, variable_axes={'params': None}, split_rngs={'params': False}
-            )
-            return mapped(name='example')(xs)
+            return fnn.vmap(Example, **oracle.MAPPED)(name='example')(xs)
 
     def loss(params: Any) -> Any:
         params = {'example': {'Dense_0': params}}
@@ -465,12 +455,8 @@ def test_a_norm_of_weights_of_which_some_belong_to_an_example(around):
 BODIES = {
     'remat': fnn.remat,
     'jit': fnn.jit,
-    'vmap': lambda cls: fnn.vmap(
-        cls, variable_axes={'params': None}, split_rngs={'params': False}
-    ),
-    'scan': lambda cls: fnn.scan(
-        cls, variable_broadcast='params', split_rngs={'params': False}, length=2
-    ),
+    'vmap': lambda cls: fnn.vmap(cls, **oracle.MAPPED),
+    'scan': lambda cls: fnn.scan(cls, length=2, **oracle.SHARED),
 }
 
 

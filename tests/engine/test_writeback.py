@@ -15,7 +15,7 @@ import pytest
 
 from flax_sg import errors
 from flax_sg import linen as nn
-from oracle import assert_same, is_zero, stopped
+from oracle import SHARED, assert_same, is_zero, stopped
 from stepwise import assert_same_grads, evaluate
 
 X = jnp.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]])
@@ -36,7 +36,6 @@ def named(out: Any, written: Any) -> dict[str, Any]:
 def check(
     make: Callable[[str], nn.Module],
     variables: Any,
-    *args: Any,
     mutable: Any = True,
     **kwargs: Any,
 ) -> None:
@@ -47,7 +46,7 @@ def check(
 
     def run(how):
         apply = functools.partial(make(how).apply, mutable=mutable, **kwargs)
-        return lambda variables, x: named(*apply(variables, x, *args))
+        return lambda variables, x: named(*apply(variables, x))
 
     assert_same_grads(run('block'), run('hand'), variables, X)
 
@@ -59,18 +58,15 @@ class Writer(nn.Module):
     """Reads and writes a memory; reads of `halted` are stopped by hand."""
 
     pair: bool = False
-    at_entry: bool = False  # Stops what comes in at the first step of a loop only.
     all_written: bool = False
     state_stopped: bool = True
 
     @nn.compact
-    def both(self, x, i, see, see_entry):
+    def both(self, x, see_w):
         w = self.param('w', nn.initializers.lecun_normal(), (3, 3))
-        see_w = see
-        if not self.state_stopped:
-            see = see_entry = lambda v: v
+        see = see_w if self.state_stopped else lambda v: v
         memory = self.variable('cache', 'memory', jnp.ones, (2, 3))
-        seen = see_entry(memory.value)
+        seen = see(memory.value)
         y = seen + x @ see_w(w)
         if not self.all_written:
             y *= see(self.variable('cache', 'other', jnp.ones, (2, 3)).value)
@@ -80,13 +76,10 @@ class Writer(nn.Module):
         return (y * again, y + again) if self.pair else y * again
 
     def __call__(self, x, i):
-        return self.both(x, i, lambda v: v, lambda v: v)
+        return self.both(x, lambda v: v)
 
     def halted(self, x, i):
-        def see_entry(v):
-            return jnp.where(i == 0, stop(v), v) if self.at_entry else stop(v)
-
-        return self.both(x, i, stop, see_entry)
+        return self.both(x, stop)
 
 
 METHODS = ('__call__', 'halted')
@@ -96,19 +89,14 @@ def lifts(transform: Callable[..., Any], **kwargs: Any) -> Callable[[Any], Any]:
     return lambda writer: transform(writer, methods=METHODS, **kwargs)
 
 
-def scans(at_entry: bool = False, **kwargs: Any) -> Callable[[Any], Any]:
+def scans(**kwargs: Any) -> Callable[[Any], Any]:
     kwargs = {'split_rngs': {'params': False}, 'methods': METHODS, **kwargs}
-    fields = {'pair': True, 'at_entry': at_entry}
-    return lambda writer: nn.scan(functools.partial(writer, **fields), **kwargs)
+    return lambda writer: nn.scan(functools.partial(writer, pair=True), **kwargs)
 
 
 def shares(collection: str) -> dict[str, Any]:
     """Options of a scan: steps share parameters, and each has a part of the rest."""
-    return {
-        'variable_broadcast': 'params',
-        'variable_axes': {collection: 0},
-        'split_rngs': {'params': False},
-    }
+    return {**SHARED, 'variable_axes': {collection: 0}}
 
 
 def calls(fn: Callable[..., Any], **fields: Any) -> Callable[[Any], Any]:
@@ -162,7 +150,7 @@ LIFTS: dict[str, Callable[[Any], Any]] = {
     'remat': lifts(nn.remat),
     'scan_stacked': scans(variable_axes={'params': 0, 'cache': 0}),
     'scan_shared': scans(**shares('cache')),
-    'scan_carried': scans(True, variable_broadcast='params', variable_carry='cache'),
+    'scan_carried': scans(variable_broadcast='params', variable_carry='cache'),
     'vmap': lifts(
         nn.vmap,
         variable_axes={'params': None, 'cache': 0},
@@ -258,12 +246,6 @@ class Program(nn.Module):
             where, self.how == 'block', collections=collections, unused='ignore'
         )
 
-    def by_hand(self, dense):
-        if self.how == 'block' or self.is_initializing():
-            return dense
-        params = {'params': stopped(dense.variables['params'])}
-        return functools.partial(dense.clone(parent=None, name=None).apply, params)
-
 
 CACHE = {
     'a': X,
@@ -341,8 +323,14 @@ class Raising(Program):
         part = nn.Dense(3, name='dense')
         y = part(x)
 
+        def halted(part):
+            if self.how == 'block' or self.is_initializing():
+                return part
+            params = {'params': stopped(part.variables['params'])}
+            return functools.partial(part.clone(parent=None, name=None).apply, params)
+
         def body(part, x):
-            part.put_variable('cache', 'm', self.by_hand(part)(x))
+            part.put_variable('cache', 'm', halted(part)(x))
             raise StopIteration
 
         for lift in (nn.remat, nn.jit, lambda fn: fn):
@@ -369,58 +357,41 @@ def test_writes(name):
 
 
 # Writes of what was read are none, nor are those in another order within one variable.
-# A lifted body gets other objects than its caller holds.
 
 
-def swap(program, module, x):
+def swap(module, x):
     module.put_variable('cache', 'a', cache(module, 'a'))
     one, two = cache(module, 'pair')
     module.put_variable('cache', 'pair', (two, one))
 
 
-def copy_over(program, module, x):
+def copy_over(module, x):
     """Is a write, of what a reader sees in the block."""
-    module.put_variable('cache', 'b', program.see(cache(module, 'a')))
-    module.put_variable('other', 'a', program.see(cache(module, 'a')))
+    module.put_variable('cache', 'b', module.see(cache(module, 'a')))
+    module.put_variable('other', 'a', module.see(cache(module, 'a')))
     _, two = cache(module, 'pair')
-    module.put_variable('cache', 'pair', (program.see(cache(module, 'b')), two))
+    module.put_variable('cache', 'pair', (module.see(cache(module, 'b')), two))
 
 
-def grow(program, module, x):
+def grow(module, x):
     module.put_variable('cache', 'pair', (x, *cache(module, 'pair'), jnp.sin(x)))
-
-
-def not_lifted(body):
-    return body
 
 
 class Rewriting(Program):
     body: Any
-    lift: Any
 
     @nn.compact
     def __call__(self, x):
-        def body(module, x):
-            self.body(self, module, x)
-            return x * self.see(cache(module, 'a')) * self.see(cache(module, 'pair')[0])
-
         with self.inside():
-            y = self.lift(body)(self, x)
+            self.body(self, x)
+            y = x * self.see(cache(self, 'a')) * self.see(cache(self, 'pair')[0])
             z = x * self.see(cache(self, 'b')) * self.see(cache(self, 'pair')[0])
         return y, z, cache(self, 'pair'), self.variables
 
 
-@pytest.mark.parametrize(
-    ('body', 'lift'),
-    [
-        (swap, not_lifted),
-        (copy_over, not_lifted),
-        (grow, not_lifted),
-    ],
-    ids=lambda fn: fn.__name__,
-)
-def test_writes_of_what_was_read(body, lift):
-    check(lambda how: Rewriting(how, body, lift), {'cache': CACHE})
+@pytest.mark.parametrize('body', [swap, copy_over, grow], ids=lambda fn: fn.__name__)
+def test_writes_of_what_was_read(body):
+    check(lambda how: Rewriting(how, body), {'cache': CACHE})
 
 
 # What a rule must not touch: the new value of these is their gradient.
@@ -546,55 +517,6 @@ def test_leaves_of_all_kinds():
     # The input is no part of this: what is read in the block is stopped.
     assert is_zero(jax.grad(lambda real: loss('block', real)[0])(X))
     assert_same(jax.grad(lambda real: loss('block', real)[1])(X), jnp.ones_like(X))
-
-
-def test_map_variables_publishes_what_it_computes_of_what_is_not_selected():
-    lifted = nn.map_variables(
-        nn.Dense,
-        'params',
-        lambda t: jax.tree.map(lambda v: v + 1, t),
-        lambda t: jax.tree.map(lambda v: v + 1, t),
-        mutable=True,
-    )
-
-    class Mapped(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            part = lifted(3, name='part')
-            with block('part/kernel'):
-                part(x)
-            return part.variables['params']
-
-    params = {'part': {'kernel': W, 'bias': W[0]}}
-    stored, _ = Mapped().apply({'params': params}, X, mutable=['params'])
-    assert_same(stored, {'kernel': W, 'bias': W[0] + 2})
-
-
-def test_a_leaf_that_no_filter_took_is_not_taken_where_a_body_gives_it_another_name():
-    class Other(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return jnp.tanh(x @ self.param('w', nn.initializers.ones, (3, 3)))
-
-    class Part(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            v = self.param('v', nn.initializers.ones, (3, 3))
-            return Other().apply({'params': {'w': v}}, x)
-
-    class Uses(nn.Module):
-        factor: float = 1.0
-
-        @nn.compact
-        def __call__(self, x):
-            with nn.scale_gradient('w', self.factor, unused='ignore'):
-                return nn.jit(Part)(name='part')(x)
-
-    def loss(params, factor):
-        return jnp.sum(Uses(factor).apply({'params': params}, X))
-
-    whole, half = (jax.grad(loss)({'part': {'v': W}}, factor) for factor in (1.0, 0.5))
-    assert_same(half, whole)
 
 
 def test_a_block_in_a_body_in_a_block_finds_the_variables_of_the_body():

@@ -62,10 +62,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
         "ArgumentValueError: 'all'",
     ),
-    'a depth of a table below its top': (
-        lambda: sg.tabulate(Layer(), jax.random.key(0), depth=-1),
-        'ArgumentValueError: depth=',
-    ),
     'another program': (
         lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
         'ExpectationError: testing.optimized_hlo',
@@ -98,10 +94,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a depth below the top': (
         lambda: sg.gradient_flow(loss, PARAMS).table(depth=-1),
-        'ArgumentValueError: depth=',
-    ),
-    'a depth below the top of a step': (
-        lambda: testing.moves(PARAMS, descends(PARAMS)).table(depth=-1),
         'ArgumentValueError: depth=',
     ),
     'a module before and after': (

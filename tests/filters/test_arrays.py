@@ -9,11 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax.core.meta import Partitioned
-from flax.training import train_state
 
 import flax_sg as sg
 import oracle
-from flax_sg import errors, testing
+from flax_sg import errors
 from flax_sg import linen as nn
 
 
@@ -93,15 +92,6 @@ def test_layers_of_a_scan():
     oracle.assert_same(found, gradient({'**/kernel': slice(0, 2)}))
     assert found['cell']['kernel'].any((1, 2)).tolist() == [False, False, True]
     assert found['cell']['bias'].any(1).all()
-
-
-def test_what_moves():
-    state = train_state.TrainState.create(
-        apply_fn=None, params=PARAMS, tx=optax.sgd(0.1)
-    )
-    updates = jax.tree.map(lambda w: 1.0 * (w.ndim > 2), PARAMS)
-    after = state.replace(params=optax.apply_updates(PARAMS, updates))
-    testing.assert_moves_only(state, after, sg.arrays(lambda a: a.ndim > 2))
 
 
 def test_what_a_leaf_may_be():

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen
 
+import extents
 import flax_sg as sg
 import oracle
 from flax_sg import errors, filters, testing
@@ -32,26 +32,6 @@ class Words(linen.Module):
     def __call__(self, ids):
         embed = linen.Embed(self.rows, WIDTH, name='embed')
         return embed.attend(linen.Dense(WIDTH, name='dense')(embed(ids)))
-
-
-class Around(linen.Module):
-    where: Any
-    extent: str
-
-    @linen.compact
-    def __call__(self, ids):
-        if self.extent == 'block inside':
-            words = Words(name='words')
-            with nn.stop_gradient(sg.at(f'words/{TABLE}', self.where)):
-                return words(ids)
-        part = sg.at(TABLE, self.where)
-        if self.extent == 'class':
-            return nn.stop_gradient(Words, part)(name='words')(ids)
-        if self.extent == 'Frozen':
-            return nn.Frozen(Words(name='words'), part)(ids)
-        words = Words(name='words')
-        mirrored = nn.mirror(words, part)(ids)
-        return mirrored + 0.0 * words(ids) if self.is_initializing() else mirrored
 
 
 PARAMS = Words().init(jax.random.key(0), IDS)['params']
@@ -144,17 +124,12 @@ def test_a_block_stops_what_a_mask_stops(name):
     assert table.any()
 
 
-@pytest.mark.parametrize('extent', ['block inside', 'class', 'Frozen', 'mirror'])
+@pytest.mark.parametrize('extent', extents.OF_STOPS)
 def test_every_extent(extent):
-    model = Around(np.s_[:3], extent)
-
-    @jax.value_and_grad
-    def ours(params):
-        return jnp.sum(model.apply({'params': {'words': params}}, IDS) ** 2)
-
+    rewrite = nn.stop_gradient(sg.at(TABLE, np.s_[:3]))
+    call = functools.partial(extents.OF_STOPS[extent], rewrite, Words())
+    ours = jax.value_and_grad(lambda p: jnp.sum(call({'params': p}, IDS) ** 2))
     oracle.assert_same(ours(PARAMS), grads_by_hand(np.s_[:3]))
-    words = model.init(jax.random.key(0), IDS)['params']['words']
-    assert jax.tree.structure(words) == jax.tree.structure(PARAMS)
 
 
 def test_the_gradient_call_differentiates_the_part():
@@ -205,63 +180,6 @@ def test_values_in_a_box_and_numbers_without_a_gradient():
     variables = Boxed().init(jax.random.key(0))
     grads = jax.grad(Boxed().apply, allow_int=True)(variables)['params']
     assert grads['w'].value.tolist() == [0.0, 0.0, 2.0]
-
-
-# The optimizer.
-
-
-GRADS = jax.jit(jax.grad(loss_of))
-OPTIMIZERS = {
-    'decay': optax.adamw(0.1, weight_decay=0.5),
-    'momentum': optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, 0.9)),
-}
-
-
-@pytest.mark.parametrize('name', OPTIMIZERS)
-@pytest.mark.usefixtures('standard_promotion')
-def test_the_part_stays_and_the_rest_trains_as_without_it(name):
-    part = sg.at(TABLE, np.s_[:3])
-    tx = sg.freeze(OPTIMIZERS[name], part)
-
-    def rows(params, which):
-        table = params['embed']['embedding'][which]
-        return {**params, 'embed': {'embedding': table}}
-
-    # By hand: the optimizer of the live rows alone.
-    params, state = PARAMS, tx.init(PARAMS)
-    live = rows(PARAMS, np.s_[3:])
-    hand = OPTIMIZERS[name]
-    hand_state = hand.init(live)
-    for _ in range(2):
-        grads = GRADS(params)
-        updates, state = tx.update(grads, state, params)
-        new, hand_state = hand.update(rows(grads, np.s_[3:]), hand_state, live)
-        params, live = (
-            optax.apply_updates(params, updates),
-            optax.apply_updates(live, new),
-        )
-    before, after = (rows(p, np.s_[:3])['embed'] for p in (PARAMS, params))
-    oracle.assert_same(after, before)
-    ours = rows(params, np.s_[3:])
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(live), strict=True):
-        # The norm of a clip is summed over another number of zeros.
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-    assert bool(jnp.any(ours['embed']['embedding'] != PARAMS['embed']['embedding'][3:]))
-
-
-def test_the_report_says_partly():
-    def loss(params):
-        with nn.stop_gradient(['dense/bias', sg.at(TABLE, np.s_[:3])]):
-            return loss_of(params)
-
-    flow = sg.gradient_flow(loss, PARAMS)
-    assert flow.by_module() == {'dense': ('partly',), 'embed': ('partly',)}
-    shown = [line.split()[:2] for line in flow.table().splitlines()[2:5]]
-    assert shown == [
-        ['dense/bias', 'stopped'],
-        ['dense/kernel', 'trains'],
-        ['embed/embedding', 'partly'],
-    ]
 
 
 # As values.

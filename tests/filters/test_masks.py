@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
+import extents
 import flax_sg as sg
 import oracle
 from flax_sg import errors, filters, testing
@@ -27,10 +28,7 @@ class Net(linen.Module):
     def __call__(self, x):
         x = linen.tanh(linen.Dense(3, name='one')(x))
         x = nn.jit(linen.Dense)(3, name='two')(x)
-        cells = linen.scan(
-            Cell, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
-        )
-        x, _ = cells(name='cells')(x, None)
+        x, _ = linen.scan(Cell, length=2, **oracle.STACKED)(name='cells')(x, None)
         return linen.Dense(2, name='head')(x)
 
 
@@ -38,23 +36,6 @@ class Cell(linen.Module):
     @linen.compact
     def __call__(self, x, _):
         return linen.tanh(linen.Dense(3, name='dense')(x)), None
-
-
-class Around(linen.Module):
-    where: Any
-    extent: str
-
-    @linen.compact
-    def __call__(self, x):
-        if self.extent == 'class':
-            return nn.stop_gradient(Net, self.where)(name='net')(x)
-        net = Net(name='net')
-        if self.extent == 'block inside':
-            with nn.stop_gradient({'net': self.where}):
-                return net(x)
-        if self.extent == 'Frozen':
-            return nn.Frozen(net, self.where)(x)
-        return nn.mirror(net, self.where)(x)
 
 
 PARAMS = Net().init(jax.random.key(0), X)['params']
@@ -110,14 +91,10 @@ def test_a_mask_in_the_block(name):
     assert not np.asarray(cells)[MASK['cells']['dense']['kernel']].any()
 
 
-@pytest.mark.parametrize('extent', ['block inside', 'class', 'Frozen', 'mirror'])
+@pytest.mark.parametrize('extent', extents.OF_STOPS)
 def test_every_extent(extent):
-    model = Around(MASK, extent)
-
-    @jax.value_and_grad
-    def ours(params):
-        return jnp.sum(model.apply({'params': {'net': params}}, X) ** 2)
-
+    call = functools.partial(extents.OF_STOPS[extent], nn.stop_gradient(MASK), Net())
+    ours = jax.value_and_grad(lambda p: jnp.sum(call({'params': p}, X) ** 2))
     oracle.assert_same(ours(PARAMS), HAND)
 
 
@@ -351,22 +328,6 @@ def test_masks_for_other_libraries():
     assert rows.tolist() == [[True, True], [False, False]]
 
 
-def test_reports():
-    flow = sg.gradient_flow(functools.partial(in_block, mask=MASK), PARAMS)
-    status = {path: flow.status_of('output', path) for path in flow.parameters}
-    assert status['head/kernel'] == 'stopped'
-    assert status['head/bias'] == 'flows'
-    assert status['one/kernel'] == status['cells/dense/kernel'] == 'partly'
-    testing.assert_trains_only(functools.partial(in_block, mask=MASK), OTHER, PARAMS)
-    live = sg.live(functools.partial(in_block, mask=MASK), PARAMS)
-    for mine, hand in zip(
-        jax.tree.leaves(sg.mask(PARAMS, trained=live)),
-        jax.tree.leaves(OTHERS),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(np.broadcast_to(mine, hand.shape), hand)
-
-
 def test_a_tree_of_one_array_and_a_list():
     w = jnp.array([1.0, 2.0, 3.0])
     grads = jax.grad(lambda w: jnp.sum(sg.stop_gradient(w, w > 1.5) ** 2))(w)
@@ -431,11 +392,6 @@ def test_where_a_traced_mask_has_no_values():
     ):
         with pytest.raises(errors.PartError, match='the mask is traced'):
             jax.jit(use)(FULL)
-
-
-def test_labels_take_whole_leaves():
-    with pytest.raises(errors.PartError, match='a label takes whole leaves'):
-        sg.labels(PARAMS, {'slow': MASK}, rest='fast')
 
 
 def test_a_view_of_an_nnx_model():

@@ -119,6 +119,29 @@ def carried_in_vain(a, b):
     return lax.scan(turn, (a, b, b), length=2)[0][0]
 
 
+def masked_in_a_loop(a, b):
+    def turn(carry, _):
+        return carry * MASK + b * 0.0, carry
+
+    return lax.scan(turn, a, None, length=3)[1]
+
+
+def moved_by_one_place_in_each_turn(a, b):
+    def turn(carry, _):
+        return (carry[-1], *carry[:-1]), None
+
+    first = (a, *[jnp.zeros(3)] * 40)
+    return lax.scan(turn, first, None, length=50)[0][0] + b
+
+
+def two_loops_that_carry_a_parameter_on(a, b):
+    def loop():
+        start = jnp.ones(3), jnp.ones(3)
+        return lax.scan(lambda c, _: ((c[0] * 2.0, a), None), start, length=2)[0][1]
+
+    return stop(loop()) * loop()
+
+
 def while_loop(a, b):
     def more(carry):
         return jnp.sum(carry[1]) < jnp.sum(jnp.abs(b)) + 2.0
@@ -176,6 +199,7 @@ def of_a_tree(back: Callable[[Any, Any], Any]) -> Fn:
 
 
 TABLE = np.array([1.0, 0.5, 2.0], np.float32)
+MASK = np.array([1.0, 0.0, 1.0], np.float32)
 
 
 @jax.custom_vjp
@@ -253,6 +277,19 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     'sorted_by_another': (lambda a, b: lax.sort((b, a), num_keys=1)[1], F, S),
     'linear_solve': (lambda a, b: jnp.linalg.solve(jnp.diag(stop(b)), a), F, S),
     'called_back_on_what_is_stopped': (called_back_on_what_is_stopped, F, U),
+    'a_key': (lambda a, b: a * jax.random.uniform(jax.random.key(0), (3,)), F, U),
+    'split': (lambda a, b: sum(jnp.split(a * np.zeros(3, np.float32), 3)), S, U),
+    'padding': (lambda a, b: lax.pad(a, 0.0, [(-1, 2, 0)]), F, U),
+    'padding_within': (lambda a, b: lax.pad(a, 0.0, [(0, 1, 1)]), F, U),
+    'a_mask_and_not': (lambda a, b: jnp.where(~(b > 1.0), a, 0.0), F, S),
+    'a_constant_mask_and_not': (lambda a, b: jnp.where(~(MASK > 0), a, 0.0), F, U),
+    # The body of ``jnp.where`` is one for both calls: neither stops a part.
+    'two_calls_of_one_function': (
+        lambda a, b: jnp.where(MASK > 0, stop(a), 0.0) + jnp.where(MASK > 0, a, b),
+        F,
+        F,
+    ),
+    'complex': (lambda a, b: jnp.real(lax.complex(a, b) * 1j), F, F),
     # Transforms.
     'dead_code': (lambda a, b: (a, a * b)[0], F, U),
     'jitted': (jitted, S, F),
@@ -280,6 +317,13 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     ),
     'decides_the_turns': (turns_of_a_loop, F, S),
     'carried_in_vain': (carried_in_vain, F, U),
+    'masked_in_a_loop': (masked_in_a_loop, F, S),
+    'moved_by_one_place_in_each_turn': (moved_by_one_place_in_each_turn, F, F),
+    'two_loops_that_carry_a_parameter_on': (
+        two_loops_that_carry_a_parameter_on,
+        F,
+        U,
+    ),
     'one_of_the_branches': (one_of_the_branches, F, S),
     # Rules of users.
     'custom_jvp': (jvp_of_one, F, S),
@@ -320,6 +364,11 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     'out_of_nothing_in_a_loop': (out_of_nothing_in_a_loop, F, F),
     'unreached_custom_vjp': (lambda a, b: jnp.sign(vjp_constant(a, b)), S, S),
 }
+
+# A report knows no numbers: by them, the gradient of ``a`` is zero.
+ZERO_BY_CHANCE = (
+    *('itself_taken_from_itself', 'complex', 'moved_by_one_place_in_each_turn'),
+)
 
 if hasattr(jax, 'new_ref'):  # From JAX 0.8 on.
     PROGRAMS['written_and_read'] = (written_and_read, S, U)

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.every_case
 
 TABLE = 'embed/embedding'
 IDS = jnp.array([0, 1, 1, 3, 4, 5])
-EVERY = np.ones((6, 3), bool)
 
 
 class Words(nn.Module):
@@ -169,8 +168,7 @@ class Layer(nn.Module):
 
 
 def stack(frozen: Any) -> linen.Module:
-    axes = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
-    return nn.scan(Layer, length=8, frozen_layers=frozen, **axes)()
+    return nn.scan(Layer, length=8, frozen_layers=frozen, **oracle.STACKED)()
 
 
 @pytest.mark.usefixtures('standard_promotion')
@@ -193,10 +191,22 @@ def test_frozen_layers_of_a_scan(frozen):
         ):
             same = np.asarray(old == leaf).reshape(8, -1)
             assert same.all(1).tolist() == same.any(1).tolist() == stopped.tolist()
+        state = sg.freeze(transform(), ~sg.live(loss, params)).init(params)
+        sizes = {len(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim}
+        assert sizes == {np.sum(~stopped)}
     table = sg.tabulate(model, jax.random.key(0))(x, None)
     live = int((~stopped).sum()) * 12
     assert table.splitlines()[-1].startswith(f'Trainable: {live} ({live * 4} B)')
     assert table.splitlines()[2].split()[-1] == 'partly'
+
+
+def test_a_part_that_is_asked_about():
+    params = {'a': jnp.arange(1.0, 5.0), 'b': jnp.arange(2.0, 6.0)}
+    loss = lambda p: (p['a'] * p['b']).sum()  # noqa: E731
+    live = sg.live(loss, params, wrt=sg.at('a', np.s_[:2]))
+    grads = sg.grad(loss, wrt=live, absent='zeros')(params)
+    assert grads['a'].tolist() == [2.0, 3.0, 0.0, 0.0]
+    assert not grads['b'].any()
 
 
 def test_a_part_that_depends_on_data_is_not_guessed():

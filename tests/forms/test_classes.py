@@ -175,12 +175,6 @@ def test_a_wrapper_wherever_its_module_is_mounted(mount):
         assert trained(plain, params) == expected
 
 
-def test_without_a_model_the_error_says_what_to_write():
-    with pytest.raises(errors.FilterTypeError) as caught:
-        of_type(fnn.LayerNorm)
-    assert 'filters.of_type(LayerNorm, model, x)' in str(caught.value)
-
-
 def test_it_is_a_value():
     known = of_type(fnn.Dense, fnn.Dense(2), X)
     assert known == of_type(fnn.Dense, fnn.Dense(2), X)
@@ -238,8 +232,7 @@ def through_remat(norm, x):
 
 
 def through_vmap(norm, x):
-    axes = {'variable_axes': {'params': None}, 'split_rngs': {'params': False}}
-    return fnn.vmap(lambda norm, x: norm(x), **axes)(norm, x)
+    return fnn.vmap(lambda norm, x: norm(x), **oracle.MAPPED)(norm, x)
 
 
 def through_cond(norm, x):

@@ -123,6 +123,14 @@ def test_other_choices_leave_dropout_on(state):
     oracle.assert_same(found, Stages().apply(variables, X, rngs=RNGS))
 
 
+scan = functools.partial(
+    linen.scan,
+    variable_axes={'params': 0},
+    split_rngs={'params': True, 'dropout': True},
+    length=2,
+)
+
+
 def test_in_the_body_of_a_scan():
     class Body(linen.Module):
         wrap: Any
@@ -138,10 +146,6 @@ def test_in_the_body_of_a_scan():
             x = Attends(name='attends')(x, True)
             return linen.Dropout(0.5, deterministic=False)(x), None
 
-    rngs = {'params': True, 'dropout': True}
-    scan = functools.partial(
-        linen.scan, variable_axes={'params': 0}, split_rngs=rngs, length=2
-    )
     variables = scan(Hand)().init(RNGS, X, None)
     frozen = scan(Body)(functools.partial(nn.Frozen, state='eval'))
     oracle.assert_same(
@@ -159,10 +163,6 @@ def test_around_a_scan(where):
         def __call__(self, x, _):
             return Attends(name='attends')(x, self.off), None
 
-    rngs = {'params': True, 'dropout': True}
-    scan = functools.partial(
-        linen.scan, variable_axes={'params': 0}, split_rngs=rngs, length=2
-    )
     for lift in (lambda body: body, linen.remat):
         hand, told = (scan(lift(Body))(off) for off in (True, False))
         variables = hand.init(RNGS, X, None)
@@ -206,7 +206,8 @@ def of_table(table: Any) -> Any:
 def test_a_trace_of_jit_belongs_to_one_choice():
     """In any order, with one jitted class, and filters of one code."""
     variables = Tower().init(RNGS, X)
-    known = {path: path.startswith('stage_1') for path in filters_paths(variables)}
+    paths = oracle.by_path(variables['params'])
+    known = {path: path.startswith('stage_1') for path in paths}
 
     def run(model: Any) -> Any:
         return jax.jit(functools.partial(model.apply, rngs=RNGS))(variables, X)
@@ -222,13 +223,6 @@ def test_a_trace_of_jit_belongs_to_one_choice():
     for number in (0, 2, 1):
         off = tuple(n == number for n in range(STAGES))
         oracle.assert_same(evaluating(f'stage_{number}/**'), run(Tower(off=off)))
-
-
-def filters_paths(variables: Any) -> list[str]:
-    return [
-        '/'.join(key.key for key in keys)
-        for keys, _ in jax.tree_util.tree_leaves_with_path(variables['params'])
-    ]
 
 
 def test_a_layer_that_is_a_model():

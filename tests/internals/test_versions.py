@@ -21,6 +21,7 @@ import pytest
 from flax.core import Scope, axes_scan, lift
 from packaging.specifiers import SpecifierSet
 
+import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.internals import lifting, modules, patching, required, tracing, versions
@@ -170,14 +171,7 @@ class Model(fnn.Module):
 
 def scanned() -> Any:
     lifting._check_loop.cache_clear()
-    model = nn.scan(
-        Model,
-        variable_axes={'params': 0},
-        split_rngs={'params': True},
-        frozen_layers=0,
-        length=2,
-    )
-    return model
+    return nn.scan(Model, frozen_layers=0, length=2, **oracle.STACKED)
 
 
 ONE = jnp.float32(1)

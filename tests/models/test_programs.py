@@ -65,12 +65,7 @@ class Cell(linen.Module):
 
 
 def scanned(cell: Any, length: int) -> Any:
-    return linen.scan(
-        cell,
-        variable_axes={'params': 0},
-        split_rngs={'params': True},
-        length=length,
-    )
+    return linen.scan(cell, length=length, **oracle.STACKED)
 
 
 class MadeBefore(linen.Module):

@@ -152,19 +152,6 @@ def test_hyperparameters_are_those_of_the_new_transformation():
     assert int(adopted.count) == 2
 
 
-def test_rows_lose_their_moments_as_whole_arrays_do():
-    _, state = trained(ADAM, ADAM.init(PARAMS), 3)
-    rows = sg.freeze(ADAM, sg.at('c', 0))
-    frozen = sg.adopt(rows, PARAMS, state, old=ADAM)
-    oracle.assert_same(frozen[0].mu['c'], state[0].mu['c'][1:])
-    oracle.assert_same(frozen[0].mu['a'], state[0].mu['a'])
-    # After the thaw a gradient of zero moves neither.
-    thawed = sg.adopt(ADAM, PARAMS, frozen, old=rows)
-    updates, _ = ADAM.update(jax.tree.map(jnp.zeros_like, PARAMS), thawed, PARAMS)
-    assert oracle.is_zero(updates['c'][0])
-    assert not oracle.is_zero(updates['c'][1])
-
-
 def test_parameters_that_came_and_went():
     _, state = trained(ADAM, ADAM.init(PARAMS), 3)
     later = {'b': PARAMS['b'], 'lora': {'up': jnp.ones(3)}}

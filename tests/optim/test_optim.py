@@ -5,6 +5,7 @@ import itertools
 import warnings
 from typing import Any
 
+import chex
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
@@ -20,21 +21,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 import flax_sg as sg
 import oracle
-import programs
-from flax_sg import errors, testing
+from flax_sg import errors
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
 
 class Net(fnn.Module):
-    depth: int = 2
-    width: int = 4
-
     @fnn.compact
     def __call__(self, x):
-        for number in range(self.depth):
-            x = jnp.tanh(fnn.Dense(self.width, name=f'layer_{number}')(x))
+        for name in ('layer_0', 'layer_1'):
+            x = jnp.tanh(fnn.Dense(4, name=name)(x))
         return fnn.Dense(2, name='head')(x)
 
 
@@ -72,12 +69,6 @@ def live_of(tree: Any, frozen: Any) -> Any:
 
 def rebuilt(tree: Any, live: Any) -> Any:
     return unflatten_dict({**flatten_dict(tree), **live})
-
-
-def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, **tolerance), actual, expected
-    )
 
 
 # Optimizer, selection, and what the gradients have for the frozen ones.
@@ -135,30 +126,11 @@ def test_updates_have_the_form_of_the_parameters():
         assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
         new = optax.apply_updates(PARAMS, updates)
         oracle.assert_same(new['layer_0'], PARAMS['layer_0'])
-        assert_close(updates['head'], full['head'], rtol=1e-6)
+        chex.assert_trees_all_close(updates['head'], full['head'], rtol=1e-6)
         if grads.keys() == PARAMS.keys() and grads is not masked:
             alone, _ = tx.update(grads, state)
             assert jax.tree.structure(alone) == jax.tree.structure(grads)
             oracle.assert_same(alone['head'], updates['head'])
-
-
-def test_the_program_is_that_of_the_live_part():
-    """The frozen parameters are outputs, too: they cost no flops."""
-    tx, plain = sg.freeze(optax.adamw(0.1), 'layer_*/**'), optax.adamw(0.1)
-
-    def ours(params, state, x):
-        grads = sg.grad(loss, wrt='head/**')(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def hand(params, state, x):
-        grads = jax.grad(lambda head: loss({**params, 'head': head}, x))(params['head'])
-        updates, state = plain.update(grads, state, params['head'])
-        return {**params, 'head': optax.apply_updates(params['head'], updates)}, state
-
-    args = (PARAMS, plain.init(PARAMS['head']), X)
-    compiled = programs.compiled(ours, PARAMS, tx.init(PARAMS), X)
-    testing.assert_same_program(compiled, hand, *args)
 
 
 def pointers(tree: Any) -> list[int]:
@@ -332,7 +304,7 @@ def test_adopting_a_state_forgets_nothing():
                 mu = {**moments.mu, name: before[1].mu[name]}
                 nu = {**moments.nu, name: before[1].nu[name]}
                 moments = moments._replace(mu=mu, nu=nu)
-    assert_close(params, hand, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(params, hand, rtol=1e-5, atol=1e-6)
     oracle.assert_same(params['layer_0'], hand['layer_0'])
 
 
@@ -359,19 +331,6 @@ def test_adopting_in_groups_of_optax():
         oracle.assert_same(now[group].inner_state[0].mu[name], expected[0].mu)
     assert head.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
     assert now['layers'].inner_state[0].mu['layer_0']['bias'] is sg.ABSENT
-
-
-def test_what_no_state_knows_starts_anew():
-    adam = optax.adam(0.1)
-    tx = sg.freeze(adam, ['layer_0/**', 'layer_1/**'])
-    _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
-    before = state[0].mu['head']
-    for name, tx in ('layer_1', sg.freeze(adam, 'layer_0/**')), ('layer_0', adam):
-        state = sg.adopt(tx, PARAMS, state)
-        assert oracle.is_zero(state[0].mu[name])
-        oracle.assert_same(state[0].mu['head'], before)
-    assert int(state[0].count) == 1
-    assert jax.tree.structure(state) == jax.tree.structure(adam.init(PARAMS))
 
 
 def test_a_filter_is_judged_when_the_state_is_made():
@@ -404,15 +363,16 @@ def test_a_filter_that_freezes_everything_warns(name):
     assert [('nothing is trained' in str(w.message)) for w in caught] == [True] * warns
 
 
-def test_checkpoints(tmp_path):
+@pytest.mark.parametrize('rows', [np.s_[:], np.s_[:1]])
+def test_checkpoints(tmp_path, rows):
     def start():
-        tx = sg.freeze(optax.adamw(0.1), 'layer_*/**')
+        tx = sg.freeze(optax.adamw(0.1), sg.at('layer_*/**', rows))
         params = {**PARAMS, 'extra': {'m': sg.NonDifferentiable(3)}}
         return train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
 
     @jax.jit
     def step(state):
-        return state.apply_gradients(grads=sg.grad(loss, wrt='head/**')(state.params))
+        return state.apply_gradients(grads=sg.grad(loss)(state.params))
 
     state = step(start())
     expected = step(state)

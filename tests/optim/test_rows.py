@@ -2,19 +2,15 @@
 
 from typing import Any
 
-import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
 
 import flax_sg as sg
 import oracle
 from flax_sg import errors
-from flax_sg import linen as nn
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -39,32 +35,29 @@ OPTIMIZERS = {
         lambda p: jax.tree.map(lambda x: 'slow' if x.ndim > 1 else 'fast', p),
     ),
 }
+# Rows that are frozen, and the axes in which the layers stand.
 CHOICES: dict[str, Any] = {
-    'the first four': (np.s_[:4], [4, 5]),
-    'every other': (np.s_[::2], [1, 3, 5]),
-    'by number': ([0, 5], [1, 2, 3, 4]),
-    'a mask': (np.array([True] * 5 + [False]), [5]),
+    'the first four': (np.s_[:4], (6,)),
+    'every other': (np.s_[::2], (6,)),
+    'by number': ([0, 5], (6,)),
+    'a mask': (np.array([True] * 5 + [False]), (6,)),
+    'some layers of one stage': (np.s_[0, :2], (2, 3)),
 }
 
 
 def loss(p: Any, x: Any) -> Any:
-    layers = p['layers']
+    w, b = p['layers']['w'].reshape(6, 4, 5), p['layers']['b'].reshape(6, 5)
     for n in range(6):
-        x = jnp.tanh(x @ layers['w'][n].T @ layers['w'][n]) * layers['b'][n]
+        x = jnp.tanh(x @ w[n].T @ w[n]) * b[n]
     return jnp.sum((x * p['head'] - 1.0) ** 2)
 
 
 X = jnp.linspace(-1.0, 1.0, 5)
 
 
-def by_hand(p: Any, rows: Any) -> Any:
-    return {**p, 'layers': jax.tree.map(lambda x: x[np.array(rows)], p['layers'])}
-
-
-def put(p: Any, live: Any, rows: Any) -> Any:
-    at = np.array(rows)
-    layers = jax.tree.map(lambda x, y: x.at[at].set(y), p['layers'], live['layers'])
-    return {'layers': layers, 'head': live['head']}
+def of_layers(fn: Any, p: Any, *others: Any) -> Any:
+    layers = jax.tree.map(fn, p['layers'], *(other['layers'] for other in others))
+    return {'layers': layers, 'head': p['head']}
 
 
 @pytest.mark.parametrize(
@@ -72,12 +65,21 @@ def put(p: Any, live: Any, rows: Any) -> Any:
     [
         *((name, 'the first four') for name in OPTIMIZERS),
         *(('adamw', choice) for choice in CHOICES),
+        *((name, 'some layers of one stage') for name in ('clip', 'adafactor', 'lion')),
     ],
 )
 def test_training_is_that_of_the_rows_alone(name, choice):
-    index, rows = CHOICES[choice]
+    index, axes = CHOICES[choice]
+    live = np.ones(axes, bool)
+    live[index] = False
     tx: Any = sg.freeze(OPTIMIZERS[name](), sg.at('layers/**', index))
     hand: Any = OPTIMIZERS[name]()
+
+    def rows(p):
+        return of_layers(lambda x: x[live], p)
+
+    def put(p, part):
+        return of_layers(lambda y, x: x.at[live].set(y), part, p)
 
     @jax.jit
     def ours(p, state, x):
@@ -85,51 +87,19 @@ def test_training_is_that_of_the_rows_alone(name, choice):
         return optax.apply_updates(p, updates), state
 
     @jax.jit
-    def theirs(live, p, state, x):
-        grads = by_hand(jax.grad(loss)(put(p, live, rows), x), rows)
-        updates, state = hand.update(grads, state, live)
-        return optax.apply_updates(live, updates), state
+    def theirs(part, p, state, x):
+        grads = rows(jax.grad(loss)(put(p, part), x))
+        updates, state = hand.update(grads, state, part)
+        return optax.apply_updates(part, updates), state
 
-    p, live = PARAMS, by_hand(PARAMS, rows)
-    state, hand_state = tx.init(p), hand.init(live)
+    params = of_layers(lambda x: x.reshape(*axes, *x.shape[1:]), PARAMS)
+    p, part = params, rows(params)
+    state, hand_state = tx.init(p), hand.init(part)
     for step in range(4):
         p, state = ours(p, state, X * step)
-        live, hand_state = theirs(live, PARAMS, hand_state, X * step)
-    oracle.assert_same(p, put(PARAMS, live, rows))
+        part, hand_state = theirs(part, params, hand_state, X * step)
+    oracle.assert_same(p, put(params, part))
     # The state has exactly the arrays that the optimizer of the rows has.
-    oracle.assert_same(*map(jax.tree.leaves, (state, hand_state)))
-
-
-def test_the_state_of_a_third_of_the_layers_is_a_third():
-    stack = {'w': jnp.ones((6, 256, 256)), 'b': jnp.ones((6, 256))}
-    state = sg.freeze(optax.adam(0.1), sg.at('**', np.s_[:4])).init(stack)
-    hand = optax.adam(0.1).init(jax.tree.map(lambda x: x[4:], stack))
-    size = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in (state, hand)]
-    assert size[0] == size[1]
-
-
-@pytest.mark.parametrize('name', ['adam', 'adamw', 'clip', 'adafactor', 'lion'])
-def test_rows_of_two_leading_axes(name):
-    """A stack of stages of layers, of which some layers of one stage are frozen."""
-    frozen = np.zeros((2, 3), bool)
-    frozen[0, :2] = True
-    params = {'w': PARAMS['layers']['w'].reshape(2, 3, 4, 5), 'h': PARAMS['head']}
-    tx: Any = sg.freeze(OPTIMIZERS[name](), sg.at('w', np.s_[0, :2]))
-    hand: Any = OPTIMIZERS[name]()
-
-    def rows(p):
-        return {**p, 'w': p['w'][~frozen]}
-
-    p, live = params, rows(params)
-    state, hand_state = tx.init(p), hand.init(live)
-    for _ in range(3):
-        grads = jax.tree.map(jnp.cos, p)
-        updates, state = tx.update(grads, state, p)
-        p = optax.apply_updates(p, updates)
-        theirs, hand_state = hand.update(rows(grads), hand_state, live)
-        live = optax.apply_updates(live, theirs)
-    oracle.assert_same(rows(p), live)
-    oracle.assert_same(p['w'][frozen], params['w'][frozen])
     oracle.assert_same(*map(jax.tree.leaves, (state, hand_state)))
 
 
@@ -152,34 +122,6 @@ def test_rows_of_one_axis_and_of_two_are_carried_to_each_other():
     oracle.assert_same(adopted[0].mu, layers.init(other)[0].mu)
     elements = sg.freeze(adam, sg.at('w', np.s_[0, 0, 0, :2]))
     assert elements.init(params)[0].mu['w'].shape == (2, 3, 4, 5)
-
-
-class Layer(fnn.Module):
-    @fnn.compact
-    def __call__(self, x, _):
-        return jnp.tanh(fnn.Dense(5, name='dense')(x)), None
-
-
-def test_frozen_layers_of_a_scan_have_no_state():
-    """The filter is derived from the model: nobody names the layers twice."""
-    model = nn.scan(Layer, length=6, frozen_layers=slice(0, 4), **oracle.STACKED)()
-    params = model.init(jax.random.key(0), X, None)['params']
-
-    def objective(p):
-        return jnp.sum(model.apply({'params': p}, X, None)[0] ** 2)
-
-    live = sg.live(objective, params)
-    tx, hand = sg.freeze(optax.adamw(0.1), ~live), optax.adamw(0.1)
-    upper = jax.tree.map(lambda x: x[4:], params)
-    state, hand_state = tx.init(params), hand.init(upper)
-    for grads in (sg.grad(objective, wrt=live)(params), jax.grad(objective)(params)):
-        updates, new = tx.update(grads, state, params)
-        of_upper = jax.tree.map(lambda x: x[4:], jax.grad(objective)(params))
-        expected, hand_new = hand.update(of_upper, hand_state, upper)
-        oracle.assert_same(*map(jax.tree.leaves, (new, hand_new)))
-        oracle.assert_same(jax.tree.map(lambda x: x[4:], updates), expected)
-        after = optax.apply_updates(params, updates)
-        oracle.assert_same(*(jax.tree.map(lambda x: x[:4], p) for p in (after, params)))
 
 
 def test_what_is_no_row_keeps_its_full_state():
@@ -263,18 +205,6 @@ def test_a_report_of_rows(name):
     assert [what for what, names in found.items() if 'layers/w' in names] == [expected]
     assert found['dropped'] == []
     assert set(found['carried']) >= {'0/count', 'head', 'layers/b'}
-
-
-def test_checkpoints_of_rows(tmp_path):
-    tx = sg.freeze(optax.adam(0.1), sg.at('layers/*', np.s_[:4]))
-    state = trained(tx, tx.init(PARAMS))
-    fresh = tx.init(PARAMS)
-    by_flax = serialization.from_bytes(fresh, serialization.to_bytes(state))
-    oracle.assert_same(by_flax, state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / 'state', state)
-        checkpointer.wait_until_finished()
-        oracle.assert_same(checkpointer.restore(tmp_path / 'state', state), state)
 
 
 def test_gradients_for_each_example_have_rows_too():

@@ -9,14 +9,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import apply
 
 import backward
+import extents
 import flax_sg as sg
 import oracle
 import stepwise
@@ -110,7 +111,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def in_block(rule: Any, params: Any, x: Any) -> Any:
+def in_a_parent(rule: Any, params: Any, x: Any) -> Any:
     class Model(fnn.Module):
         @fnn.compact
         def __call__(self, x):
@@ -121,32 +122,21 @@ def in_block(rule: Any, params: Any, x: Any) -> Any:
     return Model().apply({'params': {'cell': params}}, x)
 
 
-def around_apply(rule: Any, params: Any, x: Any) -> Any:
-    with rule(''):
-        return Cell().apply({'params': params}, x)
-
-
-def lifted_class(rule: Any, params: Any, x: Any) -> Any:
-    return rule('')(Cell)().apply({'params': params}, x)
-
-
-def wrapped(rule: Any, params: Any, x: Any) -> Any:
-    return rule('')(Cell()).apply({'params': params}, x)
-
-
-def on_scopes(rule: Any, params: Any, x: Any) -> Any:
-    def call(scope: Any, x: Any) -> Any:
-        return Cell(parent=scope)(x)
-
-    return apply(sg.core.lift(call, rule('')))({'params': params}, x)
-
-
 def on_a_tree(rule: Any, params: Any, x: Any) -> Any:
     variables = sg.rewrite({'params': {'cell': params}}, rule('cell/'))
     return Cell().apply({'params': variables['params']['cell']}, x)
 
 
-EXTENTS = in_block, around_apply, lifted_class, wrapped, on_scopes, on_a_tree
+def of_cell(extent: Any) -> Callable[..., Any]:
+    return lambda rule, params, x: extent(rule(''), Cell(), {'params': params}, x)
+
+
+around_apply = of_cell(extents.block)
+EXTENTS = {
+    **{name: of_cell(extent) for name, extent in extents.EXTENTS.items()},
+    'in a parent': in_a_parent,
+    'a tree': on_a_tree,
+}
 
 
 def gradients(fn: Any, *args: Any) -> Any:
@@ -163,11 +153,11 @@ def test_every_rule_for_gradients_has_a_row():
     assert ours - {name.partition(',')[0] for name in RULES} == set()
 
 
-@pytest.mark.parametrize('extent', EXTENTS, ids=lambda extent: extent.__name__)
+@pytest.mark.parametrize('extent', EXTENTS)
 def test_every_extent(extent, capfd):
     for rule, hand in RULES.values():
         oracle.assert_same(
-            gradients(functools.partial(extent, rule), PARAMS, X),
+            gradients(functools.partial(EXTENTS[extent], rule), PARAMS, X),
             gradients(lambda p, x: Cell().apply({'params': hand(p)}, x), PARAMS, X),  # noqa: B023
         )
     capfd.readouterr()
@@ -223,11 +213,7 @@ def test_second_order_is_the_derivative_of_the_gradient(name):
     [expected] = hessians(by_hand, jax.jacrev)
     backwards, forwards = hessians(ours, jax.jacrev, jax.jacfwd)
     oracle.assert_same(backwards, expected)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
-        forwards,
-        expected,
-    )
+    chex.assert_trees_all_close(forwards, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('name', RULES)
@@ -279,12 +265,7 @@ class Scanned(fnn.Module):
     @fnn.compact
     def __call__(self, x):
         step = fnn.remat(lambda cell, x, _: (cell(x), None), prevent_cse=False)
-        scan = fnn.scan(
-            step,
-            variable_broadcast='params',
-            split_rngs={'params': False},
-            length=4,
-        )
+        scan = fnn.scan(step, length=4, **oracle.SHARED)
         cell = Cell(name='cell')
         if self.rule is None or self.is_initializing():
             return scan(cell, x, None)[0]
@@ -664,8 +645,4 @@ def test_rules_around_a_jitted_function_under_vmap():
         (nn.replace_cotangent('**', 2.0), lambda g: jnp.full_like(g, 2.0)),
     ):
         found = jax.grad(loss)(params, block)
-        assert jax.tree.all(
-            jax.tree.map(
-                lambda a, b: jnp.allclose(a, b), found, jax.tree.map(expected, plain)
-            )
-        )
+        chex.assert_trees_all_close(found, jax.tree.map(expected, plain))

@@ -12,11 +12,12 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
+import oracle
+from extents import EXTENTS
 from flax_sg.filters.expressions import Atom, Filter
 from flax_sg.filters.indices import Index, Part
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
-from oracle import assert_same
 
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -57,8 +58,7 @@ class Layer(linen.Module):
 
 def layers(lift):
     if lift == 'scan':
-        axes, rngs = {'params': 0}, {'params': True}
-        return linen.scan(Layer, axes, split_rngs=rngs, length=4)
+        return linen.scan(Layer, length=4, **oracle.STACKED)
     return {'jit': linen.jit, 'remat': linen.remat, 'plain': lambda cls: cls}[lift](
         Layer
     )
@@ -101,26 +101,6 @@ FILTERS = {
 }
 
 
-def in_a_block(rewrite, model, params):
-    with rewrite:
-        return model.apply({'params': params}, X)
-
-
-def as_a_class(rewrite, model, params):
-    return rewrite(type(model))(lift=model.lift).apply({'params': params}, X)
-
-
-def as_a_function(rewrite, model, params):
-    return model.apply({'params': params}, X, method=rewrite(type(model).__call__))
-
-
-def as_a_wrapper(rewrite, model, params):
-    return rewrite(model).apply({'params': params}, X)
-
-
-EXTENTS = [in_a_block, as_a_class, as_a_function, as_a_wrapper]
-
-
 def assert_same_gradients(one, other, params):
     """Compares the gradients of two functions of the parameters, eager and jitted."""
     for differentiate in (jax.grad, lambda fn: jax.jit(jax.grad(fn))):
@@ -128,11 +108,11 @@ def assert_same_gradients(one, other, params):
             differentiate(lambda p, run=run: jnp.sum(run(p) ** 2))(params)
             for run in (one, other)
         ]
-        assert_same(*grads)
+        oracle.assert_same(*grads)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize('extent', EXTENTS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize('extent', ['block', 'lifted', 'function', 'wrapper'])
 @pytest.mark.parametrize('lift', ['plain', 'jit', 'remat', 'scan'])
 @pytest.mark.parametrize('name', list(FILTERS))
 @pytest.mark.parametrize('ruled', ['stop', 'halved'])
@@ -144,7 +124,7 @@ def test_in_every_extent(extent, lift, name, ruled):
     rewrite = BlockDecorator(where, rule)
     by_hand = stop if ruled == 'stop' else halve
     assert_same_gradients(
-        lambda p: extent(rewrite, model, p),
+        lambda p: EXTENTS[extent](rewrite, model, {'params': p}, X),
         lambda p: model.apply({'params': by_hand(p)}, X),
         params,
     )

@@ -14,6 +14,7 @@ from flax import linen
 from flax.core import apply
 
 import oracle
+from extents import EXTENTS
 from flax_sg import core, errors
 from flax_sg import linen as nn
 from oracle import assert_same
@@ -80,11 +81,10 @@ WRITES = {
 def _scan(fn, module, x):
     scanned = nn.scan(
         lambda module, x, _: (fn(module, x), None),
-        variable_broadcast='params',
         variable_carry='state',
         variable_axes={'intermediates': 0},
-        split_rngs={'params': False},
         length=2,
+        **oracle.SHARED,
     )
     return scanned(module, x, None)[0]
 
@@ -205,30 +205,11 @@ def test_a_jitted_module_that_wrote_before_and_writes_after() -> None:
             step(VARIABLES)
 
 
-def _class():
-    writer = nn.read_only(Writer, 'count')('value')
-    return writer.apply({c: t['writer'] for c, t in VARIABLES.items()}, X, mutable=True)
-
-
-def _wrapper():
-    return run(nn.read_only('writer/count')(Model('none', 'value')))
-
-
-def _scopes():
-    def fn(scope: Any, x: Any) -> Any:
-        return Model('jit', 'value', parent=scope)(x)
-
-    return apply(core.lift(fn, nn.read_only('writer/*')), mutable=True)(VARIABLES, X)
-
-
-@pytest.mark.parametrize(
-    'extent',
-    [_class, _wrapper, _scopes],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize('extent', EXTENTS)
 def test_at_every_extent(extent) -> None:
+    model, rewrite = Model('jit', 'value'), nn.read_only('writer/*')
     with pytest.raises(errors.BlockError, match="wrote the variable 'count'"):
-        extent()
+        EXTENTS[extent](rewrite, model, VARIABLES, X, mutable=True)
 
 
 def test_each_leaf_of_each_variable_counts() -> None:

@@ -1,9 +1,7 @@
 """A rewrite is a value, and the same value serves every extent with any rule."""
 
-import copy
 import dataclasses
 import functools
-import pickle
 from typing import Any
 
 import cloudpickle
@@ -15,6 +13,7 @@ import pytest
 
 import flax_sg
 import oracle
+from extents import EXTENTS
 from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.forms.block_decorator import BlockDecorator
@@ -115,9 +114,9 @@ def by_hand(by: Any, params: Any) -> Any:
 MUTABLE = ['batch_stats', 'intermediates']
 
 
-def plain(params: Any, x: Any, mutable: Any = MUTABLE) -> Any:
+def plain(params: Any, x: Any) -> Any:
     variables = {**VARIABLES, 'params': params}
-    return MODEL.apply(variables, x, rngs={'dropout': RNGS['dropout']}, mutable=mutable)
+    return MODEL.apply(variables, x, rngs={'dropout': RNGS['dropout']}, mutable=MUTABLE)
 
 
 @functools.cache
@@ -125,52 +124,10 @@ def values() -> Any:
     return plain(VARIABLES['params'], X)
 
 
-def _block(rewrite, params, x, mutable):
-    with rewrite:
-        return plain(params, x, mutable)
-
-
-def _apply(model, params, x, mutable):
+def run(extent, rewrite, params, x, mutable=MUTABLE):
     variables = {**VARIABLES, 'params': params}
     rngs = {'dropout': RNGS['dropout']}
-    return model.apply(variables, x, rngs=rngs, mutable=mutable)
-
-
-def _class(rewrite, params, x, mutable):
-    return _apply(rewrite(Model)(), params, x, mutable)
-
-
-def _method(rewrite, params, x, mutable):
-    class Decorated(Model):
-        @rewrite
-        def __call__(self, x):
-            return super().__call__(x)
-
-    return _apply(Decorated(), params, x, mutable)
-
-
-def _function(rewrite, params, x, mutable):
-    fn = rewrite(lambda mdl, x: mdl(x))
-    variables = {**VARIABLES, 'params': params}
-    rngs = {'dropout': RNGS['dropout']}
-    return fnn.apply(lambda mdl, x: fn(mdl, x), Model(), mutable=mutable)(
-        variables, x, rngs=rngs
-    )
-
-
-def _core(rewrite, params, x, mutable):
-    def fn(scope, x):
-        return Model(parent=scope)(x)
-
-    lifted = flax_sg.core.lift(fn, rewrite)
-    variables = {**VARIABLES, 'params': params}
-    rngs = {'dropout': RNGS['dropout']}
-    return flax.core.apply(lifted, mutable=mutable)(variables, x, rngs=rngs)
-
-
-EXTENTS = {
-    fn.__name__.strip('_'): fn for fn in (_block, _class, _method, _function, _core)
-}
+    return EXTENTS[extent](rewrite, MODEL, variables, x, rngs=rngs, mutable=mutable)
 
 
 def test_every_rule_for_values_has_a_row():
@@ -196,7 +153,7 @@ def test_every_rule_at_every_extent(extent, rule):
     rewrite = BlockDecorator(filters.as_filter(WHERE), value)
 
     def actual(params, x):
-        return EXTENTS[extent](rewrite, params, x, MUTABLE)
+        return run(extent, rewrite, params, x)
 
     def expected(params, x):
         return plain(by_hand(by, params), x)
@@ -208,13 +165,13 @@ def test_every_rule_at_every_extent(extent, rule):
 
 
 @pytest.mark.parametrize('rule', RULES)
-@pytest.mark.parametrize('extent', ['block', 'core'])
+@pytest.mark.parametrize('extent', ['block', 'scopes'])
 def test_what_is_given_back_is_what_is_stored(extent, rule):
     value, by = RULES[rule]
     rewrite = BlockDecorator(filters.as_filter(WHERE), value)
 
     def actual(params, x):
-        y, updates = EXTENTS[extent](rewrite, params, x, True)
+        y, updates = run(extent, rewrite, params, x, mutable=True)
         return y, updates['params']
 
     def expected(params, x):
@@ -296,12 +253,8 @@ VALUES: dict[str, BlockDecorator] = {
 def test_a_rewrite_is_a_value_that_prints_as_what_was_written(text):
     rewrite = VALUES[text]
     assert repr(rewrite) == text
-    for twin in (
-        copy.deepcopy(rewrite),
-        pickle.loads(pickle.dumps(rewrite)),
-        cloudpickle.loads(cloudpickle.dumps(rewrite)),
-        dataclasses.replace(rewrite),
-    ):
+    by_value = cloudpickle.loads(cloudpickle.dumps(rewrite))
+    for twin in (*oracle.copies(rewrite), by_value, dataclasses.replace(rewrite)):
         assert (twin, hash(twin), repr(twin)) == (rewrite, hash(rewrite), text)
     assert [key for key, other in VALUES.items() if other == rewrite] == [text]
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -261,22 +262,6 @@ def test_values_of_an_inner_trace_for_variables_of_an_outer_one() -> None:
 # Caches.
 
 
-class Traced:
-    """A function under ``jax.jit`` that counts how often it is traced."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.count = 0
-
-        def counted(*args: Any) -> Any:
-            self.count += 1
-            return fn(*args)
-
-        self._jitted = jax.jit(counted)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._jitted(*args)
-
-
 class Exact(linen.Module):
     """Small whole numbers, so that no program that XLA makes of it rounds."""
 
@@ -301,7 +286,7 @@ def scaled(factor: float, params: Any = ONES) -> Any:
 
 
 def test_new_values_around_a_jitted_function_are_not_stale() -> None:
-    step = Traced(exact)
+    step = jax.jit(chex.assert_max_traces(lambda params: exact(params), n=3))
     first, second = scaled(2.0), scaled(3.0)
     expected = {id(tree): exact(tree) for tree in (ONES, first, second)}
     order = [None, first, second, first, None, second, first, first]
@@ -312,11 +297,10 @@ def test_new_values_around_a_jitted_function_are_not_stale() -> None:
         # Fresh dicts of the same arrays are the same values.
         with nn.substitute(jax.tree.map(lambda leaf: leaf, values)):
             assert_same(step(ONES), expected[id(values)])
-    assert step.count == 3
 
 
 def test_values_that_are_arguments_retrace_nothing() -> None:
-    helper = Traced(jnp.square)
+    helper = jax.jit(chex.assert_max_traces(lambda x: jnp.square(x), n=1))
     bodies: list[str] = []
 
     class Jitted(linen.Module):
@@ -339,16 +323,16 @@ def test_values_that_are_arguments_retrace_nothing() -> None:
 
     for factor in (1.0, 2.0, 3.0):
         assert_same(fn(scaled(factor)), exact(scaled(factor)) ** 4)
-    assert (helper.count, len(bodies)) == (1, 1)
+    assert len(bodies) == 1
 
 
 def test_a_trace_that_opens_a_block_of_its_own() -> None:
     # The outer values are read in a trace that was begun with them alone in force.
-    def fn(params: Any) -> Any:
+    @jax.jit
+    def step(params: Any) -> Any:
         with nn.stop_gradient('w'):
             return exact(params)
 
-    step = Traced(fn)
     for factor in (2.0, 3.0, 2.0):
         with nn.substitute(scaled(factor)):
             assert_same(step(ONES), exact(scaled(factor)))

@@ -153,29 +153,6 @@ def test_gradients_are_those_of_a_loop_by_hand(form: str) -> None:
     assert any(map(np.any, jax.tree.leaves(actual)))
 
 
-def test_a_function_of_trained_weights_trains_them() -> None:
-    """Nothing of it is frozen: all orders flow, and what it makes may be saved."""
-    trained = nn.substitute(linen.Dense, lambda _, w: jnp.sin(w), where='kernel')
-
-    class Layer(linen.Module):
-        @linen.compact
-        def __call__(self, x, _):
-            return jnp.tanh(trained(x.shape[-1], name='sine')(x)), None
-
-    model = scan_of(Layer, 2)()
-    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
-    params = model.init(jax.random.key(0), x, None)['params']
-
-    def by_hand(params: Any) -> Any:
-        def layer(x: Any, p: Any) -> Any:
-            return jnp.tanh(x @ jnp.sin(p['kernel']) + p['bias'][None]), None
-
-        return jax.lax.scan(layer, x, params['sine'])[0]
-
-    actual = oracle.grads(lambda p: model.apply({'params': p}, x, None)[0], params)
-    oracle.assert_same(actual, oracle.grads(by_hand, params))
-
-
 def test_a_product_of_frozen_weights_is_computed_once() -> None:
     class Merged(linen.Module):
         @linen.compact

@@ -358,12 +358,6 @@ def test_another_length_than_the_stack_raises_as_in_flax():
                 assert {length or count, DEPTH} & found, caught.value
 
 
-def test_shared_parameters_cannot_be_frozen_by_layer():
-    shared = {'variable_axes': {}, 'variable_broadcast': 'params'}
-    with pytest.raises(errors.PartError, match='all layers share their parameters'):
-        stack_of(**shared, split_rngs={'params': False}, frozen_layers=slice(0, 2))
-
-
 class Low(linen.Module):
     """A layer whose parameters are of low precision."""
 

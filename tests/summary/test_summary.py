@@ -9,6 +9,7 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
+import oracle
 from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
@@ -240,10 +241,7 @@ class Lifted(linen.Module):
         x = nn.stop_gradient(linen.Dense, True)(4, name='stopped')(x)
         x = linen.remat(linen.Dense)(4, name='remat')(x)
         x = linen.jit(linen.Dense)(4, name='jit')(x)
-        scan = linen.scan(
-            Cell, variable_axes={'params': 0}, split_rngs={'params': True}, length=3
-        )
-        x, _ = scan(name='scan')(x, None)
+        x, _ = linen.scan(Cell, length=3, **oracle.STACKED)(name='scan')(x, None)
         return linen.WeightNorm(linen.Dense(2, name='dense'), name='norm')(x)
 
 

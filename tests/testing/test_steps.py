@@ -225,14 +225,6 @@ def test_one_name_in_two_collections():
     }
 
 
-def test_a_step_that_donates():
-    params = jax.tree.map(jnp.array, PARAMS)
-    step = jax.jit(descends(), donate_argnums=0)
-    before = jax.tree.map(jnp.copy, params)
-    new = step(params, X)
-    testing.assert_moves_only(before, new, 'crown/**')
-
-
 def test_sharded_arrays():
     mesh = jax.make_mesh((2,), ('rows',))
     sharding = NamedSharding(mesh, PartitionSpec('rows'))

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from flax import linen as fnn
 
 from flax_sg import errors, testing
-from flax_sg import linen as nn
 from flax_sg.internals import jaxprs
 from reports import LINE, LOSSES, WAY, report
 
@@ -97,18 +95,6 @@ def test_the_settings_of_jit_are_compared():
         testing.assert_same_program(plain, donating, X)
     static = jax.jit(lambda x, n: x * n, static_argnums=1)
     testing.assert_same_program(static.lower(X, 3).compile(), lambda x: x * 3, X)
-
-
-# Traces.
-
-
-def test_equal_filters_trace_once():
-    params = fnn.Dense(2).init(jax.random.key(0), X)
-    counted = chex.assert_max_traces(lambda p, x: fnn.Dense(2).apply(p, x), n=1)
-    step = jax.jit(counted)
-    for _ in range(3):
-        with nn.stop_gradient(lambda path: path == 'bias'):
-            step(params, X)
 
 
 # Flows.

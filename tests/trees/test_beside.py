@@ -54,22 +54,6 @@ def test_full_and_pruned_trees(name):
     assert all(a is b for a, b in zip(found, expected, strict=True))
 
 
-BOXED = Partitioned(W, ('x',))
-WRONG = {
-    'a leaf more': ({'m': {'v': W}}, "'m/v': in the gradient, not in the parameters"),
-    'nothing': ({'h': [H], 'm': {'w': W}}, "nothing at 'm/b' in the gradient"),
-    'a tree for a leaf': ({**FULL, 'm': {'w': {}, 'b': B}}, "has a dict at 'm/w'"),
-    'a box': ({**FULL, 'm': {'w': BOXED, 'b': B}}, r"has a Partitioned at 'm/w'"),
-}
-
-
-@pytest.mark.parametrize('name', WRONG)
-def test_what_does_not_belong_is_named(name):
-    tree, said = WRONG[name]
-    with pytest.raises(errors.StructureError, match=said):
-        beside(leaves_of(PARAMS), tree, needed=[True] * 3)
-
-
 def test_only_what_is_needed_is_checked():
     tree = {**FULL, 'm': {'w': {}, 'b': B}}
     beside(leaves_of(PARAMS), tree, needed=[True, True, False])
@@ -78,7 +62,7 @@ def test_only_what_is_needed_is_checked():
 
 
 def test_boxes_on_one_side():
-    boxed, bare = {'w': BOXED, 'b': B}, {'w': W, 'b': B}
+    boxed, bare = {'w': Partitioned(W, ('x',)), 'b': B}, {'w': W, 'b': B}
     tx = sg.freeze(optax.sgd(0.1), 'b')
     said = "'w' is in a box in one. Unbox"
     with pytest.raises(errors.StructureError, match=said):
@@ -192,21 +176,15 @@ def test_what_jax_says_of_trees_that_differ_says_what_to_write():
 
 
 def test_arguments_in_the_wrong_order():
+    """Those of other functions are rows of ``errors/tree_errors``."""
     name: Any = 'm/w'
-    adam: Any = optax.adam(0.1)
     for call, fix in (
-        (lambda: sg.partition(name, PARAMS), 'sg.partition(tree, where)'),
         (lambda: sg.partition_n(name, PARAMS), 'sg.partition_n(tree, classify)'),
         (lambda: sg.stop_gradient(name, PARAMS), 'sg.stop_gradient(tree, where)'),
         (lambda: sg.mask(name, trained=PARAMS), 'sg.mask(tree, trained=where)'),
         (lambda: sg.labels(name, PARAMS), 'sg.labels(tree, {label: where})'),
         (lambda: sg.substitute(name, PARAMS), 'sg.substitute(tree, values'),
-        (lambda: sg.freeze(name, adam), "sg.freeze(optax.adam(1e-3), 'backbone/**')"),
-        (lambda: sg.adopt(PARAMS, adam, ()), 'sg.adopt(tx, params, state, old=old_tx)'),
-        (lambda: sg.grad(PARAMS), "sg.grad(loss, wrt='head/**')(params)"),
         (lambda: sg.vjp(PARAMS, loss), "sg.grad(loss, wrt='head/**')(params)"),
-        (lambda: sg.rewrite(PARAMS, name), "nn.scale_gradient('encoder/**', 0.5)"),
-        (lambda: sg.paths(PARAMS, name), "sg.paths(tree, where='encoder/**')"),
     ):
         wrong = errors.ArgumentTypeError, errors.ArgumentValueError
         with pytest.raises(wrong, match=re.escape(fix)):

@@ -120,12 +120,6 @@ class Keyless:
 
 
 def test_bad_declarations():
-    @sg.trainable('kernal')
-    class Typo(flax.struct.PyTreeNode):
-        kernel: Any
-
-    with pytest.raises(errors.ArgumentTypeError, match="'kernal' as trained"):
-        sg.grad(loss)(Typo(1.0))
     with pytest.raises(errors.ArgumentTypeError, match='above a pytree class'):
         sg.trainable(Whitened)
     # Without names JAX numbers the children: found out when there is an instance.
