@@ -101,7 +101,7 @@ def _without(name: str) -> Any:
 
 
 # An object may get the id of one that is gone.
-MANY = 40 if settings.get_current_profile_name() == 'long' else 12
+MANY = 40 if settings.get_current_profile_name() == 'long' else 4
 
 FUNCTIONS: dict[str, Callable[[str], Any]] = {
     'lambda': lambda name: lambda path: path.name == name,
