@@ -1,0 +1,56 @@
+"""What is told to be zero is zero for all inputs, and here no zero is missed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from flax_sg.flow import zeros
+
+BOOLS = np.array([[True, False, True], [False, False, True]])
+SOME, NONE = BOOLS.astype(np.float32), np.zeros((2, 3), np.float32)
+# Each is a function of an array of ``SOME.shape``.
+ROWS: dict[str, Callable[[Any], Any]] = {
+    'in place': lambda x: jnp.tanh(x * SOME),
+    'moved': lambda x: (x * SOME).T[None],
+    'spread': lambda x: jnp.broadcast_to(x * SOME, (4, 2, 3)),
+    'a sum': lambda x: x * SOME + x * SOME[:1],
+    'a product': lambda x: (x * SOME) * (x * SOME[::-1]),
+    'a quotient': lambda x: (x * SOME) / x,
+    'a power': lambda x: (x * SOME) ** 2,
+    'padded': lambda x: jnp.pad(x * SOME, ((0, 1), (2, 0))),
+    'one of two': lambda x: jnp.where(jnp.asarray(BOOLS), x, x * NONE),
+    'the other of two': lambda x: jnp.where(jnp.logical_not(BOOLS), x, x * NONE),
+    'not a mask': lambda x: x * jnp.logical_not(BOOLS).astype(x.dtype),
+    'a mask that depends on data': lambda x: jnp.where(x > 1.5, x * SOME, x * NONE),
+    'rows of zeros': lambda x: jnp.sum(x * SOME[:, :1], axis=1),
+    'parts': lambda x: jnp.split(x * NONE, [1]),
+    'joined': lambda x: jnp.concatenate([x * NONE, x * NONE]),
+    'sorted': lambda x: jnp.sort(x * NONE),
+    'a matrix product': lambda x: (x * NONE) @ x.T,
+    'put in': lambda x: lax.dynamic_update_slice(x * NONE, x[:1] * NONE[:1], (1, 0)),
+    'branches': lambda x: lax.cond(
+        x[0, 0] > 1.5, lambda x: x * SOME, jnp.tanh, x * SOME
+    ),
+    'turns': lambda x: lax.fori_loop(0, 3, lambda _, y: y + x * SOME, x * SOME),
+    'out of turns': lambda x: lax.scan(lambda c, y: (c, c * y[:, None]), x * SOME, x.T)[
+        1
+    ],
+    'a call': lambda x: jax.jit(lambda y: y * x)(x * SOME),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', ROWS)
+def test_zeros_of(name: str) -> None:
+    inputs = np.random.default_rng(0).uniform(1.0, 2.0, (20, *SOME.shape))
+    outputs = jax.vmap(ROWS[name])(jnp.asarray(inputs, jnp.float32))
+    told = zeros.zeros_of(jax.make_jaxpr(ROWS[name])(SOME))
+    for mask, leaf in zip(told, jax.tree.leaves(outputs), strict=True):
+        expected = np.asarray(leaf == 0.0).all(0)
+        np.testing.assert_array_equal(np.broadcast_to(mask, expected.shape), expected)
+        assert expected.any(), 'nothing is tried'
