@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from described.by_hand import warped
-from described.language import Block, Interpreter, Where, left
+from described.language import Block, Interpreter, Program, Where, left
 from flax_sg import filters
 from flax_sg import linen as nn
+from flax_sg.engine.blocks import thread
+from flax_sg.internals import tracing
 
 
 @dataclasses.dataclass
@@ -90,6 +92,12 @@ def _warped(path: Any, value: Any) -> Any:
 
 class Real(Interpreter):
     """Runs programs with real blocks."""
+
+    def run(self, body: Program, place: Any = None) -> None:
+        for item in body:
+            super().run((item,), place)
+            key = tracing.user_context.value
+            assert key == thread.number.value, 'JAX would find a program of others'
 
     def block(self, item: Block, place: Any) -> None:
         with left(), rewrite_of(item.where, item.rule, item.judged):
