@@ -109,9 +109,10 @@ def _is_made_inside(block: Block, root: Root) -> bool:
 
     The trace of a late rule does not know the one of the block.
     """
-    traces = (root.kept_trace, block.kept_trace)
-    first = next((trace for trace in tracing.kept_traces() if trace in traces), None)
-    return first == root.kept_trace != block.kept_trace
+    for trace in tracing.kept_traces():
+        if trace in (root.kept_trace, block.kept_trace):
+            return trace == root.kept_trace != block.kept_trace
+    return False
 
 
 def note_all(block: Block, root: Root) -> None:
