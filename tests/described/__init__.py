@@ -1,0 +1,1 @@
+"""Programs as data, and two interpreters: with real blocks, and by hand."""
