@@ -369,6 +369,8 @@ def _answers(where: Filter, path: Path, asks: Asks) -> dict[Filter, Any]:
     for atom in asking:
         if said := asks(atom, path):
             answers[atom] = said
+    for other in path.also:
+        answers = {**_answers(where, other, asks), **answers}
     return answers
 
 
@@ -379,7 +381,8 @@ def decide(
     asks: Asks = takes,
 ) -> Any:
     """Whether a variable is meant; adds the atoms that take it to ``matched``."""
-    if matched is None and where.atoms == (where,):  # A block asks for each variable.
+    # A block asks for each variable.
+    if matched is None and where.atoms == (where,) and not path.also:
         return asks(where.atoms[0], path)
     answers = _answers(where, path, asks)
     if matched is not None:

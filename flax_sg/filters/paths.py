@@ -50,6 +50,8 @@ class Path(str):
     """The collection of the variable, such as 'params'."""
     is_inner: bool = False
     """Whether it is the path of a leaf within the value of a variable."""
+    also: tuple[Path, ...] = ()
+    """Other paths of tied weights: an atom takes them by any of these."""
     _shape_and_dtype: tuple[Any, Any] | None = None
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]

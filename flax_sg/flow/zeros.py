@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 from numpy.typing import NDArray
@@ -96,9 +98,8 @@ _EACH = frozenset(
         *('psum', 'psum2', 'psum_invariant', 'pmax', 'pmin', 'pbroadcast', 'ppermute'),
         *('all_gather', 'all_gather_invariant', 'all_gather_reduced', 'all_to_all'),
         *('reduce_scatter', 'unreduced_psum', 'sort', 'cumsum', 'cumprod', 'cummax'),
-        *('cummin', 'fft', 'rev', 'reduce_window_sum', 'reduce_max', 'reduce_min'),
-        *('reduce_prod', 'reshape', 'slice', 'dynamic_slice', 'gather', 'top_k'),
-        *('select_and_scatter_add', 'tile'),
+        *('cummin', 'fft', 'rev', 'reduce_window_sum', 'reshape', 'slice', 'tile'),
+        *('dynamic_slice', 'top_k', 'select_and_scatter_add'),
     )
 )
 # All zeros if these operands are.
@@ -255,6 +256,21 @@ def _reduced(eqn: Any, ins: Sequence[Known]) -> Mask:
     return np.asarray(ins[0].zero.all(tuple(eqn.params['axes'])))
 
 
+def _reduced_some(eqn: Any, ins: Sequence[Known]) -> Mask:
+    # The product of nothing is one, its maximum is the least number.
+    return _reduced(eqn, ins) & (0 not in eqn.invars[0].aval.shape)
+
+
+def _gathered(eqn: Any, ins: Sequence[Known]) -> Mask:
+    # What is out of bounds is the fill value: by default the least integer, or NaN,
+    # which nobody trains by.
+    fill, dtype = eqn.params['fill_value'], eqn.outvars[0].aval.dtype
+    if eqn.params['mode'] is not jax.lax.GatherScatterMode.FILL_OR_DROP:
+        fill = 0
+    is_zero = jnp.issubdtype(dtype, np.inexact) if fill is None else fill == 0
+    return ins[0].zero.all() & np.array(is_zero)
+
+
 def _select(eqn: Any, ins: Sequence[Known]) -> Mask:
     which, *cases = ins
     if len(cases) != 2:
@@ -285,6 +301,8 @@ _MEET: dict[str, Callable[[Any, Sequence[Known]], Mask]] = {
     **dict.fromkeys(('div', 'rem'), lambda eqn, ins: ins[0].zero),
     'integer_pow': lambda eqn, ins: ins[0].zero & (eqn.params['y'] > 0),
     'reduce_sum': _reduced,
+    **dict.fromkeys(('reduce_prod', 'reduce_max', 'reduce_min'), _reduced_some),
+    'gather': _gathered,
     'select_n': _select,
     'pad': _padded,
 }

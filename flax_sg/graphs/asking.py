@@ -14,12 +14,13 @@ from flax_sg.filters.paths import Path, shape_and_dtype
 from flax_sg.graphs.walks import Names, Walk
 from flax_sg.trees.leaves import is_array, is_whole, of_a_part, selected
 
-# A Variable, one of its paths, and what a filter says there of each leaf of its value.
+# A Variable, the first of its paths that a filter takes, and what the filter says of
+# each leaf of its value.
 Asked: TypeAlias = tuple[nnx.Variable[Any], Path, list[Any]]
 
 
 def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked]:
-    """Asks a filter for each Variable of a kind, by each of its paths.
+    """Asks a filter for each Variable of a kind, by all of its paths together.
 
     Args:
         call: the function that the user calls, for errors.
@@ -29,8 +30,7 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         unused: ``'raise'`` or ``'ignore'`` if a part of ``where`` matches nothing.
 
     Returns:
-        All Variables; of other kinds none is selected. A value without leaves has one
-        answer, too.
+        The Variables of the kind. A value without leaves has one answer, too.
 
     Raises:
         ArgumentTypeError: if there is no module.
@@ -39,23 +39,33 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
     if not walk.modules:
         raise wrong_argument(walk.model, 'NNX module', f'{call}(model, where)')
     where, is_kind = filters.as_filter(where), nnx.filterlib.to_predicate(kind)
-    rows: list[tuple[nnx.Variable[Any], list[Path], bool]] = []
-    first: dict[int, Names] = {}
+    places: dict[int, tuple[nnx.Variable[Any], list[Names]]] = {}
     for names, variable in walk.variables():
-        # A Variable is a box: its leaves share its path, and differ in their shapes.
-        raw = variable.get_raw_value()
-        arrays = [*map(shape_and_dtype, jax.tree.leaves(raw, is_leaf=is_whole))]
-        paths = [Path.of('params', names, array=array) for array in arrays or [None]]
-        is_first = first.setdefault(id(variable), names) is names
-        is_meant = is_kind(names, variable) and (is_first or _knows(where, paths[0]))
-        rows.append((variable, paths, is_meant))
+        if is_kind(names, variable):
+            places.setdefault(id(variable), (variable, []))[1].append(names)
     with raised_by(call):
-        asked = [path for _, paths, is_meant in rows if is_meant for path in paths]
-        said = iter(selected([asked], where, unused)[0])
-    return [
-        (variable, paths[0], [is_meant and next(said) for _ in paths])
-        for variable, paths, is_meant in rows
-    ]
+        # A Variable is a box: its leaves share its path, and differ in their shapes.
+        rows = [
+            (variable, [_path(where, names, array) for array in _arrays_of(variable)])
+            for variable, names in places.values()
+        ]
+        paths = [path for _, of_leaves in rows for path in of_leaves]
+        said = iter(selected([paths], where, unused)[0])
+    return [(x, paths[0], [next(said) for _ in paths]) for x, paths in rows]
+
+
+def _arrays_of(variable: nnx.Variable[Any]) -> list[Any]:
+    leaves = jax.tree.leaves(variable.get_raw_value(), is_leaf=is_whole)
+    return [*map(shape_and_dtype, leaves)] or [None]
+
+
+def _path(where: filters.Filter, names: list[Names], array: Any) -> Path:
+    """The first path of a leaf that a filter takes; it knows the others."""
+    first, *others = (Path.of('params', each, array=array) for each in names)
+    paths = [first, *(path for path in others if _knows(where, path))]
+    chosen = next((path for path in paths if where(path)), first)
+    chosen.also = tuple(path for path in paths if path is not chosen)
+    return chosen
 
 
 def _knows(where: filters.Filter, path: Path) -> bool:
@@ -118,12 +128,14 @@ def where(
         PartError: if ``where`` means a part of a Variable, or some leaves of its value.
         UnknownNameError: later, if it is asked for a path that the model has not.
     """
-    found = ask('nnx.where', Walk(model), where, kind, unused)
+    walk = Walk(model)
+    found = [one for one in ask('nnx.where', walk, where, kind, unused) if any(one[2])]
     for _, path, said in found:
-        if any(said) and not all(takes is True for takes in said):
+        if not all(takes is True for takes in said):
             raise of_a_part(path, 'an NNX filter')
     # Flax asks for one path of tied weights, and any of them may be it.
-    meant = {id(variable) for variable, _, said in found if any(said)}
-    names = frozenset(path.place for v, path, _ in found if id(v) in meant)
-    known = frozenset(path.place for _, path, _ in found)
-    return ByPath(filters.Derived(names, known, 'nnx.where'))
+    meant = {id(variable) for variable, *_ in found}
+    places = [(('params', names), id(one) in meant) for names, one in walk.variables()]
+    selected = frozenset(place for place, is_meant in places if is_meant)
+    known = frozenset(place for place, _ in places)
+    return ByPath(filters.Derived(selected, known, 'nnx.where'))

@@ -41,8 +41,7 @@ def view(model: Any, rewrite: rules.Rewrite, kind: Any) -> Any:
         raise TypeError(f'{call}: collections= is for linen; see kind=')
     walk = Walk(model)
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
-    # Of tied weights the first path that the filter takes.
-    chosen = [*{id(one[0]): one for one in asked[::-1] if any(one[2])}.values()][::-1]
+    chosen = [one for one in asked if any(one[2])]
     for variable, path, _ in chosen:
         if any(map(variable.get_metadata().get, _MUTABLE)):
             raise errors.ArgumentTypeError(

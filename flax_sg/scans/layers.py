@@ -201,8 +201,8 @@ class _Layer(NamedTuple):
         program: the body, of leaves.
         carry: the structure of what it carries.
         out: the structure of what it gives out.
-        handed_on: for each leaf of ``out`` the index of the scanned leaf that it is;
-            None for others. A body that may write parameters returns them.
+        handed_on: for each parameter in ``out`` the index of the scanned leaf that it
+            is; None for other leaves. A body that may write parameters returns them.
     """
 
     program: core.ClosedJaxpr
@@ -228,14 +228,14 @@ class _Layer(NamedTuple):
         start = len(jax.tree.leaves(made))
         variables = program.jaxpr.invars[start:]
         known = {v: n for n, v in enumerate(variables) if params[n]}
-        handed_on = [
-            None if isinstance(v, core.Literal) else known.get(v)
-            for v in program.jaxpr.outvars[start:]
-        ]
+        handed_on: list[int | None] = []
         pairs = jax.tree_util.tree_leaves_with_path(out)
-        for (keys, _), number in zip(pairs, handed_on, strict=True):
+        for (keys, _), v in zip(pairs, program.jaxpr.outvars[start:], strict=True):
             path = lifting.param_path(keys, 'out')
-            if path is not None and number is None:
+            # What else a layer returns or sows is what it has seen.
+            is_param = path is not None and not isinstance(v, core.Literal)
+            handed_on.append(known.get(v) if is_param else None)
+            if path is not None and handed_on[-1] is None:
                 raise errors.PartError(
                     f'the parameter {path_of(path)!r} of layers of which some are '
                     'frozen is written, or handed to a lifted transform that may '

@@ -256,7 +256,7 @@ def selected(
     matched: set[filters.Filter] = set()
     out = [[where(path, matched) for path in tree] for tree in trees]
     if unused != 'ignore':
-        paths = [path for tree in trees for path in tree]
+        paths = [one for tree in trees for path in tree for one in (path, *path.also)]
         error = find_unused(where, matched, paths, None, any(map(any, out)))
         if error is not None:
             raise error

@@ -31,6 +31,11 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     'parts': lambda x: jnp.split(x * NONE, [1]),
     'joined': lambda x: jnp.concatenate([x * NONE, x * NONE]),
     'sorted': lambda x: jnp.sort(x * NONE),
+    'a maximum': lambda x: jnp.max(x * NONE, axis=1),
+    'gathered': lambda x: jnp.take(x * NONE, jnp.array([0, 5]), axis=0, mode='clip'),
+    'filled with zeros': lambda x: (
+        (x * NONE).at[jnp.array([0, 5])].get(mode='fill', fill_value=0.0)
+    ),
     'a matrix product': lambda x: (x * NONE) @ x.T,
     'put in': lambda x: lax.dynamic_update_slice(x * NONE, x[:1] * NONE[:1], (1, 0)),
     'branches': lambda x: lax.cond(
@@ -54,3 +59,19 @@ def test_zeros_of(name: str) -> None:
         expected = np.asarray(leaf == 0.0).all(0)
         np.testing.assert_array_equal(np.broadcast_to(mask, expected.shape), expected)
         assert expected.any(), 'nothing is tried'
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    'fn',
+    [
+        lambda x: (x * NONE).at[jnp.array([5])].get(mode='fill', fill_value=1.0),
+        lambda x: jnp.take(jnp.int32(x * NONE), jnp.array([9]), mode='fill'),
+        lambda x: jnp.prod(x[:0] * NONE[:0]),
+        lambda x: jnp.max(x[:0] * NONE[:0], initial=3.0),
+    ],
+)
+def test_values_out_of_nothing(fn: Any) -> None:
+    assert fn(jnp.asarray(SOME)).all()
+    [told] = zeros.zeros_of(jax.make_jaxpr(fn)(SOME))
+    assert not told.any()

@@ -166,6 +166,8 @@ MASK = {'above': {'tied': {'kernel': True, 'bias': False}}}
 def test_tied_weights_by_any_of_their_paths(where):
     model = Tied()
     assert zeros(stopping(where), model) == ['above/tied/kernel']
+    only = zeros(lambda model: total(nnx.train_only(model, where)), model)
+    assert only == ['above/tied/bias']
     view = nnx.stop_gradient(model, where)
     assert view.one is view.two is view.above.tied is not model.one
     assert view.weights[0] is view.one.kernel is not model.one.kernel

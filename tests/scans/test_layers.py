@@ -202,6 +202,35 @@ def test_parameters_that_are_handed_through_keep_their_gradient():
         penalty(params, Net('nested', slice(0, 3)))
 
 
+class Shows(linen.Module):
+    """Gives out its parameter as it is, in two ways."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        w = self.param('w', linen.initializers.ones, (3,))
+        self.sow('seen', 'w', w)
+        return x * w, w
+
+
+@pytest.mark.parametrize('frozen', [slice(0, 2), [0, 2, 4, 6, 8], {'w': [0, 1]}])
+def test_a_parameter_that_a_layer_gives_out_is_what_it_sees(frozen):
+    options = {'variable_axes': {'params': 0, 'seen': 0}, 'length': 10}
+    stack = nn.scan(
+        Shows, split_rngs={'params': True}, frozen_layers=frozen, **options
+    )()
+    params = stack.init(jax.random.key(0), jnp.ones(3), None)['params']
+    frozen = frozen['w'] if isinstance(frozen, dict) else frozen
+    expected = jnp.full((10, 3), 4.0).at[np.arange(10)[frozen]].set(0.0)
+
+    def loss(params):
+        (_, given), written = stack.apply(
+            {'params': params}, jnp.ones(3), None, mutable='seen'
+        )
+        return jnp.sum(given**2) + jnp.sum(written['seen']['w'][0] ** 2)
+
+    oracle.assert_same(jax.grad(loss)(params)['w'], expected)
+
+
 # What it costs.
 
 WIDE, DEEP, FROZEN = 64, 8, 6
