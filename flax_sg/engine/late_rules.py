@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeAlias
 
 from flax_sg.engine import blocks, numbers
-from flax_sg.internals import patching
+from flax_sg.internals import patching, tracing
 
 _Blocks: TypeAlias = tuple[blocks.Block, ...]
 
@@ -23,14 +23,18 @@ def hook_for(kind: str) -> Callable[..., Any]:
     """Makes the hook for ``__call__`` of a class in ``patching.RULES``."""
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        open_blocks = blocks.active()
+        open_blocks, names = blocks.active(), patching.RULES[kind]
         # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
-        if open_blocks and not _of_jax(self):
+        rules = {name: getattr(self, name) for name in names}
+        if open_blocks and not _of_jax(self, rules.values()):
             self, applies = _copy(self), tuple(blocks.thread.applies)
-            for name in patching.RULES[kind]:
-                rule = getattr(self, name)
+            for name, rule in rules.items():
                 if rule is not None:
                     setattr(self, name, _resuming(rule, open_blocks, applies))
+            for block in open_blocks:
+                # A rule may read what the function itself does not.
+                if block.kept_trace != tracing.kept_trace():
+                    block.lease.note(())
         return patching.originals[kind](self, *args, **kwargs)
 
     return hook
@@ -43,13 +47,18 @@ def _copy(function: Any) -> Any:
     return out
 
 
-def _of_jax(function: Any) -> bool:
+def _of_jax(function: Any, rules: Iterable[Any]) -> bool:
     # Excludes JAX's wrappers of user functions (``custom_gradient``), by closure.
     fn = function.fun
-    module = getattr(fn, '__module__', None) or ''
     closed = getattr(fn, '__closure__', None) is None
     # Ours run user functions later; if they held blocks, they would hold tracers.
-    return module.startswith('flax_sg.') or (module.startswith('jax.') and closed)
+    is_ours, is_of_jax = _module(fn, 'flax_sg.'), _module(fn, 'jax.') and closed
+    own_rules = all(_module(rule, 'jax.') for rule in rules if rule is not None)
+    return is_ours or (is_of_jax and own_rules)
+
+
+def _module(fn: Any, package: str) -> bool:
+    return (getattr(fn, '__module__', None) or '').startswith(package)
 
 
 def _resuming(
@@ -80,12 +89,17 @@ def _reopened(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[No
     thread, user = blocks.thread, object()
     before = thread.applies
     closed = {block: block.lease for block in open_blocks if not block.is_open}
+    met = {block: set(block.decisions) for block in closed}
 
     def leave() -> None:
         thread.applies = before
         thread.set_blocks(thread.blocks)  # JAX's keys depend on the number of applies.
         for block, lease in closed.items():
             block.lease, block.is_open = lease, False
+            # JAX keeps the rule with what was traced under this number.
+            if block.asker.has_functions and (new := {*block.decisions} - met[block]):
+                lease.note(new)
+                lease.give_back()
         for block in open_blocks:
             if not any(block is other for other in thread.blocks):
                 thread.forget(block)

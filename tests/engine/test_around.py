@@ -253,3 +253,64 @@ def test_two_threads_that_differentiate_one_function():
             assert not found['kernel'].any()
             assert found['bias'].all()
     assert most == [1] * 4
+
+
+# Rules that run late.
+
+
+def ruled(primal: Any) -> Any:
+    """A function whose rule applies the model; it reads the parameters by hand."""
+    out = jax.custom_vjp(primal)
+    out.defvjp(
+        lambda params, x: jax.vjp(plain, params, x), lambda pull_back, ct: pull_back(ct)
+    )
+    return out
+
+
+def fused(params, x):
+    body, head = params['body'], params['head']
+    x = jnp.tanh(x @ body['kernel'] + body['bias'][None])
+    return jnp.tanh(x @ head['kernel'] + head['bias'][None])
+
+
+FILTERS = {
+    'globs': lambda name: f'{name}/kernel',
+    'functions': lambda name: lambda path: path == f'{name}/kernel',
+}
+
+
+@pytest.mark.parametrize('wrap', [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize('kind', FILTERS)
+def test_a_rule_reads_what_its_function_does_not(wrap, kind):
+    """JAX keeps the function with its rule, so it belongs to the block of the call."""
+    fn = wrap(ruled(fused))
+
+    def grads(name: str) -> Any:
+        @jax.jit
+        def loss(params):
+            with nn.stop_gradient(FILTERS[kind](name), unused='ignore'):
+                return fn(params, X).sum()
+
+        return jax.grad(loss)(PARAMS)
+
+    for name in ('body', 'head', 'body'):
+        found = {key: bool(tree['kernel'].any()) for key, tree in grads(name).items()}
+        assert found == {'body': name != 'body', 'head': name != 'head'}
+
+
+def test_a_rule_of_the_user_for_a_function_of_jax():
+    dense = nn.Dense(3, use_bias=False)
+
+    def by_flax(x, kernel):
+        return dense.apply({'params': {'kernel': kernel}}, x)
+
+    fn = jax.custom_vjp(jnp.matmul)
+    fn.defvjp(
+        lambda *args: jax.vjp(by_flax, *args), lambda pull_back, ct: pull_back(ct)
+    )
+
+    def loss(kernel):
+        with nn.stop_gradient('kernel', unused='ignore'):
+            return fn(X, kernel).sum()
+
+    assert not jax.grad(jax.jit(loss))(W).any()
