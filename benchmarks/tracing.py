@@ -160,7 +160,7 @@ def microseconds(fn: Callable[[], Any]) -> float:
 
 
 def open_and_close() -> list[tuple[str, float, float]]:
-    """Times blocks around a compiled step: name, microseconds, and bound."""
+    """Times blocks around a compiled step and a layer: microseconds, and bound."""
     model = modules.Many(1)
     shapes, x = modules.shapes(1)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
@@ -181,10 +181,23 @@ def open_and_close() -> list[tuple[str, float, float]]:
     function = block(lambda path: path.endswith('/kernel'))
     with nn.stop_gradient('small_*/dense/kernel'):
         inside = microseconds(lambda: step(params, x))
+    dense = nn.Dense(4)
+    variables = dense.init(jax.random.key(0), x)
+
+    def eager_block() -> None:
+        with nn.stop_gradient('kernel'):
+            dense.apply(variables, x)
+
+    eager = microseconds(lambda: dense.apply(variables, x))
     return [
         ('a compiled step, called in an open block', inside - plain, 20),
         ('a block opened and closed, glob', microseconds(glob) - plain, 30),
         ('a block opened and closed, function', microseconds(function) - plain, 60),
+        (
+            f'a block around an eager Dense, which takes {eager:.0f}',
+            microseconds(eager_block) - eager,
+            0.15 * eager,
+        ),
     ]
 
 

@@ -33,7 +33,14 @@ Patch = pytest.MonkeyPatch
 
 def no_cache_key(patch: Patch) -> None:
     """JAX's caches know nothing of blocks: the first call decides for all others."""
-    patch.setattr(tracing, 'user_context', lambda number: contextlib.nullcontext())
+
+    class Ignored:
+        value = 0
+
+        def __call__(self, number: int) -> Any:
+            return contextlib.nullcontext()
+
+    patch.setattr(tracing, 'user_context', Ignored())
 
 
 def stop_inside_the_body(patch: Patch) -> None:

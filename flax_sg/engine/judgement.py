@@ -112,12 +112,16 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
 def _has_effect(block: Block) -> bool:
     """Whether a block has rewritten something that was read, or need not."""
     where = block.rewrite.where
+    if where == filters.Constant(True) and block.uncovered and not block.reads:
+        return False
     if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
         return True
     return block.took or thread.doubts is not None
 
 
 def _no_effect(block: Block) -> str:
+    if not block.rewrite.where.atoms:
+        return str(_only_inside(block))
     return (
         f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: it '
         'selects nothing that was read in it.\n'

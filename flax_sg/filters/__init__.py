@@ -20,7 +20,8 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import And as And
-from flax_sg.filters.expressions import Constant, Filter, Or
+from flax_sg.filters.expressions import Constant as Constant
+from flax_sg.filters.expressions import Filter, Or
 from flax_sg.filters.expressions import Not as Not
 from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index

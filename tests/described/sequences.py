@@ -263,8 +263,10 @@ class Runner(Real):
             blocks = (*here.blocks, opened)
             super().block(item, dataclasses.replace(here, blocks=blocks))
         except (errors.UnusedFilterError, UserWarning):
-            # Something may have read a variable all the same.
-            assert item.judged and item.where != EVERYTHING and not opened.called
+            # Something may have read a variable all the same. Of everything there is
+            # none if only a net is applied, in a method of the pair.
+            assert item.judged and not opened.called
+            assert item.where != EVERYTHING or here.pair is not None
 
     def thread(self, item: Thread, here: Here) -> None:
         def work() -> None:

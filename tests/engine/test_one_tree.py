@@ -360,6 +360,17 @@ def test_a_name_that_only_an_inner_tree_has():
 VARIABLES_OF_PLAIN = PLAIN.init(jax.random.key(3), X)
 
 
+def test_a_block_of_everything_around_an_inner_tree_alone_warns():
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, variables, x):
+            with nn.stop_gradient(True):
+                return PLAIN.apply(variables, x)
+
+    with pytest.warns(errors.NothingStoppedWarning, match=r'sg\.stop_gradient\(tree'):
+        Outer().apply({}, VARIABLES_OF_PLAIN, X)
+
+
 def test_an_exception_out_of_an_apply_leaves_no_depth():
     class Raises(fnn.Module):
         def __call__(self):
