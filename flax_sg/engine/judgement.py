@@ -112,7 +112,7 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
 def _has_effect(block: Block) -> bool:
     """Whether a block has rewritten something that was read, or need not."""
     where = block.rewrite.where
-    if where == filters.Constant(True) and block.uncovered and not block.reads:
+    if where == filters.Constant(True) and block.uncovered and not block.took:
         return False
     if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
         return True

@@ -23,9 +23,9 @@ def hook_for(kind: str) -> Callable[..., Any]:
     """Makes the hook for ``__call__`` of a class in ``patching.RULES``."""
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        open_blocks, names = blocks.active(), patching.RULES[kind]
+        open_blocks = blocks.active()
+        rules = {name: getattr(self, name) for name in patching.RULES[kind]}
         # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
-        rules = {name: getattr(self, name) for name in names}
         if open_blocks and not _of_jax(self, rules.values()):
             self, applies = _copy(self), tuple(blocks.thread.applies)
             for name, rule in rules.items():
@@ -52,12 +52,13 @@ def _of_jax(function: Any, rules: Iterable[Any]) -> bool:
     fn = function.fun
     closed = getattr(fn, '__closure__', None) is None
     # Ours run user functions later; if they held blocks, they would hold tracers.
-    is_ours, is_of_jax = _module(fn, 'flax_sg.'), _module(fn, 'jax.') and closed
-    own_rules = all(_module(rule, 'jax.') for rule in rules if rule is not None)
-    return is_ours or (is_of_jax and own_rules)
+    if _is_in(fn, 'flax_sg.'):
+        return True
+    own_rules = all(_is_in(rule, 'jax.') for rule in rules if rule is not None)
+    return _is_in(fn, 'jax.') and closed and own_rules
 
 
-def _module(fn: Any, package: str) -> bool:
+def _is_in(fn: Any, package: str) -> bool:
     return (getattr(fn, '__module__', None) or '').startswith(package)
 
 

@@ -63,7 +63,8 @@ def _path(where: filters.Filter, names: list[Names], array: Any) -> Path:
     """The first path of a leaf that a filter takes; it knows the others."""
     first, *others = (Path.of('params', each, array=array) for each in names)
     paths = [first, *(path for path in others if _knows(where, path))]
-    chosen = next((path for path in paths if where(path)), first)
+    # It need not be asked here if it is the only one.
+    chosen = next((path for path in paths if not others or where(path)), first)
     chosen.also = tuple(path for path in paths if path is not chosen)
     return chosen
 
