@@ -91,6 +91,8 @@ def pytest_collection_modifyitems(
 def pytest_collection_finish() -> None:
     """Keeps the garbage collector from walking through JAX repeatedly."""
     gc.freeze()
+    # JAX keeps nearly all that is made later, so a whole walk finds little.
+    gc.set_threshold(700, 10, 100)
 
 
 class Measured:

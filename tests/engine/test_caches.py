@@ -616,6 +616,26 @@ def test_two_threads_share_a_jitted_closure(first, opens):
     oracle.assert_same(found, expected)
 
 
+def test_two_open_blocks_with_functions_of_the_same_code():
+    """Both are open before one of them is asked: neither finds the other's trace."""
+
+    def of(name):
+        return nn.stop_gradient(lambda path: path.name == name)
+
+    def stopped():
+        grads = loss(PARAMS)['dense']
+        return [name for name, grad in grads.items() if oracle.is_zero(grad)]
+
+    loss = jax.jit(jax.grad(summed))
+    with ThreadPoolExecutor(1) as pool, of('kernel'):
+        theirs = of('bias')
+        pool.submit(theirs.__enter__).result()
+        mine = stopped()
+        assert pool.submit(stopped).result() == ['bias']
+        assert stopped() == mine == ['kernel']
+        pool.submit(theirs.__exit__, None, None, None).result()
+
+
 def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
     class HasW(fnn.Module):
         def __call__(self):
