@@ -117,13 +117,15 @@ def _takes_all(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
 
 
 def _owns_held_state(takes: Callable[..., bool], scope: Scope) -> bool:
-    root = blocks.root_of(scope)
+    root, stored = blocks.root_of(scope), core_scopes.stored(scope)
+    params = stored.get('params', {})
     return any(
         takes(root, (collection, (*scope.path, name)))
-        for collection, tree in core_scopes.stored(scope).items()
+        for collection, tree in stored.items()
         if collection not in ('params', *_RESULTS)
         for name, value in tree.items()
-        if not isinstance(value, Mapping)
+        # An average of the parameters is no state of a layer.
+        if not (name in params or isinstance(value, Mapping))
     )
 
 

@@ -45,11 +45,14 @@ class Mirror(wrappers.Wrapper):
     @contextlib.contextmanager
     def _in_block(self, judge: bool) -> Generator[None]:
         """The block of every wrapper, with random numbers and values of the view."""
-        values = contextlib.nullcontext()
-        if self.values is not None:
-            values = self._block(self.values, judge)
-        rngs = _handle_rngs(self.module, self.rngs)
-        with rngs, values, super()._in_block(judge):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_handle_rngs(self.module, self.rngs))
+            if self.values is not None:
+                # What is computed of other values is no state of the module.
+                everything = filters.Constant(True)
+                stack.enter_context(self._state_in(everything, held_state.HOLD))
+                stack.enter_context(self._block(self.values, judge))
+            stack.enter_context(super()._in_block(judge))
             yield
 
 
@@ -118,7 +121,7 @@ def mirror(
         state: what happens to batch statistics and other state, as in ``nn.Frozen``.
             ``'hold'`` by default: only the module itself updates them. Each call reads
             the values given as ``variables`` as they were given, even if an earlier
-            call wrote them.
+            call wrote them, and updates nothing, whatever ``where`` selects.
         collections: the collections that ``where`` looks at.
         unused: as in ``nn.Frozen``.
 
@@ -199,6 +202,8 @@ def _counted_apart(counts: dict[Any, Any], kept: str | None) -> Generator[None]:
     of_views = counts.pop(_OF_VIEWS, {})
     of_module = core_scopes.copied(counts)
     _set(counts, of_views, kept)
+    if _OF_VIEWS in of_views:  # Those of views of the view.
+        counts[_OF_VIEWS] = of_views[_OF_VIEWS]
     try:
         yield
     finally:

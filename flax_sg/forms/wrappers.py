@@ -77,11 +77,13 @@ class _Forwards:
         Args:
             judge: whether to raise if a filter took no variable.
         """
-        rewrite = held_state.state_in(self.where, self.state)
-        of_state = self._block(rewrite, judge=False)
-        held = held_state.handle_state(self.module, self.state, of_state)
-        with held, self._block(self._rewrite, judge):
+        state = self._state_in(self.where, self.state)
+        with state, self._block(self._rewrite, judge):
             yield
+
+    def _state_in(self: Any, where: filters.Filter, choice: str) -> Any:
+        block = self._block(held_state.state_in(where, choice), judge=False)
+        return held_state.handle_state(self.module, choice, block)
 
     def _block(self: Any, rewrite: rules.Rewrite, judge: bool) -> opening.InBlock:
         owner = self.module if self.within is None else self.within

@@ -10,7 +10,8 @@ from flax import nnx
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
 from flax_sg.forms import cotangent_blocks, value_blocks
-from flax_sg.graphs.views import view
+from flax_sg.graphs.views import as_one, view
+from flax_sg.graphs.walks import Walk
 
 M = TypeVar('M')
 
@@ -143,16 +144,18 @@ def substitute(model: M, values: Any, *, kind: Any = nnx.Param, **how: Any) -> M
     """
     if isinstance(values, str):
         raise wrong_argument(values, 'model or tree', 'nnx.substitute(model, target)')
-    return view(model, value_blocks.substitute(_plain(values, kind), **how), kind)
+    variables = {names for names, _ in Walk(model).variables()}
 
+    def plain(values: Any, *names: str) -> Any:
+        if isinstance(values, nnx.Pytree):
+            values = nnx.state(values, kind)
+        if isinstance(values, nnx.Variable):
+            return as_one(values.get_raw_value())
+        if not isinstance(values, Mapping) or names in variables:
+            return as_one(values)
+        return {name: plain(below, *names, str(name)) for name, below in values.items()}
 
-def _plain(values: Any, kind: Any) -> Any:
-    """Models and states as nested dicts of arrays."""
-    if isinstance(values, nnx.Pytree):
-        values = nnx.state(values, kind)
-    if isinstance(values, Mapping):
-        return {name: _plain(value, kind) for name, value in values.items()}
-    return values.get_raw_value() if isinstance(values, nnx.Variable) else values
+    return view(model, value_blocks.substitute(plain(values), **how), kind)
 
 
 def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> M:

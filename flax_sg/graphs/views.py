@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,11 @@ def view(model: Any, rewrite: rules.Rewrite, kind: Any) -> Any:
     return walk.copy({id(v): v.replace(next(values)) for v, *_ in chosen})
 
 
+def as_one(value: Any) -> Any:
+    """What a Variable holds; a dict as one value, which nests no Variables."""
+    return (value,) if isinstance(value, Mapping) else value
+
+
 def _seen(rewrite: rules.Rewrite, chosen: Sequence[Asked]) -> Iterator[Any]:
     """Yields what readers of the view see in place of each raw value."""
     raws = [variable.get_raw_value() for variable, *_ in chosen]
@@ -65,7 +70,7 @@ def _seen(rewrite: rules.Rewrite, chosen: Sequence[Asked]) -> Iterator[Any]:
         for (_, path, _), raw, of, (_, treedef) in zip(
             chosen, raws, rows, flat, strict=True
         ):
-            given = rewrite.rule.instead(path, raw, lambda _: rules.AS_IT_IS)
+            given = rewrite.rule.instead(path, as_one(raw), lambda _: rules.AS_IT_IS)
             news = jax.tree.leaves(given, is_leaf=is_whole)
             yield treedef.unflatten(
                 filters.merged(takes, new, old, path) if takes else old

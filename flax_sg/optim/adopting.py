@@ -166,11 +166,21 @@ def _of_all(
     """A value that belongs to all parameters, and whether it is carried."""
     size = sum(map(np.size, jax.tree.leaves(pruned(leaves, trained))))
     flat = shape_of(made) == (size,) != (1,) and is_differentiable(made)
+    shapes = list(map(jnp.shape, leaves.values))
     for value, was in given:
-        same = not flat if was is None else was == trained
-        if _type(value) == _type(made) and (same or not (flat or _is_one(made))):
+        same = not (flat or _is_one(made))
+        if not same:
+            same = not flat if was is None else all(map(_is_same, was, trained, shapes))
+        if same and _type(value) == _type(made):
             return value, 'carried'
     return made, 'fresh'
+
+
+def _is_same(was: Any, now: Any, shape: tuple[int, ...]) -> bool:
+    """Whether the same elements of a parameter are trained, however it is written."""
+    return was == now or bool(
+        (mask_of(was, shape, '') == mask_of(now, shape, '')).all()
+    )
 
 
 def _of_one(
@@ -186,7 +196,7 @@ def _of_one(
     for value, was_trained in reversed(given):  # The first one has the last word.
         was = True if was_trained is None else was_trained[number]
         knew = mask_of(was, shape, '')
-        if was == now and _type(value) == _type(made):
+        if _is_same(was, now, shape) and _type(value) == _type(made):
             out, known = value, knew
         elif (
             np.shape(made) == shape_of_part(now, shape)

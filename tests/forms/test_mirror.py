@@ -216,6 +216,25 @@ def test_choices_of_rngs_and_state() -> None:
     assert bool(jnp.any(seen[0] != seen[1]))
 
 
+def test_views_of_views_draw_what_the_module_draws() -> None:
+    class Looks(linen.Module):
+        def setup(self):
+            self.drop = linen.Dropout(0.5, deterministic=False)
+
+        def once(self, x):
+            return self.drop(x)
+
+        def __call__(self, x):
+            return self.drop(x), nn.mirror(self).once(x)
+
+    module, x = Looks().bind({}, rngs=RNGS), jnp.ones(20)
+    drawn = [module.drop(x) for _ in range(3)]
+    assert not (drawn[0] == drawn[1]).all()
+    of_view, inner = nn.mirror(module), nn.mirror(nn.mirror(module.drop))
+    assert_same([of_view(x) for _ in range(3)], [(y, y) for y in drawn])
+    assert_same([inner(x) for _ in range(3)], drawn)
+
+
 @pytest.mark.parametrize('rngs', ['same', 'fresh'])
 def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> None:
     class Grows(linen.Module):
@@ -319,13 +338,14 @@ def test_a_collection_of_other_values_that_is_written_reads_as_they_are() -> Non
             count.value = seen + 1.0
             return x + self.param('w', linen.initializers.ones, ()) * seen
 
-    model = Uses(Counts, 'oom')
     variables = {'params': {'inner': {'w': 2.0}}, 'counts': {'inner': {'n': 5.0}}}
     other = {'params': {'w': jnp.array(3.0)}, 'counts': {'n': jnp.array(7.0)}}
     variables = jax.tree.map(jnp.array, variables)
-    seen, written = model.apply(variables, 0.0, other, mutable='counts')
-    assert [float(y) for y in seen] == [21.0, 21.0, 10.0]
-    assert float(written['counts']['inner']['n']) == 6.0
+    for options in ({}, {'where': False}, {'where': False, 'state': 'eval'}):
+        model = Uses(Counts, 'oom', options=tuple(options.items()))
+        seen, written = model.apply(variables, 0.0, other, mutable='counts')
+        assert [float(y) for y in seen] == [21.0, 21.0, 10.0]
+        assert float(written['counts']['inner']['n']) == 6.0
 
 
 @pytest.mark.parametrize('boxed', [(True, False), (False, True), (True, True)])

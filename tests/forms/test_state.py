@@ -117,6 +117,15 @@ def test_state_is_held_and_parameters_are_trained(state: str) -> None:
     oracle.assert_same(grads(held), grads(by_hand))
 
 
+@pytest.mark.parametrize('where', ['stage_1/norm/scale', '**/bias', '**/kernel'])
+def test_an_average_of_the_parameters_is_no_state(where: str) -> None:
+    variables = Stages().init(KEY, X)
+    given = {**variables, 'ema_params': variables['params']}
+    frozen = nn.Frozen(Stages(), where, state='eval')
+    expected = Stages().apply(variables, X, mutable='batch_stats')
+    oracle.assert_same(frozen.apply(given, X, mutable='batch_stats'), expected)
+
+
 def test_state_is_held_by_path_in_a_scan() -> None:
     class Body(linen.Module):
         wrap: Any

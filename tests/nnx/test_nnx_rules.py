@@ -146,6 +146,25 @@ def test_other_values(form):
     assert pair.a.w[...].tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize('how', [{}, {'unused': 'ignore'}, {'where': '*/w'}])
+def test_other_values_in_the_dict_of_a_variable(how):
+    class Pair(nnx.Module):
+        def __init__(self, factor):
+            self.w = nnx.Param({'u': factor * ONES, 'v': (ONES,)})
+
+        def __call__(self, x):
+            value = self.w.get_value()
+            return value['u'] * x + value['v'][0]
+
+    model, target = (nnx.Dict(a=Pair(factor)) for factor in (1.0, 2.0))
+    tree = {'a': {'w': target.a.w.get_raw_value()}}
+    for values in target, nnx.state(target), {'a': target.a}, tree:
+        view = nnx.substitute(model, values, **how)
+        oracle.assert_same(apply(view.a), apply(target.a))
+    with pytest.raises(errors.StructureError, match="'a/w'"):
+        nnx.substitute(model, {'a': {'w': {'u': ONES}}}, **how)
+
+
 def test_gradients_flow_to_other_values():
     def loss(target, model):
         return nnx.jit(apply)(nnx.substitute(model, target, where='w'))

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -89,6 +90,22 @@ def test_one_array_for_all_parameters_is_that_of_one_selection():
             known = old is new is first
             oracle.assert_same(adopted, state if known else new.init(PARAMS))
             assert found['carried' if known else 'fresh'] == ['0/trace']
+
+
+@pytest.mark.parametrize('wrap', [optax.flatten, lambda tx: tx])
+def test_a_selection_may_be_written_otherwise(wrap):
+    # What belongs to one selection, and is no array for each parameter.
+    params = {'w': jnp.ones((3, 4)), 'b': jnp.ones(2)}
+    tx = wrap(optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.5))
+    one, same, other = (
+        sg.freeze(tx, ['b', sg.at('w', np.s_[:, index])])
+        for index in ([2], slice(2, 3), slice(1, 2))
+    )
+    _, state = one.update(params, one.init(params), params)
+    assert not oracle.is_zero(state[0])
+    oracle.assert_same(sg.adopt(same, params, state, old=one), state)
+    with pytest.raises(AssertionError):
+        oracle.assert_same(sg.adopt(other, params, state, old=one), state)
 
 
 def test_states_with_more_than_an_array_for_each_leaf():
