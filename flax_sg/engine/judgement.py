@@ -145,15 +145,30 @@ def settle(scope: Scope) -> None:
         # If the body raised, its own exception is shown instead.
         if sys.exception() is handled:
             _meet(block, root, path, variables)
-            if error := verdict(block):
+            error = verdict(block)
+            if error:  # Nobody sees ``init`` read what a module outside keeps.
+                _meet(block, root, path, variables, outside=True)
+            if error and verdict(block):
                 block.lease.discard()
                 raise error
 
 
 def _meet(
-    block: Block, root: Root, path: tuple[str, ...], variables: dict[str, Any]
+    block: Block,
+    root: Root,
+    path: tuple[str, ...],
+    variables: dict[str, Any],
+    outside: bool = False,
 ) -> None:
-    """Asks the filter about variables that nobody read, if it may have missed them."""
+    """Asks the filter about variables that nobody read, if it may have missed them.
+
+    Args:
+        block: the block.
+        root: the tree of the variables.
+        path: where they are in the tree.
+        variables: the variables.
+        outside: whether those outside of the block's owner count.
+    """
     if not block.covers(root):
         for collection, tree in variables.items():
             keys = iter_leaf_keys((collection, path), tree)
@@ -171,7 +186,7 @@ def _meet(
         if wants(block, root, collection):
             for key in iter_leaf_keys((collection, path), tree):
                 owner = block.owner_path if block.tree is root.tree else ()
-                if key[1][: len(owner)] == owner:
+                if outside or key[1][: len(owner)] == owner:
                     selects(block, root, key, read=False)
 
 

@@ -19,6 +19,7 @@ value may differ from the first run, an error is raised.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -170,12 +171,15 @@ class _SetupValues:
         # one. A stop treats both alike; without blocks they differ.
         same = bool(self.blocks) and not numbers
         if isinstance(value, contents.ARRAYS if same else tracing.Tracer):
-            found = _parameter(self.module.scope, self.root, value, made_in)
+            of_module = functools.partial(
+                _parameter, self.module.scope, self.root, value
+            )
+            found = of_module(made_in) or of_module(self.blocks)
             if found is not None:
                 return views.view(self.root, self.blocks, *found)
         if self._again is None:
             if not modules.is_set_up(self.module):
-                reason = 'the block is in setup, after the line that makes the value'
+                reason = 'setup has not ended, and would have to run again'
                 raise _cannot_see(self.module, name, reason)
             self._again = _run_again(self.module, name, self.blocks, made_in)
         if not self._again:  # No block changes what setup reads.

@@ -85,11 +85,11 @@ def _fits(text: str, paths: Sequence[Path], compiled: _Compile) -> bool:
 def _respelled(
     pattern: str, near: str, paths: Sequence[Path], compiled: _Compile
 ) -> str:
-    """The pattern, or all below it, with names of a path for names that look like them.
+    """The pattern, or all below or above it, with names of a path for others like them.
 
-    >>> paths = [Path.of('params', ('encoder', 'kernel'))]
-    >>> [_respelled(each, paths[0], paths, re.compile) for each in ('encodr', 'dec')]
-    ['encoder/.*', '']
+    >>> paths = [Path.of('params', ('encoder', 'w'))]
+    >>> [_respelled(each, paths[0], paths, re.compile) for each in ('encodr', 'w', 'b')]
+    ['encoder/.*', '.*/w', '']
 
     Returns:
         A pattern that fits one of the paths; '' if there is none.
@@ -100,8 +100,9 @@ def _respelled(
         if (name + other).isidentifier():
             names[n] = (*difflib.get_close_matches(name, [other], 1, 0.75), name)[0]
     text = '/'.join(names)
-    below = f'{text}/.*' if compiled is re.compile else f'{text}/**'
-    return next((each for each in (text, below) if _fits(each, paths, compiled)), '')
+    many = '.*' if compiled is re.compile else '**'
+    several = text, f'{text}/{many}', f'{many}/{text}'
+    return next((each for each in several if _fits(each, paths, compiled)), '')
 
 
 def nearest(pattern: str, paths: Iterable[str], n: int = 3) -> list[str]:

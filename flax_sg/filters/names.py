@@ -277,8 +277,16 @@ def no_variables(
     who: str, missing: Sequence[tuple[str, ...]], paths: Iterable[str]
 ) -> errors.UnusedFilterError:
     """A tree has names that belong to no variable."""
-    path = '/'.join(missing[0])
-    near = nearest(path, map(str, paths), 1)
+    path, known = '/'.join(missing[0]), [*map(str, paths)]
+    outside = f'/{path.lstrip("/")}'
+    if outside in known:
+        return errors.UnusedFilterError(
+            f'{who} has a value for {path!r}, which lies outside of the module.\n'
+            "It names the module's own variables. For others give a function "
+            '(path, value) -> value; or open nn.substitute(tree) in the module around '
+            'them, where they have names.'
+        )
+    near = nearest(path, known, 1)
     if path in near and '/' in ''.join(missing[0]):
         return errors.UnusedFilterError(
             f'{who} is flat: it has {path!r} for nested names.\n'

@@ -116,17 +116,17 @@ def _takes_all(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
     return said is True
 
 
-def _owns_held_state(takes: Callable[..., bool], scope: Scope) -> bool:
-    root, stored = blocks.root_of(scope), core_scopes.stored(scope)
-    params = stored.get('params', {})
-    return any(
-        takes(root, (collection, (*scope.path, name)))
-        for collection, tree in stored.items()
-        if collection not in ('params', *_RESULTS)
-        for name, value in tree.items()
-        # An average of the parameters is no state of a layer.
-        if not (name in params or isinstance(value, Mapping))
-    )
+def _is_held(takes: Callable[..., bool], scope: Scope) -> bool:
+    """Whether all state of a module is held; there has to be some."""
+    root, keys = blocks.root_of(scope), list(_keys_in(scope))
+    params = {path for collection, path in keys if collection == 'params'}
+    # An average of the parameters need not be held.
+    held = [
+        (path in params, takes(root, (col, path)))
+        for col, path in keys
+        if col != 'params'
+    ]
+    return any(said for _, said in held) and all(any(pair) for pair in held)
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def _evaluate(
     fields = {field.name for field in dataclasses.fields(module)}
     known = {*fields, *inspect.signature(context.orig_method).parameters}
     if module.scope is not None and known & _STATISTICS.keys():
-        switches |= _STATISTICS if _owns_held_state(takes, module.scope) else {}
+        switches |= _STATISTICS if _is_held(takes, module.scope) else {}
     if module.scope is not None and known & _DROPOUT.keys():
         switches |= _DROPOUT if covers(module.scope) else {}
     with contextlib.ExitStack() as stack:

@@ -42,6 +42,12 @@ class Mirror(wrappers.Wrapper):
         super().__post_init__()
 
     @nowrap
+    def make_rng(self, name: str = 'params') -> Any:
+        """Draws as the module does; ``nn.jit`` asks for it around its body."""
+        with _handle_rngs(self.module, self.rngs):
+            return self.module.make_rng(name)
+
+    @nowrap
     @contextlib.contextmanager
     def _in_block(self, judge: bool) -> Generator[None]:
         """The block of every wrapper, with random numbers and values of the view."""

@@ -57,7 +57,7 @@ def experiment(number: int, watched: list[weakref.ref[Any]]) -> None:
 @pytest.mark.slow
 def test_an_experiment_that_is_over_is_freed():
     watched: list[weakref.ref[Any]] = []
-    for number in range(100):
+    for number in range(40):
         experiment(number, watched)
     jax.clear_caches()
     for _ in range(3):  # A class that is freed frees the class below it.

@@ -327,6 +327,18 @@ class Reassigned(InSetup):
         return [(x * self.h, x * self.w)]
 
 
+class MadeInTheBlock(InSetup):
+    def setup(self):
+        self.b = param(self, 'b')
+        with self.block('w'):
+            self.w = self.stop(param(self, 'w'))
+            self.h = self.w * self.b
+        self.after = self.w * 2.0
+
+    def __call__(self, x):
+        return [(x * self.h, x * self.w, x * self.after)]
+
+
 class SetUpInABlock(InSetup):
     """In its ``setup`` a block is open where a module below it is set up."""
 
@@ -343,7 +355,9 @@ class SetUpInABlock(InSetup):
             return [x * self.kept]
 
 
-@pytest.mark.parametrize('cls', [BlockInSetup, Reassigned, SetUpInABlock])
+@pytest.mark.parametrize(
+    'cls', [BlockInSetup, MadeInTheBlock, Reassigned, SetUpInABlock]
+)
 def test_a_block_in_setup_of_a_module_used_in_blocks(cls):
     """Outside of all other blocks, what the block in setup stopped is stopped."""
     by_hand, with_blocks = outer(lambda _: cls(True)), outer(lambda _: cls())

@@ -223,6 +223,41 @@ def test_what_lies_outside_the_module_counts_when_it_is_read():
             read(Outer(where), variables)
 
 
+@pytest.mark.parametrize('wrap', [lambda module, where: module, nn.Frozen])
+def test_init_sees_what_setup_of_a_module_outside_keeps(wrap):
+    """It was read before the block, and in ``init`` a block reads it as it is."""
+
+    class Outer(fnn.Module):
+        where: Any
+
+        def setup(self):
+            self.embed = fnn.Embed(3, 2)
+            self.decoder = wrap(Decoder(self.where, self.embed), self.where)
+
+        def __call__(self, ids):
+            return self.decoder(self.embed(ids))
+
+    class Decoder(fnn.Module):
+        where: Any
+        embed: Any
+
+        @fnn.compact
+        def __call__(self, h):
+            with nn.stop_gradient(self.where):
+                return fnn.Dense(1, name='out')(self.embed.attend(h))
+
+    ids = jnp.array([1, 2])
+
+    def start(where):
+        return Outer(where).init(jax.random.key(0), ids)
+
+    for where in ('/embed/**', ['/embed/*', 'out/bias'], lambda p: 'embedding' in p):
+        Outer(where).apply(start(where), ids)
+    for where in ('embed/**', '/embd/**', ['/embed/**', 'out/biass']):
+        with pytest.raises(errors.UnusedFilterError):
+            start(where)
+
+
 def test_the_exception_of_the_body_is_never_masked():
     raised = ValueError('of the body')
     caught = pytest.raises(ValueError, match='of the body')

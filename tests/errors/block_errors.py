@@ -282,6 +282,29 @@ class ReadsLater(fnn.Module):
         return self.fn(x) * self.box.value
 
 
+OUT = {'kernel': X[:, :1], 'bias': X[0, :1]}
+
+
+def shared(values: Any) -> Any:
+    """A view, with other values, of a module that uses a module of its parent."""
+
+    class Uses(fnn.Module):
+        embed: Any
+
+        @fnn.compact
+        def __call__(self, x: Any) -> Any:
+            return fnn.Dense(1, name='out')(self.embed.attend(x))
+
+    class Parent(fnn.Module):
+        @fnn.compact
+        def __call__(self, x: Any) -> Any:
+            uses = Uses(fnn.Embed(2, 2, name='embed'), name='uses')
+            return nn.mirror(uses, variables=values)(x)
+
+    params = {'embed': {'embedding': X}, 'uses': {'out': OUT}}
+    return Parent().apply({'params': params}, X)
+
+
 def reads_later() -> Any:
     return nn.Frozen(ReadsLater()).bind({'params': {'b': jnp.ones(())}})
 
@@ -306,6 +329,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     'values of a module that is not bound': (
         lambda: nn.substitute(MODEL),
         "ArgumentTypeError: 'kernel' | 'params' | nn.mirror",
+    ),
+    'a value for a variable outside of the module': (
+        lambda: shared({'embed': {'embedding': X}, 'out': OUT}),
+        "UnusedFilterError: 'embed/embedding' | nn.substitute(tree)",
+        lambda: shared(lambda path, value: 2.0 * value),
     ),
     'a selected variable without a value': (
         lambda: run(nn.substitute({'bias': 2.0 * PARAMS['bias']}, where='*')),
@@ -413,7 +441,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a value that is read in setup': (
         lambda: traced(OpensAfter(), {'params': {'w': X}}),
-        'BlockError: self.kept | after the line that makes the value',
+        'BlockError: self.kept | setup has not ended',
     ),
     'a wrapper of a module with an apply of its own': (
         lambda: nn.mirror(StartsItself()).apply(VARIABLES, X),

@@ -216,6 +216,24 @@ def test_choices_of_rngs_and_state() -> None:
     assert bool(jnp.any(seen[0] != seen[1]))
 
 
+@pytest.mark.parametrize('order', ['v', 'vp', 'pv', 'ppvv'])
+def test_a_view_that_jit_is_given_draws_what_the_module_draws(order: str) -> None:
+    class Draws(linen.Module):
+        order: str
+
+        def setup(self):
+            self.drop = linen.Dropout(0.5, deterministic=False)
+
+        def __call__(self, x):
+            run = linen.jit(lambda module, x: module(x))
+            view = nn.mirror(self.drop)
+            return [run(view if kind == 'v' else self.drop, x) for kind in self.order]
+
+    bare, found = (Draws(o).apply({}, jnp.ones(20), rngs=RNGS) for o in ('ppp', order))
+    for number, kind in enumerate(order):
+        assert_same(found[number], bare[order[:number].count(kind)])
+
+
 def test_views_of_views_draw_what_the_module_draws() -> None:
     class Looks(linen.Module):
         def setup(self):

@@ -126,6 +126,58 @@ def test_an_average_of_the_parameters_is_no_state(where: str) -> None:
     oracle.assert_same(frozen.apply(given, X, mutable='batch_stats'), expected)
 
 
+class Both(linen.Module):
+    """Tells two norms what to use, and has a constant and a result of its own."""
+
+    @linen.compact
+    def __call__(self, x, use_running_average=False):
+        x = x * self.variable('constants', 'k', jnp.ones, ()).value
+        self.sow('losses', 'sum', x.sum())
+        x = linen.BatchNorm(name='a')(x, use_running_average)
+        return linen.BatchNorm(name='b')(x, use_running_average)
+
+
+@pytest.mark.parametrize('where', [~filters.as_filter('b/**'), ['a/**', '*']])
+def test_a_layer_that_is_told_by_a_module_around_it(where: Any) -> None:
+    class Twice(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            view = nn.Frozen(Both(name='net'), where, state='eval', unused='ignore')
+            return view(x), view(x)
+
+    variables = Twice().init(KEY, X)
+    del variables['losses']
+    found, written = Twice().apply(variables, X, mutable=['batch_stats', 'losses'])
+    stats = written['batch_stats']['net']
+    oracle.assert_same(stats['a'], variables['batch_stats']['net']['a'])
+    assert stats['b']['mean'].any()
+    assert all(jnp.allclose(y.mean(0), 0.0, atol=1e-6) for y in found)
+
+
+class InADict(linen.Module):
+    """One variable has all statistics; another has the name of a parameter."""
+
+    @linen.compact
+    def __call__(self, x, use_running_average=False):
+        scale = self.param('scale', linen.initializers.ones, ())
+        stats = self.variable('batch_stats', 'all', lambda: {'mean': jnp.ones(())})
+        size = self.variable('batch_stats', 'scale', jnp.ones, ())
+        if not (use_running_average or self.is_initializing()):
+            stats.value, size.value = {'mean': x.mean()}, x.max()
+        return scale * (x - stats.value['mean']) / size.value
+
+
+def test_statistics_in_a_dict_and_of_the_name_of_a_parameter() -> None:
+    variables = InADict().init(KEY, X)
+    expected = InADict().apply(variables, X, use_running_average=True)
+    frozen = nn.Frozen(InADict(), state='eval')
+    oracle.assert_same(frozen.apply(variables, X), expected)
+    found, written = frozen.apply(variables, X, mutable='batch_stats')
+    oracle.assert_same(
+        (found, written['batch_stats']), (expected, variables['batch_stats'])
+    )
+
+
 def test_state_is_held_by_path_in_a_scan() -> None:
     class Body(linen.Module):
         wrap: Any
