@@ -370,8 +370,22 @@ def _answers(where: Filter, path: Path, asks: Asks) -> dict[Filter, Any]:
         if said := asks(atom, path):
             answers[atom] = said
     for other in path.also:
-        answers = {**_answers(where, other, asks), **answers}
+        answers = {**_answers(where, other, _asking_what_it_knows(asks)), **answers}
     return answers
+
+
+def _asking_what_it_knows(asks: Asks) -> Asks:
+    """Asks no tree of bools, and nothing derived, for a path that is unknown to it."""
+
+    def asks_it(atom: Atom, path: Path) -> Any:
+        try:
+            return asks(atom, path)
+        except errors.FlaxSGError:
+            if atom.names_leaves:
+                return False
+            raise
+
+    return asks_it
 
 
 def decide(

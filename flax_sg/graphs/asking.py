@@ -61,24 +61,19 @@ def _arrays_of(variable: nnx.Variable[Any]) -> list[Any]:
 
 def _path(where: filters.Filter, names: list[Names], array: Any) -> Path:
     """The first path of a leaf that a filter takes; it knows the others."""
-    first, *others = (Path.of('params', each, array=array) for each in names)
-    paths = [first, *(path for path in others if _knows(where, path))]
+    paths = [Path.of('params', each, array=array) for each in names]
     # It need not be asked here if it is the only one.
-    chosen = next((path for path in paths if not others or where(path)), first)
+    several = paths if len(paths) > 1 else ()
+    chosen = next((path for path in several if _takes(where, path)), paths[0])
     chosen.also = tuple(path for path in paths if path is not chosen)
     return chosen
 
 
-def _knows(where: filters.Filter, path: Path) -> bool:
-    """Whether a filter can be asked for another path of tied weights.
-
-    What ``sg.live`` found, and a tree of bools, know the first path alone.
-    """
+def _takes(where: filters.Filter, path: Path) -> bool:
     try:
-        where(path)
-    except errors.FlaxSGError:
+        return bool(where(path))
+    except errors.FlaxSGError:  # A tree of bools has one path of tied weights.
         return False
-    return True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.rows import Rest
-from flax_sg.trees.tied import each_once
+from flax_sg.trees.tied import each_once, marks_in
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -90,6 +90,7 @@ class Leaves:
 
     def __init__(self, tree: Any, outer: tuple[str, ...] = ()) -> None:
         self.tree, self._tie = each_once(tree)
+        self._is_tied = self.tree is not tree
         self.values, self.treedef = jax.tree.flatten(self.tree, is_leaf=is_whole)
         self.outer = outer
 
@@ -99,7 +100,13 @@ class Leaves:
         """The path of each leaf."""
         is_variables = bool(collections_of(self.tree))
         rows = zip(_names_of(self.tree), self.values, strict=True)
-        return [_path_of(*of, leaf, is_variables, self.outer) for of, leaf in rows]
+        paths = [_path_of(*of, leaf, is_variables, self.outer) for of, leaf in rows]
+        for keys, numbers in marks_in(self.tree, is_whole) if self._is_tied else ():
+            names = tuple(map(name_of, keys))
+            for n in numbers:
+                also = _path_of(names, (), self.values[n], is_variables, self.outer)
+                paths[n].also += (also,)
+        return paths
 
     @functools.cached_property
     def key_paths(self) -> list[Keys]:

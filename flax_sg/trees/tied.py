@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -82,6 +82,27 @@ def _tie(tree: Any) -> Any:
     return treedef.unflatten(
         variables[node.number] if isinstance(node, Again) else node for node in nodes
     )
+
+
+def marks_in(tree: Any, is_whole: Callable[[Any], bool]) -> Iterator[tuple[Any, range]]:
+    """Yields the key path of each mark, and the numbers of the leaves that stand there.
+
+    Args:
+        tree: a tree from ``each_once``.
+        is_whole: whether something is one leaf, whatever is in it.
+    """
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: _is_variable_or_mark(node) or is_whole(node)
+    )
+    leaves_of, count = list[range](), 0
+    for keys, node in pairs:
+        if isinstance(node, Again):
+            yield keys, leaves_of[node.number]
+            continue
+        size = len(jax.tree.leaves(node, is_leaf=is_whole))
+        if _is_variable(node):
+            leaves_of.append(range(count, count + size))
+        count += size
 
 
 def _as_it_is(tree: Any) -> Any:

@@ -1,6 +1,7 @@
 """Tied Variables of NNX are one leaf in whatever takes trees apart."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from flax import nnx
 
 import flax_sg as sg
 import oracle
+from flax_sg.filters import as_filter
 from flax_sg.trees.leaves import Leaves
 from flax_sg.trees.tied import each_once
 
@@ -37,6 +39,12 @@ X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 PATHS = ['encoder/kernel', 'layer/kernel']
 
 
+def stopped(model):
+    """It trains the layer alone."""
+    kernel = jax.lax.stop_gradient(model.encoder.kernel[...])
+    return jnp.tanh(model.layer(X @ kernel) @ kernel).sum()
+
+
 def is_tied(model):
     return model.encoder.kernel is model.zero.kernel
 
@@ -55,6 +63,28 @@ def test_paths_anywhere_in_a_tree(within):
     if within != 'tuple':
         assert [path.name for path in paths] == ['kernel', 'kernel']
         assert paths[0].module == outer + 'encoder'
+
+
+@pytest.mark.parametrize(
+    'where', ['zero/**', 'zero/kernel', re.compile('z.*'), lambda path: path[0] == 'z']
+)
+def test_tied_weights_are_selected_by_any_of_their_paths(where):
+    model = Tied()
+    for chosen, expected in (
+        (where, [True, False]),
+        (~as_filter(where), [False, True]),
+    ):
+        found = [one.selected for one in sg.paths(model, where=chosen)]
+        assert found == expected
+
+    sg.testing.assert_stopped(stopped, where, model)
+    sg.testing.assert_trains_only(stopped, ~as_filter(where), model)
+    with pytest.raises(sg.errors.ExpectationError):
+        sg.testing.assert_stopped(lambda model: model(X).sum(), where, model)
+    # What is derived, or a tree of bools, knows one path.
+    live = sg.live(stopped, model)
+    for chosen in live, sg.mask(model, trained=live), live & ~as_filter(where):
+        assert [one.selected for one in sg.paths(model, where=chosen)] == [False, True]
 
 
 def test_parts_are_tied_again():
@@ -122,10 +152,6 @@ def test_reports_of_tied_weights():
 
     def loss(model):
         return model.zero(model.encoder(X)).sum()  # It does not read the layer.
-
-    def stopped(model):
-        kernel = jax.lax.stop_gradient(model.encoder.kernel[...])
-        return jnp.tanh(model.layer(X @ kernel) @ kernel).sum()
 
     model = Tied()
     assert repr(sg.live(loss, model)) == "<live: 'encoder/kernel'>"
