@@ -61,9 +61,10 @@ class Predicate(Atom):
             except TypeError as error:
                 raise self._error(
                     f'cannot be called with a path: {error}',
-                    'To lift a function of a module, write nn.stop_gradient(fn, '
-                    'where), or @nn.stop_gradient(where) above it. A filter of NNX '
-                    'goes into kind=.',
+                    'A filter is given the path alone; path.array has its shape and '
+                    'dtype. To lift a function of a module, write '
+                    'nn.stop_gradient(fn, where), or @nn.stop_gradient(where) above '
+                    'it. A filter of NNX goes into kind=.',
                 ) from None
         if traced := tracer_in(fn):
             name, value = traced
