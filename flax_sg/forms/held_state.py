@@ -117,16 +117,14 @@ def _takes_all(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
 
 
 def _is_held(takes: Callable[..., bool], scope: Scope) -> bool:
-    """Whether all state of a module is held; there has to be some."""
+    """Whether all state of a module is held; there has to be some.
+
+    What has the names of the parameters, such as their average, is no state.
+    """
     root, keys = blocks.root_of(scope), list(_keys_in(scope))
     params = {path for collection, path in keys if collection == 'params'}
-    # An average of the parameters need not be held.
-    held = [
-        (path in params, takes(root, (col, path)))
-        for col, path in keys
-        if col != 'params'
-    ]
-    return any(said for _, said in held) and all(any(pair) for pair in held)
+    state = [key for key in keys if key[1] not in params]
+    return bool(state) and all(takes(root, key) for key in state)
 
 
 @contextlib.contextmanager

@@ -117,6 +117,22 @@ def test_state_is_held_and_parameters_are_trained(state: str) -> None:
     oracle.assert_same(grads(held), grads(by_hand))
 
 
+class Told(linen.Module):
+    """It has no state."""
+
+    @linen.compact
+    def __call__(self, x, use_running_average=False):
+        return linen.Dense(2)(x) * (10.0 if use_running_average else 1.0)
+
+
+def test_a_layer_without_state_is_not_told() -> None:
+    variables = Told().init(KEY, X)
+    frozen = nn.Frozen(Told(), state='eval')
+    for more in {}, {'ema_params': variables['params']}:
+        found = frozen.apply({**variables, **more}, X)
+        oracle.assert_same(found, Told().apply(variables, X))
+
+
 @pytest.mark.parametrize('where', ['stage_1/norm/scale', '**/bias', '**/kernel'])
 def test_an_average_of_the_parameters_is_no_state(where: str) -> None:
     variables = Stages().init(KEY, X)
@@ -155,19 +171,15 @@ def test_a_layer_that_is_told_by_a_module_around_it(where: Any) -> None:
 
 
 class InADict(linen.Module):
-    """One variable has all statistics; another has the name of a parameter."""
-
     @linen.compact
     def __call__(self, x, use_running_average=False):
-        scale = self.param('scale', linen.initializers.ones, ())
         stats = self.variable('batch_stats', 'all', lambda: {'mean': jnp.ones(())})
-        size = self.variable('batch_stats', 'scale', jnp.ones, ())
         if not (use_running_average or self.is_initializing()):
-            stats.value, size.value = {'mean': x.mean()}, x.max()
-        return scale * (x - stats.value['mean']) / size.value
+            stats.value = {'mean': x.mean()}
+        return x - stats.value['mean']
 
 
-def test_statistics_in_a_dict_and_of_the_name_of_a_parameter() -> None:
+def test_statistics_in_a_dict() -> None:
     variables = InADict().init(KEY, X)
     expected = InADict().apply(variables, X, use_running_average=True)
     frozen = nn.Frozen(InADict(), state='eval')
