@@ -253,8 +253,11 @@ class Derived(Atom):
         """Whether the variable is selected; raises if it was not looked at."""
         if path.outside:
             return False
-        place = path.collection, path.parts
-        if place not in self.known:
+        # A box may have been one place, whatever is in it.
+        lengths = range(len(path.parts), 0, -1)
+        places = ((path.collection, path.parts[:n]) for n in lengths)
+        place = next((place for place in places if place in self.known), None)
+        if place is None:
             near = nearest(path, ('/'.join(names) for _, names in self.known))
             who = (
                 self.source if re.search(r'[.(]', self.source) else f'sg.{self.source}'

@@ -70,7 +70,11 @@ def _seen(rewrite: rules.Rewrite, chosen: Sequence[Asked]) -> Iterator[Any]:
         for (_, path, _), raw, of, (_, treedef) in zip(
             chosen, raws, rows, flat, strict=True
         ):
-            given = rewrite.rule.instead(path, as_one(raw), lambda _: rules.AS_IT_IS)
+            known = rewrite.rule.entries  # By any path of tied weights.
+            there = (p for p in (path, *path.also) if ('params', p.parts) in known)
+            given = rewrite.rule.instead(
+                next(there, path), as_one(raw), lambda _: rules.AS_IT_IS
+            )
             news = jax.tree.leaves(given, is_leaf=is_whole)
             yield treedef.unflatten(
                 filters.merged(takes, new, old, path) if takes else old

@@ -94,3 +94,25 @@ def test_a_state_of_an_optimizer_is_adopted():
     thawed = sg.adopt(adam, params, later.opt_state, old=tx, report=found.update)
     assert (found['in part'], found['fresh']) == (['body/kernel'], ['body/bias'])
     assert int(thawed[0].count) == 6
+
+
+def test_what_is_live_in_a_variable_of_several_arrays():
+    """``nnx.Optimizer`` shows a Variable first, and what is in it later."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.p = nnx.Param((jnp.ones(2), jnp.zeros(2)))
+            self.q = nnx.Param(jnp.ones(2))
+
+    def loss(model):
+        return sum(map(jnp.sum, model.p.get_value()))
+
+    model = Model()
+    tx = sg.freeze(optax.adamw(0.1), ~sg.live(loss, model))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    # Flax itself cannot do it twice with such a value.
+    optimizer.update(model, nnx.grad(loss)(model))
+    assert model.q[...].tolist() == [1.0, 1.0]
+    assert all(
+        (new < old).all() for new, old in zip(model.p.get_value(), (1, 0), strict=True)
+    )

@@ -165,6 +165,20 @@ def test_other_values_in_the_dict_of_a_variable(how):
         nnx.substitute(model, {'a': {'w': {'u': ONES}}}, **how)
 
 
+@pytest.mark.parametrize('where', ['a/w', 'b/w', '*/w'])
+def test_other_values_of_tied_weights(where):
+    def tied(value):
+        pair = nnx.Dict(a=Scale(value), b=Scale())
+        pair.b.w = pair.a.w
+        return pair
+
+    model, target = tied(2.0), tied(5.0)
+    for values in target, nnx.state(target), {'b': {'w': target.a.w}}:
+        view = nnx.substitute(model, values, where=where)
+        assert view.a.w is view.b.w
+        oracle.assert_same(apply(view.b), apply(target.b))
+
+
 def test_gradients_flow_to_other_values():
     def loss(target, model):
         return nnx.jit(apply)(nnx.substitute(model, target, where='w'))
