@@ -95,6 +95,16 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(700, 10, 100)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Lets JAX forget the programs of a file, and what it needed to compile them.
+
+    The more of that there is, the longer each new program takes to lower.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+
+
 class Measured:
     """Measures the coverage of imports, and of the first case of each test.
 

@@ -269,6 +269,7 @@ def fresh_loss() -> Any:
     return jax.jit(lambda params: loss('extra', params))
 
 
+@functools.cache
 def expected_of(follower: str, block: str) -> Any:
     def by_hand(params: Any) -> Any:
         def selects(path: str) -> bool:
@@ -305,12 +306,15 @@ def test_what_follows_a_right_block_is_right(opener, kind, block):
 @pytest.mark.parametrize(('opener', 'kind', 'block'), EVERYDAY)
 def test_a_typo_raises_each_time(opener, kind, block):
     step, make = fresh_loss(), BLOCKS[block]
+    # Each opener is followed by all, as the kinds of filters take turns.
+    turn = [*OPENERS].index(opener) + [*FILTERS].index(kind)
+    follower = FOLLOWERS[[*FOLLOWERS][turn % len(FOLLOWERS)]]
     for _ in range(2):
         with pytest.raises(errors.UnusedFilterError):
             opened(opener, lambda: make(FILTERS[kind]('extr')), step)
-    for follower in [*FOLLOWERS, 'value']:
+    for _ in range(2):
         with pytest.raises(errors.UnusedFilterError), make(FILTERS[kind]('extr')):
-            FOLLOWERS[follower](step, PARAMS['extra'])
+            follower(step, PARAMS['extra'])
 
 
 def test_two_models_that_take_turns():
