@@ -183,7 +183,7 @@ def _view_leaf(
 ) -> Any:
     found = seen.views.get((key, id(leaf)))
     if found is None:
-        if root.handed.has(block, variable, leaf) or not selects(block, root, key):
+        if root.handed.has(block, variable, leaf) or not answer(block, key)[1]:
             return leaf
         new = _new_leaf(block, root, key, leaf) if _applies(block, root) else leaf
         found = seen.views[key, id(leaf)] = leaf, new

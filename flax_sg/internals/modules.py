@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -134,21 +134,33 @@ def classes_that_keep() -> list[weakref.ref[type]]:
     global _known
     count = linen_module.uuid._id
     if _known.instances != count:
-        met: dict[type[Module], None] = {}
-        waiting: list[type[Module]] = [Module]
-        while waiting:
-            cls = waiting.pop()
-            if cls not in met:
-                met[cls] = None
-                waiting += type.__subclasses__(cls)  # Not found by way of all bases.
-        # A class may get another setup later.
-        now = [*map(weakref.ref, met)], ['setup' in vars(cls) for cls in met]
-        keeping = _known.keeping
-        if now != _known.met:
+        refs, keeping = _known.refs, _known.keeping
+        met = [ref() for ref in refs]
+        signs = None if None in met else _signs_of(met)
+        if signs != _known.signs:
+            met = _all_classes()
+            refs, signs = [*map(weakref.ref, met)], _signs_of(met)
             found = [weakref.ref(cls) for cls in met if _is_looked_at(cls)]
             keeping = keeping if found == keeping else found
-        _known = _Known(count, now, keeping)
+        _known = _Known(count, refs, signs, keeping)
     return _known.keeping
+
+
+def _all_classes() -> list[type[Module]]:
+    met: dict[type[Module], None] = {}
+    waiting: list[type[Module]] = [Module]
+    while waiting:
+        cls = waiting.pop()
+        if cls not in met:
+            met[cls] = None
+            waiting += type.__subclasses__(cls)  # Not found by way of all bases.
+    return [*met]
+
+
+def _signs_of(classes: Sequence[Any]) -> tuple[list[int], list[bool]]:
+    """What is another if one of all classes has got a subclass, or another setup."""
+    below = map(len, map(type.__subclasses__, classes))
+    return [*below], [*map(keeps, classes)]
 
 
 def _is_looked_at(cls: type) -> bool:
@@ -163,16 +175,18 @@ class _Known(NamedTuple):
 
     Attributes:
         instances: how many modules there had been.
-        met: all classes, and whether each has a ``setup`` of its own.
+        refs: all classes.
+        signs: what ``_signs_of`` says of them.
         keeping: those that keep values.
     """
 
     instances: int
-    met: tuple[list[weakref.ref[type]], list[bool]]
+    refs: list[weakref.ref[type[Module]]]
+    signs: tuple[list[int], list[bool]] | None
     keeping: list[weakref.ref[type]]
 
 
-_known = _Known(-1, ([], []), [])
+_known = _Known(-1, [], None, [])
 
 
 def keeps(cls: type) -> bool:
