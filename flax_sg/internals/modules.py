@@ -160,7 +160,7 @@ def _all_classes() -> list[type[Module]]:
 def _signs_of(classes: Sequence[Any]) -> tuple[list[int], list[bool]]:
     """What is another if one of all classes has got a subclass, or another setup."""
     below = map(len, map(type.__subclasses__, classes))
-    return [*below], [*map(keeps, classes)]
+    return [*below], [cls.setup is Module.setup for cls in classes]
 
 
 def _is_looked_at(cls: type) -> bool:

@@ -120,11 +120,12 @@ def kept_traces(scope: Scope | None = None) -> Iterator[weakref.ref[Any]]:
             if the scope's own trace has ended.
     """
     level: Any = None if scope is None else scope.trace_level
-    innermost: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
-    for trace in _outwards(innermost):
-        is_outermost = getattr(trace, 'parent_trace', None) is None
-        if is_outermost or isinstance(trace, partial_eval.DynamicJaxprTrace):
+    trace: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
+    while trace is not None:
+        outer = getattr(trace, 'parent_trace', None)
+        if outer is None or isinstance(trace, partial_eval.DynamicJaxprTrace):
             yield weakref.ref(trace)
+        trace = outer
 
 
 def is_running(trace: Any) -> bool:
