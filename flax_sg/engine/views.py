@@ -35,6 +35,7 @@ from flax_sg.rules.rules import AS_IT_IS, Rewrite
 from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import (
     Key,
+    LeafKey,
     find,
     iter_variables,
     leaf_keys,
@@ -70,8 +71,8 @@ class Seen:
         leaves, treedef = jax.tree_util.tree_flatten(value)
         if len(leaves) == len(seen) and all(map(operator.is_, leaves, seen)):
             return treedef.unflatten(stored)
-        back = self._stored
-        return map_leaves(lambda _, x: back.get(id(x), (x, x))[1], ('', ()), value)
+        back, keys = self._stored, leaf_keys(('', ()), value)
+        return map_leaves(lambda _, x: back.get(id(x), (x, x))[1], keys, value)
 
 
 _Joint: TypeAlias = dict[tuple[Key, int], tuple[Any, Any]]
@@ -134,6 +135,7 @@ def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
 
 
 def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+    # A filter sees an array as it is stored, whatever the blocks around make of it.
     keys = leaf_keys(key, value)
     for block in blocks:
         # The values that a lifted body starts with were rewritten outside, selected by
@@ -143,18 +145,20 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
         if begun and tracing.kept_trace() == root.kept_trace:
             continue
         if any([selects(block, root, leaf_key) for leaf_key in keys]) and not begun:
-            value = _rewritten(root, block, key, value)
+            value = _rewritten(root, block, key, keys, value)
     return value
 
 
-def _rewritten(root: Root, block: Block, key: Key, value: Any) -> Any:
+def _rewritten(
+    root: Root, block: Block, key: Key, keys: Sequence[LeafKey], value: Any
+) -> Any:
     seen = _Views.of(root, block).seen[key]
     viewed = AS_IT_IS
     if block.rewrite.rule.brings and _applies(block, root):
-        viewed = _instead(block, root, key, value)
+        viewed = _instead(block, root, key, keys, value)
     if viewed is AS_IT_IS:
         leaf = functools.partial(_view_leaf, root, block, key, seen)
-        viewed = map_leaves(leaf, key, value)
+        viewed = map_leaves(leaf, keys, value)
     else:
         pair = jax.tree.leaves(value), jax.tree.leaves(viewed)
         for old, new in zip(*pair, strict=True):
@@ -196,7 +200,9 @@ def _view_leaf(
 # What a rule makes, and in which trace.
 
 
-def _instead(block: Block, root: Root, key: Key, value: Any) -> Any:
+def _instead(
+    block: Block, root: Root, key: Key, keys: Sequence[LeafKey], value: Any
+) -> Any:
     """Returns what a reader in a block sees instead of a whole variable.
 
     Returns:
@@ -214,7 +220,7 @@ def _instead(block: Block, root: Root, key: Key, value: Any) -> Any:
     new = block.rewrite.rule.instead(path_of(block, key), value, find_beside)
     if new is AS_IT_IS:
         return new
-    asked = [answer(block, leaf_key) for leaf_key in leaf_keys(key, value)]
+    asked = [answer(block, leaf_key) for leaf_key in keys]
     olds, treedef = jax.tree.flatten(value)
     leaves = zip(asked, jax.tree.leaves(new), olds, strict=True)
     return treedef.unflatten(

@@ -116,21 +116,21 @@ def iter_leaf_keys(key: Key, value: Any) -> Iterator[LeafKey]:
         yield from leaf_keys(variable, of_variable)
 
 
-def map_leaves(fn: Callable[[LeafKey, Any], Any], key: Key, value: Any) -> Any:
+def map_leaves(
+    fn: Callable[[LeafKey, Any], Any], keys: Sequence[LeafKey], value: Any
+) -> Any:
     """Maps over the leaves of one variable; keeps the order of dicts.
 
     Args:
-        fn: called with each leaf's key, see ``leaf_keys``, and the leaf.
-        key: the key of the variable.
-        value: its value.
+        fn: called with each leaf's key and the leaf.
+        keys: those of the leaves, as ``leaf_keys`` gives them.
+        value: the value of the variable.
     """
     if isinstance(value, jax.Array):  # Nearly always.
-        return fn(LeafKey.of(key, (), value), value)
+        return fn(keys[0], value)
     # JAX sorts the keys of dicts.
     leaves, treedef = jax.tree_util.tree_flatten(value)
-    return _in_order_of(
-        value, treedef.unflatten(map(fn, leaf_keys(key, value), leaves))
-    )
+    return _in_order_of(value, treedef.unflatten(map(fn, keys, leaves)))
 
 
 def _in_order_of(value: Any, mapped: Any) -> Any:

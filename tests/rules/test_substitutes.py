@@ -459,3 +459,57 @@ def test_parts_of_trees() -> None:
         return first, run({**others, 'b': params['b']}), run({**params, 'w': w})
 
     assert_same_function(fn, by_hand, PARAMS, OTHERS)
+
+
+def _stopped_kernels(params: Any) -> Any:
+    return oracle.stopped(params, lambda path: path == 'dense/kernel')
+
+
+def _half_through(params: Any) -> Any:
+    half = params['dense']['kernel'] * 0.5
+    return {'dense': {'kernel': half + jax.lax.stop_gradient(half)}}
+
+
+# What is opened in a block that reads each parameter in another dtype: what is stored
+# tells a filter which it means, and what is read is what a rule gets.
+INSIDE: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    'a glob': (
+        lambda _: nn.stop_gradient('dense/kernel'),
+        lambda params, _: _stopped_kernels(params),
+    ),
+    'what is stored': (
+        lambda _: nn.stop_gradient(
+            sg.arrays(lambda a: a.dtype == jnp.float32 and a.shape == (3, 3))
+        ),
+        lambda params, _: _stopped_kernels(params),
+    ),
+    'values': (
+        lambda others: nn.substitute({'dense': {'kernel': others}}),
+        lambda params, others: merged(params, {'dense': {'kernel': others}}),
+    ),
+    'cotangents': (
+        lambda _: nn.scale_gradient('dense/kernel', 0.5),
+        lambda params, _: merged(params, _half_through(params)),
+    ),
+}
+
+
+@pytest.mark.parametrize('name', INSIDE)
+@pytest.mark.parametrize('jitted', [False, True])
+@pytest.mark.usefixtures('standard_promotion')
+def test_inside_of_a_rule_that_changes_the_dtype(name, jitted) -> None:
+    block, stored = INSIDE[name]
+
+    def halves(tree: Any) -> Any:
+        return jax.tree.map(lambda w: w.astype(jnp.bfloat16), tree)
+
+    def fn(params: Any, others: Any) -> Any:
+        with nn.substitute(lambda path, w: w.astype(jnp.bfloat16)), block(others):
+            return run(params)
+
+    def by_hand(params: Any, others: Any) -> Any:
+        return run(halves(stored(params, others)))
+
+    args = PARAMS, OTHERS['dense']['kernel'].astype(jnp.bfloat16)
+    around = jax.jit if jitted else lambda f: f
+    assert_same_function(around(fn), around(by_hand), *args)
