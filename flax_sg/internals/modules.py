@@ -128,8 +128,9 @@ def classes_that_keep() -> list[weakref.ref[type]]:
     Classes made by Flax are left out if they inherit from another one of these, and so
     is the class that the programs of the import use.
 
-    Flax counts module instances: the classes are searched again only if the count has
-    changed. The list stays the same object until there is a new class.
+    Flax counts module instances: only if the count has changed, the classes are
+    compared, and searched again if one is new or gone, or has another setup. The list
+    stays the same object until there is a new class.
     """
     global _known
     count = linen_module.uuid._id

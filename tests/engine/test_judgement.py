@@ -122,6 +122,7 @@ in_runs = pytest.mark.parametrize(
 
 @in_runs
 def test_what_is_made_after_the_block_exists(make, run):
+    # A name that is missing would raise.
     RUNS[run](make('b/**'))
     RUNS[run](make(['a/kernel', 'b/bias']))
 
@@ -225,7 +226,7 @@ def test_each_of_two_blocks_is_judged_by_itself():
         with nn.stop_gradient('b/**'):  # inner
             MODEL.apply(VARIABLES, X, method='first')
         MODEL.apply(VARIABLES, X)
-    # Both stop it: neither of them did nothing.
+    # Both stop it, so neither of them warns: a warning is an error in all tests.
     with nn.stop_gradient('a/**'), nn.stop_gradient('a/kernel'):
         MODEL.apply(VARIABLES, X)
 
@@ -258,6 +259,7 @@ SILENT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize('name', SILENT)
 def test_a_block_that_may_stop_nothing_is_silent(name):
+    # Where no test expects a warning, it is an error.
     apply = functools.partial(MODEL.apply, x=X, method='first')
     step = jax.jit(apply)
     for call in (apply, step, step):

@@ -318,6 +318,7 @@ def test_a_typo_raises_each_time(opener, kind, block):
 
 
 def test_two_models_that_take_turns():
+    # None of these raises or warns: a warning is an error in all tests.
     steps = {name: jitted(name) for name in ('extra', 'head')}
     for _ in range(3):
         for name, run in steps.items():
@@ -354,6 +355,7 @@ def test_a_second_model_under_the_filter_of_the_first_warns_when_it_is_traced():
 
 
 def test_a_compiled_program_beside_what_was_read_beside_it_before():
+    # It warns at no time: a warning is an error in all tests.
     step, model, params = jitted('encoder'), MODELS['dense'], PARAMS['dense']
     for _ in range(3):
         with nn.stop_gradient('encoder/**'):
