@@ -25,6 +25,7 @@ CLOSED = (
     *(*MODULES, rules.Rewrite, types.ModuleType, types.CodeType),
     *(type, str, bytes, int, type(None)),
 )
+_JITTED: Any = type(jax.jit(id))
 # The search gives up after this many objects.
 _MOST = 20_000
 
@@ -50,4 +51,6 @@ def _reached_from(value: Any) -> Iterable[Any]:
     if isinstance(value, types.FunctionType):  # Without its globals.
         parts = (value.__defaults__, value.__kwdefaults__, value.__dict__)
         return (*(value.__closure__ or ()), *parts)
+    if isinstance(value, _JITTED):  # It holds all of JAX.
+        return (value.__wrapped__,)
     return gc.get_referents(value)

@@ -1,8 +1,9 @@
-"""Patches the methods by which Flax reads and writes, while a block is open."""
+"""The hooks on the methods by which Flax reads and writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any
 
 from flax.core.frozen_dict import FrozenDict
@@ -78,31 +79,28 @@ def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
     _original['put_variable'](self, col, name, value)
 
 
-def _invalidate(self: Scope) -> None:
-    # An ``apply`` may end here. If it raised, this is the only sign of its end.
-    with patching.released(self):
-        _original['invalidate'](self)
-        if blocks.thread.roots:
-            judgement.settle(self)
+@contextlib.contextmanager
+def _temporary(self: Scope) -> Generator[Scope]:
+    """An ``apply`` runs."""
+    try:
+        with _original['temporary'](self) as scope, blocks.thread.applying():
+            yield scope
+    finally:
+        judgement.settle(blocks.root_of(self))
 
 
-def _temporary(self: Scope) -> Any:
-    return blocks.thread.applying(_original['temporary'](self))
+def _bind_to_apply(*args: Any, **kwargs: Any) -> Scope:
+    scope = _original['bind_to_apply'](*args, **kwargs)
+    blocks.begin(scope, len(blocks.thread.applies))
+    return scope
 
 
-def _bind(key: str) -> Callable[..., Scope]:
-    def hook(*args: Any, **kwargs: Any) -> Scope:
-        scope = _original[key](*args, **kwargs)
-        if blocks.thread.blocks:
-            blocks.root_of(scope, len(blocks.thread.applies))
-        return scope
-
-    return hook
-
-
-def _post_init(self: Any) -> None:
-    setup_values.watch(self)
-    _original['post_init'](self)
+def _bind(*args: Any, **kwargs: Any) -> Scope:
+    scope = _original['bind'](*args, **kwargs)
+    root = blocks.begin(scope, len(blocks.thread.applies))
+    for block in blocks.thread.blocks:  # Nobody knows when a bound module is gone.
+        judgement.meet(block, root)
+    return scope
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -111,13 +109,11 @@ HOOKS: dict[str, Callable[..., Any]] = {
     'param': _param,
     'put_variable': _put_variable,
     'make_rng': setup_values.make_rng,
-    'invalidate': _invalidate,
     'temporary': _temporary,
-    'bind': _bind('bind'),
-    'bind_to_apply': _bind('bind_to_apply'),
+    'bind': _bind,
+    'bind_to_apply': _bind_to_apply,
     'partial_pack': writeback.partial_pack,
-    'post_init': _post_init,
     'try_setup': setup_values.try_setup,
-    'getattribute': setup_values.getattribute,
+    'getattr': setup_values.getattr_,
     **{name: late_rules.hook_for(name) for name in patching.RULES},
 }

@@ -12,10 +12,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flax.core.scope import Scope
-
 from flax_sg import errors, filters
-from flax_sg.engine.blocks import ROOT_FLAG, Block, Root, root_of, thread
+from flax_sg.engine.blocks import Block, root_of, thread
+from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import selects, wants
 from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path
@@ -53,9 +52,12 @@ def judge(block: Block, reads: bool) -> None:
 
 
 def leave_unjudged(block: Block) -> None:
-    """Lets the next block trace anew what a block has traced whose body raised."""
+    """Lets the next block trace anew what a block has traced whose body raised.
+
+    If all that its filter names was met by then, it was right.
+    """
     is_judged = block.rewrite.unused != 'ignore' and block.tree is None
-    if is_judged and block.lease.is_new:
+    if is_judged and block.lease.is_new and verdict(block):
         block.lease.discard()
 
 
@@ -81,8 +83,9 @@ def is_certain(block: Block) -> bool:
 def _meet_the_rest(block: Block) -> None:
     """Asks the filter about the variables in the block that nobody has read."""
     if block.owner is None:
-        for known in list(thread.roots.values()):
-            _meet(block, *known)
+        for root in block.roots:
+            if block not in root.handed.covered:  # A body may have other names.
+                meet(block, root)
         return
     root = root_of(block.owner)
     _meet(block, root, block.owner.path, core_scopes.stored(block.owner))
@@ -130,24 +133,24 @@ def _no_effect(block: Block) -> str:
     )
 
 
-def settle(scope: Scope) -> None:
-    """Forgets a tree whose scope has become invalid, and judges the waiting blocks."""
-    if scope.parent is not None or ROOT_FLAG in scope.flags:
-        return
-    known = thread.roots.pop(id(core_scopes.variables_of(scope)), None)
-    if known is None:
-        return
+def meet(block: Block, root: Root, outside: bool = False) -> None:
+    """Asks the filter of a block about the variables of a tree that nobody read."""
+    for path, variables in root.parts:
+        _meet(block, root, path, variables, outside)
+
+
+def settle(root: Root) -> None:
+    """Judges the blocks that wait for the end of an ``init``."""
     for block in thread.blocks:
-        _meet(block, *known)
-    root, path, variables = known
+        meet(block, root)
     pending, root.pending[:] = list(root.pending), []
     for block, handled in pending:
         # If the body raised, its own exception is shown instead.
         if sys.exception() is handled:
-            _meet(block, root, path, variables)
+            meet(block, root)
             error = verdict(block)
             if error:  # Nobody sees ``init`` read what a module outside keeps.
-                _meet(block, root, path, variables, outside=True)
+                meet(block, root, outside=True)
             if error and verdict(block):
                 block.lease.discard()
                 raise error

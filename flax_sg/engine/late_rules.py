@@ -23,10 +23,11 @@ def hook_for(kind: str) -> Callable[..., Any]:
     """Makes the hook for ``__call__`` of a class in ``patching.RULES``."""
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-        open_blocks = blocks.active()
+        if not (open_blocks := blocks.active()):
+            return patching.originals[kind](self, *args, **kwargs)
         rules = {name: getattr(self, name) for name in patching.RULES[kind]}
         # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
-        if open_blocks and not _of_jax(self, rules.values()):
+        if not _of_jax(self, rules.values()):
             self, applies = _copy(self), tuple(blocks.thread.applies)
             for name, rule in rules.items():
                 if rule is not None:
@@ -87,7 +88,7 @@ _lock = threading.RLock()
 
 
 def _reopened(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[None]:
-    thread, user = blocks.thread, object()
+    thread = blocks.thread
     before = thread.applies
     closed = {block: block.lease for block in open_blocks if not block.is_open}
     met = {block: set(block.decisions) for block in closed}
@@ -103,17 +104,13 @@ def _reopened(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[No
                 lease.give_back()
         for block in open_blocks:
             if not any(block is other for other in thread.blocks):
-                thread.forget(block)
-        patching.release_hooks(user)
+                block.forget_roots()
 
     try:
-        patching.acquire_hooks(user)
         thread.applies = [*applies]
         for block in closed:
             block.lease, block.is_open = numbers.unknown(block.asker), True
         with thread.only(open_blocks):
-            for block in open_blocks:
-                blocks.reopen(block)
             yield
     finally:
         try:

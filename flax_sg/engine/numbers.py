@@ -333,6 +333,14 @@ class Lease:
 NONE = Number(0)
 
 
-def unknown(asker: Asker) -> Lease:
-    """Returns a lease of a number that no other block finds."""
-    return Lease(NONE, asker, Number())
+def unknown(asker: Asker, so_far: Lease | None = None) -> Lease:
+    """Returns a lease of a number that no other block finds.
+
+    Args:
+        asker: answers for the block.
+        so_far: the lease of the block so far; what is known of its number still holds.
+    """
+    lease = Lease(NONE, asker, Number())
+    if so_far is not None:
+        lease.is_new, lease.number.known = so_far.is_new, so_far.number.known
+    return lease

@@ -8,11 +8,14 @@ import weakref
 from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import blocks, hooks, judgement, numbers
+from flax_sg.engine import blocks, hooks, judgement, numbers, setup_values
 from flax_sg.engine.blocks import Block, thread
 from flax_sg.internals import patching, tracing
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
+
+# Whoever can open a block has the hooks, which pass through while none is open.
+patching.install(hooks.HOOKS)
 
 # The checks at the end of a block. EXISTENCE raises if a pattern matches no variable.
 # READS also warns if no variable that was read is rewritten. NOTHING skips the checks.
@@ -30,6 +33,8 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
         The open block, for ``close_block``.
     """
     outer = blocks.active()
+    if owner is not None:
+        setup_values.keep_in_setup()
     path = () if owner is None else owner.path
     tree = None if owner is None else blocks.root_of(owner).tree
     asker = numbers.Asker(rewrite, path, None if tree is None else weakref.ref(tree))
@@ -48,7 +53,6 @@ def open_block(rewrite: rules.Rewrite, owner: Scope | None) -> Block:
     )
     try:
         block.lease.find(lambda: thread.only(()))
-        patching.acquire_hooks(block, hooks.HOOKS)
         thread.set_blocks((*outer, block))
     except BaseException:
         blocks.remove(block)
@@ -107,16 +111,11 @@ def close_last(
         mine = [b for b in mine if b.place.frame == Place.here().frame] or mine
     if mine:
         return close_block(mine[-1], READS if exc_type is None else NOTHING)
-    here, place, elsewhere = Place.here(), None, ''
-    for block in patching.users_of_hooks():
-        if isinstance(block, Block) and block.rewrite is rewrite:
-            place = block.place
-            if place.thread is here.thread and place.frame == here.frame:
-                return blocks.remove(block)  # It was set aside.
-            elsewhere = f', which closes it at {here}, but in {place.thread.name}'
+    if block := next((b for b in thread.aside if b.rewrite is rewrite), None):
+        return blocks.remove(block)
     if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
-        reason = f'it is not open in this thread, {here.thread.name}{elsewhere}'
-        raise _wrong_order(rewrite, place, reason)
+        reason = f'it is not open in this thread, {Place.here().thread.name}'
+        raise _wrong_order(rewrite, None, reason)
 
 
 class Guarded:

@@ -8,8 +8,9 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg.engine.blocks import Block, Root, thread
+from flax_sg.engine.blocks import Block, thread
 from flax_sg.engine.numbers import VALUES, Question
+from flax_sg.engine.roots import Root
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
@@ -65,7 +66,6 @@ def selects(
         block.decisions[facts] = _decide(block, block.asker.path_of(facts))
     _, said = block.decisions[facts]
     if read:
-        block.reads.add(key)
         # ``train_only`` stops the rest, and a block may read only what it names.
         block.took = block.took or bool(said) or block.asker.is_complement
     in_program = block.kept_trace != tracing.kept_trace()

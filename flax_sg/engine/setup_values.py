@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,11 +30,10 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, contents, selection, views
+from flax_sg.engine.roots import ROOT_FLAG, Blocks, Root
 from flax_sg.internals import core_scopes, modules, patching, tracing
 from flax_sg.internals.weak import remembered
 from flax_sg.trees.variables import Key
-
-_Blocks = tuple[blocks.Block, ...]
 
 
 @remembered
@@ -42,39 +42,78 @@ def _arguments(cls: type) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(cls) if f.init)
 
 
-def watch(module: Any) -> None:
-    """Hooks the attributes of a module that keeps values: its class may be new."""
-    if modules.keeps(type(module)):
-        patching.watch(type(module))
+class Kept:
+    """Stands on a class for an attribute in which its modules may keep arrays.
+
+    Modules have their values where they would have them without it: copies, and all
+    that looks into ``vars(module)``, know nothing of it.
+    """
+
+    def __init__(self, cls: type, name: str) -> None:
+        self._cls, self._name = cls, name
+        self._before = vars(cls).get(name, _NONE)
+
+    def __get__(self, module: Any, cls: type) -> Any:
+        found = _NONE if module is None else vars(module).get(self._name, _NONE)
+        if found is not _NONE:
+            return _seen(module, self._name, found) if blocks.active() else found
+        if self._before is _NONE:
+            of = cls if module is None else module
+            return getattr(super(self._cls, of), self._name)
+        get = getattr(type(self._before), '__get__', None)
+        return get(self._before, module, cls) if get else self._before
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        if self._name not in vars(module):
+            raise AttributeError(self._name)
+        del vars(module)[self._name]
 
 
-def getattribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the hook for ``__getattribute__`` of Module classes that keep values."""
+_NONE = object()
 
-    def hook(self: Any, name: str) -> Any:
-        cls = type(self)
-        if name in _OF_FLAX or not blocks.thread.blocks or name in _arguments(cls):
-            return original(self, name)
-        kept = original(self, '__dict__')
-        if name not in kept and name[:2] != '__' and not hasattr(cls, name):
-            modules.run_setup(self)  # As ``Module.__getattr__`` does.
-        value = original(self, name)
-        return _seen(self, name, value) if name in kept else value
 
-    return hook
+def _keep(module: Any) -> None:
+    """Looks after the attributes in which a module keeps what ``setup`` has made."""
+    cls = type(module)
+    for name in vars(module).keys() - _OF_FLAX - _arguments(cls):
+        value = vars(module)[name]
+        if isinstance(value, contents.CLOSED):  # Most attributes are modules.
+            continue
+        found = inspect.getattr_static(cls, name, None)
+        if not hasattr(type(found), '__set__'):  # Else somebody looks after it.
+            setattr(cls, name, Kept(cls, name))
+
+
+def keep_in_setup() -> None:
+    """Looks after what those modules keep whose ``setup`` runs."""
+    for module in modules.in_setup():
+        _keep(module)
+
+
+def getattr_(self: Any, name: str) -> Any:
+    """The hook for ``Module.__getattr__``, which runs ``setup`` if it has to."""
+    value = patching.originals['getattr'](self, name)
+    return object.__getattribute__(self, name) if blocks.thread.blocks else value
 
 
 def try_setup(self: Any, shallow: bool = False) -> None:
     """The hook for ``Module._try_setup``: what ``setup`` keeps depends on no block."""
     original = patching.originals['try_setup']
-    if not blocks.active():
-        return original(self, shallow)
-    watch(self)
     if not modules.starts_setup(self):
         return original(self, shallow)
     if shallow:  # Flax only checks setup, on a scope made for the check.
         with blocks.thread.only(()):
             return original(self, shallow)
+    try:
+        return _set_up(self, original) if blocks.active() else original(self)
+    finally:
+        _keep(self)
+
+
+def _set_up(self: Any, original: Callable[[Any], None]) -> None:
     (root, open_blocks), before = _covering(self.scope), blocks.thread.rewritten
     root.setups.running[id(self)] = open_blocks
     if root.setups.made_in is not None:  # A second run keeps what it makes as it is.
@@ -88,7 +127,7 @@ def try_setup(self: Any, shallow: bool = False) -> None:
         _make_plain(_SetupValues.of(self, root, open_blocks))
 
 
-def _covering(scope: Scope) -> tuple[blocks.Root, _Blocks]:
+def _covering(scope: Scope) -> tuple[Root, Blocks]:
     """Returns the root of a scope's tree, and the open blocks that cover it."""
     root = blocks.root_of(scope)
     return root, tuple(block for block in blocks.active() if block.covers(root))
@@ -110,8 +149,6 @@ def _make_plain(viewed: _SetupValues) -> None:
 
 def _seen(module: Any, name: str, value: Any) -> Any:
     """Returns the value of an attribute that a reader in the open blocks sees."""
-    if isinstance(value, contents.CLOSED):  # Most attributes are modules.
-        return value
     scope = object.__getattribute__(module, 'scope')
     if scope is None:
         return value
@@ -146,20 +183,20 @@ class _SetupValues:
     """
 
     module: Any
-    root: blocks.Root
-    blocks: _Blocks
+    root: Root
+    blocks: Blocks
     shown: dict[str, tuple[Any, Any, bool]] = dataclasses.field(default_factory=dict)
     _again: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, module: Any, root: blocks.Root, open_blocks: _Blocks) -> _SetupValues:
+    def of(cls, module: Any, root: Root, open_blocks: Blocks) -> _SetupValues:
         """Returns the values of a module, cached until the innermost block closes."""
         of_block = root.setups.values.setdefault(open_blocks[-1], {})
         if id(module) not in of_block:
             of_block[id(module)] = cls(module, root, open_blocks)
         return of_block[id(module)]
 
-    def convert(self, name: str, value: Any, made_in: _Blocks) -> Any:
+    def convert(self, name: str, value: Any, made_in: Blocks) -> Any:
         """Converts a value made in blocks ``made_in`` to its value in these blocks."""
         # A stop changes tracers only. A rule that brings values changes numbers too.
         brings = any(block.rewrite.rule.brings for block in (*made_in, *self.blocks))
@@ -193,7 +230,7 @@ class _SetupValues:
 
 
 def _parameter(
-    scope: Scope, root: blocks.Root, value: Any, made_in: _Blocks
+    scope: Scope, root: Root, value: Any, made_in: Blocks
 ) -> tuple[Key, Any] | None:
     """The key and stored leaf of a value, if it is surely a variable of the module."""
     stored = core_scopes.stored(scope)
@@ -238,7 +275,7 @@ def _has_numbers(module: Any) -> bool:
 
 
 def _run_again(
-    module: Any, name: str, open_blocks: _Blocks, made_in: _Blocks
+    module: Any, name: str, open_blocks: Blocks, made_in: Blocks
 ) -> dict[str, Any]:
     """Runs a module's ``setup`` on scratch scopes, and returns its attributes.
 
@@ -257,7 +294,7 @@ def _run_again(
 
     def scratch_of(scope: Scope) -> Scope:
         root = blocks.root_of(scope).as_scratch(open_blocks)
-        return core_scopes.scratch_scope(scope, {blocks.ROOT_FLAG: root})
+        return core_scopes.scratch_scope(scope, {ROOT_FLAG: root})
 
     outer, thread = blocks.thread.doubts, blocks.thread
     levels = [block.level for block in open_blocks if block.rewrite.rule.brings]

@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 import jax
 
 from flax_sg import errors, filters
-from flax_sg.engine.blocks import Block, Root, thread
+from flax_sg.engine.blocks import Block, thread
+from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK

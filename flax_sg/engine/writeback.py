@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg import errors
-from flax_sg.engine import blocks, selection, views
-from flax_sg.internals import core_scopes, lifting, patching, tracing
+from flax_sg.engine import blocks, roots, selection, views
+from flax_sg.internals import core_scopes, lifting, patching
 from flax_sg.internals.places import warn_once
 from flax_sg.trees.leaves import is_array
 from flax_sg.trees.variables import Key, iter_variables, leaf_keys, map_variables
@@ -52,18 +51,18 @@ def partial_pack(
 ) -> Any:
     """The hook for ``flax.core.lift._partial_pack``; ``name`` is the transform's."""
     packed = patching.originals['partial_pack'](scope_tree, ins, outs, rngs, name)
-    open_blocks = blocks.active()
-    if not open_blocks and blocks.thread.doubts is None:
-        return packed
     scopes = core_scopes.minimal_scopes(scope_tree)
-    return _Lift(scopes, open_blocks, name).wrap(*packed)
+    return _Lift(scopes, blocks.active(), name).wrap(*packed)
 
 
 class _Lift:
-    """One call of a lifted transform while blocks are open."""
+    """One call of a lifted transform.
+
+    The body has a root of its own: its variables are others, in another trace.
+    """
 
     def __init__(
-        self, scopes: Sequence[Scope], open_blocks: blocks.Blocks, name: str | None
+        self, scopes: Sequence[Scope], open_blocks: roots.Blocks, name: str | None
     ) -> None:
         self.scopes, self.open_blocks = scopes, open_blocks
         # Those come first that rewrite what is read.
@@ -82,14 +81,17 @@ class _Lift:
         publish_fn: Callable[..., Any],
     ) -> tuple[Any, ...]:
         """Wraps what ``_partial_pack`` returns: views go in, stored values come out."""
-        viewed = _map_groups(self._viewed, variable_groups)
-        if self.is_scan:  # The groups before are broadcast or carried.
-            self._warn_of_more(variable_groups[2:], viewed[2:])
 
-        def viewed_scope_fn(groups: Groups, *args: Any, **kwargs: Any) -> Any:
+        def rooted_scope_fn(groups: Groups, *args: Any, **kwargs: Any) -> Any:
             scope_tree = scope_fn(_map_groups(_unmarked, groups), *args, **kwargs)
             self._note_handed(core_scopes.minimal_scopes(scope_tree))
             return scope_tree
+
+        if not self.open_blocks:
+            return rooted_scope_fn, repack_fn, variable_groups, rng_groups, publish_fn
+        viewed = _map_groups(self._viewed, variable_groups)
+        if self.is_scan:  # The groups before are broadcast or carried.
+            self._warn_of_more(variable_groups[2:], viewed[2:])
 
         def marked_repack_fn(scope_tree: Any) -> Any:
             inner_scopes = core_scopes.minimal_scopes(scope_tree)
@@ -105,7 +107,7 @@ class _Lift:
             publish_fn(_map_groups(self._as_stored, groups))
 
         names = _marked(viewed, self._names()) if self.is_jit else viewed
-        return viewed_scope_fn, marked_repack_fn, names, rng_groups, stored_publish_fn
+        return rooted_scope_fn, marked_repack_fn, names, rng_groups, stored_publish_fn
 
     def _viewed(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
         scope, root = self.scopes[index], self.roots[index]
@@ -137,7 +139,7 @@ class _Lift:
         }
 
     def _selecting(
-        self, index: int, key: Key, root: blocks.Root, noted: bool = False
+        self, index: int, key: Key, root: roots.Root, noted: bool = False
     ) -> blocks.Block | None:
         """Returns a block by which a stored variable stays as it is, if there is one.
 
@@ -156,16 +158,16 @@ class _Lift:
         return None
 
     def _note_handed(self, inner_scopes: Sequence[Scope]) -> None:
-        inner_roots: dict[int, blocks.Root] = {}
+        inner_roots: dict[int, roots.Root] = {}
         for index, inner in enumerate(inner_scopes):
             outer, variables = self.roots[index], core_scopes.variables_of(inner)
             root = inner_roots.get(id(outer))
             if root is None:
-                root = inner_roots[id(outer)] = outer.within(self.open_blocks)
-                root.level = inner.trace_level
-                root.kept_trace = tracing.kept_trace(inner)
-            root.parts.append((inner.path, variables))
-            for col, tree in variables.items():
+                root = inner_roots[id(outer)] = blocks.within(outer, inner)
+            else:
+                root.parts.append((inner.path, variables))
+            roots.carry(inner, root)
+            for col, tree in variables.items() if self.open_blocks else ():
                 # JAX keeps the body of ``nn.jit``. Of the others each call has a new
                 # one.
                 noted = self.is_jit and inner.is_mutable_collection(col)
@@ -174,7 +176,6 @@ class _Lift:
                     block = self._selecting(index, key, root, noted)
                     if block is not None and not views.only_refuses(block):
                         root.handed.selected[key] = block
-            inner.flags = FrozenDict({**inner.flags, blocks.ROOT_FLAG: root})
 
     def _names(self) -> Mark | None:
         """Returns how the blocks name what the body may write; it need not exist."""

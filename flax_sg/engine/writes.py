@@ -10,6 +10,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, selection
+from flax_sg.engine.roots import Root
 from flax_sg.internals import core_scopes, modules
 from flax_sg.rules.rules import AS_IT_IS
 from flax_sg.trees.variables import Key, find, iter_variables, leaf_keys
@@ -56,7 +57,7 @@ def check(
                 raise _read_only(block.rewrite, path, _writer(), old is not AS_IT_IS)
 
 
-def _check_handed(root: blocks.Root, key: Key, value: Any) -> None:
+def _check_handed(root: Root, key: Key, value: Any) -> None:
     """Raises if a lifted body changes a variable that was rewritten outside of it."""
     if not root.handed.selected:
         return

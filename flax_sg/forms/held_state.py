@@ -17,7 +17,7 @@ from flax import linen
 from flax.core.scope import DenyList, Scope
 
 from flax_sg import filters
-from flax_sg.engine import blocks, selection
+from flax_sg.engine import blocks, roots, selection
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key, facts_of, iter_leaf_keys
@@ -83,7 +83,7 @@ def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
         yield
 
 
-def _takes(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
+def _takes(block: blocks.Block, root: roots.Root, key: Key) -> bool:
     return bool(selection.selects(block, root, key, read=False, noted=True))
 
 
@@ -107,7 +107,7 @@ def _covers(block: blocks.Block, names: Collection[str], scope: Scope) -> bool:
     return all(_takes_all(block, root, key) for key in [*_keys_in(scope)] or might_be)
 
 
-def _takes_all(block: blocks.Block, root: blocks.Root, key: Key) -> bool:
+def _takes_all(block: blocks.Block, root: roots.Root, key: Key) -> bool:
     try:
         said = selection.selects(block, root, key, read=False, noted=True)
     except Exception:  # The filter was not written for a variable that there is not.
@@ -131,12 +131,11 @@ def _is_held(takes: Callable[..., bool], scope: Scope) -> bool:
 def _held(module: Any, takes: Callable[..., bool]) -> Generator[None]:
     scopes = modules.own_scopes(module)
     before = [core_scopes.copied_mutable(scope) for scope in scopes]
-    roots: list[blocks.Root] = []
+    roots: list[roots.Root] = []
     try:
         roots += [blocks.root_of(scope) for scope in scopes]
         yield
     finally:
-        blocks.thread.forget()
         for scope, root, variables in zip(scopes, roots, before, strict=False):
             for collection, tree in variables.items():
                 if collection != 'params':

@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from flax.core.scope import Scope
@@ -122,77 +122,10 @@ def scopes_of(module: Module) -> list[Scope]:
     return linen_transforms.get_module_scopes(module)[0]
 
 
-def classes_that_keep() -> list[weakref.ref[type]]:
-    """All Module classes that keep values (``keeps``) and may have instances.
-
-    Classes made by Flax are left out if they inherit from another one of these, and so
-    is the class that the programs of the import use.
-
-    Flax counts module instances: only if the count has changed, the classes are
-    compared, and searched again if one is new or gone, or has another setup. The list
-    stays the same object until there is a new class.
-    """
-    global _known
-    count = linen_module.uuid._id
-    if _known.instances != count:
-        refs, keeping = _known.refs, _known.keeping
-        met = [ref() for ref in refs]
-        signs = None if None in met else _signs_of(met)
-        if signs != _known.signs:
-            met = _all_classes()
-            refs, signs = [*map(weakref.ref, met)], _signs_of(met)
-            found = [weakref.ref(cls) for cls in met if _is_looked_at(cls)]
-            keeping = keeping if found == keeping else found
-        _known = _Known(count, refs, signs, keeping)
-    return _known.keeping
-
-
-def _all_classes() -> list[type[Module]]:
-    met: dict[type[Module], None] = {}
-    waiting: list[type[Module]] = [Module]
-    while waiting:
-        cls = waiting.pop()
-        if cls not in met:
-            met[cls] = None
-            waiting += type.__subclasses__(cls)  # Not found by way of all bases.
-    return [*met]
-
-
-def _signs_of(classes: Sequence[Any]) -> tuple[list[int], list[bool]]:
-    """What is another if one of all classes has got a subclass, or another setup."""
-    below = map(len, map(type.__subclasses__, classes))
-    return [*below], [cls.setup is Module.setup for cls in classes]
-
-
-def _is_looked_at(cls: type) -> bool:
-    # Flax's own classes, and those that its transforms make, leave attributes alone.
-    inherits = cls.__module__.startswith('flax.') and any(map(keeps, cls.__mro__[1:]))
-    is_ours = cls.__module__ == 'flax_sg.internals.required'
-    return keeps(cls) and not (inherits or is_ours)
-
-
-class _Known(NamedTuple):
-    """The Module classes at a number of instances, and those that keep values.
-
-    Attributes:
-        instances: how many modules there had been.
-        refs: all classes.
-        signs: what ``_signs_of`` says of them.
-        keeping: those that keep values.
-    """
-
-    instances: int
-    refs: list[weakref.ref[type[Module]]]
-    signs: tuple[list[int], list[bool]] | None
-    keeping: list[weakref.ref[type]]
-
-
-_known = _Known(-1, [], None, [])
-
-
-def keeps(cls: type) -> bool:
-    """Whether modules of a class may keep what they read, as attributes."""
-    return getattr(cls, 'setup', Module.setup) is not Module.setup
+def in_setup() -> list[Module]:
+    """The modules whose ``setup`` runs."""
+    stack = linen_module._context.module_stack
+    return [m for m in stack if m is not None and m._state.in_setup]
 
 
 def clone_on(module: Module, scopes: list[Scope]) -> Module:

@@ -70,12 +70,6 @@ def _sets_up() -> bool:
     return _ends(lambda: probe.used)
 
 
-def _counts_modules() -> bool:
-    before = linen_module.uuid._id  # New classes are found by this count.
-    _probe()
-    return linen_module.uuid._id > before
-
-
 def _tells_classes_apart() -> bool:
     cls = modules.told_apart(type, lambda _: 'token')('Probe', (_Probe,), {})
     return linen_transforms._fingerprint_recursive(cls, (), {}) == 'token'
@@ -208,7 +202,6 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     },
     'Module.__getattr__ has to call _try_setup': _sets_up,
     'nn.jit has to read __fn_or_cls__ of a class in a field': _tells_classes_apart,
-    'flax.linen.module.uuid has to count modules': _counts_modules,
     'jit has to trace anew in another jax.make_user_context': _traces_anew,
     'traces have to tell which one is around them': _tells_traces_apart,
     'a trace has to tell when it ends': _ends_traces,

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 from flax.core import tracers
-from flax.core.scope import Scope
 from jax._src import core as jax_core
 from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
@@ -109,17 +108,16 @@ def in_innermost_trace(
     return in_trace_of(leaves[0]) if leaves else contextlib.nullcontext()
 
 
-def kept_traces(scope: Scope | None = None) -> Iterator[weakref.ref[Any]]:
+def kept_traces(level: Any = None) -> Iterator[weakref.ref[Any]]:
     """The traces that JAX may cache and reuse for other arguments, innermost first.
 
     JAX makes the traces of derivatives and batching each time, so they are left out.
     The outermost trace, which does no tracing, comes last.
 
     Args:
-        scope: the scope to start from, by default the running code. There are none
-            if the scope's own trace has ended.
+        level: the trace to start from, a result of ``current_trace``; by default that
+            of the running code. There are none if it has ended.
     """
-    level: Any = None if scope is None else scope.trace_level
     trace: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
     while trace is not None:
         outer = getattr(trace, 'parent_trace', None)
@@ -140,9 +138,9 @@ def is_running(trace: Any) -> bool:
     )
 
 
-def kept_trace(scope: Scope | None = None) -> weakref.ref[Any] | None:
+def kept_trace(level: Any = None) -> weakref.ref[Any] | None:
     """The innermost of ``kept_traces``."""
-    return next(kept_traces(scope), None)
+    return next(kept_traces(level), None)
 
 
 def as_weak(x: Any) -> Any:

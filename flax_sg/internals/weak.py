@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar('T')
@@ -26,6 +26,16 @@ class ByIdentity(Generic[T]):
         """Returns what was put in for an object, or None."""
         found = self.known.get(id(key))
         return None if found is None or found[0]() is not key else found[1]
+
+    def __contains__(self, key: object) -> bool:
+        found = self.known.get(id(key))
+        return found is not None and found[0]() is key
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the objects that are alive."""
+        for ref, _ in self.known.copy().values():
+            if (key := ref()) is not None:
+                yield key
 
     def put(self, key: Any, value: T) -> None:
         """Puts in a value; raises TypeError for what nothing can refer to weakly."""

@@ -20,13 +20,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax.core import Scope
 
 import flax_sg as sg
 import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, hooks, numbers, opening
+from flax_sg.engine import blocks, hooks, judgement, numbers, opening
 from flax_sg.internals import patching, tracing
 from test_random_models import LONG
 
@@ -38,7 +37,7 @@ def hooked() -> list[Any]:
     return [vars(owner).get(name) for owner, name in patching.HOOKED.values()]
 
 
-FLAX = hooked()
+HOOKS = [hooks.HOOKS[key] for key in patching.HOOKED]
 
 
 def held_numbers(number: numbers.Number) -> Iterator[numbers.Number]:
@@ -55,12 +54,11 @@ def held_numbers(number: numbers.Number) -> Iterator[numbers.Number]:
 def assert_nothing_is_left() -> None:
     """No block is open, nothing is kept for one, and Flax is as it was."""
     thread = blocks.thread
-    assert (thread.blocks, thread.roots, thread.doubts) == ((), {}, None)
-    assert thread._aside == 0
+    assert (thread.blocks, thread.doubts, thread.aside) == ((), None, ())
+    assert thread.applies == []
     assert not list(held_numbers(numbers.NONE))
     assert tracing.user_context.value == 0
-    assert patching._users == set()
-    assert hooked() == FLAX
+    assert hooked() == HOOKS
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +70,6 @@ def _clean() -> Iterator[None]:
         for block in blocks.thread.blocks[::-1]:
             opening.close_block(block)
         blocks.thread.set_blocks(())
-        for user in (*patching._users, None):
-            patching.release_hooks(user)
 
 
 class Ctrl(BaseException):
@@ -219,10 +215,8 @@ def _run_interrupted(
 IN_AND_OUT = frozenset(
     [
         *('open_block', 'close_block', 'close_last', '_close', 'remove'),
-        *('forget', 'set_blocks', 'only', '_set_aside', '_resumed', 'leave'),
-        *('reopen', 'run_again', 'acquire_hooks', 'release_hooks'),
-        *('_install', '_remove', '_plan', 'running_apply', 'goes_on', 'lease', 'take'),
-        *('use', 'give_back'),
+        *('forget_roots', 'set_blocks', 'only', '_set_aside', '_resumed', 'leave'),
+        *('_temporary', 'applying', 'settle', 'begin', 'take', 'hold', 'give_back'),
     ]
 )
 
@@ -298,36 +292,16 @@ def test_what_is_interrupted_as_it_ends_ends_all_the_same(monkeypatch):
         assert thread.blocks == open_blocks
     # An ``apply``.
     with pytest.raises(Ctrl), monkeypatch.context() as patch:
-        release = interrupted_once(patching.release_hooks, Scope)
-        patch.setattr(patching, 'release_hooks', release)
+        patch.setattr(judgement, 'settle', interrupted_once(judgement.settle))
         nn.Frozen(fnn.Dense(2)).init(jax.random.key(0), X)
     assert_nothing_is_left()
     # A rule that runs when its block is closed.
     with nn.stop_gradient('w'):
         pull_back = jax.vjp(read, {'params': {'w': X}})[1]
     with pytest.raises(Ctrl), monkeypatch.context() as patch:
-        patch.setattr(thread, 'forget', interrupted_once(thread.forget))
+        forget = interrupted_once(blocks.Block.forget_roots)
+        patch.setattr(blocks.Block, 'forget_roots', forget)
         pull_back(X)
-
-
-@pytest.mark.parametrize('at', ['getattribute', 'custom_vjp'])
-def test_hooks_that_are_half_installed(at):
-    user = object()
-
-    class Interrupted(dict[str, Any]):
-        def __getitem__(self, key):
-            if key == at:
-                raise Ctrl
-            return super().__getitem__(key)
-
-    for goes_on in (True, False):
-        with pytest.raises(Ctrl):
-            patching.acquire_hooks(user, Interrupted(hooks.HOOKS))
-        if goes_on:
-            patching.acquire_hooks(user, hooks.HOOKS)
-            assert hooked() == [hooks.HOOKS[name] for name in patching.HOOKED]
-        patching.release_hooks(user)
-        assert_nothing_is_left()
 
 
 @pytest.mark.usefixtures('leaks')

@@ -1,4 +1,4 @@
-"""The hooks on Flax's reads, which are installed only while a block is open.
+"""The hooks on Flax's reads.
 
 The rules by number are the traps that naive versions of the mechanism fell into.
 """
@@ -7,14 +7,13 @@ import collections
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen
-from flax.core import Scope, freeze, lift
+from flax.core import Scope, freeze
 
 import oracle
 import stepwise
@@ -58,36 +57,6 @@ def assert_same_program(
 
     actual = staged(both(fn(body)))(params, X)
     oracle.assert_same(actual, staged(both(fn(by_hand)))(params, X))
-
-
-# Flax is as it was as soon as no block is open, and no ``apply`` goes on that had one.
-
-PATCHED = (Scope, linen.Module, lift, jax.custom_vjp, jax.custom_jvp)
-
-
-def snapshot() -> list[dict[str, Any]]:
-    return [dict(vars(owner)) for owner in PATCHED]
-
-
-@pytest.fixture(autouse=True)
-def flax_is_left_as_it_was() -> Iterator[None]:
-    before = snapshot()
-    yield
-    for owner, names in zip(PATCHED, before, strict=True):
-        assert dict(vars(owner)) == names
-        assert all(vars(owner)[name] is value for name, value in names.items())
-
-
-def test_hooks_stand_while_a_block_is_open_and_no_longer():
-    before = snapshot()
-    with nn.stop_gradient(True):
-        during = snapshot()
-        with nn.stop_gradient(True):
-            assert snapshot() == during
-        assert snapshot() == during
-    assert during != before
-    assert snapshot() == before
-    assert '__getattribute__' not in vars(linen.Module)
 
 
 # Values: what readers are given is of the kind that they would have been given.

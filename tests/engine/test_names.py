@@ -27,7 +27,7 @@ import flax_sg as sg
 import oracle
 from flax_sg import errors, filters
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, numbers
+from flax_sg.engine import numbers, roots
 from flax_sg.rules import rules
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
@@ -496,7 +496,7 @@ def test_live_and_reports_in_a_block():
 def test_a_question_of_a_tree_that_is_no_more_has_no_answer():
     """Two blocks hold one number, and the tree that the first asked about is gone."""
     rewrite = rules.Rewrite(filters.as_filter('w'), rules.StopGradient())
-    around, tree = numbers.Number(), blocks.Tree()
+    around, tree = numbers.Number(), roots.Tree(0)
 
     def opened():
         lease = numbers.Lease(around, numbers.Asker(rewrite, (), None), numbers.NONE)

@@ -89,4 +89,4 @@ def test_a_long_block_frees_the_trees_it_has_seen():
             del params
         gc.collect()
         assert [ref() for ref in refs] == [None] * 3
-        assert blocks.thread.roots == {}
+        assert list(blocks.thread.blocks[0].roots) == []

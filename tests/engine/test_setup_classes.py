@@ -120,14 +120,3 @@ def test_a_class_that_nobody_has_any_more_is_not_held():
     jax.clear_caches()
     gc.collect()
     assert ref() is None
-
-
-def test_flax_is_left_as_it_was():
-    cls = class_that_keeps()
-    before = [dict(vars(c)) for c in (fnn.Module, Known, cls)]
-    with nn.stop_gradient('w'):
-        read_kept(cls().bind(VARIABLES))
-        assert '__getattribute__' in vars(Known)
-        assert '__getattribute__' in vars(cls)
-        assert '__getattribute__' not in vars(fnn.Module)
-    assert [dict(vars(c)) for c in (fnn.Module, Known, cls)] == before

@@ -1,0 +1,169 @@
+"""The trees of variables, and what is known of each of them.
+
+A tree begins in an ``apply``, an ``init`` or a ``bind``. Flax hands on the flags of a
+scope to each scope that it makes of it: children, rewound copies, and the scopes in the
+body of a lifted transform. So a scope carries its ``Root`` as a flag.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+from flax.core.frozen_dict import FrozenDict
+from flax.core.scope import Scope
+
+from flax_sg.internals import core_scopes, tracing
+from flax_sg.trees.variables import Key
+
+if TYPE_CHECKING:
+    from flax_sg.engine.blocks import Block
+
+ROOT_FLAG = 'flax_sg'
+
+
+class Tree:
+    """Identifies a tree of variables. Numbers hold only weak references to it.
+
+    Attributes:
+        depth: how many calls of ``apply`` ran when the tree began.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+
+@dataclass
+class Handed:
+    """What the body of a lifted transform starts with; nothing elsewhere.
+
+    Attributes:
+        covered: the blocks that were open when the body began. They apply outside.
+        values: the variables, as Flax passed them in.
+        selected: those that were rewritten outside, and a block that did so.
+    """
+
+    covered: tuple[Block, ...] = ()
+    values: dict[Key, Any] = field(default_factory=dict)
+    selected: dict[Key, Block] = field(default_factory=dict)
+
+    def has(self, block: Block, key: Key, value: Any) -> bool:
+        """Whether the block's rule was applied to ``value`` outside the body.
+
+        ``value`` is a variable or one of its leaves. Only the leaves are compared,
+        since their containers may have been rebuilt.
+        """
+        if block not in self.covered:
+            return False
+        begun = {id(leaf) for leaf in jax.tree.leaves(self.values.get(key))}
+        return all(id(leaf) in begun for leaf in jax.tree.leaves(value))
+
+
+@dataclass
+class Setups:
+    """The runs of ``setup`` of the modules of a tree.
+
+    Attributes:
+        made_in: if the tree serves a second run, the blocks of that run.
+        running: by id, modules whose ``setup`` runs, or ran for a second time in this
+            tree, and the blocks that were open.
+        values: for each block, the values kept by ``setup``, as readers see them.
+        is_new: whether the tree began in a second run of a ``setup``.
+    """
+
+    made_in: tuple[Block, ...] | None = None
+    running: dict[int, tuple[Block, ...]] = field(default_factory=dict)
+    values: dict[Block, dict[int, Any]] = field(default_factory=dict)
+    is_new: bool = False
+
+
+class Root:
+    """Holds what is known of a tree, or of its part in the body of a lifted transform.
+
+    Attributes:
+        tree: identity of the tree. The body of a transform has that of the scope which
+            it was lifted from.
+        parts: the paths and collections that make up the tree; several in the body of
+            a transform of several modules.
+        level: the trace in which the tree, or the body, began.
+        initializing: whether ``init`` is making the variables.
+        handed: what the tree starts with, if it belongs to a lifted body.
+        views: for each block, what readers of the tree see in it; see ``views.py``.
+        sown: the variables that ``Module.sow`` has written in a block.
+        pending: closed blocks that are judged when the tree is complete, each with
+            the exception that was being handled when it closed.
+    """
+
+    def __init__(self, tree: Tree, scope: Scope) -> None:
+        self.tree = tree
+        self.parts = [(scope.path, core_scopes.variables_of(scope))]
+        self.level = scope.trace_level
+        self.initializing: Any = scope.get_flag('initializing', False)
+        self.handed = _NOTHING
+        self.views: dict[Block, Any] = {}
+        self.sown: set[Key] = set()
+        self.pending: list[Any] = []
+
+    @functools.cached_property
+    def kept_trace(self) -> weakref.ref[Any] | None:
+        """The innermost trace around the tree that JAX may cache."""
+        return tracing.kept_trace(self.level)
+
+    @functools.cached_property
+    def setups(self) -> Setups:
+        """The runs of ``setup`` of its modules."""
+        return Setups()
+
+    def as_scratch(self, made_in: tuple[Block, ...]) -> Root:
+        """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
+        scratch = copy.copy(self)
+        scratch.setups, scratch.pending, scratch.sown = Setups(made_in), [], set()
+        return scratch
+
+    def within(self, covered: tuple[Block, ...], scope: Scope) -> Root:
+        """Returns a root of the same tree, for a body that begins in blocks."""
+        inner = Root(self.tree, scope)
+        inner.initializing, inner.pending = self.initializing, self.pending
+        if covered:
+            inner.handed = Handed(covered)
+        if 'setups' in vars(self):
+            inner.setups = Setups(self.setups.made_in, is_new=self.setups.is_new)
+        return inner
+
+    # All roots are equal, and no dataclasses: ``nn.jit`` hashes the flags of scopes,
+    # and dataclasses in them by field, to tell modules apart. JAX's own cache keys
+    # tell the blocks apart.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Root)
+
+    def __hash__(self) -> int:
+        return hash(Root)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
+        """The copy of a bound module has a tree of its own."""
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.tree = Tree(self.tree.depth)
+        new.parts = copy.deepcopy(self.parts, memo)
+        new.views, new.sown, new.setups = {}, set(), Setups()
+        return new
+
+    def forget(self, block: Block) -> None:
+        """Drops the values kept for a closed block."""
+        self.views.pop(block, None)
+        if 'setups' in vars(self):
+            self.setups.values.pop(block, None)
+
+
+_NOTHING = Handed()
+
+Blocks: TypeAlias = 'tuple[Block, ...]'
+
+
+def carry(scope: Scope, root: Root) -> None:
+    """Lets a scope, and all that Flax makes of it, carry a root."""
+    scope.flags = FrozenDict({**scope.flags, ROOT_FLAG: root})
