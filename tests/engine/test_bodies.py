@@ -1,0 +1,207 @@
+"""Bodies of lifted transforms: how they reach a module, and where the block opens.
+
+Each program is compared with one by hand: the same model without blocks, applied to
+parameters that are stopped, or replaced, for what is read in the block, and to all of
+them for what is read beside it.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import oracle
+from flax_sg import linen as nn
+
+X = jnp.array([[1.0, 2.0, 3.0], [3.0, -1.0, 2.0]])
+
+
+def scanned(body: Any, module: Any, x: Any) -> Any:
+    def step(module: Any, carry: Any, _: Any) -> Any:
+        return body(module, carry), None
+
+    return nn.scan(step, length=2, **oracle.SHARED)(module, x, None)[0]
+
+
+LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    'none': lambda body, module, x: body(module, x),
+    'remat': lambda body, module, x: nn.remat(body)(module, x),
+    'jit': lambda body, module, x: nn.jit(body)(module, x),
+    'cond': lambda body, module, x: nn.cond(True, body, body, module, x),
+    'switch': lambda body, module, x: nn.switch(1, [body, body], module, x),
+    'vmap': lambda body, module, x: nn.vmap(body, **oracle.MAPPED)(module, x),
+    'scan': scanned,
+    'map_variables': lambda body, module, x: nn.map_variables(body, 'params')(
+        module, x
+    ),
+    'remat of jit': lambda body, module, x: nn.remat(
+        lambda inner, x: nn.jit(body)(inner, x)
+    )(module, x),
+}
+
+# What a body reads, given the module of the closure and that of its argument. It is
+# lifted over the module itself, or over another one.
+REACHES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    'argument': lambda outer, inner, x: inner.enc(x),
+    'closure': lambda outer, inner, x: outer.enc(x),
+    'kept, by closure': lambda outer, inner, x: x * outer.square,
+    'kept, by argument': lambda outer, inner, x: x * inner.square,
+    'field': lambda outer, inner, x: outer.part(x),
+    'another module': lambda outer, inner, x: outer.enc(inner(x)),
+}
+
+
+# Whether a block opens in the body, and around the transform.
+PLACES = [(1, 0), (0, 1), (1, 1)]
+
+
+def takes(path: Any) -> bool:
+    return path.parts[-2:-1] in (('enc',), ('part',)) or path.name == 'w'
+
+
+# A block, and what it does to what it takes.
+BLOCKS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    'stop': (lambda: nn.stop_gradient(takes), jax.lax.stop_gradient),
+    'only': (
+        lambda: nn.train_only(lambda path: not takes(path), unused='ignore'),
+        jax.lax.stop_gradient,
+    ),
+    'substitute': (
+        lambda: nn.substitute(lambda path, leaf: 2.0 * leaf, where=takes),
+        lambda leaf: 2.0 * leaf,
+    ),
+}
+
+
+class Scaled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param('s', nn.initializers.constant(3.0), ())
+
+
+class Net(nn.Module):
+    """Reads beside a block, and then in the block of a body."""
+
+    lift: str
+    reach: str
+    part: Any
+    inside: Any = None
+    outside: Any = None
+
+    def setup(self):
+        self.enc, self.other = Scaled(), Scaled()
+        self.w = self.param('w', nn.initializers.constant(2.0), ())
+        self.square = self.w**2
+
+    def read(self, x):
+        def body(inner, x):
+            with self.inside() if self.inside else contextlib.nullcontext():
+                return REACHES[self.reach](self, inner, x)
+
+        over = self.other if self.reach == 'another module' else self
+        with self.outside() if self.outside else contextlib.nullcontext():
+            return LIFTS[self.lift](body, over, x)
+
+    def beside(self, x):
+        return self.part(self.other(self.enc(x))) * self.square
+
+    def __call__(self, x):
+        beside = self.beside(x)  # In a body Flax would make parameters as tracers.
+        return self.read(x), beside
+
+
+class Mount(nn.Module):
+    """Holds a ``Net``, or is one whose part is made outside of it."""
+
+    lift: str
+    reach: str
+    inside: Any = None
+    outside: Any = None
+
+    def setup(self):
+        self.part = Scaled()
+        self.net = Net(self.lift, self.reach, self.part, self.inside, self.outside)
+
+    def __call__(self, x):
+        return self.net(x)
+
+    def read(self, x):
+        return self.net.read(x)
+
+    def beside(self, x):
+        return self.net.beside(x)
+
+
+def at_root(*args: Any) -> Any:
+    lift, reach, *blocks = args
+    return Net(lift, reach, Scaled(name='part'), *blocks)
+
+
+def variables_of(make: Any) -> Any:
+    """Parameters that are all different."""
+    shapes = jax.eval_shape(make('none', 'argument').init, jax.random.key(0), X)
+    leaves, treedef = jax.tree.flatten(shapes)
+    values = [jnp.float32(2.0 + n) for n, _ in enumerate(leaves)]
+    return treedef.unflatten(values)
+
+
+def called(model: Any, variables: Any, method: str) -> Any:
+    return getattr(model.bind(variables), method)(X)
+
+
+def applied(model: Any, variables: Any, method: str) -> Any:
+    return model.apply(variables, X, method=method)
+
+
+jitted = jax.jit(applied, static_argnames=('model', 'method'))
+
+
+def selected(path: Any) -> bool:
+    names = [key.key for key in path]
+    return names[-2] in ('enc', 'part') or names[-1] == 'w'
+
+
+@pytest.mark.parametrize('lift', LIFTS)
+@pytest.mark.parametrize('make', [at_root, Mount], ids=['root', 'submodule'])
+def test_a_body_reads_what_the_block_shows(make, lift):
+    """Eager and jitted, by ``apply`` and ``bind``, however the body gets at it."""
+    variables = variables_of(make)
+    for n, (reach, kind) in enumerate(itertools.product(REACHES, BLOCKS)):
+        block, by_hand = BLOCKS[kind]
+        # Each reach and each kind of block meets each place, and each use.
+        places = PLACES[(n + n // 3) % 3]
+        use = (applied, called, jitted)[(n + n // 9) % 3]
+        act = by_hand if sum(places) == 1 else lambda leaf, f=by_hand: f(f(leaf))
+
+        def changed(path: Any, leaf: Any, act: Any = act) -> Any:
+            return act(leaf) if selected(path) else leaf
+
+        plain = make(lift, reach)
+        model = make(lift, reach, *(block if is_in else None for is_in in places))
+
+        def hand(variables, plain=plain, changed=changed):
+            inside = jax.tree_util.tree_map_with_path(changed, variables)
+            read = applied(plain, inside, 'read')
+            return read, applied(plain, variables, 'beside')
+
+        expected = oracle.grads(hand, variables)
+        ours = functools.partial(use, model, method='__call__')
+        oracle.assert_same(oracle.grads(ours, variables), expected)
+
+
+@pytest.mark.parametrize('lift', LIFTS)
+@pytest.mark.parametrize('make', [at_root, Mount], ids=['root', 'submodule'])
+def test_init_makes_what_it_makes_without_blocks(make, lift):
+    """And each name of the block is found when the tree is complete."""
+    for reach, places in itertools.product(REACHES, PLACES):
+        block = BLOCKS['stop'][0]
+        model = make(lift, reach, *(block if is_in else None for is_in in places))
+        oracle.assert_same(
+            model.init(jax.random.key(0), X),
+            make(lift, reach).init(jax.random.key(0), X),
+        )
