@@ -69,6 +69,7 @@ class _Lift:
         self.acting = sorted(open_blocks, key=views.only_refuses)
         self.roots = [blocks.root_of(scope) for scope in scopes]
         self.is_jit, self.is_scan = name == lifting.JIT, name == lifting.SCAN
+        self.is_map = name == lifting.MAP
         # The variables that a block looks at, as they are stored.
         self.stored: list[dict[Key, Any]] = [{} for _ in scopes]
 
@@ -124,6 +125,9 @@ class _Lift:
         def as_stored(key: Key, value: Any) -> Any:
             if self._selecting(index, key, root) is None:
                 return value
+            # Of a trace all arrays come out anew, here those alone that are written.
+            if self.is_map and root.initializing:
+                return views.stored(root, self.open_blocks, key, value)
             stored = self.stored[index][key]
             if key not in root.sown:
                 return stored

@@ -26,7 +26,7 @@ from flax.linen import transforms as linen_transforms
 from flax_sg.internals import versions
 
 # Flax's names for its transforms.
-JIT, SCAN, REMAT = 'jit', 'scan', 'remat'
+JIT, SCAN, REMAT, MAP = 'jit', 'scan', 'remat', 'map_variables'
 
 # ``debug_path`` names the transforms around each module: ``remat(scan(layers))``.
 _SCAN_OR_REMAT = re.compile(rf'({SCAN}|{REMAT})\(')

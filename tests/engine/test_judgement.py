@@ -47,7 +47,7 @@ VARIABLES = MODEL.init(KEY, X)
 PARAMS = VARIABLES['params']
 
 
-def by_hand(stopped: str, fn: Callable[[Any], Any]) -> Any:
+def by_hand(stopped: str | tuple[str, ...], fn: Callable[[Any], Any]) -> Any:
     """The gradient of a function of parameters on weights stopped by hand."""
     return jax.grad(
         lambda params: fn(oracle.stopped(params, lambda p: p.startswith(stopped)))
@@ -375,3 +375,52 @@ def test_a_generator_collected_at_any_moment_locks_nothing():
         timeout=100,
     )
     assert found.stdout.splitlines()[-1:] == ['ended'], found.stderr[-2000:]
+
+
+# What a compiled program has met holds, however the block under its number ended.
+
+
+def compiled() -> tuple[Any, list[None]]:
+    """A step that is compiled once for each number, and a list of its traces."""
+    traces: list[None] = []
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        traces.append(None)
+        return loss(params)
+
+    return step, traces
+
+
+def test_a_generator_closed_in_a_block_leaves_the_block_right():
+    step, _ = compiled()
+
+    def targets() -> Iterator[Any]:
+        with nn.stop_gradient('a/**'):
+            while True:
+                yield step(PARAMS)
+
+    for _ in range(3):
+        stream = targets()
+        next(stream)
+        with nn.stop_gradient('b/**'):
+            grads = jax.grad(step)(PARAMS)
+            stream.close()
+        oracle.assert_same(grads, by_hand(('a', 'b'), loss))
+
+
+@pytest.mark.parametrize('error', [GeneratorExit, StopIteration, KeyboardInterrupt])
+def test_a_block_that_met_its_names_and_raised_keeps_its_programs(error):
+    step, traces = compiled()
+    for _ in range(3):
+        with contextlib.suppress(error), nn.stop_gradient('a/**'):
+            step(PARAMS)
+            raise error
+    assert len(traces) == 1
+    for _ in range(2):
+        with contextlib.suppress(error), nn.stop_gradient('c/**'):
+            step(PARAMS)
+            raise error
+    assert len(traces) == 3  # Nobody has judged this name.
+    with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('c/**'):
+        step(PARAMS)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import oracle
-from flax_sg import filters
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
 from flax_sg.forms.block_decorator import BlockDecorator
@@ -90,3 +90,63 @@ def test_a_long_block_frees_the_trees_it_has_seen():
         gc.collect()
         assert [ref() for ref in refs] == [None] * 3
         assert list(blocks.thread.blocks[0].roots) == []
+
+
+def test_modules_that_are_bound_one_after_the_other_in_a_block():
+    """Each is gone with its turn, and what nobody reads of it counts as met."""
+    refs = []
+    with nn.stop_gradient('bias'):
+        for i in range(3):
+            params = jax.tree.map(lambda p, i=i: p + i, PARAMS)
+            refs.append(weakref.ref(params['kernel']))
+            bound = MODEL.bind({'params': params})
+            assert bound.get_variable('params', 'kernel') is params['kernel']
+            del params, bound
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 3
+        # Or the block would say that it had no effect.
+        jax.grad(lambda p: jnp.sum(apply(p)))(PARAMS)
+
+
+def test_a_module_that_is_older_than_the_block_and_ends_in_it():
+    bound = [MODEL.bind({'params': PARAMS})]
+    with nn.stop_gradient(lambda path: path == 'bias', unused='ignore'):
+        kernel = bound.pop().get_variable('params', 'kernel')
+    assert kernel is PARAMS['kernel']
+    bound = [MODEL.bind({'params': PARAMS})]
+    with (
+        pytest.warns(errors.NothingStoppedWarning),  # The bias is there, and unread.
+        nn.stop_gradient('bias'),
+    ):
+        bound.pop().get_variable('params', 'kernel')
+
+
+@pytest.mark.usefixtures('leaks')
+def test_a_module_bound_in_a_compiled_function():
+    with nn.stop_gradient('bias'):
+        grads = jax.jit(jax.grad(lambda p: jnp.sum(MODEL.bind({'params': p})(X))))(
+            PARAMS
+        )
+    assert oracle.is_zero(grads['bias'])
+    assert not oracle.is_zero(grads['kernel'])
+
+
+def test_a_module_keeps_the_depth_of_the_apply_that_bound_it():
+    """What another ``apply`` is given is no variable of the block's tree."""
+
+    class Binds(fnn.Module):
+        @fnn.compact
+        def __call__(self, bound):
+            if bound is None:
+                w = self.param('w', fnn.initializers.ones, (3,))
+                return MODEL.bind({'params': {**PARAMS, 'bias': w}})
+            return bound(X)
+
+    def loss(w, where):
+        variables = {'params': {'w': w}}
+        bound = Binds().apply(variables, None)
+        with nn.stop_gradient(where, unused='ignore'):
+            return jnp.sum(Binds().apply(variables, bound))
+
+    w = jnp.ones(3)
+    assert not oracle.is_zero(jax.grad(loss)(w, True))

@@ -589,3 +589,30 @@ def test_a_body_in_a_block_has_the_name_and_the_random_numbers_of_its_own():
     keys = [Uses(on).apply({}, rngs={'noise': KEY}) for on in (False, True)]
     assert_same(*keys)
     assert names[0] == names[1] != ('',)
+
+
+def test_map_variables_writes_in_init_what_flax_writes():
+    """Also where a body has run before, and runs again in a block."""
+
+    class Twice(nn.Module):
+        block: Any = contextlib.nullcontext()
+
+        def setup(self):
+            self.dense = nn.Dense(2)
+
+        def __call__(self, x):
+            mapped = nn.map_variables(
+                lambda module, x: module.dense(x),
+                'params',
+                trans_in_fn=lambda p: jax.tree.map(lambda leaf: leaf * 2.0, p),
+                trans_out_fn=lambda p: jax.tree.map(lambda leaf: leaf / 2.0 + 1.0, p),
+                init=True,
+            )
+            y = mapped(self, x)
+            with self.block:
+                return y + mapped(self, x)
+
+    x, key = jnp.ones((1, 2)), jax.random.key(0)
+    for init in (lambda model: model.init, lambda model: jax.jit(model.init)):
+        made = init(Twice(nn.stop_gradient('dense/**')))(key, x)
+        assert_same(made, init(Twice())(key, x))
