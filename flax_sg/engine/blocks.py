@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax.core.scope import Scope
 
@@ -20,6 +21,10 @@ from flax_sg.rules import rules
 from flax_sg.trees.variables import Facts
 
 versions.load_once(globals())
+
+
+# The path of a variable, and what a filter says of it: a bool, or a ``Part``.
+Answer: TypeAlias = tuple[Path, Any]
 
 
 @dataclass(eq=False)
@@ -62,7 +67,7 @@ class Block:
     level: Any
     kept_trace: Any
     place: Place
-    decisions: dict[Facts, tuple[Path, Any]] = field(default_factory=dict)
+    decisions: dict[Facts, Answer] = field(default_factory=dict)
     collections: set[str] = field(default_factory=set)
     uncovered: set[Facts] = field(default_factory=set)
     took: bool = False
@@ -82,13 +87,17 @@ class Block:
 
     def meet(self, root: Root, is_older: bool) -> None:
         """Notes that a tree, or the body of a transform, is used in the block."""
+        root.met_by.add(self)
         self.roots.put(root, root if is_older else None)
 
     def forget_roots(self) -> None:
         """Drops the values that readers of trees have seen in the block."""
         for root in self.roots:
             root.forget(self)
-        self.roots = ByIdentity()
+        self.roots.known.clear()
+
+
+_IS_OPEN = operator.attrgetter('is_open')
 
 
 class _Thread(threading.local):
@@ -143,10 +152,6 @@ class _Thread(threading.local):
             if self.blocks:
                 self.set_blocks(self.blocks)
 
-    def _set_aside(self, blocks: tuple[Block, ...], aside: tuple[Block, ...]) -> None:
-        self.aside = aside
-        self.set_blocks(blocks)
-
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:
         """Makes ``blocks`` the only open blocks inside the ``with`` body."""
@@ -154,10 +159,12 @@ class _Thread(threading.local):
 
         def restore() -> None:
             # One that was set aside may have been closed.
-            self._set_aside(tuple(b for b in before if b.is_open), aside)
+            self.aside = aside
+            self.set_blocks(tuple(filter(_IS_OPEN, before)))
 
         try:
-            self._set_aside(blocks, (*aside, *before))
+            self.aside = (*aside, *before)
+            self.set_blocks(blocks)
             yield
         finally:
             try:
@@ -178,7 +185,8 @@ def active() -> tuple[Block, ...]:
     """
     blocks = thread.blocks
     for block in blocks:
-        block.place.check_task(block.rewrite)
+        if block.place.task is not None:
+            block.place.check_task(block.rewrite)
     return blocks
 
 
@@ -206,7 +214,7 @@ def root_of(scope: Scope) -> Root:
     if root is None:  # A scope that no ``bind`` of Flax has made.
         root = begin(top, depth=0)
     for block in thread.blocks:
-        if root not in block.roots:
+        if block not in root.met_by:
             block.meet(root, is_older=True)
     return root
 

@@ -239,6 +239,7 @@ def _nothing_read(block: Block) -> errors.UnusedFilterError:
         'block.\n'
         'Open the block around jax.grad or model.apply: it cannot reach results of '
         'jax.vjp and programs that were compiled before it.\n'
-        'For a tree of parameters write sg.stop_gradient(tree, where). If nothing may '
-        "be read here, pass unused='ignore'."
+        'For a tree of parameters write sg.stop_gradient(tree, where), for a model of '
+        'NNX nnx.stop_gradient(model, where). If nothing may be read here, pass '
+        "unused='ignore'."
     )

@@ -79,6 +79,8 @@ class Asker:
         if not self.has_functions and rule.acts_on != 'cotangents':
             self.sure = self.kind, rule.token(), self.owner_path, self.tree
         self._said: dict[Hashable, Any] = {}
+        # What it said as the block opened, before any variable was read.
+        self.early: list[tuple[Path, Any]] = []
 
     def path_of(self, facts: Facts) -> Path:
         """Returns the path of a variable, as the filter and the rule see it."""
@@ -93,6 +95,10 @@ class Asker:
         """Asks an elementary filter; a function once for each variable and block."""
         if 'code' not in atom.own_needs:
             return expressions.takes(atom, path)
+        while self.early:
+            known, said = self.early.pop()
+            if said.__class__ is bool:
+                self._said[atom, known.key] = said
         key = atom, path.key
         if key not in self._said:
             self._said[key] = expressions.takes(atom, path)
@@ -108,16 +114,18 @@ class Asker:
             matched |= expressions.asked(where, path, self._takes)
         return matched
 
-    def answer(self, question: Question) -> Hashable:
-        """Returns what decides how a trace goes on."""
+    def answer(self, number: Number) -> Hashable:
+        """Returns what decides how the traces of a number go on."""
+        question = number.question
         if isinstance(question, str):
             return self.rewrite.rule.token()
         if isinstance(question, weakref.ref):
             if question() is None:
                 return _GONE
             return self.owner_path if question == self.tree else None
+        path = number.path_for(self.owner_path)
         try:
-            said = self.ask(self.path_of(question))
+            said = self.ask(path)
             return said.elements.shape if isinstance(said, filters.Part) else said
         except Exception as error:  # The function was not written for the variable.
             return type(error)
@@ -157,6 +165,7 @@ class Number:
         self.answers: dict[Hashable, Number] = {}
         self.inside: dict[Hashable, _Kind] = {}
         self.known = Known()
+        self.paths: dict[tuple[str, ...], Path] = {}
         # Weak: an exception may come before a block gives the number back.
         self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
 
@@ -167,6 +176,13 @@ class Number:
             if 'deeper' not in self.inside:
                 self.inside['deeper'] = _Kind([Number()])
             return self.inside['deeper'][0]
+
+    def path_for(self, owner: tuple[str, ...]) -> Path:
+        """Returns the path of the variable that the question is about."""
+        if owner not in self.paths:
+            collection, names, inner, array = self.question
+            self.paths[owner] = Path.of(collection, names, owner, inner, array)
+        return self.paths[owner]
 
     def take(self, asker: Asker) -> bool:
         """Leases the number, unless another holder may give other answers."""
@@ -190,11 +206,10 @@ class Number:
         with _lock:
             self._holders.discard(asker)
 
-    def ask(self, question: Question, answer: Hashable) -> None:
-        """Adds a question: with this answer, everything stays as it is."""
+    def ask(self, answer: Hashable) -> None:
+        """With this answer to its question, everything stays as it is."""
         self.answers[answer] = same = Number(self.value)
         same.inside, same.known = self.inside, self.known
-        self.question = question
 
 
 class _Kind(list[Number]):
@@ -202,21 +217,36 @@ class _Kind(list[Number]):
 
     ends = 0
 
-    def ends_for(self, asker: Asker) -> Iterator[tuple[Number, Number, set[Question]]]:
+    def ends_for(self, asker: Asker) -> Iterator[tuple[Number, Number, list[Number]]]:
         """Yields the ends that a block comes to: first number, end, what was asked."""
-        for first in tuple(self):
+        firsts = tuple(self)
+        # Opening asks a function of all variables that were traced under its code. A
+        # function alone is called at once, if each variable comes up once.
+        fn = getattr(asker.rewrite.where, 'fn', None) if len(firsts) == 1 else None
+        owner, early = asker.owner_path, asker.early
+        for first in firsts:
             number = first
-            asked: set[Question] = set()  # Not set[Question](), which takes ten times.
-            while number.question is not None:
-                asked.add(number.question)
-                said = asker.answer(number.question)
-                if said is _GONE:  # No trace under it is found again.
-                    self.drop(first)
-                    break
-                if said not in number.answers:
+            asked: list[Number] = []
+            while (question := number.question) is not None:
+                asked.append(number)
+                said = None
+                if fn is not None and type(question) is tuple:
+                    path = number.paths.get(owner) or number.path_for(owner)
+                    try:
+                        said = fn(path)
+                        early.append((path, said))
+                    except Exception as error:
+                        said = type(error)
+                if said.__class__ is not bool:
+                    said = asker.answer(number)
+                found = number.answers.get(said)
+                if found is None:
+                    if said is _GONE:  # No trace under it is found again.
+                        self.drop(first)
+                        break
                     self.ends += 1
-                    number.answers[said] = Number()
-                number = number.answers[said]
+                    found = number.answers[said] = Number()
+                number = found
             else:
                 yield first, number, asked
         if self.ends > _MOST:
@@ -249,7 +279,8 @@ class Lease:
         self._around, self.asker = around, asker
         self.number = self._first = number
         self.is_blank = self.is_new = True
-        self._asked: set[Question] = set()
+        self._asked: list[Number] = []
+        self._questions: set[Question | None] | None = None
 
     def find(self, outside: Callable[[], Any]) -> None:
         """Leases the number whose traces the block may reuse, or a blank one.
@@ -271,7 +302,7 @@ class Lease:
         with _lock:
             blanks, new = self._kind(self.asker.blank), Number()
             for number in (*blanks, new):
-                self._first, self.number, self._asked = number, number, set()
+                self._first, self.number, self._asked = number, number, []
                 if number.take(self.asker):
                     break
             if self.number is new:
@@ -302,18 +333,22 @@ class Lease:
                     blanks.remove(self.number)
                     self._kind(self.asker.kind).append(self.number)
             self.number.known.has_traces = True
-            missing = {q: None for q in questions if q not in self._asked}
+            if self._questions is None:
+                self._questions = {number.question for number in self._asked}
+            missing = {q: None for q in questions if q not in self._questions}
             while missing and not is_own:
                 number = self.number
                 question = number.question or next(iter(missing))
-                said = self.asker.answer(question)
-                if number.question is None:
-                    number.ask(question, said)
+                is_end = number.question is None
+                number.question = question
+                said = self.asker.answer(number)
+                if is_end:
+                    number.ask(said)
                 elif said not in number.answers:  # Of a tree that is no more.
                     is_own = True
                     break
                 missing.pop(question, None)
-                self._asked.add(question)
+                self._questions.add(question)
                 number.give_back(self.asker)
                 self.number = number.answers[said]
                 self.number.hold(self.asker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import types
 import weakref
 
@@ -114,8 +115,15 @@ def close_last(
     if block := next((b for b in thread.aside if b.rewrite is rewrite), None):
         return blocks.remove(block)
     if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
-        reason = f'it is not open in this thread, {Place.here().thread.name}'
-        raise _wrong_order(rewrite, None, reason)
+        here, place, elsewhere = Place.here(), None, ''
+        # An error alone asks for this, so nobody keeps a list of them.
+        all_blocks = [block for block in gc.get_objects() if type(block) is Block]
+        for block in all_blocks:
+            if block.rewrite is rewrite and block.is_open:
+                place = block.place
+                elsewhere = f', which closes it at {here}, but in {place.thread.name}'
+        reason = f'it is not open in this thread, {here.thread.name}{elsewhere}'
+        raise _wrong_order(rewrite, place, reason)
 
 
 class Guarded:

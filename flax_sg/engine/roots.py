@@ -51,14 +51,12 @@ class Handed:
     values: dict[Key, Any] = field(default_factory=dict)
     selected: dict[Key, Block] = field(default_factory=dict)
 
-    def has(self, block: Block, key: Key, value: Any) -> bool:
-        """Whether the block's rule was applied to ``value`` outside the body.
+    def has(self, key: Key, value: Any) -> bool:
+        """Whether the body starts with ``value``: the rules were applied outside.
 
         ``value`` is a variable or one of its leaves. Only the leaves are compared,
         since their containers may have been rebuilt.
         """
-        if block not in self.covered:
-            return False
         begun = {id(leaf) for leaf in jax.tree.leaves(self.values.get(key))}
         return all(id(leaf) in begun for leaf in jax.tree.leaves(value))
 
@@ -92,6 +90,7 @@ class Root:
         level: the trace in which the tree, or the body, began.
         initializing: whether ``init`` is making the variables.
         handed: what the tree starts with, if it belongs to a lifted body.
+        met_by: the open blocks in which it is used.
         views: for each block, what readers of the tree see in it; see ``views.py``.
         sown: the variables that ``Module.sow`` has written in a block.
         pending: closed blocks that are judged when the tree is complete, each with
@@ -104,6 +103,7 @@ class Root:
         self.level = scope.trace_level
         self.initializing: Any = scope.get_flag('initializing', False)
         self.handed = _NOTHING
+        self.met_by: set[Block] = set()
         self.views: dict[Block, Any] = {}
         self.sown: set[Key] = set()
         self.pending: list[Any] = []
@@ -122,6 +122,7 @@ class Root:
         """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
         scratch = copy.copy(self)
         scratch.setups, scratch.pending, scratch.sown = Setups(made_in), [], set()
+        scratch.met_by = set()
         return scratch
 
     def within(self, covered: tuple[Block, ...], scope: Scope) -> Root:
@@ -149,11 +150,12 @@ class Root:
         memo[id(self)] = new
         new.tree = Tree(self.tree.depth)
         new.parts = copy.deepcopy(self.parts, memo)
-        new.views, new.sown, new.setups = {}, set(), Setups()
+        new.views, new.sown, new.setups, new.met_by = {}, set(), Setups(), set()
         return new
 
     def forget(self, block: Block) -> None:
         """Drops the values kept for a closed block."""
+        self.met_by.discard(block)
         self.views.pop(block, None)
         if 'setups' in vars(self):
             self.setups.values.pop(block, None)

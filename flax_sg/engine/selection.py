@@ -8,7 +8,7 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg.engine.blocks import Block, thread
+from flax_sg.engine.blocks import Answer, Block, thread
 from flax_sg.engine.numbers import VALUES, Question
 from flax_sg.engine.roots import Root
 from flax_sg.filters.paths import Path
@@ -37,19 +37,17 @@ def path_of(block: Block, key: Key) -> Path:
     return block.asker.path_of(facts) if found is None else found[0]
 
 
-def answer(block: Block, key: Key) -> tuple[Path, Any]:
-    """Returns a variable's path, and the answer that the block's filter gave for it."""
-    return block.decisions[facts_of(key)]
-
-
 def selects(
-    block: Block,
-    root: Root,
-    key: Key,
-    read: bool = True,
-    noted: bool = False,
+    block: Block, root: Root, key: Key, read: bool = True, noted: bool = False
 ) -> Any:
-    """Returns whether a block selects a variable: a bool, or a ``Part``.
+    """Returns whether a block selects a variable: a bool, or a ``Part``."""
+    return answer(block, root, key, read, noted)[1]
+
+
+def answer(
+    block: Block, root: Root, key: Key, read: bool = True, noted: bool = False
+) -> Answer:
+    """Returns a variable's path, and what the filter of a block says of it.
 
     The filter is asked once for each variable. If JAX may cache the running trace, and
     the block was opened outside of this trace, the trace depends on the answer.
@@ -62,9 +60,10 @@ def selects(
         noted: whether the running trace may depend on the answer without a read.
     """
     facts = facts_of(key)
-    if facts not in block.decisions:
-        block.decisions[facts] = _decide(block, block.asker.path_of(facts))
-    _, said = block.decisions[facts]
+    found = block.decisions.get(facts)
+    if found is None:
+        found = block.decisions[facts] = _decide(block, block.asker.path_of(facts))
+    said = found[1]
     if read:
         # ``train_only`` stops the rest, and a block may read only what it names.
         block.took = block.took or bool(said) or block.asker.is_complement
@@ -73,10 +72,10 @@ def selects(
         _note(block, root, [facts], read)
     elif not in_program and (read or root.kept_trace == block.kept_trace):
         block.beside.add(facts)
-    return said
+    return found
 
 
-def _decide(block: Block, path: Path) -> tuple[Path, Any]:
+def _decide(block: Block, path: Path) -> Answer:
     block.collections.add(path.collection)
     if not block.asker.has_functions:
         return path, block.asker.ask(path)

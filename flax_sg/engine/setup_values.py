@@ -67,8 +67,6 @@ class Kept:
         vars(module)[self._name] = value
 
     def __delete__(self, module: Any) -> None:
-        if self._name not in vars(module):
-            raise AttributeError(self._name)
         del vars(module)[self._name]
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import jax
 
 from flax_sg import errors, filters
-from flax_sg.engine.blocks import Block, thread
+from flax_sg.engine.blocks import Answer, Block, thread
 from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
@@ -76,6 +76,8 @@ class Seen:
         return map_leaves(lambda _, x: back.get(id(x), (x, x))[1], keys, value)
 
 
+# The key of a leaf, and what a block says of it.
+_Asked: TypeAlias = tuple[LeafKey, Answer]
 _Joint: TypeAlias = dict[tuple[Key, int], tuple[Any, Any]]
 
 
@@ -142,24 +144,27 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
         # The values that a lifted body starts with were rewritten outside, selected by
         # their names outside: ``nn.map_variables`` renames variables in the body. If a
         # function that JAX keeps reads them, it depends on the answer all the same.
-        begun = root.handed.has(block, key, value)
+        begun = block in root.handed.covered and root.handed.has(key, value)
         if begun and tracing.kept_trace() == root.kept_trace:
             continue
-        if any([selects(block, root, leaf_key) for leaf_key in keys]) and not begun:
-            value = _rewritten(root, block, key, keys, value)
+        answers = [answer(block, root, leaf_key) for leaf_key in keys]
+        if not begun and any([said for _, said in answers]):
+            value = _rewritten(
+                root, block, key, list(zip(keys, answers, strict=True)), value
+            )
     return value
 
 
 def _rewritten(
-    root: Root, block: Block, key: Key, keys: Sequence[LeafKey], value: Any
+    root: Root, block: Block, key: Key, asked: Sequence[_Asked], value: Any
 ) -> Any:
     seen = _Views.of(root, block).seen[key]
     viewed = AS_IT_IS
     if block.rewrite.rule.brings and _applies(block, root):
-        viewed = _instead(block, root, key, keys, value)
+        viewed = _instead(block, root, key, asked, value)
     if viewed is AS_IT_IS:
         leaf = functools.partial(_view_leaf, root, block, key, seen)
-        viewed = map_leaves(leaf, keys, value)
+        viewed = map_leaves(leaf, asked, value)
     else:
         pair = jax.tree.leaves(value), jax.tree.leaves(viewed)
         for old, new in zip(*pair, strict=True):
@@ -184,13 +189,16 @@ def only_refuses(block: Block) -> bool:
 
 
 def _view_leaf(
-    root: Root, block: Block, variable: Key, seen: Seen, key: Key, leaf: Any
+    root: Root, block: Block, variable: Key, seen: Seen, asked: _Asked, leaf: Any
 ) -> Any:
+    key, answered = asked
     found = seen.views.get((key, id(leaf)))
     if found is None:
-        if root.handed.has(block, variable, leaf) or not answer(block, key)[1]:
+        begun = block in root.handed.covered and root.handed.has(variable, leaf)
+        if begun or not answered[1]:
             return leaf
-        new = _new_leaf(block, root, key, leaf) if _applies(block, root) else leaf
+        is_new = _applies(block, root)
+        new = _new_leaf(block, root, key, answered, leaf) if is_new else leaf
         found = seen.views[key, id(leaf)] = leaf, new
         seen.note(leaf, new)
     if found[1] is not leaf:
@@ -202,7 +210,7 @@ def _view_leaf(
 
 
 def _instead(
-    block: Block, root: Root, key: Key, keys: Sequence[LeafKey], value: Any
+    block: Block, root: Root, key: Key, asked: Sequence[_Asked], value: Any
 ) -> Any:
     """Returns what a reader in a block sees instead of a whole variable.
 
@@ -221,16 +229,15 @@ def _instead(
     new = block.rewrite.rule.instead(path_of(block, key), value, find_beside)
     if new is AS_IT_IS:
         return new
-    asked = [answer(block, leaf_key) for leaf_key in keys]
     olds, treedef = jax.tree.flatten(value)
     leaves = zip(asked, jax.tree.leaves(new), olds, strict=True)
     return treedef.unflatten(
         filters.merged(said, meant, old, path) if said else old
-        for (path, said), meant, old in leaves
+        for (_, (path, said)), meant, old in leaves
     )
 
 
-def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
+def _new_leaf(block: Block, root: Root, key: Key, answered: Answer, leaf: Any) -> Any:
     """Returns what a reader in a block sees instead of a selected variable's leaf."""
     rule = block.rewrite.rule
     if rule.acts_on != 'cotangents':
@@ -238,15 +245,14 @@ def _new_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
         if rule.brings:
             trace = tracing.in_innermost_trace((block.level,), leaf)
         with trace, _seeing_outside(block):
-            return _applied(block, root, key, leaf)
-    path = path_of(block, key)
-    if not has_to_act(block.rewrite, path, leaf):
+            return _applied(block, answered, leaf)
+    if not has_to_act(block.rewrite, answered[0], leaf):
         return leaf
     if rule.jointly:
         note_all(block, root)
         return _joint_leaf(block, root, key, leaf)
     with _seeing_outside(block), _begin(block, root, [leaf]):
-        return _applied(block, root, key, leaf)
+        return _applied(block, answered, leaf)
 
 
 def _seeing_outside(block: Block) -> Any:
@@ -256,9 +262,9 @@ def _seeing_outside(block: Block) -> Any:
     return contextlib.nullcontext()
 
 
-def _applied(block: Block, root: Root, key: Key, leaf: Any) -> Any:
+def _applied(block: Block, answered: Answer, leaf: Any) -> Any:
     """Applies the rule to a leaf, or to the selected part of the leaf."""
-    path, said = answer(block, key)
+    path, said = answered
     # Reports of gradient flow read the block off the equation of a stop.
     with jax.named_scope(f'{BLOCK}{block.rewrite!r} at {block.place}'):
         new = block.rewrite.rule(path, leaf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import os
@@ -45,7 +46,6 @@ class Predicate(Atom):
         FilterTypeError: if it reads a traced value.
     """
 
-    own_needs: ClassVar[frozenset[Need]] = frozenset({'code'})
     fix: ClassVar[str] = _FIX
     """What to write instead, for errors."""
     fn: Callable[[Any], Any]
@@ -69,6 +69,17 @@ class Predicate(Atom):
         if traced := tracer_in(fn):
             name, value = traced
             raise self._error(f'reads {brief(value)} as {name!r}')
+
+    @functools.cached_property
+    def own_needs(self) -> frozenset[Need]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Nothing, if the function reads the path alone: then its code is a value."""
+        fn = self.fn
+        reads_path_alone = (
+            type(fn) is types.FunctionType
+            and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
+            and _reads_arguments_alone(fn.__code__)
+        )
+        return frozenset() if reads_path_alone else frozenset({'code'})
 
     @functools.cached_property
     def identity(self) -> str:
@@ -113,7 +124,25 @@ def _without_place(code: types.CodeType) -> Hashable:
         _without_place(c) if isinstance(c, types.CodeType) else (type(c), repr(c))
         for c in code.co_consts
     ]
-    return code.co_code, code.co_names, code.co_freevars, tuple(consts)
+    how = code.co_flags, code.co_exceptiontable
+    return code.co_code, code.co_names, code.co_freevars, tuple(consts), how
+
+
+# What names of modules and classes are read and written by, in any Python.
+_OF_NAMES = ('GLOBAL', 'NAME', 'IMPORT', 'CLASS')
+
+
+@functools.lru_cache(4096)
+def _reads_arguments_alone(code: types.CodeType) -> bool:
+    """Whether code reads its arguments and constants, and neither names nor cells.
+
+    Whatever else it may read, a config, a table, a file, it gets at by a name.
+    """
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    used = {instruction.opname for instruction in dis.get_instructions(code)}
+    return not any(part in name for name in used for part in _OF_NAMES) and all(
+        map(_reads_arguments_alone, inner)
+    )
 
 
 def _is_of_one_argument(fn: Any) -> bool:

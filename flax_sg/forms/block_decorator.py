@@ -19,12 +19,12 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 from flax.core.scope import Scope
 
 from flax_sg import errors, filters
-from flax_sg.engine import blocks, opening
+from flax_sg.engine import opening
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
-from flax_sg.forms.nnx_models import is_model, warn_if_missed
 from flax_sg.internals import modules
+from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -54,8 +54,6 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
         return self
 
     def _close(self, exc_type: type[BaseException] | None) -> None:
-        if exc_type is None and blocks.thread.blocks:
-            warn_if_missed(blocks.thread.blocks[-1])
         opening.close_last(self, exc_type)
 
     def __call__(self, target: T, methods: Any = None) -> T:
@@ -103,7 +101,7 @@ def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
     if isinstance(target, str) and rewrite.rule.brings:
         write = f'nn.{rewrite.rule.name}(values, where={target!r})'
         raise wrong_argument(target, 'module, class or function', write)
-    is_wrong = isinstance(target, (type, filters.Filter)) or is_model(target)
+    is_wrong = isinstance(target, (type, filters.Filter)) or is_nnx_model(target)
     if is_wrong or not callable(target):
         raise wrappers.refused(
             f'nn.{rewrite.rule.name} decorates a function, a method, a Module class '
@@ -155,9 +153,8 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         def run(called: Any, owner: Scope | None, judged: str, *args: Any) -> Any:
-            with opening.InBlock(rewrite, owner, judged) as block:
+            with opening.InBlock(rewrite, owner, judged):
                 y = called(*args, **kwargs)
-                warn_if_missed(block, [getattr(fn, '__self__', None), *args])
             if isinstance(y, _NOT_RUN):
                 raise errors.ArgumentTypeError(
                     f'{getattr(fn, "__qualname__", fn)} returns a generator or a '

@@ -12,7 +12,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path, name_of
-from flax_sg.forms import nnx_models
+from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -171,8 +171,8 @@ def substitute(
 
 def _tree_before(call: str, tree: Any) -> Leaves:
     """Takes a tree apart; raises for a model of NNX, which is written to."""
-    for node in jax.tree.leaves(tree, nnx_models.is_model):
-        if nnx_models.is_model(node):
+    for node in jax.tree.leaves(tree, is_nnx_model):
+        if is_nnx_model(node):
             raise errors.ArgumentTypeError(
                 f'{call} would copy {brief(node)}: what the copy writes, such as batch '
                 'statistics, is lost.\n'

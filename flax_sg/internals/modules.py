@@ -93,10 +93,11 @@ def is_set_up(module: Module) -> bool:
 
 
 def starts_setup(module: Module) -> bool:
-    """Whether the next call of ``_try_setup`` runs the user's ``setup``."""
+    """Whether the next call of ``_try_setup`` runs a ``setup`` of the user."""
     state = module._state
     return (
-        module.scope is not None
+        type(module).setup is not Module.setup
+        and module.scope is not None
         and not state.in_setup
         and state.setup_called != linen_module.SetupState.DONE
     )

@@ -35,3 +35,8 @@ def is_of_nnx(cls: type, *names: str) -> bool:
     """
     nnx = sys.modules.get('flax.nnx')
     return issubclass(cls, tuple(getattr(nnx, name, ()) for name in names))
+
+
+def is_nnx_model(value: object) -> bool:
+    """Whether something is a model of NNX."""
+    return is_of_nnx(type(value), 'Module')

@@ -118,12 +118,10 @@ def kept_traces(level: Any = None) -> Iterator[weakref.ref[Any]]:
         level: the trace to start from, a result of ``current_trace``; by default that
             of the running code. There are none if it has ended.
     """
-    trace: Any = jax_core.trace_ctx.trace if level is None else level._trace_ref()
-    while trace is not None:
-        outer = getattr(trace, 'parent_trace', None)
-        if outer is None or isinstance(trace, partial_eval.DynamicJaxprTrace):
-            yield weakref.ref(trace)
-        trace = outer
+    found = kept_trace(level)
+    while found is not None:
+        yield found
+        found = _kept_around(getattr(found(), 'parent_trace', None))
 
 
 def is_running(trace: Any) -> bool:
@@ -140,7 +138,18 @@ def is_running(trace: Any) -> bool:
 
 def kept_trace(level: Any = None) -> weakref.ref[Any] | None:
     """The innermost of ``kept_traces``."""
-    return next(kept_traces(level), None)
+    return _kept_around(
+        jax_core.trace_ctx.trace if level is None else level._trace_ref()
+    )
+
+
+def _kept_around(trace: Any) -> weakref.ref[Any] | None:
+    while trace is not None:
+        outer = getattr(trace, 'parent_trace', None)
+        if outer is None or isinstance(trace, partial_eval.DynamicJaxprTrace):
+            return weakref.ref(trace)
+        trace = outer
+    return None
 
 
 def as_weak(x: Any) -> Any:

@@ -27,10 +27,6 @@ class ByIdentity(Generic[T]):
         found = self.known.get(id(key))
         return None if found is None or found[0]() is not key else found[1]
 
-    def __contains__(self, key: object) -> bool:
-        found = self.known.get(id(key))
-        return found is not None and found[0]() is key
-
     def __iter__(self) -> Iterator[Any]:
         """Yields the objects that are alive."""
         for ref, _ in self.known.copy().values():

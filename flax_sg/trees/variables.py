@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from flax.core.frozen_dict import FrozenDict
 
 from flax_sg.filters.paths import SUBTREES, names_within, shape_and_dtype
 from flax_sg.trees.leaves import is_whole
+
+T = TypeVar('T')
 
 # What ``find`` returns if there is no such variable.
 AS_IT_IS: Any = object()
@@ -25,22 +27,20 @@ class LeafKey(tuple[str, tuple[str, ...]]):
     Attributes:
         inner: how many of its last names lie within the variable's value.
         array: the shape and dtype of the leaf; None if it is no array.
+        facts: all that a filter may ask about.
     """
 
     inner: int
     array: tuple[Any, Any] | None
+    facts: Facts
 
     @classmethod
     def of(cls, key: Key, inner: tuple[str, ...], leaf: Any) -> LeafKey:
         """Returns the key of a leaf, given that of its variable."""
         self = cls((key[0], (*key[1], *inner)) if inner else key)
         self.inner, self.array = len(inner), shape_and_dtype(leaf)
+        self.facts = self[0], self[1], self.inner, self.array
         return self
-
-    @property
-    def facts(self) -> Facts:
-        """All that a filter may ask about."""
-        return self[0], self[1], self.inner, self.array
 
 
 # A collection and names, how many of these lie within a value, shape and dtype.
@@ -116,14 +116,12 @@ def iter_leaf_keys(key: Key, value: Any) -> Iterator[LeafKey]:
         yield from leaf_keys(variable, of_variable)
 
 
-def map_leaves(
-    fn: Callable[[LeafKey, Any], Any], keys: Sequence[LeafKey], value: Any
-) -> Any:
+def map_leaves(fn: Callable[[T, Any], Any], keys: Sequence[T], value: Any) -> Any:
     """Maps over the leaves of one variable; keeps the order of dicts.
 
     Args:
         fn: called with each leaf's key and the leaf.
-        keys: those of the leaves, as ``leaf_keys`` gives them.
+        keys: those of the leaves, as ``leaf_keys`` gives them, or one thing for each.
         value: the value of the variable.
     """
     if isinstance(value, jax.Array):  # Nearly always.

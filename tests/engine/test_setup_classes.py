@@ -1,10 +1,13 @@
-"""The engine watches every class with a ``setup``, for the values that it keeps.
+"""Values that ``setup`` keeps, and the classes of the modules that keep them.
 
-Attribute hooks are on classes with a ``setup`` alone. A class may be defined after the
-others were found, have attribute hooks of its own, or inherit them.
+A class gets a descriptor for each attribute in which its modules keep something. It may
+be a new class, have a ``__getattribute__`` of its own, or inherit one.
 """
 
+import copy
+import dataclasses
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -120,3 +123,95 @@ def test_a_class_that_nobody_has_any_more_is_not_held():
     jax.clear_caches()
     gc.collect()
     assert ref() is None
+
+
+# A class whose modules keep values has descriptors in the places of these. Nobody who
+# opens no block shall know.
+
+
+class Shown(fnn.Module):
+    """Keeps arrays in attributes that the class has, and has not."""
+
+    square: Any = dataclasses.field(default=None, init=False)
+    scale = 3.0
+
+    def setup(self):
+        self.w = self.param('w', ones)
+        self.square = self.w**2
+        self.scale = self.w * 2.0
+
+    def __call__(self, x):
+        return x * self.square
+
+
+def set_up(variables: Any) -> Any:
+    """A module whose ``setup`` has run: other attributes hide those of the class."""
+    bound = Shown().bind(variables)
+    assert bound.scale == 3.0
+    assert bound.w is variables['params']['w']
+    return bound
+
+
+def test_attributes_are_where_they_would_be():
+    bound = set_up(VARIABLES)
+    oracle.assert_same(bound.square + bound.scale, W**2 + 2.0 * W)
+    kept = {name: vars(bound)[name] for name in ('w', 'square', 'scale')}
+    for copied in (copy.copy(bound), copy.deepcopy(bound)):
+        oracle.assert_same({name: vars(copied)[name] for name in kept}, kept)
+        oracle.assert_same(copied.square + copied.w, W**2 + W)
+    assert bound.clone() == Shown() == pickle.loads(pickle.dumps(Shown()))
+    assert 'Total Parameters: 2' in fnn.tabulate(Shown(), jax.random.key(0))(jnp.ones(2))
+
+
+def test_a_deep_copy_of_a_bound_module_is_another_tree():
+    """A block of a method of the one covers nothing of the other."""
+
+    class Beside(fnn.Module):
+        @fnn.compact
+        def __call__(self, other):
+            with nn.stop_gradient('w'):
+                return self.param('w', ones) * other.get_variable('params', 'w')
+
+    def loss(variables):
+        bound = Beside().bind(variables)
+        return jnp.sum(bound(copy.deepcopy(bound)))
+
+    oracle.assert_same(jax.grad(loss)(VARIABLES)['params']['w'], W)
+
+
+def test_a_class_has_what_it_had():
+    bound = set_up(VARIABLES)
+    assert Shown.scale == Shown().scale == 3.0
+    assert Shown().square is None
+    assert not hasattr(Shown, 'w')
+    with pytest.raises(AttributeError, match='no attribute'):
+        Shown().bind(VARIABLES).other  # noqa: B018
+    inherits: Any = type('Inherits', (Shown,), {'__annotations__': {'w': int}, 'w': 5})
+    assert inherits.w == inherits().w == 5
+    object.__delattr__(bound, 'scale')
+    assert bound.scale == 3.0
+
+
+def test_an_attribute_of_a_class_that_setup_hides():
+    def loss(variables):
+        bound = set_up(variables)
+        with nn.stop_gradient('w'):
+            stopped = bound.scale * bound.square
+        return jnp.sum(stopped + bound.scale)
+
+    oracle.assert_same(jax.grad(loss)(VARIABLES)['params']['w'], jnp.full(2, 2.0))
+
+
+def test_what_is_set_in_setup_and_read_there_in_a_block():
+    class Inside(fnn.Module):
+        def setup(self):
+            self.w = self.param('w', ones)
+            with nn.stop_gradient('w'):
+                self.stopped = self.w * 1.0
+
+        def __call__(self):
+            return jnp.sum(self.w * self.stopped)
+
+    for _ in range(2):  # Of a new class, and of one that is known.
+        grads = jax.grad(lambda v: Inside().apply(v))(VARIABLES)
+        oracle.assert_same(grads['params']['w'], W)

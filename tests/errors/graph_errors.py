@@ -36,12 +36,6 @@ def in_a_block_of_linen(where: Any) -> Any:
         return nnx.grad(loss)(model)
 
 
-class Decorated(nnx.Linear):
-    @nn.stop_gradient(True)
-    def __call__(self, x: Any) -> Any:
-        return super().__call__(x)
-
-
 def through_a_view() -> None:
     grads = nnx.grad(lambda model: loss(nnx.stop_gradient(model, True)))(model)
     assert not grads['kernel'][...].any()
@@ -95,13 +89,9 @@ CASES: dict[str, Any] = {
         stopped_state,
     ),
     'a block of linen around a model of NNX': (
-        lambda: in_a_block_of_linen(True),
-        'NothingStoppedWarning: graph_errors.py:LINE | nnx.stop_gradient(model, where)',
+        lambda: in_a_block_of_linen('kernel'),
+        'UnusedFilterError: nnx.stop_gradient(model, where)',
         through_a_view,
-    ),
-    'a block of linen around a method of NNX': (
-        lambda: Decorated(2, 3, rngs=nnx.Rngs(0))(x),
-        'NothingStoppedWarning: graph_errors.py:LINE | nnx.stop_gradient(model, where)',
     ),
     'a wrapper of linen around a model of NNX': (
         lambda: nn.Frozen(model),
