@@ -40,6 +40,18 @@ class Small(linen.Module):
             return jnp.tanh(linen.Dense(WIDTH, name='dense')(x))
 
 
+class Parameters(linen.Module):
+    """The sum of some parameters, which are numbers."""
+
+    names: tuple[str, ...]
+
+    @linen.compact
+    def __call__(self) -> jax.Array:
+        """Returns the sum."""
+        ones = linen.initializers.ones
+        return jnp.sum(jnp.stack([self.param(name, ones, ()) for name in self.names]))
+
+
 class Many(linen.Module):
     """Small modules, one after another.
 

@@ -8,11 +8,12 @@ only CPU time counts.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from benchmarks import models, modules, spellings, timing, trainers, workloads
 from benchmarks.rivals import BY_HAND
 from benchmarks.selections import Selection
 from flax_sg import linen as nn
+from flax_sg.engine import hooks
+from flax_sg.internals import patching
 
 WIDTH = 64
 CALLS = 2000
@@ -128,6 +131,56 @@ def three_losses() -> Program:
     return Program(ways, (params, *inputs), 1.10, 21)
 
 
+class SetUp(nn.Module):
+    """Layers that keep their parameters, and what they compute of these, in setup."""
+
+    number: int
+
+    def setup(self) -> None:
+        self.layers = [Kept() for _ in range(self.number)]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Kept(nn.Module):
+    """Keeps two parameters, and a value computed of one."""
+
+    def setup(self) -> None:
+        self.scale = self.param('scale', nn.initializers.ones, (1, 4))
+        self.bias = self.param('bias', nn.initializers.zeros, (1, 4))
+        self.squared = self.scale**2
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x * self.squared + self.bias)
+
+
+@contextlib.contextmanager
+def without_hooks() -> Iterator[None]:
+    """Puts Flax's own functions in the places of the hooks."""
+    for key, (owner, name) in patching.HOOKED.items():
+        setattr(owner, name, patching.originals[key])
+    try:
+        yield
+    finally:
+        for key, (owner, name) in patching.HOOKED.items():
+            setattr(owner, name, hooks.HOOKS[key])
+
+
+def no_block(model: Any, x: jax.Array, rounds: int) -> Program:
+    """A model of plain Flax, with and without the hooks of flax_sg."""
+
+    def unhooked(*args: Any) -> Any:
+        with without_hooks():
+            return model.apply(*args)
+
+    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+    losses = {BY_HAND: loss_of(unhooked), 'flax_sg imported': loss_of(model.apply)}
+    return Program(losses, (params, x), 1.01, rounds)
+
+
 EACH = ('flax_sg block in each', 'flax_sg lifted class in each')
 PROGRAMS: dict[str, Callable[[], Program]] = {
     'transformer of 12 layers': lambda: transformer(
@@ -145,6 +198,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         100, 1.10, 15, *EACH, 'nn.map_variables in each'
     ),
     'three losses': three_losses,
+    'no block, 1,000 modules': lambda: no_block(
+        modules.Many(1000), jnp.ones(modules.shapes(1)[1].shape), 15
+    ),
+    'no block, 40 layers with setup': lambda: no_block(SetUp(40), jnp.ones((2, 4)), 41),
 }
 
 
@@ -157,6 +214,33 @@ def microseconds(fn: Callable[[], Any]) -> float:
             fn()
         best = min(best, time.process_time() - begin)
     return best / (CALLS // 20) * 1e6
+
+
+def predicates() -> list[tuple[str, float, float]]:
+    """Times functions of the path around a compiled step: microseconds, and bound."""
+    rows, number, name = [], 400, 'gln'
+    for count in (number, 22):
+        params = {f'gln_{n}': jnp.ones(()) for n in range(count)}
+        model = modules.Parameters(tuple(params))
+        step = jax.jit(lambda params, model=model: model.apply({'params': params}))
+
+        def block(where: Any, step: Any = step, params: Any = params) -> Any:
+            def run() -> None:
+                with nn.stop_gradient(where):
+                    step(params)
+
+            return run
+
+        glob = microseconds(block('gln_*'))
+        alone = microseconds(block(lambda path: path.startswith('gln')))
+        reads = microseconds(block(lambda path: path.startswith(name)))
+        what = f'around a step of {count} variables, more than with a glob'
+        rows.append((f'a function of the path {what}', alone - glob, 30))
+        # It is asked about the variables of both models, which share its code.
+        rows.append(
+            (f'a function that reads a name {what}', reads - glob, 0.6 * number)
+        )
+    return rows
 
 
 def open_and_close() -> list[tuple[str, float, float]]:
@@ -189,7 +273,15 @@ def open_and_close() -> list[tuple[str, float, float]]:
             dense.apply(variables, x)
 
     eager = microseconds(lambda: dense.apply(variables, x))
+    with without_hooks():
+        unhooked = microseconds(lambda: dense.apply(variables, x))
     return [
+        *predicates(),
+        (
+            f'an eager Dense in no block, which takes {unhooked:.0f} without the import',
+            eager - unhooked,
+            0.01 * unhooked,
+        ),
         ('a compiled step, called in an open block', inside - plain, 20),
         ('a block opened and closed, glob', microseconds(glob) - plain, 30),
         ('a block opened and closed, function', microseconds(function) - plain, 60),

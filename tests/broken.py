@@ -10,14 +10,15 @@ from typing import Any
 
 import jax
 import pytest
+from flax.core import lift
 
 from flax_sg.engine import (
     blocks,
-    hooks,
     judgement,
     numbers,
     opening,
     selection,
+    setup_values,
     views,
     writeback,
     writes,
@@ -45,20 +46,7 @@ def no_cache_key(patch: Patch) -> None:
 
 def stop_inside_the_body(patch: Patch) -> None:
     """A lifted transform gets the stored values; reads in its body are rewritten."""
-    _without_hooks(patch, 'partial_pack')
-
-
-def _without_hooks(patch: Patch, *names: str) -> None:
-    """Flax's own functions in place of some hooks."""
-    for name in names:
-        patch.setitem(hooks.HOOKS, name, _original(name))
-    patch.setattr(patching, '_planned', (None, None, []))
-
-
-def _original(name: str) -> Any:
-    if name == 'getattribute':
-        return lambda original: lambda self, name: original(self, name)
-    return lambda *args, **kwargs: patching.originals[name](*args, **kwargs)
+    patch.setattr(lift, '_partial_pack', patching.originals['partial_pack'])
 
 
 def stops_are_written_back(patch: Patch) -> None:
@@ -89,7 +77,7 @@ def open_after_an_exception(patch: Patch) -> None:
 
 def kept_values_ignored(patch: Patch) -> None:
     """What ``setup`` has kept on a module is read as it is."""
-    _without_hooks(patch, 'try_setup', 'getattribute')
+    patch.setattr(setup_values, '_seen', lambda module, name, value: value)
 
 
 def answers_never_noted(patch: Patch) -> None:
@@ -99,7 +87,15 @@ def answers_never_noted(patch: Patch) -> None:
 
 def answers_never_asked(patch: Patch) -> None:
     """A block takes the first number of its kind."""
-    patch.setattr(numbers.Asker, 'answer', lambda self, question: None)
+
+    def ends(self: Any, asker: Any) -> Any:
+        for first in self:
+            number = first
+            while number.answers:
+                number = next(iter(number.answers.values()))
+            yield first, number, []
+
+    patch.setattr(numbers._Kind, 'ends_for', ends)
 
 
 def answers_that_say_no_left_out(patch: Patch) -> None:
@@ -134,8 +130,9 @@ def owners_never_told_apart(patch: Patch) -> None:
     """All owners give one answer for what lies outside of a trace."""
     answer = numbers.Asker.answer
 
-    def of_any_owner(self: Any, question: Any) -> Any:
-        return () if isinstance(question, weakref.ref) else answer(self, question)
+    def of_any_owner(self: Any, number: Any) -> Any:
+        is_of_owner = isinstance(number.question, weakref.ref)
+        return () if is_of_owner else answer(self, number)
 
     patch.setattr(numbers.Asker, 'answer', of_any_owner)
 
@@ -162,13 +159,13 @@ def everything_published_is_a_write(patch: Patch) -> None:
 
 def decisions_shared(patch: Patch) -> None:
     """What one filter said of a variable is remembered for those of all blocks."""
-    selects, shared = views.selects, dict[Any, bool]()
+    answer, shared = views.answer, dict[Any, Any]()
 
-    def remembered(block: Any, root: Any, key: Any) -> bool:
-        said = selects(block, root, key)
+    def remembered(block: Any, root: Any, key: Any) -> Any:
+        said = answer(block, root, key)
         return shared.setdefault((block.owner_path, key), said)
 
-    patch.setattr(views, 'selects', remembered)
+    patch.setattr(views, 'answer', remembered)
 
 
 def one_stack_for_all_threads(patch: Patch) -> None:
@@ -178,8 +175,7 @@ def one_stack_for_all_threads(patch: Patch) -> None:
         pass
 
     names = dict(vars(blocks._Thread))
-    of_threads = ('__init__', 'set_blocks', '_set_aside', 'only', 'forget')
-    for name in (*of_threads, 'number', 'applying'):
+    for name in ('__init__', 'set_blocks', 'only', 'number', 'applying'):
         setattr(Shared, name, names[name])
     shared = Shared()
     for module in (blocks, opening, judgement, selection, views):

@@ -124,7 +124,7 @@ def _without_place(code: types.CodeType) -> Hashable:
         _without_place(c) if isinstance(c, types.CodeType) else (type(c), repr(c))
         for c in code.co_consts
     ]
-    how = code.co_flags, code.co_exceptiontable
+    how = code.co_flags & ~inspect.CO_NESTED, code.co_exceptiontable
     return code.co_code, code.co_names, code.co_freevars, tuple(consts), how
 
 

@@ -160,7 +160,8 @@ def test_attributes_are_where_they_would_be():
         oracle.assert_same({name: vars(copied)[name] for name in kept}, kept)
         oracle.assert_same(copied.square + copied.w, W**2 + W)
     assert bound.clone() == Shown() == pickle.loads(pickle.dumps(Shown()))
-    assert 'Total Parameters: 2' in fnn.tabulate(Shown(), jax.random.key(0))(jnp.ones(2))
+    table = fnn.tabulate(Shown(), jax.random.key(0))(jnp.ones(2))
+    assert 'Total Parameters: 2' in table
 
 
 def test_a_deep_copy_of_a_bound_module_is_another_tree():

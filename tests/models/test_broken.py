@@ -29,7 +29,6 @@ from described.sequences import ENC, ENC_OF_OWNER, KERNELS, Thread
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, opening
-from flax_sg.internals import patching
 
 # They test the tests: nightly, and before a release.
 pytestmark = pytest.mark.long
@@ -307,8 +306,6 @@ def put_in() -> Iterator[Callable[[Any], None]]:
         for block in blocks.thread.blocks[::-1]:
             opening.close_block(block)
         blocks.thread.set_blocks(())
-        for user in patching.users_of_hooks():  # Of threads that were left.
-            patching.release_hooks(user)
     forget_contexts()
 
 
