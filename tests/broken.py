@@ -175,7 +175,7 @@ def one_stack_for_all_threads(patch: Patch) -> None:
         pass
 
     names = dict(vars(blocks._Thread))
-    for name in ('__init__', 'set_blocks', 'only', 'number', 'applying'):
+    for name in ('__init__', 'set_blocks', 'only', 'number', 'applies_changed'):
         setattr(Shared, name, names[name])
     shared = Shared()
     for module in (blocks, opening, judgement, selection, views):

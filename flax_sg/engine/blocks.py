@@ -134,23 +134,10 @@ class _Thread(threading.local):
         number = block.lease.number
         return number if len(self.applies) <= block.depth else number.deeper
 
-    @contextlib.contextmanager
-    def applying(self) -> Generator[None]:
-        """Counts an ``apply`` that runs.
-
-        Which trees a block covers depends on it, so it is part of JAX's keys.
-        """
-        mark = object()
-        try:
-            self.applies.append(mark)
-            if self.blocks:
-                self.set_blocks(self.blocks)
-            yield
-        finally:
-            if mark in self.applies:
-                self.applies.remove(mark)
-            if self.blocks:
-                self.set_blocks(self.blocks)
+    def applies_changed(self) -> None:
+        """Keeps JAX's key right: which trees a block covers depends on the applies."""
+        if self.blocks:
+            self.set_blocks(self.blocks)
 
     @contextlib.contextmanager
     def only(self, blocks: tuple[Block, ...]) -> Generator[None]:

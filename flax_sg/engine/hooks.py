@@ -81,11 +81,17 @@ def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def _temporary(self: Scope) -> Generator[Scope]:
-    """An ``apply`` runs."""
+    """Counts the applies that run, and judges blocks when one ends."""
+    thread, mark = blocks.thread, object()
     try:
-        with _original['temporary'](self) as scope, blocks.thread.applying():
+        thread.applies.append(mark)
+        thread.applies_changed()
+        with _original['temporary'](self) as scope:
             yield scope
     finally:
+        if mark in thread.applies:
+            thread.applies.remove(mark)
+        thread.applies_changed()
         judgement.settle(blocks.root_of(self))
 
 

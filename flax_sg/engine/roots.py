@@ -168,4 +168,5 @@ Blocks: TypeAlias = 'tuple[Block, ...]'
 
 def carry(scope: Scope, root: Root) -> None:
     """Lets a scope, and all that Flax makes of it, carry a root."""
-    scope.flags = FrozenDict({**scope.flags, ROOT_FLAG: root})
+    flags = {**scope.flags, ROOT_FLAG: root}
+    scope.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
