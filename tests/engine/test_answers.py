@@ -519,3 +519,26 @@ def test_a_lambda_in_a_cell_that_runs_again_traces_nothing():
         with nn.stop_gradient(eval(cell)):
             step(PARAMS)
     assert len(TRACES) == 1
+
+
+def test_functions_of_the_path_alone_ask_about_no_program():
+    """Equal code finds the program; another constant does not."""
+    step, asked = make_step(), []
+
+    def say(path):
+        asked.append(path)
+        return path.startswith('a')
+
+    for _ in range(3):
+        with nn.stop_gradient(lambda path: path.startswith('a')):
+            step(PARAMS)
+    assert len(TRACES) == 1
+    with nn.stop_gradient(lambda path: path.startswith('b')):
+        step(PARAMS)
+    assert len(TRACES) == 2
+    with nn.stop_gradient(say):
+        step(PARAMS)
+    asked.clear()
+    # What was asked under one code is asked again; nothing of the others is.
+    with nn.stop_gradient(say):
+        assert sorted(asked) == [*PATHS]

@@ -216,7 +216,15 @@ IN_AND_OUT = frozenset(
     [
         *('open_block', 'close_block', 'close_last', '_close', 'remove'),
         *('forget_roots', 'set_blocks', 'only', '_set_aside', '_resumed', 'leave'),
-        *('_temporary', 'applies_changed', 'settle', 'begin', 'take', 'hold', 'give_back'),
+        *(
+            '_temporary',
+            'applies_changed',
+            'settle',
+            'begin',
+            'take',
+            'hold',
+            'give_back',
+        ),
     ]
 )
 

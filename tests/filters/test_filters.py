@@ -433,6 +433,8 @@ def fresh() -> Any:
     return lambda p: True
 
 
+HERE = 'here'
+
 SHAPES: list[tuple[Any, Any, bool]] = [
     ('a', 'a', True),
     ('a', 'b', False),
@@ -458,6 +460,39 @@ def test_filters_that_are_spelled_alike_have_one_shape(row):
     assert (one.shape == other.shape) is alike
     if alike:
         assert hash(one.shape) == hash(other.shape)
+
+
+def with_default(path: Any, name: str = 'a') -> bool:
+    return path.startswith(name)
+
+
+def of_cell(name: str) -> Any:
+    return lambda path: path.startswith(name)
+
+
+# A function that reads the path alone is a value; of others the answers are asked.
+VALUES: list[tuple[Any, bool]] = [
+    (lambda path: path.startswith('a'), True),
+    (lambda path: path.array is not None and path.array.ndim > 1, True),
+    (lambda path: [part for part in path.parts if part != path.name] == ['a'], True),
+    (lambda path: path.startswith(HERE), False),
+    (lambda path: any(part == 'a' for part in path.parts), False),  # `any` is a name.
+    (lambda path: (lambda: HERE)() == path, False),
+    (lambda path: __import__('time').time() > 0, False),
+    (of_cell('a'), False),
+    (with_default, False),
+    (functools.partial(with_default, name='b'), False),
+    (Named('a').method, False),
+    (Named('a'), False),
+    (operator.methodcaller('startswith', 'a'), False),
+]
+
+
+@pytest.mark.parametrize('row', VALUES)
+def test_a_function_of_the_path_alone_is_a_value(row):
+    fn, is_value = row
+    assert ('code' in as_filter(fn).needs) is not is_value
+    assert ('code' in (~as_filter(fn) | A).needs) is not is_value
 
 
 def test_a_long_list_of_paths_is_looked_up(monkeypatch):
