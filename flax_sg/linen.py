@@ -2,7 +2,7 @@
 
 ``from flax_sg import linen as nn`` takes the place of ``from flax import linen as nn``.
 Every public name is there and is the same object, so modules written against either
-import work together. The import puts hooks on Flax's reads, which do what Flax does while no
+work together. The import puts hooks on Flax's reads, which do what Flax does while no
 block is open. Only ``scan`` is our own, which takes ``frozen_layers=`` too, and is
 flax.linen's without:
 

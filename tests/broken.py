@@ -187,7 +187,7 @@ def loops_turn_once(patch: Patch) -> None:
     patch.setattr(
         zeros.Zeros,
         '_turns',
-        lambda self, turn, carry: [zeros.Known(one.zero) for one in carry],
+        lambda self, turn, carry: [zeros.Value(one.zero) for one in carry],
     )
 
 

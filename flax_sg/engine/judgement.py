@@ -44,10 +44,10 @@ def judge(block: Block, reads: bool) -> None:
     elif error:
         warn_once(_perhaps(error), block.place)
     else:
-        known = block.lease.number.known
+        history = block.lease.number.history
         if not block.lease.is_blank:
-            known.beside |= block.beside
-        if reads and not (_has_effect(block) or known.had_effect):
+            history.beside |= block.beside
+        if reads and not (_has_effect(block) or history.had_effect):
             warn_once(_no_effect(block), block.place)
 
 
@@ -68,8 +68,8 @@ def verdict(block: Block) -> errors.FlaxSGError | None:
     all was met, or what an earlier block has met beside its programs, these have run,
     and the verdict of the earlier block holds.
     """
-    known = block.lease.number.known
-    if not is_certain(block) and block.decisions.keys() <= known.beside:
+    beside = block.lease.number.history.beside
+    if not is_certain(block) and block.decisions.keys() <= beside:
         return None
     paths = {path.key: path for path, _ in block.decisions.values()}
     return _unused(block, list(paths.values()))
@@ -180,22 +180,23 @@ def _meet(
     block.collections.update(variables)
     # What ``init`` makes need not be read, and nothing is differentiated by it.
     block.took = block.took or root.initializing
-    where = block.rewrite.where
-    paths = [path for path, _ in block.decisions.values()]
-    is_met = len(block.asker.matched_by(paths)) == len(where.atoms)
-    if is_met and not _judges_all(where):
+    if _has_met_all(block):
         return
+    owner = block.owner_path if block.tree is root.tree else ()
     for collection, tree in variables.items():
         if wants(block, root, collection):
             for key in iter_leaf_keys((collection, path), tree):
-                owner = block.owner_path if block.tree is root.tree else ()
                 if outside or key[1][: len(owner)] == owner:
                     selects(block, root, key, read=False)
 
 
-def _judges_all(where: filters.Filter) -> bool:
-    """Whether judging a filter takes more than a match for each of its parts."""
-    return isinstance(where, filters.And) or 'names' in where.needs
+def _has_met_all(block: Block) -> bool:
+    """Whether all that a filter names was met, and its judgement takes no more."""
+    where = block.rewrite.where
+    if isinstance(where, filters.And) or 'names' in where.needs:
+        return False
+    paths = [path for path, _ in block.decisions.values()]
+    return len(block.asker.matched_by(paths)) == len(where.atoms)
 
 
 def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:

@@ -132,7 +132,7 @@ class Asker:
 
 
 @dataclasses.dataclass
-class Known:
+class History:
     """What is known of the blocks that had a number.
 
     Attributes:
@@ -156,7 +156,7 @@ class Number:
         answers: the number for each answer; that of the block which was asked first
             has the same value.
         inside: the numbers of blocks opened inside, by kind.
-        known: what is known of the blocks that had the number.
+        history: what is known of the blocks that had the number.
     """
 
     def __init__(self, value: int | None = None) -> None:
@@ -164,7 +164,7 @@ class Number:
         self.question: Question | None = None
         self.answers: dict[Hashable, Number] = {}
         self.inside: dict[Hashable, _Kind] = {}
-        self.known = Known()
+        self.history = History()
         self.paths: dict[tuple[str, ...], Path] = {}
         # Weak: an exception may come before a block gives the number back.
         self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
@@ -180,7 +180,8 @@ class Number:
     def path_for(self, owner: tuple[str, ...]) -> Path:
         """Returns the path of the variable that the question is about."""
         if owner not in self.paths:
-            collection, names, inner, array = self.question
+            facts: Any = self.question
+            collection, names, inner, array = facts
             self.paths[owner] = Path.of(collection, names, owner, inner, array)
         return self.paths[owner]
 
@@ -209,7 +210,7 @@ class Number:
     def ask(self, answer: Hashable) -> None:
         """With this answer to its question, everything stays as it is."""
         self.answers[answer] = same = Number(self.value)
-        same.inside, same.known = self.inside, self.known
+        same.inside, same.history = self.inside, self.history
 
 
 class _Kind(list[Number]):
@@ -293,11 +294,11 @@ class Lease:
         with outside() if self.asker.has_functions else contextlib.nullcontext():
             ends = [*kind.ends_for(self.asker)]
         # Those come first that have programs already.
-        ends.sort(key=lambda end: not end[1].known.has_traces)
+        ends.sort(key=lambda end: not end[1].history.has_traces)
         for first, number, asked in ends:
             self._first, self.number, self._asked = first, number, asked
             if number.take(self.asker):
-                self.is_blank, self.is_new = False, not number.known.has_traces
+                self.is_blank, self.is_new = False, not number.history.has_traces
                 return
         with _lock:
             blanks, new = self._kind(self.asker.blank), Number()
@@ -327,33 +328,45 @@ class Lease:
         """
         with _lock:
             if self.is_blank:
-                self.is_blank = False
-                blanks = self._kind(self.asker.blank)
-                if self.number in blanks:  # Else a block that holds it has done so.
-                    blanks.remove(self.number)
-                    self._kind(self.asker.kind).append(self.number)
-            self.number.known.has_traces = True
+                self._leave_blank()
+            self.number.history.has_traces = True
             if self._questions is None:
                 self._questions = {number.question for number in self._asked}
             missing = {q: None for q in questions if q not in self._questions}
             while missing and not is_own:
-                number = self.number
-                question = number.question or next(iter(missing))
-                is_end = number.question is None
-                number.question = question
-                said = self.asker.answer(number)
-                if is_end:
-                    number.ask(said)
-                elif said not in number.answers:  # Of a tree that is no more.
-                    is_own = True
-                    break
-                missing.pop(question, None)
-                self._questions.add(question)
-                number.give_back(self.asker)
-                self.number = number.answers[said]
-                self.number.hold(self.asker)
+                is_own = not self._go_on(missing)
             if is_own:
                 self.discard()
+
+    def _leave_blank(self) -> None:
+        """Makes the blank number one of the block's kind."""
+        self.is_blank = False
+        blanks = self._kind(self.asker.blank)
+        if self.number in blanks:  # Else a block that holds it has done so.
+            blanks.remove(self.number)
+            self._kind(self.asker.kind).append(self.number)
+
+    def _go_on(self, missing: dict[Question, None]) -> bool:
+        """Goes on by one question, the number's own or a missing one.
+
+        Returns:
+            Whether there is an answer: none if the question is about a tree of others.
+        """
+        number = self.number
+        is_end = number.question is None
+        number.question = question = number.question or next(iter(missing))
+        said = self.asker.answer(number)
+        if is_end:
+            number.ask(said)
+        elif said not in number.answers:
+            return False
+        missing.pop(question, None)
+        if self._questions is not None:
+            self._questions.add(question)
+        number.give_back(self.asker)
+        self.number = number.answers[said]
+        self.number.hold(self.asker)
+        return True
 
     def discard(self) -> None:
         """Lets no other block find the number: its traces have to be made anew."""
@@ -377,5 +390,5 @@ def unknown(asker: Asker, so_far: Lease | None = None) -> Lease:
     """
     lease = Lease(NONE, asker, Number())
     if so_far is not None:
-        lease.is_new, lease.number.known = so_far.is_new, so_far.number.known
+        lease.is_new, lease.number.history = so_far.is_new, so_far.number.history
     return lease

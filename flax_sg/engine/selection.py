@@ -100,7 +100,7 @@ def _note(block: Block, root: Root, answered: Sequence[Facts], read: bool) -> No
         is_own |= is_older and bool(said) and block.rewrite.rule.acts_on == 'cotangents'
     if answered or questions:
         block.lease.note(questions, is_own)
-        block.lease.number.known.had_effect |= block.took
+        block.lease.number.history.had_effect |= block.took
 
 
 def _is_made_inside(block: Block, root: Root) -> bool:

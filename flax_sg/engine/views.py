@@ -35,6 +35,7 @@ from flax_sg.rules.cotangents import has_to_act
 from flax_sg.rules.rules import AS_IT_IS, Rewrite
 from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import (
+    MISSING,
     Key,
     LeafKey,
     find,
@@ -222,9 +223,9 @@ def _instead(
         for above, variables in root.parts:
             if key[1][: len(above)] == above:
                 found = find(variables, collection, key[1][len(above) :])
-                if found is not AS_IT_IS:
+                if found is not MISSING:
                     return view(root, block.outer, (collection, key[1]), found)
-        return AS_IT_IS
+        return MISSING
 
     new = block.rewrite.rule.instead(path_of(block, key), value, find_beside)
     if new is AS_IT_IS:

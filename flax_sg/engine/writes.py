@@ -12,8 +12,7 @@ from flax_sg import errors
 from flax_sg.engine import blocks, selection
 from flax_sg.engine.roots import Root
 from flax_sg.internals import core_scopes, modules
-from flax_sg.rules.rules import AS_IT_IS
-from flax_sg.trees.variables import Key, find, iter_variables, leaf_keys
+from flax_sg.trees.variables import MISSING, Key, find, iter_variables, leaf_keys
 
 
 def check(
@@ -44,7 +43,7 @@ def check(
     stored = core_scopes.stored(scope)
     for variable, new in iter_variables(key, value):
         old = find(stored, variable[0], variable[1][len(scope.path) :])
-        if old is AS_IT_IS and root.initializing:
+        if old is MISSING and root.initializing:
             continue  # Initialization creates variables.
         for block in refusing:
             changed = [
@@ -54,7 +53,7 @@ def check(
             ]
             if changed:
                 path = selection.path_of(block, changed[0]).variable
-                raise _read_only(block.rewrite, path, _writer(), old is not AS_IT_IS)
+                raise _read_only(block.rewrite, path, _writer(), old is not MISSING)
 
 
 def _check_handed(root: Root, key: Key, value: Any) -> None:
@@ -81,7 +80,7 @@ def _changed(key: Key, old: Any, new: Any) -> list[Key]:
     before, treedef = jax.tree_util.tree_flatten(old)
     after, treedef_after = jax.tree_util.tree_flatten(new)
     if treedef != treedef_after:
-        known = [] if old is AS_IT_IS else leaf_keys(key, old)
+        known = [] if old is MISSING else leaf_keys(key, old)
         return [*known, *leaf_keys(key, new)]
     pairs = zip(leaf_keys(key, new), before, after, strict=True)
     return [leaf_key for leaf_key, a, b in pairs if a is not b]

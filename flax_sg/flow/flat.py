@@ -23,7 +23,7 @@ UNKNOWN = 'unknown'
 _EACH_FOR_ITSELF = frozenset(('device_put', 'optimization_barrier', 'psum', 'psum2'))
 
 
-class Place(NamedTuple):
+class Site(NamedTuple):
     """Where a body stands: JAX has one body of a function that is called twice.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     """
 
     call: JaxprEqn | None = None
-    around: Place | None = None
+    around: Site | None = None
 
     def source(self, eqn: JaxprEqn) -> str:
         """The line of the user that made an equation of the body."""
@@ -65,7 +65,7 @@ class Step:
     """
 
     eqn: JaxprEqn
-    place: Place
+    place: Site
     ins: list[int | None]
     outs: list[int]
     joins: int | None = None
@@ -105,7 +105,7 @@ class Flat:
         self._reach = Reach()
         self.flows = functools.cache(self._flows)
         self.inputs = list(map(self._new, jaxpr.invars))
-        self.outputs = self._written_out(jaxpr, self.inputs, Place())
+        self.outputs = self._written_out(jaxpr, self.inputs, Site())
 
     @functools.cached_property
     def readers(self) -> list[list[tuple[Step, int]]]:
@@ -174,7 +174,7 @@ class Flat:
         return len(self.avals) - 1
 
     def _written_out(
-        self, jaxpr: Any, inputs: Sequence[int | None], place: Place
+        self, jaxpr: Any, inputs: Sequence[int | None], place: Site
     ) -> list[int | None]:
         """Adds the steps of a body; returns its outputs."""
         known = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -196,10 +196,10 @@ class Flat:
         return list(map(read, jaxpr.outvars))
 
     def _through_bodies(
-        self, eqn: JaxprEqn, ins: Sequence[int | None], place: Place
+        self, eqn: JaxprEqn, ins: Sequence[int | None], place: Site
     ) -> list[int | None] | None:
         """The outputs of an equation that runs bodies; None for all others."""
-        bodies, inside = Bodies.of(eqn), Place(eqn, place)
+        bodies, inside = Bodies.of(eqn), Site(eqn, place)
         if not bodies.jaxprs:
             return None
         given, carry = list(ins), [self._new(eqn.invars[n]) for n in bodies.carry]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import Bodies
 
-# Elements of a value. A mask has the rank of its value, and length 1 along axes where
+# Value of a value. A mask has the rank of its value, and length 1 along axes where
 # all elements are alike.
 Mask: TypeAlias = NDArray[np.bool_]
 
@@ -28,7 +28,7 @@ Mask: TypeAlias = NDArray[np.bool_]
 _MOST_TURNS = 16
 
 
-class Known(NamedTuple):
+class Value(NamedTuple):
     """What is known of a value.
 
     Attributes:
@@ -40,7 +40,7 @@ class Known(NamedTuple):
     nonzero: Mask = np.array(False)
 
     @classmethod
-    def of_constant(cls, value: Any) -> Known:
+    def of_constant(cls, value: Any) -> Value:
         """What is known of a constant."""
         try:
             zero = small(np.asarray(value) == 0)
@@ -53,21 +53,21 @@ class Known(NamedTuple):
         """Equal if the same is known."""
         return tuple((mask.shape, mask.tobytes()) for mask in self)
 
-    def of_variable(self, var: Any) -> Known:
+    def of_variable(self, var: Any) -> Value:
         """The same, as masks for a variable of a jaxpr."""
         rank, is_mask = _rank(var), getattr(var.aval, 'dtype', None) == np.bool_
         zero, nonzero = (np.array(mask, ndmin=rank) for mask in self)
-        return Known(zero, nonzero & is_mask)
+        return Value(zero, nonzero & is_mask)
 
-    def everywhere(self) -> Known:
+    def everywhere(self) -> Value:
         """The same, without knowing of single elements."""
-        return Known(np.asarray(self.zero.all()))
+        return Value(np.asarray(self.zero.all()))
 
 
 @functools.cache
-def nothing(rank: int) -> Known:
+def nothing(rank: int) -> Value:
     """Nothing is known of a value."""
-    return Known(np.zeros((1,) * rank, bool), np.zeros((1,) * rank, bool))
+    return Value(np.zeros((1,) * rank, bool), np.zeros((1,) * rank, bool))
 
 
 def small(mask: Mask) -> Mask:
@@ -125,9 +125,9 @@ class Zeros:
 
     def __init__(self) -> None:
         # By id, with the object, and by what is known of the inputs.
-        self._seen: dict[Hashable, tuple[Any, list[Known]]] = {}
+        self._seen: dict[Hashable, tuple[Any, list[Value]]] = {}
 
-    def of(self, jaxpr: Any, inputs: Sequence[Known]) -> list[Known]:
+    def of(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
         """What is known of the outputs of a jaxpr.
 
         Args:
@@ -139,15 +139,15 @@ class Zeros:
             self._seen[key] = jaxpr, self._walk(jaxpr, inputs)
         return self._seen[key][1]
 
-    def _walk(self, jaxpr: Any, inputs: Sequence[Known]) -> list[Known]:
+    def _walk(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
         opened, consts = jaxprs.opened(jaxpr), getattr(jaxpr, 'consts', ())
-        constants = zip(opened.constvars, map(Known.of_constant, consts), strict=False)
+        constants = zip(opened.constvars, map(Value.of_constant, consts), strict=False)
         given = (*zip(opened.invars, inputs, strict=True), *constants)
         known = {var: one.of_variable(var) for var, one in given}
 
-        def read(var: Any) -> Known:
+        def read(var: Any) -> Value:
             if isinstance(var, Literal):
-                return Known.of_constant(var.val)
+                return Value.of_constant(var.val)
             return known.get(var) or nothing(_rank(var))
 
         for eqn in opened.eqns:
@@ -157,7 +157,7 @@ class Zeros:
                     known[var] = out.of_variable(var)
         return [read(var) for var in opened.outvars]
 
-    def _through(self, eqn: Any, ins: Sequence[Known]) -> Sequence[Known]:
+    def _through(self, eqn: Any, ins: Sequence[Value]) -> Sequence[Value]:
         """What is known of the outputs of an equation."""
         name = eqn.primitive.name
         if name == 'shard_map':  # Each device has a part.
@@ -169,15 +169,15 @@ class Zeros:
             return self._loop(Bodies.of(eqn), ins)
         if name == 'cond':
             outs = (self.of(branch, ins[1:]) for branch in eqn.params['branches'])
-            return [Known(_all(several)) for several in zip(*outs, strict=True)]
+            return [Value(_all(several)) for several in zip(*outs, strict=True)]
         if name in _IN_PLACE:
             return ins
         if name in _MEET:
-            return [Known(_MEET[name](eqn, ins))]
+            return [Value(_MEET[name](eqn, ins))]
         if name in _MOVES:
-            return [Known(*(_MOVES[name](mask, eqn) for mask in ins[0]))]
+            return [Value(*(_MOVES[name](mask, eqn) for mask in ins[0]))]
         if name == 'not':
-            return [Known(ins[0].nonzero, ins[0].zero)]
+            return [Value(ins[0].nonzero, ins[0].zero)]
         zeros, count = [one.zero.all() for one in ins], len(eqn.outvars)
         outs = [np.array(False)] * count
         if name in _EACH:
@@ -188,16 +188,18 @@ class Zeros:
             outs = [np.any(zeros[:2])]
         elif name == 'custom_linear_solve':
             outs = [np.all(zeros[-count:])] * count
-        return [Known(np.asarray(zero)) for zero in outs]
+        return [Value(np.asarray(zero)) for zero in outs]
 
     def _turns(
-        self, turn: Callable[[list[Known]], Sequence[Known]], carry: Sequence[Known]
-    ) -> list[Known]:
+        self,
+        turn: Callable[[list[Value]], Sequence[Value]],
+        carry: Sequence[Value],
+    ) -> list[Value]:
         """What is known of the carry of a loop, after any number of turns."""
-        now = [Known(one.zero) for one in carry]
+        now = [Value(one.zero) for one in carry]
         for number in range(len(now) + 1):
             pairs = zip(now, turn(now), strict=True)
-            after = [Known(_all(pair)) for pair in pairs]
+            after = [Value(_all(pair)) for pair in pairs]
             if [one.key for one in now] == [one.key for one in after]:
                 break
             if number >= _MOST_TURNS:
@@ -205,31 +207,31 @@ class Zeros:
             now = after
         return now
 
-    def _loop(self, bodies: Bodies, ins: Sequence[Known]) -> Sequence[Known]:
+    def _loop(self, bodies: Bodies, ins: Sequence[Value]) -> Sequence[Value]:
         """What is known of the outputs of a scan; a while has neither xs nor ys."""
         [body], carried = bodies.jaxprs, bodies.carry
         consts = ins[bodies.first : carried.start]
-        each = [Known(np.asarray(x.zero.all(0))) for x in ins[carried.stop :]]
+        each = [Value(np.asarray(x.zero.all(0))) for x in ins[carried.stop :]]
 
-        def run(carry: Sequence[Known]) -> Sequence[Known]:
+        def run(carry: Sequence[Value]) -> Sequence[Value]:
             return self.of(body, [*consts, *carry, *each])
 
         start = ins[carried.start : carried.stop]
         carry = self._turns(lambda now: run(now)[: len(carried)], start)
         ys = run(carry)[len(carried) :]
-        return [*carry, *(Known(y.zero[None]) for y in ys)]
+        return [*carry, *(Value(y.zero[None]) for y in ys)]
 
 
 def _rank(var: Any) -> int:
     return len(getattr(var.aval, 'shape', ()))
 
 
-def _all(several: Sequence[Known]) -> Mask:
+def _all(several: Sequence[Value]) -> Mask:
     """What is zero in each of several values."""
     return functools.reduce(np.logical_and, (one.zero for one in several))
 
 
-def _any(several: Sequence[Known]) -> Mask:
+def _any(several: Sequence[Value]) -> Mask:
     """What is zero in one of several values."""
     return functools.reduce(np.logical_or, (one.zero for one in several))
 
@@ -252,16 +254,16 @@ _MOVES: dict[str, Callable[[Mask, Any], Mask]] = {
 }
 
 
-def _reduced(eqn: Any, ins: Sequence[Known]) -> Mask:
+def _reduced(eqn: Any, ins: Sequence[Value]) -> Mask:
     return np.asarray(ins[0].zero.all(tuple(eqn.params['axes'])))
 
 
-def _reduced_some(eqn: Any, ins: Sequence[Known]) -> Mask:
+def _reduced_some(eqn: Any, ins: Sequence[Value]) -> Mask:
     # The product of nothing is one, its maximum is the least number.
     return _reduced(eqn, ins) & (0 not in eqn.invars[0].aval.shape)
 
 
-def _gathered(eqn: Any, ins: Sequence[Known]) -> Mask:
+def _gathered(eqn: Any, ins: Sequence[Value]) -> Mask:
     # What is out of bounds is the fill value: by default the least integer, or NaN,
     # which nobody trains by.
     fill, dtype = eqn.params['fill_value'], eqn.outvars[0].aval.dtype
@@ -271,7 +273,7 @@ def _gathered(eqn: Any, ins: Sequence[Known]) -> Mask:
     return ins[0].zero.all() & np.array(is_zero)
 
 
-def _select(eqn: Any, ins: Sequence[Known]) -> Mask:
+def _select(eqn: Any, ins: Sequence[Value]) -> Mask:
     which, *cases = ins
     if len(cases) != 2:
         return _all(cases)
@@ -279,7 +281,7 @@ def _select(eqn: Any, ins: Sequence[Known]) -> Mask:
     return (which.nonzero | first) & (which.zero | second)
 
 
-def _padded(eqn: Any, ins: Sequence[Known]) -> Mask:
+def _padded(eqn: Any, ins: Sequence[Value]) -> Mask:
     one, value = ins
     config, shape = eqn.params['padding_config'], eqn.invars[0].aval.shape
     is_cut = any(min(padding) < 0 or padding[2] for padding in config)
@@ -292,7 +294,7 @@ def _padded(eqn: Any, ins: Sequence[Known]) -> Mask:
     return np.pad(np.broadcast_to(one.zero, sizes), ends, constant_values=True)
 
 
-_MEET: dict[str, Callable[[Any, Sequence[Known]], Mask]] = {
+_MEET: dict[str, Callable[[Any, Sequence[Value]], Mask]] = {
     **dict.fromkeys(
         ('add', 'sub', 'add_any', 'max', 'min', 'or', 'complex'),
         lambda eqn, ins: _all(ins),

@@ -21,7 +21,10 @@ from flax_sg.trees.leaves import (
     check_unused,
     is_differentiable,
 )
-from flax_sg.trees.variables import AS_IT_IS as AS_IT_IS
+from flax_sg.trees.variables import MISSING as MISSING
+
+# What ``instead`` returns if the rule is to act on each leaf alone.
+AS_IT_IS: Any = object()
 
 # Variables that a rule rewrites together, each with its leaves.
 Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
@@ -97,7 +100,7 @@ class Rule:
             path: the variable.
             value: its value, as readers outside of the block see it.
             find: finds the variable of the same place in another collection;
-                ``AS_IT_IS`` if there is none.
+                ``MISSING`` if there is none.
 
         Returns:
             The value to read, or ``AS_IT_IS`` to apply the rule to each leaf alone.

@@ -84,7 +84,7 @@ class FromCollection(Substitute):
     def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
         """Returns the variable in the other collection."""
         other = find(self.collection)
-        if other is rules.AS_IT_IS:
+        if other is rules.MISSING:
             raise no_value(path, f'the collection {self.collection!r}')
         return fitting(path, value, other)
 

@@ -263,7 +263,7 @@ class _Layer(NamedTuple):
             number, rest = xs[0], iter(xs[1])
             carry = jax.tree.leaves(carry)
             leaves = [
-                residuals.Again(_slice, (stack, number)) if is_whole else next(rest)
+                residuals.Remade(_slice, (stack, number)) if is_whole else next(rest)
                 for stack, is_whole in pairs
             ]
             results = residuals.evaluate(self.program, [*carry, *leaves])

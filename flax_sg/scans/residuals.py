@@ -109,7 +109,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
         )
         # Values of other types, such as int8 weights, are never differentiated.
         operands = [
-            leaf if is_differentiable(leaf) else Again(_same, (leaf,))
+            leaf if is_differentiable(leaf) else Remade(_same, (leaf,))
             for leaf in jax.tree.leaves(variable_groups)
         ]
         operands += jax.tree.leaves(rng_groups)
@@ -130,7 +130,7 @@ def _is_array(x: Any) -> bool:
     jax.tree_util.register_dataclass, data_fields=['operands'], meta_fields=['make']
 )
 @dataclasses.dataclass(frozen=True)
-class Again:
+class Remade:
     """A frozen value that is no residual: the backward pass computes it again.
 
     Attributes:
@@ -143,7 +143,7 @@ class Again:
 
 
 def _value_of(x: Any) -> Any:
-    return x.make(*x.operands) if isinstance(x, Again) else x
+    return x.make(*x.operands) if isinstance(x, Remade) else x
 
 
 def _same(x: Any) -> Any:
@@ -153,19 +153,19 @@ def _same(x: Any) -> Any:
 def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     """Runs a jaxpr whose backward pass computes frozen values again.
 
-    Frozen values are stopped ones, those that come in as ``Again``, and all that is
+    Frozen values are stopped ones, those that come in as ``Remade``, and all that is
     computed of these and of constants alone, such as a cast or a dequantized weight.
     What a matrix product makes of them is saved.
 
     Args:
         closed: the jaxpr.
-        operands: its arguments, which may be ``Again`` too.
+        operands: its arguments, which may be ``Remade`` too.
     """
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True)
     )
-    again = {v for v, value in values.items() if isinstance(value, Again)}
+    again = {v for v, value in values.items() if isinstance(value, Remade)}
     constant = {v for v, value in values.items() if not isinstance(value, Tracer)}
     made_by: dict[Any, Any] = {}  # The equations that make frozen values.
 

@@ -15,7 +15,7 @@ from flax_sg.trees.leaves import is_whole
 T = TypeVar('T')
 
 # What ``find`` returns if there is no such variable.
-AS_IT_IS: Any = object()
+MISSING: Any = object()
 
 # A variable's collection, and its names from the root of the tree.
 Key: TypeAlias = tuple[str, tuple[str, ...]]
@@ -86,11 +86,11 @@ def iter_variables(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
 
 
 def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) -> Any:
-    """Returns the variable or subtree at these names, or ``AS_IT_IS``."""
-    node = collections.get(collection, AS_IT_IS)
+    """Returns the variable or subtree at these names, or ``MISSING``."""
+    node = collections.get(collection, MISSING)
     for name in names:
         if not isinstance(node, SUBTREES) or name not in node:
-            return AS_IT_IS
+            return MISSING
         node = node[name]
     return node
 
