@@ -23,7 +23,9 @@ if not hasattr(_nnx.Variable, 'get_value'):
         "Update it: pip install 'flax>=0.12.1'. flax_sg.linen works with this one."
     )
 
-from flax_sg.graphs.asking import where as where
+from flax_sg.graphs.choosing import DiffState as DiffState
+from flax_sg.graphs.choosing import Optimizer as Optimizer
+from flax_sg.graphs.choosing import where as where
 from flax_sg.graphs.forms import clip_gradient as clip_gradient
 from flax_sg.graphs.forms import map_cotangent as map_cotangent
 from flax_sg.graphs.forms import print_cotangent as print_cotangent

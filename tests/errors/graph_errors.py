@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -51,7 +52,65 @@ def stopped_state() -> None:
     assert sg.stop_gradient(nnx.state(model, nnx.Param), 'kernel')
 
 
+def with_a_table() -> Any:
+    out = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    out.table = nnx.data(jnp.ones(3))
+    return out
+
+
+class Closed(nnx.Module):
+    """Keeps a function that reads a layer of its own."""
+
+    def __init__(self) -> None:
+        self.layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        layer = self.layer
+        self.run = lambda x: layer(x)
+
+
+def pair(tied: bool) -> Any:
+    out = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.zeros(2)))
+    if tied:
+        out.b = out.a
+    return out
+
+
 CASES: dict[str, Any] = {
+    'a kind that no Variable has': (
+        lambda: nnx.stop_gradient(model, True, kind='params'),
+        "UnusedFilterError: kind='params' | There are: nnx.Param | kind=nnx.Param",
+        lambda: nnx.stop_gradient(model, True, kind=nnx.Param),
+    ),
+    'a pattern for Variables of another kind': (
+        lambda: nnx.stop_gradient(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean'),
+        "UnusedFilterError: 'mean' | It takes others: kind=nnx.BatchStat.",
+        lambda: nnx.stop_gradient(
+            nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean', kind=nnx.BatchStat
+        ),
+    ),
+    'two values for one Variable': (
+        lambda: nnx.substitute(pair(True), pair(False)),
+        "StructureError: 'a' and 'b' are one Variable of the model, with one value. "
+        'Of the values they differ. | Tie them in the values',
+        lambda: nnx.substitute(pair(True), {'a': jnp.zeros(2)}),
+    ),
+    'a function that holds layers': (
+        lambda: nnx.stop_gradient(Closed(), 'layer/**'),
+        'ArgumentTypeError: Closed.run holds modules of the model in a function | '
+        'Write a method in place of a function',
+    ),
+    'a glob in a filter of NNX': (
+        lambda: nnx.DiffState(0, nnx.All(nnx.Param, 'kern*')),
+        "FilterTypeError: 'kern*' | nnx.All(nnx.Param, nnx.where(model, 'kern*'))",
+        lambda: nnx.DiffState(0, nnx.All(nnx.Param, nnx.where(model, 'kern*'))),
+    ),
+    'a path that an optimizer cannot find': (
+        lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt='haed'),
+        "UnusedFilterError: nnx.where: Glob('haed') | 'kernel'",
+    ),
+    'an array that was not in the model': (
+        lambda: nnx.state(with_a_table(), nnx.where(model, 'kernel')),
+        "UserWarning: nnx.where leaves out 'table' | Derive the filter again",
+    ),
     'a pattern that no Variable of a model has': (
         lambda: nnx.stop_gradient(model, 'kernle'),
         "UnusedFilterError: 'kernle' | 'kernel' | nnx.stop_gradient",
@@ -71,6 +130,10 @@ CASES: dict[str, Any] = {
         "PartError: The filter means a part of 'w', and an NNX filter takes whole "
         'leaves.\n'
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
+    ),
+    'some leaves of a Variable, where Flax asks': (
+        lambda: nnx.state(SEVERAL, sg.arrays(lambda a: a.ndim > 1)),
+        "PartError: 'w' | an NNX filter takes whole leaves",
     ),
     'a hijax Variable': (
         lambda: nnx.stop_gradient(hijax(), 'w'),

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
@@ -28,7 +27,6 @@ def test_a_filter_for_nnx():
     live = nnx.where(model, sg.live(frozen_body, model, X))
     for where in (OTHERS, ['head/**', 'norm/*'], lambda path: path[:4] != 'body'):
         assert nnx.where(Net(1), where) == live
-    model.table = nnx.data(jnp.ones(3))  # A plain array, which is no Variable.
     _, some, _ = nnx.split(model, live, ...)
     assert ['/'.join(map(str, path)) for path, _ in nnx.to_flat_state(some)] == OTHERS
     both = nnx.All(live, nnx.PathContains('head'))
