@@ -101,9 +101,10 @@ class Filter(ToldByHash, abc.ABC):
             path: the path.
             matched: a set that gets the atoms that take the variable.
         """
-        if isinstance(path, str):
+        if not isinstance(path, tuple):
             return decide(self, path, matched)
-        names, value = tuple(map(str, path)), matched
+        names: Any = tuple(map(str, path))
+        value = matched
         if not is_parameter(value):
             return False
         raw = value.get_raw_value() if hasattr(value, 'get_raw_value') else value

@@ -159,13 +159,14 @@ class Walk:
         known, modules = self._variables, self.modules
         if isinstance(node, nnx.Pytree):
             modules[id(node)] = node
-        nodes = set[int]()
+        # JAX asks for the node first, and a module may hold itself.
+        nodes, inside = set[int](), iter([False])
 
         def is_leaf(x: Any) -> bool:
             if isinstance(x, nnx.Variable):
                 known.setdefault(id(x), Leaf(x))
                 return True
-            if x is not node and isinstance(x, nnx.Pytree):
+            if next(inside, True) and isinstance(x, nnx.Pytree):
                 nodes.add(id(x))
                 return True
             return is_whole(x)
