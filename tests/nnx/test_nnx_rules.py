@@ -223,11 +223,14 @@ def test_other_values_that_are_tied_elsewhere():
 
 STATES: dict[str, Any] = {
     'a state': nnx.state,
-    'a pure state': lambda model: nnx.as_pure(nnx.state(model)),
     'dicts of arrays': lambda model: nnx.to_pure_dict(nnx.state(model)),
-    'a pure model': nnx.as_pure,
     'a model': lambda model: model,
 }
+if hasattr(nnx, 'as_pure'):
+    STATES |= {
+        'a pure state': lambda model: nnx.as_pure(nnx.state(model)),
+        'a pure model': nnx.as_pure,
+    }
 
 
 @pytest.mark.usefixtures('standard_promotion')

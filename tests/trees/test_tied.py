@@ -223,8 +223,11 @@ def test_reports_of_children_that_know_their_parent():
 
 
 def test_a_module_that_holds_itself_and_nothing_else():
-    model = nnx.Dict(w=nnx.data(jnp.ones(2)))
-    model.itself = model
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.itself = jnp.ones(2), self
+
+    model = Model()
     tree, tie = each_once(model)
     again = tie(jax.tree.map(lambda leaf: leaf + 1, tree))
     assert again.itself is again and again.w.tolist() == [2.0, 2.0]
