@@ -38,6 +38,12 @@ def parameters(path: Keys, value: Any) -> bool:
     return is_parameter(value) and not is_whole(value)
 
 
+def in_variables(path: Keys, value: Any) -> bool:
+    """The kind that ``nnx.grad`` and ``nnx.Optimizer`` take: ``nnx.Param`` alone."""
+    del path
+    return isinstance(value, nnx.Param)
+
+
 def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked]:
     """Asks a filter for each leaf of a kind, by all of its paths together.
 
@@ -57,7 +63,7 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         raise wrong_argument(walk.model, 'NNX module', f'{call}(model, where)')
     where, is_kind = filters.as_filter(where), nnx.filterlib.to_predicate(kind)
     leaves = [leaf for leaf in walk.leaves if is_kind(leaf.keys, leaf.value)]
-    if kind is not parameters:
+    if kind not in (parameters, in_variables):
         call = f'{call}(kind={_shown(kind)})'
         if not leaves and unused == 'raise':
             raise errors.UnusedFilterError(
@@ -86,6 +92,8 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
 def _shown(kind: Any) -> str:
     if not isinstance(kind, type):
         return describe(kind) if callable(kind) else repr(kind)
+    if issubclass(kind, jax.Array):
+        return 'jax.Array'
     return f'nnx.{kind.__name__}' if hasattr(nnx, kind.__name__) else kind.__name__
 
 

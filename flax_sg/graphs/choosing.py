@@ -12,10 +12,9 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part
-from flax_sg.filters.paths import Path, is_parameter
-from flax_sg.graphs.asking import ask, parameters
+from flax_sg.filters.paths import Path
+from flax_sg.graphs.asking import ask, in_variables, parameters
 from flax_sg.graphs.walks import Keys, Walk
-from flax_sg.internals.places import Place, warn_once
 
 M = TypeVar('M')
 
@@ -37,18 +36,9 @@ class ByPath:
         try:
             return bool(self.filter(Path.of('params', tuple(map(str, path)))))
         except errors.UnknownNameError:
-            if isinstance(value, nnx.Variable):
-                # A cache, or what a layer has sown, is no mistake.
-                if nnx.filterlib.to_predicate(self.kind)(path, value):
-                    raise
-            elif is_parameter(value):
-                warn_once(
-                    f'nnx.where leaves out {"/".join(map(str, path))!r}, an array that '
-                    'was not in the model.\n'
-                    'Derive the filter again if it is a parameter.',
-                    Place.here(),
-                    UserWarning,
-                )
+            # A cache, or what a layer has sown, is no mistake.
+            if nnx.filterlib.to_predicate(self.kind)(path, value):
+                raise
         return False
 
 
@@ -74,7 +64,8 @@ def where(
         where: what is selected: any kind of filter, such as ``sg.live`` returns. Paths
             begin in the model. Tied weights are selected by any of their paths.
         kind: what may be selected, as an NNX filter: a type, a tag, or several. By
-            default ``nnx.Param``, and arrays that are in no Variable.
+            default ``nnx.Param``, as for ``nnx.grad``; in a model without Variables its
+            real and complex arrays. ``jax.Array`` is the type of arrays in no Variable.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
@@ -90,6 +81,11 @@ def where(
         UnknownNameError: later, if it is asked for a new Variable of the ``kind``.
     """
     walk = Walk(model)
+    if kind is parameters and any(
+        isinstance(x.value, nnx.Variable) for x in walk.leaves
+    ):
+        # What is in no Variable may be a table, which no optimizer should move.
+        kind = in_variables
     found = [
         one for one in ask('nnx.where', walk, where, kind, unused) if any(one.said)
     ]

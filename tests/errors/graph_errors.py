@@ -52,12 +52,6 @@ def stopped_state() -> None:
     assert sg.stop_gradient(nnx.state(model, nnx.Param), 'kernel')
 
 
-def with_a_table() -> Any:
-    out = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    out.table = nnx.data(jnp.ones(3))
-    return out
-
-
 class Closed(nnx.Module):
     """Keeps a function that reads a layer of its own."""
 
@@ -106,10 +100,6 @@ CASES: dict[str, Any] = {
     'a path that an optimizer cannot find': (
         lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt='haed'),
         "UnusedFilterError: nnx.where: Glob('haed') | 'kernel'",
-    ),
-    'an array that was not in the model': (
-        lambda: nnx.state(with_a_table(), nnx.where(model, 'kernel')),
-        "UserWarning: nnx.where leaves out 'table' | Derive the filter again",
     ),
     'a pattern that no Variable of a model has': (
         lambda: nnx.stop_gradient(model, 'kernle'),

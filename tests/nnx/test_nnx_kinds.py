@@ -181,13 +181,40 @@ def test_arrays_in_no_variable(where):
     oracle.assert_same(pure(nnx.state(ours)), pure(nnx.state(expected)))
     rest = [path for path in PATHS if path not in chosen]
     testing.assert_trains_only(frozen, rest, Tempered())
-    live = sg.live(frozen, Tempered())
-    assert nnx.where(Tempered(), live) == nnx.where(Tempered(), rest)
+    live, both = sg.live(frozen, Tempered()), (nnx.Param, jax.Array)
+    assert nnx.where(Tempered(), live, kind=both) == nnx.where(
+        Tempered(), rest, kind=both
+    )
     # Reports and views list the same.
     reported = map(str, sg.gradient_flow(frozen, Tempered()).parameters)
     assert sorted(reported) == sorted([*PATHS, 'steps'])  # It has no gradient.
-    some = nnx.state(Tempered(), nnx.where(Tempered(), where))
-    assert ['/'.join(map(str, p)) for p, _ in nnx.to_flat_state(some)] == chosen
+    selected = nnx.where(Tempered(), where, kind=both)
+    some = nnx.state(Tempered(), selected)
+    found = ['/'.join(map(str, path)) for path, _ in nnx.to_flat_state(some)]
+    assert found == [*chosen[:3], *['steps'] * (where is True), *chosen[3:]]
+
+
+def test_an_optimizer_leaves_alone_what_is_in_no_variable():
+    """It may be a table. Whoever wants it trained names its kind."""
+
+    def trained(wrt, argnums):
+        model = Tempered()
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=wrt(model))
+        loss = lambda m: jnp.sum(m.features(X) ** 2)  # noqa: E731
+        argnums = 0 if argnums is None else nnx.DiffState(0, argnums)
+        optimizer.update(model, nnx.grad(loss, argnums=argnums)(model))
+        return pure(nnx.state(model))
+
+    for wrt in '**', sg.live(total, Tempered()), ['norm/**']:
+        for argnums in None, wrt:
+            oracle.assert_same(
+                trained(lambda _, w=wrt: w, argnums), trained(lambda _: nnx.Param, None)
+            )
+    both = (nnx.Param, jax.Array)
+    every = trained(lambda m: nnx.where(m, PATHS, kind=both), PATHS)
+    assert float(every['temperature']) != 2.0
+    with pytest.raises(errors.UnusedFilterError, match='others: kind=jax'):
+        nnx.where(Tempered(), 'temperature')
 
 
 def test_rules_for_arrays_in_no_variable():
@@ -291,12 +318,11 @@ def test_new_variables_of_another_kind_are_not_selected(name):
     oracle.assert_same(trained(lambda m: nnx.where(m, 'head/**')), by_hand)
 
 
-def test_new_parameters_are_an_error_or_a_warning():
+def test_a_new_parameter_is_an_error():
     model = Net()
     head = nnx.where(model, 'head/**')
-    model.table = nnx.data(jnp.ones(3))  # It may be a parameter, or an activation.
-    with pytest.warns(UserWarning, match="leaves out 'table', an array"):
-        assert list(nnx.state(model, head)) == ['head']
+    model.table = nnx.data(jnp.ones(3))
+    assert list(nnx.state(model, head)) == ['head']
     model.adapter = nnx.Param(jnp.ones(3))
     with pytest.raises(errors.UnknownNameError, match="no 'adapter'"):
         nnx.state(model, head)
