@@ -14,6 +14,7 @@ import jax
 from flax import nnx, traverse_util
 
 from flax_sg import errors
+from flax_sg.filters.paths import shape_and_dtype
 from flax_sg.graphs.walks import Leaf, Names, Walk
 
 
@@ -35,6 +36,7 @@ def values_of(walk: Walk, values: Any, kind: Any) -> dict[str, Any]:
     given: dict[Leaf, list[tuple[Names, Any]]] = {}
     found: dict[Names, Any] = {}
     met: dict[tuple[int, int], Any] = {}
+    gaps: list[Leaf] = []
 
     def below(node: Any) -> dict[str, Any]:
         if isinstance(node, nnx.Pytree):
@@ -52,6 +54,11 @@ def values_of(walk: Walk, values: Any, kind: Any) -> dict[str, Any]:
             own, others = walk.below(mine), below(theirs)
             # A model has a value for each Variable; a tree may have some.
             whole = whole or isinstance(theirs, nnx.Pytree)
+            if isinstance(theirs, nnx.State) and any(
+                type(own.get(name)) is Leaf for name in others
+            ):
+                lacking = (own[name] for name in own.keys() - others.keys())
+                gaps.extend(leaf for leaf in lacking if type(leaf) is Leaf)
             for name in dict.fromkeys([*others, *(own if whole else ())]):
                 value, plain = others.get(name), not whole
                 if name in own:
@@ -68,6 +75,18 @@ def values_of(walk: Walk, values: Any, kind: Any) -> dict[str, Any]:
         value = _one_of(several) if is_kind(leaf.keys, leaf.value) else None
         if value is not None:
             found[leaf.names] = as_one(raw(value))
+    forms = {_form(value) for several in given.values() for _, value in several}
+    for leaf in gaps:
+        is_lacking = leaf not in given and is_kind(leaf.keys, leaf.value)
+        # It may be tied in the target: a state has one path of such a weight.
+        if is_lacking and _form(leaf.value) in forms:
+            found[leaf.names] = errors.StructureError(
+                f'nnx.substitute: the state has no value for {"/".join(leaf.names)!r}, '
+                'beside others of its module.\n'
+                'A state has one path of a tied weight, and the view would read the '
+                "model's own at the other.\n"
+                'Give the target itself, or name what is replaced: where=.'
+            )
     return traverse_util.unflatten_dict(found)
 
 
@@ -79,6 +98,10 @@ def raw(value: Any) -> Any:
 def as_one(value: Any) -> Any:
     """What a Variable holds; a dict as one value, which nests no Variables."""
     return (value,) if isinstance(value, Mapping) else value
+
+
+def _form(value: Any) -> Any:
+    return tuple(map(shape_and_dtype, jax.tree.leaves(raw(value))))
 
 
 def _one_of(several: list[tuple[Names, Any]]) -> Any:

@@ -87,6 +87,12 @@ CASES: dict[str, Any] = {
         'Of the values they differ. | Tie them in the values',
         lambda: nnx.substitute(pair(True), {'a': jnp.zeros(2)}),
     ),
+    'a state of a target that ties weights': (
+        lambda: nnx.substitute(pair(False), nnx.state(pair(True))),
+        "StructureError: the state has no value for 'b' | Give the target itself, or "
+        'name what is replaced: where=.',
+        lambda: nnx.substitute(pair(False), pair(True)),
+    ),
     'a function that holds layers': (
         lambda: nnx.stop_gradient(Closed(), 'layer/**'),
         'ArgumentTypeError: Closed.run holds modules of the model in a function | '

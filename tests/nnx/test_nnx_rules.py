@@ -198,6 +198,13 @@ def test_other_values_that_are_tied_elsewhere():
     oracle.assert_same(both(view), both(target))
     assert view.a.w is not view.b.w
 
+    # A state has one path of a tied weight.
+    with pytest.raises(errors.StructureError, match="no value for 'b/w', beside"):
+        nnx.substitute(model, nnx.state(target))
+    seen = nnx.substitute(model, nnx.state(target), where=['a/*', 'b/v'])
+    assert seen.b.w is model.b.w
+    oracle.assert_same(apply(seen.a), apply(target.a))
+
     def loss(target):
         return both(nnx.substitute(model, target))
 
@@ -231,6 +238,14 @@ if hasattr(nnx, 'as_pure'):
         'a pure state': lambda model: nnx.as_pure(nnx.state(model)),
         'a pure model': nnx.as_pure,
     }
+
+
+def test_a_state_of_some_variables():
+    model, target = Net(0), Net(1)
+    for some in nnx.PathContains('kernel'), nnx.PathContains('head'):
+        view = nnx.substitute(model, nnx.state(target, nnx.All(nnx.Param, some)))
+        oracle.assert_same(view.head.kernel[...], target.head.kernel[...])
+        assert view.norm.scale is model.norm.scale
 
 
 @pytest.mark.usefixtures('standard_promotion')
