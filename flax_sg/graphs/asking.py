@@ -35,7 +35,8 @@ class Asked(NamedTuple):
 def parameters(path: Keys, value: Any) -> bool:
     """The kind that views take by default: ``nnx.Param``, and arrays in no Variable."""
     del path
-    return is_parameter(value) and not is_whole(value)
+    is_param = isinstance(value, nnx.Param)  # Of most it is all there is to ask.
+    return is_param or (is_parameter(value) and not is_whole(value))
 
 
 def in_variables(path: Keys, value: Any) -> bool:
@@ -130,12 +131,11 @@ def _names(
 
 def _path(where: filters.Filter, names: list[Names], array: Any) -> Path:
     """The first path of a leaf that a filter takes; it knows the others."""
-    paths = [Path.of('params', each, array=array) for each in names]
-    # It need not be asked here if it is the only one.
-    several = paths if len(paths) > 1 else ()
-    chosen = next((path for path in several if _takes(where, path)), paths[0])
-    chosen.also = tuple(path for path in paths if path is not chosen)
-    return chosen
+    first, *others = paths = [Path.of('params', x, array=array) for x in names]
+    if others:
+        first = next((path for path in paths if _takes(where, path)), first)
+        first.also = tuple(path for path in paths if path is not first)
+    return first
 
 
 def _holds(where: filters.Filter, leaf: Leaf, names: Names | None = None) -> bool:

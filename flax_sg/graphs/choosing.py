@@ -14,7 +14,9 @@ from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part
 from flax_sg.filters.paths import Path
 from flax_sg.graphs.asking import ask, in_variables, parameters
+from flax_sg.graphs.views import VIEWS
 from flax_sg.graphs.walks import Keys, Walk
+from flax_sg.internals.places import Place, warn_once
 
 M = TypeVar('M')
 
@@ -206,7 +208,20 @@ class Optimizer(nnx.Optimizer[M]):
     Raises:
         UnusedFilterError: if a path is not in the model.
         FilterTypeError: if a filter of NNX holds a glob.
+
+    Note:
+        It warns if the model is a view, or keeps one in an attribute.
     """
 
     def __init__(self, model: M, tx: Any, *, wrt: Any, **how: Any) -> None:
         super().__init__(model, tx, wrt=for_nnx(wrt, model), **how)
+        for module in Walk(model).modules.values():
+            if rule := VIEWS.get(module):
+                warn_once(
+                    f'nnx.Optimizer is given a view: nnx.{rule} made this '
+                    f'{type(module).__name__}.\n'
+                    'Its parameters are its own, and they are trained.\n'
+                    'Optimize the model, and make the view where you call it.',
+                    Place.here(),
+                    UserWarning,
+                )

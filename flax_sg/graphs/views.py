@@ -15,6 +15,7 @@ from flax_sg.forms.plain_trees import rewritten
 from flax_sg.graphs.asking import Asked, ask
 from flax_sg.graphs.values import as_one, raw
 from flax_sg.graphs.walks import Walk
+from flax_sg.internals.weak import ByIdentity
 from flax_sg.rules import rules, substitutes
 from flax_sg.trees.leaves import is_differentiable, is_whole
 
@@ -60,13 +61,20 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any) -> Any:
         for (_, path, said), (leaves, _) in zip(chosen, flat, strict=True)
     ]
     seen = _of_tree(rewrite.rule, chosen, rows) or _of_rule(rewrite, rows)
-    return walk.copy(
+    made = walk.copy(
         {
             leaf: treedef.unflatten(new)
             for (leaf, *_), (old, treedef), new in zip(chosen, flat, seen, strict=True)
             if _is_other(old, new)
         }
     )
+    if isinstance(made, nnx.Pytree):
+        VIEWS.put(made, rewrite.rule.name)
+    return made
+
+
+# The rule of each view that is still there: an optimizer asks for these.
+VIEWS = ByIdentity[str]()
 
 
 # For each leaf of a model its arrays: the path, what the filter says, and the array.

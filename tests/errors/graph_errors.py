@@ -103,6 +103,16 @@ CASES: dict[str, Any] = {
         "FilterTypeError: 'kern*' | nnx.All(nnx.Param, nnx.where(model, 'kern*'))",
         lambda: nnx.DiffState(0, nnx.All(nnx.Param, nnx.where(model, 'kern*'))),
     ),
+    'a view in an attribute': (
+        lambda: nnx.Optimizer(
+            nnx.Dict(a=model, b=nnx.stop_gradient(model, True)),
+            optax.sgd(0.1),
+            wrt=nnx.Param,
+        ),
+        'UserWarning: nnx.Optimizer is given a view: nnx.stop_gradient made this '
+        'Linear. | make the view where you call it',
+        lambda: nnx.Optimizer(nnx.Dict(a=model), optax.sgd(0.1), wrt=nnx.Param),
+    ),
     'a path that an optimizer cannot find': (
         lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt='haed'),
         "UnusedFilterError: nnx.where: Glob('haed') | 'kernel'",
