@@ -1,7 +1,8 @@
 """All of flax.nnx, plus the names that choose where gradients stop.
 
 ``from flax_sg import nnx`` takes the place of ``from flax import nnx``. Every public
-name is there and is the same object, and nothing in flax.nnx is changed:
+name is there and is the same object, but for ``Optimizer`` and ``DiffState``: these are
+subclasses that take paths. Nothing in flax.nnx is changed:
 
     >>> from flax import nnx as flax_nnx
     >>> from flax_sg import nnx

@@ -80,9 +80,12 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         try:
             said = iter(selected([[p for of in rows for p in of]], where, unused)[0])
         except errors.UnusedFilterError as error:
-            beside = [x for x in walk.leaves if x not in arrays and _holds(where, x)]
+            lost = [x for x in where.atoms if not any(_holds(x, y) for y in leaves)]
+            beside = [x for x in walk.leaves if lost and _holds(lost[0], x)]
             if beside:
-                error.args = (f'{error}\nIt takes others: kind={_kinds_in(beside)}.',)
+                head, *_, last = str(error).splitlines()
+                other = f'It takes others: write kind={_kinds_in(beside)}.'
+                error.args = (f'{head}\n{other}\n{last}',)
             raise
     return [
         Asked(leaf, paths[0], [next(said) for _ in paths])
@@ -99,7 +102,8 @@ def _shown(kind: Any) -> str:
 
 
 def _kinds_in(leaves: list[Leaf]) -> str:
-    return ', '.join(dict.fromkeys(_shown(type(leaf.value)) for leaf in leaves))
+    names = dict.fromkeys(_shown(type(leaf.value)) for leaf in leaves)
+    return ', '.join(names) if len(names) < 2 else f'({", ".join(names)})'
 
 
 def _arrays_of(leaf: Leaf) -> list[Any]:

@@ -76,7 +76,7 @@ CASES: dict[str, Any] = {
     ),
     'a pattern for Variables of another kind': (
         lambda: nnx.stop_gradient(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean'),
-        "UnusedFilterError: 'mean' | It takes others: kind=nnx.BatchStat.",
+        "UnusedFilterError: 'mean' | It takes others: write kind=nnx.BatchStat.",
         lambda: nnx.stop_gradient(
             nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean', kind=nnx.BatchStat
         ),

@@ -118,7 +118,7 @@ def test_a_kind_that_matches_nothing(kind, shown, where):
         with pytest.raises(errors.UnusedFilterError) as raised:
             fn(Net(), where, kind=kind)
         assert shown in str(raised.value)
-        assert 'There are: nnx.Param, nnx.RngCount, ' in str(raised.value)
+        assert 'There are: (nnx.Param, nnx.RngCount, ' in str(raised.value)
         fn(Net(), where, kind=kind, unused='ignore')
     # A layer without parameters is no mistake.
     assert nnx.stop_gradient(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), True) is not None
@@ -129,8 +129,13 @@ def test_a_pattern_that_matches_under_another_kind():
         nnx.stop_gradient(Net(), 'head/*', kind=nnx.BatchStat)
     assert 'kind=nnx.BatchStat' in str(raised.value)
     assert 'kind=nnx.Param' in str(raised.value)
-    with pytest.raises(errors.UnusedFilterError, match='others: kind='):
+    with pytest.raises(errors.UnusedFilterError, match='others: write kind='):
         nnx.where(Net(), 'norm/mean')
+
+
+def test_a_typo_beside_a_pattern_for_another_kind():
+    with pytest.raises(errors.UnusedFilterError, match="Did you mean 'head/"):
+        nnx.stop_gradient(Net(), ['norm/**', 'haed/**'])
 
 
 # What is in no Variable
@@ -213,7 +218,7 @@ def test_an_optimizer_leaves_alone_what_is_in_no_variable():
     both = (nnx.Param, jax.Array)
     every = trained(lambda m: nnx.where(m, PATHS, kind=both), PATHS)
     assert float(every['temperature']) != 2.0
-    with pytest.raises(errors.UnusedFilterError, match='others: kind=jax'):
+    with pytest.raises(errors.UnusedFilterError, match='others: write kind=jax'):
         nnx.where(Tempered(), 'temperature')
 
 
